@@ -1,0 +1,52 @@
+# Every target sets up what it needs in .venv, once; nothing outside this directory is touched.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help install demo test slow lint format clean
+
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP) ## Make the virtual environment .venv, with all pinned packages
+
+demo: $(STAMP) ## Run the main job on scikit-learn's digits: a table, and figures in runs/demo-report
+	rm -rf runs/demo runs/demo-report
+	$(BIN)/fedcb2o run digits-fedcbo digits-fedcb2o digits-oracle-min digits-oracle-max --clean-twin --out runs/demo
+	$(BIN)/fedcb2o report runs/demo/* --out runs/demo-report
+
+test: $(STAMP) ## Run the tests, all but the slow ones
+	$(BIN)/python -m pytest
+
+slow: $(STAMP) ## Run the slow tests alone
+	$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP) ## Check format, style, types and the direction of imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
+
+format: $(STAMP) ## Format the code and mend what can be mended by itself
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove .venv, the demo's output, and all caches
+	rm -rf .venv runs/demo runs/demo-report dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+# No stamp, no trust: an environment whose set-up was cut short is made anew, since pip takes a half-copied package
+# for a whole one. With a stamp that is merely old, only what changed is installed.
+$(STAMP): pyproject.toml constraints.txt
+	@if [ ! -f $@ ]; then \
+		command -v "$(PYTHON)" >/dev/null || { \
+			echo "fedcb2o needs Python 3.11 or newer, and there is no $(PYTHON): name yours, as in make PYTHON=python3.12" >&2; exit 1; }; \
+		"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+			echo "fedcb2o needs Python 3.11 or newer, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1): name another, as in make PYTHON=python3.12" >&2; exit 1; }; \
+		"$(PYTHON)" -m venv --clear .venv; \
+	fi
+	@rm -f $@
+	$(PIP) install --constraint constraints.txt hatchling
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,184 @@
+"""The command line: run, compare, report, presets, data."""
+
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedcb2o.errors import ConfigError, FedCB2OError
+
+app = typer.Typer(
+    name="fedcb2o",
+    help="Federated learning without a server that stays right when some participants attack it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(version("fedcb2o"))
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None: ...
+
+
+@app.command()
+def run(
+    experiments: Annotated[
+        list[str],
+        typer.Argument(metavar="PRESET_OR_FILE.toml...", help="Presets or configuration files.", show_default=False),
+    ],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as algorithm.alpha=2. Repeatable."),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2. Default: the experiment's own.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The run's folder (with several experiments: of their folders). Default: runs/NAME."),
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Default: from the work and the machine.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    clean_twin: Annotated[
+        bool,
+        typer.Option(
+            "--clean-twin",
+            help="Also run each attacked experiment with malicious agents that train on true labels, in NAME-clean:"
+            " the net attack success is the difference.",
+        ),
+    ] = False,
+) -> None:
+    """Run experiments, each for all of its seeds.
+
+    Example: fedcb2o run digits-fedcb2o --set algorithm.alpha=5 --seeds 0,1,2 --out runs/mine
+    """
+    from fedcb2o.experiments.config import load, parse_value
+    from fedcb2o.experiments.progress import Progress
+    from fedcb2o.experiments.run import run as run_experiment
+
+    settings = {}
+    for change in changes or []:
+        key, equals, value = change.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set needs KEY=VALUE, got {change!r}")
+        settings[key.strip()] = parse_value(value.strip())
+    if seeds is not None:
+        settings["seeds"] = _seeds(seeds)
+    chosen = [load(name, settings) for name in experiments]
+    if clean_twin:
+        chosen = [e for one in chosen for e in ([one, one.clean_twin()] if one.attacked else [one])]
+    console = Console(stderr=True)
+    with Progress(console) as progress:
+        for one in chosen:
+            if out is None:
+                folder = Path("runs") / one.name
+            elif len(experiments) == 1:
+                folder = out if one is chosen[0] else out.with_name(f"{out.name}-clean")
+            else:
+                folder = out / one.name
+            run_experiment(one, out=folder, data_dir=data_dir, workers=workers, resume=resume, watch=progress)
+    for one in [] if console.is_terminal else chosen:
+        console.print(f"{one.name}: done")
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--seeds needs whole numbers with commas, such as 0,1,2, got {text!r}") from error
+
+
+@app.command()
+def compare(runs: Runs) -> None:
+    """Print one table over runs: the paper's Table 1."""
+    from fedcb2o.records import Run
+    from fedcb2o.report import tables
+
+    Console().print(tables.rich_table(tables.compare([Run(folder) for folder in runs])))
+
+
+@app.command()
+def report(
+    runs: Runs,
+    out: Annotated[Path, typer.Option(help="Where tables and figures go.")] = Path("report"),
+) -> None:
+    """Write tables, figures and a page over runs, and print the table."""
+    from fedcb2o.records import Run
+    from fedcb2o.report import report as write_report
+    from fedcb2o.report import tables
+
+    opened = [Run(folder) for folder in runs]
+    written = write_report(opened, out)
+    console = Console()
+    console.print(tables.rich_table(tables.compare(opened)))
+    console.print("Written: " + ", ".join(str(path) for path in written), soft_wrap=True)
+
+
+@app.command()
+def presets() -> None:
+    """List the presets, a line each."""
+    from fedcb2o.experiments.config import presets as all_presets
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, description in all_presets().items():
+        table.add_row(f"[bold]{name}[/bold]", description)
+    Console().print(table)
+
+
+@data_app.command()
+def emnist(
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="Take files at hand: IDX files, or the official gzip.zip."),
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where to put them. Default: the user's cache.")] = None,
+) -> None:
+    """Get EMNIST (Cohen et al. 2017): download it, checked by its checksum, or take files at hand."""
+    from fedcb2o.data.download import download_emnist, import_emnist
+    from fedcb2o.data.emnist import default_folder
+
+    target = data_dir or default_folder()
+    written = download_emnist(target) if source is None else import_emnist(source, target)
+    print(f"{len(written)} files in {target}")
+
+
+def main() -> None:
+    """The entry point: a mistake that the user can mend is one line and exit status 2, never a traceback."""
+    try:
+        app()
+        sys.stdout.flush()
+    except FedCB2OError as error:
+        _leave(f"Error: {error}", 2)
+    except KeyboardInterrupt:
+        _leave("Interrupted. What is written stays; --resume goes on from the last checkpoint.", 130)
+    except BrokenPipeError:
+        _leave("", 1)
+    except OSError as error:
+        _leave(f"Error: {error}", 2)
+
+
+def _leave(message: str, status: int) -> None:
+    if message:
+        print(message, file=sys.stderr)
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a full or closed standard output must not fail a second time
+    sys.exit(status)

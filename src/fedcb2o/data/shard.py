@@ -1,0 +1,40 @@
+"""What agents hold: labelled samples."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Labelled samples: `x` is uint8 pixels or floating-point features, `y` the class of each sample."""
+
+    x: Shaped[Tensor, "n *features"]
+    y: Int[Tensor, " n"]
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A pool of samples that agents share out, and a test set that only reports.
+
+    `class_names` names the classes in order; labels run from 0 to `num_classes` - 1.
+    """
+
+    pool: Shard
+    test: Shard
+    class_names: tuple[str, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """C, the number of classes."""
+        return len(self.class_names)
+
+
+def features(x: Shaped[Tensor, "n *features"]) -> Float[Tensor, "n *features"]:
+    """What a network reads: pixels (uint8) as numbers in [0, 1], floating-point features as they are."""
+    return x.float() / 255 if x.dtype == torch.uint8 else x.float()

@@ -1,0 +1,126 @@
+"""From an experiment and a data set to the setting that its rounds run in."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedcb2o import data, models, plugins
+from fedcb2o.data.partition import Population, partition
+from fedcb2o.data.shard import Dataset, Shard
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config import Experiment
+from fedcb2o.federated import algorithms, attacks
+from fedcb2o.federated.local_update import Training
+from fedcb2o.runtime.simulate import Setting, World
+from fedcb2o.streams import stream
+
+
+def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
+    """The data set that an experiment names; raises ConfigError where its function returns something else."""
+    function = experiment.data.function("data set", data)
+    dataset = function(data_dir=data_dir) if "data_dir" in plugins.parameters(function) else function()
+    if not isinstance(dataset, Dataset):
+        name = plugins.label(experiment.data.name)
+        raise ConfigError(f"the data set `{name}` returned a {type(dataset).__name__}, expected a fedcb2o.Dataset")
+    for part, shard in (("pool", dataset.pool), ("test", dataset.test)):
+        if len(shard.x) != len(shard.y) or not len(shard.y):
+            raise ConfigError(f"the data set's {part} holds {len(shard.x)} samples and {len(shard.y)} labels")
+        if shard.y.min() < 0 or shard.y.max() >= dataset.num_classes:
+            raise ConfigError(f"the data set's {part} has labels outside 0 to {dataset.num_classes - 1}")
+    for key in ("source", "target"):
+        label = target_of(experiment, key)
+        if label is not None and not 0 <= label < dataset.num_classes:
+            raise ConfigError(f"`attack.{key}` must be between 0 and {dataset.num_classes - 1}, got {label}")
+    return dataset
+
+
+def target_of(experiment: Experiment, key: str) -> int | None:
+    """The attack's `source` or `target` class, where it has one: what the metrics of the attack are about."""
+    label = experiment.attack.parameters.get(key) if experiment.attack is not None else None
+    return label if isinstance(label, int) else None
+
+
+def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Population:
+    """Who holds which samples."""
+    agents = experiment.agents
+    return partition(
+        dataset.pool.y,
+        num_clusters=agents.num_clusters,
+        benign=agents.benign,
+        malicious=agents.malicious,
+        benign_samples=agents.benign_samples,
+        malicious_samples=agents.malicious_samples,
+        validation=agents.validation,
+        split=agents.split,
+        hold_out=agents.hold_out,
+        remove_malicious=agents.malicious_role == "removed",
+        num_classes=dataset.num_classes,
+        seed=seed,
+        tuning_size=len(dataset.test),
+    )
+
+
+def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
+    """A freshly initialised network for the data; raises ConfigError where it does not fit them."""
+    shape = list(dataset.pool.x.shape[1:])
+    make = experiment.model.function("model", models)
+    module = models.initialise(lambda: make(shape, dataset.num_classes), stream(seed, "model", *key))
+    name = plugins.label(experiment.model.name)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module")
+    models.dimension(module)
+    return module
+
+
+def initial_models_(theta: Tensor, experiment: Experiment, seed: int, dataset: Dataset) -> None:
+    """Fill the rows of `theta` with the initial models theta_0^j: one for all, or each its own."""
+    theta[:] = models.flatten(module_of(experiment, seed, dataset))
+    if experiment.agents.initialisation == "independent":
+        for j in range(len(theta)):
+            theta[j] = models.flatten(module_of(experiment, seed, dataset, j))
+
+
+def setting_of(experiment: Experiment, seed: int, dataset: Dataset) -> Setting:
+    """The setting of one seed's rounds."""
+    agents, population = experiment.agents, population_of(experiment, seed, dataset)
+    pool = dataset.pool
+    tuning = Shard(pool.x[population.tuning], pool.y[population.tuning])
+    if experiment.evaluate_on == "tuning" and not len(tuning):
+        raise ConfigError('`evaluate_on` = "tuning" needs pool samples that no agent holds, and there is none')
+    attacked = agents.malicious_role == "attack" and experiment.attack is not None
+    return Setting(
+        seed=seed,
+        dataset=dataset,
+        test=dataset.test if experiment.evaluate_on == "test" else tuning,
+        population=population,
+        module=module_of(experiment, seed, dataset),
+        training=Training(**experiment.training.model_dump()),
+        algorithm=experiment.algorithm.function("algorithm", algorithms)(),
+        attack=experiment.attack.function("attack", attacks) if attacked and experiment.attack else None,
+        colluding=agents.malicious_role in ("attack", "clean"),
+        colluders_own_model=agents.colluders_own_model,
+        budget=agents.budget,
+        participation=agents.participation,
+        reduction=agents.validation_loss,
+    )
+
+
+def specs_of(dataset: Dataset, num_agents: int, dim: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors that the processes of a run share: the models, in rows of whole cache lines, and the data."""
+    tensors = {name: (t.dtype, tuple(t.shape)) for name, t in shared_data(dataset).items()}
+    return {"models": (torch.float32, (num_agents, models.row_stride(dim))), **tensors}
+
+
+def shared_data(dataset: Dataset) -> dict[str, Tensor]:
+    """The tensors of a data set by name."""
+    pool, test = dataset.pool, dataset.test
+    return {"pool_x": pool.x, "pool_y": pool.y, "test_x": test.x, "test_y": test.y}
+
+
+def world_of(
+    experiment: Experiment, seed: int, class_names: tuple[str, ...], dim: int, tensors: dict[str, Tensor]
+) -> World:
+    """The world of one seed, from the tensors that its processes share."""
+    pool, test = Shard(tensors["pool_x"], tensors["pool_y"]), Shard(tensors["test_x"], tensors["test_y"])
+    return World(setting_of(experiment, seed, Dataset(pool, test, class_names)), tensors["models"][:, :dim])

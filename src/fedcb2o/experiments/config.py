@@ -1,0 +1,262 @@
+"""An experiment: everything that its numbers depend on, validated once.
+
+A configuration is a TOML file, a preset's name, or an `Experiment` made in Python. Functions are named by their
+built-in name, by "package.module:function", or in Python given themselves; the rest of their table are their
+keyword arguments.
+"""
+
+import functools
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedcb2o import data, models, plugins
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated import algorithms, attacks
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+
+
+class Part(BaseModel):
+    """A section of an experiment; unknown keys are an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Component(BaseModel):
+    """A function by name and its keyword arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str | Callable[..., Any]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return dict(self.model_extra or {})
+
+    def function(self, kind: str, room: Any, **fixed: Any) -> Callable[..., Any]:
+        """The function with its parameters, checked against its signature; raises ConfigError."""
+        function = plugins.resolve(kind, self.name, room)
+        return functools.partial(function, **plugins.bind(kind, function, self.parameters), **fixed)
+
+
+class AgentsPart(Part):
+    """Who takes part, what each holds, and how they meet (Section "Experiments", Dataset & Attack Setup).
+
+    `malicious_role` says what the malicious agents do: "attack"; "clean" (train on true labels, still collude: the
+    clean twin of an attacked run); "benign" (no attack, and select peers like everybody); "removed".
+    """
+
+    num_clusters: Literal[1, 2, 4] = 2
+    benign: Positive
+    malicious: Natural
+    malicious_role: Literal["attack", "clean", "benign", "removed"] = "attack"
+    benign_samples: Positive
+    malicious_samples: Positive
+    validation: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    split: Literal["random", "stratified", "released"] = "random"
+    hold_out: bool = True
+    validation_loss: Literal["samples", "batches"] = "samples"
+    budget: Positive
+    participation: Annotated[float, Field(gt=0, le=1)] = 1.0
+    initialisation: Literal["common", "independent"] = "common"
+    colluders_own_model: bool = True
+
+    @property
+    def num_agents(self) -> int:
+        """N, the number of agents in the system."""
+        malicious = 0 if self.malicious_role == "removed" else self.malicious
+        return self.num_clusters * (self.benign + malicious)
+
+
+class TrainingPart(Part):
+    """LocalUpdate: SGD with learning rate lambda2 * gamma (alg:FedCB2O)."""
+
+    gamma: Annotated[float, Field(gt=0)] = 0.004
+    lambda2: Annotated[float, Field(gt=0)] = 1.0
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    batch_size: Positive = 64
+    local_epochs: Positive = 5
+    local_steps: Positive | None = None
+
+
+class Experiment(Part):
+    """One experiment, run once for each of its seeds."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    title: str = ""
+    description: str = ""
+    seeds: Annotated[tuple[Natural, ...], Field(min_length=1)] = (0, 1, 2)
+    rounds: Positive
+    evaluate_every: Positive = 1
+    checkpoint_every: Positive = 1
+    evaluate_on: Literal["test", "tuning"] = "test"
+    data: Component
+    agents: AgentsPart
+    model: Component
+    training: TrainingPart = TrainingPart()
+    algorithm: Component
+    attack: Component | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        n = self.agents.num_agents
+        if not 1 <= self.agents.budget <= max(1, n - 1):
+            raise ValueError(
+                f"`agents.budget` must be between 1 and num_agents - 1 = {n - 1}, got {self.agents.budget}"
+            )
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"`seeds` must differ, got {list(self.seeds)}")
+        if self.attacked and self.attack is None:
+            raise ValueError(
+                'malicious agents that attack need an [attack] section (or agents.malicious_role = "clean")'
+            )
+        self.data.function("data set", data)
+        self.model.function("model", models)
+        self.algorithm.function("algorithm", algorithms)()
+        if self.attack is not None:
+            self.attack.function("attack", attacks)
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """The experiment as plain values, functions by their import path: what `config.toml` holds."""
+        return _plain(self.model_dump(mode="python", exclude_none=True))  # type: ignore[no-any-return]
+
+    def fingerprint(self, seed: int) -> str:
+        """What a checkpoint of one seed belongs to: every setting that its state depends on."""
+        settings = self.settings()
+        for key in ("name", "title", "description", "seeds", "rounds", "checkpoint_every"):
+            settings.pop(key, None)
+        return json.dumps({"seed": seed, **settings}, sort_keys=True)
+
+    @property
+    def attacked(self) -> bool:
+        """Whether malicious agents attack."""
+        return self.agents.malicious > 0 and self.agents.malicious_role == "attack"
+
+    def clean_twin(self) -> "Experiment":
+        """The same experiment with malicious agents that train on true labels."""
+        agents = self.agents.model_copy(update={"malicious_role": "clean"})
+        return self.model_copy(
+            update={"name": f"{self.name}-clean", "title": f"{self.title} (clean twin)", "agents": agents}
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return plugins.label(value) if callable(value) else value
+
+
+def presets() -> dict[str, str]:
+    """The presets' names and what each is, a line each."""
+    folder = resources.files("fedcb2o.experiments") / "presets"
+    names = sorted(path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml"))
+    return {name: str(_preset(name).get("description", "")) for name in names}
+
+
+def load(source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[str, Any] | None = None) -> Experiment:
+    """An experiment from a preset's name, a TOML file or a mapping, with some keys changed ("algorithm.alpha": 2).
+
+    Raises ConfigError with one line that names what is wrong and the nearest right thing.
+    """
+    if isinstance(source, Experiment):
+        table, where = source.model_dump(exclude_unset=True), f"experiment `{source.name}`"
+    elif isinstance(source, Mapping):
+        table, where = _extended(dict(source)), "the experiment"
+    elif str(source).endswith(".toml"):
+        table, where = _file(Path(source)), str(source)
+    else:
+        table, where = _preset(str(source)), f"preset `{source}`"
+    for key, value in (changes or {}).items():
+        table = _changed(table, key.split("."), value)
+    if changes:
+        where += " with changes"
+    table.setdefault("title", table.get("name", ""))
+    try:
+        return Experiment.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first(error)}") from error
+
+
+def _preset(name: str) -> dict[str, Any]:
+    folder = resources.files("fedcb2o.experiments") / "presets"
+    path = folder / f"{name}.toml"
+    if not path.is_file():
+        names = [p.name.removesuffix(".toml") for p in folder.iterdir()]
+        raise ConfigError(
+            f"there is no preset `{name}`.{plugins.nearest(name, names)} `fedcb2o presets` lists them; a file's name ends in .toml"
+        )
+    return _extended({"name": name, **tomllib.loads(path.read_text("utf-8"))})
+
+
+def _file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        return _extended({"name": path.stem, **tomllib.loads(text)})
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def _extended(table: dict[str, Any]) -> dict[str, Any]:
+    """A table over the preset that it `extends`, section by section."""
+    base = table.pop("extends", None)
+    return (
+        table if base is None else {**(under := _preset(base)), **{k: _over(under.get(k), v) for k, v in table.items()}}
+    )
+
+
+def _over(base: Any, value: Any) -> Any:
+    """A value over another: tables are merged, but one that names another function starts anew."""
+    if not (isinstance(base, Mapping) and isinstance(value, Mapping)):
+        return value
+    if "name" in value and value["name"] != base.get("name"):
+        return value
+    return {**base, **{key: _over(base.get(key), item) for key, item in value.items()}}
+
+
+def _changed(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    head, *rest = path
+    inner = table.get(head)
+    if rest:
+        inner = {"name": inner} if isinstance(inner, str) else inner  # "x" is short for {name = "x"}
+        value = _over(inner, _changed({}, rest, value))
+    return {**table, head: value}
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing wrong with an experiment, as one line with its key and the cure."""
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+    if problem["type"] == "extra_forbidden":
+        section: Any = Experiment
+        for part in problem["loc"][:-1]:
+            section = section.model_fields[part].annotation
+        return f"there is no key `{key}`.{plugins.nearest(str(problem['loc'][-1]), section.model_fields)}"
+    if problem["type"] == "missing":
+        return f"the key `{key}` is missing"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    value = problem["input"]
+    shown = f", got {value!r}" if not isinstance(value, Mapping) else ""
+    return f"`{key}`: {problem['msg'][0].lower()}{problem['msg'][1:]}{shown}"
+
+
+def parse_value(text: str) -> Any:
+    """The value in `--set key=value`: as in TOML, or a plain word as a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

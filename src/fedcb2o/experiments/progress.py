@@ -1,0 +1,74 @@
+"""How far a run is: a bar on a terminal, a line now and then elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from fedcb2o.experiments.config import Experiment
+
+Watch = Callable[[Experiment, int, Mapping[str, Any]], None]
+"""Called after every round with the experiment, the seed, and the round's line of metrics."""
+
+
+class Progress:
+    """Shows rounds as they are done, with the last accuracies."""
+
+    def __init__(self, console: Console | None = None, every: float = 15.0) -> None:
+        self.console = console or Console(stderr=True)
+        self.every, self.last = every, 0.0
+        self.tasks: dict[tuple[str, int], TaskID] = {}
+        self.scores: dict[tuple[str, int], str] = {}
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self.bars = Bars(
+            *columns, TextColumn("{task.fields[scores]}"), console=self.console, disable=not self.console.is_terminal
+        )
+
+    def __enter__(self) -> Self:
+        self.bars.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bars.stop()
+
+    def __call__(self, experiment: Experiment, seed: int, line: Mapping[str, Any]) -> None:
+        """Show that a round of a seed is done."""
+        key, done = (experiment.name, seed), int(line["round"])
+        if "accuracy" in line:
+            self.scores[key] = _scores(line)
+        scores = self.scores.get(key, "")
+        if not self.console.is_terminal:
+            if done == experiment.rounds or time.monotonic() - self.last > self.every:
+                self.last = time.monotonic()
+                print(
+                    f"{experiment.name} seed {seed}: round {done}/{experiment.rounds} {scores}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return
+        if key not in self.tasks:
+            name = f"{experiment.name} seed {seed}"
+            self.tasks[key] = self.bars.add_task(name, total=experiment.rounds, scores="")
+        self.bars.update(self.tasks[key], completed=done, scores=scores)
+
+
+def _scores(line: Mapping[str, Any]) -> str:
+    found = []
+    for key, word in (("accuracy", "accuracy"), ("source_accuracy", "source"), ("attack_success_rate", "attack")):
+        mean = _mean(line[key])
+        found += [] if mean is None else [f"{word} {100 * mean:.1f}%"]
+    return ", ".join(found)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,262 @@
+"""Run an experiment: one folder, a subfolder a seed, resumable at any moment (alg:FedCB2O, whole)."""
+
+import contextlib
+import functools
+import os
+import platform
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from fedcb2o import models, records
+from fedcb2o.data.partition import rotate
+from fedcb2o.data.shard import Dataset, features
+from fedcb2o.errors import RunError
+from fedcb2o.experiments.assemble import (
+    dataset_of,
+    initial_models_,
+    module_of,
+    shared_data,
+    specs_of,
+    target_of,
+    world_of,
+)
+from fedcb2o.experiments.config import Experiment, load
+from fedcb2o.experiments.progress import Progress, Watch
+from fedcb2o.federated import metrics
+from fedcb2o.federated.selection import nobody
+from fedcb2o.records import Records, Run
+from fedcb2o.runtime import arena, checkpoint, workers
+from fedcb2o.runtime.simulate import Round, World, rounds
+
+SMALL = 2e9  # floating-point operations of training a round below which one process is as fast as several
+
+
+def run(
+    experiment: str | Path | Mapping[str, Any] | Experiment,
+    *,
+    out: str | Path | None = None,
+    seeds: Sequence[int] | None = None,
+    data_dir: str | Path | None = None,
+    workers: int | None = None,
+    resume: bool = False,
+    watch: Watch | None = None,
+) -> Run:
+    """Run an experiment for each of its seeds and return its records.
+
+    `experiment` is a preset's name, a TOML file, a mapping or an `Experiment`; `out` the run's folder (by default
+    runs/NAME); `workers` the number of processes (by default chosen from the work and the machine; it changes no
+    bit of the result). With `resume` a stopped run goes on from its last checkpoint, and a finished one is read.
+
+    Raises ConfigError, DataError or RunError, each with one line that says what to do.
+    """
+    experiment = load(experiment)
+    if seeds is not None:
+        experiment = load({**experiment.model_dump(exclude_unset=True), "seeds": tuple(seeds)})
+    folder = Path(out) if out is not None else Path("runs") / experiment.name
+    dataset = dataset_of(experiment, None if data_dir is None else Path(data_dir))
+    _prepare(folder, experiment, resume)
+    with Progress() if watch is None else contextlib.nullcontext(watch) as watch:
+        for seed in experiment.seeds:
+            run_seed(experiment, seed, dataset, folder / f"seed-{seed}", workers, watch)
+    return Run(folder)
+
+
+def _prepare(folder: Path, experiment: Experiment, resume: bool) -> None:
+    """Make the run's folder and its config.toml, or check that what is there is this run."""
+    path = folder / "config.toml"
+    seeds = list(experiment.seeds)
+    if path.exists():
+        try:
+            there = load({**tomllib.loads(path.read_text("utf-8"))})
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise RunError(f"{path} is damaged ({error}): choose another --out") from error
+        if there.fingerprint(0) != experiment.fingerprint(0):
+            raise RunError(f"{folder} holds another run ({_difference(there, experiment)}): choose another --out")
+        busy = [seed for seed in seeds if (folder / f"seed-{seed}" / "agents.json").exists()]
+        if busy and not resume:
+            raise RunError(
+                f"{folder} already holds seed {busy[0]} of this run: --resume goes on with it, or choose another --out"
+            )
+        seeds = sorted({*seeds, *there.seeds})
+    elif folder.exists() and any(folder.iterdir()):
+        raise RunError(f"{folder} is not empty and holds no run: choose another --out")
+    _make(folder)
+    records.write_toml(path, {**experiment.settings(), "seeds": seeds})
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot make the folder {folder}: {error.strerror}; choose another --out") from error
+
+
+def _difference(there: Experiment, here: Experiment) -> str:
+    old, new = _flat(there.settings()), _flat(here.settings())
+    for key in ("name", "title", "description", "seeds", "rounds", "checkpoint_every"):
+        old.pop(key, None), new.pop(key, None)
+    key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
+    return f"`{key}` is {old.get(key)!r} there and {new.get(key)!r} here"
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def run_seed(
+    experiment: Experiment, seed: int, dataset: Dataset, folder: Path, count: int | None, watch: Watch
+) -> None:
+    """Run one seed from its last checkpoint, or from the start, to the last round."""
+    if (folder / "summary.json").exists() and records.read_json(folder / "summary.json")["rounds"] >= experiment.rounds:
+        return
+    fingerprint = f"{experiment.fingerprint(seed)} data {_digest(dataset)}"
+    dim = models.dimension(module_of(experiment, seed, dataset))
+    count = count or choose_workers(experiment, dim)
+    _make(folder)
+    log = Records(folder)
+    with contextlib.ExitStack() as stack:
+        world, pool = _enter(stack, experiment, seed, dataset, dim, count)
+        padded = world.models.as_strided((len(world.models), models.row_stride(dim)), (models.row_stride(dim), 1))
+        saved = checkpoint.load_(folder, padded, fingerprint)
+        if saved is None:
+            initial_models_(world.models, experiment, seed, dataset)
+            _describe(folder, experiment, seed, world, count)
+            saved = 0, [nobody() for _ in range(world.setting.num_agents)]
+        start, contacts = saved
+        log.cut(start)
+
+        def evaluated(n: int) -> bool:
+            return (n + 1) % experiment.evaluate_every == 0 or n + 1 == experiment.rounds
+
+        line: dict[str, Any] = {}
+        for done in rounds(world, pool, contacts, start, experiment.rounds, evaluated):
+            line = metrics_line(experiment, world, done)
+            log.append("metrics", line)
+            log.append("pairs", pairs_line(done))
+            if (done.n + 1) % experiment.checkpoint_every == 0 or done.n + 1 == experiment.rounds:
+                log.sync()
+                checkpoint.save(folder, done.n + 1, padded, contacts, fingerprint)
+            log.append("timing", {"round": done.n + 1, **done.seconds})
+            watch(experiment, seed, line)
+    records.write_json(folder / "summary.json", {"seed": seed, "rounds": experiment.rounds})
+
+
+def _enter(
+    stack: contextlib.ExitStack, experiment: Experiment, seed: int, dataset: Dataset, dim: int, count: int
+) -> tuple[World, workers.Workers]:
+    """The world of one seed and who works in it."""
+    specs = specs_of(dataset, experiment.agents.num_agents, dim)
+    make = functools.partial(world_of, experiment, seed, dataset.class_names, dim)
+    if count == 1:
+        theta = torch.zeros(specs["models"][1])
+        world = make({"models": theta, **shared_data(dataset)})
+        return world, workers.Here(world)
+    shared = stack.enter_context(arena.shared(specs))
+    tensors = shared.tensors()
+    for name, tensor in shared_data(dataset).items():
+        tensors[name].copy_(tensor)
+    return make(tensors), workers.Processes(count, shared, make)
+
+
+def choose_workers(experiment: Experiment, dim: int) -> int:
+    """One process for a small round; else one for each processor that this process may use."""
+    agents, training = experiment.agents, experiment.training
+    samples = agents.num_clusters * (
+        agents.benign * agents.benign_samples + agents.malicious * agents.malicious_samples
+    )
+    if 6.0 * dim * samples * training.local_epochs < SMALL:
+        return 1
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(available, agents.num_agents))
+
+
+def _digest(dataset: Dataset) -> str:
+    """What a data set's content adds up to."""
+    return "-".join(f"{checkpoint.adds_up_to(tensor):08x}" for tensor in shared_data(dataset).values())
+
+
+def _describe(folder: Path, experiment: Experiment, seed: int, world: World, count: int) -> None:
+    """Write who takes part, in what surroundings, and a few samples as each cluster sees them."""
+    setting = world.setting
+    population, dataset = setting.population, setting.dataset
+    source = target_of(experiment, "source")
+    packages = ("fedcb2o", "torch", "numpy")
+    environment = {
+        "seed": seed,
+        "versions": {name: version(name) for name in packages},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "workers": count,
+    }
+    records.write_json(folder / "environment.json", environment)
+    held = [
+        int(torch.eq(dataset.pool.y[v], source).sum()) if len(v) and source is not None else None
+        for v in population.validation
+    ]
+    who = {
+        "class_names": list(dataset.class_names),
+        "num_classes": dataset.num_classes,
+        "clusters": population.num_clusters,
+        "angles": [k * 360 // population.num_clusters for k in range(population.num_clusters)],
+        "dim": world.models.shape[1],
+        "cluster": population.cluster.tolist(),
+        "malicious": population.malicious.tolist(),
+        "num_samples": [len(chosen) for chosen in population.train],
+        "source_in_validation": held,
+    }
+    records.write_json(folder / "agents.json", who)
+    if dataset.pool.x.ndim == 4:
+        y = dataset.pool.y
+        labels = torch.linspace(0, dataset.num_classes - 1, min(10, dataset.num_classes)).long()
+        first = torch.stack([(y == c).nonzero()[0, 0] if (y == c).any() else torch.tensor(0) for c in labels])
+        images = (features(dataset.pool.x[first]).mean(1) * 255).clamp(0, 255).to(torch.uint8)
+        seen = torch.stack([rotate(images, k, population.num_clusters) for k in range(population.num_clusters)])
+        seen = seen.contiguous()
+        records.atomic_write(folder / "samples.safetensors", lambda path: save_file({"images": seen}, path))
+
+
+def metrics_line(experiment: Experiment, world: World, done: Round) -> dict[str, Any]:
+    """The line of a round in metrics.jsonl: what each agent lost, took in from malicious peers, and scores."""
+    malicious = world.setting.population.malicious
+    line: dict[str, Any] = {
+        "round": done.n + 1,
+        "train_loss": done.train_loss,
+        "validation_loss": [m.own_loss for m in done.mixed],
+        "malicious_weight": [
+            None if bad else float(m.weights[malicious[m.ids]].sum())
+            for m, bad in zip(done.mixed, malicious.tolist(), strict=True)
+        ],
+        "answered": [len(m.ids) for m in done.mixed],
+    }
+    if done.confusion is None:
+        return line
+    source, target = target_of(experiment, "source"), target_of(experiment, "target")
+    scores: dict[str, Callable[[torch.Tensor], float | None]] = {
+        "accuracy": metrics.accuracy,
+        "source_accuracy": lambda c: None if source is None else metrics.source_accuracy(c, source),
+        "attack_success_rate": lambda c: (
+            None if source is None or target is None else metrics.attack_success_rate(c, source, target)
+        ),
+    }
+    for name, score in scores.items():
+        line[name] = [score(done.confusion[j]) if j in done.confusion else None for j in range(len(malicious))]
+    return line
+
+
+def pairs_line(done: Round) -> dict[str, Any]:
+    """The line of a round in pairs.jsonl: whose models each agent received, and with what weights."""
+    return {
+        "round": done.n + 1,
+        "ids": [m.ids.tolist() for m in done.mixed],
+        "weights": [[float(f"{w:.6g}") for w in m.weights.tolist()] for m in done.mixed],
+        "own": [float(f"{m.own_weight:.6g}") for m in done.mixed],
+    }

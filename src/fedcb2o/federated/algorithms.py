@@ -1,0 +1,143 @@
+"""Algorithms: a selection, a rule and a mixing factor, put together under the paper's names.
+
+An algorithm is made by a function of keyword arguments, each of which is a named choice of a configuration. Where
+the paper's text and the authors' released code differ, both are choices.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from fedcb2o import plugins
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated import criteria, rules, selection
+from fedcb2o.federated.rules import OwnModel
+from fedcb2o.federated.types import Criterion, Judged, Rule, Select
+
+__all__ = ["by_rule", "dfedavgm", "fedcb2o", "fedcbo"]
+
+Named = str | Callable[..., Any] | Mapping[str, Any]
+"""A function's name, a function, or a table {name = ..., parameter = ...}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """How a benign agent aggregates (alg:localAggregation).
+
+    `weigh` gives normalised weights of the received models and, last, of the agent's own; `judges` says whether it
+    needs losses. `mixing_factor` is lambda1 * gamma, or replaces it; `own_candidate` lets an agent draw itself.
+    """
+
+    select: Select
+    weigh: Rule
+    judges: bool
+    lambda1: float
+    mixing_factor: float | None
+    own_candidate: bool = False
+    kappa: float = 2.0
+    zeta: float = 0.5
+    first_contact: str = "average"
+
+    def factor(self, gamma: float) -> float:
+        """The share of the consensus point in the new model (eq:local_agg_update)."""
+        return self.lambda1 * gamma if self.mixing_factor is None else self.mixing_factor
+
+
+def fedcb2o(
+    *,
+    criterion: Named = "class_loss_gap",
+    criterion_from_round: int = 0,
+    alpha: float = 10.0,
+    beta: float | None = None,
+    own_model: OwnModel = "excluded",
+    own_candidate: bool = False,
+    selection: Named = "prob_sampling",
+    kappa: float = 2.0,
+    zeta: float = 0.5,
+    first_contact: Literal["average", "whole"] = "average",
+    lambda1: float = 10.0,
+    mixing_factor: float | None = None,
+) -> Algorithm:
+    """FedCB2O (alg:FedCB2O, alg:localAggregation); the defaults are the paper's text.
+
+    `criterion` is G, used from round `criterion_from_round` = T_G on (rounds count from 0), the average loss before.
+    The released code has own_model = "trusted", own_candidate = true, first_contact = "whole", mixing_factor = 1
+    and alpha = 2. The exact consensus point (eq:clustered_csp) is selection = "everyone", own_model = "judged"
+    and a `beta`.
+    """
+    _check("alpha", alpha, alpha >= 0, "0 or more")
+    _check("beta", beta, beta is None or 0 < beta <= 1, "above 0 and at most 1")
+    _check("kappa", kappa, kappa >= 0, "0 or more")
+    _check("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
+    _check("criterion_from_round", criterion_from_round, criterion_from_round >= 0, "0 or more")
+    robust: Criterion = _named("criterion", criterion, criteria)
+
+    def weigh(judged: Judged) -> Float[Tensor, " k"]:
+        if judged.n >= criterion_from_round:
+            return rules.by_criterion(judged, robust, alpha=alpha, beta=beta, own_model=own_model)
+        own = "judged" if own_model == "trusted" else own_model  # a loss, unlike a gap, can judge the own model
+        return rules.by_criterion(judged, criteria.average_loss, alpha=alpha, beta=beta, own_model=own)
+
+    return Algorithm(
+        select=_named("selection", selection, _selections),
+        weigh=weigh,
+        judges=True,
+        lambda1=_check("lambda1", lambda1, lambda1 > 0, "above 0"),
+        mixing_factor=_check_factor(mixing_factor),
+        own_candidate=own_candidate,
+        kappa=kappa,
+        zeta=zeta,
+        first_contact=first_contact,
+    )
+
+
+fedcbo = functools.partial(fedcb2o, criterion="average_loss")
+"""FedCBO (Carrillo et al. 2024; eq:fedcbo_dynamic) with ProbSampling: FedCB2O with the average loss for G."""
+
+
+def dfedavgm(*, selection: Named = "uniform", own_model: Literal["excluded", "judged"] = "judged") -> Algorithm:
+    """DFedAvgM (Sun et al. 2022): the average of random peers and oneself, weighted by their numbers of samples."""
+    return Algorithm(
+        select=_named("selection", selection, _selections),
+        weigh=functools.partial(rules.by_num_samples, own_model=own_model),
+        judges=False,
+        lambda1=1.0,
+        mixing_factor=1.0,
+    )
+
+
+def by_rule(*, rule: Named, selection: Named = "uniform", mixing_factor: float = 1.0) -> Algorithm:
+    """Any rule over the received models, with any selection."""
+    return Algorithm(
+        select=_named("selection", selection, _selections),
+        weigh=_named("rule", rule, rules),
+        judges=True,
+        lambda1=1.0,
+        mixing_factor=_check_factor(mixing_factor),
+    )
+
+
+_selections = selection  # the parameters of that name hide the module
+
+
+def _named(kind: str, choice: Named, room: Any) -> Any:
+    table = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
+    if "name" not in table:
+        raise ConfigError(f"the {kind} has no `name`: {table}")
+    function = plugins.resolve(kind, table.pop("name"), room)
+    return functools.partial(function, **plugins.bind(kind, function, table))
+
+
+def _check(name: str, value: Any, good: bool, cure: str) -> Any:
+    if not good:
+        raise ConfigError(f"`{name}` must be {cure}, got {value}")
+    return value
+
+
+def _check_factor(mixing_factor: float | None) -> float | None:
+    good = mixing_factor is None or 0 < mixing_factor <= 1
+    return _check("mixing_factor", mixing_factor, good, "above 0 and at most 1")  # type: ignore[no-any-return]

@@ -1,0 +1,97 @@
+"""Losses of m models on one agent's validation data, whole and per class (Algorithm 2, line 3; eq:benignAgentObj)."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedcb2o.data.shard import Shard, features
+from fedcb2o.federated.types import Losses
+from fedcb2o.models import bind_
+
+TOGETHER = 2**21  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
+IMAGES = 512  # samples that go through a network at once
+
+Reduction = Literal["samples", "batches"]
+
+
+def logits(
+    module: nn.Module, pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"], x: Shaped[Tensor, "n *features"]
+) -> Float[Tensor, "m n C"]:
+    """The outputs of m models, rows of `pool`, on the same n samples.
+
+    Small dense networks are evaluated several at a time, in one batched product a layer; others one by one, on
+    views of their rows.
+    """
+    layers = list(module) if isinstance(module, nn.Sequential) else []
+    dense = bool(layers) and all(isinstance(layer, nn.Flatten | nn.Linear | nn.ReLU) for layer in layers)
+    together = TOGETHER // pool.shape[1] if dense else 0
+    module.eval()
+    with torch.no_grad():
+        if together >= 2:
+            return torch.cat([_dense_logits(layers, pool[some], x) for some in torch.split(rows, together)])
+        outputs = []
+        for row in rows.tolist():
+            bind_(module, pool[row])
+            outputs.append(torch.cat([module(features(some)) for some in torch.split(x, IMAGES)]))
+        return torch.stack(outputs)
+
+
+def _dense_logits(
+    layers: list[nn.Module], thetas: Float[Tensor, "m d"], x: Shaped[Tensor, "n *features"]
+) -> Float[Tensor, "m n C"]:
+    m, start = len(thetas), 0
+    h = features(x).flatten(1).expand(m, -1, -1)
+    for layer in layers:
+        if isinstance(layer, nn.ReLU):
+            h = h.relu()
+        elif isinstance(layer, nn.Linear):
+            weight = thetas[:, start : start + layer.weight.numel()].view(m, *layer.weight.shape)
+            start += layer.weight.numel()
+            bias = thetas[:, start : start + layer.out_features].view(m, 1, -1)
+            start += layer.out_features
+            h = torch.baddbmm(bias, h, weight.mT)
+    return h
+
+
+def losses_of(
+    module: nn.Module,
+    pool: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    validation: Shard,
+    num_classes: int,
+    *,
+    reduction: Reduction = "samples",
+    batch_size: int = 64,
+) -> Losses:
+    """The losses L_j and L_{j,c} of m models on one agent's validation data; what is not a number counts as infinite.
+
+    `reduction="batches"` takes the unweighted mean of the means of mini-batches, as the authors' released code does.
+    """
+    m, n = len(rows), len(validation)
+    outputs = logits(module, pool, rows, validation.x) if m else torch.zeros(0, n, num_classes)
+    losses = F.cross_entropy(outputs.flatten(0, 1), validation.y.repeat(m), reduction="none").view(m, n).double()
+    losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    parts = torch.split(losses, batch_size, dim=1) if reduction == "batches" else (losses,)
+    mean = torch.stack([part.mean(1) for part in parts]).mean(0)
+    counts = torch.bincount(validation.y, minlength=num_classes)
+    by_class = torch.zeros(m, num_classes, dtype=torch.float64).index_add_(1, validation.y, losses)
+    return Losses(mean=mean, by_class=by_class / counts.clamp(min=1), present=counts > 0)
+
+
+def confusion(
+    module: nn.Module, pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"], test: Shard, num_classes: int
+) -> Int[Tensor, "m C C"]:
+    """How often each of m models takes a sample of class c (row) for class c' (column).
+
+    A model that is not finite takes everything for class 0, as argmax does.
+    """
+    m = len(rows)
+    counts = torch.zeros(m, num_classes * num_classes, dtype=torch.int64)
+    for x, y in zip(torch.split(test.x, IMAGES), torch.split(test.y, IMAGES), strict=True):
+        predicted = logits(module, pool, rows, x).argmax(-1)
+        pairs = y * num_classes + predicted
+        counts.scatter_add_(1, pairs, torch.ones_like(pairs))
+    return counts.view(m, num_classes, num_classes)

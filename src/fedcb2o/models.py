@@ -1,0 +1,130 @@
+"""Models: theta in R^d as a row of one [N, d] tensor, and the networks that read it.
+
+A network's parameters are views of a row, so that training changes the row in place and no model is ever copied.
+The paper's network (Section "Experiments"): two 5x5 convolutions with max pooling, then two dense layers.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from fedcb2o.errors import ConfigError
+
+__all__ = ["cnn", "logistic", "mlp"]
+
+
+class ChannelsLast(nn.Module):
+    """Lays images out channel by channel within a pixel, which convolutions on a CPU read faster."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same values in another order of memory."""
+        return x.contiguous(memory_format=torch.channels_last)
+
+
+def cnn(
+    input_shape: Sequence[int],
+    num_classes: int,
+    *,
+    hidden: int = 2048,
+    dense_activation: Literal["relu", "none"] = "relu",
+) -> nn.Module:
+    """The paper's network; with 28x28 images, 47 classes and 2048 hidden units d = 6,572,975.
+
+    Pooling stands before ReLU: the two commute exactly, and ReLU then touches a quarter of the values.
+    `dense_activation="none"` leaves out the ReLU between the dense layers, as the authors' released code does.
+    """
+    if len(input_shape) != 3 or min(input_shape[1:]) < 4:
+        raise ConfigError(
+            f"model `cnn` needs images [channels, height, width] of 4x4 pixels or more, got {input_shape}"
+        )
+    channels, height, width = input_shape
+    between = [nn.ReLU()] if dense_activation == "relu" else []
+    return nn.Sequential(
+        ChannelsLast(),
+        *(nn.Conv2d(channels, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+        nn.Flatten(),
+        *(nn.Linear(64 * (height // 4) * (width // 4), hidden), *between),
+        nn.Linear(hidden, num_classes),
+    )
+
+
+def mlp(input_shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (64,)) -> nn.Module:
+    """Dense layers of `hidden` units with ReLU between them."""
+    widths = [math.prod(input_shape), *hidden, num_classes]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for fan_in, fan_out in itertools.pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def logistic(input_shape: Sequence[int], num_classes: int) -> nn.Module:
+    """Multinomial logistic regression: one dense layer."""
+    return mlp(input_shape, num_classes, hidden=())
+
+
+def dimension(module: nn.Module) -> int:
+    """d, the number of parameters of a module.
+
+    Raises ConfigError for a module that theta would not describe: one with buffers (batch statistics), with
+    parameters of another type than float32, or with none at all.
+    """
+    buffers = [name for name, _ in module.named_buffers()]
+    if buffers:
+        raise ConfigError(
+            f"the model keeps state outside its parameters ({buffers[0]}): use a norm without batch statistics"
+        )
+    parameters = list(module.parameters())
+    if not parameters or any(p.dtype != torch.float32 for p in parameters):
+        raise ConfigError("the model needs parameters, all of type float32")
+    return sum(p.numel() for p in parameters)
+
+
+def flatten(module: nn.Module) -> Float[Tensor, " d"]:
+    """Theta of a module: a copy of its parameters one after the other, in the module's own order."""
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def bind_(module: nn.Module, theta: Float[Tensor, " d"]) -> None:
+    """Make the parameters of `module` views of `theta`: what trains the one trains the other."""
+    start = 0
+    for p in module.parameters():
+        p.data = theta[start : start + p.numel()].view(p.shape)
+        start += p.numel()
+
+
+def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:
+    """Whether every parameter of `module` still lies inside `theta`, at its place."""
+    place = theta.data_ptr()
+    for p in module.parameters():
+        if p.data_ptr() != place or not p.is_contiguous():
+            return False
+        place += p.numel() * p.element_size()
+    return place == theta.data_ptr() + theta.numel() * theta.element_size()
+
+
+def initialise(make: Callable[[], nn.Module], draw: np.random.Generator) -> nn.Module:
+    """A freshly initialised module, made by `make`, whose parameters depend on `draw` alone.
+
+    PyTorch's layers draw from the global generator when they are built; it is put back as it was afterwards.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.random.manual_seed(int(draw.integers(2**63)))
+        return make()
+
+
+def empty_models(n: int, d: int) -> Float[Tensor, "n d"]:
+    """Room for n models of d parameters, each row beginning at a multiple of 64 bytes (the bits of a product can
+    depend on where its factors lie)."""
+    return torch.zeros(n, row_stride(d))[:, :d]
+
+
+def row_stride(d: int) -> int:
+    """The distance between two rows of models, in numbers."""
+    return -(-d // 16) * 16

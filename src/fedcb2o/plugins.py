@@ -1,0 +1,97 @@
+"""A name -> the function it means: one of a room's `__all__`, or a user's "package.module:function".
+
+A function's keyword-only arguments are its parameters; they are checked against its signature before a run starts.
+"""
+
+import difflib
+import functools
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from fedcb2o.errors import ConfigError
+
+Function = Callable[..., Any]
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """' Did you mean `x`?' for the word most like `word`, or nothing where none is like it."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def label(function: str | Function) -> str:
+    """How a configuration names a function: its built-in name or its import path."""
+    if isinstance(function, str):
+        return function
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def resolve(kind: str, name: str | Function, room: types.ModuleType) -> Function:
+    """The function that a configuration names: public in `room`, "package.module:function", or itself one already.
+
+    `kind` is the word for it in messages. Raises ConfigError if there is no such function, or it cannot be imported.
+    """
+    if not isinstance(name, str):
+        return name
+    if ":" not in name:
+        if name in room.__all__ and callable(getattr(room, name)):
+            return getattr(room, name)  # type: ignore[no-any-return]
+        names = sorted(n for n in room.__all__ if callable(getattr(room, n)))
+        raise ConfigError(
+            f"there is no {kind} `{name}`.{nearest(name, names)} Built in: {', '.join(names)};"
+            ' or name your own as "package.module:function"'
+        )
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:  # a user's module usually lies beside the configuration
+        sys.path.insert(0, here)
+    try:
+        function = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+    except Exception as error:  # a user's module may fail in any way at import
+        raise ConfigError(f"the {kind} `{name}` cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"the {kind} `{name}` is a {type(function).__name__}, not a function")
+    return function
+
+
+def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a plug-in: its keyword-only arguments."""
+    signature = inspect.signature(function)
+    return {name: p for name, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def bind(kind: str, function: Function, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The checked parameters for `function`, read from a configuration.
+
+    Raises ConfigError that names an unknown parameter (and the nearest right one), one of a wrong type, or one missing.
+    """
+    name = getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", kind)
+    known = parameters(function)
+    for key in given:
+        if key not in known:
+            has = f" It has: {', '.join(known)}" if known else " It has none (parameters are keyword-only arguments)"
+            raise ConfigError(f"{kind} `{name}` has no parameter `{key}`.{nearest(key, known) or has}")
+    checked = {}
+    for key, parameter in known.items():
+        if key not in given:
+            if parameter.default is inspect.Parameter.empty:
+                raise ConfigError(f"{kind} `{name}` needs the parameter `{key}`")
+            continue
+        annotation = parameter.annotation
+        if annotation is inspect.Parameter.empty or isinstance(annotation, str):
+            checked[key] = given[key]
+            continue
+        try:
+            adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
+            checked[key] = adapter.validate_python(given[key], strict=False)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ConfigError(f"{kind} `{name}`: `{key}` = {given[key]!r}: {reason}") from error
+    return checked

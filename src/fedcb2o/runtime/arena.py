@@ -1,0 +1,102 @@
+"""Tensors that processes share without a copy: one memory-mapped file, gone when its run is."""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from fedcb2o.errors import RunError
+
+PREFIX, SUFFIX = "fedcb2o-", ".arena"
+Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Arena:
+    """A file that holds named tensors one after the other; small to send to another process, which then maps it."""
+
+    path: Path
+    specs: Specs
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, shared with every process that maps the file; they live on after the file is unlinked."""
+        size = _places(self.specs)[1]
+        storage = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
+        found = {}
+        for name, start in _places(self.specs)[0].items():
+            dtype, shape = self.specs[name]
+            length = torch.Size(shape).numel() * dtype.itemsize
+            found[name] = storage[start : start + length].view(dtype).view(shape)
+        return found
+
+
+def _places(specs: Specs) -> tuple[dict[str, int], int]:
+    places, end = {}, 0
+    for name, (dtype, shape) in specs.items():
+        places[name] = end
+        end += -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64
+    return places, max(end, 64)
+
+
+def _folders() -> list[Path]:
+    """Where an arena may lie: memory first, where the system has such a file system."""
+    return [folder for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())) if folder.is_dir()]
+
+
+def sweep() -> None:
+    """Remove the arenas of runs that were killed: those that no living process has locked."""
+    for folder in _folders():
+        for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+
+
+@contextlib.contextmanager
+def shared(specs: Specs) -> Iterator[Arena]:
+    """An arena of zeros with room for `specs`, removed at the end.
+
+    Raises RunError where neither memory nor disk has room for it.
+    """
+    sweep()
+    file = _create(_places(specs)[1])
+    path = Path(file.name)
+    try:
+        yield Arena(path, specs)
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()  # and with it the lock
+
+
+def _create(size: int) -> BinaryIO:
+    failure = None
+    for folder in _folders():
+        path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
+        try:
+            file = path.open("xb+")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _reserve(file.fileno(), size)
+        except OSError as error:
+            failure = error
+            path.unlink(missing_ok=True)
+        else:
+            return file
+    raise RunError(f"no room to share {size / 2**30:.2f} GiB of models and data between processes: {failure}")
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Take the room now: writing to a mapped page that the disk has no room for kills the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        block = bytes(2**20)
+        for start in range(0, size, len(block)):
+            os.pwrite(descriptor, block[: size - start], start)

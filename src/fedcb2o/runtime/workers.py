@@ -1,0 +1,132 @@
+"""Who does the work of a round: this process, or several that share the models.
+
+Every computation has one intra-op thread, here as there, so that the number of workers changes no bit. Workers are
+loky's: they start alike from a file, a notebook and standard input, and no lock outlives one that is killed.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from loky import get_reusable_executor
+from loky.process_executor import BrokenProcessPool
+
+from fedcb2o.errors import RunError
+from fedcb2o.runtime.arena import Arena
+
+World = TypeVar("World")
+Result = TypeVar("Result")
+
+
+class Workers(Protocol):
+    """Runs functions of a world; the order of the results is that of the tasks."""
+
+    @property
+    def count(self) -> int:
+        """How many work at once."""
+        ...
+
+    def map(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> list[Result]:
+        """`function(world, *task)` for every task."""
+        ...
+
+
+@dataclass(frozen=True)
+class Here(Generic[World]):
+    """Work in this process."""
+
+    world: World
+    count: int = 1
+
+    def map(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> list[Result]:
+        """`function(world, *task)` for every task, one after the other."""
+        with one_thread():
+            return [function(self.world, *task) for task in tasks]
+
+
+@dataclass(frozen=True)
+class Processes(Generic[World]):
+    """Work in `count` processes; each makes the world once, from the tensors that all of them share."""
+
+    count: int
+    arena: Arena
+    make: Callable[[dict[str, torch.Tensor]], World]
+
+    def map(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> list[Result]:
+        """`function(world, *task)` for every task, as workers come free.
+
+        Raises RunError where a worker dies (often for want of memory).
+        """
+        executor = get_reusable_executor(
+            max_workers=self.count,
+            timeout=600,
+            initializer=_start,
+            initargs=(os.getpid(),),
+            env={"OMP_NUM_THREADS": "1"},
+        )
+        try:
+            futures = [executor.submit(_work, self.arena, self.make, function, task) for task in tasks]
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise RunError("a worker process was killed, perhaps for want of memory") from error
+        except BaseException:
+            executor.shutdown(wait=False, kill_workers=True)
+            raise
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One intra-op thread in this process while it works, then as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def blocks(agents: Sequence[int], costs: Sequence[float], count: int) -> list[list[int]]:
+    """Agents in `count` blocks of about equal cost, dearest first (longest processing time); none empty."""
+    shares: list[list[int]] = [[] for _ in range(min(count, len(agents)))]
+    loads = [0.0] * len(shares)
+    for agent in sorted(agents, key=lambda a: -costs[a]):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(agent)
+        loads[lightest] += costs[agent]
+    return shares
+
+
+# What follows runs in a worker, which knows the world of one run at a time.
+
+_current: dict[Path, Any] = {}
+
+
+def _work(arena: Arena, make: Callable[..., Any], function: Callable[..., Result], task: tuple[Any, ...]) -> Result:
+    if arena.path not in _current:
+        _current.clear()
+        gc.collect()
+        _current[arena.path] = make(arena.tensors())
+    return function(_current[arena.path], *task)
+
+
+def _start(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    torch.set_num_threads(1)
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    """End this process soon after its parent did, and leave no arena behind."""
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    for path in _current:
+        path.unlink(missing_ok=True)
+    os._exit(1)

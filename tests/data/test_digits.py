@@ -1,0 +1,61 @@
+"""scikit-learn's digits: what they are, and a fixed, balanced test set."""
+
+import pytest
+import torch
+
+from fedcb2o.data import digits
+from fedcb2o.errors import ConfigError
+
+
+def test_facts():
+    data = digits()
+    assert data.class_names == tuple("0123456789")
+    assert data.num_classes == 10
+    assert len(data.pool) + len(data.test) == 1797
+    assert data.test.x.shape == (240, 1, 8, 8)
+    assert data.pool.x.shape == (1557, 1, 8, 8)
+    assert data.pool.x.dtype == data.test.x.dtype == torch.float32
+    assert data.pool.y.dtype == torch.int64
+    assert data.pool.x.min() == 0
+    assert data.pool.x.max() == 1
+    # scikit-learn's counts, less 24 each
+    counts = torch.tensor([178, 182, 177, 183, 181, 182, 181, 179, 174, 180])
+    assert torch.bincount(data.test.y).tolist() == [24] * 10
+    assert torch.equal(torch.bincount(data.pool.y), counts - 24)
+
+
+def test_values_are_sixteenths():
+    x = digits().pool.x * 16
+    assert torch.equal(x, x.round())
+
+
+def test_pool_and_test_are_the_whole():
+    data = digits(test_per_class=3)
+    everything = torch.cat([data.pool.x, data.test.x]).flatten(1)
+    from sklearn.datasets import load_digits
+
+    original = torch.from_numpy(load_digits().data).float() / 16
+    rows = sorted(map(tuple, everything.tolist()))
+    assert rows == sorted(map(tuple, original.tolist()))
+
+
+def test_same_test_set_each_time():
+    assert torch.equal(digits().test.x, digits().test.x)
+
+
+def test_labels_belong_to_images():
+    """The nearest mean image names almost every test image rightly; shuffled labels would not."""
+    data = digits()
+    means = torch.stack([data.pool.x[data.pool.y == c].mean(0) for c in range(10)]).flatten(1)
+    guessed = torch.cdist(data.test.x.flatten(1), means).argmin(1)
+    assert (guessed == data.test.y).float().mean() > 0.85
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 174])
+def test_too_many_or_none(wrong):
+    with pytest.raises(ConfigError, match=rf"`test_per_class` of digits must be between 1 and 173, got {wrong}"):
+        digits(test_per_class=wrong)
+
+
+def test_most_that_leaves_every_class_in_the_pool():
+    assert torch.bincount(digits(test_per_class=173).pool.y).min() == 1

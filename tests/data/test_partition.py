@@ -1,0 +1,234 @@
+"""Who holds what: counts by hand, and what must hold for every population."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedcb2o.data.partition import Population, partition, rotate
+from fedcb2o.errors import ConfigError, DataError
+from fedcb2o.streams import stream
+
+SMALL = {
+    "num_clusters": 2,
+    "benign": 3,
+    "malicious": 2,
+    "benign_samples": 20,
+    "malicious_samples": 30,
+    "validation": 0.25,
+    "split": "random",
+    "num_classes": 4,
+    "seed": 7,
+}
+LABELS = torch.arange(200) % 4
+
+
+def holds(population: Population, agent: int) -> list[int]:
+    return torch.cat([population.train[agent], population.validation[agent]]).tolist()
+
+
+def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_the_paper():
+    """35 agents of 500, 15 of 1,200, in each of 2 clusters: 35,500 images, 400 and 100 of a benign agent."""
+    population = partition(
+        torch.arange(42_300) % 47,
+        num_clusters=2,
+        benign=35,
+        malicious=15,
+        benign_samples=500,
+        malicious_samples=1200,
+        validation=0.2,
+        split="random",
+        num_classes=47,
+        seed=0,
+        tuning_size=10_000,
+    )
+    assert population.cluster.tolist() == [0] * 50 + [1] * 50
+    assert population.malicious.tolist() == ([False] * 35 + [True] * 15) * 2
+    assert [len(t) for t in population.train] == ([400] * 35 + [1200] * 15) * 2
+    assert [len(v) for v in population.validation] == ([100] * 35 + [0] * 15) * 2
+    assert len(population.tuning) == 42_300 - 35_500
+
+
+def test_the_draws_by_their_names():
+    """What a stream gives, by hand: changing this changes every run that was ever made."""
+    population = partition(LABELS, **SMALL)
+    drawn = stream(7, "partition", "pool").permutation(200)
+    dealt = stream(7, "partition", 1).permutation(drawn[:120])
+    second = dealt[20:40]  # the second benign agent of cluster 1, agent 6 of 10
+    order = stream(7, "split", 6).permutation(20)
+    assert sorted(population.validation[6].tolist()) == sorted(second[order[:5]].tolist())
+    assert sorted(population.train[6].tolist()) == sorted(second[order[5:]].tolist())
+    assert population.train[8].tolist() == dealt[60:90].tolist()  # the first malicious one of cluster 1
+    assert population.tuning.tolist() == drawn[120:].tolist()
+
+
+@given(
+    num_clusters=st.sampled_from([1, 2, 4]),
+    benign=st.integers(1, 4),
+    malicious=st.integers(0, 3),
+    benign_samples=st.integers(10, 25),
+    malicious_samples=st.integers(1, 30),
+    split=st.sampled_from(["random", "stratified"]),
+    hold_out=st.booleans(),
+    seed=st.integers(0, 2**32),
+    tuning_size=st.integers(0, 300),
+)
+def test_what_holds_for_every_population(tuning_size, **settings):
+    settings |= {"validation": 0.3, "num_classes": 4}
+    population = partition(LABELS, tuning_size=tuning_size, **settings)
+    K, per_cluster = settings["num_clusters"], settings["benign"] + settings["malicious"]
+    assert len(population.train) == len(population.validation) == len(population.cluster) == K * per_cluster
+    need = settings["benign"] * settings["benign_samples"] + settings["malicious"] * settings["malicious_samples"]
+    chosen = set()
+    for c in range(K):
+        held = []
+        for agent in torch.nonzero(population.cluster == c).flatten().tolist():
+            train, validation = population.train[agent].tolist(), population.validation[agent].tolist()
+            bad = bool(population.malicious[agent])
+            mine = sorted(train) if bad or not settings["hold_out"] else sorted(train + validation)
+            assert len(mine) == settings["malicious_samples" if bad else "benign_samples"]
+            assert len(validation) == 0 if bad else set(validation) <= set(mine)
+            held += mine
+        assert len(set(held)) == len(held) == need  # disjoint within a cluster
+        chosen = chosen or set(held)
+        assert set(held) == chosen  # the same images in every cluster
+    assert not chosen & set(population.tuning.tolist())
+    assert len(set(population.tuning.tolist())) == len(population.tuning) == min(tuning_size, 200 - need)
+
+
+@given(seed=st.integers(0, 2**32), split=st.sampled_from(["random", "stratified", "released"]))
+def test_cluster_0_is_the_same_for_one_cluster_and_for_two(seed, split):
+    one, two = (partition(LABELS, **(SMALL | {"num_clusters": K, "seed": seed, "split": split})) for K in (1, 2))
+    assert same(one.train, two.train[:5])
+    assert same(one.validation, two.validation[:5])
+    assert torch.equal(one.tuning, two.tuning)
+
+
+@given(seed=st.integers(0, 2**32), split=st.sampled_from(["random", "stratified", "released"]))
+def test_removal_keeps_the_benign(seed, split):
+    settings = SMALL | {"seed": seed, "split": split}
+    full, rest = partition(LABELS, **settings), partition(LABELS, **settings, remove_malicious=True)
+    benign = [0, 1, 2, 5, 6, 7]
+    assert not rest.malicious.any()
+    assert rest.cluster.tolist() == [0, 0, 0, 1, 1, 1]
+    assert same(rest.train, tuple(full.train[j] for j in benign))
+    assert same(rest.validation, tuple(full.validation[j] for j in benign))
+    assert torch.equal(rest.tuning, full.tuning)
+
+
+def test_clusters_deal_anew_and_seeds_draw_anew():
+    first, other = partition(LABELS, **SMALL), partition(LABELS, **(SMALL | {"seed": 8}))
+    assert set(holds(first, 0)) != set(holds(first, 5))
+    assert set(holds(first, 0)) != set(holds(other, 0))
+    assert set(first.tuning.tolist()) != set(other.tuning.tolist())
+
+
+def test_without_hold_out_training_adds_the_validation_data():
+    held_out, all_of_it = partition(LABELS, **SMALL), partition(LABELS, **SMALL, hold_out=False)
+    assert same(all_of_it.validation, held_out.validation)
+    assert all_of_it.train[0].tolist() == held_out.train[0].tolist() + held_out.validation[0].tolist()
+    assert torch.equal(all_of_it.train[3], held_out.train[3])  # malicious: all there was
+
+
+@pytest.mark.parametrize(
+    ("split", "fraction", "expected"),
+    [
+        # 10 samples of class 0, 5 of class 1, 4 of class 2, 1 of class 3
+        ("stratified", 0.2, [2, 1, 1, 0]),  # round(0.8) = 1; the single sample trains
+        ("stratified", 0.05, [1, 1, 1, 0]),  # at least one
+        ("stratified", 0.95, [9, 4, 3, 0]),  # round(9.5) = 10 and 5, 4, but never a whole class
+        ("released", 0.2, [2, 1, 4, 1]),  # fewer than 5: the whole class validates
+        ("released", 0.5, [5, 2, 2, 1]),
+    ],
+)
+def test_splits_by_class_by_hand(split, fraction, expected):
+    labels = torch.tensor([0] * 10 + [1] * 5 + [2] * 4 + [3])
+    settings = SMALL | {"num_clusters": 1, "benign": 1, "malicious": 0, "validation": fraction, "split": split}
+    population = partition(labels, **settings)
+    assert torch.bincount(labels[population.validation[0]], minlength=4).tolist() == expected
+    assert sorted(holds(population, 0)) == list(range(20))
+
+
+def test_which_samples_of_a_class_validate_differs_by_agent_and_seed():
+    settings = SMALL | {"split": "stratified", "benign": 1, "malicious": 0, "benign_samples": 200}
+    picked = [
+        set(partition(LABELS, **(settings | {"seed": seed})).validation[agent].tolist())
+        for seed in (1, 2)
+        for agent in (0, 1)
+    ]
+    assert all(a != b for i, a in enumerate(picked) for b in picked[:i])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"benign_samples": 50}, r"3 \* 50 \+ 2 \* 30 = 210, and the pool has 200 samples"),
+        ({"num_clusters": 3}, "`num_clusters` must be 1, 2 or 4.* got 3"),
+        ({"num_clusters": 0}, "`num_clusters` must be 1, 2 or 4.* got 0"),
+        ({"split": "striped"}, "`split` must be one of random, stratified, released, got 'striped'"),
+        ({"benign": 0}, "`benign` must be at least 1, got 0"),
+        ({"malicious": -1}, "`malicious` must be at least 0, got -1"),
+        ({"benign_samples": 1}, "`benign_samples` must be at least 2, got 1"),
+        ({"malicious_samples": 0}, "`malicious_samples` must be at least 1, got 0"),
+        ({"tuning_size": -1}, "`tuning_size` must be at least 0, got -1"),
+        ({"validation": 0.0}, "`validation` .* between 0 and 1, got 0.0"),
+        ({"validation": 1.0}, "`validation` .* between 0 and 1, got 1.0"),
+        ({"validation": float("nan")}, "`validation` .* got nan"),
+        ({"validation": 0.01}, "`validation` = 0.01 with `split` = 'random' leaves agent 0 no validation data"),
+        ({"validation": 0.99}, "leaves agent 0 no training data among its 20 samples"),
+        ({"split": "released", "benign_samples": 8, "validation": 0.1}, "'released' leaves agent 0 no training data"),
+    ],
+)
+def test_what_cannot_be(change, message):
+    with pytest.raises(ConfigError, match=message):
+        partition(LABELS, **(SMALL | change))
+
+
+@pytest.mark.parametrize("label", [-1, 4])
+def test_a_label_that_is_no_class(label):
+    labels = LABELS.clone()
+    labels[17] = label
+    with pytest.raises(DataError, match="labels must be between 0 and 3"):
+        partition(labels, **SMALL)
+
+
+def test_just_enough_samples_leaves_nothing_to_tune_on():
+    assert len(partition(LABELS[:120], **SMALL).tuning) == 0
+
+
+def test_rotation_by_hand():
+    x = torch.tensor([[[1, 2, 3], [4, 5, 6], [7, 8, 9]]], dtype=torch.uint8)
+    half = [[[9, 8, 7], [6, 5, 4], [3, 2, 1]]]
+    quarter = [[[3, 6, 9], [2, 5, 8], [1, 4, 7]]]  # counter-clockwise
+    three_quarters = [[[7, 4, 1], [8, 5, 2], [9, 6, 3]]]
+    assert rotate(x, 0, 1).tolist() == rotate(x, 0, 2).tolist() == rotate(x, 0, 4).tolist() == x.tolist()
+    assert rotate(x, 1, 2).tolist() == rotate(x, 2, 4).tolist() == half
+    assert rotate(x, 1, 4).tolist() == quarter
+    assert rotate(x, 3, 4).tolist() == three_quarters
+    assert rotate(x, 1, 4).is_contiguous()
+    assert rotate(x, 1, 4).dtype == torch.uint8
+
+
+def test_rotation_keeps_samples_and_channels():
+    x = torch.arange(2 * 3 * 2 * 2).view(2, 3, 2, 2)
+    turned = rotate(x, 1, 2)
+    assert turned[1, 2].tolist() == [[23, 22], [21, 20]]
+    assert torch.equal(rotate(turned, 1, 2), x)
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 4, 6), (6, 6), (5,)])
+def test_only_square_images_turn(shape):
+    x = torch.zeros(shape)
+    assert rotate(x, 0, 1) is x  # one cluster takes anything
+    for cluster in (0, 1):
+        with pytest.raises(ConfigError, match="`num_clusters` = 2 turns square images"):
+            rotate(x, cluster, 2)
+
+
+def test_rotation_by_another_number_of_clusters():
+    with pytest.raises(ConfigError, match="`num_clusters` must be 1, 2 or 4.* got 3"):
+        rotate(torch.zeros(1, 2, 2), 0, 3)

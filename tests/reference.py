@@ -1,0 +1,354 @@
+"""The oracle: Algorithms 1 and 2 of the paper as plain, slow loops, to be read line by line beside it.
+
+García Trillos, Akash, Li, Riedl, Zhu, "Defending Against Diverse Attacks in Federated Learning Through
+Consensus-Based Bi-Level Optimization" (arXiv 2412.02535): Algorithm 1 (alg:FedCB2O), Algorithm 2
+(alg:localAggregation) with ProbSampling, the exact consensus point (eq:clustered_csp), and the attackers' and
+DFedAvgM's mixing (Section sec:experiments). Of the project it imports nothing but the named random streams, so
+that the fast code can be held equal to it. Every agent has an `nn.Module` and is known by its place in the list.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedcb2o.streams import stream
+
+
+@dataclass(frozen=True)
+class Training:
+    """LocalUpdate's settings; `local_steps`, where given, replaces `local_epochs`."""
+
+    gamma: float = 0.004
+    lambda2: float = 1.0
+    momentum: float = 0.9
+    batch_size: int = 64
+    local_epochs: int = 5
+    local_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one agent does in LocalAggregation; the defaults are the paper's FedCB2O."""
+
+    selection: Literal["prob_sampling", "uniform", "everyone", "colluding"] = "prob_sampling"
+    budget: int = 20  # M
+    own_candidate: bool = False  # released code: j may sample itself
+    kappa: float = 2.0
+    zeta: float = 0.5
+    first_contact: Literal["average", "whole"] = "average"  # released code: whole
+    validation_loss: Literal["samples", "batches"] = "samples"  # released code: batches
+    criterion: Literal["class_loss_gap", "average_loss", "num_samples"] = "class_loss_gap"
+    criterion_from_round: int = 0  # T_G
+    absent: Literal["masked", "zero"] = "masked"  # released code: zero
+    alpha: float = 10.0
+    beta: float | None = None  # None: no sub-level set, as in Algorithm 2
+    own_model: Literal["excluded", "judged", "trusted"] = "excluded"  # released code: trusted
+    lambda1: float = 10.0
+    mixing_factor: float | None = None  # None: lambda1 * gamma; released code: 1
+
+
+FEDCB2O = Options()
+FEDCBO = Options(criterion="average_loss")
+# eq:clustered_csp: all N models, the agent's own among them, no sampling (beta is the user's).
+EXACT = Options(selection="everyone", own_model="judged", beta=0.5)
+DFEDAVGM = Options(selection="uniform", criterion="num_samples", own_model="judged", mixing_factor=1.0)
+# With own_model="judged": the released code, where an attacker's own model is averaged too.
+COLLUDER = Options(selection="colluding", criterion="num_samples", mixing_factor=1.0)
+
+
+@dataclass
+class Agent:
+    """Agent j: its data, its model theta^j, and what it remembers of its peers."""
+
+    module: nn.Module
+    train_x: Tensor
+    train_y: Tensor
+    validation_x: Tensor
+    validation_y: Tensor
+    malicious: bool = False
+    cluster: int = 0
+    algorithm: Options = FEDCB2O
+    met: set[int] = field(default_factory=set)  # whom it has asked so far, answered or not
+    P: dict[int, float] = field(default_factory=dict)  # P^{j,i} of those who have answered
+
+
+@dataclass(frozen=True)
+class Loss:
+    """L_j(theta) and, for each class c that agent j holds, L_{j,c}(theta)."""
+
+    mean: float
+    by_class: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Info:
+    """What agent j did in a round. `weights` are those of m_j, by id, its own under j; they sum to 1."""
+
+    asked: list[int]
+    received: list[int]
+    weights: dict[int, float]
+    losses: dict[int, Loss]
+    values: dict[int, float]
+
+
+def run_round(
+    agents: Sequence[Agent], n: int, *, seed: int, training: Training, num_classes: int, participation: float = 1.0
+) -> list[Info]:
+    """Algorithm 1, lines 3 and 4: everybody trains, then everybody aggregates."""
+    local_updates(agents, n, seed=seed, training=training)
+    return local_aggregations(
+        agents, n, seed=seed, training=training, num_classes=num_classes, participation=participation
+    )
+
+
+# ---- Algorithm 1: LocalUpdate ----
+
+
+def local_updates(agents: Sequence[Agent], n: int, *, seed: int, training: Training) -> list[list[float]]:
+    """Algorithm 1, line 3, for j in [N]; malicious agents do the same on their poisoned data (eq:MaliAgentObj)."""
+    return [local_update(agent, stream(seed, "batches", n, j), training) for j, agent in enumerate(agents)]
+
+
+def local_update(agent: Agent, draw: np.random.Generator, training: Training) -> list[float]:
+    """tau epochs (or steps) of mini-batch SGD; the loss of each step."""
+    # A fresh optimiser: no momentum is carried over from the last round.
+    learning_rate = training.lambda2 * training.gamma
+    optimiser = torch.optim.SGD(agent.module.parameters(), lr=learning_rate, momentum=training.momentum)
+    agent.module.train()
+    step_losses = []
+    for batch in batches(len(agent.train_y), draw, training):
+        optimiser.zero_grad()
+        loss = F.cross_entropy(agent.module(agent.train_x[batch]), agent.train_y[batch])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()  # theta <- theta - lambda2 gamma grad L_j(theta)
+        step_losses.append(loss.item())
+    return step_losses
+
+
+def batches(num_samples: int, draw: np.random.Generator, training: Training) -> list[Tensor]:
+    """The mini-batches of one LocalUpdate; the last of an epoch may be smaller."""
+    found: list[Tensor] = []
+    epoch = 0
+    while epoch < training.local_epochs if training.local_steps is None else len(found) < training.local_steps:
+        order = torch.from_numpy(draw.permutation(num_samples))
+        for start in range(0, num_samples, training.batch_size):
+            found.append(order[start : start + training.batch_size])
+        epoch += 1
+    return found if training.local_steps is None else found[: training.local_steps]
+
+
+# ---- Algorithm 2: LocalAggregation ----
+
+
+def local_aggregations(
+    agents: Sequence[Agent], n: int, *, seed: int, training: Training, num_classes: int, participation: float = 1.0
+) -> list[Info]:
+    """Algorithm 1, line 4, for j in [N]: synchronous, on the models as they are after everybody's LocalUpdate."""
+    published = [copy.deepcopy(agent.module) for agent in agents]
+    online = [True] * len(agents)
+    if participation < 1:
+        online = [bool(u < participation) for u in stream(seed, "online", n).random(len(agents))]
+    answers = [online[i] and is_finite(published[i]) for i in range(len(agents))]
+
+    infos = []
+    for j, agent in enumerate(agents):
+        if not online[j]:
+            infos.append(Info([], [], {j: 1.0}, {}, {}))
+            continue
+        options = agent.algorithm
+        asked = select(agents, j, stream(seed, "select", n, j))  # line 1: A_n
+        agent.met |= set(asked)
+        received = [i for i in asked if answers[i]]  # line 2
+        # The models that m_j may hold; j is among them once, whether it sampled itself or is always counted.
+        at_hand = sorted({*received, j}) if options.own_model != "excluded" else received
+
+        losses: dict[int, Loss] = {}
+        if options.criterion == "num_samples":
+            values = {i: float(len(agents[i].train_y)) for i in at_hand}
+            weights = normalised(values)
+        else:
+            for i in sorted({*received, j}):  # line 3
+                losses[i] = evaluate(published[i], agent, training)
+            for i in received:  # line 4
+                update_likelihood(agent, i, losses[i].mean)
+            gap = options.criterion == "class_loss_gap" and n >= options.criterion_from_round
+            values = {}
+            for i in at_hand:  # line 5
+                values[i] = class_loss_gap(losses, i, j, num_classes, options) if gap else losses[i].mean
+            weights = consensus_weights(values, losses, j, options, trusted=gap and options.own_model == "trusted")
+
+        if weights:
+            factor = training.gamma * options.lambda1 if options.mixing_factor is None else options.mixing_factor
+            mix(agent, j, published, weights, factor)  # lines 6 and 7
+            weights = {i: weights.get(i, 0.0) for i in sorted({*received, j})}
+        else:  # nobody answered, or nobody is worth anything: the model is kept
+            weights = {i: float(i == j) for i in sorted({*received, j})}
+        infos.append(Info(asked, received, weights, losses, values))
+    return infos
+
+
+def is_finite(module: nn.Module) -> bool:
+    """Whether all parameters are numbers: 0 * NaN = NaN, so others are dropped where they are received."""
+    return all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters())
+
+
+# ---- line 1: who is asked ----
+
+
+def select(agents: Sequence[Agent], j: int, draw: np.random.Generator) -> list[int]:
+    """A_n of agent j, ascending."""
+    agent, M = agents[j], agents[j].algorithm.budget
+    candidates = [i for i in range(len(agents)) if i != j or agent.algorithm.own_candidate]
+    if agent.algorithm.selection == "prob_sampling":
+        chosen = prob_sampling(agent, candidates, M, draw)
+    elif agent.algorithm.selection == "uniform":
+        chosen = pick(candidates, min(M, len(candidates)), draw)
+    elif agent.algorithm.selection == "everyone":
+        chosen = candidates
+    else:
+        chosen = colluding(agents, j, M, draw)
+    return sorted(chosen)
+
+
+def pick(ids: list[int], size: int, draw: np.random.Generator, p: list[float] | None = None) -> list[int]:
+    """`size` of the ids, without replacement; uniformly, or with probabilities p."""
+    return [int(i) for i in draw.choice(ids, size=size, replace=False, p=p)]
+
+
+def prob_sampling(agent: Agent, candidates: list[int], M: int, draw: np.random.Generator) -> list[int]:
+    """ProbSampling(P_n^j, M)."""
+    # Line 1: P = 0 means "never selected" (rem:sampling_likelihood_init). The record is kept apart from P, which
+    # underflows to 0 for a garbage model and stays unknown for a peer that never answers.
+    S = [i for i in candidates if i not in agent.met]
+    if S:
+        return pick(S, M, draw) if len(S) > M else S  # line 2: no top-up
+    # Line 4. Peers that were asked and never answered are as good as the mean of those who did.
+    known = [agent.P[i] for i in candidates if i in agent.P]
+    unknown = sum(known) / len(known) if known else 1.0
+    p = [agent.P.get(i, unknown) for i in candidates]
+    if sum(p) == 0:
+        return []
+    p = [value / sum(p) for value in p]
+    k = sum(value > 0 for value in p)
+    return pick(candidates, min(M, k), draw, p)
+
+
+def colluding(agents: Sequence[Agent], j: int, M: int, draw: np.random.Generator) -> list[int]:
+    """An attacker's choice: attackers of its cluster first, then benign agents of it (sec:experiments)."""
+    fellows, benign = [], []
+    for i, other in enumerate(agents):
+        if i != j and other.cluster == agents[j].cluster:
+            (fellows if other.malicious else benign).append(i)
+    if len(fellows) > M:
+        return pick(fellows, M, draw)
+    return fellows + pick(benign, min(M - len(fellows), len(benign)), draw)
+
+
+# ---- lines 3 to 5: what agent j thinks of a model ----
+
+
+def evaluate(model: nn.Module, agent: Agent, training: Training) -> Loss:
+    """L_j and L_{j,c} of a model on agent j's validation data; what is no number counts as infinite."""
+    model.eval()
+    with torch.no_grad():
+        logits = model(agent.validation_x).double()
+    # `errors`: one number for each sample.
+    errors = [float(e) for e in F.cross_entropy(logits, agent.validation_y, reduction="none")]
+    if agent.algorithm.validation_loss == "samples":
+        mean = mean_of(errors)
+    else:
+        size = training.batch_size
+        mean = mean_of([mean_of(errors[start : start + size]) for start in range(0, len(errors), size)])
+    labels = [int(y) for y in agent.validation_y]
+    by_class = {c: mean_of([e for e, y in zip(errors, labels, strict=True) if y == c]) for c in sorted(set(labels))}
+    return Loss(mean, by_class)
+
+
+def mean_of(numbers: list[float]) -> float:
+    """Their mean, or infinity where it is no number."""
+    mean = sum(numbers) / len(numbers)
+    return mean if math.isfinite(mean) else math.inf
+
+
+def update_likelihood(agent: Agent, i: int, loss: float) -> None:
+    """eq:update_sampling_likelihood, from P_0 = 0."""
+    zeta, benefit = agent.algorithm.zeta, math.exp(-agent.algorithm.kappa * loss)
+    if agent.algorithm.first_contact == "whole" and i not in agent.P:
+        agent.P[i] = benefit
+    else:
+        agent.P[i] = (1 - zeta) * agent.P.get(i, 0.0) + zeta * benefit
+
+
+def class_loss_gap(losses: dict[int, Loss], i: int, j: int, num_classes: int, options: Options) -> float:
+    """G_j(theta^i; theta^j) = max_c (L_{j,c}(theta^i) - L_{j,c}(theta^j)) (eq:robust_criterion_G_LF)."""
+    if i == j:
+        return 0.0
+    theirs, own = losses[i].by_class, losses[j].by_class
+    differences = []
+    for c in range(num_classes):
+        if c not in own:
+            if options.absent == "zero":
+                differences.append(0.0)
+        elif theirs[c] == math.inf:  # whatever its own loss is: inf - inf is no number
+            differences.append(math.inf)
+        else:
+            differences.append(theirs[c] - own[c])
+    return max(differences)
+
+
+# ---- lines 6 and 7: the consensus point ----
+
+
+def consensus_weights(
+    G: dict[int, float], losses: dict[int, Loss], j: int, options: Options, *, trusted: bool
+) -> dict[int, float]:
+    """mu_j^i / sum_i mu_j^i of eq:comp_csp or, with beta, of eq:clustered_csp; empty where there are none."""
+    counted = list(G)
+    if options.beta is not None and counted:
+        q_beta = quantile([losses[i].mean for i in counted], options.beta)
+        counted = [i for i in counted if losses[i].mean <= q_beta]
+    # exp(-alpha G) underflows for all at once when all are bad; a common factor cancels.
+    judged = [i for i in counted if i != j] if trusted else counted
+    lowest = min((G[i] for i in judged), default=math.inf)
+    mu = {}
+    for i in judged:
+        if G[i] == math.inf:
+            mu[i] = 0.0
+        elif G[i] == lowest:
+            mu[i] = 1.0
+        else:
+            mu[i] = math.exp(-options.alpha * (G[i] - lowest))
+    if trusted and j in counted:
+        mu[j] = max(mu.values(), default=0.0)
+    return normalised(mu)
+
+
+def quantile(losses: list[float], beta: float) -> float:
+    """q_beta, the least q that at least beta of the m losses do not exceed (eq:q_beta): the ceil(beta m)-th."""
+    rank = max(1, math.ceil(beta * len(losses) - 1e-9))  # 0.07 * 100 is 7.000000000000001
+    return sorted(losses)[rank - 1]
+
+
+def normalised(mu: dict[int, float]) -> dict[int, float]:
+    """The weights divided by their sum; empty where it is 0."""
+    total = sum(mu.values())
+    return {i: value / total for i, value in mu.items()} if total > 0 else {}
+
+
+def mix(agent: Agent, j: int, published: Sequence[nn.Module], weights: dict[int, float], factor: float) -> None:
+    """theta^j <- theta^j - factor (theta^j - m_j), m_j = sum_i w_i theta^i (eq:comp_csp, eq:local_agg_update)."""
+    models = [list(module.parameters()) for module in published]
+    with torch.no_grad():
+        for k, parameter in enumerate(agent.module.parameters()):
+            theta = models[j][k].double()
+            m = torch.zeros_like(theta)
+            for i, weight in weights.items():
+                m += weight * models[i][k].double()
+            parameter.copy_(theta - factor * (theta - m))

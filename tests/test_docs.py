@@ -1,0 +1,80 @@
+"""The documentation tells the truth: its Python runs, its TOML is valid, its table of equations finds its functions.
+
+A block right after a comment `<!-- no test: reason -->` is left out.
+"""
+
+import functools
+import importlib
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EQUATIONS = ROOT / "docs" / "equations.md"
+BLOCK = re.compile(
+    r"(?P<skip><!-- no test: [^>]+ -->\s*\n)?^(?P<indent> *)```(?P<language>\w+)\n(?P<text>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
+    """The blocks of a page that are to be tested, each with the line of the page that it begins on, from 0."""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    for match in BLOCK.finditer(text):
+        if match["language"] == language and not match["skip"]:
+            yield text.count("\n", 0, match.start("text")), textwrap.dedent(match["text"])
+
+
+def rows() -> list[tuple[str, str]]:
+    """(equation, function) of each row of the table `| equation | what | function |`."""
+    text = EQUATIONS.read_text(encoding="utf-8") if EQUATIONS.exists() else ""
+    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return [(row[0], row[-1]) for row in cells if row[0] != "equation" and set(row[0]) - set("-: ")]
+
+
+def test_there_is_documentation():
+    assert (ROOT / "README.md").exists()
+    assert rows(), "docs/equations.md has no row"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page, "python"))], ids=lambda page: page.name)
+def test_python_runs(page, tmp_path):
+    lines: list[str] = []
+    for start, block in blocks(page, "python"):
+        lines += [""] * (start - len(lines)) + block.splitlines()  # a traceback then names the page's own lines
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("page", "block"),
+    [pytest.param(p, b, id=f"{p.name}:{start}") for p in PAGES for start, b in blocks(p, "toml")],
+)
+def test_toml_is_valid(page, block):
+    table = tomllib.loads(block)
+    if "extends" in table or {"data", "agents", "algorithm"} <= table.keys():  # a whole experiment, not an excerpt
+        config = importlib.import_module("fedcb2o.experiments.config")
+        config.load({"name": "documented", **table})
+
+
+@pytest.mark.parametrize(("equation", "function"), rows())
+def test_equation_has_its_function(equation, function):
+    labels = re.findall(r"\b(?:alg|eq|fig|lem|prop|rem|sec|tab|thm):\w+", equation)
+    targets = re.findall(r"`(fedcb2o[\w.]*):([\w.]+)`", function)
+    assert labels, f"no label of the paper in {equation!r}"
+    assert targets, f"no `fedcb2o.module:function` in {function!r}"
+    for module_name, name in targets:
+        module = importlib.import_module(module_name)
+        found = functools.reduce(getattr, name.split("."), module)
+        told = f"{found.__doc__}\n{module.__doc__}"
+        missing = [label for label in labels if not re.search(rf"\b{label}\b", told)]
+        assert not missing, f"no docstring of {module_name}:{name} names {missing}"
