@@ -217,9 +217,9 @@ def select(agents: Sequence[Agent], j: int, draw: np.random.Generator) -> list[i
     return sorted(chosen)
 
 
-def pick(ids: list[int], size: int, draw: np.random.Generator, p: list[float] | None = None) -> list[int]:
-    """`size` of the ids, without replacement; uniformly, or with probabilities p."""
-    return [int(i) for i in draw.choice(ids, size=size, replace=False, p=p)]
+def pick(ids: list[int], size: int, draw: np.random.Generator) -> list[int]:
+    """`size` of the ids, uniformly, without replacement."""
+    return [int(i) for i in draw.choice(ids, size=size, replace=False)]
 
 
 def prob_sampling(agent: Agent, candidates: list[int], M: int, draw: np.random.Generator) -> list[int]:
@@ -232,20 +232,19 @@ def prob_sampling(agent: Agent, candidates: list[int], M: int, draw: np.random.G
     # Line 4. Peers that were asked and never answered are as good as the mean of those who did.
     known = [agent.P[i] for i in candidates if i in agent.P]
     unknown = sum(known) / len(known) if known else 1.0
-    p = [agent.P.get(i, unknown) for i in candidates]
-    if sum(p) == 0:
+    p = np.array([agent.P.get(i, unknown) for i in candidates])
+    if p.sum() == 0:
         return []
-    p = [value / sum(p) for value in p]
-    k = sum(value > 0 for value in p)
-    return pick(candidates, min(M, k), draw, p)
+    p = p / p.sum()
+    k = sum(float(value) > 0 for value in p)  # no more than k different ones can be drawn
+    return [int(i) for i in draw.choice(candidates, size=min(M, k), replace=False, p=p)]
 
 
 def colluding(agents: Sequence[Agent], j: int, M: int, draw: np.random.Generator) -> list[int]:
     """An attacker's choice: attackers of its cluster first, then benign agents of it (sec:experiments)."""
-    fellows, benign = [], []
-    for i, other in enumerate(agents):
-        if i != j and other.cluster == agents[j].cluster:
-            (fellows if other.malicious else benign).append(i)
+    neighbours = [i for i in range(len(agents)) if i != j and agents[i].cluster == agents[j].cluster]
+    fellows = [i for i in neighbours if agents[i].malicious]
+    benign = [i for i in neighbours if not agents[i].malicious]
     if len(fellows) > M:
         return pick(fellows, M, draw)
     return fellows + pick(benign, min(M - len(fellows), len(benign)), draw)

@@ -24,7 +24,7 @@ class ChannelsLast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same values in another order of memory."""
-        return x.contiguous(memory_format=torch.channels_last)
+        return x.to(memory_format=torch.channels_last)
 
 
 def cnn(

@@ -230,5 +230,5 @@ def test_only_square_images_turn(shape):
 
 
 def test_rotation_by_another_number_of_clusters():
-    with pytest.raises(ConfigError, match="`num_clusters` must be 1, 2 or 4.* got 3"):
+    with pytest.raises(ConfigError, match=r"`num_clusters` must be 1, 2 or 4.* got 3"):
         rotate(torch.zeros(1, 2, 2), 0, 3)

@@ -2,6 +2,7 @@
 
 import numpy as np
 from safetensors.numpy import save_file
+from sklearn.datasets import load_digits
 
 from fedcb2o.records import Records, Run, write_json, write_toml
 
@@ -37,3 +38,57 @@ def write_run(folder, config, *, agents, metrics, pairs=None, complete=True, sam
         if complete:
             write_json(inside / "summary.json", {"rounds": len(lines)})
     return Run(folder)
+
+
+def draw_run(folder, config=None, *, clusters=2, benign=7, malicious=3, rounds=50, seeds=(0, 1, 2), pull=0.5, hit=0.4):
+    """Like an experiment: malicious peers get `pull` of the weight of benign ones, and the attack costs `hit`."""
+    rng = np.random.default_rng(len(folder.name))
+    size = benign + malicious
+    N, M = clusters * size, 6
+    cluster, bad = np.repeat(np.arange(clusters), size), np.tile(np.arange(size) >= benign, clusters)
+    counts = np.where(bad, 0, rng.poisson(2.0, N))
+    agents = {
+        "cluster": cluster,
+        "malicious": bad,
+        "num_samples": np.where(bad, 1200, 400),
+        "source_in_validation": [None if b else int(c) for b, c in zip(bad, counts, strict=True)],
+    }
+    metrics, pairs = {}, {}
+    for seed in seeds:
+        metrics[seed], pairs[seed] = [], []
+        for n in range(1, rounds + 1):
+            ids, weights, own, mass = [], [], [], []
+            for j in range(N):
+                others = np.delete(np.arange(N), j)
+                likely = np.where(cluster[others] == cluster[j], 1.0, 0.03) * np.where(bad[others], 1.4, 1.0)
+                ids.append(np.sort(rng.choice(others, M, replace=False, p=likely / likely.sum())))
+                mu = (
+                    rng.gamma(5, size=M)
+                    * np.where(bad[ids[-1]], pull, 1)
+                    * np.where(cluster[ids[-1]] == cluster[j], 1.0, 0.02)
+                )
+                mu = np.append(mu, mu.max())
+                mu = mu / mu.sum()
+                weights.append(mu[:-1])
+                own.append(mu[-1])
+                mass.append(None if bad[j] else mu[:-1][bad[ids[-1]]].sum())
+            line = {"round": n, "train_loss": rng.random(N), "malicious_weight": mass, "answered": [M] * N}
+            if n % 5 == 0 or n == rounds:
+                grown = 1 - np.exp(-n / 12)
+                scores = {
+                    "accuracy": 0.80 * grown - 0.02 * hit + 0.01 * rng.standard_normal(N),
+                    "source_accuracy": (0.7 - hit) * grown + 0.05 * rng.standard_normal(N) + 0.02 * counts,
+                    "attack_success_rate": 0.15 + hit * grown + 0.05 * rng.standard_normal(N) - 0.02 * counts,
+                }
+                for key, values in scores.items():
+                    values = np.clip(values + 0.01 * rng.standard_normal(), 0, 1)
+                    line[key] = [None if b else float(v) for b, v in zip(bad, values, strict=True)]
+            metrics[seed].append(line)
+            pairs[seed].append({"round": n, "ids": ids, "weights": weights, "own": own})
+    angles = [360 * c // clusters for c in range(clusters)]
+    images = load_digits().images[10:20].astype(np.uint8)
+    samples = np.stack([np.rot90(images, angle // 90, axes=(1, 2)) for angle in angles])
+    role = {"num_clusters": clusters, "malicious_role": "attack", "budget": M, "benign": benign, "malicious": malicious}
+    config = {"rounds": rounds, "evaluate_every": 5, **(config or {})}
+    config["agents"] = {**role, **config.get("agents", {})}
+    return write_run(folder, config, agents=agents, metrics=metrics, pairs=pairs, samples=samples, angles=angles)

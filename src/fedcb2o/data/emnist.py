@@ -47,7 +47,7 @@ def emnist(
 
 def default_folder() -> Path:
     """Where EMNIST's files lie if no folder is named: $FEDCB2O_DATA, or a folder in the user's cache."""
-    import pooch
+    import pooch  # type: ignore[import-untyped]
 
     named = os.environ.get("FEDCB2O_DATA")
     return Path(named) if named else Path(pooch.os_cache("fedcb2o")) / "emnist"
@@ -81,7 +81,10 @@ def _read(images: Path, labels: Path, parameter: str, per_class: int | None) -> 
     y = np.concatenate([np.empty(0, np.uint8), *_blocks(labels, ())])
     if len(y) and y.max() >= len(CLASS_NAMES):
         raise DataError(f"{labels}: labels must be between 0 and {len(CLASS_NAMES) - 1}, but there is a {y.max()}")
-    keep = _first(y, labels, parameter, per_class)
+    counts = np.bincount(y, minlength=len(CLASS_NAMES))
+    by_class = np.argsort(y, kind="stable")
+    rank = np.arange(len(y)) - (counts.cumsum() - counts)[y[by_class]]  # of a sample within its class
+    keep = np.sort(by_class[rank < (per_class or len(y))])
     x = np.empty((len(keep), SIDE, SIDE), np.uint8)
     count = 0
     for block in _blocks(images, (SIDE, SIDE)):
@@ -90,21 +93,12 @@ def _read(images: Path, labels: Path, parameter: str, per_class: int | None) -> 
         count += len(block)
     if count != len(y):
         raise DataError(f"{images} holds {count} images, but {labels.name} {len(y)} labels; {CURE}")
-    return Shard(torch.from_numpy(x).unsqueeze(1), torch.from_numpy(y[keep]).long())
-
-
-def _first(y: NDArray[np.uint8], path: Path, parameter: str, per_class: int | None) -> NDArray[np.intp]:
-    """Where the first `per_class` samples of each class are (None: all), ascending."""
-    counts = np.bincount(y, minlength=len(CLASS_NAMES))
     fewest = int(counts.argmin())
     if counts[fewest] < (per_class or 1):
-        raise DataError(
-            f"{path}: class {CLASS_NAMES[fewest]!r} has {counts[fewest]} samples, fewer than"
-            f" {f'`{parameter}` = {per_class}; set it to at most {counts[fewest]}' if counts[fewest] else f'1; {CURE}'}"
-        )
-    order = np.argsort(y, kind="stable")
-    rank = np.arange(len(y)) - (counts.cumsum() - counts)[y[order]]
-    return np.sort(order[rank < (per_class or len(y))])
+        short = f"{labels}: class {CLASS_NAMES[fewest]!r} has {counts[fewest]} samples, fewer than"
+        at_most = f"`{parameter}` = {per_class}; set it to at most {counts[fewest]}"
+        raise DataError(f"{short} {at_most if counts[fewest] else f'1; {CURE}'}")
+    return Shard(torch.from_numpy(x).unsqueeze(1), torch.from_numpy(y[keep]).long())
 
 
 def _blocks(path: Path, row: tuple[int, ...]) -> Iterator[NDArray[np.uint8]]:

@@ -141,11 +141,9 @@ def _validates(y: NDArray[np.integer], agent: int, fraction: float, split: str, 
         for c in np.unique(y):
             members = order[y[order] == c]
             n_c = len(members)
-            if split == "stratified":
-                some = min(max(round(fraction * n_c), 1), n_c - 1)
-            else:
-                some = int(fraction * n_c) or n_c
-            holds[members[:some]] = True
+            stratified = min(max(round(fraction * n_c), 1), n_c - 1)
+            released = int(fraction * n_c) or n_c
+            holds[members[: stratified if split == "stratified" else released]] = True
     for what, there in (("training", not holds.all()), ("validation", holds.any())):
         if not there:
             raise ConfigError(

@@ -12,7 +12,7 @@ from fedcb2o.federated.types import Losses
 from fedcb2o.models import bind_
 
 TOGETHER = 2**21  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
-IMAGES = 512  # samples that go through a network at once
+IMAGES = 128  # samples that go through a network at once: their activations stay near a core's cache
 
 Reduction = Literal["samples", "batches"]
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from loky import get_reusable_executor
@@ -26,6 +26,7 @@ World = TypeVar("World")
 Result = TypeVar("Result")
 
 
+@runtime_checkable
 class Workers(Protocol):
     """Runs functions of a world; the order of the results is that of the tasks."""
 
@@ -93,10 +94,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def blocks(agents: Sequence[int], costs: Sequence[float], count: int) -> list[list[int]]:
+def blocks(agents: Sequence[int], costs: Sequence[int], count: int) -> list[list[int]]:
     """Agents in `count` blocks of about equal cost, dearest first (longest processing time); none empty."""
     shares: list[list[int]] = [[] for _ in range(min(count, len(agents)))]
-    loads = [0.0] * len(shares)
+    loads = [0] * len(shares)
     for agent in sorted(agents, key=lambda a: -costs[a]):
         lightest = loads.index(min(loads))
         shares[lightest].append(agent)

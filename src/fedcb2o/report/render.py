@@ -1,0 +1,108 @@
+"""A table as text: for the terminal (rich), Markdown, LaTeX and HTML. Numbers that are fractions become percent."""
+
+import html
+import re
+from collections.abc import Sequence
+
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from fedcb2o.report.tables import LABELS
+
+ENDS = {"_worst_tenth": ", worst tenth", "_worst": ", worst agent", "": ""}
+HEADINGS = {
+    **{metric + end: label + words for metric, label in LABELS.items() for end, words in ENDS.items()},
+    "run": "Run",
+    "samples": "Source-class samples in validation",
+    "cluster": "Selecting cluster",
+    "peer": "Peer",
+    "relation": "Cluster of the peer",
+    "mean_weight": "Mean weight when received",
+    "share": "Share of weight per peer",
+}
+
+
+def readable(table: pd.DataFrame, *, empty: Sequence[str] = ()) -> pd.DataFrame:
+    """The same table as text under readable headings, its first column as index; floats in percent, clusters from 1.
+
+    Columns named in `empty` are dropped where they hold nothing.
+    """
+    table = table.drop(columns=[name for name in empty if name in table and table[name].isna().all()])
+    columns = {}
+    for name in table.columns:
+        values = table[name] + 1 if name == "cluster" else table[name]
+        if pd.api.types.is_float_dtype(values):
+            columns[name] = ["–" if pd.isna(value) else f"{100 * value:.2f}" for value in values]
+        else:
+            columns[name] = [str(value) for value in values]
+    heading = {name: HEADINGS.get(name, str(name).capitalize()) for name in columns}
+    return pd.DataFrame(columns).rename(columns=heading).set_index(heading[str(table.columns[0])])
+
+
+def to_rich(table: pd.DataFrame, *, title: str | None = None, caption: str | None = None, width: int = 80) -> Table:
+    """The table for a terminal of `width` characters, turned on its side if only that fits; the index comes first."""
+
+    def least(table: pd.DataFrame) -> int:
+        words = [max(map(len, str(name).split()), default=0) for name in (*table.index, *table.columns)]
+        cells = [max((len(str(cell)) for cell in table[name]), default=0) for name in table]
+        named = [max(pair) for pair in zip(cells, words[len(table) :], strict=True)]
+        return max(words[: len(table)], default=0) + sum(named) + 2 * len(named)
+
+    if least(table) > width >= least(table.T):
+        table = table.T
+    drawn = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    drawn.padding, drawn.pad_edge = (0, 1), False
+    for i, name in enumerate(_head(table)):
+        cells = table.iloc[:, i - 1].astype(str).map(len).max() if i and len(table) else None
+        drawn.add_column(Text(name), justify="right" if i else "left", min_width=cells)
+    for row in _rows(table):
+        drawn.add_row(*map(Text, row))
+    return drawn
+
+
+def to_markdown(table: pd.DataFrame) -> str:
+    """The table in Markdown; the index is its first column."""
+    head = [name.replace("|", "\\|") for name in _head(table)]
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in _rows(table)]
+    lines = [head, ["---", *["---:"] * len(table.columns)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def to_latex(table: pd.DataFrame) -> str:
+    """The table in LaTeX, for the package booktabs; the index is its first column."""
+    head = " & ".join(map(latex_text, _head(table))).strip()
+    rows = [" & ".join(map(latex_text, row)) + r" \\" for row in _rows(table)]
+    begin = rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}"
+    return "\n".join([begin, r"\toprule", head + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def to_html(table: pd.DataFrame) -> str:
+    """The table in HTML; the index is its first column."""
+    head = "".join(f"<th>{html_text(name)}</th>" for name in _head(table))
+    body = "".join(
+        f"<tr><th>{html_text(first)}</th>{''.join(f'<td>{html_text(cell)}</td>' for cell in rest)}</tr>\n"
+        for first, *rest in _rows(table)
+    )
+    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n"
+
+
+def html_text(text: str) -> str:
+    """Text for HTML, with the paper's T_G set as it is there."""
+    return html.escape(text).replace("T_G", "<i>T</i><sub>G</sub>")
+
+
+def latex_text(text: str) -> str:
+    """Text for LaTeX, with the paper's T_G and ± set as they are there."""
+    text = text.replace("\\", r"\textbackslash ")
+    text = re.sub(r"([%&#_${}])", r"\\\1", text.replace("–", "--"))
+    return text.replace(r"T\_G", "$T_G$").replace("±", r"$\pm$")
+
+
+def _head(table: pd.DataFrame) -> list[str]:
+    return [str(table.index.name or ""), *map(str, table.columns)]
+
+
+def _rows(table: pd.DataFrame) -> list[list[str]]:
+    return [[str(name), *map(str, row)] for name, row in zip(table.index, table.itertuples(index=False), strict=True)]

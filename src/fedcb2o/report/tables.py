@@ -1,0 +1,209 @@
+"""The paper's numbers from records: Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G) and those behind Figure 6.
+
+Everything is over benign agents and at the last round that was evaluated, never the best one. Values are fractions
+of 1; only `compare` returns text, in percent.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from fedcb2o.errors import RunError
+from fedcb2o.records import Run
+
+ACCURACY, SOURCE, ATTACK = METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
+LABELS = {
+    "accuracy": "Overall accuracy",
+    "source_accuracy": "Source class accuracy",
+    "attack_success_rate": "Attack success rate",
+    "net": "Net attack success",
+    "malicious_weight": "Weight given to malicious peers",
+}
+Over = Literal["mean", "worst", "worst_tenth"]
+
+# What may differ between a run and its clean twin.
+ASIDE = {"name", "title", "description", "seeds", "checkpoint_every"}
+
+
+def summary(run: Run) -> pd.DataFrame:
+    """One row a seed at its last evaluated round: each metric's mean, worst and worst tenth over benign agents.
+
+    The worst agent has the lowest accuracy, or the highest attack success rate; the worst tenth is the mean of the
+    ceil(n / 10) worst agents. `malicious_weight` is the weight that benign agents gave to malicious peers, averaged
+    over the last fifth of the rounds, since in a single one few peers are met. Columns: seed, round, rounds (those
+    done), accuracy, accuracy_worst, accuracy_worst_tenth, and so on.
+    """
+    rows = []
+    for seed, last in last_round(run).groupby("seed"):
+        row: dict[str, Any] = {"seed": seed, "round": last["round"].iloc[0]}
+        mine = run.records[run.records.seed == seed]
+        row["rounds"] = mine["round"].max()
+        for metric in METRICS:
+            values = np.sort(last[metric].dropna().to_numpy())
+            worst_first = values[::-1] if metric == ATTACK else values
+            tenth = worst_first[: math.ceil(len(values) / 10)]
+            row[metric] = values.mean() if len(values) else math.nan
+            row[f"{metric}_worst"] = worst_first[0] if len(values) else math.nan
+            row[f"{metric}_worst_tenth"] = tenth.mean() if len(values) else math.nan
+        row["malicious_weight"] = last_fifth(mine[~mine.malicious]).malicious_weight.mean()
+        rows.append(row)
+    columns = ["seed", "round", "rounds", *(m + end for m in METRICS for end in ("", "_worst", "_worst_tenth"))]
+    return pd.DataFrame(rows, columns=[*columns, "malicious_weight"])
+
+
+def compare(runs: Sequence[Run], *, over: Over = "mean", twins: bool = False) -> pd.DataFrame:
+    """The paper's Table 1: a row a metric, a column a run, mean ± standard deviation over seeds (ddof = 1) in percent.
+
+    The net attack success is the rate minus that of the clean twin with the same seed at the same round; the twin is
+    sought among `runs`, then beside the run in the folder of its name + "-clean". Twins get no column of their own
+    unless `twins`. `over` says how agents are summed up: their mean, the worst one, or the worst tenth.
+    """
+    shown = [*runs] if twins else without_twins(runs)
+    end = "" if over == "mean" else f"_{over}"
+    columns = {}
+    for run, label in zip(shown, labels(shown), strict=True):
+        table = summary(run)
+        cells = {LABELS[metric]: spread(table[metric + end]) for metric in METRICS}
+        if over == "mean":
+            cells[LABELS["net"]] = spread(net_attack_success(run, runs))
+        cells[LABELS["malicious_weight"]] = spread(table["malicious_weight"])
+        columns[label] = cells
+    table = pd.DataFrame(columns)
+    if over != "mean":
+        table = table.drop(index=LABELS["malicious_weight"], errors="ignore")
+    return table[(table != "–").any(axis="columns")]
+
+
+def net_attack_success(run: Run, among: Sequence[Run] = ()) -> "pd.Series[float]":
+    """Attack success rate minus that of the clean twin, for each seed (the index) that both have at the same round.
+
+    Empty where no twin is found among `among` or beside the run's folder.
+    """
+    twin = twin_of(run, among)
+    mine = last_round(run)
+    if twin is None or mine.empty:
+        return pd.Series(dtype=float)
+    both = mine.merge(twin.records, on=["seed", "round", "agent"], suffixes=("", "_twin"))
+    return (both[ATTACK] - both[f"{ATTACK}_twin"]).groupby(both["seed"]).mean().dropna()
+
+
+def by_source_count(run: Run) -> pd.DataFrame:
+    """Results by how many source-class samples an agent validates on: 0, 1, 2, 3 or more.
+
+    The criterion G is blind to the attack with none. Mean over all benign agents of all seeds; columns: samples,
+    agents (how many), the three metrics, and malicious_weight over the last fifth of the rounds.
+    """
+    last = last_round(run).dropna(subset="source_in_validation")
+    late = last_fifth(run.records).groupby(["seed", "agent"]).malicious_weight.mean().rename("late")
+    last = last.merge(late, on=["seed", "agent"])
+    samples = last.source_in_validation.clip(upper=3).map(lambda count: "3 or more" if count == 3 else f"{count:.0f}")
+    means = last.assign(malicious_weight=last.late).groupby(samples)[[*METRICS, "malicious_weight"]].mean()
+    means.insert(0, "agents", samples.value_counts())
+    return means.rename_axis("samples").reset_index()
+
+
+def pair_statistics(run: Run) -> pd.DataFrame:
+    """Figure 6: how often benign agents received each kind of peer, and with what weight, over all rounds.
+
+    A row for each seed, cluster of the selecting benign agents, kind of peer (`peer`: benign or malicious) and
+    `relation` (same or other cluster) of which there are peers:
+    available   peers of that kind that one agent has, itself left out
+    frequency   models received per agent, round and available peer
+    mean_weight mean weight in m_j of a received model
+    share       frequency * mean_weight, scaled so that a cluster's rows of a seed sum to 1
+    """
+    rows: list[dict[str, Any]] = []
+    for seed, agents in run.agents.groupby("seed"):
+        cluster, malicious = agents.cluster.to_numpy(), agents.malicious.to_numpy(bool)
+        pairs = run.pairs[(run.pairs.seed == seed) & (run.pairs.agent != run.pairs.peer)]
+        rounds = pairs["round"].nunique()
+        me, peer, weight = pairs.agent.to_numpy(), pairs.peer.to_numpy(), pairs.weight.to_numpy()
+        for c in np.unique(cluster):
+            begin = len(rows)
+            selecting = np.sum((cluster == c) & ~malicious)
+            for relation, kind in ((r, k) for r in ("same", "other") for k in ("benign", "malicious")):
+                wanted = ((cluster == c) == (relation == "same")) & (malicious == (kind == "malicious"))
+                available = wanted.sum() - ((relation, kind) == ("same", "benign"))
+                received = weight[~malicious[me] & (cluster[me] == c) & wanted[peer]]
+                if available > 0 and selecting > 0 and rounds > 0:
+                    row = {"seed": seed, "cluster": c, "peer": kind, "relation": relation, "available": available}
+                    row["frequency"] = len(received) / (selecting * rounds * available)
+                    row["mean_weight"] = received.mean() if len(received) else math.nan
+                    row["share"] = received.sum() / available
+                    rows.append(row)
+            total = sum(row["share"] for row in rows[begin:])
+            for row in rows[begin:]:
+                row["share"] = row["share"] / total if total > 0 else math.nan
+    names = ["seed", "cluster", "peer", "relation", "available", "frequency", "mean_weight", "share"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def last_round(run: Run) -> pd.DataFrame:
+    """The records of benign agents at each seed's last evaluated round; empty if there is none yet."""
+    evaluated = run.records[~run.records.malicious.astype(bool) & run.records.accuracy.notna()]
+    return evaluated[evaluated["round"] == evaluated.groupby("seed")["round"].transform("max")]
+
+
+def last_fifth(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the last fifth of each seed's rounds, of at least one round."""
+    last: pd.Series[Any] = table.groupby("seed")["round"].transform("max")
+    late: pd.DataFrame = table[table["round"] > last - np.ceil(last / 5)]
+    return late
+
+
+def twin_of(run: Run, among: Sequence[Run] = ()) -> Run | None:
+    """The clean twin of an attacked run: the same settings, but malicious agents train on true labels."""
+    if run.config.get("agents", {}).get("malicious_role") != "attack":
+        return None
+    beside = run.folder.with_name(run.folder.name + "-clean")
+    try:
+        candidates = [*among, *([Run(beside)] if beside.is_dir() else [])]
+    except RunError:
+        candidates = [*among]
+    return next((other for other in candidates if _is_twin(run, other)), None)
+
+
+def without_twins(runs: Sequence[Run]) -> list[Run]:
+    """The runs, less those that are the clean twin of another one of them."""
+    return [run for run in runs if not any(_is_twin(other, run) for other in runs)]
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """A title for each run; where two share one, their folders' names tell them apart."""
+    titles = [run.title for run in runs]
+    named = [t if titles.count(t) == 1 else f"{t} ({run.folder.name})" for t, run in zip(titles, runs, strict=True)]
+    return [t if named.count(t) == 1 else f"{t} #{named[: i + 1].count(t)}" for i, t in enumerate(named)]
+
+
+def spread(values: "pd.Series[float]") -> str:
+    """Mean ± standard deviation (ddof = 1) in percent: "84.26 ± 0.18"; "84.26 ± –" for one value, "–" for none."""
+    known = values.dropna() * 100
+    if known.empty:
+        return "–"
+    return f"{known.mean():.2f} ± {known.std(ddof=1):.2f}" if len(known) > 1 else f"{known.mean():.2f} ± –"
+
+
+def unfinished(run: Run) -> str | None:
+    """What a run still lacks, as a sentence; None if it is complete."""
+    if run.complete:
+        return None
+    table, rounds = summary(run), run.config.get("rounds", "?")
+    seen = ", ".join(f"seed {row.seed} at round {row.round} of {rounds}" for row in table.itertuples())
+    wanted = len(run.config.get("seeds", run.seeds))
+    have = f"read from {seen}" if seen else "no round was evaluated yet"
+    return f"{run.title} ({Path(run.folder).name}) is incomplete: {len(run.seeds)} of {wanted} seeds begun, {have}"
+
+
+def _is_twin(run: Run, other: Run) -> bool:
+    """Whether `other` is the clean twin of `run`."""
+
+    def settings(config: dict[str, Any]) -> dict[str, Any]:
+        agents = {key: value for key, value in config.get("agents", {}).items() if key != "malicious_role"}
+        return {**{key: value for key, value in config.items() if key not in ASIDE}, "agents": agents}
+
+    roles = [each.config.get("agents", {}).get("malicious_role") for each in (run, other)]
+    return roles == ["attack", "clean"] and settings(run.config) == settings(other.config)

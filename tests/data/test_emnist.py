@@ -1,0 +1,481 @@
+"""EMNIST from tiny files that the tests write; its download from a server in a thread; the real files if at hand."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import importlib
+import io
+import os
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedcb2o.data import download, emnist
+from fedcb2o.data.download import download_emnist, import_emnist
+from fedcb2o.data.emnist import CLASS_NAMES, default_folder
+from fedcb2o.data.partition import rotate
+from fedcb2o.errors import ConfigError, DataError
+
+REAL = os.environ.get("FEDCB2O_EMNIST")
+PARTS = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "test-images-idx3-ubyte", "test-labels-idx1-ubyte")
+
+
+def idx(values: np.ndarray) -> bytes:
+    header = bytes((0, 0, 8, values.ndim)) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    return header + values.astype(np.uint8).tobytes()
+
+
+def contents(train: int = 3, test: int = 2, images_seed: int = 0) -> dict[str, bytes]:
+    """Shuffled files with `train` and `test` images a class; pixel [row 1, column 2], upright, is the label."""
+    draw = np.random.default_rng(images_seed)
+    files = {}
+    for part, per_class in (("train", train), ("test", test)):
+        labels = draw.permutation(np.repeat(np.arange(47), per_class))
+        upright = draw.integers(0, 256, (len(labels), 28, 28))
+        upright[:, 1, 2] = labels
+        upright[:, 0, 0] = np.arange(len(labels)) % 256  # the place in the file
+        files[f"{part}-images-idx3-ubyte"] = idx(upright.swapaxes(1, 2))
+        files[f"{part}-labels-idx1-ubyte"] = idx(labels)
+    return files
+
+
+def write(folder: Path, files: dict[str, bytes], name: str = "emnist-balanced", zipped: bool = True) -> Path:
+    folder.mkdir(exist_ok=True)
+    for part, data in files.items():
+        if zipped:
+            (folder / f"{name}-{part}.gz").write_bytes(gzip.compress(data, 1))
+        else:
+            (folder / f"{name}-{part}").write_bytes(data)
+    return folder
+
+
+def archive(files: dict[str, bytes]) -> bytes:
+    """A zip like the official one: in a folder, with other splits, and with the mapping."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archived:
+        for part, data in files.items():
+            archived.writestr(f"gzip/emnist-balanced-{part}.gz", gzip.compress(data, 1))
+            archived.writestr(f"gzip/emnist-letters-{part}.gz", b"another split")
+        archived.writestr("gzip/emnist-balanced-mapping.txt", "0 48\n")
+        archived.writestr("../emnist-balanced-mapping.txt.evil", "out of the folder")
+    return buffer.getvalue()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+# --- reading
+
+
+@pytest.mark.parametrize("name", ["emnist-balanced", "emnist47"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_reads_both_sets_plain_and_gzip(tmp_path, name, zipped):
+    data = emnist(data_dir=write(tmp_path, contents(), name, zipped), train_per_class=None, test_per_class=None)
+    assert data.pool.x.shape == (141, 1, 28, 28)
+    assert data.test.x.shape == (94, 1, 28, 28)
+    assert data.pool.x.dtype == torch.uint8
+    assert data.pool.x.is_contiguous()
+    assert data.pool.y.dtype == torch.int64
+    assert torch.equal(data.pool.x[:, 0, 1, 2], data.pool.y)  # upright: row 1, column 2
+    assert torch.equal(data.test.x[:, 0, 1, 2], data.test.y)
+    assert data.pool.x[:, 0, 0, 0].tolist() == list(range(141))  # all of them, in the files' order
+
+
+def test_class_names():
+    assert len(CLASS_NAMES) == 47
+    assert "".join(CLASS_NAMES) == "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"
+    assert CLASS_NAMES[24] == "O"
+
+
+def test_keeps_the_first_of_each_class_in_file_order(tmp_path):
+    folder = write(tmp_path, contents())
+    everything = emnist(data_dir=folder, train_per_class=None, test_per_class=None).pool
+    data = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
+    seen: dict[int, int] = {}
+    expected = []
+    for i, y in enumerate(everything.y.tolist()):
+        seen[y] = seen.get(y, 0) + 1
+        if seen[y] <= 2:
+            expected.append(i)
+    assert torch.equal(data.pool.x, everything.x[expected])
+    assert torch.equal(data.pool.y, everything.y[expected])
+    assert torch.bincount(data.test.y).tolist() == [1] * 47
+
+
+def test_files_longer_than_a_block(tmp_path, monkeypatch):
+    folder = write(tmp_path, contents())
+    whole = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
+    monkeypatch.setattr(importlib.import_module("fedcb2o.data.emnist"), "BLOCK", 10)
+    blocks = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
+    assert torch.equal(blocks.pool.x, whole.pool.x)
+    assert torch.equal(blocks.test.x, whole.test.x)
+
+
+def test_default_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDCB2O_DATA", str(write(tmp_path, contents())))
+    assert len(emnist(train_per_class=1, test_per_class=1).pool) == 47
+    monkeypatch.delenv("FEDCB2O_DATA")
+    assert default_folder().name == "emnist"
+    assert "fedcb2o" in str(default_folder())
+
+
+# --- files that are not as they should be
+
+
+def change(part: str, how: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """A change to the values of one file, before it is compressed."""
+
+    def apply(folder: Path) -> None:
+        path = folder / f"emnist-balanced-{part}.gz"
+        path.write_bytes(gzip.compress(how(gzip.decompress(path.read_bytes())), 1))
+
+    return apply
+
+
+def change_raw(part: str, how: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """A change to the bytes on disk."""
+
+    def apply(folder: Path) -> None:
+        path = folder / f"emnist-balanced-{part}.gz"
+        path.write_bytes(how(path.read_bytes()))
+
+    return apply
+
+
+def relabel(old: int, new: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:8] + bytes(new if y == old else y for y in data[8:])
+
+
+DAMAGES = {
+    "truncated": (
+        change("train-images-idx3-ubyte", lambda data: data[:-1]),
+        r"train-images-idx3-ubyte.gz is truncated: 141 rows announced, 140 there",
+    ),
+    "truncated header": (
+        change("test-labels-idx1-ubyte", lambda data: data[:6]),
+        r"test-labels-idx1-ubyte.gz is truncated in its header",
+    ),
+    "empty": (
+        change("test-labels-idx1-ubyte", lambda data: b""),
+        r"test-labels-idx1-ubyte.gz is not an IDX file of bytes in 1 dimensions: it starts with nothing",
+    ),
+    "too long": (
+        change("train-images-idx3-ubyte", lambda data: data + b"x"),
+        r"train-images-idx3-ubyte.gz goes on after the 141 rows",
+    ),
+    "wrong magic": (
+        change("train-labels-idx1-ubyte", lambda data: b"\0\0\x0c\1" + data[4:]),
+        r"train-labels-idx1-ubyte.gz is not an IDX file .* starts with 00000c01, not 00000801",
+    ),
+    "labels where images belong": (
+        lambda folder: (
+            (folder / "emnist-balanced-test-labels-idx1-ubyte.gz").replace(
+                folder / "emnist-balanced-test-images-idx3-ubyte.gz"
+            )
+            and write(folder, {"test-labels-idx1-ubyte": contents()["test-labels-idx1-ubyte"]})
+        ),
+        r"test-images-idx3-ubyte.gz is not an IDX file of bytes in 3 dimensions",
+    ),
+    "another size": (
+        change("test-images-idx3-ubyte", lambda data: data[:8] + bytes((0, 0, 0, 14, 0, 0, 0, 56)) + data[16:]),
+        r"test-images-idx3-ubyte.gz holds rows of shape \(14, 56\), not \(28, 28\)",
+    ),
+    "fewer labels": (
+        change("train-labels-idx1-ubyte", lambda data: idx(np.frombuffer(data[8:-1], np.uint8))),
+        r"train-images-idx3-ubyte.gz holds 141 images, but .*train-labels-idx1-ubyte.gz 140 labels",
+    ),
+    "more labels": (
+        change("test-labels-idx1-ubyte", lambda data: idx(np.frombuffer(data[8:] + b"\1", np.uint8))),
+        r"test-images-idx3-ubyte.gz holds 94 images, but .*test-labels-idx1-ubyte.gz 95 labels",
+    ),
+    "no such label": (
+        change("train-labels-idx1-ubyte", relabel(46, 47)),
+        r"train-labels-idx1-ubyte.gz: labels must be between 0 and 46, but there is a 47",
+    ),
+    "class too small": (
+        change("train-labels-idx1-ubyte", lambda data: relabel(26, 27)(data[:100]) + data[100:]),
+        r"train-labels-idx1-ubyte.gz: class 'Q' has [12] samples, fewer than `train_per_class` = 3",
+    ),
+    "class without samples": (
+        change("test-labels-idx1-ubyte", relabel(24, 0)),
+        r"test-labels-idx1-ubyte.gz: class 'O' has 0 samples, fewer than 1",
+    ),
+    "not gzip": (
+        change_raw("test-labels-idx1-ubyte", lambda data: b"<html>not found</html>"),
+        r"test-labels-idx1-ubyte.gz is not a gzip file",
+    ),
+    "gzip cut": (
+        change_raw("train-images-idx3-ubyte", lambda data: data[: len(data) // 2]),
+        r"train-images-idx3-ubyte.gz is a truncated or damaged gzip file",
+    ),
+    "gzip checksum": (
+        change_raw("test-labels-idx1-ubyte", lambda data: data[:-8] + b"\0\0\0\0" + data[-4:]),
+        r"test-labels-idx1-ubyte.gz is not a gzip file, or a damaged one",
+    ),
+    "gzip body": (
+        change_raw("test-images-idx3-ubyte", lambda data: data[:200] + b"\xff" * 200 + data[400:]),
+        r"test-images-idx3-ubyte.gz is ",
+    ),
+    "missing": (
+        lambda folder: (folder / "emnist-balanced-test-labels-idx1-ubyte.gz").unlink(),
+        r"no file emnist-balanced-test-labels-idx1-ubyte, plain or .gz, in .*`fedcb2o data emnist`.*`--data-dir`",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_get_one_clear_line(tmp_path, damage):
+    do, message = DAMAGES[damage]
+    do(write(tmp_path, contents()))
+    with pytest.raises(DataError, match=message) as caught:
+        emnist(data_dir=tmp_path, train_per_class=3, test_per_class=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_class_smaller_than_asked_for(tmp_path):
+    with pytest.raises(
+        DataError, match=r"class '0' has 2 samples, fewer than `test_per_class` = 296; set it to at mos"
+    ):
+        emnist(data_dir=write(tmp_path, contents()))
+
+
+def test_a_file_that_cannot_be_opened(tmp_path):
+    write(tmp_path, contents())
+    path = tmp_path / "emnist-balanced-test-labels-idx1-ubyte"
+    path.write_bytes(b"")  # the plain form of a file comes first
+    with pytest.raises(DataError, match="emnist-balanced-test-labels-idx1-ubyte is not an IDX file"):
+        emnist(data_dir=tmp_path)
+
+
+def test_nothing_there(tmp_path):
+    names_both = r"no file emnist-balanced-train-images-idx3-ubyte or emnist47-train-images-idx3-ubyte, plain or .gz"
+    with pytest.raises(DataError, match=names_both):
+        emnist(data_dir=tmp_path)
+    with pytest.raises(DataError, match="there is no such folder"):
+        emnist(data_dir=tmp_path / "nowhere")
+
+
+def test_two_sets_in_one_folder(tmp_path):
+    write(write(tmp_path, contents()), contents(), "emnist47")
+    with pytest.raises(DataError, match="holds two sets of EMNIST files, emnist-balanced and emnist47"):
+        emnist(data_dir=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["train_per_class", "test_per_class"])
+def test_none_of_a_class(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"`{name}` of emnist must be at least 1, got 0"):
+        emnist(data_dir=tmp_path, **{name: 0})
+
+
+# --- download
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Serves one body under /gzip.zip, and half of it under /half.zip, announced as the whole."""
+
+    body: bytes
+
+    def do_GET(self):
+        found = self.path in ("/gzip.zip", "/half.zip")
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Length", str(len(self.body) if found else 0))
+        self.end_headers()
+        if found:
+            self.wfile.write(self.body if self.path == "/gzip.zip" else self.body[: len(self.body) // 2])
+
+    def log_message(self, *args):
+        """Say nothing."""
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[bytes], str]]:
+    """A function that serves a body and gives the server's address."""
+    servers = []
+
+    def start(body: bytes) -> str:
+        server = http.server.HTTPServer(("127.0.0.1", 0), type("Serves", (Handler,), {"body": body}))
+        thread = threading.Thread(target=functools.partial(server.serve_forever, poll_interval=0.01))
+        thread.start()
+        servers.append((server, thread))
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def md5(body: bytes) -> str:
+    return hashlib.md5(body).hexdigest()
+
+
+FOUR_AND_MAPPING = sorted([*(f"emnist-balanced-{part}.gz" for part in PARTS), "emnist-balanced-mapping.txt"])
+
+
+def test_download(tmp_path, serve, capsys):
+    body = archive(contents())
+    target = tmp_path / "cache" / "emnist"
+    files = download_emnist(target, url=f"{serve(body)}/gzip.zip", md5=md5(body))
+    assert names(tmp_path) == sorted(["cache", "emnist", *FOUR_AND_MAPPING])  # only those, and no archive
+    assert sorted(path.name for path in files) == FOUR_AND_MAPPING
+    assert all(path.is_file() for path in files)
+    assert len(emnist(data_dir=target, train_per_class=3, test_per_class=2).pool) == 141
+    shown = capsys.readouterr()
+    assert "EMNIST" in shown.err
+    assert not shown.out
+
+
+def test_download_happens_once(tmp_path, serve, capsys):
+    body = archive(contents())
+    first = download_emnist(tmp_path, url=f"{serve(body)}/gzip.zip", md5=md5(body), progress=False)
+    again = download_emnist(tmp_path, url="http://127.0.0.1:1/nobody", md5=md5(body), progress=False)
+    assert set(again) <= set(first)
+    assert len(again) == 4
+    assert capsys.readouterr().err == ""
+
+
+def test_download_replaces_damaged_files(tmp_path, serve):
+    body = archive(contents())
+    write(tmp_path, contents(), zipped=False)
+    (tmp_path / "emnist-balanced-test-images-idx3-ubyte").write_bytes(b"damaged")
+    download_emnist(tmp_path, url=f"{serve(body)}/gzip.zip", md5=md5(body), progress=False)
+    assert names(tmp_path) == FOUR_AND_MAPPING
+    emnist(data_dir=tmp_path, train_per_class=3, test_per_class=2)
+
+
+def test_download_that_fails_leaves_nothing(tmp_path, serve):
+    body = archive(contents())
+    address = serve(body)
+    without_labels = archive({k: v for k, v in contents().items() if k != "test-labels-idx1-ubyte"})
+    cut = archive(contents() | {"train-images-idx3-ubyte": contents()["train-images-idx3-ubyte"][:-5]})
+    cases = [
+        (f"{address}/gzip.zip", "0" * 32, f"its MD5 is {md5(body)}, not 0000"),
+        (f"{address}/half.zip", md5(body), "EMNIST cannot be fetched from .*half.zip"),
+        (f"{address}/no.zip", md5(body), "EMNIST cannot be fetched from .*404"),
+        ("http://127.0.0.1:1/gzip.zip", md5(body), "EMNIST cannot be fetched from http://127.0.0.1:1/gzip.zip"),
+        ("no address", md5(body), "EMNIST cannot be fetched from no address"),
+        (f"{serve(b'no zip')}/gzip.zip", md5(b"no zip"), "is not a zip archive"),
+        (f"{serve(without_labels)}/gzip.zip", md5(without_labels), "no file emnist-balanced-test-labels-idx1-ubyte"),
+        (f"{serve(cut)}/gzip.zip", md5(cut), "in the archive .*: emnist-balanced-train-images-idx3-ubyte.gz is trunca"),
+    ]
+    for url, known, message in cases:
+        with pytest.raises(DataError, match=message) as caught:
+            download_emnist(tmp_path / "cache", url=url, md5=known, progress=False)
+        assert url in str(caught.value)
+        assert "fedcb2o data emnist" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert names(tmp_path) == ["cache"]
+
+
+def test_interrupted_download_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(download, "_fetch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        download_emnist(tmp_path, progress=False)
+    assert names(tmp_path) == []
+
+
+def test_download_beside_another_set(tmp_path):
+    write(tmp_path, {"test-labels-idx1-ubyte": b""}, "emnist47")
+    with pytest.raises(DataError, match="holds another set of EMNIST files"):
+        download_emnist(tmp_path, url="http://127.0.0.1:1/nobody", progress=False)
+
+
+def test_target_that_cannot_be_written(tmp_path):
+    write(tmp_path / "source", contents())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="EMNIST's files cannot be put into"):
+        import_emnist(tmp_path / "source", tmp_path / "file" / "emnist")
+
+
+# --- files at hand
+
+
+@pytest.mark.parametrize("name", ["emnist-balanced", "emnist47"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_import_of_a_folder(tmp_path, name, zipped):
+    source = write(tmp_path / "source", contents(), name, zipped)
+    (source / "something-else.txt").write_text("")
+    files = import_emnist(source, tmp_path / "target")
+    assert names(tmp_path / "target") == sorted(f"{name}-{part}{'.gz' if zipped else ''}" for part in PARTS)
+    assert sorted(files) == sorted((tmp_path / "target").iterdir())
+    assert len(emnist(data_dir=tmp_path / "target", train_per_class=3, test_per_class=2).pool) == 141
+    assert len(names(source)) == 5
+
+
+@pytest.mark.parametrize("named", ["folder", "archive"])
+def test_import_of_the_archive(tmp_path, named):
+    (tmp_path / "gzip.zip").write_bytes(archive(contents()))
+    import_emnist(tmp_path if named == "folder" else tmp_path / "gzip.zip", tmp_path / "target")
+    assert names(tmp_path / "target") == FOUR_AND_MAPPING
+
+
+def test_import_into_itself_checks(tmp_path):
+    write(tmp_path, contents())
+    before = names(tmp_path)
+    assert len(import_emnist(tmp_path, tmp_path)) == 4
+    assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "gzip cut", "fewer labels", "no such label"])
+def test_import_checks_before_it_copies(tmp_path, damage):
+    do, message = DAMAGES[damage]
+    do(write(tmp_path / "source", contents()))
+    with pytest.raises(DataError, match=message):
+        import_emnist(tmp_path / "source", tmp_path / "target")
+    assert names(tmp_path / "target") == []
+
+
+def test_import_of_a_bad_archive(tmp_path):
+    (tmp_path / "gzip.zip").write_bytes(archive(contents())[:1000])
+    with pytest.raises(DataError, match=r"gzip.zip is not a zip archive, or a damaged one .*`fedcb2o data emnist`"):
+        import_emnist(tmp_path, tmp_path / "target")
+    assert names(tmp_path / "target") == []
+
+
+def test_import_from_nowhere(tmp_path):
+    with pytest.raises(DataError, match="there is no such folder"):
+        import_emnist(tmp_path / "nowhere", tmp_path / "target")
+
+
+def test_import_beside_another_set(tmp_path):
+    source = write(tmp_path / "source", contents())
+    target = write(tmp_path / "target", contents(), "emnist47")
+    before = names(target)
+    with pytest.raises(DataError, match=r"target holds another set of EMNIST files \(emnist47-"):
+        import_emnist(source, target)
+    assert names(target) == before
+
+
+# --- the real files
+
+
+@pytest.mark.skipif(not REAL, reason="FEDCB2O_EMNIST does not name a folder with EMNIST's files")
+def test_the_real_files():
+    data = emnist(data_dir=Path(str(REAL)))
+    assert data.pool.x.shape == (42_300, 1, 28, 28)
+    assert data.test.x.shape == (13_912, 1, 28, 28)
+    assert torch.bincount(data.pool.y).tolist() == [900] * 47
+    assert torch.bincount(data.test.y).tolist() == [296] * 47
+    # An upright T has its bar on top, an L its foot at the bottom; half a turn moves them.
+    ink = {c: data.test.x[data.test.y == CLASS_NAMES.index(c)].float().mean((0, 1)) for c in "TL"}
+    assert ink["T"][4:12].sum() > 1.3 * ink["T"][16:24].sum()
+    assert ink["L"][14:].sum() > 1.3 * ink["L"][:14].sum()
+    turned = rotate(ink["T"].expand(1, 28, 28), 1, 2)[0]
+    assert turned[16:24].sum() > 1.3 * turned[4:12].sum()
