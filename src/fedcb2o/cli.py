@@ -2,15 +2,18 @@
 
 import os
 import sys
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fedcb2o.errors import ConfigError, FedCB2OError
+
+if TYPE_CHECKING:
+    from fedcb2o.records import Run
 
 app = typer.Typer(
     name="fedcb2o",
@@ -22,6 +25,15 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+
+
+class Over(StrEnum):
+    """What a table shows of the benign agents."""
+
+    mean = "mean"
+    worst = "worst"
+    worst_tenth = "worst_tenth"
+
 
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
 
@@ -108,29 +120,45 @@ def _seeds(text: str) -> list[int]:
 
 
 @app.command()
-def compare(runs: Runs) -> None:
-    """Print one table over runs: the paper's Table 1."""
+def compare(
+    runs: Runs,
+    over: Annotated[
+        Over,
+        typer.Option(help="What to show of the benign agents: their mean, the worst one, the mean of the worst tenth."),
+    ] = Over.mean,
+) -> None:
+    """Print one table over runs: the paper's Table 1, at the last round, mean ± standard deviation over seeds."""
     from fedcb2o.records import Run
-    from fedcb2o.report import tables
 
-    Console().print(tables.rich_table(tables.compare([Run(folder) for folder in runs])))
+    _print_table([Run(folder) for folder in runs], over)
 
 
 @app.command()
 def report(
     runs: Runs,
-    out: Annotated[Path, typer.Option(help="Where tables and figures go.")] = Path("report"),
+    out: Annotated[Path, typer.Option(help="Where tables, figures and report.html go.")] = Path("report"),
 ) -> None:
-    """Write tables, figures and a page over runs, and print the table."""
+    """Write tables, figures and one page over runs, and print the table."""
     from fedcb2o.records import Run
     from fedcb2o.report import report as write_report
-    from fedcb2o.report import tables
 
     opened = [Run(folder) for folder in runs]
-    written = write_report(opened, out)
+    write_report(opened, out)
+    _print_table(opened, Over.mean)
+    print(f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG) lie beside it.")
+
+
+def _print_table(runs: list["Run"], over: Over) -> None:
+    from fedcb2o.report import compare as compare_runs
+    from fedcb2o.report import to_rich, unfinished
+
     console = Console()
-    console.print(tables.rich_table(tables.compare(opened)))
-    console.print("Written: " + ", ".join(str(path) for path in written), soft_wrap=True)
+    for run in runs:
+        if sentence := unfinished(run):
+            print(f"Note: {sentence}.", file=sys.stderr)
+    seeds = sorted({seed for run in runs for seed in run.seeds})
+    caption = f"Percent; mean ± standard deviation over seeds ({', '.join(map(str, seeds))}), at the last round."
+    console.print(to_rich(compare_runs(runs, over=over.value), caption=caption, width=console.width))
 
 
 @app.command()
@@ -138,10 +166,8 @@ def presets() -> None:
     """List the presets, a line each."""
     from fedcb2o.experiments.config import presets as all_presets
 
-    table = Table(box=None, show_header=False, pad_edge=False)
     for name, description in all_presets().items():
-        table.add_row(f"[bold]{name}[/bold]", description)
-    Console().print(table)
+        print(f"{name:32}{description}")
 
 
 @data_app.command()

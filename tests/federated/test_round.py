@@ -66,7 +66,9 @@ def make_setting(algorithm: algorithms.Algorithm, module: nn.Module, **changes: 
     return dataclasses.replace(setting, **changes)  # type: ignore[arg-type]
 
 
-def oracle_agents(setting: Setting, theta: torch.Tensor, make: type, options: reference.Options) -> list[reference.Agent]:
+def oracle_agents(
+    setting: Setting, theta: torch.Tensor, make: type, options: reference.Options
+) -> list[reference.Agent]:
     agents = []
     for j, bad in enumerate(MALICIOUS):
         module = make()
@@ -79,13 +81,22 @@ def oracle_agents(setting: Setting, theta: torch.Tensor, make: type, options: re
         colluder = dataclasses.replace(reference.COLLUDER, budget=BUDGET, own_model=own)
         agents.append(
             reference.Agent(
-                module, train.x, train.y, x, setting.dataset.pool.y[chosen], bad, CLUSTER[j], colluder if bad else options
+                module,
+                train.x,
+                train.y,
+                x,
+                setting.dataset.pool.y[chosen],
+                bad,
+                CLUSTER[j],
+                colluder if bad else options,
             )
         )
     return agents
 
 
-def compare(algorithm: algorithms.Algorithm, options: reference.Options, *, num_rounds: int = 6, make=network, **changes):
+def compare(
+    algorithm: algorithms.Algorithm, options: reference.Options, *, num_rounds: int = 6, make=network, **changes
+):
     """Run both, and hold every model, choice, weight and likelihood equal after every round."""
     setting = make_setting(algorithm, make(), **changes)
     d = models.dimension(setting.module)
@@ -112,7 +123,9 @@ def compare(algorithm: algorithms.Algorithm, options: reference.Options, *, num_
             known = ~mixed.contacts.likelihood.isnan()
             if not MALICIOUS[j] and options.criterion != "num_samples":
                 assert set(mixed.contacts.ids.tolist()) == agents[j].met
-                ours = dict(zip(mixed.contacts.ids[known].tolist(), mixed.contacts.likelihood[known].tolist(), strict=True))
+                ours = dict(
+                    zip(mixed.contacts.ids[known].tolist(), mixed.contacts.likelihood[known].tolist(), strict=True)
+                )
                 assert ours == pytest.approx(theirs, rel=2e-5)
             expected = models.flatten(agents[j].module)
             torch.testing.assert_close(world.models[j], expected, rtol=1e-4, atol=2e-5)

@@ -120,7 +120,12 @@ class Experiment(Part):
             )
         self.data.function("data set", data)
         self.model.function("model", models)
-        self.algorithm.function("algorithm", algorithms)()
+        factor = self.algorithm.function("algorithm", algorithms)().factor(self.training.gamma)
+        if not 0 < factor <= 1:
+            raise ValueError(
+                f"lambda1 * gamma must be above 0 and at most 1, got {factor:g}: choose a smaller `algorithm.lambda1`, "
+                "or give `algorithm.mixing_factor` itself"
+            )
         if self.attack is not None:
             self.attack.function("attack", attacks)
         return self

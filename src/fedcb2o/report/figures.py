@@ -50,7 +50,7 @@ def figure6(*runs: Run) -> Figure:
     """The paper's Figure 6, a row a run: how often benign agents received each kind of peer, and with what weight."""
     figure = Figure(figsize=(9.5, 0.7 + 2.9 * len(runs)), layout="constrained")
     axes = figure.subplots(len(runs), 2, squeeze=False, sharey="col")
-    panels = (("frequency", "how often received"), ("share", "× weight, normalised"))
+    panels = (("frequency", "how often received"), ("share", "weight given"))
     for row, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
         statistics = pair_statistics(run)
         for column, (value, what) in enumerate(panels):
@@ -59,7 +59,7 @@ def figure6(*runs: Run) -> Figure:
             axes[row, column].set_title(f"({letter}) {_title(run, label)}: {what}")
         if len(statistics):
             chance = run.config.get("agents", {}).get("budget", np.nan) / (len(run.agents) / len(run.seeds) - 1)
-            axes[row, 0].axhline(chance, color="0.35", linewidth=1, linestyle=LINES[2], label="at random")
+            axes[row, 0].axhline(chance, color="0.35", linewidth=1, linestyle=LINES[2], label="at random", zorder=1.5)
     for ax, what in zip(axes.T, ("share of rounds, per peer", "share of weight, per peer"), strict=True):
         for each in ax:
             each.set_ylabel(what)
@@ -222,12 +222,16 @@ def _pair_bars(ax: Axes, statistics: pd.DataFrame, value: str) -> None:
         ax.bar(x, means, 0.92 * width, color=colour, label=name)
         if deviations.any():
             ax.errorbar(x, means, deviations, fmt="none", ecolor="0.25", elinewidth=1)
-        look: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "0.25"}
+        look: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "0.2"}
+        look["bbox"] = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
         for at, mean, deviation in zip(x, means, deviations, strict=True):
             if len(clusters) <= 2 and np.isfinite(mean):
                 text = "<1" if 0 < mean < 0.005 else f"{100 * mean:.0f}"
                 ax.annotate(text, (at, mean + deviation), xytext=(0, 2), textcoords="offset points", **look)
-    ax.set_xticks(range(len(clusters)), [f"benign agents\nof cluster {c + 1}" for c in clusters])
+    ax.set_xticks(
+        range(len(clusters)),
+        [f"cluster {c + 1}\nbenign agents" if len(clusters) <= 2 else f"cluster {c + 1}\nbenign" for c in clusters],
+    )
     ax.set_xlim(-0.6, max(len(clusters), 1) - 0.4)
     ax.tick_params(axis="x", length=0)
 

@@ -2,7 +2,7 @@
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 from rich.box import SIMPLE_HEAD
@@ -43,20 +43,15 @@ def readable(table: pd.DataFrame, *, empty: Sequence[str] = ()) -> pd.DataFrame:
 
 def to_rich(table: pd.DataFrame, *, title: str | None = None, caption: str | None = None, width: int = 80) -> Table:
     """The table for a terminal of `width` characters, turned on its side if only that fits; the index comes first."""
-
-    def least(table: pd.DataFrame) -> int:
-        words = [max(map(len, str(name).split()), default=0) for name in (*table.index, *table.columns)]
-        cells = [max((len(str(cell)) for cell in table[name]), default=0) for name in table]
-        named = [max(pair) for pair in zip(cells, words[len(table) :], strict=True)]
-        return max(words[: len(table)], default=0) + sum(named) + 2 * len(named)
-
-    if least(table) > width >= least(table.T):
+    if _least(table) > width >= _least(table.T):
         table = table.T
     drawn = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-    drawn.padding, drawn.pad_edge = (0, 1), False
-    for i, name in enumerate(_head(table)):
-        cells = table.iloc[:, i - 1].astype(str).map(len).max() if i and len(table) else None
-        drawn.add_column(Text(name), justify="right" if i else "left", min_width=cells)
+    drawn.padding, drawn.pad_edge, drawn.show_edge = (0, 1, 0, 0), False, False
+    # Numbers never wrap; the labels have what room they leave.
+    longest = max(map(len, map(str, table.index)), default=0)
+    labels = max(min(longest, width - sum(_widths(table)) - 2 * table.shape[1]), _longest_word(table.index))
+    for i, (name, wide) in enumerate(zip(_head(table), [labels, *_widths(table)], strict=True)):
+        drawn.add_column(Text(name), justify="right" if i else "left", width=wide)
     for row in _rows(table):
         drawn.add_row(*map(Text, row))
     return drawn
@@ -98,6 +93,19 @@ def latex_text(text: str) -> str:
     text = text.replace("\\", r"\textbackslash ")
     text = re.sub(r"([%&#_${}])", r"\\\1", text.replace("–", "--"))
     return text.replace(r"T\_G", "$T_G$").replace("±", r"$\pm$")
+
+
+def _longest_word(texts: Iterable[object]) -> int:
+    return max((len(word) for text in texts for word in str(text).split()), default=0)
+
+
+def _widths(table: pd.DataFrame) -> list[int]:
+    """The least width of each column: no cell wraps, a heading does at its spaces."""
+    return [max([_longest_word([name]), *map(len, map(str, table[name]))]) for name in table]
+
+
+def _least(table: pd.DataFrame) -> int:
+    return _longest_word(table.index) + sum(_widths(table)) + 2 * table.shape[1]
 
 
 def _head(table: pd.DataFrame) -> list[str]:

@@ -21,7 +21,7 @@ LABELS = {
     "source_accuracy": "Source class accuracy",
     "attack_success_rate": "Attack success rate",
     "net": "Net attack success",
-    "malicious_weight": "Weight given to malicious peers",
+    "malicious_weight": "Malicious weight",
 }
 Over = Literal["mean", "worst", "worst_tenth"]
 

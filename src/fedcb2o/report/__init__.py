@@ -1,0 +1,26 @@
+"""From records to tables, figures and one page; it reads records and never trains."""
+
+from fedcb2o.report.figures import curves, figure6, sample_images, source_counts, weight_matrix
+from fedcb2o.report.page import report
+from fedcb2o.report.render import readable, to_html, to_latex, to_markdown, to_rich
+from fedcb2o.report.tables import by_source_count, compare, net_attack_success, pair_statistics, summary, unfinished
+
+__all__ = [
+    "by_source_count",
+    "compare",
+    "curves",
+    "figure6",
+    "net_attack_success",
+    "pair_statistics",
+    "readable",
+    "report",
+    "sample_images",
+    "source_counts",
+    "summary",
+    "to_html",
+    "to_latex",
+    "to_markdown",
+    "to_rich",
+    "unfinished",
+    "weight_matrix",
+]
