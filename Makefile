@@ -11,10 +11,11 @@ help: ## Show this list
 
 install: $(STAMP) ## Make the virtual environment .venv, with all pinned packages
 
+DEMO := digits-fedcbo digits-oracle-min digits-oracle-max digits-fedcb2o
 demo: $(STAMP) ## Run the main job on scikit-learn's digits: a table, and figures in runs/demo-report
 	rm -rf runs/demo runs/demo-report
-	$(BIN)/fedcb2o run digits-fedcbo digits-fedcb2o digits-oracle-min digits-oracle-max --clean-twin --out runs/demo
-	$(BIN)/fedcb2o report runs/demo/* --out runs/demo-report
+	$(BIN)/fedcb2o run $(DEMO) --clean-twin --out runs/demo
+	$(BIN)/fedcb2o report $(DEMO:%=runs/demo/%) --out runs/demo-report
 
 test: $(STAMP) ## Run the tests, all but the slow ones
 	$(BIN)/python -m pytest

@@ -38,10 +38,11 @@ class Over(StrEnum):
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         print(version("fedcb2o"))
         raise typer.Exit
+    return wanted
 
 
 @app.callback()

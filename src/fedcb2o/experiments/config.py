@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -106,7 +106,7 @@ class Experiment(Part):
     attack: Component | None = None
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _consistent(self) -> "Experiment":
         n = self.agents.num_agents
         if not 1 <= self.agents.budget <= max(1, n - 1):
             raise ValueError(
@@ -199,7 +199,8 @@ def _preset(name: str) -> dict[str, Any]:
     if not path.is_file():
         names = [p.name.removesuffix(".toml") for p in folder.iterdir()]
         raise ConfigError(
-            f"there is no preset `{name}`.{plugins.nearest(name, names)} `fedcb2o presets` lists them; a file's name ends in .toml"
+            f"there is no preset `{name}`.{plugins.nearest(name, names)} `fedcb2o presets` lists them; "
+            "a file's name ends in .toml"
         )
     return _extended({"name": name, **tomllib.loads(path.read_text("utf-8"))})
 

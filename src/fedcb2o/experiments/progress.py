@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -33,7 +33,7 @@ class Progress:
             *columns, TextColumn("{task.fields[scores]}"), console=self.console, disable=not self.console.is_terminal
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Progress":
         self.bars.start()
         return self
 

@@ -31,7 +31,7 @@ class Training:
 
 
 def batches(n: int, training: Training, draw: np.random.Generator) -> Iterator[np.ndarray]:
-    """The sample numbers of each mini-batch of one LocalUpdate: every epoch a new order, the last batch may be short."""
+    """The sample numbers of each mini-batch of one LocalUpdate: every epoch anew, the last batch may be short."""
 
     def epochs() -> Iterator[np.ndarray]:
         while True:

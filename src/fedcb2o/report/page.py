@@ -1,6 +1,7 @@
 """All tables and figures of some runs as files, and one HTML page that holds them all and needs no other file."""
 
 import base64
+import html
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,7 +84,7 @@ def report(runs: Sequence[Run], out: Path) -> list[Path]:
         raise RunError(f"cannot make the folder {out} ({error.strerror}): name another with --out") from error
     page, names = _Page(out), labels(shown)
     for sentence in filter(None, [*map(unfinished, runs), *map(_tuning, shown)]):
-        page.html.append(f'<p class="warning">{html_text(sentence)}.</p>')
+        page.body.append(f'<p class="warning">{html_text(sentence)}.</p>')
     page.table("Results", "results", compare(ready), OVERALL)
     page.figure("Over the rounds", "curves", curves(shown), CURVES)
     attacked = [run for run in shown if run.agents.malicious.any() and _role(run) == "attack"]
@@ -91,15 +92,14 @@ def report(runs: Sequence[Run], out: Path) -> list[Path]:
     page.table("The worst benign agent", "worst", compare(ready, over="worst"), WORST)
     page.table("The worst tenth of the benign agents", "worst-tenth", compare(ready, over="worst_tenth"), TENTH)
     page.figure("By source-class samples in the validation data", "source-count", source_counts(shown), COUNTS)
-    for run, name in zip(shown, names, strict=True):
-        counts = by_source_count(run)
-        if len(counts):
-            page.table(name, f"source-count-{_slug(name)}", readable(counts, empty=METRICS), "In percent.", fold=True)
-    for run, name in zip(shown, names, strict=True):
-        page.figure(f"Weights between agents: {name}", f"weights-{_slug(name)}", weight_matrix(run), MATRIX)
+    counts = _stack(names, map(by_source_count, shown))
+    if len(counts):
+        page.table("The same as a table", "source-count", readable(counts, empty=METRICS), "In percent.", fold=True)
+    for i, (run, name) in enumerate(zip(shown, names, strict=True), start=1):
+        page.figure(f"Weights between agents: {name}", f"weights-{i}-{_slug(name)}", weight_matrix(run), MATRIX)
     page.figure("Samples", "samples", sample_images(max(shown, key=_clusters)), SAMPLES)
-    page.numbers("seeds.csv", names, map(summary, shown))
-    page.numbers("pairs.csv", names, map(pair_statistics, shown))
+    page.file("seeds.csv", _stack(names, map(summary, shown)).to_csv(index=False))
+    page.file("pairs.csv", _stack(names, map(pair_statistics, shown)).to_csv(index=False))
     page.settings(names, shown)
     page.write("report.html", f"fedcb2o: {', '.join(names)}")
     return page.paths
@@ -110,7 +110,7 @@ class _Page:
     """The page as it grows, and the files written so far."""
 
     out: Path
-    html: list[str] = field(default_factory=list)
+    body: list[str] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
 
     def file(self, name: str, content: str | bytes) -> None:
@@ -123,7 +123,7 @@ class _Page:
         self.file(f"{name}.tex", to_latex(table))
         body = f'<div class="scroll">{to_html(table)}</div><p class="note">{html_text(caption)}</p>'
         head = f"<details><summary>{html_text(title)}</summary>" if fold else f"<h2>{html_text(title)}</h2>"
-        self.html.append(head + body + "</details>" * fold)
+        self.body.append(head + body + "</details>" * fold)
 
     def figure(self, title: str, name: str, figure: Figure | None, caption: str) -> None:
         if figure is None:
@@ -134,13 +134,7 @@ class _Page:
         data = base64.b64encode(buffer.getvalue()).decode()
         width = round(100 * figure.get_figwidth())
         image = f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html_text(title)}">'
-        self.html.append(f'<h2>{html_text(title)}</h2>{image}<p class="note">{html_text(caption)}</p>')
-
-    def numbers(self, name: str, names: Sequence[str], tables: Iterable[pd.DataFrame]) -> None:
-        """Unrounded numbers of all runs, for programs."""
-        named = [table.assign(run=run) for run, table in zip(names, tables, strict=True)]
-        table = pd.concat([table for table in named if len(table)] or named, ignore_index=True)
-        self.file(name, table[["run", *table.columns.drop("run")]].to_csv(index=False))
+        self.body.append(f'<h2>{html_text(title)}</h2>{image}<p class="note">{html_text(caption)}</p>')
 
     def settings(self, names: Sequence[str], runs: Sequence[Run]) -> None:
         """What the runs were asked to do: first where they differ, then what they share."""
@@ -148,20 +142,24 @@ class _Page:
         flat = flat.drop(index=["name", "title", "description"], errors="ignore")
         differ = flat.nunique(axis="columns") > 1
         if differ.any():
-            self.html.append(f'<h2>Settings that differ</h2><div class="scroll">{to_html(flat[differ])}</div>')
+            self.body.append(f'<h2>Settings that differ</h2><div class="scroll">{to_html(flat[differ])}</div>')
         alike = flat.loc[~differ].iloc[:, :1].set_axis(["value"], axis="columns")
         kind = "All settings" if len(runs) == 1 else "Settings that all runs share"
-        self.html.append(f"<details><summary>{kind}</summary>{to_html(alike)}</details>")
-        self.html.append("<h2>Runs</h2>" + "".join(_about(run, name) for name, run in zip(names, runs, strict=True)))
+        self.body.append(f"<details><summary>{kind}</summary>{to_html(alike)}</details>")
+        self.body.append("<h2>Runs</h2>" + "".join(_about(run, name) for name, run in zip(names, runs, strict=True)))
 
     def write(self, name: str, title: str) -> None:
-        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html_text(title)}</title>'
-        body = "\n".join(self.html)
-        self.file(
-            name,
-            f'<!doctype html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>\n'
-            f"<body><h1>{html_text(title)}</h1>\n{body}</body></html>\n",
-        )
+        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
+        body = f"<h1>{html_text(title)}</h1>\n" + "\n".join(self.body)
+        start = f'<!doctype html>\n<html lang="en"><head><title>{html.escape(title)}</title>{head}</head>'
+        self.file(name, f"{start}\n<body>{body}</body></html>\n")
+
+
+def _stack(names: Sequence[str], tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """The tables of all runs as one; its first column names the run."""
+    named = [table.assign(run=run) for run, table in zip(names, tables, strict=True)]
+    table = pd.concat([table for table in named if len(table)] or named, ignore_index=True)
+    return table[["run", *table.columns.drop("run")]]
 
 
 def _about(run: Run, name: str) -> str:

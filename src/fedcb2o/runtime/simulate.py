@@ -5,11 +5,12 @@ them out; the phases are synchronous: what peers download is the model after thi
 """
 
 import functools
+import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -75,7 +76,7 @@ class Round:
     seconds: dict[str, float]
 
 
-def train(world: World, n: int, agents: Sequence[int]) -> list[tuple[float, bool]]:
+def train(world: World, agents: Sequence[int], n: int) -> list[tuple[float, bool]]:
     """LocalUpdate of some agents, in place; the mean training loss of each, and whether its model is finite."""
     setting, done = world.setting, []
     for j in agents:
@@ -106,9 +107,9 @@ def _view(setting: Setting, j: int, chosen: Int[Tensor, " n"]) -> Shard:
 
 def aggregate(
     world: World,
-    n: int,
     agents: Sequence[int],
-    contacts: Sequence[Contacts],
+    contacts: Mapping[int, Contacts],
+    n: int,
     online: Bool[Tensor, " N"],
     answers: Bool[Tensor, " N"],
 ) -> list[Mixed]:
@@ -116,10 +117,7 @@ def aggregate(
 
     Agents that are not `online` keep their models; peers that are not among `answers` are asked in vain.
     """
-    return [
-        _aggregate_one(world, n, j, known, answers) if online[j] else stay(known)
-        for j, known in zip(agents, contacts, strict=True)
-    ]
+    return [_aggregate_one(world, n, j, contacts[j], answers) if online[j] else stay(contacts[j]) for j in agents]
 
 
 def _aggregate_one(world: World, n: int, j: int, contacts: Contacts, answers: Bool[Tensor, " N"]) -> Mixed:
@@ -227,15 +225,25 @@ def rounds(
     dim = world.models.shape[1]
     costs = [len(chosen) for chosen in setting.population.train]
 
-    def share(agents: Sequence[int]) -> list[list[int]]:
-        return blocks(agents, costs, len(agents) if dim >= LARGE else workers.count)
+    def by_agent(
+        function: Callable[..., list[T]], agents: Sequence[int], *arguments: Any, own: Sequence[Any] = ()
+    ) -> dict[int, T]:
+        """What a function of the world finds for each agent, the agents shared out among the workers.
+
+        Its arguments are the agents, then a mapping with what is each one's `own`, where there is such, then the rest.
+        """
+        shares = blocks(agents, costs, len(agents) if dim >= LARGE else workers.count)
+        owned = [({j: own[j] for j in some},) if own else () for some in shares]
+        tasks = [(some, *mine, *arguments) for some, mine in zip(shares, owned, strict=True)]
+        found = zip(shares, workers.map(function, tasks), strict=True)
+        return {j: result for some, results in found for j, result in zip(some, results, strict=True)}
 
     for n in range(start, stop):
         clock = _Clock()
-        trained = _spread(share(everyone), workers.map(train, [(n, some) for some in share(everyone)]))
+        trained = by_agent(train, everyone, n)
         for j in benign:
             loss, finite = trained[j]
-            if not (finite and loss == loss and abs(loss) != float("inf")):
+            if not (finite and math.isfinite(loss)):
                 raise RunError(
                     f"training diverged: the model or the loss of benign agent {j} is not finite in round {n + 1}; "
                     "a smaller `training.gamma` usually helps"
@@ -243,26 +251,20 @@ def rounds(
         clock.lap("train")
         online = torch.from_numpy(stream(setting.seed, "online", n).random(setting.num_agents) < setting.participation)
         answers = online & torch.tensor([trained[j][1] for j in everyone])
-        tasks = [(n, some, [contacts[j] for j in some], online, answers) for some in share(everyone)]
-        mixed = _spread(share(everyone), workers.map(aggregate, tasks))
-        contacts[:] = [mixed[j].contacts for j in everyone]
+        choices = by_agent(aggregate, everyone, n, online, answers, own=contacts)
+        mixed = [choices[j] for j in everyone]
+        contacts[:] = [choice.contacts for choice in mixed]
         clock.lap("aggregate")
-        matrix = mixing_matrix([mixed[j] for j in everyone])
+        matrix = mixing_matrix(mixed)
         parts = (matrix.crow_indices(), matrix.col_indices(), matrix.values())
         step = TILE * max(1, -(-dim // (TILE * 8 * workers.count)))
         workers.map(mix_, [(parts, a, min(a + step, dim)) for a in range(0, dim, step)])
         clock.lap("mix")
         counts = None
         if evaluated(n):
-            counts = _spread(share(benign), workers.map(evaluate, [(some,) for some in share(benign)]))
+            counts = by_agent(evaluate, benign)
             clock.lap("evaluate")
-        yield Round(n, [trained[j][0] for j in everyone], [mixed[j] for j in everyone], counts, clock.seconds)
-
-
-def _spread(shares: list[list[int]], results: list[list[T]]) -> dict[int, T]:
-    return {
-        j: result for some, found in zip(shares, results, strict=True) for j, result in zip(some, found, strict=True)
-    }
+        yield Round(n, [trained[j][0] for j in everyone], mixed, counts, clock.seconds)
 
 
 class _Clock:

@@ -1,0 +1,111 @@
+"""A tiny experiment, and the command line as a user meets it, for the tests that run one."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from safetensors.torch import load_file
+
+from fedcb2o import cli
+
+FEDCB2O = Path(sys.executable).with_name("fedcb2o")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "seeds": [1000],
+    "rounds": 3,
+    "data": {"name": "digits"},
+    "agents": {"benign": 2, "malicious": 1, "benign_samples": 20, "malicious_samples": 30, "budget": 3},
+    "model": {"name": "mlp", "hidden": [8]},
+    "training": {"gamma": 0.05, "batch_size": 8, "local_epochs": 1},
+    "algorithm": {"name": "fedcb2o", "alpha": 2.0, "own_model": "trusted", "mixing_factor": 1.0},
+    "attack": {"name": "label_flip", "source": 9, "target": 4},
+}
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    """The tiny experiment with some keys changed; `agents={"benign": 3}` changes within a section."""
+    table = {key: dict(value) if isinstance(value, Mapping) else value for key, value in TINY.items()}
+    for key, value in changes.items():
+        merge = isinstance(value, Mapping) and value.get("name", table[key].get("name")) == table[key].get("name")
+        table[key] = {**table[key], **value} if merge else value
+    return table
+
+
+def write(path: Path, **changes: Any) -> Path:
+    """The tiny experiment as a file."""
+    path.write_text(tomli_w.dumps(tiny(**changes)), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left on the terminal."""
+
+    status: int
+    out: str
+    err: str
+
+    def one_line(self) -> str:
+        """The one line of the error; fails unless that is all there is to see and the status is 2."""
+        assert self.status == 2, (self.status, self.out, self.err)
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("Error: "), self.err
+        return lines[0].removeprefix("Error: ")
+
+
+def here(*arguments: object) -> Done:
+    """`fedcb2o ARGUMENTS` in this process, which saves seconds; `main` leaves standard output closed, hence the care."""
+    out, err = io.StringIO(), io.StringIO()
+    with _kept_stdout(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        before = sys.argv
+        sys.argv = ["fedcb2o", *map(str, arguments)]
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        finally:
+            sys.argv = before
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def _kept_stdout() -> Iterator[None]:
+    kept = os.dup(1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def command(*arguments: object, cwd: Path | None = None, **more: Any) -> Done:
+    """`fedcb2o ARGUMENTS` as a process of its own."""
+    done = subprocess.run(
+        [FEDCB2O, *map(str, arguments)],
+        cwd=cwd, env=ENVIRONMENT, text=True, timeout=120,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **more},
+    )  # fmt: skip
+    return Done(done.returncode, done.stdout or "", done.stderr or "")
+
+
+def bits(folder: Path, seed: int = 1000) -> dict[str, bytes]:
+    """Everything in a run's folder that its seed and settings determine."""
+    seeded = folder / f"seed-{seed}"
+    tensors = load_file(seeded / "checkpoint.safetensors")
+    found = {f"checkpoint {name}": tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    for name in ("metrics.jsonl", "pairs.jsonl", "agents.json", "summary.json"):
+        found[name] = (seeded / name).read_bytes()
+    found["config.toml"] = repr(tomllib.loads((folder / "config.toml").read_text())).encode()
+    return found
