@@ -63,7 +63,7 @@ def figure6(*runs: Run) -> Figure:
     for ax, what in zip(axes.T, ("share of rounds, per peer", "share of weight, per peer"), strict=True):
         for each in ax:
             each.set_ylabel(what)
-            each.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            each.yaxis.set_major_formatter(PercentFormatter(1))
             each.margins(y=0.12)
             each.set_ylim(bottom=0)
     found = {label: handle for ax in axes[:, 0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
@@ -99,7 +99,7 @@ def curves(runs: Sequence[Run]) -> Figure:
         ax.set_title(LABELS[metric])
         ax.set_xlabel("round")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
         low, high = ax.get_ylim()
         switches = sorted({_switch(run) for run in runs} - {0})
         ax.set_ylim(max(low, 0), min(high, 1.005) + 0.05 * (high - low) * len(switches))
@@ -163,7 +163,7 @@ def weight_matrix(run: Run) -> Figure | None:
     norm = PowerNorm(0.5, vmin=0, vmax=max(matrix.max(), 1e-9))
     drawn = ax.imshow(matrix[np.ix_(order, order)], cmap="Blues", norm=norm, interpolation="nearest")
     bar = figure.colorbar(drawn, ax=ax, shrink=0.75, label="mean weight, last fifth of the rounds")
-    bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    bar.ax.yaxis.set_major_formatter(PercentFormatter(1))
     ends = np.cumsum(groups.to_numpy())
     middles = ends - groups.to_numpy() / 2 - 0.5
     names = [f"cluster {c + 1}\n{'malicious' if malicious else 'benign'}" for c, malicious in groups.index]
@@ -202,7 +202,7 @@ def source_counts(runs: Sequence[Run]) -> Figure | None:
         ax.set_xticks(range(len(bins)), bins)
         ax.tick_params(axis="x", length=0)
         ax.set_xlabel("source-class samples in validation data")
-        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=min(len(runs), 5))
     return figure

@@ -34,8 +34,8 @@ OVERALL = (
     "Malicious weight is what benign agents give to malicious peers, over the last fifth of the rounds; where these do "
     "not attack (Oracle Max) it is no fault."
 )
-WORST = "The same for the worst benign agent of each seed: the lowest accuracy, the highest attack success."
-TENTH = "The same for the mean of the worst tenth of the benign agents."
+WORST = "As above, for the worst benign agent of each seed: the lowest accuracy, the highest attack success."
+TENTH = "As above, for the mean of the worst tenth of the benign agents."
 COUNTS = (
     "In percent, by how many samples of the source class an agent has in its validation data, over all benign agents "
     "of all seeds. An agent that has none cannot see the attack."
@@ -64,7 +64,7 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { padding: .32rem .9rem; text-align: right; vertical-align: top; border-bottom: 1px solid #ececee; }
 td { white-space: nowrap; } th { font-weight: 600; } tr > :first-child { text-align: left; padding-left: 0; }
 tbody th { font-weight: 400; } thead th { border-bottom: 1.5px solid #1d1d1f; }
-details { margin: .5rem 0; } summary { cursor: pointer; }
+sub { font-size: .7em; line-height: 0; } details { margin: .5rem 0; } summary { cursor: pointer; }
 """
 
 

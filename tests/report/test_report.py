@@ -1,0 +1,160 @@
+"""Figures and the page are written, whatever the runs hold, and show what the records say."""
+
+import base64
+import re
+import subprocess
+import sys
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from tests.report.synthetic import draw_run, write_run
+
+from fedcb2o.errors import RunError
+from fedcb2o.report import curves, figure6, pair_statistics, report, sample_images, source_counts, weight_matrix
+
+SMALL = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    late = {"title": "FedCB2O (T_G = 30)", "algorithm": {"name": "fedcb2o", "criterion_from_round": 5}}
+    return [
+        draw_run(folder / "fedcbo", {"title": "FedCBO"}, **SMALL),
+        draw_run(folder / "fedcb2o", late, **SMALL, pull=0.1, hit=0.1),
+    ]
+
+
+def test_report_writes_everything_and_one_page_that_stands_alone(runs, tmp_path):
+    before = dict(mpl.rcParams)
+    paths = report(runs, tmp_path / "out")
+    assert dict(mpl.rcParams) == before
+    assert sorted(path.name for path in paths) == sorted(path.name for path in (tmp_path / "out").iterdir())
+    names = {path.name for path in paths}
+    assert {"results.csv", "results.md", "results.tex", "curves.png", "figure6.png", "samples.png"} <= names
+    assert {"source-count.png", "weights-1-fedcbo.png", "seeds.csv", "pairs.csv", "report.html"} <= names
+    assert all(path.stat().st_size > 100 for path in paths)
+    page = (tmp_path / "out" / "report.html").read_text()
+    images = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert len(images) == sum(name.endswith(".png") for name in names)
+    assert all(base64.b64decode(image).startswith(b"\x89PNG") for image in images)
+    assert "http" not in page
+    assert "incomplete" not in page
+    assert "agents.budget" in page
+
+
+def test_figure6_shows_the_statistics(runs):
+    figure = figure6(*runs)
+    assert len(figure.axes) == 4
+    assert [ax.get_title(loc="left")[:3] for ax in figure.axes] == ["(a)", "(b)", "(c)", "(d)"]
+    statistics = pair_statistics(runs[1])
+    for ax, value in zip(figure.axes[2:], ("frequency", "share"), strict=True):
+        heights = [bar.get_height() for bar in ax.patches]
+        expected = statistics.groupby(["relation", "peer", "cluster"])[value].mean()
+        order = [(r, p) for r in ("same", "other") for p in ("benign", "malicious")]
+        assert heights == pytest.approx([expected[relation, peer, c] for relation, peer in order for c in (0, 1)])
+    at_random = figure.axes[0].lines[-1].get_ydata()[0]
+    assert at_random == pytest.approx(6 / 7)
+
+
+def test_curves_are_the_mean_over_benign_agents_and_mark_the_switch(runs):
+    figure = curves(runs)
+    ax = figure.axes[0]
+    benign = runs[0].records[~runs[0].records.malicious]
+    expected = benign.dropna(subset="accuracy").groupby("round").accuracy.mean()
+    assert ax.lines[0].get_xdata().tolist() == [5, 10]
+    assert ax.lines[0].get_ydata() == pytest.approx(expected.to_numpy())
+    assert ax.lines[2].get_xdata() == [5, 5]
+    assert [text.get_text() for text in ax.texts] == ["$T_G = 5$"]
+
+
+def test_weight_matrix_has_the_own_weight_on_the_diagonal_and_rows_that_sum_to_one(runs):
+    figure = weight_matrix(runs[0])
+    matrix = np.asarray(figure.axes[0].images[0].get_array())
+    assert matrix.shape == (8, 8)
+    assert matrix.sum(axis=1) == pytest.approx(1)
+    pairs = runs[0].pairs
+    own = pairs[(pairs.agent == 0) & (pairs.peer == 0) & (pairs["round"] > 8)].weight.mean()
+    assert matrix[0, 0] == pytest.approx(own)
+    labels = [label.get_text().replace("\n", " ") for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["cluster 1 benign", "cluster 1 malicious", "cluster 2 benign", "cluster 2 malicious"]
+
+
+def test_weight_matrix_leaves_out_seeds_with_other_attackers(tmp_path):
+    def seed(folder, malicious):
+        agents = {"cluster": [0, 0], "malicious": malicious, "num_samples": [1, 1], "source_in_validation": [1, 1]}
+        pairs = [{"round": 1, "ids": [[1], [0]], "weights": [[0.5], [0.5]], "own": [0.5, 0.5]}]
+        return write_run(folder, {}, agents=agents, metrics={0: [{"round": 1}]}, pairs={0: pairs})
+
+    run = seed(tmp_path / "run", [False, True])
+    other = seed(tmp_path / "other", [True, False])
+    (other.folder / "seed-0").rename(run.folder / "seed-1")
+    matrix = np.asarray(weight_matrix(type(run)(run.folder)).axes[0].images[0].get_array())
+    assert matrix.sum(axis=1) == pytest.approx(1)
+
+
+def test_samples_have_a_row_a_cluster(runs):
+    figure = sample_images(runs[0])
+    assert len(figure.axes) == 20
+    labels = [ax.get_ylabel() for ax in figure.axes if ax.get_ylabel()]
+    assert labels == ["cluster 1\n0°", "cluster 2\n180°"]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"clusters": 1},
+        {"malicious": 0},
+        {"clusters": 1, "malicious": 0, "seeds": (0,)},
+        {"clusters": 4, "seeds": (3,)},
+    ],
+    ids=str,
+)
+def test_any_shape_of_run_is_drawn(tmp_path, shape):
+    run = draw_run(tmp_path / "run", {"title": "$ _ & <b>"}, **{**SMALL, **shape})
+    assert len(report([run], tmp_path / "out")) > 10
+    assert "<b> " not in (tmp_path / "out" / "report.html").read_text().replace("<b>$", "")
+
+
+def bare(folder, *, rounds=1, complete=False, **config):
+    agents = {"cluster": [0, 0], "malicious": [False] * 2, "num_samples": [1, 1], "source_in_validation": [None, None]}
+    metrics = [{"round": n, "accuracy": [0.5, 0.75]} for n in range(1, rounds + 1)]
+    return write_run(folder, {"rounds": 5, **config}, agents=agents, metrics={0: metrics}, complete=complete)
+
+
+def test_no_source_no_pairs_no_images_and_not_complete(tmp_path):
+    run = bare(tmp_path / "bare", evaluate_on="tuning")
+    names = {path.name for path in report([run], tmp_path / "out")}
+    assert "samples.png" not in names
+    assert "source-count.png" not in names
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "bare (bare) is incomplete: 1 of 1 seeds begun, read from seed 0 at round 1 of 5" in page
+    assert "bare was measured on tuning data, not on the test set" in page
+    assert source_counts([run]) is None
+    assert weight_matrix(run) is None
+    assert sample_images(run) is None
+    assert isinstance(figure6(run), Figure)
+
+
+def test_runs_without_results_are_named_and_left_out(runs, tmp_path):
+    empty = bare(tmp_path / "empty", rounds=0)
+    with pytest.raises(RunError, match="no run here has an evaluated round yet"):
+        report([empty], tmp_path / "out")
+    with pytest.raises(RunError, match="no round was evaluated yet"):
+        curves([empty])
+    report([empty, runs[0]], tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "empty (empty) is incomplete: 1 of 1 seeds begun, no round was evaluated yet" in page
+
+
+def test_a_folder_that_cannot_be_made(runs, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"cannot make the folder .*file: |cannot make the folder .*File exists"):
+        report(runs, tmp_path / "file")
+
+
+def test_importing_the_report_brings_no_torch():
+    code = "import sys, fedcb2o.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,204 @@
+"""Tables against numbers worked out by hand."""
+
+import math
+
+import pandas as pd
+import pytest
+from tests.report.synthetic import draw_run, write_run
+
+from fedcb2o.records import write_toml
+from fedcb2o.report import by_source_count, compare, net_attack_success, pair_statistics, render, summary, unfinished
+from fedcb2o.report.tables import last_fifth, spread, twin_of
+
+# Two clusters; agents 0, 1 and 3 are benign, 2 and 4 malicious.
+AGENTS = {
+    "cluster": [0, 0, 0, 1, 1],
+    "malicious": [False, False, True, False, True],
+    "num_samples": [50, 50, 120, 50, 120],
+    "source_in_validation": [0, 2, None, 5, None],
+}
+
+
+def scores(accuracy, source, attack, *, n=1, mass=(0.5, 0.25, 0.0)):
+    def spaced(values):
+        return None if values is None else [values[0], values[1], None, values[2], None]
+
+    line = {"round": n, "malicious_weight": spaced(mass)}
+    return line | {
+        "accuracy": spaced(accuracy),
+        "source_accuracy": spaced(source),
+        "attack_success_rate": spaced(attack),
+    }
+
+
+def run_of(folder, metrics, pairs=None, **config):
+    return write_run(folder, config, agents=AGENTS, metrics=metrics, pairs=pairs)
+
+
+@pytest.fixture
+def attacked(tmp_path):
+    best = scores([1, 1, 1], [1, 1, 1], [0, 0, 0], n=1)
+    first = scores([0.5, 0.75, 0.25], [0.5, 0.5, 0.2], [0.125, 0.5, 0.125], n=2, mass=(0.3, 0.0, 0.0))
+    second = scores([0.5, 0.5, 0.5], [0.2, 0.2, 0.2], [0.75, 0.75, 0.75], n=2, mass=(0.0, 0.0, 0.3))
+    return run_of(tmp_path / "attacked", {0: [best, first], 1: [best, second]}, title="FedCBO", rounds=2)
+
+
+def test_summary_is_the_last_round_over_benign_agents(attacked):
+    first = summary(attacked).iloc[0]
+    assert (first.seed, first["round"], first.rounds) == (0, 2, 2)
+    assert first.accuracy == pytest.approx(0.5)
+    assert first.accuracy_worst == first.accuracy_worst_tenth == 0.25
+    assert first.source_accuracy == pytest.approx(0.4)
+    assert first.attack_success_rate == pytest.approx(0.25)
+    assert first.attack_success_rate_worst == 0.5
+    assert first.malicious_weight == pytest.approx(0.1)
+
+
+def test_the_worst_tenth_is_of_ceil_n_over_10_agents(tmp_path):
+    run = draw_run(tmp_path / "run", clusters=1, benign=11, malicious=0, rounds=1, seeds=(0,))
+    values = run.records.accuracy.sort_values()
+    assert summary(run).accuracy_worst_tenth[0] == pytest.approx(values.iloc[:2].mean())
+    highest = run.records.attack_success_rate.sort_values().iloc[-2:].mean()
+    assert summary(run).attack_success_rate_worst_tenth[0] == pytest.approx(highest)
+
+
+def test_the_last_fifth_of_the_rounds():
+    table = pd.DataFrame({"seed": [0] * 11 + [1], "round": [*range(1, 12), 1]})
+    assert last_fifth(table)["round"].tolist() == [9, 10, 11, 1]
+
+
+def test_spread():
+    assert spread(pd.Series([0.25, 0.75])) == "50.00 ± 35.36"
+    assert spread(pd.Series([0.25])) == "25.00 ± –"
+    assert spread(pd.Series([math.nan])) == "–"
+
+
+def test_compare_is_the_papers_table(attacked, tmp_path):
+    other = run_of(tmp_path / "other", {0: [scores([0.5] * 3, None, None)]}, title="Oracle")
+    table = compare([attacked, other])
+    assert table.columns.tolist() == ["FedCBO", "Oracle"]
+    assert table.loc["Overall accuracy"].tolist() == ["50.00 ± 0.00", "50.00 ± –"]
+    assert table.loc["Source class accuracy"].tolist() == ["30.00 ± 14.14", "–"]
+    assert table.loc["Attack success rate"].tolist() == ["50.00 ± 35.36", "–"]
+    assert "Net attack success" not in table.index
+    worst = compare([attacked], over="worst")
+    assert worst.loc["Overall accuracy", "FedCBO"] == "37.50 ± 17.68"
+    assert worst.loc["Attack success rate", "FedCBO"] == "62.50 ± 17.68"
+
+
+def test_runs_of_one_title_are_told_apart(attacked, tmp_path):
+    again = run_of(tmp_path / "again", {0: [scores([0.5] * 3, None, None)]}, title="FedCBO")
+    assert compare([attacked, again]).columns.tolist() == ["FedCBO (attacked)", "FedCBO (again)"]
+
+
+def clean_twin(folder, seeds=(1, 2), **config):
+    lines = [scores([1] * 3, [1] * 3, [0] * 3), scores([0.5] * 3, [0.5] * 3, [0.25] * 3, n=2)]
+    role = {"num_clusters": 1, "malicious_role": "clean", "budget": 6}
+    return run_of(folder, dict.fromkeys(seeds, lines), agents=role, rounds=2, **config)
+
+
+def test_net_attack_success_is_paired_by_seed(attacked, tmp_path):
+    twin = clean_twin(tmp_path / "elsewhere", title="FedCBO clean")
+    assert net_attack_success(attacked, [twin]).to_dict() == {1: 0.5}
+    table = compare([twin, attacked])
+    assert table.columns.tolist() == ["FedCBO"]
+    assert table.loc["Net attack success", "FedCBO"] == "50.00 ± –"
+    assert compare([attacked, twin], twins=True).columns.tolist() == ["FedCBO", "FedCBO clean"]
+    assert compare([twin]).columns.tolist() == ["FedCBO clean"]
+
+
+def test_the_twin_is_found_beside_the_run_and_only_if_its_settings_match(attacked, tmp_path):
+    assert twin_of(attacked) is None
+    beside = clean_twin(tmp_path / "attacked-clean")
+    assert compare([attacked]).loc["Net attack success", "FedCBO"] == "50.00 ± –"
+    assert twin_of(attacked) == beside
+    write_toml(beside.folder / "config.toml", {**beside.config, "rounds": 3})
+    assert twin_of(attacked) is None
+    (beside.folder / "config.toml").unlink()
+    assert twin_of(attacked) is None
+
+
+def test_by_source_count(attacked):
+    table = by_source_count(attacked).set_index("samples")
+    assert table.index.tolist() == ["0", "2", "3 or more"]
+    assert table.agents.tolist() == [2, 2, 2]
+    assert table.source_accuracy.tolist() == pytest.approx([0.35, 0.35, 0.2])
+    assert table.malicious_weight.tolist() == pytest.approx([0.15, 0.0, 0.15])
+
+
+def test_pair_statistics_by_hand(tmp_path):
+    pairs = [
+        {"round": 1, "ids": [[1, 2], [2, 3], [0], [4], [3]], "weights": [[0.5, 0.25], [0.5, 0.1], [1], [0], [1]]},
+        {"round": 2, "ids": [[2], [0, 4], [0], [], []], "weights": [[0.75], [0.25, 0.3], [1], [], []]},
+    ]
+    pairs[0]["own"] = [0.25, 0.4, 0.0, 1.0, 0.0]
+    pairs[1]["own"] = [0.25, 0.45, 0.0, 1.0, 1.0]
+    run = run_of(tmp_path / "run", {0: [scores([1] * 3, None, None)]}, pairs={0: pairs})
+    table = pair_statistics(run).set_index(["cluster", "relation", "peer"])
+    # Cluster 1 (here 0) has two benign agents, over two rounds: four chances for each available peer.
+    first = table.loc[0]
+    order = [("same", "benign"), ("same", "malicious"), ("other", "benign"), ("other", "malicious")]
+    assert first.loc[order].available.tolist() == [1, 1, 1, 1]
+    assert first.loc[order].frequency.tolist() == [2 / 4, 3 / 4, 1 / 4, 1 / 4]
+    assert first.loc[order].mean_weight.tolist() == pytest.approx([0.375, 0.5, 0.1, 0.3])
+    total = 0.75 + 1.5 + 0.1 + 0.3
+    assert first.loc[order].share.tolist() == pytest.approx([0.75 / total, 1.5 / total, 0.1 / total, 0.3 / total])
+    # Cluster 2 has one benign agent, so no benign peer in its own cluster; it met one, whom it gave nothing.
+    second = table.loc[1]
+    assert second.index.tolist() == [("same", "malicious"), ("other", "benign"), ("other", "malicious")]
+    assert second.available.tolist() == [1, 2, 1]
+    assert second.frequency.tolist() == [0.5, 0.0, 0.0]
+    assert second.mean_weight.isna().tolist() == [False, True, True]
+    assert second.share.isna().all()
+
+
+def test_uniform_choice_is_seen_as_budget_over_peers(tmp_path):
+    pairs = {0: [{"round": 1, "ids": [[1, 2, 3, 4], [0, 2, 3, 4], [], [0, 1, 2, 4], []], "weights": [[0.25] * 4] * 5}]}
+    pairs[0][0]["weights"] = [[0.25] * len(ids) for ids in pairs[0][0]["ids"]]
+    pairs[0][0]["own"] = [0, 0, 1, 0, 1]
+    table = pair_statistics(run_of(tmp_path / "run", {0: [scores([1] * 3, None, None)]}, pairs=pairs))
+    assert table.frequency.eq(1).all()
+    assert table[table.cluster == 0].share.tolist() == pytest.approx([0.25] * 4)
+
+
+def test_an_incomplete_run_says_so(tmp_path):
+    metrics = {0: [scores([1] * 3, None, None)]}
+    config = {"seeds": [0, 1], "rounds": 9, "title": "FedCBO"}
+    run = write_run(tmp_path / "half", config, agents=AGENTS, metrics=metrics, complete=False)
+    expected = "FedCBO (half) is incomplete: 1 of 2 seeds begun, read from seed 0 at round 1 of 9"
+    assert unfinished(run) == expected
+    assert compare([run]).loc["Overall accuracy", "FedCBO"] == "100.00 ± –"
+
+
+TABLE = pd.DataFrame({"A & B": ["1.00 ± 0.10", "–"], "FedCB2O (T_G = 30)": ["2.00 ± –", "x|y"]}, index=["50%", "b"])
+
+
+def test_markdown_latex_and_html():
+    assert render.to_markdown(TABLE).splitlines() == [
+        "|  | A & B | FedCB2O (T_G = 30) |",
+        "| --- | ---: | ---: |",
+        "| 50% | 1.00 ± 0.10 | 2.00 ± – |",
+        "| b | – | x\\|y |",
+    ]
+    latex = render.to_latex(TABLE)
+    assert r"& A \& B & FedCB2O ($T_G$ = 30) \\" in latex
+    assert r"50\% & 1.00 $\pm$ 0.10 & 2.00 $\pm$ -- \\" in latex
+    assert "<th>A &amp; B</th><th>FedCB2O (<i>T</i><sub>G</sub> = 30)</th>" in render.to_html(TABLE)
+
+
+@pytest.mark.parametrize("runs", [1, 4, 5, 9])
+def test_no_number_is_cut_off_on_a_narrow_terminal(runs):
+    from rich.console import Console
+
+    rows = ["Overall accuracy", "Source class accuracy", "Attack success rate", "Net attack success"]
+    table = pd.DataFrame({f"FedCB2O (T_G = {i})": ["84.26 ± 10.18"] * 4 for i in range(runs)}, index=rows)
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(render.to_rich(table))
+    assert console.export_text().count("84.26 ± 10.18") == 4 * runs
+
+
+def test_readable_is_in_percent_and_counts_clusters_from_one():
+    table = pd.DataFrame({"cluster": [0], "frequency": [0.125], "share": [math.nan], "accuracy": [math.nan]})
+    shown = render.readable(table, empty=["accuracy"])
+    assert shown.index.name == "Selecting cluster"
+    assert shown.reset_index().to_numpy().tolist() == [["1", "12.50", "–"]]
