@@ -104,7 +104,8 @@ def compare(
     world.models[:] = torch.from_numpy(stream(SEED, "theta").normal(size=(len(CLUSTER), d)) * 0.3).float()
     options = dataclasses.replace(options, budget=BUDGET, validation_loss=setting.reduction)
     agents = oracle_agents(setting, world.models, make, options)
-    training = reference.Training(**dataclasses.asdict(setting.training))
+    chosen = {field.name: getattr(setting.training, field.name) for field in dataclasses.fields(reference.Training)}
+    training = reference.Training(**chosen)
     contacts = [nobody() for _ in CLUSTER]
     for done in rounds(world, Here(world), contacts, 0, num_rounds, lambda n: False):
         infos = reference.run_round(

@@ -44,7 +44,8 @@ def draw_run(folder, config=None, *, clusters=2, benign=7, malicious=3, rounds=5
     """Like an experiment: malicious peers get `pull` of the weight of benign ones, and the attack costs `hit`."""
     rng = np.random.default_rng(len(folder.name))
     size = benign + malicious
-    N, M = clusters * size, 6
+    N = clusters * size
+    M = min(6, N - 1)
     cluster, bad = np.repeat(np.arange(clusters), size), np.tile(np.arange(size) >= benign, clusters)
     counts = np.where(bad, 0, rng.poisson(2.0, N))
     agents = {

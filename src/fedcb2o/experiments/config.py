@@ -85,6 +85,7 @@ class TrainingPart(Part):
     batch_size: Positive = 64
     local_epochs: Positive = 5
     local_steps: Positive | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
 
 
 class Experiment(Part):

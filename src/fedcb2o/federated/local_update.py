@@ -7,6 +7,7 @@ optimiser is fresh in every round: no momentum is carried over.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,7 +21,11 @@ from fedcb2o.models import bind_, is_bound
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How an agent trains: `local_epochs` passes over its data, or `local_steps` mini-batches where that is given."""
+    """How an agent trains: `local_epochs` passes over its data, or `local_steps` mini-batches where that is given.
+
+    `precision="bfloat16"` computes products in that type, on float32 parameters: about twice as fast on processors
+    that have it.
+    """
 
     gamma: float
     lambda2: float
@@ -28,6 +33,7 @@ class Training:
     batch_size: int
     local_epochs: int
     local_steps: int | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
 
 
 def batches(n: int, training: Training, draw: np.random.Generator) -> Iterator[np.ndarray]:
@@ -62,7 +68,8 @@ def local_update_(
         torch.random.manual_seed(int(draw.integers(2**63)))
         for batch in order:
             chosen = torch.from_numpy(batch)
-            loss = F.cross_entropy(module(features(shard.x[chosen])), shard.y[chosen])
+            with torch.autocast(theta.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
+                loss = F.cross_entropy(module(features(shard.x[chosen])), shard.y[chosen])
             optimiser.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
