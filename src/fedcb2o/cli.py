@@ -1,5 +1,6 @@
 """The command line: run, compare, report, presets, data."""
 
+import contextlib
 import os
 import sys
 from enum import StrEnum
@@ -194,18 +195,18 @@ def main() -> None:
         app()
         sys.stdout.flush()
     except FedCB2OError as error:
-        _leave(f"Error: {error}", 2)
+        _leave(f"Error: {' '.join(str(error).split())}", 2)
     except KeyboardInterrupt:
         _leave("Interrupted. What is written stays; --resume goes on from the last checkpoint.", 130)
     except BrokenPipeError:
         _leave("", 1)
     except OSError as error:
-        _leave(f"Error: {error}", 2)
+        what = error.filename or "cannot write the output"
+        _leave(f"Error: {what}: {error.strerror or error}", 2)
 
 
 def _leave(message: str, status: int) -> None:
-    if message:
-        print(message, file=sys.stderr)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # standard error may be full as well
+        print(message, end="\n" if message else "", file=sys.stderr, flush=True)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a full or closed standard output must not fail a second time
     sys.exit(status)

@@ -1,7 +1,7 @@
 """Models: theta in R^d as a row of one [N, d] tensor, and the networks that read it.
 
 A network's parameters are views of a row, so that training changes the row in place and no model is ever copied.
-The paper's network (Section "Experiments"): two 5x5 convolutions with max pooling, then two dense layers.
+The paper's network (sec:experiments): two 5x5 convolutions with max pooling, then two dense layers.
 """
 
 import itertools
@@ -43,6 +43,7 @@ def cnn(
         raise ConfigError(
             f"model `cnn` needs images [channels, height, width] of 4x4 pixels or more, got {input_shape}"
         )
+    _check_widths("cnn", [hidden])
     channels, height, width = input_shape
     between = [nn.ReLU()] if dense_activation == "relu" else []
     return nn.Sequential(
@@ -57,6 +58,7 @@ def cnn(
 
 def mlp(input_shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (64,)) -> nn.Module:
     """Dense layers of `hidden` units with ReLU between them."""
+    _check_widths("mlp", hidden)
     widths = [math.prod(input_shape), *hidden, num_classes]
     layers: list[nn.Module] = [nn.Flatten()]
     for fan_in, fan_out in itertools.pairwise(widths):
@@ -67,6 +69,11 @@ def mlp(input_shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] =
 def logistic(input_shape: Sequence[int], num_classes: int) -> nn.Module:
     """Multinomial logistic regression: one dense layer."""
     return mlp(input_shape, num_classes, hidden=())
+
+
+def _check_widths(name: str, hidden: Sequence[int]) -> None:
+    if any(width < 1 for width in hidden):
+        raise ConfigError(f"model `{name}`: `hidden` needs layers of 1 unit or more, got {list(hidden)}")
 
 
 def dimension(module: nn.Module) -> int:
@@ -81,8 +88,8 @@ def dimension(module: nn.Module) -> int:
             f"the model keeps state outside its parameters ({buffers[0]}): use a norm without batch statistics"
         )
     parameters = list(module.parameters())
-    if not parameters or any(p.dtype != torch.float32 for p in parameters):
-        raise ConfigError("the model needs parameters, all of type float32")
+    if not parameters or any(p.dtype != torch.float32 or not p.numel() for p in parameters):
+        raise ConfigError("the model needs parameters, all of type float32 and none of them empty")
     return sum(p.numel() for p in parameters)
 
 

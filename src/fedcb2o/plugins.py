@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, FedCB2OError
 
 Function = Callable[..., Any]
 
@@ -39,7 +40,7 @@ def resolve(kind: str, name: str | Function, room: types.ModuleType) -> Function
     `kind` is the word for it in messages. Raises ConfigError if there is no such function, or it cannot be imported.
     """
     if not isinstance(name, str):
-        return name
+        return _guarded(kind, label(name), name)
     if ":" not in name:
         if name in room.__all__ and callable(getattr(room, name)):
             return getattr(room, name)  # type: ignore[no-any-return]
@@ -54,11 +55,29 @@ def resolve(kind: str, name: str | Function, room: types.ModuleType) -> Function
         sys.path.insert(0, here)
     try:
         function = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
-    except Exception as error:  # a user's module may fail in any way at import
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way at import
         raise ConfigError(f"the {kind} `{name}` cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
-        raise ConfigError(f"the {kind} `{name}` is a {type(function).__name__}, not a function")
-    return function
+        raise ConfigError(f"the {kind} `{name}` is of type {type(function).__name__}, not a function")
+    return _guarded(kind, name, function)
+
+
+def _guarded(kind: str, name: str, function: Function) -> Function:
+    """A user's function, whose own failures are ConfigErrors that name it and its line."""
+
+    @functools.wraps(function)
+    def guarded(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except FedCB2OError:
+            raise
+        except Exception as error:
+            file = getattr(getattr(function, "__code__", None), "co_filename", None)
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+            where = f" at line {lines[-1]} of {file}" if lines else ""
+            raise ConfigError(f"the {kind} `{name}` failed{where}: {type(error).__name__}: {error}") from error
+
+    return guarded
 
 
 def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
@@ -90,7 +109,8 @@ def bind(kind: str, function: Function, given: Mapping[str, Any]) -> dict[str, A
             continue
         try:
             adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
-            checked[key] = adapter.validate_python(given[key], strict=False)
+            number = isinstance(given[key], bool | int | float)  # true is not the number 1
+            checked[key] = adapter.validate_python(given[key], strict=number)
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
             raise ConfigError(f"{kind} `{name}`: `{key}` = {given[key]!r}: {reason}") from error

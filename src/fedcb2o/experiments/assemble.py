@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fedcb2o import data, models, plugins
 from fedcb2o.data.partition import Population, partition
-from fedcb2o.data.shard import Dataset, Shard
+from fedcb2o.data.shard import Dataset, Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.federated import algorithms, attacks
@@ -20,19 +20,35 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
     """The data set that an experiment names; raises ConfigError where its function returns something else."""
     function = experiment.data.function("data set", data)
     dataset = function(data_dir=data_dir) if "data_dir" in plugins.parameters(function) else function()
+    name = plugins.label(experiment.data.name)
     if not isinstance(dataset, Dataset):
-        name = plugins.label(experiment.data.name)
         raise ConfigError(f"the data set `{name}` returned a {type(dataset).__name__}, expected a fedcb2o.Dataset")
+    if not (isinstance(dataset.class_names, tuple) and all(isinstance(c, str) for c in dataset.class_names)):
+        raise ConfigError(f"the data set `{name}` has class names that are no tuple of words: {dataset.class_names!r}")
     for part, shard in (("pool", dataset.pool), ("test", dataset.test)):
-        if len(shard.x) != len(shard.y) or not len(shard.y):
-            raise ConfigError(f"the data set's {part} holds {len(shard.x)} samples and {len(shard.y)} labels")
-        if shard.y.min() < 0 or shard.y.max() >= dataset.num_classes:
-            raise ConfigError(f"the data set's {part} has labels outside 0 to {dataset.num_classes - 1}")
+        _check_shard(f"the data set `{name}`, in its {part},", shard, dataset.num_classes)
+    if dataset.pool.x.shape[1:] != dataset.test.x.shape[1:]:
+        shapes = tuple(dataset.pool.x.shape[1:]), tuple(dataset.test.x.shape[1:])
+        raise ConfigError(
+            f"the data set `{name}` has samples of shape {shapes[0]} in its pool and {shapes[1]} in its test"
+        )
     for key in ("source", "target"):
         label = target_of(experiment, key)
         if label is not None and not 0 <= label < dataset.num_classes:
             raise ConfigError(f"`attack.{key}` must be between 0 and {dataset.num_classes - 1}, got {label}")
     return dataset
+
+
+def _check_shard(where: str, shard: Shard, num_classes: int) -> None:
+    x, y = shard.x, shard.y
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor) and y.ndim == 1 and y.dtype == torch.int64):
+        raise ConfigError(f"{where} must hold tensors, its labels of type int64 and shape [n]")
+    if len(x) != len(y) or not len(y):
+        raise ConfigError(f"{where} holds {len(x)} samples and {len(y)} labels")
+    if y.min() < 0 or y.max() >= num_classes:
+        raise ConfigError(f"{where} has labels outside 0 to {num_classes - 1}: {int(y.min())} to {int(y.max())}")
+    if not (x.dtype == torch.uint8 or (x.is_floating_point() and x.isfinite().all())):
+        raise ConfigError(f"{where} must hold samples of pixels (uint8) or finite floating-point features")
 
 
 def target_of(experiment: Experiment, key: str) -> int | None:
@@ -63,13 +79,29 @@ def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Popula
 
 def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
     """A freshly initialised network for the data; raises ConfigError where it does not fit them."""
-    shape = list(dataset.pool.x.shape[1:])
+    shape, name = list(dataset.pool.x.shape[1:]), plugins.label(experiment.model.name)
     make = experiment.model.function("model", models)
-    module = models.initialise(lambda: make(shape, dataset.num_classes), stream(seed, "model", *key))
-    name = plugins.label(experiment.model.name)
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module")
+
+    def made() -> nn.Module:
+        module = make(shape, dataset.num_classes)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module")
+        return module
+
+    try:
+        module = models.initialise(made, stream(seed, "model", *key))
+    except (RuntimeError, MemoryError) as error:  # too large for this machine
+        raise ConfigError(f"the model `{name}` cannot be made: {error}") from error
     models.dimension(module)
+    try:
+        with torch.no_grad():
+            outputs = module.eval()(features(dataset.pool.x[:2]))
+    except Exception as error:  # a user's network may fail in any way
+        raise ConfigError(f"the model `{name}` cannot read samples of shape {tuple(shape)}: {error}") from error
+    expected = (len(dataset.pool.x[:2]), dataset.num_classes)
+    if not isinstance(outputs, Tensor) or outputs.shape != expected:
+        got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ConfigError(f"the model `{name}` returned {got} for {expected[0]} samples, expected shape {expected}")
     return module
 
 

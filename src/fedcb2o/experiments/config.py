@@ -26,7 +26,7 @@ Natural = Annotated[int, Field(ge=0)]
 class Part(BaseModel):
     """A section of an experiment; unknown keys are an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class Component(BaseModel):
@@ -94,7 +94,7 @@ class Experiment(Part):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     title: str = ""
     description: str = ""
-    seeds: Annotated[tuple[Natural, ...], Field(min_length=1)] = (0, 1, 2)
+    seeds: Annotated[tuple[Natural, ...], Field(min_length=1, strict=False)] = (0, 1, 2)  # a list will do
     rounds: Positive
     evaluate_every: Positive = 1
     checkpoint_every: Positive = 1
@@ -121,7 +121,10 @@ class Experiment(Part):
             )
         self.data.function("data set", data)
         self.model.function("model", models)
-        factor = self.algorithm.function("algorithm", algorithms)().factor(self.training.gamma)
+        algorithm = self.algorithm.function("algorithm", algorithms)()
+        if not isinstance(algorithm, algorithms.Algorithm):
+            raise ValueError(f"the algorithm returned a {type(algorithm).__name__}, expected an Algorithm")
+        factor = algorithm.factor(self.training.gamma)
         if not 0 < factor <= 1:
             raise ValueError(
                 f"lambda1 * gamma must be above 0 and at most 1, got {factor:g}: choose a smaller `algorithm.lambda1`, "
@@ -160,7 +163,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return plugins.label(value) if callable(value) else value
+    return plugins.label(value) if callable(value) else value.tolist() if hasattr(value, "tolist") else value
 
 
 def presets() -> dict[str, str]:
@@ -246,7 +249,8 @@ def _changed(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[
 def _first(error: ValidationError) -> str:
     """The first thing wrong with an experiment, as one line with its key and the cure."""
     problem = error.errors()[0]
-    key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+    union = ("function-", "str", "callable")  # what pydantic adds to the place for a branch of a union
+    key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(union))
     if problem["type"] == "extra_forbidden":
         section: Any = Experiment
         for part in problem["loc"][:-1]:
@@ -257,6 +261,8 @@ def _first(error: ValidationError) -> str:
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     value = problem["input"]
+    if problem["type"] == "model_type":
+        return f"`{key}` must be a section, with keys of its own, got {value!r}"
     shown = f", got {value!r}" if not isinstance(value, Mapping) else ""
     return f"`{key}`: {problem['msg'][0].lower()}{problem['msg'][1:]}{shown}"
 

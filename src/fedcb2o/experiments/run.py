@@ -21,6 +21,7 @@ from fedcb2o.experiments.assemble import (
     dataset_of,
     initial_models_,
     module_of,
+    setting_of,
     shared_data,
     specs_of,
     target_of,
@@ -57,9 +58,12 @@ def run(
     """
     experiment = load(experiment)
     if seeds is not None:
-        experiment = load({**experiment.model_dump(exclude_unset=True), "seeds": tuple(seeds)})
+        chosen = tuple(int(seed) for seed in seeds)
+        experiment = load({**experiment.model_dump(exclude_unset=True), "seeds": chosen})
     folder = Path(out) if out is not None else Path("runs") / experiment.name
     dataset = dataset_of(experiment, None if data_dir is None else Path(data_dir))
+    for seed in experiment.seeds:  # what is wrong with the settings shows before anything is written
+        setting_of(experiment, seed, dataset)
     _prepare(folder, experiment, resume)
     with Progress() if watch is None else contextlib.nullcontext(watch) as watch:
         for seed in experiment.seeds:
@@ -84,7 +88,9 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool) -> None:
                 f"{folder} already holds seed {busy[0]} of this run: --resume goes on with it, or choose another --out"
             )
         seeds = sorted({*seeds, *there.seeds})
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and (
+        not folder.is_dir() or any(inside.name != f"{path.name}.tmp" for inside in folder.iterdir())
+    ):
         raise RunError(f"{folder} is not empty and holds no run: choose another --out")
     _make(folder)
     records.write_toml(path, {**experiment.settings(), "seeds": seeds})
@@ -116,7 +122,8 @@ def run_seed(
     experiment: Experiment, seed: int, dataset: Dataset, folder: Path, count: int | None, watch: Watch
 ) -> None:
     """Run one seed from its last checkpoint, or from the start, to the last round."""
-    if (folder / "summary.json").exists() and records.read_json(folder / "summary.json")["rounds"] >= experiment.rounds:
+    summary = folder / "summary.json"
+    if summary.exists() and records.read_json(summary).get("rounds", 0) >= experiment.rounds:
         return
     fingerprint = f"{experiment.fingerprint(seed)} data {_digest(dataset)}"
     dim = models.dimension(module_of(experiment, seed, dataset))
@@ -132,6 +139,8 @@ def run_seed(
             _describe(folder, experiment, seed, world, count)
             saved = 0, [nobody() for _ in range(world.setting.num_agents)]
         start, contacts = saved
+        if start > experiment.rounds:
+            raise RunError(f"{folder} already holds {start} rounds, more than `rounds` = {experiment.rounds}: set more")
         log.cut(start)
 
         def evaluated(n: int) -> bool:
@@ -147,7 +156,7 @@ def run_seed(
                 checkpoint.save(folder, done.n + 1, padded, contacts, fingerprint)
             log.append("timing", {"round": done.n + 1, **done.seconds})
             watch(experiment, seed, line)
-    records.write_json(folder / "summary.json", {"seed": seed, "rounds": experiment.rounds})
+    records.write_json(summary, {"seed": seed, "rounds": experiment.rounds})
 
 
 def _enter(

@@ -1,7 +1,8 @@
 """Algorithms: a selection, a rule and a mixing factor, put together under the paper's names.
 
 An algorithm is made by a function of keyword arguments, each of which is a named choice of a configuration. Where
-the paper's text and the authors' released code differ, both are choices.
+the paper's text and the authors' released code differ, both are choices. FedCB2O is the discretisation of
+eq:fedcb2o_dynamics, FedCBO that of eq:fedcbo_dynamic.
 """
 
 import functools
@@ -60,11 +61,12 @@ def fedcb2o(
     zeta: float = 0.5,
     first_contact: Literal["average", "whole"] = "average",
     lambda1: float = 10.0,
-    mixing_factor: float | None = None,
+    mixing_factor: float | Literal["lambda1*gamma"] = "lambda1*gamma",
 ) -> Algorithm:
     """FedCB2O (alg:FedCB2O, alg:localAggregation); the defaults are the paper's text.
 
-    `criterion` is G, used from round `criterion_from_round` = T_G on (rounds count from 0), the average loss before.
+    `criterion` is G, used from round `criterion_from_round` = T_G on (rounds count from 0), the average loss before
+    (rem:FedCB2Oimproved). `mixing_factor` is that of eq:local_agg_update, lambda1 * gamma unless it is given.
     The released code has own_model = "trusted", own_candidate = true, first_contact = "whole", mixing_factor = 1
     and alpha = 2. The exact consensus point (eq:clustered_csp) is selection = "everyone", own_model = "judged"
     and a `beta`.
@@ -87,7 +89,7 @@ def fedcb2o(
         weigh=weigh,
         judges=True,
         lambda1=_check("lambda1", lambda1, lambda1 > 0, "above 0"),
-        mixing_factor=_check_factor(mixing_factor),
+        mixing_factor=None if isinstance(mixing_factor, str) else _check_factor(mixing_factor),
         own_candidate=own_candidate,
         kappa=kappa,
         zeta=zeta,
@@ -138,6 +140,6 @@ def _check(name: str, value: Any, good: bool, cure: str) -> Any:
     return value
 
 
-def _check_factor(mixing_factor: float | None) -> float | None:
-    good = mixing_factor is None or 0 < mixing_factor <= 1
+def _check_factor(mixing_factor: float) -> float:
+    good = 0 < mixing_factor <= 1
     return _check("mixing_factor", mixing_factor, good, "above 0 and at most 1")  # type: ignore[no-any-return]

@@ -51,7 +51,7 @@ def local_aggregation(
     """Lines 1 to 6 of Algorithm 2 for the agent `me`, and the factor of line 7; `candidates` are whom it may ask."""
     if algorithm.own_candidate:
         candidates = torch.cat([candidates, me.ids]).sort().values
-    asked = algorithm.select(contacts, candidates, budget, draw)
+    asked = torch.as_tensor(algorithm.select(contacts, candidates, budget, draw), dtype=torch.int64)
     if not torch.isin(asked, candidates).all() or len(set(asked.tolist())) < len(asked):
         raise ConfigError(f"the selection chose {asked.tolist()}, expected different ones of {candidates.tolist()}")
     received = exchange(asked)
@@ -81,8 +81,7 @@ def colluders_aggregation(
     *,
     own_model: bool,
 ) -> Mixed:
-    """The aggregation of a malicious agent: fellow attackers first, weights by numbers of samples (Section
-    "Experiments"). `fellows` and `benign` are the other agents of its cluster, which it knows."""
+    """The aggregation of a malicious agent: fellow attackers first, weights by numbers of samples (sec:experiments). `fellows` and `benign` are the other agents of its cluster, which it knows."""
     received = exchange(colluding(fellows, benign, budget, draw))
     weights = by_num_samples(Judged(0, None, None, received, me), own_model="judged" if own_model else "excluded")
     mu, own_weight = split_weights(weights, len(received.ids))
@@ -100,6 +99,7 @@ def split_weights(weights: Float[Tensor, " k"], m: int) -> tuple[Float[Tensor, "
 
     Raises ConfigError for weights of another shape, or that are not a convex combination (or all zero).
     """
+    weights = torch.as_tensor(weights)
     if weights.shape not in ((m,), (m + 1,)):
         raise ConfigError(f"the rule returned weights of shape {tuple(weights.shape)}, expected ({m},) or ({m + 1},)")
     weights = weights.double()

@@ -51,7 +51,7 @@ def everyone(
 def colluding(
     fellows: Int[Tensor, " f"], benign: Int[Tensor, " b"], budget: int, draw: np.random.Generator
 ) -> Int[Tensor, " s"]:
-    """A malicious agent's choice (Section "Experiments"): fellow attackers of its cluster first, then benign agents
+    """A malicious agent's choice (sec:experiments): fellow attackers of its cluster first, then benign agents
     of its cluster at random."""
     if len(fellows) > budget:
         return _choose(fellows, budget, draw)

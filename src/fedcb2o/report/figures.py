@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import Run
@@ -58,12 +58,13 @@ def figure6(*runs: Run) -> Figure:
             letter = "abcdefghijklmnopqrstuvwxyz"[(2 * row + column) % 26]
             axes[row, column].set_title(f"({letter}) {_title(run, label)}: {what}")
         if len(statistics):
-            chance = run.config.get("agents", {}).get("budget", np.nan) / (len(run.agents) / len(run.seeds) - 1)
+            agents, peers = run.config.get("agents", {}), len(run.agents) / len(run.seeds) - 1
+            chance = agents.get("budget", np.nan) * agents.get("participation", 1.0) / peers
             axes[row, 0].axhline(chance, color="0.35", linewidth=1, linestyle=LINES[2], label="at random", zorder=1.5)
     for ax, what in zip(axes.T, ("share of rounds, per peer", "share of weight, per peer"), strict=True):
         for each in ax:
             each.set_ylabel(what)
-            each.yaxis.set_major_formatter(PercentFormatter(1))
+            each.yaxis.set_major_formatter(_percent())
             each.margins(y=0.12)
             each.set_ylim(bottom=0)
     found = {label: handle for ax in axes[:, 0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
@@ -99,7 +100,7 @@ def curves(runs: Sequence[Run]) -> Figure:
         ax.set_title(LABELS[metric])
         ax.set_xlabel("round")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.yaxis.set_major_formatter(PercentFormatter(1))
+        ax.yaxis.set_major_formatter(_percent())
         low, high = ax.get_ylim()
         switches = sorted({_switch(run) for run in runs} - {0})
         ax.set_ylim(max(low, 0), min(high, 1.005) + 0.05 * (high - low) * len(switches))
@@ -163,7 +164,7 @@ def weight_matrix(run: Run) -> Figure | None:
     norm = PowerNorm(0.5, vmin=0, vmax=max(matrix.max(), 1e-9))
     drawn = ax.imshow(matrix[np.ix_(order, order)], cmap="Blues", norm=norm, interpolation="nearest")
     bar = figure.colorbar(drawn, ax=ax, shrink=0.75, label="mean weight, last fifth of the rounds")
-    bar.ax.yaxis.set_major_formatter(PercentFormatter(1))
+    bar.ax.yaxis.set_major_formatter(_percent())
     ends = np.cumsum(groups.to_numpy())
     middles = ends - groups.to_numpy() / 2 - 0.5
     names = [f"cluster {c + 1}\n{'malicious' if malicious else 'benign'}" for c, malicious in groups.index]
@@ -202,7 +203,7 @@ def source_counts(runs: Sequence[Run]) -> Figure | None:
         ax.set_xticks(range(len(bins)), bins)
         ax.tick_params(axis="x", length=0)
         ax.set_xlabel("source-class samples in validation data")
-        ax.yaxis.set_major_formatter(PercentFormatter(1))
+        ax.yaxis.set_major_formatter(_percent())
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=min(len(runs), 5))
     return figure
@@ -234,6 +235,11 @@ def _pair_bars(ax: Axes, statistics: pd.DataFrame, value: str) -> None:
     )
     ax.set_xlim(-0.6, max(len(clusters), 1) - 0.4)
     ax.tick_params(axis="x", length=0)
+
+
+def _percent() -> FuncFormatter:
+    """Ticks of fractions in percent, with decimals only where they are needed."""
+    return FuncFormatter(lambda value, _: f"{100 * value:g}%")
 
 
 def _switch(run: Run) -> int:

@@ -47,10 +47,13 @@ def to_rich(table: pd.DataFrame, *, title: str | None = None, caption: str | Non
         table = table.T
     drawn = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     drawn.padding, drawn.pad_edge, drawn.show_edge = (0, 1, 0, 0), False, False
-    # Numbers never wrap; the labels have what room they leave.
-    longest = max(map(len, map(str, table.index)), default=0)
-    labels = max(min(longest, width - sum(_widths(table)) - 2 * table.shape[1]), _longest_word(table.index))
-    for i, (name, wide) in enumerate(zip(_head(table), [labels, *_widths(table)], strict=True)):
+    # Numbers never wrap; headings do where there is no room, and labels have what the numbers leave.
+    widths, whole = _widths(table), [max(pair) for pair in zip(_widths(table), map(len, _head(table)[1:]), strict=True)]
+    longest, least = max([len(_head(table)[0]), *map(len, map(str, table.index))]), _longest_word(table.index)
+    if longest + sum(whole) + 2 * len(whole) <= width:
+        widths = whole
+    label = max(min(longest, width - sum(widths) - 2 * len(widths)), least)
+    for i, (name, wide) in enumerate(zip(_head(table), [label, *widths], strict=True)):
         drawn.add_column(Text(name), justify="right" if i else "left", width=wide)
     for row in _rows(table):
         drawn.add_row(*map(Text, row))

@@ -84,6 +84,7 @@ def _create(size: int) -> BinaryIO:
             file = path.open("xb+")
             fcntl.flock(file, fcntl.LOCK_EX)
             _reserve(file.fileno(), size)
+            path.stat()  # another run's sweep may have come between its creation and its lock
         except OSError as error:
             failure = error
             path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedcb2o.data.partition import Population, rotate
 from fedcb2o.data.shard import Dataset, Shard
-from fedcb2o.errors import RunError
+from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.federated.algorithms import Algorithm
 from fedcb2o.federated.evaluate import Reduction, confusion, losses_of
 from fedcb2o.federated.local_update import Training, local_update_
@@ -95,8 +95,23 @@ def shard_of(setting: Setting, j: int) -> Shard:
     """The training data of agent j as its cluster sees it, poisoned where it attacks."""
     shard = _view(setting, j, setting.population.train[j])
     if setting.attack is not None and setting.population.malicious[j]:
-        return setting.attack(shard, stream(setting.seed, "attack", j))
+        return _checked(setting.attack(shard, stream(setting.seed, "attack", j)), shard, setting.dataset.num_classes)
     return shard
+
+
+def _checked(poisoned: Any, shard: Shard, num_classes: int) -> Shard:
+    """What an attack made of a shard; raises ConfigError where it is none, or of another shape."""
+    if not isinstance(poisoned, Shard):
+        raise ConfigError(f"the attack returned a {type(poisoned).__name__}, expected a fedcb2o.Shard")
+    for name, new, old in (("samples", poisoned.x, shard.x), ("labels", poisoned.y, shard.y)):
+        if new.shape != old.shape or new.dtype.is_floating_point != old.dtype.is_floating_point:
+            raise ConfigError(
+                f"the attack returned {name} of shape {tuple(new.shape)} and type {new.dtype}, "
+                f"expected {tuple(old.shape)} and {old.dtype}: it may change values only"
+            )
+    if len(shard) and not (poisoned.y.min() >= 0 and poisoned.y.max() < num_classes):
+        raise ConfigError(f"the attack returned labels outside 0 to {num_classes - 1}")
+    return poisoned
 
 
 def _view(setting: Setting, j: int, chosen: Int[Tensor, " n"]) -> Shard:
