@@ -140,10 +140,7 @@ class Experiment(Part):
 
     def fingerprint(self, seed: int) -> str:
         """What a checkpoint of one seed belongs to: every setting that its state depends on."""
-        settings = self.settings()
-        for key in ("name", "title", "description", "seeds", "rounds", "checkpoint_every"):
-            settings.pop(key, None)
-        return json.dumps({"seed": seed, **settings}, sort_keys=True)
+        return json.dumps({"seed": seed, **identity(self.settings())}, sort_keys=True)
 
     @property
     def attacked(self) -> bool:
@@ -156,6 +153,12 @@ class Experiment(Part):
         return self.model_copy(
             update={"name": f"{self.name}-clean", "title": f"{self.title} (clean twin)", "agents": agents}
         )
+
+
+def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run's numbers depend on: those that may not differ where it is resumed."""
+    free = ("name", "title", "description", "seeds", "rounds", "checkpoint_every")
+    return {key: value for key, value in settings.items() if key not in free}
 
 
 def _plain(value: Any) -> Any:

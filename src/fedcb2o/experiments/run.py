@@ -27,7 +27,7 @@ from fedcb2o.experiments.assemble import (
     target_of,
     world_of,
 )
-from fedcb2o.experiments.config import Experiment, load
+from fedcb2o.experiments.config import Experiment, identity, load
 from fedcb2o.experiments.progress import Progress, Watch
 from fedcb2o.federated import metrics
 from fedcb2o.federated.selection import nobody
@@ -77,17 +77,17 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool) -> None:
     seeds = list(experiment.seeds)
     if path.exists():
         try:
-            there = load({**tomllib.loads(path.read_text("utf-8"))})
+            there = tomllib.loads(path.read_text("utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise RunError(f"{path} is damaged ({error}): choose another --out") from error
-        if there.fingerprint(0) != experiment.fingerprint(0):
-            raise RunError(f"{folder} holds another run ({_difference(there, experiment)}): choose another --out")
+        if difference := _difference(there, experiment.settings()):
+            raise RunError(f"{folder} holds another run ({difference}): choose another --out")
         busy = [seed for seed in seeds if (folder / f"seed-{seed}" / "agents.json").exists()]
         if busy and not resume:
             raise RunError(
                 f"{folder} already holds seed {busy[0]} of this run: --resume goes on with it, or choose another --out"
             )
-        seeds = sorted({*seeds, *there.seeds})
+        seeds = sorted({*seeds, *there.get("seeds", ())})
     elif folder.exists() and (
         not folder.is_dir() or any(inside.name != f"{path.name}.tmp" for inside in folder.iterdir())
     ):
@@ -103,12 +103,11 @@ def _make(folder: Path) -> None:
         raise RunError(f"cannot make the folder {folder}: {error.strerror}; choose another --out") from error
 
 
-def _difference(there: Experiment, here: Experiment) -> str:
-    old, new = _flat(there.settings()), _flat(here.settings())
-    for key in ("name", "title", "description", "seeds", "rounds", "checkpoint_every"):
-        old.pop(key, None), new.pop(key, None)
-    key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
-    return f"`{key}` is {old.get(key)!r} there and {new.get(key)!r} here"
+def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """The first setting that two runs differ in, or None where they are one."""
+    old, new = _flat(identity(there)), _flat(identity(here))
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return f"`{(key := changed[0])}` is {old.get(key)!r} there and {new.get(key)!r} here" if changed else None
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Losses of m models on one agent's validation data, whole and per class (alg:localAggregation, line 3; eq:benignAgentObj)."""
+"""Losses of m models on an agent's validation data (alg:localAggregation, line 3; eq:benignAgentObj), and tests."""
 
 from typing import Literal
 

@@ -81,7 +81,10 @@ def colluders_aggregation(
     *,
     own_model: bool,
 ) -> Mixed:
-    """The aggregation of a malicious agent: fellow attackers first, weights by numbers of samples (sec:experiments). `fellows` and `benign` are the other agents of its cluster, which it knows."""
+    """The aggregation of a malicious agent: fellow attackers first, weights by numbers of samples (sec:experiments).
+
+    `fellows` and `benign` are the other agents of its cluster, which it knows.
+    """
     received = exchange(colluding(fellows, benign, budget, draw))
     weights = by_num_samples(Judged(0, None, None, received, me), own_model="judged" if own_model else "excluded")
     mu, own_weight = split_weights(weights, len(received.ids))

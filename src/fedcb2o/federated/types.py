@@ -37,7 +37,7 @@ class Contacts:
 
 @dataclass(frozen=True)
 class Received:
-    """The models that one agent downloaded in a round (alg:localAggregation, line 2): rows of a pool, never a gathered copy.
+    """The models that one agent downloaded in a round (alg:localAggregation, line 2): rows of a pool, never a copy.
 
     May be fewer than were asked, or none. `num_samples` is what each peer says it trained on.
     """

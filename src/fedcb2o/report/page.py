@@ -18,6 +18,7 @@ from fedcb2o.report.figures import curves, figure6, sample_images, source_counts
 from fedcb2o.report.render import html_text, readable, to_html, to_latex, to_markdown
 from fedcb2o.report.tables import (
     METRICS,
+    attacked,
     by_source_count,
     compare,
     labels,
@@ -31,8 +32,7 @@ from fedcb2o.report.tables import (
 OVERALL = (
     "Mean ± standard deviation over seeds, in percent, of the mean over benign agents at the last round. Net attack "
     "success is the rate minus that of the clean twin, the same run whose malicious agents train on true labels. "
-    "Malicious weight is what benign agents give to malicious peers, over the last fifth of the rounds; where these do "
-    "not attack (Oracle Max) it is no fault."
+    "Malicious weight is what benign agents give to malicious peers, over the last fifth of the rounds."
 )
 WORST = "As above, for the worst benign agent of each seed: the lowest accuracy, the highest attack success."
 TENTH = "As above, for the mean of the worst tenth of the benign agents."
@@ -87,8 +87,8 @@ def report(runs: Sequence[Run], out: Path) -> list[Path]:
         page.body.append(f'<p class="warning">{html_text(sentence)}.</p>')
     page.table("Results", "results", compare(ready), OVERALL)
     page.figure("Over the rounds", "curves", curves(shown), CURVES)
-    attacked = [run for run in shown if run.agents.malicious.any() and _role(run) == "attack"]
-    page.figure("Who is received, and with what weight", "figure6", figure6(*(attacked or shown)), FIGURE6)
+    under_attack = [run for run in shown if attacked(run)]
+    page.figure("Who is received, and with what weight", "figure6", figure6(*(under_attack or shown)), FIGURE6)
     page.table("The worst benign agent", "worst", compare(ready, over="worst"), WORST)
     page.table("The worst tenth of the benign agents", "worst-tenth", compare(ready, over="worst_tenth"), TENTH)
     page.figure("By source-class samples in the validation data", "source-count", source_counts(shown), COUNTS)
@@ -180,10 +180,6 @@ def _tuning(run: Run) -> str | None:
     """A warning where a run was not measured on the test set."""
     on = run.config.get("evaluate_on", "test")
     return None if on == "test" else f"{run.title} was measured on {on} data, not on the test set"
-
-
-def _role(run: Run) -> str:
-    return str(run.config.get("agents", {}).get("malicious_role", "attack"))
 
 
 def _clusters(run: Run) -> int:

@@ -70,7 +70,8 @@ def compare(runs: Sequence[Run], *, over: Over = "mean", twins: bool = False) ->
         cells = {LABELS[metric]: spread(table[metric + end]) for metric in METRICS}
         if over == "mean":
             cells[LABELS["net"]] = spread(net_attack_success(run, runs))
-        cells[LABELS["malicious_weight"]] = spread(table["malicious_weight"])
+        taken = table["malicious_weight"] if attacked(run) else pd.Series(dtype=float)
+        cells[LABELS["malicious_weight"]] = spread(taken)
         columns[label] = cells
     table = pd.DataFrame(columns)
     if over != "mean":
@@ -155,9 +156,14 @@ def last_fifth(table: pd.DataFrame) -> pd.DataFrame:
     return late
 
 
+def attacked(run: Run) -> bool:
+    """Whether malicious agents attack in a run."""
+    return run.config.get("agents", {}).get("malicious_role") == "attack" and bool(run.agents.malicious.any())
+
+
 def twin_of(run: Run, among: Sequence[Run] = ()) -> Run | None:
     """The clean twin of an attacked run: the same settings, but malicious agents train on true labels."""
-    if run.config.get("agents", {}).get("malicious_role") != "attack":
+    if not attacked(run):
         return None
     beside = run.folder.with_name(run.folder.name + "-clean")
     try:
