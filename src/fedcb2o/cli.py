@@ -196,7 +196,9 @@ def main() -> None:
         sys.stdout.flush()
     except FedCB2OError as error:
         _leave(f"Error: {' '.join(str(error).split())}", 2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        if isinstance(leaving, SystemExit) and leaving.code != 130:  # what typer makes of Ctrl-C
+            raise
         _leave("Interrupted. What is written stays; --resume goes on from the last checkpoint.", 130)
     except BrokenPipeError:
         _leave("", 1)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests import reference
 from torch import nn
 
 from fedcb2o import models
@@ -16,7 +17,6 @@ from fedcb2o.federated.selection import nobody
 from fedcb2o.runtime.simulate import Setting, World, rounds, shard_of
 from fedcb2o.runtime.workers import Here
 from fedcb2o.streams import stream
-from tests import reference
 
 CLASSES, SEED, BUDGET = 4, 7, 3
 TRAINING = Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=2)

@@ -41,10 +41,24 @@ class Component(BaseModel):
         """The keyword arguments."""
         return dict(self.model_extra or {})
 
+    def resolved(self, kind: str, room: Any) -> dict[str, Any]:
+        """The function's name and all of its keyword arguments, defaults among them."""
+        known = plugins.parameters(plugins.resolve(kind, self.name, room))
+        defaults = {key: p.default for key, p in known.items() if p.default not in (None, p.empty)}
+        return {"name": self.name, **defaults, **self.parameters}
+
     def function(self, kind: str, room: Any, **fixed: Any) -> Callable[..., Any]:
         """The function with its parameters, checked against its signature; raises ConfigError."""
         function = plugins.resolve(kind, self.name, room)
         return functools.partial(function, **plugins.bind(kind, function, self.parameters), **fixed)
+
+
+KINDS = (
+    ("data", "data set", data),
+    ("model", "model", models),
+    ("algorithm", "algorithm", algorithms),
+    ("attack", "attack", attacks),
+)
 
 
 class AgentsPart(Part):
@@ -125,6 +139,11 @@ class Experiment(Part):
         if not isinstance(algorithm, algorithms.Algorithm):
             raise ValueError(f"the algorithm returned a {type(algorithm).__name__}, expected an Algorithm")
         factor = algorithm.factor(self.training.gamma)
+        if algorithm.judges and self.agents.malicious and self.agents.malicious_role == "benign":
+            raise ValueError(
+                'malicious agents with `agents.malicious_role` = "benign" hold no validation data, so the algorithm '
+                'must be one that judges nothing, such as dfedavgm; "clean" and "removed" go with every algorithm'
+            )
         if not 0 < factor <= 1:
             raise ValueError(
                 f"lambda1 * gamma must be above 0 and at most 1, got {factor:g}: choose a smaller `algorithm.lambda1`, "
@@ -136,7 +155,11 @@ class Experiment(Part):
 
     def settings(self) -> dict[str, Any]:
         """The experiment as plain values, functions by their import path: what `config.toml` holds."""
-        return _plain(self.model_dump(mode="python", exclude_none=True))  # type: ignore[no-any-return]
+        settings = self.model_dump(mode="python", exclude_none=True)
+        for key, kind, room in KINDS:
+            if (component := getattr(self, key)) is not None:
+                settings[key] = component.resolved(kind, room)
+        return _plain(settings)  # type: ignore[no-any-return]
 
     def fingerprint(self, seed: int) -> str:
         """What a checkpoint of one seed belongs to: every setting that its state depends on."""
@@ -150,9 +173,12 @@ class Experiment(Part):
     def clean_twin(self) -> "Experiment":
         """The same experiment with malicious agents that train on true labels."""
         agents = self.agents.model_copy(update={"malicious_role": "clean"})
-        return self.model_copy(
-            update={"name": f"{self.name}-clean", "title": f"{self.title} (clean twin)", "agents": agents}
-        )
+        names = {
+            "name": f"{self.name}-clean",
+            "title": f"{self.title} (clean twin)",
+            "description": f"Clean twin, malicious agents train on true labels: {self.description}",
+        }
+        return self.model_copy(update={**names, "agents": agents})
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import platform
+import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -87,6 +88,8 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool) -> None:
             raise RunError(
                 f"{folder} already holds seed {busy[0]} of this run: --resume goes on with it, or choose another --out"
             )
+        if there.get("rounds", 0) > experiment.rounds:
+            raise RunError(f"{folder} holds this run with `rounds` = {there['rounds']}: it can only be made longer")
         seeds = sorted({*seeds, *there.get("seeds", ())})
     elif folder.exists() and (
         not folder.is_dir() or any(inside.name != f"{path.name}.tmp" for inside in folder.iterdir())
@@ -150,10 +153,13 @@ def run_seed(
             line = metrics_line(experiment, world, done)
             log.append("metrics", line)
             log.append("pairs", pairs_line(done))
+            seconds = dict(done.seconds)
             if (done.n + 1) % experiment.checkpoint_every == 0 or done.n + 1 == experiment.rounds:
+                began = time.perf_counter()
                 log.sync()
                 checkpoint.save(folder, done.n + 1, padded, contacts, fingerprint)
-            log.append("timing", {"round": done.n + 1, **done.seconds})
+                seconds["checkpoint"] = time.perf_counter() - began
+            log.append("timing", {"round": done.n + 1, **seconds})
             watch(experiment, seed, line)
     records.write_json(summary, {"seed": seed, "rounds": experiment.rounds})
 

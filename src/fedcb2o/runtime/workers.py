@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,7 +71,7 @@ class Processes(Generic[World]):
             max_workers=self.count,
             timeout=600,
             initializer=_start,
-            initargs=(os.getpid(),),
+            initargs=(os.getpid(), tuple(sys.path)),  # where users' functions lie: with another path, other workers
             env={"OMP_NUM_THREADS": "1"},
         )
         try:
@@ -118,7 +119,8 @@ def _work(arena: Arena, make: Callable[..., Any], function: Callable[..., Result
     return function(_current[arena.path], *task)
 
 
-def _start(parent: int) -> None:
+def _start(parent: int, path: tuple[str, ...]) -> None:
+    sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     torch.set_num_threads(1)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()

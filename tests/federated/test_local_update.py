@@ -1,0 +1,78 @@
+"""LocalUpdate: one step by hand, batches, and theta trained in its row."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedcb2o import models
+from fedcb2o.data.shard import Shard
+from fedcb2o.federated.local_update import Training, batches, local_update_
+from fedcb2o.streams import stream
+
+TRAINING = Training(gamma=0.5, lambda2=2.0, momentum=0.9, batch_size=4, local_epochs=3)
+
+
+def test_one_step_by_hand():
+    """Two classes, one weight each and no input but 1: the softmax is (1/2, 1/2), so the gradient is p - y."""
+    module = nn.Linear(1, 2, bias=False)
+    theta = torch.zeros(1, 2)[0]
+    one = Training(gamma=0.5, lambda2=2.0, momentum=0.9, batch_size=4, local_epochs=1)
+    loss = local_update_(theta, module, Shard(torch.ones(4, 1), torch.tensor([0, 0, 0, 1])), one, stream(0, "x"))
+    # theta <- 0 - 1 * mean gradient; class 0: 1/2 - 3/4, class 1: 1/2 - 1/4.
+    assert theta.tolist() == pytest.approx([0.25, -0.25])
+    assert loss == pytest.approx(math.log(2))
+
+
+def test_momentum_is_not_carried_over():
+    shard = Shard(torch.ones(4, 1), torch.tensor([0, 0, 0, 1]))
+    module, theta = nn.Linear(1, 2, bias=False), torch.zeros(2)
+    one = Training(gamma=0.5, lambda2=2.0, momentum=0.9, batch_size=4, local_epochs=1)
+    local_update_(theta, module, shard, one, stream(0, "a"))
+    local_update_(theta, module, shard, one, stream(0, "b"))
+    p = 1 / (1 + math.exp(-0.5))  # the softmax at (0.25, -0.25)
+    assert theta[0].item() == pytest.approx(0.25 - (p - 0.75), abs=1e-6)
+
+
+def test_batches_cover_every_epoch_and_steps_cycle():
+    found = [len(batch) for batch in batches(10, TRAINING, stream(0, "x"))]
+    assert found == [4, 4, 2] * 3
+    first = [i for batch in list(batches(10, TRAINING, stream(0, "x")))[:3] for i in batch.tolist()]
+    assert sorted(first) == list(range(10))
+    steps = Training(gamma=0.5, lambda2=1.0, momentum=0.0, batch_size=4, local_epochs=3, local_steps=7)
+    assert [len(batch) for batch in batches(10, steps, stream(0, "x"))] == [4, 4, 2, 4, 4, 2, 4]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_training_stays_in_the_row_and_touches_no_other(precision):
+    module = models.cnn((1, 8, 8), 3, hidden=5)
+    d = models.dimension(module)
+    rows = models.empty_models(3, d)
+    rows[:] = models.flatten(module)
+    before = rows.clone()
+    draw = stream(1, "data")
+    shard = Shard(torch.from_numpy(draw.random((20, 1, 8, 8))).float(), torch.from_numpy(draw.integers(3, size=20)))
+    training = Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=1, precision=precision)
+    local_update_(rows[1], module, shard, training, stream(1, "x"))
+    assert models.is_bound(module, rows[1])
+    assert rows[0].equal(before[0])
+    assert rows[2].equal(before[2])
+    assert not rows[1].equal(before[1])
+
+
+def test_a_network_that_draws_is_the_same_every_time():
+    """Dropout draws from the agent's own stream, and PyTorch's global generator is left as it was."""
+    make = lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))  # noqa: E731
+    module = make()
+    start = models.flatten(module)
+    shard = Shard(torch.rand(12, 4), torch.arange(12) % 2)
+    results = []
+    for _ in range(2):
+        theta = start.clone()
+        torch.rand(1)
+        state = torch.random.get_rng_state()
+        local_update_(theta, module, shard, TRAINING, stream(3, "x"))
+        assert state.equal(torch.random.get_rng_state())
+        results.append(theta)
+    assert results[0].equal(results[1])
