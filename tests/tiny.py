@@ -65,7 +65,7 @@ class Done:
 
 
 def here(*arguments: object) -> Done:
-    """`fedcb2o ARGUMENTS` in this process, which saves seconds; `main` leaves standard output closed, hence the care."""
+    """`fedcb2o ARGUMENTS` in this process, which saves seconds; `main` may leave standard output closed."""
     out, err = io.StringIO(), io.StringIO()
     with _kept_stdout(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         before = sys.argv

@@ -1,0 +1,207 @@
+"""Numerically hard cases of a round: huge and infinite values, broken models, peers that do not answer."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.federated.test_round import CLUSTER, MALICIOUS, make_setting, network
+
+from fedcb2o import models
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.criteria import average_loss, class_loss_gap
+from fedcb2o.federated.evaluate import losses_of
+from fedcb2o.federated.rules import by_num_samples
+from fedcb2o.federated.selection import colluding, nobody, prob_sampling, remember, uniform
+from fedcb2o.federated.types import Contacts, Judged, Losses, Received
+from fedcb2o.runtime.simulate import World, mix_, mixing_matrix, rounds
+from fedcb2o.runtime.workers import Here
+from fedcb2o.streams import stream
+
+INF = float("inf")
+
+
+def judged(by_class, own_by_class, present=None, n=0):
+    """A round's view with given class losses; the mean loss is their mean over the classes that are present."""
+    by_class = torch.tensor(by_class, dtype=torch.float64).reshape(-1, len(own_by_class))
+    own = torch.tensor([own_by_class], dtype=torch.float64)
+    present = torch.tensor(present or [True] * len(own_by_class))
+    m = len(by_class)
+    pool = torch.zeros(m + 1, 2)
+    ids = torch.arange(m)
+    return Judged(
+        n,
+        Losses(by_class[:, present].mean(1), by_class, present),
+        Losses(own[:, present].mean(1), own, present),
+        Received(ids, ids, pool, torch.ones(m, dtype=torch.float64)),
+        Received(torch.tensor([m]), torch.tensor([m]), pool, torch.ones(1, dtype=torch.float64)),
+    )
+
+
+def test_class_loss_gap_by_hand():
+    view = judged([[1.0, 5.0], [0.5, 0.25]], [0.75, 1.0])
+    assert class_loss_gap(view).tolist() == [4.0, -0.25]
+    assert average_loss(view).tolist() == [3.0, 0.375]
+
+
+def test_an_absent_class_is_masked_or_zero():
+    view = judged([[1.0, 0.0], [0.25, 0.0]], [0.75, 0.0], present=[True, False])
+    assert class_loss_gap(view).tolist() == [0.25, -0.5]
+    assert class_loss_gap(view, absent="zero").tolist() == [0.25, 0.0]
+
+
+@pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
+def test_all_peers_huge_still_gives_weights(own_model):
+    """In the first rounds every peer may be bad: the least bad one counts, and nothing is 0 / 0."""
+    view = judged([[1e6, 1e6], [1e300, 0.0], [1e6, 1e6]], [0.5, 0.5])
+    mu = algorithms.fedcb2o(own_model=own_model).weigh(view)
+    expected = {"excluded": [0.5, 0, 0.5, 0], "judged": [0, 0, 0, 1], "trusted": [1 / 3, 0, 1 / 3, 1 / 3]}
+    assert mu.tolist() == pytest.approx(expected[own_model])
+
+
+@pytest.mark.parametrize(("own_model", "kept"), [("excluded", 0.0), ("judged", 1.0), ("trusted", 0.0)])
+def test_nobody_to_be_trusted_keeps_the_model(own_model, kept):
+    view = judged([[INF, 1.0], [2.0, INF]], [0.5, 0.5])
+    mu = algorithms.fedcb2o(own_model=own_model).weigh(view)
+    assert mu[:2].tolist() == [0.0, 0.0]
+    assert mu.sum().item() == kept
+
+
+@pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
+@pytest.mark.parametrize("beta", [None, 0.5])
+def test_nobody_answered(own_model, beta):
+    mu = algorithms.fedcb2o(own_model=own_model, beta=beta).weigh(judged([], [0.5, 0.5]))
+    assert mu[:-1].tolist() == []
+    assert mu.sum().item() in (0.0, 1.0)
+    assert by_num_samples(judged([], [0.5, 0.5]), own_model="excluded").tolist() == []
+
+
+def test_a_model_that_is_no_number_has_infinite_losses():
+    module = network()
+    pool = torch.zeros(3, models.dimension(module))
+    pool[1] = torch.nan
+    pool[2] = 3e38
+    shard = make_setting(algorithms.fedcbo(), module).test
+    losses = losses_of(module, pool, torch.arange(3), shard, 4)
+    assert losses.mean.isfinite().tolist() == [True, False, False]
+    assert not losses.mean.isnan().any()
+    assert losses.mean[0].item() == pytest.approx(torch.log(torch.tensor(4.0)).item())
+
+
+def test_batch_means_by_hand():
+    module = network()
+    pool = torch.randn(2, models.dimension(module), generator=torch.Generator().manual_seed(0))
+    shard = make_setting(algorithms.fedcbo(), module).test
+    part = dataclasses.replace(shard, x=shard.x[:11], y=shard.y[:11])
+    one_by_one = torch.stack(
+        [losses_of(module, pool, torch.arange(2), dataclasses.replace(part, x=x[None], y=y[None]), 4).mean
+         for x, y in zip(part.x, part.y, strict=True)],
+        dim=1,
+    )  # fmt: skip
+    batches = losses_of(module, pool, torch.arange(2), part, 4, reduction="batches", batch_size=8).mean
+    expected = (one_by_one[:, :8].mean(1) + one_by_one[:, 8:].mean(1)) / 2
+    torch.testing.assert_close(batches, expected, rtol=1e-5, atol=1e-6)
+
+
+def ask(contacts, n, budget=6, seed=0):
+    return prob_sampling(contacts, torch.arange(1, n), budget, stream(seed, "x"))
+
+
+@pytest.mark.parametrize(("n", "budget", "counts"), [(100, 20, [20, 20, 20, 20, 19]), (20, 6, [6, 6, 6, 1])])
+def test_the_first_pass_has_no_top_up(n, budget, counts):
+    contacts, found = nobody(), []
+    for k in range(len(counts)):
+        asked = ask(contacts, n, budget, seed=k)
+        found.append(len(asked))
+        contacts = remember(
+            contacts, asked, asked, torch.ones(len(asked)), kappa=2.0, zeta=0.5, first_contact="average"
+        )
+    assert found == counts
+    assert contacts.ids.tolist() == list(range(1, n))
+    assert len(ask(contacts, n, budget)) == budget
+
+
+def test_a_likelihood_that_underflows_is_met_and_never_asked_again():
+    losses = torch.tensor([0.1, 1e6, INF, 0.2], dtype=torch.float64)
+    everyone = torch.arange(1, 5)
+    contacts = remember(nobody(), everyone, everyone, losses, kappa=2.0, zeta=0.5, first_contact="average")
+    assert contacts.likelihood[1:3].tolist() == [0.0, 0.0]
+    for seed in range(20):
+        assert ask(contacts, 5, budget=3, seed=seed).tolist() == [1, 4]  # two are positive: two are drawn
+
+
+def test_nobody_positive_is_nobody():
+    contacts = Contacts(torch.arange(1, 5), torch.zeros(4, dtype=torch.float64))
+    assert ask(contacts, 5).tolist() == []
+
+
+def test_a_peer_that_never_answers_is_met_and_counts_as_an_average_one():
+    asked = torch.tensor([1, 2, 3])
+    losses = torch.zeros(2, dtype=torch.float64)
+    contacts = remember(nobody(), asked, asked[:2], losses, kappa=2.0, zeta=0.5, first_contact="average")
+    assert contacts.likelihood[:2].tolist() == [0.5, 0.5]
+    assert contacts.likelihood[2].isnan()
+    drawn = [i for seed in range(300) for i in ask(contacts, 4, budget=1, seed=seed).tolist()]
+    assert all(70 < drawn.count(i) < 130 for i in (1, 2, 3))
+
+
+def test_likelihood_by_hand():
+    one = torch.tensor([4])
+    first = remember(nobody(), one, one, torch.tensor([1.0]), kappa=2.0, zeta=0.25, first_contact="average")
+    gain = torch.exp(torch.tensor(-2.0, dtype=torch.float64)).item()
+    assert first.likelihood.item() == pytest.approx(0.25 * gain)
+    second = remember(first, one, one, torch.tensor([0.0]), kappa=2.0, zeta=0.25, first_contact="average")
+    assert second.likelihood.item() == pytest.approx(0.75 * 0.25 * gain + 0.25)
+    whole = remember(nobody(), one, one, torch.tensor([1.0]), kappa=2.0, zeta=0.25, first_contact="whole")
+    assert whole.likelihood.item() == pytest.approx(gain)
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(1, 15))
+def test_colluders_prefer_fellows(num_fellows, num_benign, budget):
+    fellows, benign = torch.arange(num_fellows), torch.arange(100, 100 + num_benign)
+    asked = colluding(fellows, benign, budget, stream(0, "x")).tolist()
+    assert len(asked) == len(set(asked)) == min(budget, num_fellows + num_benign)
+    assert sum(i < 100 for i in asked) == min(budget, num_fellows)
+
+
+def test_uniform_is_uniform():
+    counts = torch.zeros(5)
+    for seed in range(500):
+        counts[uniform(nobody(), torch.arange(5), 2, stream(seed, "x"))] += 1
+    assert counts.sum() == 1000
+    assert ((counts > 150) & (counts < 250)).all()
+
+
+def test_broken_models_are_dropped_and_the_rest_carry_on():
+    """Attackers whose models are NaN, infinite or garbage: no benign model becomes one, and all of them move."""
+    setting = make_setting(algorithms.fedcb2o(own_model="trusted", mixing_factor=1.0), network())
+    world = World(setting, models.empty_models(len(CLUSTER), models.dimension(setting.module)))
+    start = torch.from_numpy(stream(1, "theta").normal(size=world.models.shape) * 0.3).float()
+    world.models[:] = start
+    bad = [j for j, malicious in enumerate(MALICIOUS) if malicious]
+    for j, value in zip(bad, (float("nan"), INF, 1e30, -INF), strict=True):
+        world.models[j] = value
+    contacts = [nobody() for _ in CLUSTER]
+    for done in rounds(world, Here(world), contacts, 0, 5, lambda n: False):
+        for j, malicious in enumerate(MALICIOUS):
+            if not malicious:
+                assert world.models[j].isfinite().all()
+                assert not set(done.mixed[j].ids.tolist()) & set(bad)
+    benign = ~torch.tensor(MALICIOUS)
+    assert (world.models[benign] != start[benign]).any(1).all()
+
+
+def test_a_weight_of_zero_stops_a_nan():
+    setting = make_setting(algorithms.fedcb2o(), network())
+    world = World(setting, torch.tensor([[1.0, 2.0, 3.0], [torch.nan] * 3, [3.0, 4.0, 5.0]]))
+    from fedcb2o.federated.round import Mixed, stay
+
+    def mixed(ids, weights, own, factor):
+        return Mixed(nobody(), torch.tensor(ids), torch.tensor(weights, dtype=torch.float64), own, factor, 0.0)
+
+    matrix = mixing_matrix([mixed([1, 2], [0.0, 1.0], 0.0, 0.5), stay(nobody()), mixed([0, 1], [0.5, 0.0], 0.5, 1.0)])
+    mix_(world, (matrix.crow_indices(), matrix.col_indices(), matrix.values()), 0, 3)
+    assert world.models[0].tolist() == [2.0, 3.0, 4.0]  # half of itself, half of the third
+    assert world.models[2].tolist() == [2.0, 3.0, 4.0]
+    assert world.models[1].isnan().all()

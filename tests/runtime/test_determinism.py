@@ -1,0 +1,95 @@
+"""The same seed and settings give the same bits: whatever the workers, interrupted or not, alone or among others."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+from tests.tiny import bits, tiny
+
+from fedcb2o.experiments import run
+
+VARIANTS = {
+    "fedcb2o": tiny(agents={"participation": 0.7}),
+    "convolutions": tiny(rounds=2, model={"name": "cnn", "hidden": 4}, algorithm={"criterion": "average_loss"}),
+    "dropout": tiny(model={"name": f"{__name__}:with_dropout"}, agents={"initialisation": "independent"}),
+}
+
+
+def with_dropout(shape, classes):
+    from torch import nn
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.5), nn.Linear(8, classes))
+
+
+VARIANTS["dropout"]["model"]["name"] = with_dropout
+
+
+class StopError(Exception):
+    """What a run is interrupted by."""
+
+
+def stop_after(rounds):
+    def watch(experiment, seed, line):
+        if line["round"] >= rounds:
+            raise StopError
+
+    return watch
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_number_of_workers_changes_no_bit(tmp_path, variant):
+    for workers in (1, 2, 3):
+        run(VARIANTS[variant], out=tmp_path / str(workers), workers=workers)
+    one = bits(tmp_path / "1")
+    assert bits(tmp_path / "2") == one
+    assert bits(tmp_path / "3") == one
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("checkpoint_every", [1, 3])
+def test_an_interruption_changes_no_bit(tmp_path, first, second, checkpoint_every):
+    experiment = {**VARIANTS["fedcb2o"], "rounds": 8, "checkpoint_every": checkpoint_every}
+    run(experiment, out=tmp_path / "whole", workers=1)
+    for rounds in (2, 4, 7):  # before the first checkpoint of every three rounds, on one, and after one
+        with pytest.raises(StopError):
+            run(experiment, out=tmp_path / "parts", workers=first, resume=rounds > 2, watch=stop_after(rounds))
+    run(experiment, out=tmp_path / "parts", workers=second, resume=True)
+    assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
+
+
+def test_other_seeds_of_the_run_change_no_bit(tmp_path):
+    run(tiny(), out=tmp_path / "alone", seeds=[1001], workers=1)
+    run(tiny(), out=tmp_path / "both", seeds=[1000, 1001], workers=1)
+    alone, both = bits(tmp_path / "alone", 1001), bits(tmp_path / "both", 1001)
+    del alone["config.toml"], both["config.toml"]
+    assert both == alone
+    assert bits(tmp_path / "both")["checkpoint models"] != both["checkpoint models"]
+
+
+def test_how_often_is_evaluated_and_saved_changes_no_model(tmp_path):
+    run(tiny(rounds=4), out=tmp_path / "often", workers=1)
+    run(tiny(rounds=4, evaluate_every=3, checkpoint_every=3), out=tmp_path / "seldom", workers=1)
+    often, seldom = bits(tmp_path / "often"), bits(tmp_path / "seldom")
+    for name in ("checkpoint models", "checkpoint likelihood", "pairs.jsonl"):
+        assert seldom[name] == often[name]
+    lines = [json.loads(text) for text in (tmp_path / "seldom/seed-1000/metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines if "accuracy" in line] == [3, 4]
+
+
+def test_a_finished_run_can_be_taken_further(tmp_path):
+    run(tiny(rounds=2), out=tmp_path / "further", workers=1)
+    run(tiny(rounds=4), out=tmp_path / "further", workers=1, resume=True)
+    run(tiny(rounds=4), out=tmp_path / "at once", workers=1)
+    assert bits(tmp_path / "further") == bits(tmp_path / "at once")
+
+
+def test_the_clean_twin_holds_the_same_samples_and_starts_alike(tmp_path):
+    attacked = run(tiny(rounds=1), out=tmp_path / "attacked", workers=1)
+    clean = run(tiny(rounds=1, agents={"malicious_role": "clean"}), out=tmp_path / "clean", workers=1)
+    assert clean.about(1000) == attacked.about(1000)
+    first, second = ({"train": r.records["train_loss"][~r.agents["malicious"]].tolist()} for r in (attacked, clean))
+    assert first == second
+    models = [
+        load_file(tmp_path / name / "seed-1000/checkpoint.safetensors")["models"] for name in ("attacked", "clean")
+    ]
+    assert not models[0].equal(models[1])

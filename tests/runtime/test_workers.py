@@ -1,0 +1,145 @@
+"""Workers and the memory they share: results in order, errors whole, nobody and nothing left behind."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.runtime import arena
+from fedcb2o.runtime.workers import Here, Processes, Workers, blocks, one_thread
+
+SPECS = {"models": (torch.float32, (3, 5)), "labels": (torch.int64, (7,)), "none": (torch.uint8, (0, 2))}
+
+
+def fill(world, row, value):
+    world["models"][row] = value
+    return os.getpid(), torch.get_num_threads()
+
+
+def slowly(world, seconds, value):
+    time.sleep(seconds)
+    return value
+
+
+def fail(world, kind):
+    if kind == "config":
+        raise ConfigError("the rule returned nonsense")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def same(tensors):
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with arena.shared(SPECS) as shared:
+        yield Processes(2, shared, same)
+
+
+def test_workers_change_the_tensors_in_place_with_one_thread_each(pool):
+    found = pool.map(fill, [(0, 1.0), (1, 2.0), (2, 3.0)])
+    assert pool.arena.tensors()["models"].tolist() == [[1.0] * 5, [2.0] * 5, [3.0] * 5]
+    assert all(pid != os.getpid() for pid, _ in found)
+    assert {threads for _, threads in found} == {1}
+
+
+def test_results_come_in_the_order_of_the_tasks(pool):
+    assert pool.map(slowly, [(0.2, "a"), (0.0, "b"), (0.1, "c"), (0.0, "d")]) == ["a", "b", "c", "d"]
+    assert pool.map(slowly, []) == []
+
+
+def test_an_error_arrives_as_it_is_and_the_pool_works_on(pool):
+    with pytest.raises(ConfigError, match=r"^the rule returned nonsense$"):
+        pool.map(fail, [("config",)])
+    assert pool.map(slowly, [(0.0, 1)]) == [1]
+
+
+def test_a_dead_worker_is_a_run_error_and_the_next_map_has_new_ones(pool):
+    with pytest.raises(RunError, match="a worker process was killed, perhaps for want of memory"):
+        pool.map(fail, [("die",), ("die",)])
+    assert pool.map(slowly, [(0.0, 1)]) == [1]
+
+
+def test_one_process_gives_the_same_and_both_are_workers(pool):
+    world = {"models": torch.zeros(3, 5)}
+    before = torch.get_num_threads()
+    one = Here(world)
+    assert one.map(fill, [(1, 2.0)]) == [(os.getpid(), 1)]
+    assert torch.get_num_threads() == before
+    assert world["models"][1].tolist() == [2.0] * 5
+    assert isinstance(one, Workers)
+    assert isinstance(pool, Workers)
+    assert (one.count, pool.count) == (1, 2)
+
+
+def test_one_thread_puts_back_what_was_there():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with contextlib.suppress(KeyError), one_thread():
+            assert torch.get_num_threads() == 1
+            raise KeyError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 50))
+def test_blocks_hold_every_agent_once_in_fair_shares(costs, count):
+    shares = blocks(range(len(costs)), costs, count)
+    assert sorted(j for share in shares for j in share) == list(range(len(costs)))
+    assert len(shares) == min(count, len(costs))
+    loads = [sum(costs[j] for j in share) for share in shares]
+    assert max(loads) <= sum(costs) / len(shares) + max(costs)
+
+
+def test_an_arena_holds_zeros_shared_and_aligned_and_is_removed():
+    with arena.shared(SPECS) as shared:
+        first, second = shared.tensors(), shared.tensors()
+        assert {name: (t.dtype, tuple(t.shape)) for name, t in first.items()} == SPECS
+        assert all(not t.any() for t in first.values())
+        assert all(t.data_ptr() % 64 == 0 for t in first.values() if len(t))
+        first["models"][1, 2] = 7
+        first["labels"][6] = 9
+        assert second["models"][1, 2] == 7
+        assert second["labels"].tolist() == [0] * 6 + [9]
+        assert second["models"].sum() == 7
+        path = shared.path
+    assert not path.exists()
+    assert first["models"][1, 2] == 7  # a mapping outlives its file
+
+
+def test_an_arena_is_removed_after_an_error():
+    with pytest.raises(KeyError), arena.shared(SPECS) as shared:
+        raise KeyError
+    assert not shared.path.exists()
+
+
+def test_sweeping_takes_what_was_left_and_nothing_that_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(arena, "_folders", lambda: [tmp_path])
+    left, used, other = (tmp_path / f"fedcb2o-{name}" for name in ("1-a.arena", "2-b.arena", "notes.txt"))
+    for path in (left, used, other):
+        path.write_bytes(b"x")
+    with used.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with arena.shared(SPECS) as shared:
+            assert not left.exists()
+            assert used.exists()
+            assert other.exists()
+            arena.sweep()  # as another run does
+            assert shared.path.exists()
+
+
+def test_no_room_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(arena, "_folders", lambda: [tmp_path])
+    with pytest.raises(RunError, match=r"no room to share 4194304\.00 GiB of models and data between processes: "):
+        arena.shared({"models": (torch.float32, (2**20, 2**30))}).__enter__()
+    assert list(tmp_path.iterdir()) == []
