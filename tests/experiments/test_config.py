@@ -1,0 +1,224 @@
+"""Configurations: what is right is read as it was meant, what is wrong is one line with the cure."""
+
+import re
+import tomllib
+
+import pytest
+import tomli_w
+from tests.tiny import TINY, tiny, write
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config import Experiment, load, parse_value, presets
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_is_valid_and_says_what_it_is(name):
+    experiment = load(name)
+    assert experiment.name == name
+    assert name.split("-")[0] in ("digits", "emnist")
+    assert experiment.title
+    assert presets()[name] == experiment.description
+    assert len(experiment.description) > 20
+    assert "\n" not in experiment.description
+
+
+@pytest.mark.parametrize(
+    "name", ["digits-fedcb2o", "digits-dfedavgm", "emnist-small-fedcb2o-exact", "emnist-oracle-max"]
+)
+def test_what_config_toml_holds_is_the_same_experiment(name):
+    experiment = load(name)
+    again = load(tomllib.loads(tomli_w.dumps(experiment.settings())))
+    assert again.fingerprint(3) == experiment.fingerprint(3)
+    assert again.settings() == experiment.settings()
+
+
+def test_the_sources_of_an_experiment_are_alike(tmp_path):
+    from_file, from_mapping = load(write(tmp_path / "tiny.toml")), load(tiny())
+    assert from_file == from_mapping == load(from_mapping) == Experiment(**from_mapping.model_dump(exclude_unset=True))
+    assert from_mapping.title == "tiny"
+    assert tiny() == TINY
+
+
+def test_a_file_is_named_after_itself(tmp_path):
+    table = tiny()
+    del table["name"]
+    (tmp_path / "my-own.toml").write_text(tomli_w.dumps(table))
+    assert load(tmp_path / "my-own.toml").name == "my-own"
+
+
+def test_extends_changes_a_preset_section_by_section(tmp_path):
+    (tmp_path / "mine.toml").write_text(
+        'extends = "digits-fedcb2o"\nrounds = 7\n[agents]\nbudget = 3\n[model]\nname = "logistic"\n'
+    )
+    mine, preset = load(tmp_path / "mine.toml"), load("digits-fedcb2o")
+    assert (mine.name, mine.rounds, mine.agents.budget) == ("mine", 7, 3)
+    assert mine.agents.model_copy(update={"budget": preset.agents.budget}) == preset.agents
+    assert mine.model.parameters == {}  # another function: the parameters of the first do not follow it
+    assert mine.algorithm == preset.algorithm
+
+
+def test_changes_reach_every_depth():
+    changed = load(
+        tiny(),
+        {
+            "rounds": 9,
+            "agents.budget": 2,
+            "algorithm.criterion": "class_loss_gap",
+            "algorithm.criterion.absent": "zero",
+            "training": {"local_steps": 3},
+        },
+    )
+    assert (changed.rounds, changed.agents.budget, changed.training.local_steps) == (9, 2, 3)
+    assert changed.algorithm.parameters["criterion"] == {"name": "class_loss_gap", "absent": "zero"}
+    assert changed.algorithm.parameters["alpha"] == 2.0
+    other = load(tiny(), {"algorithm.name": "dfedavgm"})
+    assert other.algorithm.parameters == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3), ("0.5", 0.5), ("1e-3", 0.001), ("true", True), ("false", False), ("[1, 2]", [1, 2]), ("'3'", "3"),
+        ('"a b"', "a b"), ("prob_sampling", "prob_sampling"), ("my_module:f", "my_module:f"), ("", ""), ("1e", "1e"),
+        ('{name = "class_loss_gap", absent = "zero"}', {"name": "class_loss_gap", "absent": "zero"}), ("a=b", "a=b"),
+    ],
+)  # fmt: skip
+def test_values_of_set_are_toml_or_words(text, value):
+    parsed = parse_value(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_a_value_of_set_is_one_value():
+    # A line end would let one value define several keys.
+    assert parse_value('1\nrounds = 5') == '1\nrounds = 5'  # fmt: skip
+
+
+def test_the_clean_twin_differs_in_the_role_alone():
+    experiment = load(tiny())
+    twin = experiment.clean_twin()
+    assert (experiment.attacked, twin.attacked) == (True, False)
+    assert (twin.name, twin.agents.malicious_role) == ("tiny-clean", "clean")
+    assert "twin" in twin.title
+    back = twin.model_copy(update={"agents": experiment.agents})
+    assert back.fingerprint(0) == experiment.fingerprint(0)
+
+
+def test_the_fingerprint_is_that_of_what_the_numbers_depend_on():
+    one = load(tiny())
+    for same in (tiny(name="other"), tiny(seeds=[1, 2]), tiny(rounds=99), tiny(checkpoint_every=7), tiny(title="x")):
+        assert load(same).fingerprint(5) == one.fingerprint(5)
+    others = [tiny(training={"gamma": 0.06}), tiny(algorithm={"alpha": 2.5}), tiny(agents={"budget": 2})]
+    others += [tiny(evaluate_every=2), tiny(model={"name": "logistic"}), tiny(attack={"target": 3})]
+    prints = {load(table).fingerprint(5) for table in others} | {one.fingerprint(5), one.fingerprint(6)}
+    assert len(prints) == len(others) + 2
+
+
+def test_defaults_and_the_same_defaults_written_out_are_one_experiment():
+    assert load(tiny(algorithm={"kappa": 2.0})).fingerprint(0) == load(tiny()).fingerprint(0)
+    assert load(tiny(agents={"participation": 1.0})).fingerprint(0) == load(tiny()).fingerprint(0)
+
+
+WRONG = {
+    # key = value: what the message holds
+    # Unknown keys, with the nearest right one, in every section.
+    "roundz=3": "there is no key `roundz`. Did you mean `rounds`?",
+    "agents.bening=3": "there is no key `agents.bening`. Did you mean `benign`?",
+    "training.gama=1": "there is no key `training.gama`. Did you mean `gamma`?",
+    "algorithm.alfa=1": "algorithm `fedcb2o` has no parameter `alfa`. Did you mean `alpha`?",
+    "algorithm.criterion={name='class_loss_gap',absnt='zero'}": "has no parameter `absnt`. Did you mean `absent`?",
+    "algorithm.criterion={nam='class_loss_gap'}": "the criterion has no `name`",
+    "model.hiden=3": "model `mlp` has no parameter `hiden`. Did you mean `hidden`?",
+    "data.test_per_clas=3": "data set `digits` has no parameter `test_per_clas`. Did you mean `test_per_class`?",
+    "attack.sorce=1": "attack `label_flip` has no parameter `sorce`. Did you mean `source`?",
+    "agents.benign.x=3": "`agents.benign`",
+    "no.such.key=3": "there is no key `no`",
+    # Unknown names.
+    "data.name=digit": "there is no data set `digit`. Did you mean `digits`?",
+    "model.name=cn": "there is no model `cn`. Did you mean `cnn`?",
+    "algorithm.name=fedcb2": "there is no algorithm `fedcb2`. Did you mean `fedcb2o`?",
+    "algorithm.criterion=class_los_gap": "there is no criterion `class_los_gap`. Did you mean `class_loss_gap`?",
+    "algorithm.selection=prob_samplin": "there is no selection `prob_samplin`. Did you mean `prob_sampling`?",
+    "attack.name=label_flop": "there is no attack `label_flop`. Did you mean `label_flip`?",
+    "agents.split=randm": "`agents.split`: input should be 'random', 'stratified' or 'released', got 'randm'",
+    "agents.malicious_role=bad": "`agents.malicious_role`: input should be 'attack', 'clean', 'benign' or 'removed'",
+    "evaluate_on=train": "`evaluate_on`: input should be 'test' or 'tuning', got 'train'",
+    # Wrong types.
+    "rounds=3.5": "`rounds`: input should be a valid integer, got 3.5",
+    "rounds=many": "`rounds`: input should be a valid integer, got 'many'",
+    "rounds='3'": "`rounds`: input should be a valid integer, got '3'",
+    "rounds=true": "`rounds`: input should be a valid integer, got True",
+    "seeds=3": "`seeds`: input should be a valid tuple, got 3",
+    "seeds=[true]": "`seeds.0`: input should be a valid integer, got True",
+    "name=3": "`name`: input should be a valid string, got 3",
+    "name='a/b'": "`name`: string should match pattern",
+    "agents=3": "`agents` must be a section, with keys of its own, got 3",
+    "model=mlp": "`model` must be a section, with keys of its own, got 'mlp'",
+    "agents.hold_out='yes'": "`agents.hold_out`: input should be a valid boolean, got 'yes'",
+    "training.gamma='small'": "`training.gamma`: input should be a valid number, got 'small'",
+    "training.gamma=true": "`training.gamma`: input should be a valid number, got True",
+    "algorithm.alpha='large'": "algorithm `fedcb2o`: `alpha` = 'large': Input should be a valid number",
+    "algorithm.alpha=true": "algorithm `fedcb2o`: `alpha` = True: Input should be a valid number",
+    "algorithm.name=3": "`algorithm.name`: input should be a valid string, got 3",
+    "model.hidden=8": "model `mlp`: `hidden` = 8",
+    "attack.source='O'": "attack `label_flip`: `source` = 'O': Input should be a valid integer",
+    # Values out of range.
+    "rounds=0": "`rounds`: input should be greater than or equal to 1, got 0",
+    "seeds=[]": "`seeds`: tuple should have at least 1 item",
+    "seeds=[-1]": "`seeds.0`: input should be greater than or equal to 0, got -1",
+    "seeds=[1,1]": "`seeds` must differ, got [1, 1]",
+    "agents.num_clusters=3": "`agents.num_clusters`: input should be 1, 2 or 4, got 3",
+    "agents.budget=0": "`agents.budget`: input should be greater than or equal to 1, got 0",
+    "agents.budget=6": "`agents.budget` must be between 1 and num_agents - 1 = 5, got 6",
+    "agents.participation=0": "`agents.participation`: input should be greater than 0, got 0",
+    "agents.participation=1.5": "`agents.participation`: input should be less than or equal to 1, got 1.5",
+    "agents.validation=1": "`agents.validation`: input should be less than 1, got 1",
+    "agents.malicious=-1": "`agents.malicious`: input should be greater than or equal to 0, got -1",
+    "training.gamma=-0.1": "`training.gamma`: input should be greater than 0, got -0.1",
+    "training.gamma=nan": "`training.gamma`: input should be a finite number, got nan",
+    "training.gamma=inf": "`training.gamma`: input should be a finite number, got inf",
+    "training.momentum=1": "`training.momentum`: input should be less than 1, got 1",
+    "algorithm.alpha=nan": "`alpha` = nan: Input should be a finite number",
+    "algorithm.alpha=inf": "`alpha` = inf: Input should be a finite number",
+    "algorithm.alpha=-1": "`alpha` must be 0 or more, got -1",
+    "algorithm.beta=0": "`beta` must be above 0 and at most 1, got 0",
+    "algorithm.beta=1.1": "`beta` must be above 0 and at most 1, got 1.1",
+    "algorithm.zeta=0": "`zeta` must be above 0 and at most 1, got 0",
+    "algorithm.kappa=-1": "`kappa` must be 0 or more, got -1",
+    "algorithm.mixing_factor=2": "`mixing_factor` must be above 0 and at most 1, got 2",
+    "algorithm.mixing_factor=0": "`mixing_factor` must be above 0 and at most 1, got 0",
+    "algorithm.criterion_from_round=-1": "`criterion_from_round` must be 0 or more, got -1",
+    # What needs something else.
+    "algorithm.name=by_rule": "algorithm `by_rule` needs the parameter `rule`",
+    "agents.malicious_role=benign": "hold no validation data",
+}
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_what_is_wrong_is_named_with_its_cure(change):
+    key, _, value = change.partition("=")
+    with pytest.raises(ConfigError, match=re.escape(WRONG[change])) as caught:
+        load(tiny(), {key: parse_value(value)})
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_missing_is_named():
+    for key in ("rounds", "data", "agents", "model", "algorithm"):
+        table = tiny()
+        del table[key]
+        with pytest.raises(ConfigError, match=f"the key `{key}` is missing"):
+            load(table)
+    table = tiny()
+    del table["model"]["name"]
+    with pytest.raises(ConfigError, match=r"the key `model\.name` is missing"):
+        load(table)
+    table = tiny()
+    del table["attack"]
+    with pytest.raises(ConfigError, match=r"malicious agents that attack need an \[attack\] section"):
+        load(table)
+
+
+def test_the_step_of_the_paper_may_not_overshoot():
+    table = tiny(training={"gamma": 0.2}, algorithm={"name": "fedcbo"})
+    with pytest.raises(ConfigError, match=r"lambda1 \* gamma must be above 0 and at most 1, got 2: choose a smaller"):
+        load({**table, "algorithm": {"name": "fedcbo"}})
