@@ -42,7 +42,12 @@ def readable(table: pd.DataFrame, *, empty: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def to_rich(table: pd.DataFrame, *, title: str | None = None, caption: str | None = None, width: int = 80) -> Table:
-    """The table for a terminal of `width` characters, turned on its side if only that fits; the index comes first."""
+    """The table for a terminal of `width` characters, the index first.
+
+    Where it does not fit, it is turned on its side, and if need be the spaces in its cells go.
+    """
+    if min(_least(table), _least(table.T)) > width:
+        table = table.map(lambda cell: str(cell).replace(" ", ""))
     if _least(table) > width >= _least(table.T):
         table = table.T
     drawn = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
