@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.sgd import sgd
 
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.models import bind_, is_bound
@@ -59,9 +60,8 @@ def local_update_(
     """
     bind_(module, theta)
     module.train()
-    optimiser = torch.optim.SGD(
-        module.parameters(), lr=training.lambda2 * training.gamma, momentum=training.momentum, fused=True
-    )
+    parameters: list[Tensor] = list(module.parameters())
+    momentum: list[Tensor | None] = [None] * len(parameters)
     order = list(batches(len(shard), training, draw))
     total = torch.zeros((), dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):  # for modules that draw while they train, such as dropout
@@ -70,10 +70,21 @@ def local_update_(
             chosen = torch.from_numpy(batch)
             with torch.autocast(theta.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
                 loss = F.cross_entropy(module(features(shard.x[chosen])), shard.y[chosen])
-            optimiser.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
+            gradients = list(torch.autograd.grad(loss, parameters))
+            # The function behind torch.optim.SGD, whose class takes a second to import its compiler.
+            with torch.no_grad():
+                sgd(
+                    parameters,
+                    gradients,
+                    momentum,
+                    fused=True,
+                    weight_decay=0.0,
+                    momentum=training.momentum,
+                    lr=training.lambda2 * training.gamma,
+                    dampening=0.0,
+                    nesterov=False,
+                    maximize=False,
+                )
             total += loss.detach()
-    optimiser.zero_grad(set_to_none=True)
     assert is_bound(module, theta), "training moved a parameter out of its row"
     return float(total) / max(1, len(order))

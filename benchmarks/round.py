@@ -1,0 +1,277 @@
+"""Seconds per round of the library, of a plain PyTorch loop on the same work, and of the machine's own limit.
+
+    python benchmarks/round.py [--rounds n] [--small] [--data-dir DIR]
+
+The speed setting: N = 20 (7 benign and 3 malicious agents in each of 2 clusters), M = 4, the paper's network, 500 and
+1,200 samples, batches of 64, tau = 5, no test evaluation, float32. Library and loop take turns within one run.
+Without --data-dir the images are random, of EMNIST's shapes.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import plain
+import torch
+from memory import family
+from torch.nn import functional as F
+
+from fedcb2o import models
+from fedcb2o.data.shard import Dataset, Shard, features
+from fedcb2o.experiments import assemble
+from fedcb2o.experiments.config import Experiment, load
+from fedcb2o.federated.evaluate import logits
+from fedcb2o.federated.local_update import local_update_
+from fedcb2o.federated.selection import nobody
+from fedcb2o.runtime import arena, simulate
+from fedcb2o.runtime.workers import Processes
+from fedcb2o.streams import stream
+
+NUM_CLASSES = 47
+SMALL = {
+    "model.hidden": 64,
+    "training.local_epochs": 1,
+    "agents.benign_samples": 100,
+    "agents.malicious_samples": 160,
+}
+
+
+def random_images(*, per_class: int = 250) -> Dataset:
+    """Random images and labels of EMNIST's shapes, balanced."""
+    draw = np.random.default_rng(0)
+    y = torch.arange(NUM_CLASSES).repeat(per_class)
+    x = torch.from_numpy(draw.integers(0, 256, (len(y), 1, 28, 28), dtype=np.uint8))
+    test = Shard(x[:NUM_CLASSES].clone(), y[:NUM_CLASSES].clone())
+    return Dataset(pool=Shard(x, y), test=test, class_names=tuple(map(str, range(NUM_CLASSES))))
+
+
+def experiment_of(small: bool, real: bool) -> Experiment:
+    """The speed setting, made from the preset of the paper's full setting."""
+    changes = {"agents.benign": 7, "agents.malicious": 3, "agents.budget": 4}
+    if not real:
+        changes["data"] = {"name": random_images}
+    return load("emnist-fedcb2o", changes | (SMALL if small else {}))
+
+
+def work_of(setting: simulate.Setting, experiment: Experiment) -> plain.Work:
+    """What the library's agents hold and do, for the loop: float images, as a loop would keep them."""
+    population, training = setting.population, setting.training
+    everyone = range(setting.num_agents)
+    shards = [simulate.shard_of(setting, j) for j in everyone]
+    held = [simulate._view(setting, j, population.validation[j]) for j in everyone]
+    return plain.Work(
+        train=[(features(s.x), s.y) for s in shards],
+        validation=[(features(s.x), s.y) if len(s) else None for s in held],
+        num_classes=setting.dataset.num_classes,
+        hidden=experiment.model.parameters["hidden"],
+        epochs=training.local_epochs,
+        batch_size=training.batch_size,
+        lr=training.lambda2 * training.gamma,
+        momentum=training.momentum,
+        alpha=experiment.algorithm.parameters["alpha"],
+    )
+
+
+def peers_of(setting: simulate.Setting, n: int) -> list[list[int]]:
+    """Whom each agent of the loop downloads from: `budget` others at random."""
+    draw, everyone = np.random.default_rng(n), range(setting.num_agents)
+    return [draw.choice([i for i in everyone if i != j], setting.budget, replace=False).tolist() for j in everyone]
+
+
+def multiplications(hidden: int) -> tuple[float, float]:
+    """Multiply-add pairs that one image costs: forward, and in the backward pass (the images need no gradient)."""
+    first = 28 * 28 * 32 * 25
+    rest = 14 * 14 * 64 * 25 * 32 + 64 * 7 * 7 * hidden + hidden * NUM_CLASSES
+    return first + rest, first + 2 * rest
+
+
+def operations(setting: simulate.Setting, hidden: int) -> dict[str, float]:
+    """Floating-point operations of a round, by its parts; a multiplication and an addition are two."""
+    population = setting.population
+    forward, backward = multiplications(hidden)
+    images = setting.training.local_epochs * sum(map(len, population.train))
+    judged = (setting.budget + 1) * sum(map(len, population.validation))
+    mixed = setting.num_agents * (setting.budget + 1) * models.dimension(setting.module)
+    return {
+        "train": 2.0 * images * (forward + backward),
+        "aggregate": 2.0 * judged * forward,
+        "mix": 2.0 * mixed,
+    }
+
+
+def rate(world: object = None) -> dict[str, float]:
+    """The best floating-point operations per second that this core reaches, in products like a round's."""
+    del world  # a worker calls it as a function of its world
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    x, w = torch.randn(64, 32, 14, 14), torch.randn(64, 32, 5, 5)
+    y, v = (t.to(memory_format=torch.channels_last) for t in (x, w))
+    a, b = torch.randn(2, 2048, 2048)
+    candidates = {
+        "5x5 convolution 32->64, batch 64": (2.0 * 64 * 14 * 14 * 64 * 25 * 32, lambda: F.conv2d(x, w, padding=2)),
+        "the same, channels last": (2.0 * 64 * 14 * 14 * 64 * 25 * 32, lambda: F.conv2d(y, v, padding=2)),
+        "product of 2048x2048 matrices": (2.0 * 2048**3, lambda: a @ b),
+    }
+    best = {}
+    with torch.no_grad():
+        for name, (count, product) in candidates.items():
+            product()
+            seconds, end = [], time.perf_counter() + 0.5
+            while len(seconds) < 5 or time.perf_counter() < end:
+                start = time.perf_counter()
+                product()
+                seconds.append(time.perf_counter() - start)
+            best[name] = count / min(seconds)
+    torch.set_num_threads(before)
+    return best
+
+
+def ready(world: simulate.World) -> None:
+    """Have a worker make its world and take a step on a copy of a model, before a round is timed."""
+    setting, theta = world.setting, world.models[:1].clone()
+    shard, training = simulate.shard_of(setting, 0), dataclasses.replace(setting.training, local_steps=1)
+    local_update_(theta[0], setting.module, shard, training, stream(setting.seed, "ready"))
+    logits(setting.module, theta, torch.tensor([0]), shard.x[:100])
+
+
+def fastest(agents: plain.Agents, setting: simulate.Setting, cores: int) -> tuple[plain.Loop, str]:
+    """The loop with the best number of processes and threads, by a try on less work, and what the tries took."""
+    n = setting.num_agents
+    some = range(0, n, max(1, n // max(n // 4, min(cores, n))))
+    tried = []
+    # several processes come last: they move the models into shared memory, which the others do not need
+    choices = [(1, 1), (1, cores), (cores, 1)] if cores > 1 else [(1, 1)]
+    for processes, threads in choices:
+        loop = plain.Loop(agents, processes=processes, threads=threads)
+        found = [sum(loop.round(some, peers_of(setting, 0), epochs=1).values()) for _ in range(2)]
+        tried.append((min(found), processes, threads))
+        loop.close()
+    told = "; ".join(
+        f"{p} process{'es' * (p > 1)} of {t} thread{'s' * (t > 1)}: {seconds:.2f} s" for seconds, p, t in tried
+    )
+    _, processes, threads = min(tried)
+    return plain.Loop(agents, processes=processes, threads=threads), told
+
+
+def processor() -> str:
+    """The processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+class Others:
+    """How many processors other programs keep busy meanwhile: a measurement beside them is worth little (Linux)."""
+
+    def __init__(self) -> None:
+        self.start = self._now()
+
+    def told(self) -> str:
+        """In words, since this was made."""
+        (clock, machine, ours), (clock_before, machine_before, ours_before) = self._now(), self.start
+        busy = (machine - machine_before - ours + ours_before) / (clock - clock_before)
+        return f"; others kept {max(0.0, busy):.1f} cores busy" if machine else ""
+
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds of the clock, of all processors' work, and of the work of this process and its descendants."""
+        ours, stat = 0, Path("/proc/stat")
+        if not stat.exists():
+            return time.perf_counter(), 0.0, 0.0
+        user, nice, system, _, _, *interrupts = map(int, stat.read_text().splitlines()[0].split()[1:8])
+        for pid in family(os.getpid()):
+            with contextlib.suppress(OSError):  # it has ended
+                ours += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+        tick = os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), (user + nice + system + sum(interrupts)) / tick, ours / tick
+
+
+def line(name: str, seconds: dict[str, float], remark: str = "") -> None:
+    """Print the seconds of a round and of its parts."""
+    parts = ", ".join(f"{part} {value:.2f}" for part, value in seconds.items())
+    print(f"  {name:<8} {sum(seconds.values()):8.2f} s   ({parts}{remark})", flush=True)
+
+
+def middle(found: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each part."""
+    return {part: statistics.median(seconds[part] for seconds in found) for part in found[0]}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each side (default 3)")
+    parser.add_argument("--small", action="store_true", help="a quick check with a small network and few samples")
+    parser.add_argument("--data-dir", type=Path, help="the folder of the EMNIST files, instead of random images")
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    print(f"{processor()}, {cores} cores; Python {platform.python_version()}, torch {torch.__version__}", flush=True)
+    experiment = experiment_of(options.small, options.data_dir is not None)
+    dataset = assemble.dataset_of(experiment, options.data_dir)
+    dim = models.dimension(assemble.module_of(experiment, 0, dataset))
+    make = functools.partial(assemble.world_of, experiment, 0, dataset.class_names, dim)
+    rates = [rate()]
+    with arena.shared(assemble.specs_of(dataset, experiment.agents.num_agents, dim)) as shared:
+        tensors = shared.tensors()
+        for name, tensor in assemble.shared_data(dataset).items():
+            tensors[name].copy_(tensor)
+        world = make(tensors)
+        setting = world.setting
+        assemble.initial_models_(world.models, experiment, 0, dataset)
+        print(
+            f"N = {setting.num_agents}, M = {setting.budget}, d = {dim:,}, {sum(map(len, setting.population.train)):,}"
+            f" training samples, tau = {setting.training.local_epochs}, batches of {setting.training.batch_size},"
+            f" {'EMNIST' if options.data_dir else 'random images'}"
+        )
+        workers: Processes[simulate.World] = Processes(cores, shared, make)
+        print(f"library: {cores} process{'es' * (cores > 1)} of 1 thread")
+        loop, told = fastest(plain.make(work_of(setting, experiment)), setting, cores)
+        print(f"plain loop: {loop.name}, the fastest of these on less work ({told})", flush=True)
+        ours, theirs = [], []
+        contacts = [nobody() for _ in range(setting.num_agents)]
+        steps = simulate.rounds(world, workers, contacts, 0, options.rounds, lambda n: False)
+        for n in range(options.rounds):
+            workers.map(ready, [()] * (4 * cores))
+            others = Others()
+            ours.append(next(steps).seconds)
+            line("library", ours[-1], others.told())
+            others = Others()
+            theirs.append(loop.round(range(setting.num_agents), peers_of(setting, n)))
+            line("plain", theirs[-1], others.told())
+        loop.close()
+        together = workers.map(rate, [()] * cores)
+    rates.append(rate())
+
+    library, plain_loop = middle(ours), middle(theirs)
+    seconds, plain_seconds = (statistics.median(sum(s.values()) for s in found) for found in (ours, theirs))
+    best, product = max((value, name) for found in rates for name, value in found.items())
+    at_once = sum(max(found.values()) for found in together)
+    counts = operations(setting, experiment.model.parameters["hidden"])
+    total = sum(counts.values())
+    limit = total / (best * cores)
+    print(f"median of {options.rounds}:")
+    line("library", library)
+    line("plain", plain_loop)
+    print(f"the plain loop takes {plain_seconds / seconds:.2f} times as long as the library")
+    print(
+        f"limit: {total / 1e12:.2f} TFLOP a round at {best / 1e9:.0f} GFLOP/s a core ({product}) on {cores} cores:"
+        f" {limit:.2f} s; all cores at once reach {at_once / 1e9:.0f} GFLOP/s"
+    )
+    for part, count in counts.items():
+        at_best = count / (best * cores)
+        print(f"  {part:<10} {count / 1e12:8.3f} TFLOP, {at_best:8.2f} s, the library takes {library[part]:8.2f} s")
+    print(f"the library takes {seconds / limit:.2f} times the limit, the plain loop {plain_seconds / limit:.2f} times")
+
+
+if __name__ == "__main__":
+    main()
