@@ -70,7 +70,7 @@ def local_update_(
             chosen = torch.from_numpy(batch)
             with torch.autocast(theta.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
                 loss = F.cross_entropy(module(features(shard.x[chosen])), shard.y[chosen])
-            gradients = list(torch.autograd.grad(loss, parameters))
+            gradients = list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
             # The function behind torch.optim.SGD, whose class takes a second to import its compiler.
             with torch.no_grad():
                 sgd(
