@@ -168,8 +168,10 @@ def presets() -> None:
     """List the presets, a line each."""
     from fedcb2o.experiments.config import presets as all_presets
 
-    for name, description in all_presets().items():
-        print(f"{name:32}{description}")
+    listed = all_presets()
+    width = max(map(len, listed))
+    for name, description in listed.items():
+        print(f"{name:{width}}  {description}")
 
 
 @data_app.command()
@@ -192,7 +194,7 @@ def emnist(
 def main() -> None:
     """The entry point: a mistake that the user can mend is one line and exit status 2, never a traceback."""
     try:
-        app()
+        app(prog_name="fedcb2o")
         sys.stdout.flush()
     except FedCB2OError as error:
         _leave(f"Error: {' '.join(str(error).split())}", 2)

@@ -202,10 +202,10 @@ main()
 """
 
 
-@pytest.mark.parametrize(("limit", "file"), [(20_000, "metrics.jsonl"), (100_000, "checkpoint.safetensors")])
+@pytest.mark.parametrize(("limit", "file"), [(6_000, "metrics.jsonl"), (100_000, "checkpoint.safetensors")])
 def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, limit, file):
-    # A checkpoint of 6 agents has 16 kB with 8 hidden units, 150 kB with 80; a line of metrics half a kB.
-    hidden, rounds = (80, 2) if file == "checkpoint.safetensors" else (8, 60)
+    # A checkpoint of 6 agents has 4 kB with 1 hidden unit, 150 kB with 80; a line of metrics half a kB.
+    hidden, rounds = (80, 2) if file == "checkpoint.safetensors" else (1, 16)
     path = write(tmp_path / "tiny.toml", rounds=rounds, model={"hidden": [hidden]})
     out = tmp_path / "run"
     done = subprocess.run(

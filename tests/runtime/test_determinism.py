@@ -5,23 +5,22 @@ import json
 import pytest
 from safetensors.torch import load_file
 from tests.tiny import bits, tiny
+from torch import nn
 
 from fedcb2o.experiments import run
+
+
+def with_dropout(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.5), nn.Linear(8, classes))
+
 
 VARIANTS = {
     "fedcb2o": tiny(agents={"participation": 0.7}),
     "convolutions": tiny(rounds=2, model={"name": "cnn", "hidden": 4}, algorithm={"criterion": "average_loss"}),
-    "dropout": tiny(model={"name": f"{__name__}:with_dropout"}, agents={"initialisation": "independent"}),
+    "dropout": tiny(model={"name": with_dropout}, agents={"initialisation": "independent"}),
+    # So large that each agent is a task of its own and mixing has several tiles.
+    "large": tiny(rounds=2, model={"hidden": [2000]}, training={"precision": "bfloat16"}),
 }
-
-
-def with_dropout(shape, classes):
-    from torch import nn
-
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.5), nn.Linear(8, classes))
-
-
-VARIANTS["dropout"]["model"]["name"] = with_dropout
 
 
 class StopError(Exception):
@@ -36,18 +35,24 @@ def stop_after(rounds):
     return watch
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_number_of_workers_changes_no_bit(tmp_path, variant):
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Every variant with 1, 2 and 3 workers; all with as many after each other, since the same workers then go on."""
+    folder = tmp_path_factory.mktemp("workers")
     for workers in (1, 2, 3):
-        run(VARIANTS[variant], out=tmp_path / str(workers), workers=workers)
-    one = bits(tmp_path / "1")
-    assert bits(tmp_path / "2") == one
-    assert bits(tmp_path / "3") == one
+        for variant, experiment in VARIANTS.items():
+            run(experiment, out=folder / f"{variant}-{workers}", workers=workers)
+    return folder
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 1), (1, 2), (2, 1)])
-@pytest.mark.parametrize("checkpoint_every", [1, 3])
-def test_an_interruption_changes_no_bit(tmp_path, first, second, checkpoint_every):
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_number_of_workers_changes_no_bit(done, variant, workers):
+    assert bits(done / f"{variant}-{workers}") == bits(done / f"{variant}-1")
+
+
+@pytest.mark.parametrize(("checkpoint_every", "first", "second"), [(1, 1, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1)])
+def test_an_interruption_changes_no_bit(tmp_path, checkpoint_every, first, second):
     experiment = {**VARIANTS["fedcb2o"], "rounds": 8, "checkpoint_every": checkpoint_every}
     run(experiment, out=tmp_path / "whole", workers=1)
     for rounds in (2, 4, 7):  # before the first checkpoint of every three rounds, on one, and after one

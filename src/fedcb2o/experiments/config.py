@@ -253,7 +253,9 @@ def _extended(table: dict[str, Any]) -> dict[str, Any]:
     """A table over the preset that it `extends`, section by section."""
     base = table.pop("extends", None)
     return (
-        table if base is None else {**(under := _preset(base)), **{k: _over(under.get(k), v) for k, v in table.items()}}
+        table
+        if base is None
+        else {**(under := _preset(str(base))), **{k: _over(under.get(k), v) for k, v in table.items()}}
     )
 
 
@@ -270,16 +272,19 @@ def _changed(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[
     head, *rest = path
     inner = table.get(head)
     if rest:
-        inner = {"name": inner} if isinstance(inner, str) else inner  # "x" is short for {name = "x"}
-        value = _over(inner, _changed({}, rest, value))
+        named = isinstance(inner, str) or callable(inner)  # "x" is short for {name = "x"}
+        inner = {"name": inner} if named else inner if isinstance(inner, Mapping) else {}
+        value = _changed(inner, rest, value) if len(rest) > 1 else _over(inner, {rest[0]: value})
     return {**table, head: value}
 
 
 def _first(error: ValidationError) -> str:
     """The first thing wrong with an experiment, as one line with its key and the cure."""
     problem = error.errors()[0]
-    union = ("function-", "str", "callable")  # what pydantic adds to the place for a branch of a union
-    key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(union))
+    place = [str(part) for part in problem["loc"]]
+    if place[-2:-1] == ["name"]:  # pydantic adds the branch of a union
+        place.pop()
+    key = ".".join(place)
     if problem["type"] == "extra_forbidden":
         section: Any = Experiment
         for part in problem["loc"][:-1]:

@@ -82,12 +82,17 @@ def _create(size: int) -> BinaryIO:
         path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
         try:
             file = path.open("xb+")
+        except OSError as error:
+            failure = error
+            continue
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
             _reserve(file.fileno(), size)
             path.stat()  # another run's sweep may have come between its creation and its lock
         except OSError as error:
             failure = error
             path.unlink(missing_ok=True)
+            file.close()
         else:
             return file
     raise RunError(f"no room to share {size / 2**30:.2f} GiB of models and data between processes: {failure}")

@@ -29,7 +29,7 @@ def save(folder: Path, rounds: int, models: Tensor, contacts: list[Contacts], fi
         "ids": torch.cat([c.ids for c in contacts]),
         "likelihood": torch.cat([c.likelihood for c in contacts]),
     }
-    header = {"rounds": str(rounds), "fingerprint": fingerprint, "sums": json.dumps(_sums(tensors))}
+    header = {"rounds": str(rounds), "fingerprint": fingerprint, "sums": json.dumps(_sums(rounds, tensors))}
     atomic_write(folder / FILE, lambda path: save_file(tensors, path, metadata=header))
 
 
@@ -50,7 +50,8 @@ def load_(folder: Path, models: Tensor, fingerprint: str) -> tuple[int, list[Con
                     f"that {folder.parent / 'config.toml'} holds"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        if _sums(tensors) != json.loads(header["sums"]) or tensors["models"].shape != models.shape:
+        rounds = int(header["rounds"])
+        if _sums(rounds, tensors) != json.loads(header["sums"]) or tensors["models"].shape != models.shape:
             raise ValueError("its content does not add up")
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise RunError(
@@ -59,11 +60,11 @@ def load_(folder: Path, models: Tensor, fingerprint: str) -> tuple[int, list[Con
     models.copy_(tensors["models"])
     sizes = tensors["met"].tolist()
     pairs = zip(tensors["ids"].split(sizes), tensors["likelihood"].split(sizes), strict=True)
-    return int(header["rounds"]), [Contacts(ids, likelihood) for ids, likelihood in pairs]
+    return rounds, [Contacts(ids, likelihood) for ids, likelihood in pairs]
 
 
-def _sums(tensors: dict[str, Tensor]) -> dict[str, int]:
-    return {name: adds_up_to(tensor) for name, tensor in sorted(tensors.items())}
+def _sums(rounds: int, tensors: dict[str, Tensor]) -> dict[str, int | str]:
+    return {"rounds": rounds, **{name: f"{t.dtype} {adds_up_to(t)}" for name, t in sorted(tensors.items())}}
 
 
 def adds_up_to(tensor: Tensor) -> int:

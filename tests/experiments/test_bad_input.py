@@ -1,0 +1,320 @@
+"""Bad input on the command line: one line that names the fault, status 2, no traceback, nothing half begun."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.experiments.test_config import WRONG
+from tests.tiny import ENVIRONMENT, bits, here, tiny, write
+from torch import nn
+
+from fedcb2o.errors import RunError
+from fedcb2o.experiments import run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path / "tiny.toml")
+
+
+@pytest.mark.parametrize("change", ["roundz=3", "algorithm.alfa=1", "agents.budget=6", "training.gamma=nan"])
+def test_a_wrong_setting_is_one_line(tmp_path, path, change):
+    line = here("run", path, "--out", tmp_path / "run", "--set", change).one_line()
+    assert line.startswith(f"{path} with changes: ")
+    assert WRONG[change] in line
+    assert not (tmp_path / "run").exists()
+
+
+NAMES = {
+    "digit-fedcb2o": "there is no preset `digit-fedcb2o`. Did you mean `digits-fedcb2o`?",
+    "nothing-like-it-at-all": "there is no preset `nothing-like-it-at-all`. `fedcb2o presets` lists them",
+    "missing.toml": "cannot read missing.toml: No such file or directory",
+    "folder.toml": "cannot read folder.toml: Is a directory",
+    "binary.toml": "cannot read binary.toml: 'utf-8' codec can't decode byte 0xff",
+    "wrong.toml": "wrong.toml is not TOML: ",
+    "empty.toml": "empty.toml: the key `rounds` is missing",
+    "extends.toml": "there is no preset `digits-fedcb2`. Did you mean `digits-fedcb2o`?",
+    "number.toml": "there is no preset `3`",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_experiment_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.toml").mkdir()
+    Path("binary.toml").write_bytes(b"\xff\xfe\x00")
+    Path("wrong.toml").write_text("rounds = = 3")
+    Path("empty.toml").write_text("")
+    Path("extends.toml").write_text('extends = "digits-fedcb2"')
+    Path("number.toml").write_text("extends = 3")
+    assert NAMES[name] in here("run", name).one_line()
+    assert not Path("runs").exists()
+
+
+DATA = {
+    "agents.benign_samples=2000": "clusters cannot be filled: `benign` * `benign_samples` + `malicious` * ",
+    "agents.benign=100000000000000000000": "clusters cannot be filled: ",
+    "agents.benign_samples=1": "`benign_samples` must be at least 2, got 1",
+    "agents.validation=0.01": "leaves agent 0 no validation data among its 20 samples; set another fraction",
+    "attack.source=99": "`attack.source` must be between 0 and 9, got 99",
+    "attack.target=-1": "`attack.target` must be between 0 and 9, got -1",
+    "data.test_per_class=500": "`test_per_class` of digits must be between 1 and 173, got 500",
+    "model.hidden=[0]": "model `mlp`: `hidden` needs layers of 1 unit or more, got [0]",
+    "model.hidden=[-1]": "model `mlp`: `hidden` needs layers of 1 unit or more, got [-1]",
+    "model.hidden=[1000000000000]": "the model `mlp` cannot be made: ",
+    "training.gamma=1e30": "training diverged: the model or the loss of benign agent ",
+}
+
+
+@pytest.mark.parametrize("change", DATA)
+def test_what_does_not_fit_the_data_is_one_line(tmp_path, path, change):
+    out = tmp_path / "run"
+    step = ["--set", "algorithm.mixing_factor=1.0"]
+    line = here("run", path, "--out", out, "--workers", 1, "--set", change, *step).one_line()
+    assert DATA[change] in line
+    if change.startswith("training"):
+        assert " is not finite in round 1; a smaller `training.gamma` usually helps" in line
+    else:  # the folder is free for the experiment once it is mended
+        assert not out.exists()
+        assert here("run", path, "--out", out, "--workers", 1).status == 0
+
+
+def test_divergence_later_names_agent_and_round_and_loses_nothing(tmp_path):
+    forwards = 0
+
+    class Explodes(nn.Linear):
+        def forward(self, x):
+            nonlocal forwards
+            forwards += self.training
+            return super().forward(x.flatten(1)) * (1.0 if forwards <= 42 else math.nan)
+
+    # A round is 16 batches of 8: 4 for each attacker, who come first, 2 for each benign agent. The 43rd is agent 1's.
+    experiment = tiny(rounds=5, model={"name": lambda shape, classes: Explodes(64, classes)})
+    message = "training diverged: the model or the loss of benign agent 1 is not finite in round 3; a smaller"
+    with pytest.raises(RunError, match=message):
+        run(experiment, out=tmp_path, workers=1)
+    lines = (tmp_path / "seed-1000/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(text)["round"] for text in lines] == [1, 2]
+    assert (tmp_path / "seed-1000/checkpoint.safetensors").exists()
+
+
+def test_missing_and_wrong_data_files_are_one_line(tmp_path):
+    missing = here("run", "emnist-fedcb2o", "--data-dir", tmp_path, "--out", tmp_path / "run").one_line()
+    assert "EMNIST: no file emnist-balanced-train-images-idx3-ubyte" in missing
+    assert "get the files with `fedcb2o data emnist`" in missing
+    for part in ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1"):
+        (tmp_path / f"emnist-balanced-{part}-ubyte").write_bytes(b"no IDX file")
+    assert "is not an IDX file" in here("run", "emnist-fedcb2o", "--data-dir", tmp_path).one_line()
+    assert "no file" in here("data", "emnist", "--from", tmp_path / "nowhere", "--data-dir", tmp_path / "x").one_line()
+
+
+def test_a_folder_that_is_not_this_runs_is_left_alone(tmp_path, path):
+    out = tmp_path / "run"
+    (tmp_path / "file").write_text("mine")
+    assert (
+        "file is not empty and holds no run: choose another" in here("run", path, "--out", tmp_path / "file").one_line()
+    )
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    assert f"{out} is not empty and holds no run: choose another" in here("run", path, "--out", out).one_line()
+    assert [entry.name for entry in out.iterdir()] == ["thesis.txt"]
+    assert "cannot make the folder" in here("run", path, "--out", tmp_path / "file" / "run").one_line()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_was_run_is_not_run_over(tmp_path, path):
+    out = tmp_path / "run"
+    assert here("run", path, "--out", out, "--workers", 1).status == 0
+    before = bits(out)
+    again = here("run", path, "--out", out, "--workers", 1).one_line()
+    assert again == f"{out} already holds seed 1000 of this run: --resume goes on with it, or choose another --out"
+    other = here("run", path, "--out", out, "--set", "agents.budget=2").one_line()
+    assert other == f"{out} holds another run (`agents.budget` is 3 there and 2 here): choose another --out"
+    assert bits(out) == before
+    assert here("run", path, "--out", out, "--workers", 1, "--resume").status == 0
+    assert bits(out) == before
+    assert here("run", path, "--out", out, "--workers", 1, "--seeds", "1001").status == 0  # another seed joins
+    for name, content in bits(out).items():
+        assert name == "config.toml" or content == before[name]
+    (out / "config.toml").write_text("rounds = = 3")
+    assert "config.toml is damaged" in here("run", path, "--out", out, "--resume").one_line()
+
+
+def test_runs_that_cannot_be_read_are_one_line(tmp_path, path):
+    assert "there is no run in " in here("compare", tmp_path / "nowhere").one_line()
+    assert "was not written by `fedcb2o run`" in here("report", tmp_path, "--out", tmp_path / "report").one_line()
+    assert not (tmp_path / "report").exists()
+
+
+# Users' functions. The cases run in one process of their own, as a user's: without the run-time checks of the tests.
+
+PARTS = """
+import torch
+from torch import nn
+
+import fedcb2o
+from fedcb2o import Dataset, Shard
+
+notes = 3
+
+
+def made(change_x=lambda x: x, change_y=lambda y: y, names=tuple("0123456789")):
+    from fedcb2o.data import digits
+    d = digits()
+    return Dataset(Shard(change_x(d.pool.x), change_y(d.pool.y)), d.test, names)
+
+
+def data_none(): return None
+def data_raises(): raise KeyError("boom")
+def data_high(): return made(change_y=lambda y: y + 1)
+def data_negative(): return made(change_y=lambda y: y - 1)
+def data_short(): return made(change_y=lambda y: y[:-1])
+def data_int32(): return made(change_y=lambda y: y.int())
+def data_numpy(): return made(lambda x: x.numpy(), lambda y: y.numpy())
+def data_nan(): return made(lambda x: x * float("nan"))
+def data_empty(): return made(lambda x: x[:0], lambda y: y[:0])
+def data_other(): return made(lambda x: x[..., :4])
+def data_flat(): return Dataset(*[Shard(s.x.flatten(1), s.y) for s in (made().pool, made().test)], tuple("0123456789"))
+def data_names(): return made(names=10)
+
+def dense(outputs, inputs=64): return nn.Sequential(nn.Flatten(), nn.Linear(inputs, outputs))
+def model_none(shape, classes): return None
+def model_raises(shape, classes): raise KeyError("boom")
+def model_no_arguments(): return dense(10)
+def model_outputs(shape, classes): return dense(classes - 1)
+def model_inputs(shape, classes): return dense(classes, 63)
+def model_batch_norm(shape, classes): return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
+def model_double(shape, classes): return dense(classes).double()
+def model_nothing(shape, classes): return nn.Flatten()
+
+def attack_none(shard, draw): return None
+def attack_tuple(shard, draw): return shard.x, shard.y
+def attack_fewer(shard, draw): return Shard(shard.x[:5], shard.y[:5])
+def attack_shape(shard, draw): return Shard(shard.x[..., :4], shard.y)
+def attack_labels(shard, draw): return Shard(shard.x, shard.y + 50)
+def attack_raises(shard, draw): return shard.x[10 ** 6]
+
+def criterion_scalar(judged): return judged.losses.mean.sum()
+def criterion_wide(judged): return judged.losses.by_class
+def criterion_raises(judged): return judged.no_such_thing
+
+def selection_strangers(contacts, candidates, budget, draw): return candidates + 100
+def selection_twice(contacts, candidates, budget, draw): return candidates[[0, 0]]
+def selection_raises(contacts, candidates, budget, draw): return candidates[10 ** 6]
+
+def rule_short(judged): return torch.ones(1)
+def rule_sum(judged): return torch.ones(len(judged.received.ids))
+def rule_negative(judged): return torch.tensor([2.0, -1.0] + [0.0] * (len(judged.received.ids) - 2))
+def rule_nan(judged): return torch.full((len(judged.received.ids),), float("nan"))
+def rule_raises(judged): return 1 / 0
+
+def algorithm_none(): return None
+"""
+
+WRONG_PARTS = {
+    "data_none": "the data set `parts:data_none` returned a NoneType, expected a fedcb2o.Dataset",
+    "data_raises": "the data set `parts:data_raises` failed at line {line} of {folder}/parts.py: KeyError",
+    "data_high": "has labels outside 0 to 9: 1 to 10",
+    "data_negative": "has labels outside 0 to 9: -1 to 8",
+    "data_short": "holds 1557 samples and 1556 labels",
+    "data_int32": "must hold tensors, its labels of type int64",
+    "data_numpy": "must hold tensors, its labels of type int64",
+    "data_nan": "must hold samples of pixels (uint8) or finite floating-point features",
+    "data_empty": "in its pool, holds 0 samples and 0 labels",
+    "data_other": "has samples of shape (1, 8, 4) in its pool and (1, 8, 8) in its test",
+    "data_flat": "`num_clusters` = 2 turns square images, and the samples have shape (64,); set `num_clusters` = 1",
+    "data_names": "has class names that are no tuple of words: 10",
+    "model_none": "the model `parts:model_none` returned a NoneType, expected a torch.nn.Module",
+    "model_raises": "the model `parts:model_raises` failed at line {line} of {folder}/parts.py: KeyError: 'boom'",
+    "model_no_arguments": "takes 0 positional arguments but 2 were given",
+    "model_outputs": "returned (2, 9) for 2 samples, expected shape (2, 10)",
+    "model_inputs": "the model `parts:model_inputs` cannot read samples of shape (1, 8, 8): ",
+    "model_batch_norm": "the model keeps state outside its parameters (1.running_mean): use a norm without batch ",
+    "model_double": "the model needs parameters, all of type float32",
+    "model_nothing": "the model needs parameters, all of type float32",
+    "attack_none": "the attack returned a NoneType, expected a fedcb2o.Shard",
+    "attack_tuple": "the attack returned a tuple, expected a fedcb2o.Shard",
+    "attack_fewer": "the attack returned samples of shape (5, 1, 8, 8) and type torch.float32, expected (30, 1, 8, 8)",
+    "attack_shape": "the attack returned samples of shape (30, 1, 8, 4)",
+    "attack_labels": "the attack returned labels outside 0 to 9",
+    "attack_raises": "the attack `parts:attack_raises` failed at line {line} of {folder}/parts.py: IndexError: ",
+    "criterion_scalar": "the criterion returned shape (), expected (3,): a value for each received model",
+    "criterion_wide": "the criterion returned shape (3, 10), expected (3,): a value for each received model",
+    "criterion_raises": "the criterion `parts:criterion_raises` failed at line {line} of {folder}/parts.py: Attribut",
+    "selection_strangers": "the selection chose [101, 102, 103, 104, 105], expected different ones of [1, 2, 3, 4, 5]",
+    "selection_twice": "the selection chose [1, 1], expected different ones of [1, 2, 3, 4, 5]",
+    "selection_raises": "the selection `parts:selection_raises` failed at line {line} of {folder}/parts.py: IndexError",
+    "rule_short": "the rule returned weights of shape (1,), expected (3,) or (4,)",
+    "rule_sum": "the rule returned weights that are not positive with sum 1: [1.0, 1.0, 1.0]",
+    "rule_negative": "the rule returned weights that are not positive with sum 1: [2.0, -1.0, 0.0]",
+    "rule_nan": "the rule returned weights that are not positive with sum 1: [nan, nan, nan]",
+    "rule_raises": "the rule `parts:rule_raises` failed at line {line} of {folder}/parts.py: ZeroDivisionError: ",
+    "algorithm_none": "the algorithm returned a NoneType, expected an Algorithm",
+    "notes": "the model `parts:notes` is of type int, not a function",
+    "nothing": "the model `parts:nothing` cannot be imported: AttributeError: ",
+    "no_module:f": "the model `no_module:f` cannot be imported: ModuleNotFoundError: No module named 'no_module'",
+    "raises:f": "the model `raises:f` cannot be imported: RuntimeError: at import",
+    "leaves:f": "the model `leaves:f` cannot be imported: SystemExit: 3",
+    "syntax:f": "the model `syntax:f` cannot be imported: SyntaxError: ",
+    ":f": "the model `:f` cannot be imported: ValueError: Empty module name",
+}
+
+
+def with_part(name: str) -> dict[str, object]:
+    """The change to the tiny experiment that uses a part."""
+    place = name if ":" in name else f"parts:{name}"
+    match name.split("_")[0]:
+        case "data" | "attack" as section:
+            return {section: {"name": place}}
+        case "criterion" | "selection" as key:
+            return {"algorithm": {key: place}}
+        case "rule":
+            return {"algorithm": {"name": "by_rule", "rule": place}}
+        case "algorithm":
+            return {"algorithm": {"name": place}}
+    return {"model": {"name": place}}
+
+
+DRIVER = """
+import json, sys, traceback
+from tests.tiny import here
+found = {}
+for name in json.load(open("cases.json")):
+    try:
+        done = here("run", name + ".toml", "--out", "run-" + name, "--workers", 1)
+        found[name] = [done.status, done.out, done.err]
+    except BaseException:
+        found[name] = [-1, "", traceback.format_exc()]
+json.dump(found, open("found.json", "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    (folder / "parts.py").write_text(PARTS)
+    (folder / "raises.py").write_text('raise RuntimeError("at import")')
+    (folder / "leaves.py").write_text("import sys\nsys.exit(3)")
+    (folder / "syntax.py").write_text("def f(:")
+    for name in WRONG_PARTS:
+        write(folder / f"{name}.toml", **with_part(name))
+    (folder / "cases.json").write_text(json.dumps(list(WRONG_PARTS)))
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=environment, check=True, timeout=200)
+    return folder, json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_a_users_function_that_does_not_fit_is_one_line(found, name):
+    folder, outcomes = found
+    status, out, err = outcomes[name]
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("Error: ")
+    line = next((i for i, text in enumerate(PARTS.splitlines(), 1) if text.startswith(f"def {name}(")), None)
+    assert WRONG_PARTS[name].format(folder=folder, line=line) in err

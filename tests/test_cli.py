@@ -1,0 +1,229 @@
+"""The command line and its twin in Python, as a user meets them: real processes, real files."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import version
+
+import pytest
+import tomli_w
+
+import fedcb2o
+from fedcb2o import cli
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config import presets
+from tests.tiny import ENVIRONMENT, bits, here, tiny, write
+
+COMMANDS = {
+    (): ["run", "compare", "report", "presets", "data"],
+    ("run",): [
+        "--set",
+        "--seeds",
+        "--out",
+        "--data-dir",
+        "--workers",
+        "--resume",
+        "--clean-twin",
+        "Example: fedcb2o run",
+    ],
+    ("compare",): ["RUN...", "Folders of runs"],
+    ("report",): ["RUN...", "--out"],
+    ("presets",): ["List the presets"],
+    ("data",): ["emnist"],
+    ("data", "emnist"): ["--from", "--data-dir"],
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_reads_well(words):
+    done = here(*words, "--help")
+    assert (done.status, done.err) == (0, "")
+    for word in ("Usage: fedcb2o", "--help", *COMMANDS[words]):
+        assert word in done.out
+    assert here(*words, "-h").out == done.out
+
+
+def test_nothing_asked_is_answered_with_help():
+    assert "Usage: fedcb2o" in here().out
+    assert here("--version").out.strip() == version("fedcb2o")
+
+
+@pytest.mark.parametrize(
+    "words", [["fly"], ["run"], ["run", "x", "--workers", "0"], ["run", "x", "--fly"], ["compare"], ["data", "mnist"]]
+)
+def test_a_wrong_command_is_a_usage_error(words):
+    done = here(*words)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("Usage: fedcb2o")
+    assert "Traceback" not in done.err
+
+
+def test_presets_are_a_line_each():
+    done = here("presets")
+    assert done.status == 0
+    assert [line.split()[0] for line in done.out.splitlines()] == list(presets())
+    assert all(len(line.split()) > 3 for line in done.out.splitlines())
+
+
+@pytest.mark.parametrize(("text", "seeds"), [("3", [3]), ("0,1,2", [0, 1, 2]), ("7, 5", [7, 5])])
+def test_seeds_are_read(text, seeds):
+    assert cli._seeds(text) == seeds
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "a", "1;2", "0-3", "1.5"])
+def test_wrong_seeds_are_one_line(tmp_path, text):
+    with pytest.raises(ConfigError, match="--seeds needs whole numbers with commas, such as 0,1,2"):
+        cli._seeds(text)
+    path = write(tmp_path / "tiny.toml")
+    assert "--seeds needs whole numbers" in here("run", path, "--seeds", text, "--out", tmp_path / "run").one_line()
+
+
+@pytest.mark.parametrize("change", ["rounds", "=3", "", "rounds:3"])
+def test_set_needs_a_key_and_a_value(tmp_path, change):
+    line = here("run", write(tmp_path / "tiny.toml"), "--set", change, "--out", tmp_path / "run").one_line()
+    assert line == f"--set needs KEY=VALUE, got {change!r}"
+
+
+def test_a_run_its_table_and_its_twin(tmp_path):
+    path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
+    done = here("run", path, "--set", "rounds=2", "--set", "agents.budget = 2", "--seeds", "5,1001", "--clean-twin",
+                "--out", out, "--workers", 1)  # fmt: skip
+    assert (done.status, done.out) == (0, "")
+    assert "tiny seed 1001: round 2/2 accuracy" in done.err
+    run = fedcb2o.Run(out)
+    assert run.complete
+    assert run.seeds == (5, 1001)
+    assert (run.config["rounds"], run.config["agents"]["budget"]) == (2, 2)
+    assert set(run.records["round"]) == {1, 2}
+    assert fedcb2o.Run(tmp_path / "run-clean").config["agents"]["malicious_role"] == "clean"
+    table = here("compare", out, tmp_path / "run-clean")
+    assert table.status == 0
+    assert "Attack success rate" in table.out
+
+
+def test_several_experiments_each_have_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = [write(tmp_path / f"{name}.toml", name=name, rounds=1) for name in ("one", "two")]
+    assert here("run", *paths, "--out", "both", "--workers", 1).status == 0
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["one", "two"]
+    assert here("run", paths[0], "--workers", 1).status == 0
+    assert fedcb2o.Run(tmp_path / "runs" / "one").complete
+    nested = here("compare", "both")
+    assert nested.one_line().endswith("it holds the runs one, two: name those")
+
+
+# A user's own parts: from a file beside the configuration, from a script, and from standard input.
+
+PARTS = textwrap.dedent("""
+    import torch
+    from torch import nn
+
+    import fedcb2o
+    from fedcb2o import Dataset, Shard
+
+
+    def data(*, num_samples: int = 300) -> Dataset:
+        from fedcb2o.data import digits
+
+        whole = digits()
+        pool = Shard(whole.pool.x[:num_samples], whole.pool.y[:num_samples])
+        return Dataset(pool, whole.test, whole.class_names)
+
+
+    class Network(nn.Module):
+        def __init__(self, classes, width):
+            super().__init__()
+            self.first, self.last = nn.Linear(64, width), nn.Linear(width, classes)
+
+        def forward(self, x):
+            return self.last(self.first(x.flatten(1)).tanh())
+
+
+    def model(shape, classes, *, width: int = 4):
+        return Network(classes, width)
+
+
+    def attack(shard, draw, *, source: int, target: int):
+        return Shard(shard.x, torch.where(shard.y == source, target, shard.y))
+
+
+    def criterion(judged, *, power: float = 1.0):
+        return judged.losses.mean ** power
+
+
+    def selection(contacts, candidates, budget, draw):
+        return candidates[-budget:]
+
+
+    def rule(judged):
+        return torch.ones(len(judged.received.ids)) / len(judged.received.ids)
+""")
+
+SCRIPT = """
+import sys
+experiment = dict(
+    name="mine", seeds=[1000], rounds=2,
+    data=dict(name=data, num_samples=250), model=dict(name=model, width=5),
+    agents=dict(benign=2, malicious=1, benign_samples=20, malicious_samples=30, budget=3),
+    training=dict(gamma=0.05),
+    algorithm=dict(name="fedcb2o", mixing_factor=1.0, selection=selection, criterion=dict(name=criterion, power=2.0)),
+    attack=dict(name=attack, source=9, target=4),
+)
+mine = fedcb2o.run(experiment, out=sys.argv[1], workers=2)
+averaging = dict(name="by_rule", rule=rule)
+by_rule = fedcb2o.run({**experiment, "algorithm": averaging}, out=sys.argv[1] + "-rule", workers=2)
+again = fedcb2o.run(experiment, out=sys.argv[1], workers=2, resume=True)
+print(mine.complete, by_rule.complete, len(mine.records), again.records.equals(mine.records))
+"""
+
+FILE = tiny(
+    name="mine",
+    rounds=2,
+    data={"name": "parts:data", "num_samples": 250},
+    model={"name": "parts:model", "width": 5},
+    training={"batch_size": 64, "local_epochs": 5},
+    attack={"name": "parts:attack", "source": 9, "target": 4},
+)
+FILE["algorithm"] = {
+    "name": "fedcb2o",
+    "mixing_factor": 1.0,
+    "selection": "parts:selection",
+    "criterion": {"name": "parts:criterion", "power": 2.0},
+}
+
+
+@pytest.mark.parametrize("words", [pytest.param(["script.py"], marks=pytest.mark.slow), ["-"]], ids=["file", "stdin"])
+def test_own_parts_in_a_script_are_the_same_as_from_a_configuration(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "mine.toml").write_text(tomli_w.dumps(FILE))
+    (tmp_path / "script.py").write_text(PARTS + SCRIPT)
+    done = here("run", "mine.toml", "--out", "configured", "--workers", 1)
+    assert done.status == 0, done.err
+    del sys.modules["parts"]
+    with (tmp_path / "script.py").open() as script:
+        python = subprocess.run(
+            [sys.executable, *words, "scripted"],
+            env=ENVIRONMENT, stdin=script, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert python.returncode == 0, python.stderr
+    assert python.stdout == "True True 12 True\n"
+    found, expected = bits(tmp_path / "scripted"), bits(tmp_path / "configured")
+    del found["config.toml"], expected["config.toml"]
+    assert found == expected
+    assert json.loads((tmp_path / "scripted/seed-1000/agents.json").read_text())["dim"] == 64 * 5 + 5 + 5 * 10 + 10
+
+
+def test_python_says_what_the_command_line_says(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no preset `digit-fedcb2o`\. Did you mean `digits-fedcb2o`\?"):
+        fedcb2o.run("digit-fedcb2o")
+    with pytest.raises(ConfigError, match="there is no key `roundz`"):
+        fedcb2o.run({**tiny(), "roundz": 3})
+    seen = []
+    run = fedcb2o.run(
+        tiny(rounds=2), out=tmp_path, seeds=range(2), watch=lambda e, seed, line: seen.append((seed, line["round"]))
+    )
+    assert seen == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert run.seeds == (0, 1)

@@ -1,0 +1,106 @@
+"""Names and the functions they mean; their keyword-only arguments are their parameters."""
+
+import functools
+import sys
+from typing import Any, Literal
+
+import pytest
+
+from fedcb2o import data, plugins
+from fedcb2o.errors import ConfigError, DataError
+from fedcb2o.federated import algorithms, attacks, criteria, selection
+
+
+def plain(judged: Any, *, power: float = 1.0, kind: Literal["a", "b"] = "a", many: tuple[int, ...] = (1,)) -> Any:
+    return judged, power, kind, many
+
+
+def required(judged: Any, *, level: int) -> int:
+    return judged + level
+
+
+class Callable:
+    def __call__(self, judged: Any, *, power: float = 1.0) -> float:
+        return judged * power
+
+
+def test_built_in_names_are_what_a_room_offers():
+    assert plugins.resolve("criterion", "average_loss", criteria) is criteria.average_loss
+    assert plugins.resolve("algorithm", "fedcbo", algorithms) is algorithms.fedcbo
+    for hidden in ("annotations", "Judged", "torch", "__doc__", "Tensor"):
+        with pytest.raises(ConfigError, match=f"there is no criterion `{hidden}`"):
+            plugins.resolve("criterion", hidden, criteria)
+    with pytest.raises(ConfigError, match=r"Built in: everyone, prob_sampling, uniform; or name your own as \"package"):
+        plugins.resolve("selection", "best", selection)
+    with pytest.raises(ConfigError, match=r"there is no data set `digit`\. Did you mean `digits`\?"):
+        plugins.resolve("data set", "digit", data)
+
+
+def test_import_paths_reach_a_users_module_beside_the_configuration(tmp_path, monkeypatch):
+    (tmp_path / "my_own_parts.py").write_text(
+        "class Room:\n    @staticmethod\n    def f(x, *, y=1):\n        return x + y\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    found = plugins.resolve("rule", "my_own_parts:Room.f", attacks)
+    assert found(2, y=3) == 5
+    assert list(plugins.parameters(found)) == ["y"]
+    del sys.modules["my_own_parts"]
+
+
+@pytest.mark.parametrize("function", [plain, Callable(), functools.partial(plain, power=3.0), lambda judged: judged])
+def test_functions_stand_for_themselves_and_keep_their_signature(function):
+    found = plugins.resolve("criterion", function, criteria)
+    assert plugins.parameters(found) == plugins.parameters(function)
+    assert found(2) == function(2)
+
+
+def test_labels():
+    assert plugins.label("average_loss") == "average_loss"
+    assert plugins.label(plain) == f"{__name__}:plain"
+    assert plugins.label(Callable()) == f"{__name__}:Callable"
+
+
+def test_a_failure_of_a_users_function_names_it_and_its_line():
+    def fails(kind):
+        if kind == "ours":
+            raise DataError("no samples")
+        raise KeyError(kind)
+
+    found = plugins.resolve("rule", fails, attacks)
+    line = fails.__code__.co_firstlineno + 3
+    with pytest.raises(
+        ConfigError, match=rf"fails` failed at line {line} of .*test_plugins\.py: KeyError: 'x'"
+    ) as caught:
+        found("x")
+    assert isinstance(caught.value.__cause__, KeyError)  # for whoever debugs it in Python
+    with pytest.raises(DataError, match=r"^no samples$"):
+        found("ours")
+
+
+def test_parameters_are_checked_against_the_signature():
+    bound = plugins.bind("criterion", plain, {"power": 2, "kind": "b", "many": [1, 2]})
+    assert bound == {"power": 2.0, "kind": "b", "many": (1, 2)}
+    assert plugins.bind("criterion", plain, {}) == {}
+    wrong = [
+        ({"powr": 2}, r"criterion `plain` has no parameter `powr`\. Did you mean `power`\?"),
+        ({"zzz": 2}, r"criterion `plain` has no parameter `zzz`\. It has: power, kind, many"),
+        ({"judged": 2}, "criterion `plain` has no parameter `judged`"),
+        ({"power": "much"}, "criterion `plain`: `power` = 'much': Input should be a valid number"),
+        ({"power": True}, "criterion `plain`: `power` = True: Input should be a valid number"),
+        ({"power": float("nan")}, "criterion `plain`: `power` = nan: Input should be a finite number"),
+        ({"kind": "c"}, "criterion `plain`: `kind` = 'c': Input should be 'a' or 'b'"),
+        ({"many": ["x"]}, "criterion `plain`: `many` = "),
+    ]
+    for given, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            plugins.bind("criterion", plain, given)
+    with pytest.raises(ConfigError, match="attack `required` needs the parameter `level`"):
+        plugins.bind("attack", required, {})
+    with pytest.raises(ConfigError, match=r"has no parameter `x`\. It has none"):
+        plugins.bind("attack", lambda judged: judged, {"x": 1})
+
+
+def test_nearest():
+    assert plugins.nearest("gama", ["gamma", "alpha"]) == " Did you mean `gamma`?"
+    assert plugins.nearest("qqq", ["gamma", "alpha"]) == ""
