@@ -4,12 +4,16 @@ García Trillos et al., "Defending Against Diverse Attacks in Federated Learning
 Optimization" (arXiv 2412.02535).
 """
 
-from fedcb2o.data.shard import Dataset, Shard
-from fedcb2o.errors import ConfigError, DataError, FedCB2OError, RunError
-from fedcb2o.experiments.config import Experiment, load, presets
-from fedcb2o.experiments.run import run
-from fedcb2o.records import Run
-from fedcb2o.streams import stream
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedcb2o.data.shard import Dataset, Shard
+    from fedcb2o.errors import ConfigError, DataError, FedCB2OError, RunError
+    from fedcb2o.experiments.config import Experiment, load, presets
+    from fedcb2o.experiments.run import run
+    from fedcb2o.records import Run
+    from fedcb2o.streams import stream
 
 __all__ = [
     "ConfigError",
@@ -25,3 +29,24 @@ __all__ = [
     "run",
     "stream",
 ]
+
+# Imported when first asked for: PyTorch takes a second, and the command line answers before and catches Ctrl-C.
+_HOMES = {
+    "data.shard": ("Dataset", "Shard"),
+    "errors": ("ConfigError", "DataError", "FedCB2OError", "RunError"),
+    "experiments.config": ("Experiment", "load", "presets"),
+    "experiments.run": ("run",),
+    "records": ("Run",),
+    "streams": ("stream",),
+}
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"fedcb2o.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -202,16 +202,20 @@ def attack_raises(shard, draw): return shard.x[10 ** 6]
 
 def criterion_scalar(judged): return judged.losses.mean.sum()
 def criterion_wide(judged): return judged.losses.by_class
+def criterion_none(judged): return None
 def criterion_raises(judged): return judged.no_such_thing
 
 def selection_strangers(contacts, candidates, budget, draw): return candidates + 100
 def selection_twice(contacts, candidates, budget, draw): return candidates[[0, 0]]
+def selection_none(contacts, candidates, budget, draw): return None
+def selection_floats(contacts, candidates, budget, draw): return candidates[:2] + 0.5
 def selection_raises(contacts, candidates, budget, draw): return candidates[10 ** 6]
 
 def rule_short(judged): return torch.ones(1)
 def rule_sum(judged): return torch.ones(len(judged.received.ids))
 def rule_negative(judged): return torch.tensor([2.0, -1.0] + [0.0] * (len(judged.received.ids) - 2))
 def rule_nan(judged): return torch.full((len(judged.received.ids),), float("nan"))
+def rule_none(judged): return None
 def rule_raises(judged): return 1 / 0
 
 def algorithm_none(): return None
@@ -246,14 +250,18 @@ WRONG_PARTS = {
     "attack_raises": "the attack `parts:attack_raises` failed at line {line} of {folder}/parts.py: IndexError: ",
     "criterion_scalar": "the criterion returned shape (), expected (3,): a value for each received model",
     "criterion_wide": "the criterion returned shape (3, 10), expected (3,): a value for each received model",
+    "criterion_none": "the criterion returned a NoneType, expected a tensor",
     "criterion_raises": "the criterion `parts:criterion_raises` failed at line {line} of {folder}/parts.py: Attribut",
     "selection_strangers": "the selection chose [101, 102, 103, 104, 105], expected different ones of [1, 2, 3, 4, 5]",
     "selection_twice": "the selection chose [1, 1], expected different ones of [1, 2, 3, 4, 5]",
+    "selection_none": "the selection returned a NoneType, expected a tensor",
+    "selection_floats": "the selection chose [1.5, 2.5], expected different ones of [1, 2, 3, 4, 5]",
     "selection_raises": "the selection `parts:selection_raises` failed at line {line} of {folder}/parts.py: IndexError",
     "rule_short": "the rule returned weights of shape (1,), expected (3,) or (4,)",
     "rule_sum": "the rule returned weights that are not positive with sum 1: [1.0, 1.0, 1.0]",
     "rule_negative": "the rule returned weights that are not positive with sum 1: [2.0, -1.0, 0.0]",
     "rule_nan": "the rule returned weights that are not positive with sum 1: [nan, nan, nan]",
+    "rule_none": "the rule returned a NoneType, expected a tensor",
     "rule_raises": "the rule `parts:rule_raises` failed at line {line} of {folder}/parts.py: ZeroDivisionError: ",
     "algorithm_none": "the algorithm returned a NoneType, expected an Algorithm",
     "notes": "the model `parts:notes` is of type int, not a function",

@@ -25,9 +25,8 @@ def logits(
     Small dense networks are evaluated several at a time, in one batched product a layer; others one by one, on
     views of their rows.
     """
-    layers = list(module) if isinstance(module, nn.Sequential) else []
-    dense = bool(layers) and all(isinstance(layer, nn.Flatten | nn.Linear | nn.ReLU) for layer in layers)
-    together = TOGETHER // pool.shape[1] if dense else 0
+    layers = _dense_layers(module, pool.shape[1])
+    together = TOGETHER // pool.shape[1] if layers else 0
     module.eval()
     with torch.no_grad():
         if together >= 2:
@@ -37,6 +36,15 @@ def logits(
             bind_(module, pool[row])
             outputs.append(torch.cat([module(features(some)) for some in torch.split(x, IMAGES)]))
         return torch.stack(outputs)
+
+
+def _dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
+    """The layers of a network that `_dense_logits` can read: flattened samples, dense layers with a bias, none of
+    them twice, and ReLU; of any other network none."""
+    layers = list(module) if type(module) is nn.Sequential else []
+    plain = all(type(p) in (nn.Flatten, nn.ReLU) or (type(p) is nn.Linear and p.bias is not None) for p in layers)
+    once = sum(p.numel() for layer in layers for p in layer.parameters()) == dim
+    return layers if plain and once and type(layers[0]) is nn.Flatten else []
 
 
 def _dense_logits(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.algorithms import Algorithm
-from fedcb2o.federated.rules import by_num_samples
+from fedcb2o.federated.rules import by_num_samples, tensor_of
 from fedcb2o.federated.selection import colluding, remember
 from fedcb2o.federated.types import Contacts, Judged, Losses, Received
 
@@ -51,8 +51,9 @@ def local_aggregation(
     """Lines 1 to 6 of Algorithm 2 for the agent `me`, and the factor of line 7; `candidates` are whom it may ask."""
     if algorithm.own_candidate:
         candidates = torch.cat([candidates, me.ids]).sort().values
-    asked = torch.as_tensor(algorithm.select(contacts, candidates, budget, draw), dtype=torch.int64)
-    if not torch.isin(asked, candidates).all() or len(set(asked.tolist())) < len(asked):
+    asked = tensor_of("selection", algorithm.select(contacts, candidates, budget, draw))
+    asked = asked.long() if not len(asked) else asked  # an empty list has no integer type
+    if asked.dtype != torch.int64 or not torch.isin(asked, candidates).all() or len(set(asked.tolist())) < len(asked):
         raise ConfigError(f"the selection chose {asked.tolist()}, expected different ones of {candidates.tolist()}")
     received = exchange(asked)
     losses, own = (losses_of(received), losses_of(me)) if algorithm.judges else (None, None)
@@ -102,7 +103,7 @@ def split_weights(weights: Float[Tensor, " k"], m: int) -> tuple[Float[Tensor, "
 
     Raises ConfigError for weights of another shape, or that are not a convex combination (or all zero).
     """
-    weights = torch.as_tensor(weights)
+    weights = tensor_of("rule", weights)
     if weights.shape not in ((m,), (m + 1,)):
         raise ConfigError(f"the rule returned weights of shape {tuple(weights.shape)}, expected ({m},) or ({m + 1},)")
     weights = weights.double()

@@ -5,7 +5,7 @@ agent's own model [m + 1]; its further arguments are keywords.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -62,9 +62,17 @@ def by_criterion(
     return consensus.weights(torch.cat([values, itself]), alpha, counted)
 
 
+def tensor_of(kind: str, values: Any) -> Tensor:
+    """What a user's function returned as a tensor; raises ConfigError for what holds no numbers."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the {kind} returned a {type(values).__name__}, expected a tensor") from error
+
+
 def judge(criterion: Criterion, judged: Judged) -> Float[Tensor, " m"]:
     """The criterion's value for each received model, in float64; raises ConfigError where it has another shape."""
-    values = torch.as_tensor(criterion(judged))
+    values = tensor_of("criterion", criterion(judged))
     if values.shape != (len(judged.received.ids),):
         raise ConfigError(
             f"the criterion returned shape {tuple(values.shape)}, expected ({len(judged.received.ids)},): "
