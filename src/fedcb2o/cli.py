@@ -97,21 +97,17 @@ def run(
         settings[key.strip()] = parse_value(value.strip())
     if seeds is not None:
         settings["seeds"] = _seeds(seeds)
-    chosen = [load(name, settings) for name in experiments]
-    if clean_twin:
-        chosen = [e for one in chosen for e in ([one, one.clean_twin()] if one.attacked else [one])]
-    console = Console(stderr=True)
-    with Progress(console) as progress:
-        for one in chosen:
-            if out is None:
-                folder = Path("runs") / one.name
-            elif len(experiments) == 1:
-                folder = out if one is chosen[0] else out.with_name(f"{out.name}-clean")
-            else:
-                folder = out / one.name
+    chosen = []
+    for name in experiments:
+        one = load(name, settings)
+        folder = Path("runs") / one.name if out is None else out if len(experiments) == 1 else out / one.name
+        chosen.append((one, folder))
+        if clean_twin and one.attacked:
+            chosen.append((one.clean_twin(), folder.with_name(f"{folder.name}-clean")))
+    with Progress() as progress:
+        for one, folder in chosen:
             run_experiment(one, out=folder, data_dir=data_dir, workers=workers, resume=resume, watch=progress)
-    for one in [] if console.is_terminal else chosen:
-        console.print(f"{one.name}: done")
+    print("Done. For a table: fedcb2o compare", *(folder for _, folder in chosen), file=sys.stderr)
 
 
 def _seeds(text: str) -> list[int]:
