@@ -104,6 +104,8 @@ def run(
         chosen.append((one, folder))
         if clean_twin and one.attacked:
             chosen.append((one.clean_twin(), folder.with_name(f"{folder.name}-clean")))
+        elif clean_twin:
+            print(f"Note: no clean twin of {one.name}: nobody attacks in it.", file=sys.stderr)
     with Progress() as progress:
         for one, folder in chosen:
             run_experiment(one, out=folder, data_dir=data_dir, workers=workers, resume=resume, watch=progress)
@@ -185,6 +187,8 @@ def emnist(
     target = data_dir or default_folder()
     written = download_emnist(target) if source is None else import_emnist(source, target)
     print(f"{len(written)} files in {target}")
+    if data_dir is not None:
+        print(f"Use them so: fedcb2o run emnist-small-fedcb2o --data-dir {target}")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Bad input on the command line: one line that names the fault, status 2, no traceback, nothing half begun."""
 
+import fcntl
 import json
 import math
 import os
@@ -114,12 +115,21 @@ def test_missing_and_wrong_data_files_are_one_line(tmp_path):
     assert "no file" in here("data", "emnist", "--from", tmp_path / "nowhere", "--data-dir", tmp_path / "x").one_line()
 
 
+def test_a_folder_that_another_process_writes_to_is_left_alone(tmp_path, path):
+    out = tmp_path / "run"
+    out.mkdir()
+    descriptor = os.open(out, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert "another process is writing to" in here("run", path, "--out", out).one_line()
+    assert not list(out.iterdir())
+    os.close(descriptor)
+    assert here("run", path, "--out", out).status == 0
+
+
 def test_a_folder_that_is_not_this_runs_is_left_alone(tmp_path, path):
     out = tmp_path / "run"
     (tmp_path / "file").write_text("mine")
-    assert (
-        "file is not empty and holds no run: choose another" in here("run", path, "--out", tmp_path / "file").one_line()
-    )
+    assert "file is not a folder: choose another" in here("run", path, "--out", tmp_path / "file").one_line()
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
     assert f"{out} is not empty and holds no run: choose another" in here("run", path, "--out", out).one_line()

@@ -250,13 +250,12 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 def _extended(table: dict[str, Any]) -> dict[str, Any]:
-    """A table over the preset that it `extends`, section by section."""
-    base = table.pop("extends", None)
-    return (
-        table
-        if base is None
-        else {**(under := _preset(str(base))), **{k: _over(under.get(k), v) for k, v in table.items()}}
-    )
+    """A table over the preset that it `extends`, section by section; what the preset is called is not taken over."""
+    name = table.pop("extends", None)
+    if name is None:
+        return table
+    base = {key: value for key, value in _preset(str(name)).items() if key not in ("name", "title", "description")}
+    return {**base, **{key: _over(base.get(key), value) for key, value in table.items()}}
 
 
 def _over(base: Any, value: Any) -> Any:

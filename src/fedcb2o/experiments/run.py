@@ -1,12 +1,13 @@
 """Run an experiment: one folder, a subfolder a seed, resumable at any moment (alg:FedCB2O, whole)."""
 
 import contextlib
+import fcntl
 import functools
 import os
 import platform
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,28 @@ def run(
     dataset = dataset_of(experiment, None if data_dir is None else Path(data_dir))
     for seed in experiment.seeds:  # what is wrong with the settings shows before anything is written
         setting_of(experiment, seed, dataset)
-    _prepare(folder, experiment, resume)
-    with Progress() if watch is None else contextlib.nullcontext(watch) as watch:
+    with _alone(folder), Progress() if watch is None else contextlib.nullcontext(watch) as watch:
+        _prepare(folder, experiment, resume)
         for seed in experiment.seeds:
             run_seed(experiment, seed, dataset, folder / f"seed-{seed}", workers, watch)
     return Run(folder)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Make the run's folder and keep other processes from writing to it; raises RunError where one does."""
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is not a folder: choose another --out")
+    _make(folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(f"another process is writing to {folder}: wait for it, or choose another --out") from error
+        yield
+    finally:
+        os.close(descriptor)  # and with it the lock
 
 
 def _prepare(folder: Path, experiment: Experiment, resume: bool) -> None:
@@ -89,13 +107,13 @@ def _prepare(folder: Path, experiment: Experiment, resume: bool) -> None:
                 f"{folder} already holds seed {busy[0]} of this run: --resume goes on with it, or choose another --out"
             )
         if there.get("rounds", 0) > experiment.rounds:
-            raise RunError(f"{folder} holds this run with `rounds` = {there['rounds']}: it can only be made longer")
+            raise RunError(
+                f"{folder} holds this run with `rounds` = {there['rounds']}: it can only be made longer; "
+                f"go on with --set rounds={there['rounds']}"
+            )
         seeds = sorted({*seeds, *there.get("seeds", ())})
-    elif folder.exists() and (
-        not folder.is_dir() or any(inside.name != f"{path.name}.tmp" for inside in folder.iterdir())
-    ):
+    elif any(inside.name != f"{path.name}.tmp" for inside in folder.iterdir()):
         raise RunError(f"{folder} is not empty and holds no run: choose another --out")
-    _make(folder)
     records.write_toml(path, {**experiment.settings(), "seeds": seeds})
 
 
