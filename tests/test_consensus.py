@@ -43,10 +43,19 @@ def test_no_value_of_g_underflows_all(huge):
     assert consensus.weights(torch.tensor([huge, 2 * huge], dtype=torch.float64), 10.0).tolist() == [1.0, 0.0]
 
 
-def test_what_is_not_finite_has_no_weight():
-    bad = torch.tensor([1.0, torch.inf, torch.nan, -torch.inf])
-    assert consensus.weights(bad, 0.0).tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert consensus.weights(bad[1:], 2.0).tolist() == [0.0, 0.0, 0.0]
+def test_what_is_bad_beyond_measure_has_no_weight():
+    bad = torch.tensor([1.0, torch.inf, torch.nan])
+    assert consensus.weights(bad, 0.0).tolist() == [1.0, 0.0, 0.0]
+    assert consensus.weights(bad[1:], 2.0).tolist() == [0.0, 0.0]
+    assert consensus.weights(bad[:0], 2.0).tolist() == []
+
+
+def test_values_at_the_ends_of_floating_point():
+    ends = torch.tensor([1e308, 1.1e308], dtype=torch.float64)
+    assert consensus.weights(ends, 10.0).tolist() == [1.0, 0.0]
+    assert consensus.weights(torch.tensor([5.0, 6.0]), 1e308).tolist() == [1.0, 0.0]
+    # An agent whose own losses overflow finds all good peers infinitely better: they share the weight.
+    assert consensus.weights(torch.tensor([-torch.inf, 0.0, -torch.inf]), 2.0).tolist() == [0.5, 0.0, 0.5]
 
 
 @given(values, st.floats(0, 100), st.floats(-1e3, 1e3))

@@ -37,12 +37,15 @@ def weights(
     """The normalised weights omega_alpha = exp(-alpha G) of m models (eq:consensus_point), in float64.
 
     A shift of G changes nothing and no value of G underflows all of them. Models outside `mask` and models whose
-    G is not finite get 0; where no model is left, all weights are 0.
+    G is NaN or plus infinity get 0; where no model is left, all weights are 0.
     """
     upper = upper.double()
-    usable = upper.isfinite() if mask is None else upper.isfinite() & mask
-    logits = (-alpha * upper).masked_fill(~usable, -torch.inf)
-    return torch.where(usable, logits.softmax(-1), 0.0)
+    usable = upper < torch.inf if mask is None else (upper < torch.inf) & mask
+    kept = upper.masked_fill(~usable, torch.inf)
+    lowest = kept.sort(-1).values[..., :1]  # of nobody: nothing, where a minimum would be an error
+    above = (kept - lowest).nan_to_num(nan=0.0)  # inf - inf: as good as the best
+    mu = torch.exp(-alpha * above).masked_fill(~usable, 0.0)
+    return mu / mu.sum(-1, keepdim=True).clamp(min=1.0)  # the best one counts 1 before this, if there is one
 
 
 def point(mu: Float[Tensor, "*a m"], models: Float[Tensor, "m d"]) -> Float[Tensor, "*a d"]:

@@ -180,7 +180,13 @@ class Run:
     def complete(self) -> bool:
         """Whether every seed of the configuration has run to its end."""
         wanted = {int(seed) for seed in self.config.get("seeds", self.seeds)} | set(self.seeds)
-        return bool(wanted) and all((self._seed(seed) / "summary.json").exists() for seed in wanted)
+        rounds = int(self.config.get("rounds", 0))
+
+        def ended(seed: int) -> bool:
+            path = self._seed(seed) / "summary.json"
+            return path.exists() and int(read_json(path).get("rounds", 0)) >= rounds
+
+        return bool(wanted) and all(ended(seed) for seed in wanted)
 
     @cached_property
     def records(self) -> pd.DataFrame:

@@ -136,6 +136,7 @@ def compare(
 FEDCB2O = {
     "the text": {},
     "FedCBO": {"criterion": "average_loss"},
+    "FedCBO, own trusted": {"criterion": "average_loss", "own_model": "trusted", "mixing_factor": 1.0},
     "T_G": {"criterion_from_round": 3},
     "T_G, own trusted": {"criterion_from_round": 3, "own_model": "trusted", "mixing_factor": 1.0},
     "own judged": {"own_model": "judged", "mixing_factor": 1.0},
@@ -161,9 +162,17 @@ def test_defaults_are_the_papers():
     compare(algorithms.fedcbo(), reference.FEDCBO)
 
 
-def test_absent_classes_as_zero():
-    criterion = {"name": "class_loss_gap", "absent": "zero"}
-    compare(algorithms.fedcb2o(criterion=criterion), dataclasses.replace(reference.FEDCB2O, absent="zero"))
+@pytest.mark.parametrize("absent", ["masked", "zero"])
+def test_absent_classes_equal_the_oracle(absent):
+    setting = make_setting(algorithms.fedcb2o(), network())
+    y = setting.dataset.pool.y  # nobody validates on class 1, so that masked and zero differ
+    held = tuple(chosen[y[chosen] != 1] for chosen in setting.population.validation)
+    criterion = {"name": "class_loss_gap", "absent": absent}
+    compare(
+        algorithms.fedcb2o(criterion=criterion),
+        dataclasses.replace(reference.FEDCB2O, absent=absent),
+        population=dataclasses.replace(setting.population, validation=held),
+    )
 
 
 @pytest.mark.parametrize("own_model", ["judged", "excluded"])

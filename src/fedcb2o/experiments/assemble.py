@@ -40,6 +40,8 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
 
 
 def _check_shard(where: str, shard: Shard, num_classes: int) -> None:
+    if not isinstance(shard, Shard):
+        raise ConfigError(f"{where} is a {type(shard).__name__}, expected a fedcb2o.Shard")
     x, y = shard.x, shard.y
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and y.ndim == 1 and y.dtype == torch.int64):
         raise ConfigError(f"{where} must hold tensors, its labels of type int64 and shape [n]")
@@ -53,7 +55,7 @@ def _check_shard(where: str, shard: Shard, num_classes: int) -> None:
 
 def target_of(experiment: Experiment, key: str) -> int | None:
     """The attack's `source` or `target` class, where it has one: what the metrics of the attack are about."""
-    label = experiment.attack.parameters.get(key) if experiment.attack is not None else None
+    label = None if experiment.attack is None else experiment.attack.resolved("attack", attacks).get(key)
     return label if isinstance(label, int) else None
 
 
@@ -120,16 +122,22 @@ def setting_of(experiment: Experiment, seed: int, dataset: Dataset) -> Setting:
     tuning = Shard(pool.x[population.tuning], pool.y[population.tuning])
     if experiment.evaluate_on == "tuning" and not len(tuning):
         raise ConfigError('`evaluate_on` = "tuning" needs pool samples that no agent holds, and there is none')
-    attacked = agents.malicious_role == "attack" and experiment.attack is not None
+    test = dataset.test if experiment.evaluate_on == "test" else tuning
+    source = target_of(experiment, "source")
+    if source is not None and not torch.eq(test.y, source).any():
+        raise ConfigError(
+            f"the {experiment.evaluate_on} samples hold none of class {source} (`attack.source`), so that no attack "
+            "can be measured: take another class, or more samples"
+        )
     return Setting(
         seed=seed,
         dataset=dataset,
-        test=dataset.test if experiment.evaluate_on == "test" else tuning,
+        test=test,
         population=population,
         module=module_of(experiment, seed, dataset),
         training=Training(**experiment.training.model_dump()),
         algorithm=experiment.algorithm.function("algorithm", algorithms)(),
-        attack=experiment.attack.function("attack", attacks) if attacked and experiment.attack else None,
+        attack=experiment.attack.function("attack", attacks) if experiment.attacked and experiment.attack else None,
         colluding=agents.malicious_role in ("attack", "clean"),
         colluders_own_model=agents.colluders_own_model,
         budget=agents.budget,

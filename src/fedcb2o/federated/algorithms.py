@@ -17,7 +17,7 @@ from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import criteria, rules, selection
 from fedcb2o.federated.rules import OwnModel
-from fedcb2o.federated.types import Criterion, Judged, Rule, Select
+from fedcb2o.federated.types import Judged, Rule, Select
 
 __all__ = ["by_rule", "dfedavgm", "fedcb2o", "fedcbo"]
 
@@ -76,13 +76,14 @@ def fedcb2o(
     _check("kappa", kappa, kappa >= 0, "0 or more")
     _check("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
     _check("criterion_from_round", criterion_from_round, criterion_from_round >= 0, "0 or more")
-    robust: Criterion = _named("criterion", criterion, criteria)
+    robust, average = _named("criterion", criterion, criteria), functools.partial(criteria.average_loss)
 
     def weigh(judged: Judged) -> Float[Tensor, " k"]:
-        if judged.n >= criterion_from_round:
-            return rules.by_criterion(judged, robust, alpha=alpha, beta=beta, own_model=own_model)
-        own = "judged" if own_model == "trusted" else own_model  # a loss, unlike a gap, can judge the own model
-        return rules.by_criterion(judged, criteria.average_loss, alpha=alpha, beta=beta, own_model=own)
+        now = robust if judged.n >= criterion_from_round else average
+        own = own_model
+        if own == "trusted" and now.func is criteria.average_loss:  # a loss, unlike a gap, can judge the own model
+            own = "judged"
+        return rules.by_criterion(judged, now, alpha=alpha, beta=beta, own_model=own)
 
     return Algorithm(
         select=_named("selection", selection, _selections),

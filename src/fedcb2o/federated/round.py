@@ -52,7 +52,9 @@ def local_aggregation(
     if algorithm.own_candidate:
         candidates = torch.cat([candidates, me.ids]).sort().values
     asked = tensor_of("selection", algorithm.select(contacts, candidates, budget, draw))
-    asked = asked.long() if not len(asked) else asked  # an empty list has no integer type
+    asked = asked if asked.numel() else asked.long()  # an empty list has no integer type
+    if asked.ndim != 1:
+        raise ConfigError(f"the selection returned shape {tuple(asked.shape)}, expected ids of shape [s]")
     if asked.dtype != torch.int64 or not torch.isin(asked, candidates).all() or len(set(asked.tolist())) < len(asked):
         raise ConfigError(f"the selection chose {asked.tolist()}, expected different ones of {candidates.tolist()}")
     received = exchange(asked)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -194,7 +195,7 @@ def mixing_matrix(mixed: Sequence[Mixed]) -> Tensor:
             row[j] = 1 - choice.factor + choice.factor * choice.own_weight
             for i, weight in zip(choice.ids.tolist(), choice.weights.tolist(), strict=True):
                 row[i] = row.get(i, 0.0) + choice.factor * weight
-        kept = sorted((i, value) for i, value in row.items() if value)
+        kept = sorted((i, value) for i, value in row.items() if np.float32(value))
         rows.append(len(kept))
         columns += [i for i, _ in kept]
         values += [value for _, value in kept]
