@@ -6,6 +6,7 @@ one cluster and no gradient. Ensembles are [runs, n, d]: every run is on its own
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -149,7 +150,8 @@ def consensus_step_(
     if normals is None:
         theta.lerp_(m, lambda1 * dt)
     elif noise == "anisotropic":  # every coordinate goes a part of its own of the way to m
-        theta.lerp_(m, torch.add(normals.new_full((), lambda1 * dt), normals, alpha=-size, out=normals))
+        share = _constant(lambda1 * dt, normals.dtype, normals.device)
+        theta.lerp_(m, torch.add(share, normals, alpha=-size, out=normals))
     else:
         length = torch.linalg.vector_norm(theta - m, dim=-1, keepdim=True)
         theta.lerp_(m, lambda1 * dt).addcmul_(normals, length, value=size)
@@ -169,6 +171,12 @@ def gradient_step_(
     if normals is not None:
         length = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
         theta.addcmul_(normals, length, value=sigma2 * math.sqrt(dt))
+
+
+@functools.lru_cache(maxsize=16)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a tensor; making one anew takes a hundredth of a small ensemble's step."""
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _checked(name: str, values: object, theta: Tensor) -> Tensor:

@@ -105,18 +105,21 @@ def _fill(work: Sequence[tuple[Sequence[Source], Tensor]]) -> None:
 def _box_muller(sources: Sequence[np.random.Generator], out: NDArray[np.float32]) -> None:
     """Fill each step from its own words with sqrt(-2 log u) cos v and sqrt(-2 log u) sin v (Box and Muller, 1958).
 
-    u has 31 random bits, so that the tails reach 6.6, and v has 32.
+    u has 32 random bits, the last of them set, so that the tails reach 6.6; v has 32.
     """
     runs, steps, size = out.shape
-    words = np.concatenate([source.bit_generator.random_raw(steps * size // 2) for source in sources])
-    radius, v = np.moveaxis(words.view("i4").reshape(runs, steps, 2, -1).astype("f4"), 2, 0)
-    v *= np.pi * 2.0**-31
-    np.abs(radius, out=radius)
-    radius += 0.5  # never log 0
-    radius *= 2.0**-31
+    drawn = [source.bit_generator.random_raw(steps * size // 2) for source in sources]
+    words = drawn[0] if runs == 1 else np.concatenate(drawn)
+    bits = words.view("u4").reshape(runs, steps, 2, size // 2)
+    for_u, for_v = bits[:, :, 0], bits[:, :, 1].view("i4")
+    for_u |= 1  # never log 0
+    radius = for_u.astype("f4")
+    radius *= 2.0**-32
     np.log(radius, out=radius)
     radius *= -2
     np.sqrt(radius, out=radius)
-    half = size // 2
-    np.multiply(radius, np.cos(v), out=out[..., :half])
-    np.multiply(radius, np.sin(v), out=out[..., half:])
+    v = for_v.astype("f4")
+    v *= np.pi * 2.0**-31
+    for function, part in ((np.cos, out[..., : size // 2]), (np.sin, out[..., size // 2 :])):
+        function(v, out=part)
+        part *= radius

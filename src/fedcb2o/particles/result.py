@@ -189,7 +189,8 @@ def result_of(
     path = x.new_full((len(records), *x.shape), torch.nan)
     spreads = path[..., 0].clone()
     for row, (_, runs, m, spread) in enumerate(records):
-        path[row, runs.to(x.device)], spreads[row, runs.to(x.device)] = m, spread
+        there = runs.to(x.device) if len(runs) < len(seeds) else slice(None)
+        path[row, there], spreads[row, there] = m, spread
     return Result(
         x=shape.of(x),
         lower=shape.of(lower),

@@ -133,10 +133,7 @@ class System:
 
     def spread(self, m: Tensor) -> Tensor:
         """The root mean squared distance of each cluster's particles from its consensus point, [runs, clusters]."""
-        squares = [
-            (self.theta[:, each.rows] - m[:, k : k + 1]).square().sum(-1).mean(-1)
-            for k, each in enumerate(self.clusters)
-        ]
+        squares = [(theta - m[:, k : k + 1]).square_().sum(-1).mean(-1) for k, (theta, _) in enumerate(self._parts)]
         return torch.stack(squares, 1).sqrt()
 
     def advance_(
@@ -161,7 +158,7 @@ class System:
         for k, (theta, rows) in enumerate(self._parts):
             consensus_step_(
                 theta,
-                look.m[:, k],
+                look.m.select(1, k),
                 normals if normals is None or rows is None else normals[:, rows],
                 lambda1=lambda1,
                 sigma1=sigma1,
