@@ -112,6 +112,14 @@ def run(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes. Default: from the work and the machine.")
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory, such as 24GiB; models beyond it go to disk. Default: what is free."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where models and data lie: cpu, cuda, cuda:1, mps, ... Default: the file's, or cpu."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Say what was chosen for this machine.")] = False,
     clean_twin: Annotated[
@@ -140,6 +148,8 @@ def run(
         settings[key.strip()] = parse_value(value.strip())
     if seeds is not None:
         settings["seeds"] = _seeds(seeds)
+    if device is not None:
+        settings["device"] = device
     chosen = []
     for name in experiments:
         one = load(name, settings)
@@ -151,7 +161,9 @@ def run(
             print(f"Note: no clean twin of {one.name}: nobody attacks in it.", file=sys.stderr)
     with Progress(verbose=verbose) as progress:
         for one, folder in chosen:
-            run_experiment(one, out=folder, data_dir=data_dir, workers=workers, resume=resume, watch=progress)
+            run_experiment(
+                one, out=folder, data_dir=data_dir, workers=workers, memory=memory, resume=resume, watch=progress
+            )
     print("Done. For a table: fedcb2o compare", *(folder for _, folder in chosen), file=sys.stderr)
 
 

@@ -20,12 +20,16 @@ from fedcb2o.errors import ConfigError
 __all__ = ["cnn", "logistic", "mlp", "resnet"]
 
 
+Layout = Literal["contiguous", "channels_last"]
+
+
 class ChannelsLast(nn.Module):
-    """Lays images out channel by channel within a pixel, which convolutions on a CPU read faster."""
+    """Lays images out channel by channel within a pixel, which convolutions on a CPU read faster, unless they are those
+    of several networks at once."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The same values in another order of memory."""
-        return x.to(memory_format=torch.channels_last)
+        return x if x.device.type != "cpu" or are_several(x) else x.to(memory_format=torch.channels_last)
 
 
 def cnn(
@@ -165,6 +169,18 @@ def bind_(module: nn.Module, theta: Float[Tensor, " d"]) -> None:
     for p in module.parameters():
         p.data = theta[start : start + p.numel()].view(p.shape)
         start += p.numel()
+
+
+def stacked(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
+    """The parameters of m networks, views of their models."""
+    sizes = [p.shape for p in module.parameters()]
+    parts = torch.split(thetas, [size.numel() for size in sizes], dim=1)
+    return [part.view(len(part), *size) for part, size in zip(parts, sizes, strict=True)]
+
+
+def are_several(x: Tensor) -> bool:
+    """Whether a network, under `torch.func.vmap`, sees in `x` one of several tensors that it is computed on at once."""
+    return torch._C._functorch.is_batchedtensor(x)
 
 
 def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:

@@ -361,6 +361,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _plain(value: object) -> Any:
     """Lists, numbers and text for JSON, from arrays and tensors too; what is not finite becomes None."""
+    kind = type(value)  # most are plain numbers in lists, and asked for first
+    if kind is float:
+        return value if math.isfinite(value) else None  # type: ignore[arg-type]
+    if kind is int or kind is str:
+        return value
+    if kind is list:
+        return [_plain(inner) for inner in value]  # type: ignore[attr-defined]
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if hasattr(value, "tolist"):

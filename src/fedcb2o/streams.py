@@ -5,8 +5,11 @@ workers can change a result. Philox: Salmon et al., "Parallel random numbers: as
 """
 
 import hashlib
+from typing import Any
 
 import numpy as np
+from numpy.random.bit_generator import ISeedSequence
+from numpy.typing import NDArray
 
 
 def stream(seed: int, *key: str | int) -> np.random.Generator:
@@ -16,4 +19,17 @@ def stream(seed: int, *key: str | int) -> np.random.Generator:
     """
     name = repr((int(seed), *(part if isinstance(part, str) else int(part) for part in key)))
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    words: Any = _Key(digest)
+    return np.random.Generator(np.random.Philox(words))
+
+
+class _Key(ISeedSequence):
+    """Gives Philox its key as it is: by its argument `key` it would first ask the system for a seed, and take twice as
+    long."""
+
+    def __init__(self, digest: bytes) -> None:
+        self.digest = digest
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
+        """The words of the key."""
+        return np.frombuffer(self.digest, np.dtype(dtype).newbyteorder("<"), n_words).astype(dtype)

@@ -16,7 +16,7 @@ from fedcb2o.federated.attacks import label_flip
 from fedcb2o.federated.local_update import Training
 from fedcb2o.federated.selection import nobody
 from fedcb2o.federated.types import Attack
-from fedcb2o.runtime import world
+from fedcb2o.runtime import phases, world
 from fedcb2o.runtime.simulate import rounds
 from fedcb2o.runtime.workers import Here
 from fedcb2o.runtime.world import Setting, World, shard_of
@@ -191,7 +191,8 @@ def test_dfedavgm_equals_the_oracle(own_model):
 
 
 def test_a_rule_without_losses_equals_the_oracle_and_nothing_is_evaluated(monkeypatch):
-    monkeypatch.setattr(world, "losses_of", lambda *judged: pytest.fail("a model was evaluated"))
+    for module, name in ((world, "losses_of"), (phases, "losses_of_each")):
+        monkeypatch.setattr(module, name, lambda *judged, **more: pytest.fail("a model was evaluated"))
     compare(algorithms.by_rule(rule="by_num_samples", judges=False), reference.DFEDAVGM)
 
 

@@ -1,4 +1,4 @@
-"""Agents trained together: the same models as one by one, to rounding, and teams that the population alone decides."""
+"""Models computed together: the same as one by one, to rounding, and teams that the population alone decides."""
 
 import pytest
 import torch
@@ -7,29 +7,59 @@ from torch import nn
 
 from fedcb2o import models
 from fedcb2o.data.shard import Shard
+from fedcb2o.federated import evaluate
 from fedcb2o.federated.local_update import Training, local_update_
 from fedcb2o.federated.together import local_updates_, teams
 from fedcb2o.streams import stream
 
-TRAINING = Training(gamma=0.1, lambda2=0.5, momentum=0.9, batch_size=4, local_epochs=2)
-NETWORKS = {
-    "mlp": models.mlp([1, 3, 3], 4, hidden=[5, 6]),
-    "logistic": models.logistic([1, 3, 3], 4),
-}
+TRAINING = Training(gamma=0.05, lambda2=0.5, momentum=0.9, batch_size=4, local_epochs=2)
+
+
+class Tied(nn.Module):
+    """A network with a layer that is used twice, a weight that two layers share, and a parameter that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice, self.idle = nn.Linear(16, 8), nn.Linear(8, 8), nn.Parameter(torch.ones(3))
+        self.again, self.alike, self.last = self.twice, nn.Linear(8, 8), nn.Linear(8, 4)
+        self.alike.weight = self.twice.weight
+
+    def forward(self, x):
+        return self.last(self.alike(self.again(self.twice(self.first(x.flatten(1))).tanh())).relu())
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(3)
+    NETWORKS = {
+        "mlp": models.mlp([1, 4, 4], 4, hidden=[5, 6]),
+        "logistic": models.logistic([1, 4, 4], 4),
+        "cnn": models.cnn([1, 4, 4], 4, hidden=8),
+        "resnet": models.resnet([1, 4, 4], 4, width=8),
+        "tied": Tied(),
+    }
 
 
 def shards(count, n):
     draw = stream(5, "shards")
-    x = torch.from_numpy(draw.normal(size=(count, n, 1, 3, 3))).float()
+    x = torch.from_numpy(draw.normal(size=(count, n, 1, 4, 4))).float()
     return [Shard(x[j], torch.from_numpy(draw.integers(4, size=n))) for j in range(count)]
 
 
-@pytest.mark.parametrize("changes", [{}, {"local_steps": 5}, {"momentum": 0.0}, {"batch_size": 100}])
+def different(module, count):
+    """Models of the size that networks begin with, each its own."""
+    thetas = empty_models(count, models.dimension(module))
+    thetas[:] = models.flatten(module) + 0.1 * torch.from_numpy(stream(5, "theta").normal(size=thetas.shape)).float()
+    return thetas
+
+
+CHANGES = [{}, {"local_steps": 5}, {"momentum": 0.0}, {"batch_size": 100}, {"lambda2": 0.2, "local_epochs": 3}]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_team_learns_what_each_learns_alone(name, changes):
     module, training = NETWORKS[name], Training(**{**TRAINING.__dict__, **changes})
-    mine, data = empty_models(7, models.dimension(module)), shards(7, 11)
-    mine[:] = torch.from_numpy(stream(5, "theta").normal(size=mine.shape)).float()
+    mine, data = different(module, 7), shards(7, 11)
     alone = mine.clone()
     one_by_one = [local_update_(alone[j], module, data[j], training, stream(5, "batches", j)) for j in range(7)]
     losses = local_updates_(list(mine), module, data, training, [stream(5, "batches", j) for j in range(7)])
@@ -42,17 +72,53 @@ def test_who_trains_together():
     assert teams(small, d, [35, 35, 205, 35]) == [[0, 1, 3], [2]]
     assert sorted(map(len, teams(small, d, [8] * 150))) == [22, 64, 64]
     assert teams(models.mlp([1, 28, 28], 10, hidden=[1000]), 10**6, [8, 8]) == [[0], [1]]  # too large to gain by it
-    other = nn.Sequential(nn.Flatten(), nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 4))
+    other = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 4))
     assert teams(other, models.dimension(other), [8, 8]) == [[0], [1]]
+    assert teams(other, models.dimension(other), [8, 8, 9, 8], together=2) == [[0, 1], [3], [2]]
+    assert teams(small, d, [8, 8, 8], together=1) == [[0], [1], [2]]
 
 
-def test_bfloat16_changes_products_only():
-    module, data = NETWORKS["mlp"], shards(3, 8)
-    thetas = empty_models(3, models.dimension(module))
-    thetas[:] = torch.from_numpy(stream(5, "theta").normal(size=thetas.shape)).float()
-    exact = thetas.clone()
+@pytest.mark.parametrize("name", NETWORKS)
+def test_bfloat16_changes_products_only(name):
+    module, data = NETWORKS[name], shards(3, 8)
+    thetas = different(module, 3)
+    exact, alone = thetas.clone(), thetas.clone()
     for mine, precision in ((thetas, "bfloat16"), (exact, "float32")):
         training = Training(**{**TRAINING.__dict__, "precision": precision})
         local_updates_(list(mine), module, data, training, [stream(5, "batches", j) for j in range(3)])
+    training = Training(**{**TRAINING.__dict__, "precision": "bfloat16"})
+    for j in range(3):
+        local_update_(alone[j], module, data[j], training, stream(5, "batches", j))
     assert thetas.dtype == torch.float32
     assert 0 < (thetas - exact).abs().max() < 0.05
+    assert (thetas - alone).abs().max() < 0.05
+
+
+def test_a_network_that_draws_draws_for_each_agent_and_again_alike():
+    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    begun, data = different(module, 1).expand(3, -1), shards(1, 8) * 3
+    found = []
+    for _ in range(2):
+        mine = empty_models(3, models.dimension(module))
+        mine[:] = begun
+        before = torch.random.get_rng_state()
+        local_updates_(list(mine), module, data, TRAINING, [stream(5, "batches", 0) for _ in range(3)])
+        assert torch.equal(torch.random.get_rng_state(), before)
+        found.append(mine)
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0][0], found[0][1])
+
+
+@pytest.mark.parametrize("together", [2, 3, 64])
+@pytest.mark.parametrize("rows", [[1, 2, 3, 4], [4, 0, 2], [3]])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_models_are_judged_together_as_one_by_one(name, rows, together, monkeypatch):
+    monkeypatch.setattr(evaluate, "IMAGES", 4)  # several parts, the last of them short
+    module, (data,) = NETWORKS[name], shards(1, 11)
+    pool, rows = different(module, 5), torch.tensor(rows)
+    alone = evaluate.losses_of(module, pool, rows, data, 4, together=1)
+    found = evaluate.losses_of(module, pool, rows, data, 4, together=together)
+    for key in ("mean", "by_class", "entropy"):
+        torch.testing.assert_close(getattr(found, key), getattr(alone, key), rtol=1e-5, atol=1e-6)
+    counts = [evaluate.confusion(module, pool, rows, data, 4, some) for some in (1, together)]
+    assert torch.equal(*counts)

@@ -136,8 +136,10 @@ def test_each_receiver_has_its_own_row_and_fellows_have_the_true_models(monkeypa
         seen[view.agent] = view.receivers.tolist()
         return torch.stack([torch.full_like(view.own, 100 * view.agent + i) for i in view.receivers.tolist()])
 
-    def by_samples(found, me):  # the rule of colluders
-        received[int(me.ids)] = (found.ids.tolist(), found.rows.tolist(), found.pool[found.rows])
+    def by_samples(found, me):  # the rule of colluders, several at once
+        whose, k = me.ids.flatten().tolist(), len(found.ids) if found.ids.ndim == 1 else found.ids.shape[1]
+        for j, ids, rows in zip(whose, found.ids.view(-1, k), found.rows.view(-1, k), strict=True):
+            received[j] = (ids.tolist(), rows.tolist(), found.pool[rows])
         return rules.by_samples(found, me)
 
     def equal(judged):

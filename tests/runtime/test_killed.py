@@ -72,7 +72,7 @@ def criterion(judged):
 if PLACE == "mixing":
     whole = simulate.mix_
 
-    def mix_(world, matrix, start, stop, reductions):
+    def mix_(world, matrix, start, stop, reductions, copied=False):
         middle = (start + stop) // 2
         whole(world, matrix, start, middle)
         strike()

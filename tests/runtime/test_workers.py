@@ -57,6 +57,26 @@ def test_results_come_in_the_order_of_the_tasks(pool):
     assert pool.map(slowly, []) == []
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.zeros(3, dtype=torch.bfloat16),
+        torch.ones(2, 3, requires_grad=True),
+        torch.eye(3).to_sparse(),
+        torch.zeros(0, 4),
+        torch.tensor(3.0),
+        torch.arange(6).view(2, 3).T,
+        torch.tensor([True, False]),
+    ],
+)
+def test_any_tensor_goes_there_and_back(pool, given):
+    """Users' functions may hold what NumPy has not."""
+    (found,) = pool.map(slowly, [(0, given)])
+    assert (found.dtype, found.layout, found.requires_grad) == (given.dtype, given.layout, given.requires_grad)
+    assert found.shape == given.shape
+    assert found.to_dense().equal(given.to_dense())
+
+
 def test_an_error_arrives_as_it_is_and_the_pool_works_on(pool):
     with pytest.raises(ConfigError, match=r"^the rule returned nonsense$"):
         pool.map(fail, [("config",)])

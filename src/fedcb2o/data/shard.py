@@ -19,6 +19,10 @@ class Shard:
     def __len__(self) -> int:
         return len(self.y)
 
+    def to(self, device: torch.device | str) -> "Shard":
+        """The same samples on a device."""
+        return Shard(self.x.to(device), self.y.to(device))
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -35,6 +39,10 @@ class Dataset:
     def num_classes(self) -> int:
         """C, the number of classes."""
         return len(self.class_names)
+
+    def to(self, device: torch.device | str) -> "Dataset":
+        """The same samples on a device."""
+        return Dataset(self.pool.to(device), self.test.to(device), self.class_names)
 
 
 def hold_out(samples: Shard, per_class: Sequence[int], draw: np.random.Generator) -> tuple[Shard, Shard]:

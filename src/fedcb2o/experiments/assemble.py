@@ -1,5 +1,6 @@
 """From an experiment and a data set to the setting that its rounds run in."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +118,7 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
         module = make(shape, dataset.num_classes)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module")
-        return module
+        return nn.Sequential(models.ChannelsLast(), module) if experiment.layout == "channels_last" else module
 
     try:
         module = models.initialise(made, stream(seed, "model", *key))
@@ -128,7 +129,8 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
         with torch.no_grad():
             outputs = module.eval()(features(dataset.pool.x[:2]))
     except Exception as error:  # a user's network may fail in any way
-        raise ConfigError(f"the model `{name}` cannot read samples of shape {tuple(shape)}: {error}") from error
+        laid = ' with `layout` = "channels_last"' if experiment.layout == "channels_last" else ""
+        raise ConfigError(f"the model `{name}` cannot read samples of shape {tuple(shape)}{laid}: {error}") from error
     expected = (len(dataset.pool.x[:2]), dataset.num_classes)
     if not isinstance(outputs, Tensor) or outputs.shape != expected:
         got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -180,6 +182,7 @@ def setting_of(experiment: Experiment, seed: int, dataset: Dataset) -> Setting:
         share=agents.share,
         neighbours=neighbours_of(experiment, seed, population),
         linear=experiment.linear or "torch",
+        together=experiment.together,
     )
 
 
@@ -198,6 +201,11 @@ def shared_data(dataset: Dataset) -> dict[str, Tensor]:
 def world_of(
     experiment: Experiment, seed: int, class_names: tuple[str, ...], dim: int, tensors: dict[str, Tensor]
 ) -> World:
-    """The world of one seed, from the tensors that its processes share."""
+    """The world of one seed, from the tensors that its processes share. Where the models lie on another device than the
+    CPU, so do the samples."""
     pool, test = Shard(tensors["pool_x"], tensors["pool_y"]), Shard(tensors["test_x"], tensors["test_y"])
-    return World(setting_of(experiment, seed, Dataset(pool, test, class_names)), tensors["models"][:, :dim])
+    setting = setting_of(experiment, seed, Dataset(pool, test, class_names))
+    device = tensors["models"].device
+    if device.type != "cpu":
+        setting = dataclasses.replace(setting, dataset=setting.dataset.to(device), test=setting.test.to(device))
+    return World(setting, tensors["models"][:, :dim])

@@ -20,7 +20,9 @@ from fedcb2o.data import skews
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.tables import changed, extended, plain, preset, read
 from fedcb2o.federated import algorithms, attacks, graphs
+from fedcb2o.federated.local_update import Precision
 from fedcb2o.federated.types import Attack, Threat
+from fedcb2o.models import Layout
 from fedcb2o.records import FREE
 from fedcb2o.runtime.primitives import Linear
 
@@ -176,7 +178,7 @@ class TrainingPart(Part):
     batch_size: Positive = 64
     local_epochs: Positive = 5
     local_steps: Positive | None = None
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
 
 
 class Experiment(Part):
@@ -191,12 +193,20 @@ class Experiment(Part):
     checkpoint_every: Positive = 1
     evaluate_on: Literal["test", "tuning"] = "test"
     linear: Linear | None = None
+    layout: Layout | None = None
+    device: str | None = None
+    together: Positive | None = None
     data: Component
     agents: AgentsPart
     model: Component
     training: TrainingPart = TrainingPart()
     algorithm: Component
     attack: AttackPart | None = None
+
+    @field_validator("device")
+    @classmethod
+    def _by_default(cls, device: str | None) -> str | None:
+        return None if device == "cpu" else device
 
     @model_validator(mode="after")
     def _consistent(self) -> "Experiment":
@@ -210,6 +220,11 @@ class Experiment(Part):
         if self.attacked and self.attack is None:
             raise ValueError(
                 'malicious agents that attack need an [attack] section (or agents.malicious_role = "clean")'
+            )
+        if self.training.precision == "tf32" and (self.device or "cpu").split(":")[0] != "cuda":
+            raise ValueError(
+                f'`training.precision` = "tf32" needs a CUDA device, and `device` is "{self.device or "cpu"}": '
+                'take "float32" or "bfloat16", or another `device`'
             )
         self.data.function("data set", data)
         self.model.function("model", models)

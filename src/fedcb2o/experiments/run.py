@@ -13,13 +13,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from fedcb2o import models, records
+from fedcb2o import models, plugins, records
 from fedcb2o.data.partition import rotate
 from fedcb2o.data.shard import Dataset, features
-from fedcb2o.errors import RunError
+from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.experiments.assemble import (
     aim_of,
     dataset_of,
@@ -31,6 +32,7 @@ from fedcb2o.experiments.assemble import (
     world_of,
 )
 from fedcb2o.experiments.config import Experiment, identity, load
+from fedcb2o.experiments.memory import plan, size
 from fedcb2o.experiments.progress import Progress, Watch
 from fedcb2o.federated import metrics
 from fedcb2o.federated.selection import nobody
@@ -50,6 +52,7 @@ def run(
     seeds: Sequence[int] | None = None,
     data_dir: str | Path | None = None,
     workers: int | None = None,
+    memory: str | int | None = None,
     resume: bool = False,
     watch: Watch | None = None,
 ) -> Run:
@@ -57,7 +60,9 @@ def run(
 
     `experiment` is a preset's name, a TOML file, a mapping or an `Experiment`; `out` the run's folder (by default
     runs/NAME); `workers` the number of processes (by default chosen from the work and the machine; it changes no
-    bit of the result). With `resume` a stopped run goes on from its last checkpoint, and a finished one is read.
+    bit of the result; on another device than the CPU one). `memory` is what it may take, such as "24GiB" (by default
+    what is free): models that need more lie in a file in the run's folder. With `resume` a stopped run goes on from its
+    last checkpoint, and a finished one is read.
 
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
@@ -65,14 +70,25 @@ def run(
     if seeds is not None:
         chosen = tuple(int(seed) for seed in seeds)
         experiment = load({**experiment.model_dump(exclude_unset=True), "seeds": chosen})
-    folder = Path(out) if out is not None else Path("runs") / experiment.name
+    folder, limit = Path(out) if out is not None else Path("runs") / experiment.name, None
+    if memory is not None:
+        limit = size(memory)
     dataset = dataset_of(experiment, None if data_dir is None else Path(data_dir))
+    if primitives.device_of(experiment.device).type != "cpu" and (workers or 1) > 1:
+        raise ConfigError(
+            f"one process works on `device` = {experiment.device!r}, and `workers` is {workers}: leave it out"
+        )
     for seed in experiment.seeds:  # what is wrong with the settings shows before anything is written
-        setting_of(experiment, seed, dataset)
+        module, x = setting_of(experiment, seed, dataset).module, features(dataset.pool.x[:2])
+        if (experiment.together or 1) > 1 and (why := primitives.cannot_be_several(module, x)):
+            raise ConfigError(
+                f"the model `{plugins.label(experiment.model.name)}` cannot be computed several times at once: leave "
+                f"out `together` ({why})"
+            )
     with alone(folder), Progress() if watch is None else contextlib.nullcontext(watch) as watch:
         _prepare(folder, experiment, resume)
         for seed in experiment.seeds:
-            run_seed(experiment, seed, dataset, folder / f"seed-{seed}", workers, watch)
+            run_seed(experiment, seed, dataset, folder / f"seed-{seed}", workers, limit, watch)
     return Run(folder)
 
 
@@ -131,7 +147,10 @@ def difference_of(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | No
     """The first setting that two runs differ in, or None where they are one."""
     old, new = _flat(identity(there)), _flat(identity(here))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return f"`{(key := changed[0])}` is {old.get(key)!r} there and {new.get(key)!r} here" if changed else None
+    if not changed:
+        return None
+    was, now = ("not set" if (value := each.get(changed[0])) is None else repr(value) for each in (old, new))
+    return f"`{changed[0]}` is {was} there and {now} here"
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -142,7 +161,13 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def run_seed(
-    experiment: Experiment, seed: int, dataset: Dataset, folder: Path, count: int | None, watch: Watch
+    experiment: Experiment,
+    seed: int,
+    dataset: Dataset,
+    folder: Path,
+    count: int | None,
+    memory: int | None,
+    watch: Watch,
 ) -> None:
     """Run one seed from its last checkpoint, or from the start, to the last round."""
     summary = folder / "summary.json"
@@ -151,20 +176,37 @@ def run_seed(
     fingerprint = f"{experiment.fingerprint(seed)} data {_digest(dataset)}"
     dim = models.dimension(module_of(experiment, seed, dataset))
     count = count or choose_workers(experiment, dim)
+    arena.sweep(folder)  # what a killed run left there would take the room
+    place = plan(experiment, dataset, dim, count, memory, folder)
     _make(folder)
     log = Records(folder)
-    linear = _linear(folder, experiment, dim)
+    device = primitives.device_of(experiment.device)
+    chosen = {
+        "linear": _linear(folder, experiment, dim),
+        "layout": _layout(folder, experiment, seed, dataset),
+        "together": _together(folder, experiment, seed, dataset, dim),
+    }
     if isinstance(watch, Progress):
-        watch.say(f"{experiment.name} seed {seed}: processes {count}, large dense layers by {linear}")
+        where = "" if device.type == "cpu" else f" on {device}"
+        if chosen["together"] is not None:
+            where += f", {chosen['together']} agents at once"
+        if place.folder is None:  # else a note says it
+            watch.say(f"{experiment.name} seed {seed}: {place}")
+        done_by = f"large dense layers by {chosen['linear']}, images {chosen['layout']}"
+        watch.say(f"{experiment.name} seed {seed}: processes {count}{where}, {done_by}")
+    if place.folder is not None:
+        print(f"Note: {experiment.name} seed {seed}: {place}.", file=sys.stderr)
     with contextlib.ExitStack() as stack:
-        world, pool = _enter(stack, experiment.model_copy(update={"linear": linear}), seed, dataset, dim, count)
+        stack.enter_context(primitives.repeatable(device))
+        stack.enter_context(_room(device))
+        world, pool = _enter(stack, experiment.model_copy(update=chosen), seed, dataset, dim, count, place.folder)
         padded = world.kept.as_strided((len(world.kept), models.row_stride(dim)), (models.row_stride(dim), 1))
         saved = checkpoint.load_(folder, padded, fingerprint)
-        if saved is not None and (changed := _changed_versions(folder)):
+        if saved is not None and (changed := _changed_versions(folder, device)):
             print(f"Note: {folder} began with {changed}: its next rounds may differ in bits.", file=sys.stderr)
         if saved is None:
             initial_models_(world.kept, experiment, seed, dataset)
-            _describe(folder, experiment, seed, world, count)
+            _describe(folder, experiment.model_copy(update=chosen), seed, dataset, world, count)
             saved = 0, [nobody() for _ in range(world.setting.num_agents)]
         start, contacts = saved
         log.cut(start)
@@ -176,7 +218,7 @@ def run_seed(
             if isinstance(watch, Progress):
                 watch.phase(experiment, seed, n + 1, phase)
 
-        for done in rounds(world, pool, contacts, start, experiment.rounds, evaluated, tell):
+        for done in rounds(world, pool, contacts, start, experiment.rounds, evaluated, tell, place.columns):
             line = metrics_line(experiment, world, done)
             log.append("metrics", line)
             log.append("pairs", pairs_line(done))
@@ -193,22 +235,29 @@ def run_seed(
 
 
 def _enter(
-    stack: contextlib.ExitStack, experiment: Experiment, seed: int, dataset: Dataset, dim: int, count: int
+    stack: contextlib.ExitStack,
+    experiment: Experiment,
+    seed: int,
+    dataset: Dataset,
+    dim: int,
+    count: int,
+    folder: Path | None = None,
 ) -> tuple[World, workers.Workers]:
-    """The world of one seed and who works in it."""
+    """The world of one seed and who works in it; the models lie in memory, or in a file in a `folder`."""
     specs = specs_of(dataset, experiment.num_models, dim)
     make = functools.partial(world_of, experiment, seed, dataset.class_names, dim)
-    if count == 1:
-        if dim >= primitives.LARGE:
-            primitives.keep_memory()
-        theta = torch.zeros(specs["models"][1])
+    if count == 1 and dim >= primitives.LARGE:
+        primitives.keep_memory()
+    if count == 1 and folder is None:
+        theta = torch.zeros(specs["models"][1], device=primitives.device_of(experiment.device))
         world = make({"models": theta, **shared_data(dataset)})
         return world, workers.Here(world)
-    shared = stack.enter_context(arena.shared(specs))
+    shared = stack.enter_context(arena.shared(specs, folder))
     tensors = shared.tensors()
     for name, tensor in shared_data(dataset).items():
         tensors[name].copy_(tensor)
-    return make(tensors), workers.Processes(count, shared, make)
+    world = make(tensors)
+    return world, workers.Here(world) if count == 1 else workers.Processes(count, shared, make)
 
 
 def _linear(folder: Path, experiment: Experiment, dim: int) -> primitives.Linear:
@@ -220,6 +269,8 @@ def _linear(folder: Path, experiment: Experiment, dim: int) -> primitives.Linear
     chosen: primitives.Linear = "torch"
     if experiment.linear is not None:
         chosen = experiment.linear
+    elif experiment.device is not None:
+        chosen = "torch"
     elif path.exists():
         chosen = records.read_json(path).get("linear", "torch")
     elif dim >= primitives.LARGE:
@@ -229,8 +280,53 @@ def _linear(folder: Path, experiment: Experiment, dim: int) -> primitives.Linear
     return chosen
 
 
+def _layout(folder: Path, experiment: Experiment, seed: int, dataset: Dataset) -> models.Layout:
+    """How images lie in memory: as the experiment says, as this seed began, or the faster way here for its network."""
+    path = folder / ENVIRONMENT
+    if experiment.layout is not None:
+        return experiment.layout
+    if path.exists():
+        found: models.Layout = records.read_json(path).get("layout", "contiguous")
+        return found
+    if experiment.device is not None or experiment.together is not None:  # vmap knows no other for some layers
+        return "contiguous"
+    x = dataset.pool.x[: experiment.training.batch_size]
+    return primitives.fastest_layout(module_of(experiment, seed, dataset), x, experiment.training.precision)
+
+
+def _together(folder: Path, experiment: Experiment, seed: int, dataset: Dataset, dim: int) -> int | None:
+    """How many agents train in one program: as the experiment says, as this seed began, or what the device has memory
+    for; None, small dense networks alone, on the CPU."""
+    path, device = folder / ENVIRONMENT, primitives.device_of(experiment.device)
+    if experiment.together is not None or device.type == "cpu":
+        return experiment.together
+    if path.exists():
+        found: int | None = records.read_json(path).get("together")
+        return found
+    pool = 4 * experiment.num_models * models.row_stride(dim)
+    x = dataset.pool.x[: experiment.training.batch_size]
+    return min(
+        experiment.agents.num_agents,
+        primitives.most_together(device, pool, module_of(experiment, seed, dataset), x),
+    )
+
+
+@contextlib.contextmanager
+def _room(device: torch.device) -> Iterator[None]:
+    """Raises RunError where a device's memory is full."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, FedCB2OError) as error:
+        if isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+            raise RunError(f"{device} is out of memory: let fewer agents train at once, by `together`") from error
+        raise
+
+
 def choose_workers(experiment: Experiment, dim: int) -> int:
-    """One process for a small round; else one for each processor that this process may use."""
+    """One process for a small round, and on another device than the CPU; else one for each processor that this process
+    may use."""
+    if experiment.device is not None:
+        return 1
     agents, training = experiment.agents, experiment.training
     samples = agents.num_clusters * (
         agents.benign * agents.benign_samples + agents.malicious * agents.malicious_samples
@@ -246,13 +342,13 @@ def _digest(dataset: Dataset) -> str:
     return "-".join(f"{checkpoint.adds_up_to(tensor):08x}" for tensor in shared_data(dataset).values())
 
 
-def _describe(folder: Path, experiment: Experiment, seed: int, world: World, count: int) -> None:
+def _describe(folder: Path, experiment: Experiment, seed: int, dataset: Dataset, world: World, count: int) -> None:
     """Write who takes part, in what surroundings, and a few samples as each cluster sees them."""
-    setting = world.setting
-    population, dataset = setting.population, setting.dataset
+    population, device = world.setting.population, world.pool.device
     sources = torch.tensor(aim_of(experiment).sources, dtype=torch.int64)
-    environment = {"seed": seed, **_versions(), "platform": platform.platform()}
-    records.write_json(folder / ENVIRONMENT, {**environment, "workers": count, "linear": setting.linear})
+    environment = {"seed": seed, **_versions(device), "platform": platform.platform(), "workers": count}
+    chosen = {key: getattr(experiment, key) for key in ("linear", "layout", "together")}
+    records.write_json(folder / ENVIRONMENT, {**environment, **chosen})
     held = [
         int(torch.isin(dataset.pool.y[v], sources).sum()) if len(v) and len(sources) else None
         for v in population.validation
@@ -279,15 +375,16 @@ def _describe(folder: Path, experiment: Experiment, seed: int, world: World, cou
         records.atomic_write(folder / "samples.safetensors", lambda path: save_file({"images": seen}, path))
 
 
-def _versions() -> dict[str, Any]:
-    """The versions that the bits of a run depend on."""
+def _versions(device: torch.device) -> dict[str, Any]:
+    """The versions that the bits of a run depend on, and the device by its name."""
     packages = ("fedcb2o", "torch", "numpy")
-    return {"versions": {name: version(name) for name in packages}, "python": platform.python_version()}
+    versions = {"versions": {name: version(name) for name in packages}, "python": platform.python_version()}
+    return versions if device.type == "cpu" else {**versions, "device": primitives.name_of(device)}
 
 
-def _changed_versions(folder: Path) -> str:
+def _changed_versions(folder: Path, device: torch.device) -> str:
     """What a seed began with, where it now is another: "torch 2.5.0, now 2.6.0"."""
-    path, now = folder / ENVIRONMENT, _flat(_versions())
+    path, now = folder / ENVIRONMENT, _flat(_versions(device))
     there = _flat(records.read_json(path)) if path.exists() else now
     changed = {
         key.removeprefix("versions."): (there.get(key), new) for key, new in now.items() if there.get(key) != new
@@ -305,10 +402,7 @@ def metrics_line(experiment: Experiment, world: World, done: Round) -> dict[str,
         "round": done.n + 1,
         "train_loss": done.train_loss,
         "validation_loss": [m.own_loss for m in done.mixed],
-        "malicious_weight": [
-            None if bad or m.reduction is not None else float(m.weights[malicious[m.ids]].sum())
-            for m, bad in zip(done.mixed, malicious.tolist(), strict=True)
-        ],
+        "malicious_weight": _malicious_weights(done, malicious),
         "answered": [len(m.ids) for m in done.mixed],
     }
     if done.confusion is None:
@@ -322,6 +416,16 @@ def metrics_line(experiment: Experiment, world: World, done: Round) -> dict[str,
     for name, score in scores.items():
         line[name] = [score(j, done.confusion[j]) if j in done.confusion else None for j in range(len(malicious))]
     return line
+
+
+def _malicious_weights(done: Round, malicious: torch.Tensor) -> list[float | None]:
+    """The weight that each benign agent gave to malicious peers, where weights say it."""
+    ids, weights = (torch.cat([getattr(m, name) for m in done.mixed]).numpy() for name in ("ids", "weights"))
+    agents = np.repeat(np.arange(len(done.mixed)), [m.ids.shape[0] for m in done.mixed])
+    bad = malicious.numpy()
+    sums = np.bincount(agents, weights * bad[ids], len(done.mixed)).tolist()
+    unknown = [bad or m.reduction is not None for m, bad in zip(done.mixed, malicious.tolist(), strict=True)]
+    return [None if hidden else found for found, hidden in zip(sums, unknown, strict=True)]
 
 
 def pairs_line(done: Round) -> dict[str, Any]:

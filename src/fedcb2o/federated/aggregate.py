@@ -101,7 +101,7 @@ def blocks(
     follow = rows is None or _follow(rows)
     where = None if rows is None else rows.to(pool.device)
     added = 0 if extra is None else len(extra)
-    size = _columns_at_once(count + added) if size is None else size
+    size = _columns_at_once(count + added, pool.device) if size is None else size
     buffer = pool.new_empty(0 if follow and not added else (count + added) * min(size, max(0, stop - start)))
     for a in range(start, stop, size):
         b = min(a + size, stop)
@@ -123,8 +123,8 @@ def _follow(rows: Int[Tensor, " m"]) -> bool:
     return len(rows) == 0 or bool((rows == torch.arange(int(rows[0]), int(rows[0]) + len(rows))).all())
 
 
-def _columns_at_once(m: int) -> int:
-    return max(1024, BLOCK // max(1, m) // 1024 * 1024)
+def _columns_at_once(m: int, device: torch.device) -> int:
+    return max(1024, (BLOCK if device.type == "cpu" else 64 * BLOCK) // max(1, m) // 1024 * 1024)
 
 
 def gram(
@@ -145,10 +145,13 @@ def gram(
     memory. With `columns`, only that range counts: the matrices of ranges add up.
     """
     k = (len(pool) if rows is None else len(rows)) + (0 if extra is None else len(extra))
-    total = pool.new_zeros(k, k if last is None else last, dtype=torch.float64)
-    squares = pool.new_zeros(k, dtype=torch.float64)
-    size = min(4096, _columns_at_once(k)) if size is None else size  # rounding grows with the length of a sum
-    buffer = pool.new_empty(k * min(size, pool.shape[1]), dtype=torch.float64)
+    home = torch.device("cpu") if pool.device.type == "mps" else pool.device  # Apple's GPUs have no float64
+    total = torch.zeros(k, k if last is None else last, dtype=torch.float64, device=home)
+    squares = torch.zeros(k, dtype=torch.float64, device=home)
+    if size is None:
+        size = _columns_at_once(k, pool.device)
+        size = min(4096, size) if pool.device.type == "cpu" else size  # rounding grows with the length of a sum
+    buffer = torch.empty(k * min(size, pool.shape[1]), dtype=torch.float64, device=home)
     for _, block in blocks(pool, rows, extra=extra, columns=columns, size=size):
         x = buffer[: block.numel()].view(block.shape).copy_(block)
         if last is None:

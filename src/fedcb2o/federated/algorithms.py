@@ -20,7 +20,7 @@ from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregate, criteria, pre_steps, rules, selection
 from fedcb2o.federated.rules import OwnModel
-from fedcb2o.federated.types import Contacts, Judged, Rule, Select
+from fedcb2o.federated.types import Contacts, Judged, Peers, Rule, Select, lazily, together
 from fedcb2o.plugins import Named
 
 __all__ = ["by_rule", "dfedavgm", "fedcb2o", "fedcbo", "ifca", "local_training"]
@@ -91,7 +91,7 @@ def fedcb2o(
     _check("criterion_from_round", criterion_from_round, criterion_from_round >= 0, "0 or more")
     robust, average = plugins.named("criterion", criterion, criteria), functools.partial(criteria.average_loss)
 
-    def weigh(judged: Judged) -> Float[Tensor, " k"]:
+    def weigh(judged: Judged) -> Float[Tensor, "*a k"]:
         now = robust if judged.n >= criterion_from_round else average
         own = own_model
         if own == "trusted" and now.func is criteria.average_loss:  # a loss, unlike a gap, can judge the own model
@@ -100,7 +100,7 @@ def fedcb2o(
 
     return Algorithm(
         select=plugins.named("selection", selection, _selections),
-        weigh=weigh,
+        weigh=together(weigh) if plugins.declared(robust, "together") else weigh,
         judges=True,
         lambda1=_check("lambda1", lambda1, lambda1 > 0, "above 0"),
         mixing_factor=None if isinstance(mixing_factor, str) else _check_factor(mixing_factor),
@@ -185,12 +185,14 @@ def ifca(*, models: int, weights: Literal["equal", "samples"] = "equal") -> Algo
     return dataclasses.replace(local_training(), models=models, by_samples=weights == "samples")
 
 
-def _no_one(contacts: Contacts, candidates: Tensor, budget: int, draw: np.random.Generator) -> Tensor:
-    return candidates[:0]
+@lazily
+def _no_one(contacts: Contacts, candidates: Tensor | Peers, budget: int, draw: np.random.Generator) -> Tensor:
+    return torch.zeros(0, dtype=torch.int64)
 
 
-def _keep(judged: Judged) -> Float[Tensor, " k"]:
-    return torch.zeros(len(judged.received.ids))
+@together
+def _keep(judged: Judged) -> Float[Tensor, "*a k"]:
+    return torch.zeros(judged.received.ids.shape)
 
 
 def _admits(

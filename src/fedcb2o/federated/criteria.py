@@ -20,7 +20,7 @@ from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregate import gram
 from fedcb2o.federated.rules import judge
-from fedcb2o.federated.types import Criterion, Judged, Losses, Received
+from fedcb2o.federated.types import Criterion, Judged, Losses, Received, together
 
 __all__ = [
     "average_loss",
@@ -34,11 +34,13 @@ __all__ = [
 ]
 
 
+@together
 def average_loss(judged: Judged) -> Float[Tensor, "*a m"]:
     """The average validation loss L_j: the criterion of FedCBO (eq:fedcbo_ConsensusPoint), and before T_G."""
     return _losses(judged)[0].mean
 
 
+@together
 def class_loss_gap(judged: Judged, *, absent: Literal["masked", "zero"] = "masked") -> Float[Tensor, "*a m"]:
     """The paper's G_j: max over classes c of L_{j,c}(theta) - L_{j,c}(theta^j) (eq:robust_criterion_G_LF).
 
@@ -51,12 +53,14 @@ def class_loss_gap(judged: Judged, *, absent: Literal["masked", "zero"] = "maske
     return gap.masked_fill(~losses.present.unsqueeze(-2), 0.0 if absent == "zero" else -torch.inf).amax(-1)
 
 
+@together
 def worst_class_loss(judged: Judged) -> Float[Tensor, "*a m"]:
     """The largest class loss, max over c of L_{j,c}: `class_loss_gap` without the own model, which drifts."""
     losses, _ = _losses(judged)
     return losses.by_class.masked_fill(~losses.present.unsqueeze(-2), -torch.inf).amax(-1)
 
 
+@together
 def class_loss_entropy(judged: Judged) -> Float[Tensor, "*a m"]:
     """How unevenly a model's loss falls on the classes: log C - H(p), with p_c the share of class c in the sum.
 
@@ -172,10 +176,11 @@ def _losses(judged: Judged) -> tuple[Losses, Losses]:
     """The losses of the received models and of the own one; raises ConfigError where there are none."""
     if judged.losses is None or judged.own is None:
         raise ConfigError("the criterion looks at losses, and the algorithm evaluates none: set `judges` = true")
-    if not judged.losses.present.any(-1).all():
+    holds = judged.losses.present.any(-1)
+    if not holds.all():
         raise ConfigError(
-            f"the criterion looks at losses, and agent {int(judged.me.ids)} holds no validation data: leave it some, "
-            "by a larger `agents.validation` or more `agents.benign_samples`"
+            f"the criterion looks at losses, and agent {int(judged.me.ids[~holds][0])} holds no validation data: leave "
+            "it some, by a larger `agents.validation` or more `agents.benign_samples`"
         )
     return judged.losses, judged.own
 

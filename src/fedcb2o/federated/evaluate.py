@@ -1,42 +1,98 @@
-"""Losses of m models on an agent's validation data (alg:localAggregation, line 3; eq:benignAgentObj), and tests."""
+"""Losses of m models on an agent's validation data (alg:localAggregation, line 3; eq:benignAgentObj), and tests.
 
-from collections.abc import Sequence
+Models and samples lie on one device, and what is found on the CPU: it moves there once for all m models.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.types import Losses
-from fedcb2o.models import bind_
+from fedcb2o.models import bind_, stacked
 
 TOGETHER = 2**21  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
+SEEN = 2**20  # numbers in the samples of several agents, once for each of their models, in one product: 4 MiB
 IMAGES = 128  # samples that go through a network at once: their activations stay near a core's cache
 
 Average = Literal["samples", "batches"]
+Outputs = Callable[[Sequence[Tensor], Tensor], Tensor]
+"""The parameters of m networks [m, ...] and the samples of each [m, n, ...], or the same for all [1, n, ...] -> their
+outputs [m, n, C]."""
 
 
 def logits(
-    module: nn.Module, pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"], x: Shaped[Tensor, "n *features"]
+    module: nn.Module,
+    pool: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    x: Shaped[Tensor, "n *features"],
+    together: int | None = None,
 ) -> Float[Tensor, "m n C"]:
     """The outputs of m models, rows of `pool`, on the same n samples.
 
-    Small dense networks are evaluated several at a time, in one batched product a layer; others one by one, on
-    views of their rows.
+    So many of them are evaluated `together`, in one program; by default small dense networks, as many as 8 MiB hold.
+    Others are evaluated one by one, on views of their rows.
     """
-    layers = dense_layers(module, pool.shape[1])
-    together = TOGETHER // pool.shape[1] if layers else 0
+    dim = pool.shape[1]
+    dense = bool(dense_layers(module, dim))
+    if together is None:
+        together = TOGETHER // dim if dense else 1
     module.eval()
     with torch.no_grad():
         if together >= 2:
-            return torch.cat([_on_the_same(layers, pool[some], x) for some in torch.split(rows, together)])
+            at_once, parts = outputs_of(module, dim), (x,) if dense else torch.split(x, IMAGES)
+            found = []
+            for some in torch.split(rows, together):
+                parameters = stacked(module, _taken(pool, some))
+                found.append(torch.cat([at_once(parameters, features(part).unsqueeze(0)) for part in parts], 1))
+            return torch.cat(found)
         outputs = []
         for row in rows.tolist():
             bind_(module, pool[row])
             outputs.append(torch.cat([module(features(some)) for some in torch.split(x, IMAGES)]))
         return torch.stack(outputs)
+
+
+def _taken(pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"]) -> Float[Tensor, "m d"]:
+    """Rows of a pool: a view where they follow each other, else a copy."""
+    first, stop = int(rows[0]), int(rows[0]) + len(rows)
+    return pool[first:stop] if torch.equal(rows, torch.arange(first, stop)) else pool[rows]
+
+
+def outputs_of(module: nn.Module, dim: int) -> Outputs:
+    """How m networks are computed at once: dense ones by a batched product a layer, any other by `torch.func.vmap`,
+    under which convolutions have m groups, or on the same samples m times the channels."""
+    layers = dense_layers(module, dim)
+    return functools.partial(dense_logits, layers) if layers else _vmapped(module)
+
+
+def _vmapped(module: nn.Module) -> Outputs:
+    place = {id(p): i for i, p in enumerate(module.parameters())}
+    # Every place where a parameter stands, once: layers and parameters may be used several times.
+    slots = {
+        f"{prefix}.{name}".lstrip("."): place[id(p)]
+        for prefix, part in module.named_modules()
+        for name, p in part.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+    def one(values: Sequence[Tensor], x: Tensor) -> Tensor:
+        given = {name: values[i] for name, i in slots.items()}
+        outputs: Tensor = functional_call(module, given, (x,), tie_weights=False)
+        return outputs
+
+    def outputs(parameters: Sequence[Float[Tensor, "m ..."]], x: Float[Tensor, "k n *features"]) -> Tensor:
+        shared = len(x) < len(parameters[0])
+        of_each = vmap(one, in_dims=(0, None if shared else 0), randomness="different")
+        found: Float[Tensor, "m n C"] = of_each(list(parameters), x[0] if shared else x)
+        return found
+
+    return outputs
 
 
 def dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
@@ -48,17 +104,12 @@ def dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
     return layers if plain and once and type(layers[0]) is nn.Flatten else []
 
 
-def _on_the_same(
-    layers: list[nn.Module], thetas: Float[Tensor, "m d"], x: Shaped[Tensor, "n *features"]
-) -> Float[Tensor, "m n C"]:
-    return dense_logits(layers, dense_parameters(layers, thetas), features(x).expand(len(thetas), *x.shape))
-
-
 def dense_logits(
-    layers: list[nn.Module], parameters: Sequence[Float[Tensor, "m ..."]], x: Float[Tensor, "m n *features"]
+    layers: list[nn.Module], parameters: Sequence[Float[Tensor, "m ..."]], x: Float[Tensor, "k n *features"]
 ) -> Float[Tensor, "m n C"]:
-    """The outputs of m networks, each on its own n samples, from their weights [m, out, in] and biases [m, out]."""
-    h, given = x.flatten(2), iter(parameters)
+    """The outputs of m networks, each on its own n samples or all on the same (k = 1), from their weights [m, out, in]
+    and biases [m, out]."""
+    h, given = x.expand(len(parameters[0]), *x.shape[1:]).flatten(2), iter(parameters)
     for layer in layers:
         if isinstance(layer, nn.ReLU):
             h = h.relu()
@@ -66,13 +117,6 @@ def dense_logits(
             weight, bias = next(given), next(given)
             h = torch.baddbmm(bias.unsqueeze(1), h, weight.mT)
     return h
-
-
-def dense_parameters(layers: list[nn.Module], thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
-    """The weights and biases of m networks, views of their models."""
-    sizes = [p.shape for layer in layers for p in layer.parameters()]
-    parts = torch.split(thetas, [size.numel() for size in sizes], dim=1)
-    return [part.view(len(part), *size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def losses_of(
@@ -84,35 +128,88 @@ def losses_of(
     *,
     average: Average = "samples",
     batch_size: int = 64,
+    together: int | None = None,
 ) -> Losses:
     """The losses L_j and L_{j,c} of m models on one agent's validation data; what is not a number counts as infinite.
 
     `average="batches"` takes the unweighted mean of the means of mini-batches, as the authors' released code does.
+    `together` is that of `logits`.
     """
-    m, n = len(rows), len(validation)
-    outputs = logits(module, pool, rows, validation.x) if m else torch.zeros(0, n, num_classes)
+    one = validation.x.unsqueeze(0), validation.y.unsqueeze(0)
+    each = losses_of_each(
+        module, pool, rows.unsqueeze(0), *one, num_classes, average=average, batch_size=batch_size, together=together
+    )
+    return Losses(each.mean[0], each.by_class[0], each.present[0], each.entropy[0])
+
+
+def losses_of_each(
+    module: nn.Module,
+    pool: Float[Tensor, "p d"],
+    rows: Int[Tensor, "a m"],
+    x: Shaped[Tensor, "a n *features"],
+    y: Int[Tensor, "a n"],
+    num_classes: int,
+    *,
+    average: Average = "samples",
+    batch_size: int = 64,
+    together: int | None = None,
+) -> Losses:
+    """`losses_of` for several agents: of m models for each, on its own n samples."""
+    (a, m), n = rows.shape, y.shape[1]
+    outputs = _logits_of_each(module, pool, rows, x, together) if m else pool.new_zeros(a, 0, n, num_classes)
     log_p = F.log_softmax(outputs, dim=-1)
-    losses = F.nll_loss(log_p.flatten(0, 1), validation.y.repeat(m), reduction="none").view(m, n).double()
-    losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1).double().mean(1)  # 0 * log 0 is 0
-    parts = torch.split(losses, batch_size, dim=1) if average == "batches" else (losses,)
-    mean = torch.stack([part.mean(1) for part in parts]).mean(0)
-    counts = torch.bincount(validation.y, minlength=num_classes)
-    by_class = torch.zeros(m, num_classes, dtype=torch.float64).index_add_(1, validation.y, losses)
-    return Losses(mean=mean, by_class=by_class / counts.clamp(min=1), present=counts > 0, entropy=entropy)
+    lost = -log_p.gather(-1, y.view(a, 1, n, 1).expand(a, m, n, 1)).squeeze(-1)
+    certain = (log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # 0 * log 0 is 0
+    losses, certain = torch.stack([lost, certain]).cpu().double()
+    losses, entropy = losses.nan_to_num(nan=torch.inf, posinf=torch.inf), -certain.mean(-1)
+    y = y.cpu()
+    parts = torch.split(losses, batch_size, dim=-1) if average == "batches" else (losses,)
+    mean = torch.stack([part.mean(-1) for part in parts]).mean(0)
+    counts = F.one_hot(y, num_classes).sum(1)
+    by_class = losses.new_zeros(a, m, num_classes).scatter_add_(-1, y.unsqueeze(1).expand(a, m, n), losses)
+    by_class /= counts.clamp(min=1).unsqueeze(1)
+    return Losses(mean=mean, by_class=by_class, present=counts > 0, entropy=entropy)
+
+
+def _logits_of_each(
+    module: nn.Module,
+    pool: Float[Tensor, "p d"],
+    rows: Int[Tensor, "a m"],
+    x: Shaped[Tensor, "a n *features"],
+    together: int | None,
+) -> Float[Tensor, "a m n C"]:
+    """The outputs of m models for each agent on its own samples: those of several agents in one program too."""
+    (a, m), dim = rows.shape, pool.shape[1]
+    dense = bool(dense_layers(module, dim))
+    size = ((TOGETHER // dim if dense else 1) if together is None else together) // m
+    size = min(size, SEEN // max(1, m * x[0].numel())) if dense else size
+    if a == 1 or size < 2:
+        return torch.stack([logits(module, pool, row, one, together) for row, one in zip(rows, x, strict=True)])
+    module.eval()
+    with torch.no_grad():
+        at_once, found = outputs_of(module, dim), []
+        for some, seen in zip(torch.split(rows, size), torch.split(x, size), strict=True):
+            parameters, seen = stacked(module, pool[some.flatten()]), features(seen).repeat_interleave(m, 0)
+            parts = (seen,) if dense else torch.split(seen, IMAGES, 1)
+            outputs = torch.cat([at_once(parameters, part) for part in parts], 1)
+            found.append(outputs.view(-1, m, *outputs.shape[1:]))
+        return torch.cat(found)
 
 
 def confusion(
-    module: nn.Module, pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"], test: Shard, num_classes: int
+    module: nn.Module,
+    pool: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    test: Shard,
+    num_classes: int,
+    together: int | None = None,
 ) -> Int[Tensor, "m C C"]:
-    """How often each of m models takes a sample of class c (row) for class c' (column).
+    """How often each of m models takes a sample of class c (row) for class c' (column); `together` is that of `logits`.
 
     A model that is not finite takes everything for class 0, as argmax does.
     """
     m = len(rows)
     counts = torch.zeros(m, num_classes * num_classes, dtype=torch.int64)
-    for x, y in zip(torch.split(test.x, IMAGES), torch.split(test.y, IMAGES), strict=True):
-        predicted = logits(module, pool, rows, x).argmax(-1)
-        pairs = y * num_classes + predicted
-        counts.scatter_add_(1, pairs, torch.ones_like(pairs))
-    return counts.view(m, num_classes, num_classes)
+    predicted = torch.cat([logits(module, pool, rows, x, together).argmax(-1) for x in torch.split(test.x, IMAGES)], 1)
+    pairs = test.y.cpu() * num_classes + predicted.cpu()
+    return counts.scatter_add_(1, pairs, torch.ones_like(pairs)).view(m, num_classes, num_classes)

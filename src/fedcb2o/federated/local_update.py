@@ -4,14 +4,15 @@ theta <- theta - lambda2 * gamma * grad L_j(theta) (alg:FedCB2O), with the momen
 optimiser is fresh in every round: no momentum is carried over.
 """
 
+import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.sgd import sgd
@@ -19,13 +20,15 @@ from torch.optim.sgd import sgd
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.models import bind_, is_bound
 
+Precision = Literal["float32", "tf32", "bfloat16"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """How an agent trains: `local_epochs` passes over its data, or `local_steps` mini-batches where that is given.
 
     `precision="bfloat16"` computes products in that type, on float32 parameters: about twice as fast on processors
-    that have it.
+    that have it. "tf32" lets CUDA devices round the factors of float32 products to 10 bits of mantissa.
     """
 
     gamma: float
@@ -34,7 +37,7 @@ class Training:
     batch_size: int
     local_epochs: int
     local_steps: int | None = None
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
 
 
 def batches(n: int, training: Training, draw: np.random.Generator) -> Iterator[np.ndarray]:
@@ -51,6 +54,56 @@ def batches(n: int, training: Training, draw: np.random.Generator) -> Iterator[n
     return itertools.islice(epochs(), steps)
 
 
+def moved(orders: Sequence[Sequence[np.ndarray]], device: torch.device) -> tuple[Int[Tensor, "k b"], ...]:
+    """The sample numbers of k agents in each step, which move to the device at once."""
+    widths = [len(batch) for batch in orders[0]]
+    everything = np.stack([np.concatenate(order) if order else np.zeros(0, np.int64) for order in orders])
+    return torch.split(torch.from_numpy(everything).to(device), widths, dim=1)
+
+
+@contextlib.contextmanager
+def training_with(module: nn.Module, training: Training, draw: np.random.Generator, device: str) -> Iterator[None]:
+    """Within it a module trains: it draws what it draws (dropout) from a generator of its own, and products on a CUDA
+    device are rounded as `training.precision` says."""
+    module.train()
+    with torch.random.fork_rng(devices=[]), float32_products(training.precision == "tf32", device):
+        torch.random.manual_seed(int(draw.integers(2**63)))
+        yield
+
+
+@contextlib.contextmanager
+def float32_products(tf32: bool, device: str) -> Iterator[None]:
+    """Within it, CUDA devices may round the factors of float32 products, or may not: by PyTorch's defaults they do so
+    in convolutions. Other devices never do."""
+    if device != "cuda":
+        yield
+        return
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+    key: str = "allow_tf32"
+    value: bool | str = tf32
+    if hasattr(torch.backends.cudnn, "conv"):  # PyTorch 2.9 and later
+        backends[1], key, value = torch.backends.cudnn.conv, "fp32_precision", ("ieee", "tf32")[tf32]
+    before = [getattr(backend, key) for backend in backends]
+    try:
+        for backend in backends:
+            setattr(backend, key, value)
+        yield
+    finally:
+        for backend, was in zip(backends, before, strict=True):
+            setattr(backend, key, was)
+
+
+def products_in(precision: Precision, device: str) -> contextlib.AbstractContextManager[Any]:
+    """Within it the products of a network are in bfloat16, where the precision says so."""
+    return torch.autocast(device, torch.bfloat16) if precision == "bfloat16" else contextlib.nullcontext()
+
+
+def mean_loss(losses: Sequence[Float[Tensor, "*k"]], shape: tuple[int, ...] = ()) -> Float[Tensor, "*k"]:
+    """The mean over steps, in float64 on the CPU: losses that lie on a device move here once."""
+    found = torch.stack(list(losses)).cpu().double() if losses else torch.zeros(1, *shape, dtype=torch.float64)
+    return found.cumsum(0)[-1] / max(1, len(losses))
+
+
 def local_update_(
     theta: Float[Tensor, " d"], module: nn.Module, shard: Shard, training: Training, draw: np.random.Generator
 ) -> float:
@@ -59,16 +112,12 @@ def local_update_(
     `module` gives the network; its parameters are bound to `theta`. Not finite where training diverged.
     """
     bind_(module, theta)
-    module.train()
     parameters: list[Tensor] = list(module.parameters())
     momentum: list[Tensor | None] = [None] * len(parameters)
-    x, order = features(shard.x), list(batches(len(shard), training, draw))
-    total = torch.zeros((), dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]):  # for modules that draw while they train, such as dropout
-        torch.random.manual_seed(int(draw.integers(2**63)))
-        for batch in order:
-            chosen = torch.from_numpy(batch)
-            with torch.autocast(theta.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
+    x, steps, losses = features(shard.x), moved([list(batches(len(shard), training, draw))], theta.device), []
+    with training_with(module, training, draw, theta.device.type):
+        for (chosen,) in steps:
+            with products_in(training.precision, theta.device.type):
                 loss = F.cross_entropy(module(x[chosen]), shard.y[chosen])
             found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
             # Fused SGD reads memory as it lies, and a convolution in channels-last has gradients that lie otherwise.
@@ -87,6 +136,6 @@ def local_update_(
                     nesterov=False,
                     maximize=False,
                 )
-            total += loss.detach()
+            losses.append(loss.detach())
     assert is_bound(module, theta), "training moved a parameter out of its row"
-    return float(total) / max(1, len(order))
+    return float(mean_loss(losses))

@@ -228,7 +228,7 @@ def slow_drift(view: View, draw: np.random.Generator, *, step: float = 1.0) -> F
 def _normal(view: View, draw: np.random.Generator) -> Float[Tensor, " d"]:
     """Gaussian numbers whose standard deviation is the root mean square of the agent's own model."""
     size = float(view.own.square().mean().sqrt())
-    return size * torch.from_numpy(draw.standard_normal(len(view.own), dtype=np.float32))
+    return size * torch.from_numpy(draw.standard_normal(len(view.own), dtype=np.float32)).to(view.own.device)
 
 
 def _farthest(view: View, direction: Direction, *, together: bool) -> Float[Tensor, " d"]:

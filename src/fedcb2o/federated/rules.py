@@ -35,7 +35,7 @@ from fedcb2o.federated.robust import (
     ubar,
 )
 from fedcb2o.federated.robust_columns import coordinate_median, meamed, trimmed_mean
-from fedcb2o.federated.types import Criterion, Judged, Received, Reduction, Weighed
+from fedcb2o.federated.types import Criterion, Judged, Received, Reduction, Weighed, together
 
 __all__ = [
     "balance",
@@ -64,16 +64,17 @@ VALUES = ("losses", "entropies", "num_samples", "progress", "heads")
 OwnModel = Literal["excluded", "judged", "trusted"]
 
 
-def by_num_samples(judged: Judged, *, own_model: Literal["excluded", "judged"] = "judged") -> Float[Tensor, " k"]:
+@together
+def by_num_samples(judged: Judged, *, own_model: Literal["excluded", "judged"] = "judged") -> Float[Tensor, "*a k"]:
     """Weights in proportion to the samples that each model was trained on (McMahan et al. 2017; DFedAvgM, Sun et al.
     2022; the malicious agents' mixing), the agent's own included unless `own_model="excluded"`."""
     return by_samples(judged.received, judged.me if own_model == "judged" else None)
 
 
-def by_samples(received: Received, me: Received | None) -> Float[Tensor, " k"]:
+def by_samples(received: Received, me: Received | None) -> Float[Tensor, "*a k"]:
     """Weights in proportion to the numbers of samples of received models and, where it counts, of the own one."""
-    counts = received.num_samples if me is None else torch.cat([received.num_samples, me.num_samples])
-    return counts.double() / counts.sum().clamp(min=1)
+    counts = received.num_samples if me is None else torch.cat([received.num_samples, me.num_samples], -1)
+    return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
 
 
 def by_criterion(
@@ -83,7 +84,7 @@ def by_criterion(
     alpha: float,
     beta: float | None,
     own_model: OwnModel,
-) -> Float[Tensor, " k"]:
+) -> Float[Tensor, "*a k"]:
     """The weights mu_j = exp(-alpha G), normalised, of the received models and, last, the agent's own (eq:comp_csp).
 
     With `beta`, only models in the sub-level set of the average loss count (eq:clustered_csp). The own model is
@@ -92,21 +93,26 @@ def by_criterion(
     """
     assert judged.losses is not None
     assert judged.own is not None
-    values, lower = judge(criterion, judged), torch.cat([judged.losses.mean, judged.own.mean])
-    itself = values.new_zeros(1)
-    members = torch.ones(len(lower), dtype=torch.bool)
+    values, lower = judge(criterion, judged), torch.cat([judged.losses.mean, judged.own.mean], -1)
+    itself = values.new_zeros(*values.shape[:-1], 1)
+    members = torch.ones(lower.shape, dtype=torch.bool)
     if own_model == "excluded":
-        members[-1] = False
+        members[..., -1] = False
     else:
-        members[:-1] = judged.received.ids != judged.me.ids  # it may have drawn itself: it counts once
+        members[..., :-1] = judged.received.ids != judged.me.ids  # it may have drawn itself: it counts once
     counted = members.clone()
-    if beta is not None and members.any():
-        counted[members] = consensus.sublevel_mask(lower[members], beta)
+    if beta is not None:
+        k = lower.shape[-1]
+        for each, some, losses in zip(counted.view(-1, k), members.view(-1, k), lower.view(-1, k), strict=True):
+            if some.any():
+                each[some] = consensus.sublevel_mask(losses[some], beta)
     if own_model == "judged":
         itself = judge(criterion, dataclasses.replace(judged, losses=judged.own, received=judged.me))
-    elif own_model == "trusted" and counted[:-1].any():
-        itself = values[counted[:-1]].amin(-1, keepdim=True)
-    return consensus.weights(torch.cat([values, itself]), alpha, counted)
+    elif own_model == "trusted":
+        peers = counted[..., :-1]
+        best = torch.cat([values.masked_fill(~peers, torch.inf), torch.full_like(itself, torch.inf)], -1)
+        itself = torch.where(peers.any(-1, keepdim=True), best.amin(-1, keepdim=True), itself)
+    return consensus.weights(torch.cat([values, itself], -1), alpha, counted)
 
 
 def by_form(
@@ -185,7 +191,7 @@ def _heads(judged: Judged, rows: Tensor) -> Float[Tensor, "k C h"]:
     if judged.local.head is None:
         raise ConfigError("the rule looks at the last dense layer, and this model does not end in one with a bias")
     classes, width = judged.local.head
-    tail = judged.me.pool[:, -classes * (width + 1) :][rows]
+    tail = judged.me.pool[:, -classes * (width + 1) :][rows].cpu()
     weights = tail[:, : classes * width].view(len(rows), classes, width)
     return torch.cat([weights, tail[:, classes * width :].unsqueeze(-1)], -1)
 
@@ -198,12 +204,12 @@ def tensor_of(kind: str, values: Any) -> Tensor:
         raise ConfigError(f"the {kind} returned a {type(values).__name__}, expected a tensor") from error
 
 
-def judge(criterion: Criterion, judged: Judged) -> Float[Tensor, " m"]:
+def judge(criterion: Criterion, judged: Judged) -> Float[Tensor, "*a m"]:
     """The criterion's value for each received model, in float64; raises ConfigError where it has another shape."""
     values = tensor_of("criterion", criterion(judged))
-    if values.shape != (len(judged.received.ids),):
+    if values.shape != judged.received.ids.shape:
         raise ConfigError(
-            f"the criterion returned shape {tuple(values.shape)}, expected ({len(judged.received.ids)},): "
+            f"the criterion returned shape {tuple(values.shape)}, expected {tuple(judged.received.ids.shape)}: "
             "a value for each received model"
         )
-    return values.double()
+    return values.cpu().double()

@@ -8,13 +8,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fedcb2o.federated.types import Contacts
+from fedcb2o.federated.types import Contacts, Peers, lazily
 
 __all__ = ["everyone", "prob_sampling", "uniform"]
 
 
+@lazily
 def prob_sampling(
-    contacts: Contacts, candidates: Int[Tensor, " c"], budget: int, draw: np.random.Generator
+    contacts: Contacts, candidates: Int[Tensor, " c"] | Peers, budget: int, draw: np.random.Generator
 ) -> Int[Tensor, " s"]:
     """ProbSampling (alg:localAggregation): peers never asked come first, then draws by the likelihood P_n^j.
 
@@ -22,48 +23,60 @@ def prob_sampling(
     A peer whose likelihood underflowed to 0 is never drawn, so A_n may be smaller than the budget; one that was
     asked and never answered counts as an average one.
     """
-    unmet = candidates[~torch.isin(candidates, contacts.ids)]
-    if len(unmet):
-        return unmet if len(unmet) <= budget else _choose(unmet, budget, draw)
-    likelihood = contacts.likelihood[torch.searchsorted(contacts.ids, candidates)]
-    known = likelihood.nanmean() if (~likelihood.isnan()).any() else torch.ones((), dtype=likelihood.dtype)
-    likelihood = torch.where(likelihood.isnan(), known, likelihood)
-    if not likelihood.sum() > 0:
-        return candidates[:0]
-    p = likelihood / likelihood.sum()
-    return _choose(candidates, min(budget, int((p > 0).sum())), draw, p)
+    peers, known = Peers.of(candidates), contacts.ids.numpy()
+    among = peers.has(known)
+    met = peers.places(known[among])
+    unmet = len(peers) - len(met)
+    if unmet:
+        ranks = _choose(unmet, budget, draw)
+        return peers.at(ranks + (met - np.arange(len(met))).searchsorted(ranks, side="right"))
+    likelihood = contacts.likelihood.numpy()[among]
+    if (unknown := np.isnan(likelihood)).any():
+        mean = 1.0 if unknown.all() else float(torch.from_numpy(likelihood).nanmean())
+        likelihood = np.where(unknown, mean, likelihood)
+    total = float(torch.from_numpy(likelihood).sum())
+    if not total > 0:
+        return peers.at(met[:0])
+    p = likelihood / total
+    return peers.at(_choose(len(p), min(budget, int((p > 0).sum())), draw, p))
 
 
+@lazily
 def uniform(
-    contacts: Contacts, candidates: Int[Tensor, " c"], budget: int, draw: np.random.Generator
+    contacts: Contacts, candidates: Int[Tensor, " c"] | Peers, budget: int, draw: np.random.Generator
 ) -> Int[Tensor, " s"]:
     """`budget` peers uniformly at random without replacement: the random batch of DFedAvgM."""
-    return _choose(candidates, min(budget, len(candidates)), draw)
+    peers = Peers.of(candidates)
+    return peers.at(np.sort(draw.choice(len(peers), min(budget, len(peers)), replace=False)))
 
 
+@lazily
 def everyone(
-    contacts: Contacts, candidates: Int[Tensor, " c"], budget: int, draw: np.random.Generator
+    contacts: Contacts, candidates: Int[Tensor, " c"] | Peers, budget: int, draw: np.random.Generator
 ) -> Int[Tensor, " s"]:
     """All peers, whatever the budget: the particles of eq:clustered_csp."""
-    return candidates
+    return Peers.of(candidates).ids
 
 
 def colluding(
-    fellows: Int[Tensor, " f"], benign: Int[Tensor, " b"], budget: int, draw: np.random.Generator
+    fellows: Int[Tensor, " f"] | Peers, benign: Int[Tensor, " b"] | Peers, budget: int, draw: np.random.Generator
 ) -> Int[Tensor, " s"]:
     """A malicious agent's choice (sec:experiments): fellow attackers of its cluster first, then benign agents
     of its cluster at random."""
+    fellows, benign = Peers.of(fellows), Peers.of(benign)
     if len(fellows) > budget:
-        return _choose(fellows, budget, draw)
-    others = _choose(benign, min(budget - len(fellows), len(benign)), draw)
-    return torch.cat([fellows, others]).sort().values
+        return fellows.at(_choose(len(fellows), budget, draw))
+    others = benign.at(draw.choice(len(benign), min(budget - len(fellows), len(benign)), replace=False))
+    return torch.cat([fellows.ids, others]).sort().values
 
 
 def _choose(
-    ids: Int[Tensor, " c"], size: int, draw: np.random.Generator, p: Float[Tensor, " c"] | None = None
-) -> Int[Tensor, " s"]:
-    chosen = draw.choice(ids.numpy(), size=size, replace=False, p=None if p is None else p.numpy())
-    return torch.from_numpy(np.sort(chosen))
+    n: int, size: int, draw: np.random.Generator, p: Float[np.ndarray, " n"] | None = None
+) -> Int[np.ndarray, " s"]:
+    """`size` of the numbers below n without replacement, uniformly or by `p`; all of them where they are fewer."""
+    if n <= size and p is None:
+        return np.arange(n)
+    return np.sort(draw.choice(n, size, replace=False, p=p))
 
 
 def remember(
@@ -82,16 +95,19 @@ def remember(
     `first_contact="whole"` sets P to exp(-kappa L) itself when a peer answers for the first time (released code).
     Without `losses` nothing is judged, and P stays as it is.
     """
-    ids = torch.cat([contacts.ids, asked[~torch.isin(asked, contacts.ids)]])
-    unknown = torch.full((len(ids) - len(contacts.ids),), torch.nan, dtype=torch.float64)
-    ids, order = ids.sort()
-    likelihood = torch.cat([contacts.likelihood, unknown])[order]
+    ids, likelihood = contacts.ids.numpy(), contacts.likelihood.numpy()
+    new = asked.numpy()
+    new = new[~Peers(ids).has(new)]
+    ids = np.concatenate([ids, new])
+    order = ids.argsort()
+    ids, likelihood = ids[order], np.concatenate([likelihood, np.full(len(new), np.nan)])[order]
     if losses is not None:
-        at = torch.searchsorted(ids, answered)
-        old, gain = likelihood[at], torch.exp(-kappa * losses.double())
-        average = (1 - zeta) * old.nan_to_num(0.0) + zeta * gain
-        likelihood[at] = torch.where(old.isnan(), gain, average) if first_contact == "whole" else average
-    return Contacts(ids, likelihood)
+        at = ids.searchsorted(answered.numpy())
+        old, gain = likelihood[at], torch.exp(-kappa * losses.double()).numpy()
+        first = np.isnan(old)
+        average = (1 - zeta) * np.where(first, 0.0, old) + zeta * gain
+        likelihood[at] = np.where(first, gain, average) if first_contact == "whole" else average
+    return Contacts(torch.from_numpy(ids), torch.from_numpy(likelihood))
 
 
 def forget(contacts: Contacts, ids: Int[Tensor, " g"]) -> Contacts:

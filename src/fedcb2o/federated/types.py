@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -44,16 +45,70 @@ class Contacts:
 
 
 @dataclass(frozen=True)
+class Peers:
+    """Whom an agent may ask: ascending ids, which agents may share, but for the one in the place `without`.
+
+    Nothing here but `ids` takes time or memory in proportion to their number.
+    """
+
+    shared: Int[np.ndarray, " n"]
+    without: int | None = None
+
+    @classmethod
+    def of(cls, ids: "Tensor | Peers") -> "Peers":
+        """Ascending ids as peers."""
+        return ids if isinstance(ids, Peers) else cls(ids.numpy())
+
+    @classmethod
+    def but(cls, shared: Int[np.ndarray, " n"], me: int) -> "Peers":
+        """Ascending ids without `me`."""
+        place = int(np.searchsorted(shared, me))
+        return cls(shared, place if place < len(shared) and shared[place] == me else None)
+
+    def with_(self, me: Int[Tensor, " 1"]) -> "Peers":
+        """These and the agent itself."""
+        return Peers(self.shared) if self.without is not None else Peers(np.union1d(self.shared, me.numpy()))
+
+    def __len__(self) -> int:
+        return len(self.shared) - (self.without is not None)
+
+    @property
+    def ids(self) -> Int[Tensor, " c"]:
+        """All of them, in a tensor of its own, which may be changed."""
+        return torch.from_numpy(self.shared.copy() if self.without is None else np.delete(self.shared, self.without))
+
+    def at(self, places: Int[np.ndarray, " s"]) -> Int[Tensor, " s"]:
+        """The ids in some places, counted from 0."""
+        if self.without is not None:
+            places = places + (places >= self.without)
+        return torch.from_numpy(self.shared[places])
+
+    def has(self, ids: Int[np.ndarray, " k"]) -> Bool[np.ndarray, " k"]:
+        """Which of some ids are among them."""
+        if not len(self.shared):
+            return np.zeros(len(ids), dtype=bool)
+        places = self.shared.searchsorted(ids)
+        found: np.ndarray = self.shared.take(places, mode="clip") == ids
+        return found if self.without is None else found & (places != self.without)
+
+    def places(self, ids: Int[np.ndarray, " k"]) -> Int[np.ndarray, " k"]:
+        """The places of some ids that are among them."""
+        places = self.shared.searchsorted(ids)
+        return places if self.without is None else places - (places > self.without)
+
+
+@dataclass(frozen=True)
 class Received:
     """The models that one agent downloaded in a round (alg:localAggregation, line 2): rows of a pool, never a copy.
 
-    May be fewer than were asked, or none. `num_samples` is what each peer says it trained on.
+    May be fewer than were asked, or none. `num_samples` is what each peer says it trained on. Of several agents that
+    received equally many, with an axis over them.
     """
 
-    ids: Int[Tensor, " m"]
-    rows: Int[Tensor, " m"]
+    ids: Int[Tensor, "*a m"]
+    rows: Int[Tensor, "*a m"]
     pool: Float[Tensor, "p d"]
-    num_samples: Float[Tensor, " m"]
+    num_samples: Float[Tensor, "*a m"]
 
 
 Change = Callable[[Tensor], Tensor]
@@ -83,7 +138,8 @@ class Judged:
     """All that a criterion or a rule may look at, from the view of one agent in round `n`.
 
     `losses` are the received models' losses on the agent's validation data, and `own` those of its own model
-    (m = 1); both are None where the algorithm does not judge. `me` is the agent itself as if it was received.
+    (m = 1); both are None where the algorithm does not judge. `me` is the agent itself as if it was received. What is
+    declared `together` gets several agents in one, with an axis over them in losses, ids, rows and numbers of samples.
     """
 
     n: int
@@ -106,8 +162,14 @@ class Judged:
 Select = Callable[[Contacts, Int[Tensor, " c"], int, np.random.Generator], Int[Tensor, " s"]]
 """(contacts, candidates, budget, draw) -> the ids to ask: A_n."""
 
+lazily = plugins.declare("lazily", True)
+"""Declares a selection that takes `Peers` for candidates too, and so looks at no more of them than it must."""
+
 Criterion = Callable[[Judged], Float[Tensor, "*a m"]]
 """A value for each received model; low is trusted (G, or the average loss)."""
+
+together = plugins.declare("together", True)
+"""Declares a criterion or a rule that takes the axis over agents, and looks at nothing `local`."""
 
 Columns = Callable[[Float[Tensor, "k b"]], Float[Tensor, " b"]]
 """A block of columns of k models -> the same columns of one."""

@@ -51,9 +51,9 @@ def _folders() -> list[Path]:
     return [folder for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())) if folder.is_dir()]
 
 
-def sweep() -> None:
-    """Remove the arenas of runs that were killed: those that no living process has locked."""
-    for folder in _folders():
+def sweep(*more: Path) -> None:
+    """Remove the arenas of runs that were killed, in `more` folders too: those that no living process has locked."""
+    for folder in {*_folders(), *more}:
         for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
             with contextlib.suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,13 +61,14 @@ def sweep() -> None:
 
 
 @contextlib.contextmanager
-def shared(specs: Specs) -> Iterator[Arena]:
-    """An arena of zeros with room for `specs`, removed at the end.
+def shared(specs: Specs, folder: Path | None = None) -> Iterator[Arena]:
+    """An arena of zeros with room for `specs`, removed at the end: in memory where there is room, or in a `folder`.
 
     Raises RunError where neither memory nor disk has room for it.
     """
-    sweep()
-    file = _create(_places(specs)[1])
+    folders = _folders() if folder is None else [folder]
+    sweep(*folders)
+    file = _create(_places(specs)[1], folders)
     path = Path(file.name)
     try:
         yield Arena(path, specs)
@@ -76,9 +77,9 @@ def shared(specs: Specs) -> Iterator[Arena]:
         file.close()  # and with it the lock
 
 
-def _create(size: int) -> BinaryIO:
+def _create(size: int, folders: list[Path]) -> BinaryIO:
     failure = None
-    for folder in _folders():
+    for folder in folders:
         path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
         try:
             file = path.open("xb+")

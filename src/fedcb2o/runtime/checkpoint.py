@@ -24,7 +24,7 @@ def save(folder: Path, rounds: int, models: Tensor, contacts: list[Contacts], fi
     """Write the state after `rounds` rounds, atomically. Raises RunError where it cannot be written."""
     met = torch.tensor([len(c.ids) for c in contacts])
     tensors = {
-        "models": models.contiguous(),
+        "models": models.cpu().contiguous(),
         "met": met,
         "ids": torch.cat([c.ids for c in contacts]),
         "likelihood": torch.cat([c.likelihood for c in contacts]),

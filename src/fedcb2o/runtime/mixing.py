@@ -1,10 +1,12 @@
 """How all agents move at once: the mixing matrix of a round (eq:local_agg_update)."""
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.federated.round import Mixed
@@ -41,3 +43,15 @@ def sparse(starts: Tensor, columns: Tensor, values: Tensor, num_rows: int) -> Te
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
         size = (len(starts) - 1, num_rows)
         return torch.sparse_csr_tensor(starts, columns, values, size, dtype=torch.float32, check_invariants=False)
+
+
+def times(w: Tensor, device: torch.device) -> Callable[[Float[Tensor, "rows b"]], Float[Tensor, "N b"]]:
+    """The product of a sparse matrix with what lies on a device. Off the CPU the matrix is dense: not every other
+    device has sparse products, nor do they always repeat their bits."""
+    return w.matmul if device.type == "cpu" else functools.partial(dense_product, w.to_dense().to(device))
+
+
+def dense_product(w: Float[Tensor, "N rows"], block: Float[Tensor, "rows b"]) -> Float[Tensor, "N b"]:
+    """W times a block, in which numbers that are not finite spoil what has a weight on them, and nothing else."""
+    broken = (w != 0).to(w.dtype) @ block.isfinite().logical_not_().to(w.dtype) > 0
+    return (w @ block.nan_to_num(0.0, 0.0, 0.0)).masked_fill_(broken, torch.nan)

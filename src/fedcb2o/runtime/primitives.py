@@ -1,27 +1,38 @@
 """The fastest way to do a product on this machine: chosen by a short timing, recorded in the run, kept on resume.
 
 A dense layer's y = x W^T + b and its derivatives g W and g^T x are done by PyTorch's own products ("torch") or by those
-of oneDNN ("onednn"), which is faster on some processors. They agree to rounding and not to the bit.
+of oneDNN ("onednn"), which is faster on some processors. Convolutions read images with the channels of a pixel side by
+side ("channels_last") faster, or as they come. Either way agrees with the other to rounding and not to the bit.
+
+On another device than the CPU as many agents train in one program as its memory takes.
 """
 
 import contextlib
 import ctypes
 import functools
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fedcb2o.data.shard import features
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated.evaluate import outputs_of
+from fedcb2o.federated.local_update import Precision, float32_products, products_in
+from fedcb2o.models import ChannelsLast, Layout, are_several, dimension, flatten, stacked
+
 Linear = Literal["torch", "onednn"]
 
 LARGE = 2**20  # weights of a dense layer from which on the choice matters
-AHEAD = 1.05  # how many times as fast oneDNN must be, so that noise rarely decides
+AHEAD = 1.05  # how many times as fast the other way must be, so that noise rarely decides
+REPEATS = 5  # the least of so many is a time
 
 
 def by(linear: Linear) -> contextlib.AbstractContextManager[Any]:
@@ -41,7 +52,7 @@ def fastest_linear() -> Linear:
     return "onednn" if seconds and seconds["torch"] > AHEAD * seconds["onednn"] else "torch"
 
 
-def timings(repeats: int = 5) -> dict[Linear, float]:
+def timings(repeats: int = REPEATS) -> dict[Linear, float]:
     """The seconds that the layer's three products take either way: the least of some repeats, which take turns."""
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 3136, generator=draw, requires_grad=True) for n in (64, 2048))
@@ -60,6 +71,36 @@ def timings(repeats: int = 5) -> dict[Linear, float]:
     return seconds
 
 
+def fastest_layout(module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision) -> Layout:
+    """How a network with convolutions reads a batch like `x` faster here, tried on one thread: with the channels of an
+    image one after the other, or those of a pixel. The former where it can read no other."""
+    parts = list(module.modules())
+    if (
+        x.ndim != 4
+        or not any(isinstance(p, nn.Conv2d) for p in parts)
+        or any(isinstance(p, ChannelsLast) for p in parts)
+    ):
+        return "contiguous"
+    both: dict[Layout, nn.Module] = {"contiguous": module, "channels_last": nn.Sequential(ChannelsLast(), module)}
+    seconds: dict[Layout, float] = dict.fromkeys(both, torch.inf)
+    before, parameters = torch.get_num_threads(), list(module.train().parameters())
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]), products_in(precision, "cpu"):
+            for repeat in range(REPEATS + 1):
+                for layout, network in both.items():
+                    start = time.thread_time()
+                    torch.autograd.grad(network(features(x)).sum(), parameters, allow_unused=True)
+                    taken = time.thread_time() - start
+                    if repeat:  # the first builds kernels
+                        seconds[layout] = min(seconds[layout], taken)
+    except Exception:  # a user's network may look at how its images lie
+        return "contiguous"
+    finally:
+        torch.set_num_threads(before)
+    return "channels_last" if seconds["contiguous"] > AHEAD * seconds["channels_last"] else "contiguous"
+
+
 def keep_memory() -> None:
     """Have this process keep the memory that it frees (glibc).
 
@@ -70,6 +111,107 @@ def keep_memory() -> None:
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX: nothing mapped by itself
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing given back
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of a name, the CPU by default. Raises ConfigError where PyTorch finds none here."""
+    try:
+        device = torch.device(name or "cpu")
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"`device` = {name!r} is none that PyTorch {torch.__version__} finds here: {_here()}"
+        ) from error
+    return device
+
+
+def _here() -> str:
+    accelerators: Any = getattr(torch, "accelerator", None)  # from PyTorch 2.6 on
+    kind = accelerators.current_accelerator() if accelerators is not None and accelerators.is_available() else None
+    if kind is None:
+        return 'there is "cpu"'
+    return f'there are "cpu" and {accelerators.device_count()} of "{kind.type}"'
+
+
+def name_of(device: torch.device) -> str | None:
+    """What an accelerator is called by its maker, where PyTorch says so."""
+    known = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return known(device) if known is not None else None
+
+
+@contextlib.contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Within it, what is computed on a device is computed alike every time: by algorithms that repeat their bits, and
+    with float32 products that are not rounded further. PyTorch warns of what it has no such algorithm for."""
+    if device.type == "cpu":  # so it is there
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filling = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = False
+    try:
+        with float32_products(False, device.type):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filling
+
+
+SHARE = 0.5  # of what a device's memory has left beside the pool: the rest is for evaluation, mixing and fragments
+UNKNOWN = 4 * 2**30  # bytes, where PyTorch does not say what a device has
+
+
+def most_together(device: torch.device, pool: int, module: nn.Module, x: Shaped[Tensor, "n *features"]) -> int:
+    """How many agents a device trains in one program: as many as its memory has room for beside a pool of so many
+    bytes, each with a batch like `x`; 1 where the network cannot be computed several times at once.
+
+    It depends on the network and on the kind of device alone, not on what else is running there.
+    """
+    if cannot_be_several(module, x[:2]):
+        return 1
+    return max(1, int(SHARE * (memory_of(device) - pool) / bytes_of_training(module, x)))
+
+
+def memory_of(device: torch.device) -> int:
+    """The bytes of a device's memory."""
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    properties = getattr(getattr(torch, device.type, None), "get_device_properties", None)
+    return int(getattr(properties(device), "total_memory", UNKNOWN)) if properties is not None else UNKNOWN
+
+
+def bytes_of_training(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> int:
+    """About the memory that an agent takes while it trains: its model, gradient and momentum, each twice, and twice
+    what a batch like `x` leaves for the backward pass."""
+    left: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        left[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    few = x[:2]
+    with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module.train()(features(few))
+    ours = {p.data_ptr() for p in module.parameters()}
+    batch = sum(size for place, size in left.items() if place not in ours)
+    return 6 * 4 * dimension(module) + 2 * batch * len(x) // max(1, len(few))
+
+
+def cannot_be_several(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> str:
+    """Why a network cannot be computed several times at once, on samples like `x`; nothing where it can."""
+    theta = flatten(module)
+    try:
+        for several in (features(x).unsqueeze(0), torch.stack([features(x)] * 2)):  # the same samples, and their own
+            parameters = [p.requires_grad_() for p in stacked(module, torch.stack([theta, theta]))]
+            with torch.random.fork_rng(devices=[]):
+                outputs = outputs_of(module.train(), len(theta))(parameters, several)
+            torch.autograd.grad(outputs.sum(), parameters, allow_unused=True)
+    except Exception as error:  # a user's network may fail in any way
+        return str(error)
+    return ""
 
 
 class _OneDNN(TorchFunctionMode):
@@ -83,6 +225,7 @@ class _OneDNN(TorchFunctionMode):
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ours = input.ndim == weight.ndim == 2 and weight.numel() >= LARGE and input.dtype == weight.dtype == torch.float32
+    ours = ours and not (are_several(input) or are_several(weight))
     if not ours or input.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return F.linear(input, weight, bias)
     return _Products.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]

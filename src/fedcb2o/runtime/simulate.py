@@ -7,9 +7,10 @@ that workers share them out; the phases are synchronous: what peers download is 
 LocalUpdate.
 """
 
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from fedcb2o.streams import stream
 
 T = TypeVar("T")
 
-LARGE = 2**17  # from this many parameters on, each agent is a task of its own
+LARGE = 2**17  # from this many parameters on, each agent is a task of its own on the CPU
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,14 @@ def rounds(
     stop: int,
     evaluated: Callable[[int], bool],
     tell: Callable[[int, str], None] = lambda n, phase: None,
+    columns: int | None = None,
 ) -> Iterator[Round]:
     """Rounds `start` to `stop` - 1 (alg:FedCB2O, lines 2-5); `contacts` and the models change in place.
 
-    `tell` hears what a round is at, since a round may be long: "training", "crafting", "mixing", "evaluating". Raises
-    RunError where a benign agent's training diverges, or its model overflows where it mixes. Under crafted models that
-    is the attackers' success and no error: such an agent is broken from then on, and nobody receives its model.
+    `tell` hears what a round is at, since a round may be long: "training", "crafting", "mixing", "evaluating". Models
+    on a disk are mixed so many `columns` at a time, in memory. Raises RunError where a benign agent's training
+    diverges, or its model overflows where it mixes. Under crafted models that is the attackers' success and no error:
+    such an agent is broken from then on, and nobody receives its model.
     """
     setting, attack = world.setting, world.setting.attack
     everyone = range(setting.num_agents)
@@ -76,21 +79,27 @@ def rounds(
     malicious = setting.population.malicious.nonzero().flatten().tolist()
     dim = world.models.shape[1]
     costs = [len(chosen) for chosen in setting.population.train]
-    groups = teams(setting.module, dim, costs)
+    alone = dim >= LARGE and world.pool.device.type == "cpu"
+    groups = teams(setting.module, dim, costs, setting.together)
     together = [sum(costs[j] for j in group) for group in groups]
-    shares = blocks(range(len(groups)), together, len(groups) if dim >= LARGE else workers.count)
+    shares = blocks(range(len(groups)), together, len(groups) if alone else workers.count)
 
-    def by_agent(
-        function: Callable[..., list[T]], agents: Sequence[int], *arguments: Any, own: Sequence[Any] = ()
-    ) -> dict[int, T]:
-        """What a function of the world finds for each agent, the agents shared out among the workers.
+    def by_team(function: Callable[..., Mapping[int, T]], *arguments: Any, own: Sequence[Any] = ()) -> dict[int, T]:
+        """What a function of the world finds for the agents of some teams, which are shared out among the workers.
 
-        Its arguments are the agents, then a mapping with what is each one's `own`, where there is such, then the rest.
+        Its arguments are the teams, then a mapping with what is each agent's `own`, where there is such, then the rest.
         """
-        parts = blocks(agents, costs, len(agents) if dim >= LARGE else workers.count)
-        owned = [({j: own[j] for j in some},) if own else () for some in parts]
-        tasks = [(some, *mine, *arguments) for some, mine in zip(parts, owned, strict=True)]
-        found = zip(parts, workers.map(_by_choice, [(function, *task) for task in tasks]), strict=True)
+        tasks = []
+        for share in shares:
+            some = [groups[g] for g in share]
+            mine = ({j: own[j] for team in some for j in team},) if own else ()
+            tasks.append((function, some, *mine, *arguments))
+        return {j: each for found in workers.map(_by_choice, tasks) for j, each in found.items()}
+
+    def by_agent(function: Callable[..., list[T]], agents: Sequence[int], *arguments: Any) -> dict[int, T]:
+        """What a function of the world finds for each agent, the agents shared out among the workers."""
+        parts = blocks(agents, costs, len(agents) if alone else workers.count)
+        found = zip(parts, workers.map(_by_choice, [(function, some, *arguments) for some in parts]), strict=True)
         return {j: result for some, results in found for j, result in zip(some, results, strict=True)}
 
     has_coordinator = setting.algorithm.models > 0
@@ -98,8 +107,7 @@ def rounds(
     for n in range(start, stop):
         clock = _Clock()
         tell(n, "training")
-        tasks = [(train, [groups[g] for g in share], n) for share in shares]
-        trained = {j: each for found in workers.map(_by_choice, tasks) for j, each in found.items()}
+        trained = by_team(train, n)
         for j in benign if not attack.crafts(n) else ():
             loss, finite = trained[j]
             if not (finite and math.isfinite(loss)):
@@ -119,7 +127,7 @@ def rounds(
         tell(n, "mixing")
         online = torch.from_numpy(stream(setting.seed, "online", n).random(setting.num_agents) < setting.participation)
         mixing = online & (good[: setting.num_agents] | setting.population.malicious)
-        choices = by_agent(aggregate, everyone, n, mixing, online, good, own=contacts)
+        choices = by_team(aggregate, n, mixing, online, good, own=contacts)
         mixed = [choices[j] for j in everyone]
         contacts[:] = [choice.contacts for choice in mixed]
         averages = coordinate(setting, chosen, n, online, good) if has_coordinator else []
@@ -128,8 +136,10 @@ def rounds(
         parts = (matrix.crow_indices(), matrix.col_indices(), matrix.values())
         reductions = {j: (one.reduction, one.factor) for j, one in enumerate(mixed) if one.reduction is not None}
         tile = WIDE if reductions else TILE
-        step = tile * max(1, -(-dim // (tile * 8 * workers.count)))
-        workers.map(mix_, [(parts, a, min(a + step, dim), reductions) for a in range(0, dim, step)])
+        step = -(-dim // (8 * workers.count)) if columns is None else columns // tile * tile
+        step = tile * max(1, -(-step // tile))
+        mix = functools.partial(mix_, copied=columns is not None)
+        workers.map(mix, [(parts, a, min(a + step, dim), reductions) for a in range(0, dim, step)])
         overflowed = [j for j, finite in by_agent(are_finite, benign).items() if not finite]
         if overflowed and not attack.crafts(n):
             raise RunError(

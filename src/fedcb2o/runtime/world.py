@@ -1,11 +1,17 @@
-"""What the rounds of a run depend on, and the models that all who work on them share."""
+"""What the rounds of a run depend on, and the models that all who work on them share.
 
-from collections.abc import Callable
+Models and samples lie on the run's device; whatever is small, on the CPU. Users' functions of samples (attacks,
+triggers, what a criterion tries) get them on the CPU, those of models get rows as they lie.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from fedcb2o.data.partition import Population, rotate
@@ -21,13 +27,17 @@ from fedcb2o.federated.types import (
     Losses,
     Received,
 )
+from fedcb2o.models import head_of
 from fedcb2o.runtime import primitives
 from fedcb2o.streams import stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """All that the rounds of a run depend on, beside the models and the contacts."""
+    """All that the rounds of a run depend on, beside the models and the contacts.
+
+    `linear` and `together`, how many agents train or models are evaluated in one program, are the run's primitives.
+    """
 
     seed: int
     dataset: Dataset
@@ -48,6 +58,7 @@ class Setting:
     share: float
     neighbours: tuple[Int[Tensor, " _k"], ...] | None
     linear: primitives.Linear = "torch"
+    together: int | None = None
 
     @property
     def num_agents(self) -> int:
@@ -59,12 +70,52 @@ class Setting:
         """The rows of the pool that outlive a round: of the agents' models, then of those that a coordinator holds."""
         return self.num_agents + self.algorithm.models
 
+    @functools.cached_property
+    def agents(self) -> Int[Tensor, " N"]:
+        """The ids of all agents."""
+        return torch.arange(self.num_agents)
+
+    @functools.cached_property
+    def malicious(self) -> list[bool]:
+        """Which agents are malicious."""
+        found: list[bool] = self.population.malicious.tolist()
+        return found
+
+    @functools.cached_property
+    def num_samples(self) -> Float[Tensor, " N"]:
+        """How many samples each agent trains on."""
+        return torch.tensor([len(chosen) for chosen in self.population.train], dtype=torch.float64)
+
+    @functools.cached_property
+    def head(self) -> tuple[int, int] | None:
+        """The shape of the network's last dense layer, where it ends in one."""
+        return head_of(self.module)
+
+    @functools.cached_property
+    def sides(self) -> dict[tuple[int, bool], Int[np.ndarray, " n"]]:
+        """The agents of each cluster that are malicious, and those that are not."""
+        cluster, malicious = self.population.cluster.numpy(), self.population.malicious.numpy()
+        return {
+            (k, bad): np.flatnonzero((cluster == k) & (malicious == bad))
+            for k in range(self.population.num_clusters)
+            for bad in (False, True)
+        }
+
+    @functools.cached_property
+    def _ahead(self) -> Int[np.ndarray, " N"]:
+        """How many malicious agents come before each agent."""
+        malicious = self.population.malicious.long()
+        return (malicious.cumsum(0) - malicious).numpy()
+
+    @functools.cached_property
+    def _each(self) -> int:
+        """How many models a malicious agent crafts: one, or one for each benign agent."""
+        return self.malicious.count(False) if self.attack.threat.each_receiver else 1
+
     def published(self, i: int) -> range:
         """The rows of the pool for what malicious agent i crafts: one, or one for each benign agent."""
-        malicious = self.population.malicious
-        each = int((~malicious).sum()) if self.attack.threat.each_receiver else 1
-        start = self.num_kept + each * int(malicious[:i].sum())
-        return range(start, start + each)
+        start = self.num_kept + self._each * int(self._ahead[i])
+        return range(start, start + self._each)
 
     def before(self, j: int) -> int | None:
         """The row of the pool for what agent j began the round with, where somebody looks at it."""
@@ -78,11 +129,11 @@ class Setting:
 
         Only benign agents are deceived: fellow attackers find the models that each trained.
         """
-        malicious = self.population.malicious
-        if malicious[j] or not self.attack.crafts(n):
+        if self.malicious[j] or not self.attack.crafts(n):
             return ids
-        place = int((~malicious[:j]).sum()) if self.attack.threat.each_receiver else 0
-        return torch.tensor([self.published(i)[place] if malicious[i] else i for i in ids.tolist()], dtype=torch.int64)
+        place = j - int(self._ahead[j]) if self.attack.threat.each_receiver else 0
+        crafted = self.num_kept + self._each * self._ahead[ids.numpy()] + place
+        return torch.where(self.population.malicious[ids], torch.from_numpy(crafted), ids)
 
 
 @dataclass(frozen=True)
@@ -103,12 +154,24 @@ class World:
         return self.pool[: self.setting.num_kept]
 
 
+def shards_of(setting: Setting, agents: Sequence[int], n: int = 0) -> list[Shard]:
+    """The training data in round `n` of agents with equally many samples, each as its cluster sees it, poisoned where
+    it attacks."""
+    x, y = views_of(setting, agents, [setting.population.train[j] for j in agents])
+    shards = [Shard(*each) for each in zip(x.unbind(), y.unbind(), strict=True)]
+    attack = setting.attack
+    if attack.poison is not None and attack.poisons(n):
+        for k, j in enumerate(agents):
+            if setting.malicious[j]:
+                shard = shards[k].to("cpu")
+                poisoned = attack.poison(shard, stream(setting.seed, "attack", j))
+                shards[k] = _checked(poisoned, shard, setting.dataset.num_classes).to(x.device)
+    return shards
+
+
 def shard_of(setting: Setting, j: int, n: int = 0) -> Shard:
-    """The training data of agent j in round `n` as its cluster sees it, poisoned where it attacks."""
-    shard, attack = view_of(setting, j, setting.population.train[j]), setting.attack
-    if attack.poison is not None and attack.poisons(n) and setting.population.malicious[j]:
-        return _checked(attack.poison(shard, stream(setting.seed, "attack", j)), shard, setting.dataset.num_classes)
-    return shard
+    """The training data of agent j in round `n`."""
+    return shards_of(setting, [j], n)[0]
 
 
 def _checked(poisoned: Any, shard: Shard, num_classes: int) -> Shard:
@@ -128,16 +191,31 @@ def _checked(poisoned: Any, shard: Shard, num_classes: int) -> Shard:
 
 def view_of(setting: Setting, j: int, chosen: Int[Tensor, " n"]) -> Shard:
     """Samples of the pool as agent j's cluster sees them."""
+    x, y = views_of(setting, [j], [chosen])
+    return Shard(x[0], y[0])
+
+
+def views_of(
+    setting: Setting, agents: Sequence[int], chosen: Sequence[Int[Tensor, " n"]]
+) -> tuple[Shaped[Tensor, "a n *features"], Int[Tensor, "a n"]]:
+    """As many samples of the pool for each of some agents, as its cluster sees them, and their labels."""
     pool, population = setting.dataset.pool, setting.population
-    x = rotate(pool.x[chosen], int(population.cluster[j]), population.num_clusters)
-    return Shard(x, pool.y[chosen])
+    samples = torch.stack(list(chosen))
+    x, cluster = pool.x[samples], population.cluster[list(agents)]
+    for k in sorted(set(cluster.tolist())):
+        theirs = (cluster == k).nonzero().flatten()
+        if len(theirs) == len(cluster):
+            x = rotate(x, k, population.num_clusters)
+        else:
+            x[theirs] = rotate(x[theirs], k, population.num_clusters)
+    return x, pool.y[samples]
 
 
 def losses_seen_by(setting: Setting, j: int) -> Callable[[Received, Change | None], Losses]:
     """The losses of models on agent j's validation data, or on those changed."""
-    validation = view_of(setting, j, setting.population.validation[j])
 
     def judge(models: Received, change: Change | None) -> Losses:
+        validation = view_of(setting, j, setting.population.validation[j])
         return losses_of(
             setting.module,
             models.pool,
@@ -146,6 +224,7 @@ def losses_seen_by(setting: Setting, j: int) -> Callable[[Received, Change | Non
             setting.dataset.num_classes,
             average=setting.average,
             batch_size=setting.training.batch_size,
+            together=setting.together,
         )
 
     return judge
@@ -153,9 +232,9 @@ def losses_seen_by(setting: Setting, j: int) -> Callable[[Received, Change | Non
 
 def _changed(data: Shard, change: Change) -> Shard:
     """Validation data as a criterion changes them; raises ConfigError where it changes their shape."""
-    x = tensor_of("criterion's change of the samples", change(data.x))
+    x = tensor_of("criterion's change of the samples", change(data.x.cpu()))
     if x.shape != data.x.shape:
         raise ConfigError(
             f"the criterion changed samples of shape {tuple(data.x.shape)} into {tuple(x.shape)}: it may change values"
         )
-    return Shard(x, data.y)
+    return Shard(x.to(data.x.device), data.y)
