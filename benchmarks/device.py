@@ -1,0 +1,154 @@
+"""A round of the paper's full setting on an accelerator, by parts, beside what the device can do.
+
+It also says whether the numbers agree with the CPU's.
+
+    python benchmarks/device.py [--device cuda] [--rounds n] [--together k] [--small]
+
+N = 100, M = 20, tau = 5, the paper's network, random images of EMNIST's shapes, a test evaluation in every round. With
+`--small --device cpu` it takes under a minute anywhere: four agents in one program on the CPU.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from limits import multiplications
+from round import Others, operations, processor, random_images
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+import fedcb2o
+from fedcb2o.experiments import assemble
+from fedcb2o.experiments.config import Experiment, load
+from fedcb2o.federated.local_update import float32_products
+from fedcb2o.runtime import primitives
+
+SMALL = {
+    "model.hidden": 64, "training.local_epochs": 1, "agents.benign": 3, "agents.malicious": 1, "agents.budget": 4,
+    "agents.benign_samples": 80, "agents.malicious_samples": 64,
+}  # fmt: skip
+
+
+def experiment_of(small: bool, **changes: Any) -> Experiment:
+    """The paper's full setting on random images, or a small one."""
+    data = {"name": random_images, "per_class": 20 if small else 900, "test_per_class": 2 if small else 296}
+    fixed = {"data": data, "seeds": [0], "evaluate_every": 1, "checkpoint_every": 10**6}
+    return load("emnist-fedcb2o", {**fixed, **(SMALL if small else {}), **changes})
+
+
+def rates(device: torch.device, precision: str, small: bool) -> dict[str, float]:
+    """Floating-point operations per second in products like a round's, the networks of `k` agents at once."""
+    k, n, width = (4, 8, 512) if small else (32, 64, 8192)
+    draw = {"device": device, "dtype": torch.bfloat16 if precision == "bfloat16" else torch.float32}
+    a, b = torch.randn(width, width, **draw), torch.randn(width, width, **draw)
+    x, w = torch.randn(n, k * 32, 14, 14, **draw), torch.randn(k * 64, 32, 5, 5, **draw)
+    alone = torch.randn(n * k, 32, 14, 14, **draw), torch.randn(64, 32, 5, 5, **draw)
+    h, v = torch.randn(k, n, 3136, **draw), torch.randn(k, 512 if small else 2048, 3136, **draw)
+    convolution = 2.0 * k * n * 14 * 14 * 64 * 25 * 32
+
+    def unfolded() -> torch.Tensor:
+        columns = F.unfold(x.view(n * k, 32, 14, 14), 5, padding=2).view(n, k, 800, 196)
+        return w.view(k, 64, 800) @ columns
+
+    made: dict[str, tuple[float, Callable[[], torch.Tensor]]] = {
+        f"product of {width}x{width} matrices": (2.0 * width**3, lambda: a @ b),
+        "5x5 convolution of one network": (convolution, lambda: F.conv2d(*alone, padding=2)),
+        f"the same of {k} networks, by groups": (convolution, lambda: F.conv2d(x, w, padding=2, groups=k)),
+        f"the same of {k}, unfolded, batched product": (convolution, unfolded),
+        f"dense layer of {k} networks": (2.0 * h.numel() * v.shape[1], lambda: h @ v.mT),
+    }
+    found = {}
+    with torch.no_grad(), float32_products(precision == "tf32", device.type):
+        for name, (count, product) in made.items():
+            seconds = []
+            for _ in range(3 if small else 20):
+                start = time.perf_counter()
+                float(product().flatten()[0])  # waits for the device
+                seconds.append(time.perf_counter() - start)
+            found[name] = count / min(seconds)
+    return found
+
+
+def measured(experiment: Experiment, rounds: int) -> tuple[dict[str, float], int | None]:
+    """The seconds of a round by parts, each the least of some rounds after the first, and how many trained at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        longer = load(experiment, {"rounds": rounds + 1})
+        run = fedcb2o.run(longer, out=folder, watch=lambda *_: None)
+        timing = run.timing[run.timing["round"] > 1].drop(columns=["seed", "round", "checkpoint"], errors="ignore")
+        environment = fedcb2o.records.read_json(Path(folder) / "seed-0/environment.json")
+    return dict(timing.min()), environment["together"]
+
+
+def agreement(device: str | None, together: int | None) -> tuple[float, float]:
+    """The largest differences between the CPU, one by one, and the device after two small rounds in float32: of any
+    number of the models, and of the benign agents' mean accuracies."""
+    found = []
+    for changes in ({}, {"device": device, "together": together}):
+        chosen = {key: value for key, value in changes.items() if value is not None}
+        with tempfile.TemporaryDirectory() as folder:
+            run = fedcb2o.run(experiment_of(True, rounds=2, **chosen), out=folder, workers=1, watch=lambda *_: None)
+            models = load_file(Path(folder) / "seed-0/checkpoint.safetensors")["models"]
+            found.append((models, run.records[~run.records.malicious].accuracy.mean()))
+    (ours, accuracy), (theirs, other) = found
+    return float((ours - theirs).abs().max()), abs(accuracy - other)
+
+
+def work_of(experiment: Experiment) -> dict[str, float]:
+    """Floating-point operations of a round, by its parts."""
+    setting = assemble.setting_of(experiment, 0, assemble.dataset_of(experiment, None))
+    hidden = experiment.model.parameters["hidden"]
+    benign = int((~setting.population.malicious).sum())
+    forward, _ = multiplications(hidden)
+    return {**operations(setting, hidden), "evaluate": 2.0 * benign * len(setting.test) * forward}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, mps, ... or cpu (default cuda)")
+    parser.add_argument("--rounds", type=int, help="rounds to time after the first (default 3, small 1)")
+    parser.add_argument("--together", type=int, help="agents in one program (default: what the memory takes; CPU: 4)")
+    parser.add_argument("--small", action="store_true", help="a quick check with few agents and a small network")
+    options = parser.parse_args()
+    try:
+        device = primitives.device_of(options.device)
+    except fedcb2o.errors.ConfigError as error:
+        parser.error(str(error))
+    together = options.together or (4 if device.type == "cpu" else None)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as a run has
+        name = f"{processor()}, one thread"
+    else:
+        name = f"{primitives.name_of(device)}, {primitives.memory_of(device) / 2**30:.0f} GiB"
+    print(f"{device}: {name}; torch {torch.__version__}", flush=True)
+    key = None if device.type == "cpu" else options.device
+    models, accuracy = agreement(key, together)
+    print(f"CPU one by one and this, two small rounds: models differ by {models:.1e}, accuracies by {accuracy:.1e}")
+    fixed = {key: value for key, value in (("device", key), ("together", together)) if value is not None}
+    for precision in ("float32", "tf32", "bfloat16"):
+        if precision == "tf32" and device.type != "cuda":
+            continue
+        with primitives.repeatable(device):
+            limits = rates(device, precision, options.small)
+        print(f"{precision}:")
+        for what, rate in limits.items():
+            print(f"  {rate / 1e12:9.3f} TFLOP/s  {what}")
+        experiment = experiment_of(options.small, **fixed, **{"training.precision": precision})
+        others = Others()
+        seconds, size = measured(experiment, options.rounds or (1 if options.small else 3))
+        work, best = work_of(experiment), max(limits.values())
+        print(f"  a round, {size} agents at once{others.told()}:")
+        for part, took in seconds.items():
+            count = work.get(part, 0.0)
+            at_best = count / best if part == "train" or precision == "float32" else 0.0  # the rest is in float32
+            share = f", {at_best / took:6.1%} of the limit" if at_best else ""
+            print(f"    {part:<10} {took:8.3f} s, {count / 1e12:8.3f} TFLOP{share}", flush=True)
+        print(f"    {'all':<10} {sum(seconds.values()):8.3f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
