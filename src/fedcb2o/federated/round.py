@@ -112,7 +112,7 @@ def _asked(algorithm: Algorithm, agent: Asking, budget: int) -> Int[Tensor, " s"
     if algorithm.own_candidate:
         peers = peers.with_(agent.me.ids)
     candidates: Any = peers if plugins.declared(algorithm.select, "lazily") else peers.ids
-    asked = tensor_of("selection", algorithm.select(agent.contacts, candidates, budget, agent.local.draw))
+    asked = tensor_of("selection", algorithm.select(agent.contacts, candidates, budget, agent.local.draw)).cpu()
     asked = asked if asked.numel() else asked.long()  # an empty list has no integer type
     if asked.ndim != 1:
         raise ConfigError(f"the selection returned shape {tuple(asked.shape)}, expected ids of shape [s]")
