@@ -217,9 +217,9 @@ def told(known: Values, switched: str) -> str:
             continue
         mean, low, high = interval(claim.of(known))
         paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
-        sign = "+" if claim.paper == claim.paper else ""
-        digits = ".1f" if sign else ".2f"
-        here = f"{mean:{sign}{digits}} [{low:{sign}{digits}}, {high:{sign}{digits}}]"
+        sign = "+" if paper else ""
+        here, a, b = (f"{round(value, 2) + 0.0:{sign}.2f}" for value in (mean, low, high))  # no "-0.00"
+        here = f"{here} [{a}, {b}]"
         row = [claim.where, claim.says, claim.statistic, paper, here, f"**{verdict(claim, low, high)}**"]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
