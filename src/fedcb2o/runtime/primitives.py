@@ -32,7 +32,7 @@ Linear = Literal["torch", "onednn"]
 
 LARGE = 2**20  # weights of a dense layer from which on the choice matters
 AHEAD = 1.05  # how many times as fast the other way must be, so that noise rarely decides
-REPEATS = 5  # the least of so many is a time
+REPEATS = 8  # the least of so many is a time
 
 
 def by(linear: Linear) -> contextlib.AbstractContextManager[Any]:
