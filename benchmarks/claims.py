@@ -220,7 +220,7 @@ def told(known: Values, switched: str, pictured: str) -> str:
         paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
         sign = "+" if paper else ""
         here, a, b = (f"{round(value, 2) + 0.0:{sign}.2f}" for value in (mean, low, high))  # no "-0.00"
-        here = f"{here} [{a}, {b}]"
+        here = f"{here} [{a}, {b}]" if math.isfinite(low) else f"{here} (one seed)"
         row = [claim.where, claim.says, claim.statistic, paper, here, f"**{verdict(claim, low, high)}**"]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
