@@ -12,6 +12,7 @@ interval lies in the range, it is *not held* where none of it does, and else *wi
 """
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 
 from fedcb2o.records import Run, last_fifth, summary
 from fedcb2o.report import figures, render
+from fedcb2o.report.matrix import half_width
 from fedcb2o.report.tables import attacked, compare, pair_statistics
 
 METRICS = ["accuracy", "source_accuracy", "attack_success_rate"]
@@ -85,6 +86,7 @@ def values(run: Run) -> pd.DataFrame:
 
 
 def _elsewhere(run: Run) -> "pd.Series[float]":
+    """For each seed, the share of the weight that benign agents late in the run gave to peers of the other cluster."""
     pairs = last_fifth(run.pairs[run.pairs.agent != run.pairs.peer])
     who = run.agents.set_index(["seed", "agent"])[["cluster", "malicious"]]
     pairs = pairs.join(who, on=["seed", "agent"]).join(who.cluster.rename("there"), on=["seed", "peer"])
@@ -96,7 +98,7 @@ def _elsewhere(run: Run) -> "pd.Series[float]":
 def claims(switched: str, pictured: str) -> list[Claim]:
     """All claims of sec:experiments; `switched` is the run with T_G > 0, and Figure 6 is of the one `pictured`."""
 
-    def difference(where: str, says: str, metric: str, a: str, b: str, low: float, high: float) -> Claim:
+    def difference(where: str, says: str, metric: str, a: str, b: str, *, low: float, high: float) -> Claim:
         told = {"fedcbo": "FedCBO", "fedcb2o": "FedCB2O", switched: "FedCB2O with T_G"}
         names = [told.get(name, name.replace("-", " ").title()) for name in (a, b)]
         paper = [float(PAPER["fedcb2o-tg" if name == switched else name][metric]) for name in (a, b)]
@@ -105,14 +107,11 @@ def claims(switched: str, pictured: str) -> list[Claim]:
             where, says, statistic, (a, b), lambda v: v[a][metric] - v[b][metric], low, high, paper[0] - paper[1]
         )
 
-    def more(where: str, says: str, metric: str, a: str, b: str) -> Claim:
-        return difference(where, says, metric, a, b, 0.0, math.inf)
-
-    def less(where: str, says: str, metric: str, a: str, b: str) -> Claim:
-        return difference(where, says, metric, a, b, -math.inf, 0.0)
+    more = functools.partial(difference, low=0.0, high=math.inf)
+    less = functools.partial(difference, low=-math.inf, high=0.0)
 
     def alike(where: str, says: str, metric: str, a: str, b: str) -> Claim:
-        return difference(where, says, metric, a, b, -MARGIN[metric], MARGIN[metric])
+        return difference(where, says, metric, a, b, low=-MARGIN[metric], high=MARGIN[metric])
 
     def pairs(where: str, says: str, statistic: str, name: str, column: str, low: float, high: float) -> Claim:
         return Claim(where, says, statistic, (name,), lambda v: v[name][column], low, high)
@@ -198,7 +197,7 @@ def interval(each: "pd.Series[float]") -> tuple[float, float, float]:
     mean = float(known.mean())
     if len(known) < 2:
         return mean, -math.inf, math.inf
-    half = float(stdtrit(len(known) - 1, 0.975)) * float(known.std(ddof=1)) / math.sqrt(len(known))
+    half = float(half_width(len(known), known.std(ddof=1)))
     return mean, mean - half, mean + half
 
 

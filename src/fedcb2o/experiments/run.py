@@ -31,6 +31,7 @@ from fedcb2o.experiments.assemble import (
     specs_of,
     world_of,
 )
+from fedcb2o.experiments.choices import ENVIRONMENT, choose
 from fedcb2o.experiments.config import Experiment, identity, load
 from fedcb2o.experiments.memory import plan, size
 from fedcb2o.experiments.progress import Progress, Watch
@@ -41,7 +42,6 @@ from fedcb2o.runtime import arena, checkpoint, primitives, workers
 from fedcb2o.runtime.simulate import Round, rounds
 from fedcb2o.runtime.world import World
 
-ENVIRONMENT = "environment.json"
 SMALL = 2e9  # floating-point operations of training a round below which one process is as fast as several
 
 
@@ -181,11 +181,7 @@ def run_seed(
     _make(folder)
     log = Records(folder)
     device = primitives.device_of(experiment.device)
-    chosen = {
-        "linear": _linear(folder, experiment, dim),
-        "layout": _layout(folder, experiment, seed, dataset),
-        "together": _together(folder, experiment, seed, dataset, dim),
-    }
+    chosen = choose(folder, experiment, seed, dataset)
     if isinstance(watch, Progress):
         where = "" if device.type == "cpu" else f" on {device}"
         if chosen["together"] is not None:
@@ -206,7 +202,7 @@ def run_seed(
             print(f"Note: {folder} began with {changed}: its next rounds may differ in bits.", file=sys.stderr)
         if saved is None:
             initial_models_(world.kept, experiment, seed, dataset)
-            _describe(folder, experiment.model_copy(update=chosen), seed, dataset, world, count)
+            _describe(folder, experiment, seed, dataset, world, count, chosen)
             saved = 0, [nobody() for _ in range(world.setting.num_agents)]
         start, contacts = saved
         log.cut(start)
@@ -260,57 +256,6 @@ def _enter(
     return world, workers.Here(world) if count == 1 else workers.Processes(count, shared, make)
 
 
-def _linear(folder: Path, experiment: Experiment, dim: int) -> primitives.Linear:
-    """Who does the products of large dense layers: as the experiment says, as this seed began, or the faster one here.
-
-    Raises RunError where this PyTorch cannot.
-    """
-    path = folder / ENVIRONMENT
-    chosen: primitives.Linear = "torch"
-    if experiment.linear is not None:
-        chosen = experiment.linear
-    elif experiment.device is not None:
-        chosen = "torch"
-    elif path.exists():
-        chosen = records.read_json(path).get("linear", "torch")
-    elif dim >= primitives.LARGE:
-        chosen = primitives.fastest_linear()
-    if chosen == "onednn" and not primitives.available():
-        raise RunError(f"{folder} needs oneDNN, which this PyTorch lacks: choose another --out and --set linear=torch")
-    return chosen
-
-
-def _layout(folder: Path, experiment: Experiment, seed: int, dataset: Dataset) -> models.Layout:
-    """How images lie in memory: as the experiment says, as this seed began, or the faster way here for its network."""
-    path = folder / ENVIRONMENT
-    if experiment.layout is not None:
-        return experiment.layout
-    if path.exists():
-        found: models.Layout = records.read_json(path).get("layout", "contiguous")
-        return found
-    if experiment.device is not None or experiment.together is not None:  # vmap knows no other for some layers
-        return "contiguous"
-    x = dataset.pool.x[: experiment.training.batch_size]
-    return primitives.fastest_layout(module_of(experiment, seed, dataset), x, experiment.training.precision)
-
-
-def _together(folder: Path, experiment: Experiment, seed: int, dataset: Dataset, dim: int) -> int | None:
-    """How many agents train in one program: as the experiment says, as this seed began, or what the device has memory
-    for; None, small dense networks alone, on the CPU."""
-    path, device = folder / ENVIRONMENT, primitives.device_of(experiment.device)
-    if experiment.together is not None or device.type == "cpu":
-        return experiment.together
-    if path.exists():
-        found: int | None = records.read_json(path).get("together")
-        return found
-    pool = 4 * experiment.num_models * models.row_stride(dim)
-    x = dataset.pool.x[: experiment.training.batch_size]
-    return min(
-        experiment.agents.num_agents,
-        primitives.most_together(device, pool, module_of(experiment, seed, dataset), x),
-    )
-
-
 @contextlib.contextmanager
 def _room(device: torch.device) -> Iterator[None]:
     """Raises RunError where a device's memory is full."""
@@ -342,12 +287,19 @@ def _digest(dataset: Dataset) -> str:
     return "-".join(f"{checkpoint.adds_up_to(tensor):08x}" for tensor in shared_data(dataset).values())
 
 
-def _describe(folder: Path, experiment: Experiment, seed: int, dataset: Dataset, world: World, count: int) -> None:
+def _describe(
+    folder: Path,
+    experiment: Experiment,
+    seed: int,
+    dataset: Dataset,
+    world: World,
+    count: int,
+    chosen: Mapping[str, Any],
+) -> None:
     """Write who takes part, in what surroundings, and a few samples as each cluster sees them."""
     population, device = world.setting.population, world.pool.device
     sources = torch.tensor(aim_of(experiment).sources, dtype=torch.int64)
     environment = {"seed": seed, **_versions(device), "platform": platform.platform(), "workers": count}
-    chosen = {key: getattr(experiment, key) for key in ("linear", "layout", "together")}
     records.write_json(folder / ENVIRONMENT, {**environment, **chosen})
     held = [
         int(torch.isin(dataset.pool.y[v], sources).sum()) if len(v) and len(sources) else None

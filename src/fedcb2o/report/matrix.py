@@ -73,7 +73,12 @@ def worst(found: pd.DataFrame, attacks: Sequence[str], *, highest: bool) -> dict
     return {name: attacks[row.index(max(row) if highest else min(row))] for name, row in rows.items()}
 
 
+def half_width(count: Any, deviation: Any) -> Any:
+    """Half of Student's interval for the mean of so many values with this sample deviation; NaN for a single one."""
+    return stdtrit(count - 1, (1 + CONFIDENCE) / 2) * deviation / np.sqrt(count)
+
+
 def _statistics(groups: Any) -> pd.DataFrame:
     table = pd.DataFrame({"seeds": groups.count(), "mean": groups.mean(), "deviation": groups.std(ddof=1)})
-    half = stdtrit(table.seeds - 1, (1 + CONFIDENCE) / 2) * table.deviation / np.sqrt(table.seeds)
+    half = half_width(table.seeds, table.deviation)
     return table.assign(low=table["mean"] - half, high=table["mean"] + half)

@@ -1,0 +1,58 @@
+"""The primitives of a run: as the experiment says, as its seed began, or the best ones here.
+
+A choice may depend on a timing or on a device's memory. So it is recorded when a seed begins, and kept to.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedcb2o import models, records
+from fedcb2o.data.shard import Dataset
+from fedcb2o.errors import RunError
+from fedcb2o.experiments.assemble import module_of
+from fedcb2o.experiments.config import Experiment
+from fedcb2o.runtime import primitives
+
+ENVIRONMENT = "environment.json"
+UNCHOSEN = {"linear": "torch", "layout": "contiguous", "together": None}  # where a record does not say
+
+
+def choose(folder: Path, experiment: Experiment, seed: int, dataset: Dataset) -> dict[str, Any]:
+    """The experiment's `linear`, `layout` and `together` for a seed, whose folder may tell what it began with.
+
+    Raises RunError where this PyTorch lacks one.
+    """
+    module, x = module_of(experiment, seed, dataset), dataset.pool.x[: experiment.training.batch_size]
+    dim, device, path = models.dimension(module), primitives.device_of(experiment.device), folder / ENVIRONMENT
+    began = records.read_json(path) if path.exists() else None
+
+    def kept(name: str, best: Callable[[], Any]) -> Any:
+        asked = getattr(experiment, name)
+        if asked is not None:
+            return asked
+        return best() if began is None else began.get(name, UNCHOSEN[name])
+
+    def linear() -> primitives.Linear:
+        large = dim >= primitives.LARGE and device.type == "cpu"
+        return primitives.fastest_linear() if large else "torch"
+
+    def layout() -> models.Layout:
+        if device.type != "cpu" or experiment.together is not None:  # vmap knows no other for some layers
+            return "contiguous"
+        return primitives.fastest_layout(module, x, experiment.training.precision)
+
+    def together() -> int | None:
+        if device.type == "cpu":  # small dense networks alone
+            return None
+        pool = 4 * experiment.num_models * models.row_stride(dim)
+        return min(experiment.agents.num_agents, primitives.most_together(device, pool, module, x))
+
+    chosen = {
+        "linear": kept("linear", linear),
+        "layout": kept("layout", layout),
+        "together": kept("together", together),
+    }
+    if chosen["linear"] == "onednn" and not primitives.available():
+        raise RunError(f"{folder} needs oneDNN, which this PyTorch lacks: choose another --out and --set linear=torch")
+    return chosen
