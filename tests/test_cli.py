@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 
 import fedcb2o
-from fedcb2o import cli
+from fedcb2o.cli import runs
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.tables import presets
 from tests.tiny import ENVIRONMENT, bits, here, tiny, write
@@ -77,13 +77,13 @@ def test_presets_are_a_line_each():
 
 @pytest.mark.parametrize(("text", "seeds"), [("3", [3]), ("0,1,2", [0, 1, 2]), ("7, 5", [7, 5])])
 def test_seeds_are_read(text, seeds):
-    assert cli._seeds(text) == seeds
+    assert runs._seeds(text) == seeds
 
 
 @pytest.mark.parametrize("text", ["", "1,,2", "a", "1;2", "0-3", "1.5"])
 def test_wrong_seeds_are_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match="--seeds needs whole numbers with commas, such as 0,1,2"):
-        cli._seeds(text)
+        runs._seeds(text)
     path = write(tmp_path / "tiny.toml")
     assert "--seeds needs whole numbers" in here("run", path, "--seeds", text, "--out", tmp_path / "run").one_line()
 

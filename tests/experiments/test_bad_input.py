@@ -181,6 +181,7 @@ from torch import nn
 
 import fedcb2o
 from fedcb2o import Dataset, Shard
+from fedcb2o.federated.types import together
 
 notes = 3
 
@@ -238,6 +239,10 @@ def criterion_scalar(judged): return judged.losses.mean.sum()
 def criterion_wide(judged): return judged.losses.by_class
 def criterion_none(judged): return None
 def criterion_raises(judged): return judged.no_such_thing
+@together
+def criterion_local(judged): return judged.losses.mean + judged.local.share
+@together
+def criterion_under(judged): return judged.losses_under(lambda x: x).mean
 
 def selection_strangers(contacts, candidates, budget, draw): return candidates + 100
 def selection_twice(contacts, candidates, budget, draw): return candidates[[0, 0]]
@@ -252,9 +257,13 @@ def rule_negative(judged): return torch.tensor([2.0, -1.0] + [0.0] * (len(judged
 def rule_nan(judged): return torch.full((len(judged.received.ids),), float("nan"))
 def rule_none(judged): return None
 def rule_raises(judged): return 1 / 0
+@together
+def rule_local(judged): return torch.full(judged.received.ids.shape, judged.local.draw.random())
 
 def algorithm_none(): return None
 """
+
+SEVERAL = "TypeError: `judged.local` is what one agent knows, and what declares `together` looks at several at once: "
 
 WRONG_PARTS = {
     "data_none": "the data set `parts:data_none` returned a NoneType, expected a fedcb2o.Dataset",
@@ -290,6 +299,8 @@ WRONG_PARTS = {
     "criterion_wide": "the criterion returned shape (3, 10), expected (3,): a value for each received model",
     "criterion_none": "the criterion returned a NoneType, expected a tensor",
     "criterion_raises": "the criterion `parts:criterion_raises` failed at line {line} of {folder}/parts.py: Attribut",
+    "criterion_local": "the criterion `parts:criterion_local` failed at line {line} of {folder}/parts.py: " + SEVERAL,
+    "criterion_under": "the criterion `parts:criterion_under` failed at line {line} of {folder}/parts.py: " + SEVERAL,
     "selection_strangers": "the selection chose [101, 102, 103, 104, 105], expected different ones of [1, 2, 3, 4, 5]",
     "selection_twice": "the selection chose [1, 1], expected different ones of [1, 2, 3, 4, 5]",
     "selection_many": "the selection chose 4 peers, more than `budget` = 3: [1, 2, 3, 4]",
@@ -302,6 +313,7 @@ WRONG_PARTS = {
     "rule_nan": "the rule returned weights that are not positive with sum 1: [nan, nan, nan]",
     "rule_none": "the rule returned a NoneType, expected a tensor",
     "rule_raises": "the rule `parts:rule_raises` failed at line {line} of {folder}/parts.py: ZeroDivisionError: ",
+    "rule_local": "the rule `parts:rule_local` failed at line {line} of {folder}/parts.py: " + SEVERAL,
     "algorithm_none": "the algorithm returned a NoneType, expected an Algorithm",
     "notes": "the model `parts:notes` is of type int, not a function",
     "nothing": "the model `parts:nothing` cannot be imported: AttributeError: ",

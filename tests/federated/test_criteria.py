@@ -8,10 +8,11 @@ import torch
 from tests.federated.test_traps import judged
 from tests.tiny import bits, tiny
 
+from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, criteria
-from fedcb2o.federated.types import Local, Losses, Received
+from fedcb2o.federated.types import Local, Losses, Received, together
 from fedcb2o.streams import stream
 
 INF = math.inf
@@ -237,6 +238,43 @@ def test_a_part_of_another_shape_is_told():
 
     with pytest.raises(ConfigError, match=r"the criterion returned shape \(2,\), expected \(6,\)"):
         criteria.largest(random_view(), of=[constant, two])
+
+
+@together
+def own_gap(judged, *, power: float = 1.0):
+    return criteria.class_loss_gap(judged) ** power
+
+
+PARTS = {
+    "largest": {"name": "largest", "of": ["class_loss_gap", {"name": "average_loss", "scale": 0.3}]},
+    "sum": {"name": "weighted_sum", "of": [*["class_loss_gap", "class_loss_entropy", "worst_class_loss"] * 2, own_gap]},
+    "nested": {"name": "largest", "of": [{"name": "weighted_sum", "of": ["class_loss_gap", "average_loss"]}, own_gap]},
+}
+
+
+@pytest.mark.parametrize("criterion", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
+def test_a_combination_of_parts_that_look_at_several_agents_at_once_does_so(
+    tmp_path, criterion, own_model, monkeypatch
+):
+    given = tiny(algorithm={"criterion": criterion, "own_model": own_model})
+    seen, judge = [], criteria.judge
+    monkeypatch.setattr(criteria, "judge", lambda part, view: seen.append(view.received.ids.ndim) or judge(part, view))
+    run(given, out=tmp_path / "together", workers=1)
+    assert set(seen) == {2}
+    seen.clear()
+    monkeypatch.setattr(criteria, "judges_together", lambda criterion: False)
+    run(given, out=tmp_path / "each", workers=1)
+    assert set(seen) == {1}
+    found, expected = bits(tmp_path / "together"), bits(tmp_path / "each")
+    assert found == expected
+
+
+@pytest.mark.parametrize("alone", ["distance", {"name": "trigger_sensitivity"}, constant])
+def test_a_combination_with_a_part_that_looks_at_one_agent_looks_at_one(alone):
+    for of in ([alone, "average_loss"], ["average_loss", {"name": "largest", "of": ["average_loss", alone]}]):
+        algorithm = algorithms.fedcb2o(criterion={"name": "weighted_sum", "of": of})
+        assert not plugins.declared(algorithm.weigh, "together")
 
 
 # Whole runs

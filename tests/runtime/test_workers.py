@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.runtime import arena
-from fedcb2o.runtime.workers import Here, Processes, Workers, blocks, one_thread
+from fedcb2o.runtime.workers import Here, Processes, Workers, blocks, executor, one_thread
 
 SPECS = {"models": (torch.float32, (3, 5)), "labels": (torch.int64, (7,)), "none": (torch.uint8, (0, 2))}
 
@@ -33,6 +34,10 @@ def fail(world, kind):
     if kind == "config":
         raise ConfigError("the rule returned nonsense")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def who(world):
+    return os.getpid()
 
 
 def same(tensors):
@@ -133,6 +138,33 @@ def test_workers_let_go_of_an_arena_that_is_gone():
     while mapped_by(shared.path) and time.monotonic() < end:
         time.sleep(0.05)
     assert not mapped_by(shared.path)
+
+
+class Slow:
+    """A world that takes its time to go, as mapped memory does, and writes down when it began and when it had gone."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __del__(self):
+        (self.folder / f"begun-{os.getpid()}").touch()
+        time.sleep(1.0)
+        (self.folder / f"gone-{os.getpid()}").touch()
+
+
+def slow(tensors, folder):
+    return Slow(folder)
+
+
+def test_a_worker_that_ends_first_gives_back_what_it_is_giving_back(tmp_path):
+    """A thread that is cut short within PyTorch takes its process down: "terminate called"."""
+    with arena.shared(SPECS) as shared:
+        pids = set(Processes(2, shared, functools.partial(slow, folder=tmp_path)).map(who, [()] * 4))
+    end = time.monotonic() + 30
+    while len(list(tmp_path.glob("begun-*"))) < len(pids) and time.monotonic() < end:
+        time.sleep(0.01)
+    executor(2).shutdown(wait=True)
+    assert {int(path.name.removeprefix("gone-")) for path in tmp_path.glob("gone-*")} == pids
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 50))

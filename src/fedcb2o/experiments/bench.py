@@ -25,7 +25,7 @@ from fedcb2o.experiments.config import Experiment
 from fedcb2o.experiments.grid import Cell, Grid, load_grid
 from fedcb2o.experiments.pace import GridProgress, Pace
 from fedcb2o.experiments.run import alone, difference_of, run
-from fedcb2o.runtime import workers
+from fedcb2o.runtime import machine, workers
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def bench(
         _prepare(folder, plan, frozen, [*trials, *cells], resume)
         ledger = _Ledger(folder, [*trials, *cells])
         trials = [cell for cell in trials if cell.place.defence not in frozen]
-        with _team(ledger, [*trials, *cells], jobs or _available(), data, watch or GridProgress()) as team:
+        with _team(ledger, [*trials, *cells], jobs or machine.processors(), data, watch or GridProgress()) as team:
             team.run(trials)
             unfit = tuning.freeze(folder, plan, frozen, ledger.errors)
             cells = plan.cells(tuning.best(frozen))
@@ -73,10 +73,6 @@ def bench(
                     team.end(cell, 0.0, unfit[cell.place.defence])
             team.run(cells)
     return Bench(folder, len(ledger.cells), {ledger.cells[key].place.title: e for key, e in ledger.errors.items()})
-
-
-def _available() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_data(plan: Grid, data: Path | None) -> None:

@@ -155,21 +155,28 @@ Parts = Annotated[Sequence[Any], AfterValidator(_parts)]
 """Criteria as a configuration has them, read and checked before a run."""
 
 
-def largest(judged: Judged, *, of: Parts) -> Float[Tensor, " m"]:
+def judges_together(criterion: Criterion) -> bool:
+    """Whether a criterion takes several agents at once: it declares so or, of a combination, all of its parts do."""
+    if isinstance(criterion, functools.partial) and criterion.func in (largest, weighted_sum):
+        return all(judges_together(part.criterion) for part in _parts(criterion.keywords["of"]))
+    return bool(plugins.declared(criterion, "together"))
+
+
+def largest(judged: Judged, *, of: Parts) -> Float[Tensor, "*a m"]:
     """The largest of several criteria, each times its `scale` (1): what one of them distrusts is not trusted.
 
     The own model should have the same value in all, as it has 0 in those that are relative to it.
     """
-    return _values(judged, of).amax(0)
+    return torch.stack(_values(judged, of)).amax(0)
 
 
-def weighted_sum(judged: Judged, *, of: Parts) -> Float[Tensor, " m"]:
+def weighted_sum(judged: Judged, *, of: Parts) -> Float[Tensor, "*a m"]:
     """The sum of several criteria, each times its `scale` (1)."""
-    return _values(judged, of).sum(0)
+    return functools.reduce(torch.add, _values(judged, of))  # one after the other, for any number of agents
 
 
-def _values(judged: Judged, of: Sequence[Any]) -> Float[Tensor, "k m"]:
-    return torch.stack([part.scale * judge(part.criterion, judged) for part in _parts(of)])
+def _values(judged: Judged, of: Sequence[Any]) -> list[Float[Tensor, "*a m"]]:
+    return [part.scale * judge(part.criterion, judged) for part in _parts(of)]
 
 
 def _losses(judged: Judged) -> tuple[Losses, Losses]:

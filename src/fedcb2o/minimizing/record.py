@@ -18,7 +18,8 @@ from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.objectives import Problem
 from fedcb2o.particles.result import Result
 from fedcb2o.records import atomic_write
-from fedcb2o.report.landscape import Decay, Scene, animate, landscape
+from fedcb2o.report.decay import Decay
+from fedcb2o.report.landscape import Scene, animate, landscape
 
 
 def errors(problem: Problem, result: Result) -> np.ndarray | None:

@@ -18,7 +18,8 @@ from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.minimize import CaptureWarning, minimize
 from fedcb2o.particles.objectives import Problem
 from fedcb2o.particles.result import Result, State
-from fedcb2o.report.landscape import Decay, Scene
+from fedcb2o.report.decay import Decay
+from fedcb2o.report.landscape import Scene
 
 GRID = 181  # points of the landscape along an axis
 SEEN = 300  # particles in a figure

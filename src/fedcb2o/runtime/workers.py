@@ -4,6 +4,7 @@ Every computation has one intra-op thread, here as there, so that the number of 
 loky's: they start alike from a file, a notebook and standard input, and no lock outlives one that is killed.
 """
 
+import atexit
 import contextlib
 import gc
 import os
@@ -11,7 +12,6 @@ import pickle
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,14 +155,25 @@ def _start(parent: int, path: tuple[str, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     torch.set_num_threads(1)
     keep_memory()
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(parent, over), daemon=True)
+    watch.start()
+    atexit.register(_stop, watch, over)
 
 
-def _watch(parent: int) -> None:
+def _stop(watch: threading.Thread, over: threading.Event) -> None:
+    """End the watch before Python ends: PyTorch lets go of the interpreter while it gives mapped memory back, and a
+    thread that finds it gone then takes the whole process down."""
+    over.set()
+    watch.join()
+
+
+def _watch(parent: int, over: threading.Event) -> None:
     """Give the memory of a run back soon after it ended, and end this process soon after its parent did, leaving no
     arena behind."""
     while os.getppid() == parent:
-        time.sleep(0.1)
+        if over.wait(0.1):
+            return
         _forget()
     for path in list(_current):
         path.unlink(missing_ok=True)

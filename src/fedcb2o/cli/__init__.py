@@ -1,0 +1,81 @@
+"""The command line: run, bench, compare, report, presets, minimize, data.
+
+What a command needs is imported when it runs: help and mistakes answer before PyTorch would be there.
+"""
+
+import contextlib
+import os
+import sys
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+
+from fedcb2o.cli import data, minimizing, runs
+from fedcb2o.errors import FedCB2OError
+
+app = typer.Typer(
+    name="fedcb2o",
+    help="Federated learning without a server that stays right when some participants attack it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
+for _function in (runs.run, runs.bench, runs.compare, runs.report, runs.presets, minimizing.minimize):
+    app.command()(_function)
+for _function in (data.emnist, data.mnist, data.cifar10):
+    data_app.command()(_function)
+app.add_typer(data_app, name="data")
+
+UsageError: Any = typer.BadParameter.__base__  # click's, or that of the click inside typer, which does not name it
+
+
+def _version(wanted: bool) -> bool:
+    if wanted:
+        print(version("fedcb2o"))
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def _root(
+    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None: ...
+
+
+def main() -> None:
+    """The entry point: a mistake that the user can mend is one line and exit status 2, never a traceback."""
+    try:
+        status = app(prog_name="fedcb2o", standalone_mode=False)
+        if status == 130:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
+        sys.stdout.flush()
+        if status:
+            sys.exit(status)
+    except FedCB2OError as error:
+        _leave(f"Error: {_one_line(error)}", 2)
+    except UsageError as error:
+        told = _one_line(error.format_message())  # nothing where no command was given: then its help was shown
+        end = "" if told.endswith((".", "?")) else "."
+        command = error.ctx.command_path if error.ctx else "fedcb2o"
+        _leave(told and f"Error: {told}{end} See `{command} --help`.", 2)
+    except KeyboardInterrupt:
+        _leave("Interrupted. What is written stays; a run goes on from its last checkpoint with --resume.", 130)
+    except BrokenPipeError:
+        _leave("", 1)
+    except OSError as error:
+        what = error.filename or "cannot write the output"
+        _leave(f"Error: {what}: {error.strerror or error}", 2)
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+def _leave(message: str, status: int) -> None:
+    with contextlib.suppress(OSError):  # standard error may be full as well
+        print(message, end="\n" if message else "", file=sys.stderr, flush=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a full or closed standard output must not fail a second time
+    sys.exit(status)

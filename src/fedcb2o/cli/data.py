@@ -1,0 +1,47 @@
+"""The commands for data sets: emnist, mnist, cifar10."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from fedcb2o.data.files import Release
+
+From = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="DIR", help="Take files at hand: the folder of them, or of the official archive."),
+]
+Into = Annotated[Path | None, typer.Option("--data-dir", help="Where to put them. Default: the user's cache.")]
+
+
+def emnist(source: From = None, data_dir: Into = None) -> None:
+    """Get EMNIST (Cohen et al. 2017): download it, checked by its checksum, or take IDX files or gzip.zip at hand."""
+    from fedcb2o.data.emnist import RELEASE
+
+    _get(RELEASE, source, data_dir, "emnist-small-fedcb2o")
+
+
+def mnist(source: From = None, data_dir: Into = None) -> None:
+    """Get MNIST (LeCun et al. 1998): download it, checked by its checksums, or take IDX files at hand."""
+    from fedcb2o.data.mnist import RELEASE
+
+    _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=mnist")
+
+
+def cifar10(source: From = None, data_dir: Into = None) -> None:
+    """Get CIFAR-10 (Krizhevsky 2009): download its binary version, checked by its checksum, or take it at hand."""
+    from fedcb2o.data.cifar10 import RELEASE
+
+    _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=cifar10 --set model.name=resnet")
+
+
+def _get(release: "Release", source: Path | None, data_dir: Path | None, example: str) -> None:
+    from fedcb2o.data.download import download, import_files
+    from fedcb2o.data.files import default_folder
+
+    target = data_dir or default_folder(release)
+    written = download(release, target) if source is None else import_files(release, source, target)
+    print(f"{len(written)} files in {target}")
+    where = "" if data_dir is None else f" --data-dir {target}"
+    print(f"Use them so: fedcb2o run {example}{where}")

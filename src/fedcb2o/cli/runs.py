@@ -1,0 +1,214 @@
+"""The commands for runs and grids of them: run, bench, compare, report, presets."""
+
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from fedcb2o.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedcb2o.records import Run
+
+
+class Over(StrEnum):
+    """What a table shows of the benign agents."""
+
+    mean = "mean"
+    worst = "worst"
+    worst_tenth = "worst_tenth"
+
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
+
+
+def run(
+    experiments: Annotated[
+        list[str],
+        typer.Argument(metavar="PRESET_OR_FILE.toml...", help="Presets or configuration files.", show_default=False),
+    ],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as algorithm.alpha=2. Repeatable."),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2. Default: the experiment's own.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The run's folder (with several experiments: of their folders). Default: runs/NAME."),
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Default: from the work, the processors and the memory.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory, such as 24GiB or 24G (1024^3 bytes each), or 24GB (1000^3); models beyond it go to disk."
+            " Default: what is free.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where models and data lie: cpu, cuda, cuda:1, mps, ... Default: the file's, or cpu."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Say what was chosen for this machine.")] = False,
+    clean_twin: Annotated[
+        bool,
+        typer.Option(
+            "--clean-twin",
+            help="Also run each attacked experiment with malicious agents that train on true labels, in NAME-clean:"
+            " the net attack success is the difference.",
+        ),
+    ] = False,
+) -> None:
+    """Run experiments, each for all of its seeds.
+
+    Example: fedcb2o run digits-fedcb2o --set algorithm.alpha=5 --seeds 0,1,2 --out runs/mine
+    """
+    from fedcb2o.experiments.config import load
+    from fedcb2o.experiments.progress import Progress
+    from fedcb2o.experiments.run import run as run_experiment
+    from fedcb2o.experiments.tables import parse_value
+
+    settings = {}
+    for change in changes or []:
+        key, equals, value = change.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set needs KEY=VALUE, got {change!r}")
+        settings[key.strip()] = parse_value(value.strip())
+    if seeds is not None:
+        settings["seeds"] = _seeds(seeds)
+    if device is not None:
+        settings["device"] = device
+    chosen = []
+    for name in experiments:
+        one = load(name, settings)
+        folder = Path("runs") / one.name if out is None else out if len(experiments) == 1 else out / one.name
+        chosen.append((one, folder))
+        if clean_twin and one.attacked:
+            chosen.append((one.clean_twin(), folder.with_name(f"{folder.name}-clean")))
+        elif clean_twin:
+            print(f"Note: no clean twin of {one.name}: nobody attacks in it.", file=sys.stderr)
+    with Progress(verbose=verbose) as progress:
+        for one, folder in chosen:
+            run_experiment(
+                one, out=folder, data_dir=data_dir, workers=workers, memory=memory, resume=resume, watch=progress
+            )
+    print("Done. For a table: fedcb2o compare", *(folder for _, folder in chosen), file=sys.stderr)
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--seeds needs whole numbers with commas, such as 0,1,2, got {text!r}") from error
+
+
+def bench(
+    grid: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="GRID", help="A grid's file, GRID.toml, or a built-in one (--list).", show_default=False
+        ),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the built-in grids, a line each.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The grid's folder. Default: runs/NAME.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each processor.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on; what failed is tried again.")] = False,
+) -> None:
+    """Run a grid: every defence against every attack, each for all of its seeds.
+
+    Example: fedcb2o bench quick --out runs/quick, then: fedcb2o report runs/quick
+    """
+    from fedcb2o.experiments.bench import bench as run_grid
+    from fedcb2o.experiments.grid import grids
+
+    if list_:
+        _print_listed(grids())
+        return
+    if grid is None:
+        raise ConfigError("which grid? Name its file, GRID.toml, or a built-in one (fedcb2o bench --list)")
+    done = run_grid(grid, out=out, jobs=jobs, data_dir=data_dir, resume=resume)
+    told = f"For the matrices: fedcb2o report {done.folder}"
+    if done.failed:
+        for title, error in done.failed.items():
+            print(f"Failed: {title}: {error}", file=sys.stderr)
+        print(f"{len(done.failed)} of {done.cells} cells failed; --resume tries them again. {told}", file=sys.stderr)
+        raise typer.Exit(1)
+    print(f"Done. {told}", file=sys.stderr)
+
+
+def compare(
+    runs: Runs,
+    over: Annotated[
+        Over,
+        typer.Option(help="What to show of the benign agents: their mean, the worst one, the mean of the worst tenth."),
+    ] = Over.mean,
+) -> None:
+    """Print one table over runs: the paper's Table 1, at the last round, mean ± standard deviation over seeds."""
+    from fedcb2o.records import Run
+
+    _print_table([Run(folder) for folder in runs], over)
+
+
+def report(
+    runs: Runs,
+    out: Annotated[Path, typer.Option(help="Where tables, figures and report.html go.")] = Path("report"),
+) -> None:
+    """Write tables, figures and one page over runs or, of a grid's folder, its matrices; and print the table."""
+    from fedcb2o.records import Run
+    from fedcb2o.report import is_grid
+    from fedcb2o.report import report as write_report
+
+    if any(map(is_grid, runs)):
+        _report_grid(runs, out)
+        return
+    opened = [Run(folder) for folder in runs]
+    write_report(opened, out)
+    _print_table(opened, Over.mean)
+    print(f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG) lie beside it.")
+
+
+def _report_grid(folders: list[Path], out: Path) -> None:
+    from fedcb2o.report import briefs, grid_notes, read_grid, report_grid, to_rich
+
+    if len(folders) > 1:
+        raise ConfigError("the folder of a grid is reported by itself: give it alone")
+    results, console = read_grid(folders[0]), Console()
+    report_grid(results, out)
+    for sentence in grid_notes(results):
+        print(f"Note: {sentence}.", file=sys.stderr)
+    for setting, table in briefs(results).items():
+        console.print(to_rich(table, title=setting or None, caption="Percent.", width=console.width))
+    print(f"\nThe page is {out / 'report.html'}; the matrices (CSV, Markdown, LaTeX, PNG) are in {out / 'matrices'}.")
+
+
+def _print_table(runs: list["Run"], over: Over) -> None:
+    from fedcb2o.report import compare as compare_runs
+    from fedcb2o.report import to_rich, told_seeds, unfinished
+
+    console = Console()
+    for run in runs:
+        if sentence := unfinished(run):
+            print(f"Note: {sentence}.", file=sys.stderr)
+    console.print(to_rich(compare_runs(runs, over=over.value), caption=told_seeds(runs), width=console.width))
+
+
+def presets() -> None:
+    """List the presets, a line each."""
+    from fedcb2o.experiments.tables import presets as all_presets
+
+    _print_listed(all_presets())
+
+
+def _print_listed(listed: Mapping[str, str]) -> None:
+    width = max(map(len, listed))
+    for name, description in listed.items():
+        print(f"{name:{width}}  {description}")

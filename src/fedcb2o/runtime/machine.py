@@ -1,0 +1,57 @@
+"""What of the machine this process may use: processors and memory, as the system and control groups around it say.
+
+A control group's limits lie in files: "cpu.max" and "memory.max" (version 2), or those named below (version 1).
+"""
+
+import contextlib
+import math
+import os
+from pathlib import Path
+
+
+def processors(root: Path = Path("/")) -> int:
+    """How many processes may compute at once: the processors that this one may run on, or fewer where a control group
+    has a quota of their time, rounded up."""
+    known = getattr(os, "process_cpu_count", None)  # from Python 3.13 on
+    if known is None and hasattr(os, "sched_getaffinity"):  # macOS has none
+        found = len(os.sched_getaffinity(0))
+    else:
+        found = (known or os.cpu_count)() or 1
+    for group in _groups("cpu", root):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            if (group / "cpu.max").exists():
+                quota, period = map(int, (group / "cpu.max").read_text().split())
+            else:
+                quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            if quota > 0 and period > 0:  # -1 is no limit
+                found = min(found, math.ceil(quota / period))
+    return found
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """The bytes of memory that this process may still take; half of the machine's where neither the system nor a
+    control group says so, as on macOS."""
+    found = []
+    with contextlib.suppress(OSError, LookupError):
+        lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for group in _groups("memory", root):
+            with contextlib.suppress(OSError, ValueError):
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                cache = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+                found.append(int((group / limit).read_text()) - int((group / used).read_text()) + cache)
+    return max(0, min(found)) if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _groups(kind: str, root: Path) -> list[Path]:
+    """The folders of this process's control groups of a kind and those around them, any of which may limit it."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if not kinds or kind in kinds.split(","):
+                top = root / "sys/fs/cgroup" / (kind if kinds else "")  # "cpu" is there for "cpu,cpuacct" too
+                group = top / path.lstrip("/")
+                found += [each for each in (group, *group.parents) if each.is_relative_to(top)]
+    return found

@@ -1,0 +1,197 @@
+"""What a run needs of memory: how many processes work and where the models lie, said before anything is written."""
+
+import functools
+import sys
+from types import SimpleNamespace
+
+import pytest
+from tests.tiny import bits, here, tiny, write
+
+import fedcb2o
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.experiments import memory
+from fedcb2o.experiments.assemble import dataset_of
+from fedcb2o.experiments.config import load
+from fedcb2o.runtime import arena, checkpoint
+
+
+def planned(tmp_path, given, count=1, **changes):
+    """The plan of 6 agents with 100,000 parameters each."""
+    experiment = load(tiny(**changes))
+    return memory.plan(experiment, dataset_of(experiment, None), 100_000, count, given, tmp_path)
+
+
+def test_models_go_to_memory_or_to_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "PROCESS", 0)
+    whole = planned(tmp_path, 10**9)
+    assert whole.models == 6 * 4 * 100_000
+    assert (whole.folder, whole.columns) == (None, None)
+    assert planned(tmp_path, whole.rest + whole.models).folder is None
+    on_disk = planned(tmp_path, whole.rest + whole.models - 1)
+    assert on_disk.folder == tmp_path
+    assert 4 * 6 * on_disk.columns <= whole.models / 2
+    assert "in memory" in str(whole)
+    assert f"on disk, in {tmp_path}" in str(on_disk)
+
+
+def test_what_fits_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "PROCESS", 0)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    whole = planned(tmp_path, 10**9)
+    with pytest.raises(
+        RunError, match=r"^6 agents need .* of memory, or on disk .* that are free: 3 agents would fit$"
+    ):
+        planned(tmp_path, whole.rest + whole.models // 2)
+    with pytest.raises(RunError, match=r": take a smaller model$"):
+        planned(tmp_path, 1000)
+
+
+def test_what_is_too_small_to_mix_in_is_said(tmp_path, monkeypatch):
+    """Neither a disk without end nor models that would fit are a promise where mixing has no room."""
+    monkeypatch.setattr(memory, "PROCESS", 0)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18))
+    rest = planned(tmp_path, 10**9).rest
+    assert planned(tmp_path, rest + 8 * 6 * memory.WIDE).columns == memory.WIDE
+    with pytest.raises(RunError, match=r": 5 agents would fit$"):
+        planned(tmp_path, rest + 8 * 6 * memory.WIDE - 1)
+
+
+@pytest.fixture
+def eight(monkeypatch):
+    """A machine of eight processors, and work for all of them; processes take nothing but their training."""
+    monkeypatch.setattr(memory, "WORTH", 0.0)
+    monkeypatch.setattr(memory, "PROCESS", 0)
+    monkeypatch.setattr(memory.machine, "processors", lambda: 8)
+
+
+def test_as_many_processes_work_as_there_is_work_and_room_for(tmp_path, eight, monkeypatch):
+    many = {"agents": {"benign": 9}}
+    assert planned(tmp_path, 10**9, None).processes == 6
+    assert planned(tmp_path, 10**9, None, **many).processes == 8
+    assert planned(tmp_path, 10**9, 3, **many).processes == 3
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    three = planned(tmp_path, 10**9, 3, **many)
+    enough = three.models + three.rest
+    assert planned(tmp_path, enough, None, **many) == three
+    assert planned(tmp_path, enough - 1, None, **many).processes == 2
+    monkeypatch.setattr(memory, "WORTH", 1e99)
+    assert planned(tmp_path, 10**9, None, **many).processes == 1
+
+
+def test_processes_that_would_fit_are_named(tmp_path, eight, monkeypatch):
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    two = planned(tmp_path, 10**9, 2)
+    with pytest.raises(RunError, match=r": --workers 2 would fit$"):
+        planned(tmp_path, two.models + two.rest, 5)
+    with pytest.raises(RunError, match=r": take a smaller model$"):
+        planned(tmp_path, 1000, 5)
+    with pytest.raises(RunError, match=r": take a smaller model$"):
+        planned(tmp_path, 1000, None)
+
+
+def test_small_models_lie_in_memory_with_no_more_processes_than_it_has_room_for(tmp_path, eight, monkeypatch):
+    one = planned(tmp_path, 10**9, 1)
+    assert one.models < one.rest
+    monkeypatch.setattr(memory.machine, "free_memory", lambda: one.models)
+    assert planned(tmp_path, None, None) == one
+    assert planned(tmp_path, None, 4) == planned(tmp_path, 10**9, 4)
+
+
+def test_all_that_takes_memory_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "PROCESS", 0)
+    training = 12 * memory.SMALL  # of small dense networks so many numbers at once
+    data = planned(tmp_path, 10**9).rest - training
+    assert planned(tmp_path, 10**9, together=50).rest == data + 12 * 6 * 100_000
+    assert planned(tmp_path, 10**9, count=2).rest == 2 * (data + training)  # the data as they were read, and shared
+
+
+def test_a_checkpoint_that_is_there_needs_no_more_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "PROCESS", 0)
+    whole = planned(tmp_path, 10**9)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * whole.models))
+    given = whole.rest + whole.models - 1
+    with pytest.raises(RunError, match="would fit"):
+        planned(tmp_path, given)
+    (tmp_path / checkpoint.FILE).touch()
+    assert planned(tmp_path, given).folder == tmp_path
+
+
+def test_models_that_a_killed_run_left_on_disk_go_before_the_next(tmp_path):
+    fedcb2o.run(tiny(rounds=1), out=tmp_path, workers=1)
+    left = tmp_path / "seed-1000" / f"{arena.PREFIX}1-0{arena.SUFFIX}"
+    left.write_bytes(b"models")
+    fedcb2o.run(tiny(rounds=2), out=tmp_path, workers=1, resume=True)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24G", 24 * 2**30),
+        ("24Gi", 24 * 2**30),
+        ("24g", 24 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("1.5 MB", 1_500_000),
+        ("2M", 2**21),
+        ("3 MiB", 3 * 2**20),
+        ("5KiB", 5120),
+        ("5K", 5120),
+        ("5kB", 5000),
+        ("5KB", 5000),
+        ("0.5TB", 5 * 10**11),
+        ("1T", 2**40),
+        ("7", 7),
+        ("7 bytes", 7),
+        ("7B", 7),
+        (7, 7),
+    ],
+)
+def test_sizes(text, expected):
+    assert memory.size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["24 gigs", "-1GiB", "GiB", "", "24iB", "1e9", "1,5GB", "24 G B"])
+def test_what_is_no_size_is_one_line(tmp_path, text):
+    with pytest.raises(ConfigError, match="needs a size such as 24GiB"):
+        memory.size(text)
+    said = here("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run", f"--memory={text}").one_line()
+    assert "needs a size such as 24GiB" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_which_size_is_which_is_in_the_help():
+    told = " ".join(here("run", "--help").out.replace("│", " ").split())
+    assert "24GiB or 24G (1024^3 bytes each), or 24GB (1000^3)" in told
+
+
+def test_what_is_refused_writes_nothing_and_the_next_command_may_use_its_folder(tmp_path):
+    path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
+    said = here("run", path, "--set", "rounds=4", "--out", out, "--memory", "1MiB", "--workers", 1).one_line()
+    assert "need" in said
+    assert not out.exists()
+    with pytest.raises(RunError, match=r"agents need .* of 1\.0 MiB of memory"):
+        fedcb2o.run(path, out=out, memory="1MiB")
+    assert not out.exists()
+    assert here("run", path, "--set", "agents.budget=2", "--out", out).status == 0
+
+
+def test_what_is_done_needs_no_memory(tmp_path):
+    done = fedcb2o.run(tiny(), out=tmp_path)
+    again = fedcb2o.run(tiny(), out=tmp_path, memory="1MiB", resume=True)
+    assert again.records.equals(done.records)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("algorithm", [{}, {"name": "by_rule", "rule": "trimmed_mean"}])
+def test_models_on_disk_have_the_same_bits(tmp_path, monkeypatch, workers, algorithm):
+    changes = {"model": {"hidden": [300]}, "rounds": 2, **({"algorithm": algorithm} if algorithm else {})}
+    fedcb2o.run(tiny(**changes), out=tmp_path / "memory", workers=workers)
+    chosen = functools.partial(memory.Plan, workers, 0, 0, columns=4100)
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.run"], "plan", lambda *given: chosen(folder=given[-1]))
+    made, shared = [], arena.shared
+    monkeypatch.setattr(arena, "shared", lambda specs, folder: made.append(folder) or shared(specs, folder))
+    fedcb2o.run(tiny(**changes), out=tmp_path / "disk", workers=workers)
+    assert made == [tmp_path / "disk/seed-1000"]
+    assert not list(tmp_path.rglob("*.arena"))
+    assert bits(tmp_path / "disk") == bits(tmp_path / "memory")
