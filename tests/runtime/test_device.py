@@ -29,6 +29,7 @@ def by_rule(name, **more):
 RUNS = {
     "dense": tiny(rounds=2, agents={"participation": 0.8}),
     "convolutions": tiny(rounds=2, model=IMAGES, training={"momentum": 0.0}),
+    "unfolded": tiny(rounds=2, model=IMAGES, convolution="unfolded"),
     "two by two": tiny(rounds=2, model=IMAGES, together=2, training={"local_steps": 2}),
     "a backdoor, tiles": tiny(
         rounds=2,
@@ -82,6 +83,8 @@ def test_a_round_waits_for_the_device_a_few_times_only(tmp_path, monkeypatch):
             run(tiny(device="meta", rounds=1, **changes), out=tmp_path / f"run{len(list(tmp_path.iterdir()))}")
         return mode.waits
 
+    for convolution in ("grouped", "unfolded"):
+        assert waits(model=IMAGES, convolution=convolution) == waits(model=IMAGES)
     once = waits()
     assert set(once) == {"transfer"}
     assert waits(training={"local_epochs": 3}) == once  # no wait in a step
@@ -107,6 +110,7 @@ def dropout(shape, classes):
 
 TOGETHER = {
     "convolutions": tiny(rounds=2, model=IMAGES, together=3, training={"precision": "bfloat16"}),
+    "unfolded": tiny(rounds=2, model=IMAGES, together=3, convolution="unfolded"),
     "residual": tiny(rounds=2, model={"name": "resnet", "width": 8}, together=8, training={"batch_size": 16}),
     "dropout": tiny(rounds=2, model={"name": dropout}, together=4),
 }
@@ -145,7 +149,8 @@ def test_how_many_train_at_once_is_what_the_memory_takes(monkeypatch):
     module, x = nn.Sequential(nn.Flatten(), nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 10)), torch.rand(8, 1, 8, 8)
     each = primitives.bytes_of_training(module, x)
     d = sum(p.numel() for p in module.parameters())
-    assert 24 * d < each < 24 * d + 4 * 4 * 8 * (64 + 2 * 1000 + 10)
+    assert 24 * d < each < 24 * d + 4 * 128 * (64 + 2 * 1000 + 10)
+    assert primitives.bytes_of_training(module, torch.rand(128, 1, 8, 8)) - 24 * d == 2 * (each - 24 * d)
     assert primitives.most_together(torch.device("cpu"), 2**29, module, x) == 2**28 // each
     assert primitives.most_together(torch.device("cpu"), 2**30, module, x) == 1
 

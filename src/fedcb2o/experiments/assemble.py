@@ -182,6 +182,7 @@ def setting_of(experiment: Experiment, seed: int, dataset: Dataset) -> Setting:
         share=agents.share,
         neighbours=neighbours_of(experiment, seed, population),
         linear=experiment.linear or "torch",
+        convolution=experiment.convolution or "grouped",
         together=experiment.together,
     )
 

@@ -24,7 +24,7 @@ from fedcb2o.federated.local_update import Precision
 from fedcb2o.federated.types import Attack, Threat
 from fedcb2o.models import Layout
 from fedcb2o.records import FREE
-from fedcb2o.runtime.primitives import Linear
+from fedcb2o.runtime.primitives import Convolution, Linear
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -194,6 +194,7 @@ class Experiment(Part):
     evaluate_on: Literal["test", "tuning"] = "test"
     linear: Linear | None = None
     layout: Layout | None = None
+    convolution: Convolution | None = None
     device: str | None = None
     together: Positive | None = None
     data: Component

@@ -2,7 +2,8 @@
 
 A dense layer's y = x W^T + b and its derivatives g W and g^T x are done by PyTorch's own products ("torch") or by those
 of oneDNN ("onednn"), which is faster on some processors. Convolutions read images with the channels of a pixel side by
-side ("channels_last") faster, or as they come. Either way agrees with the other to rounding and not to the bit.
+side ("channels_last") faster, or as they come. Those of several networks at once are one with a group for each network
+("grouped"), or one batched product ("unfolded"). Either way agrees with the other to rounding and not to the bit.
 
 On another device than the CPU as many agents train in one program as its memory takes.
 """
@@ -12,8 +13,8 @@ import ctypes
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Shaped
@@ -24,20 +25,30 @@ from torch.overrides import TorchFunctionMode
 
 from fedcb2o.data.shard import features
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.evaluate import outputs_of
+from fedcb2o.federated.evaluate import IMAGES, outputs_of
 from fedcb2o.federated.local_update import Precision, float32_products, products_in
-from fedcb2o.models import ChannelsLast, Layout, are_several, dimension, flatten, stacked
+from fedcb2o.models import ChannelsLast, Layout, are_several, flatten, row_stride, stacked
+from fedcb2o.runtime.convolution import conv2d
 
 Linear = Literal["torch", "onednn"]
+Convolution = Literal["grouped", "unfolded"]
+Way = TypeVar("Way")
 
 LARGE = 2**20  # weights of a dense layer from which on the choice matters
 AHEAD = 1.05  # how many times as fast the other way must be, so that noise rarely decides
 REPEATS = 8  # the least of so many is a time
+TEAM = 16  # agents of a team that is timed: enough to fill a device
 
 
-def by(linear: Linear) -> contextlib.AbstractContextManager[Any]:
-    """Within it, large dense layers of any network, in float32, go through what `linear` names."""
-    return _OneDNN() if linear == "onednn" else contextlib.nullcontext()
+def by(linear: Linear = "torch", convolution: Convolution = "grouped") -> contextlib.AbstractContextManager[Any]:
+    """Within it, large dense layers of any network, in float32, go through what `linear` names, and convolutions of
+    several networks at once are done as `convolution` says."""
+    ours: dict[Any, Callable[..., Any]] = {}
+    if linear == "onednn":
+        ours[F.linear] = _linear
+    if convolution == "unfolded":
+        ours[F.conv2d] = conv2d
+    return _InPlaceOf(ours) if ours else contextlib.nullcontext()
 
 
 def available() -> bool:
@@ -57,17 +68,31 @@ def timings(repeats: int = REPEATS) -> dict[Linear, float]:
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 3136, generator=draw, requires_grad=True) for n in (64, 2048))
     g, bias = torch.randn(64, 2048, generator=draw), torch.zeros(2048, requires_grad=True)
-    seconds: dict[Linear, float] = {"torch": torch.inf, "onednn": torch.inf}
+
+    def layer(linear: Linear) -> None:
+        with by(linear):
+            torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), g)
+
+    ways: tuple[Linear, Linear] = ("torch", "onednn")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    for repeat in range(repeats + 1):
-        for linear in seconds:
-            start = time.thread_time()
-            with by(linear):
-                torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), g)
-            if repeat:  # the first builds oneDNN's kernels
-                seconds[linear] = min(seconds[linear], time.thread_time() - start)
+    seconds = _least({linear: functools.partial(layer, linear) for linear in ways}, time.thread_time, repeats)
     torch.set_num_threads(before)
+    return seconds
+
+
+def _least(
+    ways: Mapping[Way, Callable[[], Any]], clock: Callable[[], float], repeats: int = REPEATS
+) -> dict[Way, float]:
+    """The seconds that each way takes: the least of some repeats, which take turns, after one that builds kernels."""
+    seconds = dict.fromkeys(ways, torch.inf)
+    for repeat in range(repeats + 1):
+        for way, compute in ways.items():
+            start = clock()
+            compute()
+            taken = clock() - start
+            if repeat:
+                seconds[way] = min(seconds[way], taken)
     return seconds
 
 
@@ -81,24 +106,53 @@ def fastest_layout(module: nn.Module, x: Shaped[Tensor, "n *features"], precisio
         or any(isinstance(p, ChannelsLast) for p in parts)
     ):
         return "contiguous"
-    both: dict[Layout, nn.Module] = {"contiguous": module, "channels_last": nn.Sequential(ChannelsLast(), module)}
-    seconds: dict[Layout, float] = dict.fromkeys(both, torch.inf)
     before, parameters = torch.get_num_threads(), list(module.train().parameters())
+
+    def step(network: nn.Module) -> None:
+        torch.autograd.grad(network(features(x)).sum(), parameters, allow_unused=True)
+
+    ways: dict[Layout, Callable[[], None]] = {
+        "contiguous": functools.partial(step, module),
+        "channels_last": functools.partial(step, nn.Sequential(ChannelsLast(), module)),
+    }
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), products_in(precision, "cpu"):
-            for repeat in range(REPEATS + 1):
-                for layout, network in both.items():
-                    start = time.thread_time()
-                    torch.autograd.grad(network(features(x)).sum(), parameters, allow_unused=True)
-                    taken = time.thread_time() - start
-                    if repeat:  # the first builds kernels
-                        seconds[layout] = min(seconds[layout], taken)
+            seconds = _least(ways, time.thread_time)
     except Exception:  # a user's network may look at how its images lie
         return "contiguous"
     finally:
         torch.set_num_threads(before)
     return "channels_last" if seconds["contiguous"] > AHEAD * seconds["channels_last"] else "contiguous"
+
+
+def fastest_convolution(
+    module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision, device: torch.device, together: int
+) -> Convolution:
+    """How a device computes a network with convolutions faster for so many agents, or for a team of `TEAM`: tried on a
+    training step of theirs with a batch like `x`. "grouped" where that cannot be tried."""
+    if together < 2 or not any(isinstance(part, nn.Conv2d) and part.groups == 1 for part in module.modules()):
+        return "grouped"
+    theta, team = flatten(module), min(together, TEAM)
+    outputs = outputs_of(module.train(), len(theta))
+
+    def step(convolution: Convolution) -> None:
+        with by(convolution=convolution), products_in(precision, device.type):
+            found = outputs(parameters, images)
+        torch.autograd.grad(found.sum(), parameters, allow_unused=True)
+        torch.zeros(1, device=device).cpu()  # waits for the device
+
+    ways: tuple[Convolution, Convolution] = ("grouped", "unfolded")
+    tf32 = precision == "tf32"
+    try:
+        with repeatable(device), torch.random.fork_rng(devices=[]), float32_products(tf32, device.type):
+            thetas = torch.empty(team, row_stride(len(theta)), device=device)[:, : len(theta)].copy_(theta)
+            parameters = [view.requires_grad_() for view in stacked(module, thetas)]
+            images = torch.stack([features(x.to(device))] * team)
+            seconds = _least({way: functools.partial(step, way) for way in ways}, time.perf_counter)
+    except Exception:  # the device may lack an operation, or memory
+        return "grouped"
+    return "unfolded" if seconds["grouped"] > AHEAD * seconds["unfolded"] else "grouped"
 
 
 def keep_memory() -> None:
@@ -164,7 +218,13 @@ SHARE = 0.5  # of what a device's memory has left beside the pool: the rest is f
 UNKNOWN = 4 * 2**30  # bytes, where PyTorch does not say what a device has
 
 
-def most_together(device: torch.device, pool: int, module: nn.Module, x: Shaped[Tensor, "n *features"]) -> int:
+def most_together(
+    device: torch.device,
+    pool: int,
+    module: nn.Module,
+    x: Shaped[Tensor, "n *features"],
+    convolution: Convolution = "grouped",
+) -> int:
     """How many agents a device trains in one program: as many as its memory has room for beside a pool of so many
     bytes, each with a batch like `x`; 1 where the network cannot be computed several times at once.
 
@@ -172,7 +232,7 @@ def most_together(device: torch.device, pool: int, module: nn.Module, x: Shaped[
     """
     if cannot_be_several(module, x[:2]):
         return 1
-    return max(1, int(SHARE * (memory_of(device) - pool) / bytes_of_training(module, x)))
+    return max(1, int(SHARE * (memory_of(device) - pool) / bytes_of_training(module, x, convolution)))
 
 
 def memory_of(device: torch.device) -> int:
@@ -183,21 +243,23 @@ def memory_of(device: torch.device) -> int:
     return int(getattr(properties(device), "total_memory", UNKNOWN)) if properties is not None else UNKNOWN
 
 
-def bytes_of_training(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> int:
-    """About the memory that an agent takes while it trains: its model, gradient and momentum, each twice, and twice
-    what a batch like `x` leaves for the backward pass."""
+def bytes_of_training(module: nn.Module, x: Shaped[Tensor, "n *features"], convolution: Convolution = "grouped") -> int:
+    """About the memory that an agent of a team takes: its model, gradient and momentum, each twice, and twice what a
+    batch like `x` leaves for the backward pass, or once what the images leave that its model is judged on at once."""
     left: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         left[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
-    few = x[:2]
-    with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        module.train()(features(few))
-    ours = {p.data_ptr() for p in module.parameters()}
+    few, theta = x[:2], flatten(module)
+    parameters = [view.requires_grad_() for view in stacked(module, theta.unsqueeze(0))]
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.random.fork_rng(devices=[]), by(convolution=convolution), hooks:
+        outputs_of(module.train(), len(theta))(parameters, features(few).unsqueeze(0))
+    ours = {p.data_ptr() for p in parameters}
     batch = sum(size for place, size in left.items() if place not in ours)
-    return 6 * 4 * dimension(module) + 2 * batch * len(x) // max(1, len(few))
+    return 6 * 4 * len(theta) + batch * max(2 * len(x), IMAGES) // max(1, len(few))
 
 
 def cannot_be_several(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> str:
@@ -214,16 +276,21 @@ def cannot_be_several(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> st
     return ""
 
 
-class _OneDNN(TorchFunctionMode):
-    """Takes the place of `F.linear`, which `nn.Linear` calls, where a layer is large."""
+class _InPlaceOf(TorchFunctionMode):
+    """Puts our functions in the place of PyTorch's, for any network: `nn.Linear` calls `F.linear`."""
+
+    def __init__(self, ours: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.ours = ours
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
+        return self.ours.get(func, func)(*args, **(kwargs or {}))
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What takes the place of `F.linear`: by oneDNN where a layer is large."""
     ours = input.ndim == weight.ndim == 2 and weight.numel() >= LARGE and input.dtype == weight.dtype == torch.float32
     ours = ours and not (are_several(input) or are_several(weight))
     if not ours or input.device.type != "cpu" or torch.is_autocast_enabled("cpu"):

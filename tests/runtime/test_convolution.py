@@ -1,0 +1,286 @@
+"""Convolutions of several networks as batched products: the same numbers to rounding as each network's own, for any
+network, and a choice that a run keeps."""
+
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.pretend import pretended
+from tests.runtime.test_determinism import StopError, stop_after
+from tests.tiny import bits, here, tiny, write
+from torch import nn
+from torch.func import vmap
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedcb2o import models
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import assemble, choices, config, run
+from fedcb2o.federated.evaluate import outputs_of
+from fedcb2o.runtime import primitives
+from fedcb2o.streams import stream
+
+IMAGES = {"name": "cnn", "hidden": 4}
+META = torch.device("meta")
+
+
+class Seen(TorchDispatchMode):
+    """Within it `convolutions` counts those that PyTorch computes as such."""
+
+    convolutions = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.convolutions += func is torch.ops.aten.convolution.default
+        return func(*args, **(kwargs or {}))
+
+
+def drawn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def of_each(convolve, x, parameters):
+    """What several networks find, their gradients, and how many convolutions PyTorch computed."""
+    inputs = [t.clone().requires_grad_() for t in (x, *parameters)]
+    with Seen() as seen, primitives.by(convolution="unfolded"):
+        y = vmap(convolve)(*inputs)
+    return y, torch.autograd.grad(y, inputs, drawn(*y.shape, seed=9).to(y.dtype)), seen.convolutions
+
+
+def agree(convolve, x, parameters):
+    """Several networks at once find what each finds by itself, and its gradients, without a convolution."""
+    y, found, convolutions = of_each(convolve, x, parameters)
+    assert convolutions == 0
+    assert y.is_contiguous()
+    for i, g in enumerate(drawn(*y.shape, seed=9)):
+        inputs = [t[i].clone().requires_grad_() for t in (x, *parameters)]
+        alone = convolve(*inputs)
+        torch.testing.assert_close(y[i], alone)
+        torch.testing.assert_close([gradient[i] for gradient in found], list(torch.autograd.grad(alone, inputs, g)))
+
+
+def one_or_two(least, most):
+    sizes = st.integers(least, most)
+    return sizes | st.tuples(sizes) | st.tuples(sizes, sizes)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@given(
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=one_or_two(1, 3),
+    padding=one_or_two(0, 4) | st.sampled_from(["same", "valid"]),
+    dilation=one_or_two(1, 2),
+    bias=st.booleans(),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3)),
+    image=st.tuples(st.integers(7, 9), st.integers(7, 9)),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_convolution_and_its_gradients_agree_with_each_networks_own(
+    kernel, stride, padding, dilation, bias, sizes, image
+):
+    m, n, into, out = sizes
+    if padding == "same":
+        stride = 1
+    x, weight = drawn(m, n, into, *image), drawn(m, out, into, *kernel, seed=1)
+    parameters = [weight, drawn(m, out, seed=2)] if bias else [weight]
+    agree(
+        lambda x, weight, bias=None: F.conv2d(x, weight, bias, stride, padding, dilation),
+        x,
+        parameters,
+    )
+
+
+def test_a_layer_is_found_whatever_its_margins_are_filled_with():
+    for mode in ("zeros", "reflect", "circular"):
+        layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode).double()
+        agree(
+            lambda x, weight, bias, layer=layer: torch.func.functional_call(layer, {"weight": weight, "bias": bias}, x),
+            drawn(2, 4, 2, 6, 6),
+            [drawn(2, 3, 2, 3, 3, seed=1), drawn(2, 3, seed=2)],
+        )
+
+
+def test_by_hand():
+    x = torch.tensor([[[[[1.0, 2.0], [3.0, 4.0]]]], [[[[5.0, 6.0], [7.0, 8.0]]]]])  # two networks, an image of 2x2 each
+    weight = torch.tensor([[[[[1.0, 0.0], [0.0, 10.0]]]], [[[[0.0, 1.0], [1.0, 0.0]]]]])
+    y, (_, by_weight), _ = of_each(F.conv2d, x, [weight])
+    assert y.flatten().tolist() == [41.0, 13.0]
+    g = drawn(2, 1, 1, 1, 1, seed=9).float()
+    torch.testing.assert_close(by_weight, g * x)
+
+
+OTHERS = {
+    "the same images": lambda x, w: vmap(F.conv2d, (None, 0))(x[0], w),
+    "the same weights": lambda x, w: vmap(F.conv2d, (0, None))(x, w[0]),
+    "one network": lambda x, w: F.conv2d(x[0], w[0]),
+    "one image": lambda x, w: vmap(F.conv2d)(x[:, 0], w),
+    "groups": lambda x, w: vmap(lambda x, w: F.conv2d(input=x, weight=w, groups=2))(torch.cat([x, x], 2), w),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_else_is_pytorchs_to_the_bit(name):
+    x, weight = drawn(2, 3, 2, 5, 5), drawn(2, 4, 2, 3, 3, seed=1)
+    expected = OTHERS[name](x, weight)
+    with Seen() as seen, primitives.by(convolution="unfolded"):
+        found = OTHERS[name](x, weight)
+    assert seen.convolutions == 1
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("padding", ["same", "nonsense"])
+def test_what_pytorch_refuses_is_refused_alike(padding):
+    told = []
+    for convolution in ("grouped", "unfolded"):
+        with pytest.raises(RuntimeError) as caught, primitives.by(convolution=convolution):
+            vmap(lambda x, w: F.conv2d(x, w, stride=2, padding=padding))(drawn(2, 3, 2, 5, 5), drawn(2, 4, 2, 3, 3))
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
+def test_products_are_in_bfloat16_where_that_is_asked_for():
+    x, weight = (drawn(2, *shape, dtype=torch.float32) for shape in ((8, 3, 9, 9), (5, 3, 3, 3)))
+    bias = drawn(2, 5, seed=2, dtype=torch.float32)
+    exact, gradients, _ = of_each(F.conv2d, x, [weight, bias])
+    with torch.autocast("cpu", torch.bfloat16):
+        y, found, convolutions = of_each(F.conv2d, x, [weight, bias])
+    assert (y.dtype, convolutions) == (torch.bfloat16, 0)
+    assert [gradient.dtype for gradient in found] == [torch.float32] * 3
+    for rough, fine in zip((y.float(), *found), (exact, *gradients), strict=True):
+        assert 1e-5 < (rough - fine).norm() / fine.norm() < 2e-2
+
+
+class Views(nn.Sequential):
+    def forward(self, x):
+        x = self[0](x)
+        return self[1](x.view(len(x), -1))
+
+
+NETWORKS = {
+    "cnn": lambda shape: models.cnn(shape, 10, hidden=8),
+    "resnet": lambda shape: models.resnet(shape, 10, width=8),
+    "views": lambda shape: Views(nn.Conv2d(shape[0], 4, 3), nn.Linear(4 * math.prod(n - 2 for n in shape[1:]), 10)),
+}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_agree_to_rounding(name, shared):
+    module = models.initialise(lambda: NETWORKS[name]((3, 8, 8)), stream(0, "test"))
+    thetas = models.flatten(module) + 0.01 * drawn(3, 1, dtype=torch.float32)
+    x = drawn(1 if shared else 3, 5, 3, 8, 8, dtype=torch.float32)
+    found = []
+    for convolution in ("grouped", "unfolded"):
+        parameters = [p.requires_grad_() for p in models.stacked(module, thetas)]
+        with Seen() as seen, primitives.by(convolution=convolution):
+            y = outputs_of(module, thetas.shape[1])(parameters, x)
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), parameters)])
+    assert seen.convolutions == (1 if shared else 0)  # on the same images the first layer has m times the channels
+    for unfolded, grouped in zip(*found, strict=True):
+        torch.testing.assert_close(unfolded, grouped, rtol=1e-4, atol=1e-4 * float(grouped.abs().max()))
+
+
+def test_the_patches_count_as_memory():
+    module, x = nn.Sequential(nn.Conv2d(4, 8, 5, padding=2), nn.Flatten(), nn.Linear(512, 10)), torch.rand(64, 4, 8, 8)
+    more = primitives.bytes_of_training(module, x, "unfolded") - primitives.bytes_of_training(module, x)
+    patches, images = 4 * 64 * 64 * 100, 4 * 64 * 4 * 64
+    assert 2 * (patches - images) <= more < 2 * patches + 2**20
+
+
+def test_the_faster_way_by_a_margin(monkeypatch):
+    module, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(2, 1, 8, 8)
+    for unfolded, expected in ((0.5, "unfolded"), (0.98, "grouped"), (2.0, "grouped")):
+        now = itertools.accumulate(
+            itertools.cycle([0.0, 1.0, 0.0, unfolded])
+        )  # before and after, one way and the other
+        monkeypatch.setattr(primitives, "time", SimpleNamespace(perf_counter=lambda now=now: next(now)))
+        assert primitives.fastest_convolution(module, x, "float32", torch.device("cpu"), 3) == expected
+
+
+def test_what_is_timed_is_a_training_step_of_a_team(monkeypatch):
+    module, x, teams = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(5, 1, 8, 8), []
+    made = primitives.outputs_of
+
+    def seen(module, dim):
+        at_once = made(module, dim)
+        return lambda parameters, x: (teams.append((x.shape, len(parameters[0]))), at_once(parameters, x))[1]
+
+    monkeypatch.setattr(primitives, "outputs_of", seen)
+    timed = primitives.fastest_convolution
+    with pretended(monkeypatch) as mode:
+        assert timed(module, x, "float32", META, 40) in ("grouped", "unfolded")
+    assert set(teams) == {((primitives.TEAM, 5, 1, 8, 8), primitives.TEAM)}
+    assert len(teams) == 2 * (primitives.REPEATS + 1) == mode.waits.total()
+
+
+def test_what_cannot_be_tried_is_grouped(monkeypatch):
+    x, device = torch.zeros(2, 1, 8, 8), torch.device("cpu")
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(primitives, "_least", full)
+    module = models.cnn((1, 8, 8), 10, hidden=4)
+    assert primitives.fastest_convolution(module, x, "float32", device, 4) == "grouped"
+    monkeypatch.setattr(primitives, "_least", lambda *_: pytest.fail("timed"))
+    assert primitives.fastest_convolution(module, x, "float32", device, 1) == "grouped"
+    for other in (models.mlp((1, 8, 8), 10), nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten())):
+        assert primitives.fastest_convolution(other, x, "float32", device, 4) == "grouped"
+
+
+def told_of(folder):
+    return json.loads((folder / "seed-1000/environment.json").read_text())
+
+
+def test_a_run_keeps_its_choice_when_it_is_resumed(tmp_path, monkeypatch):
+    experiment = tiny(model=IMAGES, device="meta")
+    with pretended(monkeypatch):
+        run({**experiment, "convolution": "unfolded"}, out=tmp_path / "given")
+        run({**experiment, "convolution": "grouped"}, out=tmp_path / "other")
+        asked = []
+        monkeypatch.setattr(primitives, "fastest_convolution", lambda *given: asked.append(given[2:]) or "unfolded")
+        with pytest.raises(StopError):
+            run(experiment, out=tmp_path / "probed", watch=stop_after(1))
+        monkeypatch.setattr(primitives, "fastest_convolution", lambda *_: pytest.fail("timed"))
+        run(experiment, out=tmp_path / "probed", resume=True)
+    assert asked == [("float32", META, 6)]
+    probed, given_, other = (bits(tmp_path / name) for name in ("probed", "given", "other"))
+    assert {name for name in probed if probed[name] != given_[name]} == {"config.toml"}
+    assert probed["checkpoint models"] != other["checkpoint models"]
+    assert told_of(tmp_path / "probed")["convolution"] == "unfolded"
+
+
+def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(primitives, "device_of", lambda _: META)
+    monkeypatch.setattr(primitives, "fastest_convolution", lambda *_: "unfolded")
+    monkeypatch.setattr(primitives, "most_together", lambda *given: 2 if given[-1] == "unfolded" else 5)
+    for together, expected in ((None, ("unfolded", 2)), (2, ("unfolded", 2)), (4, ("grouped", 4))):
+        changes = {} if together is None else {"together": together}
+        experiment = config.load(tiny(model=IMAGES, device="meta", **changes))
+        chosen = choices.choose(tmp_path, experiment, 1000, assemble.dataset_of(experiment, None))
+        assert (chosen["convolution"], chosen["together"]) == expected
+
+
+def test_nothing_is_timed_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(primitives, "fastest_convolution", lambda *_: pytest.fail("timed"))
+    for changes in ({}, {"together": 3}):
+        folder = tmp_path / str(changes)
+        run(tiny(model=IMAGES, rounds=1, **changes), out=folder, workers=1)
+        assert told_of(folder)["convolution"] == "grouped"
+
+
+def test_verbose_says_what_was_chosen(tmp_path):
+    path = write(tmp_path / "tiny.toml", rounds=1, model=IMAGES, together=3, convolution="unfolded")
+    done = here("run", path, "--out", tmp_path / "run", "--workers", 1, "--verbose")
+    assert (
+        "tiny seed 1000: processes 1, 3 agents at once, convolutions unfolded, large dense layers by torch" in done.err
+    )
+
+
+def test_another_way_is_an_error():
+    with pytest.raises(ConfigError, match="`convolution`: input should be 'grouped' or 'unfolded', got 'winograd'"):
+        run(tiny(convolution="winograd"))
