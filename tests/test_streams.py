@@ -1,6 +1,6 @@
 """Named streams: equal names give equal draws, others do not, and nothing global is touched."""
 
-from fedcb2o.streams import stream
+from fedcb2o.streams import stream, streams
 
 
 def test_a_name_is_a_stream():
@@ -16,3 +16,9 @@ def test_names_do_not_collide():
 def test_streams_are_fixed_for_ever():
     """Another bit here makes every recorded result another one."""
     assert stream(0, "batches", 0, 0).permutation(8).tolist() == [6, 5, 2, 1, 7, 0, 3, 4]
+
+
+def test_streams_of_several_agents_are_those_of_each():
+    for key in ((0, "batches", 5), (3, "attack"), (7, "it's", 'a "name"')):
+        found = [draw.integers(2**63, size=3).tolist() for draw in streams(*key, agents=[0, 7, 12345])]
+        assert found == [stream(*key, j).integers(2**63, size=3).tolist() for j in (0, 7, 12345)]

@@ -82,7 +82,11 @@ class Records:
     def append(self, name: Name, line: Mapping[str, object]) -> None:
         """Append one line, whole or not at all; NaN and infinities become null. RunError if it cannot be written."""
         path = self.path(name)
-        data = memoryview((json.dumps(_plain(line), allow_nan=False) + "\n").encode())
+        try:
+            text = json.dumps(line, allow_nan=False)
+        except (TypeError, ValueError):  # arrays, or what is not finite
+            text = json.dumps(_plain(line), allow_nan=False)
+        data = memoryview(f"{text}\n".encode())
         try:
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:

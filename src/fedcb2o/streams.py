@@ -5,6 +5,7 @@ workers can change a result. Philox: Salmon et al., "Parallel random numbers: as
 """
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,23 @@ def stream(seed: int, *key: str | int) -> np.random.Generator:
 
     Equal arguments give equal draws; different ones give streams that are independent for all purposes.
     """
-    name = repr((int(seed), *(part if isinstance(part, str) else int(part) for part in key)))
+    return _named(_name(seed, *key))
+
+
+def streams(seed: int, *key: str | int, agents: Iterable[int]) -> list[np.random.Generator]:
+    """`stream(seed, *key, j)` for each of some agents j."""
+    start = _name(seed, *key).removesuffix(")").removesuffix(",")
+    return [_named(f"{start}, {j})") for j in agents]
+
+
+def _name(seed: int, *key: str | int) -> str:
+    return repr((int(seed), *(part if isinstance(part, str) else int(part) for part in key)))
+
+
+def _named(name: str) -> np.random.Generator:
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
     words: Any = _Key(digest)
-    return np.random.Generator(np.random.Philox(words))
+    return np.random.Generator(np.random.Philox(words, _START))
 
 
 class _Key(ISeedSequence):
@@ -32,4 +46,8 @@ class _Key(ISeedSequence):
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
         """The words of the key."""
-        return np.frombuffer(self.digest, np.dtype(dtype).newbyteorder("<"), n_words).astype(dtype)
+        return np.frombuffer(self.digest, _WORD, n_words)
+
+
+_WORD = np.dtype("<u8")
+_START = np.zeros(4, np.uint64)  # Philox's counter, which it otherwise makes anew by Python's integers

@@ -130,12 +130,11 @@ def compare(
                 weights[j] = 1.0
             assert weights == pytest.approx(info.weights, abs=2e-5), (done.n, j)
             theirs = agents[j].P
-            known = ~mixed.contacts.likelihood.isnan()
+            met = done.contacts[j]
+            known = ~met.likelihood.isnan()
             if not MALICIOUS[j] and options.criterion != "num_samples":
-                assert set(mixed.contacts.ids.tolist()) == agents[j].met
-                ours = dict(
-                    zip(mixed.contacts.ids[known].tolist(), mixed.contacts.likelihood[known].tolist(), strict=True)
-                )
+                assert set(met.ids.tolist()) == agents[j].met
+                ours = dict(zip(met.ids[known].tolist(), met.likelihood[known].tolist(), strict=True))
                 assert ours == pytest.approx(theirs, rel=2e-5)
             expected = models.flatten(agents[j].module)
             torch.testing.assert_close(world.models[j], expected, rtol=1e-4, atol=2e-5)

@@ -45,6 +45,10 @@ def shards(count, n):
     return [Shard(x[j], torch.from_numpy(draw.integers(4, size=n))) for j in range(count)]
 
 
+def stacked(data):
+    return torch.stack([shard.x for shard in data]), torch.stack([shard.y for shard in data])
+
+
 def different(module, count):
     """Models of the size that networks begin with, each its own."""
     thetas = empty_models(count, models.dimension(module))
@@ -62,7 +66,7 @@ def test_a_team_learns_what_each_learns_alone(name, changes):
     mine, data = different(module, 7), shards(7, 11)
     alone = mine.clone()
     one_by_one = [local_update_(alone[j], module, data[j], training, stream(5, "batches", j)) for j in range(7)]
-    losses = local_updates_(list(mine), module, data, training, [stream(5, "batches", j) for j in range(7)])
+    losses = local_updates_(mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(7)])
     torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6)
     assert losses == pytest.approx(one_by_one, rel=1e-5)
 
@@ -85,7 +89,7 @@ def test_bfloat16_changes_products_only(name):
     exact, alone = thetas.clone(), thetas.clone()
     for mine, precision in ((thetas, "bfloat16"), (exact, "float32")):
         training = Training(**{**TRAINING.__dict__, "precision": precision})
-        local_updates_(list(mine), module, data, training, [stream(5, "batches", j) for j in range(3)])
+        local_updates_(mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(3)])
     training = Training(**{**TRAINING.__dict__, "precision": "bfloat16"})
     for j in range(3):
         local_update_(alone[j], module, data[j], training, stream(5, "batches", j))
@@ -102,7 +106,7 @@ def test_a_network_that_draws_draws_for_each_agent_and_again_alike():
         mine = empty_models(3, models.dimension(module))
         mine[:] = begun
         before = torch.random.get_rng_state()
-        local_updates_(list(mine), module, data, TRAINING, [stream(5, "batches", 0) for _ in range(3)])
+        local_updates_(mine, module, *stacked(data), TRAINING, [stream(5, "batches", 0) for _ in range(3)])
         assert torch.equal(torch.random.get_rng_state(), before)
         found.append(mine)
     assert torch.equal(found[0], found[1])

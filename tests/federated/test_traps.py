@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,7 @@ from fedcb2o.errors import RunError
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.criteria import average_loss, class_loss_gap
 from fedcb2o.federated.evaluate import losses_of
+from fedcb2o.federated.peers import Peers
 from fedcb2o.federated.rules import by_num_samples
 from fedcb2o.federated.selection import colluding, nobody, prob_sampling, remember, uniform
 from fedcb2o.federated.types import Contacts, Judged, Local, Losses, Received
@@ -165,8 +167,8 @@ def test_likelihood_by_hand():
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(1, 15))
 def test_colluders_prefer_fellows(num_fellows, num_benign, budget):
-    fellows, benign = torch.arange(num_fellows), torch.arange(100, 100 + num_benign)
-    asked = colluding(fellows, benign, budget, stream(0, "x")).tolist()
+    fellows, benign = Peers.of([np.arange(num_fellows)]), Peers.of([np.arange(100, 100 + num_benign)])
+    asked = colluding(fellows, benign, budget, [stream(0, "x")])[0].tolist()
     assert len(asked) == len(set(asked)) == min(budget, num_fellows + num_benign)
     assert sum(i < 100 for i in asked) == min(budget, num_fellows)
 
@@ -219,14 +221,14 @@ def test_a_benign_model_that_overflows_where_it_mixes_is_told():
 def test_a_weight_of_zero_stops_a_nan():
     setting = make_setting(algorithms.fedcb2o(), network())
     world = World(setting, torch.tensor([[1.0, 2.0, 3.0], [torch.nan] * 3, [3.0, 4.0, 5.0]]))
-    from fedcb2o.federated.round import Mixed, stay
+    from fedcb2o.federated.round import Choices, Mixed, stay
 
     def mixed(ids, weights, own, factor):
         ids = torch.tensor(ids)
-        return Mixed(nobody(), ids, ids, ids, torch.tensor(weights, dtype=torch.float64), own, factor, 0.0)
+        return Mixed(ids, ids, ids, torch.tensor(weights, dtype=torch.float64), own, factor, 0.0)
 
-    rows = [mixed([1, 2], [1e-60, 1.0], 0.0, 0.5), stay(nobody()), mixed([0, 1], [0.5, 0.0], 0.5, 1.0)]
-    matrix = mixing_matrix(rows, 3)
+    rows = [mixed([1, 2], [1e-60, 1.0], 0.0, 0.5), stay(), mixed([0, 1], [0.5, 0.0], 0.5, 1.0)]
+    matrix = mixing_matrix(Choices.of(rows), 3)
     mix_(world, (matrix.crow_indices(), matrix.col_indices(), matrix.values()), 0, 3)
     assert world.models[0].tolist() == [2.0, 3.0, 4.0]  # half of itself, half of the third
     assert world.models[2].tolist() == [2.0, 3.0, 4.0]

@@ -13,7 +13,7 @@ from fedcb2o import knows, models
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, attacks, rules
-from fedcb2o.federated.round import Mixed
+from fedcb2o.federated.round import Choices, Mixed
 from fedcb2o.federated.selection import nobody
 from fedcb2o.federated.types import Attack
 from fedcb2o.runtime.mixing import mixing_matrix
@@ -171,9 +171,9 @@ def test_mixing_is_the_plain_loop():
         weights = torch.from_numpy(draw.dirichlet([1.0] * 5))
         rows = world.setting.rows(j, ids, 0)
         assert (rows >= n).tolist() == [j in GOOD and i in BAD for i in ids.tolist()]
-        mixed.append(Mixed(nobody(), ids, ids, rows, weights[:4], float(weights[4]), 0.7, 0.0))
+        mixed.append(Mixed(ids, ids, rows, weights[:4], float(weights[4]), 0.7, 0.0))
     before = world.pool.clone()
-    matrix = mixing_matrix(mixed, len(world.pool))
+    matrix = mixing_matrix(Choices.of(mixed), len(world.pool))
     assert matrix.shape == (n, n + len(BAD) * len(GOOD))
     for a in range(0, world.pool.shape[1], 10):  # tiles of ten columns
         b = min(a + 10, world.pool.shape[1])

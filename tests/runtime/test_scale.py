@@ -1,29 +1,21 @@
-"""Many agents: what a round looks at grows with their number and no faster; and models that memory does not hold."""
+"""Many agents: what a round looks at grows with their number and no faster."""
 
-import functools
 import json
-import os
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.tiny import bits, here, tiny, write
+from tests.tiny import bits, tiny
 from torch import nn
 
 import fedcb2o
 from fedcb2o import records
-from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments import memory
-from fedcb2o.experiments.assemble import dataset_of
-from fedcb2o.experiments.config import load
-from fedcb2o.federated import evaluate, selection
-from fedcb2o.federated.selection import nobody, remember
-from fedcb2o.federated.types import Contacts, Peers
-from fedcb2o.runtime import arena, checkpoint
-from fedcb2o.streams import stream
+from fedcb2o.federated import evaluate, lists, selection
+from fedcb2o.federated.peers import Met, Peers
+from fedcb2o.federated.selection import nobody, remember, remember_each
+from fedcb2o.federated.types import Contacts
+from fedcb2o.streams import stream, streams
 
 
 def points(*, samples: int) -> fedcb2o.Dataset:
@@ -75,24 +67,69 @@ class Counted(np.ndarray):
 @pytest.mark.parametrize("select", [selection.prob_sampling, selection.uniform])
 def test_who_is_asked_costs_nothing_for_those_who_are_not(select):
     """Of a million peers only some are looked at, by their place: no pass over all."""
-    shared = np.arange(10**6).view(Counted)
-    peers, contacts = Peers(shared, without=5), Contacts(torch.tensor([3, 9]), torch.ones(2).double())
+    peers = Peers.of([np.arange(10**6).view(Counted)], np.array([0, 0]), but=np.array([5, 7]))
+    met = Met.of([Contacts(torch.tensor([3, 9]), torch.ones(2).double()), nobody()])
     Counted.most = 0
-    asked = select(contacts, peers, 4, stream(0, "x"))
-    assert len(asked) == 4
-    assert Counted.most <= 4
-    assert not set(asked.tolist()) & {5}
+    asked, sizes = select.at_once(met, peers, 4, streams(0, "x", agents=range(2)))
+    assert sizes.tolist() == [4, 4]
+    assert Counted.most <= 8
+    assert not set(asked[:4].tolist()) & {5}
 
 
-@pytest.mark.parametrize("select", [selection.prob_sampling, selection.uniform, selection.everyone])
-def test_peers_are_asked_as_if_they_were_a_tensor_of_ids(select):
-    everybody, contacts = torch.arange(12), nobody()
-    candidates = everybody[everybody != 7]
+SELECTIONS = {name: getattr(selection, name) for name in selection.__all__}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_many_ask_whom_each_asks_alone(name, shared):
+    """Agents that met differently many, until each met all: the draws, and the contacts, of one agent alone."""
+    select, everybody, count = SELECTIONS[name], np.arange(12), 5
+    some = [everybody] if shared else [everybody[everybody % 4 != j % 4] for j in range(count)]
+    own = np.arange(count)
+    peers = Peers.of(some, np.zeros_like(own) if shared else None, but=own)
+    contacts = [nobody() for _ in own]
+    rule = {"kappa": 2.0, "zeta": 0.5, "first_contact": "average"}
     for n in range(8):
-        ids, peers = (select(contacts, c, 3, stream(n, "x")) for c in (candidates, Peers.but(everybody.numpy(), 7)))
-        assert ids.equal(peers)
-        losses = torch.linspace(0, 1, len(ids))
-        contacts = remember(contacts, ids, ids, losses, kappa=2.0, zeta=0.5, first_contact="average")
+        draws = [streams(n, "x", agents=own.tolist()) for _ in range(2)]
+        asked, sizes = select.at_once(Met.of(contacts), peers, 3, draws[0])
+        answered = stream(n, "answers").random(len(asked)) < 0.7
+        answering = np.bincount(lists.owners(sizes)[answered], minlength=count)
+        losses = stream(n, "losses").random(int(answering.sum()))
+        after = list(remember_each(Met.of(contacts), asked, sizes, asked[answered], answering, losses, **rule))
+        for j in own.tolist():
+            ids = torch.from_numpy(some[0 if shared else j])
+            alone = select(contacts[j], ids[ids != j], 3, draws[1][j])
+            assert alone.tolist() == lists.part(asked, sizes, j).tolist()
+            there = torch.from_numpy(lists.part(answered, sizes, j))
+            lost = torch.from_numpy(lists.part(losses, answering, j))
+            mine = remember(contacts[j], alone, alone[there], lost, **rule)
+            assert mine.ids.equal(after[j].ids)
+            assert mine.likelihood.view(torch.int64).equal(after[j].likelihood.view(torch.int64))
+        contacts = after
+
+
+def test_many_collude_as_each_alone():
+    everybody, which = np.arange(10), np.array([0, 1, 0])
+    fellows, benign = ([everybody[:3], everybody[3:5]], [everybody[5:7], everybody[7:]])
+    own = np.array([1, 4, 2])
+    for budget in range(1, 6):
+        draws = [streams(budget, "x", agents=range(3)) for _ in range(2)]
+        many = Peers.of(fellows, which, but=own), Peers.of(benign, which)
+        asked, sizes = selection.colluding(*many, budget, draws[0])
+        for k in range(3):
+            near, far = Peers.of([fellows[which[k]]], but=own[k : k + 1]), Peers.of([benign[which[k]]])
+            alone, _ = selection.colluding(near, far, budget, draws[1][k : k + 1])
+            assert alone.tolist() == lists.part(asked, sizes, k).tolist()
+
+
+def test_an_agent_may_be_among_those_it_asks():
+    shared = Peers.of([np.arange(4)], np.zeros(2, np.int64), but=np.array([0, 3]))
+    assert [shared.ids(k).tolist() for k in range(2)] == [[1, 2, 3], [0, 1, 2]]
+    assert shared.counts.tolist() == [3, 3]
+    assert [shared.and_(np.array([0, 3])).ids(k).tolist() for k in range(2)] == [[0, 1, 2, 3]] * 2
+    own = Peers.of([np.array([2]), np.zeros(0, np.int64)], but=np.array([1, 7]))
+    assert own.counts.tolist() == [1, 0]
+    assert [own.and_(np.array([1, 7])).ids(k).tolist() for k in range(2)] == [[1, 2], [7]]
 
 
 def test_an_own_selection_still_gets_a_tensor_of_ids(tmp_path):
@@ -131,132 +168,3 @@ def test_large_samples_are_judged_agent_by_agent(monkeypatch):
         monkeypatch.setattr(evaluate, "SEEN", most)
         torch.testing.assert_close(evaluate.losses_of_each(module, pool, rows, x, y, 3).by_class, whole.by_class)
         assert seen == models
-
-
-# Memory
-
-
-def planned(tmp_path, given, count=1, **changes):
-    """The plan of 6 agents with 100,000 parameters each."""
-    experiment = load(tiny(**changes))
-    return memory.plan(experiment, dataset_of(experiment, None), 100_000, count, given, tmp_path)
-
-
-def test_models_go_to_memory_or_to_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "PROCESS", 0)
-    whole = planned(tmp_path, 10**9)
-    assert whole.models == 6 * 4 * 100_000
-    assert (whole.folder, whole.columns) == (None, None)
-    assert planned(tmp_path, whole.rest + whole.models).folder is None
-    on_disk = planned(tmp_path, whole.rest + whole.models - 1)
-    assert on_disk.folder == tmp_path
-    assert 4 * 6 * on_disk.columns <= whole.models / 2
-    assert "in memory" in str(whole)
-    assert f"on disk, in {tmp_path}" in str(on_disk)
-
-
-def test_what_fits_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "PROCESS", 0)
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
-    whole = planned(tmp_path, 10**9)
-    with pytest.raises(
-        RunError, match=r"^6 agents need .* of memory, or on disk .* that are free: 3 agents would fit$"
-    ):
-        planned(tmp_path, whole.rest + whole.models // 2)
-    with pytest.raises(RunError, match=r": take a smaller model or fewer --workers$"):
-        planned(tmp_path, 1000)
-
-
-def test_what_is_too_small_to_mix_in_is_said(tmp_path, monkeypatch):
-    """Neither a disk without end nor models that would fit are a promise where mixing has no room."""
-    monkeypatch.setattr(memory, "PROCESS", 0)
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18))
-    rest = planned(tmp_path, 10**9).rest
-    assert planned(tmp_path, rest + 8 * 6 * memory.WIDE).columns == memory.WIDE
-    with pytest.raises(RunError, match=r": 5 agents would fit$"):
-        planned(tmp_path, rest + 8 * 6 * memory.WIDE - 1)
-
-
-def test_all_that_takes_memory_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "PROCESS", 0)
-    training = 12 * memory.SMALL  # of small dense networks so many numbers at once
-    data = planned(tmp_path, 10**9).rest - training
-    assert planned(tmp_path, 10**9, together=50).rest == data + 12 * 6 * 100_000
-    assert planned(tmp_path, 10**9, count=2).rest == 2 * (data + training)  # the data as they were read, and shared
-
-
-def test_a_checkpoint_that_is_there_needs_no_more_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "PROCESS", 0)
-    whole = planned(tmp_path, 10**9)
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * whole.models))
-    given = whole.rest + whole.models - 1
-    with pytest.raises(RunError, match="would fit"):
-        planned(tmp_path, given)
-    (tmp_path / checkpoint.FILE).touch()
-    assert planned(tmp_path, given).folder == tmp_path
-
-
-@pytest.mark.parametrize(
-    ("line", "limit", "used"),
-    [
-        ("0::/pod/box", "memory.max", "memory.current"),
-        ("4:memory:/pod/box", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ],
-)
-@pytest.mark.parametrize("where", [".", "pod", "pod/box"])
-def test_control_groups_limit_what_is_free(tmp_path, line, limit, used, where):
-    """Those around a process's own too; pages of files do not count, as the system takes them back."""
-    group = tmp_path / "sys/fs/cgroup" / line.split(":")[1] / where
-    group.mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 800 kB\n")
-    (tmp_path / "proc/self/cgroup").write_text(f"3:cpu:/other\n{line}\n")
-    assert memory.free(tmp_path) == 800 * 1024
-    (group / "memory.stat").write_text("anon 1\ninactive_file 40\nactive_file 2\n")
-    (group / used).write_text("500\n")
-    (group / limit).write_text("max\n")
-    assert memory.free(tmp_path) == 800 * 1024
-    (group / limit).write_text("1000\n")
-    assert memory.free(tmp_path) == 542
-
-
-def test_without_a_word_of_the_system_half_of_the_machine_is_free(tmp_path):
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert memory.free(tmp_path) == machine // 2
-
-
-def test_models_that_a_killed_run_left_on_disk_go_before_the_next(tmp_path):
-    fedcb2o.run(tiny(rounds=1), out=tmp_path, workers=1)
-    left = tmp_path / "seed-1000" / f"{arena.PREFIX}1-0{arena.SUFFIX}"
-    left.write_bytes(b"models")
-    fedcb2o.run(tiny(rounds=2), out=tmp_path, workers=1, resume=True)
-    assert not left.exists()
-
-
-@pytest.mark.parametrize(("text", "expected"), [("24GiB", 24 * 2**30), ("1.5 MB", 1_500_000), ("7", 7), (7, 7)])
-def test_sizes(text, expected):
-    assert memory.size(text) == expected
-
-
-@pytest.mark.parametrize("text", ["24 gigs", "-1GiB", "GiB", ""])
-def test_what_is_no_size_is_one_line(tmp_path, text):
-    with pytest.raises(ConfigError, match="needs a size such as 24GiB"):
-        memory.size(text)
-    said = here("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run", f"--memory={text}").one_line()
-    assert "needs a size such as 24GiB" in said
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("algorithm", [{}, {"name": "by_rule", "rule": "trimmed_mean"}])
-def test_models_on_disk_have_the_same_bits(tmp_path, monkeypatch, workers, algorithm):
-    changes = {"model": {"hidden": [300]}, "rounds": 2, **({"algorithm": algorithm} if algorithm else {})}
-    fedcb2o.run(tiny(**changes), out=tmp_path / "memory", workers=workers)
-    chosen = functools.partial(memory.Plan, 0, 0, columns=4100)
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.run"], "plan", lambda *given: chosen(folder=given[-1]))
-    made, shared = [], arena.shared
-    monkeypatch.setattr(arena, "shared", lambda specs, folder: made.append(folder) or shared(specs, folder))
-    fedcb2o.run(tiny(**changes), out=tmp_path / "disk", workers=workers)
-    assert made == [tmp_path / "disk/seed-1000"]
-    assert not list(tmp_path.rglob("*.arena"))
-    assert bits(tmp_path / "disk") == bits(tmp_path / "memory")

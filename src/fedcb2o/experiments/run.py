@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import math
 import os
 import platform
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from safetensors.torch import save_file
 
 from fedcb2o import models, plugins, records
@@ -35,14 +37,13 @@ from fedcb2o.experiments.choices import ENVIRONMENT, choose
 from fedcb2o.experiments.config import Experiment, identity, load
 from fedcb2o.experiments.memory import plan, size
 from fedcb2o.experiments.progress import Progress, Watch
-from fedcb2o.federated import metrics
+from fedcb2o.federated import lists, metrics
+from fedcb2o.federated.round import Choices
 from fedcb2o.federated.selection import nobody
 from fedcb2o.records import Records, Run
 from fedcb2o.runtime import arena, checkpoint, primitives, workers
 from fedcb2o.runtime.simulate import Round, rounds
 from fedcb2o.runtime.world import World
-
-SMALL = 2e9  # floating-point operations of training a round below which one process is as fast as several
 
 
 def run(
@@ -59,10 +60,10 @@ def run(
     """Run an experiment for each of its seeds and return its records.
 
     `experiment` is a preset's name, a TOML file, a mapping or an `Experiment`; `out` the run's folder (by default
-    runs/NAME); `workers` the number of processes (by default chosen from the work and the machine; it changes no
-    bit of the result; on another device than the CPU one). `memory` is what it may take, such as "24GiB" (by default
-    what is free): models that need more lie in a file in the run's folder. With `resume` a stopped run goes on from its
-    last checkpoint, and a finished one is read.
+    runs/NAME); `workers` the number of processes (by default chosen from the work, the processors and the memory;
+    it changes no bit of the result; on another device than the CPU one). `memory` is what it may take, such as "24GiB"
+    or "24GB" (by default what is free): models that need more lie in a file in the run's folder. With `resume` a
+    stopped run goes on from its last checkpoint, and a finished one is read.
 
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
@@ -85,6 +86,8 @@ def run(
                 f"the model `{plugins.label(experiment.model.name)}` cannot be computed several times at once: leave "
                 f"out `together` ({why})"
             )
+        if not _done(experiment, folder / f"seed-{seed}"):
+            plan(experiment, dataset, models.dimension(module), workers, limit, folder / f"seed-{seed}")
     with alone(folder), Progress() if watch is None else contextlib.nullcontext(watch) as watch:
         _prepare(folder, experiment, resume)
         for seed in experiment.seeds:
@@ -170,14 +173,12 @@ def run_seed(
     watch: Watch,
 ) -> None:
     """Run one seed from its last checkpoint, or from the start, to the last round."""
-    summary = folder / "summary.json"
-    if summary.exists() and records.read_json(summary).get("rounds", 0) >= experiment.rounds:
+    if _done(experiment, folder):
         return
     fingerprint = f"{experiment.fingerprint(seed)} data {_digest(dataset)}"
     dim = models.dimension(module_of(experiment, seed, dataset))
-    count = count or choose_workers(experiment, dim)
-    arena.sweep(folder)  # what a killed run left there would take the room
     place = plan(experiment, dataset, dim, count, memory, folder)
+    count = place.processes
     _make(folder)
     log = Records(folder)
     device = primitives.device_of(experiment.device)
@@ -185,7 +186,7 @@ def run_seed(
     if isinstance(watch, Progress):
         where = "" if device.type == "cpu" else f" on {device}"
         if chosen["together"] is not None:
-            where += f", {chosen['together']} agents at once"
+            where += f", {chosen['together']} agents at once, convolutions {chosen['convolution']}"
         if place.folder is None:  # else a note says it
             watch.say(f"{experiment.name} seed {seed}: {place}")
         done_by = f"large dense layers by {chosen['linear']}, images {chosen['layout']}"
@@ -204,7 +205,7 @@ def run_seed(
             initial_models_(world.kept, experiment, seed, dataset)
             _describe(folder, experiment, seed, dataset, world, count, chosen)
             saved = 0, [nobody() for _ in range(world.setting.num_agents)]
-        start, contacts = saved
+        start = saved[0]
         log.cut(start)
 
         def evaluated(n: int) -> bool:
@@ -214,7 +215,9 @@ def run_seed(
             if isinstance(watch, Progress):
                 watch.phase(experiment, seed, n + 1, phase)
 
-        for done in rounds(world, pool, contacts, start, experiment.rounds, evaluated, tell, place.columns):
+        made = rounds(world, pool, saved[1], start, experiment.rounds, evaluated, tell, place.columns)
+        del saved
+        for done in made:
             line = metrics_line(experiment, world, done)
             log.append("metrics", line)
             log.append("pairs", pairs_line(done))
@@ -222,12 +225,18 @@ def run_seed(
             if (done.n + 1) % experiment.checkpoint_every == 0 or done.n + 1 == experiment.rounds:
                 began = time.perf_counter()
                 log.sync()
-                checkpoint.save(folder, done.n + 1, padded, contacts, fingerprint)
+                checkpoint.save(folder, done.n + 1, padded, done.contacts, fingerprint)
                 seconds["checkpoint"] = time.perf_counter() - began
             log.append("timing", {"round": done.n + 1, **seconds})
             watch(experiment, seed, line)
     scores = records.summary(Run(folder.parent).records_of(seed))
-    records.write_json(summary, {str(name): scores[name].iloc[0] for name in scores})
+    records.write_json(folder / "summary.json", {str(name): scores[name].iloc[0] for name in scores})
+
+
+def _done(experiment: Experiment, folder: Path) -> bool:
+    """Whether a seed has run to its last round."""
+    summary = folder / "summary.json"
+    return summary.exists() and records.read_json(summary).get("rounds", 0) >= experiment.rounds
 
 
 def _enter(
@@ -265,21 +274,6 @@ def _room(device: torch.device) -> Iterator[None]:
         if isinstance(error.__cause__ or error, torch.OutOfMemoryError):
             raise RunError(f"{device} is out of memory: let fewer agents train at once, by `together`") from error
         raise
-
-
-def choose_workers(experiment: Experiment, dim: int) -> int:
-    """One process for a small round, and on another device than the CPU; else one for each processor that this process
-    may use."""
-    if experiment.device is not None:
-        return 1
-    agents, training = experiment.agents, experiment.training
-    samples = agents.num_clusters * (
-        agents.benign * agents.benign_samples + agents.malicious * agents.malicious_samples
-    )
-    if 6.0 * dim * samples * training.local_epochs < SMALL:
-        return 1
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(available, agents.num_agents))
 
 
 def _digest(dataset: Dataset) -> str:
@@ -353,9 +347,9 @@ def metrics_line(experiment: Experiment, world: World, done: Round) -> dict[str,
     line: dict[str, Any] = {
         "round": done.n + 1,
         "train_loss": done.train_loss,
-        "validation_loss": [m.own_loss for m in done.mixed],
-        "malicious_weight": _malicious_weights(done, malicious),
-        "answered": [len(m.ids) for m in done.mixed],
+        "validation_loss": [loss if math.isfinite(loss) else None for loss in done.mixed.own_loss.tolist()],
+        "malicious_weight": _malicious_weights(done.mixed, malicious.numpy()),
+        "answered": done.mixed.num_received.tolist(),
     }
     if done.confusion is None:
         return line
@@ -370,14 +364,11 @@ def metrics_line(experiment: Experiment, world: World, done: Round) -> dict[str,
     return line
 
 
-def _malicious_weights(done: Round, malicious: torch.Tensor) -> list[float | None]:
+def _malicious_weights(mixed: Choices, malicious: Bool[np.ndarray, " N"]) -> list[float | None]:
     """The weight that each benign agent gave to malicious peers, where weights say it."""
-    ids, weights = (torch.cat([getattr(m, name) for m in done.mixed]).numpy() for name in ("ids", "weights"))
-    agents = np.repeat(np.arange(len(done.mixed)), [m.ids.shape[0] for m in done.mixed])
-    bad = malicious.numpy()
-    sums = np.bincount(agents, weights * bad[ids], len(done.mixed)).tolist()
-    unknown = [bad or m.reduction is not None for m, bad in zip(done.mixed, malicious.tolist(), strict=True)]
-    return [None if hidden else found for found, hidden in zip(sums, unknown, strict=True)]
+    sums = np.bincount(lists.owners(mixed.num_received), mixed.weights * malicious[mixed.ids], len(mixed))
+    unknown = malicious | np.isnan(sums)
+    return [None if hidden else found for found, hidden in zip(sums.tolist(), unknown.tolist(), strict=True)]
 
 
 def pairs_line(done: Round) -> dict[str, Any]:
@@ -386,15 +377,17 @@ def pairs_line(done: Round) -> dict[str, Any]:
     `before` is the weight of the model that an agent began the round with, and `f` the attackers that its rule assumed,
     where any has such.
     """
+    mixed, everyone = done.mixed, range(len(done.mixed))
+    weights, own = ([float(f"{w:.6g}") for w in each.tolist()] for each in (mixed.weights, mixed.own_weight))
     line: dict[str, Any] = {
         "round": done.n + 1,
-        "asked": [m.asked.tolist() for m in done.mixed],
-        "ids": [m.ids.tolist() for m in done.mixed],
-        "weights": [[float(f"{w:.6g}") for w in m.weights.tolist()] for m in done.mixed],
-        "own": [float(f"{m.own_weight:.6g}") for m in done.mixed],
+        "asked": lists.split(mixed.asked.tolist(), mixed.num_asked),
+        "ids": lists.split(mixed.ids.tolist(), mixed.num_received),
+        "weights": lists.split(weights, mixed.num_received),
+        "own": own,
     }
-    if any(m.before for m in done.mixed):
-        line["before"] = [m.before[1] if m.before else 0.0 for m in done.mixed]
-    if any(m.f is not None for m in done.mixed):
-        line["f"] = [m.f for m in done.mixed]
+    if mixed.before:
+        line["before"] = [mixed.before[j][1] if j in mixed.before else 0.0 for j in everyone]
+    if mixed.f:
+        line["f"] = [mixed.f.get(j) for j in everyone]
     return line

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,7 +19,7 @@ from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregate, criteria, pre_steps, rules, selection
 from fedcb2o.federated.rules import OwnModel
-from fedcb2o.federated.types import Contacts, Judged, Peers, Rule, Select, lazily, together
+from fedcb2o.federated.types import Judged, Rule, Select, together
 from fedcb2o.plugins import Named
 
 __all__ = ["by_rule", "dfedavgm", "fedcb2o", "fedcbo", "ifca", "local_training"]
@@ -100,7 +99,7 @@ def fedcb2o(
 
     return Algorithm(
         select=plugins.named("selection", selection, _selections),
-        weigh=together(weigh) if plugins.declared(robust, "together") else weigh,
+        weigh=together(weigh) if criteria.judges_together(robust) else weigh,
         judges=True,
         lambda1=_check("lambda1", lambda1, lambda1 > 0, "above 0"),
         mixing_factor=None if isinstance(mixing_factor, str) else _check_factor(mixing_factor),
@@ -172,7 +171,7 @@ def by_rule(
 
 def local_training() -> Algorithm:
     """No exchange: every agent trains alone."""
-    return Algorithm(select=_no_one, weigh=_keep, judges=False, lambda1=1.0, mixing_factor=1.0)
+    return Algorithm(select=_selections.nobody_else, weigh=_keep, judges=False, lambda1=1.0, mixing_factor=1.0)
 
 
 def ifca(*, models: int, weights: Literal["equal", "samples"] = "equal") -> Algorithm:
@@ -183,11 +182,6 @@ def ifca(*, models: int, weights: Literal["equal", "samples"] = "equal") -> Algo
     """
     _check("models", models, models >= 1, "1 or more")
     return dataclasses.replace(local_training(), models=models, by_samples=weights == "samples")
-
-
-@lazily
-def _no_one(contacts: Contacts, candidates: Tensor | Peers, budget: int, draw: np.random.Generator) -> Tensor:
-    return torch.zeros(0, dtype=torch.int64)
 
 
 @together

@@ -189,7 +189,8 @@ def _logits_of_each(
     with torch.no_grad():
         at_once, found = outputs_of(module, dim), []
         for some, seen in zip(torch.split(rows, size), torch.split(x, size), strict=True):
-            parameters, seen = stacked(module, pool[some.flatten()]), features(seen).repeat_interleave(m, 0)
+            parameters = stacked(module, pool.index_select(0, some.flatten().to(pool.device)))
+            seen = features(seen).repeat_interleave(m, 0)
             parts = (seen,) if dense else torch.split(seen, IMAGES, 1)
             outputs = torch.cat([at_once(parameters, part) for part in parts], 1)
             found.append(outputs.view(-1, m, *outputs.shape[1:]))

@@ -15,8 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.federated.round import Mixed, stay
-from fedcb2o.federated.selection import nobody
-from fedcb2o.federated.types import Contacts, Losses
+from fedcb2o.federated.types import Losses
 
 
 def best_fit(losses: Losses) -> int:
@@ -40,13 +39,13 @@ def averages(
     for k in range(num_models):
         ids = ((torch.tensor(chosen) == k) & arrived).nonzero().flatten()
         weights = counts[ids] / counts[ids].sum()
-        made.append(dataclasses.replace(stay(nobody()), ids=ids, rows=rows[ids], weights=weights))
+        made.append(dataclasses.replace(stay(), ids=ids, rows=rows[ids], weights=weights))
     return made
 
 
-def seen_by(j: int, average: Mixed, contacts: Contacts) -> Mixed:
+def seen_by(j: int, average: Mixed) -> Mixed:
     """The average that agent j's model is, from its view: its own model is not among those that it received."""
     others = average.ids != j
     own_weight = float(average.weights[~others].sum())
     ids, rows, weights = average.ids[others], average.rows[others], average.weights[others]
-    return dataclasses.replace(stay(contacts), ids=ids, rows=rows, weights=weights, own_weight=own_weight)
+    return dataclasses.replace(stay(), ids=ids, rows=rows, weights=weights, own_weight=own_weight)

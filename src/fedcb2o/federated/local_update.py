@@ -5,7 +5,6 @@ optimiser is fresh in every round: no momentum is carried over.
 """
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,25 +39,25 @@ class Training:
     precision: Precision = "float32"
 
 
-def batches(n: int, training: Training, draw: np.random.Generator) -> Iterator[np.ndarray]:
+def batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[np.ndarray, " b"]]:
     """The sample numbers of each mini-batch of one LocalUpdate: every epoch anew, the last batch may be short."""
-
-    def epochs() -> Iterator[np.ndarray]:
-        while True:
-            order = draw.permutation(n)
-            starts = range(0, n, training.batch_size)
-            yield from (order[start : start + training.batch_size] for start in starts)
-
-    per_epoch = -(-n // training.batch_size)
-    steps = training.local_epochs * per_epoch if training.local_steps is None else training.local_steps
-    return itertools.islice(epochs(), steps)
+    return [chosen[0].numpy() for chosen in batches_of(n, training, [draw], torch.device("cpu"))]
 
 
-def moved(orders: Sequence[Sequence[np.ndarray]], device: torch.device) -> tuple[Int[Tensor, "k b"], ...]:
-    """The sample numbers of k agents in each step, which move to the device at once."""
-    widths = [len(batch) for batch in orders[0]]
-    everything = np.stack([np.concatenate(order) if order else np.zeros(0, np.int64) for order in orders])
-    return torch.split(torch.from_numpy(everything).to(device), widths, dim=1)
+def batches_of(
+    n: int, training: Training, draws: Sequence[np.random.Generator], device: torch.device
+) -> tuple[Int[Tensor, "a b"], ...]:
+    """The same of some agents with n samples each, in each step; they move to the device at once."""
+    full, rest = divmod(n, training.batch_size)
+    epoch = [training.batch_size] * full + [rest] * (rest > 0)
+    steps = training.local_epochs * len(epoch) if training.local_steps is None else training.local_steps
+    epochs = -(-steps // max(1, len(epoch)))
+    drawn = [draw.permutation(n) for draw in draws for _ in range(epochs)]
+    widths = (epoch * epochs)[:steps]
+    if not widths:
+        return ()
+    orders = torch.from_numpy(np.concatenate(drawn).reshape(len(draws), epochs * n)).to(device)
+    return torch.split(orders[:, : sum(widths)], widths, dim=1)
 
 
 @contextlib.contextmanager
@@ -67,7 +66,9 @@ def training_with(module: nn.Module, training: Training, draw: np.random.Generat
     device are rounded as `training.precision` says."""
     module.train()
     with torch.random.fork_rng(devices=[]), float32_products(training.precision == "tf32", device):
-        torch.random.manual_seed(int(draw.integers(2**63)))
+        # The second of these tells every kind of device there could be, which takes longer than a small network's step.
+        seed = torch.default_generator.manual_seed if device == "cpu" else torch.random.manual_seed
+        seed(int(draw.integers(2**63)))
         yield
 
 
@@ -114,7 +115,7 @@ def local_update_(
     bind_(module, theta)
     parameters: list[Tensor] = list(module.parameters())
     momentum: list[Tensor | None] = [None] * len(parameters)
-    x, steps, losses = features(shard.x), moved([list(batches(len(shard), training, draw))], theta.device), []
+    x, steps, losses = features(shard.x), batches_of(len(shard), training, [draw], theta.device), []
     with training_with(module, training, draw, theta.device.type):
         for (chosen,) in steps:
             with products_in(training.precision, theta.device.type):

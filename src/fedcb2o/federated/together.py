@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedcb2o.data.shard import Shard, features
+from fedcb2o.data.shard import features
 from fedcb2o.federated.evaluate import dense_layers, outputs_of
-from fedcb2o.federated.local_update import Training, batches, mean_loss, moved, products_in, training_with
-from fedcb2o.models import row_stride, stacked
+from fedcb2o.federated.local_update import Training, batches_of, mean_loss, products_in, training_with
+from fedcb2o.models import stacked
 
 SMALL = 2**19  # parameters of a team: with gradients and momentum 6 MiB
 MOST = 64  # agents of a team, so that there are enough teams for the workers
@@ -33,26 +33,24 @@ def teams(module: nn.Module, dim: int, num_samples: Sequence[int], together: int
 
 
 def local_updates_(
-    models: Sequence[Float[Tensor, " d"]],
+    thetas: Float[Tensor, "a d"],
     module: nn.Module,
-    shards: Sequence[Shard],
+    x: Shaped[Tensor, "a n *features"],
+    y: Int[Tensor, "a n"],
     training: Training,
     draws: Sequence[np.random.Generator],
 ) -> list[float]:
-    """Train the models of a team in place, each on its own shard; the mean of the mini-batch losses of each.
+    """Train the models of a team in place, each on its own samples; the mean of the mini-batch losses of each.
 
-    The shards are equally long. A network that draws while it trains draws otherwise than one by one.
+    A network that draws while it trains draws otherwise than one by one.
     """
-    dim, device = len(models[0]), models[0].device
-    thetas = models[0].new_zeros(len(models), row_stride(dim))[:, :dim]
-    torch._foreach_copy_(thetas.unbind(), list(models))
+    dim, device = thetas.shape[1], thetas.device
     parameters = [view.detach().requires_grad_() for view in stacked(module, thetas)]
-    x, y = features(torch.stack([shard.x for shard in shards])), torch.stack([shard.y for shard in shards])
-    orders = [list(batches(x.shape[1], training, draw)) for draw in draws]
+    x, steps = features(x), batches_of(x.shape[1], training, draws, device)
     everyone = torch.arange(len(x), device=device).unsqueeze(1)
     outputs, losses, momentum = outputs_of(module, dim), [], list[Tensor]()
     with training_with(module, training, draws[0], device.type):
-        for chosen in moved(orders, device):
+        for chosen in steps:
             labels = y[everyone, chosen]
             with products_in(training.precision, device.type):
                 found = outputs(parameters, x[everyone, chosen])
@@ -67,5 +65,4 @@ def local_updates_(
                     momentum = [gradient.clone() for gradient in gradients]
                 torch._foreach_add_(parameters, momentum, alpha=-training.lambda2 * training.gamma)
             losses.append(loss.detach())
-    torch._foreach_copy_(list(models), thetas.unbind())
-    return mean_loss(losses, (len(models),)).tolist()
+    return mean_loss(losses, (len(thetas),)).tolist()

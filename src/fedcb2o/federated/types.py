@@ -6,10 +6,9 @@ network of real peers differ only in who answers `exchange`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -42,59 +41,6 @@ class Contacts:
 
     ids: Int[Tensor, " k"]
     likelihood: Float[Tensor, " k"]
-
-
-@dataclass(frozen=True)
-class Peers:
-    """Whom an agent may ask: ascending ids, which agents may share, but for the one in the place `without`.
-
-    Nothing here but `ids` takes time or memory in proportion to their number.
-    """
-
-    shared: Int[np.ndarray, " n"]
-    without: int | None = None
-
-    @classmethod
-    def of(cls, ids: "Tensor | Peers") -> "Peers":
-        """Ascending ids as peers."""
-        return ids if isinstance(ids, Peers) else cls(ids.numpy())
-
-    @classmethod
-    def but(cls, shared: Int[np.ndarray, " n"], me: int) -> "Peers":
-        """Ascending ids without `me`."""
-        place = int(np.searchsorted(shared, me))
-        return cls(shared, place if place < len(shared) and shared[place] == me else None)
-
-    def with_(self, me: Int[Tensor, " 1"]) -> "Peers":
-        """These and the agent itself."""
-        return Peers(self.shared) if self.without is not None else Peers(np.union1d(self.shared, me.numpy()))
-
-    def __len__(self) -> int:
-        return len(self.shared) - (self.without is not None)
-
-    @property
-    def ids(self) -> Int[Tensor, " c"]:
-        """All of them, in a tensor of its own, which may be changed."""
-        return torch.from_numpy(self.shared.copy() if self.without is None else np.delete(self.shared, self.without))
-
-    def at(self, places: Int[np.ndarray, " s"]) -> Int[Tensor, " s"]:
-        """The ids in some places, counted from 0."""
-        if self.without is not None:
-            places = places + (places >= self.without)
-        return torch.from_numpy(self.shared[places])
-
-    def has(self, ids: Int[np.ndarray, " k"]) -> Bool[np.ndarray, " k"]:
-        """Which of some ids are among them."""
-        if not len(self.shared):
-            return np.zeros(len(ids), dtype=bool)
-        places = self.shared.searchsorted(ids)
-        found: np.ndarray = self.shared.take(places, mode="clip") == ids
-        return found if self.without is None else found & (places != self.without)
-
-    def places(self, ids: Int[np.ndarray, " k"]) -> Int[np.ndarray, " k"]:
-        """The places of some ids that are among them."""
-        places = self.shared.searchsorted(ids)
-        return places if self.without is None else places - (places > self.without)
 
 
 @dataclass(frozen=True)
@@ -133,13 +79,29 @@ class Local:
     draw: np.random.Generator
 
 
+class _Nobodys(Local):
+    """In place of what one agent knows, where several are judged at once: whoever looks is told."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise TypeError(
+            "`judged.local` is what one agent knows, and what declares `together` looks at several at once: drop it"
+        )
+
+    def __repr__(self) -> str:
+        return "nobody's"
+
+
+NOBODYS: Local = object.__new__(_Nobodys)
+
+
 @dataclass(frozen=True)
 class Judged:
     """All that a criterion or a rule may look at, from the view of one agent in round `n`.
 
     `losses` are the received models' losses on the agent's validation data, and `own` those of its own model
     (m = 1); both are None where the algorithm does not judge. `me` is the agent itself as if it was received. What is
-    declared `together` gets several agents in one, with an axis over them in losses, ids, rows and numbers of samples.
+    declared `together` gets several agents in one, with an axis over them in losses, ids, rows and numbers of samples,
+    and an error where it looks at `local`.
     """
 
     n: int
@@ -161,9 +123,6 @@ class Judged:
 
 Select = Callable[[Contacts, Int[Tensor, " c"], int, np.random.Generator], Int[Tensor, " s"]]
 """(contacts, candidates, budget, draw) -> the ids to ask: A_n."""
-
-lazily = plugins.declare("lazily", True)
-"""Declares a selection that takes `Peers` for candidates too, and so looks at no more of them than it must."""
 
 Criterion = Callable[[Judged], Float[Tensor, "*a m"]]
 """A value for each received model; low is trusted (G, or the average loss)."""

@@ -6,6 +6,7 @@ says which configuration it belongs to and what its content adds up to.
 
 import json
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from fedcb2o.records import atomic_write
 FILE = "checkpoint.safetensors"
 
 
-def save(folder: Path, rounds: int, models: Tensor, contacts: list[Contacts], fingerprint: str) -> None:
+def save(folder: Path, rounds: int, models: Tensor, contacts: Sequence[Contacts], fingerprint: str) -> None:
     """Write the state after `rounds` rounds, atomically. Raises RunError where it cannot be written."""
     met = torch.tensor([len(c.ids) for c in contacts])
     tensors = {

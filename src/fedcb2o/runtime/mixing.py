@@ -2,39 +2,44 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.federated.round import Mixed
+from fedcb2o.federated import lists
+from fedcb2o.federated.round import Choices
 
 
-def mixing_matrix(mixed: Sequence[Mixed], num_rows: int) -> Tensor:
+def mixing_matrix(choices: Choices, num_rows: int) -> Tensor:
     """W [N, `num_rows`] with theta_{n+1} = W theta_n for the whole population, theta_n with all that was published:
     row j is (1 - f) e_j + f mu_j (eq:local_agg_update), sparse.
 
     An agent whose rule works on columns has the row e_j. Weights of zero are not stored, so that what is not trusted
     cannot even be not a number.
     """
-    rows, columns, values = [], [], []
-    for j, choice in enumerate(mixed):
-        row = dict.fromkeys([j], 1.0)
-        before, rest = choice.before or (0, 0.0)
-        total = float(choice.weights.sum()) + choice.own_weight + rest
-        if choice.reduction is None and total > 0:
-            if rest:
-                row[before] = choice.factor * rest
-            row[j] = 1 - choice.factor + choice.factor * choice.own_weight
-            for i, weight in zip(choice.rows.tolist(), choice.weights.tolist(), strict=True):
-                row[i] = row.get(i, 0.0) + choice.factor * weight
-        kept = sorted((i, value) for i, value in row.items() if np.float32(value))
-        rows.append(len(kept))
-        columns += [i for i, _ in kept]
-        values += [value for _, value in kept]
-    return sparse(torch.tensor([0, *rows]).cumsum(0), torch.tensor(columns), torch.tensor(values), num_rows)
+    agents, owner, factor = choices.agents, lists.owners(choices.num_received), choices.factor
+    rest = np.array([choices.before.get(j, (0, 0.0)) for j in agents.tolist()]) if choices.before else None
+    total = np.bincount(owner, choices.weights, len(agents)) + choices.own_weight
+    total += 0.0 if rest is None else rest[:, 1]
+    moves = total > 0  # not of a rule on columns, whose weights are unknown
+    own = np.where(moves, 1 - factor + factor * choices.own_weight, 1.0)
+    from_peers = moves[owner]
+    owner, columns, weights = owner[from_peers], choices.rows[from_peers], choices.weights[from_peers]
+    parts = [(agents, agents, own), (agents[owner], columns, factor[owner] * weights)]
+    if rest is not None:
+        parts.append((agents[moves], rest[moves, 0].astype(np.int64), (factor * rest[:, 1])[moves]))
+    rows, columns, values = (np.concatenate(each) for each in zip(*parts, strict=True))
+    order = np.lexsort((columns, rows))
+    rows, columns, values = rows[order], columns[order], values[order]
+    first = np.flatnonzero(np.diff(rows, prepend=-1) | np.diff(columns, prepend=-1))
+    values = np.add.reduceat(values, first).astype(np.float32)  # an agent that drew itself has two parts
+    kept = values != 0
+    rows, columns, values = rows[first][kept], columns[first][kept], values[kept]
+    starts = np.searchsorted(rows, np.arange(len(agents) + 1))
+    return sparse(torch.from_numpy(starts), torch.from_numpy(columns), torch.from_numpy(values), num_rows)
 
 
 def sparse(starts: Tensor, columns: Tensor, values: Tensor, num_rows: int) -> Tensor:

@@ -4,10 +4,12 @@ Each is a function of the world and of agents: workers share these out, and what
 the same phase.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,28 +20,27 @@ from fedcb2o import plugins
 from fedcb2o.data.partition import rotate
 from fedcb2o.data.shard import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import ifca
+from fedcb2o.federated import ifca, lists
 from fedcb2o.federated.aggregate import reduce_block
 from fedcb2o.federated.evaluate import confusion, losses_of, losses_of_each
 from fedcb2o.federated.local_update import local_update_
-from fedcb2o.federated.round import Asking, Colluder, Mixed, colluders_aggregation, local_aggregation, stay
+from fedcb2o.federated.peers import Met, Peers
+from fedcb2o.federated.round import Asking, Choices, Colluding, colluders_aggregation, idle, local_aggregation
 from fedcb2o.federated.rules import tensor_of
 from fedcb2o.federated.selection import forget
 from fedcb2o.federated.together import local_updates_
 from fedcb2o.federated.types import (
-    Contacts,
     Knowledge,
     Local,
     Losses,
-    Peers,
     Received,
     Reduction,
     View,
 )
 from fedcb2o.models import row_stride
 from fedcb2o.runtime.mixing import sparse, times
-from fedcb2o.runtime.world import Setting, World, losses_seen_by, shards_of, view_of, views_of
-from fedcb2o.streams import stream
+from fedcb2o.runtime.world import Setting, World, losses_seen_by, samples_of, view_of, views_of
+from fedcb2o.streams import stream, streams
 
 TILE = 2048  # columns of the models that are mixed at once: N of them stay in a core's cache
 WIDE = 8192  # the same where rules work on columns, which costs some calls for each block
@@ -48,25 +49,43 @@ COPIED = 2**19  # numbers of small models that are looked at in one call
 HUGE = 1e6  # crafted models with larger numbers are not received, like those that are not finite
 
 
-def train(world: World, some: Sequence[Sequence[int]], n: int) -> dict[int, tuple[float, bool]]:
-    """LocalUpdate of some teams of agents, in place; the mean training loss of each, and if its model is finite."""
-    setting, models = world.setting, world.models
-    done: dict[int, tuple[float, bool]] = {}
+def train(world: World, some: Sequence[Sequence[int]], n: int) -> list[tuple[list[float], list[bool]]]:
+    """LocalUpdate of some teams of agents, in place; the mean training losses of each team, and which of its models are
+    finite."""
+    setting, models, done = world.setting, world.models, []
     for team in some:
         for j in team:
             if setting.malicious[j] and setting.attack.crafts(n):
                 world.pool[setting.published(j)[0]] = models[j]  # what it began with, until it crafts
             if (row := setting.before(j)) is not None:
                 world.pool[row] = models[j]
-        shards = shards_of(setting, team, n)
-        draws = [stream(setting.seed, "batches", n, j) for j in team]
+        x, y = samples_of(setting, team, n)
+        draws = streams(setting.seed, "batches", n, agents=team)
         with plugins.blamed("model", setting.model):
             if len(team) > 1:
-                found = local_updates_([models[j] for j in team], setting.module, shards, setting.training, draws)
+                thetas = _in_a_row(models, team)
+                found = local_updates_(thetas, setting.module, x, y, setting.training, draws)
+                if not _follow(team):
+                    torch._foreach_copy_([models[j] for j in team], thetas.unbind())
             else:
-                found = [local_update_(models[team[0]], setting.module, shards[0], setting.training, draws[0])]
-        done |= zip(team, zip(found, are_finite(world, team), strict=True), strict=True)
+                found = [local_update_(models[team[0]], setting.module, Shard(x[0], y[0]), setting.training, draws[0])]
+        done.append((found, are_finite(world, team)))
     return done
+
+
+def _follow(agents: Sequence[int]) -> bool:
+    """Whether some agents follow each other."""
+    return list(agents) == list(range(agents[0], agents[0] + len(agents)))
+
+
+def _in_a_row(models: Float[Tensor, "N d"], agents: Sequence[int]) -> Float[Tensor, "k d"]:
+    """The models of some agents: a view where they follow each other, else a copy that lies as they do."""
+    if _follow(agents):
+        return models[agents[0] : agents[0] + len(agents)]
+    dim = models.shape[1]
+    thetas = models.new_zeros(len(agents), row_stride(dim))[:, :dim]
+    torch._foreach_copy_(thetas.unbind(), [models[j] for j in agents])
+    return thetas
 
 
 def are_finite(world: World, agents: Sequence[int]) -> list[bool]:
@@ -77,14 +96,9 @@ def are_finite(world: World, agents: Sequence[int]) -> list[bool]:
 def _finite(models: Float[Tensor, "k d"], rows: Sequence[int], bound: float = math.inf) -> list[bool]:
     """Which of some models have finite numbers alone, and none beyond the `bound`: both ends are then, and no NaN is
     among them. One pass over large models, and from another device one transfer."""
-    if not rows:
-        return []
     size = max(1, COPIED // models.shape[1])
     parts = [rows[k : k + size] for k in range(0, len(rows), size)]
-    found = [
-        (models[part[0]].unsqueeze(0) if len(part) == 1 else models[torch.tensor(part)]).aminmax(dim=1)
-        for part in parts
-    ]
+    found = [_in_a_row(models, part).aminmax(dim=1) for part in parts]
     ends = torch.cat([torch.stack(pair, -1) for pair in found]).cpu()
     good: list[bool] = (ends.isfinite() & (ends.abs() <= bound)).all(1).tolist()
     return good
@@ -145,88 +159,104 @@ def craft(world: World, agents: Sequence[int], n: int, good: Bool[Tensor, " N"])
 def aggregate(
     world: World,
     some: Sequence[Sequence[int]],
-    contacts: Mapping[int, Contacts],
+    met: Sequence[Met],
     n: int,
-    mixing: Bool[Tensor, " N"],
-    online: Bool[Tensor, " N"],
-    good: Bool[Tensor, " rows"],
-) -> dict[int, Mixed]:
-    """LocalAggregation of some teams of agents up to their weights.
+    mixing: Bool[np.ndarray, " N"],
+    online: Bool[np.ndarray, " N"],
+    good: Bool[np.ndarray, " rows"],
+) -> list[tuple[Met, list[Choices]]]:
+    """LocalAggregation of some teams of agents up to their weights: whom each team has met then, and what parts of it
+    decided.
 
     Agents that are not `mixing` keep their models; peers that are not `online`, or whose model is not among the `good`
     rows of the pool, are asked in vain.
     """
-    setting, done = world.setting, dict[int, Mixed]()
-    mixes, answers = mixing.tolist(), (online.numpy(), good.numpy())
-    for team in some:
-        colluders = [j for j in team if mixes[j] and setting.colluding and setting.malicious[j]]
-        alike: dict[int, list[int]] = {}
-        for j in set(team).difference(colluders):
-            if mixes[j]:
-                alike.setdefault(len(setting.population.validation[j]), []).append(j)
-            else:
-                done[j] = stay(contacts[j])
-        for agents in map(sorted, alike.values()):
-            asking = [_asking(world, n, j, contacts[j], answers) for j in agents]
+    setting, done = world.setting, []
+    colludes = setting.population.malicious.numpy() & setting.colluding
+    for team, known in zip(map(np.array, some), met, strict=True):
+        answers = functools.partial(_answers, world, n, online, good)
+        honest, held = mixing[team] & ~colludes[team], setting.validation[1][team]
+        parts, choices = [np.flatnonzero(~honest)], []
+        after = [known.of_some(parts[0])]
+        for count in np.unique(held[honest]):
+            places = np.flatnonzero(honest & (held == count))
+            asking = _asking(world, n, team[places], known.of_some(places), answers)
             judge, gamma = functools.partial(_judge, world), setting.training.gamma
-            found = local_aggregation(setting.algorithm, n, asking, setting.budget, gamma, judge)
-            done |= zip(agents, found, strict=True)
-        band = [_colluder(world, n, j, contacts[j], answers) for j in colluders]
-        found = colluders_aggregation(band, setting.budget, own_model=setting.colluders_own_model)
-        done |= zip(colluders, found, strict=True)
+            remembered, decided = local_aggregation(setting.algorithm, n, asking, setting.budget, gamma, judge)
+            parts.append(places)
+            after.append(remembered)
+            choices.append(decided)
+        if len(band := team[mixing[team] & colludes[team]]):
+            colluding = _colluding(world, n, band, answers)
+            choices.append(colluders_aggregation(colluding, setting.budget, own_model=setting.colluders_own_model))
+        if len(offline := team[~mixing[team]]):
+            choices.append(idle(offline))
+        done.append((Met.joined(after).of_some(np.concatenate(parts).argsort()), choices))
     return done
 
 
-Answers = tuple[Bool[np.ndarray, " N"], Bool[np.ndarray, " rows"]]
-"""Which agents are online, and which rows of the pool may be received."""
+def _answers(
+    world: World,
+    n: int,
+    online: Bool[np.ndarray, " N"],
+    good: Bool[np.ndarray, " rows"],
+    agents: Int[np.ndarray, " a"],
+    asked: Int[np.ndarray, " s"],
+    sizes: lists.Sizes,
+) -> tuple[Received, lists.Sizes]:
+    """What some agents receive of those whom they asked, if these answer."""
+    setting, owner = world.setting, lists.owners(sizes)
+    rows = setting.rows(agents[owner], torch.from_numpy(asked), n).numpy()
+    there = online[asked] & good[rows]
+    if not there.all():
+        asked, rows, sizes = asked[there], rows[there], np.bincount(owner[there], minlength=len(sizes))
+    ids = torch.from_numpy(asked)
+    return Received(ids, torch.from_numpy(rows), world.pool, setting.num_samples[ids]), sizes
 
 
-def _received(world: World, n: int, j: int, ids: Int[Tensor, " s"], answers: Answers | None = None) -> Received:
-    """What agent j receives of some agents: of those that answer."""
-    setting = world.setting
-    rows = setting.rows(j, ids, n)
-    if answers is not None:
-        online, good = answers
-        there = online[ids.numpy()] & good[rows.numpy()]
-        if not there.all():
-            ids, rows = ids[torch.from_numpy(there)], rows[torch.from_numpy(there)]
-    return Received(ids, rows, world.pool, setting.num_samples[ids])
+def _themselves(world: World, agents: Int[np.ndarray, " a"]) -> Received:
+    """The own models of some agents as if each was received [a, 1]."""
+    ids = torch.from_numpy(agents).unsqueeze(1)
+    return Received(ids, ids, world.pool, world.setting.num_samples[ids])
 
 
-def _itself(world: World, j: int) -> Received:
-    """Agent j's own model as if it was received."""
-    own, setting = slice(j, j + 1), world.setting
-    return Received(setting.agents[own], setting.agents[own], world.pool, setting.num_samples[own])
-
-
-def _colluder(world: World, n: int, j: int, contacts: Contacts, answers: Answers) -> Colluder:
-    setting = world.setting
-    cluster = int(setting.population.cluster[j])
-    near = {bad: setting.sides[cluster, bad] for bad in (True, False)}
+def _colluding(world: World, n: int, agents: Int[np.ndarray, " a"], answers: Callable[..., Any]) -> Colluding:
+    setting, cluster = world.setting, world.setting.population.cluster.numpy()[agents]
+    clusters, which = np.unique(cluster, return_inverse=True)
+    fellows, benign = ([setting.sides[k, bad] for k in clusters.tolist()] for bad in (True, False))
     if setting.neighbours is not None:
-        near = {bad: ids[np.isin(ids, setting.neighbours[j].numpy())] for bad, ids in near.items()}
-    draw, exchange = stream(setting.seed, "select", n, j), functools.partial(_received, world, n, j, answers=answers)
-    return Colluder(_itself(world, j), contacts, Peers.but(near[True], j), Peers(near[False]), exchange, draw)
+        near = [setting.neighbours[j].numpy() for j in agents.tolist()]
+        fellows, benign = (
+            [ids[np.isin(ids, mine)] for ids, mine in zip((each[k] for k in which), near, strict=True)]
+            for each in (fellows, benign)
+        )
+        which = np.arange(len(agents))
+    draws, exchange = streams(setting.seed, "select", n, agents=agents.tolist()), functools.partial(answers, agents)
+    peers = Peers.of(fellows, which, but=agents), Peers.of(benign, which)
+    return Colluding(_themselves(world, agents), *peers, draws, exchange)
 
 
-def _asking(world: World, n: int, j: int, contacts: Contacts, answers: Answers) -> Asking:
-    setting = world.setting
+def _asking(world: World, n: int, agents: Int[np.ndarray, " a"], met: Met, answers: Callable[..., Any]) -> Asking:
+    setting, ids = world.setting, agents.tolist()
+    draws = streams(setting.seed, "select", n, agents=ids)
+
+    def local(k: int) -> Local:
+        return Local(
+            losses_of=losses_seen_by(setting, ids[k]),
+            share=setting.share,
+            progress=n / setting.rounds,
+            before=setting.before(ids[k]),
+            head=setting.head,
+            draw=draws[k],
+        )
+
     if setting.attack.hides(n):
-        contacts = forget(contacts, setting.population.malicious.nonzero().flatten())
+        met = forget(met, np.flatnonzero(setting.population.malicious))
     if setting.neighbours is None:
-        candidates = Peers(setting.agents.numpy(), without=j)
+        peers = Peers.of([setting.agents.numpy()], np.zeros_like(agents), but=agents)
     else:
-        candidates = Peers.but(setting.neighbours[j].sort().values.numpy(), j)
-    local = Local(
-        losses_of=losses_seen_by(setting, j),
-        share=setting.share,
-        progress=n / setting.rounds,
-        before=setting.before(j),
-        head=setting.head,
-        draw=stream(setting.seed, "select", n, j),
-    )
-    exchange = functools.partial(_received, world, n, j, answers=answers)
-    return Asking(_itself(world, j), contacts, candidates, exchange, local)
+        peers = Peers.of([setting.neighbours[j].sort().values.numpy() for j in ids], but=agents)
+    return Asking(_themselves(world, agents), met, peers, draws, functools.partial(answers, agents), local)
 
 
 def _judge(world: World, received: Received, me: Received) -> Losses:
@@ -236,7 +266,7 @@ def _judge(world: World, received: Received, me: Received) -> Losses:
         setting.module,
         world.pool,
         torch.cat([received.rows, me.rows], 1),
-        *views_of(setting, agents, [setting.population.validation[j] for j in agents]),
+        *views_of(setting, agents, setting.validation),
         setting.dataset.num_classes,
         average=setting.average,
         batch_size=setting.training.batch_size,
@@ -289,16 +319,16 @@ def adopt(world: World, agents: Sequence[int]) -> list[int]:
 
 
 def coordinate(
-    setting: Setting, chosen: Mapping[int, int], n: int, online: Bool[Tensor, " N"], good: Bool[Tensor, " rows"]
-) -> list[Mixed]:
+    setting: Setting, chosen: Mapping[int, int], n: int, online: Bool[np.ndarray, " N"], good: Bool[np.ndarray, " rows"]
+) -> Choices:
     """What the coordinator's models become, each for those that have `chosen` it; of malicious agents it receives what
     they publish for the first benign one."""
     everybody = torch.arange(setting.num_agents)
     rows = setting.rows(int((~setting.population.malicious).nonzero()[0]), everybody, n)
-    samples = torch.tensor([len(train) for train in setting.population.train], dtype=torch.float64)
-    counts = samples if setting.algorithm.by_samples else torch.ones_like(samples)
-    places = [chosen[j] for j in everybody.tolist()]
-    return ifca.averages(places, online & good[rows], rows, counts, setting.algorithm.models)
+    counts = setting.num_samples if setting.algorithm.by_samples else torch.ones_like(setting.num_samples)
+    places, arrived = [chosen[j] for j in everybody.tolist()], torch.from_numpy(online & good[rows])
+    made = Choices.of(ifca.averages(places, arrived, rows, counts, setting.algorithm.models))
+    return dataclasses.replace(made, agents=made.agents + setting.num_agents)
 
 
 def evaluate(world: World, agents: Sequence[int], triggered: bool = False) -> list[Int[Tensor, "C C"]]:

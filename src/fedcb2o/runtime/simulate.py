@@ -8,23 +8,22 @@ LocalUpdate.
 """
 
 import functools
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated import ifca
-from fedcb2o.federated.round import Mixed
+from fedcb2o.federated.peers import Met
+from fedcb2o.federated.round import Choices
 from fedcb2o.federated.together import teams
-from fedcb2o.federated.types import (
-    Contacts,
-)
+from fedcb2o.federated.types import Contacts
 from fedcb2o.runtime import primitives
 from fedcb2o.runtime.mixing import mixing_matrix
 from fedcb2o.runtime.phases import TILE, WIDE, adopt, aggregate, are_finite, coordinate, craft, evaluate, mix_, train
@@ -40,33 +39,35 @@ LARGE = 2**17  # from this many parameters on, each agent is a task of its own o
 @dataclass(frozen=True)
 class Round:
     """What happened in round `n`: `confusion` is that of each benign agent's model, where it was evaluated, and
-    `triggered` that on samples with the trigger of a backdoor."""
+    `triggered` that on samples with the trigger of a backdoor. `contacts` are those of each agent after it."""
 
     n: int
     train_loss: list[float]
-    mixed: list[Mixed]
+    mixed: Choices
+    contacts: Sequence[Contacts]
     confusion: dict[int, Int[Tensor, "C C"]] | None
     triggered: dict[int, Int[Tensor, "C C"]] | None
     seconds: dict[str, float]
 
 
 def _by_choice(world: World, function: Callable[..., T], *task: Any) -> T:
-    """What a function of the world finds, its dense layers by the run's choice."""
-    with primitives.by(world.setting.linear):
+    """What a function of the world finds, its products by the run's choice."""
+    with primitives.by(world.setting.linear, world.setting.convolution):
         return function(world, *task)
 
 
 def rounds(
     world: World,
     workers: Workers,
-    contacts: list[Contacts],
+    contacts: Sequence[Contacts],
     start: int,
     stop: int,
     evaluated: Callable[[int], bool],
     tell: Callable[[int, str], None] = lambda n, phase: None,
     columns: int | None = None,
 ) -> Iterator[Round]:
-    """Rounds `start` to `stop` - 1 (alg:FedCB2O, lines 2-5); `contacts` and the models change in place.
+    """Rounds `start` to `stop` - 1 (alg:FedCB2O, lines 2-5), from the `contacts` of each agent; the models change in
+    place.
 
     `tell` hears what a round is at, since a round may be long: "training", "crafting", "mixing", "evaluating". Models
     on a disk are mixed so many `columns` at a time, in memory. Raises RunError where a benign agent's training
@@ -74,67 +75,71 @@ def rounds(
     such an agent is broken from then on, and nobody receives its model.
     """
     setting, attack = world.setting, world.setting.attack
-    everyone = range(setting.num_agents)
-    benign = (~setting.population.malicious).nonzero().flatten().tolist()
-    malicious = setting.population.malicious.nonzero().flatten().tolist()
+    bad = setting.population.malicious.numpy()
+    everyone, benign, malicious = list(range(len(bad))), np.flatnonzero(~bad).tolist(), np.flatnonzero(bad).tolist()
     dim = world.models.shape[1]
     costs = [len(chosen) for chosen in setting.population.train]
     alone = dim >= LARGE and world.pool.device.type == "cpu"
     groups = teams(setting.module, dim, costs, setting.together)
+    members = np.concatenate(groups)
     together = [sum(costs[j] for j in group) for group in groups]
     shares = blocks(range(len(groups)), together, len(groups) if alone else workers.count)
 
-    def by_team(function: Callable[..., Mapping[int, T]], *arguments: Any, own: Sequence[Any] = ()) -> dict[int, T]:
-        """What a function of the world finds for the agents of some teams, which are shared out among the workers.
+    def by_team(function: Callable[..., list[T]], *arguments: Any, own: Sequence[Any] = ()) -> list[T]:
+        """What a function of the world finds for each team, the teams shared out among the workers.
 
-        Its arguments are the teams, then a mapping with what is each agent's `own`, where there is such, then the rest.
+        Its arguments are some teams, then what is each team's `own`, where there is such, then the rest.
         """
-        tasks = []
-        for share in shares:
-            some = [groups[g] for g in share]
-            mine = ({j: own[j] for team in some for j in team},) if own else ()
-            tasks.append((function, some, *mine, *arguments))
-        return {j: each for found in workers.map(_by_choice, tasks) for j, each in found.items()}
+        tasks = [
+            (function, [groups[g] for g in share], *([[own[g] for g in share]] if own else []), *arguments)
+            for share in shares
+        ]
+        found = dict(_in_order(shares, workers.map(_by_choice, tasks)))
+        return [found[g] for g in range(len(groups))]
 
     def by_agent(function: Callable[..., list[T]], agents: Sequence[int], *arguments: Any) -> dict[int, T]:
         """What a function of the world finds for each agent, the agents shared out among the workers."""
         parts = blocks(agents, costs, len(agents) if alone else workers.count)
-        found = zip(parts, workers.map(_by_choice, [(function, some, *arguments) for some in parts]), strict=True)
-        return {j: result for some, results in found for j, result in zip(some, results, strict=True)}
+        return dict(_in_order(parts, workers.map(_by_choice, [(function, some, *arguments) for some in parts])))
 
+    known = list(contacts)
+    met = [Met.of([known[j] for j in group]) for group in groups]
+    del contacts, known  # and their memory, where nobody else holds it
     has_coordinator = setting.algorithm.models > 0
     chosen = by_agent(adopt, everyone) if has_coordinator else {}
     for n in range(start, stop):
         clock = _Clock()
         tell(n, "training")
         trained = by_team(train, n)
-        for j in benign if not attack.crafts(n) else ():
-            loss, finite = trained[j]
-            if not (finite and math.isfinite(loss)):
-                raise RunError(
-                    f"training diverged: the model or the loss of benign agent {j} is not finite in round {n + 1}; "
-                    "a smaller `training.gamma` usually helps"
-                )
+        losses, finite = np.empty(len(members)), np.empty(len(members), dtype=bool)
+        losses[members] = np.concatenate([loss for loss, _ in trained])
+        finite[members] = np.concatenate([good for _, good in trained])
+        diverged = np.flatnonzero(~(bad | (finite & np.isfinite(losses))))
+        if len(diverged) and not attack.crafts(n):
+            raise RunError(
+                f"training diverged: the model or the loss of benign agent {diverged[0]} is not finite in round "
+                f"{n + 1}; a smaller `training.gamma` usually helps"
+            )
         clock.lap("train")
-        good = torch.zeros(len(world.pool), dtype=torch.bool)
-        good[: setting.num_agents] = torch.tensor([trained[j][1] for j in everyone])
+        good = np.zeros(len(world.pool), dtype=bool)
+        good[: setting.num_agents] = finite
         if attack.crafts(n):
             tell(n, "crafting")
-            crafted = by_agent(craft, malicious, n, good[: setting.num_agents])
+            crafted = by_agent(craft, malicious, n, torch.from_numpy(finite))
             for i in malicious:
-                good[torch.tensor(setting.published(i))] = torch.tensor(crafted[i])
+                good[setting.published(i)] = crafted[i]
             clock.lap("craft")
         tell(n, "mixing")
-        online = torch.from_numpy(stream(setting.seed, "online", n).random(setting.num_agents) < setting.participation)
-        mixing = online & (good[: setting.num_agents] | setting.population.malicious)
-        choices = by_team(aggregate, n, mixing, online, good, own=contacts)
-        mixed = [choices[j] for j in everyone]
-        contacts[:] = [choice.contacts for choice in mixed]
-        averages = coordinate(setting, chosen, n, online, good) if has_coordinator else []
+        online = stream(setting.seed, "online", n).random(setting.num_agents) < setting.participation
+        found = by_team(aggregate, n, online & (finite | bad), online, good, own=met)
+        met = [known for known, _ in found]
+        choices = [part for _, parts in found for part in parts]
+        averages = coordinate(setting, chosen, n, online, good) if has_coordinator else None
         clock.lap("aggregate")
-        matrix = mixing_matrix([*mixed, *averages], len(world.pool))
+        mixed = Choices.joined(choices if averages is None else [*choices, averages])
+        matrix = mixing_matrix(mixed, len(world.pool))
         parts = (matrix.crow_indices(), matrix.col_indices(), matrix.values())
-        reductions = {j: (one.reduction, one.factor) for j, one in enumerate(mixed) if one.reduction is not None}
+        reductions = {j: (reduction, float(mixed.factor[j])) for j, reduction in mixed.reductions.items()}
         tile = WIDE if reductions else TILE
         step = -(-dim // (8 * workers.count)) if columns is None else columns // tile * tile
         step = tile * max(1, -(-step // tile))
@@ -149,7 +154,7 @@ def rounds(
         clock.lap("mix")
         if has_coordinator:
             chosen = by_agent(adopt, everyone)
-            mixed = [ifca.seen_by(j, averages[chosen[j]], contacts[j]) for j in everyone]
+            mixed = Choices.of([ifca.seen_by(j, mixed[setting.num_agents + chosen[j]]) for j in everyone])
             clock.lap("choose")
         counts = marked = None
         if evaluated(n):
@@ -157,7 +162,31 @@ def rounds(
             counts = by_agent(evaluate, benign)
             marked = by_agent(evaluate, benign, True) if setting.trigger is not None else None
             clock.lap("evaluate")
-        yield Round(n, [trained[j][0] for j in everyone], mixed, counts, marked, clock.seconds)
+        yield Round(n, losses.tolist(), mixed, _Everyones(groups, met), counts, marked, clock.seconds)
+
+
+def _in_order(parts: Sequence[Sequence[int]], results: Sequence[Sequence[T]]) -> Iterator[tuple[int, T]]:
+    """Each number in the parts, and its result."""
+    for some, found in zip(parts, results, strict=True):
+        yield from zip(some, found, strict=True)
+
+
+@dataclass(frozen=True)
+class _Everyones(Sequence[Contacts]):
+    """The contacts of each agent, where those of each team lie."""
+
+    teams: Sequence[Sequence[int]]
+    met: Sequence[Met]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.teams))
+
+    def __getitem__(self, j: Any) -> Any:
+        return next(met[team.index(j)] for team, met in zip(self.teams, self.met, strict=True) if j in team)
+
+    def __iter__(self) -> Iterator[Contacts]:
+        found = dict(_in_order(self.teams, [list(met) for met in self.met]))
+        return (found[j] for j in range(len(found)))
 
 
 class _Clock:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedcb2o.data.partition import Population, rotate
 from fedcb2o.data.shard import Dataset, Shard
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated import lists
 from fedcb2o.federated.algorithms import Algorithm
 from fedcb2o.federated.evaluate import Average, losses_of
 from fedcb2o.federated.local_update import Training
@@ -29,14 +30,15 @@ from fedcb2o.federated.types import (
 )
 from fedcb2o.models import head_of
 from fedcb2o.runtime import primitives
-from fedcb2o.streams import stream
+from fedcb2o.streams import streams
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """All that the rounds of a run depend on, beside the models and the contacts.
 
-    `linear` and `together`, how many agents train or models are evaluated in one program, are the run's primitives.
+    `linear`, `convolution` and `together`, how many agents train or models are evaluated in one program, are the run's
+    primitives.
     """
 
     seed: int
@@ -58,6 +60,7 @@ class Setting:
     share: float
     neighbours: tuple[Int[Tensor, " _k"], ...] | None
     linear: primitives.Linear = "torch"
+    convolution: primitives.Convolution = "grouped"
     together: int | None = None
 
     @property
@@ -85,6 +88,16 @@ class Setting:
     def num_samples(self) -> Float[Tensor, " N"]:
         """How many samples each agent trains on."""
         return torch.tensor([len(chosen) for chosen in self.population.train], dtype=torch.float64)
+
+    @functools.cached_property
+    def train(self) -> lists.Lists:
+        """What each agent trains on."""
+        return lists.joined([chosen.numpy() for chosen in self.population.train])
+
+    @functools.cached_property
+    def validation(self) -> lists.Lists:
+        """What each agent judges on."""
+        return lists.joined([chosen.numpy() for chosen in self.population.validation])
 
     @functools.cached_property
     def head(self) -> tuple[int, int] | None:
@@ -124,16 +137,17 @@ class Setting:
         malicious = self.population.malicious
         return self.num_kept + self.attack.num_published(int(malicious.sum()), int((~malicious).sum())) + j
 
-    def rows(self, j: int, ids: Int[Tensor, " m"], n: int) -> Int[Tensor, " m"]:
-        """The rows of the pool in which agent j finds what others publish in round `n`.
+    def rows(self, j: int | Int[np.ndarray, " m"], ids: Int[Tensor, " m"], n: int) -> Int[Tensor, " m"]:
+        """The rows of the pool in which agent j, or one for each of them, finds what others publish in round `n`.
 
         Only benign agents are deceived: fellow attackers find the models that each trained.
         """
-        if self.malicious[j] or not self.attack.crafts(n):
+        if not self.attack.crafts(n):
             return ids
-        place = j - int(self._ahead[j]) if self.attack.threat.each_receiver else 0
+        place = j - self._ahead[j] if self.attack.threat.each_receiver else 0
         crafted = self.num_kept + self._each * self._ahead[ids.numpy()] + place
-        return torch.where(self.population.malicious[ids], torch.from_numpy(crafted), ids)
+        deceived = self.population.malicious[ids] & ~self.population.malicious[j]
+        return torch.where(deceived, torch.from_numpy(crafted), ids)
 
 
 @dataclass(frozen=True)
@@ -154,27 +168,34 @@ class World:
         return self.pool[: self.setting.num_kept]
 
 
-def shards_of(setting: Setting, agents: Sequence[int], n: int = 0) -> list[Shard]:
+def samples_of(
+    setting: Setting, agents: Sequence[int], n: int = 0
+) -> tuple[Shaped[Tensor, "a n *features"], Int[Tensor, "a n"]]:
     """The training data in round `n` of agents with equally many samples, each as its cluster sees it, poisoned where
     it attacks."""
-    x, y = views_of(setting, agents, [setting.population.train[j] for j in agents])
-    shards = [Shard(*each) for each in zip(x.unbind(), y.unbind(), strict=True)]
+    x, y = views_of(setting, agents, setting.train)
     attack = setting.attack
     if attack.poison is not None and attack.poisons(n):
-        for k, j in enumerate(agents):
-            if setting.malicious[j]:
-                shard = shards[k].to("cpu")
-                poisoned = attack.poison(shard, stream(setting.seed, "attack", j))
-                shards[k] = _checked(poisoned, shard, setting.dataset.num_classes).to(x.device)
-    return shards
+        bad = [k for k, j in enumerate(agents) if setting.malicious[j]]
+        draws = streams(setting.seed, "attack", agents=[agents[k] for k in bad])
+        places = torch.tensor(bad, dtype=torch.int64)
+        shards = list(map(Shard, x[places].cpu().unbind(), y[places].cpu().unbind()))
+        made = [_checked(attack.poison(shard, draw), shard) for shard, draw in zip(shards, draws, strict=True)]
+        if made:
+            labels, classes = torch.stack([each.y for each in made]), setting.dataset.num_classes
+            if labels.numel() and not (labels.min() >= 0 and labels.max() < classes):
+                raise ConfigError(f"the attack returned labels outside 0 to {classes - 1}")
+            x[places], y[places] = torch.stack([each.x for each in made]).to(x), labels.to(y)
+    return x, y
 
 
 def shard_of(setting: Setting, j: int, n: int = 0) -> Shard:
     """The training data of agent j in round `n`."""
-    return shards_of(setting, [j], n)[0]
+    x, y = samples_of(setting, [j], n)
+    return Shard(x[0], y[0])
 
 
-def _checked(poisoned: Any, shard: Shard, num_classes: int) -> Shard:
+def _checked(poisoned: Any, shard: Shard) -> Shard:
     """What an attack made of a shard; raises ConfigError where it is none, or of another shape."""
     if not isinstance(poisoned, Shard):
         raise ConfigError(f"the attack returned a {type(poisoned).__name__}, expected a fedcb2o.Shard")
@@ -184,23 +205,28 @@ def _checked(poisoned: Any, shard: Shard, num_classes: int) -> Shard:
                 f"the attack returned {name} of shape {tuple(new.shape)} and type {new.dtype}, "
                 f"expected {tuple(old.shape)} and {old.dtype}: it may change values only"
             )
-    if len(shard) and not (poisoned.y.min() >= 0 and poisoned.y.max() < num_classes):
-        raise ConfigError(f"the attack returned labels outside 0 to {num_classes - 1}")
     return poisoned
 
 
 def view_of(setting: Setting, j: int, chosen: Int[Tensor, " n"]) -> Shard:
     """Samples of the pool as agent j's cluster sees them."""
-    x, y = views_of(setting, [j], [chosen])
+    x, y = _seen(setting, [j], chosen.unsqueeze(0))
     return Shard(x[0], y[0])
 
 
 def views_of(
-    setting: Setting, agents: Sequence[int], chosen: Sequence[Int[Tensor, " n"]]
+    setting: Setting, agents: Sequence[int], held: lists.Lists
 ) -> tuple[Shaped[Tensor, "a n *features"], Int[Tensor, "a n"]]:
-    """As many samples of the pool for each of some agents, as its cluster sees them, and their labels."""
+    """What each of some agents holds, equally many samples of the pool, as its cluster sees them, and their labels."""
+    values, sizes = held
+    chosen = values[lists.places(sizes, np.array(agents))].reshape(len(agents), -1)
+    return _seen(setting, agents, torch.from_numpy(chosen))
+
+
+def _seen(
+    setting: Setting, agents: Sequence[int], samples: Int[Tensor, "a n"]
+) -> tuple[Shaped[Tensor, "a n *features"], Int[Tensor, "a n"]]:
     pool, population = setting.dataset.pool, setting.population
-    samples = torch.stack(list(chosen))
     x, cluster = pool.x[samples], population.cluster[list(agents)]
     for k in sorted(set(cluster.tolist())):
         theirs = (cluster == k).nonzero().flatten()
