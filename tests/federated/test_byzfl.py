@@ -27,9 +27,12 @@ if importlib.util.find_spec("byzfl") is None:
 @pytest.fixture(scope="module")
 def byzfl() -> Any:
     absent = [name for name in ("torchvision", "seaborn") if importlib.util.find_spec(name) is None]
-    with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in absent}):
+    sys.modules.update({name: mock.MagicMock() for name in absent})
+    try:
         import byzfl
-
+    finally:
+        for name in absent:  # and no other: what byzfl imports cannot be loaded twice
+            del sys.modules[name]
     return byzfl
 
 
