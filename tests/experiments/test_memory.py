@@ -78,6 +78,18 @@ def test_as_many_processes_work_as_there_is_work_and_room_for(tmp_path, eight, m
     assert planned(tmp_path, 10**9, None, **many).processes == 1
 
 
+def test_up_to_half_of_the_processes_are_given_for_memory(tmp_path, eight, monkeypatch):
+    many = {"agents": {"benign": 60}}
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18))
+    eight_of_them, five, four = (planned(tmp_path, 10**10, count, **many) for count in (8, 5, 4))
+    assert planned(tmp_path, eight_of_them.models + eight_of_them.rest - 1, None, **many).processes == 7
+    assert planned(tmp_path, five.models + five.rest, None, **many) == five
+    below = planned(tmp_path, four.models + four.rest, None, **many)
+    assert (below.processes, below.folder) == (5, tmp_path)
+    asked = planned(tmp_path, five.models + five.rest - 1, 5, **many)
+    assert (asked.processes, asked.folder) == (5, tmp_path)
+
+
 def test_processes_that_would_fit_are_named(tmp_path, eight, monkeypatch):
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     two = planned(tmp_path, 10**9, 2)

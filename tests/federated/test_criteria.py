@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from tests.federated.test_traps import judged
@@ -11,8 +12,8 @@ from tests.tiny import bits, tiny
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
-from fedcb2o.federated import algorithms, criteria
-from fedcb2o.federated.types import Local, Losses, Received, together
+from fedcb2o.federated import algorithms, criteria, round
+from fedcb2o.federated.types import NOBODYS, Judged, Local, Losses, Received, together
 from fedcb2o.streams import stream
 
 INF = math.inf
@@ -295,3 +296,16 @@ def test_a_combination_is_written_and_read_again(tmp_path):
     run(experiment, out=tmp_path / "given", workers=1)
     run(tmp_path / "given/config.toml", out=tmp_path / "read", workers=1)
     assert bits(tmp_path / "given") == bits(tmp_path / "read")
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
+    @together
+    def rule(judged):
+        return torch.full((m,), 1 / m)
+
+    algorithm = dataclasses.replace(algorithms.fedcbo(), weigh=rule)
+    received = Received(*[torch.zeros(3, m, dtype=torch.int64)] * 2, torch.zeros(1, 1), torch.ones(3, m).double())
+    view = Judged(0, None, None, received, received, NOBODYS)
+    with pytest.raises(ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"):
+        round._decided(algorithm, view, lambda k: NOBODYS, np.arange(3), {})

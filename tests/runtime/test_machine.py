@@ -42,9 +42,21 @@ def test_without_a_word_of_the_system_half_of_the_machine_is_free(tmp_path):
     assert machine.free_memory(tmp_path) == whole // 2
 
 
-def group_of(root, line, where):
+def test_odd_lines_hide_no_limit(tmp_path, sixty_four):
+    group = group_of(tmp_path, "\n0\n0::/pod/box\n", "pod/box", kinds="")
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 800 kB\n\na:b:c\n")
+    (group / "memory.max").write_text("1000")
+    (group / "memory.current").write_text("10")
+    assert machine.free_memory(tmp_path) == 990  # there is no memory.stat
+    (group / "memory.stat").write_text("odd\nactive_file 5\n\n")
+    assert machine.free_memory(tmp_path) == 995
+    (group / "cpu.max").write_text("100000 100000")
+    assert machine.processors(tmp_path) == 1
+
+
+def group_of(root, line, where, kinds=None):
     """A control group of a process that is in /pod/box, as `line` of its list of groups says."""
-    kinds = line.split(":")[1]
+    kinds = line.split(":")[1] if kinds is None else kinds
     group = root / "sys/fs/cgroup" / ("cpu" if kinds else "") / where
     group.mkdir(parents=True)
     (root / "proc/self").mkdir(parents=True)

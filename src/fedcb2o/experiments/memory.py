@@ -4,6 +4,7 @@ Nearly all of it are the models, 4 N d bytes and as much again for each further 
 where that is too small, in a file that is mapped; other numbers than these N d do not leave memory.
 """
 
+import itertools
 import re
 import shutil
 from dataclasses import dataclass
@@ -70,15 +71,22 @@ def plan(
     on_disk = pool + agents * row * (1 if once else 2)  # with checkpoints
     column = 8 * experiment.num_models  # what each process that mixes takes for one
 
-    def fits(processes: int) -> Plan | None:
-        left = budget - rest(processes)
-        if pool <= left or (small and processes in (count, 1)):
-            return Plan(processes, pool, rest(processes))
-        if left >= processes * column * min(dim, WIDE) and on_disk <= disk:
-            return Plan(processes, pool, rest(processes), folder, min(dim, left // (processes * column)))
-        return None
+    def in_memory(processes: int) -> Plan | None:
+        fits = pool <= budget - rest(processes) or (small and processes in (count, 1))
+        return Plan(processes, pool, rest(processes)) if fits else None
 
-    place = next(filter(None, map(fits, range(most, 0, -1))), None)
+    def in_file(processes: int) -> Plan | None:
+        left = budget - rest(processes)
+        if left < processes * column * min(dim, WIDE) or on_disk > disk:
+            return None
+        return Plan(processes, pool, rest(processes), folder, min(dim, left // (processes * column)))
+
+    def best(counts: range) -> Plan | None:
+        return next(filter(None, itertools.chain(map(in_memory, counts), map(in_file, counts))), None)
+
+    # Up to half of the processes are given for memory, which a disk is far slower than; for a run at all, any number.
+    fewer = range(most, 0, -1)
+    place = best(fewer[:1] if count else fewer[: (most + 1) // 2]) or best(fewer)
     if place is not None and count in (None, place.processes):
         return place
     asked = count or 1

@@ -50,11 +50,6 @@ class Algorithm:
     models: int = 0
     by_samples: bool = False
 
-    @property
-    def asks_everyone(self) -> bool:
-        """Whether it selects all peers, whatever the budget: no other selection may go beyond it."""
-        return getattr(self.select, "func", self.select) is selection.everyone
-
     def factor(self, gamma: float) -> float:
         """The share of the consensus point in the new model (eq:local_agg_update)."""
         return self.lambda1 * gamma if self.mixing_factor is None else self.mixing_factor

@@ -189,19 +189,20 @@ def _asked(algorithm: Algorithm, agents: Asking, budget: int) -> lists.Lists:
     asked = []
     for k, (contacts, draw) in enumerate(zip(agents.met, agents.draws, strict=True)):
         chosen = algorithm.select(contacts, torch.from_numpy(peers.ids(k)), budget, draw)
-        asked.append(_checked(chosen, torch.from_numpy(peers.ids(k)), budget))
+        asked.append(_checked(chosen, peers, k, budget))
     return lists.joined(asked)
 
 
-def _checked(asked: Any, peers: Int[Tensor, " c"], budget: int) -> Int[np.ndarray, " s"]:
-    """The ids that a user's selection returned; raises ConfigError unless they are different ones of the peers, and no
-    more than the budget."""
+def _checked(asked: Any, peers: Peers, k: int, budget: int) -> Int[np.ndarray, " s"]:
+    """The ids that a user's selection returned for the agent in place k; raises ConfigError unless they are different
+    ones of its peers, and no more than the budget."""
     asked = tensor_of("selection", asked).cpu()
     asked = asked if asked.numel() else asked.long()  # an empty list has no integer type
     if asked.ndim != 1:
         raise ConfigError(f"the selection returned shape {tuple(asked.shape)}, expected ids of shape [s]")
-    if asked.dtype != torch.int64 or not torch.isin(asked, peers).all() or len(set(asked.tolist())) < len(asked):
-        raise ConfigError(f"the selection chose {asked.tolist()}, expected different ones of {peers.tolist()}")
+    ours = asked.dtype == torch.int64 and len(set(asked.tolist())) == len(asked)
+    if not (ours and peers.find(np.full(len(asked), k), asked.numpy())[0].all()):
+        raise ConfigError(f"the selection chose {asked.tolist()}, expected different ones of {peers.ids(k).tolist()}")
     if len(asked) > budget:
         raise ConfigError(f"the selection chose {len(asked)} peers, more than `budget` = {budget}: {asked.tolist()}")
     found: np.ndarray = asked.numpy()
@@ -219,7 +220,13 @@ def _decided(
     model. What else there is goes into `more`."""
     m = judged.received.ids.shape[1]
     if plugins.declared(algorithm.weigh, "together"):
-        return split_weights(algorithm.weigh(judged), m)  # type: ignore[arg-type]
+        made = tensor_of("rule", algorithm.weigh(judged))
+        if made.ndim != 2 or len(made) != len(some):
+            raise ConfigError(
+                f"the rule, which is declared `together`, returned weights of shape {tuple(made.shape)}, expected "
+                f"({len(some)}, {m}) or ({len(some)}, {m + 1})"
+            )
+        return split_weights(made, m)
     weights = torch.full((len(some), m + 1), torch.nan, dtype=torch.float64)
     for row, k in enumerate(some.tolist()):
         knows, j = local(k), int(judged.me.ids[row])
@@ -290,7 +297,7 @@ def colluders_aggregation(agents: Colluding, budget: int, *, own_model: bool) ->
 
 
 def stay() -> Mixed:
-    """What an agent does in a round in which it is offline: it keeps its model."""
+    """What keeps its model in a round, asking nobody."""
     none = torch.zeros(0, dtype=torch.int64)
     return Mixed(none, none, none, none.double(), 0.0, 1.0, float("nan"))
 

@@ -24,7 +24,8 @@ SelectEach = Callable[[Met, Peers, int, Sequence[np.random.Generator]], lists.Li
 
 
 def at_once(each: SelectEach) -> Select:
-    """A selection for one agent, made from one for several, which it declares: who has several asks that."""
+    """A selection for one agent, made from one for several, which it declares: who has several asks that, and trusts
+    what it says."""
 
     @functools.wraps(each)
     def select(

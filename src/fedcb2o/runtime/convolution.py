@@ -60,7 +60,7 @@ def _unfolded(
     for axis, (k, s, d) in enumerate(zip(weight.shape[2:], stride, dilation, strict=True), 1):
         seen = seen.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
     n, h, w = seen.shape[:3]  # [n, h, w, C, k, l]
-    patches = seen.permute(0, 1, 2, 4, 5, 3).reshape(n * h * w, -1)
+    patches = seen.permute(0, 1, 2, 4, 5, 3).reshape(n * h * w, weight[0].numel())
     matrix = weight.permute(2, 3, 1, 0).reshape(-1, len(weight))
     found = patches @ matrix if bias is None else patches @ matrix + bias
     # Channel after channel, since under vmap some layers can read no other order, nor some networks any.

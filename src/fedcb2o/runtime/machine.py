@@ -32,14 +32,16 @@ def free_memory(root: Path = Path("/")) -> int:
     """The bytes of memory that this process may still take; half of the machine's where neither the system nor a
     control group says so, as on macOS."""
     found = []
-    with contextlib.suppress(OSError, LookupError):
-        lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        lines = dict(line.partition(":")[::2] for line in (root / "proc/meminfo").read_text().splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         for group in _groups("memory", root):
+            cache = 0
             with contextlib.suppress(OSError, ValueError):
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                stat = dict(line.partition(" ")[::2] for line in (group / "memory.stat").read_text().splitlines())
                 cache = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+            with contextlib.suppress(OSError, ValueError):
                 found.append(int((group / limit).read_text()) - int((group / used).read_text()) + cache)
     return max(0, min(found)) if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
@@ -49,7 +51,7 @@ def _groups(kind: str, root: Path) -> list[Path]:
     found: list[Path] = []
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
+            _, kinds, path = (*line.split(":", 2), "?", "?")[:3]  # a line cut short names no group
             if not kinds or kind in kinds.split(","):
                 top = root / "sys/fs/cgroup" / (kind if kinds else "")  # "cpu" is there for "cpu,cpuacct" too
                 group = top / path.lstrip("/")

@@ -182,7 +182,10 @@ class _Everyones(Sequence[Contacts]):
         return sum(map(len, self.teams))
 
     def __getitem__(self, j: Any) -> Any:
-        return next(met[team.index(j)] for team, met in zip(self.teams, self.met, strict=True) if j in team)
+        for team, met in zip(self.teams, self.met, strict=True):
+            if j in team:
+                return met[team.index(j)]
+        raise IndexError(j)
 
     def __iter__(self) -> Iterator[Contacts]:
         found = dict(_in_order(self.teams, [list(met) for met in self.met]))
