@@ -42,7 +42,7 @@ def test_what_fits_is_said(tmp_path, monkeypatch):
         RunError, match=r"^6 agents need .* of memory, or on disk .* that are free: 3 agents would fit$"
     ):
         planned(tmp_path, whole.rest + whole.models // 2)
-    with pytest.raises(RunError, match=r": take a smaller model$"):
+    with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
         planned(tmp_path, 1000)
 
 
@@ -95,9 +95,9 @@ def test_processes_that_would_fit_are_named(tmp_path, eight, monkeypatch):
     two = planned(tmp_path, 10**9, 2)
     with pytest.raises(RunError, match=r": --workers 2 would fit$"):
         planned(tmp_path, two.models + two.rest, 5)
-    with pytest.raises(RunError, match=r": take a smaller model$"):
+    with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
         planned(tmp_path, 1000, 5)
-    with pytest.raises(RunError, match=r": take a smaller model$"):
+    with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
         planned(tmp_path, 1000, None)
 
 

@@ -93,7 +93,7 @@ def plan(
     left = budget - rest(asked)
     mixed = left * agents // (asked * column * min(dim, WIDE))
     fit = max(left * agents // pool, min(mixed, disk * agents // on_disk))
-    cure = f"{fit} agents would fit" if fit > 1 else "take a smaller model"
+    cure = f"{fit} agents would fit" if fit > 1 else "give more memory or take a smaller model"
     if place is not None:
         cure = f"--workers {place.processes} would fit"
     raise RunError(
