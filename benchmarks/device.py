@@ -27,7 +27,7 @@ import fedcb2o
 from fedcb2o.experiments import assemble
 from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.federated.local_update import float32_products
-from fedcb2o.runtime import primitives
+from fedcb2o.runtime import devices
 from fedcb2o.runtime.convolution import conv2d
 
 SMALL = {
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a quick check with few agents and a small network")
     options = parser.parse_args()
     try:
-        device = primitives.device_of(options.device)
+        device = devices.device_of(options.device)
     except fedcb2o.errors.ConfigError as error:
         parser.error(str(error))
     together = options.together or (4 if device.type == "cpu" else None)
@@ -129,7 +129,7 @@ def main() -> None:
         torch.set_num_threads(1)  # as a run has
         name = f"{processor()}, one thread"
     else:
-        name = f"{primitives.name_of(device)}, {primitives.memory_of(device) / 2**30:.0f} GiB"
+        name = f"{devices.name_of(device)}, {devices.memory_of(device) / 2**30:.0f} GiB"
     print(f"{device}: {name}; torch {torch.__version__}", flush=True)
     key = None if device.type == "cpu" else options.device
     asked = {"device": key, "together": together, "convolution": options.convolution}
@@ -139,7 +139,7 @@ def main() -> None:
     for precision in ("float32", "tf32", "bfloat16"):
         if precision == "tf32" and device.type != "cuda":
             continue
-        with primitives.repeatable(device):
+        with devices.repeatable(device):
             limits = rates(device, precision, options.small)
         print(f"{precision}:")
         for what, rate in limits.items():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from fedcb2o.runtime import primitives
+from fedcb2o.runtime import onednn, primitives
 
 NUM_CLASSES = 47
 Product = tuple[float, Callable[[], torch.Tensor]]
@@ -26,7 +26,7 @@ def products(dtype: torch.dtype = torch.float32) -> dict[str, Product]:
     a, b = torch.randn(2, 2048, 2048).to(dtype)
     convolution, square = 2.0 * 64 * 14 * 14 * 64 * 25 * 32, 2.0 * 2048**3
 
-    def onednn() -> torch.Tensor:
+    def by_onednn() -> torch.Tensor:
         with primitives.by("onednn"):
             return F.linear(a, b)
 
@@ -35,8 +35,8 @@ def products(dtype: torch.dtype = torch.float32) -> dict[str, Product]:
         "the same, channels last": (convolution, lambda: F.conv2d(y, v, padding=2)),
         "product of 2048x2048 matrices": (square, lambda: a @ b),
     }
-    if dtype == torch.float32 and primitives.available():
-        found["the same, oneDNN"] = (square, onednn)
+    if dtype == torch.float32 and onednn.available():
+        found["the same, oneDNN"] = (square, by_onednn)
     return found
 
 

@@ -32,7 +32,7 @@ from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.federated.evaluate import logits
 from fedcb2o.federated.local_update import local_update_
 from fedcb2o.federated.selection import nobody
-from fedcb2o.runtime import arena, primitives
+from fedcb2o.runtime import arena, primitives, timed
 from fedcb2o.runtime.simulate import Round, rounds
 from fedcb2o.runtime.workers import Processes
 from fedcb2o.runtime.world import Setting, World, shard_of, view_of
@@ -58,7 +58,7 @@ def random_images(*, per_class: int = 250, test_per_class: int = 296) -> Dataset
 
 def experiment_of(small: bool, real: bool) -> Experiment:
     """The speed setting, made from the preset of the paper's full setting."""
-    linear = primitives.fastest_linear()
+    linear = timed.fastest_linear()
     changes = {"agents.benign": 7, "agents.malicious": 3, "agents.budget": 4, "linear": linear}
     if not real:
         changes["data"] = {"name": random_images, **({"test_per_class": 4} if small else {})}

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from fedcb2o import models
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.local_update import Training, local_update_
-from fedcb2o.runtime import primitives
+from fedcb2o.runtime import machine, onednn, primitives, timed
 from fedcb2o.streams import stream
 
 BATCH = 64
@@ -94,12 +94,12 @@ def main() -> None:
     shard = Shard(x, torch.randint(0, NUM_CLASSES, (len(x),)))
     module = models.cnn((1, 28, 28), NUM_CLASSES, hidden=options.hidden)
     flop = 2.0 * BATCH * sum(multiplications(options.hidden))
-    primitives.keep_memory()
+    machine.keep_memory()
     sides = {
         (precision, linear): library(shard, module, precision, linear)
         for precision in PRECISIONS
         for linear in ("torch", "onednn")
-        if linear == "torch" or (precision == "float32" and primitives.available())
+        if linear == "torch" or (precision == "float32" and onednn.available())
     }
     loops = {precision: loop(shard, options.hidden, precision) for precision in PRECISIONS}
     rates = {precision: products(dtype) for precision, dtype in PRECISIONS.items()}
@@ -117,7 +117,7 @@ def main() -> None:
             for name, (_, product) in found.items():
                 clock((precision, name), product)
     print(f"torch {torch.__version__}, one thread, dense layer of {options.hidden}, {flop / 1e9:.2f} GFLOP a step")
-    print(f"fastest linear by the probe: {primitives.fastest_linear()}")
+    print(f"fastest linear by the probe: {timed.fastest_linear()}")
     for precision, found in rates.items():
         best, name = max((count / seconds[precision, name], name) for name, (count, _) in found.items())
         limit, usual = flop / best, seconds["plain", precision] / STEPS

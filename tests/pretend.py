@@ -92,10 +92,10 @@ class Pretend(TorchDispatchMode):
 @contextlib.contextmanager
 def pretended(monkeypatch) -> Iterator[Pretend]:
     """A device "meta" of 1 GiB, on which nothing is timed."""
-    from fedcb2o.runtime import primitives
+    from fedcb2o.runtime import devices, timed
 
-    monkeypatch.setattr(primitives, "memory_of", lambda device: 2**30)
-    monkeypatch.setattr(primitives, "name_of", lambda device: "a pretended device")
-    monkeypatch.setattr(primitives, "fastest_convolution", lambda *_: "grouped")
+    monkeypatch.setattr(devices, "memory_of", lambda device: 2**30)
+    monkeypatch.setattr(devices, "name_of", lambda device: "a pretended device")
+    monkeypatch.setattr(timed, "fastest_convolution", lambda *_: "grouped")
     with Pretend() as mode:
         yield mode

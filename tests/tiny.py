@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,20 @@ def command(*arguments: object, cwd: Path | None = None, **more: Any) -> Done:
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **more},
     )  # fmt: skip
     return Done(done.returncode, done.stdout or "", done.stderr or "")
+
+
+class StopError(Exception):
+    """What a run is interrupted by."""
+
+
+def stop_after(rounds: int) -> Callable[..., None]:
+    """A watch that interrupts a run after so many rounds."""
+
+    def watch(experiment: Any, seed: int, line: Mapping[str, Any]) -> None:
+        if line["round"] >= rounds:
+            raise StopError
+
+    return watch
 
 
 def empty_models(n: int, d: int) -> torch.Tensor:

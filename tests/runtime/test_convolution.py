@@ -1,32 +1,21 @@
 """Convolutions of several networks as batched products: the same numbers to rounding as each network's own, for any
-network, and a choice that a run keeps."""
+network."""
 
-import itertools
-import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pretend import pretended
-from tests.runtime.test_determinism import StopError, stop_after
-from tests.tiny import bits, here, tiny, write
 from torch import nn
 from torch.func import vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedcb2o import models
-from fedcb2o.errors import ConfigError
-from fedcb2o.experiments import assemble, choices, config, run
 from fedcb2o.federated.evaluate import outputs_of
 from fedcb2o.runtime import primitives
 from fedcb2o.streams import stream
-
-IMAGES = {"name": "cnn", "hidden": 4}
-META = torch.device("meta")
 
 
 class Seen(TorchDispatchMode):
@@ -182,105 +171,3 @@ def test_networks_agree_to_rounding(name, shared):
     assert seen.convolutions == (1 if shared else 0)  # on the same images the first layer has m times the channels
     for unfolded, grouped in zip(*found, strict=True):
         torch.testing.assert_close(unfolded, grouped, rtol=1e-4, atol=1e-4 * float(grouped.abs().max()))
-
-
-def test_the_patches_count_as_memory():
-    module, x = nn.Sequential(nn.Conv2d(4, 8, 5, padding=2), nn.Flatten(), nn.Linear(512, 10)), torch.rand(64, 4, 8, 8)
-    more = primitives.bytes_of_training(module, x, "unfolded") - primitives.bytes_of_training(module, x)
-    patches, images = 4 * 64 * 64 * 100, 4 * 64 * 4 * 64
-    assert 2 * (patches - images) <= more < 2 * patches + 2**20
-
-
-def test_the_faster_way_by_a_margin(monkeypatch):
-    module, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(2, 1, 8, 8)
-    for unfolded, expected in ((0.5, "unfolded"), (0.98, "grouped"), (2.0, "grouped")):
-        now = itertools.accumulate(
-            itertools.cycle([0.0, 1.0, 0.0, unfolded])
-        )  # before and after, one way and the other
-        monkeypatch.setattr(primitives, "time", SimpleNamespace(perf_counter=lambda now=now: next(now)))
-        assert primitives.fastest_convolution(module, x, "float32", torch.device("cpu"), 3) == expected
-
-
-def test_what_is_timed_is_a_training_step_of_a_team(monkeypatch):
-    module, x, teams = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(5, 1, 8, 8), []
-    made = primitives.outputs_of
-
-    def seen(module, dim):
-        at_once = made(module, dim)
-        return lambda parameters, x: (teams.append((x.shape, len(parameters[0]))), at_once(parameters, x))[1]
-
-    monkeypatch.setattr(primitives, "outputs_of", seen)
-    timed = primitives.fastest_convolution
-    with pretended(monkeypatch) as mode:
-        assert timed(module, x, "float32", META, 40) in ("grouped", "unfolded")
-    assert set(teams) == {((primitives.TEAM, 5, 1, 8, 8), primitives.TEAM)}
-    assert len(teams) == 2 * (primitives.REPEATS + 1) == mode.waits.total()
-
-
-def test_what_cannot_be_tried_is_grouped(monkeypatch):
-    x, device = torch.zeros(2, 1, 8, 8), torch.device("cpu")
-
-    def full(*_, **__):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(primitives, "_least", full)
-    module = models.cnn((1, 8, 8), 10, hidden=4)
-    assert primitives.fastest_convolution(module, x, "float32", device, 4) == "grouped"
-    monkeypatch.setattr(primitives, "_least", lambda *_: pytest.fail("timed"))
-    assert primitives.fastest_convolution(module, x, "float32", device, 1) == "grouped"
-    for other in (models.mlp((1, 8, 8), 10), nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten())):
-        assert primitives.fastest_convolution(other, x, "float32", device, 4) == "grouped"
-
-
-def told_of(folder):
-    return json.loads((folder / "seed-1000/environment.json").read_text())
-
-
-def test_a_run_keeps_its_choice_when_it_is_resumed(tmp_path, monkeypatch):
-    experiment = tiny(model=IMAGES, device="meta")
-    with pretended(monkeypatch):
-        run({**experiment, "convolution": "unfolded"}, out=tmp_path / "given")
-        run({**experiment, "convolution": "grouped"}, out=tmp_path / "other")
-        asked = []
-        monkeypatch.setattr(primitives, "fastest_convolution", lambda *given: asked.append(given[2:]) or "unfolded")
-        with pytest.raises(StopError):
-            run(experiment, out=tmp_path / "probed", watch=stop_after(1))
-        monkeypatch.setattr(primitives, "fastest_convolution", lambda *_: pytest.fail("timed"))
-        run(experiment, out=tmp_path / "probed", resume=True)
-    assert asked == [("float32", META, 6)]
-    probed, given_, other = (bits(tmp_path / name) for name in ("probed", "given", "other"))
-    assert {name for name in probed if probed[name] != given_[name]} == {"config.toml"}
-    assert probed["checkpoint models"] != other["checkpoint models"]
-    assert told_of(tmp_path / "probed")["convolution"] == "unfolded"
-
-
-def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(primitives, "device_of", lambda _: META)
-    monkeypatch.setattr(primitives, "fastest_convolution", lambda *_: "unfolded")
-    monkeypatch.setattr(primitives, "most_together", lambda *given: 2 if given[-1] == "unfolded" else 5)
-    for together, expected in ((None, ("unfolded", 2)), (2, ("unfolded", 2)), (4, ("grouped", 4))):
-        changes = {} if together is None else {"together": together}
-        experiment = config.load(tiny(model=IMAGES, device="meta", **changes))
-        chosen = choices.choose(tmp_path, experiment, 1000, assemble.dataset_of(experiment, None))
-        assert (chosen["convolution"], chosen["together"]) == expected
-
-
-def test_nothing_is_timed_on_the_cpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(primitives, "fastest_convolution", lambda *_: pytest.fail("timed"))
-    for changes in ({}, {"together": 3}):
-        folder = tmp_path / str(changes)
-        run(tiny(model=IMAGES, rounds=1, **changes), out=folder, workers=1)
-        assert told_of(folder)["convolution"] == "grouped"
-
-
-def test_verbose_says_what_was_chosen(tmp_path):
-    path = write(tmp_path / "tiny.toml", rounds=1, model=IMAGES, together=3, convolution="unfolded")
-    done = here("run", path, "--out", tmp_path / "run", "--workers", 1, "--verbose")
-    assert (
-        "tiny seed 1000: processes 1, 3 agents at once, convolutions unfolded, large dense layers by torch" in done.err
-    )
-
-
-def test_another_way_is_an_error():
-    with pytest.raises(ConfigError, match="`convolution`: input should be 'grouped' or 'unfolded', got 'winograd'"):
-        run(tiny(convolution="winograd"))

@@ -6,8 +6,7 @@ import json
 import pytest
 import torch
 from tests.federated.test_round import CLUSTER, MALICIOUS, make_setting, network
-from tests.runtime.test_determinism import StopError, stop_after
-from tests.tiny import bits, empty_models, tiny
+from tests.tiny import StopError, bits, empty_models, stop_after, tiny
 
 from fedcb2o import knows, models
 from fedcb2o.errors import ConfigError, RunError

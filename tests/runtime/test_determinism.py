@@ -4,7 +4,7 @@ import json
 
 import pytest
 from safetensors.torch import load_file
-from tests.tiny import bits, tiny
+from tests.tiny import StopError, bits, stop_after, tiny
 from torch import nn
 
 from fedcb2o.experiments import run
@@ -22,18 +22,6 @@ VARIANTS = {
     "large": tiny(rounds=2, model={"hidden": [2000]}, training={"precision": "bfloat16"}),
     "onednn": tiny(rounds=2, linear="onednn", model={"hidden": [1100, 1000]}),
 }
-
-
-class StopError(Exception):
-    """What a run is interrupted by."""
-
-
-def stop_after(rounds):
-    def watch(experiment, seed, line):
-        if line["round"] >= rounds:
-            raise StopError
-
-    return watch
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tests import reference
 from tests.federated.test_round import CLUSTER, MALICIOUS, SEED, make_setting, network, oracle_agents
-from tests.runtime.test_determinism import StopError, stop_after
-from tests.tiny import bits, empty_models, tiny
+from tests.tiny import StopError, bits, empty_models, stop_after, tiny
 from torch.nn import functional as F
 
 from fedcb2o import knows, models

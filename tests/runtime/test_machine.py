@@ -10,7 +10,7 @@ import pytest
 from tests.tiny import bits, tiny
 
 import fedcb2o
-from fedcb2o.runtime import arena, machine, primitives
+from fedcb2o.runtime import arena, machine
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_run_needs_nothing_that_only_linux_has(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "is_dir", there)
     monkeypatch.setattr(Path, "read_text", read)
-    primitives.keep_memory()
+    machine.keep_memory()
     assert arena._folders() == [Path(tempfile.gettempdir())]
     assert machine.processors() == os.cpu_count()
     assert machine.free_memory() > 2**29

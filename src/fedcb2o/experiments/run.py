@@ -33,15 +33,15 @@ from fedcb2o.experiments.assemble import (
     specs_of,
     world_of,
 )
-from fedcb2o.experiments.choices import ENVIRONMENT, choose
 from fedcb2o.experiments.config import Experiment, identity, load
 from fedcb2o.experiments.memory import plan, size
+from fedcb2o.experiments.primitives import ENVIRONMENT, primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
 from fedcb2o.federated import lists, metrics
 from fedcb2o.federated.round import Choices
 from fedcb2o.federated.selection import nobody
 from fedcb2o.records import Records, Run
-from fedcb2o.runtime import arena, checkpoint, primitives, workers
+from fedcb2o.runtime import arena, checkpoint, devices, machine, onednn, workers
 from fedcb2o.runtime.simulate import Round, rounds
 from fedcb2o.runtime.world import World
 
@@ -75,13 +75,13 @@ def run(
     if memory is not None:
         limit = size(memory)
     dataset = dataset_of(experiment, None if data_dir is None else Path(data_dir))
-    if primitives.device_of(experiment.device).type != "cpu" and (workers or 1) > 1:
+    if devices.device_of(experiment.device).type != "cpu" and (workers or 1) > 1:
         raise ConfigError(
             f"one process works on `device` = {experiment.device!r}, and `workers` is {workers}: leave it out"
         )
     for seed in experiment.seeds:  # what is wrong with the settings shows before anything is written
         module, x = setting_of(experiment, seed, dataset).module, features(dataset.pool.x[:2])
-        if (experiment.together or 1) > 1 and (why := primitives.cannot_be_several(module, x)):
+        if (experiment.together or 1) > 1 and (why := devices.cannot_be_several(module, x)):
             raise ConfigError(
                 f"the model `{plugins.label(experiment.model.name)}` cannot be computed several times at once: leave "
                 f"out `together` ({why})"
@@ -181,8 +181,8 @@ def run_seed(
     count = place.processes
     _make(folder)
     log = Records(folder)
-    device = primitives.device_of(experiment.device)
-    chosen = choose(folder, experiment, seed, dataset)
+    device = devices.device_of(experiment.device)
+    chosen = primitives_of(folder, experiment, seed, dataset)
     if isinstance(watch, Progress):
         where = "" if device.type == "cpu" else f" on {device}"
         if chosen["together"] is not None:
@@ -194,7 +194,7 @@ def run_seed(
     if place.folder is not None:
         print(f"Note: {experiment.name} seed {seed}: {place}.", file=sys.stderr)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(primitives.repeatable(device))
+        stack.enter_context(devices.repeatable(device))
         stack.enter_context(_room(device))
         world, pool = _enter(stack, experiment.model_copy(update=chosen), seed, dataset, dim, count, place.folder)
         padded = world.kept.as_strided((len(world.kept), models.row_stride(dim)), (models.row_stride(dim), 1))
@@ -251,10 +251,10 @@ def _enter(
     """The world of one seed and who works in it; the models lie in memory, or in a file in a `folder`."""
     specs = specs_of(dataset, experiment.num_models, dim)
     make = functools.partial(world_of, experiment, seed, dataset.class_names, dim)
-    if count == 1 and dim >= primitives.LARGE:
-        primitives.keep_memory()
+    if count == 1 and dim >= onednn.LARGE:
+        machine.keep_memory()
     if count == 1 and folder is None:
-        theta = torch.zeros(specs["models"][1], device=primitives.device_of(experiment.device))
+        theta = torch.zeros(specs["models"][1], device=devices.device_of(experiment.device))
         world = make({"models": theta, **shared_data(dataset)})
         return world, workers.Here(world)
     shared = stack.enter_context(arena.shared(specs, folder))
@@ -325,7 +325,7 @@ def _versions(device: torch.device) -> dict[str, Any]:
     """The versions that the bits of a run depend on, and the device by its name."""
     packages = ("fedcb2o", "torch", "numpy")
     versions = {"versions": {name: version(name) for name in packages}, "python": platform.python_version()}
-    return versions if device.type == "cpu" else {**versions, "device": primitives.name_of(device)}
+    return versions if device.type == "cpu" else {**versions, "device": devices.name_of(device)}
 
 
 def _changed_versions(folder: Path, device: torch.device) -> str:

@@ -4,6 +4,7 @@ A control group's limits lie in files: "cpu.max" and "memory.max" (version 2), o
 """
 
 import contextlib
+import ctypes
 import math
 import os
 from pathlib import Path
@@ -44,6 +45,18 @@ def free_memory(root: Path = Path("/")) -> int:
             with contextlib.suppress(OSError, ValueError):
                 found.append(int((group / limit).read_text()) - int((group / used).read_text()) + cache)
     return max(0, min(found)) if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def keep_memory() -> None:
+    """Have this process keep the memory that it frees (glibc).
+
+    The gradients of a large layer come and go in every step. Were they handed back to the system, it would clear and
+    map their pages anew each time, and a step of the paper's network take 11% longer in float32, 22% in bfloat16.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-4, 0)  # M_MMAP_MAX: nothing mapped by itself
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing given back
 
 
 def _groups(kind: str, root: Path) -> list[Path]:

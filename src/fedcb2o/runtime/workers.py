@@ -23,7 +23,7 @@ from loky.process_executor import BrokenProcessPool
 
 from fedcb2o.errors import RunError
 from fedcb2o.runtime.arena import Arena
-from fedcb2o.runtime.primitives import keep_memory
+from fedcb2o.runtime.machine import keep_memory
 
 World = TypeVar("World")
 Result = TypeVar("Result")

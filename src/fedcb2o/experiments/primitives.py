@@ -12,21 +12,21 @@ from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.assemble import module_of
 from fedcb2o.experiments.config import Experiment
-from fedcb2o.runtime import primitives
+from fedcb2o.runtime import devices, onednn, primitives, timed
 
 ENVIRONMENT = "environment.json"
 # Where a record does not say.
 UNCHOSEN = {"linear": "torch", "layout": "contiguous", "convolution": "grouped", "together": None}
 
 
-def choose(folder: Path, experiment: Experiment, seed: int, dataset: Dataset) -> dict[str, Any]:
+def primitives_of(folder: Path, experiment: Experiment, seed: int, dataset: Dataset) -> dict[str, Any]:
     """The experiment's `linear`, `layout`, `convolution` and `together` for a seed, whose folder may tell what it began
     with.
 
     Raises RunError where this PyTorch lacks one.
     """
     module, x = module_of(experiment, seed, dataset), dataset.pool.x[: experiment.training.batch_size]
-    dim, device, path = models.dimension(module), primitives.device_of(experiment.device), folder / ENVIRONMENT
+    dim, device, path = models.dimension(module), devices.device_of(experiment.device), folder / ENVIRONMENT
     began = records.read_json(path) if path.exists() else None
 
     def kept(name: str, best: Callable[[], Any]) -> Any:
@@ -36,17 +36,17 @@ def choose(folder: Path, experiment: Experiment, seed: int, dataset: Dataset) ->
         return best() if began is None else began.get(name, UNCHOSEN[name])
 
     def linear() -> primitives.Linear:
-        large = dim >= primitives.LARGE and device.type == "cpu"
-        return primitives.fastest_linear() if large else "torch"
+        large = dim >= onednn.LARGE and device.type == "cpu"
+        return timed.fastest_linear() if large else "torch"
 
     def layout() -> models.Layout:
         if device.type != "cpu" or experiment.together is not None:  # vmap knows no other for some layers
             return "contiguous"
-        return primitives.fastest_layout(module, x, experiment.training.precision)
+        return timed.fastest_layout(module, x, experiment.training.precision)
 
     def room(convolution: primitives.Convolution) -> int:
         pool = 4 * experiment.num_models * models.row_stride(dim)
-        return min(experiment.agents.num_agents, primitives.most_together(device, pool, module, x, convolution))
+        return min(experiment.agents.num_agents, devices.most_together(device, pool, module, x, convolution))
 
     def convolution() -> primitives.Convolution:
         if device.type == "cpu":  # by groups is about twice as fast
@@ -54,9 +54,7 @@ def choose(folder: Path, experiment: Experiment, seed: int, dataset: Dataset) ->
         most = room("unfolded")
         if (experiment.together or 1) > most:
             return "grouped"
-        return primitives.fastest_convolution(
-            module, x, experiment.training.precision, device, experiment.together or most
-        )
+        return timed.fastest_convolution(module, x, experiment.training.precision, device, experiment.together or most)
 
     chosen = {
         "linear": kept("linear", linear),
@@ -65,6 +63,6 @@ def choose(folder: Path, experiment: Experiment, seed: int, dataset: Dataset) ->
     }
     # On the CPU small dense networks alone.
     chosen["together"] = kept("together", lambda: None if device.type == "cpu" else room(chosen["convolution"]))
-    if chosen["linear"] == "onednn" and not primitives.available():
+    if chosen["linear"] == "onednn" and not onednn.available():
         raise RunError(f"{folder} needs oneDNN, which this PyTorch lacks: choose another --out and --set linear=torch")
     return chosen

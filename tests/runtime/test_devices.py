@@ -6,15 +6,14 @@ import json
 import pytest
 import torch
 from tests.pretend import pretended
-from tests.runtime.test_determinism import StopError, stop_after
-from tests.tiny import bits, here, tiny, write
+from tests.tiny import StopError, bits, here, stop_after, tiny, write
 from torch import nn
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
 from fedcb2o.federated.local_update import float32_products
-from fedcb2o.runtime import primitives
+from fedcb2o.runtime import devices
 from fedcb2o.runtime.mixing import dense_product
 
 IMAGES = {"name": "cnn", "hidden": 4}
@@ -97,7 +96,7 @@ def test_a_run_on_a_device_is_resumed_and_repeated_to_the_bit(tmp_path, monkeypa
         run(experiment, out=tmp_path / "whole")
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "parts", watch=stop_after(1))
-        monkeypatch.setattr(primitives, "memory_of", lambda device: 1)  # how many at once is on record
+        monkeypatch.setattr(devices, "memory_of", lambda device: 1)  # how many at once is on record
         run(experiment, out=tmp_path / "parts", resume=True)
     assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
     told = json.loads((tmp_path / "parts/seed-1000/environment.json").read_text())
@@ -141,18 +140,25 @@ def test_a_network_that_cannot_be_several_trains_one_by_one(tmp_path, monkeypatc
     ):
         run(tiny(model={"name": stubborn}, together=4), out=tmp_path / "run")
     module, x = stubborn((1, 8, 8), 10), torch.zeros(4, 1, 8, 8)
-    assert primitives.most_together(torch.device("cpu"), 0, module, x) == 1
+    assert devices.most_together(torch.device("cpu"), 0, module, x) == 1
 
 
 def test_how_many_train_at_once_is_what_the_memory_takes(monkeypatch):
-    monkeypatch.setattr(primitives, "memory_of", lambda device: 2**30)
+    monkeypatch.setattr(devices, "memory_of", lambda device: 2**30)
     module, x = nn.Sequential(nn.Flatten(), nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 10)), torch.rand(8, 1, 8, 8)
-    each = primitives.bytes_of_training(module, x)
+    each = devices.bytes_of_training(module, x)
     d = sum(p.numel() for p in module.parameters())
     assert 24 * d < each < 24 * d + 4 * 128 * (64 + 2 * 1000 + 10)
-    assert primitives.bytes_of_training(module, torch.rand(128, 1, 8, 8)) - 24 * d == 2 * (each - 24 * d)
-    assert primitives.most_together(torch.device("cpu"), 2**29, module, x) == 2**28 // each
-    assert primitives.most_together(torch.device("cpu"), 2**30, module, x) == 1
+    assert devices.bytes_of_training(module, torch.rand(128, 1, 8, 8)) - 24 * d == 2 * (each - 24 * d)
+    assert devices.most_together(torch.device("cpu"), 2**29, module, x) == 2**28 // each
+    assert devices.most_together(torch.device("cpu"), 2**30, module, x) == 1
+
+
+def test_the_patches_count_as_memory():
+    module, x = nn.Sequential(nn.Conv2d(4, 8, 5, padding=2), nn.Flatten(), nn.Linear(512, 10)), torch.rand(64, 4, 8, 8)
+    more = devices.bytes_of_training(module, x, "unfolded") - devices.bytes_of_training(module, x)
+    patches, images = 4 * 64 * 64 * 100, 4 * 64 * 4 * 64
+    assert 2 * (patches - images) <= more < 2 * patches + 2**20
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:3", "mps", "quantum", "meta"])

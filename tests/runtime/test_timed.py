@@ -1,0 +1,173 @@
+"""What is faster is chosen by a margin, from what a run does, and kept when it is resumed."""
+
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.pretend import pretended
+from tests.tiny import StopError, bits, stop_after, tiny
+from torch import nn
+
+from fedcb2o import models
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import run
+from fedcb2o.runtime import onednn, timed
+
+IMAGES = {"name": "cnn", "hidden": 4}
+META = torch.device("meta")
+needs_onednn = pytest.mark.skipif(not onednn.available(), reason="this PyTorch has no oneDNN")
+
+
+def told_of(folder):
+    return json.loads((folder / "seed-1000/environment.json").read_text())
+
+
+@needs_onednn
+def test_dense_layers_go_the_faster_way_by_a_margin(monkeypatch):
+    chosen = timed.fastest_linear.__wrapped__
+    for other, expected in ((0.5, "onednn"), (0.98, "torch"), (2.0, "torch")):
+        monkeypatch.setattr(timed, "timings", lambda other=other: {"torch": 1.0, "onednn": other})
+        assert chosen() == expected
+    monkeypatch.setattr(onednn, "available", lambda: False)
+    assert chosen() == "torch"
+
+
+@needs_onednn
+def test_a_run_keeps_its_dense_layers_when_it_is_resumed(tmp_path, monkeypatch):
+    experiment = tiny(rounds=2, model={"hidden": [1100, 1000]})
+    run({**experiment, "linear": "onednn"}, out=tmp_path / "given", workers=1)
+    monkeypatch.setattr(timed, "fastest_linear", lambda: "onednn")
+    with pytest.raises(StopError):
+        run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
+    monkeypatch.setattr(timed, "fastest_linear", lambda: "torch")
+    run(experiment, out=tmp_path / "probed", workers=2, resume=True)
+    probed, given = bits(tmp_path / "probed"), bits(tmp_path / "given")
+    assert {name for name in probed if probed[name] != given[name]} == {"config.toml"}
+    assert told_of(tmp_path / "probed")["linear"] == "onednn"
+
+
+def test_small_models_are_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(timed, "fastest_linear", lambda: pytest.fail("timed"))
+    run(tiny(rounds=1), out=tmp_path / "run", workers=1)
+    assert told_of(tmp_path / "run")["linear"] == "torch"
+
+
+def convolutions(input_shape, num_classes):
+    first = nn.Conv2d(input_shape[0], 4, 3, padding=1)
+    return nn.Sequential(first, nn.ReLU(), nn.Flatten(), nn.Linear(4 * math.prod(input_shape[1:]), num_classes))
+
+
+class Views(nn.Sequential):
+    def forward(self, x):
+        x = self[0](x)
+        return self[1](x.view(len(x), -1))
+
+
+def views(input_shape, num_classes):
+    return Views(nn.Conv2d(input_shape[0], 4, 3), nn.Linear(4 * math.prod(n - 2 for n in input_shape[1:]), num_classes))
+
+
+def test_images_lie_the_faster_way_by_a_margin(monkeypatch):
+    x = torch.zeros(2, 1, 8, 8)
+    for last, expected in ((0.5, "channels_last"), (0.98, "contiguous"), (2.0, "contiguous")):
+        now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, last]))  # before and after, one way and the other
+        monkeypatch.setattr(timed.time, "thread_time", lambda now=now: next(now))
+        assert timed.fastest_layout(convolutions((1, 8, 8), 10), x, "float32") == expected
+
+
+def test_some_networks_read_images_as_they_come(monkeypatch):
+    x = torch.zeros(2, 1, 8, 8)
+    assert timed.fastest_layout(views((1, 8, 8), 10), x, "float32") == "contiguous"
+    monkeypatch.setattr(timed.time, "thread_time", lambda: pytest.fail("timed"))
+    for module in (models.mlp((1, 8, 8), 10), models.cnn((1, 8, 8), 10, hidden=8)):
+        assert timed.fastest_layout(module, x, "float32") == "contiguous"
+    assert timed.fastest_layout(nn.Linear(30, 2), torch.zeros(2, 30), "float32") == "contiguous"
+
+
+def test_a_layout_is_kept_and_agrees_to_rounding(tmp_path, monkeypatch):
+    experiment = tiny(model={"name": convolutions}, evaluate_every=3)
+    run({**experiment, "layout": "channels_last"}, out=tmp_path / "given", workers=1)
+    run({**experiment, "layout": "contiguous"}, out=tmp_path / "plain", workers=1)
+    monkeypatch.setattr(timed, "fastest_layout", lambda *_: "channels_last")
+    with pytest.raises(StopError):
+        run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
+    monkeypatch.setattr(timed, "fastest_layout", lambda *_: pytest.fail("timed"))
+    run(experiment, out=tmp_path / "probed", workers=2, resume=True)
+    probed, given = bits(tmp_path / "probed"), bits(tmp_path / "given")
+    assert {name for name in probed if probed[name] != given[name]} == {"config.toml"}
+    models_of = [load_file(tmp_path / name / "seed-1000/checkpoint.safetensors") for name in ("given", "plain")]
+    torch.testing.assert_close(*(found["models"] for found in models_of), rtol=1e-4, atol=1e-6)
+
+
+def test_a_layout_that_a_network_cannot_read_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r'cannot read samples of shape .* with `layout` = "channels_last"'):
+        run(tiny(model={"name": views}, layout="channels_last"), out=tmp_path / "run", workers=1)
+
+
+def test_convolutions_go_the_faster_way_by_a_margin(monkeypatch):
+    module, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(2, 1, 8, 8)
+    for unfolded, expected in ((0.5, "unfolded"), (0.98, "grouped"), (2.0, "grouped")):
+        now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, unfolded]))
+        monkeypatch.setattr(timed, "time", SimpleNamespace(perf_counter=lambda now=now: next(now)))
+        assert timed.fastest_convolution(module, x, "float32", torch.device("cpu"), 3) == expected
+
+
+def test_what_is_timed_is_a_training_step_of_a_team(monkeypatch):
+    module, x, teams = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(5, 1, 8, 8), []
+    made = timed.outputs_of
+
+    def seen(module, dim):
+        at_once = made(module, dim)
+        return lambda parameters, x: (teams.append((x.shape, len(parameters[0]))), at_once(parameters, x))[1]
+
+    monkeypatch.setattr(timed, "outputs_of", seen)
+    fastest_convolution = timed.fastest_convolution
+    with pretended(monkeypatch) as mode:
+        assert fastest_convolution(module, x, "float32", META, 40) in ("grouped", "unfolded")
+    assert set(teams) == {((timed.TEAM, 5, 1, 8, 8), timed.TEAM)}
+    assert len(teams) == 2 * (timed.REPEATS + 1) == mode.waits.total()
+
+
+def test_what_cannot_be_tried_is_grouped(monkeypatch):
+    x, device = torch.zeros(2, 1, 8, 8), torch.device("cpu")
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(timed, "_least", full)
+    module = models.cnn((1, 8, 8), 10, hidden=4)
+    assert timed.fastest_convolution(module, x, "float32", device, 4) == "grouped"
+    monkeypatch.setattr(timed, "_least", lambda *_: pytest.fail("timed"))
+    assert timed.fastest_convolution(module, x, "float32", device, 1) == "grouped"
+    for other in (models.mlp((1, 8, 8), 10), nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten())):
+        assert timed.fastest_convolution(other, x, "float32", device, 4) == "grouped"
+
+
+def test_a_run_keeps_its_convolutions_when_it_is_resumed(tmp_path, monkeypatch):
+    experiment = tiny(model=IMAGES, device="meta")
+    with pretended(monkeypatch):
+        run({**experiment, "convolution": "unfolded"}, out=tmp_path / "given")
+        run({**experiment, "convolution": "grouped"}, out=tmp_path / "other")
+        asked = []
+        monkeypatch.setattr(timed, "fastest_convolution", lambda *given: asked.append(given[2:]) or "unfolded")
+        with pytest.raises(StopError):
+            run(experiment, out=tmp_path / "probed", watch=stop_after(1))
+        monkeypatch.setattr(timed, "fastest_convolution", lambda *_: pytest.fail("timed"))
+        run(experiment, out=tmp_path / "probed", resume=True)
+    assert asked == [("float32", META, 6)]
+    probed, given_, other = (bits(tmp_path / name) for name in ("probed", "given", "other"))
+    assert {name for name in probed if probed[name] != given_[name]} == {"config.toml"}
+    assert probed["checkpoint models"] != other["checkpoint models"]
+    assert told_of(tmp_path / "probed")["convolution"] == "unfolded"
+
+
+def test_nothing_is_timed_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(timed, "fastest_convolution", lambda *_: pytest.fail("timed"))
+    for changes in ({}, {"together": 3}):
+        folder = tmp_path / str(changes)
+        run(tiny(model=IMAGES, rounds=1, **changes), out=folder, workers=1)
+        assert told_of(folder)["convolution"] == "grouped"
