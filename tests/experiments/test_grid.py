@@ -4,14 +4,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import tomli_w
-from tests.runtime.test_killed import assert_gone, needs_proc
-from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, here, tiny
+from tests.processes import assert_gone, needs_proc, start
+from tests.tiny import bits, command, here, tiny
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
@@ -398,11 +397,8 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
     (folder / "grid.toml").write_bytes(before)
 
 
-def start(path, out):
-    return subprocess.Popen(
-        [FEDCB2O, "bench", path, "--out", out, "--jobs", "2", "--resume"], cwd=path.parent, env=ENVIRONMENT, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+def start_bench(path, out):
+    return start("bench", path, "--out", out, "--jobs", 2, "--resume", cwd=path.parent)
 
 
 def wait_for_runs(out, count):
@@ -417,12 +413,12 @@ def wait_for_runs(out, count):
 def test_a_kill_and_an_interrupt_lose_nothing_and_change_no_bit(undisturbed, tmp_path):
     path, folder = undisturbed
     out = tmp_path / "disturbed"
-    process = start(path, out)
+    process = start_bench(path, out)
     wait_for_runs(out, 1)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert_gone(process.pid)
-    process = start(path, out)
+    process = start_bench(path, out)
     wait_for_runs(out, 4)
     os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C on a terminal is: everybody gets it
     output, errors = process.communicate(timeout=60)
@@ -451,7 +447,7 @@ def goes_on_to(folder, path, out):
 def test_the_processes_of_a_killed_grid_end_themselves(undisturbed, tmp_path, count):
     path, folder = undisturbed
     out = tmp_path / "disturbed"
-    process = start(path, out)
+    process = start_bench(path, out)
     wait_for_runs(out, count)
     time.sleep(3 * (not count))
     process.kill()  # it alone

@@ -1,14 +1,13 @@
 """Processes that are killed in the middle of things: nobody lives on, and a resume ends in the undisturbed bits."""
 
-import contextlib
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from tests.tiny import ENVIRONMENT, FEDCB2O, bits, here, write
+from tests.processes import assert_gone, needs_proc, start
+from tests.tiny import bits, here, write
 
 from fedcb2o.runtime import arena
 from fedcb2o.streams import stream
@@ -127,37 +126,9 @@ def undisturbed(tmp_path_factory):
         yield path, bits(folder / "undisturbed")
 
 
-def start(path: Path, out: Path, sabotage: str | None = None) -> subprocess.Popen[str]:
-    """`fedcb2o run` with two workers, in a session of its own."""
-    environment = {**ENVIRONMENT, **({"SABOTAGE": sabotage} if sabotage else {})}
-    return subprocess.Popen(
-        [FEDCB2O, "run", path, "--out", out, "--workers", "2", "--resume"],
-        cwd=path.parent,
-        env=environment,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
-def living(session: int) -> list[str]:
-    """The processes of a session that are there and no zombies."""
-    found = []
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if process.name.isdecimal() and os.getsid(int(process.name)) == session:
-                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-                found += [] if state in "ZX" else [(process / "cmdline").read_text().replace("\0", " ")]
-    return found
-
-
-def assert_gone(session: int) -> None:
-    deadline = time.monotonic() + 3
-    while (left := living(session)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == []
+def start_run(path, out, sabotage="nowhere parent 0"):
+    """`fedcb2o run` with two workers."""
+    return start("run", path, "--out", out, "--workers", 2, "--resume", cwd=path.parent, SABOTAGE=sabotage)
 
 
 def arenas() -> set[Path]:
@@ -179,8 +150,6 @@ MOMENTS = [
     for victim in ("parent", "worker")
 ]
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-
 
 @needs_proc
 @pytest.mark.parametrize(("place", "victim"), MOMENTS)
@@ -188,7 +157,7 @@ def test_a_kill_in_the_middle_changes_no_bit(undisturbed, tmp_path, place, victi
     path, expected = undisturbed
     number = int(stream(0, "killed", place, victim).integers(1, PLACES[place] + 1))
     out = tmp_path / "run"
-    process = start(path, out, f"{place} {victim} {number}")
+    process = start_run(path, out, f"{place} {victim} {number}")
     _, errors = process.communicate(timeout=100)
     if victim == "parent":
         assert process.returncode == -signal.SIGKILL, errors
@@ -217,7 +186,7 @@ def test_kills_at_any_time_change_no_bit(undisturbed, tmp_path, seed):
     path, expected = undisturbed
     draw, out = stream(seed, "any time"), tmp_path / "run"
     for _ in range(3):
-        process = start(path, out)
+        process = start_run(path, out)
         time.sleep(draw.uniform(1.5, 6))
         process.kill()
         process.communicate()
@@ -229,7 +198,7 @@ def test_kills_at_any_time_change_no_bit(undisturbed, tmp_path, seed):
 def test_an_interrupt_is_one_line_and_a_worker_does_not_answer_it(undisturbed, tmp_path):
     path, expected = undisturbed
     out = tmp_path / "run"
-    process = start(path, out, "slowly nobody 0")
+    process = start_run(path, out, "slowly nobody 0")
     pairs, deadline = out / "seed-1000" / "pairs.jsonl", time.monotonic() + 60
     while not (pairs.exists() and pairs.read_bytes().count(b"\n") >= 3) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -250,7 +219,7 @@ def test_the_next_start_sweeps_what_a_killed_one_left(undisturbed, tmp_path):
     path, expected = undisturbed
     left = arena._folders()[0] / f"{arena.PREFIX}0-left{arena.SUFFIX}"
     left.write_bytes(bytes(64))
-    process = start(path, tmp_path / "run")
+    process = start_run(path, tmp_path / "run")
     process.communicate(timeout=100)
     assert process.returncode == 0
     assert not left.exists()
