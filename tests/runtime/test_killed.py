@@ -21,8 +21,8 @@ from pathlib import Path
 
 from torch import nn
 
-from fedcb2o import records
 from fedcb2o.federated.criteria import average_loss
+from fedcb2o.records import files
 from fedcb2o.runtime import checkpoint, simulate
 
 PLACE, VICTIM, NUMBER = os.environ.get("SABOTAGE", "nowhere parent 0").split()
@@ -93,14 +93,14 @@ if PLACE == "writing":
     checkpoint.save_file = save_half
 
 if PLACE == "renaming":
-    fsync = records._fsync
+    fsync = files.fsync
 
     def fsync_then(path):
         fsync(path)
         if path.name == "checkpoint.safetensors.tmp":
             strike()
 
-    records._fsync = fsync_then
+    files.fsync = fsync_then
 '''
 
 ROUNDS = 6

@@ -1,0 +1,105 @@
+"""Files that are replaced whole."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from safetensors import SafetensorError
+
+from fedcb2o.errors import RunError
+
+
+def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
+    """Replace `path` whole: by bytes, or by what `content(temporary_path)` writes.
+
+    At any moment, a power cut included, `path` holds the old or the new content. Raises RunError if it cannot be
+    written; what was there then stays.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        if isinstance(content, bytes):
+            temporary.write_bytes(content)
+        else:
+            content(temporary)
+        fsync(temporary)
+        temporary.replace(path)
+        fsync(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise unwritable(path, error) from error
+        raise
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Replace `path` by `content` as JSON, atomically; NaN and infinities become null."""
+    atomic_write(path, (json.dumps(plain(content), indent=1, allow_nan=False) + "\n").encode())
+
+
+def write_toml(path: Path, content: Mapping[str, object]) -> None:
+    """Replace `path` by `content` as TOML, atomically; keys whose value is None are left out, as TOML has no null."""
+    atomic_write(path, tomli_w.dumps(_without_none(content)).encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises RunError where it holds none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise damaged(path, str(error)) from error
+    if not isinstance(content, dict):
+        raise damaged(path, "it holds no object")
+    return content
+
+
+def plain(value: object) -> Any:
+    """Lists, numbers and text for JSON, from arrays and tensors too; what is not finite becomes None."""
+    kind = type(value)  # most are plain numbers in lists, and asked for first
+    if kind is float:
+        return value if math.isfinite(value) else None  # type: ignore[arg-type]
+    if kind is int or kind is str:
+        return value
+    if kind is list:
+        return [plain(inner) for inner in value]  # type: ignore[attr-defined]
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def fsync(path: Path) -> None:
+    """Force a file, or a folder's list of files, to the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def unwritable(path: Path, error: Exception) -> RunError:
+    """What to raise where a file cannot be written."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return RunError(
+        f"cannot write {path}: {reason}; nothing already written is lost: "
+        "make room (or mend the folder) and go on with --resume"
+    )
+
+
+def damaged(path: Path, what: str) -> RunError:
+    """What to raise where a file of a seed does not hold what was written."""
+    return RunError(f"{path} is damaged: {what}; remove {path.parent} and run this seed again")

@@ -1,0 +1,102 @@
+"""The lines of a seed, one for each round: appended whole, cut back for a resume, and read."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from fedcb2o.errors import RunError
+from fedcb2o.records.files import atomic_write, damaged, fsync, plain, unwritable
+
+Name = Literal["metrics", "pairs", "timing"]
+NAMES: tuple[Name, ...] = ("metrics", "pairs", "timing")
+
+
+class Records:
+    """The growing records of one seed: metrics.jsonl, pairs.jsonl and timing.jsonl in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, name: Name) -> Path:
+        """Where the lines of one kind are kept."""
+        return self.folder / f"{name}.jsonl"
+
+    def append(self, name: Name, line: Mapping[str, object]) -> None:
+        """Append one line, whole or not at all; NaN and infinities become null. RunError if it cannot be written."""
+        path = self.path(name)
+        try:
+            text = json.dumps(line, allow_nan=False)
+        except (TypeError, ValueError):  # arrays, or what is not finite
+            text = json.dumps(plain(line), allow_nan=False)
+        data = memoryview(f"{text}\n".encode())
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                size = os.fstat(file).st_size
+                try:
+                    while data:
+                        data = data[os.write(file, data) :]
+                except BaseException:
+                    with suppress(OSError):
+                        os.ftruncate(file, size)
+                    raise
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise unwritable(path, error) from error
+
+    def sync(self) -> None:
+        """Force all lines to the disk: before a checkpoint, so that it never knows more rounds than the records."""
+        for path in filter(Path.exists, map(self.path, NAMES)):
+            try:
+                fsync(path)
+            except OSError as error:
+                raise unwritable(path, error) from error
+
+    def cut(self, rounds: int) -> None:
+        """Cut every file back to the lines with round <= `rounds`, as a resume from that checkpoint needs.
+
+        Raises RunError if the metrics or pairs of a round up to `rounds` are missing or damaged.
+        """
+        for name in NAMES:
+            path = self.path(name)
+            kept: list[bytes] = []
+            found = []
+            for text, line in read_lines(path, damaged_ends=True):
+                if line["round"] <= rounds:
+                    kept.append(text)
+                    found.append(line["round"])
+            # timing.jsonl may lack the last round: its line also tells how long that checkpoint took.
+            if name != "timing" and found != list(range(1, rounds + 1)):
+                raise RunError(
+                    f"{path} lacks rounds before the checkpoint's round {rounds} or holds them twice (it has "
+                    f"{len(found)}), so the run cannot be resumed: remove {self.folder} and run this seed again"
+                )
+            content = b"".join(kept)
+            if path.exists() and path.stat().st_size != len(content):
+                atomic_write(path, content)
+
+
+def read_lines(path: Path, *, damaged_ends: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The whole lines of a .jsonl file and what they say; a last one without its line end was never finished.
+
+    A damaged line raises RunError or, with `damaged_ends`, counts as the end of the file.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                line = json.loads(text)
+                if not isinstance(line["round"], int):
+                    raise TypeError("`round` is not an integer")
+            except (ValueError, KeyError, TypeError) as error:
+                if damaged_ends:
+                    return
+                raise damaged(path, f"line {number} is no record of a round") from error
+            yield text, line
