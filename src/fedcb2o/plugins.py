@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from torch import Tensor
 
 from fedcb2o.errors import ConfigError, FedCB2OError
 
@@ -163,6 +165,14 @@ def named(kind: str, choice: Named, room: types.ModuleType, *, later: Iterable[s
         raise ConfigError(f"the {kind} has no `name`: {table}")
     function = resolve(kind, table.pop("name"), room)
     return functools.partial(function, **bind(kind, function, table, later=later))
+
+
+def tensor_of(kind: str, values: Any) -> Tensor:
+    """What a user's function returned as a tensor; raises ConfigError for what holds no numbers."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the {kind} returned a {type(values).__name__}, expected a tensor") from error
 
 
 def _checked(annotation: Any, value: Any) -> Any:

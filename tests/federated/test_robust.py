@@ -558,38 +558,3 @@ def test_no_copy_of_the_models_is_made():
     for rule in rules:
         assert taken(lambda rule=rule: apply(rule, pool, rows)) < 0.1 * pool.nbytes
     assert taken(lambda: apply(robust.fltrust, pool, rows, extra=before)) < 0.1 * pool.nbytes
-
-
-# LFighter
-
-
-def heads_of(*updates):
-    """The last layers of models with these updates of [C, h], before the row of the model before the round."""
-    before = torch.ones(3, 3, dtype=torch.float64)
-    return torch.stack([before + torch.tensor(update, dtype=torch.float64) for update in updates] + [before])
-
-
-def test_lfighter_keeps_the_large_cluster_that_is_less_alike():
-    """Three benign models that differ, two flippers that are alike: these go; class 2 moves least and is not read."""
-    benign = [[[1, a, 0], [-1, 0, 0], [0, 0, 9e-3]] for a in (0.5, 0.0, -0.5)]
-    flipped = [[[-1, 0, 0], [1, 0, 0], [0, 0, -9e-3]]] * 2
-    third = 1 / 3
-    assert robust.lfighter(heads_of(*benign, *flipped)).tolist() == pytest.approx([third] * 3 + [0, 0, 0])
-    assert robust.lfighter(heads_of(*flipped, *benign)).tolist() == pytest.approx([0, 0] + [third] * 3 + [0])
-
-
-def test_lfighter_where_there_is_nothing_to_part():
-    one = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    assert robust.lfighter(heads_of(one)).tolist() == [1, 0]
-    assert robust.lfighter(heads_of(one, one, one)).tolist() == pytest.approx([1 / 3] * 3 + [0])
-
-
-@settings(max_examples=30)
-@given(m=st.integers(2, 12), seed=st.integers(0, 10**6))
-def test_two_means_are_at_least_as_good_as_the_librarys(m, seed):
-    from sklearn.cluster import KMeans
-
-    points = torch.from_numpy(stream(seed, "points").normal(size=(m, 3)))
-    first = robust._two_means(points)
-    inertia = sum(float((points[some] - points[some].mean(0)).square().sum()) for some in (first, ~first) if some.any())
-    assert inertia <= KMeans(n_clusters=2, n_init=5, random_state=0).fit(points.numpy()).inertia_ * (1 + 1e-9)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregate import Pairs, assumed, form
@@ -31,7 +30,6 @@ __all__ = [
     "fltrust",
     "geometric_median",
     "krum",
-    "lfighter",
     "mean",
     "monna",
     "multi_krum",
@@ -59,7 +57,7 @@ def _squared_distances_to(centred: Float[Tensor, "m m"], point: Float[Tensor, " 
     return (centred.diagonal() - 2 * along + point @ along).clamp(min=0.0)
 
 
-def _uniform(chosen: Bool[Tensor, " m"]) -> Float[Tensor, " m"]:
+def uniform(chosen: Bool[Tensor, " m"]) -> Float[Tensor, " m"]:
     """The weights of the mean of the chosen models; all 0 where none is."""
     return chosen.double() / chosen.sum().clamp(min=1)
 
@@ -97,7 +95,7 @@ def krum(gram: Float[Tensor, "m m"], *, f: int, neighbours: int | None = None) -
     """
     m = len(gram)
     best = _krum_order(distances(gram), assumed(krum, f, m), neighbours)[:1]
-    return _uniform(_chosen(best, m))
+    return uniform(_chosen(best, m))
 
 
 @form("gram", largest=_krum_limit)
@@ -110,7 +108,7 @@ def multi_krum(
     if selected is not None and selected < 1:
         raise ConfigError(f"`selected` must be 1 or more, got {selected}")
     best = _krum_order(distances(gram), f, neighbours)[: m - f if selected is None else selected]
-    return _uniform(_chosen(best, m))
+    return uniform(_chosen(best, m))
 
 
 def _krum_order(squared: Float[Tensor, "m m"], f: int, neighbours: int | None = None) -> Int[Tensor, " m"]:
@@ -250,7 +248,7 @@ def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     m = len(gram)
     squared = distances(gram)[m - 1].clone()
     squared[-1] = -1.0  # even a copy is not nearer
-    return _uniform(_chosen(squared.sort(stable=True).indices[: m - assumed(monna, f, m)], m))
+    return uniform(_chosen(squared.sort(stable=True).indices[: m - assumed(monna, f, m)], m))
 
 
 @form("gram", pairs="last", last=("own",), largest=_others)
@@ -305,7 +303,7 @@ def _with_own(chosen: Bool[Tensor, " m"], alpha: float) -> Float[Tensor, " k"]:
     """alpha times the own model and 1 - alpha times the mean of the chosen; the own one alone where none is chosen."""
     if not 0 <= alpha <= 1:
         raise ConfigError(f"`alpha`, the share of the own model, must be from 0 to 1, got {alpha}")
-    weights = (1 - alpha) * _uniform(chosen)
+    weights = (1 - alpha) * uniform(chosen)
     return torch.cat([weights, 1 - weights.sum().unsqueeze(0)])
 
 
@@ -325,55 +323,6 @@ def sageflow(
     kept = (entropies <= threshold) & losses.isfinite()
     scores = torch.where(kept, num_samples.double().log() - delta * losses.double().clamp(min=1e-12).log(), -torch.inf)
     return torch.softmax(scores, 0) if (scores > -torch.inf).any() else torch.zeros_like(scores)
-
-
-@form("values", pairs="none", last=("before",))
-def lfighter(heads: Float[Tensor, "m C h"]) -> Float[Tensor, " m"]:
-    """LFighter, made for label flips: of the updates of the last layer, those of the two classes that change most are
-    parted into two clusters by k-means, and the mean is over the models of the cluster that is large and less alike
-    (Jebreel, Domingo-Ferrer, Sánchez and Blanco-Justicia, "LFighter: Defending against the label-flipping attack in
-    federated learning", Neural Networks 2024).
-
-    The last row is the model before the round, from which the updates are.
-    """
-    updates = (heads[:-1] - heads[-1]).double()
-    m = len(updates)
-    if m < 2:
-        return torch.cat([torch.ones(m, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
-    change = updates[:, :, :-1].norm(dim=-1).sum(0) + updates[:, :, -1].abs().sum(0)
-    points = updates[:, change.argsort()[-2:]].flatten(1)
-    first = _two_means(points)
-    good = max(first, ~first, key=lambda members: _spread(points[members], m))
-    return torch.cat([_uniform(good), torch.zeros(1, dtype=torch.float64)])
-
-
-def _two_means(points: Float[Tensor, "m e"]) -> Bool[Tensor, " m"]:
-    """The first of two clusters by k-means: Lloyd's iteration with every pair of points as the first two centres, and
-    the best of what comes out. For few points, and without chance."""
-    products = points @ points.T
-    squared, norms = distances(products), products.diagonal()
-    i, j = torch.triu_indices(len(points), len(points), 1)
-    members = torch.stack([squared[i] <= squared[j], squared[i] > squared[j]])  # of each cluster, for each pair
-    for _ in range(100):
-        counts = members.sum(-1, keepdim=True)
-        centres = members.double() / counts.clamp(min=1)
-        along = centres @ products
-        far = norms - 2 * along + (along * centres).sum(-1, keepdim=True)
-        far = far.masked_fill(counts == 0, torch.inf)
-        before, members = members, torch.stack([far[0] <= far[1], far[0] > far[1]])
-        if torch.equal(before, members):
-            break
-    return members[0, far.amin(0).sum(-1).argmin()]
-
-
-def _spread(points: Float[Tensor, "n e"], m: int) -> float:
-    """LFighter's dissimilarity of a cluster: its share of the m models times 1 - the mean over its models of their
-    least cosine similarity in it."""
-    unit = F.normalize(points, dim=-1)
-    if len(points) == 0:
-        return -1.0
-    least = (unit @ unit.T - torch.eye(len(points), dtype=points.dtype)).amin(-1)
-    return len(points) / m * (1 - float(least.mean()))
 
 
 def _bulyan_limit(m: int) -> int:

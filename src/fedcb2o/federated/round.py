@@ -17,9 +17,10 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated import lists
 from fedcb2o.federated.algorithms import Algorithm
 from fedcb2o.federated.peers import Met, Peers
-from fedcb2o.federated.rules import by_samples, tensor_of
+from fedcb2o.federated.rules import by_samples
 from fedcb2o.federated.selection import colluding, remember_each
 from fedcb2o.federated.types import NOBODYS, Judged, Local, Losses, Received, Reduction, Weighed
+from fedcb2o.plugins import tensor_of
 
 Sizes = lists.Sizes
 Exchange = Callable[[Int[np.ndarray, " s"], Sizes], tuple[Received, Sizes]]

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedcb2o import consensus, plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregate
+from fedcb2o.federated.lfighter import lfighter
 from fedcb2o.federated.robust import (
     balance,
     bulyan,
@@ -26,7 +27,6 @@ from fedcb2o.federated.robust import (
     fltrust,
     geometric_median,
     krum,
-    lfighter,
     mean,
     monna,
     multi_krum,
@@ -196,17 +196,9 @@ def _heads(judged: Judged, rows: Tensor) -> Float[Tensor, "k C h"]:
     return torch.cat([weights, tail[:, classes * width :].unsqueeze(-1)], -1)
 
 
-def tensor_of(kind: str, values: Any) -> Tensor:
-    """What a user's function returned as a tensor; raises ConfigError for what holds no numbers."""
-    try:
-        return torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"the {kind} returned a {type(values).__name__}, expected a tensor") from error
-
-
 def judge(criterion: Criterion, judged: Judged) -> Float[Tensor, "*a m"]:
     """The criterion's value for each received model, in float64; raises ConfigError where it has another shape."""
-    values = tensor_of("criterion", criterion(judged))
+    values = plugins.tensor_of("criterion", criterion(judged))
     if values.shape != judged.received.ids.shape:
         raise ConfigError(
             f"the criterion returned shape {tuple(values.shape)}, expected {tuple(judged.received.ids.shape)}: "

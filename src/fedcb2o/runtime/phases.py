@@ -26,7 +26,6 @@ from fedcb2o.federated.evaluate import confusion, losses_of, losses_of_each
 from fedcb2o.federated.local_update import local_update_
 from fedcb2o.federated.peers import Met, Peers
 from fedcb2o.federated.round import Asking, Choices, Colluding, colluders_aggregation, idle, local_aggregation
-from fedcb2o.federated.rules import tensor_of
 from fedcb2o.federated.selection import forget
 from fedcb2o.federated.together import local_updates_
 from fedcb2o.federated.types import (
@@ -38,6 +37,7 @@ from fedcb2o.federated.types import (
     View,
 )
 from fedcb2o.models import row_stride
+from fedcb2o.plugins import tensor_of
 from fedcb2o.runtime.mixing import sparse, times
 from fedcb2o.runtime.world import Setting, World, losses_seen_by, samples_of, view_of, views_of
 from fedcb2o.streams import stream, streams

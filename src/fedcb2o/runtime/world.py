@@ -21,7 +21,6 @@ from fedcb2o.federated import lists
 from fedcb2o.federated.algorithms import Algorithm
 from fedcb2o.federated.evaluate import Average, losses_of
 from fedcb2o.federated.local_update import Training
-from fedcb2o.federated.rules import tensor_of
 from fedcb2o.federated.types import (
     Attack,
     Change,
@@ -29,6 +28,7 @@ from fedcb2o.federated.types import (
     Received,
 )
 from fedcb2o.models import head_of
+from fedcb2o.plugins import tensor_of
 from fedcb2o.runtime import primitives
 from fedcb2o.streams import streams
 
