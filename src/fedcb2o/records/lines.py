@@ -1,7 +1,6 @@
 """The lines of a seed, one for each round: appended whole, cut back for a resume, and read."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -33,18 +32,15 @@ class Records:
             text = json.dumps(plain(line), allow_nan=False)
         data = memoryview(f"{text}\n".encode())
         try:
-            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
-                size = os.fstat(file).st_size
+            with path.open("ab", buffering=0) as file:
+                size = file.tell()
                 try:
                     while data:
-                        data = data[os.write(file, data) :]
+                        data = data[file.write(data) :]
                 except BaseException:
                     with suppress(OSError):
-                        os.ftruncate(file, size)
+                        file.truncate(size)
                     raise
-            finally:
-                os.close(file)
         except OSError as error:
             raise unwritable(path, error) from error
 

@@ -36,7 +36,7 @@ def fastest_linear() -> Linear:
     return "onednn" if seconds and seconds["torch"] > AHEAD * seconds["onednn"] else "torch"
 
 
-def timings(repeats: int = REPEATS) -> dict[Linear, float]:
+def timings() -> dict[Linear, float]:
     """The seconds that the layer's three products take either way: the least of some repeats, which take turns."""
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 3136, generator=draw, requires_grad=True) for n in (64, 2048))
@@ -49,17 +49,15 @@ def timings(repeats: int = REPEATS) -> dict[Linear, float]:
     ways: tuple[Linear, Linear] = ("torch", "onednn")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    seconds = _least({linear: functools.partial(layer, linear) for linear in ways}, time.thread_time, repeats)
+    seconds = _least({linear: functools.partial(layer, linear) for linear in ways}, time.thread_time)
     torch.set_num_threads(before)
     return seconds
 
 
-def _least(
-    ways: Mapping[Way, Callable[[], Any]], clock: Callable[[], float], repeats: int = REPEATS
-) -> dict[Way, float]:
+def _least(ways: Mapping[Way, Callable[[], Any]], clock: Callable[[], float]) -> dict[Way, float]:
     """The seconds that each way takes: the least of some repeats, which take turns, after one that builds kernels."""
     seconds = dict.fromkeys(ways, torch.inf)
-    for repeat in range(repeats + 1):
+    for repeat in range(REPEATS + 1):
         for way, compute in ways.items():
             start = clock()
             compute()
