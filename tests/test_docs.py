@@ -68,6 +68,14 @@ def test_toml_is_valid(page, block):
         config.load({"name": "documented", **table})
 
 
+def test_the_configuration_in_full_is_the_preset_of_the_papers_text():
+    _, block = next(blocks(ROOT / "docs" / "configuration.md", "toml"))
+    config = importlib.import_module("fedcb2o.experiments.config")
+    shown, preset = config.load(tomllib.loads(block)), config.load("emnist-fedcb2o-paper")
+    assert shown.fingerprint(0) == preset.fingerprint(0)
+    assert (shown.seeds, shown.rounds) == (preset.seeds, preset.rounds)
+
+
 @pytest.mark.parametrize(("equation", "function"), rows())
 def test_equation_has_its_function(equation, function):
     labels = re.findall(r"\b(?:alg|eq|fig|lem|prop|rem|sec|tab|thm):\w+", equation)

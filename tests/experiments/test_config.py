@@ -10,6 +10,7 @@ from tests.tiny import TINY, tiny, write
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.tables import parse_value, presets
+from fedcb2o.federated import algorithms
 
 
 @pytest.mark.parametrize("name", presets())
@@ -21,6 +22,52 @@ def test_every_preset_is_valid_and_says_what_it_is(name):
     assert presets()[name] == experiment.description
     assert len(experiment.description) > 20
     assert "\n" not in experiment.description
+
+
+VARIANTS = {  # as docs/configuration.md has them side by side
+    "": {"own_candidate": False, "first_contact": "average"},
+    "-paper": {"own_candidate": False, "first_contact": "average", "own_model": "excluded", "alpha": 10.0},
+    "-released": {"own_candidate": True, "first_contact": "whole"},
+}
+METHODS = {
+    ("", "fedcb2o"): {"own_model": "trusted", "criterion": "class_loss_gap"},
+    ("", "fedcbo"): {"own_model": "judged"},
+    ("-paper", "fedcb2o"): {"criterion": "class_loss_gap"},
+    ("-released", "fedcb2o"): {
+        "own_model": "trusted", "alpha": 2.0, "criterion": {"name": "class_loss_gap", "absent": "zero"},
+    },
+    ("-released", "fedcbo"): {"own_model": "judged", "alpha": 10.0},
+}  # fmt: skip
+FACTORS = {"": 1.0, "-paper": 0.04, "-released": 1.0}
+AGENTS = {  # split, validation loss, whether colluders count their own model
+    "": ("random", "samples", True),
+    "-paper": ("random", "samples", False),
+    "-released": ("released", "batches", True),
+}
+TOLD = {"": "default variant", "-paper": "the paper's text to the letter", "-released": "the authors' released code"}
+VARIANT = re.compile(r"(.*)-(fedcb2?o)(|-paper|-released)(?:-tg(.+))?")
+OF_A_VARIANT = [found for name in presets() if (found := VARIANT.fullmatch(name))]
+
+
+@pytest.mark.parametrize("found", OF_A_VARIANT, ids=lambda found: found[0])
+def test_every_variant_is_what_its_name_says(found):
+    name, size, method, ending, switch = found[0], *found.groups()
+    experiment = load(name)
+    expected = {"name": method, "criterion_from_round": int(switch or 0), "selection": "prob_sampling"}
+    expected |= {"kappa": 2.0, "zeta": 0.5, "beta": None, **VARIANTS[ending], **METHODS.get((ending, method), {})}
+    settings = experiment.settings()["algorithm"]
+    assert {key: settings.get(key) for key in expected} == expected
+    algorithm = experiment.algorithm.function("algorithm", algorithms)()
+    assert algorithm.factor(experiment.training.gamma) == pytest.approx(FACTORS[ending])
+    agents = experiment.agents
+    assert (agents.split, agents.validation_loss, agents.colluders_own_model) == AGENTS[ending]
+    if size != "digits":
+        linear = ending == "-released"
+        assert experiment.settings()["model"]["dense_activation"] == ("none" if linear else "relu")
+    assert TOLD[ending] in experiment.description
+    assert ending.strip("-") in experiment.title
+    assert ("T_G" in experiment.title) == (switch is not None)
+    assert f"T_G = {switch}" in experiment.title or switch is None
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,9 @@ class AgentsPart(Part):
     """Who takes part, what each holds, and how they meet (Section "Experiments", Dataset & Attack Setup).
 
     `malicious_role` says what the malicious agents do: "attack"; "clean" (train on true labels, still collude: the
-    clean twin of an attacked run); "benign" (no attack, and select peers like everybody); "removed".
+    clean twin of an attacked run); "benign" (no attack, and select peers like everybody); "removed". By default they
+    count their own model when they mix, as in the authors' released code; the paper's text has
+    `colluders_own_model` = false.
     """
 
     num_clusters: Literal[1, 2, 4] = 2
