@@ -1,0 +1,247 @@
+"""Whole runs, from the file to the records, held equal to plain loops that share no wiring with the library.
+
+Models are never set to each other's numbers between rounds, so that what is wired wrongly anywhere shows in all that
+follows. Both do the same sums, in another order. A smooth network keeps that to rounding; a ReLU whose input is zero
+but for rounding makes a step of it (plain loops that begin 1e-7 apart may differ by 1e-3 after four rounds), so that
+what is close enough depends on the network.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+
+import fedcb2o
+from tests.whole import Done, Whole, turned
+
+SEED = 1000
+
+
+@dataclass(frozen=True)
+class Near:
+    """How far apart the two may be. Weights are on record with 6 digits, and come from losses times alpha."""
+
+    relative: float  # losses and likelihoods; models, absolute too
+    weight: float  # absolute
+    margin: float  # between two logits that may change their order
+
+
+SMOOTH = Near(relative=3e-6, weight=1e-5, margin=1e-4)
+KINKED = Near(relative=2e-2, weight=2e-2, margin=5e-2)
+
+BASE: dict[str, Any] = {
+    "name": "whole",
+    "seeds": [SEED],
+    "rounds": 5,
+    "data": {"name": "digits"},
+    "agents": {
+        "benign": 3,
+        "malicious": 2,
+        "benign_samples": 50,
+        "malicious_samples": 75,
+        "validation": 0.4,
+        "budget": 4,
+    },
+    "model": {"name": "tests.whole:smooth_mlp"},
+    "training": {"gamma": 0.1, "momentum": 0.5, "batch_size": 8, "local_epochs": 4},
+    "algorithm": {"name": "fedcb2o"},
+    "attack": {"name": "label_flip", "source": 9, "target": 4},
+}
+PAPER = {"split": "random", "validation_loss": "samples", "colluders_own_model": False}
+RELEASED = {"split": "released", "validation_loss": "batches", "colluders_own_model": True}
+MIXED = {"own_model": "trusted", "mixing_factor": 1.0}
+FEW = {"benign": 2, "malicious": 1, "budget": 3}
+CNN = {"name": "tests.whole:smooth_cnn"}
+FAST = {"gamma": 0.2, "momentum": 0.8, "batch_size": 8, "local_epochs": 4}
+
+CASES: dict[str, dict[str, Any]] = {
+    "FedCB2O as in the paper": {"agents": PAPER},
+    "FedCB2O as released": {
+        "agents": {**RELEASED, "validation": 0.3},
+        "algorithm": {
+            **{"name": "fedcb2o", "criterion": {"name": "class_loss_gap", "absent": "zero"}, "alpha": 2.0},
+            **{"own_model": "trusted", "own_candidate": True, "first_contact": "whole", "mixing_factor": 1.0},
+        },
+    },
+    "FedCBO": {"algorithm": {"name": "fedcbo", "own_model": "judged", "mixing_factor": 1.0}},
+    "FedCBO as in the paper": {"agents": PAPER, "algorithm": {"name": "fedcbo", "lambda1": 4.0}},
+    "T_G inside the run, sleepers": {
+        "algorithm": {"name": "fedcb2o", "criterion_from_round": 3, "alpha": 2.0, **MIXED},
+        "attack": {"name": "label_flip", "source": 9, "target": 4, "from_round": 2},
+    },
+    "DFedAvgM": {"algorithm": {"name": "dfedavgm"}},
+    "Oracle Min": {
+        "agents": {"num_clusters": 1, "malicious_role": "removed", "benign": 5},
+        "algorithm": {"name": "dfedavgm"},
+    },
+    "Oracle Max": {
+        "agents": {"num_clusters": 1, "malicious_role": "benign"},
+        "algorithm": {"name": "dfedavgm"},
+    },
+    "Oracle Max, nothing held out": {
+        "agents": {"num_clusters": 1, "malicious_role": "benign", "hold_out": False},
+        "algorithm": {"name": "dfedavgm"},
+    },
+    "clean twin": {"agents": {"malicious_role": "clean"}, "algorithm": {"name": "fedcb2o", **MIXED}},
+    "attackers removed from both clusters": {"agents": {"malicious_role": "removed", "benign": 4}},
+    "some offline": {"agents": {"participation": 0.6}, "algorithm": {"name": "fedcb2o", **MIXED}},
+    "four clusters, stratified, tuning images": {
+        "agents": {"num_clusters": 4, "benign": 2, "malicious": 1, "split": "stratified"},
+        "evaluate_on": "tuning",
+        "evaluate_every": 2,
+    },
+    "each its own first model, momentum 0.9": {
+        "agents": {"initialisation": "independent"},
+        "training": {"gamma": 0.05, "batch_size": 8, "local_epochs": 2},
+    },
+    "CNN": {
+        "model": CNN,
+        "agents": {**PAPER, **FEW},
+        "training": FAST,
+        "algorithm": {"name": "fedcb2o", "lambda1": 2.5},
+    },
+    "CNN, T_G, mixed whole": {
+        "rounds": 4,
+        "model": CNN,
+        "agents": FEW,
+        "training": FAST,
+        "algorithm": {"name": "fedcb2o", "criterion_from_round": 2, **MIXED},
+    },
+    "logistic": {"model": {"name": "logistic"}, "algorithm": {"name": "fedcb2o", **MIXED}},
+}
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "MLP": {"model": {"name": "mlp", "hidden": [12]}, "agents": PAPER},
+    "MLP, DFedAvgM": {"model": {"name": "mlp", "hidden": [12]}, "algorithm": {"name": "dfedavgm"}},
+    "CNN": {"rounds": 3, "model": {"name": "cnn", "hidden": 16}, "agents": {**PAPER, **FEW}},
+    "CNN, mixed whole": {
+        "rounds": 3,
+        "model": {"name": "cnn", "hidden": 16, "dense_activation": "none"},
+        "agents": FEW,
+        "algorithm": {"name": "fedcb2o", **MIXED},
+    },
+}
+
+
+def write(path: Path, changes: dict[str, Any]) -> Path:
+    """The base experiment with other agents, key by key, and other sections."""
+    table = {**BASE, **changes, "agents": {**BASE["agents"], **changes.get("agents", {})}}
+    path.write_text(tomli_w.dumps(table), encoding="utf-8")
+    return path
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
+def test_a_run_equals_plain_loops_from_the_file_to_its_scores(changes, tmp_path):
+    hold(changes, tmp_path, SMOOTH)
+
+
+@pytest.mark.parametrize("changes", BUILT_IN.values(), ids=BUILT_IN.keys())
+def test_a_run_of_a_built_in_network_equals_plain_loops(changes, tmp_path):
+    hold(changes, tmp_path, KINKED)
+
+
+def hold(changes: dict[str, Any], tmp_path: Path, near: Near) -> None:
+    path = write(tmp_path / "whole.toml", changes)
+    folder = fedcb2o.run(path, out=tmp_path / "run", workers=1).folder / f"seed-{SEED}"
+    whole = Whole(path, SEED, margin=near.margin)
+    hold_who_is_who(whole, json.loads((folder / "agents.json").read_text()))
+    records = list(zip(lines(folder, "metrics"), lines(folder, "pairs"), strict=True))
+    assert len(records) == whole.settings["rounds"]
+    for done, (metrics, pairs) in zip(whole.rounds(), records, strict=True):
+        hold_choices(done, pairs, near)
+        hold_metrics(whole, done, metrics, near)
+        hold_scores(whole, done, metrics)
+    hold_state(whole, load_file(folder / "checkpoint.safetensors"), near)
+
+
+def hold_who_is_who(whole: Whole, about: dict[str, Any]) -> None:
+    shares, y = whole.shares, whole.dataset.pool.y
+    source, K = whole.settings["attack"]["source"], whole.settings["agents"]["num_clusters"]
+    assert about["angles"] == [k * 360 / K for k in range(K)]
+    assert about["cluster"] == [share.cluster for share in shares]
+    assert about["malicious"] == [share.malicious for share in shares]
+    assert about["num_samples"] == [len(share.train) for share in shares]
+    held = [sum(int(y[i]) == source for i in share.validation) for share in shares]
+    expected = [None if share.malicious else count for share, count in zip(shares, held, strict=True)]
+    assert about["source_in_validation"] == expected
+
+
+def hold_choices(done: Done, pairs: dict[str, Any], near: Near) -> None:
+    assert pairs["round"] == done.n + 1
+    assert pairs["asked"] == [info.asked for info in done.infos], done.n
+    assert pairs["ids"] == [info.received for info in done.infos], done.n
+    for j, info in enumerate(done.infos):
+        weights = dict.fromkeys(info.weights, 0.0)
+        for i, weight in zip(pairs["ids"][j], pairs["weights"][j], strict=True):
+            weights[i] += weight
+        weights[j] += pairs["own"][j]
+        if sum(weights.values()) == 0:  # it kept its model
+            weights[j] = 1.0
+        assert weights == pytest.approx(info.weights, rel=0, abs=near.weight), (done.n, j)
+
+
+def hold_metrics(whole: Whole, done: Done, metrics: dict[str, Any], near: Near) -> None:
+    expected: dict[str, list[float | None]] = {"validation_loss": [], "malicious_weight": []}
+    for j, (agent, info) in enumerate(zip(whole.agents, done.infos, strict=True)):
+        expected["validation_loss"].append(info.losses[j].mean if info.losses else None)
+        weight = sum(weight for i, weight in info.weights.items() if whole.agents[i].malicious)
+        expected["malicious_weight"].append(None if agent.malicious else weight)
+    assert metrics["round"] == done.n + 1
+    assert metrics["answered"] == [len(info.received) for info in done.infos]
+    assert metrics["train_loss"] == pytest.approx(done.train_loss, rel=near.relative), done.n
+    for name, allowed in (
+        ("validation_loss", {"rel": near.relative}),
+        ("malicious_weight", {"rel": 0, "abs": near.weight}),
+    ):
+        assert numbers(metrics[name]) == pytest.approx(numbers(expected[name]), nan_ok=True, **allowed), (done.n, name)
+
+
+def numbers(values: list[float | None]) -> list[float]:
+    """NaN where there is null, which pytest cannot compare otherwise."""
+    return [math.nan if value is None else value for value in values]
+
+
+def hold_scores(whole: Whole, done: Done, metrics: dict[str, Any]) -> None:
+    for name, sure in (
+        ("accuracy", "unsure"),
+        ("source_accuracy", "source_unsure"),
+        ("attack_success_rate", "source_unsure"),
+    ):
+        assert (name in metrics) == (done.scores is not None)
+        for j in range(len(whole.agents)) if done.scores is not None else ():
+            score, found = done.scores.get(j), metrics[name][j]
+            if score is None:
+                assert found is None
+            else:
+                allowed = getattr(score, sure) + 1e-12
+                assert found == pytest.approx(getattr(score, name), rel=0, abs=allowed), (done.n, name, j)
+
+
+def hold_state(whole: Whole, state: dict[str, torch.Tensor], near: Near) -> None:
+    start = 0
+    for j, agent in enumerate(whole.agents):
+        theta = torch.cat([p.detach().flatten() for p in agent.module.parameters()])
+        torch.testing.assert_close(state["models"][j, : len(theta)], theta, rtol=near.relative, atol=near.relative)
+        ids, likelihood = (state[key][start : start + int(state["met"][j])] for key in ("ids", "likelihood"))
+        start += len(ids)
+        if agent.algorithm.selection == "prob_sampling":
+            assert set(ids.tolist()) == agent.met
+            answered = {i: P for i, P in zip(ids.tolist(), likelihood.tolist(), strict=True) if P == P}
+            assert answered == pytest.approx(agent.P, rel=near.relative, abs=0)
+    assert start == len(state["ids"])
+
+
+def test_a_quarter_turn_by_hand():
+    x = torch.tensor([[[[1, 2], [3, 4]]]])  # counter-clockwise: the right column comes to lie on top
+    assert turned(x, 1).tolist() == [[[[2, 4], [1, 3]]]]
+    assert turned(x, 2).tolist() == [[[[4, 3], [2, 1]]]]
+    assert turned(x, 0) is x
