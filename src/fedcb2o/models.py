@@ -207,3 +207,18 @@ def row_stride(d: int) -> int:
     """The distance between two rows of models, in numbers: each begins at a multiple of 64 bytes, since the bits of a
     product can depend on where its factors lie."""
     return -(-d // 16) * 16
+
+
+def follow(rows: Sequence[int]) -> bool:
+    """Whether some rows follow each other: then they are a slice."""
+    return list(rows) == list(range(rows[0], rows[0] + len(rows))) if rows else True
+
+
+def rows_of(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[Tensor, "m d"]:
+    """Some rows of models: a view where they follow each other, else a copy that lies as they do."""
+    if follow(rows):
+        return models[rows[0] : rows[0] + len(rows)] if rows else models[:0]
+    dim = models.shape[1]
+    found = models.new_zeros(len(rows), row_stride(dim))[:, :dim]
+    torch._foreach_copy_(found.unbind(), [models[row] for row in rows])
+    return found

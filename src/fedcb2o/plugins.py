@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from torch import Tensor
 
 from fedcb2o.errors import ConfigError, FedCB2OError
 
@@ -72,6 +70,18 @@ def resolve(kind: str, name: str | Function, room: types.ModuleType) -> Function
     if not callable(function):
         raise ConfigError(f"the {kind} `{name}` is of type {type(function).__name__}, not a function")
     return _guarded(kind, name, function)
+
+
+def found_in(*rooms: types.ModuleType) -> Function:
+    """A module's `__getattr__`: what is public in other rooms is found in it too."""
+
+    def find(name: str) -> Any:
+        for room in rooms:
+            if name in room.__all__:
+                return getattr(room, name)
+        raise AttributeError(f"there is no {name!r} here")
+
+    return find
 
 
 def _guarded(kind: str, name: str, function: Function) -> Function:
@@ -165,14 +175,6 @@ def named(kind: str, choice: Named, room: types.ModuleType, *, later: Iterable[s
         raise ConfigError(f"the {kind} has no `name`: {table}")
     function = resolve(kind, table.pop("name"), room)
     return functools.partial(function, **bind(kind, function, table, later=later))
-
-
-def tensor_of(kind: str, values: Any) -> Tensor:
-    """What a user's function returned as a tensor; raises ConfigError for what holds no numbers."""
-    try:
-        return torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"the {kind} returned a {type(values).__name__}, expected a tensor") from error
 
 
 def _checked(annotation: Any, value: Any) -> Any:

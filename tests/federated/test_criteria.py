@@ -3,27 +3,23 @@
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 import torch
-from tests.federated.test_traps import judged
+from tests import views
 from tests.tiny import bits, tiny
+from tests.views import judged
 
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
-from fedcb2o.federated import algorithms, criteria, round
-from fedcb2o.federated.types import NOBODYS, Judged, Local, Losses, Received, together
+from fedcb2o.federated import algorithms, criteria
+from fedcb2o.federated.returned import weights_of
+from fedcb2o.federated.types import Judged, Losses, together
 from fedcb2o.streams import stream
 
 INF = math.inf
 NEEDED = {name: {"of": ["class_loss_gap", "trigger_sensitivity"]} for name in ("largest", "weighted_sum")}
 RELATIVE = ("class_loss_gap", "distance", "largest", "trigger_sensitivity", "weighted_sum")
-
-
-def alone(view):
-    """The agent's own model as what is judged, as `own_model = "judged"` has it."""
-    return dataclasses.replace(view, losses=view.own, received=view.me)
 
 
 def brightness_judges(thetas, x, rows=None, by_class=None):
@@ -36,16 +32,16 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         return Losses(mean, by_class[models.rows], torch.tensor([True, True]), torch.zeros(len(mean)).double())
 
     every = torch.arange(m + 1) if rows is None else rows
-    received, me = (Received(some, some, thetas, torch.ones(len(some)).double()) for some in (every[:-1], every[-1:]))
+    received, me = views.received(every[:-1]), views.received(every[-1:])
     view = judged([[1.0, 1.0]] * m, [1.0, 1.0])
-    local = Local(losses_of=losses_of, draw=stream(0, "judged"))
     return dataclasses.replace(
         view,
+        pool=thetas,
         losses=losses_of(received, None),
         own=losses_of(me, None),
         received=received,
         me=me,
-        local=local,
+        knows=views.local(losses_of=losses_of),
     )
 
 
@@ -118,7 +114,7 @@ def test_tiles_leave_no_pixel_out(tiles, dtype):
         return Losses(*(torch.zeros(2, *shape).double() for shape in ((), (2,))), view.losses.present, torch.zeros(2))
 
     local = dataclasses.replace(view.local, losses_of=keep)
-    criteria.trigger_sensitivity(dataclasses.replace(view, local=local), tiles=tiles, values=[0.2])
+    criteria.trigger_sensitivity(dataclasses.replace(view, knows=local), tiles=tiles, values=[0.2])
     assert painted.unique().tolist() == pytest.approx([51.0 if dtype == torch.uint8 else 0.2])
     assert not x.any()
 
@@ -166,7 +162,7 @@ def test_the_order_of_the_models_does_not_matter(name):
 @pytest.mark.parametrize("name", RELATIVE)
 def test_the_own_model_is_where_a_relative_criterion_is_0(name):
     function, given = getattr(criteria, name), NEEDED.get(name, {})
-    assert function(alone(random_view()), **given).tolist() == pytest.approx([0.0], abs=1e-7)
+    assert function(Judged.itself(random_view()), **given).tolist() == pytest.approx([0.0], abs=1e-7)
 
 
 @pytest.mark.parametrize("name", criteria.__all__)
@@ -259,8 +255,10 @@ def test_a_combination_of_parts_that_look_at_several_agents_at_once_does_so(
     tmp_path, criterion, own_model, monkeypatch
 ):
     given = tiny(algorithm={"criterion": criterion, "own_model": own_model})
-    seen, judge = [], criteria.judge
-    monkeypatch.setattr(criteria, "judge", lambda part, view: seen.append(view.received.ids.ndim) or judge(part, view))
+    seen, judge = [], criteria.values_of
+    monkeypatch.setattr(
+        criteria, "values_of", lambda part, view: seen.append(view.received.ids.ndim) or judge(part, view)
+    )
     run(given, out=tmp_path / "together", workers=1)
     assert set(seen) == {2}
     seen.clear()
@@ -304,8 +302,7 @@ def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
     def rule(judged):
         return torch.full((m,), 1 / m)
 
-    algorithm = dataclasses.replace(algorithms.fedcbo(), weigh=rule)
-    received = Received(*[torch.zeros(3, m, dtype=torch.int64)] * 2, torch.zeros(1, 1), torch.ones(3, m).double())
-    view = Judged(0, None, None, received, received, NOBODYS)
+    received = views.received(torch.zeros(3, m, dtype=torch.int64))
+    view = Judged(0, torch.zeros(1, 1), None, None, received, received, None)
     with pytest.raises(ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"):
-        round._decided(algorithm, view, lambda k: NOBODYS, np.arange(3), {})
+        weights_of(rule(view), (3, m))

@@ -7,44 +7,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.federated.test_round import CLUSTER, MALICIOUS, make_setting, network
-from tests.tiny import empty_models
+from tests import agents as ours
+from tests.agents import BAD, GOOD, held, network
+from tests.views import judged
 
 from fedcb2o import models
 from fedcb2o.errors import RunError
 from fedcb2o.federated import algorithms
+from fedcb2o.federated.aggregate import form
 from fedcb2o.federated.criteria import average_loss, class_loss_gap
 from fedcb2o.federated.evaluate import losses_of
-from fedcb2o.federated.peers import Peers
+from fedcb2o.federated.choices import Choices, Inbox
+from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.mixing import mix_, mixture
+from fedcb2o.federated.peers import Met, Peers
 from fedcb2o.federated.rules import by_num_samples
-from fedcb2o.federated.selection import colluding, nobody, prob_sampling, remember, uniform
-from fedcb2o.federated.types import Contacts, Judged, Local, Losses, Received
-from fedcb2o.runtime.mixing import mixing_matrix
-from fedcb2o.runtime.phases import mix_
-from fedcb2o.runtime.simulate import rounds
-from fedcb2o.runtime.workers import Here
-from fedcb2o.runtime.world import World
+from fedcb2o.federated.selection import colluding, prob_sampling, remember, uniform
+from fedcb2o.federated.types import Attack, Contacts
 from fedcb2o.streams import stream
 
 INF = float("inf")
-
-
-def judged(by_class, own_by_class, present=None, n=0):
-    """A round's view with given class losses; the mean loss is their mean over the classes that are present."""
-    by_class = torch.tensor(by_class, dtype=torch.float64).reshape(-1, len(own_by_class))
-    own = torch.tensor([own_by_class], dtype=torch.float64)
-    present = torch.tensor(present or [True] * len(own_by_class))
-    m = len(by_class)
-    pool = torch.zeros(m + 1, 2)
-    ids = torch.arange(m)
-    return Judged(
-        n,
-        Losses(by_class[:, present].mean(1), by_class, present, torch.zeros(m, dtype=torch.float64)),
-        Losses(own[:, present].mean(1), own, present, torch.zeros(1, dtype=torch.float64)),
-        Received(ids, ids, pool, torch.ones(m, dtype=torch.float64)),
-        Received(torch.tensor([m]), torch.tensor([m]), pool, torch.ones(1, dtype=torch.float64)),
-        Local(losses_of=lambda models, change: None, draw=stream(0, "judged")),
-    )
 
 
 def test_class_loss_gap_by_hand():
@@ -90,7 +72,7 @@ def test_a_model_that_is_no_number_has_infinite_losses():
     pool = torch.zeros(3, models.dimension(module))
     pool[1] = torch.nan
     pool[2] = 3e38
-    shard = make_setting(algorithms.fedcbo(), module).test
+    shard = held().samples
     losses = losses_of(module, pool, torch.arange(3), shard, 4)
     assert losses.mean.isfinite().tolist() == [True, False, False]
     assert not losses.mean.isnan().any()
@@ -100,7 +82,7 @@ def test_a_model_that_is_no_number_has_infinite_losses():
 def test_batch_means_by_hand():
     module = network()
     pool = torch.randn(2, models.dimension(module), generator=torch.Generator().manual_seed(0))
-    shard = make_setting(algorithms.fedcbo(), module).test
+    shard = held().samples
     part = dataclasses.replace(shard, x=shard.x[:11], y=shard.y[:11])
     one_by_one = torch.stack(
         [losses_of(module, pool, torch.arange(2), dataclasses.replace(part, x=x[None], y=y[None]), 4).mean
@@ -112,28 +94,35 @@ def test_batch_means_by_hand():
     torch.testing.assert_close(batches, expected, rtol=1e-5, atol=1e-6)
 
 
+NOBODY = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
+
+
 def ask(contacts, n, budget=6, seed=0):
     return prob_sampling(contacts, torch.arange(1, n), budget, stream(seed, "x"))
 
 
+def after(contacts, asked, answered, losses, *, kappa=2.0, zeta=0.5, first_contact="average"):
+    """The contacts of one agent after a round."""
+    both = (Lists.of([torch.as_tensor(ids).numpy()]) for ids in (asked, answered))
+    losses = torch.as_tensor(losses, dtype=torch.float64).numpy()
+    (found,) = remember(Met.of([contacts]), *both, losses, kappa=kappa, zeta=zeta, first_contact=first_contact)
+    return found
+
+
 @pytest.mark.parametrize(("n", "budget", "counts"), [(100, 20, [20, 20, 20, 20, 19]), (20, 6, [6, 6, 6, 1])])
 def test_the_first_pass_has_no_top_up(n, budget, counts):
-    contacts, found = nobody(), []
+    contacts, found = NOBODY, []
     for k in range(len(counts)):
         asked = ask(contacts, n, budget, seed=k)
         found.append(len(asked))
-        contacts = remember(
-            contacts, asked, asked, torch.ones(len(asked)), kappa=2.0, zeta=0.5, first_contact="average"
-        )
+        contacts = after(contacts, asked, asked, torch.ones(len(asked)))
     assert found == counts
     assert contacts.ids.tolist() == list(range(1, n))
-    assert len(ask(contacts, n, budget)) == budget
 
 
-def test_a_likelihood_that_underflows_is_met_and_never_asked_again():
-    losses = torch.tensor([0.1, 1e6, INF, 0.2], dtype=torch.float64)
+def test_a_likelihood_that_underflows_is_never_drawn_and_never_first_again():
     everyone = torch.arange(1, 5)
-    contacts = remember(nobody(), everyone, everyone, losses, kappa=2.0, zeta=0.5, first_contact="average")
+    contacts = after(NOBODY, everyone, everyone, [0.1, 1e5, INF, 0.2])
     assert contacts.likelihood[1:3].tolist() == [0.0, 0.0]
     for seed in range(20):
         assert ask(contacts, 5, budget=3, seed=seed).tolist() == [1, 4]  # two are positive: two are drawn
@@ -145,9 +134,7 @@ def test_nobody_positive_is_nobody():
 
 
 def test_a_peer_that_never_answers_is_met_and_counts_as_an_average_one():
-    asked = torch.tensor([1, 2, 3])
-    losses = torch.zeros(2, dtype=torch.float64)
-    contacts = remember(nobody(), asked, asked[:2], losses, kappa=2.0, zeta=0.5, first_contact="average")
+    contacts = after(NOBODY, [1, 2, 3], [1, 2], [0.0, 0.0])
     assert contacts.likelihood[:2].tolist() == [0.5, 0.5]
     assert contacts.likelihood[2].isnan()
     drawn = [i for seed in range(300) for i in ask(contacts, 4, budget=1, seed=seed).tolist()]
@@ -155,13 +142,12 @@ def test_a_peer_that_never_answers_is_met_and_counts_as_an_average_one():
 
 
 def test_likelihood_by_hand():
-    one = torch.tensor([4])
-    first = remember(nobody(), one, one, torch.tensor([1.0]), kappa=2.0, zeta=0.25, first_contact="average")
+    first = after(NOBODY, [4], [4], [1.0], zeta=0.25)
     gain = torch.exp(torch.tensor(-2.0, dtype=torch.float64)).item()
     assert first.likelihood.item() == pytest.approx(0.25 * gain)
-    second = remember(first, one, one, torch.tensor([0.0]), kappa=2.0, zeta=0.25, first_contact="average")
+    second = after(first, [4], [4], [0.0], zeta=0.25)
     assert second.likelihood.item() == pytest.approx(0.75 * 0.25 * gain + 0.25)
-    whole = remember(nobody(), one, one, torch.tensor([1.0]), kappa=2.0, zeta=0.25, first_contact="whole")
+    whole = after(NOBODY, [4], [4], [1.0], zeta=0.25, first_contact="whole")
     assert whole.likelihood.item() == pytest.approx(gain)
 
 
@@ -176,60 +162,43 @@ def test_colluders_prefer_fellows(num_fellows, num_benign, budget):
 def test_uniform_is_uniform():
     counts = torch.zeros(5)
     for seed in range(500):
-        counts[uniform(nobody(), torch.arange(5), 2, stream(seed, "x"))] += 1
+        counts[uniform(NOBODY, torch.arange(5), 2, stream(seed, "x"))] += 1
     assert counts.sum() == 1000
     assert ((counts > 150) & (counts < 250)).all()
 
 
 def test_broken_models_are_dropped_and_the_rest_carry_on():
     """Attackers whose models are NaN, infinite or garbage: no benign model becomes one, and all of them move."""
-    setting = make_setting(algorithms.fedcb2o(own_model="trusted", mixing_factor=1.0), network())
-    world = World(setting, empty_models(len(CLUSTER), models.dimension(setting.module)))
-    start = torch.from_numpy(stream(1, "theta").normal(size=world.models.shape) * 0.3).float()
-    world.models[:] = start
-    bad = [j for j, malicious in enumerate(MALICIOUS) if malicious]
-    for j, value in zip(bad, (float("nan"), INF, 1e30, -INF), strict=True):
-        world.models[j] = value
-    contacts = [nobody() for _ in CLUSTER]
-    for done in rounds(world, Here(world), contacts, 0, 5, lambda n: False):
-        for j, malicious in enumerate(MALICIOUS):
-            if not malicious:
-                assert world.models[j].isfinite().all()
-                assert not set(done.mixed[j].ids.tolist()) & set(bad)
-    benign = ~torch.tensor(MALICIOUS)
-    assert (world.models[benign] != start[benign]).any(1).all()
+    engine = ours.together(algorithms.fedcb2o(own_model="trusted", mixing_factor=1.0))
+    theta = ours.models_of(engine)
+    start = theta.clone()
+    for j, value in zip(BAD, (float("nan"), INF, 1e30, -INF), strict=True):
+        theta[j] = value
+    for done in ours.run_rounds(engine, 5):
+        assert all(not set(ours.chosen(done.choices, j).ids) & set(BAD) for j in GOOD)
+        assert theta[GOOD].isfinite().all()
+    assert (theta[GOOD] != start[GOOD]).any(1).all()
 
 
 def test_a_benign_model_that_overflows_where_it_mixes_is_told():
-    """The weights may sum to a little more than 1, and the largest finite model is then no more finite."""
-    huge = [j for j, malicious in enumerate(MALICIOUS) if malicious]
+    """What arrives is bounded, and so is what weights make of it: a rule on columns can still make anything."""
 
-    def rule(judged):
-        return torch.where(judged.received.ids == huge[0], 1.0 + 5e-7, 0.0)
+    def rule(block):
+        return torch.full_like(block[0], torch.inf)
 
-    setting = make_setting(algorithms.by_rule(rule=rule, selection="everyone", judges=False), network())
-    train = tuple(chosen[:0] if j in huge else chosen for j, chosen in enumerate(setting.population.train))
-    setting = dataclasses.replace(setting, population=dataclasses.replace(setting.population, train=train))
-    world = World(setting, empty_models(len(CLUSTER), models.dimension(setting.module)))
-    world.models[huge] = torch.finfo(torch.float32).max
-    with pytest.raises(
-        RunError, match="the model of benign agent 0 is not finite after mixing in round 1: models that"
-    ):
-        next(rounds(world, Here(world), [nobody() for _ in CLUSTER], 0, 1, lambda n: False))
+    algorithm = algorithms.by_rule(rule=form("columns")(rule), selection="everyone", judges=False)
+    with pytest.raises(RunError, match="the model of benign agent 0 is not finite after mixing in round 1: what its"):
+        ours.run_rounds(ours.together(algorithm, attack=Attack()))
 
 
 def test_a_weight_of_zero_stops_a_nan():
-    setting = make_setting(algorithms.fedcb2o(), network())
-    world = World(setting, torch.tensor([[1.0, 2.0, 3.0], [torch.nan] * 3, [3.0, 4.0, 5.0]]))
-    from fedcb2o.federated.round import Choices, Mixed, stay
-
-    def mixed(ids, weights, own, factor):
-        ids = torch.tensor(ids)
-        return Mixed(ids, ids, ids, torch.tensor(weights, dtype=torch.float64), own, factor, 0.0)
-
-    rows = [mixed([1, 2], [1e-60, 1.0], 0.0, 0.5), stay(), mixed([0, 1], [0.5, 0.0], 0.5, 1.0)]
-    matrix = mixing_matrix(Choices.of(rows), 3)
-    mix_(world, (matrix.crow_indices(), matrix.col_indices(), matrix.values()), 0, 3)
-    assert world.models[0].tolist() == [2.0, 3.0, 4.0]  # half of itself, half of the third
-    assert world.models[2].tolist() == [2.0, 3.0, 4.0]
-    assert world.models[1].isnan().all()
+    pool = torch.tensor([[1.0, 2.0, 3.0], [torch.nan] * 3, [3.0, 4.0, 5.0]])
+    ids, weights = [[1, 2], [], [0, 1]], [[1e-60, 1.0], [], [0.5, 0.0]]
+    received = Lists.of([np.array(each, np.int64) for each in ids])
+    inbox = Inbox(received, received.values, np.ones(4), np.zeros(4, np.int64))
+    choices = Choices.none(np.arange(3), Lists.empty(3), inbox)
+    choices.weights[:], choices.own_weight[2], choices.factor[0] = np.concatenate(weights), 0.5, 0.5
+    mix_(pool, mixture(choices, np.arange(3)), 0, 3)
+    assert pool[0].tolist() == [2.0, 3.0, 4.0]  # half of itself, half of the third
+    assert pool[2].tolist() == [2.0, 3.0, 4.0]
+    assert pool[1].isnan().all()

@@ -3,23 +3,22 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
-from tests.federated.test_round import CLUSTER, MALICIOUS, make_setting, network
-from tests.tiny import StopError, bits, empty_models, stop_after, tiny
+from tests import agents as ours
+from tests.agents import BAD, CLUSTER, GOOD, chosen, run_rounds
+from tests.tiny import StopError, bits, stop_after, tiny
 
-from fedcb2o import knows, models
+from fedcb2o import knows
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, attacks, rules
-from fedcb2o.federated.round import Choices, Mixed
-from fedcb2o.federated.selection import nobody
+from fedcb2o.federated.choices import Choices, Inbox
+from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.mixing import mix_, mixture
+from fedcb2o.federated.publish import outbox
 from fedcb2o.federated.types import Attack
-from fedcb2o.runtime.mixing import mixing_matrix
-from fedcb2o.runtime.phases import mix_
-from fedcb2o.runtime.simulate import rounds
-from fedcb2o.runtime.workers import Here
-from fedcb2o.runtime.world import World
 from fedcb2o.streams import stream
 
 FLIP = {"name": "label_flip", "source": 9, "target": 4}
@@ -110,21 +109,8 @@ def test_a_sleeper_is_honest_until_it_wakes(tmp_path):
 # Rounds of a world, seen from inside
 
 
-def world_of(attack, algorithm=None, *, extra=0, **changes):
-    setting = make_setting(algorithm or algorithms.dfedavgm(selection="everyone"), network(), **changes)
-    setting = dataclasses.replace(setting, attack=attack)
-    n = len(CLUSTER) + attack.num_published(sum(MALICIOUS), len(MALICIOUS) - sum(MALICIOUS)) + extra
-    world = World(setting, empty_models(n, models.dimension(setting.module)))
-    world.models[:] = torch.from_numpy(stream(1, "theta").normal(size=world.models.shape) * 0.3).float()
-    return world
-
-
-def next_round(world, num=1):
-    return list(rounds(world, Here(world), [nobody() for _ in CLUSTER], 0, num, lambda n: False))
-
-
-BAD = [j for j, malicious in enumerate(MALICIOUS) if malicious]
-GOOD = [j for j, malicious in enumerate(MALICIOUS) if not malicious]
+def engine_of(attack, algorithm=None):
+    return ours.together(algorithm or algorithms.dfedavgm(selection="everyone"), attack=attack)
 
 
 def test_each_receiver_has_its_own_row_and_fellows_have_the_true_models(monkeypatch):
@@ -138,16 +124,16 @@ def test_each_receiver_has_its_own_row_and_fellows_have_the_true_models(monkeypa
     def by_samples(found, me):  # the rule of colluders, several at once
         whose, k = me.ids.flatten().tolist(), len(found.ids) if found.ids.ndim == 1 else found.ids.shape[1]
         for j, ids, rows in zip(whose, found.ids.view(-1, k), found.rows.view(-1, k), strict=True):
-            received[j] = (ids.tolist(), rows.tolist(), found.pool[rows])
+            received[j] = (ids.tolist(), rows.tolist(), engine.block.pool[rows])
         return rules.by_samples(found, me)
 
     def equal(judged):
         return by_samples(judged.received, judged.me)
 
-    monkeypatch.setattr("fedcb2o.federated.round.by_samples", by_samples)
+    monkeypatch.setattr("fedcb2o.federated.weighing.by_samples", by_samples)
     algorithm = algorithms.by_rule(rule=equal, selection="everyone", judges=False)
-    world = world_of(Attack(craft=numbered, threat=numbered.threat), algorithm)
-    next_round(world)
+    engine = engine_of(Attack(craft=numbered, threat=numbered.threat), algorithm)
+    run_rounds(engine)
     assert seen == dict.fromkeys(BAD, GOOD)
     assert sorted(received) == sorted(GOOD + BAD)
     for j, (ids, rows, thetas) in received.items():
@@ -161,28 +147,27 @@ def test_each_receiver_has_its_own_row_and_fellows_have_the_true_models(monkeypa
 def test_mixing_is_the_plain_loop():
     """Rows beyond the agents': what agent j mixes is by its rows, not by who sent it."""
     attack = Attack(craft=attacks.dissensus, threat=attacks.dissensus.threat)
-    world = world_of(attack, algorithms.fedcb2o(own_model="judged", mixing_factor=0.7))
-    draw = stream(3, "pool")
-    world.pool[:] = torch.from_numpy(draw.normal(size=world.pool.shape)).float()
-    mixed, n = [], len(CLUSTER)
+    block = engine_of(attack, algorithms.fedcb2o(own_model="judged", mixing_factor=0.7)).block
+    draw, n = stream(3, "pool"), len(CLUSTER)
+    block.pool[:] = torch.from_numpy(draw.normal(size=block.pool.shape)).float()
+    ids = Lists.of([draw.permutation(n)[:4] for _ in range(n)])
+    rows = outbox(block, 0).rows(ids.values, ids.owners)
+    for j, i, row in zip(ids.owners, ids.values, rows, strict=True):
+        assert (row >= n) == (j in GOOD and i in BAD)
+    weights = draw.dirichlet([1.0] * 5, size=n)
+    choices = Choices.none(np.arange(n), Lists.empty(n), Inbox(ids, rows, np.ones(4 * n), np.zeros(4 * n, np.int64)))
+    choices.weights[:], choices.own_weight[:], choices.factor[:] = weights[:, :4].flatten(), weights[:, 4], 0.7
+    before = block.pool.clone()
+    mixed = mixture(choices, block.layout.own)
+    assert len(block.pool) == n + len(BAD) * len(GOOD)
+    for a in range(0, block.pool.shape[1], 10):  # tiles of ten columns
+        mix_(block.pool, mixed, a, min(a + 10, block.pool.shape[1]))
     for j in range(n):
-        ids = torch.from_numpy(draw.permutation(n)[:4])
-        weights = torch.from_numpy(draw.dirichlet([1.0] * 5))
-        rows = world.setting.rows(j, ids, 0)
-        assert (rows >= n).tolist() == [j in GOOD and i in BAD for i in ids.tolist()]
-        mixed.append(Mixed(ids, ids, rows, weights[:4], float(weights[4]), 0.7, 0.0))
-    before = world.pool.clone()
-    matrix = mixing_matrix(Choices.of(mixed), len(world.pool))
-    assert matrix.shape == (n, n + len(BAD) * len(GOOD))
-    for a in range(0, world.pool.shape[1], 10):  # tiles of ten columns
-        b = min(a + 10, world.pool.shape[1])
-        mix_(world, (matrix.crow_indices(), matrix.col_indices(), matrix.values()), a, b)
-    for j, choice in enumerate(mixed):
-        m = choice.own_weight * before[j]
-        for row, weight in zip(choice.rows.tolist(), choice.weights.tolist(), strict=True):
+        m = weights[j, 4] * before[j]
+        for row, weight in zip(ids.having(rows)[j], weights[j, :4], strict=True):
             m = m + weight * before[row]
-        torch.testing.assert_close(world.models[j], 0.3 * before[j] + 0.7 * m, rtol=1e-5, atol=1e-6)
-    assert world.pool[n:].equal(before[n:])
+        torch.testing.assert_close(block.pool[j], 0.3 * before[j] + 0.7 * m, rtol=1e-5, atol=1e-6)
+    assert block.pool[n:].equal(before[n:])
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "huge"])
@@ -190,16 +175,17 @@ def test_mixing_is_the_plain_loop():
 def test_broken_models_never_arrive(value, judges):
     """Benign models are those of a world in which the attackers' models never arrive: they are NaN from the start."""
     algorithm = algorithms.fedcb2o(mixing_factor=1.0) if judges else None
-    worlds = {}
+    models = {}
     for kind in ("crafted", "silent"):
         attack = Attack(craft=lambda view, draw: attacks.not_finite(view, draw, value=value))
-        worlds[kind] = world_of(attack if kind == "crafted" else Attack(), algorithm)
+        engine = engine_of(attack if kind == "crafted" else Attack(), algorithm)
+        models[kind] = ours.models_of(engine)
         if kind == "silent":
-            worlds[kind].models[BAD] = torch.nan
-        for done in next_round(worlds[kind], 3):
-            assert all(not set(done.mixed[j].ids.tolist()) & set(BAD) for j in GOOD)
-    assert worlds["crafted"].models[GOOD].equal(worlds["silent"].models[GOOD])
-    assert worlds["crafted"].models[BAD].isfinite().all()
+            models[kind][BAD] = torch.nan
+        for done in run_rounds(engine, 3):
+            assert all(not set(chosen(done.choices, j).ids) & set(BAD) for j in GOOD)
+    assert models["crafted"][GOOD].equal(models["silent"][GOOD])
+    assert models["crafted"][BAD].isfinite().all()
 
 
 def test_a_benign_agent_that_an_attack_broke_is_no_error_and_spreads_nothing():
@@ -213,19 +199,20 @@ def test_a_benign_agent_that_an_attack_broke_is_no_error_and_spreads_nothing():
         return view.own
 
     attack = Attack(craft=count, threat=count.threat)
-    world = world_of(attack)
-    world.models[0] = torch.nan
-    for done in next_round(world, 3):
-        assert not any(0 in choice.ids for choice in done.mixed)
-        assert not done.mixed[0].ids.numel()
-        assert world.models[0].isnan().all()
-        assert world.models[1:].isfinite().all()
+    engine = engine_of(attack)
+    theta = ours.models_of(engine)
+    theta[0] = torch.nan
+    for done in run_rounds(engine, 3):
+        assert 0 not in done.choices.received.values
+        assert not chosen(done.choices, 0).ids
+    assert theta[0].isnan().all()
+    assert theta[1:].isfinite().all()
     assert sizes == [2, 2, 2, 2] * 3  # of three and of two benign agents; the first of the three is broken
     for silent in (Attack(), dataclasses.replace(attack, from_round=1)):
-        world = world_of(silent)
-        world.models[0] = torch.nan
+        engine = engine_of(silent)
+        ours.models_of(engine)[0] = torch.nan
         with pytest.raises(RunError, match="training diverged: the model or the loss of benign agent 0 is not finite"):
-            next_round(world)
+            run_rounds(engine)
 
 
 def test_the_view_of_a_round():
@@ -240,9 +227,9 @@ def test_the_view_of_a_round():
     def poison(shard, draw):
         return dataclasses.replace(shard, y=torch.zeros_like(shard.y))
 
-    world = world_of(Attack(poison=poison, craft=watch, threat=watch.threat))
-    before = world.models.clone()
-    next_round(world)
+    engine = engine_of(Attack(poison=poison, craft=watch, threat=watch.threat))
+    before = ours.models_of(engine).clone()
+    run_rounds(engine)
     assert sorted(views) == BAD
     assert len({draw for *_, draw in views.values()}) == len(BAD)
     for j, (view, fellows, benign, _) in views.items():
@@ -265,7 +252,7 @@ def test_the_view_of_a_round():
 )
 def test_what_is_no_model_is_told(returned, message):
     with pytest.raises(ConfigError, match=message):
-        next_round(world_of(Attack(craft=lambda view, draw: returned(view))))
+        run_rounds(engine_of(Attack(craft=lambda view, draw: returned(view))))
 
 
 # Configurations

@@ -1,11 +1,14 @@
-"""From an experiment and a data set to the setting that its rounds run in."""
+"""From an experiment and a data set to the block that its rounds work on."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fedcb2o import data, models, plugins
@@ -15,9 +18,13 @@ from fedcb2o.data.shard import Dataset, Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.federated import algorithms, attacks, graphs
+from fedcb2o.federated.attackers import Attackers
+from fedcb2o.federated.block import Block, Layout
+from fedcb2o.federated.holdings import Holdings
+from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.local_update import Training
 from fedcb2o.federated.metrics import Aim
-from fedcb2o.runtime.world import Setting, World
+from fedcb2o.federated.terms import Convolution, Linear, Primitives, Terms
 from fedcb2o.streams import stream
 
 
@@ -138,53 +145,128 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
     return module
 
 
-def initial_models_(theta: Tensor, experiment: Experiment, seed: int, dataset: Dataset) -> None:
-    """Fill the rows of `theta` with the initial models theta_0^j: one for all agents, or each its own. Those that a
-    coordinator holds, after the agents', always differ."""
-    theta[:] = models.flatten(module_of(experiment, seed, dataset))
+def first_models_(theta: Float[Tensor, "a d"], prepared: "Prepared", ids: Sequence[int]) -> None:
+    """Fill the rows of `theta` with the initial models theta_0^j of some agents: one for all agents, or each its own.
+    Those that a coordinator holds, whose ids follow the agents', always differ."""
+    experiment, seed, dataset = prepared.experiment, prepared.seed, prepared.dataset
     independent = experiment.agents.initialisation == "independent"
-    for j in range(0 if independent else experiment.agents.num_agents, len(theta)):
-        theta[j] = models.flatten(module_of(experiment, seed, dataset, j))
+    theta[:] = models.flatten(module_of(experiment, seed, dataset))
+    for row, j in enumerate(ids):
+        if independent or j >= experiment.agents.num_agents:
+            theta[row] = models.flatten(module_of(experiment, seed, dataset, j))
 
 
-def setting_of(experiment: Experiment, seed: int, dataset: Dataset) -> Setting:
-    """The setting of one seed's rounds."""
+@dataclass(frozen=True)
+class Prepared:
+    """One seed of an experiment, made once: the terms of its rounds, and who holds what of its data set."""
+
+    experiment: Experiment
+    seed: int
+    dataset: Dataset
+    population: Population
+    terms: Terms
+    attackers: Attackers
+
+    @property
+    def kept(self) -> int:
+        """The rows of a pool that outlive a round: of the agents' models, then of those that a coordinator holds."""
+        coordinator = self.terms.algorithm.coordinator
+        return self.terms.num_agents + (0 if coordinator is None else coordinator.models)
+
+    def test(self) -> Shard:
+        """The samples that agents are scored on."""
+        pool, chosen = self.dataset.pool, self.population.tuning
+        return self.dataset.test if self.experiment.evaluate_on == "test" else Shard(pool.x[chosen], pool.y[chosen])
+
+    def by(self, linear: Linear, layout: models.Layout, convolution: Convolution, together: int | None) -> "Prepared":
+        """The same, computed by these primitives."""
+        experiment = self.experiment.model_copy(
+            update={"linear": linear, "layout": layout, "convolution": convolution, "together": together}
+        )
+        module = self.terms.module
+        if layout == "channels_last" and self.experiment.layout != layout:
+            module = nn.Sequential(models.ChannelsLast(), module)
+        terms = dataclasses.replace(self.terms, module=module, primitives=Primitives(linear, convolution, together))
+        return dataclasses.replace(self, experiment=experiment, terms=terms)
+
+    def holdings(self, agents: Sequence[int], device: torch.device) -> Holdings:
+        """What some agents, ascending, hold."""
+        population, attackers, ids = self.population, self.attackers, np.array(agents)
+        train, validation = (
+            Lists.of([each[j].numpy() for j in agents]) for each in (population.train, population.validation)
+        )
+        return Holdings(
+            agents=ids,
+            samples=self.dataset.pool.to(device),
+            test=self.test().to(device),
+            train=train,
+            validation=validation,
+            cluster=attackers.cluster[ids],
+            num_clusters=attackers.num_clusters,
+            num_classes=self.dataset.num_classes,
+            malicious=attackers.malicious[ids],
+            attack=attackers.attack,
+            seed=self.seed,
+        )
+
+    def layout(self, agents: Sequence[int], own: Int[np.ndarray, " a"], kept: int) -> Layout:
+        """Where in a pool the models of some agents lie, of which the first `kept` rows outlive a round."""
+        attack, before = self.attackers.attack, self.terms.algorithm.keeps_before
+        each = attack.num_published(1, len(self.attackers.benign))
+        return Layout.of(own, kept, self.attackers.malicious[np.array(agents)], each, before)
+
+    def block(self, pool: Float[Tensor, "rows d"]) -> Block:
+        """All agents as one block."""
+        everybody = range(self.terms.num_agents)
+        holdings, layout = self.holdings(everybody, pool.device), self.layout(everybody, np.array(everybody), self.kept)
+        return Block(self.terms, holdings, self.attackers, layout, pool)
+
+
+def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
+    """One seed of an experiment; raises ConfigError where it does not fit its data."""
     agents, population = experiment.agents, population_of(experiment, seed, dataset)
     algorithm = experiment.algorithm.function("algorithm", algorithms)()
-    pool = dataset.pool
-    tuning = Shard(pool.x[population.tuning], pool.y[population.tuning])
-    if experiment.evaluate_on == "tuning" and not len(tuning):
+    attackers = Attackers(
+        attack=experiment.attack_made,
+        malicious=population.malicious.numpy(),
+        cluster=population.cluster.numpy(),
+        num_clusters=population.num_clusters,
+        collude=agents.malicious_role in ("attack", "clean") and algorithm.coordinator is None,
+        own_model=agents.colluders_own_model,
+        trigger=trigger_of(experiment),
+    )
+    terms = Terms(
+        seed=seed,
+        num_agents=len(population.cluster),
+        num_classes=dataset.num_classes,
+        rounds=experiment.rounds,
+        budget=agents.budget,
+        model=plugins.label(experiment.model.name),
+        module=module_of(experiment, seed, dataset),
+        training=Training(**experiment.training.model_dump()),
+        algorithm=algorithm,
+        average=agents.validation_loss,
+        share=agents.share,
+        most_samples=max(agents.benign_samples, agents.malicious_samples),
+        neighbours=neighbours_of(experiment, seed, population),
+        participation=agents.participation,
+        primitives=Primitives(experiment.linear or "torch", experiment.convolution or "grouped", experiment.together),
+    )
+    prepared = Prepared(experiment, seed, dataset, population, terms, attackers)
+    _check_tested(experiment, prepared.test())
+    return prepared
+
+
+def _check_tested(experiment: Experiment, test: Shard) -> None:
+    """Raises ConfigError where there is nothing to score on."""
+    if not len(test):
         raise ConfigError('`evaluate_on` = "tuning" needs pool samples that no agent holds, and there is none')
-    test = dataset.test if experiment.evaluate_on == "test" else tuning
     for source in aim_of(experiment).sources:
         if not torch.eq(test.y, source).any():
             raise ConfigError(
                 f"the {experiment.evaluate_on} samples hold none of class {source} (`attack.source`), so that no "
                 "attack can be measured: take another class, or more samples"
             )
-    return Setting(
-        seed=seed,
-        dataset=dataset,
-        test=test,
-        population=population,
-        model=plugins.label(experiment.model.name),
-        module=module_of(experiment, seed, dataset),
-        training=Training(**experiment.training.model_dump()),
-        algorithm=algorithm,
-        attack=experiment.attack_made,
-        trigger=trigger_of(experiment),
-        colluding=agents.malicious_role in ("attack", "clean") and not algorithm.models,
-        colluders_own_model=agents.colluders_own_model,
-        budget=agents.budget,
-        participation=agents.participation,
-        average=agents.validation_loss,
-        rounds=experiment.rounds,
-        share=agents.share,
-        neighbours=neighbours_of(experiment, seed, population),
-        linear=experiment.linear or "torch",
-        convolution=experiment.convolution or "grouped",
-        together=experiment.together,
-    )
 
 
 def specs_of(dataset: Dataset, num_models: int, dim: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -199,14 +281,11 @@ def shared_data(dataset: Dataset) -> dict[str, Tensor]:
     return {"pool_x": pool.x, "pool_y": pool.y, "test_x": test.x, "test_y": test.y}
 
 
-def world_of(
+def block_of(
     experiment: Experiment, seed: int, class_names: tuple[str, ...], dim: int, tensors: dict[str, Tensor]
-) -> World:
-    """The world of one seed, from the tensors that its processes share. Where the models lie on another device than the
-    CPU, so do the samples."""
+) -> Block:
+    """The block of all agents of one seed, from the tensors that its processes share. Where the models lie on another
+    device than the CPU, so do the samples."""
     pool, test = Shard(tensors["pool_x"], tensors["pool_y"]), Shard(tensors["test_x"], tensors["test_y"])
-    setting = setting_of(experiment, seed, Dataset(pool, test, class_names))
-    device = tensors["models"].device
-    if device.type != "cpu":
-        setting = dataclasses.replace(setting, dataset=setting.dataset.to(device), test=setting.test.to(device))
-    return World(setting, tensors["models"][:, :dim])
+    prepared = prepare(experiment, seed, Dataset(pool, test, class_names))
+    return prepared.block(tensors["models"][:, :dim])

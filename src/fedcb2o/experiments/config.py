@@ -21,10 +21,10 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.tables import changed, extended, plain, preset, read
 from fedcb2o.federated import algorithms, attacks, graphs
 from fedcb2o.federated.local_update import Precision
+from fedcb2o.federated.terms import Convolution, Linear
 from fedcb2o.federated.types import Attack, Threat
 from fedcb2o.models import Layout
 from fedcb2o.records import FREE
-from fedcb2o.runtime.primitives import Convolution, Linear
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -67,11 +67,12 @@ def named(component: Any) -> Any:
 
 class AttackPart(Component):
     """An attack on data or on models; one on models may poison `data` too. Before `from_round` there is no attack, and
-    `sybils` have a new identity in every round."""
+    `sybils` have a new identity in every round. `claims` is how many samples attackers say that they trained on."""
 
     data: Component | None = None
     from_round: Annotated[int, Field(ge=0, strict=True)] = 0
     sybils: Annotated[bool, Field(strict=True)] = False
+    claims: Positive | None = None
 
     @field_validator("data", mode="before")
     @classmethod
@@ -88,6 +89,7 @@ class AttackPart(Component):
         threat, name, data = _threat(self), plugins.label(self.name), self.data
         function = self.function("attack", attacks)
         poison = None if data is None else data.function("attack", attacks)
+        since: dict[str, Any] = {"from_round": self.from_round, "sybils": self.sybils, "claims": self.claims}
         if threat is None:
             if data is not None:
                 raise ConfigError(f"`attack.data` goes with an attack on models, and `{name}` is one on data itself")
@@ -96,7 +98,7 @@ class AttackPart(Component):
                     f"the attack `{name}` does not declare what it knows: write @fedcb2o.knows(), with "
                     '"fellows" or "benign" in it for what it sees, above the function'
                 )
-            return Attack(poison=function, from_round=self.from_round, sybils=self.sybils)
+            return Attack(poison=function, **since)
         if data is None and threat.on_poisoned_data:
             raise ConfigError(
                 f"the attack `{name}` publishes what was learnt from poisoned data: name an attack on them, such as "
@@ -106,12 +108,12 @@ class AttackPart(Component):
             raise ConfigError(
                 f"`attack.data` takes an attack on data, and `{plugins.label(data.name)}` is one on models"
             )
-        return Attack(poison=poison, craft=function, threat=threat, from_round=self.from_round, sybils=self.sybils)
+        return Attack(poison=poison, craft=function, threat=threat, **since)
 
     def resolved(self, kind: str, room: Any) -> dict[str, Any]:
         """The function's name and all of its keyword arguments, defaults among them, with `data` and `from_round`."""
         data = {} if self.data is None else {"data": self.data.resolved(kind, room)}
-        start = {key: value for key in ("from_round", "sybils") if (value := getattr(self, key))}
+        start = {key: value for key in ("from_round", "sybils", "claims") if (value := getattr(self, key))}
         return {**super().resolved(kind, room), **data, **start}
 
 
@@ -288,7 +290,8 @@ class Experiment(Part):
         agents = self.agents
         malicious, benign = agents.num_clusters * agents.malicious, agents.num_clusters * agents.benign
         algorithm: algorithms.Algorithm = self.algorithm.function("algorithm", algorithms)()
-        kept = algorithm.models + (agents.num_agents if algorithm.keeps_before else 0)
+        kept = algorithm.coordinator.models if algorithm.coordinator is not None else 0
+        kept += agents.num_agents if algorithm.keeps_before else 0
         return agents.num_agents + self.attack_made.num_published(malicious, benign) + kept
 
     def clean_twin(self) -> "Experiment":

@@ -15,9 +15,9 @@ from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.assemble import shared_data
 from fedcb2o.experiments.config import Experiment
+from fedcb2o.federated.mixing import WIDE
 from fedcb2o.federated.together import SMALL
 from fedcb2o.runtime import arena, checkpoint, machine
-from fedcb2o.runtime.phases import WIDE
 
 WORTH = 2e9  # floating-point operations of training a round below which one process is as fast as several
 PROCESS = 2**28  # bytes of PyTorch and of a batch's activations in each process

@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from fedcb2o import models, records
-from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import RunError
-from fedcb2o.experiments.assemble import module_of
-from fedcb2o.experiments.config import Experiment
-from fedcb2o.runtime import devices, onednn, primitives, timed
+from fedcb2o.experiments.assemble import Prepared
+from fedcb2o.federated.terms import Convolution, Linear
+from fedcb2o.runtime import devices, onednn, timed
 
 ENVIRONMENT = "environment.json"
 # Where a record does not say.
 UNCHOSEN = {"linear": "torch", "layout": "contiguous", "convolution": "grouped", "together": None}
 
 
-def primitives_of(folder: Path, experiment: Experiment, seed: int, dataset: Dataset) -> dict[str, Any]:
+def primitives_of(folder: Path, prepared: Prepared) -> dict[str, Any]:
     """The experiment's `linear`, `layout`, `convolution` and `together` for a seed, whose folder may tell what it began
     with.
 
     Raises RunError where this PyTorch lacks one.
     """
-    module, x = module_of(experiment, seed, dataset), dataset.pool.x[: experiment.training.batch_size]
-    dim, device, path = models.dimension(module), devices.device_of(experiment.device), folder / ENVIRONMENT
+    experiment, module, dim = prepared.experiment, prepared.terms.module, prepared.terms.dim
+    x = prepared.dataset.pool.x[: experiment.training.batch_size]
+    device, path = devices.device_of(experiment.device), folder / ENVIRONMENT
     began = records.read_json(path) if path.exists() else None
 
     def kept(name: str, best: Callable[[], Any]) -> Any:
@@ -35,7 +35,7 @@ def primitives_of(folder: Path, experiment: Experiment, seed: int, dataset: Data
             return asked
         return best() if began is None else began.get(name, UNCHOSEN[name])
 
-    def linear() -> primitives.Linear:
+    def linear() -> Linear:
         large = dim >= onednn.LARGE and device.type == "cpu"
         return timed.fastest_linear() if large else "torch"
 
@@ -44,11 +44,11 @@ def primitives_of(folder: Path, experiment: Experiment, seed: int, dataset: Data
             return "contiguous"
         return timed.fastest_layout(module, x, experiment.training.precision)
 
-    def room(convolution: primitives.Convolution) -> int:
+    def room(convolution: Convolution) -> int:
         pool = 4 * experiment.num_models * models.row_stride(dim)
         return min(experiment.agents.num_agents, devices.most_together(device, pool, module, x, convolution))
 
-    def convolution() -> primitives.Convolution:
+    def convolution() -> Convolution:
         if device.type == "cpu":  # by groups is about twice as fast
             return "grouped"
         most = room("unfolded")

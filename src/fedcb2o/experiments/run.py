@@ -24,26 +24,26 @@ from fedcb2o.data.partition import rotate
 from fedcb2o.data.shard import Dataset, features
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.experiments.assemble import (
+    Prepared,
     aim_of,
+    block_of,
     dataset_of,
-    initial_models_,
-    module_of,
-    setting_of,
+    first_models_,
+    prepare,
     shared_data,
     specs_of,
-    world_of,
 )
 from fedcb2o.experiments.config import Experiment, identity, load
-from fedcb2o.experiments.memory import plan, size
+from fedcb2o.experiments.memory import Plan, plan, size
 from fedcb2o.experiments.primitives import ENVIRONMENT, primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
-from fedcb2o.federated import lists, metrics
-from fedcb2o.federated.round import Choices
-from fedcb2o.federated.selection import nobody
+from fedcb2o.federated import metrics
+from fedcb2o.federated.choices import Choices
+from fedcb2o.federated.peers import Memory
 from fedcb2o.records import Records, Run
-from fedcb2o.runtime import arena, checkpoint, devices, machine, onednn, workers
-from fedcb2o.runtime.simulate import Round, rounds
-from fedcb2o.runtime.world import World
+from fedcb2o.runtime import arena, checkpoint, devices, ifca, machine, onednn, workers
+from fedcb2o.runtime.engine import Round, rounds
+from fedcb2o.runtime.shared import Shared
 
 
 def run(
@@ -79,19 +79,20 @@ def run(
         raise ConfigError(
             f"one process works on `device` = {experiment.device!r}, and `workers` is {workers}: leave it out"
         )
-    for seed in experiment.seeds:  # what is wrong with the settings shows before anything is written
-        module, x = setting_of(experiment, seed, dataset).module, features(dataset.pool.x[:2])
+    prepared = {seed: prepare(experiment, seed, dataset) for seed in experiment.seeds}
+    for seed, each in prepared.items():  # what is wrong with the settings shows before anything is written
+        module, x = each.terms.module, features(dataset.pool.x[:2])
         if (experiment.together or 1) > 1 and (why := devices.cannot_be_several(module, x)):
             raise ConfigError(
                 f"the model `{plugins.label(experiment.model.name)}` cannot be computed several times at once: leave "
                 f"out `together` ({why})"
             )
         if not _done(experiment, folder / f"seed-{seed}"):
-            plan(experiment, dataset, models.dimension(module), workers, limit, folder / f"seed-{seed}")
+            plan(experiment, dataset, each.terms.dim, workers, limit, folder / f"seed-{seed}")
     with alone(folder), Progress() if watch is None else contextlib.nullcontext(watch) as watch:
         _prepare(folder, experiment, resume)
         for seed in experiment.seeds:
-            run_seed(experiment, seed, dataset, folder / f"seed-{seed}", workers, limit, watch)
+            run_seed(prepared.pop(seed), folder / f"seed-{seed}", workers, limit, watch)
     return Run(folder)
 
 
@@ -163,48 +164,33 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def run_seed(
-    experiment: Experiment,
-    seed: int,
-    dataset: Dataset,
-    folder: Path,
-    count: int | None,
-    memory: int | None,
-    watch: Watch,
-) -> None:
+def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | None, watch: Watch) -> None:
     """Run one seed from its last checkpoint, or from the start, to the last round."""
+    experiment, seed, dataset, dim = prepared.experiment, prepared.seed, prepared.dataset, prepared.terms.dim
     if _done(experiment, folder):
         return
     fingerprint = f"{experiment.fingerprint(seed)} data {_digest(dataset)}"
-    dim = models.dimension(module_of(experiment, seed, dataset))
     place = plan(experiment, dataset, dim, count, memory, folder)
-    count = place.processes
     _make(folder)
     log = Records(folder)
     device = devices.device_of(experiment.device)
-    chosen = primitives_of(folder, experiment, seed, dataset)
-    if isinstance(watch, Progress):
-        where = "" if device.type == "cpu" else f" on {device}"
-        if chosen["together"] is not None:
-            where += f", {chosen['together']} agents at once, convolutions {chosen['convolution']}"
-        if place.folder is None:  # else a note says it
-            watch.say(f"{experiment.name} seed {seed}: {place}")
-        done_by = f"large dense layers by {chosen['linear']}, images {chosen['layout']}"
-        watch.say(f"{experiment.name} seed {seed}: processes {count}{where}, {done_by}")
-    if place.folder is not None:
-        print(f"Note: {experiment.name} seed {seed}: {place}.", file=sys.stderr)
+    chosen = primitives_of(folder, prepared)
+    prepared = prepared.by(**chosen)
+    _say(watch, prepared, place, chosen, device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(devices.repeatable(device))
         stack.enter_context(_room(device))
-        world, pool = _enter(stack, experiment.model_copy(update=chosen), seed, dataset, dim, count, place.folder)
-        padded = world.kept.as_strided((len(world.kept), models.row_stride(dim)), (models.row_stride(dim), 1))
+        engine = _enter(stack, prepared, place)
+        block = engine.block
+        kept = block.pool[: prepared.kept]
+        padded = kept.as_strided((len(kept), models.row_stride(dim)), (models.row_stride(dim), 1))
         saved = checkpoint.load_(folder, padded, fingerprint)
         if saved is not None and (changed := _changed_versions(folder, device)):
             print(f"Note: {folder} began with {changed}: its next rounds may differ in bits.", file=sys.stderr)
         if saved is None:
-            initial_models_(world.kept, experiment, seed, dataset)
-            _describe(folder, experiment, seed, dataset, world, count, chosen)
-            saved = 0, [nobody() for _ in range(world.setting.num_agents)]
+            first_models_(kept, prepared, range(len(kept)))
+            _describe(folder, prepared, place.processes, chosen, device)
+            saved = 0, Memory.blank(prepared.terms.num_agents)
         start = saved[0]
         log.cut(start)
 
@@ -215,22 +201,42 @@ def run_seed(
             if isinstance(watch, Progress):
                 watch.phase(experiment, seed, n + 1, phase)
 
-        made = rounds(world, pool, saved[1], start, experiment.rounds, evaluated, tell, place.columns)
+        made = rounds_of(engine)(engine, saved[1], start, experiment.rounds, evaluated, tell)
         del saved
         for done in made:
-            line = metrics_line(experiment, world, done)
+            line = metrics_line(aim_of(experiment), block.attackers.malicious, done)
             log.append("metrics", line)
             log.append("pairs", pairs_line(done))
             seconds = dict(done.seconds)
             if (done.n + 1) % experiment.checkpoint_every == 0 or done.n + 1 == experiment.rounds:
                 began = time.perf_counter()
                 log.sync()
-                checkpoint.save(folder, done.n + 1, padded, done.contacts, fingerprint)
+                checkpoint.save(folder, done.n + 1, [padded], done.memory, fingerprint)
                 seconds["checkpoint"] = time.perf_counter() - began
             log.append("timing", {"round": done.n + 1, **seconds})
             watch(experiment, seed, line)
     scores = records.summary(Run(folder.parent).records_of(seed))
     records.write_json(folder / "summary.json", {str(name): scores[name].iloc[0] for name in scores})
+
+
+def rounds_of(engine: Shared) -> Callable[..., Iterator[Round]]:
+    """The loop over rounds: Algorithm 1's, or that of a coordinator where the algorithm has one."""
+    return rounds if engine.terms.algorithm.coordinator is None else ifca.rounds
+
+
+def _say(watch: Watch, prepared: Prepared, place: Plan, chosen: Mapping[str, Any], device: torch.device) -> None:
+    """Tell where the models of a seed lie, and by what its rounds are computed."""
+    start = f"{prepared.experiment.name} seed {prepared.seed}"
+    if isinstance(watch, Progress):
+        where = "" if device.type == "cpu" else f" on {device}"
+        if chosen["together"] is not None:
+            where += f", {chosen['together']} agents at once, convolutions {chosen['convolution']}"
+        if place.folder is None:  # else a note says it
+            watch.say(f"{start}: {place}")
+        done_by = f"large dense layers by {chosen['linear']}, images {chosen['layout']}"
+        watch.say(f"{start}: processes {place.processes}{where}, {done_by}")
+    if place.folder is not None:
+        print(f"Note: {start}: {place}.", file=sys.stderr)
 
 
 def _done(experiment: Experiment, folder: Path) -> bool:
@@ -239,30 +245,24 @@ def _done(experiment: Experiment, folder: Path) -> bool:
     return summary.exists() and records.read_json(summary).get("rounds", 0) >= experiment.rounds
 
 
-def _enter(
-    stack: contextlib.ExitStack,
-    experiment: Experiment,
-    seed: int,
-    dataset: Dataset,
-    dim: int,
-    count: int,
-    folder: Path | None = None,
-) -> tuple[World, workers.Workers]:
-    """The world of one seed and who works in it; the models lie in memory, or in a file in a `folder`."""
-    specs = specs_of(dataset, experiment.num_models, dim)
-    make = functools.partial(world_of, experiment, seed, dataset.class_names, dim)
+def _enter(stack: contextlib.ExitStack, prepared: Prepared, place: Plan) -> Shared:
+    """The engine of one seed; the models lie in memory, or in a file."""
+    experiment, seed, dataset, dim = prepared.experiment, prepared.seed, prepared.dataset, prepared.terms.dim
+    specs, count = specs_of(dataset, experiment.num_models, dim), place.processes
     if count == 1 and dim >= onednn.LARGE:
         machine.keep_memory()
-    if count == 1 and folder is None:
+    if count == 1 and place.folder is None:
         theta = torch.zeros(specs["models"][1], device=devices.device_of(experiment.device))
-        world = make({"models": theta, **shared_data(dataset)})
-        return world, workers.Here(world)
-    shared = stack.enter_context(arena.shared(specs, folder))
+        block = prepared.block(theta[:, :dim])
+        return Shared(block, workers.Here(block))
+    shared = stack.enter_context(arena.shared(specs, place.folder))
     tensors = shared.tensors()
     for name, tensor in shared_data(dataset).items():
         tensors[name].copy_(tensor)
-    world = make(tensors)
-    return world, workers.Here(world) if count == 1 else workers.Processes(count, shared, make)
+    make = functools.partial(block_of, experiment, seed, dataset.class_names, dim)
+    block = prepared.block(tensors["models"][:, :dim])
+    who = workers.Here(block) if count == 1 else workers.Processes(count, shared, make)
+    return Shared(block, who, place.columns)
 
 
 @contextlib.contextmanager
@@ -281,17 +281,9 @@ def _digest(dataset: Dataset) -> str:
     return "-".join(f"{checkpoint.adds_up_to(tensor):08x}" for tensor in shared_data(dataset).values())
 
 
-def _describe(
-    folder: Path,
-    experiment: Experiment,
-    seed: int,
-    dataset: Dataset,
-    world: World,
-    count: int,
-    chosen: Mapping[str, Any],
-) -> None:
+def _describe(folder: Path, prepared: Prepared, count: int, chosen: Mapping[str, Any], device: torch.device) -> None:
     """Write who takes part, in what surroundings, and a few samples as each cluster sees them."""
-    population, device = world.setting.population, world.pool.device
+    experiment, seed, dataset, population = prepared.experiment, prepared.seed, prepared.dataset, prepared.population
     sources = torch.tensor(aim_of(experiment).sources, dtype=torch.int64)
     environment = {"seed": seed, **_versions(device), "platform": platform.platform(), "workers": count}
     records.write_json(folder / ENVIRONMENT, {**environment, **chosen})
@@ -304,7 +296,7 @@ def _describe(
         "num_classes": dataset.num_classes,
         "clusters": population.num_clusters,
         "angles": [k * 360 // population.num_clusters for k in range(population.num_clusters)],
-        "dim": world.models.shape[1],
+        "dim": prepared.terms.dim,
         "cluster": population.cluster.tolist(),
         "malicious": population.malicious.tolist(),
         "num_samples": [len(chosen) for chosen in population.train],
@@ -338,22 +330,22 @@ def _changed_versions(folder: Path, device: torch.device) -> str:
     return ", ".join(f"{name} {old}, now {new}" for name, (old, new) in changed.items())
 
 
-def metrics_line(experiment: Experiment, world: World, done: Round) -> dict[str, Any]:
+def metrics_line(aim: metrics.Aim, malicious: Bool[np.ndarray, " N"], done: Round) -> dict[str, Any]:
     """The line of a round in metrics.jsonl: what each agent lost, took in from malicious peers, and scores.
 
     `malicious_weight` is in m_j, before the mixing factor: the share in the new model is that times the factor.
     """
-    malicious = world.setting.population.malicious
+    choices = done.choices
     line: dict[str, Any] = {
         "round": done.n + 1,
-        "train_loss": done.train_loss,
-        "validation_loss": [loss if math.isfinite(loss) else None for loss in done.mixed.own_loss.tolist()],
-        "malicious_weight": _malicious_weights(done.mixed, malicious.numpy()),
-        "answered": done.mixed.num_received.tolist(),
+        "train_loss": done.train_loss.tolist(),
+        "validation_loss": [loss if math.isfinite(loss) else None for loss in choices.own_loss.tolist()],
+        "malicious_weight": _malicious_weights(choices, malicious),
+        "answered": choices.received.sizes.tolist(),
     }
     if done.confusion is None:
         return line
-    aim, triggered = aim_of(experiment), done.triggered or {}
+    triggered = done.triggered or {}
     scores: dict[str, Callable[[int, torch.Tensor], float | None]] = {
         "accuracy": lambda j, c: metrics.accuracy(c),
         "source_accuracy": lambda j, c: aim.accuracy(c),
@@ -364,9 +356,10 @@ def metrics_line(experiment: Experiment, world: World, done: Round) -> dict[str,
     return line
 
 
-def _malicious_weights(mixed: Choices, malicious: Bool[np.ndarray, " N"]) -> list[float | None]:
+def _malicious_weights(choices: Choices, malicious: Bool[np.ndarray, " N"]) -> list[float | None]:
     """The weight that each benign agent gave to malicious peers, where weights say it."""
-    sums = np.bincount(lists.owners(mixed.num_received), mixed.weights * malicious[mixed.ids], len(mixed))
+    received = choices.received
+    sums = np.bincount(received.owners, choices.weights * malicious[received.values], len(choices))
     unknown = malicious | np.isnan(sums)
     return [None if hidden else found for found, hidden in zip(sums.tolist(), unknown.tolist(), strict=True)]
 
@@ -377,17 +370,17 @@ def pairs_line(done: Round) -> dict[str, Any]:
     `before` is the weight of the model that an agent began the round with, and `f` the attackers that its rule assumed,
     where any has such.
     """
-    mixed, everyone = done.mixed, range(len(done.mixed))
-    weights, own = ([float(f"{w:.6g}") for w in each.tolist()] for each in (mixed.weights, mixed.own_weight))
+    choices = done.choices
+    weights, own = ([float(f"{w:.6g}") for w in each.tolist()] for each in (choices.weights, choices.own_weight))
     line: dict[str, Any] = {
         "round": done.n + 1,
-        "asked": lists.split(mixed.asked.tolist(), mixed.num_asked),
-        "ids": lists.split(mixed.ids.tolist(), mixed.num_received),
-        "weights": lists.split(weights, mixed.num_received),
+        "asked": choices.asked.tolist(),
+        "ids": choices.received.tolist(),
+        "weights": choices.received.having(np.array(weights)).tolist(),
         "own": own,
     }
-    if mixed.before:
-        line["before"] = [mixed.before[j][1] if j in mixed.before else 0.0 for j in everyone]
-    if mixed.f:
-        line["f"] = [mixed.f.get(j) for j in everyone]
+    if not np.isnan(choices.before).all():
+        line["before"] = np.nan_to_num(choices.before).tolist()
+    if not np.isnan(choices.f).all():
+        line["f"] = [None if math.isnan(f) else int(f) for f in choices.f.tolist()]
     return line

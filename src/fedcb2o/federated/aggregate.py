@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from fedcb2o import plugins
+from fedcb2o import models, plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.types import Columns, Reduction
 from fedcb2o.plugins import F
@@ -82,6 +82,7 @@ def check(rule: Callable[..., Any], f: int, m: int) -> None:
 BLOCK = 400_000  # numbers at once: 1.6 MB of float32, which stay near the core
 
 Mixing = Float[Tensor, "j n"] | Callable[[Float[Tensor, "n n"]], Float[Tensor, "j n"]]
+"""A pre-step: a matrix, or what makes it of the Gram matrix of the models that it mixes."""
 
 
 def blocks(
@@ -98,7 +99,7 @@ def blocks(
     """
     start, stop = columns or (0, pool.shape[1])
     first, count = (0, len(pool)) if rows is None else (int(rows[0]) if len(rows) else 0, len(rows))
-    follow = rows is None or _follow(rows)
+    follow = rows is None or models.follow(rows.tolist())
     where = None if rows is None else rows.to(pool.device)
     added = 0 if extra is None else len(extra)
     size = _columns_at_once(count + added, pool.device) if size is None else size
@@ -116,11 +117,6 @@ def blocks(
         if extra is not None:
             block[count:] = extra[:, a:b]
         yield a, block
-
-
-def _follow(rows: Int[Tensor, " m"]) -> bool:
-    """Whether rows follow each other."""
-    return len(rows) == 0 or bool((rows == torch.arange(int(rows[0]), int(rows[0]) + len(rows))).all())
 
 
 def _columns_at_once(m: int, device: torch.device) -> int:
@@ -172,114 +168,11 @@ def gram(
     return matrix
 
 
-def finite(
-    pool: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"] | None = None,
-    *,
-    extra: Float[Tensor, "e d"] | None = None,
-    size: int | None = None,
-) -> Bool[Tensor, " k"]:
-    """Which models are finite: the others no rule may see. Where there is a Gram matrix, its diagonal says the same."""
-    k = (len(pool) if rows is None else len(rows)) + (0 if extra is None else len(extra))
-    good = torch.ones(k, dtype=torch.bool, device=pool.device)
-    for _, block in blocks(pool, rows, extra=extra, size=size):
-        good &= _finite_rows(block)
-    return good.cpu()
-
-
-def _finite_rows(block: Float[Tensor, "k b"]) -> Bool[Tensor, " k"]:
-    """Which rows are finite: their sums are, scaled so that no finite numbers overflow. The fastest way there is."""
-    return (block @ block.new_full((block.shape[1],), 2.0**-30)).isfinite()
-
-
-def weighted(
-    pool: Float[Tensor, "p d"],
-    weights: Float[Tensor, " k"],
-    rows: Int[Tensor, " m"] | None = None,
-    *,
-    extra: Float[Tensor, "e d"] | None = None,
-    size: int | None = None,
-) -> Float[Tensor, " d"]:
-    """The average of the models under weights; models of weight 0 are not even read."""
-    rows = torch.arange(len(pool)) if rows is None else rows
-    used = weights != 0
-    mine, others = used[: len(rows)], used[len(rows) :]
-    extra = extra[others] if extra is not None and others.any() else None
-    mu = weights[used].to(pool.device, pool.dtype)
-
-    def average(block: Float[Tensor, "m b"]) -> Float[Tensor, " b"]:
-        return mu @ block
-
-    rows = rows[mine]
-    if extra is None and len(rows) and _follow(rows):
-        return mu @ pool[int(rows[0]) : int(rows[0]) + len(rows)]
-    return reduced(pool, average, rows, extra=extra, size=size)
-
-
-def reduced(
-    pool: Float[Tensor, "p d"],
-    reduce: Columns,
-    rows: Int[Tensor, " m"] | None = None,
-    *,
-    extra: Float[Tensor, "e d"] | None = None,
-    mixing: Float[Tensor, "j k"] | None = None,
-    size: int | None = None,
-) -> Float[Tensor, " d"]:
-    """What `reduce` makes of each block of columns, of the models or, with `mixing` P, of the rows of P X."""
-    result = pool.new_empty(pool.shape[1])
-    p = None if mixing is None else mixing.to(pool.device, pool.dtype)
-    for a, block in blocks(pool, rows, extra=extra, size=size):
-        result[a : a + block.shape[1]] = reduce(block if p is None else p @ block)
-    return result
-
-
-def apply(
-    rule: Callable[..., Any],
-    pool: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"] | None = None,
-    *given: Any,
-    extra: Float[Tensor, "e d"] | None = None,
-    mixing: Mixing | None = None,
-    size: int | None = None,
-) -> Float[Tensor, " d"]:
-    """The model that a rule, its keywords bound by `functools.partial`, makes of rows of a pool and of `extra`.
-
-    The rows come in the order of the rule's `Form`: the agent's own last. `given` is what the rule looks at beside the
-    Gram matrix: tensors with a value for each row, or numbers. `mixing` is a pre-step, a matrix or a function of the
-    Gram matrix, and leaves the agent's own rows as they are. Models that are not finite are left out before anything
-    else; raises ConfigError where none is left or trusted, or the agent's own model is not finite.
-    """
-    rows = torch.arange(len(pool)) if rows is None else rows
-    g = gram_for(rule, pool, rows, extra=extra, mixing=mixing, size=size)
-    if g is not None:
-        return _applied(rule, pool, rows, given, extra, mixing, size, g, g.diagonal().isfinite())
-    m = len(rows) + (0 if extra is None else len(extra))
-    nothing = torch.full((m, m), torch.nan, dtype=torch.float64)
-    try:  # as if all were finite, which is checked as it goes: one pass over the models
-        return _applied(
-            rule, pool, rows, given, extra, mixing, size, nothing, torch.ones(m, dtype=torch.bool), check=True
-        )
-    except _NotFiniteError:
-        good = finite(pool, rows, extra=extra, size=size)
-        return _applied(rule, pool, rows, given, extra, mixing, size, nothing, good)
-
-
-def reduce_block(reduction: Reduction, block: Float[Tensor, "p b"]) -> Float[Tensor, " b"]:
-    """What a reduction makes of a block of columns of the pool."""
-    x, p = block[reduction.rows], reduction.mixing
-    return reduction.reduce(x if p is None else p.to(x.device, x.dtype) @ x)
-
-
-def gram_for(
-    rule: Callable[..., Any],
-    pool: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"],
-    *,
-    extra: Float[Tensor, "e d"] | None = None,
-    mixing: Mixing | None = None,
-    size: int | None = None,
-) -> Float[Tensor, "k k"] | None:
-    """As much of the Gram matrix as a rule after a pre-step reads; None where it reads nothing of it."""
+def gram_and_mixing(
+    rule: Callable[..., Any], pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"], mixing: Mixing | None
+) -> tuple[Float[Tensor, "m m"], Float[Tensor, "r m"] | None]:
+    """As much of the Gram matrix as a rule after a pre-step reads, the rest NaN; and the pre-step's matrix, in which
+    the agent's own rows, which are last, stay as they are."""
     form = form_of(rule)
     pairs = form.pairs(getattr(rule, "keywords", {})) if callable(form.pairs) else form.pairs
     if form.of == "columns" or pairs == "none":
@@ -287,8 +180,17 @@ def gram_for(
     elif mixing is not None:
         pairs = "all"
     if pairs == "none":
-        return None
-    return gram(pool, rows, extra=extra, last=None if pairs == "all" else len(form.last), size=size)
+        g = torch.full((len(rows), len(rows)), torch.nan, dtype=torch.float64)
+    else:
+        g = gram(pool, rows, last=None if pairs == "all" else len(form.last))
+    if mixing is None:
+        return g, None
+    peers = len(rows) - len(form.last)
+    p = mixing(g[:peers, :peers]) if callable(mixing) else mixing.double()
+    whole = torch.zeros(len(p) + len(form.last), len(rows), dtype=torch.float64)
+    whole[: len(p), :peers] = p
+    whole[len(p) :, peers:] = torch.eye(len(form.last))
+    return g, whole
 
 
 def decide(
@@ -310,67 +212,34 @@ def decide(
     return weights if p is None else p.T @ weights
 
 
-class _NotFiniteError(Exception):
-    """A model may not be finite."""
-
-
-def _applied(
+def apply(
     rule: Callable[..., Any],
     pool: Float[Tensor, "p d"],
-    rows: Int[Tensor, " r"],
-    given: tuple[Any, ...],
-    extra: Float[Tensor, "e d"] | None,
-    mixing: Mixing | None,
-    size: int | None,
-    g: Float[Tensor, "m m"],
-    good: Bool[Tensor, " m"],
-    check: bool = False,
+    rows: Int[Tensor, " m"] | None = None,
+    *given: Any,
+    mixing: Mixing | None = None,
 ) -> Float[Tensor, " d"]:
-    """What a rule makes of the `good` models; with `check`, raises where they may not be."""
-    last, m = len(form_of(rule).last), len(good)
-    if not good.any() or not good[m - last :].all():
-        what = "the agent's own model" if good.any() else "every model"
-        raise ConfigError(f"{what} holds numbers that are not finite, so there is nothing to aggregate")
-    rows, extra = rows[good[: len(rows)]], None if extra is None else extra[good[len(rows) :]]
-    given = tuple(v[good] if isinstance(v, Tensor) and v.ndim and len(v) == m else v for v in given)
-    g = g[good][:, good]
-    p = None if mixing is None else mixing_matrix(mixing, g, last, good)
+    """The model that a rule, its keywords bound by `functools.partial`, makes of finite models, rows of a pool.
+
+    The rows come in the order of the rule's `Form`: the agent's own last. `given` is what the rule looks at beside the
+    Gram matrix: tensors with a value for each row, or numbers. `mixing` is a pre-step, a matrix or a function of the
+    Gram matrix, and leaves the agent's own rows as they are. Raises ConfigError where the rule trusts no model.
+    """
+    rows = torch.arange(len(pool)) if rows is None else rows
+    g, p = gram_and_mixing(rule, pool, rows, mixing)
     outcome = decide(rule, g, *given, p=p)
     if isinstance(outcome, Reduction):
-
-        def checked(block: Float[Tensor, "k b"]) -> Float[Tensor, " b"]:
-            if not _finite_rows(block).all():
-                raise _NotFiniteError
-            return outcome.reduce(block)
-
-        mine, others = outcome.rows[outcome.rows < len(rows)], outcome.rows[outcome.rows >= len(rows)] - len(rows)
-        extra = extra[others] if extra is not None and len(others) else None
-        reduce = checked if check else outcome.reduce
-        return reduced(pool, reduce, rows[mine], extra=extra, mixing=outcome.mixing, size=size)
+        reduction, used = Reduction(torch.arange(len(outcome.rows)), outcome.reduce, outcome.mixing), rows[outcome.rows]
+        return _by_blocks(pool, used, reduction.of)
     if not outcome.any():
         raise ConfigError("the rule trusts none of the models, so there is nothing to aggregate")
-    result = weighted(pool, outcome, rows, extra=extra, size=size)
-    if check and not result.sum().isfinite():
-        raise _NotFiniteError
+    mu = outcome[outcome != 0].to(pool.device, pool.dtype)
+    return _by_blocks(pool, rows[outcome != 0], lambda block: mu @ block)
+
+
+def _by_blocks(pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"], reduce: Columns) -> Float[Tensor, " d"]:
+    """What `reduce` makes of some rows of a pool, a block of columns at a time."""
+    result = pool.new_empty(pool.shape[1])
+    for a, block in blocks(pool, rows):
+        result[a : a + block.shape[1]] = reduce(block)
     return result
-
-
-def mixing_matrix(
-    mixing: Mixing, g: Float[Tensor, "k k"], last: int, good: Bool[Tensor, " m"] | None = None
-) -> Float[Tensor, "r c"]:
-    """The pre-step's matrix for the models that are left, and the identity for the agent's own rows, which are last.
-
-    `good` are those left of the models that a given matrix was made for.
-    """
-    peers = len(g) - last
-    good = torch.ones(len(g), dtype=torch.bool) if good is None else good
-    if callable(mixing):
-        p = mixing(g[:peers, :peers])
-    else:
-        p = mixing[:, good[: len(good) - last]].double()
-        p = p[p.sum(1) > 0]
-        p = p / p.sum(1, keepdim=True)
-    whole = torch.zeros(len(p) + last, peers + last, dtype=torch.float64)
-    whole[: len(p), :peers] = p
-    whole[len(p) :, peers:] = torch.eye(last)
-    return whole

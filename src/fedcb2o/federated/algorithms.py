@@ -7,6 +7,7 @@ eq:fedcb2o_dynamics, FedCBO that of eq:fedcbo_dynamic.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,29 +16,36 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o import plugins
+from fedcb2o import consensus, plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregate, criteria, pre_steps, rules, selection
 from fedcb2o.federated.rules import OwnModel
-from fedcb2o.federated.types import Judged, Rule, Select, together
+from fedcb2o.federated.types import Judged, Select, together
 from fedcb2o.plugins import Named
 
 __all__ = ["by_rule", "dfedavgm", "fedcb2o", "fedcbo", "ifca", "local_training"]
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """Who holds the `models` of IFCA, and averages them with equal weights or `by_samples`."""
+
+    models: int
+    by_samples: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """How a benign agent aggregates (alg:localAggregation).
 
-    `weigh` gives normalised weights of the received models and, last, of the agent's own; `judges` says whether it
-    needs losses. `mixing_factor` is lambda1 * gamma, or replaces it; `own_candidate` lets an agent draw itself.
-    `keeps_before` says that it looks at the model before the round, `admits` raises ConfigError for a budget that it
-    does not go with. `models` is the number of those that a coordinator holds, 0 where there is none, and `by_samples`
-    how it averages (see `ifca`).
+    `weigh` is a rule: normalised weights of the received models and, last, of the agent's own; `judges` says whether
+    it needs losses. `mixing_factor` is lambda1 * gamma, or replaces it; `own_candidate` lets an agent draw itself.
+    `keeps_before` says that it looks at the model before the round, `remembers` that `weigh` has a memory, and `admits`
+    raises ConfigError for a budget that it does not go with. `coordinator` is the one of IFCA, and else None.
     """
 
     select: Select
-    weigh: Rule
+    weigh: Callable[..., Any]
     judges: bool
     lambda1: float
     mixing_factor: float | None
@@ -46,9 +54,9 @@ class Algorithm:
     zeta: float = 0.5
     first_contact: str = "average"
     keeps_before: bool = False
+    remembers: bool = False
     admits: Callable[[int], None] | None = None
-    models: int = 0
-    by_samples: bool = False
+    coordinator: Coordinator | None = None
 
     def factor(self, gamma: float) -> float:
         """The share of the consensus point in the new model (eq:local_agg_update)."""
@@ -61,6 +69,8 @@ def fedcb2o(
     criterion_from_round: int = 0,
     alpha: float = 10.0,
     beta: float | None = None,
+    delta_q: float = 0.0,
+    quantile: Literal["plain", "averaged"] = "plain",
     own_model: OwnModel = "excluded",
     own_candidate: bool = False,
     selection: Named = "prob_sampling",
@@ -76,13 +86,21 @@ def fedcb2o(
     (rem:FedCB2Oimproved). `mixing_factor` is that of eq:local_agg_update, lambda1 * gamma unless it is given.
     The released code has own_model = "trusted", own_candidate = true, first_contact = "whole", mixing_factor = 1
     and alpha = 2. The exact consensus point (eq:clustered_csp) is selection = "everyone", own_model = "judged"
-    and a `beta`.
+    and a `beta`, in the practical form of the text after eq:q_beta; with quantile = "averaged" and a `delta_q` it has
+    the level of eq:Q_beta.
     """
     _check("alpha", alpha, alpha >= 0, "0 or more")
     _check("beta", beta, beta is None or 0 < beta <= 1, "above 0 and at most 1")
+    _check("delta_q", delta_q, 0 <= delta_q < math.inf, "0 or more")
+    if beta is None and (delta_q or quantile != "plain"):
+        raise ConfigError("`delta_q` and `quantile` go with a `beta`: they are about the level of its sub-level set")
     _check("kappa", kappa, kappa >= 0, "0 or more")
     _check("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
     _check("criterion_from_round", criterion_from_round, criterion_from_round >= 0, "0 or more")
+    sublevel = None
+    if beta is not None:
+        averaged = quantile == "averaged"
+        sublevel = functools.partial(consensus.sublevel_mask, beta=beta, delta_q=delta_q, averaged=averaged)
     robust, average = plugins.named("criterion", criterion, criteria), functools.partial(criteria.average_loss)
 
     def weigh(judged: Judged) -> Float[Tensor, "*a k"]:
@@ -90,7 +108,7 @@ def fedcb2o(
         own = own_model
         if own == "trusted" and now.func is criteria.average_loss:  # a loss, unlike a gap, can judge the own model
             own = "judged"
-        return rules.by_criterion(judged, now, alpha=alpha, beta=beta, own_model=own)
+        return rules.by_criterion(judged, now, alpha=alpha, sublevel=sublevel, own_model=own)
 
     return Algorithm(
         select=plugins.named("selection", selection, _selections),
@@ -136,31 +154,26 @@ def by_rule(
     models where neither rule nor selection looks at losses; of a robust rule it is known.
     """
     select, weigh = plugins.named("selection", selection, _selections), plugins.named("rule", rule, rules, later=("f",))
-    form, before = plugins.declared(weigh, "form"), False
-    admits: Callable[[int], None] | None = None
-    if form is None:
+    made = functools.partial(Algorithm, select=select, lambda1=1.0, mixing_factor=_check_factor(mixing_factor))
+    if (form := plugins.declared(weigh, "form")) is None:
         if own_model is not None or pre_step is not None:
             raise ConfigError("`own_model` and `pre_step` go with robust rules, and this one weighs by itself")
         plugins.bind("rule", weigh.func, weigh.keywords)
-        judges = judges is not False
-    else:
-        prepared = None if pre_step is None else plugins.named("pre-step", pre_step, pre_steps, later=("f",))
-        seen = set(rules.also_looks_at(weigh))
-        if prepared is not None and seen - {"progress"}:
-            raise ConfigError(f"a `pre_step` mixes models, and the rule looks at {min(seen)} of each single one")
-        if judges is None:
-            by_chance = getattr(select, "func", select) in (_selections.uniform, _selections.everyone)
-            judges = not by_chance or bool({"losses", "entropies"} & seen)
-        before, admits = "before" in form.last, functools.partial(_admits, weigh, own_model, prepared)
-        weigh = functools.partial(rules.by_form, rule=weigh, own_model=own_model or "judged", pre_step=prepared)
-    return Algorithm(
-        select=select,
-        weigh=weigh,
+        memory = plugins.declared(weigh, "remembers")
+        before = memory is not None and memory["before"]
+        return made(weigh=weigh, judges=judges is not False, keeps_before=before, remembers=memory is not None)
+    prepared = None if pre_step is None else plugins.named("pre-step", pre_step, pre_steps, later=("f",))
+    seen = set(rules.also_looks_at(weigh))
+    if prepared is not None and seen - {"progress"}:
+        raise ConfigError(f"a `pre_step` mixes models, and the rule looks at {min(seen)} of each single one")
+    if judges is None:
+        by_chance = getattr(select, "func", select) in (_selections.uniform, _selections.everyone)
+        judges = not by_chance or bool({"losses", "entropies"} & seen)
+    return made(
+        weigh=functools.partial(rules.by_form, rule=weigh, own_model=own_model or "judged", pre_step=prepared),
         judges=judges,
-        lambda1=1.0,
-        mixing_factor=_check_factor(mixing_factor),
-        keeps_before=before,
-        admits=admits,
+        keeps_before="before" in form.last,
+        admits=functools.partial(_admits, weigh, own_model, prepared),
     )
 
 
@@ -176,7 +189,7 @@ def ifca(*, models: int, weights: Literal["equal", "samples"] = "equal") -> Algo
     Beside that, agents train alone: whom they could ask, budget and graph, does not matter.
     """
     _check("models", models, models >= 1, "1 or more")
-    return dataclasses.replace(local_training(), models=models, by_samples=weights == "samples")
+    return dataclasses.replace(local_training(), coordinator=Coordinator(models, weights == "samples"))
 
 
 @together

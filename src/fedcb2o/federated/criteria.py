@@ -19,8 +19,8 @@ from torch import Tensor
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregate import gram
-from fedcb2o.federated.rules import judge
-from fedcb2o.federated.types import Criterion, Judged, Losses, Received, together
+from fedcb2o.federated.returned import values_of
+from fedcb2o.federated.types import Criterion, Judged, Losses, together
 
 __all__ = [
     "average_loss",
@@ -88,7 +88,7 @@ def trigger_sensitivity(
     if tiles < 1 or not values or not all(0 <= value <= 1 for value in values):
         raise ConfigError(f"`tiles` must be 1 or more and `values` from 0 to 1, got {tiles} and {list(values)}")
     losses, own = _losses(judged)
-    everyone, base = _with_own(judged), torch.cat([losses.mean, own.mean])
+    everyone, base = judged.received.with_own(judged.me), torch.cat([losses.mean, own.mean])
     starts = [k / 2 for k in range(0, 2 * tiles - 1, 1 if overlap else 2)]
     most = torch.full_like(losses.mean, -torch.inf)
     for i, j, value in itertools.product(starts, starts, values):
@@ -116,8 +116,8 @@ def _painted(x: Shaped[Tensor, "n *features"], *, tiles: int, i: float, j: float
 
 def distance(judged: Judged) -> Float[Tensor, " m"]:
     """How far a model is from the own one, in units of the own one's norm."""
-    everyone = _with_own(judged)
-    products = gram(everyone.pool, everyone.rows, last=1)
+    everyone = judged.received.with_own(judged.me)
+    products = gram(judged.pool, everyone.rows, last=1)
     to_own, squares = products[:-1, -1], products.diagonal()
     far = (squares[:-1] - 2 * to_own + squares[-1]).clamp(min=0).sqrt()
     return _or_infinite(far / squares[-1].sqrt())
@@ -176,7 +176,7 @@ def weighted_sum(judged: Judged, *, of: Parts) -> Float[Tensor, "*a m"]:
 
 
 def _values(judged: Judged, of: Sequence[Any]) -> list[Float[Tensor, "*a m"]]:
-    return [part.scale * judge(part.criterion, judged) for part in _parts(of)]
+    return [part.scale * values_of(part.criterion, judged) for part in _parts(of)]
 
 
 def _losses(judged: Judged) -> tuple[Losses, Losses]:
@@ -190,17 +190,6 @@ def _losses(judged: Judged) -> tuple[Losses, Losses]:
             "it some, by a larger `agents.validation` or more `agents.benign_samples`"
         )
     return judged.losses, judged.own
-
-
-def _with_own(judged: Judged) -> Received:
-    """The received models and, last, the agent's own: rows of the same pool."""
-    received, me = judged.received, judged.me
-    return Received(
-        ids=torch.cat([received.ids, me.ids]),
-        rows=torch.cat([received.rows, me.rows]),
-        pool=received.pool,
-        num_samples=torch.cat([received.num_samples, me.num_samples]),
-    )
 
 
 def _or_infinite(values: Float[Tensor, "*a m"]) -> Float[Tensor, "*a m"]:

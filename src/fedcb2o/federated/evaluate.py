@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.types import Losses
-from fedcb2o.models import bind_, stacked
+from fedcb2o.models import bind_, rows_of, stacked
 
 TOGETHER = 2**21  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
 SEEN = 2**20  # numbers in the samples of several agents, once for each of their models, in one product: 4 MiB
@@ -49,7 +49,7 @@ def logits(
             at_once, parts = outputs_of(module, dim), (x,) if dense else torch.split(x, IMAGES)
             found = []
             for some in torch.split(rows, together):
-                parameters = stacked(module, _taken(pool, some))
+                parameters = stacked(module, rows_of(pool, some.tolist()))
                 found.append(torch.cat([at_once(parameters, features(part).unsqueeze(0)) for part in parts], 1))
             return torch.cat(found)
         outputs = []
@@ -57,12 +57,6 @@ def logits(
             bind_(module, pool[row])
             outputs.append(torch.cat([module(features(some)) for some in torch.split(x, IMAGES)]))
         return torch.stack(outputs)
-
-
-def _taken(pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"]) -> Float[Tensor, "m d"]:
-    """Rows of a pool: a view where they follow each other, else a copy."""
-    first, stop = int(rows[0]), int(rows[0]) + len(rows)
-    return pool[first:stop] if torch.equal(rows, torch.arange(first, stop)) else pool[rows]
 
 
 def outputs_of(module: nn.Module, dim: int) -> Outputs:

@@ -7,45 +7,50 @@ number K of clusters. What all else here has, it lacks: nobody judges the models
 malicious agents count like any other.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from jaxtyping import Int
 
-from fedcb2o.federated.round import Mixed, stay
-from fedcb2o.federated.types import Losses
-
-
-def best_fit(losses: Losses) -> int:
-    """The cluster that an agent takes for its own: the model of least loss on its own samples, of equals the first."""
-    return int(losses.mean.argmin())
+from fedcb2o import plugins
+from fedcb2o.federated.block import Block
+from fedcb2o.federated.choices import Choices, Inbox
+from fedcb2o.federated.evaluate import losses_of
+from fedcb2o.federated.lists import Lists, Places
 
 
-def averages(
-    chosen: Sequence[int],
-    arrived: Bool[Tensor, " N"],
-    rows: Int[Tensor, " N"],
-    counts: Float[Tensor, " N"],
-    num_models: int,
-) -> list[Mixed]:
-    """The K models after a round: each the average of those that arrived of the agents that chose it.
-
-    `rows` say where in the pool the coordinator finds what each agent publishes, and `counts` how much each counts.
-    The weights of a model that nobody chose are all 0: it stays.
-    """
-    made = []
-    for k in range(num_models):
-        ids = ((torch.tensor(chosen) == k) & arrived).nonzero().flatten()
-        weights = counts[ids] / counts[ids].sum()
-        made.append(dataclasses.replace(stay(), ids=ids, rows=rows[ids], weights=weights))
-    return made
+def adopt_(block: Block, some: Places, held: Sequence[int]) -> list[int]:
+    """Which of the coordinator's models, in the rows `held`, fits each of some agents best: that of the least loss on
+    its true training data, of equals the first. It takes a copy."""
+    terms, chosen = block.terms, []
+    for k in some.tolist():
+        with plugins.blamed("model", terms.model):
+            rows, together = torch.tensor(held), terms.primitives.together
+            losses = losses_of(
+                terms.module, block.pool, rows, block.holdings.true(k), terms.num_classes, together=together
+            )
+        chosen.append(int(losses.mean.argmin()))
+        block.pool[int(block.layout.own[k])] = block.pool[held[chosen[-1]]]
+    return chosen
 
 
-def seen_by(j: int, average: Mixed) -> Mixed:
-    """The average that agent j's model is, from its view: its own model is not among those that it received."""
-    others = average.ids != j
-    own_weight = float(average.weights[~others].sum())
-    ids, rows, weights = average.ids[others], average.rows[others], average.weights[others]
-    return dataclasses.replace(stay(), ids=ids, rows=rows, weights=weights, own_weight=own_weight)
+def averages(ids: Int[np.ndarray, " K"], inbox: Inbox, by_samples: bool) -> Choices:
+    """How the K models, whose `ids` follow the agents', change: each to the average of what arrived for it, with equal
+    weights or by numbers of samples. One that nobody chose stays."""
+    counts, owner = inbox.num_samples if by_samples else np.ones(len(inbox.rows)), inbox.ids.owners
+    choices = Choices.none(ids, Lists.empty(len(ids)), inbox)
+    choices.weights[:] = counts / np.bincount(owner, counts, len(ids))[owner]
+    return choices
+
+
+def seen_by_agents(averages: Choices, chosen: Int[np.ndarray, " N"]) -> Choices:
+    """The average that each agent's model is, from its view: its own model is not among those that it received."""
+    agents, received = np.arange(len(chosen)), averages.received.take(chosen)
+    places, own = averages.received.places(chosen), received.values == agents[received.owners]
+    weights, rows = averages.weights[places], averages.rows[places]
+    inbox = Inbox(received.only(~own), rows[~own], np.zeros((~own).sum()), np.zeros((~own).sum(), np.int64))
+    choices = Choices.none(agents, Lists.empty(len(agents)), inbox)
+    choices.weights[:] = weights[~own]
+    choices.own_weight[:] = np.bincount(received.owners[own], weights[own], len(agents))
+    return choices

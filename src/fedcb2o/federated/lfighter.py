@@ -8,6 +8,8 @@ from torch.nn import functional as F
 from fedcb2o.federated.aggregate import form
 from fedcb2o.federated.robust import distances, uniform
 
+__all__ = ["lfighter"]
+
 
 @form("values", pairs="none", last=("before",))
 def lfighter(heads: Float[Tensor, "m C h"]) -> Float[Tensor, " m"]:

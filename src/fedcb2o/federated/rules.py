@@ -2,66 +2,37 @@
 
 A rule is a function (judged) -> normalised weights of the received models [m], or of those and, last, of the
 agent's own model [m + 1]; its further arguments are keywords. Robust rules, which declare a form, are made into such
-by `by_form`.
+by `by_form`; a rule with memory (`types.remembers`) also gets, and returns, what it keeps.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedcb2o import consensus, plugins
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import aggregate
-from fedcb2o.federated.lfighter import lfighter
-from fedcb2o.federated.robust import (
-    balance,
-    bulyan,
-    centred_clipping,
-    clipped_gossip,
-    fltrust,
-    geometric_median,
-    krum,
-    mean,
-    monna,
-    multi_krum,
-    norm_clipping,
-    sageflow,
-    ubar,
-)
-from fedcb2o.federated.robust_columns import coordinate_median, meamed, trimmed_mean
+from fedcb2o.federated import aggregate, robust, robust_columns
+from fedcb2o.federated import foolsgold as _foolsgold  # the module: the name is the rule's
+from fedcb2o.federated import lfighter as _lfighter
+from fedcb2o.federated.heads import heads
+from fedcb2o.federated.returned import values_of
 from fedcb2o.federated.types import Criterion, Judged, Received, Reduction, Weighed, together
 
-__all__ = [
-    "balance",
-    "bulyan",
-    "by_num_samples",
-    "centred_clipping",
-    "clipped_gossip",
-    "coordinate_median",
-    "fltrust",
-    "geometric_median",
-    "krum",
-    "lfighter",
-    "meamed",
-    "mean",
-    "monna",
-    "multi_krum",
-    "norm_clipping",
-    "sageflow",
-    "trimmed_mean",
-    "ubar",
-]
+ROOMS = (robust, robust_columns, _lfighter, _foolsgold)
+__all__ = sorted(["by_num_samples", *(name for room in ROOMS for name in room.__all__)])
+__getattr__ = plugins.found_in(*ROOMS)
 
 VALUES = ("losses", "entropies", "num_samples", "progress", "heads")
 """What a robust rule may look at beside the models: values for each of them, or t/T."""
 
 OwnModel = Literal["excluded", "judged", "trusted"]
+Sublevel = Callable[[Float[Tensor, " m"]], Bool[Tensor, " m"]]
+"""The losses of some models -> which are in the sub-level set."""
 
 
 @together
@@ -73,41 +44,37 @@ def by_num_samples(judged: Judged, *, own_model: Literal["excluded", "judged"] =
 
 def by_samples(received: Received, me: Received | None) -> Float[Tensor, "*a k"]:
     """Weights in proportion to the numbers of samples of received models and, where it counts, of the own one."""
-    counts = received.num_samples if me is None else torch.cat([received.num_samples, me.num_samples], -1)
+    counts = (received if me is None else received.with_own(me)).num_samples
     return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
 
 
 def by_criterion(
-    judged: Judged,
-    criterion: Criterion,
-    *,
-    alpha: float,
-    beta: float | None,
-    own_model: OwnModel,
+    judged: Judged, criterion: Criterion, *, alpha: float, sublevel: Sublevel | None, own_model: OwnModel
 ) -> Float[Tensor, "*a k"]:
     """The weights mu_j = exp(-alpha G), normalised, of the received models and, last, the agent's own (eq:comp_csp).
 
-    With `beta`, only models in the sub-level set of the average loss count (eq:clustered_csp). The own model is
+    With a `sublevel`, only models in the sub-level set of the average loss count (eq:clustered_csp). The own model is
     `"excluded"` as in Algorithm 2, `"judged"` by the criterion like a peer's, or `"trusted"`: it counts as much as
     the most trusted peer, as in the authors' released code.
     """
     assert judged.losses is not None
     assert judged.own is not None
-    values, lower = judge(criterion, judged), torch.cat([judged.losses.mean, judged.own.mean], -1)
+    values = values_of(criterion, judged)
     itself = values.new_zeros(*values.shape[:-1], 1)
-    members = torch.ones(lower.shape, dtype=torch.bool)
+    members = torch.ones(*values.shape[:-1], values.shape[-1] + 1, dtype=torch.bool)
     if own_model == "excluded":
         members[..., -1] = False
     else:
         members[..., :-1] = judged.received.ids != judged.me.ids  # it may have drawn itself: it counts once
     counted = members.clone()
-    if beta is not None:
+    if sublevel is not None:
+        lower = torch.cat([judged.losses.mean, judged.own.mean], -1)
         k = lower.shape[-1]
         for each, some, losses in zip(counted.view(-1, k), members.view(-1, k), lower.view(-1, k), strict=True):
             if some.any():
-                each[some] = consensus.sublevel_mask(losses[some], beta)
+                each[some] = sublevel(losses[some])
     if own_model == "judged":
-        itself = judge(criterion, dataclasses.replace(judged, losses=judged.own, received=judged.me))
+        itself = values_of(criterion, judged.itself())
     elif own_model == "trusted":
         peers = counted[..., :-1]
         best = torch.cat([values.masked_fill(~peers, torch.inf), torch.full_like(itself, torch.inf)], -1)
@@ -128,37 +95,21 @@ def by_form(
     It looks at what its arguments name, of `VALUES`. An `f` that is not given is the attackers' share of the received,
     rounded up; any is clipped to what so many models admit.
     """
-    form, local = aggregate.form_of(rule), judged.local
-    m = len(judged.received.ids)
+    m, last = len(judged.received.ids), aggregate.form_of(rule).last
     if m == 0:
         return Weighed(torch.zeros(0, dtype=torch.float64))
-    has_own, has_before = own_model == "judged" or "own" in form.last, "before" in form.last
-    parts = [judged.received.rows, judged.me.rows[: int(has_own)], torch.tensor([local.before] * has_before).long()]
-    rows, pool = torch.cat(parts), judged.me.pool
-    f = math.ceil(local.share * m - 1e-9)
-    mixing = None
-    if pre_step is not None:
-        peers = len(rows) - len(form.last)
-        mixing = _with_f(pre_step, f, peers)
-        if "gram" not in plugins.looks_at(pre_step.func):
-            mixing = mixing(peers, local.draw)
-    g = aggregate.gram_for(rule, pool, rows, mixing=mixing)
-    g = torch.full((len(rows), len(rows)), torch.nan, dtype=torch.float64) if g is None else g
-    p = None if mixing is None else aggregate.mixing_matrix(mixing, g, len(form.last))
+    seen = judged.received.with_own(judged.me) if own_model == "judged" or "own" in last else judged.received
+    before = [judged.local.before] if "before" in last else []
+    rows = torch.cat([seen.rows, torch.tensor(before, dtype=torch.int64)])
+    f = math.ceil(judged.local.share * m - 1e-9)
+    mixing = None if pre_step is None else _mixing(pre_step, f, len(rows) - len(last), judged)
+    g, p = aggregate.gram_and_mixing(rule, judged.pool, rows, mixing)
     rule = _with_f(rule, f, len(rows) if p is None else len(p))
-    table: dict[str, Callable[[], Any]] = {
-        "losses": lambda: _for_rows("mean", judged, has_own, has_before),
-        "entropies": lambda: _for_rows("entropy", judged, has_own, has_before),
-        "num_samples": lambda: torch.cat([judged.received.num_samples, judged.me.num_samples])[: len(rows)],
-        "progress": lambda: local.progress,
-        "heads": lambda: _heads(judged, rows),
-    }
-    outcome = aggregate.decide(rule, g, *(table[name]() for name in also_looks_at(rule)), p=p)
+    outcome = aggregate.decide(rule, g, *_given(rule, judged, seen, rows), p=p)
+    assumed = rule.keywords.get("f")
     if isinstance(outcome, Reduction):
-        outcome = dataclasses.replace(outcome, rows=rows[outcome.rows])
-    elif has_before and not has_own:
-        outcome = torch.cat([outcome[:m], outcome.new_zeros(1), outcome[m:]])
-    return Weighed(outcome, rule.keywords.get("f"))
+        return Weighed(Reduction(rows[outcome.rows], outcome.reduce, outcome.mixing), f=assumed)
+    return Weighed(outcome[: len(seen.ids)], before=float(outcome[-1]) if before else None, f=assumed)
 
 
 def also_looks_at(rule: functools.partial[Any]) -> list[str]:
@@ -170,38 +121,34 @@ def also_looks_at(rule: functools.partial[Any]) -> list[str]:
     return names
 
 
+def _given(rule: functools.partial[Any], judged: Judged, seen: Received, rows: Tensor) -> list[Any]:
+    """What a rule looks at beside the models: a value for each of those `seen`, and none for that before the round."""
+
+    def of_losses(name: str) -> Float[Tensor, " k"]:
+        assert judged.losses is not None
+        assert judged.own is not None
+        known = torch.cat([getattr(judged.losses, name), getattr(judged.own, name)])[: len(seen.ids)]
+        return torch.cat([known, torch.full((len(rows) - len(known),), torch.nan, dtype=torch.float64)])
+
+    table: dict[str, Callable[[], Any]] = {
+        "losses": lambda: of_losses("mean"),
+        "entropies": lambda: of_losses("entropy"),
+        "num_samples": lambda: seen.num_samples,
+        "progress": lambda: judged.local.progress,
+        "heads": lambda: heads(judged, rows),
+    }
+    return [table[name]() for name in also_looks_at(rule)]
+
+
+def _mixing(pre_step: functools.partial[Any], f: int, m: int, judged: Judged) -> aggregate.Mixing:
+    """The matrix of a pre-step for m models, or what makes it of their Gram matrix."""
+    made = _with_f(pre_step, f, m)
+    return made if "gram" in plugins.looks_at(pre_step.func) else made(m, judged.local.draw)
+
+
 def _with_f(function: functools.partial[Any], f: int, m: int) -> functools.partial[Any]:
     """A rule or pre-step that assumes, where it assumes any, the f attackers that it was told or else these among m
     models, or as many as these admit."""
     if "f" not in plugins.parameters(function.func):
         return function
     return functools.partial(function, f=aggregate.assumed(function, function.keywords.get("f", f), m))
-
-
-def _for_rows(name: str, judged: Judged, own: bool, before: bool) -> Float[Tensor, " k"]:
-    """A value of the losses for each received model, the own one and that before the round, which is not judged."""
-    assert judged.losses is not None
-    assert judged.own is not None
-    parts = [getattr(judged.losses, name), getattr(judged.own, name)[: int(own)]]
-    return torch.cat([*parts, torch.full((int(before),), torch.nan, dtype=torch.float64)])
-
-
-def _heads(judged: Judged, rows: Tensor) -> Float[Tensor, "k C h"]:
-    """The last dense layer of each model, a row for each class: its weights and, last, its bias."""
-    if judged.local.head is None:
-        raise ConfigError("the rule looks at the last dense layer, and this model does not end in one with a bias")
-    classes, width = judged.local.head
-    tail = judged.me.pool[:, -classes * (width + 1) :][rows].cpu()
-    weights = tail[:, : classes * width].view(len(rows), classes, width)
-    return torch.cat([weights, tail[:, classes * width :].unsqueeze(-1)], -1)
-
-
-def judge(criterion: Criterion, judged: Judged) -> Float[Tensor, "*a m"]:
-    """The criterion's value for each received model, in float64; raises ConfigError where it has another shape."""
-    values = plugins.tensor_of("criterion", criterion(judged))
-    if values.shape != judged.received.ids.shape:
-        raise ConfigError(
-            f"the criterion returned shape {tuple(values.shape)}, expected {tuple(judged.received.ids.shape)}: "
-            "a value for each received model"
-        )
-    return values.cpu().double()

@@ -13,13 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o import plugins
-from fedcb2o.federated import lists
+from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Met, Peers
 from fedcb2o.federated.types import Contacts, Select
 
 __all__ = ["everyone", "prob_sampling", "uniform"]
 
-SelectEach = Callable[[Met, Peers, int, Sequence[np.random.Generator]], lists.Lists]
+SelectEach = Callable[[Met, Peers, int, Sequence[np.random.Generator]], Lists]
 """A selection for several agents: (whom they met, whom they may ask, budget, a draw for each) -> whom they ask."""
 
 
@@ -37,66 +37,78 @@ def at_once(each: SelectEach) -> Select:
 
 
 @at_once
-def prob_sampling(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> lists.Lists:
+def prob_sampling(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> Lists:
     """ProbSampling (alg:localAggregation): peers never asked come first, then draws by the likelihood P_n^j.
 
     There is no top-up: while somebody has not been met, A_n is `budget` of those, or all of them if they are fewer.
     A peer whose likelihood underflowed to 0 is never drawn, so A_n may be smaller than the budget; one that was
     asked and never answered counts as an average one.
     """
-    owner = lists.owners(met.sizes)
-    among, places = peers.find(owner, met.ids)
+    owner = met.ids.owners
+    among, places = peers.find(owner, met.ids.values)
     owner, likelihood = owner[among], met.likelihood[among]
     sizes, counts = np.bincount(owner, minlength=len(met)), peers.counts
     starts, unmet = sizes.cumsum() - sizes, counts - sizes
-    ranks, num_asked = lists.joined(
+    ranks = Lists.of(
         [
             _choose(left, budget, draw) if left else _likely(likelihood[a : a + size], budget, draw)
             for a, size, left, draw in zip(starts.tolist(), sizes.tolist(), unmet.tolist(), draws, strict=True)
         ]
     )
-    # A rank among those never met becomes a place among all: it passes those met before which there are no more.
-    asker, before = lists.owners(num_asked), places - (np.arange(len(places)) - starts[owner])
-    span = 1 + int(counts.max())
-    passed = (owner * span + before).searchsorted(asker * span + ranks, side="right") - starts[asker]
-    return peers.at(asker, ranks + passed * (unmet > 0)[asker]), num_asked
+    asker = ranks.owners
+    chosen = ranks.values + _met_before(ranks, Lists(places, sizes)) * (unmet > 0)[asker]
+    return ranks.having(peers.at(asker, chosen))
+
+
+def _met_before(ranks: Lists, places: Lists) -> Int[np.ndarray, " s"]:
+    """How many peers that an agent has met come before each of those whom it has not: `ranks` number the latter alone,
+    from 0, and `places` are where the former are among all.
+
+    As many as have at most `rank` others before them: the i-th that was met has places[i] - i of these.
+    """
+    others = places.values - (np.arange(len(places.values)) - np.repeat(places.starts, places.sizes))
+    span = 1 + max((int(values.max()) for values in (others, ranks.values) if len(values)), default=0)
+    asker = ranks.owners
+    passed = (places.owners * span + others).searchsorted(asker * span + ranks.values, side="right")
+    found: np.ndarray = passed - places.starts[asker]
+    return found
 
 
 @at_once
-def uniform(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> lists.Lists:
+def uniform(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> Lists:
     """`budget` peers uniformly at random without replacement: the random batch of DFedAvgM."""
     counts = peers.counts.tolist()
     chosen = [np.sort(draw.choice(n, min(budget, n), replace=False)) for n, draw in zip(counts, draws, strict=True)]
-    places, num_asked = lists.joined(chosen)
-    return peers.at(lists.owners(num_asked), places), num_asked
+    places = Lists.of(chosen)
+    return places.having(peers.at(places.owners, places.values))
 
 
 @at_once
-def everyone(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> lists.Lists:
+def everyone(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> Lists:
     """All peers, whatever the budget: the particles of eq:clustered_csp."""
-    return lists.joined([peers.ids(k) for k in range(len(met))])
+    return Lists.of([peers.ids(k) for k in range(len(met))])
 
 
 @at_once
-def nobody_else(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> lists.Lists:
+def nobody_else(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> Lists:
     """No peers: every agent for itself."""
-    return np.zeros(0, np.int64), np.zeros(len(met), np.int64)
+    return Lists.empty(len(met))
 
 
-def colluding(fellows: Peers, benign: Peers, budget: int, draws: Sequence[np.random.Generator]) -> lists.Lists:
+def colluding(fellows: Peers, benign: Peers, budget: int, draws: Sequence[np.random.Generator]) -> Lists:
     """The choices of malicious agents (sec:experiments): fellow attackers of its cluster first, then benign agents of
     its cluster at random."""
     near, far, none = fellows.counts.tolist(), benign.counts.tolist(), np.zeros(0, np.int64)
-    first, num_first = lists.joined([_choose(n, budget, draw) for n, draw in zip(near, draws, strict=True)])
-    then, num_then = lists.joined(
+    first = Lists.of([_choose(n, budget, draw) for n, draw in zip(near, draws, strict=True)])
+    then = Lists.of(
         [
             draw.choice(others, min(budget - n, others), replace=False) if n <= budget else none
             for n, others, draw in zip(near, far, draws, strict=True)
         ]
     )
-    owners = lists.owners(num_first), lists.owners(num_then)
-    ids = np.concatenate([fellows.at(owners[0], first), benign.at(owners[1], then)])
-    return ids[np.lexsort((ids, np.concatenate(owners)))], num_first + num_then
+    owners = first.owners, then.owners
+    ids = np.concatenate([fellows.at(owners[0], first.values), benign.at(owners[1], then.values)])
+    return Lists(ids[np.lexsort((ids, np.concatenate(owners)))], first.sizes + then.sizes)
 
 
 def _choose(
@@ -123,36 +135,9 @@ def _likely(likelihood: Float[np.ndarray, " k"], budget: int, draw: np.random.Ge
 
 
 def remember(
-    contacts: Contacts,
-    asked: Int[Tensor, " s"],
-    answered: Int[Tensor, " m"],
-    losses: Float[Tensor, " m"] | None,
-    *,
-    kappa: float,
-    zeta: float,
-    first_contact: str,
-) -> Contacts:
-    """The contacts of one agent after a round: see `remember_each`."""
-    found = remember_each(
-        Met.of([contacts]),
-        asked.numpy(),
-        np.array([len(asked)]),
-        answered.numpy(),
-        np.array([len(answered)]),
-        None if losses is None else losses.double().numpy(),
-        kappa=kappa,
-        zeta=zeta,
-        first_contact=first_contact,
-    )
-    return found[0]
-
-
-def remember_each(
     met: Met,
-    asked: Int[np.ndarray, " s"],
-    num_asked: lists.Sizes,
-    answered: Int[np.ndarray, " m"],
-    num_answered: lists.Sizes,
+    asked: Lists,
+    answered: Lists,
     losses: Float[np.ndarray, " m"] | None,
     *,
     kappa: float,
@@ -162,41 +147,31 @@ def remember_each(
     """The contacts of some agents after a round: every peer asked counts as met, and those that answered have a new
     likelihood P <- (1 - zeta) P + zeta exp(-kappa L) (eq:update_sampling_likelihood).
 
-    `first_contact="whole"` sets P to exp(-kappa L) itself when a peer answers for the first time (released code).
-    Without `losses` nothing is judged, and P stays as it is.
+    `losses` are those of who answered. `first_contact="whole"` sets P to exp(-kappa L) itself when a peer answers for
+    the first time (released code). Without `losses` nothing is judged, and P stays as it is.
     """
-    span = 1 + max((int(ids.max()) for ids in (met.ids, asked) if len(ids)), default=0)
+    span = 1 + max((int(ids.values.max()) for ids in (met.ids, asked) if len(ids.values)), default=0)
 
-    def keys(ids: Int[np.ndarray, " k"], sizes: lists.Sizes) -> Int[np.ndarray, " k"]:
-        found: np.ndarray = lists.owners(sizes) * span + ids  # they ascend, as agents do and the contacts of each
+    def keys(ids: Lists) -> Int[np.ndarray, " k"]:
+        found: np.ndarray = ids.owners * span + ids.values  # they ascend, as agents do and the contacts of each
         return found
 
-    known, new = keys(met.ids, met.sizes), keys(asked, num_asked)
+    known, new = keys(met.ids), keys(asked)
     if len(known):
         new = new[known.take(known.searchsorted(new), mode="clip") != new]
-    ids, likelihood, sizes = met.ids, met.likelihood.copy(), met.sizes
+    ids, likelihood = met.ids, met.likelihood.copy()
     if len(new):
-        known, ids = np.concatenate([known, new]), np.concatenate([ids, new % span])
+        known = np.concatenate([known, new])
         order = known.argsort(kind="stable")
-        known, ids = known[order], ids[order]
+        known = known[order]
+        ids = Lists(
+            np.concatenate([ids.values, new % span])[order], ids.sizes + np.bincount(new // span, minlength=len(ids))
+        )
         likelihood = np.concatenate([likelihood, np.full(len(new), np.nan)])[order]
-        sizes = sizes + np.bincount(new // span, minlength=len(sizes))
     if losses is not None:
-        at = known.searchsorted(keys(answered, num_answered))
+        at = known.searchsorted(keys(answered))
         old, gain = likelihood[at], torch.exp(-kappa * torch.from_numpy(losses)).numpy()
         first = np.isnan(old)
         average = (1 - zeta) * np.where(first, 0.0, old) + zeta * gain
         likelihood[at] = np.where(first, gain, average) if first_contact == "whole" else average
-    return Met(ids, likelihood, sizes)
-
-
-def forget(met: Met, ids: Int[np.ndarray, " g"]) -> Met:
-    """The contacts of some agents without some peers: nobody has met these."""
-    kept = ~np.isin(met.ids, ids)
-    sizes = np.bincount(lists.owners(met.sizes)[kept], minlength=len(met.sizes))
-    return Met(met.ids[kept], met.likelihood[kept], sizes)
-
-
-def nobody() -> Contacts:
-    """The contacts of an agent that has met nobody: P_0 = 0 (rem:sampling_likelihood_init)."""
-    return Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
+    return Met(ids, likelihood)

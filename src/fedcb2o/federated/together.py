@@ -13,10 +13,22 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedcb2o.data.shard import features
+from fedcb2o import plugins
+from fedcb2o.data.shard import Shard, features
+from fedcb2o.federated.admit import extents
+from fedcb2o.federated.block import Block
 from fedcb2o.federated.evaluate import dense_layers, outputs_of
-from fedcb2o.federated.local_update import Training, batches_of, mean_loss, products_in, training_with
-from fedcb2o.models import stacked
+from fedcb2o.federated.lists import Places
+from fedcb2o.federated.local_update import (
+    Training,
+    batches_of,
+    local_update_,
+    mean_loss,
+    products_in,
+    training_with,
+)
+from fedcb2o.models import follow, rows_of, stacked
+from fedcb2o.streams import streams
 
 SMALL = 2**19  # parameters of a team: with gradients and momentum 6 MiB
 MOST = 64  # agents of a team, so that there are enough teams for the workers
@@ -30,6 +42,32 @@ def teams(module: nn.Module, dim: int, num_samples: Sequence[int], together: int
     for j, count in enumerate(num_samples):
         alike.setdefault(count, []).append(j)
     return [same[i : i + size] for same in alike.values() for i in range(0, len(same), size)]
+
+
+def train_(block: Block, some: Places, n: int) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"]]:
+    """LocalUpdate in round n for agents in some places, which hold equally many samples (alg:FedCB2O, line 3): their
+    mean training losses, and the extents of their models then.
+
+    What an attacker began with lies where it will craft, and what each agent began with where a rule looks for it.
+    """
+    terms, pool, layout, attackers = block.terms, block.pool, block.layout, block.attackers
+    rows = layout.own[some].tolist()
+    for k, row in zip(some.tolist(), rows, strict=True):
+        if attackers.attack.crafts(n) and block.holdings.malicious[k]:
+            pool[layout.crafts[k]] = pool[row]
+        if layout.before is not None:
+            pool[layout.before[k]] = pool[row]
+    x, y = block.holdings.trained_on(some, n)
+    draws = streams(terms.seed, "batches", n, agents=block.agents[some].tolist())
+    with plugins.blamed("model", terms.model):
+        if len(some) == 1:
+            losses = [local_update_(pool[rows[0]], terms.module, Shard(x[0], y[0]), terms.training, draws[0])]
+        else:
+            thetas = rows_of(pool, rows)
+            losses = local_updates_(thetas, terms.module, x, y, terms.training, draws)
+            if not follow(rows):
+                torch._foreach_copy_([pool[row] for row in rows], thetas.unbind())
+    return np.array(losses), extents(pool, rows)
 
 
 def local_updates_(

@@ -1,14 +1,12 @@
-"""The contracts of one round: what a selection, a criterion, a rule and an attack may look at.
+"""The contracts of one round: what a selection, a criterion, a rule and an attack may look at."""
 
-A round has phases over all agents at hand: train, craft, exchange, judge, mix. A simulation, a cluster and a
-network of real peers differ only in who answers `exchange`.
-"""
-
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -20,7 +18,8 @@ from fedcb2o.plugins import F
 
 @dataclass(frozen=True)
 class Losses:
-    """Validation losses of m models on one agent's data (Algorithm 2, line 3; eq:benignAgentObj).
+    """Validation losses of m models on one agent's data (Algorithm 2, line 3; eq:benignAgentObj), or of several agents
+    with an axis over them.
 
     `by_class` is zero where the agent holds no sample of a class; `present` says where it holds one. `entropy` is the
     mean entropy of a model's predictions, in nats; NaN for a model that is not finite.
@@ -30,6 +29,14 @@ class Losses:
     by_class: Float[Tensor, "*a m C"]
     present: Bool[Tensor, "*a C"]
     entropy: Float[Tensor, "*a m"]
+
+    def __getitem__(self, k: int) -> "Losses":
+        """Those of one of several agents."""
+        return Losses(self.mean[k], self.by_class[k], self.present[k], self.entropy[k])
+
+    def part(self, some: slice) -> "Losses":
+        """Those of some of the models."""
+        return Losses(self.mean[..., some], self.by_class[..., some, :], self.present, self.entropy[..., some])
 
 
 @dataclass(frozen=True)
@@ -47,14 +54,27 @@ class Contacts:
 class Received:
     """The models that one agent downloaded in a round (alg:localAggregation, line 2): rows of a pool, never a copy.
 
-    May be fewer than were asked, or none. `num_samples` is what each peer says it trained on. Of several agents that
-    received equally many, with an axis over them.
+    May be fewer than were asked, or none. `num_samples` is what each peer says it trained on, and `round` the round
+    that it says its model is of, both within the bounds of `admit`. Of several agents that received equally many, with
+    an axis over them.
     """
 
     ids: Int[Tensor, "*a m"]
     rows: Int[Tensor, "*a m"]
-    pool: Float[Tensor, "p d"]
     num_samples: Float[Tensor, "*a m"]
+    round: Int[Tensor, "*a m"]
+
+    def __getitem__(self, k: int) -> "Received":
+        """What one of several agents received."""
+        return Received(*(each[k] for each in self._parts))
+
+    def with_own(self, me: "Received") -> "Received":
+        """These and, last, the agent's own."""
+        return Received(*(torch.cat(pair, -1) for pair in zip(self._parts, me._parts, strict=True)))
+
+    @property
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.ids, self.rows, self.num_samples, self.round
 
 
 Change = Callable[[Tensor], Tensor]
@@ -68,7 +88,8 @@ class Local:
     `losses_of` gives the losses of models on its validation data, or on those changed. `share` is the attackers' share
     that it assumes, `progress` how much of the run is over, from 0 to 1. `before` is the row of the pool that holds
     the model which it began the round with, None where nobody asked to keep it; `head` the shape [C, h] of the last
-    dense layer's weight, where the network ends in one. `draw` is its own stream of this round.
+    dense layer's weight, where the network ends in one. `contacts` are the peers that it knows from before this round,
+    and `draw` is its own generator of this round.
     """
 
     losses_of: Callable[[Received, Change | None], Losses]
@@ -76,45 +97,50 @@ class Local:
     progress: float = 0.0
     before: int | None = None
     head: tuple[int, int] | None = None
+    contacts: Contacts
     draw: np.random.Generator
-
-
-class _Nobodys(Local):
-    """In place of what one agent knows, where several are judged at once: whoever looks is told."""
-
-    def __getattribute__(self, name: str) -> Any:
-        raise TypeError(
-            "`judged.local` is what one agent knows, and what declares `together` looks at several at once: drop it"
-        )
-
-    def __repr__(self) -> str:
-        return "nobody's"
-
-
-NOBODYS: Local = object.__new__(_Nobodys)
 
 
 @dataclass(frozen=True)
 class Judged:
     """All that a criterion or a rule may look at, from the view of one agent in round `n`.
 
-    `losses` are the received models' losses on the agent's validation data, and `own` those of its own model
-    (m = 1); both are None where the algorithm does not judge. `me` is the agent itself as if it was received. What is
-    declared `together` gets several agents in one, with an axis over them in losses, ids, rows and numbers of samples,
-    and an error where it looks at `local`.
+    `pool` holds the models in its rows. `losses` are the received models' losses on the agent's validation data, and
+    `own` those of its own model (m = 1); both are None where the algorithm does not judge. `me` is the agent itself as
+    if it was received. What is declared `together` gets several agents in one, with an axis over them in losses, ids,
+    rows and numbers of samples, and an error where it looks at `local`, since `knows` is then None.
     """
 
     n: int
+    pool: Float[Tensor, "p d"]
     losses: Losses | None
     own: Losses | None
     received: Received
     me: Received
-    local: Local
+    knows: Local | None
+
+    def one(self, k: int, knows: Local) -> "Judged":
+        """The view of one of several agents."""
+        losses, own = (None if each is None else each[k] for each in (self.losses, self.own))
+        return Judged(self.n, self.pool, losses, own, self.received[k], self.me[k], knows)
+
+    def itself(self) -> "Judged":
+        """The same with the agent's own model as the only one received."""
+        return dataclasses.replace(self, losses=self.own, received=self.me)
+
+    @property
+    def local(self) -> Local:
+        """What the agent knows beside; raises TypeError where several are judged at once."""
+        if self.knows is None:
+            raise TypeError(
+                "`judged.local` is what one agent knows, and what declares `together` looks at several at once: drop it"
+            )
+        return self.knows
 
     @property
     def theta(self) -> Float[Tensor, " d"]:
         """The agent's own model after this round's LocalUpdate, before it mixes."""
-        return self.me.pool[int(self.me.rows)]
+        return self.pool[int(self.me.rows)]
 
     def losses_under(self, change: Change) -> Losses:
         """The received models' losses on the agent's validation data as `change` makes them: noise, a patch."""
@@ -143,18 +169,38 @@ class Reduction:
     reduce: Columns
     mixing: Float[Tensor, "j k"] | None = None
 
+    def of(self, block: Float[Tensor, "p b"]) -> Float[Tensor, " b"]:
+        """What it makes of a block of columns of the pool."""
+        x, p = block[self.rows], self.mixing
+        return self.reduce(x if p is None else p.to(x.device, x.dtype) @ x)
+
 
 @dataclass(frozen=True)
 class Weighed:
-    """What a rule decided that also says how: `outcome` are weights, then of the received models, the own one and that
-    before the round [m + 2], or a reduction; `f` is the number of attackers that it assumed, where it assumes one."""
+    """What a rule decided that also says how: `outcome` are weights of the received models and, if it counts, of the
+    own one [m or m + 1], or a reduction. `before` is the weight of the model before the round; where it has one, all
+    sum to 1. `f` is the number of attackers that the rule assumed, where it assumes one."""
 
     outcome: Float[Tensor, " k"] | Reduction
+    before: float | None = None
     f: int | None = None
 
 
 Rule = Callable[[Judged], Float[Tensor, " k"] | Weighed]
 """Normalised weights of the received models [m], or of those and, last, of the agent's own [m + 1]; or `Weighed`."""
+
+State = Mapping[str, Tensor]
+"""What an agent's rule keeps from one round to the next, by name; nothing before the first."""
+
+RuleWithMemory = Callable[[State, Judged], tuple[State, Float[Tensor, " k"] | Weighed]]
+"""A rule that also gets what it kept after the agent's round before, and returns what it keeps."""
+
+
+def remembers(*, before: bool = False) -> Callable[[F], F]:
+    """Declares a rule with memory, (state, judged) -> (state, weights); `before`: it looks at the model that the agent
+    began the round with, the row `judged.local.before` of the pool."""
+    return plugins.declare("remembers", {"before": before})
+
 
 Poison = Callable[[Shard, np.random.Generator], Shard]
 """(shard, draw) -> what a malicious agent trains on instead of its own data."""
@@ -189,7 +235,7 @@ class View:
 
     `own` is the model that it trained, `before` the one that it began the round with, `data` its own samples without
     poison, and `losses` gives the losses of models [m, d] on them. `receivers` are the ids of all benign agents. What
-    `fellows` and `benign` return are rows of the models of all agents, not to be written to.
+    `fellows` and `benign` return is not to be written to.
     """
 
     n: int
@@ -204,30 +250,28 @@ class View:
     data: Shard
     losses: Callable[[Float[Tensor, "m d"]], Losses]
     threat: Threat
-    _ids_of: Callable[[Knowledge, int], Int[Tensor, " m"]]
-    _models: Float[Tensor, "N d"]
+    _ids_of: Callable[[Knowledge, int], Iterable[int]]
+    _look: Callable[[list[int]], Float[Tensor, "m d"]]
 
     def fellows(self, cluster: int | None = None) -> Float[Tensor, "f d"]:
         """The models that the attackers of a cluster trained, by default its own cluster and then its own among them.
 
         Raises ConfigError unless the attack declared to know them; so do the other methods.
         """
-        return self._look("fellows", cluster)
+        return self._models("fellows", cluster)
 
     def benign(self, cluster: int | None = None) -> Float[Tensor, "b d"]:
         """The models that the benign agents of a cluster trained, by default of its own."""
-        return self._look("benign", cluster)
+        return self._models("benign", cluster)
 
     def model_of(self, receiver: int) -> Float[Tensor, " d"]:
         """The model that one benign agent trained."""
         self._check("benign")
-        return self._models[receiver]
+        return self._look([receiver])[0]
 
-    def _look(self, whose: Knowledge, cluster: int | None) -> Float[Tensor, "m d"]:
+    def _models(self, whose: Knowledge, cluster: int | None) -> Float[Tensor, "m d"]:
         self._check(whose)
-        ids = self._ids_of(whose, self.cluster if cluster is None else cluster)
-        together = len(ids) > 0 and int(ids[-1] - ids[0]) == len(ids) - 1
-        return self._models[ids[0] : ids[-1] + 1] if together else self._models[ids]
+        return self._look(list(self._ids_of(whose, self.cluster if cluster is None else cluster)))
 
     def _check(self, whose: Knowledge) -> None:
         if whose not in self.threat.knows:
@@ -244,10 +288,10 @@ Craft = Callable[[View, np.random.Generator], Float[Tensor, "..."]]
 @dataclass(frozen=True, kw_only=True)
 class Attack:
     """What malicious agents do from round `from_round` on (0 is the first): `poison` what they train on, `craft` what
-    they publish, or both; before, they are honest.
+    they publish, or both, and say that they trained on `claims` samples; before, they are honest.
 
-    What they `craft` only benign agents receive; among themselves they exchange the models that they trained. `sybils`
-    take a new identity in every round, so that nobody has met them (Douceur, "The Sybil Attack", IPTPS 2002).
+    What they `craft` or claim only benign agents receive; among themselves they exchange the models that they trained.
+    `sybils` take a new identity in every round, so that nobody has met them (Douceur, "The Sybil Attack", IPTPS 2002).
     """
 
     poison: Poison | None = None
@@ -255,6 +299,7 @@ class Attack:
     threat: Threat = Threat()
     from_round: int = 0
     sybils: bool = False
+    claims: int | None = None
 
     def poisons(self, n: int) -> bool:
         """Whether it poisons data in round `n`."""
@@ -267,6 +312,10 @@ class Attack:
     def hides(self, n: int) -> bool:
         """Whether nobody knows the attackers of round `n` from before."""
         return self.sybils and n >= self.from_round
+
+    def lies(self, n: int) -> bool:
+        """Whether it lies in round `n` about the samples that it trained on."""
+        return self.claims is not None and n >= self.from_round
 
     def num_published(self, malicious: int, benign: int) -> int:
         """P, how many models that many attackers publish in a round at most."""

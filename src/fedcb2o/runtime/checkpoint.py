@@ -1,41 +1,85 @@
 """Save and resume a run: everything that its next round depends on and its seed does not give.
 
 A safetensors file, written under another name and renamed, so that a half-written one is never read. The header
-says which configuration it belongs to and what its content adds up to.
+says which configuration it belongs to and what its content adds up to. It is the same for every engine: the models of
+all agents in their order, written as they come, however many at a time, and read by whoever holds some of them.
 """
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated.types import Contacts
+from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.peers import Memory, Met
 from fedcb2o.records import atomic_write
 
 FILE = "checkpoint.safetensors"
+STATE = "state."  # then the agent and the name of what its rule keeps
+TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+TYPES |= {"I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
-def save(folder: Path, rounds: int, models: Tensor, contacts: Sequence[Contacts], fingerprint: str) -> None:
-    """Write the state after `rounds` rounds, atomically. Raises RunError where it cannot be written."""
-    met = torch.tensor([len(c.ids) for c in contacts])
+def save(folder: Path, rounds: int, models: Iterable[Tensor], memory: Memory, fingerprint: str) -> None:
+    """Write the state after `rounds` rounds, atomically: the `models` of all agents in their order, some [k, d] at a
+    time, and what the agents remember. Raises RunError where it cannot be written."""
+    states = {f"{STATE}{j}.{name}": each for j, state in enumerate(memory.states) for name, each in state.items()}
     tensors = {
-        "models": models.cpu().contiguous(),
-        "met": met,
-        "ids": torch.cat([c.ids for c in contacts]),
-        "likelihood": torch.cat([c.likelihood for c in contacts]),
+        "met": torch.from_numpy(memory.met.ids.sizes),
+        "ids": torch.from_numpy(memory.met.ids.values),
+        "likelihood": torch.from_numpy(memory.met.likelihood),
+        **dict(sorted(states.items(), key=lambda each: -each[1].element_size())),  # so that each is aligned
     }
-    header = {"rounds": str(rounds), "fingerprint": fingerprint, "sums": json.dumps(_sums(rounds, tensors))}
-    atomic_write(folder / FILE, lambda path: save_file(tensors, path, metadata=header))
+    header = {"rounds": str(rounds), "fingerprint": fingerprint}
+    atomic_write(
+        folder / FILE, lambda path: _write(path, header, {"models": models} | {n: [t] for n, t in tensors.items()})
+    )
 
 
-def load_(folder: Path, models: Tensor, fingerprint: str) -> tuple[int, list[Contacts]] | None:
-    """Read the last checkpoint into `models`; the rounds done and the contacts, or None where there is none.
+def _write(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Iterable[Tensor]]) -> None:
+    """A safetensors file of tensors that come in parts [k, ...], one after the other.
+
+    By the format's description: 8 bytes with the length of the header, the header as JSON, the data. The header is
+    written last, when shapes and sums are known, into the room that was left for it.
+    """
+    known: dict[str, Any] = {name: _entry("BF16", [10**18] * 8, 10**18, 10**18) for name in tensors}
+    room = (
+        len(_header(metadata, known, dict.fromkeys(["rounds", *tensors], f"{torch.bfloat16} {10**10}"))) // 8 * 8 + 64
+    )
+    sums: dict[str, int | str] = {"rounds": int(metadata["rounds"])}
+    with path.open("wb") as file:
+        start = file.seek(8 + room)
+        for name, parts in tensors.items():
+            rows, total, end = 0, 0, file.tell() - start
+            for part in parts:
+                data = _bytes_of(part)
+                total, rows = zlib.crc32(data, total), rows + len(part)
+                file.write(data)
+            known[name] = _entry(NAMES[part.dtype], [rows, *part.shape[1:]], end, file.tell() - start)
+            sums[name] = f"{part.dtype} {total}"
+        file.seek(0)
+        file.write(room.to_bytes(8, "little") + _header(metadata, known, sums).ljust(room))
+
+
+def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+
+
+def _header(metadata: Mapping[str, str], known: Mapping[str, Any], sums: Mapping[str, int | str]) -> bytes:
+    return json.dumps({"__metadata__": {**metadata, "sums": json.dumps(sums)}, **known}).encode()
+
+
+def load_(folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(None)) -> tuple[int, Memory] | None:
+    """Read some `rows` of the last checkpoint into `models`, by default all; the rounds done and what all agents
+    remember, or None where there is none.
 
     Raises RunError for a damaged file or one of another configuration.
     """
@@ -52,22 +96,33 @@ def load_(folder: Path, models: Tensor, fingerprint: str) -> tuple[int, list[Con
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         rounds = int(header["rounds"])
-        if _sums(rounds, tensors) != json.loads(header["sums"]) or tensors["models"].shape != models.shape:
+        if _sums(rounds, tensors) != json.loads(header["sums"]) or tensors["models"][rows].shape != models.shape:
             raise ValueError("its content does not add up")
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        sizes, ids, likelihood = (tensors[name].numpy() for name in ("met", "ids", "likelihood"))
+        states: list[dict[str, Tensor]] = [{} for _ in sizes]
+        for name in tensors.keys() - {"models", "met", "ids", "likelihood"}:
+            agent, _, key = name.removeprefix(STATE).partition(".")
+            states[int(agent)][key] = tensors[name]
+    except (SafetensorError, OSError, KeyError, ValueError, IndexError) as error:
         raise RunError(
             f"the checkpoint {path} is damaged ({error}): delete it to run this seed from the start"
         ) from error
-    models.copy_(tensors["models"])
-    sizes = tensors["met"].tolist()
-    pairs = zip(tensors["ids"].split(sizes), tensors["likelihood"].split(sizes), strict=True)
-    return rounds, [Contacts(ids, likelihood) for ids, likelihood in pairs]
+    models.copy_(tensors["models"][rows])
+    return rounds, Memory(Met(Lists(ids, sizes), likelihood), tuple(states))
 
 
 def _sums(rounds: int, tensors: dict[str, Tensor]) -> dict[str, int | str]:
-    return {"rounds": rounds, **{name: f"{t.dtype} {adds_up_to(t)}" for name, t in sorted(tensors.items())}}
+    return {"rounds": rounds, **{name: f"{t.dtype} {adds_up_to(t)}" for name, t in tensors.items()}}
 
 
 def adds_up_to(tensor: Tensor) -> int:
     """The CRC-32 of a tensor's content."""
-    return zlib.crc32(tensor.contiguous().view(torch.uint8).flatten().numpy().data)
+    return zlib.crc32(_bytes_of(tensor))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's content, which is not copied where it lies in memory as it should."""
+    if not tensor.numel():
+        return memoryview(b"")
+    content: np.ndarray = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return content.data

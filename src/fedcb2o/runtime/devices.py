@@ -16,8 +16,9 @@ from fedcb2o.data.shard import features
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.evaluate import IMAGES, outputs_of
 from fedcb2o.federated.local_update import float32_products
+from fedcb2o.federated.terms import Convolution
 from fedcb2o.models import flatten, stacked
-from fedcb2o.runtime.primitives import Convolution, by
+from fedcb2o.runtime.primitives import by
 
 SHARE = 0.5  # of what a device's memory has left beside the pool: the rest is for evaluation, mixing and fragments
 UNKNOWN = 4 * 2**30  # bytes, where PyTorch does not say what a device has

@@ -8,16 +8,14 @@ to the bit.
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fedcb2o.federated.terms import Convolution, Linear
 from fedcb2o.runtime import onednn
 from fedcb2o.runtime.convolution import conv2d
-
-Linear = Literal["torch", "onednn"]
-Convolution = Literal["grouped", "unfolded"]
 
 
 def by(linear: Linear = "torch", convolution: Convolution = "grouped") -> contextlib.AbstractContextManager[Any]:

@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from fedcb2o.data.shard import features
 from fedcb2o.federated.evaluate import outputs_of
 from fedcb2o.federated.local_update import Precision, float32_products, products_in
+from fedcb2o.federated.terms import Convolution, Linear
 from fedcb2o.models import ChannelsLast, Layout, flatten, row_stride, stacked
 from fedcb2o.runtime import onednn
 from fedcb2o.runtime.devices import repeatable
-from fedcb2o.runtime.primitives import Convolution, Linear, by
+from fedcb2o.runtime.primitives import by
 
 Way = TypeVar("Way")
 

@@ -1,0 +1,65 @@
+"""What is received is hostile: only what passes here is seen by anything else.
+
+A model that is not of the right length and type, not finite, larger than `BOUND` or of another round is refused; a
+claimed number of samples is refused where it is none, and believed up to what the terms allow.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from fedcb2o.models import rows_of
+
+BOUND = 1e6  # models with larger numbers are not received
+COPIED = 2**19  # numbers of small models that are looked at in one call
+
+
+@dataclass(frozen=True)
+class Message:
+    """What an agent downloads: a model, and what its sender says of it."""
+
+    theta: Shaped[Tensor, "..."]
+    num_samples: float
+    round: int
+
+
+def refusal(message: Message, *, dim: int, n: int) -> str:
+    """Why a message is not received in round `n`; nothing where it is."""
+    theta = message.theta
+    if theta.dtype != torch.float32 or theta.shape != (dim,):
+        return f"its model has type {theta.dtype} and shape {tuple(theta.shape)}, expected float32 and ({dim},)"
+    if message.round != n:
+        return f"its model is of round {message.round}, expected {n}"
+    if not within(extents(theta.unsqueeze(0), [0])).all():
+        return f"its model holds numbers that are not finite, or beyond {BOUND:g}"
+    if not (0 <= message.num_samples < np.inf):
+        return f"it claims {message.num_samples} samples"
+    return ""
+
+
+def believed(claims: Float[np.ndarray, " m"], most: int) -> Float[np.ndarray, " m"]:
+    """How many samples peers that claim so many are believed to have trained on."""
+    found: np.ndarray = np.minimum(claims, most)
+    return found
+
+
+def extents(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarray, " m"]:
+    """The largest size of a number in each of some models; not finite where one is not.
+
+    One pass over large models, and from another device one transfer.
+    """
+    size = max(1, COPIED // models.shape[1])
+    found = [rows_of(models, rows[k : k + size]).aminmax(dim=1) for k in range(0, len(rows), size)]
+    ends = [torch.stack(pair, -1) for pair in found]
+    sizes: np.ndarray = torch.cat(ends).cpu().abs().amax(1).double().numpy() if ends else np.zeros(0)
+    return sizes
+
+
+def within(extents: Float[np.ndarray, " m"]) -> Bool[np.ndarray, " m"]:
+    """Which models of such extents are received."""
+    good: np.ndarray = extents <= BOUND
+    return good

@@ -1,0 +1,67 @@
+"""The malicious agents of a run: what they do, and whom they know (sec:experiments)."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from fedcb2o.federated.peers import Peers
+from fedcb2o.federated.types import Attack, Knowledge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attackers:
+    """Who of all agents is malicious, in which cluster each is, and what the malicious ones do.
+
+    Attackers know all of this, and benign agents nothing. They `collude`, unless they act as benign agents do, and
+    average their `own_model` too. `trigger` marks samples where their attack is a backdoor.
+    """
+
+    attack: Attack
+    malicious: Bool[np.ndarray, " N"]
+    cluster: Int[np.ndarray, " N"]
+    num_clusters: int
+    collude: bool
+    own_model: bool
+    trigger: Callable[[Tensor], Tensor] | None = None
+
+    @functools.cached_property
+    def ids(self) -> Int[np.ndarray, " m"]:
+        """The malicious agents."""
+        return np.flatnonzero(self.malicious)
+
+    @functools.cached_property
+    def benign(self) -> Int[np.ndarray, " b"]:
+        """All others: whom an attack on models deceives."""
+        return np.flatnonzero(~self.malicious)
+
+    @functools.cached_property
+    def sides(self) -> dict[tuple[Knowledge, int], Int[np.ndarray, " n"]]:
+        """The malicious agents of each cluster, "fellows", and its "benign" ones."""
+        return {
+            (whose, k): np.flatnonzero((self.cluster == k) & (self.malicious == (whose == "fellows")))
+            for k in range(self.num_clusters)
+            for whose in ("fellows", "benign")
+        }
+
+    def renamed(self, n: int) -> Int[np.ndarray, " g"]:
+        """Who comes under a new name in round `n`: nobody has met these."""
+        return self.ids if self.attack.hides(n) else self.ids[:0]
+
+    def peers(
+        self, agents: Int[np.ndarray, " a"], neighbours: tuple[Int[Tensor, " _k"], ...] | None
+    ) -> tuple[Peers, Peers]:
+        """The fellow attackers that some of them may ask, and the benign agents of their clusters."""
+        clusters, which = np.unique(self.cluster[agents], return_inverse=True)
+        fellows, benign = ([self.sides[whose, k] for k in clusters.tolist()] for whose in ("fellows", "benign"))
+        if neighbours is not None:
+            near = [neighbours[j].numpy() for j in agents.tolist()]
+            fellows, benign = (
+                [ids[np.isin(ids, mine)] for ids, mine in zip((side[k] for k in which), near, strict=True)]
+                for side in (fellows, benign)
+            )
+            which = np.arange(len(agents))
+        return Peers.of(fellows, which, but=agents), Peers.of(benign, which)

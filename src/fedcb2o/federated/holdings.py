@@ -1,0 +1,95 @@
+"""The samples of the agents at hand, each as its cluster sees them, poisoned where it attacks.
+
+Samples lie on the run's device. Users' functions of samples (attacks, triggers, what a criterion tries) get them on
+the CPU.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from fedcb2o.data.partition import rotate
+from fedcb2o.data.shard import Shard
+from fedcb2o.federated.lists import Lists, Places
+from fedcb2o.federated.returned import poisoned_of
+from fedcb2o.federated.types import Attack
+from fedcb2o.streams import streams
+
+Samples = tuple[Shaped[Tensor, "a n *features"], Int[Tensor, "a n"]]
+"""Equally many samples of each of some agents, and their labels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """What the `agents` at hand hold of some `samples`: what each trains on and what it judges on.
+
+    `cluster` says how each of them sees samples, and the `test` set. The `malicious` among them poison what they train
+    on, as their `attack` says.
+    """
+
+    agents: Int[np.ndarray, " a"]
+    samples: Shard
+    test: Shard
+    train: Lists
+    validation: Lists
+    cluster: Int[np.ndarray, " a"]
+    num_clusters: int
+    num_classes: int
+    malicious: Bool[np.ndarray, " a"]
+    attack: Attack
+    seed: int
+
+    @property
+    def num_samples(self) -> Float[Tensor, " a"]:
+        """How many samples each trains on."""
+        return torch.from_numpy(self.train.sizes.astype(float))
+
+    def trained_on(self, some: Places, n: int) -> Samples:
+        """The training data in round `n` of agents in some places, which hold equally many, poisoned where they
+        attack."""
+        x, y = self._seen(some, self.train)
+        attack = self.attack
+        if attack.poison is None or not attack.poisons(n) or not (bad := np.flatnonzero(self.malicious[some])).size:
+            return x, y
+        draws = streams(self.seed, "attack", agents=self.agents[some[bad]].tolist())
+        places = torch.from_numpy(bad)
+        shards = map(Shard, x[places].cpu().unbind(), y[places].cpu().unbind())
+        made = [
+            poisoned_of(attack.poison(shard, draw), shard, self.num_classes)
+            for shard, draw in zip(shards, draws, strict=True)
+        ]
+        labels = torch.stack([each.y for each in made])
+        x[places], y[places] = torch.stack([each.x for each in made]).to(x), labels.to(y)
+        return x, y
+
+    def judged_on(self, some: Places) -> Samples:
+        """The validation data of agents in some places, which hold equally many."""
+        return self._seen(some, self.validation)
+
+    def true(self, k: int) -> Shard:
+        """The training data of the agent in place k, without poison."""
+        x, y = self._seen(np.array([k]), self.train)
+        return Shard(x[0], y[0])
+
+    def tested_on(self, cluster: int) -> Shard:
+        """The test set as a cluster sees it."""
+        return Shard(rotate(self.test.x, cluster, self.num_clusters), self.test.y)
+
+    def places_of(self, agents: Sequence[int]) -> Places:
+        """Where some of the agents stand."""
+        return self.agents.searchsorted(np.array(agents, np.int64))
+
+    def _seen(self, some: Places, held: Lists) -> Samples:
+        chosen = torch.from_numpy(held.values[held.places(some)].reshape(len(some), -1))
+        x, cluster = self.samples.x[chosen], self.cluster[some]
+        for k in np.unique(cluster).tolist():
+            theirs = torch.from_numpy(np.flatnonzero(cluster == k))
+            if len(theirs) == len(cluster):
+                x = rotate(x, k, self.num_clusters)
+            else:
+                x[theirs] = rotate(x[theirs], k, self.num_clusters)
+        return x, self.samples.y[chosen]

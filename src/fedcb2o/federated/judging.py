@@ -1,0 +1,94 @@
+"""Line 3 of Algorithm 2, what agents think of models on their own validation data; and how theirs do in the test."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fedcb2o.data.shard import Shard
+from fedcb2o.federated.block import Block
+from fedcb2o.federated.choices import Inbox
+from fedcb2o.federated.evaluate import confusion, losses_of_each
+from fedcb2o.federated.lists import Places
+from fedcb2o.federated.returned import changed_by
+from fedcb2o.federated.types import Change, Judged, Losses, Received
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Agents in places `those` of a part, who are judged at once since they received and hold equally many: what they
+    look at, and `where` what they received lies in the inbox of the part."""
+
+    those: Places
+    where: Int[np.ndarray, " k"]
+    judged: Judged
+
+
+def judged_alike(
+    block: Block, some: Places, those: Places, inbox: Inbox, n: int
+) -> tuple[list[Alike], Float[np.ndarray, " m"] | None]:
+    """Line 3 for `those` of a part of agents: what each looks at, and its losses of all that it received, where the
+    algorithm judges."""
+    found, losses = [], np.full(len(inbox.rows), np.nan)
+    for alike, where, received in inbox.alike(those, block.holdings.validation.sizes[some]):
+        me, both = themselves(block, some[alike], n), None
+        if block.terms.algorithm.judges:
+            both = judge(block, some[alike], received.with_own(me))
+            losses[where] = both.mean[:, :-1].flatten().numpy()
+        theirs, own = (None, None) if both is None else (both.part(slice(None, -1)), both.part(slice(-1, None)))
+        found.append(Alike(alike, where, Judged(n, block.pool, theirs, own, received, me, None)))
+    return found, losses[inbox.ids.places(those)] if block.terms.algorithm.judges else None
+
+
+def themselves(block: Block, some: Places, n: int) -> Received:
+    """The own models of agents in some places as if each was received [a, 1]."""
+    columns = block.agents[some], block.layout.own[some], block.holdings.train.sizes[some].astype(float)
+    return Received(*(torch.from_numpy(each).unsqueeze(1) for each in (*columns, np.full(len(some), n))))
+
+
+def judge(block: Block, some: Places, models: Received, change: Change | None = None) -> Losses:
+    """The losses of models [a, m] on the validation data of agents in some places, which hold equally many
+    (alg:localAggregation, line 3), or on these as a criterion changes them."""
+    terms, (x, y) = block.terms, block.holdings.judged_on(some)
+    if change is not None:
+        seen = [changed_by(change, Shard(*one)) for one in zip(x, y, strict=True)]
+        x = torch.stack([each.x for each in seen])
+    return losses_of_each(
+        terms.module,
+        block.pool,
+        models.rows,
+        x,
+        y,
+        terms.num_classes,
+        average=terms.average,
+        batch_size=terms.training.batch_size,
+        together=terms.primitives.together,
+    )
+
+
+def losses_seen_by(block: Block, k: int) -> Callable[[Received, Change | None], Losses]:
+    """The losses of models [m] on the validation data of the agent in place k, or on those changed."""
+
+    def losses(models: Received, change: Change | None) -> Losses:
+        one = Received(*(each.unsqueeze(0) for each in (models.ids, models.rows, models.num_samples, models.round)))
+        return judge(block, np.array([k]), one, change)[0]
+
+    return losses
+
+
+def tested(block: Block, some: Places, triggered: bool) -> list[Int[Tensor, "C C"]]:
+    """The confusion matrices of agents in some places on the test set as their cluster sees it, or with the trigger of
+    a backdoor."""
+    terms, holdings, trigger = block.terms, block.holdings, block.attackers.trigger
+    cluster, found = holdings.cluster[some], dict[int, Tensor]()
+    for each in np.unique(cluster).tolist():
+        members, test = some[cluster == each], holdings.tested_on(each)
+        if triggered and trigger is not None:
+            test = Shard(trigger(test.x.cpu()).to(test.x.device), test.y)
+        rows = torch.from_numpy(block.layout.own[members])
+        counts = confusion(terms.module, block.pool, rows, test, terms.num_classes, terms.primitives.together)
+        found |= dict(zip(members.tolist(), counts, strict=True))
+    return [found[k] for k in some.tolist()]

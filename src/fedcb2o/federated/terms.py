@@ -1,0 +1,61 @@
+"""What every agent of a run knows, whoever it is and wherever it works."""
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from fedcb2o.federated.algorithms import Algorithm
+from fedcb2o.federated.evaluate import Average
+from fedcb2o.federated.local_update import Training
+from fedcb2o.models import dimension, head_of
+
+Linear = Literal["torch", "onednn"]
+Convolution = Literal["grouped", "unfolded"]
+
+
+@dataclass(frozen=True)
+class Primitives:
+    """How products are computed, which changes bits alone: dense layers, the convolutions of several networks at once,
+    and how many agents train or models are evaluated `together`, in one program."""
+
+    linear: Linear = "torch"
+    convolution: Convolution = "grouped"
+    together: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The terms on which the agents of a run work together.
+
+    `share` is the attackers' share that rules are told to assume, `most_samples` the largest number of samples that
+    an agent is believed to have trained on. `neighbours` says whom each agent may ask, where that is not everybody.
+    """
+
+    seed: int
+    num_agents: int
+    num_classes: int
+    rounds: int
+    budget: int
+    model: str
+    module: nn.Module
+    training: Training
+    algorithm: Algorithm
+    average: Average
+    share: float
+    most_samples: int
+    neighbours: tuple[Int[Tensor, " _k"], ...] | None = None
+    participation: float = 1.0
+    primitives: Primitives = Primitives()
+
+    @functools.cached_property
+    def dim(self) -> int:
+        """d, the number of parameters of a model."""
+        return dimension(self.module)
+
+    @functools.cached_property
+    def head(self) -> tuple[int, int] | None:
+        """The shape of the network's last dense layer, where it ends in one."""
+        return head_of(self.module)

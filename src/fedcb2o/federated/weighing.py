@@ -1,0 +1,76 @@
+"""Lines 5 and 6 of Algorithm 2 for several agents: the weights of the consensus point m_j, as the algorithm's rule has
+them."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from fedcb2o import plugins
+from fedcb2o.federated.block import Block
+from fedcb2o.federated.choices import Choices, Inbox
+from fedcb2o.federated.judging import Alike, losses_seen_by, themselves
+from fedcb2o.federated.lists import Places
+from fedcb2o.federated.peers import Met
+from fedcb2o.federated.returned import state_of, weights_of
+from fedcb2o.federated.rules import by_samples
+from fedcb2o.federated.types import Contacts, Local, Reduction, State, Weighed
+from fedcb2o.streams import stream
+
+
+def weigh_(
+    choices: Choices, block: Block, some: Places, alike: Alike, met: Met, states: Mapping[int, State]
+) -> dict[int, State]:
+    """Fill in what `alike` agents of a part make of what they received; what their rules keep."""
+    algorithm, judged, those, where = block.terms.algorithm, alike.judged, alike.those, alike.where
+    choices.factor[those] = algorithm.factor(block.terms.training.gamma)
+    if judged.own is not None:
+        choices.own_loss[those] = judged.own.mean.flatten().numpy()
+    if plugins.declared(algorithm.weigh, "together"):
+        mu, own = weights_of(algorithm.weigh(judged), tuple(judged.received.ids.shape))
+        choices.weights[where], choices.own_weight[those] = mu.flatten().numpy(), own.numpy()
+        return {}
+    kept = {}
+    for row, (k, there) in enumerate(zip(those.tolist(), where.reshape(len(those), -1), strict=True)):
+        view = judged.one(row, _local(block, int(some[k]), judged.n, met[k]))
+        if algorithm.remembers:
+            kept[k], decided = state_of(algorithm.weigh(states[k], view))
+        else:
+            decided = algorithm.weigh(view)
+        _fill_(choices, k, there, decided if isinstance(decided, Weighed) else Weighed(decided))
+    return kept
+
+
+def _fill_(choices: Choices, k: int, where: Places, decided: Weighed) -> None:
+    """What the agent in place k decided."""
+    if decided.f is not None:
+        choices.f[k] = decided.f
+    if isinstance(decided.outcome, Reduction):
+        choices.reductions[int(choices.agents[k])] = decided.outcome
+        choices.weights[where] = choices.own_weight[k] = np.nan
+        return
+    if decided.before is not None:
+        choices.before[k] = decided.before
+    mu, own = weights_of(decided.outcome, (len(where),), rest=decided.before or 0.0)
+    choices.weights[where], choices.own_weight[k] = mu.numpy(), float(own)
+
+
+def _local(block: Block, k: int, n: int, contacts: Contacts) -> Local:
+    """What the agent in place k of the block knows beside what it receives."""
+    terms, before = block.terms, block.layout.before
+    return Local(
+        losses_of=losses_seen_by(block, k),
+        share=terms.share,
+        progress=n / terms.rounds,
+        before=None if before is None else int(before[k]),
+        head=terms.head,
+        contacts=contacts,
+        draw=stream(terms.seed, "rule", n, int(block.agents[k])),
+    )
+
+
+def weigh_by_samples_(choices: Choices, block: Block, some: Places, colluders: Places, inbox: Inbox, n: int) -> None:
+    """Fill in the weights of malicious agents in some places: by numbers of samples (sec:experiments)."""
+    for those, where, received in inbox.alike(colluders):
+        me = themselves(block, some[those], n) if block.attackers.own_model else None
+        mu, own = weights_of(by_samples(received, me), tuple(received.ids.shape))
+        choices.weights[where], choices.own_weight[those] = mu.flatten().numpy(), own.numpy()

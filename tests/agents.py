@@ -1,0 +1,188 @@
+"""Nine agents in two clusters, four of them malicious, and rounds of theirs, for the tests that look at rounds from
+inside."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedcb2o.data.shard import Shard
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.attackers import Attackers
+from fedcb2o.federated.attacks import label_flip
+from fedcb2o.federated.block import Block, Layout
+from fedcb2o.federated.choices import Choices
+from fedcb2o.federated.holdings import Holdings
+from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.local_update import Training
+from fedcb2o.federated.peers import Memory
+from fedcb2o.federated.terms import Terms
+from fedcb2o.federated.types import Attack, Reduction
+from fedcb2o.runtime import ifca
+from fedcb2o.runtime.engine import Engine, Round, rounds
+from fedcb2o.runtime.shared import Shared
+from fedcb2o.runtime.workers import Here
+from fedcb2o.streams import stream
+from tests.tiny import empty_models
+
+CLASSES, SEED, BUDGET = 4, 7, 3
+TRAINING = Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=2)
+CLUSTER = [0] * 5 + [1] * 4
+MALICIOUS = [False, False, False, True, True, False, False, True, True]
+BAD = [j for j, bad in enumerate(MALICIOUS) if bad]
+GOOD = [j for j, bad in enumerate(MALICIOUS) if not bad]
+FLIP = Attack(poison=lambda shard, draw: label_flip(shard, draw, source=1, target=2))
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(9, 6), nn.ReLU(), nn.Linear(6, CLASSES))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(27, CLASSES))
+
+
+def wide() -> nn.Module:
+    """So many parameters that they are mixed in several tiles."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(9, 700), nn.ReLU(), nn.Linear(700, CLASSES))
+
+
+@dataclass(frozen=True)
+class Held:
+    """The samples, and which of them each agent trains and validates on."""
+
+    samples: Shard
+    train: list[np.ndarray]
+    validation: list[np.ndarray]
+
+
+def held() -> Held:
+    """20 samples for an attacker, 13 and 11 for everybody else."""
+    draw = stream(SEED, "data")
+    y = torch.from_numpy(draw.integers(CLASSES, size=300))
+    x = torch.from_numpy(draw.normal(size=(300, 1, 3, 3))).float() + y.view(-1, 1, 1, 1) / 2
+    order = np.split(draw.permutation(300), 10)
+    train = [chosen[:20] if bad else chosen[:13] for chosen, bad in zip(order, MALICIOUS, strict=False)]
+    validation = [chosen[:0] if bad else chosen[13:24] for chosen, bad in zip(order, MALICIOUS, strict=False)]
+    return Held(Shard(x, y), train, validation)
+
+
+def terms_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any) -> Terms:
+    known = {
+        "seed": SEED,
+        "num_agents": len(CLUSTER),
+        "num_classes": CLASSES,
+        "rounds": 10,
+        "budget": BUDGET,
+        "model": "network",
+        "module": module,
+        "training": TRAINING,
+        "algorithm": algorithm,
+        "average": "samples",
+        "share": 0.0,
+        "most_samples": 20,
+    }
+    return Terms(**{**known, **changes})
+
+
+def attackers_of(attack: Attack = FLIP, *, own_model: bool = True, collude: bool = True) -> Attackers:
+    return Attackers(
+        attack=attack,
+        malicious=np.array(MALICIOUS),
+        cluster=np.array(CLUSTER),
+        num_clusters=2,
+        collude=collude,
+        own_model=own_model,
+    )
+
+
+def block_of(
+    terms: Terms,
+    attackers: Attackers,
+    holds: Held | None = None,
+    agents: Sequence[int] = range(len(CLUSTER)),
+    own: Sequence[int] | None = None,
+    inbox: int = 0,
+) -> Block:
+    """Some agents with a pool of zeros, their own models in the rows `own` of it, and room for so many arrivals."""
+    holds, ids = holds or held(), np.array(agents)
+    holdings = Holdings(
+        agents=ids,
+        samples=holds.samples,
+        test=holds.samples,
+        train=Lists.of([holds.train[j] for j in agents]),
+        validation=Lists.of([holds.validation[j] for j in agents]),
+        cluster=attackers.cluster[ids],
+        num_clusters=2,
+        num_classes=CLASSES,
+        malicious=attackers.malicious[ids],
+        attack=attackers.attack,
+        seed=terms.seed,
+    )
+    rows = np.array(range(len(ids)) if own is None else own)
+    coordinator = terms.algorithm.coordinator
+    kept = int(rows.max()) + 1 + (0 if coordinator is None else coordinator.models)
+    each = attackers.attack.num_published(1, len(GOOD))
+    layout = Layout.of(rows, kept, holdings.malicious, each, terms.algorithm.keeps_before)
+    return Block(terms, holdings, attackers, layout, empty_models(layout.inbox + inbox, terms.dim))
+
+
+def first_models(terms: Terms, size: int = len(CLUSTER)) -> Tensor:
+    """A model for each agent, all different."""
+    return torch.from_numpy(stream(SEED, "theta").normal(size=(size, terms.dim)) * 0.3).float()
+
+
+def together(
+    algorithm: algorithms.Algorithm,
+    module: nn.Module | None = None,
+    attack: Attack = FLIP,
+    *,
+    holds: Held | None = None,
+    theta: Tensor | None = None,
+    own_model: bool = True,
+    collude: bool = True,
+    **changes: Any,
+) -> Shared:
+    """All agents on one machine, in this process."""
+    terms = terms_of(algorithm, network() if module is None else module, **changes)
+    block = block_of(terms, attackers_of(attack, own_model=own_model, collude=collude), holds)
+    block.pool[: len(CLUSTER)] = first_models(terms) if theta is None else theta
+    return Shared(block, Here(block))
+
+
+def models_of(engine: Shared) -> Tensor:
+    """The models of all agents, in the engine's pool."""
+    return engine.block.pool[: len(CLUSTER)]
+
+
+def run_rounds(engine: Engine, count: int = 1, memory: Memory | None = None, start: int = 0) -> list[Round]:
+    """Some rounds."""
+    made = rounds if engine.terms.algorithm.coordinator is None else ifca.rounds
+    blank = Memory.blank(len(CLUSTER))
+    return list(made(engine, memory or blank, start, start + count, lambda n: False, lambda n, phase: None))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What one agent decided."""
+
+    asked: list[int]
+    ids: list[int]
+    rows: list[int]
+    weights: list[float]
+    own_weight: float
+    before: float
+    f: float
+    reduction: Reduction | None
+
+
+def chosen(choices: Choices, j: int) -> Chosen:
+    """What agent j decided."""
+    k = choices.agents.tolist().index(j)
+    rows, weights = (choices.received.having(each)[k].tolist() for each in (choices.rows, choices.weights))
+    own_weight, before, f = (float(each[k]) for each in (choices.own_weight, choices.before, choices.f))
+    received, asked = choices.received[k].tolist(), choices.asked[k].tolist()
+    return Chosen(asked, received, rows, weights, own_weight, before, f, choices.reductions.get(j))

@@ -1,0 +1,130 @@
+"""A plain engine: agents in blocks with pools of their own, who send each other bytes through a dictionary."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fedcb2o.federated.admit import Message, believed, extents, refusal
+from fedcb2o.federated.attackers import Attackers
+from fedcb2o.federated.block import Block
+from fedcb2o.federated.choices import Choices, Inbox
+from fedcb2o.federated.judging import tested
+from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.mixing import mix_, mixture
+from fedcb2o.federated.publish import craft_, outbox
+from fedcb2o.federated.terms import Terms
+from fedcb2o.federated.together import teams
+from fedcb2o.streams import stream
+from tests.agents import Held, block_of, first_models
+
+
+class Posted:
+    """Blocks of the agents named, each in a pool whose rows are in random order."""
+
+    def __init__(self, terms: Terms, attackers: Attackers, holds: Held, blocks: Sequence[Sequence[int]]) -> None:
+        self.terms, self.attackers, theta = terms, attackers, first_models(terms)
+        self.blocks: list[Block] = []
+        self.parts: list[np.ndarray] = []
+        self.where: list[tuple[int, np.ndarray]] = []  # the block of each part, and the places in it
+        for b, agents in enumerate(blocks):
+            rows = stream(b, "rows").permutation(2 * len(agents) + 1)[: len(agents)]
+            block = block_of(terms, attackers, holds, agents, rows.tolist(), inbox=3 * terms.num_agents * len(agents))
+            block.pool[torch.from_numpy(block.layout.own)] = theta[list(agents)]
+            self.blocks.append(block)
+            costs = block.holdings.train.sizes.tolist()
+            for team in teams(terms.module, terms.dim, costs, terms.primitives.together):
+                self.where.append((b, np.array(team)))
+                self.parts.append(block.agents[team])
+
+    def each(self, function: Any, *common: Any, own: Sequence[Sequence[Any]] = ()) -> list[Any]:
+        return [
+            function(self.blocks[b], places, *(each[g] for each in own), *common)
+            for g, (b, places) in enumerate(self.where)
+        ]
+
+    def publish_(self, n: int, online: np.ndarray, sizes: np.ndarray) -> None:
+        self.post: dict[tuple[int, ...], bytes] = {}
+        trained = {}
+        for block in self.blocks:
+            for j, row in zip(block.agents.tolist(), block.layout.own.tolist(), strict=True):
+                trained[j] = save({"theta": block.pool[row].contiguous()})
+
+        def look(ids: list[int]) -> Tensor:
+            found = [load(trained[j])["theta"] for j in ids]
+            return torch.stack(found) if found else torch.zeros(0, self.terms.dim)
+
+        for block in self.blocks:
+            bad = np.flatnonzero(block.holdings.malicious)
+            if self.attackers.attack.crafts(n):
+                craft_(block, bad, n, np.isfinite(sizes), look)
+            box = outbox(block, n)
+            for k, j in enumerate(block.agents.tolist()):
+                for receiver in range(self.terms.num_agents) if online[j] else []:
+                    place, to = np.array([k]), np.array([receiver])
+                    row, claim = int(box.rows(place, to)[0]), float(box.claimed(place, to)[0])
+                    self.post[j, receiver] = save(
+                        {
+                            "theta": block.pool[row].contiguous(),
+                            "num_samples": torch.tensor(claim, dtype=torch.float64),
+                            "round": torch.tensor(n),
+                        }
+                    )
+
+    def exchange(self, n: int, asked: Sequence[Lists], deadline: float | None) -> list[Inbox]:
+        free = [
+            list(stream(n, "slots", b).permutation(np.arange(x.layout.inbox, len(x.pool))))
+            for b, x in enumerate(self.blocks)
+        ]
+        return [
+            self._arrived(n, self.blocks[b], part, free[b], ids)
+            for (b, _), part, ids in zip(self.where, self.parts, asked, strict=True)
+        ]
+
+    def _arrived(self, n: int, block: Block, part: np.ndarray, free: list[int], asked: Lists) -> Inbox:
+        there, rows, claims = [], [], []
+        for i, j in zip(asked.values.tolist(), part[asked.owners].tolist(), strict=True):
+            message = self._message(i, j)
+            good = message is not None and not refusal(message, dim=self.terms.dim, n=n)
+            there.append(good)
+            if not good:
+                continue
+            row = int(block.layout.own[block.agents.tolist().index(j)]) if i == j else int(free.pop())
+            block.pool[row] = message.theta
+            rows.append(row)
+            claims.append(message.num_samples)
+        received = asked.only(np.array(there, dtype=bool))
+        counts = believed(np.array(claims, dtype=float), self.terms.most_samples)
+        return Inbox(received, np.array(rows, np.int64), counts, np.full(len(rows), n))
+
+    def _message(self, sender: int, receiver: int) -> Message | None:
+        if (sender, receiver) not in self.post:
+            return None
+        content = load(self.post[sender, receiver])
+        return Message(content["theta"], float(content["num_samples"]), int(content["round"]))
+
+    def mix_(self, choices: Sequence[Choices]) -> np.ndarray:
+        finite = np.ones(self.terms.num_agents, dtype=bool)
+        for b, block in enumerate(self.blocks):
+            whole = Choices.join([one for one, (owner, _) in zip(choices, self.where, strict=True) if owner == b])
+            mix_(block.pool, mixture(whole, block.layout.own, block.layout.before), 0, self.terms.dim)
+            finite[block.agents] = np.isfinite(extents(block.pool, block.layout.own.tolist()))
+        return finite
+
+    def evaluate(self, triggered: bool) -> dict[int, Tensor]:
+        found = {}
+        for block in self.blocks:
+            benign = np.flatnonzero(~block.holdings.malicious)
+            found |= dict(zip(block.agents[benign].tolist(), tested(block, benign, triggered), strict=True))
+        return found
+
+    @property
+    def models(self) -> Tensor:
+        """Those of all agents, in their order."""
+        found = torch.zeros(self.terms.num_agents, self.terms.dim)
+        for block in self.blocks:
+            found[block.agents.tolist()] = block.pool[torch.from_numpy(block.layout.own)]
+        return found
