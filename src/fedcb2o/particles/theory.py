@@ -234,7 +234,7 @@ def suggest_parameters(
 
 _NOT_COVERED = (
     "delta_q > 0 is supposed: with delta_q = 0, attackers that sit on a minimiser of L that is bad for G capture the"
-    " consensus point as soon as w_m reaches beta",
+    " consensus point as soon as w_m leaves room for fewer than two benign particles below beta",
     "what scales are the sufficient bounds beta_0 and alpha_0, for attack-free values that meet theirs; they are not"
     " sharp, and a smaller beta needs more particles",
     "the theorem is on the mean-field limit in continuous time with isotropic noise, 2 lambda > d sigma^2, the averaged"
