@@ -69,7 +69,7 @@ def minimize(
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
 ) -> Result:
-    """Minimise G (`upper`) among the minimisers of L (`lower`), by consensus-based bi-level optimisation.
+    """Minimise G (`upper`) among the minimisers of L (`lower`), eq:bilevel_opt, by consensus-based optimisation.
 
     Both are functions of a whole ensemble, [..., d] -> [...], called once a step. Without G it is consensus-based
     optimisation (CBO) of L. With K objectives in `lower` it is the clustered system: FedCB2O (eq:fedcb2o_dynamics) with
