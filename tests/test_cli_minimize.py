@@ -87,6 +87,39 @@ def test_the_panel_of_decay_holds_v_and_the_fitted_rate():
     assert "1.5" in decay.told
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "outside"),
+    [
+        ("circle", {"lambda2": 0.1}, "(λ₂ > 0)"),
+        ("circle", {"sigma2": 0.1}, "(σ₂ > 0)"),
+        ("circle", {"batch": 10}, "(random batches)"),
+        ("circle", {"bounds": (-3, 3)}, "(bounds)"),
+        ("rastrigin", {"sigma1": 0.1}, "(no G)"),
+        ("two-circles", {}, "(several clusters, λ₂ > 0, σ₂ > 0)"),
+        ("two-circles", {"lambda2": 0.0, "sigma2": 0.0}, "(several clusters)"),
+    ],
+)
+@pytest.mark.parametrize("noise", ["isotropic", "anisotropic"])
+def test_no_rate_is_stated_where_the_theorem_does_not_apply(name, settings, outside, noise):
+    settings = {"num_particles": 40, "maxiter": 20, "sigma1": 0.5, "noise": noise, **settings}
+    result, watch, used, _ = minimizing.run(problem(name), [], settings, progress=False)
+    decay = watch.decay(problem(name), result, used)
+    assert decay.told == f"theory: no rate is stated {outside}"
+    assert decay.line is decay.band is None
+    assert outside in minimizing.told(problem(name), result, decay, 0.1)
+
+
+def test_under_attack_the_rate_is_stated():
+    group = [adversaries.random(6, mass=0.3)]
+    for noise, rate in (("isotropic", "2λ₁ − dσ₁² = 1.5 (band: ϑ = 0.25)"), ("anisotropic", "2λ₁ − σ₁² = 1.75")):
+        settings = {"num_particles": 40, "maxiter": 20, "sigma1": 0.5, "noise": noise, "delta_q": 0.01, "beta": 0.05}
+        result, watch, used, _ = minimizing.run(CIRCLE, group, settings, progress=False)
+        decay = watch.decay(CIRCLE, result, used)
+        assert decay.told == f"theory: {rate}"
+        assert decay.line is not None
+        assert (decay.band is None) == (noise == "anisotropic")
+
+
 def test_v_of_runs_that_stopped_stays_and_memory_is_bounded():
     settings = {"runs": 3, "num_particles": 20, "xtol": 0.05, "maxiter": 3000, "record_every": 1}
     result, watch, used, _ = minimizing.run(CIRCLE, [], settings, progress=False)

@@ -39,7 +39,7 @@ def cnn(
     hidden: int = 2048,
     dense_activation: Literal["relu", "none"] = "relu",
 ) -> nn.Module:
-    """The paper's network; with 28x28 images, 47 classes and 2048 hidden units d = 6,572,975.
+    """The paper's network (sec:experiments); with 28x28 images, 47 classes and 2048 hidden units d = 6,572,975.
 
     Pooling stands before ReLU: the two commute exactly, and ReLU then touches a quarter of the values.
     `dense_activation="none"` leaves out the ReLU between the dense layers, as the authors' released code does.

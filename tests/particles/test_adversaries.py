@@ -354,14 +354,36 @@ def test_the_averaged_quantile_and_mass_instead_of_numbers():
     ("num_benign", "num_malicious", "settings", "warned"),
     [
         (90, 10, {"beta": 0.2}, False),
-        (90, 10, {"beta": 0.11}, False),
+        (90, 10, {"beta": 0.12}, False),
+        (90, 10, {"beta": 0.11}, True),  # one benign particle is left
         (90, 10, {"beta": 0.1}, True),  # w_m reaches beta: 1 - 90/100 is 0.09999999999999998
         (60, 40, {"beta": 0.25}, True),
         (60, 40, {"beta": 0.25, "delta_q": 0.01}, False),
         (60, 40, {"beta": 0.29, "delta_q": 0.01}, False),
         (60, 40, {"beta": 0.3, "delta_q": 0.01}, True),  # w_b / 2
         (60, 40, {"beta": 0.5, "delta_q": 0.01}, True),
-        (60, 40, {"beta": 0.05, "mass": 0.04}, False),
+        (60, 40, {"beta": 0.05, "mass": 0.03}, False),  # a benign particle has 0.97/60
+        (60, 40, {"beta": 0.05, "mass": 0.04}, True),
+        # Captured, or not, in every run of the border in docs/particles.md.
+        (191, 9, {"beta": 0.05}, True),
+        (191, 9, {"beta": 0.05, "quantile": "averaged"}, True),
+        (181, 19, {"beta": 0.1}, True),
+        (181, 19, {"beta": 0.1, "quantile": "averaged"}, True),
+        (182, 18, {"beta": 0.1, "quantile": "averaged"}, True),
+        (9002, 998, {"beta": 0.1, "quantile": "averaged"}, True),
+        (9002, 998, {"beta": 0.1, "quantile": "averaged", "delta_q": 0.01}, False),
+        (192, 8, {"beta": 0.05}, False),
+        (194, 6, {"beta": 0.05, "quantile": "averaged"}, False),
+        (182, 18, {"beta": 0.1}, False),
+        (186, 14, {"beta": 0.1, "quantile": "averaged"}, False),
+        (9002, 998, {"beta": 0.1}, False),
+        (9050, 950, {"beta": 0.1, "quantile": "averaged"}, False),
+        # A random batch leaves as many of its own.
+        (1920, 80, {"beta": 0.05}, False),
+        (1920, 80, {"beta": 0.05, "batch": 200}, False),
+        (1910, 90, {"beta": 0.05, "batch": 200}, True),
+        (1930, 70, {"beta": 0.05, "batch": 200, "quantile": "averaged"}, True),
+        (1950, 50, {"beta": 0.05, "batch": 200, "quantile": "averaged"}, False),
         (60, 7, {"beta": 0.3, "mass": 0.3}, True),
         (60, 7, {"beta": 0.3, "mass": 0.0}, False),
         (60, 0, {"beta": 0.9}, False),

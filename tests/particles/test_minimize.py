@@ -426,7 +426,7 @@ def test_shapes_of_runs_and_clusters():
     assert many.theta_m.shape == (2, 0, 2)
     assert many.success.tolist() == [False, False]
     assert many.nit.tolist() == [4, 4]
-    assert many.nfev.tolist() == [90, 90]
+    assert many.nfev.tolist() == [3 * 90, 3 * 90]  # 18 particles before 4 steps and at the end, by every cluster's L
     assert many.excluded.tolist() == [0, 0]
     assert many.message == ["maxiter = 4 steps were taken"] * 2
     assert many.history.x.shape == (3, 2, 3, 2)
@@ -445,6 +445,34 @@ def test_shapes_of_runs_and_clusters():
     assert flat.x.shape == (1,)
     assert flat.theta.shape == (1, 1)
     assert flat.history.x.shape[1:] == (1,)
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 3])
+@pytest.mark.parametrize("settings", [{}, {"batch": 7}, {"batch": 7, "lambda2": 0.1, "update": "all"}], ids=str)
+def test_nfev_is_what_the_objectives_saw(clusters, settings):
+    seen = {"lower": 0, "upper": 0}
+
+    def counted(name, objective):
+        def counting(x):
+            seen[name] += x.shape[:-1].numel()
+            return objective(x)
+
+        return counting
+
+    lowers = [counted("lower", circle_about(float(k), 0.0)) for k in range(clusters)]
+    result = fedcb2o.minimize(
+        lowers, counted("upper", G), 2, num_particles=9, maxiter=12, record_every=5, xtol=0.0, **settings
+    )
+    at_x = clusters  # every cluster's answer is looked at in the end
+    assert (result.nfev + at_x, result.nfev + at_x) == (seen["lower"], seen["upper"])
+
+
+def test_excluded_are_counted_as_nfev_is():
+    result = fedcb2o.minimize(
+        [lambda x: torch.where(x[..., 0] > 0, torch.nan, circle(x)), circle], G, 2, initial=[[1.0, 0.0], [-1.0, 0.5]],
+        maxiter=0,
+    )  # fmt: skip
+    assert (result.nfev, result.excluded) == (4, 1)  # both clusters judge both particles; one is bad for one
 
 
 def test_what_objectives_see():

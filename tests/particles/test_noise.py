@@ -99,7 +99,8 @@ def test_no_number_of_threads_changes_them(dtype, threads):
         found.append(draws([0, 1], 30_000, 10, 3, dtype))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-    assert len(found[0].unique()) > 0.9 * found[0].numel() or dtype == torch.float32
+    # None is left out or drawn twice. Float32 has few enough numbers that 1.2% of independent normals coincide.
+    assert len(found[0].unique()) > 0.98 * found[0].numel()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

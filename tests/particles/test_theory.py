@@ -327,6 +327,43 @@ def test_rates_and_times_by_hand():
     assert high.tolist() == pytest.approx([3, 3 * math.exp(-2)])
 
 
+def test_closeness_by_hand():
+    # 2 lambda - d sigma^2 = 1.5 and lambda + d sigma^2 = 1.5; the other side is sqrt(0.5 * 1.5 / 0.5) = 1.22.
+    assert theory.closeness(vartheta=0.5, lambda1=1, sigma1=0.5, dim=2) == pytest.approx(0.25 / math.sqrt(2))
+    # 4 - 3 = 1 and 2 + 3 = 5.
+    assert theory.closeness(vartheta=0.2, lambda1=2, sigma1=1, dim=3) == pytest.approx(0.02 / math.sqrt(2))
+    assert theory.closeness(vartheta=0.5, lambda1=7, sigma1=0, dim=3) == pytest.approx(0.5 / math.sqrt(2))
+    # An hour in place of a second changes nothing.
+    assert theory.closeness(vartheta=0.2, lambda1=32, sigma1=4, dim=3) == pytest.approx(0.02 / math.sqrt(2))
+
+
+def slope(v, w, lambda1, sigma1):
+    """dV/dt of benign particles (eq:dyn_macro) for v = theta - target and w = m - target, in units of V."""
+    drift = -lambda1 * (v * (v - w)).sum(-1).mean()
+    diffusion = v.shape[-1] * sigma1**2 / 2 * (v - w).square().sum(-1).mean()
+    return (drift + diffusion) / theory.V(v, torch.zeros_like(w))
+
+
+@pytest.mark.parametrize("sigma1", [0.0, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("vartheta", [0.1, 0.5, 0.9])
+def test_within_closeness_v_decays_as_the_theorem_says(vartheta, sigma1):
+    lambda1, dim, rounding = 1.3, 3, 1e-9
+    rate = theory.contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=dim)
+    c = theory.closeness(vartheta=vartheta, lambda1=lambda1, sigma1=sigma1, dim=dim)
+    fast, slow = -(1 + vartheta / 2) * rate, -(1 - vartheta) * rate
+    for spread, shift in ((1.0, 0.0), (0.3, 1.0), (1e-6, 1.0)):  # about the target, beside it, and all in one point
+        v = shift + spread * normal(3, 5000, dim)
+        size = theory.V(v, torch.zeros(dim).double()).sqrt()
+        for direction in (*normal(4, 20, dim), v.mean(0), -v.mean(0)):
+            w = c * size * direction / direction.norm()
+            for share in (0.0, 0.5, 1.0):
+                assert fast - rounding <= slope(v, share * w, lambda1, sigma1) <= slow + rounding
+    # Now v is one point and w behind the target: without noise that is the fastest that c allows.
+    if sigma1 == 0:
+        assert slope(v, w, lambda1, sigma1).item() == pytest.approx(fast, rel=1e-4)
+    assert not fast <= slope(v, 20 * w, lambda1, sigma1) <= slow
+
+
 def test_fit_is_exact_on_an_exponential():
     t = torch.linspace(0, 3, 50).double()
     values = torch.stack([2 * torch.exp(-1.5 * t), 7 * torch.exp(0.25 * t)])
@@ -486,6 +523,8 @@ def test_suggestion_warns_of_capture():
         (lambda: theory.end_time_window(1.0, 0.1, vartheta=0.5, rate=0), "smaller sigma1"),
         (lambda: theory.end_time(1.0, 2.0, vartheta=0.5, rate=1), "`eps` must be above 0 and below V0 = 1, got 2"),
         (lambda: theory.end_time(1.0, 0.1, vartheta=1, rate=1), "`vartheta`"),
+        (lambda: theory.closeness(vartheta=0.5, lambda1=1, sigma1=1, dim=2), "2 lambda - d sigma^2 > 0, got 0"),
+        (lambda: theory.closeness(vartheta=1.5, lambda1=1, sigma1=0, dim=2), "`vartheta`"),
         (lambda: theory.decay_bounds(torch.zeros(1), 1.0, vartheta=0.0, rate=1), "`vartheta`"),
         (lambda: theory.beta_0(w_m=1.0, ball_mass=0.1, p_H=1, end_time=1), "`w_m`"),
         (lambda: theory.beta_0(w_m=0.1, ball_mass=0.0, p_H=1, end_time=1), "particles near the target"),

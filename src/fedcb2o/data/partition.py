@@ -54,7 +54,7 @@ def partition(
     seed: int,
     tuning_size: int = 2000,
 ) -> Population:
-    """Deals samples out to `benign` + `malicious` agents in each of `num_clusters` clusters.
+    """Deals samples out to `benign` + `malicious` agents in each of `num_clusters` clusters (sec:experiments).
 
     The samples are drawn from the pool without replacement, once for all clusters; each cluster deals them out anew,
     at random or as `skew`(their labels, the agents' numbers of samples, a generator) says: to whom each sample goes.
@@ -130,8 +130,8 @@ def partition(
 def rotate(x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int) -> Shaped[Tensor, "n *features"]:
     """Images [n, ..., s, s] as a cluster sees them: turned counter-clockwise by cluster * 360 / num_clusters degrees.
 
-    Raises ConfigError if `num_clusters` is not 1, 2 or 4, or if there is more than one and the samples are not
-    square images.
+    As in the paper (sec:experiments). Raises ConfigError if `num_clusters` is not 1, 2 or 4, or if there is more than
+    one and the samples are not square images.
     """
     _check_clusters(num_clusters)
     if num_clusters > 1 and (x.ndim < 3 or x.shape[-1] != x.shape[-2]):

@@ -133,21 +133,40 @@ class Watch:
         middle = V.nanmedian(1).values.T
         windows = [_window(own) for own in middle]
         fitted = [float(theory.fit_decay_rate(t[rows], own[rows])) for rows, own in zip(windows, middle, strict=True)]
-        noise, lambda1, sigma1 = settings["noise"], settings["lambda1"], settings["sigma1"]
-        rate = theory.contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=d, noise=noise)
-        formula = "2λ₁ − dσ₁²" if noise == "isotropic" else "2λ₁ − σ₁²"
-        told, line, band = f"theory: {formula} = {rate:.3g}", None, None
-        if rate <= 0:
-            told += ", no decay promised"
-        else:
-            line = (middle[:, :1] * torch.exp(-rate * t)).T.numpy()
-            if noise == "isotropic":
-                bounds = [theory.decay_bounds(t, float(own[0]), vartheta=VARTHETA, rate=rate) for own in middle]
-                band = tuple(torch.stack(side, 1).numpy() for side in zip(*bounds, strict=True))
-                told += f" (band: ϑ = {VARTHETA:g})"
+        told, line, band = _theory(problem, settings, t, middle)
         seen = [(float(t[rows][0]), float(t[rows][-1])) for rows in windows]
         towards = "the target" if problem.target else "the last consensus point"
-        return Decay(t.numpy(), V.numpy(), fitted, seen, told, line, band, towards)  # type: ignore[arg-type]
+        return Decay(t.numpy(), V.numpy(), fitted, seen, told, line, band, towards)
+
+
+def _theory(problem: Problem, settings: Mapping[str, Any], t: Tensor, V: Tensor) -> tuple[str, Any, Any]:
+    """What thm:main says of V, [clusters, s], in words, as a line and as a band; nothing where it does not apply."""
+    outside = _outside_the_theorem(problem, settings)
+    if outside:
+        return f"theory: no rate is stated ({', '.join(outside)})", None, None
+    noise, lambda1, sigma1 = settings["noise"], settings["lambda1"], settings["sigma1"]
+    rate = theory.contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=problem.dim, noise=noise)
+    told = f"theory: {'2λ₁ − dσ₁²' if noise == 'isotropic' else '2λ₁ − σ₁²'} = {rate:.3g}"
+    if rate <= 0:
+        return f"{told}, no decay promised", None, None
+    line = (V[:, :1] * torch.exp(-rate * t)).T.numpy()
+    if noise == "anisotropic":
+        return told, line, None
+    sides = theory.decay_bounds(t, float(V[0, 0]), vartheta=VARTHETA, rate=rate)
+    return f"{told} (band: ϑ = {VARTHETA:g})", line, tuple(side.unsqueeze(1).numpy() for side in sides)
+
+
+def _outside_the_theorem(problem: Problem, settings: Mapping[str, Any]) -> list[str]:
+    """What a run has that the system of thm:main (eq:dyn_macro) has not, and so takes it out of the theorem."""
+    reasons = {
+        "several clusters": not callable(problem.lower),
+        "no G": problem.upper is None,
+        "λ₂ > 0": settings["lambda2"] > 0,
+        "σ₂ > 0": settings["sigma2"] > 0,
+        "bounds": settings["bounds"] is not None,
+        "random batches": settings["batch"] is not None,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 class _Thinned:

@@ -85,7 +85,8 @@ class Adversary:
 def static(num_particles: int, at: Point, *, mass: float | None = None) -> Adversary:
     """Particles that stand still, at one point [d] or at one each [n_m, d].
 
-    At a minimiser of L that is bad for G they capture the consensus point as soon as w_m reaches beta, if delta_q is 0.
+    At a minimiser of L that is bad for G they capture the consensus point, if delta_q is 0, as soon as w_m is so near
+    to beta that fewer than two benign particles are left in Q_beta (`capture.benign_left`).
     At the minimiser of G they are filtered as long as beta is small.
     """
     return Adversary(lambda view: (0.0, 0.0), num_particles, at, mass)

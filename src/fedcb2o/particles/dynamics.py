@@ -101,9 +101,9 @@ def judge(
 def consensus_weights(values: Values, by: Filter, mass: Float[Tensor, "... n"] | None = None) -> Float[Tensor, "*a n"]:
     """The weights of the particles in m_{alpha,beta} (eq:consensus_point), in float64.
 
-    Without G they are exp(-alpha L) of all particles (eq:fedcbo_ConsensusPoint). `mass` is each particle's share where
-    they do not count alike. Raises RunError where no particle is left: all of their values non-finite, or nobody of
-    Q_beta inside the ball B_R(0).
+    Without G they are exp(-alpha L) of all particles (eq:fedcbo_dynamic, eq:fedcbo_ConsensusPoint). `mass` is each
+    particle's share where they do not count alike. Raises RunError where no particle is left: all of their values
+    non-finite, or nobody of Q_beta inside the ball B_R(0).
     """
     mask = values.inside
     if values.upper is not None:

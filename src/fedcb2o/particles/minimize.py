@@ -21,6 +21,7 @@ import torch
 
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
+from fedcb2o.particles import capture
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.dynamics import Filter
 from fedcb2o.particles.objectives import Objective
@@ -32,7 +33,7 @@ Schedule = float | Callable[[int], float]
 
 
 class CaptureWarning(UserWarning):
-    """The theory says that malicious particles may capture the consensus point under these settings."""
+    """Malicious particles may capture the consensus point under these settings."""
 
 
 def minimize(
@@ -68,7 +69,7 @@ def minimize(
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
 ) -> Result:
-    """Minimise G (`upper`) among the minimisers of L (`lower`), by consensus-based bi-level optimisation.
+    """Minimise G (`upper`) among the minimisers of L (`lower`), eq:bilevel_opt, by consensus-based optimisation.
 
     Both are functions of a whole ensemble, [..., d] -> [...], called once a step. Without G it is consensus-based
     optimisation (CBO) of L. With K objectives in `lower` it is the clustered system: FedCB2O (eq:fedcb2o_dynamics) with
@@ -108,7 +109,8 @@ def minimize(
         device: where it runs, as "cpu" or "cuda".
 
     Raises ConfigError for settings, objectives or ensembles that cannot be, RunError where a run has no particle left
-    to agree on. Warns with CaptureWarning where the theory says that adversaries may capture the consensus point.
+    to agree on. Warns with CaptureWarning where adversaries may capture the consensus point: with delta_q = 0 if they
+    leave fewer than two benign particles in Q_beta (`capture.benign_left`), and if beta is not below w_b / 2.
     """
     _check_numbers(
         positive={"lambda1": lambda1, "dt": dt, "radius": radius, "time_limit": time_limit},
@@ -142,14 +144,19 @@ def minimize(
     if walls is not None:
         theta[:, : clusters[-1].rows.stop].clamp_(*walls)
     system = System(theta, clusters, groups, seeds, flat=shape.flat, bounds=walls)
-    notes = _notes(system, _at("beta", beta, 0), _at("sigma1", sigma1, 0), delta_q, lambda1, noise)
+
+    def filter_at(n: int) -> Filter:
+        return Filter(_at("alpha", alpha, n), _at("beta", beta, n), delta_q, radius, quantile == "averaged")
+
+    by = filter_at(0)
+    notes = _notes(system, by, _at("sigma1", sigma1, 0), lambda1, noise, batch)
     _keep_freed_memory()
     started = time.monotonic()
     records, ends = [], []
     with torch.no_grad():
         for n in itertools.count():
-            if n == 0 or callable(alpha) or callable(beta):
-                by = Filter(_at("alpha", alpha, n), _at("beta", beta, n), delta_q, radius, quantile == "averaged")
+            if n > 0 and (callable(alpha) or callable(beta)):
+                by = filter_at(n)
             late = time.monotonic() - started > time_limit
             looking = late or n == maxiter or n % record_every == 0
             look = system.look(by, batch)
@@ -241,7 +248,7 @@ def _check_numbers(
             raise ConfigError(f"`{name}` must be a whole number, at least {least}, got {count!r}")
 
 
-def _notes(system: System, beta: float, sigma1: float, delta_q: float, lambda1: float, noise: str) -> tuple[str, ...]:
+def _notes(system: System, by: Filter, sigma1: float, lambda1: float, noise: str, batch: int | None) -> tuple[str, ...]:
     """What the theory says on the settings at the start; warns where they are open to capture."""
     notes, open_to = [], []
     dim, w_m, two_levels = system.theta.shape[-1], system.malicious_mass, system.clusters[0].upper is not None
@@ -251,15 +258,12 @@ def _notes(system: System, beta: float, sigma1: float, delta_q: float, lambda1: 
             " (thm:main), as many useful settings are"
         )
     if w_m > 0 and two_levels:
-        if delta_q == 0 and w_m >= beta - 1e-12:
+        seen = 1.0 if batch is None else batch / system.theta.shape[1]
+        if by.delta_q == 0 and (told := capture.told(by, w_m, max(1, round(seen * system.num_benign)), dim)):
+            open_to.append(told)
+        if by.beta >= (1 - w_m) / 2 - 1e-12:
             open_to.append(
-                f"delta_q = 0 and the malicious share w_m = {w_m:.3g} is at least beta = {beta:g}: malicious particles"
-                " on any minimiser of L can fill the sub-level set and capture the consensus point, however bad their G"
-                " is; take delta_q > 0 (eq:Q_beta), which costs accuracy, or a larger beta"
-            )
-        if beta >= (1 - w_m) / 2 - 1e-12:
-            open_to.append(
-                f"beta = {beta:g} is not below w_b / 2 = {(1 - w_m) / 2:.3g}, which bounds beta_0 (eq:beta): the"
+                f"beta = {by.beta:g} is not below w_b / 2 = {(1 - w_m) / 2:.3g}, which bounds beta_0 (eq:beta): the"
                 " sub-level set may have to hold malicious particles that are bad for L"
             )
     for note in open_to:

@@ -56,7 +56,8 @@ class Result:
         success: whether the ensemble came to a consensus: its spread about x is at most `xtol`.
         message: why it stopped.
         nit: steps taken.
-        nfev: particles judged (each once by L and once by G).
+        nfev: particles judged, each once by L and once by G of every cluster; what x is worth and what adversaries ask
+            are not counted.
         excluded: how many of those had a NaN or infinite objective, and had no part in the consensus.
         spread: root mean squared distance of the benign particles from x.
         theta: the last benign ensemble, [n, d]; those of all clusters, one after the other.

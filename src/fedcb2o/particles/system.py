@@ -81,7 +81,7 @@ class System:
             (each, slice(*rows)) for each, rows in zip(adversaries, itertools.pairwise(ends), strict=True)
         ]
         self.mass = _mass(theta, self.num_benign, adversaries)
-        self.judged = 0  # particles of each run
+        self.judged = 0  # particles of each run, once for every cluster
         self.excluded = torch.zeros(len(seeds), dtype=torch.long)
         self._flat, self._bounds = flat, bounds
         self._normals: dict[str, Normals] = {}
@@ -122,7 +122,7 @@ class System:
         seen = theta if rows is None else _rows_of(theta, rows)
         judged = theta if whole else seen
         values = [self._judge(judged, each, by, gradient=each.gradient) for each in self.clusters]
-        self.judged += judged.shape[1]
+        self.judged += len(self.clusters) * judged.shape[1]
         m = []
         for each in values:
             if each.bad is not None:

@@ -5,8 +5,9 @@ Optimization" (arXiv 2412.02535), Section 2: thm:main and the choices in its pro
 consensus point that they stand on are in `bounds`.
 
 Nothing is made up here. The constants of Assumptions A1 to A6 belong to the user's L and G (`Constants`). What the
-paper takes from its companion (arXiv 2411.13394) is an argument: c(vartheta, lambda, sigma) as `c`, the exponents p_eps
-and p_{H,eps} as `p` and `p_H`, the radii r_R and r_eps. Balls are closed, and `target` is theta_good.
+paper takes from its companion (arXiv 2411.13394) is an argument: the exponents p_eps and p_{H,eps} as `p` and `p_H`,
+the radii r_R and r_eps. So is c(vartheta, lambda, sigma) as `c`; `closeness` computes it, as the proof of thm:main
+needs it. Balls are closed, and `target` is theta_good.
 """
 # ruff: noqa: N802, N815 (the paper's names)
 
@@ -37,6 +38,21 @@ def contraction_rate(*, lambda1: Number, sigma1: Number, dim: int, noise: str = 
     if noise not in ("isotropic", "anisotropic"):
         raise ConfigError(f"`noise` must be isotropic or anisotropic, got {noise}")
     return float(2 * lambda1 - (dim if noise == "isotropic" else 1) * sigma1**2)
+
+
+def closeness(*, vartheta: Number, lambda1: Number, sigma1: Number, dim: int) -> float:
+    """c(vartheta, lambda, sigma): while m is within c sqrt(V) of the target (eq:endtime_T), V decays as in thm:main.
+
+    The bounds on dV/dt in the proof of thm:main, before eq:evolution_J, have a term in |m - target| sqrt(V) and one in
+    |m - target|^2. With c = min{vartheta (2 lambda - d sigma^2) / (2 sqrt(2) (lambda + d sigma^2)), sqrt(vartheta
+    (2 lambda - d sigma^2) / (d sigma^2))} each is at most vartheta/2 times (2 lambda - d sigma^2) V; the first is the
+    smaller one for all lambda and sigma. For isotropic noise. Raises ConfigError unless 0 < vartheta < 1 and
+    2 lambda > d sigma^2.
+    """
+    rate, diffusion = contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=dim), dim * sigma1**2
+    _check_theorem(vartheta, rate)
+    linear = vartheta * rate / (2 * math.sqrt(2) * (lambda1 + diffusion))
+    return float(min(linear, math.sqrt(vartheta * rate / diffusion) if diffusion else math.inf))
 
 
 def end_time(V0: Number, eps: Number, *, vartheta: Number, rate: Number) -> float:
@@ -101,7 +117,7 @@ class Scales:
 def scales(constants: Constants, *, c: Number, eps: Number, delta_q: Number | None = None) -> Scales:
     """The scales of eq:beta and eq:alpha; without `delta_q`, for the largest one that the proof of thm:main admits.
 
-    Raises ConfigError for a larger delta_q, and unless c and eps are above 0.
+    `c` is `closeness`'s. Raises ConfigError for a larger delta_q, and unless c and eps are above 0.
     """
     check_positive({"c": c, "eps": eps})
     G_inf = constants.upper_cap(attack=True)
@@ -149,8 +165,8 @@ def alpha_0(
 ) -> float:
     """The bound above which alpha is to be chosen (eq:alpha), growing with w_m; its attack part has the factor 1/u.
 
-    `ball_mass` is rho_0^b(B_{r/2}(target)) for r = r_eps, u is u_eps (`scales`), p is p_eps, and `rate` is
-    `contraction_rate`'s. Raises ConfigError as `end_time` does.
+    `ball_mass` is rho_0^b(B_{r/2}(target)) for r = r_eps, u is u_eps (`scales`), p is p_eps, `rate` is
+    `contraction_rate`'s and c is `closeness`'s. Raises ConfigError as `end_time` does.
     """
     _check_theorem(vartheta, rate, V0, eps)
     check_share(w_m)
@@ -234,7 +250,7 @@ def suggest_parameters(
 
 _NOT_COVERED = (
     "delta_q > 0 is supposed: with delta_q = 0, attackers that sit on a minimiser of L that is bad for G capture the"
-    " consensus point as soon as w_m reaches beta",
+    " consensus point as soon as w_m leaves room for fewer than two benign particles below beta",
     "what scales are the sufficient bounds beta_0 and alpha_0, for attack-free values that meet theirs; they are not"
     " sharp, and a smaller beta needs more particles",
     "the theorem is on the mean-field limit in continuous time with isotropic noise, 2 lambda > d sigma^2, the averaged"

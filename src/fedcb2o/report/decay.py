@@ -25,7 +25,8 @@ class Decay:
 
     `fitted` is the rate of the median over runs for each cluster, seen in the time `window`. The theory's exponentials,
     one a cluster: `line` [s, clusters] and, where thm:main applies, the two `band` ones that it has V between; both
-    None where no decay is promised. `told` says so in the legend. V is measured from `towards`.
+    None where no decay is promised, or no rate is stated: thm:main is on one cluster with a G and without the terms of
+    the gradient. `told` says so in the legend. V is measured from `towards`.
     """
 
     t: np.ndarray

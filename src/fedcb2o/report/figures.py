@@ -47,7 +47,10 @@ KINDS = {
 
 @mpl.rc_context(STYLE)
 def figure6(*runs: Run) -> Figure:
-    """The paper's Figure 6, a row a run: how often benign agents received each kind of peer, and with what weight."""
+    """The paper's Figure 6 (fig:avg_select_time_mul_weights), a row a run.
+
+    How often benign agents received each kind of peer, and with what weight.
+    """
     figure = Figure(figsize=(9.5, 0.7 + 2.9 * len(runs)), layout="constrained")
     axes = figure.subplots(len(runs), 2, squeeze=False, sharey="col")
     panels = (("frequency", "how often received"), ("share", "weight given"))

@@ -27,11 +27,12 @@ Over = Literal["mean", "worst", "worst_tenth"]
 
 
 def compare(runs: Sequence[Run], *, over: Over = "mean", twins: bool = False) -> pd.DataFrame:
-    """The paper's Table 1: a row a metric, a column a run, mean ± standard deviation over seeds (ddof = 1) in percent.
+    """The paper's Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G): a row a metric, a column a run, in percent.
 
-    The net attack success is the rate minus that of the clean twin with the same seed at the same round; the twin is
-    sought among `runs`, then beside the run in the folder of its name + "-clean". Twins get no column of their own
-    unless `twins`. `over` says how agents are summed up: their mean, the worst one, or the worst tenth.
+    Each is mean ± standard deviation over seeds (ddof = 1). The net attack success is the rate minus that of the clean
+    twin with the same seed at the same round; the twin is sought among `runs`, then beside the run in the folder of its
+    name + "-clean". Twins get no column of their own unless `twins`. `over` says how agents are summed up: their mean,
+    the worst one, or the worst tenth.
     """
     shown = [*runs] if twins else without_twins(runs)
     end = "" if over == "mean" else f"_{over}"
@@ -79,10 +80,10 @@ def by_source_count(run: Run) -> pd.DataFrame:
 
 
 def pair_statistics(run: Run) -> pd.DataFrame:
-    """Figure 6: how often benign agents received each kind of peer, and with what weight, over all rounds.
+    """How often benign agents received each kind of peer, and with what weight, over all rounds.
 
-    A row for each seed, cluster of the selecting benign agents, kind of peer (`peer`: benign or malicious) and
-    `relation` (same or other cluster) of which there are peers:
+    The numbers of Figure 6 (fig:avg_select_time_mul_weights). A row for each seed, cluster of the selecting benign
+    agents, kind of peer (`peer`: benign or malicious) and `relation` (same or other cluster) of which there are peers:
     available   peers of that kind that one agent has, itself left out
     frequency   models received per agent, round and available peer
     mean_weight mean weight in m_j of a received model
