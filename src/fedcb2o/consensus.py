@@ -105,7 +105,7 @@ def point(mu: Float[Tensor, "*a m"], models: Float[Tensor, "*b m d"]) -> Float[T
         # A product of matrices mu by models would round by where each lies in memory. Which is fastest else: measured.
         if models.shape[1] * models.shape[2] <= SMALL:
             return (mu.unsqueeze(-1) * models).sum(1)
-        return torch.bmm(models.mT, mu.unsqueeze(-1)).squeeze(-1)
+        return torch.bmm(mu.unsqueeze(1), models).squeeze(1)  # for models.mT bits depend on how many there are
     return (mu.unsqueeze(-2) @ models).squeeze(-2)
 
 
