@@ -28,7 +28,7 @@ class Message:
 
 
 def refusal(message: Message, *, dim: int, n: int) -> str:
-    """Why a message is not received in round `n`; nothing where it is."""
+    """Why a message is not received in round `n` (alg:localAggregation, line 2); nothing where it is."""
     theta = message.theta
     if theta.dtype != torch.float32 or theta.shape != (dim,):
         return f"its model has type {theta.dtype} and shape {tuple(theta.shape)}, expected float32 and ({dim},)"

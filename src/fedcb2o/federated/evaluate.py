@@ -124,7 +124,8 @@ def losses_of(
     batch_size: int = 64,
     together: int | None = None,
 ) -> Losses:
-    """The losses L_j and L_{j,c} of m models on one agent's validation data; what is not a number counts as infinite.
+    """The losses L_j and L_{j,c} of m models on one agent's data (eq:benignAgentObj); what is not a number counts as
+    infinite.
 
     `average="batches"` takes the unweighted mean of the means of mini-batches, as the authors' released code does.
     `together` is that of `logits`.

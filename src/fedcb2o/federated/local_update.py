@@ -40,7 +40,7 @@ class Training:
 
 
 def batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[np.ndarray, " b"]]:
-    """The sample numbers of each mini-batch of one LocalUpdate: every epoch anew, the last batch may be short."""
+    """The sample numbers of each mini-batch of one LocalUpdate (alg:FedCB2O): every epoch anew, the last short."""
     return [chosen[0].numpy() for chosen in batches_of(n, training, [draw], torch.device("cpu"))]
 
 

@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 def accuracy(confusion: Int[Tensor, "C C"]) -> float:
-    """Overall accuracy: the share of test samples predicted as what they are, in [0, 1]."""
+    """Overall accuracy (sec:experiments): the share of test samples predicted as what they are, in [0, 1]."""
     return int(confusion.diagonal().sum()) / int(confusion.sum())
 
 
 def source_accuracy(confusion: Int[Tensor, "C C"], source: int) -> float:
-    """Source-class accuracy: the share of source-class test samples predicted as the source class c_S."""
+    """Source-class accuracy (sec:experiments): the share of source-class test samples predicted as that class, c_S."""
     return int(confusion[source, source]) / int(confusion[source].sum())
 
 
 def attack_success_rate(confusion: Int[Tensor, "C C"], source: int, target: int) -> float:
-    """Attack success rate: the share of source-class test samples predicted as the target class c_T."""
+    """Attack success rate (sec:experiments): the share of source-class test samples predicted as the target, c_T."""
     return int(confusion[source, target]) / int(confusion[source].sum())
 
 

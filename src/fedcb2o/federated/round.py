@@ -45,11 +45,14 @@ def local_aggregation_(
     deadline: float | None = None,
     lap: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[Memory], list[Choices], Bool[np.ndarray, " N"]]:
-    """Algorithm 2 for all agents that are `active` in round n: what each part of them remembers then, what it chose,
-    and whose models are finite in the end. `lap` hears when lines 1 to 6, and 7, are done."""
+    """LocalAggregation (alg:FedCB2O, line 4; alg:localAggregation) for all agents that are `active` in round n.
+
+    What each part of them remembers then, what it chose, and whose models are finite in the end; `lap` hears when lines
+    1 to 6, and 7, are done.
+    """
     asked = engine.each(ask, n, active, own=[memory])  # line 1: A_n <- ProbSampling(P_n^j, M)
     received = engine.exchange(n, asked, deadline)  # line 2: download theta_n^i for i in A_n
-    decided = engine.each(decide, n, active, own=[memory, asked, received])  # lines 3 to 6: P_{n+1}^j, mu_j^i
+    decided = engine.each(decide, n, active, own=[memory, asked, received])  # lines 3 to 6
     lap("aggregate")
     finite = engine.mix_([choices for _, choices in decided])  # line 7: theta_n^j - lambda1 gamma (theta_n^j - m_j)
     lap("mix")
@@ -57,7 +60,7 @@ def local_aggregation_(
 
 
 def ask(block: Block, some: Places, memory: Memory, n: int, active: Bool[np.ndarray, " N"]) -> Lists:
-    """Line 1, A_n <- ProbSampling(P_n^j, M); colluding attackers ask each other first (sec:experiments)."""
+    """Line 1 (alg:localAggregation): A_n; colluding attackers ask each other first (sec:experiments)."""
     benign, colluders = roles(block, some, active)
     P = known(block, memory.met.take(benign), n)
     return Lists.placed(
@@ -70,22 +73,22 @@ def ask(block: Block, some: Places, memory: Memory, n: int, active: Bool[np.ndar
 def decide(
     block: Block, some: Places, memory: Memory, asked: Lists, inbox: Inbox, n: int, active: Bool[np.ndarray, " N"]
 ) -> tuple[Memory, Choices]:
-    """Lines 3 to 6: what each agent remembers then, and the weights mu_j^i of what it received."""
+    """Lines 3 to 6 (alg:localAggregation): what each agent remembers then, and how it weighs what it received."""
     algorithm, choices = block.terms.algorithm, Choices.none(block.agents[some], asked, inbox)
     benign, colluders = roles(block, some, active)
     P = known(block, memory.met, n)
-    judged, losses = judged_alike(block, some, benign, inbox, n)  # line 3: L_j^i
+    judged, L = judged_alike(block, some, benign, inbox, n)  # line 3: L_j^i, i in A_n
     new_P = remember(  # line 4: P_{n+1}^{j,i} <- (1 - zeta) P_n^{j,i} + zeta exp(-kappa L_j^i)
         P.take(benign),
         asked.take(benign),
         inbox.ids.take(benign),
-        losses,
+        L,
         kappa=algorithm.kappa,
         zeta=algorithm.zeta,
         first_contact=algorithm.first_contact,
     )
     states = dict(enumerate(memory.states))
-    for alike in judged:  # lines 5 and 6: G^i, and m_j by mu_j^i = exp(-alpha G^i)
+    for alike in judged:  # lines 5 and 6: G^i, and m_j by the weights mu_j^i = exp(-alpha G^i)
         states |= weigh_(choices, block, some, alike, P, states)
     weigh_by_samples_(choices, block, some, colluders, inbox, n)
     return memory.after(benign, new_P, list(states.values())), choices
