@@ -13,8 +13,9 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -25,6 +26,7 @@ Named = str | Function | Mapping[str, Any]
 """A function's name, a function, or a table {name = ..., parameter = ...}."""
 
 F = TypeVar("F", bound=Function)
+T = TypeVar("T")
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -108,19 +110,25 @@ def blamed(kind: str, name: str, file: str | None = None) -> Iterator[None]:
         raise ConfigError(f"the {kind} `{name}` failed{where}: {type(error).__name__}: {error}") from error
 
 
-def declare(what: str, value: Any) -> Callable[[F], F]:
-    """A decorator: what a function says of itself, such as whose models an attack knows; read by `declared`."""
+@dataclass(frozen=True)
+class Declaration(Generic[T]):
+    """Something that a function says of itself, such as whose models an attack knows: it decorates the function, and
+    tells what was said."""
 
-    def decorate(function: F) -> F:
-        setattr(function, what, value)
-        return function
+    name: str
 
-    return decorate
+    def __call__(self, value: T) -> Callable[[F], F]:
+        """A decorator: the function says this."""
 
+        def decorate(function: F) -> F:
+            setattr(function, self.name, value)
+            return function
 
-def declared(function: Function, what: str) -> Any:
-    """What a function, its keywords bound or not, declared of itself by `declare`; None if it did not."""
-    return getattr(getattr(function, "func", function), what, None)
+        return decorate
+
+    def of(self, function: Function) -> T | None:
+        """What a function, its keywords bound or not, says; None if it does not."""
+        return getattr(getattr(function, "func", function), self.name, None)
 
 
 def parameters(function: Function) -> Mapping[str, inspect.Parameter]:

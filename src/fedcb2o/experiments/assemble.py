@@ -17,7 +17,7 @@ from fedcb2o.data.partition import Population, partition, rotate
 from fedcb2o.data.shard import Dataset, Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import Experiment
-from fedcb2o.federated import algorithms, attacks, graphs
+from fedcb2o.federated import algorithms, attacks, data_poisoning, graphs
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.block import Block, Layout
 from fedcb2o.federated.holdings import Holdings
@@ -80,7 +80,7 @@ def trigger_of(experiment: Experiment) -> Callable[[Tensor], Tensor] | None:
     if experiment.attack is None or experiment.attack.poison is None:
         return None
     backdoor = experiment.attack.poison.function("attack", attacks)
-    trigger, chosen = plugins.declared(backdoor, "trigger"), backdoor.keywords
+    trigger, chosen = data_poisoning.TRIGGER.of(backdoor), backdoor.keywords
     if trigger is None:
         return None
     return functools.partial(trigger, **{key: chosen[key] for key in plugins.parameters(trigger) if key in chosen})

@@ -22,9 +22,10 @@ from fedcb2o.errors import FedCB2OError, RunError
 from fedcb2o.experiments import tuning
 from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.config import Experiment
+from fedcb2o.experiments.folder import alone, difference_of
 from fedcb2o.experiments.grid import Cell, Grid, load_grid
 from fedcb2o.experiments.pace import GridProgress, Pace
-from fedcb2o.experiments.run import alone, difference_of, run
+from fedcb2o.experiments.run import run
 from fedcb2o.runtime import machine, workers
 
 

@@ -22,7 +22,7 @@ from fedcb2o.experiments.tables import changed, extended, plain, preset, read
 from fedcb2o.federated import algorithms, attacks, graphs
 from fedcb2o.federated.local_update import Precision
 from fedcb2o.federated.terms import Convolution, Linear
-from fedcb2o.federated.types import Attack, Threat
+from fedcb2o.federated.types import THREAT, Attack, Threat
 from fedcb2o.models import Layout
 from fedcb2o.records import FREE
 
@@ -118,8 +118,7 @@ class AttackPart(Component):
 
 
 def _threat(attack: Component) -> Threat | None:
-    threat: Threat | None = plugins.declared(plugins.resolve("attack", attack.name, attacks), "threat")
-    return threat
+    return THREAT.of(plugins.resolve("attack", attack.name, attacks))
 
 
 KINDS = (

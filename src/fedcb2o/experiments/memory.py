@@ -16,7 +16,7 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.assemble import shared_data
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.federated.mixing import WIDE
-from fedcb2o.federated.together import SMALL
+from fedcb2o.federated.teams import SMALL
 from fedcb2o.runtime import arena, checkpoint, machine
 
 WORTH = 2e9  # floating-point operations of training a round below which one process is as fast as several

@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fedcb2o import models, plugins
+from fedcb2o import models
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.types import Columns, Reduction
-from fedcb2o.plugins import F
+from fedcb2o.plugins import Declaration, F
 
 Pairs = Literal["none", "last", "all"]
 Own = Literal["own", "before"]
@@ -41,6 +41,9 @@ class Form:
     largest: Callable[[int], int] | None = None
 
 
+FORM = Declaration[Form]("form")
+
+
 def form(
     of: Literal["gram", "columns", "values"],
     *,
@@ -49,12 +52,12 @@ def form(
     largest: Callable[[int], int] | None = None,
 ) -> Callable[[F], F]:
     """Declares a rule's `Form`."""
-    return plugins.declare("form", Form(of, pairs, last, largest))
+    return FORM(Form(of, pairs, last, largest))
 
 
 def form_of(rule: Callable[..., Any]) -> Form:
     """The form of a rule, its keywords bound or not; one that declares nothing looks at the whole Gram matrix."""
-    return plugins.declared(rule, "form") or Form("gram")
+    return FORM.of(rule) or Form("gram")
 
 
 def assumed(rule: Callable[..., Any], f: int, m: int) -> int:

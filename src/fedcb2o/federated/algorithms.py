@@ -20,7 +20,7 @@ from fedcb2o import consensus, plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregate, criteria, pre_steps, rules, selection
 from fedcb2o.federated.rules import OwnModel
-from fedcb2o.federated.types import Judged, Select, together
+from fedcb2o.federated.types import REMEMBERS, Judged, Select, together
 from fedcb2o.plugins import Named
 
 __all__ = ["by_rule", "dfedavgm", "fedcb2o", "fedcbo", "ifca", "local_training"]
@@ -155,16 +155,16 @@ def by_rule(
     """
     select, weigh = plugins.named("selection", selection, _selections), plugins.named("rule", rule, rules, later=("f",))
     made = functools.partial(Algorithm, select=select, lambda1=1.0, mixing_factor=_check_factor(mixing_factor))
-    if (form := plugins.declared(weigh, "form")) is None:
+    if (form := aggregate.FORM.of(weigh)) is None:
         if own_model is not None or pre_step is not None:
             raise ConfigError("`own_model` and `pre_step` go with robust rules, and this one weighs by itself")
         plugins.bind("rule", weigh.func, weigh.keywords)
-        memory = plugins.declared(weigh, "remembers")
-        before = memory is not None and memory["before"]
+        memory = REMEMBERS.of(weigh)
+        before = memory is not None and memory.before
         return made(weigh=weigh, judges=judges is not False, keeps_before=before, remembers=memory is not None)
     prepared = None if pre_step is None else plugins.named("pre-step", pre_step, pre_steps, later=("f",))
     seen = set(rules.also_looks_at(weigh))
-    if prepared is not None and seen - {"progress"}:
+    if prepared is not None and seen - {"progress", "n", "draw"}:
         raise ConfigError(f"a `pre_step` mixes models, and the rule looks at {min(seen)} of each single one")
     if judges is None:
         by_chance = getattr(select, "func", select) in (_selections.uniform, _selections.everyone)

@@ -5,11 +5,12 @@ import torch
 from jaxtyping import Bool
 
 from fedcb2o import plugins
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.lists import Lists, Places
 from fedcb2o.federated.peers import Met, Peers
 from fedcb2o.federated.returned import asked_of
-from fedcb2o.federated.selection import colluding
+from fedcb2o.federated.selection import AT_ONCE, colluding
 from fedcb2o.streams import streams
 
 
@@ -41,12 +42,17 @@ def asked_by_benign(block: Block, some: Places, met: Met, n: int) -> Lists:
         terms.budget,
         streams(terms.seed, "select", n, agents=agents.tolist()),
     )
-    if (several := plugins.declared(select, "at_once")) is not None:
-        found: Lists = several(met, peers, budget, draws)
-        return found
-    asked = []
+    if (several := AT_ONCE.of(select)) is not None:
+        return several(met, peers, budget, draws)
+    asked, names = [], plugins.looks_at(select)[4:]
+    if unknown := set(names) - {"n", "me"}:
+        raise ConfigError(
+            f"the selection looks at `{min(unknown)}`. There is: contacts, candidates, budget, draw, n, me"
+        )
     for k, (contacts, draw) in enumerate(zip(met, draws, strict=True)):
-        asked.append(asked_of(select(contacts, torch.from_numpy(peers.ids(k)), budget, draw), peers, k, budget))
+        more = {"n": n, "me": int(agents[k])}
+        chosen = select(contacts, torch.from_numpy(peers.ids(k)), budget, draw, *(more[name] for name in names))
+        asked.append(asked_of(chosen, peers, k, budget))
     return Lists.of(asked)
 
 

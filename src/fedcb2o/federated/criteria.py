@@ -20,7 +20,7 @@ from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregate import gram
 from fedcb2o.federated.returned import values_of
-from fedcb2o.federated.types import Criterion, Judged, Losses, together
+from fedcb2o.federated.types import TOGETHER, Criterion, Judged, Losses, together
 
 __all__ = [
     "average_loss",
@@ -159,7 +159,7 @@ def judges_together(criterion: Criterion) -> bool:
     """Whether a criterion takes several agents at once: it declares so or, of a combination, all of its parts do."""
     if isinstance(criterion, functools.partial) and criterion.func in (largest, weighted_sum):
         return all(judges_together(part.criterion) for part in _parts(criterion.keywords["of"]))
-    return bool(plugins.declared(criterion, "together"))
+    return bool(TOGETHER.of(criterion))
 
 
 def largest(judged: Judged, *, of: Parts) -> Float[Tensor, "*a m"]:

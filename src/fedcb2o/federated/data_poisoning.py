@@ -12,10 +12,9 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from fedcb2o import plugins
 from fedcb2o.data.shard import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.plugins import F
+from fedcb2o.plugins import Declaration, F
 
 __all__ = [
     "backdoor",
@@ -92,12 +91,15 @@ def feature_noise(shard: Shard, draw: np.random.Generator, *, std: float = 0.5) 
     return Shard((shard.x + noise).to(shard.x.dtype), shard.y)
 
 
+TRIGGER = Declaration[Callable[..., Tensor]]("trigger")
+
+
 def triggered_by(trigger: Callable[..., Tensor]) -> Callable[[F], F]:
     """Declares a backdoor: its success is measured on test samples of other classes than `target`, marked by `trigger`.
 
     That is a function of the samples and of those of the attack's parameters that it has itself.
     """
-    return plugins.declare("trigger", trigger)
+    return TRIGGER(trigger)
 
 
 def patch(

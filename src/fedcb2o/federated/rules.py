@@ -27,8 +27,8 @@ ROOMS = (robust, robust_columns, _lfighter, _foolsgold)
 __all__ = sorted(["by_num_samples", *(name for room in ROOMS for name in room.__all__)])
 __getattr__ = plugins.found_in(*ROOMS)
 
-VALUES = ("losses", "entropies", "num_samples", "progress", "heads")
-"""What a robust rule may look at beside the models: values for each of them, or t/T."""
+VALUES = ("losses", "entropies", "num_samples", "progress", "n", "draw", "heads")
+"""What a robust rule may look at beside the models: values for each of them, t/T, the round, a generator of its own."""
 
 OwnModel = Literal["excluded", "judged", "trusted"]
 Sublevel = Callable[[Float[Tensor, " m"]], Bool[Tensor, " m"]]
@@ -135,6 +135,8 @@ def _given(rule: functools.partial[Any], judged: Judged, seen: Received, rows: T
         "entropies": lambda: of_losses("entropy"),
         "num_samples": lambda: seen.num_samples,
         "progress": lambda: judged.local.progress,
+        "n": lambda: judged.n,
+        "draw": lambda: judged.local.draw,
         "heads": lambda: heads(judged, rows),
     }
     return [table[name]() for name in also_looks_at(rule)]

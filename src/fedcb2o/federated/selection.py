@@ -12,15 +12,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fedcb2o import plugins
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Met, Peers
 from fedcb2o.federated.types import Contacts, Select
+from fedcb2o.plugins import Declaration
 
 __all__ = ["everyone", "prob_sampling", "uniform"]
 
 SelectEach = Callable[[Met, Peers, int, Sequence[np.random.Generator]], Lists]
 """A selection for several agents: (whom they met, whom they may ask, budget, a draw for each) -> whom they ask."""
+
+
+AT_ONCE = Declaration[SelectEach]("at_once")
 
 
 def at_once(each: SelectEach) -> Select:
@@ -33,7 +36,7 @@ def at_once(each: SelectEach) -> Select:
     ) -> Int[Tensor, " s"]:
         return torch.from_numpy(each(Met.of([contacts]), Peers.of([candidates.numpy()]), budget, [draw])[0])
 
-    return plugins.declare("at_once", each)(select)
+    return AT_ONCE(each)(select)
 
 
 @at_once

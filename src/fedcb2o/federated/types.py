@@ -10,10 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o import plugins
 from fedcb2o.data.shard import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.plugins import F
+from fedcb2o.plugins import Declaration, F
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,8 @@ Select = Callable[[Contacts, Int[Tensor, " c"], int, np.random.Generator], Int[T
 Criterion = Callable[[Judged], Float[Tensor, "*a m"]]
 """A value for each received model; low is trusted (G, or the average loss)."""
 
-together = plugins.declare("together", True)
+TOGETHER = Declaration[bool]("together")
+together = TOGETHER(True)
 """Declares a criterion or a rule that takes the axis over agents, and looks at nothing `local`."""
 
 Columns = Callable[[Float[Tensor, "k b"]], Float[Tensor, " b"]]
@@ -196,10 +196,20 @@ RuleWithMemory = Callable[[State, Judged], tuple[State, Float[Tensor, " k"] | We
 """A rule that also gets what it kept after the agent's round before, and returns what it keeps."""
 
 
+@dataclass(frozen=True)
+class Remembers:
+    """What a rule with memory declares: whether it looks at the model `before` the round."""
+
+    before: bool
+
+
+REMEMBERS = Declaration[Remembers]("remembers")
+
+
 def remembers(*, before: bool = False) -> Callable[[F], F]:
     """Declares a rule with memory, (state, judged) -> (state, weights); `before`: it looks at the model that the agent
     began the round with, the row `judged.local.before` of the pool."""
-    return plugins.declare("remembers", {"before": before})
+    return REMEMBERS(Remembers(before))
 
 
 Poison = Callable[[Shard, np.random.Generator], Shard]
@@ -218,6 +228,9 @@ class Threat:
     on_poisoned_data: bool = False
 
 
+THREAT = Declaration[Threat]("threat")
+
+
 def knows(*models: str, each_receiver: bool = False, on_poisoned_data: bool = False) -> Callable[[F], F]:
     """Declares an attack on models, and whose models it sees: those of its "fellows", of "benign" agents, or neither.
 
@@ -226,7 +239,7 @@ def knows(*models: str, each_receiver: bool = False, on_poisoned_data: bool = Fa
     """
     if unknown := set(models) - set(get_args(Knowledge)):
         raise ConfigError(f'an attack may know the models of "fellows" and of "benign" agents, got {sorted(unknown)}')
-    return plugins.declare("threat", Threat(frozenset(models), each_receiver, on_poisoned_data))
+    return THREAT(Threat(frozenset(models), each_receiver, on_poisoned_data))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedcb2o import plugins
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.judging import Alike, losses_seen_by, themselves
@@ -13,7 +12,7 @@ from fedcb2o.federated.lists import Places
 from fedcb2o.federated.peers import Met
 from fedcb2o.federated.returned import state_of, weights_of
 from fedcb2o.federated.rules import by_samples
-from fedcb2o.federated.types import Contacts, Local, Reduction, State, Weighed
+from fedcb2o.federated.types import TOGETHER, Contacts, Local, Reduction, State, Weighed
 from fedcb2o.streams import stream
 
 
@@ -25,7 +24,7 @@ def weigh_(
     choices.factor[those] = algorithm.factor(block.terms.training.gamma)
     if judged.own is not None:
         choices.own_loss[those] = judged.own.mean.flatten().numpy()
-    if plugins.declared(algorithm.weigh, "together"):
+    if TOGETHER.of(algorithm.weigh):
         mu, own = weights_of(algorithm.weigh(judged), tuple(judged.received.ids.shape))
         choices.weights[where], choices.own_weight[those] = mu.flatten().numpy(), own.numpy()
         return {}

@@ -21,8 +21,8 @@ from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.choices import Choices
 from fedcb2o.federated.peers import Memory
 from fedcb2o.federated.round import local_aggregation_
+from fedcb2o.federated.teams import train_
 from fedcb2o.federated.terms import Terms
-from fedcb2o.federated.together import train_
 from fedcb2o.streams import stream
 
 Tell = Callable[[int, str], None]

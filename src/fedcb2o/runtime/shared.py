@@ -22,7 +22,7 @@ from fedcb2o.federated.judging import tested
 from fedcb2o.federated.lists import Lists, Places
 from fedcb2o.federated.mixing import Mixture, mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
-from fedcb2o.federated.together import teams
+from fedcb2o.federated.teams import teams
 from fedcb2o.models import rows_of
 from fedcb2o.runtime import primitives
 from fedcb2o.runtime.workers import Workers, blocks
