@@ -28,9 +28,11 @@ class Inbox:
     def alike(self, some: Places, *more: Int[np.ndarray, " a"]) -> Iterator[tuple[Places, Places, Received]]:
         """Of agents in some places, those that received equally many models (and are alike in numbers that all agents
         have): their places, where these models lie, and the models [a, m]."""
-        _, kind = np.unique(np.stack([self.ids.sizes, *more])[:, some], axis=1, return_inverse=True)
-        for k in range(int(kind.max()) + 1 if len(some) else 0):
-            those = some[kind.ravel() == k]
+        kind = np.zeros(len(some), np.int64)
+        for numbers in (self.ids.sizes, *more):
+            kind = kind * (1 + int(numbers.max(initial=0))) + numbers[some]
+        for k in np.unique(kind).tolist():
+            those = some[kind == k]
             where = self.ids.places(those)
             parts = (self.ids.values, self.rows, self.num_samples, self.round)
             yield those, where, Received(*(torch.from_numpy(each[where].reshape(len(those), -1)) for each in parts))

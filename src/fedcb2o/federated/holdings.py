@@ -15,7 +15,7 @@ from torch import Tensor
 from fedcb2o.data.partition import rotate
 from fedcb2o.data.shard import Shard
 from fedcb2o.federated.lists import Lists, Places
-from fedcb2o.federated.returned import poisoned_of
+from fedcb2o.federated.returned import check_labels, poisoned_of
 from fedcb2o.federated.types import Attack
 from fedcb2o.streams import streams
 
@@ -58,11 +58,9 @@ class Holdings:
         draws = streams(self.seed, "attack", agents=self.agents[some[bad]].tolist())
         places = torch.from_numpy(bad)
         shards = map(Shard, x[places].cpu().unbind(), y[places].cpu().unbind())
-        made = [
-            poisoned_of(attack.poison(shard, draw), shard, self.num_classes)
-            for shard, draw in zip(shards, draws, strict=True)
-        ]
+        made = [poisoned_of(attack.poison(shard, draw), shard) for shard, draw in zip(shards, draws, strict=True)]
         labels = torch.stack([each.y for each in made])
+        check_labels(labels, self.num_classes)
         x[places], y[places] = torch.stack([each.x for each in made]).to(x), labels.to(y)
         return x, y
 

@@ -76,8 +76,10 @@ class Lists:
     @classmethod
     def placed(cls, count: int, *parts: "tuple[Places, Lists]") -> "Lists":
         """The lists of so many agents: of those in some places each part's, of the others empty ones."""
-        there = np.concatenate([places for places, _ in parts])
-        others = np.setdiff1d(np.arange(count), there)
+        if len(parts) == 1 and len(parts[0][0]) == count:
+            return parts[0][1]
+        there = np.concatenate([np.zeros(0, np.int64), *(places for places, _ in parts)])
+        others = rest(there, count)
         whole = cls.join([*(lists for _, lists in parts), cls.empty(len(others))])
         return whole.take(np.concatenate([there, others]).argsort())
 
@@ -89,3 +91,10 @@ class Lists:
         """The list of each agent, in Python's numbers."""
         values, starts, ends = self.values.tolist(), self.starts.tolist(), self.sizes.cumsum().tolist()
         return [values[a:b] for a, b in zip(starts, ends, strict=True)]
+
+
+def rest(places: Places, count: int) -> Places:
+    """All places below `count` but these."""
+    others = np.ones(count, dtype=bool)
+    others[places] = False
+    return np.flatnonzero(others)

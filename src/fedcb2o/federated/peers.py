@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from fedcb2o.federated.lists import Lists, Places
+from fedcb2o.federated.lists import Lists, Places, rest
 from fedcb2o.federated.types import Contacts, State
 
 
@@ -86,9 +86,10 @@ class Memory:
 
     def after(self, those: Places, met: Met, states: Sequence[State]) -> "Memory":
         """The same where agents in some places now remember whom they `met`, and all keep `states`."""
-        others = np.setdiff1d(np.arange(len(self)), those)
-        order = np.concatenate([those, others]).argsort()
-        return Memory(Met.join([met, self.met.take(others)]).take(order), tuple(states))
+        if len(those) < len(self):
+            others = rest(those, len(self))
+            met = Met.join([met, self.met.take(others)]).take(np.concatenate([those, others]).argsort())
+        return Memory(met, tuple(states))
 
     def take(self, chosen: Places) -> "Memory":
         """That of the agents in some places, in their order."""

@@ -87,8 +87,8 @@ def state_of(made: Any) -> tuple[State, Any]:
     return {name: value.detach().cpu().contiguous() for name, value in kept.items()}, decided
 
 
-def poisoned_of(poisoned: Any, shard: Shard, num_classes: int) -> Shard:
-    """What an attack made of a shard; raises ConfigError where it is none, of another shape, or has other labels."""
+def poisoned_of(poisoned: Any, shard: Shard) -> Shard:
+    """What an attack made of a shard; raises ConfigError where it is none, or of another shape."""
     if not isinstance(poisoned, Shard):
         raise ConfigError(f"the attack returned a {type(poisoned).__name__}, expected a fedcb2o.Shard")
     for name, new, old in (("samples", poisoned.x, shard.x), ("labels", poisoned.y, shard.y)):
@@ -97,9 +97,13 @@ def poisoned_of(poisoned: Any, shard: Shard, num_classes: int) -> Shard:
                 f"the attack returned {name} of shape {tuple(new.shape)} and type {new.dtype}, "
                 f"expected {tuple(old.shape)} and {old.dtype}: it may change values only"
             )
-    if len(poisoned.y) and not (poisoned.y.min() >= 0 and poisoned.y.max() < num_classes):
-        raise ConfigError(f"the attack returned labels outside 0 to {num_classes - 1}")
     return poisoned
+
+
+def check_labels(labels: Int[Tensor, "a n"], num_classes: int) -> None:
+    """Raises ConfigError where an attack gave samples other labels than there are."""
+    if labels.numel() and not (labels.min() >= 0 and labels.max() < num_classes):
+        raise ConfigError(f"the attack returned labels outside 0 to {num_classes - 1}")
 
 
 def crafted_of(crafted: Any, shape: tuple[int, int]) -> Shaped[Tensor, "..."]:

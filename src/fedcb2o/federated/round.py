@@ -62,12 +62,13 @@ def local_aggregation_(
 def ask(block: Block, some: Places, memory: Memory, n: int, active: Bool[np.ndarray, " N"]) -> Lists:
     """Line 1 (alg:localAggregation): A_n; colluding attackers ask each other first (sec:experiments)."""
     benign, colluders = roles(block, some, active)
-    P = known(block, memory.met.take(benign), n)
-    return Lists.placed(
-        len(some),
-        (benign, asked_by_benign(block, some[benign], P, n)),
-        (colluders, asked_by_colluders(block, some[colluders], n)),
-    )
+    parts = []
+    if len(benign):
+        P = known(block, memory.met.take(benign), n)
+        parts.append((benign, asked_by_benign(block, some[benign], P, n)))
+    if len(colluders):
+        parts.append((colluders, asked_by_colluders(block, some[colluders], n)))
+    return Lists.placed(len(some), *parts)
 
 
 def decide(
