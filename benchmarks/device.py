@@ -1,4 +1,4 @@
-"""A round of the paper's full setting on an accelerator, by parts, beside what the device can do.
+"""A round of the paper's full size on an accelerator, by parts, beside what the device can do.
 
 It also says whether the numbers agree with the CPU's.
 
@@ -37,7 +37,7 @@ SMALL = {
 
 
 def experiment_of(small: bool, **changes: Any) -> Experiment:
-    """The paper's full setting on random images, or a small one."""
+    """The paper's full size on random images, or a small one."""
     data = {"name": random_images, "per_class": 20 if small else 900, "test_per_class": 2 if small else 296}
     fixed = {"data": data, "seeds": [0], "evaluate_every": 1, "checkpoint_every": 10**6}
     return load("emnist-fedcb2o", {**fixed, **(SMALL if small else {}), **changes})
@@ -104,11 +104,13 @@ def agreement(changes: Mapping[str, Any]) -> tuple[float, float]:
 
 def work_of(experiment: Experiment) -> dict[str, float]:
     """Floating-point operations of a round, by its parts."""
-    setting = assemble.setting_of(experiment, 0, assemble.dataset_of(experiment, None))
-    hidden = experiment.model.parameters["hidden"]
-    benign = int((~setting.population.malicious).sum())
+    prepared = assemble.prepare(experiment, 0, assemble.dataset_of(experiment, None))
+    hidden, population = experiment.model.parameters["hidden"], prepared.population
+    trained, validated = (sum(map(len, each)) for each in (population.train, population.validation))
+    benign = int((~population.malicious).sum())
     forward, _ = multiplications(hidden)
-    return {**operations(setting, hidden), "evaluate": 2.0 * benign * len(setting.test) * forward}
+    rounds = operations(prepared.terms, trained, validated, hidden)
+    return {**rounds, "evaluate": 2.0 * benign * len(prepared.test()) * forward}
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedcb2o.federated import pre_steps, robust, robust_columns
-from fedcb2o.federated.aggregate import decide, form_of, mixing_matrix, reduce_block
+from fedcb2o.federated.aggregate import decide, form_of
 from fedcb2o.federated.types import Reduction
 from fedcb2o.streams import stream
 
@@ -103,11 +103,11 @@ class Found:
 
 
 def outcome(rule: Rule, x: Tensor, mixing: Rule | None) -> Tensor:
-    """What `aggregate.apply` gives, without its care for models that are large or not finite."""
-    gram = x @ x.T
-    p = None if mixing is None else mixing_matrix(mixing, gram, len(form_of(rule).last))
+    """What `aggregate.apply` gives, without its care for models that are large."""
+    gram, own = x @ x.T, len(form_of(rule).last)
+    p = None if mixing is None else torch.block_diag(mixing(gram[: len(x) - own, : len(x) - own]), torch.eye(own))
     made = decide(rule, gram, p=p)
-    return reduce_block(made, x) if isinstance(made, Reduction) else made @ x
+    return made.of(x) if isinstance(made, Reduction) else made @ x
 
 
 def subsets(n: int, f: int, own: bool) -> Tensor:

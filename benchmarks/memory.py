@@ -91,7 +91,7 @@ def watch(
 
 
 def run(agents: int, rounds: int, workers: int | None, folder: Path, resume: bool, memory: str | None) -> None:
-    """The run itself: the paper's full setting with one training step a round.
+    """The run itself: the paper's full size with one training step a round.
 
     What needs torch is imported here: the process that watches has nothing to do with the run's memory.
     """

@@ -25,17 +25,19 @@ import torch
 from limits import NUM_CLASSES, multiplications, rate
 from memory import family
 
-from fedcb2o import models
 from fedcb2o.data.shard import Dataset, Shard, features
 from fedcb2o.experiments import assemble
 from fedcb2o.experiments.config import Experiment, load
+from fedcb2o.federated.block import Block
 from fedcb2o.federated.evaluate import logits
+from fedcb2o.federated.holdings import Holdings
 from fedcb2o.federated.local_update import local_update_
-from fedcb2o.federated.selection import nobody
+from fedcb2o.federated.peers import Memory
+from fedcb2o.federated.terms import Terms
 from fedcb2o.runtime import arena, primitives, timed
-from fedcb2o.runtime.simulate import Round, rounds
+from fedcb2o.runtime.engine import Round, rounds
+from fedcb2o.runtime.shared import Shared
 from fedcb2o.runtime.workers import Processes
-from fedcb2o.runtime.world import Setting, World, shard_of, view_of
 from fedcb2o.streams import stream
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -57,7 +59,7 @@ def random_images(*, per_class: int = 250, test_per_class: int = 296) -> Dataset
 
 
 def experiment_of(small: bool, real: bool) -> Experiment:
-    """The speed setting, made from the preset of the paper's full setting."""
+    """The speed setting, made from the preset of the paper's full size."""
     linear = timed.fastest_linear()
     changes = {"agents.benign": 7, "agents.malicious": 3, "agents.budget": 4, "linear": linear}
     if not real:
@@ -69,8 +71,8 @@ def experiment_of(small: bool, real: bool) -> Experiment:
 class Library:
     """The library's side in one precision, ready for its first round."""
 
-    setting: Setting
-    workers: Processes[World]
+    block: Block
+    workers: Processes[Block]
     rounds: Iterator[Round]
     found: list[dict[str, float]]
     evaluations: list[float]
@@ -88,30 +90,38 @@ class Library:
 @contextlib.contextmanager
 def library(experiment: Experiment, dataset: Dataset, cores: int, options: argparse.Namespace) -> Iterator[Library]:
     """A side of the library: `cores` processes that share its models."""
-    dim = models.dimension(assemble.module_of(experiment, 0, dataset))
-    make = functools.partial(assemble.world_of, experiment, 0, dataset.class_names, dim)
+    prepared = assemble.prepare(experiment, 0, dataset)
+    dim = prepared.terms.dim
+    make = functools.partial(assemble.block_of, experiment, 0, dataset.class_names, dim)
     with arena.shared(assemble.specs_of(dataset, experiment.num_models, dim)) as shared:
         tensors = shared.tensors()
         for name, tensor in assemble.shared_data(dataset).items():
             tensors[name].copy_(tensor)
-        world = make(tensors)
-        assemble.initial_models_(world.models, experiment, 0, dataset)
-        workers: Processes[World] = Processes(cores, shared, make)
-        contacts = [nobody() for _ in range(world.setting.num_agents)]
-        made = rounds(world, workers, contacts, 0, options.rounds, lambda n: options.evaluate)
-        yield Library(world.setting, workers, made, [], [])
+        block = prepared.block(tensors["models"][:, :dim])
+        agents = range(prepared.terms.num_agents)
+        assemble.first_models_(block.pool[: len(agents)], prepared, agents)
+        workers: Processes[Block] = Processes(cores, shared, make)
+        engine, memory = Shared(block, workers), Memory.blank(len(agents))
+        made = rounds(engine, memory, 0, options.rounds, lambda n: options.evaluate)
+        yield Library(block, workers, made, [], [])
 
 
-def work_of(setting: Setting, experiment: Experiment) -> plain.Work:
+def shard_of(holdings: Holdings, j: int) -> Shard:
+    """What agent j trains on in the first round."""
+    x, y = holdings.trained_on(np.array([j]), 0)
+    return Shard(x[0], y[0])
+
+
+def work_of(block: Block, experiment: Experiment) -> plain.Work:
     """What the library's agents hold and do, for the loop: float images, as a loop would keep them."""
-    population, training = setting.population, setting.training
-    everyone = range(setting.num_agents)
-    shards = [shard_of(setting, j) for j in everyone]
-    held = [view_of(setting, j, population.validation[j]) for j in everyone]
+    holdings, training = block.holdings, block.terms.training
+    everyone = range(block.terms.num_agents)
+    shards = [shard_of(holdings, j) for j in everyone]
+    held = [Shard(*(each[0] for each in holdings.judged_on(np.array([j])))) for j in everyone]
     return plain.Work(
         train=[(features(s.x), s.y) for s in shards],
         validation=[(features(s.x), s.y) if len(s) else None for s in held],
-        num_classes=setting.dataset.num_classes,
+        num_classes=block.terms.num_classes,
         hidden=experiment.model.parameters["hidden"],
         epochs=training.local_epochs,
         batch_size=training.batch_size,
@@ -121,19 +131,19 @@ def work_of(setting: Setting, experiment: Experiment) -> plain.Work:
     )
 
 
-def peers_of(setting: Setting, n: int) -> list[list[int]]:
+def peers_of(terms: Terms, n: int) -> list[list[int]]:
     """Whom each agent of the loop downloads from: `budget` others at random."""
-    draw, everyone = np.random.default_rng(n), range(setting.num_agents)
-    return [draw.choice([i for i in everyone if i != j], setting.budget, replace=False).tolist() for j in everyone]
+    draw, everyone = np.random.default_rng(n), range(terms.num_agents)
+    return [draw.choice([i for i in everyone if i != j], terms.budget, replace=False).tolist() for j in everyone]
 
 
-def operations(setting: Setting, hidden: int) -> dict[str, float]:
-    """Floating-point operations of a round, by its parts; a multiplication and an addition are two."""
-    population = setting.population
+def operations(terms: Terms, trained: int, validated: int, hidden: int) -> dict[str, float]:
+    """Floating-point operations of a round, by its parts, of agents that hold so many samples to train and to judge
+    on; a multiplication and an addition are two."""
     forward, backward = multiplications(hidden)
-    images = setting.training.local_epochs * sum(map(len, population.train))
-    judged = (setting.budget + 1) * sum(map(len, population.validation))
-    mixed = setting.num_agents * (setting.budget + 1) * models.dimension(setting.module)
+    images = terms.training.local_epochs * trained
+    judged = (terms.budget + 1) * validated
+    mixed = terms.num_agents * (terms.budget + 1) * terms.dim
     return {
         "train": 2.0 * images * (forward + backward),
         "aggregate": 2.0 * judged * forward,
@@ -141,25 +151,25 @@ def operations(setting: Setting, hidden: int) -> dict[str, float]:
     }
 
 
-def ready(world: World) -> None:
-    """Have a worker make its world and take a step on a copy of a model, before a round is timed."""
-    setting, theta = world.setting, world.models[:1].clone()
-    shard, training = shard_of(setting, 0), dataclasses.replace(setting.training, local_steps=1)
-    with primitives.by(setting.linear):
-        local_update_(theta[0], setting.module, shard, training, stream(setting.seed, "ready"))
-        logits(setting.module, theta, torch.tensor([0]), shard.x[:100])
+def ready(block: Block) -> None:
+    """Have a worker make its block and take a step on a copy of a model, before a round is timed."""
+    terms, theta = block.terms, block.pool[:1].clone()
+    shard, training = shard_of(block.holdings, 0), dataclasses.replace(terms.training, local_steps=1)
+    with primitives.by(terms.primitives.linear):
+        local_update_(theta[0], terms.module, shard, training, stream(terms.seed, "ready"))
+        logits(terms.module, theta, torch.tensor([0]), shard.x[:100])
 
 
-def fastest(agents: plain.Agents, setting: Setting, cores: int) -> tuple[plain.Loop, str]:
+def fastest(agents: plain.Agents, terms: Terms, cores: int) -> tuple[plain.Loop, str]:
     """The loop with the best number of processes and threads, by a try on less work, and what the tries took."""
-    n = setting.num_agents
+    n = terms.num_agents
     some = range(0, n, max(1, n // max(n // 4, min(cores, n))))
     tried = []
     # several processes come last: they move the models into shared memory, which the others do not need
     choices = [(1, 1), (1, cores), (cores, 1)] if cores > 1 else [(1, 1)]
     for processes, threads in choices:
         loop = plain.Loop(agents, processes=processes, threads=threads)
-        found = [sum(loop.round(some, peers_of(setting, 0), epochs=1).values()) for _ in range(2)]
+        found = [sum(loop.round(some, peers_of(terms, 0), epochs=1).values()) for _ in range(2)]
         tried.append((min(found), processes, threads))
         loop.close()
     told = "; ".join(
@@ -236,15 +246,16 @@ def main() -> None:
             )
             for precision in PRECISIONS
         }
-        setting, workers = sides["float32"].setting, sides["float32"].workers
+        block, workers = sides["float32"].block, sides["float32"].workers
+        terms, holdings = block.terms, block.holdings
+        trained, validated = len(holdings.train.values), len(holdings.validation.values)
         print(
-            f"N = {setting.num_agents}, M = {setting.budget}, d = {models.dimension(setting.module):,},"
-            f" {sum(map(len, setting.population.train)):,} training samples,"
-            f" tau = {setting.training.local_epochs}, batches of {setting.training.batch_size},"
+            f"N = {terms.num_agents}, M = {terms.budget}, d = {terms.dim:,}, {trained:,} training samples,"
+            f" tau = {terms.training.local_epochs}, batches of {terms.training.batch_size},"
             f" {'EMNIST' if options.data_dir else 'random images'}"
         )
-        print(f"library: {cores} process{'es' * (cores > 1)} of 1 thread, dense layers by {setting.linear}")
-        loop, told = fastest(plain.make(work_of(setting, experiment)), setting, cores)
+        print(f"library: {cores} process{'es' * (cores > 1)} of 1 thread, dense layers by {terms.primitives.linear}")
+        loop, told = fastest(plain.make(work_of(block, experiment)), terms, cores)
         print(f"plain loop: {loop.name}, the fastest of these on less work ({told})", flush=True)
         theirs = []
         for n in range(options.rounds):
@@ -252,7 +263,7 @@ def main() -> None:
                 others = Others()
                 line(precision, side.round(), others.told())
             others = Others()
-            theirs.append(loop.round(range(setting.num_agents), peers_of(setting, n)))
+            theirs.append(loop.round(range(terms.num_agents), peers_of(terms, n)))
             line("plain", theirs[-1], others.told())
         loop.close()
         together = {precision: workers.map(rate, [(dtype,)] * cores) for precision, dtype in PRECISIONS.items()}
@@ -261,7 +272,7 @@ def main() -> None:
 
     plain_loop = middle(theirs)
     plain_seconds = statistics.median(sum(s.values()) for s in theirs)
-    counts = operations(setting, experiment.model.parameters["hidden"])
+    counts = operations(terms, trained, validated, experiment.model.parameters["hidden"])
     total = sum(counts.values())
     print(f"median of {options.rounds}:")
     for precision, side in sides.items():

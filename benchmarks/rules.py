@@ -4,10 +4,11 @@
     .venv/bin/python benchmarks/rules.py [--small] [--models 21 100] [--only RULE ...] [--repeats 3] [--threads 1]
 
 m models of the paper's network (d = 6,572,975, float32, random), of which m // 5 are assumed to attack. The contenders
-take turns in one process, so that the machine's other load hits them alike. Ours is a whole call: finiteness checked,
-rule, result. byzfl runs by NumPy and by PyTorch, with its own defaults; what it asks more memory for than is free is
-left out, and so is byzfl where it is not installed. Its geometric median makes 3 passes over the models, ours one and
-then iterates on the Gram matrix to the end; its NNM makes all the mixed models, ours the mean of them.
+take turns in one process, so that the machine's other load hits them alike. Ours is a whole call, of models that are
+finite, as all are that agents receive. byzfl runs by NumPy and by PyTorch, with its own defaults; what it asks more
+memory for than is free is left out, and so is byzfl where it is not installed. Its geometric median makes 3 passes over
+the models, ours one and then iterates on the Gram matrix to the end; its NNM makes all the mixed models, ours the mean
+of them.
 
 The floor is the time to read the models once at the bandwidth of a copy. Memory is the peak of the process during the
 call over what it was before (Linux: VmHWM), in units of the models' own.

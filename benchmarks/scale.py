@@ -26,13 +26,14 @@ from limits import rate
 from memory import family
 
 import fedcb2o
-from fedcb2o import models
 from fedcb2o.experiments import assemble
 from fedcb2o.experiments.config import Experiment, load
-from fedcb2o.experiments.run import _enter, metrics_line, pairs_line
-from fedcb2o.federated.selection import nobody
+from fedcb2o.experiments.lines import metrics_line, pairs_line
+from fedcb2o.experiments.memory import Plan
+from fedcb2o.experiments.run import _enter
+from fedcb2o.federated.peers import Memory
 from fedcb2o.records import Records
-from fedcb2o.runtime.simulate import rounds
+from fedcb2o.runtime.engine import rounds
 from fedcb2o.runtime.workers import one_thread
 
 FEATURES, CLASSES, SAMPLES = 20, 10, 20
@@ -88,26 +89,26 @@ def processor_seconds() -> float:
 def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, float]:
     """Processor seconds of a round by phase, the least of some rounds; `evaluate` apart."""
     dataset = assemble.dataset_of(experiment, None)
-    dim = models.dimension(assemble.module_of(experiment, 0, dataset))
+    prepared = assemble.prepare(experiment, 0, dataset)
     found: list[dict[str, float]] = []
     with ExitStack() as stack:
-        world, pool = _enter(stack, experiment, 0, dataset, dim, count)
-        assemble.initial_models_(world.kept, experiment, 0, dataset)
+        engine = _enter(stack, prepared, Plan(count, 0, 0))
+        assemble.first_models_(engine.block.pool[: prepared.kept], prepared, range(prepared.kept))
         log = Records(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        contacts = [nobody() for _ in range(world.setting.num_agents)]
+        memory, aim = Memory.blank(prepared.terms.num_agents), assemble.aim_of(experiment)
         marks: list[float] = []
 
         def tell(n: int, phase: str) -> None:
             marks.append(processor_seconds())
 
         last = num_rounds
-        stream = rounds(world, pool, contacts, 0, num_rounds + 1, lambda n: n == last, tell)
+        stream = rounds(engine, memory, 0, num_rounds + 1, lambda n: n == last, tell)
         stack.enter_context(one_thread())
         for done in stream:
             marks.append(processor_seconds())
             wall = {name: done.seconds[name] for name in ("aggregate", "mix")}
             began = processor_seconds()
-            log.append("metrics", metrics_line(experiment, world, done))
+            log.append("metrics", metrics_line(aim, engine.attackers.malicious, done))
             log.append("pairs", pairs_line(done))
             ended = processor_seconds()
             mixed = marks[2] - marks[1]
@@ -119,7 +120,7 @@ def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, fl
             found.append(line)
             marks.clear()
     best = {name: min(line[name] for line in found[1:]) for name in PHASES}
-    return {**best, "evaluate": found[-1]["evaluate"], "dim": dim}
+    return {**best, "evaluate": found[-1]["evaluate"], "dim": prepared.terms.dim}
 
 
 def operations(experiment: Experiment, dim: int) -> float:

@@ -15,6 +15,7 @@ from fedcb2o.federated.data_poisoning import patch
 from fedcb2o.federated.metrics import Aim, taken_for
 from fedcb2o.federated.model_poisoning import alie_z
 from fedcb2o.federated.types import Attack, Losses, Threat, View
+from fedcb2o.models import rows_of
 from fedcb2o.streams import stream
 
 # Attacks on models
@@ -42,8 +43,8 @@ def view_of(attack=None, *, models=None, agent=4, losses=None, see=("fellows", "
         data=Shard(torch.zeros(2, 3), torch.tensor([0, 1])),
         losses=losses or (lambda thetas: pytest.fail("losses")),
         threat=Threat(frozenset(see)) if attack is None else attack.threat,
-        _ids_of=lambda whose, cluster: torch.tensor(ids[whose, cluster]),
-        _models=models,
+        _ids_of=lambda whose, cluster: ids[whose, cluster],
+        _look=lambda chosen: rows_of(models, chosen),
     )
 
 
@@ -203,12 +204,13 @@ def test_built_in_attacks_declare_their_threat_model():
 
 
 def test_models_are_seen_without_a_copy_where_they_lie_together():
-    view = view_of()
-    assert view.benign().data_ptr() == view._models.data_ptr()
-    scattered = dataclasses.replace(view, _ids_of=lambda whose, cluster: torch.tensor([0, 2]))
-    assert scattered.benign().equal(view._models[[0, 2]])
-    view.own.zero_()  # its own is a copy
-    assert view._models[4].any()
+    models = models_of()
+    view = view_of(models=models)
+    assert view.benign().data_ptr() == models.data_ptr()
+    scattered = dataclasses.replace(view, _ids_of=lambda whose, cluster: [0, 2])
+    assert scattered.benign().equal(models[[0, 2]])
+    scattered.benign()[:] = 0  # a copy
+    assert models[0].any()
 
 
 def test_rounds_before_the_first_are_honest():

@@ -42,7 +42,7 @@ def origin(x: Tensor) -> Tensor:
 
 
 def from_the_origin(rule: Callable[..., Any]) -> Callable[..., Tensor]:
-    return lambda x, f: apply(rule, x, extra=origin(x))
+    return lambda x, f: apply(rule, torch.cat([x, origin(x)]))
 
 
 def weiszfeld(x: Tensor, f: int) -> Tensor:

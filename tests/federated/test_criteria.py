@@ -9,12 +9,11 @@ from tests import views
 from tests.tiny import bits, tiny
 from tests.views import judged
 
-from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, criteria
 from fedcb2o.federated.returned import weights_of
-from fedcb2o.federated.types import Judged, Losses, together
+from fedcb2o.federated.types import TOGETHER, Judged, Losses, together
 from fedcb2o.streams import stream
 
 INF = math.inf
@@ -273,7 +272,7 @@ def test_a_combination_of_parts_that_look_at_several_agents_at_once_does_so(
 def test_a_combination_with_a_part_that_looks_at_one_agent_looks_at_one(alone):
     for of in ([alone, "average_loss"], ["average_loss", {"name": "largest", "of": ["average_loss", alone]}]):
         algorithm = algorithms.fedcb2o(criterion={"name": "weighted_sum", "of": of})
-        assert not plugins.declared(algorithm.weigh, "together")
+        assert not TOGETHER.of(algorithm.weigh)
 
 
 # Whole runs

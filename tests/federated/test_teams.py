@@ -9,7 +9,7 @@ from fedcb2o import models
 from fedcb2o.data.shard import Shard
 from fedcb2o.federated import evaluate
 from fedcb2o.federated.local_update import Training, local_update_
-from fedcb2o.federated.together import local_updates_, teams
+from fedcb2o.federated.teams import local_updates_, teams
 from fedcb2o.streams import stream
 
 TRAINING = Training(gamma=0.05, lambda2=0.5, momentum=0.9, batch_size=4, local_epochs=2)

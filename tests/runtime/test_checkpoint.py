@@ -1,39 +1,131 @@
 """Checkpoints: saved whole, read whole or not at all, and only by the run that they belong to."""
 
 import json
+import math
 import subprocess
 import sys
+import zlib
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, here, write
 
 from fedcb2o import data
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import RunError
-from fedcb2o.federated.selection import nobody
-from fedcb2o.federated.types import Contacts
+from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.peers import Memory, Met
 from fedcb2o.runtime import checkpoint
 
-CONTACTS = [
-    nobody(),
-    Contacts(torch.tensor([0, 2]), torch.tensor([0.25, float("nan")], dtype=torch.float64)),
-    Contacts(torch.tensor([1]), torch.tensor([5e-324], dtype=torch.float64)),
-]
+MODELS = torch.arange(12.0).view(3, 4) / 7
+MET = Met(Lists(np.array([0, 2, 1]), np.array([0, 2, 1])), np.array([0.25, np.nan, 5e-324]))
+MEMORY = Memory(MET, ({}, {}, {}))
+STATES = (
+    {"sums": torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3), "ids": torch.tensor([3, 2**40])},
+    {},
+    {
+        "seen": torch.tensor([True, False, True]),
+        "nobody": torch.zeros(0, dtype=torch.int64),
+        "no rows": torch.zeros(0, 5),
+        "a.b": torch.tensor([math.nan, math.inf, -0.0]),
+        **{
+            f"of {dtype}": torch.arange(3).to(dtype)
+            for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32)
+        },
+    },
+)
+STATEFUL = Memory(MET, STATES)
 
 
-def test_what_is_saved_is_loaded(tmp_path):
-    models = torch.arange(12.0).view(3, 4) / 7
-    checkpoint.save(tmp_path, 5, models, CONTACTS, "mine")
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same to the bit, in type and shape too."""
+    alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return alike and (not a.numel() or a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8)))
+
+
+def assert_same_memory(found: Memory, expected: Memory) -> None:
+    assert found.met.ids.values.tolist() == expected.met.ids.values.tolist()
+    assert found.met.ids.sizes.tolist() == expected.met.ids.sizes.tolist()
+    assert found.met.likelihood.tobytes() == expected.met.likelihood.tobytes()
+    assert len(found.states) == len(expected.states)
+    for mine, theirs in zip(found.states, expected.states, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(same(mine[name], theirs[name]) for name in theirs), (mine, theirs)
+
+
+@pytest.mark.parametrize("memory", [MEMORY, STATEFUL, Memory.blank(3)], ids=["contacts", "states", "nothing"])
+def test_what_is_saved_is_loaded(tmp_path, memory):
+    checkpoint.save(tmp_path, 5, [MODELS], memory, "mine")
     found = torch.zeros(3, 4)
-    rounds, contacts = checkpoint.load_(tmp_path, found, "mine")
+    rounds, remembered = checkpoint.load_(tmp_path, found, "mine")
     assert rounds == 5
-    assert found.equal(models)
-    for loaded, saved in zip(contacts, CONTACTS, strict=True):
-        assert loaded.ids.equal(saved.ids)
-        assert loaded.likelihood.equal(saved.likelihood) or loaded.likelihood.isnan().any()
-        assert loaded.likelihood.numpy().tobytes() == saved.likelihood.numpy().tobytes()
+    assert found.equal(MODELS)
+    assert_same_memory(remembered, memory)
+
+
+def test_a_state_may_be_a_number(tmp_path):
+    memory = Memory(MET, ({}, {"n": torch.tensor(3), "mean": torch.tensor(2.5, dtype=torch.float64)}, {}))
+    checkpoint.save(tmp_path, 5, [MODELS], memory, "mine")
+    _, remembered = checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine")
+    assert_same_memory(remembered, memory)
+
+
+def test_models_in_parts_are_the_same_file(tmp_path):
+    checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
+    whole = (tmp_path / checkpoint.FILE).read_bytes()
+    apart = torch.zeros(3, 16)[:, :4].copy_(MODELS)  # rows that do not follow each other in memory
+    for parts in (MODELS.split(1), [MODELS[:2], MODELS[2:]], [MODELS[:0], MODELS], iter(apart.split(2))):
+        checkpoint.save(tmp_path, 5, parts, STATEFUL, "mine")
+        assert (tmp_path / checkpoint.FILE).read_bytes() == whole
+
+
+def test_some_rows_are_loaded(tmp_path):
+    checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
+    for rows in (slice(1, 3), slice(0, 1), slice(None, None, 2), slice(2, 2)):
+        found = torch.full_like(MODELS[rows], math.nan)
+        rounds, remembered = checkpoint.load_(tmp_path, found, "mine", rows)
+        assert rounds == 5
+        assert found.equal(MODELS[rows])
+        assert_same_memory(remembered, STATEFUL)
+    with pytest.raises(RunError, match="is damaged"):
+        checkpoint.load_(tmp_path, torch.zeros(2, 4), "mine", slice(2, 4))
+
+
+def test_other_programs_can_read_the_file(tmp_path):
+    checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
+    tensors = load_file(tmp_path / checkpoint.FILE)
+    states = {f"state.{j}.{name}": each for j, state in enumerate(STATES) for name, each in state.items()}
+    assert tensors.keys() == {"models", "met", "ids", "likelihood", *states}
+    assert tensors["models"].equal(MODELS)
+    assert (tensors["met"].tolist(), tensors["ids"].tolist()) == ([0, 2, 1], [0, 2, 1])
+    assert tensors["likelihood"].numpy().tobytes() == MET.likelihood.tobytes()
+    assert all(same(tensors[name], each) for name, each in states.items())
+    with safe_open(tmp_path / checkpoint.FILE, framework="pt") as file:
+        header = file.metadata()
+        assert all(file.get_tensor(name).data_ptr() % each.element_size() == 0 for name, each in tensors.items())
+    assert header.keys() == {"rounds", "fingerprint", "sums"}
+    assert (header["rounds"], header["fingerprint"]) == ("5", "mine")
+
+
+def test_a_checkpoint_of_before_rules_had_a_memory_is_loaded(tmp_path):
+    """As the library wrote it until then, by another way."""
+    tensors = {
+        "models": MODELS,
+        "met": torch.from_numpy(MET.ids.sizes),
+        "ids": torch.from_numpy(MET.ids.values),
+        "likelihood": torch.from_numpy(MET.likelihood),
+    }
+    sums = {name: f"{t.dtype} {zlib.crc32(t.numpy().tobytes())}" for name, t in tensors.items()}
+    header = {"rounds": "5", "fingerprint": "mine", "sums": json.dumps({"rounds": 5, **sums})}
+    save_file(tensors, tmp_path / checkpoint.FILE, metadata=header)
+    found = torch.zeros(3, 4)
+    rounds, remembered = checkpoint.load_(tmp_path, found, "mine")
+    assert rounds == 5
+    assert found.equal(MODELS)
+    assert_same_memory(remembered, MEMORY)
 
 
 def test_no_checkpoint_is_none(tmp_path):
@@ -43,7 +135,7 @@ def test_no_checkpoint_is_none(tmp_path):
 
 
 def test_another_fingerprint_or_shape_is_refused(tmp_path):
-    checkpoint.save(tmp_path, 5, torch.ones(3, 4), CONTACTS, "mine")
+    checkpoint.save(tmp_path, 5, [torch.ones(3, 4)], MEMORY, "mine")
     models = torch.zeros(3, 4)
     with pytest.raises(RunError, match=r"of another configuration: choose another --out"):
         checkpoint.load_(tmp_path, models, "yours")
@@ -52,13 +144,14 @@ def test_another_fingerprint_or_shape_is_refused(tmp_path):
         checkpoint.load_(tmp_path, torch.zeros(3, 5), "mine")
 
 
-def test_every_flipped_byte_and_every_truncation_is_found(tmp_path):
-    checkpoint.save(tmp_path, 5, torch.arange(12.0).view(3, 4), CONTACTS, "mine")
+@pytest.mark.parametrize("states", [({}, {}, {}), ({}, {"sums": torch.ones(2)}, {})], ids=["contacts", "states"])
+def test_every_flipped_byte_and_every_truncation_is_found(tmp_path, states):
+    checkpoint.save(tmp_path, 5, [torch.arange(12.0).view(3, 4)], Memory(MET, states), "mine")
     path = tmp_path / checkpoint.FILE
     whole = path.read_bytes()
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
-    assert names == {"models", "met", "ids", "likelihood"}
+    assert names == {"models", "met", "ids", "likelihood", *(["state.1.sums"] if any(states) else [])}
     expected = checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine")
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
@@ -71,6 +164,7 @@ def test_every_flipped_byte_and_every_truncation_is_found(tmp_path):
             assert models.equal(torch.arange(12.0).view(3, 4)), at
             assert found is not None
             assert found[0] == expected[0], at
+            assert_same_memory(found[1], expected[1])
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(RunError, match="is damaged"):

@@ -13,8 +13,8 @@ import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
 from fedcb2o.federated.local_update import float32_products
+from fedcb2o.federated.mixing import dense_product
 from fedcb2o.runtime import devices
-from fedcb2o.runtime.mixing import dense_product
 
 IMAGES = {"name": "cnn", "hidden": 4}
 BACKDOOR = {"name": "backdoor", "target": 4}
@@ -44,6 +44,7 @@ RUNS = {
     "drift": tiny(rounds=2, attack={"name": "slow_drift", "data": FLIP}, algorithm=by_rule("bulyan")),
     "heads": tiny(rounds=2, algorithm=by_rule("lfighter")),
     "before": tiny(rounds=2, algorithm=by_rule("norm_clipping")),
+    "a memory": tiny(rounds=2, algorithm=by_rule("foolsgold", judges=False)),
     "a coordinator": tiny(rounds=2, algorithm={"name": "ifca", "models": 2}),
 }
 
@@ -192,7 +193,7 @@ def test_a_full_device_is_one_line(tmp_path, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("fedcb2o.runtime.phases.local_updates_", full)
+    monkeypatch.setattr("fedcb2o.federated.teams.local_updates_", full)
     with pretended(monkeypatch), pytest.raises(RunError, match=r"meta is out of memory: .* by `together`"):
         run(tiny(device="meta"), out=tmp_path / "run")
 

@@ -22,7 +22,7 @@ from tests.agents import (
 )
 from tests.posted import Posted
 
-from fedcb2o.experiments.run import metrics_line, pairs_line
+from fedcb2o.experiments.lines import metrics_line, pairs_line
 from fedcb2o.federated import algorithms, attacks, graphs, rules
 from fedcb2o.federated.metrics import Aim
 from fedcb2o.federated.peers import Memory

@@ -6,24 +6,22 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests import agents as ours
 from tests import reference
-from tests.federated.test_round import CLUSTER, MALICIOUS, SEED, make_setting, network, oracle_agents
-from tests.tiny import StopError, bits, empty_models, stop_after, tiny
+from tests.agents import BAD, CLUSTER, GOOD, SEED, chosen, network, run_rounds
+from tests.federated.test_round import oracle_agents
+from tests.tiny import StopError, bits, stop_after, tiny
 from torch.nn import functional as F
 
 from fedcb2o import knows, models
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.selection import nobody
+from fedcb2o.federated.peers import Memory
 from fedcb2o.federated.types import Attack
-from fedcb2o.runtime.simulate import rounds
-from fedcb2o.runtime.workers import Here
-from fedcb2o.runtime.world import World
+from fedcb2o.runtime import ifca
 from fedcb2o.streams import stream
 
-GOOD = [j for j, bad in enumerate(MALICIOUS) if not bad]
-BAD = [j for j, bad in enumerate(MALICIOUS) if bad]
 PLAIN = reference.Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=2)
 TEAM = {"benign": 2, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
 IFCA = {"name": "ifca", "models": 2}
@@ -32,36 +30,36 @@ IFCA = {"name": "ifca", "models": 2}
 # The oracle: plain loops, an `nn.Module` for each agent and each of the K models
 
 
-def true_data(setting, j):
-    chosen = setting.population.train[j]
-    return torch.rot90(setting.dataset.pool.x[chosen], 2 * CLUSTER[j], (-2, -1)), setting.dataset.pool.y[chosen]
+def true_data(engine, j):
+    samples, mine = engine.block.holdings.samples, engine.block.holdings.train[j]
+    return torch.rot90(samples.x[mine], 2 * CLUSTER[j], (-2, -1)), samples.y[mine]
 
 
-def choices(setting, centres):
-    """The model with the least loss on an agent's own training data, before anybody poisons them."""
-    chosen = []
+def best_of(engine, centres):
+    """For each agent, the model with the least loss on its own training data, before anybody poisons them."""
+    best = []
     for j in range(len(CLUSTER)):
-        x, y = true_data(setting, j)
+        x, y = true_data(engine, j)
         with torch.no_grad():
             losses = [float(F.cross_entropy(centre(x), y)) for centre in centres]
-        chosen.append(losses.index(min(losses)))
-    return chosen
+        best.append(losses.index(min(losses)))
+    return best
 
 
-def oracle_round(setting, agents, centres, n, published=lambda j, theta: theta):
+def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
     """A round of IFCA: each agent trains the model that it chooses; model k becomes the average of those that chose it.
 
     Gives whose models make up each of the K, with their weights.
     """
-    chosen = choices(setting, centres)
-    for agent, k in zip(agents, chosen, strict=True):
+    best = best_of(engine, centres)
+    for agent, k in zip(agents, best, strict=True):
         agent.module = copy.deepcopy(centres[k])
     reference.local_updates(agents, n, seed=SEED, training=PLAIN)
-    online = stream(SEED, "online", n).random(len(agents)) < setting.participation
+    online = stream(SEED, "online", n).random(len(agents)) < engine.terms.participation
     made = []
     for k, centre in enumerate(centres):
-        members = [j for j in range(len(agents)) if chosen[j] == k and online[j]]
-        size = {j: len(agents[j].train_y) if setting.algorithm.by_samples else 1 for j in members}
+        members = [j for j in range(len(agents)) if best[j] == k and online[j]]
+        size = {j: len(agents[j].train_y) if engine.terms.algorithm.coordinator.by_samples else 1 for j in members}
         weights = {j: size[j] / sum(size.values()) for j in members}
         if members:
             theta = sum(weights[j] * published(j, models.flatten(agents[j].module)).double() for j in members)
@@ -70,40 +68,55 @@ def oracle_round(setting, agents, centres, n, published=lambda j, theta: theta):
     return made
 
 
-def world_of(num_models, weights="equal", **changes):
-    setting = make_setting(algorithms.ifca(models=num_models, weights=weights), network(), colluding=False, **changes)
-    published = setting.attack.num_published(len(BAD), len(GOOD))
-    world = World(setting, empty_models(setting.num_kept + published, models.dimension(setting.module)))
-    world.kept[:] = torch.from_numpy(stream(SEED, "theta").normal(size=world.kept.shape) * 0.3).float()
-    held = world.kept[len(CLUSTER) :]
-    held.copy_(held[0].lerp(held, 0.1))  # so alike that not everybody chooses the same
-    return world
+def engine_of(num_models, weights="equal", attack=ours.FLIP, **changes):
+    """All agents and a coordinator, which holds models so alike that not everybody chooses the same."""
+    algorithm = algorithms.ifca(models=num_models, weights=weights)
+    engine = ours.together(algorithm, attack=attack, collude=False, **changes)
+    kept = len(CLUSTER) + num_models
+    kept_of(engine)[:] = torch.from_numpy(stream(SEED, "theta").normal(size=(kept, engine.terms.dim)) * 0.3).float()
+    centres = centres_of(engine)
+    centres.copy_(centres[0].lerp(centres, 0.1))
+    return engine
 
 
-def modules_of(world):
+def kept_of(engine):
+    """The models of the agents and then the coordinator's, in the engine's pool."""
+    return engine.block.pool[: len(CLUSTER) + engine.terms.algorithm.coordinator.models]
+
+
+def centres_of(engine):
+    return kept_of(engine)[len(CLUSTER) :]
+
+
+def modules_of(engine):
     made = []
-    for theta in world.kept[len(CLUSTER) :]:
+    for theta in centres_of(engine):
         made.append(network())
         models.bind_(made[-1], theta.clone())
     return made
 
 
-def compare(world, published=lambda j, theta: theta, num_rounds=5):
+def one_by_one(engine, count):
+    """Some rounds, each when it is asked for."""
+    return ifca.rounds(engine, Memory.blank(len(CLUSTER)), 0, count, lambda n: False, lambda n, phase: None)
+
+
+def compare(engine, published=lambda j, theta: theta, num_rounds=5):
     """Run both, and hold the K models, each agent's model and every weight equal after every round."""
-    setting = world.setting
-    centres = modules_of(world)
-    agents = oracle_agents(setting, world.models, network, reference.FEDCB2O)
-    seen = [choices(setting, centres)]
-    for done in rounds(world, Here(world), [nobody() for _ in CLUSTER], 0, num_rounds, lambda n: False):
-        made = oracle_round(setting, agents, centres, done.n, published)
+    centres = modules_of(engine)
+    agents = oracle_agents(engine, network, reference.FEDCB2O)
+    seen = [best_of(engine, centres)]
+    for done in one_by_one(engine, num_rounds):
+        made = oracle_round(engine, agents, centres, done.n, published)
         for k, centre in enumerate(centres):
-            held = world.kept[len(CLUSTER) + k]
+            held = centres_of(engine)[k]
             torch.testing.assert_close(held, models.flatten(centre), rtol=1e-4, atol=2e-5)
             models.bind_(centre, held.clone())  # a ReLU at its kink magnifies rounding
-        seen.append(choices(setting, centres))
-        for j, (mixed, k) in enumerate(zip(done.mixed, seen[-1], strict=True)):
-            assert world.models[j].equal(world.kept[len(CLUSTER) + k]), (done.n, j)
-            found = dict(zip(mixed.ids.tolist(), mixed.weights.tolist(), strict=True))
+        seen.append(best_of(engine, centres))
+        for j, k in enumerate(seen[-1]):
+            mixed = chosen(done.choices, j)
+            assert ours.models_of(engine)[j].equal(centres_of(engine)[k]), (done.n, j)
+            found = dict(zip(mixed.ids, mixed.weights, strict=True))
             assert j not in found
             assert mixed.own_weight == pytest.approx(made[k].get(j, 0.0))
             assert found == pytest.approx({i: w for i, w in made[k].items() if i != j})
@@ -115,7 +128,7 @@ def compare(world, published=lambda j, theta: theta, num_rounds=5):
 @pytest.mark.parametrize("weights", ["equal", "samples"])
 @pytest.mark.parametrize("num_models", [1, 3])
 def test_rounds_equal_the_plain_loops(num_models, weights, participation):
-    seen = compare(world_of(num_models, weights, participation=participation))
+    seen = compare(engine_of(num_models, weights, participation=participation))
     assert len(set(seen[0])) == (1 if num_models == 1 else 2)
 
 
@@ -132,8 +145,8 @@ def test_what_attackers_publish_is_averaged(each_receiver):
         return torch.full_like(theta, j / 10) if j in BAD else theta
 
     assert GOOD[0] == 0
-    world = world_of(3, attack=Attack(craft=numbered, threat=numbered.threat))
-    compare(world, published, num_rounds=3)
+    engine = engine_of(3, attack=Attack(craft=numbered, threat=numbered.threat))
+    compare(engine, published, num_rounds=3)
 
 
 def test_attackers_choose_by_their_true_data_and_begin_with_what_they_chose():
@@ -144,38 +157,39 @@ def test_attackers_choose_by_their_true_data_and_begin_with_what_they_chose():
         seen[view.agent] = view.before.clone()
         return view.own
 
-    world = world_of(3, attack=Attack(craft=watch, threat=watch.threat))
-    centres = world.kept[len(CLUSTER) :].clone()
-    expected = choices(world.setting, modules_of(world))
+    engine = engine_of(3, attack=Attack(craft=watch, threat=watch.threat))
+    centres = centres_of(engine).clone()
+    expected = best_of(engine, modules_of(engine))
     assert len(set(expected)) == 2
-    list(rounds(world, Here(world), [nobody() for _ in CLUSTER], 0, 1, lambda n: False))
+    run_rounds(engine)
     assert sorted(seen) == BAD
     assert all(before.equal(centres[expected[j]]) for j, before in seen.items())
 
 
 def test_what_is_not_finite_never_arrives():
     broken = Attack(craft=lambda view, draw: torch.full_like(view.own, torch.nan))
-    world = world_of(3, attack=broken)
-    for done in rounds(world, Here(world), [nobody() for _ in CLUSTER], 0, 3, lambda n: False):
-        assert not any(set(mixed.ids.tolist()) & set(BAD) for mixed in done.mixed)
-        assert world.kept.isfinite().all()
+    engine = engine_of(3, attack=broken)
+    for done in one_by_one(engine, 3):
+        assert not set(done.choices.received.values.tolist()) & set(BAD)
+        assert kept_of(engine).isfinite().all()
 
 
 def test_a_model_that_nobody_chooses_stays():
-    world = world_of(3)
-    world.kept[-1] *= 100
-    before = world.kept[-1].clone()
-    seen = compare(world, num_rounds=3)
-    assert all(2 not in chosen for chosen in seen)
-    assert world.kept[-1].equal(before)
+    engine = engine_of(3)
+    centres_of(engine)[-1] *= 100
+    before = centres_of(engine)[-1].clone()
+    seen = compare(engine, num_rounds=3)
+    assert all(2 not in best for best in seen)
+    assert centres_of(engine)[-1].equal(before)
 
 
 def test_an_average_of_nobody_online_stays():
-    world = world_of(2, participation=1e-9)
-    before = world.kept[len(CLUSTER) :].clone()
-    (done,) = rounds(world, Here(world), [nobody() for _ in CLUSTER], 0, 1, lambda n: False)
-    assert world.kept[len(CLUSTER) :].equal(before)
-    assert all(len(mixed.ids) == 0 and mixed.own_weight == 0 for mixed in done.mixed)
+    engine = engine_of(2, participation=1e-9)
+    before = centres_of(engine).clone()
+    (done,) = run_rounds(engine)
+    assert centres_of(engine).equal(before)
+    assert len(done.choices.received.values) == 0
+    assert not done.choices.own_weight.any()
 
 
 # Runs

@@ -23,7 +23,7 @@ from torch import nn
 
 from fedcb2o.federated.criteria import average_loss
 from fedcb2o.records import files
-from fedcb2o.runtime import checkpoint, simulate
+from fedcb2o.runtime import checkpoint, shared
 
 PLACE, VICTIM, NUMBER = os.environ.get("SABOTAGE", "nowhere parent 0").split()
 calls = 0
@@ -69,28 +69,27 @@ def criterion(judged):
 
 
 if PLACE == "mixing":
-    whole = simulate.mix_
+    whole = shared.mix_
 
-    def mix_(world, matrix, start, stop, reductions, copied=False):
+    def mix_(pool, mixture, start, stop, *, copied=False):
         middle = (start + stop) // 2
-        whole(world, matrix, start, middle)
+        whole(pool, mixture, start, middle)
         strike()
-        whole(world, matrix, middle, stop)
+        whole(pool, mixture, middle, stop)
 
-    mix_.__module__, mix_.__qualname__ = whole.__module__, whole.__qualname__
-    simulate.mix_ = mix_
+    shared.mix_ = mix_
 
 if PLACE == "writing":
-    save_file = checkpoint.save_file
+    whole_file = checkpoint._write
 
-    def save_half(tensors, path, metadata):
-        save_file(tensors, path, metadata=metadata)
-        content = Path(path).read_bytes()
-        Path(path).write_bytes(content[: len(content) // 2])
+    def save_half(path, metadata, tensors):
+        whole_file(path, metadata, tensors)
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
         strike()
-        Path(path).write_bytes(content)
+        path.write_bytes(content)
 
-    checkpoint.save_file = save_half
+    checkpoint._write = save_half
 
 if PLACE == "renaming":
     fsync = files.fsync

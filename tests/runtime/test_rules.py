@@ -15,7 +15,7 @@ from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, graphs, pre_steps, rules
 from fedcb2o.federated.aggregate import apply, form_of
 from fedcb2o.federated.judging import losses_seen_by
-from fedcb2o.federated.together import train_
+from fedcb2o.federated.teams import train_
 from fedcb2o.federated.types import Attack, Received
 from fedcb2o.streams import stream
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import fedcb2o
 from fedcb2o import records
-from fedcb2o.federated import evaluate, lists, selection
+from fedcb2o.federated import evaluate, selection
+from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Met, Peers
-from fedcb2o.federated.selection import nobody, remember, remember_each
-from fedcb2o.federated.types import Contacts
+from fedcb2o.federated.selection import remember
 from fedcb2o.streams import stream, streams
 
 
@@ -68,12 +68,12 @@ class Counted(np.ndarray):
 def test_who_is_asked_costs_nothing_for_those_who_are_not(select):
     """Of a million peers only some are looked at, by their place: no pass over all."""
     peers = Peers.of([np.arange(10**6).view(Counted)], np.array([0, 0]), but=np.array([5, 7]))
-    met = Met.of([Contacts(torch.tensor([3, 9]), torch.ones(2).double()), nobody()])
+    met = Met(Lists(np.array([3, 9]), np.array([2, 0])), np.ones(2))
     Counted.most = 0
-    asked, sizes = select.at_once(met, peers, 4, streams(0, "x", agents=range(2)))
-    assert sizes.tolist() == [4, 4]
+    asked = select.at_once(met, peers, 4, streams(0, "x", agents=range(2)))
+    assert asked.sizes.tolist() == [4, 4]
     assert Counted.most <= 8
-    assert not set(asked[:4].tolist()) & {5}
+    assert not set(asked[0].tolist()) & {5}
 
 
 SELECTIONS = {name: getattr(selection, name) for name in selection.__all__}
@@ -87,25 +87,23 @@ def test_many_ask_whom_each_asks_alone(name, shared):
     some = [everybody] if shared else [everybody[everybody % 4 != j % 4] for j in range(count)]
     own = np.arange(count)
     peers = Peers.of(some, np.zeros_like(own) if shared else None, but=own)
-    contacts = [nobody() for _ in own]
-    rule = {"kappa": 2.0, "zeta": 0.5, "first_contact": "average"}
+    met, rule = Met.nobody(count), {"kappa": 2.0, "zeta": 0.5, "first_contact": "average"}
     for n in range(8):
         draws = [streams(n, "x", agents=own.tolist()) for _ in range(2)]
-        asked, sizes = select.at_once(Met.of(contacts), peers, 3, draws[0])
-        answered = stream(n, "answers").random(len(asked)) < 0.7
-        answering = np.bincount(lists.owners(sizes)[answered], minlength=count)
-        losses = stream(n, "losses").random(int(answering.sum()))
-        after = list(remember_each(Met.of(contacts), asked, sizes, asked[answered], answering, losses, **rule))
+        asked = select.at_once(met, peers, 3, draws[0])
+        there = stream(n, "answers").random(len(asked.values)) < 0.7
+        answered = asked.only(there)
+        lost = answered.having(stream(n, "losses").random(len(answered.values)))
+        after = remember(met, asked, answered, lost.values, **rule)
         for j in own.tolist():
             ids = torch.from_numpy(some[0 if shared else j])
-            alone = select(contacts[j], ids[ids != j], 3, draws[1][j])
-            assert alone.tolist() == lists.part(asked, sizes, j).tolist()
-            there = torch.from_numpy(lists.part(answered, sizes, j))
-            lost = torch.from_numpy(lists.part(losses, answering, j))
-            mine = remember(contacts[j], alone, alone[there], lost, **rule)
-            assert mine.ids.equal(after[j].ids)
-            assert mine.likelihood.view(torch.int64).equal(after[j].likelihood.view(torch.int64))
-        contacts = after
+            alone = select(met[j], ids[ids != j], 3, draws[1][j])
+            assert alone.tolist() == asked[j].tolist()
+            those, one = asked.having(there)[j], met.take(np.array([j]))
+            mine = remember(one, Lists.of([alone.numpy()]), Lists.of([alone.numpy()[those]]), lost[j], **rule)
+            assert mine[0].ids.equal(after[j].ids)
+            assert mine[0].likelihood.view(torch.int64).equal(after[j].likelihood.view(torch.int64))
+        met = after
 
 
 def test_many_collude_as_each_alone():
@@ -115,11 +113,11 @@ def test_many_collude_as_each_alone():
     for budget in range(1, 6):
         draws = [streams(budget, "x", agents=range(3)) for _ in range(2)]
         many = Peers.of(fellows, which, but=own), Peers.of(benign, which)
-        asked, sizes = selection.colluding(*many, budget, draws[0])
+        asked = selection.colluding(*many, budget, draws[0])
         for k in range(3):
             near, far = Peers.of([fellows[which[k]]], but=own[k : k + 1]), Peers.of([benign[which[k]]])
-            alone, _ = selection.colluding(near, far, budget, draws[1][k : k + 1])
-            assert alone.tolist() == lists.part(asked, sizes, k).tolist()
+            alone = selection.colluding(near, far, budget, draws[1][k : k + 1])
+            assert alone[0].tolist() == asked[k].tolist()
 
 
 def test_an_agent_may_be_among_those_it_asks():

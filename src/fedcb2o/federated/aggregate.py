@@ -232,8 +232,7 @@ def apply(
     g, p = gram_and_mixing(rule, pool, rows, mixing)
     outcome = decide(rule, g, *given, p=p)
     if isinstance(outcome, Reduction):
-        reduction, used = Reduction(torch.arange(len(outcome.rows)), outcome.reduce, outcome.mixing), rows[outcome.rows]
-        return _by_blocks(pool, used, reduction.of)
+        return _by_blocks(pool, rows[outcome.rows], outcome.on)
     if not outcome.any():
         raise ConfigError("the rule trusts none of the models, so there is nothing to aggregate")
     mu = outcome[outcome != 0].to(pool.device, pool.dtype)

@@ -13,6 +13,12 @@ from fedcb2o.federated.peers import Peers
 from fedcb2o.federated.types import Change, Criterion, Judged, State
 
 
+# The types of what a rule may keep, by their names in a checkpoint.
+KEPT = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+KEPT |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+KEPT |= {torch.uint8: "U8", torch.bool: "BOOL"}
+
+
 def tensor_of(kind: str, values: Any) -> Tensor:
     """What a user's function returned as a tensor; raises ConfigError for what holds no numbers."""
     try:
@@ -80,9 +86,13 @@ def state_of(made: Any) -> tuple[State, Any]:
         )
     kept, decided = made
     for name, value in kept.items():
-        if not (isinstance(name, str) and isinstance(value, Tensor)):
+        if not (isinstance(name, str) and isinstance(value, Tensor) and value.layout is torch.strided):
             raise ConfigError(
-                f"the rule keeps `{name}`, a {type(value).__name__}, in its state: expected tensors by name"
+                f"the rule keeps `{name}`, a {type(value).__name__}, in its state: expected dense tensors by name"
+            )
+        if value.dtype not in KEPT:
+            raise ConfigError(
+                f"the rule keeps `{name}` of type {value.dtype}: expected one of {', '.join(map(str, KEPT))}"
             )
     return {name: value.detach().cpu().contiguous() for name, value in kept.items()}, decided
 

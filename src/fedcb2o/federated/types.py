@@ -171,8 +171,11 @@ class Reduction:
 
     def of(self, block: Float[Tensor, "p b"]) -> Float[Tensor, " b"]:
         """What it makes of a block of columns of the pool."""
-        x, p = block[self.rows], self.mixing
-        return self.reduce(x if p is None else p.to(x.device, x.dtype) @ x)
+        return self.on(block[self.rows])
+
+    def on(self, x: Float[Tensor, "k b"]) -> Float[Tensor, " b"]:
+        """What it makes of a block of columns of X."""
+        return self.reduce(x if self.mixing is None else self.mixing.to(x.device, x.dtype) @ x)
 
 
 @dataclass(frozen=True)

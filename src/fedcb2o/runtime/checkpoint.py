@@ -19,13 +19,11 @@ from torch import Tensor
 from fedcb2o.errors import RunError
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Memory, Met
+from fedcb2o.federated.returned import KEPT
 from fedcb2o.records import atomic_write
 
 FILE = "checkpoint.safetensors"
 STATE = "state."  # then the agent and the name of what its rule keeps
-TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
-TYPES |= {"I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
-NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def save(folder: Path, rounds: int, models: Iterable[Tensor], memory: Memory, fingerprint: str) -> None:
@@ -45,7 +43,7 @@ def save(folder: Path, rounds: int, models: Iterable[Tensor], memory: Memory, fi
 
 
 def _write(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Iterable[Tensor]]) -> None:
-    """A safetensors file of tensors that come in parts [k, ...], one after the other.
+    """A safetensors file of tensors that come whole or in parts [k, ...], one after the other.
 
     By the format's description: 8 bytes with the length of the header, the header as JSON, the data. The header is
     written last, when shapes and sums are known, into the room that was left for it.
@@ -61,9 +59,10 @@ def _write(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Iterab
             rows, total, end = 0, 0, file.tell() - start
             for part in parts:
                 data = _bytes_of(part)
-                total, rows = zlib.crc32(data, total), rows + len(part)
+                total, rows = zlib.crc32(data, total), rows + (len(part) if part.ndim else 0)
                 file.write(data)
-            known[name] = _entry(NAMES[part.dtype], [rows, *part.shape[1:]], end, file.tell() - start)
+            shape = [rows, *part.shape[1:]] if part.ndim else []  # a single number has none
+            known[name] = _entry(KEPT[part.dtype], shape, end, file.tell() - start)
             sums[name] = f"{part.dtype} {total}"
         file.seek(0)
         file.write(room.to_bytes(8, "little") + _header(metadata, known, sums).ljust(room))

@@ -1,0 +1,261 @@
+"""FoolsGold: its learning rates by hand and by plain loops, its histories over rounds, and whole runs."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import agents as ours
+from tests.agents import GOOD, chosen, run_rounds
+from tests.tiny import StopError, bits, stop_after, tiny
+from tests.views import local, received
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import run
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.foolsgold import foolsgold, learning_rates
+from fedcb2o.federated.peers import Memory
+from fedcb2o.federated.returned import state_of
+from fedcb2o.federated.teams import train_
+from fedcb2o.federated.types import Contacts, Judged
+from fedcb2o.streams import stream
+
+
+def plain_loop(histories: list[list[float]], kappa: float = 1.0) -> list[float]:
+    """Algorithm 1 of Fung et al. 2020 from line 6 on, and the rates as shares; what is beyond 0 or 1 is cut off."""
+    n = len(histories)
+
+    def cosine(a, b):
+        lengths = math.sqrt(sum(v * v for v in a)) * math.sqrt(sum(v * v for v in b))
+        return sum(v * w for v, w in zip(a, b, strict=True)) / lengths if lengths else 0.0
+
+    cs = [[cosine(a, b) for b in histories] for a in histories]
+    v = [max([cs[i][j] for j in range(n) if j != i], default=-math.inf) for i in range(n)]
+    alpha = []
+    for i in range(n):
+        for j in range(n):
+            if i != j and v[j] > v[i]:
+                cs[i][j] *= v[i] / v[j]  # pardoning
+        alpha.append(min(1.0, max(0.0, 1 - max([cs[i][j] for j in range(n) if j != i], default=-math.inf))))
+    if max(alpha) == 0:
+        return alpha
+    alpha = [each / max(alpha) for each in alpha]
+    for i, each in enumerate(alpha):
+        logit = math.inf if each == 1 else -math.inf if each == 0 else math.log(each / (1 - each))
+        alpha[i] = min(1.0, max(0.0, kappa * (logit + 0.5)))
+    return [each / sum(alpha) for each in alpha]
+
+
+def test_learning_rates_by_hand():
+    # The first two are alike by 0.6, which leaves 0.4 to each; the logit of 0.4 and 0.5 are about 0.0945.
+    rate = math.log(0.4 / 0.6) + 0.5
+    x = torch.tensor([[1.0, 0.0, 0.0], [3.0, 4.0, 0.0], [0.0, 0.0, 0.1]])
+    found = learning_rates(x.double())
+    assert found.tolist() == pytest.approx([rate / (1 + 2 * rate), rate / (1 + 2 * rate), 1 / (1 + 2 * rate)])
+    assert found.tolist() == pytest.approx(plain_loop(x.tolist()))
+    rates = [2 * rate, 2 * rate, 1.0]
+    assert learning_rates(x.double(), 2.0).tolist() == pytest.approx([each / sum(rates) for each in rates])
+    # Who is like one of two that are more alike is pardoned: 0.5 becomes 0.5 * 0.5 / 0.7, and 0.3 to the two is less.
+    angles = torch.tensor([0.0, math.pi / 3, math.pi / 3 + math.acos(0.7)]).double()
+    y = torch.stack([angles.cos(), angles.sin()], 1)
+    share = 0.3 / (1 - 0.5 * 0.5 / 0.7)
+    rates = [1.0, *[math.log(share / (1 - share)) + 0.5] * 2]
+    assert learning_rates(y).tolist() == pytest.approx([each / sum(rates) for each in rates])
+    assert plain_loop(y.tolist()) == pytest.approx([each / sum(rates) for each in rates])
+
+
+def test_learning_rates_where_there_is_nobody_to_compare():
+    one = torch.tensor([[1.0, 2.0]]).double()
+    assert learning_rates(one).tolist() == [1]
+    assert learning_rates(torch.tensor([[1.0, 2.0], [-3.0, 1.0]]).double()).tolist() == [0.5, 0.5]
+    zero = torch.zeros(1, 2).double()
+    assert learning_rates(torch.cat([one, zero])).tolist() == [0.5, 0.5]
+    same = torch.tensor([[1.0, 0.0]] * 3).double()
+    assert learning_rates(same).tolist() == [0, 0, 0]
+
+
+@settings(max_examples=50)
+@given(n=st.integers(1, 9), d=st.integers(2, 6), seed=st.integers(0, 10**6), kappa=st.sampled_from([0.5, 1.0, 3.0]))
+def test_learning_rates_equal_the_plain_loop(n, d, seed, kappa):
+    x = torch.from_numpy(stream(seed, "histories").normal(size=(n, d)))
+    assert learning_rates(x, kappa).tolist() == pytest.approx(plain_loop(x.tolist(), kappa), abs=1e-9)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_sybils_that_push_the_same_way_get_next_to_nothing(count):
+    draw = stream(0, "sybils")
+    honest = torch.from_numpy(draw.normal(size=(6, 400)))
+    aim = torch.from_numpy(draw.normal(size=400))
+    for sybils in (aim.expand(count, -1), aim + 1e-3 * torch.from_numpy(draw.normal(size=(count, 400)))):
+        found = learning_rates(torch.cat([honest, sybils]))
+        assert float(found[6:].sum()) < 1e-6
+        assert found[:6].tolist() == pytest.approx([1 / 6] * 6, rel=0.1)
+
+
+# Histories
+
+C, H = 3, 2
+
+
+def layer(theta):
+    """The last dense layer at the end of a model: for each class its weights and, last, its bias."""
+    return torch.cat([theta[-C * (H + 1) : -C].view(C, H), theta[-C:].view(C, 1)], 1).flatten().double()
+
+
+def seen_by(me, ids, pool, before, met, n=0):
+    """What agent `me` looks at that received the models of `ids`; it began the round with the model in a row."""
+    none = torch.zeros(0, dtype=torch.float64)
+    contacts = Contacts(torch.tensor(met, dtype=torch.int64), none.new_ones(len(met)))
+    knows = local(contacts=contacts, head=(C, H), before=before)
+    return Judged(n, pool, None, None, received(torch.tensor(ids)), received(torch.tensor([me])), knows)
+
+
+def pools(count):
+    """Models of five agents and, in row 5, that before the round, with four more parameters ahead of the layer."""
+    return [torch.from_numpy(stream(n, "pool").normal(size=(6, 4 + C * (H + 1)))).float() for n in range(count)]
+
+
+def test_histories_add_up_over_rounds():
+    first, second, third = pools(3)
+
+    def update(pool, i):
+        return layer(pool[i]) - layer(pool[5])
+
+    state, weights = foolsgold({}, seen_by(2, [0, 4], first, 5, []))
+    expected = {0: update(first, 0), 2: update(first, 2), 4: update(first, 4)}
+    assert state["ids"].tolist() == [0, 2, 4]
+    torch.testing.assert_close(state["sums"], torch.stack(list(expected.values())))
+    order = [expected[i].tolist() for i in (0, 4, 2)]  # the own model comes last
+    assert weights.tolist() == pytest.approx(plain_loop(order))
+    state, weights = foolsgold(state, seen_by(2, [1, 4], second, 5, [0, 4], n=1))
+    expected = {
+        0: expected[0],  # not received, and kept
+        1: update(second, 1),
+        2: expected[2] + update(second, 2),
+        4: expected[4] + update(second, 4),
+    }
+    assert state["ids"].tolist() == [0, 1, 2, 4]
+    torch.testing.assert_close(state["sums"], torch.stack(list(expected.values())))
+    assert weights.tolist() == pytest.approx(plain_loop([expected[i].tolist() for i in (1, 4, 2)]))
+    # 4 comes under a new name, so that nobody has met it: its history begins anew.
+    state, weights = foolsgold(state, seen_by(2, [1, 4], third, 5, [0, 1], n=2))
+    expected = {**expected, 1: expected[1] + update(third, 1), 2: expected[2] + update(third, 2), 4: update(third, 4)}
+    assert state["ids"].tolist() == [0, 1, 2, 4]
+    torch.testing.assert_close(state["sums"], torch.stack([expected[i] for i in (0, 1, 2, 4)]))
+    assert weights.tolist() == pytest.approx(plain_loop([expected[i].tolist() for i in (1, 4, 2)]))
+    # And is forgotten where it does not come again.
+    state, _ = foolsgold(state, seen_by(2, [1], third, 5, [0, 1], n=3))
+    assert state["ids"].tolist() == [0, 1, 2]
+
+
+def test_confidence_is_that_of_the_learning_rates():
+    (pool,) = pools(1)
+    judged = seen_by(2, [0, 1, 3, 4], pool, 5, [])
+    state, weights = foolsgold({}, judged, confidence=0.2)
+    here = torch.stack([state["sums"][i] for i in (0, 1, 3, 4, 2)])
+    assert weights.equal(learning_rates(here, 0.2))
+    assert not weights.equal(foolsgold({}, judged)[1])
+
+
+def test_a_network_without_a_last_dense_layer():
+    (pool,) = pools(1)
+    with pytest.raises(ConfigError, match="the rule looks at the last dense layer, and this model does not end in one"):
+        foolsgold(
+            {}, Judged(0, pool, None, None, received(torch.tensor([0])), received(torch.tensor([2])), local(before=5))
+        )
+
+
+# Rounds and runs
+
+
+def test_whole_rounds_equal_the_plain_loop():
+    """Each agent's own view, from the model that it began the round with; some peers come in some rounds only."""
+    algorithm = algorithms.by_rule(rule="foolsgold", judges=False)
+    engine, shadow = (ours.together(algorithm, participation=0.7) for _ in range(2))
+    histories, memory = {j: {} for j in GOOD}, Memory.blank(len(ours.CLUSTER))
+
+    def tail(theta):
+        return torch.cat([theta[-28:-4].view(4, 6), theta[-4:].view(4, 1)], 1).flatten().double()
+
+    mixed = 0
+    for n in range(4):
+        before = ours.models_of(engine).clone()
+        ours.models_of(shadow).copy_(before)
+        shadow.each(train_, n)
+        trained = ours.models_of(shadow)
+        (done,) = run_rounds(engine, 1, memory, n)
+        memory = done.memory
+        for j in GOOD:
+            mine = chosen(done.choices, j)
+            assert set(memory.states[j]) == ({"ids", "sums"} if histories[j] or mine.asked else set())
+            if not mine.asked:  # it is not there
+                continue
+            mixed += 1
+            for i in [*mine.ids, j]:
+                histories[j][i] = histories[j].get(i, 0) + tail(trained[i]) - tail(before[j])
+            state, known = memory.states[j], sorted(histories[j])
+            assert state["ids"].tolist() == known
+            torch.testing.assert_close(state["sums"], torch.stack([histories[j][i] for i in known]))
+            expected = plain_loop([histories[j][i].tolist() for i in [*mine.ids, j]])
+            assert [*mine.weights, mine.own_weight] == pytest.approx(expected, abs=1e-6)
+    assert mixed > 10
+
+
+TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
+FOOLSGOLD = {"name": "by_rule", "rule": "foolsgold", "judges": False}
+VARIANTS = {
+    "few take part": tiny(agents={**TEAM, "participation": 0.7}, algorithm=FOOLSGOLD),
+    "sybils": tiny(
+        agents=TEAM,
+        algorithm={
+            **FOOLSGOLD,
+            "rule": {"name": "foolsgold", "confidence": 0.5},
+            "selection": "prob_sampling",
+            "judges": True,
+        },
+        attack={"name": "label_flip", "source": 9, "target": 4, "sybils": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
+    experiment = VARIANTS[variant]
+    run(experiment, out=tmp_path / "one", workers=1)
+    run(experiment, out=tmp_path / "three", workers=3)
+    with pytest.raises(StopError):
+        run(experiment, out=tmp_path / "parts", workers=1, watch=stop_after(1))
+    run(experiment, out=tmp_path / "parts", workers=2, resume=True)
+    found = bits(tmp_path / "one")
+    assert {"checkpoint state.0.ids", "checkpoint state.0.sums"} <= found.keys()
+    assert bits(tmp_path / "three") == found == bits(tmp_path / "parts")
+
+
+def test_a_run_that_goes_on_goes_on_with_its_histories(tmp_path):
+    """In two halves it is the run of all its rounds: what the rule kept was read again."""
+    run(tiny(rounds=4, agents=TEAM, algorithm=FOOLSGOLD, evaluate_every=4), out=tmp_path / "whole", workers=1)
+    run(tiny(rounds=2, agents=TEAM, algorithm=FOOLSGOLD, evaluate_every=4), out=tmp_path / "halves", workers=1)
+    run(
+        tiny(rounds=4, agents=TEAM, algorithm=FOOLSGOLD, evaluate_every=4),
+        out=tmp_path / "halves",
+        workers=1,
+        resume=True,
+    )
+    whole, halves = bits(tmp_path / "whole"), bits(tmp_path / "halves")
+    assert {name for name in whole if whole[name] != halves.get(name)} <= {"metrics.jsonl"}  # one more evaluation
+    assert whole.keys() == halves.keys()
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.ones(2), "returned a Tensor, expected"),
+        (({"a": 1.0}, torch.ones(2)), "keeps `a`, a float"),
+        (({"a": torch.ones(2, dtype=torch.complex64)}, torch.ones(2)), "keeps `a` of type torch.complex64"),
+        (({"a": torch.ones(2, 2).to_sparse()}, torch.ones(2)), "keeps `a`, a Tensor, in its state: expected dense"),
+    ],
+)
+def test_what_is_no_state_is_told(returned, message):
+    with pytest.raises(ConfigError, match=message):
+        state_of(returned)
