@@ -58,7 +58,7 @@ RELEASED = {"split": "released", "validation_loss": "batches", "colluders_own_mo
 MIXED = {"own_model": "trusted", "mixing_factor": 1.0}
 FEW = {"benign": 2, "malicious": 1, "budget": 3}
 CNN = {"name": "tests.whole:smooth_cnn"}
-FAST = {"gamma": 0.2, "momentum": 0.8, "batch_size": 8, "local_epochs": 4}
+FAST = {"gamma": 0.15, "momentum": 0.7, "batch_size": 8, "local_epochs": 4}
 
 CASES: dict[str, dict[str, Any]] = {
     "FedCB2O as in the paper": {"agents": PAPER},

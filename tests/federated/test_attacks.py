@@ -242,6 +242,19 @@ def shard(n=400, classes=4, dtype=torch.float32):
     return Shard((255 * x).to(torch.uint8) if dtype == torch.uint8 else x, torch.arange(n) % classes)
 
 
+def test_label_flip_by_hand():
+    x, y = torch.arange(7.0).view(7, 1), torch.tensor([9, 4, 0, 9, 4, 9, 8])
+    s = Shard(x.clone(), y.clone())
+    flipped = attacks.label_flip(s, stream(0, "x"), source=9, target=4)
+    assert flipped.y.tolist() == [4, 4, 0, 4, 4, 4, 8]  # every 9 is a 4, and no 4 is a 9
+    assert flipped.y.dtype == torch.int64
+    assert flipped.x.equal(x)
+    assert s.x.equal(x)  # what it was given stays as it was
+    assert s.y.equal(y)
+    assert attacks.label_flip(s, stream(0, "x"), source=4, target=9).y.tolist() == [9, 9, 0, 9, 9, 9, 8]
+    assert attacks.label_flip(s, stream(0, "x"), source=3, target=4).y.equal(y)  # nothing to flip
+
+
 def test_label_flips():
     s = shard(8)
     assert attacks.label_flips(s, stream(0, "x"), pairs=((0, 1), (1, 2))).y.tolist() == [1, 2, 2, 3] * 2
