@@ -16,8 +16,8 @@ from fedcb2o.federated.judging import tested
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.mixing import mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
-from fedcb2o.federated.terms import Terms
 from fedcb2o.federated.teams import teams
+from fedcb2o.federated.terms import Terms
 from fedcb2o.streams import stream
 from tests.agents import Held, block_of, first_models
 

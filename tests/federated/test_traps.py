@@ -15,9 +15,9 @@ from fedcb2o import models
 from fedcb2o.errors import RunError
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.aggregate import form
+from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.criteria import average_loss, class_loss_gap
 from fedcb2o.federated.evaluate import losses_of
-from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.mixing import mix_, mixture
 from fedcb2o.federated.peers import Met, Peers

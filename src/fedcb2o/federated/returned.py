@@ -12,7 +12,6 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated.peers import Peers
 from fedcb2o.federated.types import Change, Criterion, Judged, State
 
-
 # The types of what a rule may keep, by their names in a checkpoint.
 KEPT = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 KEPT |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
