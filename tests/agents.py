@@ -1,7 +1,8 @@
 """Nine agents in two clusters, four of them malicious, and rounds of theirs, for the tests that look at rounds from
 inside."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedcb2o import models
 from fedcb2o.data.shard import Shard
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.attackers import Attackers
@@ -26,14 +28,27 @@ from fedcb2o.runtime.engine import Engine, Round, rounds
 from fedcb2o.runtime.shared import Shared
 from fedcb2o.runtime.workers import Here
 from fedcb2o.streams import stream
+from tests import reference
 from tests.tiny import empty_models
 
 CLASSES, SEED, BUDGET = 4, 7, 3
+
+
 TRAINING = Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=2)
+
+
 CLUSTER = [0] * 5 + [1] * 4
+
+
 MALICIOUS = [False, False, False, True, True, False, False, True, True]
+
+
 BAD = [j for j, bad in enumerate(MALICIOUS) if bad]
+
+
 GOOD = [j for j, bad in enumerate(MALICIOUS) if not bad]
+
+
 FLIP = Attack(poison=lambda shard, draw: label_flip(shard, draw, source=1, target=2))
 
 
@@ -186,3 +201,21 @@ def chosen(choices: Choices, j: int) -> Chosen:
     own_weight, before, f = (float(each[k]) for each in (choices.own_weight, choices.before, choices.f))
     received, asked = choices.received[k].tolist(), choices.asked[k].tolist()
     return Chosen(asked, received, rows, weights, own_weight, before, f, choices.reductions.get(j))
+
+
+def oracle_agents(engine: Shared, make: Callable[[], nn.Module], options: reference.Options) -> list[reference.Agent]:
+    """The agents of an engine, for the oracle: their true data turned by its own hands, poisoned as the engine says."""
+    holdings, agents = engine.block.holdings, []
+    for j, bad in enumerate(MALICIOUS):
+        module = make()
+        models.bind_(module, models_of(engine)[j].clone())
+        (x, y), (seen, labels) = (
+            (torch.rot90(holdings.samples.x[held[j]], 2 * CLUSTER[j], (-2, -1)), holdings.samples.y[held[j]])
+            for held in (holdings.train, holdings.validation)
+        )
+        if bad and engine.attackers.attack.poison is FLIP.poison:
+            y = torch.where(y == 1, 2, y)
+        own = "judged" if engine.attackers.own_model else "excluded"
+        colluder = dataclasses.replace(reference.COLLUDER, budget=BUDGET, own_model=own)
+        agents.append(reference.Agent(module, x, y, seen, labels, bad, CLUSTER[j], colluder if bad else options))
+    return agents

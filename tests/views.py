@@ -1,9 +1,16 @@
-"""What a criterion or a rule looks at, made by hand."""
+"""What a criterion, a rule or an attack looks at, made by hand."""
 
+import pytest
 import torch
+from torch import Tensor
 
-from fedcb2o.federated.types import Contacts, Judged, Local, Losses, Received
+from fedcb2o.data.shard import Shard
+from fedcb2o.federated.types import Contacts, Judged, Local, Losses, Received, Threat, View
+from fedcb2o.models import rows_of
 from fedcb2o.streams import stream
+
+# Five models, the last of them far off.
+LINE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [4.0, 0.0], [100.0, 3.0]])
 
 
 def received(ids: torch.Tensor, num_samples: torch.Tensor | None = None) -> Received:
@@ -33,4 +40,39 @@ def judged(by_class, own_by_class, present=None, n=0) -> Judged:
         received(torch.arange(m)),
         received(torch.tensor([m])),
         local(),
+    )
+
+
+def models(m: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Some m models of d parameters."""
+    return torch.from_numpy(stream(seed, "models", m, d).standard_normal((m, d))).to(dtype)
+
+
+BENIGN, FELLOWS = [0, 1, 2, 3], [4, 5, 6]  # in cluster 0; cluster 1 has benign agents 7 and 8 and attacker 9
+
+
+def ten_models(d=5, seed=0):
+    """The models of the agents that `view_of` knows."""
+    return torch.from_numpy(stream(seed, "models").normal(size=(10, d))).float()
+
+
+def view_of(attack=None, *, models=None, agent=4, losses=None, see=("fellows", "benign")):
+    """What an attacker sees in a round."""
+    models = ten_models() if models is None else models
+    ids = {("benign", 0): BENIGN, ("fellows", 0): FELLOWS, ("benign", 1): [7, 8], ("fellows", 1): [9]}
+    return View(
+        n=3,
+        agent=agent,
+        cluster=0,
+        num_clusters=2,
+        num_fellows=3,
+        num_benign=4,
+        receivers=torch.tensor([0, 1, 2, 3, 7, 8]),
+        own=models[agent].clone(),
+        before=models[agent] - 0.5,
+        data=Shard(torch.zeros(2, 3), torch.tensor([0, 1])),
+        losses=losses or (lambda thetas: pytest.fail("losses")),
+        threat=Threat(frozenset(see)) if attack is None else attack.threat,
+        _ids_of=lambda whose, cluster: ids[whose, cluster],
+        _look=lambda chosen: rows_of(models, chosen),
     )

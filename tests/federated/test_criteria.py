@@ -12,12 +12,15 @@ from tests.views import judged
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, criteria
-from fedcb2o.federated.returned import weights_of
 from fedcb2o.federated.types import TOGETHER, Judged, Losses, together
 from fedcb2o.streams import stream
 
 INF = math.inf
+
+
 NEEDED = {name: {"of": ["class_loss_gap", "trigger_sensitivity"]} for name in ("largest", "weighted_sum")}
+
+
 RELATIVE = ("class_loss_gap", "distance", "largest", "trigger_sensitivity", "weighted_sum")
 
 
@@ -45,6 +48,18 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
 
 
 # Each criterion
+
+
+def test_class_loss_gap_by_hand():
+    view = judged([[1.0, 5.0], [0.5, 0.25]], [0.75, 1.0])
+    assert criteria.class_loss_gap(view).tolist() == [4.0, -0.25]
+    assert criteria.average_loss(view).tolist() == [3.0, 0.375]
+
+
+def test_an_absent_class_is_masked_or_zero():
+    view = judged([[1.0, 0.0], [0.25, 0.0]], [0.75, 0.0], present=[True, False])
+    assert criteria.class_loss_gap(view).tolist() == [0.25, -0.5]
+    assert criteria.class_loss_gap(view, absent="zero").tolist() == [0.25, 0.0]
 
 
 def test_worst_class_loss():
@@ -293,15 +308,3 @@ def test_a_combination_is_written_and_read_again(tmp_path):
     run(experiment, out=tmp_path / "given", workers=1)
     run(tmp_path / "given/config.toml", out=tmp_path / "read", workers=1)
     assert bits(tmp_path / "given") == bits(tmp_path / "read")
-
-
-@pytest.mark.parametrize("m", [1, 2])
-def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
-    @together
-    def rule(judged):
-        return torch.full((m,), 1 / m)
-
-    received = views.received(torch.zeros(3, m, dtype=torch.int64))
-    view = Judged(0, torch.zeros(1, 1), None, None, received, received, None)
-    with pytest.raises(ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"):
-        weights_of(rule(view), (3, m))

@@ -16,7 +16,6 @@ from fedcb2o.experiments import run
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.foolsgold import foolsgold, learning_rates
 from fedcb2o.federated.peers import Memory
-from fedcb2o.federated.returned import state_of
 from fedcb2o.federated.teams import train_
 from fedcb2o.federated.types import Contacts, Judged
 from fedcb2o.streams import stream
@@ -203,7 +202,11 @@ def test_whole_rounds_equal_the_plain_loop():
 
 
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
+
+
 FOOLSGOLD = {"name": "by_rule", "rule": "foolsgold", "judges": False}
+
+
 VARIANTS = {
     "few take part": tiny(agents={**TEAM, "participation": 0.7}, algorithm=FOOLSGOLD),
     "sybils": tiny(
@@ -245,17 +248,3 @@ def test_a_run_that_goes_on_goes_on_with_its_histories(tmp_path):
     whole, halves = bits(tmp_path / "whole"), bits(tmp_path / "halves")
     assert {name for name in whole if whole[name] != halves.get(name)} <= {"metrics.jsonl"}  # one more evaluation
     assert whole.keys() == halves.keys()
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (torch.ones(2), "returned a Tensor, expected"),
-        (({"a": 1.0}, torch.ones(2)), "keeps `a`, a float"),
-        (({"a": torch.ones(2, dtype=torch.complex64)}, torch.ones(2)), "keeps `a` of type torch.complex64"),
-        (({"a": torch.ones(2, 2).to_sparse()}, torch.ones(2)), "keeps `a`, a Tensor, in its state: expected dense"),
-    ],
-)
-def test_what_is_no_state_is_told(returned, message):
-    with pytest.raises(ConfigError, match=message):
-        state_of(returned)

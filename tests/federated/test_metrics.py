@@ -1,13 +1,10 @@
-"""The paper's metrics, and the confusion matrix they come from, by hand."""
+"""The paper's metrics, and what the success of an attack is, by hand."""
 
 import pytest
 import torch
-from torch import nn
 
-from fedcb2o import models
-from fedcb2o.data.shard import Shard
 from fedcb2o.federated import metrics
-from fedcb2o.federated.evaluate import confusion
+from fedcb2o.federated.metrics import Aim, taken_for
 
 
 def test_metrics_by_hand():
@@ -18,16 +15,16 @@ def test_metrics_by_hand():
     assert metrics.attack_success_rate(table, 1, 2) == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("wrap", [nn.Sequential, lambda *layers: nn.Sequential(nn.Identity(), *layers)])
-def test_confusion_counts_each_sample_once(wrap):
-    """Three models that always answer the class of their largest bias, evaluated together and one by one."""
-    module = wrap(nn.Flatten(), nn.Linear(2, 3))
-    pool = torch.zeros(4, models.dimension(module))
-    for row, answer in ((0, 2), (1, 0), (3, 1)):
-        pool[row, 6 + answer] = 1.0  # 6 weights, then 3 biases
-    test = Shard(torch.rand(150, 2), torch.tensor([0] * 20 + [1] * 50 + [2] * 80))
-    counts = confusion(module, pool, torch.tensor([0, 1, 3]), test, 3)
-    expected = torch.zeros(3, 3, 3, dtype=torch.int64)
-    for m, answer in enumerate((2, 0, 1)):
-        expected[m, :, answer] = torch.tensor([20, 50, 80])
-    assert counts.equal(expected)
+def test_success_by_hand():
+    table = torch.tensor([[8, 1, 1], [1, 6, 3], [0, 0, 10]])
+    assert Aim().accuracy(table) is Aim().success(table) is None
+    two = Aim((0, 1), (1, 2))
+    assert two.accuracy(table) == pytest.approx((0.8 + 0.6) / 2)
+    assert two.success(table) == pytest.approx((0.1 + 0.3) / 2)
+    assert Aim((1,)).accuracy(table) == pytest.approx(0.6)
+    assert Aim((1,)).success(table) is None
+    # Of the 20 samples of classes 0 and 1, 1 + 3 are taken for class 2; those of class 2 itself do not count.
+    assert taken_for(table, 2) == pytest.approx(4 / 20)
+    assert Aim((), (2,)).success(torch.eye(3, dtype=torch.int64), table) == pytest.approx(4 / 20)
+    assert Aim((), (2,)).success(table) == pytest.approx(4 / 20)
+    assert Aim((), (2,)).accuracy(table) is None

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.views import LINE, models
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import aggregate, pre_steps, robust, robust_columns
-from fedcb2o.federated.aggregate import apply, assumed, check, form_of, gram, gram_and_mixing
-from fedcb2o.federated.types import Reduction
+from fedcb2o.federated import pre_steps, robust, robust_columns
+from fedcb2o.federated.aggregate import apply, assumed, form_of, gram
 from fedcb2o.streams import stream
-
-LINE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [4.0, 0.0], [100.0, 3.0]])
-
-
-def models(m: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.from_numpy(stream(seed, "models", m, d).standard_normal((m, d))).to(dtype)
 
 
 def weights(rule: Callable[..., Tensor], x: Tensor, *given: Any, **parameters: Any) -> list[float]:
@@ -104,16 +97,6 @@ def test_sageflow_by_hand():
     assert robust.sageflow(losses, entropies, samples, threshold=0.0).tolist() == [0, 0, 0, 0]
 
 
-def test_columns_by_hand():
-    block = torch.tensor([[5.0, 1.0], [1.0, 1.0], [2.0, 1.0], [9.0, 7.0], [3.0, -5.0]])
-    assert robust_columns.coordinate_median(block).tolist() == [3, 1]
-    assert robust_columns.coordinate_median(block[:4]).tolist() == [3.5, 1]
-    assert robust_columns.trimmed_mean(block, f=1).tolist() == pytest.approx([10 / 3, 1])
-    # About the median 3: 1, 2, 3, 5 and then 2, 3, 1 or 5 (a tie goes to the lower); about 1: 1, 1, 1, and -5 or 7.
-    assert robust_columns.meamed(block, f=1).tolist() == pytest.approx([11 / 4, -2 / 4])
-    assert robust_columns.meamed(block, f=2).tolist() == pytest.approx([2, 1])
-
-
 def test_bulyan_by_hand():
     # f = 1, m = 7: Krum takes five, then of each coordinate the three nearest to the median of the five.
     x = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [50.0], [1000.0]])
@@ -121,41 +104,6 @@ def test_bulyan_by_hand():
     # By the scores of 4, 3, 2, 1 and 1 nearest others: 2, then of equals the ones nearer to all, 3, 1, 4 and 50.
     assert selected.rows.tolist() == [1, 2, 3, 4, 5]
     assert apply(functools.partial(robust.bulyan, f=1), x).tolist() == pytest.approx([3.0])
-
-
-@pytest.mark.parametrize(("m", "count"), [(5, 3), (9, 2), (12, 5), (11, 1), (7, 7)])
-def test_the_mean_around_the_median_is_that_of_the_nearest_values(m, count):
-    values = models(m, 200).sort(dim=0).values
-    nearest = (values - values.quantile(0.5, dim=0)).abs().sort(dim=0).indices[:count]
-    expected = values.gather(0, nearest).mean(0)
-    torch.testing.assert_close(robust_columns.mean_around_median(values, count), expected)
-
-
-@pytest.mark.parametrize("m", [*range(1, 18), 31, 32, 33, 100])
-def test_columns_in_order(m):
-    for block in (models(m, 40), models(m, 40).round(), models(m, 40).float().T.contiguous().T):
-        assert robust_columns.ascending(block).equal(block.sort(dim=0).values)
-
-
-def test_the_network_sorts_all_zeros_and_ones():
-    """And by the 0-1 principle anything."""
-    for m in range(1, 13):
-        block = ((torch.arange(2**m).unsqueeze(0) >> torch.arange(m).unsqueeze(1)) & 1).double()
-        assert robust_columns.ascending(block).equal(block.sort(dim=0).values)
-
-
-def test_pre_steps_by_hand():
-    assert pre_steps.nnm(gram(LINE), f=2).tolist() == [
-        pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0]),
-        pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0]),
-        pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0]),
-        pytest.approx([0, 1 / 3, 1 / 3, 1 / 3, 0]),
-        pytest.approx([0, 0, 1 / 3, 1 / 3, 1 / 3]),
-    ]
-    matrix = pre_steps.bucketing(5, stream(0, "buckets"), size=2)
-    assert sorted(matrix.sum(0).tolist()) == [0.5, 0.5, 0.5, 0.5, 1.0]
-    assert matrix.sum(1).tolist() == [1, 1, 1]
-    assert pre_steps.bucketing(3, stream(0, "buckets"), size=1).sum(0).tolist() == [1, 1, 1]
 
 
 # Limits: rules that are each other's special cases
@@ -272,7 +220,11 @@ CASES = {
     "nnm and krum": Case(robust.krum, mixing=pre_steps.nnm),
     "nnm and bulyan": Case(robust.bulyan, mixing=pre_steps.nnm),
 }
+
+
 matrix = pytest.mark.parametrize("name", CASES)
+
+
 sizes = {"m": st.integers(4, 14), "f": st.integers(0, 6), "seed": st.integers(0, 10**6)}
 
 
@@ -353,33 +305,7 @@ def test_huge_models_stay_finite(name):
         assert float(found.norm()) < 1e3
 
 
-# The numbers of attackers
-
-
-def test_f_is_clipped_to_what_the_models_admit():
-    cases = {robust.krum: 2, robust.multi_krum: 2, robust.bulyan: 1, pre_steps.nnm: 3, robust.monna: 3}
-    cases |= {robust_columns.trimmed_mean: 3, robust_columns.meamed: 3, robust.ubar: 5, robust.clipped_gossip: 5}
-    x = models(7, 5)
-    for rule, most in cases.items():
-        assert assumed(rule, most, 7) == assumed(rule, 99, 7) == most
-        assert assumed(functools.partial(rule, f=1), 1, 7) == 1
-        assert assumed(rule, 3, 0) == 0
-        check(rule, most, 7)
-        with pytest.raises(
-            ConfigError, match=rf"`f` = {most + 1} attackers are more than \w+ admits among 7 models: at "
-        ):
-            check(rule, most + 1, 7)
-        given = (torch.rand(7),) if rule is robust.ubar else ()
-        if rule is not pre_steps.nnm:
-            assert apply(functools.partial(rule, f=99), x, None, *given).equal(
-                apply(functools.partial(rule, f=most), x, None, *given)
-            )
-
-
-@pytest.mark.parametrize("f", [-1, True])
-def test_an_impossible_f(f):
-    with pytest.raises(ConfigError, match=r"`f`, the number of attackers to assume, must be a whole number from 0 up"):
-        assumed(robust.krum, f, 7)
+# Impossible and extreme
 
 
 @pytest.mark.parametrize(
@@ -407,34 +333,6 @@ def test_impossible_parameters(call, message):
         call(gram(LINE))
 
 
-def test_nothing_to_aggregate():
-    with pytest.raises(ConfigError, match="the rule trusts none of the models"):
-        apply(robust.sageflow, models(2, 4), None, torch.ones(2), torch.full((2,), 9.0), torch.ones(2))
-
-
-# The blocks
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [3, 10, 64])
-def test_the_gram_matrix_of_any_rows_in_any_blocks(dtype, size):
-    pool = models(8, 31, dtype=dtype)
-    for rows in (None, torch.arange(2, 6), torch.tensor([5, 0, 7])):
-        x = (pool if rows is None else pool[rows]).double()
-        torch.testing.assert_close(gram(pool, rows, size=size), x @ x.T)
-        more = models(2, 31, 1, dtype)
-        both = torch.cat([x, more.double()])
-        torch.testing.assert_close(gram(pool, rows, extra=more, size=size), both @ both.T)
-        part = gram(pool, rows, extra=more, last=2, size=size)
-        torch.testing.assert_close(part[:, -2:], (both @ both.T)[:, -2:])
-        torch.testing.assert_close(part[-2:], (both @ both.T)[-2:])
-        torch.testing.assert_close(part.diagonal(), (both @ both.T).diagonal())
-        assert part[:-2, :-2].isnan().sum() == len(x) * (len(x) - 1)
-        torch.testing.assert_close(
-            gram(pool, rows, columns=(0, 12), size=size) + gram(pool, rows, columns=(12, 31), size=size), x @ x.T
-        )
-
-
 def test_distances_of_nearly_equal_models_and_beside_huge_ones():
     """Relative to exact differences: models that differ by 1e-4 of their size, in float32, beside one of size 1e30."""
     base = models(1, 20_000, dtype=torch.float32)
@@ -458,116 +356,3 @@ def test_the_geometric_median_beside_a_huge_model():
         if size > 1e5:
             torch.testing.assert_close(found, far, rtol=1e-3, atol=1e-3)
         far = found
-
-
-def test_rows_and_mixing_are_what_a_copy_would_be(monkeypatch):
-    monkeypatch.setattr(aggregate, "_columns_at_once", lambda m, device: 7)
-    pool = models(9, 31)
-    rows = torch.tensor([6, 1, 4, 3, 8])
-    assert apply(robust.fltrust, pool, rows).equal(apply(robust.fltrust, pool[rows]))
-    torch.testing.assert_close(apply(robust_columns.coordinate_median, pool, rows), pool[rows].quantile(0.5, dim=0))
-    rows = rows[:4]
-    mixing = functools.partial(pre_steps.nnm, f=1)
-    mixed = pre_steps.nnm(gram(pool[rows]), f=1) @ pool[rows]
-    for rule in (robust_columns.coordinate_median, functools.partial(robust.krum, f=0), robust.geometric_median):
-        torch.testing.assert_close(apply(rule, pool, rows, mixing=mixing), apply(rule, mixed))
-    # The own model is left as it is: the pre-step mixes the others.
-    own = torch.cat([pre_steps.nnm(gram(pool[rows[:3]]), f=1) @ pool[rows[:3]], pool[rows[3:]]])
-    rule = functools.partial(robust.monna, f=1)
-    torch.testing.assert_close(apply(rule, pool, rows, mixing=mixing), apply(rule, own))
-    buckets = pre_steps.bucketing(3, stream(0, "buckets"))
-    bucketed = torch.cat([buckets @ pool[rows[:3]], pool[rows[3:]]])
-    torch.testing.assert_close(apply(rule, pool, rows, mixing=buckets), apply(rule, bucketed))
-    # A model that no bucket has does not count.
-    pool[1] = 1e300
-    buckets = torch.tensor([[0.5, 0, 0.5, 0], [0, 0, 0, 1.0]], dtype=torch.float64)
-    expected = ((pool[6] + pool[4]) / 2 + pool[3]) / 2
-    torch.testing.assert_close(apply(robust.mean, pool, rows, mixing=buckets), expected)
-    torch.testing.assert_close(apply(robust_columns.coordinate_median, pool, rows, mixing=buckets), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_reduction_of_a_block_is_that_of_a_copy(dtype):
-    block = models(7, 12, dtype=dtype)
-    rows, mixing = torch.tensor([5, 0, 2]), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
-    plain = Reduction(rows, robust_columns.coordinate_median)
-    assert plain.of(block).equal(block[rows].quantile(0.5, dim=0))
-    mixed = Reduction(rows, robust_columns.coordinate_median, mixing)
-    torch.testing.assert_close(mixed.of(block), ((block[5] + block[0]) / 2 + block[2]) / 2)
-    assert mixed.of(block).dtype == dtype
-
-
-@pytest.mark.parametrize("name", ["mean", "trimmed_mean", "krum", "monna", "fltrust"])
-def test_as_much_of_the_gram_matrix_as_a_rule_reads(name):
-    rule = getattr(robust, name, getattr(robust_columns, name, None))
-    pool, rows = models(6, 20), torch.tensor([4, 0, 2, 5])
-    whole, last = gram(pool[rows]), len(form_of(rule).last)
-    g, p = gram_and_mixing(rule, pool, rows, None)
-    assert p is None
-    known = ~g.isnan()
-    torch.testing.assert_close(g[known], whole[known])
-    pairs = form_of(rule).pairs
-    expected = {"mean": 0, "trimmed_mean": 0, "krum": 16, "monna": 10, "fltrust": 14}[name]
-    assert int(known.sum()) == expected, pairs
-    g, p = gram_and_mixing(rule, pool, rows, functools.partial(pre_steps.nnm, f=1))
-    torch.testing.assert_close(g, whole)
-    peers = 4 - last
-    assert p[:peers, :peers].equal(pre_steps.nnm(whole[:peers, :peers], f=1))
-    assert p[peers:].equal(torch.eye(4, dtype=torch.float64)[peers:])
-    assert not p[:peers, peers:].any()
-
-
-def test_a_rule_that_declares_nothing_sees_the_gram_matrix():
-    def nearest_to_the_first(gram: Tensor) -> Tensor:
-        chosen = torch.zeros(len(gram), dtype=torch.float64)
-        chosen[1 + int(robust.distances(gram)[0, 1:].argmin())] = 1.0
-        return chosen
-
-    assert apply(nearest_to_the_first, LINE).tolist() == [1, 0]
-
-
-def test_what_is_not_finite_spoils_its_own_entries_and_no_columns():
-    pool = models(4, 9)
-    pool[2, 8] = math.inf
-    found, good = gram(pool), torch.tensor([0, 1, 3])
-    assert found.diagonal().isfinite().tolist() == [True, True, False, True]
-    torch.testing.assert_close(found[good][:, good], pool[good] @ pool[good].T)
-    assert gram(models(3, 0)).equal(torch.zeros(3, 3, dtype=torch.float64))
-
-
-def test_weights_of_zero_are_not_read():
-    def first_and_last(gram: Tensor) -> Tensor:
-        return torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
-
-    pool = models(3, 9)
-    pool[1] = math.nan
-    assert apply(first_and_last, pool).equal((pool[0] + pool[2]) / 2)
-
-
-FRUGAL = {
-    "geometric_median": robust.geometric_median,
-    "coordinate_median": robust_columns.coordinate_median,
-    "bulyan": functools.partial(robust.bulyan, f=2),
-    "meamed": functools.partial(robust_columns.meamed, f=5),
-    "monna": functools.partial(robust.monna, f=3),
-    "fltrust": robust.fltrust,
-}
-
-
-@pytest.mark.parametrize("name", FRUGAL)
-def test_no_copy_of_the_models_is_made(name):
-    """Beside 64 MB of models, in rows apart from each other, less than a tenth of that is ever taken."""
-    from torch.profiler import ProfilerActivity, profile
-
-    pool, rows = torch.rand(80, 200_000), torch.arange(0, 80, 2)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        tracemalloc.start()
-        apply(FRUGAL[name], pool, rows)
-        numpy_peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    held = peak = 0
-    for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    assert peak + numpy_peak < 0.1 * pool.nbytes

@@ -1,4 +1,5 @@
-"""The library's rounds against the oracle, for every option: same streams, equal to float rounding."""
+"""The library's rounds against the oracle, for every option: same streams, equal to float rounding; and what becomes of
+models that break."""
 
 import dataclasses
 
@@ -6,30 +7,30 @@ import pytest
 import torch
 from tests import agents as ours
 from tests import reference
-from tests.agents import BUDGET, CLASSES, CLUSTER, MALICIOUS, SEED, TRAINING, chosen, convolutional, held, network
+from tests.agents import (
+    BAD,
+    BUDGET,
+    CLASSES,
+    CLUSTER,
+    GOOD,
+    MALICIOUS,
+    SEED,
+    TRAINING,
+    chosen,
+    convolutional,
+    held,
+    network,
+    oracle_agents,
+    run_rounds,
+)
 
-from fedcb2o import models
-from fedcb2o.federated import algorithms, judging, publish
+from fedcb2o import knows, models
+from fedcb2o.errors import RunError
+from fedcb2o.federated import algorithms, attacks, judging, publish
+from fedcb2o.federated.aggregate import form
 from fedcb2o.federated.peers import Memory
+from fedcb2o.federated.types import Attack
 from fedcb2o.runtime.engine import rounds
-
-
-def oracle_agents(engine, make, options):
-    """The agents of an engine, for the oracle: their true data turned by its own hands, poisoned as the engine says."""
-    holdings, agents = engine.block.holdings, []
-    for j, bad in enumerate(MALICIOUS):
-        module = make()
-        models.bind_(module, ours.models_of(engine)[j].clone())
-        (x, y), (seen, labels) = (
-            (torch.rot90(holdings.samples.x[held[j]], 2 * CLUSTER[j], (-2, -1)), holdings.samples.y[held[j]])
-            for held in (holdings.train, holdings.validation)
-        )
-        if bad and engine.attackers.attack.poison is ours.FLIP.poison:
-            y = torch.where(y == 1, 2, y)
-        own = "judged" if engine.attackers.own_model else "excluded"
-        colluder = dataclasses.replace(reference.COLLUDER, budget=BUDGET, own_model=own)
-        agents.append(reference.Agent(module, x, y, seen, labels, bad, CLUSTER[j], colluder if bad else options))
-    return agents
 
 
 def compare(algorithm, options, *, num_rounds=6, make=network, **changes):
@@ -135,3 +136,81 @@ def test_offline_agents_equal_the_oracle(own_model):
 
 def test_a_network_that_is_not_dense_equals_the_oracle():
     compare(algorithms.fedcb2o(), reference.FEDCB2O, make=convolutional)
+
+
+# Broken models
+
+INF = float("inf")
+
+
+def engine_of(attack, algorithm=None):
+    return ours.together(algorithm or algorithms.dfedavgm(selection="everyone"), attack=attack)
+
+
+def test_broken_models_are_dropped_and_the_rest_carry_on():
+    """Attackers whose models are NaN, infinite or garbage: no benign model becomes one, and all of them move."""
+    engine = ours.together(algorithms.fedcb2o(own_model="trusted", mixing_factor=1.0))
+    theta = ours.models_of(engine)
+    start = theta.clone()
+    for j, value in zip(BAD, (float("nan"), INF, 1e30, -INF), strict=True):
+        theta[j] = value
+    for done in ours.run_rounds(engine, 5):
+        assert all(not set(ours.chosen(done.choices, j).ids) & set(BAD) for j in GOOD)
+        assert theta[GOOD].isfinite().all()
+    assert (theta[GOOD] != start[GOOD]).any(1).all()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "huge"])
+@pytest.mark.parametrize("judges", [True, False])
+def test_broken_models_never_arrive(value, judges):
+    """Benign models are those of a world in which the attackers' models never arrive: they are NaN from the start."""
+    algorithm = algorithms.fedcb2o(mixing_factor=1.0) if judges else None
+    models = {}
+    for kind in ("crafted", "silent"):
+        attack = Attack(craft=lambda view, draw: attacks.not_finite(view, draw, value=value))
+        engine = engine_of(attack if kind == "crafted" else Attack(), algorithm)
+        models[kind] = ours.models_of(engine)
+        if kind == "silent":
+            models[kind][BAD] = torch.nan
+        for done in run_rounds(engine, 3):
+            assert all(not set(chosen(done.choices, j).ids) & set(BAD) for j in GOOD)
+    assert models["crafted"][GOOD].equal(models["silent"][GOOD])
+    assert models["crafted"][BAD].isfinite().all()
+
+
+def test_a_benign_agent_that_an_attack_broke_is_no_error_and_spreads_nothing():
+    """Without crafted models it is an error: then a setting must be wrong."""
+    sizes = []
+
+    @knows("benign")
+    def count(view, draw):
+        sizes.append(len(view.benign()))
+        assert view.benign().isfinite().all()
+        return view.own
+
+    attack = Attack(craft=count, threat=count.threat)
+    engine = engine_of(attack)
+    theta = ours.models_of(engine)
+    theta[0] = torch.nan
+    for done in run_rounds(engine, 3):
+        assert 0 not in done.choices.received.values
+        assert not chosen(done.choices, 0).ids
+    assert theta[0].isnan().all()
+    assert theta[1:].isfinite().all()
+    assert sizes == [2, 2, 2, 2] * 3  # of three and of two benign agents; the first of the three is broken
+    for silent in (Attack(), dataclasses.replace(attack, from_round=1)):
+        engine = engine_of(silent)
+        ours.models_of(engine)[0] = torch.nan
+        with pytest.raises(RunError, match="training diverged: the model or the loss of benign agent 0 is not finite"):
+            run_rounds(engine)
+
+
+def test_a_benign_model_that_overflows_where_it_mixes_is_told():
+    """What arrives is bounded, and so is what weights make of it: a rule on columns can still make anything."""
+
+    def rule(block):
+        return torch.full_like(block[0], torch.inf)
+
+    algorithm = algorithms.by_rule(rule=form("columns")(rule), selection="everyone", judges=False)
+    with pytest.raises(RunError, match="the model of benign agent 0 is not finite after mixing in round 1: what its"):
+        ours.run_rounds(ours.together(algorithm, attack=Attack()))

@@ -1,13 +1,12 @@
-"""Models computed together: the same as one by one, to rounding, and teams that the population alone decides."""
+"""Models trained together: the same as one by one, to rounding, and teams that the population alone decides."""
 
 import pytest
 import torch
+from tests.networks import NETWORKS, different, fresh, shards
 from tests.tiny import empty_models
 from torch import nn
 
 from fedcb2o import models
-from fedcb2o.data.shard import Shard
-from fedcb2o.federated import evaluate
 from fedcb2o.federated.local_update import Training, local_update_
 from fedcb2o.federated.teams import local_updates_, teams
 from fedcb2o.streams import stream
@@ -15,45 +14,8 @@ from fedcb2o.streams import stream
 TRAINING = Training(gamma=0.05, lambda2=0.5, momentum=0.9, batch_size=4, local_epochs=2)
 
 
-class Tied(nn.Module):
-    """A network with a layer that is used twice, a weight that two layers share, and a parameter that is not used."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.twice, self.idle = nn.Linear(16, 8), nn.Linear(8, 8), nn.Parameter(torch.ones(3))
-        self.again, self.alike, self.last = self.twice, nn.Linear(8, 8), nn.Linear(8, 4)
-        self.alike.weight = self.twice.weight
-
-    def forward(self, x):
-        return self.last(self.alike(self.again(self.twice(self.first(x.flatten(1))).tanh())).relu())
-
-
-with torch.random.fork_rng():
-    torch.manual_seed(3)
-    NETWORKS = {
-        "mlp": models.mlp([1, 4, 4], 4, hidden=[5, 6]),
-        "logistic": models.logistic([1, 4, 4], 4),
-        "cnn": models.cnn([1, 4, 4], 4, hidden=8),
-        "resnet": models.resnet([1, 4, 4], 4, width=8),
-        "tied": Tied(),
-    }
-
-
-def shards(count, n):
-    draw = stream(5, "shards")
-    x = torch.from_numpy(draw.normal(size=(count, n, 1, 4, 4))).float()
-    return [Shard(x[j], torch.from_numpy(draw.integers(4, size=n))) for j in range(count)]
-
-
 def stacked(data):
     return torch.stack([shard.x for shard in data]), torch.stack([shard.y for shard in data])
-
-
-def different(module, count):
-    """Models of the size that networks begin with, each its own."""
-    thetas = empty_models(count, models.dimension(module))
-    thetas[:] = models.flatten(module) + 0.1 * torch.from_numpy(stream(5, "theta").normal(size=thetas.shape)).float()
-    return thetas
 
 
 CHANGES = [{}, {"local_steps": 5}, {"momentum": 0.0}, {"batch_size": 100}, {"lambda2": 0.2, "local_epochs": 3}]
@@ -62,7 +24,7 @@ CHANGES = [{}, {"local_steps": 5}, {"momentum": 0.0}, {"batch_size": 100}, {"lam
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_team_learns_what_each_learns_alone(name, changes):
-    module, training = NETWORKS[name], Training(**{**TRAINING.__dict__, **changes})
+    module, training = fresh(name), Training(**{**TRAINING.__dict__, **changes})
     mine, data = different(module, 7), shards(7, 11)
     alone = mine.clone()
     one_by_one = [local_update_(alone[j], module, data[j], training, stream(5, "batches", j)) for j in range(7)]
@@ -72,7 +34,8 @@ def test_a_team_learns_what_each_learns_alone(name, changes):
 
 
 def test_who_trains_together():
-    small, d = NETWORKS["mlp"], models.dimension(NETWORKS["mlp"])
+    small = fresh("mlp")
+    d = models.dimension(small)
     assert teams(small, d, [35, 35, 205, 35]) == [[0, 1, 3], [2]]
     assert sorted(map(len, teams(small, d, [8] * 150))) == [22, 64, 64]
     assert teams(models.mlp([1, 28, 28], 10, hidden=[1000]), 10**6, [8, 8]) == [[0], [1]]  # too large to gain by it
@@ -84,7 +47,7 @@ def test_who_trains_together():
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_bfloat16_changes_products_only(name):
-    module, data = NETWORKS[name], shards(3, 8)
+    module, data = fresh(name), shards(3, 8)
     thetas = different(module, 3)
     exact, alone = thetas.clone(), thetas.clone()
     for mine, precision in ((thetas, "bfloat16"), (exact, "float32")):
@@ -111,18 +74,3 @@ def test_a_network_that_draws_draws_for_each_agent_and_again_alike():
         found.append(mine)
     assert torch.equal(found[0], found[1])
     assert not torch.allclose(found[0][0], found[0][1])
-
-
-@pytest.mark.parametrize("together", [2, 3, 64])
-@pytest.mark.parametrize("rows", [[1, 2, 3, 4], [4, 0, 2], [3]])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_models_are_judged_together_as_one_by_one(name, rows, together, monkeypatch):
-    monkeypatch.setattr(evaluate, "IMAGES", 4)  # several parts, the last of them short
-    module, (data,) = NETWORKS[name], shards(1, 11)
-    pool, rows = different(module, 5), torch.tensor(rows)
-    alone = evaluate.losses_of(module, pool, rows, data, 4, together=1)
-    found = evaluate.losses_of(module, pool, rows, data, 4, together=together)
-    for key in ("mean", "by_class", "entropy"):
-        torch.testing.assert_close(getattr(found, key), getattr(alone, key), rtol=1e-5, atol=1e-6)
-    counts = [evaluate.confusion(module, pool, rows, data, 4, some) for some in (1, together)]
-    assert torch.equal(*counts)

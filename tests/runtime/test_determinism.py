@@ -2,11 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tests.tiny import StopError, bits, stop_after, tiny
 from torch import nn
 
+import fedcb2o
 from fedcb2o.experiments import run
 
 
@@ -87,3 +89,41 @@ def test_the_clean_twin_holds_the_same_samples_and_starts_alike(tmp_path):
         load_file(tmp_path / name / "seed-1000/checkpoint.safetensors")["models"] for name in ("attacked", "clean")
     ]
     assert not models[0].equal(models[1])
+
+
+# A crowd of the smallest models
+
+
+def points(*, samples: int) -> fedcb2o.Dataset:
+    draw = np.random.default_rng(0)
+    y = draw.integers(3, size=samples + 30)
+    x = draw.normal(size=(3, 4))[y] + draw.normal(size=(len(y), 4))
+    return fedcb2o.dataset(x[30:], y[30:], x_test=x[:30], y_test=y[:30])
+
+
+def many(num: int, **changes):
+    """Agents of the smallest model, 3 of 10 malicious."""
+    agents = {"num_clusters": 1, "benign": num * 7 // 10, "malicious": num * 3 // 10, "budget": 4}
+    agents |= {"benign_samples": 5, "malicious_samples": 4}
+    changed = {"data": {"name": points, "samples": 5 * num}, "agents": agents, "rounds": 2, "evaluate_every": 9}
+    changed |= {"model": {"name": "logistic"}, "attack": {"name": "label_flip", "source": 1, "target": 2}}
+    return tiny(**{**changed, **changes})
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("crowd")
+    run(many(2000), out=folder, workers=1)
+    return folder
+
+
+def test_two_processes_find_the_bits_of_one(crowd, tmp_path):
+    fedcb2o.run(many(2000), out=tmp_path, workers=2)
+    assert bits(tmp_path) == bits(crowd)
+
+
+def test_a_crowd_goes_on_from_its_checkpoint(crowd, tmp_path):
+    fedcb2o.run(many(2000, rounds=1), out=tmp_path, workers=1)
+    fedcb2o.run(many(2000), out=tmp_path, workers=1, resume=True)
+    found, whole = (load_file(folder / "seed-1000/checkpoint.safetensors") for folder in (tmp_path, crowd))
+    assert all(tensor.numpy().tobytes() == whole[name].numpy().tobytes() for name, tensor in found.items())

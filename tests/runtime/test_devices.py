@@ -13,11 +13,14 @@ import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
 from fedcb2o.federated.local_update import float32_products
-from fedcb2o.federated.mixing import dense_product
 from fedcb2o.runtime import devices
 
 IMAGES = {"name": "cnn", "hidden": 4}
+
+
 BACKDOOR = {"name": "backdoor", "target": 4}
+
+
 FLIP = {"name": "label_flip", "source": 9, "target": 4}
 
 
@@ -211,12 +214,3 @@ def test_float32_products_are_rounded_only_where_that_is_asked_for():
     with float32_products(True, "cpu"):
         assert now() == before
     assert now() == before
-
-
-def test_what_is_not_finite_spoils_those_alone_who_have_a_weight_on_it():
-    w = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]])
-    block = torch.tensor([[torch.nan, 1.0], [2.0, 3.0], [4.0, torch.inf]])
-    found = dense_product(w, block)
-    torch.testing.assert_close(found[:, 0], torch.tensor([torch.nan, 3.0, 4.0]), equal_nan=True)
-    assert float(found[0, 1]) == 1.0
-    assert not found[1:, 1].isfinite().any()

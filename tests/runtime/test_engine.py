@@ -5,12 +5,10 @@ import functools
 import json
 
 import jaxtyping
-import numpy as np
 import pytest
 import torch
 from tests.agents import (
     CLUSTER,
-    Held,
     attackers_of,
     block_of,
     convolutional,
@@ -34,6 +32,8 @@ from fedcb2o.runtime.workers import Here
 from fedcb2o.streams import stream
 
 EVERYBODY = range(len(CLUSTER))
+
+
 BLOCKS = {
     "each alone": [[j] for j in EVERYBODY],
     "three by three": [[0, 4, 8], [1, 2, 5], [3, 6, 7]],
@@ -132,6 +132,8 @@ def test_pre_steps(name, pre_step):
 
 
 POISONED = {"boosting", "gap_aware", "slow_drift"}
+
+
 ON_MODELS = [name for name in attacks.__all__ if hasattr(getattr(attacks, name), "threat")]
 
 
@@ -202,22 +204,3 @@ def test_a_rule_with_memory_keeps_it_from_round_to_round():
         0,
         0,
     ]
-
-
-def test_lies_about_samples_are_believed_up_to_what_the_terms_allow():
-    """13 samples are the truth of a benign agent, 17 the most that is believed, 20 the truth of an attacker."""
-    weights = {}
-    for name, claims in (("truth", None), ("lie", 10**9), ("understatement", 1)):
-        terms = terms_of(algorithms.dfedavgm(selection="everyone"), network(), most_samples=17)
-        block = block_of(
-            terms, attackers_of(Attack(claims=claims)), Held(held().samples, held().train, held().validation)
-        )
-        (done,) = rounds(Shared(block, Here(block)), Memory.blank(len(CLUSTER)), 0, 1, lambda n: False)
-        of_first = done.choices.received[0], done.choices.received.having(done.choices.weights)[0]
-        weights[name] = dict(zip(*(each.tolist() for each in of_first), strict=True))
-        fellows = done.choices.received.having(done.choices.weights)[3]
-        assert np.isclose(fellows.max() / fellows.min(), 17 / 13)  # among themselves they tell the truth
-    total = 5 * 13 + 4 * 17
-    assert weights["truth"] == weights["lie"]
-    assert weights["lie"][3] == pytest.approx(17 / total)
-    assert weights["understatement"][3] == pytest.approx(1 / (5 * 13 + 4))

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tests import agents as ours
 from tests import reference
-from tests.agents import BAD, CLUSTER, GOOD, SEED, chosen, network, run_rounds
-from tests.federated.test_round import oracle_agents
+from tests.agents import BAD, CLUSTER, GOOD, SEED, chosen, network, oracle_agents, run_rounds
 from tests.tiny import StopError, bits, stop_after, tiny
 from torch.nn import functional as F
 
@@ -23,7 +22,11 @@ from fedcb2o.runtime import ifca
 from fedcb2o.streams import stream
 
 PLAIN = reference.Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=2)
+
+
 TEAM = {"benign": 2, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
+
+
 IFCA = {"name": "ifca", "models": 2}
 
 
@@ -193,7 +196,6 @@ def test_an_average_of_nobody_online_stays():
 
 
 # Runs
-
 
 VARIANTS = {
     "few take part": tiny(agents={**TEAM, "participation": 0.6}, algorithm=IFCA),

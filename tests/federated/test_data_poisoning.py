@@ -1,0 +1,161 @@
+"""Attacks on data by hand: what they make of a shard."""
+
+import pytest
+import torch
+
+from fedcb2o.data.shard import Shard
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated import attacks
+from fedcb2o.federated.data_poisoning import patch
+from fedcb2o.streams import stream
+
+NEEDED = {
+    "backdoor": {"target": 3},
+    "clean_label": {"target": 3, "share": 0.5},
+    "feature_noise": {},
+    "label_flip": {"source": 0, "target": 1},
+    "label_flips": {"pairs": ((0, 1), (1, 0))},
+    "random_labels": {"share": 0.5},
+    "rarest_flip": {"target": 3},
+    "shifted_labels": {},
+    "spread_flip": {"target": 3},
+}
+
+
+def shard(n=400, classes=4, dtype=torch.float32):
+    draw = stream(0, "shard")
+    x = torch.from_numpy(draw.random((n, 1, 6, 6))).float()
+    return Shard((255 * x).to(torch.uint8) if dtype == torch.uint8 else x, torch.arange(n) % classes)
+
+
+def test_label_flip_by_hand():
+    x, y = torch.arange(7.0).view(7, 1), torch.tensor([9, 4, 0, 9, 4, 9, 8])
+    s = Shard(x.clone(), y.clone())
+    flipped = attacks.label_flip(s, stream(0, "x"), source=9, target=4)
+    assert flipped.y.tolist() == [4, 4, 0, 4, 4, 4, 8]  # every 9 is a 4, and no 4 is a 9
+    assert flipped.y.dtype == torch.int64
+    assert flipped.x.equal(x)
+    assert s.x.equal(x)  # what it was given stays as it was
+    assert s.y.equal(y)
+    assert attacks.label_flip(s, stream(0, "x"), source=4, target=9).y.tolist() == [9, 9, 0, 9, 9, 9, 8]
+    assert attacks.label_flip(s, stream(0, "x"), source=3, target=4).y.equal(y)  # nothing to flip
+
+
+def test_label_flips():
+    s = shard(8)
+    assert attacks.label_flips(s, stream(0, "x"), pairs=((0, 1), (1, 2))).y.tolist() == [1, 2, 2, 3] * 2
+    assert attacks.label_flips(s, stream(0, "x"), pairs=((3, 0),)).x is s.x
+
+
+def test_shifted_labels_go_around_among_those_held():
+    assert attacks.shifted_labels(shard(8), stream(0, "x")).y.tolist() == [1, 2, 3, 0] * 2
+    some = Shard(torch.zeros(3, 2), torch.tensor([7, 2, 5]))
+    assert attacks.shifted_labels(some, stream(0, "x"), by=2).y.tolist() == [5, 7, 2]
+
+
+def test_random_labels():
+    s = shard(4000)
+    found = attacks.random_labels(s, stream(0, "x"), share=0.5).y
+    assert float((found != s.y).float().mean()) == pytest.approx(0.5 * 3 / 4, abs=0.03)
+    assert found.unique().tolist() == [0, 1, 2, 3]
+    assert attacks.random_labels(s, stream(0, "x"), share=0.0).y.equal(s.y)
+    with pytest.raises(ConfigError, match=r"`share` must be between 0 and 1, got 1.5"):
+        attacks.random_labels(s, stream(0, "x"), share=1.5)
+
+
+def test_a_spread_flip_takes_as_much_of_every_class():
+    s = shard(4000)
+    found = attacks.spread_flip(s, stream(0, "x"), target=2, share=0.25).y
+    assert found[s.y == 2].eq(2).all()
+    assert set(found[found != s.y].tolist()) == {2}
+    for c in (0, 1, 3):
+        assert float((found[s.y == c] == 2).float().mean()) == pytest.approx(0.25, abs=0.05)
+
+
+def test_the_rarest_class_is_flipped():
+    s = Shard(torch.zeros(9, 1), torch.tensor([0, 0, 0, 2, 4, 4, 5, 5, 5]))  # 2 is the rarest, then 4
+    assert attacks.rarest_flip(s, stream(0, "x"), target=0).y.tolist() == [0, 0, 0, 0, 4, 4, 5, 5, 5]
+    assert attacks.rarest_flip(s, stream(0, "x"), target=2).y.tolist() == [0, 0, 0, 2, 2, 2, 5, 5, 5]
+    assert attacks.rarest_flip(s, stream(0, "x"), target=9).y.tolist() == [0, 0, 0, 9, 4, 4, 5, 5, 5]
+    equal = Shard(torch.zeros(2, 1), torch.tensor([0, 1]))
+    drawn = {tuple(attacks.rarest_flip(equal, stream(k, "x"), target=3).y.tolist()) for k in range(9)}
+    assert drawn == {(3, 1), (0, 3)}
+    alone = Shard(torch.zeros(2, 1), torch.tensor([1, 1]))
+    assert attacks.rarest_flip(alone, stream(0, "x"), target=1) is alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_feature_noise(dtype):
+    s = shard(dtype=dtype)
+    noisy = attacks.feature_noise(s, stream(0, "x"), std=0.1)
+    assert noisy.x.dtype == dtype
+    assert noisy.y is s.y
+    scale = 255 if dtype == torch.uint8 else 1
+    assert float((noisy.x.float() - s.x.float()).std()) / scale == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_patch_is_where_it_should_be():
+    x = torch.zeros(1, 1, 4, 4)
+    assert patch(x, size=2)[0, 0].tolist() == [[0] * 4, [0] * 4, [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert patch(x, size=2, corner="top left", margin=1, pattern="checkerboard", value=0.5)[0, 0].tolist() == [
+        [0] * 4, [0, 0.5, 0, 0], [0, 0, 0.5, 0], [0] * 4
+    ]  # fmt: skip
+    assert patch(x, size=3, corner="bottom left", pattern="cross")[0, 0].tolist() == [
+        [0] * 4, [1, 0, 1, 0], [0, 1, 0, 0], [1, 0, 1, 0]
+    ]  # fmt: skip
+    assert patch(x.to(torch.uint8), size=1)[0, 0, 3, 3] == 255
+    assert not x.any()
+
+
+def test_a_backdoor_marks_and_relabels_together():
+    s = shard()
+    found = attacks.backdoor(s, stream(0, "x"), target=2, share=0.3)
+    hit = (found.x != s.x).flatten(1).any(1)
+    assert float(hit.float().mean()) == pytest.approx(0.3, abs=0.07)
+    assert found.x[hit].equal(patch(s.x[hit], size=2))
+    assert found.y[hit].eq(2).all()
+    assert found.y[~hit].equal(s.y[~hit])
+
+
+def test_a_clean_label_trigger_is_on_samples_of_its_target_and_no_label_changes():
+    s = shard()
+    found = attacks.clean_label(s, stream(0, "x"), target=2, share=0.5, size=3)
+    hit = (found.x != s.x).flatten(1).any(1)
+    assert found.y is s.y
+    assert s.y[hit].eq(2).all()
+    assert float(hit[s.y == 2].float().mean()) == pytest.approx(0.5, abs=0.15)
+    assert found.x[hit].equal(patch(s.x[hit], size=3))
+    every = attacks.clean_label(s, stream(0, "x"), target=2)
+    assert every.x[s.y == 2].equal(patch(s.x[s.y == 2]))
+
+
+def test_the_parts_of_a_distributed_backdoor_make_it_up():
+    s, parts = Shard(torch.zeros(1, 1, 6, 6), torch.tensor([0])), {}
+    for agent in range(60):
+        x = attacks.backdoor(s, stream(0, "attack", agent), target=1, share=1.0, size=3, parts=3).x
+        parts[tuple(x.flatten().nonzero().flatten().tolist())] = x
+    assert [len(pixels) for pixels in parts] == [3, 3, 3]
+    assert sum(parts.values()).equal(patch(s.x, size=3))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"size": 7}, r"a trigger of `size` 7 and `margin` 0 does not fit into samples of shape \(1, 6, 6\)"),
+        ({"size": 2, "parts": 5}, "`parts` must be between 1 and 4, the pixels of the trigger, got 5"),
+        ({"size": 0}, "does not fit"),
+    ],
+)
+def test_a_trigger_that_does_not_fit(parameters, message):
+    with pytest.raises(ConfigError, match=message):
+        attacks.backdoor(shard(), stream(0, "x"), target=1, **parameters)
+
+
+@pytest.mark.parametrize("name", sorted(NEEDED))
+def test_equal_draws_make_equal_poison(name):
+    s = shard()
+    one, two = (getattr(attacks, name)(s, stream(5, "attack", 3), **NEEDED[name]) for _ in range(2))
+    assert one.x.equal(two.x)
+    assert one.y.equal(two.y)
+    assert s.x.equal(shard().x)
+    assert s.y.equal(shard().y)

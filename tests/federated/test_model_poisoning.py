@@ -1,0 +1,155 @@
+"""Attacks on models by hand: what they craft."""
+
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from tests.views import BENIGN, FELLOWS, ten_models, view_of
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated import attacks
+from fedcb2o.federated.model_poisoning import alie_z
+from fedcb2o.federated.types import Losses
+from fedcb2o.streams import stream
+
+
+def crafted(name, *, view=None, **parameters):
+    attack = getattr(attacks, name)
+    return attack(view or view_of(attack), stream(0, "draw"), **parameters)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_an_agent_alone_can_do():
+    view = view_of()
+    close(crafted("sign_flip", scale=2.0), view.before - 2 * 0.5)  # its update is 0.5 everywhere
+    close(crafted("boosting", factor=10.0), view.before + 10 * 0.5)
+    close(crafted("boosting", factor=1.0), view.own)
+    assert crafted("free_rider").equal(view.before)
+    assert not crafted("free_rider", noise=0.1).equal(view.before)
+    assert crafted("not_finite").isnan().all()
+    assert crafted("not_finite", value="-inf").tolist() == [-torch.inf] * 5
+    assert crafted("not_finite", value="huge").tolist() == [torch.finfo(torch.float32).max] * 5
+
+
+@pytest.mark.parametrize("name", ["trash", "gaussian_noise"])
+def test_noise_is_as_large_as_the_model(name):
+    models = ten_models(20_000) * 3
+    noise = crafted(name, scale=0.5, view=view_of(models=models)) - (models[4] if name == "gaussian_noise" else 0)
+    assert float(noise.std()) == pytest.approx(0.5 * float(models[4].square().mean().sqrt()), rel=0.03)
+    assert abs(float(noise.mean())) < 0.05
+
+
+def test_ipm_is_minus_eps_times_the_mean_update():
+    view = view_of()
+    update = crafted("ipm", eps=0.3) - view.before
+    close(update, -0.3 * (ten_models()[BENIGN] - view.before).mean(0))
+
+
+@pytest.mark.parametrize(("n", "f", "share"), [(10, 2, 4 / 8), (50, 24, 24 / 26), (7, 3, 3 / 4), (10, 5, 4 / 5)])
+def test_alie_z_by_hand(n, f, share):
+    """n = 50, f = 24: s = 26 - 24 = 2, so (50 - 24 - 2) / (50 - 24); with half attackers or more s is 1."""
+    assert alie_z(n, f) == pytest.approx(NormalDist().inv_cdf(share))
+
+
+def test_alie_z_ends():
+    assert alie_z(2, 1) == 0.0
+    assert alie_z(10, 1) == 0.0  # Phi(z) = 4 / 9: not even the mean is small enough
+    assert alie_z(10, 9) == 0.0
+
+
+def test_alie_is_the_mean_and_z_deviations():
+    models = ten_models()
+    for seen, ids in (("fellows", FELLOWS), ("benign", BENIGN)):
+        some = models[ids].numpy().astype(np.float64)
+        expected = torch.from_numpy(some.mean(0) + 1.5 * some.std(0)).float()
+        close(crafted("alie", z=1.5, estimated_from=seen), expected)
+    default = crafted("alie")
+    close(default, models[FELLOWS].mean(0) + alie_z(7, 3) * models[FELLOWS].std(0, correction=0))
+
+
+@pytest.mark.parametrize("direction", ["std", "unit", "sign"])
+@pytest.mark.parametrize("d", [5, 70_000])
+def test_min_max_and_min_sum_hold_their_bound_and_are_tight(direction, d):
+    models = ten_models(d)
+    benign = models[BENIGN].double()
+    between = torch.cdist(benign, benign)
+    for name, bound in (("min_max", between.max()), ("min_sum", between.square().sum(1).max())):
+        found = crafted(name, direction=direction, view=view_of(models=models)).double()
+        far = (found - benign).norm(dim=1)
+        reached = far.max() if name == "min_max" else far.square().sum()
+        assert float(reached) == pytest.approx(float(bound), rel=1e-4)
+
+
+def test_min_max_of_equal_models_is_that_model():
+    models = torch.ones(10, 5)
+    for name in ("min_max", "min_sum"):
+        assert crafted(name, view=view_of(models=models)).tolist() == [1.0] * 5
+
+
+def test_mimic_copies():
+    models = ten_models()
+    assert crafted("mimic", whom=2).equal(models[2])
+    assert crafted("mimic", whom=5).equal(models[1])
+    assert crafted("mimic", clusters_on=1).equal(models[7])
+
+
+def test_dissensus_undoes_what_averaging_brings():
+    """Four benign agents of one cluster and three attackers, equal weights: the mean of all is the receiver's own."""
+    models = ten_models()
+    found = crafted("dissensus")
+    assert found.shape == (6, 5)
+    for k, i in enumerate(BENIGN):
+        average = (models[BENIGN].sum(0) + 3 * found[k]) / 7
+        close(average, models[i])
+
+
+def test_equivocation_tells_two_stories():
+    models = ten_models()
+    found = crafted("equivocation", z=2.0)
+    mean, std = models[BENIGN].mean(0), models[BENIGN].std(0, correction=0)
+    for k in range(6):
+        close(found[k], mean + (2 if k % 2 else -2) * std)
+
+
+def test_gap_aware_goes_to_the_bound_and_no_farther():
+    """Losses that are the squared distance to the mean of the benign models, times 1 and 2 for two classes."""
+    models = ten_models()
+    mean = models[BENIGN].mean(0)
+
+    def losses(thetas):
+        one = (thetas - mean).square().sum(1).double()
+        by_class = torch.stack([one, 2 * one, 100 * one], 1)
+        return Losses(one, by_class, torch.tensor([True, True, False]), torch.zeros_like(one))
+
+    far = float((models[4] - mean).square().sum())
+    for bound in (0.01, 0.5, far):
+        view = view_of(losses=losses)
+        found = crafted("gap_aware", bound=bound, halvings=20, view=view)
+        gap = 2 * float((found - mean).square().sum())
+        assert gap == pytest.approx(bound, rel=1e-4)
+    assert crafted("gap_aware", bound=2 * far + 1, view=view_of(losses=losses)).equal(models[4])
+    close(crafted("gap_aware", bound=0.0, view=view_of(losses=losses)), mean)
+    with pytest.raises(ConfigError, match="`bound` must be 0 or more, got -1"):
+        crafted("gap_aware", bound=-1.0)
+
+
+def test_slow_drift_keeps_its_step():
+    models = ten_models()
+    mean = models[BENIGN].mean(0)
+    spread = (models[BENIGN] - mean).square().sum(1).mean().sqrt()
+    found = crafted("slow_drift", step=0.25)
+    assert float((found - mean).norm()) == pytest.approx(0.25 * float(spread), rel=1e-5)
+    close(torch.cosine_similarity(found - mean, models[4] - mean, dim=0), torch.tensor(1.0))
+    close(crafted("slow_drift", step=100.0), models[4])
+
+
+def test_built_in_attacks_declare_their_threat_model():
+    alone = {"boosting", "free_rider", "gaussian_noise", "not_finite", "sign_flip", "trash"}
+    on_models = {name for name in attacks.__all__ if hasattr(getattr(attacks, name), "threat")}
+    assert {name for name in on_models if not getattr(attacks, name).threat.knows} == alone
+    assert {name for name in on_models if getattr(attacks, name).threat.each_receiver} == {"dissensus", "equivocation"}
+    assert {n for n in on_models if getattr(attacks, n).threat.on_poisoned_data} == {"gap_aware", "slow_drift"}

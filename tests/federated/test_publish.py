@@ -1,0 +1,109 @@
+"""What is published, by whom and to whom: rows of the pool, claims, and what an attacker sees as it crafts."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from tests import agents as ours
+from tests.agents import (
+    BAD,
+    CLUSTER,
+    GOOD,
+    Held,
+    attackers_of,
+    block_of,
+    held,
+    network,
+    run_rounds,
+    terms_of,
+)
+
+from fedcb2o import knows
+from fedcb2o.federated import algorithms, rules
+from fedcb2o.federated.peers import Memory
+from fedcb2o.federated.types import Attack
+from fedcb2o.runtime.engine import rounds
+from fedcb2o.runtime.shared import Shared
+from fedcb2o.runtime.workers import Here
+
+
+def engine_of(attack, algorithm=None):
+    return ours.together(algorithm or algorithms.dfedavgm(selection="everyone"), attack=attack)
+
+
+def test_each_receiver_has_its_own_row_and_fellows_have_the_true_models(monkeypatch):
+    seen, received = {}, {}
+
+    @knows("benign", each_receiver=True)
+    def numbered(view, draw):
+        seen[view.agent] = view.receivers.tolist()
+        return torch.stack([torch.full_like(view.own, 100 * view.agent + i) for i in view.receivers.tolist()])
+
+    def by_samples(found, me):  # the rule of colluders, several at once
+        whose, k = me.ids.flatten().tolist(), len(found.ids) if found.ids.ndim == 1 else found.ids.shape[1]
+        for j, ids, rows in zip(whose, found.ids.view(-1, k), found.rows.view(-1, k), strict=True):
+            received[j] = (ids.tolist(), rows.tolist(), engine.block.pool[rows])
+        return rules.by_samples(found, me)
+
+    def equal(judged):
+        return by_samples(judged.received, judged.me)
+
+    monkeypatch.setattr("fedcb2o.federated.weighing.by_samples", by_samples)
+    algorithm = algorithms.by_rule(rule=equal, selection="everyone", judges=False)
+    engine = engine_of(Attack(craft=numbered, threat=numbered.threat), algorithm)
+    run_rounds(engine)
+    assert seen == dict.fromkeys(BAD, GOOD)
+    assert sorted(received) == sorted(GOOD + BAD)
+    for j, (ids, rows, thetas) in received.items():
+        assert j in BAD or set(BAD) < set(ids)
+        for i, row, theta in zip(ids, rows, thetas, strict=True):
+            deceived = i in BAD and j in GOOD
+            assert (row == i) == (not deceived)
+            assert (theta.tolist() == [100.0 * i + j] * len(theta)) == deceived
+
+
+def test_the_view_of_a_round():
+    """Own models before and after training, data without poison, losses on them."""
+    views = {}
+
+    @knows("fellows", "benign")
+    def watch(view, draw):
+        views[view.agent] = (view, view.fellows().clone(), view.benign().clone(), float(draw.random()))
+        return view.own
+
+    def poison(shard, draw):
+        return dataclasses.replace(shard, y=torch.zeros_like(shard.y))
+
+    engine = engine_of(Attack(poison=poison, craft=watch, threat=watch.threat))
+    before = ours.models_of(engine).clone()
+    run_rounds(engine)
+    assert sorted(views) == BAD
+    assert len({draw for *_, draw in views.values()}) == len(BAD)
+    for j, (view, fellows, benign, _) in views.items():
+        team = [i for i in BAD if CLUSTER[i] == CLUSTER[j]]
+        assert view.before.equal(before[j])
+        assert fellows[team.index(j)].equal(view.own)
+        assert not view.own.equal(view.before)
+        assert (len(fellows), len(benign)) == (view.num_fellows, view.num_benign) == (2, CLUSTER.count(CLUSTER[j]) - 2)
+        assert len(view.data.y.unique()) > 1
+        assert view.losses(torch.stack([view.own, view.before])).by_class.shape == (2, 4)
+
+
+def test_lies_about_samples_are_believed_up_to_what_the_terms_allow():
+    """13 samples are the truth of a benign agent, 17 the most that is believed, 20 the truth of an attacker."""
+    weights = {}
+    for name, claims in (("truth", None), ("lie", 10**9), ("understatement", 1)):
+        terms = terms_of(algorithms.dfedavgm(selection="everyone"), network(), most_samples=17)
+        block = block_of(
+            terms, attackers_of(Attack(claims=claims)), Held(held().samples, held().train, held().validation)
+        )
+        (done,) = rounds(Shared(block, Here(block)), Memory.blank(len(CLUSTER)), 0, 1, lambda n: False)
+        of_first = done.choices.received[0], done.choices.received.having(done.choices.weights)[0]
+        weights[name] = dict(zip(*(each.tolist() for each in of_first), strict=True))
+        fellows = done.choices.received.having(done.choices.weights)[3]
+        assert np.isclose(fellows.max() / fellows.min(), 17 / 13)  # among themselves they tell the truth
+    total = 5 * 13 + 4 * 17
+    assert weights["truth"] == weights["lie"]
+    assert weights["lie"][3] == pytest.approx(17 / total)
+    assert weights["understatement"][3] == pytest.approx(1 / (5 * 13 + 4))

@@ -1,0 +1,52 @@
+"""What users' functions returned is checked, and told in one line."""
+
+import pytest
+import torch
+from tests import agents as ours
+from tests import views
+from tests.agents import run_rounds
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.returned import state_of, weights_of
+from fedcb2o.federated.types import Attack, Judged, together
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
+    @together
+    def rule(judged):
+        return torch.full((m,), 1 / m)
+
+    received = views.received(torch.zeros(3, m, dtype=torch.int64))
+    view = Judged(0, torch.zeros(1, 1), None, None, received, received, None)
+    with pytest.raises(ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"):
+        weights_of(rule(view), (3, m))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.ones(2), "returned a Tensor, expected"),
+        (({"a": 1.0}, torch.ones(2)), "keeps `a`, a float"),
+        (({"a": torch.ones(2, dtype=torch.complex64)}, torch.ones(2)), "keeps `a` of type torch.complex64"),
+        (({"a": torch.ones(2, 2).to_sparse()}, torch.ones(2)), "keeps `a`, a Tensor, in its state: expected dense"),
+    ],
+)
+def test_what_is_no_state_is_told(returned, message):
+    with pytest.raises(ConfigError, match=message):
+        state_of(returned)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda view: view.own[:-1], r"the attack returned models of shape \(87,\), expected \(88,\)"),
+        (lambda view: None, "the attack returned a NoneType, expected a tensor"),
+        (lambda view: torch.stack([view.own] * 2), r"of shape \(2, 88\), expected \(88,\)"),
+    ],
+)
+def test_what_is_no_model_is_told(returned, message):
+    attack = Attack(craft=lambda view, draw: returned(view))
+    with pytest.raises(ConfigError, match=message):
+        run_rounds(ours.together(algorithms.dfedavgm(selection="everyone"), attack=attack))

@@ -1,0 +1,55 @@
+"""The contracts by hand: what an attack may see, from which round on, and what a reduction makes of a block."""
+
+import dataclasses
+
+import pytest
+import torch
+from tests.views import models, ten_models, view_of
+
+from fedcb2o import knows
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated import attacks, robust_columns
+from fedcb2o.federated.types import Attack, Reduction
+
+
+def test_an_attack_sees_what_it_declares_and_no_more():
+    for whose, call in (
+        ("fellows", lambda view: view.fellows()),
+        ("benign", lambda view: view.benign(1)),
+        ("benign", lambda view: view.model_of(2)),
+    ):
+        other = "benign" if whose == "fellows" else "fellows"
+        call(view_of(see=(whose,)))
+        with pytest.raises(ConfigError, match=rf'which it does not declare to know: write @fedcb2o.knows\("{whose}"\)'):
+            call(view_of(see=(other,)))
+    with pytest.raises(ConfigError, match=r"an attack may know the models of .*, got \['everybody'\]"):
+        knows("everybody")
+
+
+def test_models_are_seen_without_a_copy_where_they_lie_together():
+    models = ten_models()
+    view = view_of(models=models)
+    assert view.benign().data_ptr() == models.data_ptr()
+    scattered = dataclasses.replace(view, _ids_of=lambda whose, cluster: [0, 2])
+    assert scattered.benign().equal(models[[0, 2]])
+    scattered.benign()[:] = 0  # a copy
+    assert models[0].any()
+
+
+def test_rounds_before_the_first_are_honest():
+    sleeper = Attack(poison=attacks.label_flip, craft=attacks.trash, from_round=3)
+    assert [sleeper.poisons(n) for n in range(5)] == [sleeper.crafts(n) for n in range(5)] == [False] * 3 + [True] * 2
+    assert Attack().num_published(3, 4) == Attack(poison=attacks.label_flip).num_published(3, 4) == 0
+    assert sleeper.num_published(3, 4) == 3
+    assert Attack(craft=attacks.dissensus, threat=attacks.dissensus.threat).num_published(3, 4) == 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_reduction_of_a_block_is_that_of_a_copy(dtype):
+    block = models(7, 12, dtype=dtype)
+    rows, mixing = torch.tensor([5, 0, 2]), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    plain = Reduction(rows, robust_columns.coordinate_median)
+    assert plain.of(block).equal(block[rows].quantile(0.5, dim=0))
+    mixed = Reduction(rows, robust_columns.coordinate_median, mixing)
+    torch.testing.assert_close(mixed.of(block), ((block[5] + block[0]) / 2 + block[2]) / 2)
+    assert mixed.of(block).dtype == dtype

@@ -1,0 +1,53 @@
+"""Networks of every kind, models of theirs that differ, and samples, for the tests that compute several at once."""
+
+import copy
+
+import torch
+from torch import nn
+
+from fedcb2o import models
+from fedcb2o.data.shard import Shard
+from fedcb2o.streams import stream
+from tests.tiny import empty_models
+
+
+class Tied(nn.Module):
+    """A network with a layer that is used twice, a weight that two layers share, and a parameter that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice, self.idle = nn.Linear(16, 8), nn.Linear(8, 8), nn.Parameter(torch.ones(3))
+        self.again, self.alike, self.last = self.twice, nn.Linear(8, 8), nn.Linear(8, 4)
+        self.alike.weight = self.twice.weight
+
+    def forward(self, x):
+        return self.last(self.alike(self.again(self.twice(self.first(x.flatten(1))).tanh())).relu())
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(3)
+    NETWORKS = {
+        "mlp": models.mlp([1, 4, 4], 4, hidden=[5, 6]),
+        "logistic": models.logistic([1, 4, 4], 4),
+        "cnn": models.cnn([1, 4, 4], 4, hidden=8),
+        "resnet": models.resnet([1, 4, 4], 4, width=8),
+        "tied": Tied(),
+    }
+
+
+def fresh(name):
+    """A network as it was made: whoever trains or judges leaves its parameters in rows of a pool."""
+    return copy.deepcopy(NETWORKS[name])
+
+
+def shards(count, n):
+    draw = stream(5, "shards")
+    x = torch.from_numpy(draw.normal(size=(count, n, 1, 4, 4))).float()
+    return [Shard(x[j], torch.from_numpy(draw.integers(4, size=n))) for j in range(count)]
+
+
+def different(module, count):
+    """Models of the size that networks begin with, each its own."""
+    thetas = empty_models(count, models.dimension(module))
+    thetas[:] = models.flatten(module) + 0.1 * torch.from_numpy(stream(5, "theta").normal(size=thetas.shape)).float()
+    return thetas

@@ -1,0 +1,151 @@
+"""Whole runs under attack: each attack runs, from its round on; configurations; the same bits always."""
+
+import json
+
+import pytest
+from tests.tiny import StopError, bits, stop_after, tiny
+
+from fedcb2o import knows
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import load, run
+from fedcb2o.federated import attacks
+
+FLIP = {"name": "label_flip", "source": 9, "target": 4}
+
+
+NEEDED = {
+    "label_flip": {"source": 9, "target": 4},
+    "label_flips": {"pairs": [[9, 4], [4, 9]]},
+    "backdoor": {"target": 3},
+    "clean_label": {"target": 3},
+    "rarest_flip": {"target": 3},
+    "spread_flip": {"target": 3},
+    "boosting": {"data": FLIP},
+    "gap_aware": {"data": FLIP},
+    "slow_drift": {"data": FLIP},
+}
+
+
+TEAM = {"benign": 2, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
+
+
+FLIPS = {"label_flip", "label_flips"}
+
+
+ON_TARGET = {"backdoor", "clean_label", "rarest_flip", "spread_flip"}
+
+
+ON_DATA = FLIPS | ON_TARGET | {"feature_noise", "random_labels", "shifted_labels"}
+
+
+def with_attack(name, **changes):
+    section = changes.pop("section", {})
+    team = {**TEAM, **changes.pop("agents", {})}
+    return tiny(agents=team, attack={"name": name, **NEEDED.get(name, {}), **section}, **changes)
+
+
+@pytest.mark.parametrize("name", attacks.__all__)
+def test_each_attack_runs(tmp_path, name):
+    done = run(with_attack(name), out=tmp_path, workers=1)
+    assert done.complete
+    benign = done.records[~done.records.malicious]
+    assert benign.accuracy.notna().all()
+    flips = name in FLIPS | {"boosting", "gap_aware", "slow_drift"}
+    assert benign.source_accuracy.notna().all() == flips
+    assert benign.attack_success_rate.notna().all() == (flips or name in ON_TARGET)
+    assert ("craft" in done.timing) == (name not in ON_DATA)
+
+
+VARIANTS = {
+    "alie": with_attack("alie", agents={"participation": 0.7}),
+    "trash with the average": with_attack("trash", algorithm={"name": "dfedavgm"}),
+    "dissensus": with_attack("dissensus"),
+    "a boosted backdoor, from round 2 on": with_attack(
+        "boosting", section={"from_round": 1, "data": {"name": "backdoor", "target": 3}}
+    ),
+    "large": with_attack("min_max", rounds=2, model={"hidden": [2000]}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
+    experiment = VARIANTS[variant]
+    run(experiment, out=tmp_path / "one", workers=1)
+    run(experiment, out=tmp_path / "three", workers=3)
+    with pytest.raises(StopError):
+        run(experiment, out=tmp_path / "parts", workers=1, watch=stop_after(1))
+    run(experiment, out=tmp_path / "parts", workers=2, resume=True)
+    assert bits(tmp_path / "three") == bits(tmp_path / "one") == bits(tmp_path / "parts")
+
+
+def test_what_is_crafted_is_in_no_checkpoint(tmp_path):
+    run(with_attack("dissensus"), out=tmp_path, workers=1)
+    assert load(with_attack("dissensus")).num_models == 8 + 4 * 4
+    assert load(with_attack("alie")).num_models == 8 + 4
+    assert load(with_attack("label_flip")).num_models == 8
+    clean = tiny(agents={**TEAM, "malicious_role": "clean"}, attack={"name": "alie"})
+    assert load(clean).num_models == 8
+    from safetensors.torch import load_file
+
+    assert load_file(tmp_path / "seed-1000/checkpoint.safetensors")["models"].shape[0] == 8
+
+
+def test_a_sleeper_is_honest_until_it_wakes(tmp_path):
+    asleep = with_attack("not_finite", section={"from_round": 2, "data": FLIP})
+    honest = with_attack("label_flip", agents={**TEAM, "malicious_role": "clean"})
+    for name, experiment in (("asleep", asleep), ("honest", honest)):
+        run(experiment, out=tmp_path / name, workers=1)
+    lines = [(tmp_path / name / "seed-1000/pairs.jsonl").read_text().splitlines() for name in ("asleep", "honest")]
+    assert lines[0][:2] == lines[1][:2]
+    assert lines[0][2] != lines[1][2]
+    for j, ids in enumerate(json.loads(lines[0][2])["ids"]):  # awake: benign agents receive nothing from attackers
+        if j in (0, 1, 4, 5):
+            assert not set(ids) & {2, 3, 6, 7}
+    timing = [json.loads(line) for line in (tmp_path / "asleep/seed-1000/timing.jsonl").read_text().splitlines()]
+    assert ["craft" in line for line in timing] == [False, False, True]
+
+
+# Configurations
+
+
+@knows("fellows")
+def curious(view, draw):
+    return view.benign().mean(0)
+
+
+def undeclared(view, draw):
+    return view.own
+
+
+@pytest.mark.parametrize(
+    ("attack", "message"),
+    [
+        ({"name": "alie", "zz": 1}, "attack `alie` has no parameter `zz`. Did you mean `z`?"),
+        ({"name": "gap_aware"}, "the attack `gap_aware` publishes what was learnt from poisoned data: name an attack"),
+        ({"name": "alie", "data": "ipm"}, "`attack.data` takes an attack on data, and `ipm` is one on models"),
+        ({"name": "alie", "data": {"name": "label_flip", "source": 1}}, "`label_flip` needs the parameter `target`"),
+        ({**FLIP, "data": FLIP}, "`attack.data` goes with an attack on models, and `label_flip` is one on data"),
+        ({**FLIP, "from_round": -1}, "`attack.from_round`: input should be greater than or equal to 0, got -1"),
+        ({**FLIP, "sybils": "yes"}, "`attack.sybils`"),
+        ({"name": undeclared}, r"undeclared` does not declare what it knows: write @fedcb2o.knows\(\)"),
+        ({"name": "boosting", "data": {**FLIP, "source": 11}}, "`attack.source` must be between 0 and 9, got 11"),
+        ({"name": "label_flips", "pairs": [[1, 2, 3]]}, "attack `label_flips`: `pairs` = "),
+        ({"name": "backdoor", "target": 1, "size": 9}, "a trigger of `size` 9 and `margin` 0 does not fit"),
+        ({"name": curious}, r'write @fedcb2o.knows\("benign"\) above it'),
+    ],
+)
+def test_attacks_that_do_not_fit_are_told(tmp_path, attack, message):
+    with pytest.raises(ConfigError, match=message):
+        run(tiny(attack=attack), out=tmp_path, workers=1)
+
+
+def test_a_configuration_is_written_whole(tmp_path):
+    experiment = load(tiny(attack={"name": "boosting", "factor": 3, "data": FLIP, "from_round": 1}))
+    settings = experiment.settings()["attack"]
+    assert settings == {"name": "boosting", "factor": 3, "data": FLIP, "from_round": 1}
+    assert load({**tiny(), "attack": settings}).settings()["attack"] == settings
+    assert load(tiny()).settings()["attack"] == tiny()["attack"]
+    changed = load(experiment, {"attack.data.target": 5, "attack.factor": 2.5})
+    assert changed.settings()["attack"]["data"]["target"] == 5
+    run(experiment, out=tmp_path, workers=1)
+    run(tmp_path / "config.toml", out=tmp_path, workers=1, resume=True)
