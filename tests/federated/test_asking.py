@@ -1,12 +1,23 @@
 """Who is there to ask, under which names, and what a selection of a user's own gets to see."""
 
+import dataclasses
 import json
 
+import numpy as np
+import pytest
+import torch
+from tests import agents as ours
+from tests.agents import CLUSTER, FLIP
 from tests.tiny import tiny
 
 import fedcb2o
 from fedcb2o import records
+from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.asking import asked_by_benign, known, roles
+from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.peers import Met
 
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
 
@@ -48,3 +59,62 @@ def test_nobody_has_met_a_sybil(tmp_path):
     for line in asked[True][6:]:
         assert all(sorted(line[j]) == [3, 4, 8, 9] for j in (0, 1, 2, 5, 6, 7))
     assert asked[True] != asked[False]
+
+
+def asked(algorithm, some, n=0, **changes):
+    """Whom agents of nine that met nobody ask."""
+    block = ours.together(algorithm, **changes).block
+    return asked_by_benign(block, np.array(some), Met.nobody(len(some)), n).tolist()
+
+
+def test_an_own_selection_may_look_at_the_round_and_at_its_agent():
+    seen = []
+
+    def by_both(contacts, candidates, budget, draw, me, n):
+        seen.append((me, n, candidates.tolist(), budget))
+        return torch.tensor([(me + n) % len(CLUSTER)])
+
+    def by_round(contacts, candidates, budget, draw, n):
+        return candidates[n : n + 1]
+
+    assert asked(algorithms.fedcb2o(selection=by_both), [0, 2, 6], n=5) == [[5], [7], [2]]
+    others = [[i for i in range(len(CLUSTER)) if i != j] for j in (0, 2, 6)]
+    assert seen == [(j, 5, ids, ours.BUDGET) for j, ids in zip((0, 2, 6), others, strict=True)]
+    assert asked(algorithms.fedcb2o(selection=by_round), [0, 2, 6], n=5) == [[6], [6], [5]]
+
+
+def test_a_selection_that_looks_at_what_there_is_not_is_told():
+    def unknown(contacts, candidates, budget, draw, n, clusters):
+        return candidates[:budget]
+
+    with pytest.raises(ConfigError, match=r"looks at `clusters`. There is: contacts, candidates, budget, draw, n, me"):
+        asked(algorithms.fedcb2o(selection=unknown), [0])
+
+
+def test_candidates_are_neighbours_and_maybe_oneself():
+    near = tuple(torch.tensor(sorted({(j - 1) % 9, (j + 2) % 9}, reverse=True)) for j in range(9))
+    for own_candidate in (False, True):
+        algorithm = algorithms.fedcb2o(selection="everyone", own_candidate=own_candidate)
+        expected = [sorted({(j - 1) % 9, (j + 2) % 9} | ({j} if own_candidate else set())) for j in (1, 5)]
+        assert asked(algorithm, [1, 5], neighbours=near) == expected
+
+
+@pytest.mark.parametrize("collude", [True, False])
+def test_who_does_what(collude):
+    """Of those that are there, attackers collude or do as everybody else."""
+    block, some = ours.together(algorithms.fedcb2o(), collude=collude).block, np.array([8, 0, 4, 1, 3])
+    active = np.arange(len(CLUSTER)) != 1
+    benign, colluders = (some[places].tolist() for places in roles(block, some, active))
+    assert (benign, colluders) == (([0], [8, 4, 3]) if collude else ([8, 0, 4, 3], []))
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_sybils_are_known_to_nobody_from_their_round_on(n):
+    attack = dataclasses.replace(FLIP, sybils=True, from_round=1)
+    block = ours.together(algorithms.fedcb2o(), attack=attack).block
+    met = Met(
+        Lists.of([np.array([1, 3, 5]), np.array([0, 4]), np.array([8])]), np.array([0.1, 0.3, 0.5, 0.0, 0.4, 0.8])
+    )
+    found = known(block, met, n)
+    assert found.ids.tolist() == ([[1, 3, 5], [0, 4], [8]] if n < 1 else [[1, 5], [0], []])
+    assert found.likelihood.tolist() == ([0.1, 0.3, 0.5, 0.0, 0.4, 0.8] if n < 1 else [0.1, 0.5, 0.0])

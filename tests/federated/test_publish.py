@@ -22,6 +22,7 @@ from tests.agents import (
 from fedcb2o import knows
 from fedcb2o.federated import algorithms, rules
 from fedcb2o.federated.peers import Memory
+from fedcb2o.federated.publish import Outbox, craft_, outbox
 from fedcb2o.federated.types import Attack
 from fedcb2o.runtime.engine import rounds
 from fedcb2o.runtime.shared import Shared
@@ -107,3 +108,63 @@ def test_lies_about_samples_are_believed_up_to_what_the_terms_allow():
     assert weights["truth"] == weights["lie"]
     assert weights["lie"][3] == pytest.approx(17 / total)
     assert weights["understatement"][3] == pytest.approx(1 / (5 * 13 + 4))
+
+
+# The outbox and what is crafted, by hand
+
+
+def by_hand(each, crafts):
+    """Of a benign agent and two attackers, which deceive the agents 4 and 7."""
+    return Outbox(
+        own=np.array([2, 0, 1]),
+        crafts=np.array(crafts),
+        deceives=np.array([False, True, True]),
+        each=each,
+        receivers=np.array([4, 7]),
+        num_samples=np.array([13.0, 20.0, 20.0]),
+        claims=np.array([13.0, 1.0, 1e9]),
+    )
+
+
+SENDERS, RECEIVERS = np.array([0, 1, 1, 1, 2, 2, 2]), np.array([4, 4, 7, 5, 4, 7, 9])
+
+
+@pytest.mark.parametrize(
+    ("each", "crafts", "rows"), [(True, [3, 3, 5], [2, 3, 4, 0, 5, 6, 1]), (False, [3, 3, 4], [2, 3, 3, 0, 4, 4, 1])]
+)
+def test_rows_by_hand(each, crafts, rows):
+    """Each receiver has a row of its own, or all have the same; who is not deceived has the model that was trained."""
+    assert by_hand(each, crafts).rows(SENDERS, RECEIVERS).tolist() == rows
+
+
+def test_claims_by_hand():
+    """Fellow attackers are told the truth."""
+    assert by_hand(True, [3, 3, 5]).claimed(SENDERS, RECEIVERS).tolist() == [13, 1, 1, 20, 1e9, 1e9, 20]
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_an_outbox_deceives_from_its_round_on(n):
+    attack = Attack(craft=lambda view, draw: view.own, claims=7, from_round=1)
+    made = outbox(engine_of(attack).block, n)
+    assert made.receivers.tolist() == GOOD
+    assert np.flatnonzero(made.deceives).tolist() == (BAD if n >= 1 else [])
+    for found, of_the_bad in ((made.num_samples, 20), (made.claims, 7 if n >= 1 else 20)):
+        assert found.tolist() == [of_the_bad if j in BAD else 13 for j in range(len(CLUSTER))]
+
+
+def test_what_is_crafted_lies_in_the_rows_of_its_attacker():
+    """One that is not finite itself crafts nothing."""
+
+    @knows(each_receiver=True)
+    def numbered(view, draw):
+        return torch.stack([torch.full_like(view.own, 100 * view.agent + i) for i in view.receivers.tolist()])
+
+    block = engine_of(Attack(craft=numbered, threat=numbered.threat)).block
+    before, finite = block.pool.clone(), np.arange(len(CLUSTER)) != 4
+    found = craft_(block, np.array(BAD), 0, finite, lambda ids: block.pool[ids])
+    assert np.isnan(found[BAD.index(4)]).all()
+    for j, sizes in zip(BAD, found, strict=True):
+        if j != 4:
+            assert sizes.tolist() == [100 * j + i for i in GOOD]
+            before[block.layout.crafted(j)] = torch.tensor(sizes).float().unsqueeze(1)
+    assert block.pool.equal(before)
