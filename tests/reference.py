@@ -52,6 +52,8 @@ class Options:
     absent: Literal["masked", "zero"] = "masked"  # released code: zero
     alpha: float = 10.0
     beta: float | None = None  # None: no sub-level set, as in Algorithm 2
+    delta_q: float = 0.0
+    quantile: Literal["plain", "averaged"] = "plain"  # averaged: the level of eq:Q_beta
     own_model: Literal["excluded", "judged", "trusted"] = "excluded"  # released code: trusted
     lambda1: float = 10.0
     mixing_factor: float | None = None  # None: lambda1 * gamma; released code: 1
@@ -314,8 +316,10 @@ def consensus_weights(
     """mu_j^i / sum_i mu_j^i of eq:comp_csp or, with beta, of eq:clustered_csp; empty where there are none."""
     counted = list(G)
     if options.beta is not None and counted:
-        q_beta = quantile([losses[i].mean for i in counted], options.beta)
-        counted = [i for i in counted if losses[i].mean <= q_beta]
+        L = [losses[i].mean for i in counted]
+        averaged = options.quantile == "averaged"
+        q_beta = averaged_level(options.beta, L, [1.0] * len(L)) if averaged else quantile(L, options.beta)
+        counted = [i for i in counted if losses[i].mean <= q_beta + options.delta_q]
     # exp(-alpha G) underflows for all at once when all are bad; a common factor cancels.
     judged = [i for i in counted if i != j] if trusted else counted
     lowest = min((G[i] for i in judged), default=math.inf)

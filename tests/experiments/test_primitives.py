@@ -19,7 +19,8 @@ def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch)
     for together, expected in ((None, ("unfolded", 2)), (2, ("unfolded", 2)), (4, ("grouped", 4))):
         changes = {} if together is None else {"together": together}
         experiment = config.load(tiny(model=IMAGES, device="meta", **changes))
-        chosen = primitives_of(tmp_path, experiment, 1000, assemble.dataset_of(experiment, None))
+        prepared = assemble.prepare(experiment, 1000, assemble.dataset_of(experiment, None))
+        chosen = primitives_of(tmp_path, prepared)
         assert (chosen["convolution"], chosen["together"]) == expected
 
 

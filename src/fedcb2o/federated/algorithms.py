@@ -69,8 +69,8 @@ def fedcb2o(
     criterion_from_round: int = 0,
     alpha: float = 10.0,
     beta: float | None = None,
-    delta_q: float = 0.0,
-    quantile: Literal["plain", "averaged"] = "plain",
+    delta_q: float | None = None,
+    quantile: Literal["plain", "averaged"] | None = None,
     own_model: OwnModel = "excluded",
     own_candidate: bool = False,
     selection: Named = "prob_sampling",
@@ -91,8 +91,8 @@ def fedcb2o(
     """
     _check("alpha", alpha, alpha >= 0, "0 or more")
     _check("beta", beta, beta is None or 0 < beta <= 1, "above 0 and at most 1")
-    _check("delta_q", delta_q, 0 <= delta_q < math.inf, "0 or more")
-    if beta is None and (delta_q or quantile != "plain"):
+    _check("delta_q", delta_q, delta_q is None or 0 <= delta_q < math.inf, "0 or more")
+    if beta is None and (delta_q is not None or quantile is not None):
         raise ConfigError("`delta_q` and `quantile` go with a `beta`: they are about the level of its sub-level set")
     _check("kappa", kappa, kappa >= 0, "0 or more")
     _check("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
@@ -100,7 +100,7 @@ def fedcb2o(
     sublevel = None
     if beta is not None:
         averaged = quantile == "averaged"
-        sublevel = functools.partial(consensus.sublevel_mask, beta=beta, delta_q=delta_q, averaged=averaged)
+        sublevel = functools.partial(consensus.sublevel_mask, beta=beta, delta_q=delta_q or 0.0, averaged=averaged)
     robust, average = plugins.named("criterion", criterion, criteria), functools.partial(criteria.average_loss)
 
     def weigh(judged: Judged) -> Float[Tensor, "*a k"]:
