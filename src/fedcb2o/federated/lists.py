@@ -75,7 +75,7 @@ class Lists:
 
     @classmethod
     def placed(cls, count: int, *parts: "tuple[Places, Lists]") -> "Lists":
-        """The lists of so many agents: of those in some places each part's, of the others empty ones."""
+        """The lists of so many agents: of those in some places, ascending, each part's, of the others empty ones."""
         if len(parts) == 1 and len(parts[0][0]) == count:
             return parts[0][1]
         there = np.concatenate([np.zeros(0, np.int64), *(places for places, _ in parts)])

@@ -27,7 +27,7 @@ class Met:
     def of(cls, contacts: Sequence[Contacts]) -> "Met":
         """The contacts of several agents."""
         ids = Lists.of([each.ids.numpy() for each in contacts])
-        return cls(ids, Lists.of([each.likelihood.numpy() for each in contacts]).values)
+        return cls(ids, np.concatenate([np.zeros(0), *(each.likelihood.numpy() for each in contacts)]))
 
     @classmethod
     def nobody(cls, count: int) -> "Met":
