@@ -22,7 +22,11 @@ def received(ids: torch.Tensor, num_samples: torch.Tensor | None = None) -> Rece
 def local(**known) -> Local:
     """What an agent knows that met nobody."""
     nobody = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
-    given = {"losses_of": lambda models, change: None, "contacts": nobody, "draw": stream(0, "judged")}
+    given = {
+        "losses_of": lambda models, change: None,
+        "contacts_of": lambda: nobody,
+        "draw_of": lambda: stream(0, "judged"),
+    }
     return Local(**{**given, **known})
 
 

@@ -203,6 +203,9 @@ def initialise(make: Callable[[], nn.Module], draw: np.random.Generator) -> nn.M
         return make()
 
 
+SMALL = 2**13  # parameters of a model below which calls cost more than copies
+
+
 def row_stride(d: int) -> int:
     """The distance between two rows of models, in numbers: each begins at a multiple of 64 bytes, since the bits of a
     product can depend on where its factors lie."""
@@ -220,5 +223,7 @@ def rows_of(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[Tensor, 
         return models[rows[0] : rows[0] + len(rows)] if rows else models[:0]
     dim = models.shape[1]
     found = models.new_zeros(len(rows), row_stride(dim))[:, :dim]
+    if dim < SMALL:  # one call for all is then the faster way
+        return found.copy_(models[torch.tensor(rows, device=models.device)])
     torch._foreach_copy_(found.unbind(), [models[row] for row in rows])
     return found

@@ -12,7 +12,7 @@ import json
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -131,6 +131,18 @@ class Declaration(Generic[T]):
         return getattr(getattr(function, "func", function), self.name, None)
 
 
+def _once(find: Callable[[Function], T]) -> Callable[[Function], T]:
+    """The same, which remembers what it found: a signature takes longer to read than many a rule to run."""
+    known = functools.cache(find)
+
+    @functools.wraps(find)
+    def found(function: Function) -> T:
+        return known(function) if isinstance(function, Hashable) else find(function)
+
+    return found
+
+
+@_once
 def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
     """The parameters of a plug-in: its keyword-only arguments."""
     try:
@@ -140,11 +152,12 @@ def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
     return {name: p for name, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-def looks_at(function: Function) -> list[str]:
-    """The names of a plug-in's arguments that are no parameters: what it looks at."""
-    return [
-        n for n, p in inspect.signature(function).parameters.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY
-    ]
+@_once
+def looks_at(function: Function) -> tuple[str, ...]:
+    """The names of a plug-in's arguments that are neither parameters nor have a default: what it looks at."""
+    found = inspect.signature(function).parameters.items()
+    ours = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(n for n, p in found if p.kind in ours and p.default is inspect.Parameter.empty)
 
 
 def bind(kind: str, function: Function, given: Mapping[str, Any], *, later: Iterable[str] = ()) -> dict[str, Any]:

@@ -50,6 +50,10 @@ REFUSED = {
     "claims less than nothing": (message(num_samples=-1.0), "it claims -1.0 samples"),
     "claims no number": (message(num_samples=math.nan), "it claims nan samples"),
     "claims infinitely many": (message(num_samples=math.inf), "it claims inf samples"),
+    "claims a word": (message(num_samples="x"), "it claims 'x' samples"),
+    "claims nothing": (message(num_samples=None), "it claims None samples"),
+    "is sparse": (message(torch.zeros(DIM).to_sparse()), "it holds no dense tensor"),
+    "is no tensor": (message([0.0] * DIM), "it holds no dense tensor"),
 }
 
 

@@ -87,7 +87,7 @@ def test_a_selection_that_looks_at_what_there_is_not_is_told():
     def unknown(contacts, candidates, budget, draw, n, clusters):
         return candidates[:budget]
 
-    with pytest.raises(ConfigError, match=r"looks at `clusters`. There is: contacts, candidates, budget, draw, n, me"):
+    with pytest.raises(ConfigError, match=r"looks at `clusters`. There is: n, me"):
         asked(algorithms.fedcb2o(selection=unknown), [0])
 
 

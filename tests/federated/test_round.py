@@ -214,5 +214,5 @@ def test_a_benign_model_that_overflows_where_it_mixes_is_told():
         return torch.full_like(block[0], torch.inf)
 
     algorithm = algorithms.by_rule(rule=form("columns")(rule), selection="everyone", judges=False)
-    with pytest.raises(RunError, match="the model of benign agent 0 is not finite after mixing in round 1: what its"):
+    with pytest.raises(RunError, match="the model of benign agent 0 is not finite after mixing in round 1: its rule"):
         ours.run_rounds(ours.together(algorithm, attack=Attack()))

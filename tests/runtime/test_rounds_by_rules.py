@@ -16,7 +16,7 @@ from fedcb2o.federated import algorithms, pre_steps, rules
 from fedcb2o.federated.aggregate import apply, form_of
 from fedcb2o.federated.judging import losses_seen_by
 from fedcb2o.federated.teams import train_
-from fedcb2o.federated.types import Attack, Received
+from fedcb2o.federated.types import Attack, Received, Weighed, remembers, together
 from fedcb2o.streams import stream
 
 ROBUST = [name for name in rules.__all__ if name not in ("by_num_samples", "foolsgold")]
@@ -180,3 +180,48 @@ def test_what_does_not_fit_is_told(tmp_path, changes, message):
         run(tiny(**{"agents": TEAM, **changes}), out=tmp_path, workers=1)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# Rules with memory
+
+
+@remembers(before=True)
+def momentum(state, judged):
+    """Whoever is nearest to where the own model was; it keeps a row of the pool as it is."""
+    models = judged.pool[judged.received.rows]
+    far = (models - state.get("last", judged.pool[judged.local.before])).norm(dim=1)
+    return {"zeta": judged.theta[:1], "last": judged.theta, "alpha": far}, torch.softmax(-far.double(), 0)
+
+
+@remembers()
+def shrinking(state, judged):
+    weights = torch.full((len(judged.received.ids),), 0.7 / max(1, len(judged.received.ids)))
+    return {}, Weighed(weights, before=0.3)
+
+
+@remembers()
+@together
+def both(state, judged):
+    return state, torch.zeros(judged.received.ids.shape)
+
+
+def test_what_a_rule_keeps_is_a_copy_whatever_the_workers_and_stops(tmp_path):
+    experiment = tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": momentum, "judges": False})
+    run(experiment, out=tmp_path / "one", workers=1)
+    run(experiment, out=tmp_path / "two", workers=2)
+    with pytest.raises(StopError):
+        run(experiment, out=tmp_path / "parts", workers=1, watch=stop_after(1))
+    run(experiment, out=tmp_path / "parts", workers=1, resume=True)
+    assert bits(tmp_path / "one") == bits(tmp_path / "two") == bits(tmp_path / "parts")
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (shrinking, "the rule gave weight to the model before the round, and did not declare to look at it"),
+        (both, "a rule with a memory is asked for one agent at a time"),
+    ],
+)
+def test_a_memory_that_does_not_fit_is_told(tmp_path, rule, message):
+    with pytest.raises(ConfigError, match=message):
+        run(tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": rule, "judges": False}), out=tmp_path, workers=1)

@@ -1,15 +1,19 @@
 """What is received is hostile: only what passes here is seen by anything else.
 
+An engine to which messages come from outside asks `refusal` of each. On one machine shape, type and round are what they
+are, so that there each published row is looked at once by its `extents`.
+
 A model that is not of the right length and type, not finite, larger than `BOUND` or of another round is refused; a
 claimed number of samples is refused where it is none, and believed up to what the terms allow.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedcb2o.models import rows_of
@@ -20,24 +24,26 @@ COPIED = 2**19  # numbers of small models that are looked at in one call
 
 @dataclass(frozen=True)
 class Message:
-    """What an agent downloads: a model, and what its sender says of it."""
+    """What an agent downloads: a model, and what its sender says of it; nothing is known of their types yet."""
 
-    theta: Shaped[Tensor, "..."]
-    num_samples: float
-    round: int
+    theta: Any
+    num_samples: Any
+    round: Any
 
 
 def refusal(message: Message, *, dim: int, n: int) -> str:
     """Why a message is not received in round `n` (alg:localAggregation, line 2); nothing where it is."""
-    theta = message.theta
+    theta, claim = message.theta, message.num_samples
+    if not isinstance(theta, Tensor) or theta.layout is not torch.strided:
+        return "it holds no dense tensor"
     if theta.dtype != torch.float32 or theta.shape != (dim,):
         return f"its model has type {theta.dtype} and shape {tuple(theta.shape)}, expected float32 and ({dim},)"
     if message.round != n:
         return f"its model is of round {message.round}, expected {n}"
     if not within(extents(theta.unsqueeze(0), [0])).all():
         return f"its model holds numbers that are not finite, or beyond {BOUND:g}"
-    if not (0 <= message.num_samples < np.inf):
-        return f"it claims {message.num_samples} samples"
+    if isinstance(claim, bool) or not isinstance(claim, int | float) or not 0 <= claim < np.inf:
+        return f"it claims {claim!r:.40} samples"
     return ""
 
 

@@ -20,7 +20,7 @@ from fedcb2o import consensus, plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregate, criteria, pre_steps, rules, selection
 from fedcb2o.federated.rules import OwnModel
-from fedcb2o.federated.types import REMEMBERS, Judged, Select, together
+from fedcb2o.federated.types import REMEMBERS, TOGETHER, Judged, Select, together
 from fedcb2o.plugins import Named
 
 __all__ = ["by_rule", "dfedavgm", "fedcb2o", "fedcbo", "ifca", "local_training"]
@@ -111,7 +111,7 @@ def fedcb2o(
         return rules.by_criterion(judged, now, alpha=alpha, sublevel=sublevel, own_model=own)
 
     return Algorithm(
-        select=plugins.named("selection", selection, _selections),
+        select=_selections.named(selection),
         weigh=together(weigh) if criteria.judges_together(robust) else weigh,
         judges=True,
         lambda1=_check("lambda1", lambda1, lambda1 > 0, "above 0"),
@@ -130,7 +130,7 @@ fedcbo = functools.partial(fedcb2o, criterion="average_loss")
 def dfedavgm(*, selection: Named = "uniform", own_model: Literal["excluded", "judged"] = "judged") -> Algorithm:
     """DFedAvgM (Sun et al. 2022): the average of random peers and oneself, weighted by their numbers of samples."""
     return Algorithm(
-        select=plugins.named("selection", selection, _selections),
+        select=_selections.named(selection),
         weigh=functools.partial(rules.by_num_samples, own_model=own_model),
         judges=False,
         lambda1=1.0,
@@ -153,13 +153,17 @@ def by_rule(
     `pre_step` such as "nnm"; any other rule does what it says. `judges=False` saves the evaluation of the received
     models where neither rule nor selection looks at losses; of a robust rule it is known.
     """
-    select, weigh = plugins.named("selection", selection, _selections), plugins.named("rule", rule, rules, later=("f",))
+    select, weigh = _selections.named(selection), plugins.named("rule", rule, rules, later=("f",))
     made = functools.partial(Algorithm, select=select, lambda1=1.0, mixing_factor=_check_factor(mixing_factor))
     if (form := aggregate.FORM.of(weigh)) is None:
         if own_model is not None or pre_step is not None:
             raise ConfigError("`own_model` and `pre_step` go with robust rules, and this one weighs by itself")
         plugins.bind("rule", weigh.func, weigh.keywords)
         memory = REMEMBERS.of(weigh)
+        if memory is not None and TOGETHER.of(weigh):
+            raise ConfigError(
+                "a rule with a memory is asked for one agent at a time: declare `remembers` or `together`"
+            )
         before = memory is not None and memory.before
         return made(weigh=weigh, judges=judges is not False, keeps_before=before, remembers=memory is not None)
     prepared = None if pre_step is None else plugins.named("pre-step", pre_step, pre_steps, later=("f",))

@@ -4,13 +4,11 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 
-from fedcb2o import plugins
-from fedcb2o.errors import ConfigError
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.lists import Lists, Places
 from fedcb2o.federated.peers import Met, Peers
 from fedcb2o.federated.returned import asked_of
-from fedcb2o.federated.selection import AT_ONCE, colluding
+from fedcb2o.federated.selection import AT_ONCE, also_looks_at, colluding
 from fedcb2o.streams import streams
 
 
@@ -44,11 +42,7 @@ def asked_by_benign(block: Block, some: Places, met: Met, n: int) -> Lists:
     )
     if (several := AT_ONCE.of(select)) is not None:
         return several(met, peers, budget, draws)
-    asked, names = [], plugins.looks_at(select)[4:]
-    if unknown := set(names) - {"n", "me"}:
-        raise ConfigError(
-            f"the selection looks at `{min(unknown)}`. There is: contacts, candidates, budget, draw, n, me"
-        )
+    asked, names = [], also_looks_at(select)
     for k, (contacts, draw) in enumerate(zip(met, draws, strict=True)):
         more = {"n": n, "me": int(agents[k])}
         chosen = select(contacts, torch.from_numpy(peers.ids(k)), budget, draw, *(more[name] for name in names))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.holdings import Holdings
-from fedcb2o.federated.lists import Places
 from fedcb2o.federated.terms import Terms
 
 
@@ -59,7 +58,3 @@ class Block:
     def agents(self) -> Int[np.ndarray, " a"]:
         """Their ids, ascending."""
         return self.holdings.agents
-
-    def models(self, some: Places) -> list[Float[Tensor, " d"]]:
-        """The own models of agents in some places."""
-        return [self.pool[row] for row in self.layout.own[some].tolist()]

@@ -64,9 +64,18 @@ class Choices:
     @classmethod
     def none(cls, agents: Int[np.ndarray, " a"], asked: Lists, inbox: Inbox) -> "Choices":
         """Of agents that keep their models, whatever they received: to be filled in."""
-        zero, nan = (np.full((3, len(agents)), value) for value in (0.0, np.nan))
-        weights = np.zeros(len(inbox.rows))
-        return cls(agents, asked, inbox.ids, inbox.rows, weights, zero[0], zero[1] + 1, nan[0], nan[1], nan[2], {})
+        return cls(
+            agents=agents,
+            asked=asked,
+            received=inbox.ids,
+            rows=inbox.rows,
+            weights=np.zeros(len(inbox.rows)),
+            own_weight=np.zeros(len(agents)),
+            factor=np.ones(len(agents)),
+            own_loss=np.full(len(agents), np.nan),
+            before=np.full(len(agents), np.nan),
+            f=np.full(len(agents), np.nan),
+        )
 
     @classmethod
     def join(cls, parts: "Sequence[Choices]") -> "Choices":

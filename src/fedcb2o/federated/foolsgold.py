@@ -21,11 +21,12 @@ def foolsgold(state: State, judged: Judged, *, confidence: float = 1.0) -> tuple
 
     It keeps the sum of the updates of each peer that it received, since the agent's model before the round, in the
     last dense layer (their indicative features). `confidence` is kappa in the logit. A peer under a new name has no
-    history.
+    history. That takes 4 C (h + 1) bytes for every peer that an agent ever received, for C classes and h units below
+    the last layer, in memory and in each checkpoint.
     """
     everyone = judged.received.with_own(judged.me)
     rows = torch.cat([everyone.rows, torch.tensor([judged.local.before])])
-    layers = heads(judged, rows).flatten(1).double()
+    layers = heads(judged, rows).flatten(1)
     ids, sums = state.get("ids", everyone.ids[:0]), state.get("sums", layers[:0])
     known = torch.isin(ids, torch.cat([judged.local.contacts.ids, judged.me.ids]))
     whose = torch.from_numpy(np.union1d(ids[known], everyone.ids))
@@ -33,7 +34,7 @@ def foolsgold(state: State, judged: Judged, *, confidence: float = 1.0) -> tuple
     history[torch.searchsorted(whose, ids[known])] = sums[known]
     here = torch.searchsorted(whose, everyone.ids)
     history[here] += layers[:-1] - layers[-1]
-    return {"ids": whose, "sums": history}, learning_rates(history[here], confidence)
+    return {"ids": whose, "sums": history}, learning_rates(history[here].double(), confidence)
 
 
 def learning_rates(history: Float[Tensor, "k h"], confidence: float = 1.0) -> Float[Tensor, " k"]:

@@ -4,12 +4,11 @@ Samples lie on the run's device. Users' functions of samples (attacks, triggers,
 the CPU.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from fedcb2o.data.partition import rotate
@@ -43,11 +42,6 @@ class Holdings:
     attack: Attack
     seed: int
 
-    @property
-    def num_samples(self) -> Float[Tensor, " a"]:
-        """How many samples each trains on."""
-        return torch.from_numpy(self.train.sizes.astype(float))
-
     def trained_on(self, some: Places, n: int) -> Samples:
         """The training data in round `n` of agents in some places, which hold equally many, poisoned where they
         attack."""
@@ -76,10 +70,6 @@ class Holdings:
     def tested_on(self, cluster: int) -> Shard:
         """The test set as a cluster sees it."""
         return Shard(rotate(self.test.x, cluster, self.num_clusters), self.test.y)
-
-    def places_of(self, agents: Sequence[int]) -> Places:
-        """Where some of the agents stand."""
-        return self.agents.searchsorted(np.array(agents, np.int64))
 
     def _seen(self, some: Places, held: Lists) -> Samples:
         chosen = torch.from_numpy(held.values[held.places(some)].reshape(len(some), -1))

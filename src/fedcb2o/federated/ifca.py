@@ -40,7 +40,8 @@ def averages(ids: Int[np.ndarray, " K"], inbox: Inbox, by_samples: bool) -> Choi
     weights or by numbers of samples. One that nobody chose stays."""
     counts, owner = inbox.num_samples if by_samples else np.ones(len(inbox.rows)), inbox.ids.owners
     choices = Choices.none(ids, Lists.empty(len(ids)), inbox)
-    choices.weights[:] = counts / np.bincount(owner, counts, len(ids))[owner]
+    total = np.bincount(owner, counts, len(ids))[owner]
+    choices.weights[:] = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
     return choices
 
 

@@ -71,34 +71,34 @@ def mixture(choices: Choices, own: Int[np.ndarray, " a"], before: Int[np.ndarray
     return Mixture(own, starts, columns[first][kept], values[kept], found)
 
 
-def mix_(pool: Float[Tensor, "p d"], mixture: Mixture, start: int, stop: int, *, copied: bool = False) -> None:
+def mix_(pool: Float[Tensor, "p d"], by: Mixture, start: int, stop: int, *, copied: bool = False) -> None:
     """theta <- W theta in place for the columns from `start` to `stop`, a tile at a time (eq:local_agg_update); for the
     agents whose rules work on columns, theta <- (1 - f) theta + f times the reductions.
 
     With `copied` it works on a copy in memory, so that of models on a disk each page is read and written once.
     """
     device, columns = pool.device, pool[:, start:stop]
-    w, tile = times(sparse(mixture, len(pool)), device), mixture.tile if device.type == "cpu" else BROAD
+    w, tile = times(sparse(by, len(pool)), device), by.tile if device.type == "cpu" else BROAD
     if copied:
         columns = columns.new_empty(len(columns), row_stride(stop - start))[:, : stop - start].copy_(columns)
-    rows = mixture.own.tolist()
-    own = slice(rows[0], rows[0] + len(rows)) if follow(rows) else torch.from_numpy(mixture.own).to(device)
+    rows = by.own.tolist()
+    own = slice(rows[0], rows[0] + len(rows)) if follow(rows) else torch.from_numpy(by.own).to(device)
     for a in range(0, stop - start, tile):
         block = columns[:, a : a + tile]
         mixed = w(block)
-        for k, (reduction, factor) in mixture.reductions.items():
+        for k, (reduction, factor) in by.reductions.items():
             mixed[k].lerp_(reduction.of(block), factor)
         block[own] = mixed
     if copied:
         pool[:, start:stop][own] = columns[own]
 
 
-def sparse(mixture: Mixture, num_rows: int) -> Tensor:
+def sparse(w: Mixture, num_rows: int) -> Tensor:
     """W for a pool of so many rows."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-        starts, columns, values = map(torch.from_numpy, (mixture.starts, mixture.columns, mixture.values))
-        size = (len(mixture.own), num_rows)
+        starts, columns, values = map(torch.from_numpy, (w.starts, w.columns, w.values))
+        size = (len(w.own), num_rows)
         return torch.sparse_csr_tensor(starts, columns, values, size, dtype=torch.float32, check_invariants=False)
 
 

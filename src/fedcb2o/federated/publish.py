@@ -24,8 +24,8 @@ Look = Callable[[list[int]], Float[Tensor, "m d"]]
 @dataclass(frozen=True)
 class Outbox:
     """What the agents of a block publish in a round, and what they say of it: `rows` of the pool with the `own` models,
-    or from `crafts` on with those that an attacker makes, where it `deceives`, for everybody or (`each` > 1) for every
-    one of the `receivers`; and how many samples each says that it trained on, and to `receivers` who are lied to."""
+    or from `crafts` on with those that an attacker makes, where it `deceives`, for everybody or for `each` of the
+    `receivers`; and how many samples each says that it trained on, and to `receivers` who are lied to."""
 
     own: Int[np.ndarray, " a"]
     crafts: Int[np.ndarray, " a"]

@@ -93,7 +93,8 @@ def state_of(made: Any) -> tuple[State, Any]:
             raise ConfigError(
                 f"the rule keeps `{name}` of type {value.dtype}: expected one of {', '.join(map(str, KEPT))}"
             )
-    return {name: value.detach().cpu().contiguous() for name, value in kept.items()}, decided
+    own = {name: kept[name].detach().cpu().clone(memory_format=torch.contiguous_format) for name in sorted(kept)}
+    return own, decided  # copies: what a rule keeps may be a row of the pool
 
 
 def poisoned_of(poisoned: Any, shard: Shard) -> Shard:

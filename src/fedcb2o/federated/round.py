@@ -15,7 +15,7 @@ from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.judging import judged_alike
 from fedcb2o.federated.lists import Lists, Places
-from fedcb2o.federated.peers import Memory
+from fedcb2o.federated.peers import Memory, Met
 from fedcb2o.federated.selection import remember
 from fedcb2o.federated.weighing import weigh_, weigh_by_samples_
 
@@ -50,7 +50,7 @@ def local_aggregation_(
     What each part of them remembers then, what it chose, and whose models are finite in the end; `lap` hears when lines
     1 to 6, and 7, are done.
     """
-    asked = engine.each(ask, n, active, own=[memory])  # line 1: A_n <- ProbSampling(P_n^j, M)
+    asked = engine.each(ask, n, active, own=[[each.met for each in memory]])  # line 1: A_n <- ProbSampling(P_n^j, M)
     received = engine.exchange(n, asked, deadline)  # line 2: download theta_n^i for i in A_n
     decided = engine.each(decide, n, active, own=[memory, asked, received])  # lines 3 to 6
     lap("aggregate")
@@ -59,12 +59,12 @@ def local_aggregation_(
     return [memory for memory, _ in decided], [choices for _, choices in decided], finite
 
 
-def ask(block: Block, some: Places, memory: Memory, n: int, active: Bool[np.ndarray, " N"]) -> Lists:
+def ask(block: Block, some: Places, met: Met, n: int, active: Bool[np.ndarray, " N"]) -> Lists:
     """Line 1 (alg:localAggregation): A_n; colluding attackers ask each other first (sec:experiments)."""
     benign, colluders = roles(block, some, active)
     parts = []
     if len(benign):
-        P = known(block, memory.met.take(benign), n)
+        P = known(block, met.take(benign), n)
         parts.append((benign, asked_by_benign(block, some[benign], P, n)))
     if len(colluders):
         parts.append((colluders, asked_by_colluders(block, some[colluders], n)))

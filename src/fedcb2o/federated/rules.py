@@ -45,7 +45,8 @@ def by_num_samples(judged: Judged, *, own_model: Literal["excluded", "judged"] =
 def by_samples(received: Received, me: Received | None) -> Float[Tensor, "*a k"]:
     """Weights in proportion to the numbers of samples of received models and, where it counts, of the own one."""
     counts = (received if me is None else received.with_own(me)).num_samples
-    return counts.double() / counts.sum(-1, keepdim=True).clamp(min=1)
+    counts = counts.double()
+    return counts / counts.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def by_criterion(
@@ -112,7 +113,7 @@ def by_form(
     return Weighed(outcome[: len(seen.ids)], before=float(outcome[-1]) if before else None, f=assumed)
 
 
-def also_looks_at(rule: functools.partial[Any]) -> list[str]:
+def also_looks_at(rule: functools.partial[Any]) -> tuple[str, ...]:
     """What a robust rule looks at beside the Gram matrix or the columns; raises ConfigError for what there is not."""
     names = plugins.looks_at(rule.func)[int(aggregate.form_of(rule).of != "values") :]
     if unknown := [name for name in names if name not in VALUES]:

@@ -5,17 +5,21 @@ Those here are made for several agents at once.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fedcb2o import plugins
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Met, Peers
 from fedcb2o.federated.types import Contacts, Select
-from fedcb2o.plugins import Declaration
+from fedcb2o.plugins import Declaration, Named
 
 __all__ = ["everyone", "prob_sampling", "uniform"]
 
@@ -112,6 +116,26 @@ def colluding(fellows: Peers, benign: Peers, budget: int, draws: Sequence[np.ran
     owners = first.owners, then.owners
     ids = np.concatenate([fellows.at(owners[0], first.values), benign.at(owners[1], then.values)])
     return Lists(ids[np.lexsort((ids, np.concatenate(owners)))], first.sizes + then.sizes)
+
+
+EXTRA = ("n", "me")
+"""What a user's selection may look at beside: the round, and its agent's own id."""
+
+
+def named(choice: Named) -> functools.partial[Any]:
+    """The selection that a configuration means; raises ConfigError, also where it looks at what there is not."""
+    select = plugins.named("selection", choice, sys.modules[__name__])
+    also_looks_at(select)
+    return select
+
+
+def also_looks_at(select: Select) -> tuple[str, ...]:
+    """Which of `EXTRA` a selection looks at; raises ConfigError where it needs anything else."""
+    names = plugins.looks_at(getattr(select, "func", select))[4:]
+    if unknown := [name for name in names if name not in EXTRA]:
+        near = plugins.nearest(unknown[0], EXTRA)
+        raise ConfigError(f"the selection looks at `{unknown[0]}`.{near} There is: {', '.join(EXTRA)}")
+    return names
 
 
 def _choose(

@@ -1,6 +1,7 @@
 """The contracts of one round: what a selection, a criterion, a rule and an attack may look at."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -87,8 +88,7 @@ class Local:
     `losses_of` gives the losses of models on its validation data, or on those changed. `share` is the attackers' share
     that it assumes, `progress` how much of the run is over, from 0 to 1. `before` is the row of the pool that holds
     the model which it began the round with, None where nobody asked to keep it; `head` the shape [C, h] of the last
-    dense layer's weight, where the network ends in one. `contacts` are the peers that it knows from before this round,
-    and `draw` is its own generator of this round.
+    dense layer's weight, where the network ends in one. `contacts` and `draw` are made when they are asked for.
     """
 
     losses_of: Callable[[Received, Change | None], Losses]
@@ -96,8 +96,18 @@ class Local:
     progress: float = 0.0
     before: int | None = None
     head: tuple[int, int] | None = None
-    contacts: Contacts
-    draw: np.random.Generator
+    contacts_of: Callable[[], Contacts]
+    draw_of: Callable[[], np.random.Generator]
+
+    @functools.cached_property
+    def contacts(self) -> Contacts:
+        """The peers that it knows from before this round."""
+        return self.contacts_of()
+
+    @functools.cached_property
+    def draw(self) -> np.random.Generator:
+        """Its own generator of this round."""
+        return self.draw_of()
 
 
 @dataclass(frozen=True)
@@ -304,7 +314,8 @@ Craft = Callable[[View, np.random.Generator], Float[Tensor, "..."]]
 @dataclass(frozen=True, kw_only=True)
 class Attack:
     """What malicious agents do from round `from_round` on (0 is the first): `poison` what they train on, `craft` what
-    they publish, or both, and say that they trained on `claims` samples; before, they are honest.
+    they publish, or both, and say that they trained on `claims` samples; before, they do as benign
+    agents do.
 
     What they `craft` or claim only benign agents receive; among themselves they exchange the models that they trained.
     `sybils` take a new identity in every round, so that nobody has met them (Douceur, "The Sybil Attack", IPTPS 2002).

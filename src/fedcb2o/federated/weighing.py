@@ -1,10 +1,12 @@
 """Lines 5 and 6 of Algorithm 2 for several agents: the weights of the consensus point m_j, as the algorithm's rule has
 them."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.judging import Alike, losses_seen_by, themselves
@@ -30,16 +32,17 @@ def weigh_(
         return {}
     kept = {}
     for row, (k, there) in enumerate(zip(those.tolist(), where.reshape(len(those), -1), strict=True)):
-        view = judged.one(row, _local(block, int(some[k]), judged.n, met[k]))
+        view = judged.one(row, _local(block, int(some[k]), judged.n, functools.partial(met.__getitem__, k)))
         if algorithm.remembers:
             kept[k], decided = state_of(algorithm.weigh(states[k], view))
         else:
             decided = algorithm.weigh(view)
-        _fill_(choices, k, there, decided if isinstance(decided, Weighed) else Weighed(decided))
+        decided = decided if isinstance(decided, Weighed) else Weighed(decided)
+        _fill_(choices, k, there, decided, algorithm.keeps_before)
     return kept
 
 
-def _fill_(choices: Choices, k: int, where: Places, decided: Weighed) -> None:
+def _fill_(choices: Choices, k: int, where: Places, decided: Weighed, keeps_before: bool) -> None:
     """What the agent in place k decided."""
     if decided.f is not None:
         choices.f[k] = decided.f
@@ -48,12 +51,14 @@ def _fill_(choices: Choices, k: int, where: Places, decided: Weighed) -> None:
         choices.weights[where] = choices.own_weight[k] = np.nan
         return
     if decided.before is not None:
+        if not keeps_before:
+            raise ConfigError("the rule gave weight to the model before the round, and did not declare to look at it")
         choices.before[k] = decided.before
     mu, own = weights_of(decided.outcome, (len(where),), rest=decided.before or 0.0)
     choices.weights[where], choices.own_weight[k] = mu.numpy(), float(own)
 
 
-def _local(block: Block, k: int, n: int, contacts: Contacts) -> Local:
+def _local(block: Block, k: int, n: int, contacts: Callable[[], Contacts]) -> Local:
     """What the agent in place k of the block knows beside what it receives."""
     terms, before = block.terms, block.layout.before
     return Local(
@@ -62,8 +67,8 @@ def _local(block: Block, k: int, n: int, contacts: Contacts) -> Local:
         progress=n / terms.rounds,
         before=None if before is None else int(before[k]),
         head=terms.head,
-        contacts=contacts,
-        draw=stream(terms.seed, "rule", n, int(block.agents[k])),
+        contacts_of=contacts,
+        draw_of=functools.partial(stream, terms.seed, "rule", n, int(block.agents[k])),
     )
 
 

@@ -99,7 +99,7 @@ def load_(folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(No
             raise ValueError("its content does not add up")
         sizes, ids, likelihood = (tensors[name].numpy() for name in ("met", "ids", "likelihood"))
         states: list[dict[str, Tensor]] = [{} for _ in sizes]
-        for name in tensors.keys() - {"models", "met", "ids", "likelihood"}:
+        for name in sorted(tensors.keys() - {"models", "met", "ids", "likelihood"}):
             agent, _, key = name.removeprefix(STATE).partition(".")
             states[int(agent)][key] = tensors[name]
     except (SafetensorError, OSError, KeyError, ValueError, IndexError) as error:

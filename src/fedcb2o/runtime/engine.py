@@ -16,10 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated import round
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.choices import Choices
 from fedcb2o.federated.peers import Memory
+from fedcb2o.federated.round import Engine as Aggregating
 from fedcb2o.federated.round import local_aggregation_
 from fedcb2o.federated.teams import train_
 from fedcb2o.federated.terms import Terms
@@ -30,15 +30,15 @@ Tell = Callable[[int, str], None]
 
 
 @runtime_checkable
-class Engine(round.Engine, Protocol):
+class Engine(Aggregating, Protocol):
     """All agents of a run, in `parts`: the ids of those that one call is for."""
 
     terms: Terms
     attackers: Attackers
     parts: list[Int[np.ndarray, " _a"]]
 
-    def publish_(self, n: int, online: Bool[np.ndarray, " N"], extents: Float[np.ndarray, " N"]) -> None:
-        """Have the attackers craft, and offer what all publish in round n; `extents` are of the trained models."""
+    def publish_(self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]) -> None:
+        """Have the attackers craft, and offer what all publish in round n; `sizes` are the trained models' extents."""
         ...
 
     def evaluate(self, triggered: bool) -> dict[int, Int[Tensor, "C C"]]:
@@ -100,8 +100,8 @@ def rounds(
         broken = engine.attackers.benign[~finite[engine.attackers.benign]]
         if len(broken) and not engine.attackers.attack.crafts(n):
             raise RunError(
-                f"the model of benign agent {broken[0]} is not finite after mixing in round {n + 1}: what its rule "
-                "made of the models that it averaged is too large, or no number"
+                f"the model of benign agent {broken[0]} is not finite after mixing in round {n + 1}: its rule "
+                "made that of finite models; a built-in one needs a smaller `training.gamma`, an own one a look"
             )
         measures = evaluated_in(engine, n, evaluated, tell, clock)
         yield Round(n, losses, chose, remembered, parts, *measures, clock.seconds)

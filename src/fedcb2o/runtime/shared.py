@@ -45,6 +45,7 @@ class Shared:
         self.parts = [np.array(team) for team in teams(self.terms.module, self.terms.dim, self.costs, together)]
         costs = [sum(self.costs[j] for j in part.tolist()) for part in self.parts]
         self.shares = blocks(range(len(self.parts)), costs, self.tasks)
+        self.good, self.outbox = np.zeros(len(block.pool), dtype=bool), outbox(block, 0)  # until all publish
 
     def each(self, function: Callable[..., T], *common: Any, own: Sequence[Sequence[Any]] = ()) -> list[T]:
         """What a function finds for each part, the parts shared out among the workers."""
@@ -61,15 +62,15 @@ class Shared:
         found = self.workers.map(_on_parts, [(function, [(np.array(some),)], common) for some in parts])
         return dict(_in_order(parts, [each for (each,) in found]))
 
-    def publish_(self, n: int, online: Bool[np.ndarray, " N"], extents: Float[np.ndarray, " N"]) -> None:
+    def publish_(self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]) -> None:
         """Have the attackers craft; of each row of the pool, whether it is received, which is the same for all."""
         layout, attackers = self.block.layout, self.attackers
         good = np.zeros(len(self.block.pool), dtype=bool)
-        good[layout.own] = within(extents) & online
+        good[layout.own] = within(sizes) & online
         if attackers.attack.crafts(n):
-            crafted = self.each_agent(_crafted_here, attackers.ids.tolist(), n, np.isfinite(extents))
-            for j, sizes in crafted.items():
-                good[layout.crafted(j)] = within(sizes) & online[j]
+            crafted = self.each_agent(_crafted_here, attackers.ids.tolist(), n, np.isfinite(sizes))
+            for j, theirs in crafted.items():
+                good[layout.crafted(j)] = within(theirs) & online[j]
         self.good, self.outbox = good, outbox(self.block, n)
 
     def exchange(self, n: int, asked: Sequence[Lists], deadline: float | None) -> list[Inbox]:
