@@ -22,6 +22,7 @@ from fedcb2o.federated.judging import tested
 from fedcb2o.federated.lists import Lists, Places
 from fedcb2o.federated.mixing import Mixture, mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
+from fedcb2o.federated.round import ask
 from fedcb2o.federated.teams import teams
 from fedcb2o.models import rows_of
 from fedcb2o.runtime import primitives
@@ -45,15 +46,14 @@ class Shared:
         self.parts = [np.array(team) for team in teams(self.terms.module, self.terms.dim, self.costs, together)]
         costs = [sum(self.costs[j] for j in part.tolist()) for part in self.parts]
         self.shares = blocks(range(len(self.parts)), costs, self.tasks)
+        self.few = blocks(range(len(self.parts)), costs, workers.count)  # for what takes less than a task's way
         self.good, self.outbox = np.zeros(len(block.pool), dtype=bool), outbox(block, 0)  # until all publish
 
     def each(self, function: Callable[..., T], *common: Any, own: Sequence[Sequence[Any]] = ()) -> list[T]:
         """What a function finds for each part, the parts shared out among the workers."""
-        tasks = [
-            (function, [(self.parts[g], *(each[g] for each in own)) for g in share], common) for share in self.shares
-        ]
-        found = self.workers.map(_on_parts, tasks)
-        parts = dict(_in_order(self.shares, found))
+        shares = self.few if function is ask else self.shares
+        tasks = [(function, [(self.parts[g], *(each[g] for each in own)) for g in share], common) for share in shares]
+        parts = dict(_in_order(shares, self.workers.map(_on_parts, tasks)))
         return [parts[g] for g in range(len(self.parts))]
 
     def each_agent(self, function: Callable[..., Sequence[T]], agents: Sequence[int], *common: Any) -> dict[int, T]:
