@@ -224,6 +224,6 @@ def rows_of(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[Tensor, 
     dim = models.shape[1]
     found = models.new_zeros(len(rows), row_stride(dim))[:, :dim]
     if dim < SMALL:  # one call for all is then the faster way
-        return found.copy_(models[torch.tensor(rows, device=models.device)])
+        return found.copy_(models.index_select(0, torch.tensor(rows).to(models.device)))
     torch._foreach_copy_(found.unbind(), [models[row] for row in rows])
     return found
