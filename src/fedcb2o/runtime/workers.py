@@ -69,14 +69,14 @@ class Processes(Generic[World]):
 
         Raises RunError where a worker dies (often for want of memory).
         """
-        pool = executor(self.count)
+        processes = executor(self.count)
         try:
-            futures = [pool.submit(_work, self.arena, self.make, function, task) for task in tasks]
+            futures = [processes.submit(_work, self.arena, self.make, function, task) for task in tasks]
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise RunError("a worker process was killed, perhaps for want of memory") from error
         except BaseException:
-            pool.shutdown(wait=False, kill_workers=True)
+            processes.shutdown(wait=False, kill_workers=True)
             raise
 
 

@@ -1,0 +1,41 @@
+"""What a seed is prepared of: the same for all agents at once and for some of them."""
+
+import numpy as np
+import pytest
+import torch
+from tests.tiny import empty_models, tiny
+
+from fedcb2o.experiments.assemble import dataset_of, first_models_, prepare
+from fedcb2o.experiments.config import load
+
+SOME = [1, 3, 4]
+
+
+def prepared(**changes):
+    experiment = load(tiny(**changes))
+    return prepare(experiment, 1000, dataset_of(experiment, None))
+
+
+@pytest.mark.parametrize("initialisation", ["common", "independent"])
+@pytest.mark.parametrize("algorithm", [tiny()["algorithm"], {"name": "ifca", "models": 2}], ids=["fedcb2o", "ifca"])
+def test_the_first_models_of_some_are_those_of_all(initialisation, algorithm):
+    made = prepared(agents={"initialisation": initialisation}, algorithm=algorithm)
+    every, some = empty_models(made.kept, made.terms.dim), empty_models(len(SOME), made.terms.dim)
+    first_models_(every, made, range(made.kept))
+    first_models_(some, made, SOME)
+    assert some.equal(every[SOME])
+    different = len(every.unique(dim=0))
+    assert different == (made.kept if initialisation == "independent" else 1 + made.kept - made.terms.num_agents)
+
+
+def test_what_some_hold_is_what_they_hold_among_all():
+    made, cpu = prepared(), torch.device("cpu")
+    every, some = made.holdings(range(made.terms.num_agents), cpu), made.holdings(SOME, cpu)
+    for k, j in enumerate(SOME):
+        for mine, theirs in zip(
+            some.trained_on(np.array([k]), 0) + some.judged_on(np.array([k])),
+            every.trained_on(np.array([j]), 0) + every.judged_on(np.array([j])),
+            strict=True,
+        ):
+            assert mine.equal(theirs)
+    assert some.malicious.tolist() == [every.malicious[j] for j in SOME]
