@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomli_w
 import torch
 from safetensors.torch import load_file
 
 from fedcb2o import cli, models
+from fedcb2o.experiments import run
 
 FEDCB2O = Path(sys.executable).with_name("fedcb2o")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
@@ -128,4 +130,16 @@ def bits(folder: Path, seed: int = 1000) -> dict[str, bytes]:
     for name in ("metrics.jsonl", "pairs.jsonl", "agents.json", "summary.json"):
         found[name] = (seeded / name).read_bytes()
     found["config.toml"] = repr(tomllib.loads((folder / "config.toml").read_text())).encode()
+    return found
+
+
+def bits_however(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes]:
+    """The bits of a run, which are the same for one process, for three, and interrupted after a round and resumed."""
+    run(experiment, out=folder / "one", workers=1)
+    run(experiment, out=folder / "three", workers=3)
+    with pytest.raises(StopError):
+        run(experiment, out=folder / "parts", workers=1, watch=stop_after(1))
+    run(experiment, out=folder / "parts", workers=2, resume=True)
+    found = bits(folder / "one")
+    assert bits(folder / "three") == found == bits(folder / "parts")
     return found

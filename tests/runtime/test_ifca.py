@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests import agents as ours
 from tests import reference
 from tests.agents import BAD, CLUSTER, GOOD, SEED, chosen, network, oracle_agents, run_rounds
-from tests.tiny import StopError, bits, stop_after, tiny
+from tests.tiny import bits_however, tiny
 from torch.nn import functional as F
 
 from fedcb2o import knows, models
@@ -206,13 +206,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
-    experiment = VARIANTS[variant]
-    run(experiment, out=tmp_path / "one", workers=1)
-    run(experiment, out=tmp_path / "three", workers=3)
-    with pytest.raises(StopError):
-        run(experiment, out=tmp_path / "parts", workers=1, watch=stop_after(1))
-    run(experiment, out=tmp_path / "parts", workers=2, resume=True)
-    assert bits(tmp_path / "three") == bits(tmp_path / "one") == bits(tmp_path / "parts")
+    bits_however(tmp_path, VARIANTS[variant])
 
 
 def test_what_is_kept_and_on_record(tmp_path):

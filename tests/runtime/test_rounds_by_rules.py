@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests import agents as ours
 from tests.agents import GOOD, SEED, chosen, held, run_rounds
-from tests.tiny import StopError, bits, stop_after, tiny
+from tests.tiny import StopError, bits, bits_however, stop_after, tiny
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
@@ -129,13 +129,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
-    experiment = VARIANTS[variant]
-    run(experiment, out=tmp_path / "one", workers=1)
-    run(experiment, out=tmp_path / "three", workers=3)
-    with pytest.raises(StopError):
-        run(experiment, out=tmp_path / "parts", workers=1, watch=stop_after(1))
-    run(experiment, out=tmp_path / "parts", workers=2, resume=True)
-    assert bits(tmp_path / "three") == bits(tmp_path / "one") == bits(tmp_path / "parts")
+    bits_however(tmp_path, VARIANTS[variant])
 
 
 def test_what_is_on_record_of_a_rule(tmp_path):

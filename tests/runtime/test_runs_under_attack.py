@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.tiny import StopError, bits, stop_after, tiny
+from tests.tiny import bits_however, tiny
 
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError
@@ -69,13 +69,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
-    experiment = VARIANTS[variant]
-    run(experiment, out=tmp_path / "one", workers=1)
-    run(experiment, out=tmp_path / "three", workers=3)
-    with pytest.raises(StopError):
-        run(experiment, out=tmp_path / "parts", workers=1, watch=stop_after(1))
-    run(experiment, out=tmp_path / "parts", workers=2, resume=True)
-    assert bits(tmp_path / "three") == bits(tmp_path / "one") == bits(tmp_path / "parts")
+    bits_however(tmp_path, VARIANTS[variant])
 
 
 def test_what_is_crafted_is_in_no_checkpoint(tmp_path):
