@@ -160,6 +160,10 @@ def test_a_kill_in_the_middle_changes_no_bit(undisturbed, tmp_path, place, victi
     _, errors = process.communicate(timeout=100)
     if victim == "parent":
         assert process.returncode == -signal.SIGKILL, errors
+    elif process.returncode == 0:  # it had nothing to do, and others took its place before it was missed
+        assert place in ("writing", "renaming"), errors
+        assert bits(out) == expected
+        return
     else:
         assert process.returncode == 2, errors
         assert errors.splitlines()[-1].startswith("Error: a worker process was killed"), errors
