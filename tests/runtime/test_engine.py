@@ -162,7 +162,7 @@ def test_other_attacks(attack):
     hold_equal(algorithms.dfedavgm(), attack, own_model=False)
 
 
-@pytest.mark.parametrize("name", ["ring", "random_regular", "small_world", "erdos_renyi", "same_cluster"])
+@pytest.mark.parametrize("name", graphs.__all__)
 def test_every_graph(name):
     graph = functools.partial(getattr(graphs, name), **({"degree": 4} if name == "random_regular" else {}))
     near = graphs.neighbours(graph, torch.tensor(CLUSTER), stream(0, "graph"))
