@@ -167,7 +167,11 @@ def test_what_was_run_is_not_run_over(tmp_path, path):
     for name, content in bits(out).items():
         assert name == "config.toml" or content == before[name]
     (out / "config.toml").write_text("rounds = = 3")
-    assert "config.toml is damaged" in here("run", path, "--out", out, "--resume").one_line()
+    assert "config.toml cannot be read" in here("run", path, "--out", out).one_line()
+    assert "config.toml cannot be read" in here("compare", out).one_line()
+    assert here("run", path, "--out", out, "--workers", 1, "--resume").status == 0  # its seeds know what they are of
+    restored = bits(out)
+    assert restored == {**before, "config.toml": restored["config.toml"]}
 
 
 def test_runs_that_cannot_be_read_are_one_line(tmp_path, path):

@@ -261,7 +261,10 @@ def trial(folder, number, attack, scores):
     for seed, (accuracy, rate) in scores.items():
         inside = folder / "tuning" / "fedcb2o" / str(number) / attack / f"seed-{seed}"
         inside.mkdir(parents=True)
-        (inside / "summary.json").write_text(json.dumps({"accuracy": accuracy, "attack_success_rate": rate}))
+        (inside.parent / "config.toml").write_text("")
+        (inside / "summary.json").write_text(
+            json.dumps({"rounds": 1, "accuracy": accuracy, "attack_success_rate": rate})
+        )
 
 
 def test_the_best_mean_of_accuracy_less_success_is_chosen_and_kept(tmp_path):

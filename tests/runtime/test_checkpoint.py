@@ -18,6 +18,7 @@ from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import RunError
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Memory, Met
+from fedcb2o.records import Sums
 from fedcb2o.runtime import checkpoint
 
 MODELS = torch.arange(12.0).view(3, 4) / 7
@@ -183,7 +184,9 @@ def stopped(tmp_path):
 def stop(short, out):
     """Two rounds, as if the machine had stopped after the checkpoint."""
     assert here("run", short, "--out", out, "--workers", 1).status == 0
-    (out / "seed-1000/summary.json").unlink()
+    seed = out / "seed-1000"
+    (seed / "summary.json").unlink()
+    Sums.read(seed).back(seed, 2).write(seed)
 
 
 def resume(path, out):
@@ -211,7 +214,7 @@ def test_a_damaged_checkpoint_is_one_line_and_the_cure_works(stopped, damage):
     metrics = (out / "seed-1000/metrics.jsonl").read_bytes()
     assert "is damaged" in resume(path, out).one_line()
     assert (out / "seed-1000/metrics.jsonl").read_bytes() == metrics
-    file.unlink()  # what the message says
+    (out / "seed-1000").rename(out / "away")  # what the message says
     assert resume(path, out).status == 0
     assert bits(out) == expected
 
@@ -238,11 +241,23 @@ def test_a_run_killed_before_its_first_file_can_start_again(stopped):
     assert bits(out) == expected
 
 
+def test_a_flip_in_what_a_checkpoint_belongs_to_is_damage(stopped):
+    path, short, out, _ = stopped
+    stop(short, out)
+    file = out / "seed-1000" / checkpoint.FILE
+    file.write_bytes(file.read_bytes().replace(b"batch_size", b"batch_sizf", 1))
+    assert "is damaged: its fingerprint does not add up" in resume(path, out).one_line()
+
+
 def test_lost_metrics_are_told_and_not_made_up(stopped):
     path, short, out, _ = stopped
     stop(short, out)
     (out / "seed-1000/metrics.jsonl").write_text("garbage\n")
-    assert "lacks rounds before the checkpoint's round 2" in resume(path, out).one_line()
+    assert "metrics.jsonl is damaged: it does not hold what was written" in resume(path, out).one_line()
+    Sums.forget(out / "seed-1000")  # as a seed that was begun before there were sums
+    assert (
+        "it lacks rounds before the checkpoint's round 2, or has some twice (0 lines)" in resume(path, out).one_line()
+    )
 
 
 def test_another_configuration_is_refused_by_the_setting_that_differs(stopped):
@@ -255,6 +270,9 @@ def test_another_configuration_is_refused_by_the_setting_that_differs(stopped):
     # Its configuration exchanged behind its back: the checkpoint itself knows.
     config = out / "config.toml"
     config.write_text(config.read_text().replace("alpha = 2.0", "alpha = 3"))
+    other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3")
+    assert "seed-1000 holds another seed or another run, by its sums.json" in other.one_line()
+    Sums.forget(out / "seed-1000")
     other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3")
     assert "is the checkpoint of another configuration" in other.one_line()
     config.write_text(config.read_text().replace("alpha = 3", "alpha = 2.0"))

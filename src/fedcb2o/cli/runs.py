@@ -192,11 +192,11 @@ def _report_grid(folders: list[Path], out: Path) -> None:
 
 def _print_table(runs: list["Run"], over: Over) -> None:
     from fedcb2o.report import compare as compare_runs
-    from fedcb2o.report import to_rich, told_seeds, unfinished
+    from fedcb2o.report import to_rich, told_seeds, unchecked, unfinished
 
     console = Console()
     for run in runs:
-        if sentence := unfinished(run):
+        for sentence in filter(None, (unfinished(run), unchecked(run))):
             print(f"Note: {sentence}.", file=sys.stderr)
     console.print(to_rich(compare_runs(runs, over=over.value), caption=told_seeds(runs), width=console.width))
 

@@ -22,8 +22,9 @@ from fedcb2o.errors import FedCB2OError, RunError
 from fedcb2o.experiments import tuning
 from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.config import Experiment
-from fedcb2o.experiments.folder import alone, difference_of
+from fedcb2o.experiments.folder import alone, difference_of, told_anew
 from fedcb2o.experiments.grid import Cell, Grid, load_grid
+from fedcb2o.experiments.mend import has_ended
 from fedcb2o.experiments.pace import GridProgress, Pace
 from fedcb2o.experiments.run import run
 from fedcb2o.runtime import machine, workers
@@ -112,14 +113,21 @@ def _prepare(folder: Path, plan: Grid, frozen: Mapping[str, Any], cells: Sequenc
     records.write_toml(path, plan.table())
 
 
+def _cells(path: Path) -> list[dict[str, Any]]:
+    """The lines of cells.json; none where it is damaged, since what it tells beside the runs can be done without."""
+    try:
+        return records.read_cells(path) if path.exists() else []
+    except RunError:
+        told_anew(path)
+        return []
+
+
 class _Ledger:
     """cells.json: which run is which cell, the seconds that a seed of it took, and why it failed, if it did."""
 
     def __init__(self, folder: Path, cells: Sequence[Cell]) -> None:
         self.folder, self.cells = folder, {cell.folder: cell for cell in cells}
-        path = folder / "cells.json"
-        before = records.read_json(path).get("cells", []) if path.exists() else []
-        mine = [line for line in before if line["folder"] in self.cells]
+        mine = [line for line in _cells(folder / "cells.json") if line["folder"] in self.cells]
         self.seconds: dict[str, float] = {line["folder"]: line["seconds"] for line in mine if line["seconds"]}
         failed = [line for line in mine if line["error"] and self.lacks(self.cells[line["folder"]])]
         self.errors: dict[str, str] = {line["folder"]: line["error"] for line in failed}
@@ -143,13 +151,12 @@ class _Ledger:
             where = {"setting": place.setting, "defence": place.defence, "attack": place.attack}
             what = {"floor": cell.floor, "rounds": cell.experiment.rounds}
             lines.append({"folder": folder, "kind": cell.kind, **where, **what, **ended})
-        records.write_json(self.folder / "cells.json", {"cells": lines})
+        records.write_sealed(self.folder / "cells.json", {"cells": lines})
 
     def lacks(self, cell: Cell) -> list[int]:
-        """The seeds of a cell that have not run to their end."""
-        paths = {seed: self.folder / cell.folder / f"seed-{seed}" / "summary.json" for seed in cell.experiment.seeds}
-        rounds = cell.experiment.rounds
-        return [s for s, path in paths.items() if not path.exists() or records.read_json(path)["rounds"] < rounds]
+        """The seeds of a cell that have not run to their end, or are not whole: a run goes on with both."""
+        folder, rounds = self.folder / cell.folder, cell.experiment.rounds
+        return [seed for seed in cell.experiment.seeds if not has_ended(folder / f"seed-{seed}", rounds, whole=True)]
 
 
 # Processes

@@ -24,7 +24,7 @@ from fedcb2o.federated.local_update import Precision
 from fedcb2o.federated.terms import Convolution, Linear
 from fedcb2o.federated.types import THREAT, Attack, Threat
 from fedcb2o.models import Layout
-from fedcb2o.records import FREE
+from fedcb2o.records import identity
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -302,11 +302,6 @@ class Experiment(Part):
             "description": f"Clean twin, malicious agents train on true labels: {self.description}",
         }
         return self.model_copy(update={**names, "agents": agents})
-
-
-def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a run's numbers depend on: those that may not differ where it is resumed."""
-    return {key: value for key, value in settings.items() if key not in (*FREE, "rounds")}
 
 
 def load(source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[str, Any] | None = None) -> Experiment:

@@ -3,14 +3,15 @@
 import contextlib
 import fcntl
 import os
-import tomllib
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedcb2o import records
 from fedcb2o.errors import RunError
-from fedcb2o.experiments.config import Experiment, identity
+from fedcb2o.experiments.config import Experiment
+from fedcb2o.records import Sums
 
 
 @contextlib.contextmanager
@@ -32,14 +33,10 @@ def alone(folder: Path) -> Iterator[None]:
 
 def begin(folder: Path, experiment: Experiment, resume: bool) -> None:
     """Make the run's folder and its config.toml, or check that what is there is this run."""
-    path = folder / "config.toml"
+    path, settings = folder / "config.toml", experiment.settings()
     seeds = list(experiment.seeds)
-    if path.exists():
-        try:
-            there = tomllib.loads(path.read_text("utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise RunError(f"{path} is damaged ({error}): choose another --out") from error
-        if difference := difference_of(there, experiment.settings()):
+    if (there := _there(path, settings, resume)) is not None:
+        if difference := difference_of(there, settings):
             raise RunError(f"{folder} holds another run ({difference}): choose another --out")
         busy = [seed for seed in seeds if (folder / f"seed-{seed}" / "agents.json").exists()]
         if busy and not resume:
@@ -54,7 +51,40 @@ def begin(folder: Path, experiment: Experiment, resume: bool) -> None:
         seeds = sorted({*seeds, *there.get("seeds", ())})
     elif any(inside.name != f"{path.name}.tmp" for inside in folder.iterdir()):
         raise RunError(f"{folder} is not empty and holds no run: choose another --out")
-    records.write_toml(path, {**experiment.settings(), "seeds": seeds})
+    records.write_toml(path, {**settings, "seeds": seeds})
+
+
+def _there(path: Path, settings: Mapping[str, Any], resume: bool) -> Mapping[str, Any] | None:
+    """The settings of the run that is there, if any. Where config.toml is damaged or lost, but the sums of all seeds
+    say that they were run with `settings`, a resume takes those. Raises RunError for another damaged one."""
+    there, failure = None, None
+    if path.exists():
+        try:
+            there = records.read_config(path)
+        except RunError as error:
+            failure = error
+    if resume and (there is None or difference_of(there, settings)):
+        seeds = records.seeds_in(path.parent)
+        known = [_sums(folder) for folder in seeds.values()]
+        mine = [sums for sums in known if sums is not None and sums.settings == records.digest(settings)]
+        if mine and len(mine) == len(known):
+            told_anew(path)
+            return {**settings, "seeds": list(seeds), "rounds": max(sums.rounds for sums in mine)}
+    if failure is not None:
+        raise failure
+    return there
+
+
+def _sums(folder: Path) -> Sums | None:
+    """The sums of a seed, where they can be read."""
+    with contextlib.suppress(RunError):
+        return Sums.read(folder)
+    return None
+
+
+def told_anew(path: Path) -> None:
+    """Tell that a damaged or lost file is made again."""
+    print(f"Note: {path} was damaged or lost; it is made again.", file=sys.stderr)
 
 
 def make(folder: Path) -> None:
@@ -67,7 +97,7 @@ def make(folder: Path) -> None:
 
 def difference_of(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     """The first setting that two runs differ in, or None where they are one."""
-    old, new = flat(identity(there)), flat(identity(here))
+    old, new = flat(records.identity(there)), flat(records.identity(here))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     if not changed:
         return None

@@ -23,8 +23,9 @@ from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import tables
 from fedcb2o.experiments.assemble import aim_of, trigger_of
-from fedcb2o.experiments.config import Experiment, Natural, Part, first_problem, identity, load
+from fedcb2o.experiments.config import Experiment, Natural, Part, first_problem, load
 from fedcb2o.federated import attacks
+from fedcb2o.records import identity
 
 Changes = dict[str, Any]
 """Keys of an experiment and their values, as in its file."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fedcb2o import models, plugins, records
+from fedcb2o import models, plugins
 from fedcb2o.data.shard import Dataset, features
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.experiments.assemble import (
@@ -27,11 +27,12 @@ from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.folder import alone, begin, make
 from fedcb2o.experiments.lines import metrics_line, pairs_line
 from fedcb2o.experiments.memory import Plan, plan, size
+from fedcb2o.experiments.mend import has_ended, mended, sum_up
 from fedcb2o.experiments.primitives import primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
 from fedcb2o.experiments.surroundings import changed_versions, describe
 from fedcb2o.federated.peers import Memory
-from fedcb2o.records import Records, Run
+from fedcb2o.records import Records, Run, Sums, damaged
 from fedcb2o.runtime import arena, checkpoint, devices, ifca, machine, onednn, workers
 from fedcb2o.runtime.engine import Round, rounds
 from fedcb2o.runtime.shared import Shared
@@ -78,7 +79,7 @@ def run(
                 f"the model `{plugins.label(experiment.model.name)}` cannot be computed several times at once: leave "
                 f"out `together` ({why})"
             )
-        if not _done(experiment, folder / f"seed-{seed}"):
+        if not has_ended(folder / f"seed-{seed}", experiment.rounds):
             plan(experiment, dataset, each.terms.dim, workers, limit, folder / f"seed-{seed}")
     with alone(folder), Progress() if watch is None else contextlib.nullcontext(watch) as watch:
         begin(folder, experiment, resume)
@@ -90,7 +91,8 @@ def run(
 def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | None, watch: Watch) -> None:
     """Run one seed from its last checkpoint, or from the start, to the last round."""
     experiment, seed, dataset, dim = prepared.experiment, prepared.seed, prepared.dataset, prepared.terms.dim
-    if _done(experiment, folder):
+    sums = mended(prepared, folder)
+    if has_ended(folder, experiment.rounds):
         return
     fingerprint = f"{experiment.fingerprint(seed)} data {_digest(dataset)}"
     place = plan(experiment, dataset, dim, count, memory, folder)
@@ -111,11 +113,20 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
         if saved is not None and (changed := changed_versions(folder, device)):
             print(f"Note: {folder} began with {changed}: its next rounds may differ in bits.", file=sys.stderr)
         if saved is None:
+            if sums is not None and 0 not in sums.lines:
+                raise damaged(folder / checkpoint.FILE, "it is gone")
             first_models_(kept, prepared, range(len(kept)))
+            Sums.forget(folder)
             describe(folder, prepared, place.processes, chosen, device)
-            saved = 0, Memory.blank(prepared.terms.num_agents)
+            saved, sums = (0, Memory.blank(prepared.terms.num_agents)), None
         start = saved[0]
+        if sums is not None:
+            sums = sums.back(folder, start)
+            sums.write(folder)
         log.cut(start)
+        if sums is None:
+            sums = Sums.begin(folder, seed, experiment.settings(), start, log.sums())
+            sums.write(folder)
 
         def evaluated(n: int) -> bool:
             return (n + 1) % experiment.evaluate_every == 0 or n + 1 == experiment.rounds
@@ -134,12 +145,14 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
             if (done.n + 1) % experiment.checkpoint_every == 0 or done.n + 1 == experiment.rounds:
                 began = time.perf_counter()
                 log.sync()
+                sums = sums.after(done.n + 1, log.sums())
+                sums.write(folder)
                 checkpoint.save(folder, done.n + 1, [padded], done.memory, fingerprint)
                 seconds["checkpoint"] = time.perf_counter() - began
             log.append("timing", {"round": done.n + 1, **seconds})
             watch(experiment, seed, line)
-    scores = records.summary(Run(folder.parent).records_of(seed))
-    records.write_json(folder / "summary.json", {str(name): scores[name].iloc[0] for name in scores})
+    sum_up(folder)
+    sums.end(folder, log.sums()).write(folder)
 
 
 def rounds_of(engine: Shared) -> Callable[..., Iterator[Round]]:
@@ -160,12 +173,6 @@ def _say(watch: Watch, prepared: Prepared, place: Plan, chosen: Mapping[str, Any
         watch.say(f"{start}: processes {place.processes}{where}, {done_by}")
     if place.folder is not None:
         print(f"Note: {start}: {place}.", file=sys.stderr)
-
-
-def _done(experiment: Experiment, folder: Path) -> bool:
-    """Whether a seed has run to its last round."""
-    summary = folder / "summary.json"
-    return summary.exists() and records.read_json(summary).get("rounds", 0) >= experiment.rounds
 
 
 def _enter(stack: contextlib.ExitStack, prepared: Prepared, place: Plan) -> Shared:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from fedcb2o import records
 from fedcb2o.data.partition import rotate
@@ -20,10 +20,16 @@ from fedcb2o.runtime import devices
 
 def describe(folder: Path, prepared: Prepared, count: int, chosen: Mapping[str, Any], device: torch.device) -> None:
     """Write who takes part, in what surroundings, and a few samples as each cluster sees them."""
-    experiment, seed, dataset, population = prepared.experiment, prepared.seed, prepared.dataset, prepared.population
-    sources = torch.tensor(aim_of(experiment).sources, dtype=torch.int64)
-    environment = {"seed": seed, **_versions(device), "platform": platform.platform(), "workers": count}
+    environment = {"seed": prepared.seed, **_versions(device), "platform": platform.platform(), "workers": count}
     records.write_json(folder / ENVIRONMENT, {**environment, **chosen})
+    for name, content in participants(prepared).items():
+        records.atomic_write(folder / name, content)
+
+
+def participants(prepared: Prepared) -> dict[str, bytes]:
+    """The files that say who takes part and show a few samples as each cluster sees them: a seed gives them whole."""
+    experiment, dataset, population = prepared.experiment, prepared.dataset, prepared.population
+    sources = torch.tensor(aim_of(experiment).sources, dtype=torch.int64)
     held = [
         int(torch.isin(dataset.pool.y[v], sources).sum()) if len(v) and len(sources) else None
         for v in population.validation
@@ -39,15 +45,15 @@ def describe(folder: Path, prepared: Prepared, count: int, chosen: Mapping[str, 
         "num_samples": [len(chosen) for chosen in population.train],
         "source_in_validation": held,
     }
-    records.write_json(folder / "agents.json", who)
+    found = {"agents.json": records.json_of(who)}
     if dataset.pool.x.ndim == 4:
         y = dataset.pool.y
         labels = torch.linspace(0, dataset.num_classes - 1, min(10, dataset.num_classes)).long()
         first = torch.stack([(y == c).nonzero()[0, 0] if (y == c).any() else torch.tensor(0) for c in labels])
         images = (features(dataset.pool.x[first]).mean(1) * 255).clamp(0, 255).to(torch.uint8)
         seen = torch.stack([rotate(images, k, population.num_clusters) for k in range(population.num_clusters)])
-        seen = seen.contiguous()
-        records.atomic_write(folder / "samples.safetensors", lambda path: save_file({"images": seen}, path))
+        found["samples.safetensors"] = save({"images": seen.contiguous()})
+    return found
 
 
 def _versions(device: torch.device) -> dict[str, Any]:

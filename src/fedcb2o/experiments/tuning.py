@@ -17,7 +17,7 @@ from fedcb2o.experiments.grid import Grid
 def frozen(folder: Path, plan: Grid) -> dict[str, Any]:
     """What tuning.json holds for the grid's defences; raises RunError where that was asked over something else."""
     path = folder / "tuning.json"
-    there = records.read_json(path) if path.exists() else {}
+    there = records.read_sealed(path) if path.exists() else {}
     for defence in plan.candidates:
         if defence in there and there[defence]["asked"] != _asked(plan, defence):
             raise RunError(
@@ -55,7 +55,7 @@ def freeze(folder: Path, plan: Grid, frozen: dict[str, Any], errors: Mapping[str
             first = means.index(max(known))
             frozen[defence] = {"best": first, "scores": means, "by_attack": scores, "asked": _asked(plan, defence)}
     if new:
-        records.write_json(folder / "tuning.json", frozen)
+        records.write_sealed(folder / "tuning.json", frozen)
     return unfit
 
 
@@ -68,5 +68,9 @@ def _asked(plan: Grid, defence: str) -> dict[str, Any]:
 
 def _scores(folder: Path, seeds: Sequence[int]) -> list[float]:
     """Accuracy minus attack success rate, for each seed of a run."""
-    found = (records.read_json(folder / f"seed-{seed}" / "summary.json") for seed in seeds)
-    return [summary["accuracy"] - (summary["attack_success_rate"] or 0.0) for summary in found]
+    run, found = records.Run(folder), []
+    for seed in seeds:
+        if (summary := run.summary_of(seed)) is None:
+            raise records.damaged(folder / f"seed-{seed}" / "summary.json", "it is gone")
+        found.append(summary["accuracy"] - (summary["attack_success_rate"] or 0.0))
+    return found

@@ -4,21 +4,33 @@ A record is lost only with the round it belongs to: `lines` are appended whole, 
 failed write leaves what was there. `docs/runs.md` describes every file and every name in it.
 """
 
-from fedcb2o.records.files import atomic_write, read_json, write_json, write_toml
+from fedcb2o.records.files import atomic_write, damaged, json_of, read_json, write_json, write_toml
 from fedcb2o.records.lines import Records
-from fedcb2o.records.run import EVALUATED, FREE, Run
+from fedcb2o.records.run import EVALUATED, Run, read_config, seeds_in
 from fedcb2o.records.scores import last_fifth, last_round, summary
+from fedcb2o.records.sums import DESCRIBED, FREE, Sums, digest, identity, read_cells, read_sealed, write_sealed
 
 __all__ = [
+    "DESCRIBED",
     "EVALUATED",
     "FREE",
     "Records",
     "Run",
+    "Sums",
     "atomic_write",
+    "damaged",
+    "digest",
+    "identity",
+    "json_of",
     "last_fifth",
     "last_round",
+    "read_cells",
+    "read_config",
     "read_json",
+    "read_sealed",
+    "seeds_in",
     "summary",
     "write_json",
+    "write_sealed",
     "write_toml",
 ]

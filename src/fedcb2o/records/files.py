@@ -39,12 +39,17 @@ def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Replace `path` by `content` as JSON, atomically; NaN and infinities become null."""
-    atomic_write(path, (json.dumps(plain(content), indent=1, allow_nan=False) + "\n").encode())
+    atomic_write(path, json_of(content))
+
+
+def json_of(content: Mapping[str, object]) -> bytes:
+    """`content` as JSON; NaN and infinities become null."""
+    return (json.dumps(plain(content), indent=1, allow_nan=False) + "\n").encode()
 
 
 def write_toml(path: Path, content: Mapping[str, object]) -> None:
     """Replace `path` by `content` as TOML, atomically; keys whose value is None are left out, as TOML has no null."""
-    atomic_write(path, tomli_w.dumps(_without_none(content)).encode())
+    atomic_write(path, tomli_w.dumps(without_none(content)).encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -76,10 +81,11 @@ def plain(value: object) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
+    """A table without the keys whose value is None, in whatever depth."""
     if isinstance(value, Mapping):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    return [without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def fsync(path: Path) -> None:
@@ -100,6 +106,25 @@ def unwritable(path: Path, error: Exception) -> RunError:
     )
 
 
+AGAIN = "going on with --resume makes it again"
+RUN_AGAIN = "restore it, or move {seed} away: --resume then runs it again, with the same bits"
+CURES = {
+    "agents.json": AGAIN,
+    "cells.json": AGAIN,
+    "checkpoint.safetensors": f"records and figures do without it; {RUN_AGAIN}",
+    "environment.json": f"figures do without it; {RUN_AGAIN}",
+    "metrics.jsonl": RUN_AGAIN,
+    "pairs.jsonl": f"`compare` does without it; {RUN_AGAIN}",
+    "samples.safetensors": AGAIN,
+    "summary.json": AGAIN,
+    "sums.json": f"{AGAIN}, if the other files fit together",
+    "tuning.json": "restore it, or remove it: going on with --resume chooses again, by the same runs",
+    "timing.jsonl": "restore it, or remove it to do without its seconds",
+}
+"""What to do about a damaged file of a seed or a grid, such that nothing else is lost by it."""
+
+
 def damaged(path: Path, what: str) -> RunError:
-    """What to raise where a file of a seed does not hold what was written."""
-    return RunError(f"{path} is damaged: {what}; remove {path.parent} and run this seed again")
+    """What to raise where a file does not hold what was written."""
+    cure = CURES.get(path.name, "restore it").format(seed=path.parent.name)
+    return RunError(f"{path} is damaged: {what}; {cure}")

@@ -1,13 +1,14 @@
 """The lines of a seed, one for each round: appended whole, cut back for a resume, and read."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from fedcb2o.errors import RunError
 from fedcb2o.records.files import atomic_write, damaged, fsync, plain, unwritable
+from fedcb2o.records.sums import Sum
 
 Name = Literal["metrics", "pairs", "timing"]
 NAMES: tuple[Name, ...] = ("metrics", "pairs", "timing")
@@ -18,6 +19,7 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._totals = {name: (0, hashlib.sha256()) for name in NAMES}
 
     def path(self, name: Name) -> Path:
         """Where the lines of one kind are kept."""
@@ -30,7 +32,8 @@ class Records:
             text = json.dumps(line, allow_nan=False)
         except (TypeError, ValueError):  # arrays, or what is not finite
             text = json.dumps(plain(line), allow_nan=False)
-        data = memoryview(f"{text}\n".encode())
+        whole = f"{text}\n".encode()
+        data = memoryview(whole)
         try:
             with path.open("ab", buffering=0) as file:
                 size = file.tell()
@@ -43,6 +46,16 @@ class Records:
                     raise
         except OSError as error:
             raise unwritable(path, error) from error
+        self._count(name, whole)
+
+    def _count(self, name: Name, content: bytes) -> None:
+        size, total = self._totals[name]
+        total.update(content)
+        self._totals[name] = size + len(content), total
+
+    def sums(self) -> dict[str, Sum]:
+        """What the files hold: of each its bytes and their SHA-256."""
+        return {self.path(name).name: (size, total.hexdigest()) for name, (size, total) in self._totals.items()}
 
     def sync(self) -> None:
         """Force all lines to the disk: before a checkpoint, so that it never knows more rounds than the records."""
@@ -67,13 +80,15 @@ class Records:
                     found.append(line["round"])
             # timing.jsonl may lack the last round: its line also tells how long that checkpoint took.
             if name != "timing" and found != list(range(1, rounds + 1)):
-                raise RunError(
-                    f"{path} lacks rounds before the checkpoint's round {rounds} or holds them twice (it has "
-                    f"{len(found)}), so the run cannot be resumed: remove {self.folder} and run this seed again"
+                held = f"it has {len(found)} of them"
+                raise damaged(
+                    path, f"it lacks rounds before the checkpoint's round {rounds} or has some twice ({held})"
                 )
             content = b"".join(kept)
             if path.exists() and path.stat().st_size != len(content):
                 atomic_write(path, content)
+            self._totals[name] = 0, hashlib.sha256()
+            self._count(name, content)
 
 
 def read_lines(path: Path, *, damaged_ends: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:

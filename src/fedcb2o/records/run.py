@@ -15,12 +15,14 @@ from safetensors.numpy import load_file
 from fedcb2o.errors import RunError
 from fedcb2o.records.files import damaged, read_json
 from fedcb2o.records.lines import read_lines
+from fedcb2o.records.sums import FILE as SUMS
+from fedcb2o.records.sums import Sums
 
 AGENTS = ("cluster", "malicious", "num_samples", "source_in_validation")
 METRICS = ("train_loss", "validation_loss", "malicious_weight", "answered")
+KINDS = {"name": str, "title": str, "description": str, "rounds": int, "seeds": list, "agents": dict}
+MENDED = "`fedcb2o run` of the experiment with this --out and --resume writes it anew"
 EVALUATED = ("accuracy", "source_accuracy", "attack_success_rate")
-FREE = ("name", "title", "description", "seeds", "checkpoint_every")
-"""The settings that no number of a round depends on."""
 
 
 @dataclass(frozen=True, init=False)
@@ -28,6 +30,7 @@ class Run:
     """What a run has written so far, read from its folder; raises RunError if that is no run's folder.
 
     A table is read when it is first asked for and then kept: open the folder anew to see a running run's progress.
+    Each file is held against its sum in sums.json before it is read; RunError names one that is damaged, and the cure.
     """
 
     folder: Path
@@ -45,11 +48,7 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved experiment, config.toml."""
-        path = self.folder / "config.toml"
-        try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RunError(f"{path} cannot be read ({error}): restore it, or run the experiment again") from error
+        return read_config(self.folder / "config.toml")
 
     @property
     def name(self) -> str:
@@ -64,20 +63,55 @@ class Run:
     @cached_property
     def seeds(self) -> tuple[int, ...]:
         """The seeds that have begun, in ascending order."""
-        found = (path.parent.name.removeprefix("seed-") for path in self.folder.glob("seed-*/agents.json"))
-        return tuple(sorted(int(seed) for seed in found if seed.isdecimal()))
+        return tuple(seeds_in(self.folder))
 
     @property
     def complete(self) -> bool:
         """Whether every seed of the configuration has run to its end."""
-        wanted = {int(seed) for seed in self.config.get("seeds", self.seeds)} | set(self.seeds)
-        rounds = int(self.config.get("rounds", 0))
+        wanted, rounds = {*self.config.get("seeds", ()), *self.seeds}, self.config.get("rounds", 0)
+        return bool(wanted) and all((self.summary_of(seed) or {"rounds": -1})["rounds"] >= rounds for seed in wanted)
 
-        def ended(seed: int) -> bool:
-            path = self._seed(seed) / "summary.json"
-            return path.exists() and int(read_json(path).get("rounds", 0)) >= rounds
+    def summary_of(self, seed: int) -> dict[str, Any] | None:
+        """summary.json of a seed that ran to its end, or None: its results, as `summary` has them."""
+        sums = self._sums(seed)
+        if sums is not None and not sums.complete:  # it goes on, and the file is of the rounds before
+            return None
+        path = self._file(seed, "summary.json")
+        found = read_json(path) if path.exists() else None
+        if found is not None and not isinstance(found.get("rounds"), int | float):
+            raise damaged(path, "`rounds` is no number")
+        return found
 
-        return bool(wanted) and all(ended(seed) for seed in wanted)
+    @property
+    def unchecked(self) -> tuple[int, ...]:
+        """The seeds without sums.json, whose files are taken as they are."""
+        return tuple(seed for seed in self.seeds if self._sums(seed) is None)
+
+    def check(self) -> None:
+        """Hold every file of every seed, checkpoints too, against its sum; raises RunError where one is damaged."""
+        for seed in self.seeds:
+            if (sums := self._sums(seed)) is not None:
+                sums.check_all(self._seed(seed))
+
+    def _sums(self, seed: int) -> Sums | None:
+        """The sums of one seed, where it has any; raises RunError where they are of another seed or experiment."""
+        sums = Sums.read(self._seed(seed))
+        if sums is None:
+            return None
+        if sums.seed != seed:
+            raise RunError(f"{self._seed(seed)} holds seed {sums.seed}, by its sums.json: give it its own name again")
+        path = self.folder / "config.toml"
+        if not (sums.fits(self.config) or sums.fits(read_config(path))):  # the run may have been made longer meanwhile
+            raise RunError(
+                f"{self._seed(seed)} was run with other settings than those in {path}: one of them was changed or "
+                f"comes from another run; put it back, or {MENDED}"
+            )
+        return sums
+
+    def _file(self, seed: int, name: str) -> Path:
+        """The path of a file of a seed, held against its sum."""
+        sums = self._sums(seed)
+        return self._seed(seed) / name if sums is None else sums.check(self._seed(seed), name)
 
     @cached_property
     def records(self) -> pd.DataFrame:
@@ -94,7 +128,7 @@ class Run:
         agents = self._agents_of(seed)
         rounds: list[int] = []
         columns: dict[str, list[float | None]] = {key: [] for key in METRICS + EVALUATED}
-        path = self._seed(seed) / "metrics.jsonl"
+        path = self._file(seed, "metrics.jsonl")
         for _, line in read_lines(path):
             rounds.append(line["round"])
             for key, values in columns.items():
@@ -115,7 +149,7 @@ class Run:
         """
         columns: dict[str, list[Any]] = {key: [] for key in ("seed", "round", "agent", "peer", "weight")}
         for seed in self.seeds:
-            path = self._seed(seed) / "pairs.jsonl"
+            path = self._file(seed, "pairs.jsonl")
             for _, line in read_lines(path):
                 try:
                     rows = zip(line["ids"], line["weights"], line["own"], strict=True)
@@ -152,17 +186,17 @@ class Run:
     def timing(self) -> pd.DataFrame:
         """A row for each seed and round: the seconds that each phase took."""
         lines = [
-            {"seed": seed, **line} for seed in self.seeds for _, line in read_lines(self._seed(seed) / "timing.jsonl")
+            {"seed": seed, **line} for seed in self.seeds for _, line in read_lines(self._file(seed, "timing.jsonl"))
         ]
         return pd.DataFrame(lines) if lines else pd.DataFrame(columns=["seed", "round"])
 
     def about(self, seed: int) -> dict[str, Any]:
         """agents.json of one seed: class names, clusters, angles, dimension, and a list over agents for each fact."""
-        return read_json(self._seed(seed) / "agents.json")
+        return read_json(self._file(seed, "agents.json"))
 
     def samples(self, seed: int) -> UInt8[np.ndarray, "K images H W"] | None:
         """A few images as each cluster sees them, uint8 [K, 10, H, W]; None where the data are no images."""
-        path = self._seed(seed) / "samples.safetensors"
+        path = self._file(seed, "samples.safetensors")
         try:
             return load_file(path)["images"] if path.exists() else None
         except (OSError, KeyError, SafetensorError) as error:
@@ -175,3 +209,24 @@ class Run:
         done = "complete" if self.complete else f"incomplete, seeds so far {list(self.seeds)}"
         seeds = len(self.seeds)
         return f"Run({str(self.folder)!r}: {self.title}, {seeds} seed{'s' * (seeds != 1)}, {done})"
+
+
+def seeds_in(folder: Path) -> dict[int, Path]:
+    """The seeds of a run that have begun, in ascending order, and their folders."""
+    begun = (path.parent for name in ("agents.json", SUMS) for path in folder.glob(f"seed-*/{name}"))
+    found = {path.name.removeprefix("seed-"): path for path in begun}
+    return {int(seed): found[seed] for seed in sorted(filter(str.isdecimal, found), key=int)}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a run's config.toml holds; raises RunError where it is damaged."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{path} cannot be read ({error}); {MENDED}") from error
+    for key, kind in KINDS.items():
+        if not isinstance(found.get(key, kind()), kind):
+            raise RunError(f"{path} is damaged: `{key}` is {found[key]!r}; {MENDED}")
+    if not all(type(seed) is int for seed in found.get("seeds", ())):
+        raise RunError(f"{path} is damaged: `seeds` is {found['seeds']!r}; {MENDED}")
+    return found

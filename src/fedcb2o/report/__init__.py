@@ -7,7 +7,15 @@ from fedcb2o.report.grid_page import grid_notes, report_grid
 from fedcb2o.report.grid_tables import briefs
 from fedcb2o.report.page import report
 from fedcb2o.report.render import readable, to_html, to_latex, to_markdown, to_rich
-from fedcb2o.report.tables import by_source_count, compare, net_attack_success, pair_statistics, told_seeds, unfinished
+from fedcb2o.report.tables import (
+    by_source_count,
+    compare,
+    net_attack_success,
+    pair_statistics,
+    told_seeds,
+    unchecked,
+    unfinished,
+)
 
 __all__ = [
     "briefs",
@@ -31,6 +39,7 @@ __all__ = [
     "to_markdown",
     "to_rich",
     "told_seeds",
+    "unchecked",
     "unfinished",
     "weight_matrix",
 ]

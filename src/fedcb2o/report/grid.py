@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import EVALUATED, Run, last_fifth, read_json
+from fedcb2o.records import EVALUATED, Run, last_fifth, read_cells, read_sealed
 
 KEYS = ["setting", "defence", "attack", "floor", "seed"]
 ENDS = ("", "_worst", "_worst_tenth")
@@ -92,9 +92,10 @@ def read_grid(folder: Path) -> GridResults:
     Raises RunError where it holds neither, or cannot be read.
     """
     table = _toml(folder / "grid.toml")
-    chosen = read_json(folder / "tuning.json") if (folder / "tuning.json").is_file() else {}
+    tuned = read_sealed(folder / "tuning.json") if (folder / "tuning.json").is_file() else {}
+    chosen = {defence: choice for defence, choice in tuned.items() if defence in table["defences"]}
     if (folder / "cells.json").is_file():
-        rows = _from_runs(folder, read_json(folder / "cells.json")["cells"], table["seeds"])
+        rows = _from_runs(folder, read_cells(folder / "cells.json"), table["seeds"])
     elif (folder / "summary.csv").is_file():
         rows = _from_csv(folder / "summary.csv")
     else:
@@ -153,10 +154,11 @@ def measures(folder: Path, rounds: int) -> dict[int, dict[str, float]]:
     if not (folder / "config.toml").is_file():
         return {}
     run = Run(folder)
-    paths = {seed: folder / f"seed-{seed}" / "summary.json" for seed in run.seeds}
-    ended = {seed: read_json(path) for seed, path in paths.items() if path.is_file()}
+    ended = {seed: run.summary_of(seed) for seed in run.seeds}
     return {
-        seed: _measures(run, seed, summary) for seed, summary in ended.items() if summary.get("rounds", 0) >= rounds
+        seed: _measures(run, seed, summary)
+        for seed, summary in ended.items()
+        if summary is not None and summary["rounds"] >= rounds
     }
 
 

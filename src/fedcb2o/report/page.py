@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from fedcb2o.report.tables import (
     labels,
     pair_statistics,
     told_seeds,
+    unchecked,
     unfinished,
     without_twins,
 )
@@ -79,7 +81,7 @@ def report(runs: Sequence[Run], out: Path) -> list[Path]:
     if not shown:
         raise RunError("no run here has an evaluated round yet, so there is nothing to report: let one go on first")
     page, names = new_page(out), labels(shown)
-    for sentence in filter(None, [*map(unfinished, runs), *map(_tuning, shown)]):
+    for sentence in filter(None, [*map(unfinished, runs), *map(unchecked, runs), *map(_tuning, shown)]):
         page.body.append(f'<p class="warning">{html_text(sentence)}.</p>')
     page.table("Results", "results", compare(ready), f"{told_seeds(ready)} {OVERALL}")
     page.figure("Over the rounds", "curves", curves(shown), CURVES)
@@ -94,12 +96,22 @@ def report(runs: Sequence[Run], out: Path) -> list[Path]:
         page.table("The same as a table", "source-count", readable(counts, empty=METRICS), "In percent.", fold=True)
     for i, (run, name) in enumerate(zip(shown, names, strict=True), start=1):
         page.figure(f"Weights between agents: {name}", f"weights-{i}-{slug(name)}", weight_matrix(run), MATRIX)
-    page.figure("Samples", "samples", sample_images(max(shown, key=_clusters)), SAMPLES)
+    page.figure("Samples", "samples", _samples(page, max(shown, key=_clusters)), SAMPLES)
     page.file("seeds.csv", _stack(names, [summary(run.records) for run in shown]).to_csv(index=False))
     page.file("pairs.csv", _stack(names, map(pair_statistics, shown)).to_csv(index=False))
     page.settings(names, shown)
     page.write("report.html", f"fedcb2o: {', '.join(names)}")
     return page.paths
+
+
+def _samples(page: "Page", run: Run) -> Figure | None:
+    """A few samples of a run; a warning where they are damaged, since the rest of the page does without them."""
+    try:
+        return sample_images(run)
+    except RunError as error:
+        print(f"Note: the page shows no samples: {error}.", file=sys.stderr)
+        page.body.append(f'<p class="warning">No samples are shown: {html_text(str(error))}.</p>')
+        return None
 
 
 @dataclass

@@ -176,6 +176,17 @@ def unfinished(run: Run) -> str | None:
     return f"{run.title} ({Path(run.folder).name}) is incomplete: {len(run.seeds)} of {wanted} seeds begun, {have}"
 
 
+def unchecked(run: Run) -> str | None:
+    """Which seeds of a run have no sums to hold their files against, as a sentence; None if all have."""
+    if not run.unchecked:
+        return None
+    seeds = ", ".join(map(str, run.unchecked))
+    return (
+        f"{run.title} ({Path(run.folder).name}): there is no sums.json to hold the files of seed {seeds} against; "
+        "`fedcb2o run` with --resume looks at them and writes it"
+    )
+
+
 def _is_twin(run: Run, other: Run) -> bool:
     """Whether `other` is the clean twin of `run`."""
 

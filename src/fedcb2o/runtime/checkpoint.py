@@ -20,7 +20,7 @@ from fedcb2o.errors import RunError
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Memory, Met
 from fedcb2o.federated.returned import KEPT
-from fedcb2o.records import atomic_write
+from fedcb2o.records import atomic_write, damaged
 
 FILE = "checkpoint.safetensors"
 STATE = "state."  # then the agent and the name of what its rule keeps
@@ -50,9 +50,12 @@ def _write(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Iterab
     """
     known: dict[str, Any] = {name: _entry("BF16", [10**18] * 8, 10**18, 10**18) for name in tensors}
     room = (
-        len(_header(metadata, known, dict.fromkeys(["rounds", *tensors], f"{torch.bfloat16} {10**10}"))) // 8 * 8 + 64
+        len(_header(metadata, known, dict.fromkeys([*metadata, *tensors], f"{torch.bfloat16} {10**10}"))) // 8 * 8 + 64
     )
-    sums: dict[str, int | str] = {"rounds": int(metadata["rounds"])}
+    sums: dict[str, int | str] = {
+        "rounds": int(metadata["rounds"]),
+        "fingerprint": of_text(metadata["fingerprint"]),
+    }
     with path.open("wb") as file:
         start = file.seek(8 + room)
         for name, parts in tensors.items():
@@ -88,30 +91,36 @@ def load_(folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(No
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            if header.get("fingerprint") != fingerprint:
+            sums = json.loads(header["sums"])
+            if sums.pop("fingerprint", None) not in (None, of_text(header["fingerprint"])):  # none in older ones
+                raise ValueError("its fingerprint does not add up")
+            if header["fingerprint"] != fingerprint:
                 raise RunError(
                     f"{path} is the checkpoint of another configuration: choose another --out, or run the one "
                     f"that {folder.parent / 'config.toml'} holds"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         rounds = int(header["rounds"])
-        if _sums(rounds, tensors) != json.loads(header["sums"]) or tensors["models"][rows].shape != models.shape:
+        if _sums(rounds, tensors) != sums or tensors["models"][rows].shape != models.shape:
             raise ValueError("its content does not add up")
         sizes, ids, likelihood = (tensors[name].numpy() for name in ("met", "ids", "likelihood"))
         states: list[dict[str, Tensor]] = [{} for _ in sizes]
         for name in sorted(tensors.keys() - {"models", "met", "ids", "likelihood"}):
             agent, _, key = name.removeprefix(STATE).partition(".")
             states[int(agent)][key] = tensors[name]
-    except (SafetensorError, OSError, KeyError, ValueError, IndexError) as error:
-        raise RunError(
-            f"the checkpoint {path} is damaged ({error}): delete it to run this seed from the start"
-        ) from error
+    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise damaged(path, str(error)) from error
     models.copy_(tensors["models"][rows])
     return rounds, Memory(Met(Lists(ids, sizes), likelihood), tuple(states))
 
 
 def _sums(rounds: int, tensors: dict[str, Tensor]) -> dict[str, int | str]:
     return {"rounds": rounds, **{name: f"{t.dtype} {adds_up_to(t)}" for name, t in tensors.items()}}
+
+
+def of_text(text: str) -> str:
+    """The CRC-32 of a text."""
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def adds_up_to(tensor: Tensor) -> int:
