@@ -12,7 +12,7 @@ import tomli_w
 
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import load, run
-from fedcb2o.records import Run, Sums
+from fedcb2o.records import Records, Run, Sums
 from fedcb2o.records.sums import FREE, sum_of
 from tests.tiny import here, write
 
@@ -48,10 +48,9 @@ def test_a_complete_seed_has_the_sum_of_each_of_its_files(finished):
     _, out = finished
     for seed in (1000, 1001):
         sums, inside = Sums.read(out / f"seed-{seed}"), out / f"seed-{seed}"
-        held = {**sums.files, **sums.lines[4]}
-        assert held.keys() == {path.name for path in inside.iterdir()} - {"sums.json"}
-        assert {name: sum_of(inside / name) for name in held} == held
-        assert (sums.seed, sums.complete, sums.rounds, list(sums.lines)) == (seed, True, 4, [4])
+        assert sums.files.keys() == {path.name for path in inside.iterdir()} - {"sums.json"}
+        assert {name: sum_of(inside / name) for name in sums.files} == sums.files
+        assert (sums.seed, sums.complete, sums.rounds) == (seed, True, 4)
     Run(out).check()
 
 
@@ -218,10 +217,15 @@ def test_lost_and_damaged_configs_are_written_anew_by_a_resume(copy):
 # Runs in progress, and those from before there were sums
 
 
+def goes_on(out):
+    """As if the run were to be made longer, and had begun with it."""
+    Sums.begin(out / SEED, 1000, load(str(out / "config.toml")).settings(), 4)
+
+
 def test_a_running_seed_is_read_up_to_its_last_line(copy):
     _, out = copy
     seed = out / SEED
-    Sums.read(seed).back(seed, 4).write(seed)
+    goes_on(out)
     (seed / "summary.json").unlink()
     last = (seed / "metrics.jsonl").read_text().splitlines()[-1]
     with (seed / "metrics.jsonl").open("a") as file:
@@ -229,6 +233,30 @@ def test_a_running_seed_is_read_up_to_its_last_line(copy):
     running = Run(out)
     assert running.records[running.records.seed == 1000]["round"].max() == 5
     assert not running.complete
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "pairs.jsonl"])
+def test_what_a_running_seed_had_at_its_last_checkpoint_must_be_there(copy, name):
+    path, out = copy
+    goes_on(out)
+    cut(out / SEED / name)
+    refused = f"{out / SEED / name} is damaged: it does not hold what was written"
+    assert refused in here("report" if name == "pairs.jsonl" else "compare", out).one_line()
+    assert refused in here("run", path, "--out", out, "--resume", "--set", "rounds=5").one_line()
+
+
+def test_a_lost_or_older_checkpoint_of_a_running_seed_is_not_started_over(copy):
+    path, out = copy
+    goes_on(out)
+    checkpoint, metrics = out / SEED / "checkpoint.safetensors", (out / SEED / "metrics.jsonl").read_bytes()
+    checkpoint.rename(out / "away")
+    longer = "run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=5"
+    assert "checkpoint.safetensors is damaged: it is gone" in here(*longer).one_line()
+    short = write(out.with_name("short.toml"), rounds=3, seeds=[1000], checkpoint_every=2, evaluate_every=1)
+    assert here("run", short, "--out", out.with_name("short"), "--workers", 1).status == 0
+    shutil.copy(out.with_name("short") / SEED / checkpoint.name, checkpoint)
+    assert "is damaged" in here(*longer).one_line()
+    assert (out / SEED / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_a_run_that_is_made_longer_is_read_by_who_opened_it_before(copy):
@@ -248,6 +276,16 @@ def test_a_seed_without_sums_is_told_and_gets_them(copy):
     assert "there is no sums.json to hold the files of seed 1000 against" in told.err
     assert resume(path, out).status == 0
     assert contents(out) == before
+    (out / SEED / "sums.json").unlink()
+    one_digit(out / SEED / "metrics.jsonl")
+    assert "metrics.jsonl is damaged: it does not hold what was written" in resume(path, out).one_line()
+
+
+def test_records_without_any_sum_must_say_what_the_summary_says(tmp_path, monkeypatch):
+    path, out = write(tmp_path / "tiny.toml", rounds=4), tmp_path / "run"
+    with monkeypatch.context() as before:
+        before.setattr(Records, "sums", lambda *_: {})
+        assert here("run", path, "--out", out, "--workers", 1).status == 0
     (out / SEED / "sums.json").unlink()
     one_digit(out / SEED / "metrics.jsonl")
     assert "metrics.jsonl is damaged: it does not say what summary.json says" in resume(path, out).one_line()

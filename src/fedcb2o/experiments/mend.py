@@ -13,7 +13,7 @@ from fedcb2o.errors import RunError
 from fedcb2o.experiments.assemble import Prepared
 from fedcb2o.experiments.folder import told_anew
 from fedcb2o.experiments.surroundings import participants
-from fedcb2o.records import DESCRIBED, Run, Sums, damaged
+from fedcb2o.records import DESCRIBED, LINES, Run, Sums, damaged
 from fedcb2o.runtime.checkpoint import FILE as CHECKPOINT
 
 SUMMARY = "summary.json"
@@ -34,8 +34,7 @@ def mended(prepared: Prepared, folder: Path) -> Sums | None:
     """The sums of a seed whose files hold what was written, those that can be made again being so; None where it has
     not begun, or its sums were lost or never written.
 
-    What grows is looked at here where the seed is done, and else when it goes on. Raises RunError where a file is
-    damaged that cannot be made again.
+    Raises RunError where a file is damaged that cannot be made again.
     """
     try:
         sums = Sums.read(folder)
@@ -51,8 +50,8 @@ def mended(prepared: Prepared, folder: Path) -> Sums | None:
         return None
     if sums.seed != prepared.seed or sums.settings != records.digest(prepared.experiment.settings()):
         raise RunError(f"{folder} holds another seed or another run, by its sums.json: choose another --out")
-    names = {**sums.files, **sums.lines[sums.rounds]} if has_ended(folder, prepared.experiment.rounds) else DESCRIBED
-    for name in names:
+    ended = has_ended(folder, prepared.experiment.rounds)
+    for name in sums.files if ended else (*DESCRIBED, *LINES):  # a checkpoint to go on from is looked at as it is read
         try:
             sums.check(folder, name)
         except RunError:

@@ -32,7 +32,7 @@ from fedcb2o.experiments.primitives import primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
 from fedcb2o.experiments.surroundings import changed_versions, describe
 from fedcb2o.federated.peers import Memory
-from fedcb2o.records import Records, Run, Sums, damaged
+from fedcb2o.records import SEEDED, Records, Run, Sums, damaged
 from fedcb2o.runtime import arena, checkpoint, devices, ifca, machine, onednn, workers
 from fedcb2o.runtime.engine import Round, rounds
 from fedcb2o.runtime.shared import Shared
@@ -113,20 +113,17 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
         if saved is not None and (changed := changed_versions(folder, device)):
             print(f"Note: {folder} began with {changed}: its next rounds may differ in bits.", file=sys.stderr)
         if saved is None:
-            if sums is not None and 0 not in sums.lines:
+            if sums is not None and sums.rounds:
                 raise damaged(folder / checkpoint.FILE, "it is gone")
             first_models_(kept, prepared, range(len(kept)))
             Sums.forget(folder)
             describe(folder, prepared, place.processes, chosen, device)
-            saved, sums = (0, Memory.blank(prepared.terms.num_agents)), None
+            saved = 0, Memory.blank(prepared.terms.num_agents)
         start = saved[0]
-        if sums is not None:
-            sums = sums.back(folder, start)
-            sums.write(folder)
+        if sums is not None and start < sums.rounds:
+            raise damaged(folder / checkpoint.FILE, f"it is of round {start}, and there was one of {sums.rounds}")
         log.cut(start)
-        if sums is None:
-            sums = Sums.begin(folder, seed, experiment.settings(), start, log.sums())
-            sums.write(folder)
+        sums = Sums.begin(folder, seed, experiment.settings(), start)
 
         def evaluated(n: int) -> bool:
             return (n + 1) % experiment.evaluate_every == 0 or n + 1 == experiment.rounds
@@ -145,14 +142,13 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
             if (done.n + 1) % experiment.checkpoint_every == 0 or done.n + 1 == experiment.rounds:
                 began = time.perf_counter()
                 log.sync()
-                sums = sums.after(done.n + 1, log.sums())
-                sums.write(folder)
-                checkpoint.save(folder, done.n + 1, [padded], done.memory, fingerprint)
+                checkpoint.save(folder, done.n + 1, [padded], done.memory, fingerprint, log.sums(SEEDED))
+                sums = sums.reached(folder, done.n + 1)
                 seconds["checkpoint"] = time.perf_counter() - began
             log.append("timing", {"round": done.n + 1, **seconds})
             watch(experiment, seed, line)
     sum_up(folder)
-    sums.end(folder, log.sums()).write(folder)
+    sums.end(folder, experiment.rounds, log.sums())
 
 
 def rounds_of(engine: Shared) -> Callable[..., Iterator[Round]]:

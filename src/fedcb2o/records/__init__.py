@@ -5,15 +5,17 @@ failed write leaves what was there. `docs/runs.md` describes every file and ever
 """
 
 from fedcb2o.records.files import atomic_write, damaged, json_of, read_json, write_json, write_toml
-from fedcb2o.records.lines import Records
+from fedcb2o.records.lines import SEEDED, Records
 from fedcb2o.records.run import EVALUATED, Run, read_config, seeds_in
 from fedcb2o.records.scores import last_fifth, last_round, summary
-from fedcb2o.records.sums import DESCRIBED, FREE, Sums, digest, identity, read_cells, read_sealed, write_sealed
+from fedcb2o.records.sums import DESCRIBED, FREE, LINES, Sums, digest, identity, read_cells, read_sealed, write_sealed
 
 __all__ = [
     "DESCRIBED",
     "EVALUATED",
     "FREE",
+    "LINES",
+    "SEEDED",
     "Records",
     "Run",
     "Sums",

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,8 @@ from fedcb2o.records.sums import Sum
 
 Name = Literal["metrics", "pairs", "timing"]
 NAMES: tuple[Name, ...] = ("metrics", "pairs", "timing")
+SEEDED: tuple[Name, ...] = ("metrics", "pairs")
+"""Those that the seed and the settings determine."""
 
 
 class Records:
@@ -53,9 +55,10 @@ class Records:
         total.update(content)
         self._totals[name] = size + len(content), total
 
-    def sums(self) -> dict[str, Sum]:
+    def sums(self, names: Sequence[Name] = NAMES) -> dict[str, Sum]:
         """What the files hold: of each its bytes and their SHA-256."""
-        return {self.path(name).name: (size, total.hexdigest()) for name, (size, total) in self._totals.items()}
+        totals = {self.path(name).name: self._totals[name] for name in names}
+        return {name: (size, total.hexdigest()) for name, (size, total) in totals.items()}
 
     def sync(self) -> None:
         """Force all lines to the disk: before a checkpoint, so that it never knows more rounds than the records."""
@@ -79,11 +82,9 @@ class Records:
                     kept.append(text)
                     found.append(line["round"])
             # timing.jsonl may lack the last round: its line also tells how long that checkpoint took.
-            if name != "timing" and found != list(range(1, rounds + 1)):
-                held = f"it has {len(found)} of them"
-                raise damaged(
-                    path, f"it lacks rounds before the checkpoint's round {rounds} or has some twice ({held})"
-                )
+            if name in SEEDED and found != list(range(1, rounds + 1)):
+                what = f"it lacks rounds before the checkpoint's round {rounds}, or has some twice"
+                raise damaged(path, f"{what} ({len(found)} lines)")
             content = b"".join(kept)
             if path.exists() and path.stat().st_size != len(content):
                 atomic_write(path, content)

@@ -1,17 +1,19 @@
-"""What the files of a seed hold, by SHA-256: sums.json, written with every checkpoint and at the end.
+"""What the files of a seed hold, by SHA-256: sums.json, written when the seed begins and when it ends.
 
-Whoever reads a file asks it first, so that a truncated, changed or exchanged one is refused by its name. Files that
-are written once have one sum; those that grow have one at each checkpoint that a resume may find, of what they held
-then. An entry comes before its checkpoint and goes after the next one, so that a kill between them costs nothing.
+Whoever reads a file asks it first, so that a truncated, changed or exchanged one is refused by its name. What grows
+meanwhile has its sums in the header of each checkpoint, of what it held then, so that the two cannot part.
 """
 
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from fedcb2o.records.files import atomic_write, damaged, json_of, plain, read_json, without_none
 
@@ -25,58 +27,36 @@ Sum = tuple[int, str]
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of one seed: of which settings, whether it has run to its end, and what its files hold."""
+    """The sums of one seed: of which settings, how many rounds it has surely done, whether these are all, and files."""
 
     seed: int
     settings: str
+    rounds: int
     complete: bool
     files: Mapping[str, Sum]
-    lines: Mapping[int, Mapping[str, Sum]]  # by the rounds of a checkpoint
-
-    @property
-    def rounds(self) -> int:
-        """The rounds of the newest checkpoint."""
-        return max(self.lines)
 
     @classmethod
-    def begin(
-        cls, folder: Path, seed: int, settings: Mapping[str, Any], rounds: int, lines: Mapping[str, Sum]
-    ) -> "Sums":
-        """The sums of a seed that runs on from the checkpoint after `rounds` rounds, or from the start: of the files
-        written once that lie in its folder, and of its `lines` so far."""
-        return cls(seed, digest(settings), False, _of_files(folder, DESCRIBED), {rounds: lines})
+    def begin(cls, folder: Path, seed: int, settings: Mapping[str, Any], rounds: int) -> "Sums":
+        """Of a seed that goes on after `rounds` rounds: of the files that lie there from its beginning. Writes it."""
+        return cls(seed, digest(settings), rounds, False, _of_files(folder, DESCRIBED))._written(folder)
 
-    def after(self, rounds: int, lines: Mapping[str, Sum]) -> "Sums":
-        """With an entry for the checkpoint after `rounds` rounds, beside that of the one before."""
-        return replace(self, lines={self.rounds: self.lines[self.rounds], rounds: lines})
+    def reached(self, folder: Path, rounds: int) -> "Sums":
+        """Of a seed with a checkpoint after `rounds` rounds. Writes that it has one, the first time."""
+        return self if self.rounds else replace(self, rounds=rounds)._written(folder)
 
-    def back(self, folder: Path, rounds: int) -> "Sums":
-        """Of a seed that goes on from the checkpoint after `rounds` rounds.
+    def end(self, folder: Path, rounds: int, lines: Mapping[str, Sum]) -> "Sums":
+        """Of a seed that has run to its end: each of its files, of those that grew by their sums. Writes it."""
+        files = {**self.files, **lines, **_of_files(folder, ENDED)}
+        return replace(self, rounds=rounds, complete=True, files=files)._written(folder)
 
-        Raises RunError where that is none of its checkpoints, or its lines up to there are not what was written.
-        """
-        if rounds not in self.lines:
-            known = " or ".join(map(str, self.lines))
-            raise damaged(folder / ENDED[1], f"it is of round {rounds}, and the last one was of round {known}")
-        for name in self.lines[rounds]:
-            self.check(folder, name, rounds)
-        files = {name: each for name, each in self.files.items() if name in DESCRIBED}
-        return replace(self, complete=False, files=files, lines={rounds: self.lines[rounds]})
-
-    def end(self, folder: Path, lines: Mapping[str, Sum]) -> "Sums":
-        """Of a seed that has run to its end: each of its files."""
-        return replace(
-            self, complete=True, files={**self.files, **_of_files(folder, ENDED)}, lines={self.rounds: lines}
-        )
+    def _written(self, folder: Path) -> "Sums":
+        write_sealed(folder / FILE, vars(self))
+        return self
 
     @staticmethod
     def forget(folder: Path) -> None:
         """Remove sums.json, since what it knows is written anew."""
         (folder / FILE).unlink(missing_ok=True)
-
-    def write(self, folder: Path) -> None:
-        """Replace sums.json; raises RunError where that fails."""
-        write_sealed(folder / FILE, vars(self))
 
     @classmethod
     def read(cls, folder: Path) -> "Sums | None":
@@ -86,8 +66,7 @@ class Sums:
             return None
         found = read_sealed(path)
         try:
-            lines = {int(rounds): _sums(each) for rounds, each in found["lines"].items()}
-            return cls(found["seed"], found["settings"], found["complete"], _sums(found["files"]), lines)
+            return cls(found["seed"], found["settings"], found["rounds"], found["complete"], _sums(found["files"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise damaged(path, "it holds no sums") from error
 
@@ -95,36 +74,64 @@ class Sums:
         """Whether a run with these settings may have come so far."""
         return self.settings == digest(settings) and self.rounds <= settings.get("rounds", self.rounds)
 
-    def check(self, folder: Path, name: str, rounds: int | None = None) -> Path:
-        """The path of a file that holds what was written or, if it grows, that begins with what was written up to the
-        checkpoint after `rounds` rounds, by default the newest.
+    def check(self, folder: Path, name: str) -> Path:
+        """The path of a file that holds what was written or, if it still grows, begins with what it held at the last
+        checkpoint.
 
         Raises RunError where it does not.
         """
-        path, grown = folder / name, self.lines[self.rounds if rounds is None else rounds]
-        expected = grown.get(name) or self.files.get(name)
+        path, grows = folder / name, name in LINES and not self.complete
+        expected = (lines_of(folder) if grows else self.files).get(name)
         if expected is None:
-            if path.exists():
+            if path.exists() and not grows:
                 raise damaged(path, f"it is no file of this seed, by its {FILE}")
         elif not path.exists():
             if expected[0] and name not in SPARE:
                 raise damaged(path, "it is gone")
-        elif sum_of(path, expected[0]) != expected or (self.complete and path.stat().st_size != expected[0]):
-            raise damaged(path, f"it does not hold what was written, whose SHA-256 is in {FILE}")
+        elif sum_of(path, expected[0]) != expected or (not grows and path.stat().st_size != expected[0]):
+            raise damaged(path, "it does not hold what was written, by its SHA-256")
         return path
 
     def check_all(self, folder: Path) -> None:
         """Raises RunError unless every file holds what was written."""
-        for name in {**self.files, **self.lines[self.rounds]}:
+        for name in (*self.files, *LINES):
             self.check(folder, name)
 
 
 DESCRIBED = ("environment.json", "agents.json", "samples.safetensors")
 """The files that are written when a seed begins."""
+LINES = ("metrics.jsonl", "pairs.jsonl", "timing.jsonl")
+"""The files that grow."""
 ENDED = ("summary.json", "checkpoint.safetensors")
-"""The files that are there, and change no more, when it has run to its end."""
+"""The files that are there, and change no more, when a seed has run to its end."""
 SPARE = ("timing.jsonl", "samples.safetensors")
 """The files that nothing else depends on: one may do without them."""
+
+
+def header_of(path: Path) -> dict[str, str]:
+    """What a checkpoint's header says; raises RunError where it does not add up.
+
+    Its sums have one of the header itself, which older ones lack.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            header = file.metadata() or {}
+        if json.loads(header["sums"]).get("header", total := header_sum(header)) != total:
+            raise ValueError("its header does not add up")
+    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise damaged(path, str(error)) from error
+    return header
+
+
+def header_sum(header: Mapping[str, str]) -> int:
+    """The CRC-32 of a checkpoint's header, without its sums."""
+    return zlib.crc32(json.dumps({name: header[name] for name in sorted(header) if name != "sums"}).encode())
+
+
+def lines_of(folder: Path) -> dict[str, Sum]:
+    """What the files that grow held at the last checkpoint, if there is one that knows."""
+    path = folder / ENDED[1]
+    return _sums(json.loads(header_of(path).get("lines", "{}"))) if path.exists() else {}
 
 
 def _sums(found: Mapping[str, Any]) -> dict[str, Sum]:

@@ -21,14 +21,25 @@ from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Memory, Met
 from fedcb2o.federated.returned import KEPT
 from fedcb2o.records import atomic_write, damaged
+from fedcb2o.records.sums import Sum, header_of, header_sum
 
 FILE = "checkpoint.safetensors"
 STATE = "state."  # then the agent and the name of what its rule keeps
 
 
-def save(folder: Path, rounds: int, models: Iterable[Tensor], memory: Memory, fingerprint: str) -> None:
+def save(
+    folder: Path,
+    rounds: int,
+    models: Iterable[Tensor],
+    memory: Memory,
+    fingerprint: str,
+    lines: Mapping[str, Sum] | None = None,
+) -> None:
     """Write the state after `rounds` rounds, atomically: the `models` of all agents in their order, some [k, d] at a
-    time, and what the agents remember. Raises RunError where it cannot be written."""
+    time, what the agents remember, and the sums of the records' `lines` up to here.
+
+    Raises RunError where it cannot be written.
+    """
     states = {f"{STATE}{j}.{name}": each for j, state in enumerate(memory.states) for name, each in state.items()}
     tensors = {
         "met": torch.from_numpy(memory.met.ids.sizes),
@@ -36,7 +47,7 @@ def save(folder: Path, rounds: int, models: Iterable[Tensor], memory: Memory, fi
         "likelihood": torch.from_numpy(memory.met.likelihood),
         **dict(sorted(states.items(), key=lambda each: -each[1].element_size())),  # so that each is aligned
     }
-    header = {"rounds": str(rounds), "fingerprint": fingerprint}
+    header = {"rounds": str(rounds), "fingerprint": fingerprint, "lines": json.dumps(lines or {})}
     atomic_write(
         folder / FILE, lambda path: _write(path, header, {"models": models} | {n: [t] for n, t in tensors.items()})
     )
@@ -49,13 +60,9 @@ def _write(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Iterab
     written last, when shapes and sums are known, into the room that was left for it.
     """
     known: dict[str, Any] = {name: _entry("BF16", [10**18] * 8, 10**18, 10**18) for name in tensors}
-    room = (
-        len(_header(metadata, known, dict.fromkeys([*metadata, *tensors], f"{torch.bfloat16} {10**10}"))) // 8 * 8 + 64
-    )
-    sums: dict[str, int | str] = {
-        "rounds": int(metadata["rounds"]),
-        "fingerprint": of_text(metadata["fingerprint"]),
-    }
+    longest = dict.fromkeys(["rounds", "header", *tensors], f"{torch.bfloat16} {10**10}")
+    room = len(_header(metadata, known, longest)) // 8 * 8 + 64
+    sums: dict[str, int | str] = {"rounds": int(metadata["rounds"]), "header": header_sum(metadata)}
     with path.open("wb") as file:
         start = file.seek(8 + room)
         for name, parts in tensors.items():
@@ -88,19 +95,18 @@ def load_(folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(No
     path = folder / FILE
     if not path.exists():
         return None
+    header = header_of(path)
+    if header.get("fingerprint") != fingerprint:
+        raise RunError(
+            f"{path} is the checkpoint of another configuration: choose another --out, or run the one that "
+            f"{folder.parent / 'config.toml'} holds"
+        )
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            sums = json.loads(header["sums"])
-            if sums.pop("fingerprint", None) not in (None, of_text(header["fingerprint"])):  # none in older ones
-                raise ValueError("its fingerprint does not add up")
-            if header["fingerprint"] != fingerprint:
-                raise RunError(
-                    f"{path} is the checkpoint of another configuration: choose another --out, or run the one "
-                    f"that {folder.parent / 'config.toml'} holds"
-                )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         rounds = int(header["rounds"])
+        sums = json.loads(header["sums"])
+        sums.pop("header", None)
         if _sums(rounds, tensors) != sums or tensors["models"][rows].shape != models.shape:
             raise ValueError("its content does not add up")
         sizes, ids, likelihood = (tensors[name].numpy() for name in ("met", "ids", "likelihood"))
@@ -116,11 +122,6 @@ def load_(folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(No
 
 def _sums(rounds: int, tensors: dict[str, Tensor]) -> dict[str, int | str]:
     return {"rounds": rounds, **{name: f"{t.dtype} {adds_up_to(t)}" for name, t in tensors.items()}}
-
-
-def of_text(text: str) -> str:
-    """The CRC-32 of a text."""
-    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def adds_up_to(tensor: Tensor) -> int:
