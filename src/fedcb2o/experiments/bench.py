@@ -110,6 +110,7 @@ def _prepare(folder: Path, plan: Grid, frozen: Mapping[str, Any], cells: Sequenc
     if begun and not resume:
         raise RunError(f"{folder} already holds runs of this grid: --resume goes on with it, or choose another --out")
     records.write_toml(path, plan.table())
+    records.sweep(folder)  # what a killed process left; runs sweep their own folders
 
 
 class _Ledger:

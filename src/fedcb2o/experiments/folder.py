@@ -31,7 +31,8 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path, experiment: Experiment, resume: bool) -> None:
-    """Make the run's folder and its config.toml, or check that what is there is this run."""
+    """Make the run's folder and its config.toml, or check that what is there is this run, and sweep what a killed
+    process left half-written there."""
     path = folder / "config.toml"
     seeds = list(experiment.seeds)
     if path.exists():
@@ -55,6 +56,8 @@ def begin(folder: Path, experiment: Experiment, resume: bool) -> None:
     elif any(inside.name != f"{path.name}.tmp" for inside in folder.iterdir()):
         raise RunError(f"{folder} is not empty and holds no run: choose another --out")
     records.write_toml(path, {**experiment.settings(), "seeds": seeds})
+    for each in (folder, *folder.glob("seed-*")):
+        records.sweep(each)
 
 
 def make(folder: Path) -> None:

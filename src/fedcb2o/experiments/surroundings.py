@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from fedcb2o import records
 from fedcb2o.data.partition import rotate
@@ -46,8 +46,7 @@ def describe(folder: Path, prepared: Prepared, count: int, chosen: Mapping[str, 
         first = torch.stack([(y == c).nonzero()[0, 0] if (y == c).any() else torch.tensor(0) for c in labels])
         images = (features(dataset.pool.x[first]).mean(1) * 255).clamp(0, 255).to(torch.uint8)
         seen = torch.stack([rotate(images, k, population.num_clusters) for k in range(population.num_clusters)])
-        seen = seen.contiguous()
-        records.atomic_write(folder / "samples.safetensors", lambda path: save_file({"images": seen}, path))
+        records.atomic_write(folder / "samples.safetensors", save({"images": seen.contiguous()}))
 
 
 def _versions(device: torch.device) -> dict[str, Any]:

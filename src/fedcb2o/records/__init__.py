@@ -4,7 +4,7 @@ A record is lost only with the round it belongs to: `lines` are appended whole, 
 failed write leaves what was there. `docs/runs.md` describes every file and every name in it.
 """
 
-from fedcb2o.records.files import atomic_write, read_json, write_json, write_toml
+from fedcb2o.records.files import atomic_write, read_json, sweep, write_json, write_toml
 from fedcb2o.records.lines import Records
 from fedcb2o.records.run import EVALUATED, FREE, Run
 from fedcb2o.records.scores import last_fifth, last_round, summary
@@ -19,6 +19,7 @@ __all__ = [
     "last_round",
     "read_json",
     "summary",
+    "sweep",
     "write_json",
     "write_toml",
 ]
