@@ -24,6 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from fedcb2o.data import cifar10, emnist, mnist
 from fedcb2o.data.files import Release, find, plain_or_gzip
 from fedcb2o.errors import DataError
+from fedcb2o.output import kept
 
 INCOMING = ".incoming-"  # how the names of folders begin whose files are not yet known to be whole
 READERS = {"cifar10": cifar10, "emnist": emnist, "mnist": mnist}
@@ -38,6 +39,7 @@ DAMAGED = (
 )
 
 
+@kept()
 def download(release: Release, target: Path, *, progress: bool = True) -> list[Path]:
     """The files of a data set, fetched into the folder `target` unless a whole set lies there already.
 

@@ -26,6 +26,7 @@ from fedcb2o.experiments.folder import alone, difference_of
 from fedcb2o.experiments.grid import Cell, Grid, load_grid
 from fedcb2o.experiments.pace import GridProgress, Pace
 from fedcb2o.experiments.run import run
+from fedcb2o.output import kept
 from fedcb2o.runtime import machine, workers
 
 
@@ -38,6 +39,7 @@ class Bench:
     failed: dict[str, str]
 
 
+@kept()
 def bench(
     grid: str | Path | Mapping[str, Any],
     *,
