@@ -136,7 +136,8 @@ class Command:
     def kill(self, who: str) -> str:
         """Kill the parent, the group or a worker, where there is one, else the parent; returns who it was."""
         pid = self.process.pid
-        workers = [each for each, line in living(self.mark).items() if "popen_loky" in line]
+        lines = living(self.mark) if who == "worker" else {}  # which takes a while: the others die at once
+        workers = [each for each, line in lines.items() if "popen_loky" in line]
         who = "parent" if who == "worker" and not workers else who
         with contextlib.suppress(ProcessLookupError):
             if who == "group":
@@ -177,7 +178,7 @@ def living(mark: str) -> dict[int, str]:
     return found
 
 
-def survivors(mark: str, grace: float = GRACE) -> list[str]:
+def survivors(mark: str, grace: float) -> list[str]:
     """The processes with a mark that are still there after `grace` seconds; they are then killed."""
     end = time.monotonic() + grace
     while (left := living(mark)) and time.monotonic() < end:
@@ -284,7 +285,7 @@ def end(command: Command, tally: Tally, killed: str | None) -> None:
         well |= killed == "worker" and status == 2 and last.startswith("Error: a worker process was killed")
         if not well or "Traceback" in command.said():
             tally.fault("failed", command, f"{killed} killed; status {status}, {last}")
-    if left := survivors(command.mark):
+    if left := survivors(command.mark, GRACE):
         tally.fault("alive", command, f"{killed} killed; {left}")
 
 
@@ -295,16 +296,18 @@ def killed_run(start: Callable[[], Command], kills: int, draw: np.random.Generat
         command, who = start(), str(draw.choice(list(VICTIMS), p=list(VICTIMS.values())))
         moment = str(draw.choice(list(MOMENTS), p=list(MOMENTS.values())))
         struck = comes(command, moment, draw, usual)
-        pids |= living(command.mark).keys() | {command.process.pid}
         who = command.kill(who) if struck else None
+        pids |= living(command.mark).keys() | {command.process.pid}
         end(command, tally, who)
         if who is None:
             break
-        within = command.writes() and who != "worker"
-        tally.counts.update(["kills", who, *["in a write"] * within, *["at the exit"] * command.complete()])
+        within, over = command.writes() and who != "worker", command.complete()
+        tally.counts.update(["kills", who, *["in a write"] * within, *["at the exit"] * over])
+        if over:
+            break
     command = start()
     end(command, tally, None)
-    pids |= {command.process.pid}
+    pids.add(command.process.pid)
     if told := wrong_bits(command.folder, usual):
         tally.fault("wrong bits", command, told)
     if left := left_on_disk(command.folder, usual):
