@@ -4,6 +4,9 @@ import gzip
 import importlib
 import io
 import os
+import signal
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -424,6 +427,35 @@ def test_import_beside_another_set(tmp_path):
     with pytest.raises(DataError, match=r"target holds another set of EMNIST files \(emnist47-"):
         import_files(RELEASE, source, target)
     assert names(target) == before
+
+
+HALF = """
+import os, signal, sys
+from pathlib import Path
+from fedcb2o.data import download
+from fedcb2o.data.emnist import RELEASE
+
+with download._staging(RELEASE, Path(sys.argv[1])) as folder:
+    (folder / "gzip.zip").write_bytes(bytes(1000))
+    print("half", flush=True)
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_download_left_goes_with_the_next_one_and_not_before(tmp_path):
+    source, target = write(tmp_path / "source", contents()), tmp_path / "target"
+    running = subprocess.Popen(
+        [sys.executable, "-c", HALF, target], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert running.stdout.readline() == "half\n"
+    import_files(RELEASE, source, target)
+    there = [path.name for path in target.glob(".*/*")]
+    running.communicate()
+    assert (there, running.returncode) == (["gzip.zip"], -signal.SIGKILL)
+    assert list(target.glob(".*/*"))
+    files = import_files(RELEASE, source, target)
+    assert sorted(target.iterdir()) == sorted(files)
 
 
 # --- the real files

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from importlib.metadata import version
 
 import pytest
@@ -10,7 +11,12 @@ from tests.tiny import bits, here, tiny, write
 
 from fedcb2o.experiments import load, run, surroundings
 from fedcb2o.experiments.progress import Progress
-from fedcb2o.report import compare, summary
+from fedcb2o.report import compare, report, summary
+
+FILES = (
+    "agents.json", "checkpoint.safetensors", "environment.json", "metrics.jsonl", "pairs.jsonl", "samples.safetensors",
+    "summary.json", "sums.json", "timing.jsonl",
+)  # fmt: skip
 
 
 def lines(folder, name):
@@ -49,6 +55,29 @@ def test_a_run_taken_further_keeps_the_evaluation_of_its_former_last_round(tmp_p
     assert {name for name in further if further[name] != at_once[name]} == {"metrics.jsonl"}
     evaluated = [line["round"] for line in lines(tmp_path / "further", "metrics") if "accuracy" in line]
     assert evaluated == [2, 3, 4]
+
+
+def test_what_a_kill_left_half_written_is_swept_even_where_nobody_writes_that_file_again(tmp_path):
+    out, experiment = tmp_path / "run", tiny(rounds=1)
+    run(experiment, out=out, workers=1)
+    left = [out / "config.toml.tmp", *(out / "seed-1000" / f"{name}.tmp" for name in FILES)]
+    mine = [out / "notes.tmp", out / "seed-1000" / "picture.png.tmp", out / "elsewhere" / "metrics.jsonl.tmp"]
+    (out / "elsewhere").mkdir()
+    for path in left + mine:
+        path.write_bytes(b"half")
+    run(experiment, out=out, workers=1, resume=True)
+    assert [path for path in left + mine if path.exists()] == mine
+
+
+def test_every_file_has_the_mode_that_the_umask_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        report([run(tiny(rounds=1), out=tmp_path / "run", workers=1)], tmp_path / "report")
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path.name for path in modes} >= {*FILES, "config.toml", "report.html"}
+    assert {str(path): oct(mode) for path, mode in modes.items() if mode != 0o640} == {}
 
 
 def test_other_versions_on_resume_are_a_note(tmp_path, monkeypatch):

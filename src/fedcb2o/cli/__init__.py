@@ -3,8 +3,6 @@
 What a command needs is imported when it runs: help and mistakes answer before PyTorch would be there.
 """
 
-import contextlib
-import os
 import sys
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -13,6 +11,7 @@ import typer
 
 from fedcb2o.cli import data, minimizing, runs
 from fedcb2o.errors import FedCB2OError
+from fedcb2o.output import kept, lost
 
 app = typer.Typer(
     name="fedcb2o",
@@ -25,8 +24,8 @@ app = typer.Typer(
 data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
 for _function in (runs.run, runs.bench, runs.compare, runs.report, runs.presets, minimizing.minimize):
     app.command()(_function)
-for _function in (data.emnist, data.mnist, data.cifar10):
-    data_app.command()(_function)
+for _get in (data.emnist, data.mnist, data.cifar10):
+    data_app.command()(_get)
 app.add_typer(data_app, name="data")
 
 UsageError: Any = typer.BadParameter.__base__  # click's, or that of the click inside typer, which does not name it
@@ -45,15 +44,21 @@ def _root(
 ) -> None: ...
 
 
+@kept()
 def main() -> None:
-    """The entry point: a mistake that the user can mend is one line and exit status 2, never a traceback."""
+    """The entry point: a mistake that the user can mend is one line and exit status 2, never a traceback.
+
+    A command that makes files returns their paths, and has done its work even if it could not say so. One whose output
+    is all that it makes fails where that is lost.
+    """
     try:
-        status = app(prog_name="fedcb2o", standalone_mode=False)
-        if status == 130:  # what typer makes of Ctrl-C
+        made = app(prog_name="fedcb2o", standalone_mode=False)
+        if made == 130:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt
-        sys.stdout.flush()
-        if status:
-            sys.exit(status)
+        if isinstance(made, int) and made:
+            sys.exit(made)
+        if not made and (error := lost()):
+            raise error
     except FedCB2OError as error:
         _leave(f"Error: {_one_line(error)}", 2)
     except UsageError as error:
@@ -75,7 +80,5 @@ def _one_line(message: object) -> str:
 
 
 def _leave(message: str, status: int) -> None:
-    with contextlib.suppress(OSError):  # standard error may be full as well
-        print(message, end="\n" if message else "", file=sys.stderr, flush=True)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a full or closed standard output must not fail a second time
+    print(message, end="\n" if message else "", file=sys.stderr, flush=True)
     sys.exit(status)

@@ -15,28 +15,28 @@ From = Annotated[
 Into = Annotated[Path | None, typer.Option("--data-dir", help="Where to put them. Default: the user's cache.")]
 
 
-def emnist(source: From = None, data_dir: Into = None) -> None:
+def emnist(source: From = None, data_dir: Into = None) -> Path:
     """Get EMNIST (Cohen et al. 2017): download it, checked by its checksum, or take IDX files or gzip.zip at hand."""
     from fedcb2o.data.emnist import RELEASE
 
-    _get(RELEASE, source, data_dir, "emnist-small-fedcb2o")
+    return _get(RELEASE, source, data_dir, "emnist-small-fedcb2o")
 
 
-def mnist(source: From = None, data_dir: Into = None) -> None:
+def mnist(source: From = None, data_dir: Into = None) -> Path:
     """Get MNIST (LeCun et al. 1998): download it, checked by its checksums, or take IDX files at hand."""
     from fedcb2o.data.mnist import RELEASE
 
-    _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=mnist")
+    return _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=mnist")
 
 
-def cifar10(source: From = None, data_dir: Into = None) -> None:
+def cifar10(source: From = None, data_dir: Into = None) -> Path:
     """Get CIFAR-10 (Krizhevsky 2009): download its binary version, checked by its checksum, or take it at hand."""
     from fedcb2o.data.cifar10 import RELEASE
 
-    _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=cifar10 --set model.name=resnet")
+    return _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=cifar10 --set model.name=resnet")
 
 
-def _get(release: "Release", source: Path | None, data_dir: Path | None, example: str) -> None:
+def _get(release: "Release", source: Path | None, data_dir: Path | None, example: str) -> Path:
     from fedcb2o.data.download import download, import_files
     from fedcb2o.data.files import default_folder
 
@@ -45,3 +45,4 @@ def _get(release: "Release", source: Path | None, data_dir: Path | None, example
     print(f"{len(written)} files in {target}")
     where = "" if data_dir is None else f" --data-dir {target}"
     print(f"Use them so: fedcb2o run {example}{where}")
+    return target

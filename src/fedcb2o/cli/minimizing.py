@@ -87,7 +87,7 @@ def minimize(
     out: Annotated[Path | None, typer.Option(help="Where the files go. Default: runs/minimize-PROBLEM.")] = None,
     animate: Annotated[Animation | None, typer.Option(help="Also draw an animation.")] = None,
     no_figure: Annotated[bool, typer.Option("--no-figure", help="Write the result alone, as JSON.")] = False,
-) -> None:
+) -> list[Path] | None:
     """Minimise G over the minimisers of L by particles (CB2O), under attack if you like; print and draw what comes.
 
     Settings that are not given are the problem's own, else those of fedcb2o.minimize in Python.
@@ -108,7 +108,7 @@ def minimize(
         listed = problems()
         for name, one in listed.items():
             print(f"{name:{max(map(len, listed))}}  {one.title}")
-        return
+        return None
     box, place, answer = (
         _numbers(name, text) for name, text in (("--bounds", bounds), ("--at", at), ("--target", target))
     )
@@ -143,6 +143,7 @@ def minimize(
         animation=None if animate is None else str(animate),
     )
     print("Wrote", *paths, file=sys.stderr)
+    return paths
 
 
 def _numbers(option: str, text: str | None) -> list[float] | None:

@@ -66,7 +66,7 @@ def run(
             " the net attack success is the difference.",
         ),
     ] = False,
-) -> None:
+) -> list[Path]:
     """Run experiments, each for all of its seeds.
 
     Example: fedcb2o run digits-fedcb2o --set algorithm.alpha=5 --seeds 0,1,2 --out runs/mine
@@ -100,7 +100,9 @@ def run(
             run_experiment(
                 one, out=folder, data_dir=data_dir, workers=workers, memory=memory, resume=resume, watch=progress
             )
-    print("Done. For a table: fedcb2o compare", *(folder for _, folder in chosen), file=sys.stderr)
+    folders = [folder for _, folder in chosen]
+    print("Done. For a table: fedcb2o compare", *folders, file=sys.stderr)
+    return folders
 
 
 def _seeds(text: str) -> list[int]:
@@ -122,7 +124,7 @@ def bench(
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each processor.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on; what failed is tried again.")] = False,
-) -> None:
+) -> Path | None:
     """Run a grid: every defence against every attack, each for all of its seeds.
 
     Example: fedcb2o bench quick --out runs/quick, then: fedcb2o report runs/quick
@@ -132,7 +134,7 @@ def bench(
 
     if list_:
         _print_listed(grids())
-        return
+        return None
     if grid is None:
         raise ConfigError("which grid? Name its file, GRID.toml, or a built-in one (fedcb2o bench --list)")
     done = run_grid(grid, out=out, jobs=jobs, data_dir=data_dir, resume=resume)
@@ -143,6 +145,7 @@ def bench(
         print(f"{len(done.failed)} of {done.cells} cells failed; --resume tries them again. {told}", file=sys.stderr)
         raise typer.Exit(1)
     print(f"Done. {told}", file=sys.stderr)
+    return done.folder
 
 
 def compare(
@@ -161,7 +164,7 @@ def compare(
 def report(
     runs: Runs,
     out: Annotated[Path, typer.Option(help="Where tables, figures and report.html go.")] = Path("report"),
-) -> None:
+) -> Path:
     """Write tables, figures and one page over runs or, of a grid's folder, its matrices; and print the table."""
     from fedcb2o.records import Run
     from fedcb2o.report import is_grid
@@ -169,11 +172,12 @@ def report(
 
     if any(map(is_grid, runs)):
         _report_grid(runs, out)
-        return
+        return out
     opened = [Run(folder) for folder in runs]
     write_report(opened, out)
     _print_table(opened, Over.mean)
     print(f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG) lie beside it.")
+    return out
 
 
 def _report_grid(folders: list[Path], out: Path) -> None:

@@ -4,14 +4,16 @@ Files are written beside their place, read through there, and only then renamed 
 counts as present.
 """
 
+import fcntl
 import gzip
+import os
 import shutil
 import tarfile
 import tempfile
 import zipfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -22,7 +24,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from fedcb2o.data import cifar10, emnist, mnist
 from fedcb2o.data.files import Release, find, plain_or_gzip
 from fedcb2o.errors import DataError
+from fedcb2o.output import kept
 
+INCOMING = ".incoming-"  # how the names of folders begin whose files are not yet known to be whole
 READERS = {"cifar10": cifar10, "emnist": emnist, "mnist": mnist}
 DAMAGED = (
     zipfile.BadZipFile,
@@ -35,6 +39,7 @@ DAMAGED = (
 )
 
 
+@kept()
 def download(release: Release, target: Path, *, progress: bool = True) -> list[Path]:
     """The files of a data set, fetched into the folder `target` unless a whole set lies there already.
 
@@ -106,13 +111,31 @@ def _beside(release: Release, folder: Path) -> list[Path]:
 
 @contextmanager
 def _staging(release: Release, target: Path) -> Iterator[Path]:
-    """A folder in `target`, so that a rename moves files out of it, which is removed whatever happens."""
+    """A folder in `target`, so that a rename moves files out of it, which is removed whatever happens: after a kill
+    by the next one."""
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".incoming-", dir=target) as folder:
-            yield Path(folder)
+        with ExitStack() as stack:
+            with _locked(target):  # so that nobody sweeps what was made and is not yet locked
+                for left in target.glob(f"{INCOMING}*"):
+                    with suppress(BlockingIOError, FileNotFoundError), _locked(left, fcntl.LOCK_NB):
+                        shutil.rmtree(left)
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=INCOMING, dir=target)))
+                stack.enter_context(_locked(folder))
+            yield folder
     except OSError as error:
         raise DataError(f"{release.title}'s files cannot be put into {target}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _locked(folder: Path, how: int = 0) -> Iterator[None]:
+    """Keep others from locking a folder; by LOCK_NB raises BlockingIOError where one has it, else waits for it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | how)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _alone(release: Release, target: Path, name: str) -> None:

@@ -27,6 +27,7 @@ from fedcb2o.experiments.grid import Cell, Grid, load_grid
 from fedcb2o.experiments.mend import has_ended
 from fedcb2o.experiments.pace import GridProgress, Pace
 from fedcb2o.experiments.run import run
+from fedcb2o.output import kept
 from fedcb2o.runtime import machine, workers
 
 
@@ -39,6 +40,7 @@ class Bench:
     failed: dict[str, str]
 
 
+@kept()
 def bench(
     grid: str | Path | Mapping[str, Any],
     *,
@@ -111,6 +113,7 @@ def _prepare(folder: Path, plan: Grid, frozen: Mapping[str, Any], cells: Sequenc
     if begun and not resume:
         raise RunError(f"{folder} already holds runs of this grid: --resume goes on with it, or choose another --out")
     records.write_toml(path, plan.table())
+    records.sweep(folder)  # what a killed process left; runs sweep their own folders
 
 
 def _cells(path: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,8 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path, experiment: Experiment, resume: bool) -> None:
-    """Make the run's folder and its config.toml, or check that what is there is this run."""
+    """Make the run's folder and its config.toml, or check that what is there is this run, and sweep what a killed
+    process left half-written there."""
     path, settings = folder / "config.toml", experiment.settings()
     seeds = list(experiment.seeds)
     if (there := _there(path, settings, resume)) is not None:
@@ -52,6 +53,8 @@ def begin(folder: Path, experiment: Experiment, resume: bool) -> None:
     elif any(inside.name != f"{path.name}.tmp" for inside in folder.iterdir()):
         raise RunError(f"{folder} is not empty and holds no run: choose another --out")
     records.write_toml(path, {**settings, "seeds": seeds})
+    for each in (folder, *folder.glob("seed-*")):
+        records.sweep(each)
 
 
 def _there(path: Path, settings: Mapping[str, Any], resume: bool) -> Mapping[str, Any] | None:

@@ -32,12 +32,14 @@ from fedcb2o.experiments.primitives import primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
 from fedcb2o.experiments.surroundings import changed_versions, describe
 from fedcb2o.federated.peers import Memory
+from fedcb2o.output import kept
 from fedcb2o.records import SEEDED, Records, Run, Sums, damaged
 from fedcb2o.runtime import arena, checkpoint, devices, ifca, machine, onednn, workers
 from fedcb2o.runtime.engine import Round, rounds
 from fedcb2o.runtime.shared import Shared
 
 
+@kept()
 def run(
     experiment: str | Path | Mapping[str, Any] | Experiment,
     *,

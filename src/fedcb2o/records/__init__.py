@@ -4,7 +4,7 @@ A record is lost only with the round it belongs to: `lines` are appended whole, 
 failed write leaves what was there. `docs/runs.md` describes every file and every name in it.
 """
 
-from fedcb2o.records.files import atomic_write, damaged, json_of, read_json, write_json, write_toml
+from fedcb2o.records.files import atomic_write, damaged, json_of, read_json, sweep, write_json, write_toml
 from fedcb2o.records.lines import SEEDED, Records
 from fedcb2o.records.run import EVALUATED, Run, read_config, seeds_in
 from fedcb2o.records.scores import last_fifth, last_round, summary
@@ -32,6 +32,7 @@ __all__ = [
     "read_sealed",
     "seeds_in",
     "summary",
+    "sweep",
     "write_json",
     "write_sealed",
     "write_toml",

@@ -13,6 +13,10 @@ from safetensors import SafetensorError
 
 from fedcb2o.errors import RunError
 
+TEMPORARY = ".tmp"
+KINDS = (".json", ".jsonl", ".safetensors", ".toml")
+"""How the names of a run's files end."""
+
 
 def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
     """Replace `path` whole: by bytes, or by what `content(temporary_path)` writes.
@@ -20,7 +24,7 @@ def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
     At any moment, a power cut included, `path` holds the old or the new content. Raises RunError if it cannot be
     written; what was there then stays.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + TEMPORARY)
     try:
         if isinstance(content, bytes):
             temporary.write_bytes(content)
@@ -35,6 +39,16 @@ def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
         if isinstance(error, OSError | SafetensorError):
             raise unwritable(path, error) from error
         raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove the temporary files that killed processes left in a run's folder or a seed's, to which nobody writes now.
+
+    A file that another program named so stays, unless it has the ending of a run's files too.
+    """
+    for kind in KINDS:
+        for path in folder.glob(f"*{kind}{TEMPORARY}"):
+            path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:

@@ -21,6 +21,7 @@ import torch
 from loky import get_reusable_executor
 from loky.process_executor import BrokenProcessPool
 
+from fedcb2o import output
 from fedcb2o.errors import RunError
 from fedcb2o.runtime.arena import Arena
 from fedcb2o.runtime.machine import keep_memory
@@ -152,6 +153,7 @@ def _forget() -> None:
 
 def _start(parent: int, path: tuple[str, ...]) -> None:
     sys.path[:] = path
+    output.keep()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     torch.set_num_threads(1)
     keep_memory()

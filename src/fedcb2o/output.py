@@ -1,0 +1,91 @@
+"""Standard output and error that no work depends on: what cannot be said is dropped.
+
+A reader leaves (`| head -1`), a disk is full, a terminal is gone, a stream was closed from the start (`>&-`): the work
+goes on, and whoever needs to know asks the stream whether something was lost.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, cast
+
+
+class Output:
+    """A text stream whose writing never fails; `lost` is the first error that kept something from being said."""
+
+    def __init__(self, stream: Any, lost: OSError | None = None) -> None:
+        self.stream, self.lost = stream, lost
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Say it, or drop it."""
+        self._try("write", text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Say now what waits to be said, or drop it."""
+        self._try("flush")
+
+    def _try(self, what: str, *arguments: str) -> None:
+        try:
+            getattr(self.stream, what)(*arguments)
+        except (OSError, ValueError) as error:  # ValueError: it is closed, or its encoding lacks a character
+            self.lost = self.lost or (error if isinstance(error, OSError) else OSError(str(error)))
+            with contextlib.suppress(OSError, ValueError):
+                self._drop()
+
+    def _drop(self) -> None:
+        """Empty the stream's buffer, with which every later flush would fail, that at the end of Python too."""
+        descriptor = self.stream.fileno()
+        kept, nowhere = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, descriptor)
+            self.stream.flush()
+        finally:
+            os.dup2(kept, descriptor)
+            os.close(kept)
+            os.close(nowhere)
+
+
+def keep() -> None:
+    """From now on no writing to standard output and error fails."""
+    _fill()
+    sys.stdout, sys.stderr = cast(Any, (_output(sys.stdout, 1), _output(sys.stderr, 2)))
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """In this block no writing to standard output and error fails; `@kept()` does the same for a function."""
+    before = sys.stdout, sys.stderr
+    keep()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = before
+
+
+def lost() -> OSError | None:
+    """What kept something from being said on standard output, where it is kept; None where all was said."""
+    sys.stdout.flush()
+    return cast(Any, sys.stdout).lost  # type: ignore[no-any-return]
+
+
+def _output(stream: Any, descriptor: int) -> Output:
+    if stream is not None:
+        return Output(stream)
+    nowhere = os.fdopen(descriptor, "w", closefd=False)  # it was closed when Python began
+    return Output(nowhere, OSError("it is closed"))
+
+
+def _fill() -> None:
+    """Put what drops all in the place of closed standard descriptors: else files of a run would get their numbers, and
+    with them what a library or another process prints."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
