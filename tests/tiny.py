@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,9 @@ class Done:
 
 
 def here(*arguments: object) -> Done:
-    """`fedcb2o ARGUMENTS` in this process, which saves seconds; `main` may leave standard output closed."""
+    """`fedcb2o ARGUMENTS` in this process, which saves seconds."""
     out, err = io.StringIO(), io.StringIO()
-    with _kept_stdout(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         before = sys.argv
         sys.argv = ["fedcb2o", *map(str, arguments)]
         try:
@@ -81,16 +81,6 @@ def here(*arguments: object) -> Done:
         finally:
             sys.argv = before
     return Done(status, out.getvalue(), err.getvalue())
-
-
-@contextlib.contextmanager
-def _kept_stdout() -> Iterator[None]:
-    kept = os.dup(1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def command(*arguments: object, cwd: Path | None = None, **more: Any) -> Done:
