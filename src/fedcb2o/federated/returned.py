@@ -43,14 +43,19 @@ def asked_of(asked: Any, peers: Peers, k: int, budget: int) -> Int[np.ndarray, "
 
 
 def values_of(criterion: Criterion, judged: Judged) -> Float[Tensor, "*a m"]:
-    """The criterion's value for each received model, in float64; raises ConfigError where it has another shape."""
+    """The criterion's value for each received model, in float64; raises ConfigError where it has another shape.
+
+    Where that is no finite number, be it NaN or an infinity of either sign, nothing is known that speaks for the model:
+    it counts as plus infinity, which has no weight.
+    """
     values = tensor_of("criterion", criterion(judged))
     if values.shape != judged.received.ids.shape:
         raise ConfigError(
             f"the criterion returned shape {tuple(values.shape)}, expected {tuple(judged.received.ids.shape)}: "
             "a value for each received model"
         )
-    return values.cpu().double()
+    values = values.cpu().double()
+    return values.masked_fill(~values.isfinite(), torch.inf)
 
 
 def weights_of(
