@@ -49,7 +49,7 @@ def class_loss_gap(judged: Judged, *, absent: Literal["masked", "zero"] = "maske
 
     Classes that the agent holds no sample of are left out of the maximum, or with `absent="zero"` count as a
     difference of 0, as in the authors' released code. A model that is not finite on a class has an infinite value.
-    Where the own model's loss is infinite, any other is less by `MOST`: an agent whose model is broken trusts who is not.
+    Where the own model's loss is infinite, any other is less by `MOST`: an agent whose model is broken trusts others.
     """
     losses, own = _losses(judged)
     gap = losses.by_class - own.by_class.clamp(max=MOST)

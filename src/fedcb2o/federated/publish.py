@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fedcb2o import plugins
 from fedcb2o.data.shard import Shard
 from fedcb2o.federated.admit import extents
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.evaluate import losses_of
 from fedcb2o.federated.lists import Places
-from fedcb2o.federated.returned import crafted_of
+from fedcb2o.federated.returned import crafted_of, tried_of
 from fedcb2o.federated.types import Knowledge, Losses, View
 from fedcb2o.streams import stream
 
@@ -97,8 +98,10 @@ def craft_(
         data = block.holdings.true(k)
 
         def losses(models: Float[Tensor, "m d"], data: Shard = data) -> Losses:
-            rows, models = torch.arange(len(models)), models.to(block.pool.device)
-            return losses_of(terms.module, models, rows, data, terms.num_classes, together=terms.primitives.together)
+            models = tried_of(attack.craft, models, terms.dim).to(block.pool)
+            rows, together = torch.arange(len(models)), terms.primitives.together
+            with plugins.blamed("model", terms.model):
+                return losses_of(terms.module, models, rows, data, terms.num_classes, together=together)
 
         view = View(
             n=n,
@@ -107,10 +110,10 @@ def craft_(
             num_clusters=attackers.num_clusters,
             num_fellows=len(fellows),
             num_benign=len(benign),
-            receivers=torch.from_numpy(attackers.benign),
+            receivers=torch.from_numpy(attackers.benign.copy()),
             own=block.pool[int(block.layout.own[k])].clone(),
             before=block.pool[rows.start].clone(),  # where LocalUpdate left it
-            data=data.to("cpu"),
+            data=Shard(data.x.cpu().clone(), data.y.cpu().clone()),
             losses=losses,
             threat=attack.threat,
             _ids_of=ids_of,
@@ -118,6 +121,6 @@ def craft_(
         )
         published = block.pool[rows]
         crafted = attack.craft(view, stream(terms.seed, "craft", n, j))
-        published.copy_(crafted_of(crafted, (len(published), terms.dim)))
+        published.copy_(crafted_of(attack.craft, crafted, (len(published), terms.dim)))
         done.append(extents(published, range(len(published))))
     return done
