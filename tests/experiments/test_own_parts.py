@@ -58,6 +58,9 @@ def criterion_pool_data(judged):
     judged.pool[judged.received.rows[:1]].data.mul_(1.0)
     judged.theta.data.mul_(2.0)
     return gap(judged)
+def criterion_pool_crafted(judged):
+    judged.pool[-1].mul_(0.5)
+    return gap(judged)
 def criterion_pool_sorted(judged):
     judged.pool.numpy().sort(axis=0)
     return gap(judged)
@@ -309,7 +312,7 @@ def model_late(shape, classes): return Late(nn.Flatten(), nn.Linear(64, classes)
 def model_leaves(shape, classes): return Leaves(nn.Flatten(), nn.Linear(64, classes))
 def model_exits(shape, classes): sys.exit(0)
 
-def digits(change): 
+def digits(change):
     from fedcb2o.data import digits
     d = digits()
     return Dataset(Shard(change(d.pool.x), d.pool.y), d.test, d.class_names)
@@ -319,15 +322,16 @@ def data_sparse(): return digits(lambda x: x.to_sparse())
 def data_meta(): return digits(lambda x: x.to("meta"))
 def data_exits(): sys.exit(0)
 
+uniform = algorithms.dfedavgm().select
 def algorithm_fails():
     def weigh(judged): return judged.no_such_thing
-    return algorithms.Algorithm(select=algorithms.dfedavgm().select, weigh=weigh, judges=True, lambda1=1.0, mixing_factor=1.0)
+    return algorithms.Algorithm(select=uniform, weigh=weigh, judges=True, lambda1=1.0, mixing_factor=1.0)
 def algorithm_exits():
     def select(contacts, candidates, budget, draw): sys.exit(0)
-    return algorithms.Algorithm(select=select, weigh=lambda judged: equal(judged), judges=True, lambda1=1.0, mixing_factor=1.0)
+    return algorithms.Algorithm(select=select, weigh=equal, judges=True, lambda1=1.0, mixing_factor=1.0)
 """
 
-WROTE = "{part} wrote into models that it was shown, which all agents share (of agent "
+WROTE = "{part} wrote into models that it was shown, which all agents share: let it "
 EXITS = "{part} failed at line {line} of {folder}/own.py: SystemExit:"
 NOT_SUM = "{part} returned weights that are not positive with sum 1"
 
@@ -352,6 +356,7 @@ CASES = {
     "criterion_pool_numpy": WROTE,
     "criterion_pool_data": WROTE,
     "criterion_pool_sorted": WROTE,
+    "criterion_pool_crafted": WROTE,
     "criterion_change_nan": "the criterion changed samples into numbers that are not finite",
     "criterion_change_sparse": "the criterion returned a sparse tensor",
     **dict.fromkeys(["rule_grad", "rule_writes"], ("rule_plain",)),
@@ -433,8 +438,8 @@ CASES = {
     "data_sparse": "in its pool, must hold dense tensors on the CPU",
     "data_meta": "in its pool, must hold dense tensors on the CPU",
     "data_exits": EXITS,
-    "algorithm_fails": "the algorithm `own:algorithm_fails` failed at line {line+1} of {folder}/own.py: AttributeError: ",
-    "algorithm_exits": "the algorithm `own:algorithm_exits` failed at line {line+1} of {folder}/own.py: SystemExit: 0",
+    "algorithm_fails": "{part} failed at line {line+1} of {folder}/own.py: AttributeError: ",
+    "algorithm_exits": "{part} failed at line {line+1} of {folder}/own.py: SystemExit: 0",
 }
 PLAIN = sorted({case[0] for case in CASES.values() if isinstance(case, tuple)})
 
@@ -446,7 +451,8 @@ def with_part(name: str) -> dict[str, Any]:
     match kind:
         case "criterion":  # what it changes shows in the sub-level set and where it is asked again
             both = {"name": "weighted_sum", "of": [place, "average_loss", place]}
-            return {"algorithm": {"criterion": both, "beta": 0.6, "own_model": "judged"}}
+            attack = {"attack": {"name": "alie"}} if name.endswith("crafted") else {}
+            return {"algorithm": {"criterion": both, "beta": 0.6, "own_model": "judged"}, **attack}
         case "rule" if name == "rule_gram_mean":
             return {"algorithm": {"name": "by_rule", "rule": "mean"}}
         case "rule" if name.startswith(("rule_gram", "rule_columns")):

@@ -115,15 +115,15 @@ def _averaging(who: str, weights: Float[Tensor, "*a k"], rest: float = 0.0) -> F
     return weights
 
 
-def mixing_of(pre_step: Callable[..., Any], matrix: Any, rows: int) -> Float[Tensor, "j k"]:
+def mixing_of(pre_step: Any, matrix: Any, rows: int) -> Float[Tensor, "j k"]:
     """The matrix by which a pre-step mixes so many models; raises ConfigError unless each row of it is an average."""
     who = called("pre-step", pre_step)
-    matrix = tensor_of(who, matrix).cpu().double()
-    if matrix.ndim != 2 or matrix.shape[1] != rows or (rows and not len(matrix)):
-        raise ConfigError(f"the {who} returned shape {tuple(matrix.shape)}, expected a matrix of {rows} columns")
-    if rows and not ((matrix.sum(1) - 1).abs() < 1e-6).all():  # NaN is no sum either
-        raise ConfigError(f"the {who} returned a matrix whose rows do not each sum to 1: {matrix.sum(1).tolist()}")
-    return matrix
+    p = tensor_of(who, matrix).cpu().double()
+    if p.ndim != 2 or p.shape[1] != rows or (rows and not len(p)):
+        raise ConfigError(f"the {who} returned shape {tuple(p.shape)}, expected a matrix of {rows} columns")
+    if rows and not ((p.sum(1) - 1).abs() < 1e-6).all():  # NaN is no sum either
+        raise ConfigError(f"the {who} returned a matrix whose rows do not each sum to 1: {p.sum(1).tolist()}")
+    return p
 
 
 def columns_of(who: str, reduce: Columns, x: Float[Tensor, "k b"]) -> Float[Tensor, " b"]:
@@ -208,13 +208,13 @@ def crafted_of(craft: Craft, crafted: Any, shape: tuple[int, int]) -> Shaped[Ten
     return models
 
 
-def tried_of(craft: Craft, models: Any, dim: int) -> Float[Tensor, "m d"]:
+def tried_of(craft: Craft | None, models: Any, dim: int) -> Float[Tensor, "m d"]:
     """The models that an attack asks the losses of; raises ConfigError for other shapes."""
     who = called("attack", craft)
-    models = tensor_of(f"{who}, of whose models losses are asked,", models)
-    if models.ndim != 2 or models.shape[1] != dim:
-        raise ConfigError(f"the {who} asks the losses of models of shape {tuple(models.shape)}, expected (m, {dim})")
-    return models
+    thetas = tensor_of(f"{who}, which asks the losses of models,", models)
+    if thetas.ndim != 2 or thetas.shape[1] != dim:
+        raise ConfigError(f"the {who} asks the losses of models of shape {tuple(thetas.shape)}, expected (m, {dim})")
+    return thetas
 
 
 def changed_by(who: str, change: Change, data: Shard) -> Shard:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -75,7 +76,7 @@ class Shared:
         good = np.zeros(len(self.block.pool), dtype=bool)
         good[layout.own] = within(sizes) & online
         if attackers.attack.crafts(n):
-            with self.only_shown("attack", "model"):
+            with self.only_shown("attack", "model", crafting=True):
                 crafted = self.each_agent(_crafted_here, attackers.ids.tolist(), n, np.isfinite(sizes))
             for j, theirs in crafted.items():
                 good[layout.crafted(j)] = within(theirs) & online[j]
@@ -115,8 +116,9 @@ class Shared:
             return self.each_agent(tested, self.attackers.benign.tolist(), triggered)
 
     @contextlib.contextmanager
-    def only_shown(self, *kinds: str) -> Iterator[None]:
-        """Raises ConfigError where users' functions of some kinds, which are asked inside, write into agents' models.
+    def only_shown(self, *kinds: str, crafting: bool = False) -> Iterator[None]:
+        """Raises ConfigError where users' functions of some kinds, which are asked inside, write into models other than
+        those that they are `crafting`.
 
         Copies would take as much memory as all models. So what the bits of each add up to is looked at before and
         after: a pass at the speed of memory, which no way of writing escapes.
@@ -124,15 +126,15 @@ class Shared:
         if not (own := [f"{kind} `{name}`" for kind in kinds for name in self.own.get(kind, ())]):
             yield
             return
-        kept = self.block.layout.own.tolist()
-        before = adding_up(self.block.pool)[kept]
+        watched = np.ones(len(self.block.pool), dtype=bool)
+        for j in self.attackers.ids.tolist() if crafting else ():
+            watched[self.block.layout.crafted(j)] = False
+        before = adding_up(self.block.pool)
         yield
-        changed = (adding_up(self.block.pool)[kept] != before).any(1).nonzero().flatten().tolist()
-        if changed:
-            whose = f"agent {changed[0]}" + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")
+        if (adding_up(self.block.pool) != before)[torch.from_numpy(watched)].any():
             raise ConfigError(
-                f"the {' or the '.join(own)} wrote into models that it was shown, which all agents share (of {whose}): "
-                "let it write into copies, made by `.clone()`"
+                f"the {' or the '.join(own)} wrote into models that it was shown, which all agents share: let it write "
+                "into copies, made by `.clone()`"
             )
 
 
