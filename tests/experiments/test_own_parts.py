@@ -480,12 +480,12 @@ for name in sys.argv[2:]:
     try:
         done = here("run", name + ".toml", "--out", out, "--workers", workers)
         found[name] = [done.status, done.out, done.err]
+        if done.status == 0:
+            kept = bits(Path(out))
+            del kept["config.toml"]
+            found[name].append(repr(sorted(kept.items())))
     except BaseException:
         found[name] = [-1, "", traceback.format_exc()]
-    if found[name][0] == 0:
-        kept = bits(Path(out))
-        del kept["config.toml"]
-        found[name].append(repr(sorted(kept.items())))
 json.dump(found, open(f"found-{workers}.json", "w"))
 """
 
