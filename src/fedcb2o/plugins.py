@@ -99,7 +99,7 @@ def own(kind: str, name: str, function: Function) -> Function:
     return OWN(name)(guarded)
 
 
-def called(kind: str, function: Any) -> str:
+def called(kind: str, function: Function) -> str:
     """How messages call a function, its keywords bound or not: by its `kind` and, where it is a user's, its name."""
     name = OWN.of(function)
     return kind if name is None else f"{kind} `{name}`"

@@ -9,7 +9,6 @@ mixing are matrices P [j, m]: the rule then works on the rows of P X.
 The models are rows of a pool and stay there; what is held beside them is one block of columns of a few MB.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from fedcb2o import models
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.returned import columns_of, mixing_of, row_weights_of
+from fedcb2o.federated.returned import columns_by, mixing_of, row_weights_of
 from fedcb2o.federated.types import Columns, Reduction
-from fedcb2o.plugins import Declaration, F, called
+from fedcb2o.plugins import Declaration, F
 
 Pairs = Literal["none", "last", "all"]
 Own = Literal["own", "before"]
@@ -191,7 +190,7 @@ def gram_and_mixing(
     if mixing is None:
         return g, None
     peers = len(rows) - len(form.last)
-    p = mixing_of(mixing, mixing(g[:peers, :peers].clone()) if callable(mixing) else mixing, peers)
+    p = mixing_of(mixing, mixing(g[:peers, :peers].clone()), peers) if callable(mixing) else mixing.double()
     whole = torch.zeros(len(p) + len(form.last), len(rows), dtype=torch.float64)
     whole[: len(p), :peers] = p
     whole[len(p) :, peers:] = torch.eye(len(form.last))
@@ -206,13 +205,13 @@ def decide(
 ) -> Float[Tensor, " k"] | Reduction:
     """What a rule makes of k models with the Gram matrix `g`, or of the rows of P X: weights of the models, or a
     reduction of some of them."""
-    form, checked = form_of(rule), functools.partial(columns_of, called("rule", rule))
+    form = form_of(rule)
     everything = torch.arange(len(g))
     if form.of == "columns":
-        return Reduction(everything, functools.partial(checked, rule), p)
+        return Reduction(everything, columns_by(rule, rule), p)
     made = rule(*given) if form.of == "values" else rule(g if p is None else p @ g @ p.T, *given)
     if isinstance(made, Reduction):
-        reduce = functools.partial(checked, made.reduce)
+        reduce = columns_by(rule, made.reduce)
         return Reduction(made.rows, reduce, made.mixing) if p is None else Reduction(everything, reduce, p[made.rows])
     weights = row_weights_of(rule, made, len(g) if p is None else len(p))
     return weights if p is None else p.T @ weights

@@ -83,6 +83,7 @@ def craft_(
     """
     terms, attackers, attack = block.terms, block.attackers, block.attackers.attack
     assert attack.craft is not None
+    craft = attack.craft
 
     def ids_of(whose: Knowledge, cluster: int) -> list[int]:
         members = attackers.sides.get((whose, cluster), np.zeros(0, np.int64))
@@ -98,7 +99,7 @@ def craft_(
         data = block.holdings.true(k)
 
         def losses(models: Float[Tensor, "m d"], data: Shard = data) -> Losses:
-            models = tried_of(attack.craft, models, terms.dim).to(block.pool)
+            models = tried_of(craft, models, terms.dim).to(block.pool)
             rows, together = torch.arange(len(models)), terms.primitives.together
             with plugins.blamed("model", terms.model):
                 return losses_of(terms.module, models, rows, data, terms.num_classes, together=together)
@@ -120,7 +121,7 @@ def craft_(
             _look=look,
         )
         published = block.pool[rows]
-        crafted = attack.craft(view, stream(terms.seed, "craft", n, j))
-        published.copy_(crafted_of(attack.craft, crafted, (len(published), terms.dim)))
+        crafted = craft(view, stream(terms.seed, "craft", n, j))
+        published.copy_(crafted_of(craft, crafted, (len(published), terms.dim)))
         done.append(extents(published, range(len(published))))
     return done

@@ -1,6 +1,7 @@
 """What users' functions returned, checked: whatever it is, who wrote it is told in one line."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from fedcb2o.data.shard import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.peers import Peers
-from fedcb2o.federated.types import Change, Columns, Craft, Criterion, Judged, Poison, Reduction, Select, State
+from fedcb2o.federated.types import Change, Columns, Craft, Criterion, Judged, Poison, Select, State
 from fedcb2o.plugins import OWN, called
 
 # The types of what a rule may keep, by their names in a checkpoint.
@@ -96,12 +97,15 @@ def weights_of(
 
 
 def row_weights_of(rule: Callable[..., Any], weights: Any, rows: int) -> Float[Tensor, " k"]:
-    """The weights of so many models as a robust rule returned them; raises ConfigError for another shape."""
+    """The weights of so many models as a robust rule returned them; raises ConfigError where a user's are no such."""
+    if OWN.of(rule) is None:
+        built_in: Tensor = weights
+        return built_in
     who = called("rule", rule)
-    weights = tensor_of(who, weights).cpu().double()
-    if weights.shape != (rows,):
-        raise ConfigError(f"the {who} returned weights of shape {tuple(weights.shape)}, expected ({rows},)")
-    return _averaging(who, weights)
+    found = tensor_of(who, weights).cpu().double()
+    if found.shape != (rows,):
+        raise ConfigError(f"the {who} returned weights of shape {tuple(found.shape)}, expected ({rows},)")
+    return _averaging(who, found)
 
 
 def _averaging(who: str, weights: Float[Tensor, "*a k"], rest: float = 0.0) -> Float[Tensor, "*a k"]:
@@ -115,8 +119,12 @@ def _averaging(who: str, weights: Float[Tensor, "*a k"], rest: float = 0.0) -> F
     return weights
 
 
-def mixing_of(pre_step: Any, matrix: Any, rows: int) -> Float[Tensor, "j k"]:
-    """The matrix by which a pre-step mixes so many models; raises ConfigError unless each row of it is an average."""
+def mixing_of(pre_step: Callable[..., Any], matrix: Any, rows: int) -> Float[Tensor, "j k"]:
+    """The matrix by which a pre-step mixes so many models; raises ConfigError where not each row of a user's is an
+    average."""
+    if OWN.of(pre_step) is None:
+        built_in: Tensor = matrix.double()
+        return built_in
     who = called("pre-step", pre_step)
     p = tensor_of(who, matrix).cpu().double()
     if p.ndim != 2 or p.shape[1] != rows or (rows and not len(p)):
@@ -126,25 +134,24 @@ def mixing_of(pre_step: Any, matrix: Any, rows: int) -> Float[Tensor, "j k"]:
     return p
 
 
-def columns_of(who: str, reduce: Columns, x: Float[Tensor, "k b"]) -> Float[Tensor, " b"]:
+def columns_by(rule: Callable[..., Any], reduce: Columns) -> Columns:
+    """How a rule reduces a block of columns of models, which is checked where it is computed if it is a user's."""
+    return reduce if OWN.of(rule) is None else functools.partial(_columns, called("rule", rule), reduce)
+
+
+def _columns(who: str, reduce: Columns, x: Float[Tensor, "k b"]) -> Float[Tensor, " b"]:
     """What a rule makes of a block of columns of models; raises ConfigError where that has another shape, or is not
     finite though the models are."""
+    finite = x.isfinite().all()  # before: it may write into its block
     made = tensor_of(who, reduce(x))
     if made.shape != x.shape[1:]:
         raise ConfigError(
             f"the {who} returned shape {tuple(made.shape)} for columns of shape {tuple(x.shape)}, expected "
             f"{tuple(x.shape[1:])}: the same columns of one model"
         )
-    if not (made.isfinite().all() or x.isfinite().logical_not().any()):
+    if finite and not made.isfinite().all():
         raise ConfigError(f"the {who} returned numbers that are not finite, of models that are")
     return made
-
-
-def reduction_of(rule: Callable[..., Any], made: Reduction) -> Reduction:
-    """A reduction as a rule returned it: a user's is checked where it is computed, as that of a robust rule is."""
-    if OWN.of(rule) is None:
-        return made
-    return Reduction(made.rows, functools.partial(columns_of, called("rule", rule), made.reduce), made.mixing)
 
 
 def state_of(rule: Callable[..., Any], made: Any) -> tuple[State, Any]:
@@ -208,7 +215,7 @@ def crafted_of(craft: Craft, crafted: Any, shape: tuple[int, int]) -> Shaped[Ten
     return models
 
 
-def tried_of(craft: Craft | None, models: Any, dim: int) -> Float[Tensor, "m d"]:
+def tried_of(craft: Craft, models: Any, dim: int) -> Float[Tensor, "m d"]:
     """The models that an attack asks the losses of; raises ConfigError for other shapes."""
     who = called("attack", craft)
     thetas = tensor_of(f"{who}, which asks the losses of models,", models)
@@ -225,6 +232,6 @@ def changed_by(who: str, change: Change, data: Shard) -> Shard:
         raise ConfigError(
             f"the {who} changed samples of shape {tuple(data.x.shape)} into {tuple(x.shape)}: it may change values"
         )
-    if not x.isfinite().all():
+    if not math.isfinite(float(x.sum())) and not x.isfinite().all():
         raise ConfigError(f"the {who} changed samples into numbers that are not finite")
     return Shard(x.to(data.x.device), data.y)

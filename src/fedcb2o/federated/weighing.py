@@ -1,6 +1,7 @@
 """Lines 5 and 6 of Algorithm 2 for several agents: the weights of the consensus point m_j, as the algorithm's rule has
 them."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -13,7 +14,7 @@ from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.judging import Alike, losses_seen_by, themselves
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.peers import Met
-from fedcb2o.federated.returned import reduction_of, state_of, weights_of
+from fedcb2o.federated.returned import columns_by, state_of, weights_of
 from fedcb2o.federated.rules import by_samples
 from fedcb2o.federated.types import TOGETHER, Contacts, Local, Reduction, State, Weighed
 from fedcb2o.streams import stream
@@ -48,7 +49,9 @@ def _fill_(choices: Choices, k: int, where: Places, decided: Weighed, algorithm:
     if decided.f is not None:
         choices.f[k] = decided.f
     if isinstance(decided.outcome, Reduction):
-        choices.reductions[int(choices.agents[k])] = reduction_of(algorithm.weigh, decided.outcome)
+        choices.reductions[int(choices.agents[k])] = dataclasses.replace(
+            decided.outcome, reduce=columns_by(algorithm.weigh, decided.outcome.reduce)
+        )
         choices.weights[where] = choices.own_weight[k] = np.nan
         return
     if decided.before is not None:
