@@ -283,17 +283,21 @@ def mean_of(numbers: list[float]) -> float:
 
 def update_likelihood(agent: Agent, i: int, loss: float) -> None:
     """eq:update_sampling_likelihood, from P_0 = 0."""
-    zeta, benefit = agent.algorithm.zeta, math.exp(-agent.algorithm.kappa * loss)
+    zeta = agent.algorithm.zeta
+    benefit = math.exp(-agent.algorithm.kappa * loss) if math.isfinite(loss) else 0.0
     if agent.algorithm.first_contact == "whole" and i not in agent.P:
         agent.P[i] = benefit
     else:
         agent.P[i] = (1 - zeta) * agent.P.get(i, 0.0) + zeta * benefit
 
 
+MOST = (2 - 2**-23) * 2.0**127  # what a float32 can be: better than a model that is broken by this is any other
+
+
 def class_loss_gap(losses: dict[int, Loss], i: int, j: int, num_classes: int, options: Options) -> float:
     """G_j(theta^i; theta^j) = max_c (L_{j,c}(theta^i) - L_{j,c}(theta^j)) (eq:robust_criterion_G_LF)."""
     if i == j:
-        return 0.0
+        return 0.0 if all(math.isfinite(loss) for loss in losses[j].by_class.values()) else math.inf
     theirs, own = losses[i].by_class, losses[j].by_class
     differences = []
     for c in range(num_classes):
@@ -303,7 +307,7 @@ def class_loss_gap(losses: dict[int, Loss], i: int, j: int, num_classes: int, op
         elif theirs[c] == math.inf:  # whatever its own loss is: inf - inf is no number
             differences.append(math.inf)
         else:
-            differences.append(theirs[c] - own[c])
+            differences.append(theirs[c] - min(own[c], MOST))
     return max(differences)
 
 
@@ -322,10 +326,10 @@ def consensus_weights(
         counted = [i for i in counted if losses[i].mean <= q_beta + options.delta_q]
     # exp(-alpha G) underflows for all at once when all are bad; a common factor cancels.
     judged = [i for i in counted if i != j] if trusted else counted
-    lowest = min((G[i] for i in judged), default=math.inf)
+    lowest = min((G[i] for i in judged if math.isfinite(G[i])), default=math.inf)
     mu = {}
     for i in judged:
-        if G[i] == math.inf:
+        if not math.isfinite(G[i]):  # NaN and both infinities speak for nobody
             mu[i] = 0.0
         elif G[i] == lowest:
             mu[i] = 1.0

@@ -45,9 +45,10 @@ def test_no_value_of_g_underflows_all(huge):
 
 
 def test_what_is_bad_beyond_measure_has_no_weight():
-    bad = torch.tensor([1.0, torch.inf, torch.nan])
-    assert consensus.weights(bad, 0.0).tolist() == [1.0, 0.0, 0.0]
-    assert consensus.weights(bad[1:], 2.0).tolist() == [0.0, 0.0]
+    bad = torch.tensor([1.0, torch.inf, torch.nan, -torch.inf])
+    for alpha in (0.0, 2.0):
+        assert consensus.weights(bad, alpha).tolist() == [1.0, 0.0, 0.0, 0.0]
+        assert consensus.weights(bad[1:], alpha).tolist() == [0.0, 0.0, 0.0]
     assert consensus.weights(bad[:0], 2.0).tolist() == []
 
 
@@ -55,8 +56,8 @@ def test_values_at_the_ends_of_floating_point():
     ends = torch.tensor([1e308, 1.1e308], dtype=torch.float64)
     assert consensus.weights(ends, 10.0).tolist() == [1.0, 0.0]
     assert consensus.weights(torch.tensor([5.0, 6.0]), 1e308).tolist() == [1.0, 0.0]
-    # An agent whose own losses overflow finds all good peers infinitely better: they share the weight.
-    assert consensus.weights(torch.tensor([-torch.inf, 0.0, -torch.inf]), 2.0).tolist() == [0.5, 0.0, 0.5]
+    far = torch.tensor([-1e308, 1e308, torch.nan], dtype=torch.float64)
+    assert consensus.weights(far, 0.0).tolist() == [0.5, 0.5, 0.0]
 
 
 @given(values, st.floats(0, 100), st.floats(-1e3, 1e3))
@@ -180,7 +181,7 @@ def test_weights_with_masses_by_hand():
     assert consensus.weights(upper, 1.0, mass=mass).tolist() == pytest.approx([0.5, 0.25, 0.25, 0.0])
     worst = torch.tensor([True, False, False, True])
     assert consensus.weights(upper, 1.0, worst, mass=mass).tolist() == [1.0, 0.0, 0.0, 0.0]
-    ends = torch.tensor([-torch.inf, -torch.inf, 0.0, torch.nan])
+    ends = torch.tensor([0.0, 0.0, -torch.inf, torch.nan])
     assert consensus.weights(ends, 1.0, mass=mass).tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
 
 

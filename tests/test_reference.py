@@ -19,6 +19,7 @@ from tests.reference import (
     EXACT,
     FEDCB2O,
     FEDCBO,
+    MOST,
     Agent,
     Info,
     Loss,
@@ -252,7 +253,9 @@ def test_class_loss_gap_by_hand():
 
 def test_class_loss_gap_where_its_own_loss_is_infinite():
     losses = {0: Loss(INF, {0: INF, 1: 1.0}), 1: Loss(INF, {0: INF, 1: 0.5}), 2: Loss(1.0, {0: 2.0, 1: 0.5})}
-    assert [class_loss_gap(losses, i, 0, 2, FEDCB2O) for i in range(3)] == [0.0, INF, -0.5]
+    assert [class_loss_gap(losses, i, 0, 2, FEDCB2O) for i in range(3)] == [INF, INF, -0.5]
+    losses = {0: Loss(INF, {0: INF, 1: INF}), 1: Loss(INF, {0: INF, 1: 0.5}), 2: Loss(1.0, {0: 2.0, 1: 0.5})}
+    assert [class_loss_gap(losses, i, 0, 2, FEDCB2O) for i in range(3)] == [INF, INF, -MOST]
 
 
 # ---- weights ----
@@ -273,7 +276,8 @@ def test_weights_neither_underflow_nor_overflow():
     assert plain_weights({0: 5.0, 1: INF}, alpha=0.0) == {0: 1.0, 1: 0.0}
     assert plain_weights({0: 5.0, 1: 7.0}, alpha=0.0) == {0: 0.5, 1: 0.5}
     assert plain_weights({0: INF, 1: INF}) == {}
-    assert plain_weights({0: -INF, 1: 0.0, 2: -INF}) == {0: 0.5, 1: 0.0, 2: 0.5}
+    assert plain_weights({0: -INF, 1: 0.0, 2: NAN}) == {0: 0.0, 1: 1.0, 2: 0.0}
+    assert plain_weights({0: -MOST, 1: 0.0, 2: -MOST}) == {0: 0.5, 1: 0.0, 2: 0.5}
     assert plain_weights({}) == {}
 
 

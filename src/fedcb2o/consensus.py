@@ -81,7 +81,7 @@ def weights(
     """The normalised weights omega_alpha = exp(-alpha G) of m models (eq:consensus_point), in float64.
 
     A shift of G changes nothing and no value of G underflows all of them. Models outside `mask` and models whose
-    G is NaN or plus infinity get 0; where no model is left, all weights are 0.
+    G is no finite number, be it NaN or an infinity of either sign, get 0; where no model is left, all weights are 0.
     """
     exponents = upper.double() * -alpha
     if mask is not None:
@@ -111,9 +111,9 @@ def point(mu: Float[Tensor, "*a m"], models: Float[Tensor, "*b m d"]) -> Float[T
 
 def _weights_at_the_ends(upper: Tensor, alpha: float, mask: Tensor | None, mass: Tensor | None) -> Tensor:
     """The weights where a value is infinite or NaN, or alpha G overflows, or no model is left."""
-    usable = upper < torch.inf if mask is None else (upper < torch.inf) & mask
+    usable = upper.isfinite() if mask is None else upper.isfinite() & mask
     lowest = upper.masked_fill(~usable, torch.inf).amin(-1, keepdim=True)
-    above = (upper - lowest).nan_to_num(nan=0.0)  # inf - inf: as good as the best
+    above = (upper - lowest).nan_to_num()  # a difference of finite numbers may overflow, and alpha be 0
     mu = torch.exp(-alpha * above).masked_fill(~usable, 0.0)
     if mass is not None:
         mu = mu * mass.double()

@@ -52,7 +52,7 @@ def resolve(kind: str, name: str | Function, room: types.ModuleType) -> Function
     `kind` is the word for it in messages. Raises ConfigError if there is no such function, or it cannot be imported.
     """
     if not isinstance(name, str):
-        return _guarded(kind, label(name), name)
+        return own(kind, label(name), name)
     if ":" not in name:
         if name in room.__all__ and callable(getattr(room, name)):
             return getattr(room, name)  # type: ignore[no-any-return]
@@ -71,7 +71,7 @@ def resolve(kind: str, name: str | Function, room: types.ModuleType) -> Function
         raise ConfigError(f"the {kind} `{name}` cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ConfigError(f"the {kind} `{name}` is of type {type(function).__name__}, not a function")
-    return _guarded(kind, name, function)
+    return own(kind, name, function)
 
 
 def found_in(*rooms: types.ModuleType) -> Function:
@@ -86,25 +86,36 @@ def found_in(*rooms: types.ModuleType) -> Function:
     return find
 
 
-def _guarded(kind: str, name: str, function: Function) -> Function:
-    """A user's function, whose own failures are ConfigErrors that name it and its line."""
+def own(kind: str, name: str, function: Function) -> Function:
+    """A user's function, its keywords bound or not, whose own failures are ConfigErrors that name it and its line."""
+    if isinstance(function, functools.partial):
+        return functools.partial(own(kind, name, function.func), *function.args, **function.keywords)
 
     @functools.wraps(function)
     def guarded(*arguments: Any, **keywords: Any) -> Any:
         with blamed(kind, name, getattr(getattr(function, "__code__", None), "co_filename", None)):
             return function(*arguments, **keywords)
 
-    return guarded
+    return OWN(name)(guarded)
+
+
+def called(kind: str, function: Function) -> str:
+    """How messages call a function, its keywords bound or not: by its `kind` and, where it is a user's, its name."""
+    name = OWN.of(function)
+    return kind if name is None else f"{kind} `{name}`"
 
 
 @contextlib.contextmanager
 def blamed(kind: str, name: str, file: str | None = None) -> Iterator[None]:
-    """Whatever fails inside is a ConfigError that names the plug-in and, where it lies in `file`, the line."""
+    """Whatever fails inside is a ConfigError that names the plug-in and, where it lies in `file`, the line.
+
+    So is what would end the process without a word, such as SystemExit; Ctrl-C is the user's.
+    """
     try:
         yield
-    except FedCB2OError:
+    except (FedCB2OError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         where = f" at line {lines[-1]} of {file}" if lines else ""
         raise ConfigError(f"the {kind} `{name}` failed{where}: {type(error).__name__}: {error}") from error
@@ -129,6 +140,10 @@ class Declaration(Generic[T]):
     def of(self, function: Function) -> T | None:
         """What a function, its keywords bound or not, says; None if it does not."""
         return getattr(getattr(function, "func", function), self.name, None)
+
+
+OWN = Declaration[str]("own_name")
+"""What `resolve` says of a user's function: how the configuration names it."""
 
 
 def _once(find: Callable[[Function], T]) -> Callable[[Function], T]:

@@ -278,8 +278,8 @@ WRONG_PARTS = {
     "data_high": "has labels outside 0 to 9: 1 to 10",
     "data_negative": "has labels outside 0 to 9: -1 to 8",
     "data_short": "holds 1557 samples and 1556 labels",
-    "data_int32": "must hold tensors, its labels of type int64",
-    "data_numpy": "must hold tensors, its labels of type int64",
+    "data_int32": "must hold dense tensors on the CPU, its labels of type int64",
+    "data_numpy": "must hold dense tensors on the CPU, its labels of type int64",
     "data_nan": "must hold samples of pixels (uint8) or finite floating-point features",
     "data_empty": "in its pool, holds 0 samples and 0 labels",
     "data_other": "has samples of shape (1, 8, 4) in its pool and (1, 8, 8) in its test",
@@ -296,29 +296,29 @@ WRONG_PARTS = {
     "model_train_raises": "the model `parts:model_train_raises` failed: KeyError: 'boom'",
     "model_train_detached": "the model `parts:model_train_detached` failed: RuntimeError: element 0 of tensors ",
     "model_train_one": "the model `parts:model_train_one` failed: ValueError: Expected more than 1 value per channel ",
-    "attack_none": "the attack returned a NoneType, expected a fedcb2o.Shard",
-    "attack_tuple": "the attack returned a tuple, expected a fedcb2o.Shard",
-    "attack_fewer": "the attack returned samples of shape (5, 1, 8, 8) and type torch.float32, expected (30, 1, 8, 8)",
-    "attack_shape": "the attack returned samples of shape (30, 1, 8, 4)",
-    "attack_labels": "the attack returned labels outside 0 to 9",
+    "attack_none": "the attack {part} returned a NoneType, expected a fedcb2o.Shard",
+    "attack_tuple": "the attack {part} returned a tuple, expected a fedcb2o.Shard",
+    "attack_fewer": "the attack {part} returned samples of shape (5, 1, 8, 8) and type torch.float32, expected (30, ",
+    "attack_shape": "the attack {part} returned samples of shape (30, 1, 8, 4)",
+    "attack_labels": "the attack {part} returned labels outside 0 to 9",
     "attack_raises": "the attack `parts:attack_raises` failed at line {line} of {folder}/parts.py: IndexError: ",
-    "criterion_scalar": "the criterion returned shape (), expected (3,): a value for each received model",
-    "criterion_wide": "the criterion returned shape (3, 10), expected (3,): a value for each received model",
-    "criterion_none": "the criterion returned a NoneType, expected a tensor",
+    "criterion_scalar": "the criterion {part} returned shape (), expected (3,): a value for each received model",
+    "criterion_wide": "the criterion {part} returned shape (3, 10), expected (3,): a value for each received model",
+    "criterion_none": "the criterion {part} returned a NoneType, expected a tensor",
     "criterion_raises": "the criterion `parts:criterion_raises` failed at line {line} of {folder}/parts.py: Attribut",
     "criterion_local": "the criterion `parts:criterion_local` failed at line {line} of {folder}/parts.py: " + SEVERAL,
     "criterion_under": "the criterion `parts:criterion_under` failed at line {line} of {folder}/parts.py: " + SEVERAL,
-    "selection_strangers": "the selection chose [101, 102, 103, 104, 105], expected different ones of [1, 2, 3, 4, 5]",
-    "selection_twice": "the selection chose [1, 1], expected different ones of [1, 2, 3, 4, 5]",
-    "selection_many": "the selection chose 4 peers, more than `budget` = 3: [1, 2, 3, 4]",
-    "selection_none": "the selection returned a NoneType, expected a tensor",
-    "selection_floats": "the selection chose [1.5, 2.5], expected different ones of [1, 2, 3, 4, 5]",
+    "selection_strangers": "the selection {part} chose [101, 102, 103, 104, 105], expected different ones of [1, ",
+    "selection_twice": "the selection {part} chose [1, 1], expected different ones of [1, 2, 3, 4, 5]",
+    "selection_many": "the selection {part} chose 4 peers, more than `budget` = 3: [1, 2, 3, 4]",
+    "selection_none": "the selection {part} returned a NoneType, expected a tensor",
+    "selection_floats": "the selection {part} chose [1.5, 2.5], expected different ones of [1, 2, 3, 4, 5]",
     "selection_raises": "the selection `parts:selection_raises` failed at line {line} of {folder}/parts.py: IndexError",
-    "rule_short": "the rule returned weights of shape (1,), expected (3,) or (4,)",
-    "rule_sum": "the rule returned weights that are not positive with sum 1: [1.0, 1.0, 1.0]",
-    "rule_negative": "the rule returned weights that are not positive with sum 1: [2.0, -1.0, 0.0]",
-    "rule_nan": "the rule returned weights that are not positive with sum 1: [nan, nan, nan]",
-    "rule_none": "the rule returned a NoneType, expected a tensor",
+    "rule_short": "the rule {part} returned weights of shape (1,), expected (3,) or (4,)",
+    "rule_sum": "the rule {part} returned weights that are not positive with sum 1: [1.0, 1.0, 1.0]",
+    "rule_negative": "the rule {part} returned weights that are not positive with sum 1: [2.0, -1.0, 0.0]",
+    "rule_nan": "the rule {part} returned weights that are not positive with sum 1: [nan, nan, nan]",
+    "rule_none": "the rule {part} returned a NoneType, expected a tensor",
     "rule_raises": "the rule `parts:rule_raises` failed at line {line} of {folder}/parts.py: ZeroDivisionError: ",
     "rule_local": "the rule `parts:rule_local` failed at line {line} of {folder}/parts.py: " + SEVERAL,
     "algorithm_none": "the algorithm returned a NoneType, expected an Algorithm",
@@ -373,7 +373,7 @@ def found(tmp_path_factory):
     for name in WRONG_PARTS:
         write(folder / f"{name}.toml", **with_part(name))
     (folder / "cases.json").write_text(json.dumps(list(WRONG_PARTS)))
-    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "src")))}
     subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=environment, check=True, timeout=200)
     return folder, json.loads((folder / "found.json").read_text())
 
@@ -384,4 +384,4 @@ def test_a_users_function_that_does_not_fit_is_one_line(found, name):
     done = Done(*outcomes[name])
     assert done.out == ""
     line = next((i for i, text in enumerate(PARTS.splitlines(), 1) if text.startswith(f"def {name}(")), None)
-    assert WRONG_PARTS[name].format(folder=folder, line=line) in done.one_line()
+    assert WRONG_PARTS[name].format(folder=folder, line=line, part=f"`parts:{name}`") in done.one_line()

@@ -21,7 +21,7 @@ def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
     received = views.received(torch.zeros(3, m, dtype=torch.int64))
     view = Judged(0, torch.zeros(1, 1), None, None, received, received, None)
     with pytest.raises(ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"):
-        weights_of(rule(view), (3, m))
+        weights_of(rule, rule(view), (3, m))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
 )
 def test_what_is_no_state_is_told(returned, message):
     with pytest.raises(ConfigError, match=message):
-        state_of(returned)
+        state_of(lambda state, judged: returned, returned)
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ from tests.agents import (
 )
 
 from fedcb2o import knows, models
-from fedcb2o.errors import RunError
+from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.federated import algorithms, attacks, judging, publish
 from fedcb2o.federated.aggregate import form
 from fedcb2o.federated.peers import Memory
-from fedcb2o.federated.types import Attack
+from fedcb2o.federated.types import Attack, Reduction, Weighed
 from fedcb2o.runtime.engine import rounds
 
 
@@ -214,5 +214,13 @@ def test_a_benign_model_that_overflows_where_it_mixes_is_told():
         return torch.full_like(block[0], torch.inf)
 
     algorithm = algorithms.by_rule(rule=form("columns")(rule), selection="everyone", judges=False)
+    for attack in (Attack(), Attack(craft=lambda view, draw: view.own)):  # whoever attacks, that is the rule's fault
+        with pytest.raises(ConfigError, match=r"the rule `.*rule` returned numbers that are not finite, of models that"):
+            ours.run_rounds(ours.together(algorithm, attack=attack))
+
+    def weigh(judged):
+        return Weighed(Reduction(judged.received.rows, rule))
+
+    algorithm = dataclasses.replace(algorithm, weigh=weigh)
     with pytest.raises(RunError, match="the model of benign agent 0 is not finite after mixing in round 1: its rule"):
         ours.run_rounds(ours.together(algorithm, attack=Attack()))

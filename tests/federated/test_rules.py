@@ -1,12 +1,18 @@
 """The weights that a criterion gives: where everybody is bad, nobody is to be trusted, or nobody answered."""
 
+import numpy as np
 import pytest
+import torch
+from tests import reference
 from tests.views import judged
 
 from fedcb2o.federated import algorithms
+from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.peers import Met
 from fedcb2o.federated.rules import by_num_samples
+from fedcb2o.federated.selection import remember
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
@@ -33,3 +39,54 @@ def test_nobody_answered(own_model, beta):
     assert mu[:-1].tolist() == []
     assert mu.sum().item() == (own_model != "excluded")
     assert by_num_samples(judged([], [0.5, 0.5]), own_model="excluded").tolist() == []
+
+
+VALUES = {
+    "one": ([1.0, None, 1.25, 1.5], None),
+    "the best of Q_beta": ([1.0, None, 1.25, 1.5], 0.5),
+    "all but one": ([None, 1.0, None, None], None),
+    "all": ([None] * 4, None),
+}
+
+
+@pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("case", VALUES)
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_value_that_is_no_finite_number_has_no_weight(own_model, bad, case, combined):
+    values, beta = VALUES[case]
+    values = [bad if value is None else value for value in values]
+    view = judged([[1.0, 1.0], [0.5, 0.5], [2.0, 2.0], [3.0, 3.0]], [1.5, 1.5])
+
+    def criterion(seen):
+        return torch.tensor(values) if len(seen.received.ids) == 4 else torch.tensor([1.125])
+
+    named = {"name": "largest", "of": [criterion, criterion]} if combined else criterion
+    options = {"alpha": 2.0, "beta": beta, "own_model": own_model}
+    mu = algorithms.fedcb2o(criterion=named, **options).weigh(view).tolist()
+    G = dict(enumerate(values)) | ({} if own_model == "excluded" else {4: 1.125})
+    losses = {i: reference.Loss(loss, {}) for i, loss in enumerate([1.0, 0.5, 2.0, 3.0, 1.5]) if i in G}
+    known = reference.Options(**options)
+    expected = reference.consensus_weights(G, losses, 4, known, trusted=own_model == "trusted")
+    assert mu == pytest.approx([expected.get(i, 0.0) for i in range(5)])
+    assert [mu[i] for i, value in enumerate(values) if value == bad or value != value] == [0.0] * values.count(bad)
+    if own_model == "trusted":
+        assert mu[4] == max(mu[:4])
+
+
+@pytest.mark.parametrize("criterion", ["class_loss_gap", "average_loss", "worst_class_loss"])
+def test_an_agent_whose_model_is_broken_trusts_those_that_are_not(criterion):
+    view = judged([[1.0, 2.0], [INF, 1.0], [1.0, 2.0]], [INF, INF])
+    for own_model, own in (("excluded", 0.0), ("judged", 0.0), ("trusted", None)):
+        mu = algorithms.fedcb2o(criterion=criterion, own_model=own_model).weigh(view)
+        assert mu[0] == mu[2] > 0 == mu[1]
+        assert own is None or mu[3] == own
+
+
+@pytest.mark.parametrize("kappa", [0.0, 2.0])
+@pytest.mark.parametrize("first_contact", ["average", "whole"])
+def test_an_infinite_loss_adds_nothing_to_a_likelihood(kappa, first_contact):
+    asked = Lists.of([np.array([1, 2])])
+    known = {"kappa": kappa, "zeta": 0.5, "first_contact": first_contact}
+    met = remember(Met.nobody(1), asked, asked, np.array([INF, 0.0]), **known)
+    assert met.likelihood.tolist() == [0.0, 1.0 if first_contact == "whole" else 0.5]

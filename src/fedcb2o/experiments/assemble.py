@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +38,11 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
         raise ConfigError(f"the data set `{name}` returned a {type(dataset).__name__}, expected a fedcb2o.Dataset")
     if not (isinstance(dataset.class_names, tuple) and all(isinstance(c, str) for c in dataset.class_names)):
         raise ConfigError(f"the data set `{name}` has class names that are no tuple of words: {dataset.class_names!r}")
-    for part, shard in (("pool", dataset.pool), ("test", dataset.test)):
-        _check_shard(f"the data set `{name}`, in its {part},", shard, dataset.num_classes)
+    pool, test = (
+        _checked(f"the data set `{name}`, in its {part},", getattr(dataset, part), dataset.num_classes)
+        for part in ("pool", "test")
+    )
+    dataset = Dataset(pool, test, dataset.class_names)
     if dataset.pool.x.shape[1:] != dataset.test.x.shape[1:]:
         shapes = tuple(dataset.pool.x.shape[1:]), tuple(dataset.test.x.shape[1:])
         raise ConfigError(
@@ -52,18 +56,21 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
     return dataset
 
 
-def _check_shard(where: str, shard: Shard, num_classes: int) -> None:
+def _checked(where: str, shard: Shard, num_classes: int) -> Shard:
+    """A part of a data set, without a gradient's history; raises ConfigError for what is no samples."""
     if not isinstance(shard, Shard):
         raise ConfigError(f"{where} is a {type(shard).__name__}, expected a fedcb2o.Shard")
     x, y = shard.x, shard.y
-    if not (isinstance(x, Tensor) and isinstance(y, Tensor) and y.ndim == 1 and y.dtype == torch.int64):
-        raise ConfigError(f"{where} must hold tensors, its labels of type int64 and shape [n]")
+    dense = [isinstance(each, Tensor) and each.layout is torch.strided and each.device.type == "cpu" for each in (x, y)]
+    if not (all(dense) and x.ndim and y.ndim == 1 and y.dtype == torch.int64):
+        raise ConfigError(f"{where} must hold dense tensors on the CPU, its labels of type int64 and shape [n]")
     if len(x) != len(y) or not len(y):
         raise ConfigError(f"{where} holds {len(x)} samples and {len(y)} labels")
     if y.min() < 0 or y.max() >= num_classes:
         raise ConfigError(f"{where} has labels outside 0 to {num_classes - 1}: {int(y.min())} to {int(y.max())}")
     if not (x.dtype == torch.uint8 or (x.is_floating_point() and x.isfinite().all())):
         raise ConfigError(f"{where} must hold samples of pixels (uint8) or finite floating-point features")
+    return Shard(x.detach(), y.detach())
 
 
 def aim_of(experiment: Experiment) -> Aim:
@@ -83,6 +90,7 @@ def trigger_of(experiment: Experiment) -> Callable[[Tensor], Tensor] | None:
     trigger, chosen = data_poisoning.TRIGGER.of(backdoor), backdoor.keywords
     if trigger is None:
         return None
+    trigger = plugins.resolve("trigger", trigger, attacks) if plugins.OWN.of(backdoor) else trigger
     return functools.partial(trigger, **{key: chosen[key] for key in plugins.parameters(trigger) if key in chosen})
 
 
@@ -116,6 +124,43 @@ def neighbours_of(experiment: Experiment, seed: int, population: Population) -> 
     return graphs.neighbours(graph, population.cluster, stream(seed, "graph"))
 
 
+def algorithm_of(experiment: Experiment) -> algorithms.Algorithm:
+    """The algorithm that an experiment names. What a user's own makes of its parts fails under its name."""
+    make = experiment.algorithm.function("algorithm", algorithms)
+    algorithm: algorithms.Algorithm = make()
+    if (name := plugins.OWN.of(make)) is None:
+        return algorithm
+    select, weigh = (plugins.own("algorithm", name, each) for each in (algorithm.select, algorithm.weigh))
+    return dataclasses.replace(algorithm, select=select, weigh=weigh)
+
+
+JUDGE = {"criterion": "criterion", "rule": "rule", "pre_step": "pre-step"}
+"""The parts of an algorithm that are shown models, by their keys in a configuration."""
+
+
+def own_parts(experiment: Experiment) -> dict[str, list[str]]:
+    """The users' functions that an experiment names, of those that are shown models, by kind."""
+    settings = experiment.settings()
+    found: dict[str, list[str]] = {}
+
+    def look(kind: str, part: Any) -> None:
+        if isinstance(part, str):
+            if ":" in part and part not in found.setdefault(kind, []):
+                found[kind].append(part)
+        elif isinstance(part, Mapping):
+            look(kind, part.get("name"))
+            for key, value in part.items():
+                if key in JUDGE or key == "of":  # "of": the parts of a combination
+                    look(JUDGE.get(key, kind), value)
+        elif isinstance(part, Sequence):
+            for each in part:
+                look(kind, each)
+
+    for kind in ("attack", "algorithm", "model"):
+        look(kind, settings.get(kind))
+    return found
+
+
 def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
     """A freshly initialised network for the data; raises ConfigError where it does not fit them."""
     shape, name = list(dataset.pool.x.shape[1:]), plugins.label(experiment.model.name)
@@ -132,13 +177,20 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
     except (RuntimeError, MemoryError) as error:  # too large for this machine
         raise ConfigError(f"the model `{name}` cannot be made: {error}") from error
     models.dimension(module)
+    x = dataset.pool.x[:2].clone()
+    before = models.flatten(module), x.clone()
     try:
         with torch.no_grad():
-            outputs = module.eval()(features(dataset.pool.x[:2]))
-    except Exception as error:  # a user's network may fail in any way
+            outputs = module.eval()(features(x))
+    except (Exception, SystemExit) as error:  # a user's network may fail in any way
         laid = ' with `layout` = "channels_last"' if experiment.layout == "channels_last" else ""
         raise ConfigError(f"the model `{name}` cannot read samples of shape {tuple(shape)}{laid}: {error}") from error
-    expected = (len(dataset.pool.x[:2]), dataset.num_classes)
+    if not (torch.equal(x, before[1]) and torch.equal(models.flatten(module), before[0])):
+        raise ConfigError(
+            f"the model `{name}` writes into the samples that it reads, or into its parameters, when it is evaluated, "
+            "where others look at them after it: let it compute new ones (no `inplace=True` in its first layer)"
+        )
+    expected = (len(x), dataset.num_classes)
     if not isinstance(outputs, Tensor) or outputs.shape != expected:
         got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ConfigError(f"the model `{name}` returned {got} for {expected[0]} samples, expected shape {expected}")
@@ -225,7 +277,7 @@ class Prepared:
 def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
     """One seed of an experiment; raises ConfigError where it does not fit its data."""
     agents, population = experiment.agents, population_of(experiment, seed, dataset)
-    algorithm = experiment.algorithm.function("algorithm", algorithms)()
+    algorithm = algorithm_of(experiment)
     attackers = Attackers(
         attack=experiment.attack_made,
         malicious=population.malicious.numpy(),

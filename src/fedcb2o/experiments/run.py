@@ -19,6 +19,7 @@ from fedcb2o.experiments.assemble import (
     block_of,
     dataset_of,
     first_models_,
+    own_parts,
     prepare,
     shared_data,
     specs_of,
@@ -182,7 +183,7 @@ def _enter(stack: contextlib.ExitStack, prepared: Prepared, place: Plan) -> Shar
     if count == 1 and place.folder is None:
         theta = torch.zeros(specs["models"][1], device=devices.device_of(experiment.device))
         block = prepared.block(theta[:, :dim])
-        return Shared(block, workers.Here(block))
+        return Shared(block, workers.Here(block), own=own_parts(experiment))
     shared = stack.enter_context(arena.shared(specs, place.folder))
     tensors = shared.tensors()
     for name, tensor in shared_data(dataset).items():
@@ -190,7 +191,7 @@ def _enter(stack: contextlib.ExitStack, prepared: Prepared, place: Plan) -> Shar
     make = functools.partial(block_of, experiment, seed, dataset.class_names, dim)
     block = prepared.block(tensors["models"][:, :dim])
     who = workers.Here(block) if count == 1 else workers.Processes(count, shared, make)
-    return Shared(block, who, place.columns)
+    return Shared(block, who, place.columns, own_parts(experiment))
 
 
 @contextlib.contextmanager

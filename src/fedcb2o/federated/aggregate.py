@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedcb2o import models
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated.returned import columns_by, mixing_of, row_weights_of
 from fedcb2o.federated.types import Columns, Reduction
 from fedcb2o.plugins import Declaration, F
 
@@ -189,7 +190,7 @@ def gram_and_mixing(
     if mixing is None:
         return g, None
     peers = len(rows) - len(form.last)
-    p = mixing(g[:peers, :peers]) if callable(mixing) else mixing.double()
+    p = mixing_of(mixing, mixing(g[:peers, :peers].clone()), peers) if callable(mixing) else mixing.double()
     whole = torch.zeros(len(p) + len(form.last), len(rows), dtype=torch.float64)
     whole[: len(p), :peers] = p
     whole[len(p) :, peers:] = torch.eye(len(form.last))
@@ -207,11 +208,12 @@ def decide(
     form = form_of(rule)
     everything = torch.arange(len(g))
     if form.of == "columns":
-        return Reduction(everything, rule, p)
+        return Reduction(everything, columns_by(rule, rule), p)
     made = rule(*given) if form.of == "values" else rule(g if p is None else p @ g @ p.T, *given)
     if isinstance(made, Reduction):
-        return made if p is None else Reduction(everything, made.reduce, p[made.rows])
-    weights: Tensor = made
+        reduce = columns_by(rule, made.reduce)
+        return Reduction(made.rows, reduce, made.mixing) if p is None else Reduction(everything, reduce, p[made.rows])
+    weights = row_weights_of(rule, made, len(g) if p is None else len(p))
     return weights if p is None else p.T @ weights
 
 

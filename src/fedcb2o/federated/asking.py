@@ -46,7 +46,7 @@ def asked_by_benign(block: Block, some: Places, met: Met, n: int) -> Lists:
     for k, (contacts, draw) in enumerate(zip(met, draws, strict=True)):
         more = {"n": n, "me": int(agents[k])}
         chosen = select(contacts, torch.from_numpy(peers.ids(k)), budget, draw, *(more[name] for name in names))
-        asked.append(asked_of(chosen, peers, k, budget))
+        asked.append(asked_of(select, chosen, peers, k, budget))
     return Lists.of(asked)
 
 

@@ -1,4 +1,4 @@
-"""Robustness criteria: a value for each received model, low is trusted.
+"""Robustness criteria: a value for each received model, low is trusted; one that is no finite number is not at all.
 
 A criterion is a function (judged) -> values of shape [m]; its further arguments are keywords. Losses and what comes of
 them are in nats, whatever the other models are: so the agent's own model can be judged alone, and criteria combine.
@@ -34,6 +34,9 @@ __all__ = [
 ]
 
 
+MOST = torch.finfo(torch.float32).max  # of all finite losses, which are computed in float32
+
+
 @together
 def average_loss(judged: Judged) -> Float[Tensor, "*a m"]:
     """The average validation loss L_j: the criterion of FedCBO (eq:fedcbo_ConsensusPoint), and before T_G."""
@@ -46,10 +49,10 @@ def class_loss_gap(judged: Judged, *, absent: Literal["masked", "zero"] = "maske
 
     Classes that the agent holds no sample of are left out of the maximum, or with `absent="zero"` count as a
     difference of 0, as in the authors' released code. A model that is not finite on a class has an infinite value.
+    Where the own model's loss is infinite, any other is less by `MOST`: an agent whose model is broken trusts others.
     """
     losses, own = _losses(judged)
-    gap = losses.by_class - own.by_class
-    gap = gap.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    gap = losses.by_class - own.by_class.clamp(max=MOST)
     return gap.masked_fill(~losses.present.unsqueeze(-2), 0.0 if absent == "zero" else -torch.inf).amax(-1)
 
 
@@ -94,7 +97,7 @@ def trigger_sensitivity(
     for i, j, value in itertools.product(starts, starts, values):
         change = functools.partial(_painted, tiles=tiles, i=i, j=j, value=value)
         rise = judged.local.losses_of(everyone, change).mean - base
-        most = torch.maximum(most, _or_infinite(rise[:-1] - rise[-1]))
+        most = torch.maximum(most, _or_infinite(rise[:-1] - rise[-1].clamp(max=MOST)))
     return most
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.plugins import called
 
 __all__ = ["erdos_renyi", "random_regular", "ring", "same_cluster", "small_world", "torus"]
 
@@ -24,9 +25,11 @@ Graph = Callable[[Int[Tensor, " N"], np.random.Generator], Any]
 def neighbours(graph: Graph, cluster: Int[Tensor, " N"], draw: np.random.Generator) -> tuple[Int[Tensor, " _k"], ...]:
     """The agents that each agent may ask, ascending; raises ConfigError where a graph is not one on these agents."""
     n = len(cluster)
-    made = graph(cluster, draw)
+    made = graph(cluster.clone(), draw)
     if not isinstance(made, nx.Graph) or set(made.nodes) != set(range(n)):
-        raise ConfigError(f"the graph must be a networkx graph whose nodes are the agents 0 to {n - 1}, got {made}")
+        raise ConfigError(
+            f"the {called('graph', graph)} must be a networkx graph whose nodes are the agents 0 to {n - 1}, got {made}"
+        )
     return tuple(torch.tensor(sorted(set(made[j]) - {j}), dtype=torch.int64) for j in range(n))
 
 

@@ -52,9 +52,12 @@ class Holdings:
         draws = streams(self.seed, "attack", agents=self.agents[some[bad]].tolist())
         places = torch.from_numpy(bad)
         shards = map(Shard, x[places].cpu().unbind(), y[places].cpu().unbind())
-        made = [poisoned_of(attack.poison(shard, draw), shard) for shard, draw in zip(shards, draws, strict=True)]
+        made = [
+            poisoned_of(attack.poison, attack.poison(shard, draw), shard)
+            for shard, draw in zip(shards, draws, strict=True)
+        ]
         labels = torch.stack([each.y for each in made])
-        check_labels(labels, self.num_classes)
+        check_labels(attack.poison, labels, self.num_classes)
         x[places], y[places] = torch.stack([each.x for each in made]).to(x), labels.to(y)
         return x, y
 

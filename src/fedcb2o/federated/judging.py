@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fedcb2o import plugins
 from fedcb2o.data.shard import Shard
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
@@ -54,19 +55,20 @@ def judge(block: Block, some: Places, models: Received, change: Change | None = 
     (alg:localAggregation, line 3), or on these as a criterion changes them."""
     terms, (x, y) = block.terms, block.holdings.judged_on(some)
     if change is not None:
-        seen = [changed_by(change, Shard(*one)) for one in zip(x, y, strict=True)]
+        seen = [changed_by("criterion", change, Shard(*one)) for one in zip(x, y, strict=True)]
         x = torch.stack([each.x for each in seen])
-    return losses_of_each(
-        terms.module,
-        block.pool,
-        models.rows,
-        x,
-        y,
-        terms.num_classes,
-        average=terms.average,
-        batch_size=terms.training.batch_size,
-        together=terms.primitives.together,
-    )
+    with plugins.blamed("model", terms.model):
+        return losses_of_each(
+            terms.module,
+            block.pool,
+            models.rows,
+            x,
+            y,
+            terms.num_classes,
+            average=terms.average,
+            batch_size=terms.training.batch_size,
+            together=terms.primitives.together,
+        )
 
 
 def losses_seen_by(block: Block, k: int) -> Callable[[Received, Change | None], Losses]:
@@ -87,8 +89,9 @@ def tested(block: Block, some: Places, triggered: bool) -> list[Int[Tensor, "C C
     for each in np.unique(cluster).tolist():
         members, test = some[cluster == each], holdings.tested_on(each)
         if triggered and trigger is not None:
-            test = Shard(trigger(test.x.cpu()).to(test.x.device), test.y)
+            test = changed_by(plugins.called("trigger", trigger), trigger, test)
         rows = torch.from_numpy(block.layout.own[members])
-        counts = confusion(terms.module, block.pool, rows, test, terms.num_classes, terms.primitives.together)
+        with plugins.blamed("model", terms.model):
+            counts = confusion(terms.module, block.pool, rows, test, terms.num_classes, terms.primitives.together)
         found |= dict(zip(members.tolist(), counts, strict=True))
     return [found[k] for k in some.tolist()]

@@ -18,7 +18,10 @@ from fedcb2o.federated.types import Contacts, State
 
 @dataclass(frozen=True)
 class Met:
-    """The contacts of several agents: the `ids` of those whom each met, ascending, and the `likelihood` of each."""
+    """The contacts of several agents: the `ids` of those whom each met, ascending, and the `likelihood` of each.
+
+    Who gets an agent's `Contacts` gets copies.
+    """
 
     ids: Lists
     likelihood: Float[np.ndarray, " k"]
@@ -58,11 +61,11 @@ class Met:
 
     def __getitem__(self, k: int) -> Contacts:
         ids, likelihood = self.ids[k], self.ids.having(self.likelihood)[k]
-        return Contacts(torch.from_numpy(ids), torch.from_numpy(likelihood))
+        return Contacts(torch.from_numpy(ids.copy()), torch.from_numpy(likelihood.copy()))
 
     def __iter__(self) -> Iterator[Contacts]:
         sizes = self.ids.sizes.tolist()
-        both = (torch.split(torch.from_numpy(values), sizes) for values in (self.ids.values, self.likelihood))
+        both = (torch.split(torch.from_numpy(values.copy()), sizes) for values in (self.ids.values, self.likelihood))
         return map(Contacts, *both)
 
 

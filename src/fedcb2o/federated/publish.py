@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fedcb2o import plugins
 from fedcb2o.data.shard import Shard
 from fedcb2o.federated.admit import extents
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.evaluate import losses_of
 from fedcb2o.federated.lists import Places
-from fedcb2o.federated.returned import crafted_of
+from fedcb2o.federated.returned import crafted_of, tried_of
 from fedcb2o.federated.types import Knowledge, Losses, View
 from fedcb2o.streams import stream
 
@@ -82,6 +83,7 @@ def craft_(
     """
     terms, attackers, attack = block.terms, block.attackers, block.attackers.attack
     assert attack.craft is not None
+    craft = attack.craft
 
     def ids_of(whose: Knowledge, cluster: int) -> list[int]:
         members = attackers.sides.get((whose, cluster), np.zeros(0, np.int64))
@@ -97,8 +99,10 @@ def craft_(
         data = block.holdings.true(k)
 
         def losses(models: Float[Tensor, "m d"], data: Shard = data) -> Losses:
-            rows, models = torch.arange(len(models)), models.to(block.pool.device)
-            return losses_of(terms.module, models, rows, data, terms.num_classes, together=terms.primitives.together)
+            models = tried_of(craft, models, terms.dim).to(block.pool)
+            rows, together = torch.arange(len(models)), terms.primitives.together
+            with plugins.blamed("model", terms.model):
+                return losses_of(terms.module, models, rows, data, terms.num_classes, together=together)
 
         view = View(
             n=n,
@@ -107,17 +111,17 @@ def craft_(
             num_clusters=attackers.num_clusters,
             num_fellows=len(fellows),
             num_benign=len(benign),
-            receivers=torch.from_numpy(attackers.benign),
+            receivers=torch.from_numpy(attackers.benign.copy()),
             own=block.pool[int(block.layout.own[k])].clone(),
             before=block.pool[rows.start].clone(),  # where LocalUpdate left it
-            data=data.to("cpu"),
+            data=Shard(data.x.cpu().clone(), data.y.cpu().clone()),
             losses=losses,
             threat=attack.threat,
             _ids_of=ids_of,
             _look=look,
         )
         published = block.pool[rows]
-        crafted = attack.craft(view, stream(terms.seed, "craft", n, j))
-        published.copy_(crafted_of(crafted, (len(published), terms.dim)))
+        crafted = craft(view, stream(terms.seed, "craft", n, j))
+        published.copy_(crafted_of(craft, crafted, (len(published), terms.dim)))
         done.append(extents(published, range(len(published))))
     return done

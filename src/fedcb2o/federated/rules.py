@@ -20,7 +20,7 @@ from fedcb2o.federated import aggregate, robust, robust_columns
 from fedcb2o.federated import foolsgold as _foolsgold  # the module: the name is the rule's
 from fedcb2o.federated import lfighter as _lfighter
 from fedcb2o.federated.heads import heads
-from fedcb2o.federated.returned import values_of
+from fedcb2o.federated.returned import mixing_of, values_of
 from fedcb2o.federated.types import Criterion, Judged, Received, Reduction, Weighed, together
 
 ROOMS = (robust, robust_columns, _lfighter, _foolsgold)
@@ -146,7 +146,9 @@ def _given(rule: functools.partial[Any], judged: Judged, seen: Received, rows: T
 def _mixing(pre_step: functools.partial[Any], f: int, m: int, judged: Judged) -> aggregate.Mixing:
     """The matrix of a pre-step for m models, or what makes it of their Gram matrix."""
     made = _with_f(pre_step, f, m)
-    return made if "gram" in plugins.looks_at(pre_step.func) else made(m, judged.local.draw)
+    if "gram" in plugins.looks_at(pre_step.func):
+        return made
+    return mixing_of(pre_step, made(m, judged.local.draw), m)
 
 
 def _with_f(function: functools.partial[Any], f: int, m: int) -> functools.partial[Any]:

@@ -172,7 +172,8 @@ def remember(
     first_contact: str,
 ) -> Met:
     """The contacts of some agents after a round: every peer asked counts as met, and those that answered have a new
-    likelihood P <- (1 - zeta) P + zeta exp(-kappa L) (eq:update_sampling_likelihood).
+    likelihood P <- (1 - zeta) P + zeta exp(-kappa L) (eq:update_sampling_likelihood). An infinite loss adds nothing,
+    whatever kappa is.
 
     `losses` are those of who answered. `first_contact="whole"` sets P to exp(-kappa L) itself when a peer answers for
     the first time (released code). Without `losses` nothing is judged, and P stays as it is.
@@ -197,7 +198,8 @@ def remember(
         likelihood = np.concatenate([likelihood, np.full(len(new), np.nan)])[order]
     if losses is not None:
         at = known.searchsorted(keys(answered))
-        old, gain = likelihood[at], torch.exp(-kappa * torch.from_numpy(losses)).numpy()
+        finite = np.isfinite(losses)  # 0 * inf is no number
+        old, gain = likelihood[at], torch.exp(-kappa * torch.from_numpy(np.where(finite, losses, 0.0))).numpy() * finite
         first = np.isnan(old)
         average = (1 - zeta) * np.where(first, 0.0, old) + zeta * gain
         likelihood[at] = np.where(first, gain, average) if first_contact == "whole" else average

@@ -34,6 +34,10 @@ class Losses:
         """Those of one of several agents."""
         return Losses(self.mean[k], self.by_class[k], self.present[k], self.entropy[k])
 
+    def copied(self) -> "Losses":
+        """The same, whoever writes to it."""
+        return Losses(self.mean.clone(), self.by_class.clone(), self.present.clone(), self.entropy.clone())
+
     def part(self, some: slice) -> "Losses":
         """Those of some of the models."""
         return Losses(self.mean[..., some], self.by_class[..., some, :], self.present, self.entropy[..., some])
@@ -67,6 +71,10 @@ class Received:
     def __getitem__(self, k: int) -> "Received":
         """What one of several agents received."""
         return Received(*(each[k] for each in self._parts))
+
+    def copied(self) -> "Received":
+        """The same, whoever writes to it."""
+        return Received(*(each.clone() for each in self._parts))
 
     def with_own(self, me: "Received") -> "Received":
         """These and, last, the agent's own."""
@@ -132,6 +140,11 @@ class Judged:
         """The view of one of several agents."""
         losses, own = (None if each is None else each[k] for each in (self.losses, self.own))
         return Judged(self.n, self.pool, losses, own, self.received[k], self.me[k], knows)
+
+    def copied(self) -> "Judged":
+        """The same with all but the models copied: who writes to it changes nothing for others."""
+        losses, own = (None if each is None else each.copied() for each in (self.losses, self.own))
+        return Judged(self.n, self.pool, losses, own, self.received.copied(), self.me.copied(), self.knows)
 
     def itself(self) -> "Judged":
         """The same with the agent's own model as the only one received."""

@@ -1,18 +1,20 @@
 """Lines 5 and 6 of Algorithm 2 for several agents: the weights of the consensus point m_j, as the algorithm's rule has
 them."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated.algorithms import Algorithm
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.judging import Alike, losses_seen_by, themselves
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.peers import Met
-from fedcb2o.federated.returned import state_of, weights_of
+from fedcb2o.federated.returned import columns_by, state_of, weights_of
 from fedcb2o.federated.rules import by_samples
 from fedcb2o.federated.types import TOGETHER, Contacts, Local, Reduction, State, Weighed
 from fedcb2o.streams import stream
@@ -27,34 +29,36 @@ def weigh_(
     if judged.own is not None:
         choices.own_loss[those] = judged.own.mean.flatten().numpy()
     if TOGETHER.of(algorithm.weigh):
-        mu, own = weights_of(algorithm.weigh(judged), tuple(judged.received.ids.shape))
+        mu, own = weights_of(algorithm.weigh, algorithm.weigh(judged), tuple(judged.received.ids.shape))
         choices.weights[where], choices.own_weight[those] = mu.flatten().numpy(), own.numpy()
         return {}
     kept = {}
     for row, (k, there) in enumerate(zip(those.tolist(), where.reshape(len(those), -1), strict=True)):
         view = judged.one(row, _local(block, int(some[k]), judged.n, functools.partial(met.__getitem__, k)))
         if algorithm.remembers:
-            kept[k], decided = state_of(algorithm.weigh(states[k], view))
+            kept[k], decided = state_of(algorithm.weigh, algorithm.weigh(states[k], view))
         else:
             decided = algorithm.weigh(view)
         decided = decided if isinstance(decided, Weighed) else Weighed(decided)
-        _fill_(choices, k, there, decided, algorithm.keeps_before)
+        _fill_(choices, k, there, decided, algorithm)
     return kept
 
 
-def _fill_(choices: Choices, k: int, where: Places, decided: Weighed, keeps_before: bool) -> None:
+def _fill_(choices: Choices, k: int, where: Places, decided: Weighed, algorithm: Algorithm) -> None:
     """What the agent in place k decided."""
     if decided.f is not None:
         choices.f[k] = decided.f
     if isinstance(decided.outcome, Reduction):
-        choices.reductions[int(choices.agents[k])] = decided.outcome
+        choices.reductions[int(choices.agents[k])] = dataclasses.replace(
+            decided.outcome, reduce=columns_by(algorithm.weigh, decided.outcome.reduce)
+        )
         choices.weights[where] = choices.own_weight[k] = np.nan
         return
     if decided.before is not None:
-        if not keeps_before:
+        if not algorithm.keeps_before:
             raise ConfigError("the rule gave weight to the model before the round, and did not declare to look at it")
         choices.before[k] = decided.before
-    mu, own = weights_of(decided.outcome, (len(where),), rest=decided.before or 0.0)
+    mu, own = weights_of(algorithm.weigh, decided.outcome, (len(where),), rest=decided.before or 0.0)
     choices.weights[where], choices.own_weight[k] = mu.numpy(), float(own)
 
 
@@ -76,5 +80,5 @@ def weigh_by_samples_(choices: Choices, block: Block, some: Places, colluders: P
     """Fill in the weights of malicious agents in some places: by numbers of samples (sec:experiments)."""
     for those, where, received in inbox.alike(colluders):
         me = themselves(block, some[those], n) if block.attackers.own_model else None
-        mu, own = weights_of(by_samples(received, me), tuple(received.ids.shape))
+        mu, own = weights_of(by_samples, by_samples(received, me), tuple(received.ids.shape))
         choices.weights[where], choices.own_weight[those] = mu.flatten().numpy(), own.numpy()

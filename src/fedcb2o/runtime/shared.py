@@ -7,14 +7,17 @@ synchronous: what peers download is the model after this round's LocalUpdate. No
 row of the pool.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated.admit import believed, extents, within
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
@@ -22,22 +25,26 @@ from fedcb2o.federated.judging import tested
 from fedcb2o.federated.lists import Lists, Places
 from fedcb2o.federated.mixing import Mixture, mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
-from fedcb2o.federated.round import ask
+from fedcb2o.federated.round import ask, decide
 from fedcb2o.federated.teams import teams
-from fedcb2o.models import rows_of
+from fedcb2o.models import adding_up, rows_of
 from fedcb2o.runtime import primitives
 from fedcb2o.runtime.workers import Workers, blocks
 
 T = TypeVar("T")
 
+JUDGES = ("criterion", "rule", "pre-step", "algorithm", "model")  # the kinds of functions that agents judge models by
 LARGE = 2**17  # from this many parameters on, each agent is a task of its own on the CPU
 
 
 class Shared:
-    """The engine of one machine. Models on a disk are mixed so many `columns` at a time, in memory."""
+    """The engine of one machine. Models on a disk are mixed so many `columns` at a time, in memory. `own` names the
+    users' functions that are shown models, by kind."""
 
-    def __init__(self, block: Block, workers: Workers, columns: int | None = None) -> None:
-        self.block, self.workers, self.columns = block, workers, columns
+    def __init__(
+        self, block: Block, workers: Workers, columns: int | None = None, own: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        self.block, self.workers, self.columns, self.own = block, workers, columns, own or {}
         self.terms, self.attackers = block.terms, block.attackers
         self.costs = block.holdings.train.sizes.tolist()
         alone = self.terms.dim >= LARGE and block.pool.device.type == "cpu"
@@ -53,7 +60,8 @@ class Shared:
         """What a function finds for each part, the parts shared out among the workers."""
         shares = self.few if function is ask else self.shares
         tasks = [(function, [(self.parts[g], *(each[g] for each in own)) for g in share], common) for share in shares]
-        parts = dict(_in_order(shares, self.workers.map(_on_parts, tasks)))
+        with self.only_shown(*JUDGES) if function is decide else contextlib.nullcontext():
+            parts = dict(_in_order(shares, self.workers.map(_on_parts, tasks)))
         return [parts[g] for g in range(len(self.parts))]
 
     def each_agent(self, function: Callable[..., Sequence[T]], agents: Sequence[int], *common: Any) -> dict[int, T]:
@@ -68,7 +76,8 @@ class Shared:
         good = np.zeros(len(self.block.pool), dtype=bool)
         good[layout.own] = within(sizes) & online
         if attackers.attack.crafts(n):
-            crafted = self.each_agent(_crafted_here, attackers.ids.tolist(), n, np.isfinite(sizes))
+            with self.only_shown("attack", "model", crafting=True):
+                crafted = self.each_agent(_crafted_here, attackers.ids.tolist(), n, np.isfinite(sizes))
             for j, theirs in crafted.items():
                 good[layout.crafted(j)] = within(theirs) & online[j]
         self.good, self.outbox = good, outbox(self.block, n)
@@ -103,7 +112,30 @@ class Shared:
 
     def evaluate(self, triggered: bool) -> dict[int, Int[Tensor, "C C"]]:
         """The confusion matrix of each benign agent's model."""
-        return self.each_agent(tested, self.attackers.benign.tolist(), triggered)
+        with self.only_shown("model"):
+            return self.each_agent(tested, self.attackers.benign.tolist(), triggered)
+
+    @contextlib.contextmanager
+    def only_shown(self, *kinds: str, crafting: bool = False) -> Iterator[None]:
+        """Raises ConfigError where users' functions of some kinds, which are asked inside, write into models other than
+        those that they are `crafting`.
+
+        Copies would take as much memory as all models. So what the bits of each add up to is looked at before and
+        after: a pass at the speed of memory, which no way of writing escapes.
+        """
+        if not (own := [f"{kind} `{name}`" for kind in kinds for name in self.own.get(kind, ())]):
+            yield
+            return
+        watched = np.ones(len(self.block.pool), dtype=bool)
+        for j in self.attackers.ids.tolist() if crafting else ():
+            watched[self.block.layout.crafted(j)] = False
+        before = adding_up(self.block.pool)
+        yield
+        if (adding_up(self.block.pool) != before)[torch.from_numpy(watched)].any():
+            raise ConfigError(
+                f"the {' or the '.join(own)} wrote into models that it was shown, which all agents share: let it write "
+                "into copies, made by `.clone()`"
+            )
 
 
 def _on_parts(
