@@ -36,12 +36,12 @@ def strike():
     if calls != int(NUMBER):
         return
     pid = os.getpid()
-    in_worker = "popen_loky" in Path("/proc/self/cmdline").read_text()
+    in_worker = "fedcb2o.runtime" in Path("/proc/self/cmdline").read_text()
     if VICTIM == "parent" and in_worker:
         pid = os.getppid()
     elif VICTIM == "worker" and not in_worker:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        pid = int(next(c for c in children if "popen_loky" in Path(f"/proc/{c}/cmdline").read_text()))
+        pid = int(next(c for c in children if "fedcb2o.runtime" in Path(f"/proc/{c}/cmdline").read_text()))
     os.kill(pid, signal.SIGKILL)
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.runtime import arena
-from fedcb2o.runtime.workers import Here, Processes, Workers, blocks, executor, one_thread
+from fedcb2o.runtime.crew import crew
+from fedcb2o.runtime.workers import Here, Processes, Workers, blocks, one_thread
 
 SPECS = {"models": (torch.float32, (3, 5)), "labels": (torch.int64, (7,)), "none": (torch.uint8, (0, 2))}
 
@@ -163,7 +164,7 @@ def test_a_worker_that_ends_first_gives_back_what_it_is_giving_back(tmp_path):
     end = time.monotonic() + 30
     while len(list(tmp_path.glob("begun-*"))) < len(pids) and time.monotonic() < end:
         time.sleep(0.01)
-    executor(2).shutdown(wait=True)
+    crew().work(0, who, [], print)
     assert {int(path.name.removeprefix("gone-")) for path in tmp_path.glob("gone-*")} == pids
 
 

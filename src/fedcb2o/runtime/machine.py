@@ -7,7 +7,14 @@ import contextlib
 import ctypes
 import math
 import os
+import resource
 from pathlib import Path
+
+from fedcb2o.errors import RunError
+
+LEAST = 2**30  # bytes of addresses that PyTorch, pandas and scikit-learn take
+MORE = "let fewer processes work (--workers 1), take fewer agents or a smaller model, or give more memory (`ulimit -v`)"
+FULL = ("allocate memory", "not enough memory", "failed to map segment", "bad_alloc")  # what libraries say
 
 
 def processors(root: Path = Path("/")) -> int:
@@ -45,6 +52,28 @@ def free_memory(root: Path = Path("/")) -> int:
             with contextlib.suppress(OSError, ValueError):
                 found.append(int((group / limit).read_text()) - int((group / used).read_text()) + cache)
     return max(0, min(found)) if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def addresses(root: Path = Path("/")) -> float:
+    """The bytes that this process may still map (`ulimit -v`), models on a disk included; infinite without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return math.inf
+    used = 0
+    with contextlib.suppress(OSError):
+        used = int((root / "proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return max(0, limit - used)
+
+
+def check() -> None:
+    """Raises RunError where this process may map less than the libraries alone take, some of which then fail oddly."""
+    if (room := addresses()) < LEAST:
+        raise RunError(f"this process may map {room / 2**30:.2f} GiB more (`ulimit -v`), and PyTorch takes 1: raise it")
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error says that there is no more memory."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in FULL)
 
 
 def keep_memory() -> None:
