@@ -25,7 +25,7 @@ from fedcb2o.experiments.grid import Cell, Grid, load_grid
 from fedcb2o.experiments.pace import GridProgress, Pace
 from fedcb2o.experiments.run import run
 from fedcb2o.runtime import machine
-from fedcb2o.runtime.crew import Crew, CrewError, crew
+from fedcb2o.runtime.crew import Crew, crew
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,6 @@ def _team(
         with progress:
             progress.begin(len(ledger.cells), len(ledger.cells) - len(pace.waiting))
             yield _Team(ledger, jobs, data, processes, pace, progress)
-    except CrewError as error:
-        raise CrewError(f"{error}, --jobs") from error
     finally:
         processes.dismiss()
 

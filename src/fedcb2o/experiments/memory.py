@@ -19,6 +19,7 @@ from fedcb2o.experiments.config import Experiment
 from fedcb2o.federated.mixing import WIDE
 from fedcb2o.federated.teams import SMALL
 from fedcb2o.runtime import arena, checkpoint, machine
+from fedcb2o.runtime.machine import gib
 
 WORTH = 2e9  # floating-point operations of training a round below which one process is as fast as several
 PROCESS = 2**28  # bytes of PyTorch and of a batch's activations in each process
@@ -135,11 +136,6 @@ def bounded(experiment: Experiment, count: int) -> int:
         why = f"{machine.processors()} processors and {experiment.agents.num_agents} agents"
         print(f"Note: {most} processes work, not {count}: there are {why}.", file=sys.stderr)
     return min(count, most)
-
-
-def gib(count: int) -> str:
-    """A number of bytes for people."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
 
 
 def size(text: str | int) -> int:

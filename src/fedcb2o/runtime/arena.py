@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import RunError
+from fedcb2o.runtime.machine import gib
 
 PREFIX, SUFFIX = "fedcb2o-", ".arena"
 TRIES = 100
@@ -88,7 +89,7 @@ def _first_of(folders: list[Path], size: int) -> BinaryIO:
         except OSError as error:
             failures.append(f"{folder}: {error.strerror}")
     raise RunError(
-        f"no room to share {size / 2**30:.2f} GiB of models and data between processes: {', '.join(failures)}; make "
+        f"no room to share {gib(size)} of models and data between processes: {', '.join(failures)}; make "
         "room there, or let one process do the work, --workers 1"
     )
 

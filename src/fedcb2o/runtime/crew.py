@@ -34,6 +34,7 @@ LOOK = 1.0  # seconds without a word after which it is looked whether members li
 IDLE = 600.0  # seconds without work after which a member leaves
 PATIENCE = 5.0  # seconds that members may take for leaving before they are killed
 SIGNALS = {signal.SIGINT, signal.SIGTERM}  # sent to all processes of a run, they are the first one's to answer
+FEWER = "with fewer of them (--workers 1; of a grid, --jobs 1)"
 BEGIN = """
 import sys
 from multiprocessing.connection import Connection
@@ -125,10 +126,8 @@ class _Member:
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                 )  # fmt: skip
         except OSError as error:
-            cure = "raise `ulimit -n` or " if error.errno == errno.EMFILE else ""
-            raise CrewError(
-                f"cannot start a worker process ({error.strerror}): {cure}take fewer of them, such as --workers 1"
-            ) from error
+            cure = "raise `ulimit -n`, or " if error.errno == errno.EMFILE else ""
+            raise CrewError(f"cannot start a worker process ({error.strerror}): {cure}try {FEWER}") from error
 
     def fit(self) -> bool:
         """Whether it may be given work: it lives, and will not leave soon."""
@@ -152,7 +151,7 @@ class _Member:
             raise _killed() from error
         done, result = pickle.loads(content)
         if done is None:
-            raise CrewError(f"a worker process cannot start, perhaps for want of memory ({result}): take fewer of them")
+            raise CrewError(f"a worker process cannot start, perhaps for want of memory ({result}): try {FEWER}")
         if not done:
             raise result[0] from _ThereError(result[1])
         self.busy, self.since = False, time.monotonic()
@@ -189,7 +188,9 @@ def packed(content: object) -> bytes:
 
 def _killed() -> CrewError:
     """What to raise where a member is dead."""
-    return CrewError("a worker process was killed, perhaps for want of memory: go on with --resume, and fewer of them")
+    return CrewError(
+        f"a worker process was killed, perhaps for want of memory: go on with --resume, if need be {FEWER}"
+    )
 
 
 _of_thread = threading.local()

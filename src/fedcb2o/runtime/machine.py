@@ -68,7 +68,9 @@ def addresses(root: Path = Path("/")) -> float:
 def check() -> None:
     """Raises RunError where this process may map less than the libraries alone take, some of which then fail oddly."""
     if (room := addresses()) < LEAST:
-        raise RunError(f"this process may map {room / 2**30:.2f} GiB more (`ulimit -v`), and PyTorch takes 1: raise it")
+        raise RunError(
+            f"this process may map {gib(int(room))} more (`ulimit -v`), and PyTorch takes {gib(LEAST)}: raise it"
+        )
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -86,6 +88,11 @@ def keep_memory() -> None:
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX: nothing mapped by itself
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing given back
+
+
+def gib(count: int) -> str:
+    """A number of bytes for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
 
 
 def _groups(kind: str, root: Path) -> list[Path]:
