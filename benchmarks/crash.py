@@ -137,7 +137,7 @@ class Command:
         """Kill the parent, the group or a worker, where there is one, else the parent; returns who it was."""
         pid = self.process.pid
         lines = living(self.mark) if who == "worker" else {}  # which takes a while: the others die at once
-        workers = [each for each, line in lines.items() if "popen_loky" in line]
+        workers = [each for each, line in lines.items() if "work_for" in line]
         who = "parent" if who == "worker" and not workers else who
         with contextlib.suppress(ProcessLookupError):
             if who == "group":

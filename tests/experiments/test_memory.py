@@ -1,18 +1,20 @@
 """What a run needs of memory: how many processes work and where the models lie, said before anything is written."""
 
 import functools
+import json
 import sys
 from types import SimpleNamespace
 
 import pytest
-from tests.tiny import bits, here, tiny, write
+from tests.processes import needs_proc
+from tests.tiny import FEDCB2O, bits, command, here, tiny, write
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import memory
 from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.config import load
-from fedcb2o.runtime import arena, checkpoint
+from fedcb2o.runtime import arena, checkpoint, machine
 
 
 def planned(tmp_path, given, count=1, **changes):
@@ -126,6 +128,68 @@ def test_a_checkpoint_that_is_there_needs_no_more_room(tmp_path, monkeypatch):
         planned(tmp_path, given)
     (tmp_path / checkpoint.FILE).touch()
     assert planned(tmp_path, given).folder == tmp_path
+
+
+def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
+    """It is given back before it is looked how much there is."""
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    left = shared / f"{arena.PREFIX}1-0{arena.SUFFIX}"
+    left.touch()
+    monkeypatch.setattr(arena, "_folders", lambda: [shared])
+    monkeypatch.setattr(memory.machine, "free_memory", lambda: 1000 if left.exists() else 10**10)
+    assert planned(tmp_path, None).folder is None
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "processors", "expected"), [(40, 2, 2), (2, 2, 2), (40, 8, 6), (6, 8, 6), (1, 8, 1), (2, 1, 1)]
+)
+def test_no_more_processes_work_than_there_are_processors_and_agents(monkeypatch, capsys, asked, processors, expected):
+    monkeypatch.setattr(machine, "processors", lambda: processors)
+    assert memory.bounded(load(tiny()), asked) == expected
+    note = f"Note: {expected} processes work, not {asked}: there are {processors} processors and 6 agents.\n"
+    assert capsys.readouterr().err == ("" if asked == expected else note)
+
+
+def test_forty_processes_are_asked_for_and_one_works(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "processors", lambda: 1)
+    fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=40)
+    assert json.loads((tmp_path / "run/seed-1000/environment.json").read_text())["workers"] == 1
+
+
+@pytest.mark.parametrize("asked", [0, -1])
+def test_fewer_than_one_process_is_refused(tmp_path, asked):
+    with pytest.raises(ConfigError, match="`workers` must be at least 1"):
+        fedcb2o.run(tiny(), out=tmp_path / "run", workers=asked)
+    assert not (tmp_path / "run").exists()
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("limit", "changes", "words"),
+    [
+        ("-v 700000", (), "PyTorch takes 1.00 GiB: raise it"),
+        ("-v 2000000", ("model.hidden=[400000]",), "a process may map"),
+        ("-n 8", (), "cannot start a worker process (Too many open files): raise `ulimit -n`, or try with fewer"),
+    ],
+)
+def test_what_a_limit_forbids_is_one_line(tmp_path, limit, changes, words):
+    path = write(tmp_path / "tiny.toml")
+    given = [word for change in changes for word in ("--set", change)]
+    arguments = ["run", path, "--out", tmp_path / "run", "--workers", 2, *given]
+    said = command("-c", f'ulimit {limit}; exec "$0" "$@"', FEDCB2O, *arguments, program="sh").one_line()
+    assert words in said
+
+
+def test_full_memory_is_one_line(tmp_path, monkeypatch):
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ...")):
+
+        def fail(*given, error=error, **more):
+            raise error
+
+        monkeypatch.setattr(sys.modules["fedcb2o.experiments.run"], "first_models_", fail)
+        assert "memory is full" in here("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run").one_line()
 
 
 def test_models_that_a_killed_run_left_on_disk_go_before_the_next(tmp_path):

@@ -143,7 +143,7 @@ def test_who_is_to_be_killed_is_and_nobody_else(crash, monkeypatch, tmp_path, wh
     other = subprocess.Popen([sys.executable, "-c", SLEEPER])
     command = started(
         crash, monkeypatch, tmp_path,
-        "import subprocess, sys; child = [sys.executable, '-c', 'import time; time.sleep(3)', 'popen_loky'];"
+        "import subprocess, sys; child = [sys.executable, '-c', 'import time; time.sleep(3)', 'work_for'];"
         "sys.exit(subprocess.Popen(child).wait() and 0)",
     )  # fmt: skip
     while len(crash.living(command.mark)) < 2:

@@ -1,5 +1,6 @@
 """Processes that are killed in the middle of things: nobody lives on, and a resume ends in the undisturbed bits."""
 
+import contextlib
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from fedcb2o.streams import stream
 
 # A user's module that kills its own process, or the other one, at a moment that the environment names.
 SABOTEUR = '''
+import atexit
 import os
 import signal
 import time
@@ -36,12 +38,12 @@ def strike():
     if calls != int(NUMBER):
         return
     pid = os.getpid()
-    in_worker = "popen_loky" in Path("/proc/self/cmdline").read_text()
+    in_worker = "--workers" not in Path("/proc/self/cmdline").read_text()
     if VICTIM == "parent" and in_worker:
         pid = os.getppid()
     elif VICTIM == "worker" and not in_worker:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        pid = int(next(c for c in children if "popen_loky" in Path(f"/proc/{c}/cmdline").read_text()))
+        pid = int(children[0])
     os.kill(pid, signal.SIGKILL)
 
 
@@ -67,6 +69,9 @@ def criterion(judged):
         strike()
     return average_loss(judged)
 
+
+if PLACE == "leaving" and "--workers" not in Path("/proc/self/cmdline").read_text():
+    atexit.register(time.sleep, 1000)
 
 if PLACE == "mixing":
     whole = shared.mix_
@@ -130,12 +135,9 @@ def start_run(path, out, sabotage="nowhere parent 0"):
     return start("run", path, "--out", out, "--workers", 2, "--resume", cwd=path.parent, SABOTAGE=sabotage)
 
 
-def arenas() -> set[Path]:
-    return {path for folder in arena._folders() for path in folder.glob(f"{arena.PREFIX}*{arena.SUFFIX}")}
-
-
-def arenas_of(pid: int) -> set[Path]:
-    return {path for path in arenas() if path.name.startswith(f"{arena.PREFIX}{pid}-")}
+def left_by(pid: int) -> set[Path]:
+    """What a process shared with others and is still there: arenas, semaphores and what else bears its number."""
+    return {path for folder in arena._folders() for path in folder.iterdir() if f"-{pid}-" in path.name}
 
 
 PLACES = {"training": 40, "judging": 8, "mixing": 3, "writing": 2, "renaming": 2}
@@ -171,7 +173,7 @@ def test_a_kill_in_the_middle_changes_no_bit(undisturbed, tmp_path, place, victi
     assert_gone(process.pid)
     assert not (out / "seed-1000" / "summary.json").exists()
     goes_on_to(expected, path, out)
-    assert not arenas_of(process.pid)
+    assert not left_by(process.pid)
 
 
 def goes_on_to(expected: dict[str, bytes], path: Path, out: Path) -> None:
@@ -197,23 +199,90 @@ def test_kills_at_any_time_change_no_bit(undisturbed, tmp_path, seed):
     goes_on_to(expected, path, out)
 
 
+WAYS = {
+    "group-SIGINT": (130, "Interrupted"),
+    "group-SIGTERM": (143, "Terminated"),
+    "parent-SIGTERM": (143, "Terminated"),
+}
+"""Ctrl-C on a terminal goes to a whole group, a signal by `kill` to one process: status, and the word that says it."""
+
+
 @needs_proc
-def test_an_interrupt_is_one_line_and_a_worker_does_not_answer_it(undisturbed, tmp_path):
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if "SIGINT" in way else pytest.mark.slow) for way in WAYS])
+def test_what_stops_a_run_is_one_line_and_leaves_nothing(undisturbed, tmp_path, way):
     path, expected = undisturbed
     out = tmp_path / "run"
     process = start_run(path, out, "slowly nobody 0")
     pairs, deadline = out / "seed-1000" / "pairs.jsonl", time.monotonic() + 60
     while not (pairs.exists() and pairs.read_bytes().count(b"\n") >= 3) and time.monotonic() < deadline:
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C on a terminal is: everybody gets it
+    victim, name = way.split("-")
+    (os.killpg if victim == "group" else os.kill)(process.pid, signal.Signals[name])
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    status, word = WAYS[way]
+    assert process.returncode == status, errors
     said = [line for line in errors.splitlines() if not line.startswith("tiny seed")]
-    assert said == ["Interrupted. What is written stays; a run goes on from its last checkpoint with --resume."]
+    assert said == [f"{word}. What is written stays; a run goes on from its last checkpoint with --resume."]
     assert output == ""
     assert_gone(process.pid)
-    assert not arenas_of(process.pid)
+    assert left_by(process.pid) == set()
     goes_on_to(expected, path, out)
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    "after", [0.0, pytest.param(2.0, marks=pytest.mark.slow), pytest.param(4.0, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_group_that_ends_while_workers_start_leaves_nothing(undisturbed, tmp_path, number, after):
+    path, _ = undisturbed
+    out = tmp_path / "run"
+    process = start_run(path, out)
+    deadline = time.monotonic() + 60
+    while not (out / "seed-1000").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(after)
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors
+    assert "resource_tracker" not in errors
+    assert_gone(process.pid)
+    if number is not signal.SIGKILL:
+        assert left_by(process.pid) == set()
+    arena.sweep()  # as the next start does
+    assert left_by(process.pid) == set()
+
+
+@needs_proc
+def test_a_worker_that_does_not_leave_holds_up_nobody(undisturbed, tmp_path):
+    path, expected = undisturbed
+    process = start_run(path, tmp_path / "run", "leaving nobody 0")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert_gone(process.pid)
+    assert left_by(process.pid) == set()
+    assert bits(tmp_path / "run") == expected
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.1, 0.15, 0.2])
+def test_a_worker_killed_after_the_end_holds_up_nobody(undisturbed, tmp_path, after):
+    path, expected = undisturbed
+    process = start_run(path, tmp_path / "run")
+    children: list[str] = []
+    for line in process.stderr:
+        children = children or Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if line.startswith("Done."):
+            break
+    time.sleep(after)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(children[0]), signal.SIGKILL)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert_gone(process.pid)
+    assert left_by(process.pid) == set()
+    assert bits(tmp_path / "run") == expected
 
 
 @needs_proc
@@ -226,5 +295,5 @@ def test_the_next_start_sweeps_what_a_killed_one_left(undisturbed, tmp_path):
     process.communicate(timeout=100)
     assert process.returncode == 0
     assert not left.exists()
-    assert not arenas_of(process.pid)
+    assert not left_by(process.pid)
     assert bits(tmp_path / "run") == expected

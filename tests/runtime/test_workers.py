@@ -5,6 +5,9 @@ import fcntl
 import functools
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,10 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.processes import needs_proc
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.runtime import arena
-from fedcb2o.runtime.workers import Here, Processes, Workers, blocks, executor, one_thread
+from fedcb2o.runtime.crew import crew
+from fedcb2o.runtime.workers import Here, Processes, Workers, blocks, one_thread
 
 SPECS = {"models": (torch.float32, (3, 5)), "labels": (torch.int64, (7,)), "none": (torch.uint8, (0, 2))}
 
@@ -42,6 +47,27 @@ def who(world):
 
 def same(tensors):
     return tensors
+
+
+class TwoWordsError(Exception):
+    """Goes to bytes, but not back: pickle gives it one of its two arguments."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+def odd(world, kind):
+    if kind == "error":
+        raise TwoWordsError(1, 2)
+    return threading.Lock()
+
+
+def stuck(world, path):
+    """A worker whose own child holds its pipe open, and which then dies."""
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +118,79 @@ def test_a_dead_worker_is_a_run_error_and_the_next_map_has_new_ones(pool):
     with pytest.raises(RunError, match="a worker process was killed, perhaps for want of memory"):
         pool.map(fail, [("die",), ("die",)])
     assert pool.map(slowly, [(0.0, 1)]) == [1]
+
+
+def pids(pool):
+    return set(pool.map(who, [()] * 8))
+
+
+def gone(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@needs_proc
+def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool):
+    pool.map(slowly, [(0.2, 0)] * 2)
+    before = {member.process.pid for member in crew().members}
+    victim = min(before)
+    os.kill(victim, signal.SIGKILL)
+    while not gone(victim):
+        time.sleep(0.01)
+    assert pool.map(slowly, [(0.2, k) for k in range(4)]) == [0, 1, 2, 3]
+    after = {member.process.pid for member in crew().members}
+    assert before & after == before - {victim}
+    assert len(after) == 2
+
+
+@needs_proc
+def test_a_worker_with_a_child_of_its_own_that_dies_is_missed_and_its_child_goes_with_it(pool):
+    with pytest.raises(RunError, match="a worker process was killed"):
+        pool.map(stuck, [(None,)])
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    assert not children.exists() or not children.read_text().split()
+
+
+@pytest.mark.parametrize("kind", ["error", "result"])
+def test_what_cannot_come_back_is_told(pool, kind):
+    expected = {
+        "error": (RuntimeError, "^TwoWordsError: 1$"),
+        "result": (RunError, "cannot be sent to another process"),
+    }
+    error, words = expected[kind]
+    with pytest.raises(error, match=words):
+        pool.map(odd, [(kind,)])
+
+
+def test_what_cannot_be_sent_is_told(pool):
+    with pytest.raises(RunError, match=r"cannot be sent to another process .*: take --workers 1"):
+        pool.map(slowly, [(0, threading.Lock())])
+
+
+def test_workers_stay_for_the_next_run_and_with_another_path_others_come(pool, monkeypatch, tmp_path):
+    pool.map(slowly, [(0.1, 0)] * 2)
+    before = {member.process.pid for member in crew().members}
+    assert pids(pool) <= before
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not pids(pool) & before
+
+
+@pytest.mark.slow
+def test_a_fork_has_workers_of_its_own_and_ends_none_of_ours(pool):
+    before = pids(pool)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        own = pids(pool)
+        crew().dismiss()
+        os.write(write, bytes([not own & before]))
+        os._exit(0)
+    os.close(write)
+    assert os.read(read, 1) == b"\1"
+    os.waitpid(child, 0)
+    os.close(read)
+    assert pids(pool) <= {member.process.pid for member in crew().members}
+    assert before & {member.process.pid for member in crew().members}
 
 
 def test_one_process_gives_the_same_and_both_are_workers(pool):
@@ -163,7 +262,7 @@ def test_a_worker_that_ends_first_gives_back_what_it_is_giving_back(tmp_path):
     end = time.monotonic() + 30
     while len(list(tmp_path.glob("begun-*"))) < len(pids) and time.monotonic() < end:
         time.sleep(0.01)
-    executor(2).shutdown(wait=True)
+    crew().work(0, who, [], print)
     assert {int(path.name.removeprefix("gone-")) for path in tmp_path.glob("gone-*")} == pids
 
 
@@ -211,6 +310,40 @@ def test_sweeping_takes_what_was_left_and_nothing_that_is_used(tmp_path, monkeyp
             assert other.exists()
             arena.sweep()  # as another run does
             assert shared.path.exists()
+
+
+RACE = """
+import sys
+from pathlib import Path
+
+import torch
+
+from fedcb2o.runtime import arena
+
+for _ in range(500):
+    with arena.shared({"models": (torch.uint8, (9,))}, Path(sys.argv[1])):
+        pass
+"""
+
+
+def test_runs_that_start_at_once_in_one_folder_do_not_sweep_what_another_is_making(tmp_path):
+    command = [sys.executable, "-c", RACE, str(tmp_path)]
+    runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [run.communicate()[1] for run in runs] == ["", "", ""]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_whatever_is_made_goes_again_that_is_an_error_in_the_end(tmp_path, monkeypatch):
+    flock = fcntl.flock
+
+    def swept(file, how):
+        flock(file, how)
+        for path in tmp_path.iterdir():
+            path.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", swept)
+    with pytest.raises(RunError, match="no room to share"):
+        arena.shared(SPECS, tmp_path).__enter__()
 
 
 def test_no_room_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch):

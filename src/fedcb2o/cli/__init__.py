@@ -10,8 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from fedcb2o.cli import data, minimizing, runs
+from fedcb2o.cli.stops import Stops
 from fedcb2o.errors import FedCB2OError
 from fedcb2o.output import kept, lost
+from fedcb2o.runtime import machine
 
 app = typer.Typer(
     name="fedcb2o",
@@ -41,7 +43,8 @@ def _version(wanted: bool) -> bool:
 @app.callback()
 def _root(
     _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
-) -> None: ...
+) -> None:
+    machine.check()
 
 
 @kept()
@@ -51,6 +54,7 @@ def main() -> None:
     A command that makes files returns their paths, and has done its work even if it could not say so. One whose output
     is all that it makes fails where that is lost.
     """
+    stops = Stops()
     try:
         made = app(prog_name="fedcb2o", standalone_mode=False)
         if made == 130:  # what typer makes of Ctrl-C
@@ -67,12 +71,19 @@ def main() -> None:
         command = error.ctx.command_path if error.ctx else "fedcb2o"
         _leave(told and f"Error: {told}{end} See `{command} --help`.", 2)
     except KeyboardInterrupt:
-        _leave("Interrupted. What is written stays; a run goes on from its last checkpoint with --resume.", 130)
+        told = f"{stops.word}. What is written stays; a run goes on from its last checkpoint with --resume."
+        _leave(told, stops.status)
     except BrokenPipeError:
         _leave("", 1)
     except OSError as error:
         what = error.filename or "cannot write the output"
         _leave(f"Error: {what}: {error.strerror or error}", 2)
+    except Exception as error:
+        if not machine.is_full(error):
+            raise
+        _leave(f"Error: memory is full ({_one_line(error)}): {machine.MORE}", 2)
+    finally:
+        stops.forget()
 
 
 def _one_line(message: object) -> str:

@@ -6,16 +6,14 @@ failed. What tuning chose is frozen in `tuning.json` before the cells that depen
 
 import fcntl
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from loky.process_executor import BrokenProcessPool
 
 from fedcb2o import records
 from fedcb2o.errors import FedCB2OError, RunError
@@ -28,7 +26,8 @@ from fedcb2o.experiments.mend import has_ended
 from fedcb2o.experiments.pace import GridProgress, Pace
 from fedcb2o.experiments.run import run
 from fedcb2o.output import kept
-from fedcb2o.runtime import machine, workers
+from fedcb2o.runtime import machine
+from fedcb2o.runtime.crew import Crew, crew
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ def bench(
     """Run every cell of a grid for all of its seeds, and say what failed.
 
     `grid` is the name of a built-in one, a TOML file or a mapping; `out` its folder (by default runs/NAME); `jobs` the
-    number of processes (by default one for each processor; it changes no bit of the results). With `resume` a stopped
-    grid goes on, and what failed is tried again. A cell that fails does not stop the others.
+    number of processes (by default one for each processor, and never more; it changes no bit of the results). With
+    `resume` a stopped grid goes on, and what failed is tried again. A cell that fails does not stop the others.
 
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
@@ -68,7 +67,11 @@ def bench(
         _prepare(folder, plan, frozen, [*trials, *cells], resume)
         ledger = _Ledger(folder, [*trials, *cells])
         trials = [cell for cell in trials if cell.place.defence not in frozen]
-        with _team(ledger, [*trials, *cells], jobs or machine.processors(), data, watch or GridProgress()) as team:
+        most = min(machine.processors(), max(1, len(ledger.cells)))
+        if (jobs := jobs or most) > most:
+            why = f"{machine.processors()} processors and {len(ledger.cells)} cells"
+            print(f"Note: {most} processes work, not {jobs}: there are {why}.", file=sys.stderr)
+        with _team(ledger, [*trials, *cells], min(jobs, most), data, watch or GridProgress()) as team:
             team.run(trials)
             unfit = tuning.freeze(folder, plan, frozen, ledger.errors)
             cells = plan.cells(tuning.best(frozen))
@@ -172,7 +175,7 @@ class _Team:
     ledger: _Ledger
     jobs: int
     data: Path | None
-    executor: Executor
+    crew: Crew
     pace: Pace
     progress: GridProgress
 
@@ -183,16 +186,23 @@ class _Team:
     def run(self, cells: Sequence[Cell]) -> None:
         """Run those of some cells that wait: one of each defence first, then those that take longest."""
         todo = {cell.folder: cell for cell in self.waiting(cells)}
-        running: dict[Future[tuple[float, str | None]], Cell] = {}
-        while todo or running:
-            while todo and len(running) < self.jobs:
+        running: dict[str, Cell] = {}
+
+        def tasks() -> Iterator[tuple[Cell, tuple[Any, ...]]]:
+            while todo:
                 cell = todo.pop(max(todo.values(), key=self.pace.weight).folder)
+                running[cell.folder] = cell
                 self.pace.begin(cell)
-                task = cell.experiment, self.ledger.folder / cell.folder, self.data
-                running[self.executor.submit(_work, *task)] = cell
+                yield cell, (cell.experiment, self.ledger.folder / cell.folder, self.data)
+
+        def heard(cell: Cell, result: tuple[float, str | None]) -> None:
+            del running[cell.folder]
+            self.end(cell, *result)
+
+        def meanwhile() -> None:
             self.progress.refresh(self.pace.left(), list(running.values()))
-            for future in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
-                self.end(running.pop(future), *future.result())
+
+        self.crew.work(self.jobs, _work, tasks(), heard, meanwhile)
 
     def end(self, cell: Cell, seconds: float, error: str | None) -> None:
         """Note that a cell has ended after so many seconds, or failed."""
@@ -211,17 +221,13 @@ def _team(
             pace.expect(cell, len(lacks))
     for folder, seconds in ledger.seconds.items():
         pace.learn(ledger.cells[folder], seconds)
-    executor = workers.executor(jobs)
+    processes = crew()
     try:
         with progress:
             progress.begin(len(ledger.cells), len(ledger.cells) - len(pace.waiting))
-            yield _Team(ledger, jobs, data, executor, pace, progress)
-    except BrokenProcessPool as error:
-        raise RunError(
-            "a worker process was killed, perhaps for want of memory: --resume goes on, with fewer --jobs if need be"
-        ) from error
+            yield _Team(ledger, jobs, data, processes, pace, progress)
     finally:
-        executor.shutdown(wait=True, kill_workers=True)
+        processes.dismiss()
 
 
 def _work(experiment: Experiment, folder: Path, data: Path | None) -> tuple[float, str | None]:

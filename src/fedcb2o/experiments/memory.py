@@ -7,6 +7,7 @@ where that is too small, in a file that is mapped; other numbers than these N d 
 import itertools
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fedcb2o.experiments.config import Experiment
 from fedcb2o.federated.mixing import WIDE
 from fedcb2o.federated.teams import SMALL
 from fedcb2o.runtime import arena, checkpoint, machine
+from fedcb2o.runtime.machine import gib
 
 WORTH = 2e9  # floating-point operations of training a round below which one process is as fast as several
 PROCESS = 2**28  # bytes of PyTorch and of a batch's activations in each process
@@ -63,9 +65,14 @@ def plan(
 
     if experiment.device is not None:  # that device's own memory holds them
         return Plan(most, pool, rest(most))
+    if pool + data + training > (room := machine.addresses()):
+        raise RunError(
+            f"{agents} agents need {gib(pool)} for models, in memory or on disk, and a process may map "
+            f"{gib(int(room))} more (`ulimit -v`): raise it, or take fewer agents or a smaller model"
+        )
+    arena.sweep(folder)  # what a killed run left takes memory, or room there
     budget = machine.free_memory() if memory is None else memory
     small = memory is None and pool <= data + training
-    arena.sweep(folder)  # what a killed run left there takes room
     disk = shutil.disk_usage(_there(folder)).free
     once = (folder / checkpoint.FILE).exists() or experiment.checkpoint_every >= experiment.rounds
     on_disk = pool + agents * row * (1 if once else 2)  # with checkpoints
@@ -116,9 +123,19 @@ def choose_workers(experiment: Experiment, dim: int) -> int:
     return min(machine.processors(), agents.num_agents)
 
 
-def gib(count: int) -> str:
-    """A number of bytes for people."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
+def bounded(experiment: Experiment, count: int) -> int:
+    """As many processes as asked for, but no more than there are processors or agents, which is said: more of them
+    take memory and time.
+
+    Raises ConfigError for less than one.
+    """
+    if count < 1:
+        raise ConfigError(f"`workers` must be at least 1, got {count}")
+    most = min(machine.processors(), experiment.agents.num_agents)
+    if count > most:
+        why = f"{machine.processors()} processors and {experiment.agents.num_agents} agents"
+        print(f"Note: {most} processes work, not {count}: there are {why}.", file=sys.stderr)
+    return min(count, most)
 
 
 def size(text: str | int) -> int:

@@ -27,7 +27,7 @@ from fedcb2o.experiments.assemble import (
 from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.folder import alone, begin, make
 from fedcb2o.experiments.lines import metrics_line, pairs_line
-from fedcb2o.experiments.memory import Plan, plan, size
+from fedcb2o.experiments.memory import Plan, bounded, plan, size
 from fedcb2o.experiments.mend import has_ended, mended, sum_up
 from fedcb2o.experiments.primitives import primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
@@ -55,10 +55,10 @@ def run(
     """Run an experiment for each of its seeds and return its records.
 
     `experiment` is a preset's name, a TOML file, a mapping or an `Experiment`; `out` the run's folder (by default
-    runs/NAME); `workers` the number of processes (by default chosen from the work, the processors and the memory;
-    it changes no bit of the result; on another device than the CPU one). `memory` is what it may take, such as "24GiB"
-    or "24GB" (by default what is free): models that need more lie in a file in the run's folder. With `resume` a
-    stopped run goes on from its last checkpoint, and a finished one is read.
+    runs/NAME); `workers` the number of processes (by default chosen from the work, the processors and the memory, and
+    never more than processors or agents; it changes no bit of the result; on another device than the CPU one). `memory`
+    is what it may take, such as "24GiB" or "24GB" (by default what is free): models that need more lie in a file in the
+    run's folder. With `resume` a stopped run goes on from its last checkpoint, and a finished one is read.
 
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
@@ -74,6 +74,8 @@ def run(
         raise ConfigError(
             f"one process works on `device` = {experiment.device!r}, and `workers` is {workers}: leave it out"
         )
+    if workers is not None:
+        workers = bounded(experiment, workers)
     prepared = {seed: prepare(experiment, seed, dataset) for seed in experiment.seeds}
     for seed, each in prepared.items():  # what is wrong with the settings shows before anything is written
         module, x = each.terms.module, features(dataset.pool.x[:2])
@@ -190,18 +192,23 @@ def _enter(stack: contextlib.ExitStack, prepared: Prepared, place: Plan) -> Shar
         tensors[name].copy_(tensor)
     make = functools.partial(block_of, experiment, seed, dataset.class_names, dim)
     block = prepared.block(tensors["models"][:, :dim])
+    if count == 1:
+        shared.path.unlink()  # a mapping outlives it, and a kill then leaves nothing
     who = workers.Here(block) if count == 1 else workers.Processes(count, shared, make)
     return Shared(block, who, place.columns, own_parts(experiment))
 
 
 @contextlib.contextmanager
 def _room(device: torch.device) -> Iterator[None]:
-    """Raises RunError where a device's memory is full."""
+    """Raises RunError where memory is full, the machine's or a device's."""
     try:
         yield
-    except (torch.OutOfMemoryError, FedCB2OError) as error:
-        if isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+    except (MemoryError, RuntimeError, FedCB2OError) as error:
+        cause = error.__cause__ if isinstance(error, FedCB2OError) else error
+        if isinstance(cause, torch.OutOfMemoryError):
             raise RunError(f"{device} is out of memory: let fewer agents train at once, by `together`") from error
+        if cause is error and machine.is_full(error):
+            raise RunError(f"memory is full ({error}): {machine.MORE}; then go on with --resume") from error
         raise
 
 

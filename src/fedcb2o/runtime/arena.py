@@ -1,6 +1,7 @@
 """Tensors that processes share without a copy: one memory-mapped file, gone when its run is."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import RunError
+from fedcb2o.runtime.machine import gib
 
 PREFIX, SUFFIX = "fedcb2o-", ".arena"
+TRIES = 100
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -68,7 +71,7 @@ def shared(specs: Specs, folder: Path | None = None) -> Iterator[Arena]:
     """
     folders = _folders() if folder is None else [folder]
     sweep(*folders)
-    file = _create(_places(specs)[1], folders)
+    file = _first_of(folders, _places(specs)[1])
     path = Path(file.name)
     try:
         yield Arena(path, specs)
@@ -77,26 +80,36 @@ def shared(specs: Specs, folder: Path | None = None) -> Iterator[Arena]:
         file.close()  # and with it the lock
 
 
-def _create(size: int, folders: list[Path]) -> BinaryIO:
-    failure = None
+def _first_of(folders: list[Path], size: int) -> BinaryIO:
+    """A file of a size in the first folder that has room for it."""
+    failures = []
     for folder in folders:
-        path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
         try:
-            file = path.open("xb+")
+            return _create(size, folder)
         except OSError as error:
-            failure = error
-            continue
+            failures.append(f"{folder}: {error.strerror}")
+    raise RunError(
+        f"no room to share {gib(size)} of models and data between processes: {', '.join(failures)}; make "
+        "room there, or let one process do the work, --workers 1"
+    )
+
+
+def _create(size: int, folder: Path) -> BinaryIO:
+    """A new file of a size, locked. Another run's sweep may come between its creation and its lock, and take it; then
+    there is a next one."""
+    for _ in range(TRIES):
+        file = (folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}").open("xb+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            _reserve(file.fileno(), size)
-            path.stat()  # another run's sweep may have come between its creation and its lock
-        except OSError as error:
-            failure = error
-            path.unlink(missing_ok=True)
+            if os.fstat(file.fileno()).st_nlink:
+                _reserve(file.fileno(), size)
+                return file
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
             file.close()
-        else:
-            return file
-    raise RunError(f"no room to share {size / 2**30:.2f} GiB of models and data between processes: {failure}")
+            raise
+        file.close()
+    raise OSError(errno.EAGAIN, "whatever is made there goes again")
 
 
 def _reserve(descriptor: int, size: int) -> None:

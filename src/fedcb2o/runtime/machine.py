@@ -7,7 +7,14 @@ import contextlib
 import ctypes
 import math
 import os
+import resource
 from pathlib import Path
+
+from fedcb2o.errors import RunError
+
+LEAST = 2**30  # bytes of addresses that PyTorch, pandas and scikit-learn take
+MORE = "let fewer processes work (--workers 1), take fewer agents or a smaller model, or give more memory (`ulimit -v`)"
+FULL = ("allocate memory", "not enough memory", "failed to map segment", "bad_alloc")  # what libraries say
 
 
 def processors(root: Path = Path("/")) -> int:
@@ -47,6 +54,30 @@ def free_memory(root: Path = Path("/")) -> int:
     return max(0, min(found)) if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def addresses(root: Path = Path("/")) -> float:
+    """The bytes that this process may still map (`ulimit -v`), models on a disk included; infinite without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return math.inf
+    used = 0
+    with contextlib.suppress(OSError):
+        used = int((root / "proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return max(0, limit - used)
+
+
+def check() -> None:
+    """Raises RunError where this process may map less than the libraries alone take, some of which then fail oddly."""
+    if (room := addresses()) < LEAST:
+        raise RunError(
+            f"this process may map {gib(int(room))} more (`ulimit -v`), and PyTorch takes {gib(LEAST)}: raise it"
+        )
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error says that there is no more memory."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in FULL)
+
+
 def keep_memory() -> None:
     """Have this process keep the memory that it frees (glibc).
 
@@ -57,6 +88,11 @@ def keep_memory() -> None:
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX: nothing mapped by itself
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing given back
+
+
+def gib(count: int) -> str:
+    """A number of bytes for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"
 
 
 def _groups(kind: str, root: Path) -> list[Path]:

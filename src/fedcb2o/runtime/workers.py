@@ -1,29 +1,26 @@
 """Who does the work of a round: this process, or several that share the models.
 
-Every computation has one intra-op thread, here as there, so that the number of workers changes no bit. Workers are
-loky's: they start alike from a file, a notebook and standard input, and no lock outlives one that is killed.
+Every computation has one intra-op thread, here as there, so that the number of workers changes no bit.
 """
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import os
-import pickle
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
-from loky import get_reusable_executor
-from loky.process_executor import BrokenProcessPool
 
 from fedcb2o import output
-from fedcb2o.errors import RunError
 from fedcb2o.runtime.arena import Arena
+from fedcb2o.runtime.crew import crew, serve
 from fedcb2o.runtime.machine import keep_memory
 
 World = TypeVar("World")
@@ -68,44 +65,12 @@ class Processes(Generic[World]):
     def map(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> list[Result]:
         """`function(world, *task)` for every task, as workers come free.
 
-        Raises RunError where a worker dies (often for want of memory).
+        Raises RunError where a worker cannot start or dies (often for want of memory).
         """
-        processes = executor(self.count)
-        try:
-            futures = [processes.submit(_work, self.arena, self.make, function, task) for task in tasks]
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            raise RunError("a worker process was killed, perhaps for want of memory") from error
-        except BaseException:
-            processes.shutdown(wait=False, kill_workers=True)
-            raise
-
-
-def executor(count: int) -> Any:
-    """loky's `count` processes: one intra-op thread each, deaf to Ctrl-C, gone soon after this one."""
-    return get_reusable_executor(
-        max_workers=count,
-        timeout=600,
-        initializer=_start,
-        initargs=(os.getpid(), tuple(sys.path)),  # where users' functions lie: with another path, other workers
-        env={"OMP_NUM_THREADS": "1"},
-        job_reducers={torch.Tensor: _reduced},
-        result_reducers={torch.Tensor: _reduced},
-    )
-
-
-def _reduced(tensor: torch.Tensor) -> Any:
-    """A small tensor as bytes: PyTorch's own way between processes takes ten times as long, and more room for views."""
-    try:
-        content = tensor.contiguous().numpy().tobytes()
-    except (RuntimeError, TypeError):  # what NumPy has not, in a user's function: bfloat16, a gradient, sparse ones
-        return tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
-    return _tensor, (tensor.dtype, tuple(tensor.shape), content)
-
-
-def _tensor(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> torch.Tensor:
-    found = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
-    return found.view(shape)
+        work = [(self.arena, self.make, function, task) for task in tasks]
+        found: dict[int, Result] = {}
+        crew().work(self.count, _work, enumerate(work), found.__setitem__)
+        return [found[k] for k in range(len(work))]
 
 
 @contextlib.contextmanager
@@ -151,16 +116,18 @@ def _forget() -> None:
             gc.collect()
 
 
-def _start(parent: int, path: tuple[str, ...]) -> None:
-    sys.path[:] = path
+def work_for(parent: int, pipe: Connection) -> None:
+    """What a worker does: watch whether the process that started it lives, and serve it."""
     output.keep()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    if sys.stderr is not None:
+        faulthandler.enable()
     torch.set_num_threads(1)
     keep_memory()
     over = threading.Event()
     watch = threading.Thread(target=_watch, args=(parent, over), daemon=True)
     watch.start()
     atexit.register(_stop, watch, over)
+    serve(pipe)
 
 
 def _stop(watch: threading.Thread, over: threading.Event) -> None:
