@@ -16,9 +16,8 @@ faults that were found, of these kinds:
     shared       a file in /dev/shm that names one of its processes, after its end
     alive        a process is there 10 s after a kill, or after the end
 
-The exit status is 1 if there are any. 40 kills took 502 s, two settings at a time, on two cores with a load of 5 to 6
-from other programs; without those a kill and its share of the resumes took about 8 s, 4 s with two at a time. Needs
-Linux (/proc).
+The exit status is 1 if there are any. 40 kills took 502 s, two settings at a time, on two cores that others kept
+busy (load 5 to 6): on idle ones 200 should take about 20 minutes. Needs Linux (/proc).
 """
 
 import argparse
