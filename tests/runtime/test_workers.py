@@ -64,9 +64,10 @@ def odd(world, kind):
 
 def stuck(world, path):
     """A worker whose own child holds its pipe open, and which then dies."""
-    if os.fork() == 0:
+    if (child := os.fork()) == 0:
         time.sleep(60)
         os._exit(0)
+    path.write_text(str(child))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -144,11 +145,13 @@ def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool):
 
 
 @needs_proc
-def test_a_worker_with_a_child_of_its_own_that_dies_is_missed_and_its_child_goes_with_it(pool):
+def test_a_worker_with_a_child_of_its_own_that_dies_is_missed_and_its_child_goes_with_it(pool, tmp_path):
     with pytest.raises(RunError, match="a worker process was killed"):
-        pool.map(stuck, [(None,)])
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    assert not children.exists() or not children.read_text().split()
+        pool.map(stuck, [(tmp_path / "child",)])
+    child, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 3
+    while not gone(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone(child)
 
 
 @pytest.mark.parametrize("kind", ["error", "result"])
