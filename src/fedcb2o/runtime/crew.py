@@ -134,7 +134,7 @@ class _Member:
         return time.monotonic() - self.since < 0.8 * IDLE and not self.pipe.poll()
 
     def gone(self) -> bool:
-        """Whether it is dead, of which its pipe says nothing while a process that it started lives; these end with it."""
+        """Whether it is dead, and what it started with it, whose copies of its pipe would hide that."""
         if self.process.returncode is None and self.process.poll() is not None:
             with contextlib.suppress(OSError):  # there were none
                 os.killpg(self.process.pid, signal.SIGKILL)
