@@ -64,9 +64,10 @@ def odd(world, kind):
 
 def stuck(world, path):
     """A worker whose own child holds its pipe open, and which then dies."""
-    if os.fork() == 0:
+    if (child := os.fork()) == 0:
         time.sleep(60)
         os._exit(0)
+    path.write_text(str(child))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -129,26 +130,25 @@ def gone(pid):
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-@needs_proc
 def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool):
     pool.map(slowly, [(0.2, 0)] * 2)
-    before = {member.process.pid for member in crew().members}
-    victim = min(before)
-    os.kill(victim, signal.SIGKILL)
-    while not gone(victim):
-        time.sleep(0.01)
+    victim, other = crew().members
+    os.kill(victim.process.pid, signal.SIGKILL)
+    assert victim.pipe.poll(10)  # all of its threads are gone, and not its first one alone
     assert pool.map(slowly, [(0.2, k) for k in range(4)]) == [0, 1, 2, 3]
-    after = {member.process.pid for member in crew().members}
-    assert before & after == before - {victim}
-    assert len(after) == 2
+    assert len(crew().members) == 2
+    assert other in crew().members
+    assert victim not in crew().members
 
 
 @needs_proc
-def test_a_worker_with_a_child_of_its_own_that_dies_is_missed_and_its_child_goes_with_it(pool):
+def test_a_worker_with_a_child_of_its_own_that_dies_is_missed_and_its_child_goes_with_it(pool, tmp_path):
     with pytest.raises(RunError, match="a worker process was killed"):
-        pool.map(stuck, [(None,)])
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    assert not children.exists() or not children.read_text().split()
+        pool.map(stuck, [(tmp_path / "child",)])
+    child, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 3
+    while not gone(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone(child)
 
 
 @pytest.mark.parametrize("kind", ["error", "result"])

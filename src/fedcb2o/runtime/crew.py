@@ -134,8 +134,11 @@ class _Member:
         return time.monotonic() - self.since < 0.8 * IDLE and not self.pipe.poll()
 
     def gone(self) -> bool:
-        """Whether it is dead; its pipe says nothing of it while a child of its own lives."""
-        return self.process.poll() is not None
+        """Whether it is dead, and what it started with it, whose copies of its pipe would hide that."""
+        if self.process.returncode is None and self.process.poll() is not None:
+            with contextlib.suppress(OSError):  # there were none
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.returncode is not None
 
     def give(self, ticket: Any, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
         """Have it do a task."""
@@ -229,7 +232,7 @@ def _leave(members: Sequence[_Member], patience: float) -> None:
     finally:
         for member in members:
             if member.process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError):
                     os.killpg(member.process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     member.process.wait(PATIENCE)
