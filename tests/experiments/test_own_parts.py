@@ -497,7 +497,7 @@ def outcomes(folder: Path, workers: int, names: list[str]) -> dict[str, list[Any
         write(folder / f"{name}.toml", **{"rounds": 2, **with_part(name)})
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "src")))}
     subprocess.run(
-        [sys.executable, "-c", DRIVER, str(workers), *names], cwd=folder, env=environment, check=True, timeout=300
+        [sys.executable, "-c", DRIVER, str(workers), *names], cwd=folder, env=environment, check=True, timeout=1500
     )
     return json.loads((folder / f"found-{workers}.json").read_text())
 
@@ -544,6 +544,7 @@ def test_in_two_processes(two_processes, name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # most cases end their workers
 def test_all_in_two_processes(tmp_path):
     found = outcomes(tmp_path, 2, [*PLAIN, *CASES])
     for name in CASES:
