@@ -1,10 +1,12 @@
 """Names and the functions they mean; their keyword-only arguments are their parameters."""
 
+import contextlib
 import functools
 import sys
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from fedcb2o import data, plugins
 from fedcb2o.errors import ConfigError, DataError
@@ -76,6 +78,29 @@ def test_a_failure_of_a_users_function_names_it_and_its_line():
     assert isinstance(caught.value.__cause__, KeyError)  # for whoever debugs it in Python
     with pytest.raises(DataError, match=r"^no samples$"):
         found("ours")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_users_function_changes_of_pytorch_ends_with_it(fails):
+    def changes():
+        torch.set_num_threads(7)
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        if fails:
+            raise SystemExit
+
+    before = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+    with pytest.raises(ConfigError, match="SystemExit") if fails else contextlib.nullcontext():
+        plugins.resolve("rule", changes, attacks)()
+    assert before == (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled())
+
+
+def test_ctrl_c_in_a_users_function_is_the_users():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        plugins.resolve("rule", interrupted, attacks)()
 
 
 def test_parameters_are_checked_against_the_signature():

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fedcb2o.errors import ConfigError, FedCB2OError
@@ -24,6 +25,13 @@ from fedcb2o.errors import ConfigError, FedCB2OError
 Function = Callable[..., Any]
 Named = str | Function | Mapping[str, Any]
 """A function's name, a function, or a table {name = ..., parameter = ...}."""
+
+SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+)
+"""The settings by which PyTorch computes in this process, each with what sets it."""
 
 F = TypeVar("F", bound=Function)
 T = TypeVar("T")
@@ -109,8 +117,10 @@ def called(kind: str, function: Function) -> str:
 def blamed(kind: str, name: str, file: str | None = None) -> Iterator[None]:
     """Whatever fails inside is a ConfigError that names the plug-in and, where it lies in `file`, the line.
 
-    So is what would end the process without a word, such as SystemExit; Ctrl-C is the user's.
+    So is what would end the process without a word, such as SystemExit; Ctrl-C is the user's. What it changes of the
+    settings by which PyTorch computes is put back after it: others' bits depend on them.
     """
+    before = [get() for get, _ in SETTINGS]
     try:
         yield
     except (FedCB2OError, KeyboardInterrupt):
@@ -119,6 +129,10 @@ def blamed(kind: str, name: str, file: str | None = None) -> Iterator[None]:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         where = f" at line {lines[-1]} of {file}" if lines else ""
         raise ConfigError(f"the {kind} `{name}` failed{where}: {type(error).__name__}: {error}") from error
+    finally:
+        for (get, put), was in zip(SETTINGS, before, strict=True):
+            if get() != was:
+                put(was)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import ENVIRONMENT, Done, write
+from tests.tiny import ENVIRONMENT, Done, bits, tiny, write
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import run
+from fedcb2o.federated.criteria import class_loss_gap
 
 ROOT = Path(__file__).parents[2]
 
@@ -497,7 +501,7 @@ def outcomes(folder: Path, workers: int, names: list[str]) -> dict[str, list[Any
         write(folder / f"{name}.toml", **{"rounds": 2, **with_part(name)})
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "src")))}
     subprocess.run(
-        [sys.executable, "-c", DRIVER, str(workers), *names], cwd=folder, env=environment, check=True, timeout=300
+        [sys.executable, "-c", DRIVER, str(workers), *names], cwd=folder, env=environment, check=True, timeout=1500
     )
     return json.loads((folder / f"found-{workers}.json").read_text())
 
@@ -543,7 +547,31 @@ def test_in_two_processes(two_processes, name):
     holds(name, *two_processes)
 
 
+late = [False]
+
+
+def gap_that_may_write(judged):
+    if judged.n == 1 and late[0]:
+        judged.pool.zero_()
+    return class_loss_gap(judged)
+
+
+def test_the_models_of_the_round_before_stay(tmp_path):
+    """What was written into is not kept: the run goes on from the checkpoint once the part is mended."""
+    experiment = tiny(algorithm={"criterion": gap_that_may_write})
+    late[0] = True
+    with pytest.raises(ConfigError, match=r"the criterion `.*:gap_that_may_write` wrote into models that it was shown"):
+        run(experiment, out=tmp_path / "mended", workers=1)
+    late[0] = False
+    lines = (tmp_path / "mended/seed-1000/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1]
+    run(experiment, out=tmp_path / "mended", workers=1, resume=True)
+    run(experiment, out=tmp_path / "whole", workers=1)
+    assert bits(tmp_path / "mended") == bits(tmp_path / "whole")
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # most cases end their workers
 def test_all_in_two_processes(tmp_path):
     found = outcomes(tmp_path, 2, [*PLAIN, *CASES])
     for name in CASES:

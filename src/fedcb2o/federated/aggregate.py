@@ -213,7 +213,7 @@ def decide(
     if isinstance(made, Reduction):
         reduce = columns_by(rule, made.reduce)
         return Reduction(made.rows, reduce, made.mixing) if p is None else Reduction(everything, reduce, p[made.rows])
-    weights = row_weights_of(rule, made, len(g) if p is None else len(p))
+    weights = row_weights_of(rule, made, len(g) if p is None else len(p), "before" in form.last)
     return weights if p is None else p.T @ weights
 
 

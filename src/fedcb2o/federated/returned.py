@@ -96,8 +96,11 @@ def weights_of(
     return weights[..., :m], weights[..., m:].sum(-1)
 
 
-def row_weights_of(rule: Callable[..., Any], weights: Any, rows: int) -> Float[Tensor, " k"]:
-    """The weights of so many models as a robust rule returned them; raises ConfigError where a user's are no such."""
+def row_weights_of(rule: Callable[..., Any], weights: Any, rows: int, before: bool) -> Float[Tensor, " k"]:
+    """The weights of so many models as a robust rule returned them; raises ConfigError where a user's are no such.
+
+    The last may be that of the model `before` the round, which may be negative.
+    """
     if OWN.of(rule) is None:
         built_in: Tensor = weights
         return built_in
@@ -105,14 +108,15 @@ def row_weights_of(rule: Callable[..., Any], weights: Any, rows: int) -> Float[T
     found = tensor_of(who, weights).cpu().double()
     if found.shape != (rows,):
         raise ConfigError(f"the {who} returned weights of shape {tuple(found.shape)}, expected ({rows},)")
-    return _averaging(who, found)
+    _averaging(who, found[: rows - before], float(found[-1]) if before else 0.0)
+    return found
 
 
 def _averaging(who: str, weights: Float[Tensor, "*a k"], rest: float = 0.0) -> Float[Tensor, "*a k"]:
     """Weights of a convex combination, or all zero; raises ConfigError where they are not."""
     total = weights.sum(-1) + rest
     good = weights.isfinite().all(-1) & (weights >= 0).all(-1) & (((total - 1).abs() < 1e-6) | (total == 0))
-    if not (rest >= 0 and good.all()):
+    if not good.all():
         wrong = weights[~good].tolist() if weights.ndim > 1 else weights.tolist()
         before = f" with {rest} for the model before the round" if rest else ""
         raise ConfigError(f"the {who} returned weights that are not positive with sum 1{before}: {wrong}")
