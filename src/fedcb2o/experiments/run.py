@@ -29,7 +29,7 @@ from fedcb2o.experiments.lines import metrics_line, pairs_line
 from fedcb2o.experiments.memory import Plan, plan, size
 from fedcb2o.experiments.primitives import primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
-from fedcb2o.experiments.surroundings import changed_versions, describe
+from fedcb2o.experiments.surroundings import changed_versions, describe, keep
 from fedcb2o.federated.peers import Memory
 from fedcb2o.records import Records, Run
 from fedcb2o.runtime import arena, checkpoint, devices, ifca, machine, onednn, workers
@@ -98,6 +98,8 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
     log = Records(folder)
     device = devices.device_of(experiment.device)
     chosen = primitives_of(folder, prepared)
+    if not (folder / checkpoint.FILE).exists():  # else what it began with stands
+        keep(folder, seed, place.processes, chosen, device)
     prepared = prepared.by(**chosen)
     _say(watch, prepared, place, chosen, device)
     with contextlib.ExitStack() as stack:
@@ -112,7 +114,7 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
             print(f"Note: {folder} began with {changed}: its next rounds may differ in bits.", file=sys.stderr)
         if saved is None:
             first_models_(kept, prepared, range(len(kept)))
-            describe(folder, prepared, place.processes, chosen, device)
+            describe(folder, prepared)
             saved = 0, Memory.blank(prepared.terms.num_agents)
         start = saved[0]
         log.cut(start)
