@@ -143,6 +143,9 @@ def minimize(
     walls = None if bounds is None else (low.to(theta), high.to(theta))
     if walls is not None:
         theta[:, : clusters[-1].rows.stop].clamp_(*walls)
+    if not sigma2 and theta.eq(theta[:, :1]).all(2).all(1).any():
+        raise ConfigError("all particles start at one point, and agree before they have looked: spread `initial`")
+    start = theta[:, : clusters[-1].rows.stop].aminmax(dim=1)
     system = System(theta, clusters, groups, seeds, flat=shape.flat, bounds=walls)
 
     def filter_at(n: int) -> Filter:
@@ -159,10 +162,10 @@ def minimize(
                 by = filter_at(n)
             late = time.monotonic() - started > time_limit
             looking = late or n == maxiter or n % record_every == 0
-            look = system.look(by, batch)
+            look = system.look(by, batch, closely=looking)
             reason = f"the time limit of {time_limit:g} s passed" if late else ""
             reason = f"maxiter = {maxiter} steps were taken" if n == maxiter else reason
-            if callback is not None and _asks_to_stop(callback, shape, system, look, n, dt):
+            if callback is not None and _asks_to_stop(callback, shape, system, look, n, dt, looking):
                 looking, reason = True, "the callback stopped the run"
             if looking:
                 whole = look if batch is None else system.look(by)
@@ -179,10 +182,13 @@ def minimize(
                     look = look.of(kept)
             system.advance_(
                 n, look, by, lambda1=lambda1, sigma1=_at("sigma1", sigma1, n), lambda2=lambda2, sigma2=sigma2, dt=dt,
-                noise=noise, batch_only=update == "batch",
+                noise=noise, batch_only=update == "batch", closely=looking,
             )  # fmt: skip
         seconds = time.monotonic() - started
-        return result_of(ends, records, shape, clusters, seeds, dt=dt, xtol=xtol, notes=notes, seconds=seconds)
+        return result_of(
+            ends, records, shape, clusters, seeds, start=(start.min, start.max), walls=walls, delta_q=delta_q, dt=dt,
+            xtol=xtol, notes=notes, seconds=seconds,
+        )  # fmt: skip
 
 
 def _keep_freed_memory() -> None:
@@ -194,7 +200,7 @@ def _keep_freed_memory() -> None:
 
 
 def _asks_to_stop(
-    callback: Callable[[State], Any], shape: Shape, system: System, look: Look, n: int, dt: float
+    callback: Callable[[State], Any], shape: Shape, system: System, look: Look, n: int, dt: float, closely: bool
 ) -> bool:
     own = look.batch is None
     lower = [values.lower[:, each.rows] for each, values in zip(system.clusters, look.values, strict=True)]
@@ -212,11 +218,12 @@ def _asks_to_stop(
         upper=shape.of_runs(torch.cat(upper, 1)) if own and upper[0] is not None else None,  # type: ignore[arg-type]
         runs=system.runs,
     )
-    try:
-        told = callback(state)
-        return told is not None and bool(told)
-    except StopIteration:
-        return True
+    with system.unwritten("the callback", callback, look.m, closely):
+        try:
+            told = callback(state)
+        except StopIteration:
+            told = True
+    return told is not None and bool(told)
 
 
 def _at(name: str, value: Schedule, n: int) -> float:

@@ -24,21 +24,24 @@ __all__ = ["Problem", "from_numpy", "from_point", "problem", "problems"]
 
 
 def from_numpy(function: Callable[[Any], Any]) -> Objective:
-    """An objective from a NumPy function of a whole ensemble, [..., d] -> [...]. Without gradient; on the CPU."""
+    """An objective from a NumPy function of a whole ensemble, [..., d] -> [...]. Without gradient; on the CPU.
+
+    The array is the function's own: it may write into it.
+    """
 
     @functools.wraps(function)
     def objective(x: Tensor) -> Tensor:
-        return torch.as_tensor(np.asarray(function(x.detach().cpu().numpy())), device=x.device)
+        return torch.as_tensor(np.asarray(function(x.detach().cpu().numpy().copy())), device=x.device)
 
     return objective
 
 
 def from_point(function: Callable[[Any], Any]) -> Objective:
-    """An objective from a function of one point, a NumPy array [d] -> a number. Called once for every particle."""
+    """An objective from a function of one point, a NumPy array [d] of its own -> a number. Called for every particle."""
 
     @functools.wraps(function)
     def objective(x: Tensor) -> Tensor:
-        points = x.detach().cpu().numpy().reshape(-1, x.shape[-1])
+        points = x.detach().cpu().numpy().copy().reshape(-1, x.shape[-1])
         values = [float(function(point)) for point in points]
         return torch.tensor(values, dtype=x.dtype, device=x.device).reshape(x.shape[:-1])
 

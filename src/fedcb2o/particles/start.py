@@ -63,6 +63,8 @@ def clusters_of(
     for size in sizes:
         if not isinstance(size, int) or size < 1:
             raise ConfigError(f"`num_particles` must be at least 1, got {size!r}")
+    if sum(sizes) < 2:
+        raise ConfigError("one particle is its own consensus point, wherever it is: `num_particles` must be at least 2")
     if isinstance(initial, Tensor):
         n = initial.shape[-2]
         if sum(sizes) != n:
