@@ -254,7 +254,7 @@ def test_moves_that_do_not_fit(answer):
 
 def test_adversaries_that_cannot_be():
     for settings, message in (
-        ({"num_particles": 0}, "`num_particles` must be at least 1, got 0"),
+        ({"num_particles": 0}, "`num_particles` must be a whole number, at least 1, got 0"),
         ({"num_particles": 2, "mass": -0.1}, "`mass`.*got -0.1"),
         ({"num_particles": 2, "mass": 1.0}, "`mass`.*got 1"),
         ({"num_particles": 2, "mass": math.nan}, "`mass`.*got nan"),

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from tests.tiny import here
 
 import fedcb2o
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.dynamics import judge
-from tests.tiny import here
 
 
 def circle(x):
@@ -64,7 +64,7 @@ def test_one_that_writes_in_a_later_step_is_named():
             x.zero_()
         return circle(x)
 
-    with pytest.raises(ConfigError, match="`lower`, .*later, writes into the particles"):
+    with pytest.raises(ConfigError, match=r"`lower`, .*later, writes into the particles"):
         fedcb2o.minimize(later, dim=2)
     assert len(calls) == 8
 

@@ -19,7 +19,7 @@ from loky.process_executor import BrokenProcessPool
 
 from fedcb2o import records
 from fedcb2o.errors import FedCB2OError, RunError
-from fedcb2o.experiments import tuning
+from fedcb2o.experiments import arguments, tuning
 from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.experiments.folder import alone, difference_of
@@ -55,6 +55,9 @@ def bench(
 
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
+    arguments.check_count("jobs", jobs)
+    for name, path in (("out", out), ("data_dir", data_dir)):
+        arguments.check_path(name, path)
     plan = load_grid(grid)
     folder = Path(out) if out is not None else Path("runs") / plan.name
     data = None if data_dir is None else Path(data_dir)
@@ -117,8 +120,7 @@ class _Ledger:
 
     def __init__(self, folder: Path, cells: Sequence[Cell]) -> None:
         self.folder, self.cells = folder, {cell.folder: cell for cell in cells}
-        path = folder / "cells.json"
-        before = records.read_json(path).get("cells", []) if path.exists() else []
+        before = records.read_cells(folder) if (folder / "cells.json").exists() else []
         mine = [line for line in before if line["folder"] in self.cells]
         self.seconds: dict[str, float] = {line["folder"]: line["seconds"] for line in mine if line["seconds"]}
         failed = [line for line in mine if line["error"] and self.lacks(self.cells[line["folder"]])]

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,8 @@ def begin(folder: Path, experiment: Experiment, resume: bool) -> None:
     seeds = list(experiment.seeds)
     if path.exists():
         try:
-            there = tomllib.loads(path.read_text("utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            there = records.read_toml(path)
+        except ValueError as error:
             raise RunError(f"{path} is damaged ({error}): choose another --out") from error
         if difference := difference_of(there, experiment.settings()):
             raise RunError(f"{folder} holds another run ({difference}): choose another --out")

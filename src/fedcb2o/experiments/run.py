@@ -13,6 +13,7 @@ import torch
 from fedcb2o import models, plugins, records
 from fedcb2o.data.shard import Dataset, features
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
+from fedcb2o.experiments import arguments
 from fedcb2o.experiments.assemble import (
     Prepared,
     aim_of,
@@ -58,9 +59,13 @@ def run(
 
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
+    arguments.check_count("workers", workers)
+    arguments.check_watch(watch)
+    for name, path in (("out", out), ("data_dir", data_dir)):
+        arguments.check_path(name, path)
     experiment = load(experiment)
     if seeds is not None:
-        chosen = tuple(int(seed) for seed in seeds)
+        chosen = arguments.seeds_of(seeds)
         experiment = load({**experiment.model_dump(exclude_unset=True), "seeds": chosen})
     folder, limit = Path(out) if out is not None else Path("runs") / experiment.name, None
     if memory is not None:

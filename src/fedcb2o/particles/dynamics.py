@@ -92,7 +92,7 @@ def judge(
         low = low.unsqueeze(0)
         up = None if up is None else up.unsqueeze(0)
         slope = None if slope is None else slope.unsqueeze(0)
-    inside = None if radius == math.inf else theta.square().sum(-1) <= radius**2
+    inside = None if radius == math.inf else theta.square().sum(-1) <= radius * radius
     if math.isfinite(theta.sum().item() + low.sum().item() + (0.0 if up is None else up.sum().item())):
         return Values(low, up, slope, inside)
     bad = ~(low.isfinite() & theta.isfinite().all(-1))
@@ -184,7 +184,7 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _asked(name: str, objective: Objective, theta: Tensor, copy: Tensor | None) -> Tensor:
-    """What an objective makes of an ensemble, checked: one finite or infinite number a particle, and nothing written."""
+    """What an objective makes of an ensemble, checked: one number a particle, and nothing written."""
     before = writes(theta)
     values: object = objective(theta)
     if copy is not None or writes(theta) != before:
@@ -201,6 +201,9 @@ def _asked(name: str, objective: Objective, theta: Tensor, copy: Tensor | None) 
         )
     if not values.is_floating_point():
         raise ConfigError(f"`{name}` must return floating-point numbers, got {values.dtype}")
+    if values.layout != torch.strided or values.device != theta.device:
+        where = f"a {values.layout} tensor on {values.device}".replace("torch.", "")
+        raise ConfigError(f"`{name}` must return a dense tensor on {theta.device}, got {where}")
     return values
 
 

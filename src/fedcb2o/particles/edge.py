@@ -42,7 +42,9 @@ def goes_on(
     if not at_edge.any():
         return further
     step = torch.where(at_edge, away.sign() * half, 0.0).unsqueeze(2)
-    furthest = (step * away.unsqueeze(2) / half.square().unsqueeze(2)).nan_to_num(0.0).topk(min(ALONE, x.shape[2])).indices
+    furthest = (
+        (step * away.unsqueeze(2) / half.square().unsqueeze(2)).nan_to_num(0.0).topk(min(ALONE, x.shape[2])).indices
+    )
     alone = step.new_zeros(*x.shape[:2], furthest.shape[-1], x.shape[2])
     alone.scatter_(3, furthest.movedim(2, 3), step.gather(3, furthest).movedim(2, 3))
     steps = torch.cat([step, alone], 2)

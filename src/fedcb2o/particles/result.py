@@ -60,8 +60,8 @@ class Result:
         x: the consensus point of the last ensemble, [d].
         lower: L there.
         upper: G there, or None where there is no G.
-        success: whether the ensemble came to a consensus, its spread about x being at most `xtol`, and not at the edge of
-            where it started while L, or G, is less further out.
+        success: whether the ensemble came to a consensus, its spread about x being at most `xtol`, and not at the edge
+            of where it started while L, or G, is less further out.
         message: why it stopped.
         nit: steps taken.
         nfev: particles judged, each once by L and once by G of every cluster; what x is worth and what adversaries ask

@@ -25,8 +25,8 @@ def check_unwritten(
     """Raise ConfigError if what a function was shown is no longer what it was, by the count `before` or by a `copy`."""
     if writes(x) != before or (copy is not None and not _same_bits(x, copy)):
         raise ConfigError(
-            f"{name}, {plugins.label(function)}, writes into the {what} that it is shown: let it work on a copy, such as"
-            " x.clone()"
+            f"{name}, {plugins.label(function)}, writes into the {what} that it is shown: let it work on a copy, such"
+            " as x.clone()"
         )
 
 

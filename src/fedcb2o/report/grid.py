@@ -4,7 +4,6 @@ A floor is a run without attack, in which malicious agents train on true labels.
 of an attacked cell names its floor, and the two together say what the attack achieves by itself.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import EVALUATED, Run, last_fifth, read_json
+from fedcb2o.records import EVALUATED, Run, last_fifth, read_book, read_cells, read_json, read_toml
 
 KEYS = ["setting", "defence", "attack", "floor", "seed"]
 ENDS = ("", "_worst", "_worst_tenth")
@@ -92,9 +91,9 @@ def read_grid(folder: Path) -> GridResults:
     Raises RunError where it holds neither, or cannot be read.
     """
     table = _toml(folder / "grid.toml")
-    chosen = read_json(folder / "tuning.json") if (folder / "tuning.json").is_file() else {}
+    chosen = read_book(folder / "tuning.json", ("asked", "best")) if (folder / "tuning.json").is_file() else {}
     if (folder / "cells.json").is_file():
-        rows = _from_runs(folder, read_json(folder / "cells.json")["cells"], table["seeds"])
+        rows = _from_runs(folder, read_cells(folder), table["seeds"])
     elif (folder / "summary.csv").is_file():
         rows = _from_csv(folder / "summary.csv")
     else:
@@ -104,9 +103,11 @@ def read_grid(folder: Path) -> GridResults:
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        _ = table["defences"], table["attacks"], table["seeds"]
-    except (OSError, ValueError, KeyError) as error:
+        table = read_toml(path)
+        for key, kind in (("defences", dict), ("attacks", dict), ("seeds", list)):
+            if not isinstance(table.get(key), kind):
+                raise ValueError(f"its `{key}` is missing, or another kind of value")
+    except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}): restore it, or run the grid again") from error
     return table
 

@@ -27,9 +27,9 @@ from fedcb2o.runtime import onednn
 from fedcb2o.runtime.devices import repeatable
 from fedcb2o.runtime.primitives import by
 
-# How many times as fast the other way must be. The same ratio, measured again, scatters by about a tenth for dense layers
-# and a quarter for convolutions. No processor was seen on which it comes near to these for a network of `models`: dense
-# layers 0.84 to 0.95 and 1.17 on two, `resnet` 1.0 to 1.26; plain convolutions 1.3 to 1.7.
+# How many times as fast the other way must be. A ratio that is measured again scatters by a tenth, or more on a busy
+# machine, so each lies where no network of `models` was seen: dense layers 0.84 to 0.95 on one processor and 1.17 on
+# another, `resnet` 0.86 to 1.26, plain convolutions 1.3 to 1.7 (docs/log.md).
 AHEAD = 1.05
 FAR_AHEAD = 1.3
 REPEATS = 11  # turns
