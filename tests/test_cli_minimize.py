@@ -306,7 +306,7 @@ def test_help_reads_well():
         (["circle", "--out", "minimise_mine.py"], "cannot make the folder minimise_mine.py"),
         (["circle", "--num-particles", 1], "one particle is its own consensus point, wherever it is"),
         (["circle", "--num-particles", 10**9, "--no-figure"], "1,000,000,000 particles of 2 coordinates need about"),
-        (["circle", "--runs", 10**20], "100,000,000,000,000,000,000 runs of 1 particles of 1 coordinates need about"),
+        (["circle", "--runs", 10**20], "100,000,000,000,000,000,000 runs of 1 particles of 2 coordinates need about"),
         (["circle", "--adversary", "static", "--num-malicious", 10**12], "particles of 2 coordinates need about"),
         (["circle", "--bounds=-1e308,1e308"], "infinite `bounds`, or ones too far apart, need an `initial` ensemble"),
         (["circle", "--tol", "inf"], "--tol must be at least 0 and finite, got inf"),

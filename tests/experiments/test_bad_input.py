@@ -221,17 +221,6 @@ def test_a_report_that_cannot_be_written_does_not_say_resume_alone(tmp_path, pat
     assert line.endswith("make room (or mend the folder) and give the command again, that of a run with --resume")
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"cells": 3}', '{"cells": [3]}', '{"cells": [{}]}', "[" * 100_000])
-def test_damaged_books_of_a_grid_cost_no_runs(tmp_path, damage):
-    """cells.json can be made again from the runs: nothing else is to be removed."""
-    (tmp_path / "grid.toml").write_text("seeds = [1]\n[defences]\n[attacks]\n")
-    (tmp_path / "cells.json").write_text(damage)
-    line = here("report", tmp_path, "--out", tmp_path / "page").one_line()
-    command = f"`fedcb2o bench {tmp_path}/grid.toml --out {tmp_path} --resume`"
-    again = f"remove this file alone; {command} makes it again from the runs, which stay as they are"
-    assert line == f"{tmp_path}/cells.json is damaged: {again}"
-
-
 @pytest.mark.parametrize(
     "damage", ["[[[", "a = 1", "defences = 3\nattacks = 4\nseeds = 5", "\xff", f"a = {'[' * 99_999}"]
 )

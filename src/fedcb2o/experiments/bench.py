@@ -120,7 +120,8 @@ class _Ledger:
 
     def __init__(self, folder: Path, cells: Sequence[Cell]) -> None:
         self.folder, self.cells = folder, {cell.folder: cell for cell in cells}
-        before = records.read_cells(folder) if (folder / "cells.json").exists() else []
+        path = folder / "cells.json"
+        before = records.read_json(path).get("cells", []) if path.exists() else []
         mine = [line for line in before if line["folder"] in self.cells]
         self.seconds: dict[str, float] = {line["folder"]: line["seconds"] for line in mine if line["seconds"]}
         failed = [line for line in mine if line["error"] and self.lacks(self.cells[line["folder"]])]

@@ -28,7 +28,7 @@ from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.folder import alone, begin, make
 from fedcb2o.experiments.lines import metrics_line, pairs_line
 from fedcb2o.experiments.memory import Plan, plan, size
-from fedcb2o.experiments.primitives import primitives_of
+from fedcb2o.experiments.primitives import ENVIRONMENT, primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
 from fedcb2o.experiments.surroundings import changed_versions, describe, keep
 from fedcb2o.federated.peers import Memory
@@ -103,7 +103,7 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
     log = Records(folder)
     device = devices.device_of(experiment.device)
     chosen = primitives_of(folder, prepared)
-    if not (folder / checkpoint.FILE).exists():  # else what it began with stands
+    if not (folder / ENVIRONMENT).exists():  # a start that is killed from here on has chosen for the next one
         keep(folder, seed, place.processes, chosen, device)
     prepared = prepared.by(**chosen)
     _say(watch, prepared, place, chosen, device)
@@ -119,7 +119,7 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
             print(f"Note: {folder} began with {changed}: its next rounds may differ in bits.", file=sys.stderr)
         if saved is None:
             first_models_(kept, prepared, range(len(kept)))
-            describe(folder, prepared)
+            describe(folder, prepared, place.processes, chosen, device)
             saved = 0, Memory.blank(prepared.terms.num_agents)
         start = saved[0]
         log.cut(start)

@@ -1,4 +1,4 @@
-"""What is written once when a seed begins: in what surroundings, who takes part, and a few samples."""
+"""What is written once when a seed begins: who takes part, in what surroundings, and a few samples."""
 
 import platform
 from collections.abc import Mapping
@@ -18,17 +18,11 @@ from fedcb2o.experiments.primitives import ENVIRONMENT
 from fedcb2o.runtime import devices
 
 
-def keep(folder: Path, seed: int, count: int, chosen: Mapping[str, Any], device: torch.device) -> None:
-    """Write in what surroundings a seed begins, and the primitives that were chosen for it: as soon as they are, since
-    another start may time others."""
-    environment = {"seed": seed, **_versions(device), "platform": platform.platform(), "workers": count}
-    records.write_json(folder / ENVIRONMENT, {**environment, **chosen})
-
-
-def describe(folder: Path, prepared: Prepared) -> None:
-    """Write who takes part, and a few samples as each cluster sees them."""
-    dataset, population = prepared.dataset, prepared.population
-    sources = torch.tensor(aim_of(prepared.experiment).sources, dtype=torch.int64)
+def describe(folder: Path, prepared: Prepared, count: int, chosen: Mapping[str, Any], device: torch.device) -> None:
+    """Write who takes part, in what surroundings, and a few samples as each cluster sees them."""
+    experiment, seed, dataset, population = prepared.experiment, prepared.seed, prepared.dataset, prepared.population
+    sources = torch.tensor(aim_of(experiment).sources, dtype=torch.int64)
+    keep(folder, seed, count, chosen, device)
     held = [
         int(torch.isin(dataset.pool.y[v], sources).sum()) if len(v) and len(sources) else None
         for v in population.validation
@@ -53,6 +47,12 @@ def describe(folder: Path, prepared: Prepared) -> None:
         seen = torch.stack([rotate(images, k, population.num_clusters) for k in range(population.num_clusters)])
         seen = seen.contiguous()
         records.atomic_write(folder / "samples.safetensors", lambda path: save_file({"images": seen}, path))
+
+
+def keep(folder: Path, seed: int, count: int, chosen: Mapping[str, Any], device: torch.device) -> None:
+    """Write in what surroundings a seed begins, and the primitives that were chosen for it."""
+    environment = {"seed": seed, **_versions(device), "platform": platform.platform(), "workers": count}
+    records.write_json(folder / ENVIRONMENT, {**environment, **chosen})
 
 
 def _versions(device: torch.device) -> dict[str, Any]:

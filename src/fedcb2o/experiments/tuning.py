@@ -17,7 +17,7 @@ from fedcb2o.experiments.grid import Grid
 def frozen(folder: Path, plan: Grid) -> dict[str, Any]:
     """What tuning.json holds for the grid's defences; raises RunError where that was asked over something else."""
     path = folder / "tuning.json"
-    there = records.read_book(path, ("asked", "best")) if path.exists() else {}
+    there = records.read_json(path) if path.exists() else {}
     for defence in plan.candidates:
         if defence in there and there[defence]["asked"] != _asked(plan, defence):
             raise RunError(

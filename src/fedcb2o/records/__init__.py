@@ -4,7 +4,6 @@ A record is lost only with the round it belongs to: `lines` are appended whole, 
 failed write leaves what was there. `docs/runs.md` describes every file and every name in it.
 """
 
-from fedcb2o.records.books import read_book, read_cells
 from fedcb2o.records.files import atomic_write, read_json, write_json, write_toml
 from fedcb2o.records.lines import Records
 from fedcb2o.records.run import EVALUATED, FREE, Run
@@ -20,8 +19,6 @@ __all__ = [
     "last_fifth",
     "last_round",
     "parse_toml",
-    "read_book",
-    "read_cells",
     "read_json",
     "read_toml",
     "summary",

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import EVALUATED, Run, last_fifth, read_book, read_cells, read_json, read_toml
+from fedcb2o.records import EVALUATED, Run, last_fifth, read_json, read_toml
 
 KEYS = ["setting", "defence", "attack", "floor", "seed"]
 ENDS = ("", "_worst", "_worst_tenth")
@@ -91,9 +91,9 @@ def read_grid(folder: Path) -> GridResults:
     Raises RunError where it holds neither, or cannot be read.
     """
     table = _toml(folder / "grid.toml")
-    chosen = read_book(folder / "tuning.json", ("asked", "best")) if (folder / "tuning.json").is_file() else {}
+    chosen = read_json(folder / "tuning.json") if (folder / "tuning.json").is_file() else {}
     if (folder / "cells.json").is_file():
-        rows = _from_runs(folder, read_cells(folder), table["seeds"])
+        rows = _from_runs(folder, read_json(folder / "cells.json")["cells"], table["seeds"])
     elif (folder / "summary.csv").is_file():
         rows = _from_csv(folder / "summary.csv")
     else:
