@@ -266,7 +266,7 @@ def test_adversaries_that_cannot_be():
             fedcb2o.minimize(circle, dim=2, adversaries=adversaries.static(5, at), maxiter=0)
     with pytest.raises(ConfigError, match="`period` must be above 0"):
         adversaries.oscillating(1, ([0.0], [1.0]), period=0.0)
-    with pytest.raises(ConfigError, match="`candidates` must be at least 2"):
+    with pytest.raises(ConfigError, match="`candidates` must be a whole number, at least 2"):
         adversaries.greedy(1, candidates=1)
     for offset in ([1.0], [1.0, 2.0, 3.0]):
         with pytest.raises(ConfigError, match="offset"):
