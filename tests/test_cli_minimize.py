@@ -297,18 +297,36 @@ def test_help_reads_well():
         (["circle", "--adversary", "static", "--at", "1,inf"], "--at needs finite numbers"),
         (["circle", "--adversary", "static", "--at", "1"], "--at must have 2 coordinates, got 1"),
         (["circle", "--adversary", "static", "--mass", 1], "`mass` (w_m) must be"),
-        (["circle", "--adversary", "static", "--num-malicious", 0], "`num_particles` must be at least 1"),
+        (["circle", "--adversary", "static", "--num-malicious", 0], "`num_particles` must be a whole number, at"),
         (["rastrigin", "--adversary", "static"], "--adversary static needs --at X,Y,...: no minimiser of L"),
         (["two-circles", "--adversary", "lure"], "no minimiser of G is known for two-circles"),
         (["circle", "--adversary", "statik"], "See `fedcb2o minimize --help`."),
         (["circle", "--noise", "loud"], "See `fedcb2o minimize --help`."),
         (["circle", "--tol", "nan"], "--tol must be at least 0"),
         (["circle", "--out", "minimise_mine.py"], "cannot make the folder minimise_mine.py"),
+        (["circle", "--num-particles", 1], "one particle is its own consensus point, wherever it is"),
+        (["circle", "--num-particles", 10**9, "--no-figure"], "1,000,000,000 particles of 2 coordinates need about"),
+        (["circle", "--runs", 10**20], "100,000,000,000,000,000,000 runs of 1 particles of 2 coordinates need about"),
+        (["circle", "--adversary", "static", "--num-malicious", 10**12], "particles of 2 coordinates need about"),
+        (["circle", "--bounds=-1e308,1e308"], "infinite `bounds`, or ones too far apart, need an `initial` ensemble"),
+        (["circle", "--tol", "inf"], "--tol must be at least 0 and finite, got inf"),
+        (["--lower", "minimise_mine:lower", "--dim", 0], "--dim must be at least 1, got 0"),
+        (["--lower", "minimise_mine:lower", "--dim", -1], "--dim must be at least 1, got -1"),
+        (["--lower", "minimise_mine:lower", "--dim", 10**8], "of 100,000,000 coordinates need about 596 GiB"),
+        (["--lower", "minimise_mine:lower", "--dim", 10**30], " GiB of memory, and this machine has "),
         (["circle", "--dt", "1e300", "--sigma1", "1e200", "--maxiter", 20], "NaN or infinite objectives"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(words, line):
     assert line in here("minimize", *words).one_line()
+
+
+@pytest.mark.parametrize(
+    "words", [["--radius", "1e308"], ["--sigma1", "1e200"], ["--xtol", "1e308"], ["--seed", 10**30]]
+)
+def test_huge_numbers_are_numbers(words):
+    done = here("minimize", "circle", "--maxiter", 1, "--num-particles", 20, "--no-figure", *words)
+    assert (done.status, done.err.splitlines()[-1]) == (0, "Wrote runs/minimize-circle/result.json")
 
 
 @pytest.mark.slow

@@ -155,3 +155,38 @@ def test_annotations_that_are_strings_are_checked_where_they_can_be():
 def test_nearest():
     assert plugins.nearest("gama", ["gamma", "alpha"]) == " Did you mean `gamma`?"
     assert plugins.nearest("qqq", ["gamma", "alpha"]) == ""
+
+
+RULES = [
+    "mean",
+    "coordinate_median",
+    "geometric_median",
+    "trimmed_mean",
+    "multi_krum",
+    "krum",
+    "norm_clipping",
+    "meamed",
+]
+
+
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [
+        ("median", ["geometric_median", "coordinate_median"]),
+        ("medain", ["geometric_median", "coordinate_median"]),
+        ("Median", ["geometric_median", "coordinate_median"]),
+        ("trimmed", ["trimmed_mean"]),
+        ("geomed", ["geometric_median"]),
+        ("coord_median", ["coordinate_median"]),
+        ("trmean", ["trimmed_mean"]),
+        ("multikrum", ["multi_krum"]),
+        ("krumm", ["krum"]),
+        ("clipping", ["norm_clipping"]),
+        ("mena", ["mean"]),
+        ("", []),
+        ("x" * 10_000, []),
+    ],
+)
+def test_nearest_by_parts_and_abbreviations(word, names):
+    told = f" Did you mean {' or '.join(f'`{name}`' for name in names)}?" if names else ""
+    assert plugins.nearest(word, RULES) == told

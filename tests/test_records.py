@@ -125,7 +125,7 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
     stopped, _, message = first.partition(" ")
     assert message == (
         f"cannot write {tmp_path / 'metrics.jsonl'}: File too large; nothing already written is lost: "
-        "make room (or mend the folder) and go on with --resume"
+        "make room (or mend the folder) and give the command again, that of a run with --resume"
     )
     assert rounds(tmp_path / "metrics.jsonl") == list(range(1, int(stopped)))
     assert (tmp_path / "metrics.jsonl").read_text().endswith("\n")

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 from fedcb2o.errors import ConfigError
 
@@ -134,18 +135,30 @@ def _check_widths(name: str, hidden: Sequence[int]) -> None:
         raise ConfigError(f"model `{name}`: `hidden` needs layers of 1 unit or more, got {list(hidden)}")
 
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of PyTorch's batch and instance norms
+
+
 def dimension(module: nn.Module) -> int:
     """d, the number of parameters of a module.
 
-    Raises ConfigError for a module that theta would not describe: one with buffers (batch statistics), with
-    parameters of another type than float32, or with none at all.
+    Raises ConfigError for a module that theta would not describe: one with buffers (batch statistics), with lazy
+    layers, with parameters of another type than float32, or with none at all.
     """
-    buffers = [name for name, _ in module.named_buffers()]
-    if buffers:
-        raise ConfigError(
-            f"the model keeps state outside its parameters ({buffers[0]}): use a norm without batch statistics"
-        )
     parameters = list(module.parameters())
+    if any(is_lazy(tensor) for tensor in (*parameters, *module.buffers())):
+        raise ConfigError(
+            "the model has a lazy layer, which has no parameters yet: give its size, which follows from the shape of "
+            "samples that the model's function is told"
+        )
+    for name, _ in module.named_buffers():
+        if name.rpartition(".")[2] in STATISTICS:
+            raise ConfigError(
+                f"the model keeps state outside its parameters ({name}): use a norm without batch statistics"
+            )
+        raise ConfigError(
+            f"the model has the buffer `{name}`, which is no parameter, so that agents would not exchange it: make it "
+            "an nn.Parameter, or a plain attribute (self.name = tensor) if it never changes"
+        )
     if not parameters or any(p.dtype != torch.float32 or not p.numel() for p in parameters):
         raise ConfigError("the model needs parameters, all of type float32 and none of them empty")
     return sum(p.numel() for p in parameters)

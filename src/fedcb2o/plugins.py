@@ -9,10 +9,11 @@ import functools
 import importlib
 import inspect
 import json
+import re
 import sys
 import traceback
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -33,6 +34,8 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 """The settings by which PyTorch computes in this process, each with what sets it."""
 
+SLIP = 0.81  # how like words are (difflib) that differ by a slip: "median" and "mean" are 0.8
+
 F = TypeVar("F", bound=Function)
 T = TypeVar("T")
 
@@ -40,11 +43,41 @@ T = TypeVar("T")
 def nearest(word: str, words: Iterable[str]) -> str:
     """' Did you mean `x`?' for the word most like `word`, or nothing where none is like it.
 
-    Of dotted words the last part counts; where several have the same, the last of them is named.
+    Most like are those with a slip of a letter, then those that have it in them or for one of their parts, or that it
+    abbreviates ("median", "geomed": `geometric_median`), of which up to three are named. Of dotted words the last part
+    counts; where several have the same, the last of them is named.
     """
     last = {each.rpartition(".")[2]: each for each in words}
-    close = difflib.get_close_matches(word, last, n=1, cutoff=0.5)
-    return f" Did you mean `{last[close[0]]}`?" if close else ""
+    close = (
+        difflib.get_close_matches(str(word), last, n=1, cutoff=SLIP)
+        or _by_part(str(word), last)
+        or difflib.get_close_matches(str(word), last, n=1, cutoff=0.5)
+    )
+    return f" Did you mean {' or '.join(f'`{last[each]}`' for each in close)}?" if close else ""
+
+
+def _by_part(word: str, names: Iterable[str]) -> list[str]:
+    """Up to three names that a word is in, else that have a part like it, else whose parts it abbreviates."""
+    bare, parts = "".join(_parts_of(word)), {name: _parts_of(name) for name in names}
+    if not 3 <= len(bare) <= 60:
+        return []
+    found = [name for name in parts if bare in "".join(parts[name])]
+    found = found or [name for name in parts if difflib.get_close_matches(bare, parts[name], cutoff=SLIP)]
+    found = found or [name for name in parts if _abbreviates(bare, parts[name])]
+    return sorted(found, key=len)[:3]
+
+
+def _parts_of(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())
+
+
+def _abbreviates(word: str, parts: Sequence[str]) -> bool:
+    """Whether a word is made of the beginnings of all parts of a name."""
+    if not parts:
+        return not word
+    first, *rest = parts
+    lengths = range(1, min(len(first), len(word)) + 1)
+    return any(word[:n] == first[:n] and _abbreviates(word[n:], rest) for n in lengths)
 
 
 def label(function: str | Function) -> str:
@@ -59,6 +92,8 @@ def resolve(kind: str, name: str | Function, room: types.ModuleType) -> Function
 
     `kind` is the word for it in messages. Raises ConfigError if there is no such function, or it cannot be imported.
     """
+    if not (isinstance(name, str) or callable(name)):
+        raise ConfigError(f"the {kind} must be a name or a function, got a {type(name).__name__}")
     if not isinstance(name, str):
         return own(kind, label(name), name)
     if ":" not in name:

@@ -40,8 +40,11 @@ NAMES = {
     "nothing-like-it-at-all": "there is no preset `nothing-like-it-at-all`. `fedcb2o presets` lists them",
     "missing.toml": "cannot read missing.toml: No such file or directory",
     "folder.toml": "cannot read folder.toml: Is a directory",
-    "binary.toml": "cannot read binary.toml: 'utf-8' codec can't decode byte 0xff",
-    "wrong.toml": "wrong.toml is not TOML: ",
+    "binary.toml": "cannot read binary.toml: it is not text in UTF-8 (byte 0xff at position 0): save it in this",
+    "wrong.toml": "cannot read wrong.toml: it is not TOML: ",
+    "deep.toml": "cannot read deep.toml: its lists or tables are nested too deeply",
+    "tables.toml": "cannot read tables.toml: its lists or tables are nested too deeply",
+    "grid": "grid is a grid's folder: `fedcb2o bench grid/grid.toml --out grid --resume` goes on with it",
     "empty.toml": "empty.toml: the key `rounds` is missing",
     "extends.toml": "there is no preset `digits-fedcb2`. Did you mean `digits-fedcb2o`?",
     "number.toml": "there is no preset `3`",
@@ -55,6 +58,10 @@ def test_an_experiment_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, na
     Path("folder.toml").mkdir()
     Path("binary.toml").write_bytes(b"\xff\xfe\x00")
     Path("wrong.toml").write_text("rounds = = 3")
+    Path("deep.toml").write_text(f"a = {'[' * 100_000}{']' * 100_000}")
+    Path("tables.toml").write_text(f"a = {'{b=' * 20_000}1{'}' * 20_000}")
+    Path("grid").mkdir()
+    Path("grid/grid.toml").write_text("rounds = 3")
     Path("empty.toml").write_text("")
     Path("extends.toml").write_text('extends = "digits-fedcb2"')
     Path("number.toml").write_text("extends = 3")
@@ -152,6 +159,76 @@ def test_a_folder_that_is_not_this_runs_is_left_alone(tmp_path, path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_byte_order_mark_is_no_fault(tmp_path, path):
+    marked = tmp_path / "marked.toml"
+    marked.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load(marked) == load(path).model_copy(update={"name": "tiny"})
+
+
+VALUES = {
+    f"a={'[' * 100_000}": "--set cannot read the value [[[[[[[",
+    f"rounds={'9' * 5000}": "--set cannot read the value 99999",
+    f"a{'.a' * 50_000}=1": "there is no key of 50001 parts",
+    "rounds=1\nseeds=[5]": "`rounds`: input should be a valid integer",
+    "seeds=3": "`seeds`: input should be a valid list, got 3",
+    "seeds=[]": "`seeds`: list should have at least 1 item",
+    "data.name=3": '`data.name` must be the name of a function, "package.module:function", or in Python a function',
+    "data=3": '`data` must be a section, with keys of its own (a function of your own: {"name": function}), got 3',
+    "together=100000000000000000000": "`together`: input should be less than or equal to 2147483648",
+    "attack.claims=true": "`attack.claims`: input should be a valid integer, got True",
+}
+
+
+@pytest.mark.parametrize("change", VALUES, ids=lambda change: change[:40])
+def test_a_value_that_cannot_be_is_one_line(tmp_path, path, change):
+    line = here("run", path, "--out", tmp_path / "run", "--set", change).one_line()
+    assert VALUES[change] in line
+    assert len(line) < 400
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rule_of_another_name_is_told(tmp_path, path):
+    change = ["--set", "algorithm={name='by_rule', rule='median'}"]
+    line = here("run", path, "--out", tmp_path / "run", *change).one_line()
+    assert "there is no rule `median`. Did you mean `geometric_median` or `coordinate_median`?" in line
+
+
+def test_a_runs_configuration_that_is_nested_too_deeply_is_one_line(tmp_path, path):
+    out = tmp_path / "run"
+    assert here("run", path, "--out", out, "--workers", 1).status == 0
+    (out / "config.toml").write_text(f"a = {'[' * 100_000}{']' * 100_000}")
+    for words in (
+        ("run", path, "--out", out, "--resume"),
+        ("compare", out),
+        ("report", out, "--out", tmp_path / "page"),
+    ):
+        assert "config.toml" in (line := here(*words).one_line())
+        assert "nested too deeply" in line
+
+
+def test_the_folder_of_a_grid_is_not_compared_as_a_run(tmp_path):
+    (tmp_path / "grid.toml").write_text("rounds = 3")
+    line = here("compare", tmp_path).one_line()
+    assert line.endswith(f"it is that of a grid: `fedcb2o report {tmp_path}` shows it, and its runs lie in its cells/")
+
+
+def test_a_report_that_cannot_be_written_does_not_say_resume_alone(tmp_path, path):
+    out, page = tmp_path / "run", tmp_path / "page"
+    assert here("run", path, "--out", out, "--workers", 1).status == 0
+    (page / "report.html").mkdir(parents=True)
+    line = here("report", out, "--out", page).one_line()
+    assert "report.html: Is a directory" in line
+    assert line.endswith("make room (or mend the folder) and give the command again, that of a run with --resume")
+
+
+@pytest.mark.parametrize(
+    "damage", ["[[[", "a = 1", "defences = 3\nattacks = 4\nseeds = 5", "\xff", f"a = {'[' * 99_999}"]
+)
+def test_a_grid_file_that_cannot_be_read_is_one_line(tmp_path, damage):
+    (tmp_path / "grid.toml").write_bytes(damage.encode("latin-1"))
+    assert f"{tmp_path}/grid.toml cannot be read (" in here("report", tmp_path).one_line()
+
+
 def test_what_was_run_is_not_run_over(tmp_path, path):
     out = tmp_path / "run"
     assert here("run", path, "--out", out, "--workers", 1).status == 0
@@ -211,6 +288,9 @@ def data_empty(): return made(lambda x: x[:0], lambda y: y[:0])
 def data_other(): return made(lambda x: x[..., :4])
 def data_flat(): return Dataset(*[Shard(s.x.flatten(1), s.y) for s in (made().pool, made().test)], tuple("0123456789"))
 def data_names(): return made(names=10)
+def data_one_class():
+    d = made()
+    return Dataset(Shard(d.pool.x, d.pool.y * 0), Shard(d.test.x, d.test.y * 0), ("all",))
 
 def dense(outputs, inputs=64): return nn.Sequential(nn.Flatten(), nn.Linear(inputs, outputs))
 def model_none(shape, classes): return None
@@ -219,6 +299,13 @@ def model_no_arguments(): return dense(10)
 def model_outputs(shape, classes): return dense(classes - 1)
 def model_inputs(shape, classes): return dense(classes, 63)
 def model_batch_norm(shape, classes): return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
+def model_lazy(shape, classes): return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+class Masked(nn.Sequential):
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.register_buffer("mask", torch.ones(64))
+
+def model_buffer(shape, classes): return Masked(nn.Flatten(), nn.Linear(64, classes))
 def model_double(shape, classes): return dense(classes).double()
 def model_nothing(shape, classes): return nn.Flatten()
 
@@ -284,6 +371,7 @@ WRONG_PARTS = {
     "data_empty": "in its pool, holds 0 samples and 0 labels",
     "data_other": "has samples of shape (1, 8, 4) in its pool and (1, 8, 8) in its test",
     "data_flat": "`num_clusters` = 2 turns square images, and the samples have shape (64,); set `num_clusters` = 1",
+    "data_one_class": "the data set `parts:data_one_class` has 1 class names: there must be two or more",
     "data_names": "has class names that are no tuple of words: 10",
     "model_none": "the model `parts:model_none` returned a NoneType, expected a torch.nn.Module",
     "model_raises": "the model `parts:model_raises` failed at line {line} of {folder}/parts.py: KeyError: 'boom'",
@@ -291,6 +379,8 @@ WRONG_PARTS = {
     "model_outputs": "returned (2, 9) for 2 samples, expected shape (2, 10)",
     "model_inputs": "the model `parts:model_inputs` cannot read samples of shape (1, 8, 8): ",
     "model_batch_norm": "the model keeps state outside its parameters (1.running_mean): use a norm without batch ",
+    "model_lazy": "the model has a lazy layer, which has no parameters yet: give its size",
+    "model_buffer": "the model has the buffer `mask`, which is no parameter, so that agents would not exchange it: ma",
     "model_double": "the model needs parameters, all of type float32",
     "model_nothing": "the model needs parameters, all of type float32",
     "model_train_raises": "the model `parts:model_train_raises` failed: KeyError: 'boom'",

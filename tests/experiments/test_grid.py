@@ -178,8 +178,8 @@ WRONG = {
     ),
     "seeds": ({"defences": {"A": {"seeds": [1]}}}, "the grid: defence `A`: there is no key `seeds` here."),
     "reference": ({"reference": "FedCBO"}, "`reference` names `FedCBO`. Did you mean `FedCB2O`? The grid has: "),
-    "none": ({"attacks": {}}, "the grid: `attacks`: dictionary should have at least 1 item"),
-    "kind": ({"attacks": {"A": 3}}, "the grid: `attacks.A`: input should be a valid dictionary, got 3"),
+    "none": ({"attacks": {}}, "the grid: `attacks`: table should have at least 1 item"),
+    "kind": ({"attacks": {"A": 3}}, "the grid: `attacks.A`: input should be a valid table, got 3"),
     "names": (
         {"defences": {"Multi Krum": {}, "multi-krum": {}}},
         "defences `Multi Krum` and `multi-krum` would share the folder multi-krum: rename one",

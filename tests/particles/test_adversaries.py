@@ -254,7 +254,7 @@ def test_moves_that_do_not_fit(answer):
 
 def test_adversaries_that_cannot_be():
     for settings, message in (
-        ({"num_particles": 0}, "`num_particles` must be at least 1, got 0"),
+        ({"num_particles": 0}, "`num_particles` must be a whole number, at least 1, got 0"),
         ({"num_particles": 2, "mass": -0.1}, "`mass`.*got -0.1"),
         ({"num_particles": 2, "mass": 1.0}, "`mass`.*got 1"),
         ({"num_particles": 2, "mass": math.nan}, "`mass`.*got nan"),
@@ -266,7 +266,7 @@ def test_adversaries_that_cannot_be():
             fedcb2o.minimize(circle, dim=2, adversaries=adversaries.static(5, at), maxiter=0)
     with pytest.raises(ConfigError, match="`period` must be above 0"):
         adversaries.oscillating(1, ([0.0], [1.0]), period=0.0)
-    with pytest.raises(ConfigError, match="`candidates` must be at least 2"):
+    with pytest.raises(ConfigError, match="`candidates` must be a whole number, at least 2"):
         adversaries.greedy(1, candidates=1)
     for offset in ([1.0], [1.0, 2.0, 3.0]):
         with pytest.raises(ConfigError, match="offset"):

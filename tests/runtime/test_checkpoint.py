@@ -327,7 +327,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, limit, file):
     assert done.returncode == 2, done.stderr
     assert len(said) == 1, done.stderr
     assert said[0].startswith(f"Error: cannot write {out}/seed-1000/{file}: ")
-    assert said[0].endswith("make room (or mend the folder) and go on with --resume")
+    assert said[0].endswith("make room (or mend the folder) and give the command again, that of a run with --resume")
     for text in (out / "seed-1000/metrics.jsonl").read_text().splitlines():
         json.loads(text)
     assert not list(out.rglob("*.tmp"))

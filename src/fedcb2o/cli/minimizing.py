@@ -123,8 +123,8 @@ def minimize(
     }  # fmt: skip
     asked |= {"noise": None if noise is None else noise.value, "quantile": None if quantile is None else quantile.value}
     given = {name: value for name, value in asked.items() if value is not None}
-    if not tol >= 0:
-        raise ConfigError(f"--tol must be at least 0, got {tol}")
+    if not 0 <= tol < math.inf:
+        raise ConfigError(f"--tol must be at least 0 and finite, got {tol}")
     folder = Path("runs") / f"minimize-{chosen.name}" if out is None else out
     minimizing.make_folder(folder)
     result, watch, settings, warned = minimizing.run(chosen, groups, given)

@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ def dataset(
     """
     if (x_test is None) != (y_test is None):
         raise DataError("`x_test` and `y_test` go together: give both, or neither to have some of `x` held out")
-    if not 0 < test_share < 1:
-        raise ConfigError(f"`test_share` is the share of every class that tests, between 0 and 1, got {test_share}")
+    if not isinstance(test_share, int | float) or not 0 < test_share < 1:
+        raise ConfigError(f"`test_share` is the share of every class that tests, between 0 and 1, got {test_share!r}")
     parts = [_part("x", x, "y", y)]
     if x_test is not None:
         parts.append(_part("x_test", x_test, "y_test", y_test))
@@ -139,14 +139,16 @@ def _labels(name: str, y: Any) -> NDArray[Any]:
         return labels
     if labels.dtype == object and all(isinstance(label, str) for label in labels):
         return labels.astype(str)
-    whole = np.isfinite(labels) & (labels == np.round(labels)) if labels.dtype.kind in "iuf" else np.array([False])
+    whole = (abs(labels) < 2**63) & (labels == np.round(labels)) if labels.dtype.kind in "iuf" else np.array([False])
     if not whole.all():
-        wrong = labels[np.flatnonzero(~whole)[0]] if labels.dtype.kind == "f" else f"values of type {labels.dtype}"
+        wrong = labels[np.flatnonzero(~whole)[0]] if labels.dtype.kind in "fu" else f"values of type {labels.dtype}"
         raise DataError(f"`{name}` must hold classes, whole numbers or words, got {wrong}")
     return labels.astype(np.int64)
 
 
 def _array(name: str, values: Any) -> NDArray[Any]:
+    if np.ma.is_masked(values):
+        raise DataError(f"`{name}` has masked values: fill them in, or leave these samples out")
     try:
         return np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -158,7 +160,11 @@ def _classes(labels: Sequence[NDArray[Any]], class_names: Sequence[str] | None) 
     if len({each.dtype.kind == "U" for each in labels}) > 1:
         raise DataError("`y` and `y_test` must hold labels of one kind, got words and numbers")
     values = np.unique(np.concatenate(labels))
+    if isinstance(class_names, str) or not isinstance(class_names, Iterable | None):
+        raise DataError(f"`class_names` must be a list of words, one for each class, got {class_names!r}")
     names = tuple(str(name) for name in (values.tolist() if class_names is None else class_names))
+    if class_names is None and len(names) == 1:
+        raise DataError(f"every sample has the label {names[0]}: there must be two classes or more")
     if len(set(names)) < max(2, len(names)):
         raise DataError(f"there must be two classes or more, of different names, got {', '.join(names)}")
     if class_names is not None:

@@ -38,6 +38,8 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
         raise ConfigError(f"the data set `{name}` returned a {type(dataset).__name__}, expected a fedcb2o.Dataset")
     if not (isinstance(dataset.class_names, tuple) and all(isinstance(c, str) for c in dataset.class_names)):
         raise ConfigError(f"the data set `{name}` has class names that are no tuple of words: {dataset.class_names!r}")
+    if dataset.num_classes < 2:
+        raise ConfigError(f"the data set `{name}` has {dataset.num_classes} class names: there must be two or more")
     pool, test = (
         _checked(f"the data set `{name}`, in its {part},", getattr(dataset, part), dataset.num_classes)
         for part in ("pool", "test")

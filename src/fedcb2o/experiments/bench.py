@@ -17,7 +17,7 @@ from typing import Any
 
 from fedcb2o import records
 from fedcb2o.errors import FedCB2OError, RunError
-from fedcb2o.experiments import tuning
+from fedcb2o.experiments import arguments, tuning
 from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.experiments.folder import alone, difference_of, told_anew
@@ -57,6 +57,9 @@ def bench(
 
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
+    arguments.check_count("jobs", jobs)
+    for name, path in (("out", out), ("data_dir", data_dir)):
+        arguments.check_path(name, path)
     plan = load_grid(grid)
     folder = Path(out) if out is not None else Path("runs") / plan.name
     data = None if data_dir is None else Path(data_dir)

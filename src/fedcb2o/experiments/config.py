@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,8 @@ from fedcb2o.federated.types import THREAT, Attack, Threat
 from fedcb2o.models import Layout
 from fedcb2o.records import identity
 
+DEEPEST = 20  # parts of a key, of which the longest has 4
+SIMPLE = (str, int, float, list, tuple, date, time, type(None))
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 
@@ -72,7 +75,7 @@ class AttackPart(Component):
     data: Component | None = None
     from_round: Annotated[int, Field(ge=0, strict=True)] = 0
     sybils: Annotated[bool, Field(strict=True)] = False
-    claims: Positive | None = None
+    claims: Annotated[int, Field(ge=1, strict=True)] | None = None
 
     @field_validator("data", mode="before")
     @classmethod
@@ -199,7 +202,7 @@ class Experiment(Part):
     layout: Layout | None = None
     convolution: Convolution | None = None
     device: str | None = None
-    together: Positive | None = None
+    together: Annotated[int, Field(ge=1, le=2**31)] | None = None
     data: Component
     agents: AgentsPart
     model: Component
@@ -309,6 +312,9 @@ def load(source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[s
 
     Raises ConfigError with one line that names what is wrong and the nearest right thing.
     """
+    if not isinstance(source, str | Path | Mapping | Experiment):
+        told = f"got {_shown(source)}"
+        raise ConfigError(f"an experiment is a preset's name, a file FILE.toml, a mapping or an Experiment, {told}")
     if isinstance(source, Experiment):
         table, where = source.model_dump(exclude_unset=True), f"experiment `{source.name}`"
     elif isinstance(source, Mapping):
@@ -318,7 +324,10 @@ def load(source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[s
     else:
         table, where = preset(str(source)), f"preset `{source}`"
     for key, value in (changes or {}).items():
-        table = changed(table, key.split("."), value)
+        path = key.split(".")
+        if len(path) > DEEPEST:
+            raise ConfigError(f"{where}: there is no key of {len(path)} parts")
+        table = changed(table, path, value)
     if changes:
         where += " with changes"
     table.setdefault("title", table.get("name", ""))
@@ -341,11 +350,21 @@ def first_problem(error: ValidationError, table: Mapping[str, Any]) -> str:
         return f"the key `{key}` is missing"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
-    value = problem["input"]
+    got = _shown(problem["input"])
     if problem["type"] == "model_type":
-        return f"`{key}` must be a section, with keys of its own, got {value!r}"
-    shown = f", got {value!r}" if not isinstance(value, Mapping) else ""
-    return f"`{key}`: {problem['msg'][0].lower()}{problem['msg'][1:]}{shown}"
+        own = ' (a function of your own: {"name": function})' if key in ("data", "model", "algorithm", "attack") else ""
+        return f"`{key}` must be a section, with keys of its own{own}, got {got}"
+    if place[-1:] == ["name"] and len(place) > 1:
+        return f'`{key}` must be the name of a function, "package.module:function", or in Python a function, got {got}'
+    told = (problem["msg"][0].lower() + problem["msg"][1:]).replace("tuple", "list").replace("dictionary", "table")
+    shown = f", got {got}" if not isinstance(problem["input"], Mapping) else ""
+    return f"`{key}`: {told}{shown}"
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: itself where that is a short line, else what it is."""
+    text = repr(value) if isinstance(value, SIMPLE) else ""
+    return text if 0 < len(text) <= 100 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def _nearest_key(place: Sequence[str], table: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import re
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError
 
-from fedcb2o import plugins
+from fedcb2o import plugins, records
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import tables
 from fedcb2o.experiments.assemble import aim_of, trigger_of
@@ -235,6 +234,10 @@ def load_grid(source: str | Path | Mapping[str, Any]) -> Grid:
 
     Raises ConfigError with one line that names what is wrong, where in the grid, and the nearest right thing.
     """
+    if not isinstance(source, str | Path | Mapping):
+        raise ConfigError(
+            f"a grid is a built-in one's name, a file GRID.toml or a mapping, got a {type(source).__name__}"
+        )
     where = str(source) if str(source).endswith(".toml") else f"grid `{source}`"
     if isinstance(source, Mapping):
         table, where = tables.extended({"name": "grid", **source}), "the grid"
@@ -274,7 +277,7 @@ def _built_in(name: str) -> dict[str, Any]:
             f"there is no grid `{name}`.{plugins.nearest(name, grids())} Built in: {', '.join(grids())}; "
             "a file's name ends in .toml"
         )
-    return tables.extended({"name": name, **tomllib.loads(path.read_text("utf-8"))})
+    return tables.extended({"name": name, **records.parse_toml(path.read_bytes())})
 
 
 def _read(table: Mapping[str, Any]) -> Grid:

@@ -144,7 +144,7 @@ def size(text: str | int) -> int:
     Raises ConfigError for what is no size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
-    if match is None or match[2] not in UNITS:
+    if match is None or match[2] not in UNITS or len(match[1]) > 20:
         raise ConfigError(f"--memory needs a size such as 24GiB (or 24G, 1024^3 bytes) or 24GB (1000^3), got {text!r}")
     return int(float(match[1]) * UNITS[match[2]])
 

@@ -13,6 +13,7 @@ import torch
 from fedcb2o import models, plugins
 from fedcb2o.data.shard import Dataset, features
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
+from fedcb2o.experiments import arguments
 from fedcb2o.experiments.assemble import (
     Prepared,
     aim_of,
@@ -29,9 +30,9 @@ from fedcb2o.experiments.folder import alone, begin, make
 from fedcb2o.experiments.lines import metrics_line, pairs_line
 from fedcb2o.experiments.memory import Plan, bounded, plan, size
 from fedcb2o.experiments.mend import has_ended, mended, sum_up
-from fedcb2o.experiments.primitives import primitives_of
+from fedcb2o.experiments.primitives import ENVIRONMENT, primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
-from fedcb2o.experiments.surroundings import changed_versions, describe
+from fedcb2o.experiments.surroundings import changed_versions, describe, keep
 from fedcb2o.federated.peers import Memory
 from fedcb2o.output import kept
 from fedcb2o.records import SEEDED, Records, Run, Sums, damaged
@@ -62,9 +63,13 @@ def run(
 
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
+    arguments.check_count("workers", workers)
+    arguments.check_watch(watch)
+    for name, path in (("out", out), ("data_dir", data_dir)):
+        arguments.check_path(name, path)
     experiment = load(experiment)
     if seeds is not None:
-        chosen = tuple(int(seed) for seed in seeds)
+        chosen = arguments.seeds_of(seeds)
         experiment = load({**experiment.model_dump(exclude_unset=True), "seeds": chosen})
     folder, limit = Path(out) if out is not None else Path("runs") / experiment.name, None
     if memory is not None:
@@ -105,6 +110,8 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
     log = Records(folder)
     device = devices.device_of(experiment.device)
     chosen = primitives_of(folder, prepared)
+    if not (folder / ENVIRONMENT).exists():  # a start that is killed from here on has chosen for the next one
+        keep(folder, seed, place.processes, chosen, device)
     prepared = prepared.by(**chosen)
     _say(watch, prepared, place, chosen, device)
     with contextlib.ExitStack() as stack:

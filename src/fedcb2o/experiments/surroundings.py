@@ -20,8 +20,7 @@ from fedcb2o.runtime import devices
 
 def describe(folder: Path, prepared: Prepared, count: int, chosen: Mapping[str, Any], device: torch.device) -> None:
     """Write who takes part, in what surroundings, and a few samples as each cluster sees them."""
-    environment = {"seed": prepared.seed, **_versions(device), "platform": platform.platform(), "workers": count}
-    records.write_json(folder / ENVIRONMENT, {**environment, **chosen})
+    keep(folder, prepared.seed, count, chosen, device)
     for name, content in participants(prepared).items():
         records.atomic_write(folder / name, content)
 
@@ -54,6 +53,12 @@ def participants(prepared: Prepared) -> dict[str, bytes]:
         seen = torch.stack([rotate(images, k, population.num_clusters) for k in range(population.num_clusters)])
         found["samples.safetensors"] = save({"images": seen.contiguous()})
     return found
+
+
+def keep(folder: Path, seed: int, count: int, chosen: Mapping[str, Any], device: torch.device) -> None:
+    """Write in what surroundings a seed begins, and the primitives that were chosen for it."""
+    environment = {"seed": seed, **_versions(device), "platform": platform.platform(), "workers": count}
+    records.write_json(folder / ENVIRONMENT, {**environment, **chosen})
 
 
 def _versions(device: torch.device) -> dict[str, Any]:

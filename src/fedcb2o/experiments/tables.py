@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedcb2o import plugins
+from fedcb2o import plugins, records
 from fedcb2o.errors import ConfigError
 
 
@@ -36,24 +36,26 @@ def preset(name: str) -> dict[str, Any]:
                 f"{name} is a run's folder: `fedcb2o run {Path(name) / 'config.toml'} --out {name} --resume` goes on "
                 "with it, and without --resume and with another --out it is run anew"
             )
+        if (Path(name) / "grid.toml").is_file():
+            raise ConfigError(
+                f"{name} is a grid's folder: `fedcb2o bench {Path(name) / 'grid.toml'} --out {name} --resume` goes on "
+                f"with it, and `fedcb2o report {name}` shows it"
+            )
         names = [p.name.removesuffix(".toml") for p in folder.iterdir()]
         raise ConfigError(
             f"there is no preset `{name}`.{plugins.nearest(name, names)} `fedcb2o presets` lists them; "
             "a file's name ends in .toml"
         )
-    return extended({"name": name, **tomllib.loads(path.read_text("utf-8"))})
+    return extended({"name": name, **records.parse_toml(path.read_bytes())})
 
 
 def read(path: Path) -> dict[str, Any]:
     """The table in a TOML file; raises ConfigError where it cannot be read or is none."""
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        table = records.read_toml(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    try:
-        return extended({"name": path.stem, **tomllib.loads(text)})
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+    return extended({"name": path.stem, **table})
 
 
 def extended(table: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +90,9 @@ def changed(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[s
 def parse_value(text: str) -> Any:
     """The value in `--set key=value`: as in TOML, or a plain word as a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        raise ConfigError(f"--set cannot read the value {text[:40]} ...: {error}") from error
+    return table["value"] if len(table) == 1 else text

@@ -31,6 +31,8 @@ def find_problem(
         return room.problem(name)
     if dim is None:
         raise ConfigError("--lower needs --dim, the number of coordinates")
+    if dim < 1:
+        raise ConfigError(f"--dim must be at least 1, got {dim}")
     if target is not None and len(target) != dim:
         raise ConfigError(f"--target must have --dim = {dim} coordinates, got {len(target)}")
     objectives = [None if path is None else _own(option, path) for option, path in (("L", lower), ("G", upper))]

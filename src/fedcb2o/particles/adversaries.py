@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.particles import settings
 
 __all__ = ["Adversary", "View", "gradient_flow", "greedy", "oscillating", "random", "static", "tracking"]
 
@@ -76,9 +77,9 @@ class Adversary:
     mass: float | None = None
 
     def __post_init__(self) -> None:
-        if self.num_particles < 1:
-            raise ConfigError(f"an adversary's `num_particles` must be at least 1, got {self.num_particles}")
-        if self.mass is not None and not 0 <= self.mass < 1:
+        settings.function("an adversary's `move`", self.move)
+        settings.count("an adversary's `num_particles`", self.num_particles)
+        if self.mass is not None and not 0 <= settings.number("an adversary's `mass`", self.mass) < 1:
             raise ConfigError(f"an adversary's `mass` (w_m) must be at least 0 and below 1, got {self.mass}")
 
 
@@ -112,8 +113,9 @@ def oscillating(
     num_particles: int, between: tuple[Point, Point], *, period: float, mass: float | None = None
 ) -> Adversary:
     """Particles that swing between two points [d], as a sine of the time with that period."""
-    if not period > 0:
-        raise ConfigError(f"`period` must be above 0, got {period}")
+    settings.positive("`period`", period)
+    if not isinstance(between, Sequence | np.ndarray | Tensor) or len(between) != 2:
+        raise ConfigError("an adversary's `between` must be two points")
 
     def move(view: View) -> tuple[Tensor, float]:
         share = (1 - math.cos(2 * math.pi * (view.t + view.dt) / period)) / 2
@@ -156,8 +158,7 @@ def greedy(
     point (of all clusters, in the root of the sum of squares). The candidates are the point of the step before, random
     benign particles, and steps from both of random length up to about `reach`.
     """
-    if candidates < 2:
-        raise ConfigError(f"`candidates` must be at least 2, got {candidates}")
+    settings.count("`candidates`", candidates, least=2)
 
     def move(view: View) -> tuple[Tensor, float]:
         runs, n, dim = view.theta.shape
@@ -178,7 +179,10 @@ def greedy(
 
 def _point(name: str, value: Point, like: Tensor) -> Float[Tensor, " d"]:
     """One point, as the particles are."""
-    point = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    try:
+        point = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"an adversary's `{name}` must be a point, an array of numbers: {error}") from error
     if point.shape != like.shape[-1:]:
         raise ConfigError(f"an adversary's `{name}` must have the shape {[*like.shape[-1:]]}, got {[*point.shape]}")
     return point

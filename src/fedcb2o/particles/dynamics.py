@@ -17,6 +17,7 @@ from torch import Tensor
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.particles.objectives import Objective
+from fedcb2o.particles.shown import check_unwritten, writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,37 +59,40 @@ def judge(
     flat: bool = False,
     gradient: Objective | bool = False,
     radius: float = math.inf,
+    closely: bool = False,
 ) -> Values:
     """L and G of every particle, and the gradient of L: by autograd where `gradient` is True, or by that function.
 
     With `flat` the objectives see [n, d] instead of [1, n, d]. `radius` is R of the ball B_R(0) (eq:Q_beta).
     Particles with a NaN or infinite value or coordinate are excluded. Raises ConfigError for values of a wrong shape or
-    kind.
+    kind, and for a function that writes into the particles; looked at `closely`, by way of NumPy too.
     """
     seen = theta[0] if flat else theta
-    slope = None
+    slope, copy = None, seen.clone() if closely else None
     if gradient is True:
-        seen = seen.detach().requires_grad_()
+        particles = seen.detach().requires_grad_()
         with torch.enable_grad():
-            low = _checked("lower", lower(seen), seen)
+            low = _asked("lower", lower, particles.clone(), copy)
             if not low.requires_grad:
                 raise ConfigError(
                     "`lower` has no gradient by autograd: give `gradient`, or set lambda2 and sigma2 to 0"
                 )
-            (slope,) = torch.autograd.grad(low.sum(), seen)
-        low, seen = low.detach(), seen.detach()
+            (slope,) = torch.autograd.grad(low.sum(), particles)
+        low = low.detach()
     else:
-        low = _checked("lower", lower(seen), seen)
+        low = _asked("lower", lower, seen, copy)
         if gradient:
+            before = writes(seen)
             slope = gradient(seen)
+            check_unwritten("`gradient`", gradient, seen, before, copy)
             if not isinstance(slope, Tensor) or slope.shape != seen.shape:
                 raise ConfigError(f"`gradient` must return a tensor of shape {[*seen.shape]}, got {_kind(slope)}")
-    up = None if upper is None else _checked("upper", upper(seen), seen)
+    up = None if upper is None else _asked("upper", upper, seen, copy)
     if flat:
         low = low.unsqueeze(0)
         up = None if up is None else up.unsqueeze(0)
         slope = None if slope is None else slope.unsqueeze(0)
-    inside = None if radius == math.inf else theta.square().sum(-1) <= radius**2
+    inside = None if radius == math.inf else theta.square().sum(-1) <= radius * radius
     if math.isfinite(theta.sum().item() + low.sum().item() + (0.0 if up is None else up.sum().item())):
         return Values(low, up, slope, inside)
     bad = ~(low.isfinite() & theta.isfinite().all(-1))
@@ -179,7 +183,12 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def _checked(name: str, values: object, theta: Tensor) -> Tensor:
+def _asked(name: str, objective: Objective, theta: Tensor, copy: Tensor | None) -> Tensor:
+    """What an objective makes of an ensemble, checked: one number a particle, and nothing written."""
+    before = writes(theta)
+    values: object = objective(theta)
+    if copy is not None or writes(theta) != before:
+        check_unwritten(f"`{name}`", objective, theta, before, copy)
     if not isinstance(values, Tensor):
         raise ConfigError(
             f"`{name}` must return a tensor, got {_kind(values)}; a NumPy function goes through"
@@ -192,6 +201,9 @@ def _checked(name: str, values: object, theta: Tensor) -> Tensor:
         )
     if not values.is_floating_point():
         raise ConfigError(f"`{name}` must return floating-point numbers, got {values.dtype}")
+    if values.layout != torch.strided or values.device != theta.device:
+        where = f"a {values.layout} tensor on {values.device}".replace("torch.", "")
+        raise ConfigError(f"`{name}` must return a dense tensor on {theta.device}, got {where}")
     return values
 
 

@@ -15,18 +15,19 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles import capture
+from fedcb2o.particles import capture, settings
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.dynamics import Filter
 from fedcb2o.particles.objectives import Objective
 from fedcb2o.particles.result import Result, Shape, State, end_of, result_of
-from fedcb2o.particles.start import box_of, clusters_of, ensemble_of, seeds_of, start_of
+from fedcb2o.particles.start import box_of, clusters_of, ensemble_of, groups_of, seeds_of, start_of
 from fedcb2o.particles.system import Look, System
 
 Schedule = float | Callable[[int], float]
@@ -112,26 +113,30 @@ def minimize(
     to agree on. Warns with CaptureWarning where adversaries may capture the consensus point: with delta_q = 0 if they
     leave fewer than two benign particles in Q_beta (`capture.benign_left`), and if beta is not below w_b / 2.
     """
-    _check_numbers(
-        positive={"lambda1": lambda1, "dt": dt, "radius": radius, "time_limit": time_limit},
-        not_negative={
-            "lambda2": lambda2,
-            "sigma2": sigma2,
-            "delta_q": delta_q,
-            "xtol": xtol,
-        },
-        counts={"dim": dim, "runs": runs, "batch": batch, "record_every": record_every, "maxiter": maxiter},
+    for name, value in {"lambda1": lambda1, "dt": dt}.items():
+        settings.positive(f"`{name}`", value)
+    for name, value in {"radius": radius, "time_limit": time_limit}.items():
+        settings.positive(f"`{name}`", value, finite=False)
+    for name, value in {"lambda2": lambda2, "sigma2": sigma2, "delta_q": delta_q, "xtol": xtol}.items():
+        settings.not_negative(f"`{name}`", value)
+    dim, runs, batch = (
+        None if value is None else settings.count(f"`{name}`", value)
+        for name, value in (("dim", dim), ("runs", runs), ("batch", batch))
     )
-    for name, value, choices in (
-        ("noise", noise, ("anisotropic", "isotropic")),
-        ("quantile", quantile, ("plain", "averaged")),
-        ("update", update, ("batch", "all")),
-        ("dtype", dtype, (torch.float64, torch.float32)),
-    ):
-        if value not in choices:
-            raise ConfigError(f"`{name}` must be {' or '.join(map(repr, choices))}, got {value!r}")
-    groups = [adversaries] if isinstance(adversaries, Adversary) else list(adversaries)
-    shape = Shape(flat=runs is None and isinstance(seed, int), single=callable(lower))
+    record_every, maxiter = settings.count("`record_every`", record_every), settings.count("`maxiter`", maxiter, 0)
+    settings.one_of({
+        "`noise`": (noise, ("anisotropic", "isotropic")), "`quantile`": (quantile, ("plain", "averaged")),
+        "`update`": (update, ("batch", "all")), "`dtype`": (dtype, (torch.float64, torch.float32)),
+    })  # fmt: skip
+    settings.functions("`lower`", lower)
+    settings.functions("`upper`", upper, or_none=True)
+    settings.functions("`gradient`", gradient, or_none=True)
+    if callback is not None:
+        settings.function("`callback`", callback)
+    settings.check_room(runs or 1, 1, dim or 1)
+    device = settings.device_of(device)
+    groups = groups_of(adversaries)
+    shape = Shape(flat=runs is None and isinstance(seed, Integral), single=callable(lower))
     seeds = seeds_of(seed, runs)
     if initial is not None and not callable(initial):
         initial = ensemble_of(initial, len(seeds))
@@ -143,6 +148,9 @@ def minimize(
     walls = None if bounds is None else (low.to(theta), high.to(theta))
     if walls is not None:
         theta[:, : clusters[-1].rows.stop].clamp_(*walls)
+    if not sigma2 and theta.eq(theta[:, :1]).all(2).all(1).any():
+        raise ConfigError("all particles start at one point, and agree before they have looked: spread `initial`")
+    start = theta[:, : clusters[-1].rows.stop].aminmax(dim=1)
     system = System(theta, clusters, groups, seeds, flat=shape.flat, bounds=walls)
 
     def filter_at(n: int) -> Filter:
@@ -159,10 +167,10 @@ def minimize(
                 by = filter_at(n)
             late = time.monotonic() - started > time_limit
             looking = late or n == maxiter or n % record_every == 0
-            look = system.look(by, batch)
+            look = system.look(by, batch, closely=looking)
             reason = f"the time limit of {time_limit:g} s passed" if late else ""
             reason = f"maxiter = {maxiter} steps were taken" if n == maxiter else reason
-            if callback is not None and _asks_to_stop(callback, shape, system, look, n, dt):
+            if callback is not None and _asks_to_stop(callback, shape, system, look, n, dt, looking):
                 looking, reason = True, "the callback stopped the run"
             if looking:
                 whole = look if batch is None else system.look(by)
@@ -179,10 +187,13 @@ def minimize(
                     look = look.of(kept)
             system.advance_(
                 n, look, by, lambda1=lambda1, sigma1=_at("sigma1", sigma1, n), lambda2=lambda2, sigma2=sigma2, dt=dt,
-                noise=noise, batch_only=update == "batch",
+                noise=noise, batch_only=update == "batch", closely=looking,
             )  # fmt: skip
         seconds = time.monotonic() - started
-        return result_of(ends, records, shape, clusters, seeds, dt=dt, xtol=xtol, notes=notes, seconds=seconds)
+        return result_of(
+            ends, records, shape, clusters, seeds, start=(start.min, start.max), walls=walls, delta_q=delta_q, dt=dt,
+            xtol=xtol, notes=notes, seconds=seconds,
+        )  # fmt: skip
 
 
 def _keep_freed_memory() -> None:
@@ -194,7 +205,7 @@ def _keep_freed_memory() -> None:
 
 
 def _asks_to_stop(
-    callback: Callable[[State], Any], shape: Shape, system: System, look: Look, n: int, dt: float
+    callback: Callable[[State], Any], shape: Shape, system: System, look: Look, n: int, dt: float, closely: bool
 ) -> bool:
     own = look.batch is None
     lower = [values.lower[:, each.rows] for each, values in zip(system.clusters, look.values, strict=True)]
@@ -212,40 +223,28 @@ def _asks_to_stop(
         upper=shape.of_runs(torch.cat(upper, 1)) if own and upper[0] is not None else None,  # type: ignore[arg-type]
         runs=system.runs,
     )
+    with system.unwritten("the callback", callback, look.m, closely):
+        try:
+            told = callback(state)
+        except StopIteration:
+            told = True
     try:
-        told = callback(state)
         return told is not None and bool(told)
-    except StopIteration:
-        return True
+    except RuntimeError as error:
+        raise ConfigError(f"`callback` must return whether to stop, True or False, or None: {error}") from error
 
 
 def _at(name: str, value: Schedule, n: int) -> float:
     """A parameter at step n."""
     if callable(value):
-        try:
-            value = float(value(n))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"`{name}` at step {n} must be a number: {error}") from error
+        value = value(n)
+    if type(value) is not float:
+        value = settings.number(f"`{name}`", value, f" at step {n}")
     if name == "beta":
         consensus.check_beta(value)
     elif not 0 <= value < math.inf:
         raise ConfigError(f"`{name}` must be at least 0 and finite, got {value} at step {n}")
     return value
-
-
-def _check_numbers(
-    *, positive: dict[str, float], not_negative: dict[str, float], counts: dict[str, int | None]
-) -> None:
-    for name, value in positive.items():
-        if not value > 0 or (value == math.inf and name not in ("radius", "time_limit")):
-            raise ConfigError(f"`{name}` must be above 0, got {value}" + " (it must be finite)" * (value == math.inf))
-    for name, value in not_negative.items():
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"`{name}` must be at least 0 and finite, got {value}")
-    for name, count in counts.items():
-        least = 0 if name == "maxiter" else 1
-        if count is not None and (not isinstance(count, int) or count < least):
-            raise ConfigError(f"`{name}` must be a whole number, at least {least}, got {count!r}")
 
 
 def _notes(system: System, by: Filter, sigma1: float, lambda1: float, noise: str, batch: int | None) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.plugins import nearest
+from fedcb2o.plugins import label, nearest
 
 Objective = Callable[[Tensor], Tensor]
 
@@ -24,25 +24,41 @@ __all__ = ["Problem", "from_numpy", "from_point", "problem", "problems"]
 
 
 def from_numpy(function: Callable[[Any], Any]) -> Objective:
-    """An objective from a NumPy function of a whole ensemble, [..., d] -> [...]. Without gradient; on the CPU."""
+    """An objective from a NumPy function of a whole ensemble, [..., d] -> [...]. Without gradient; on the CPU.
+
+    The array is the function's own: it may write into it.
+    """
 
     @functools.wraps(function)
     def objective(x: Tensor) -> Tensor:
-        return torch.as_tensor(np.asarray(function(x.detach().cpu().numpy())), device=x.device)
+        values = function(x.detach().cpu().numpy().copy())
+        try:
+            return torch.as_tensor(np.asarray(values), device=x.device)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the NumPy function {label(function)} must return an array of numbers: {error}"
+            ) from error
 
     return objective
 
 
 def from_point(function: Callable[[Any], Any]) -> Objective:
-    """An objective from a function of one point, a NumPy array [d] -> a number. Called once for every particle."""
+    """An objective from a function of one point, a NumPy array [d] of its own -> a number. Called for each particle."""
 
     @functools.wraps(function)
     def objective(x: Tensor) -> Tensor:
-        points = x.detach().cpu().numpy().reshape(-1, x.shape[-1])
-        values = [float(function(point)) for point in points]
+        points = x.detach().cpu().numpy().copy().reshape(-1, x.shape[-1])
+        values = [_number(function, function(point)) for point in points]
         return torch.tensor(values, dtype=x.dtype, device=x.device).reshape(x.shape[:-1])
 
     return objective
+
+
+def _number(function: Callable[[Any], Any], value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the function {label(function)} of a point must return a number: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)

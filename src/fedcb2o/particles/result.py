@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from fedcb2o.particles.dynamics import judge
+from fedcb2o.particles.edge import goes_on
 from fedcb2o.particles.system import Cluster, System
+
+AGREED = "consensus: spread at most xtol = {:g}"
+STUCK = (
+    "the particles agreed at the edge of where they started, and L or G is less further out: let them start in a larger"
+    " box, by `bounds` or `initial`"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +60,8 @@ class Result:
         x: the consensus point of the last ensemble, [d].
         lower: L there.
         upper: G there, or None where there is no G.
-        success: whether the ensemble came to a consensus: its spread about x is at most `xtol`.
+        success: whether the ensemble came to a consensus, its spread about x being at most `xtol`, and not at the edge
+            of where it started while L, or G, is less further out.
         message: why it stopped.
         nit: steps taken.
         nfev: particles judged, each once by L and once by G of every cluster; what x is worth and what adversaries ask
@@ -164,6 +172,9 @@ def result_of(
     clusters: list[Cluster],
     seeds: list[int],
     *,
+    start: tuple[Tensor, Tensor],
+    walls: tuple[Tensor, Tensor] | None,
+    delta_q: float,
     dt: float,
     xtol: float,
     notes: tuple[str, ...],
@@ -180,11 +191,13 @@ def result_of(
     at_x = [judge(x[:, k : k + 1], each.lower, each.upper, flat=shape.flat) for k, each in enumerate(clusters)]
     lower = torch.cat([values.lower for values in at_x], 1)
     upper = torch.cat([values.upper for values in at_x], 1) if at_x[0].upper is not None else None  # type: ignore[misc]
-    messages = [
-        (f"consensus: spread at most xtol = {xtol:g}" if agreed else end.reason)
-        for end in ends
-        for agreed in end.agreed.tolist()
-    ]
+    success = gather("agreed")
+    messages = [(AGREED.format(xtol) if agreed else end.reason) for end in ends for agreed in end.agreed.tolist()]
+    messages = [messages[k] for k in order.tolist()]
+    if success.any():
+        stuck = success & goes_on(x, at_x, start, clusters, walls=walls, delta_q=delta_q, flat=shape.flat).any(1).cpu()
+        messages = [STUCK if at_edge else told for told, at_edge in zip(messages, stuck.tolist(), strict=True)]
+        success = success & ~stuck
     nit = torch.cat([torch.full_like(end.runs, end.n) for end in ends])[order]
     steps = torch.tensor([n for n, *_ in records])
     path = x.new_full((len(records), *x.shape), torch.nan)
@@ -196,8 +209,8 @@ def result_of(
         x=shape.of(x),
         lower=shape.of(lower),
         upper=None if upper is None else shape.of(upper),
-        success=shape.of_runs(gather("agreed")),
-        message=messages[0] if shape.flat else [messages[k] for k in order.tolist()],
+        success=shape.of_runs(success),
+        message=messages[0] if shape.flat else messages,
         nit=shape.of_runs(nit),
         nfev=shape.of_runs(gather("judged")),
         excluded=shape.of_runs(gather("excluded")),

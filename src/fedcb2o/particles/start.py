@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.particles import settings
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.objectives import Objective
 from fedcb2o.particles.system import Cluster
@@ -17,10 +18,25 @@ from fedcb2o.streams import stream
 
 def seeds_of(seed: int | Sequence[int], runs: int | None) -> list[int]:
     """The seed of every run."""
-    seeds = [seed + run for run in range(runs or 1)] if isinstance(seed, int) else [int(each) for each in seed]
+    if not isinstance(seed, Sequence | np.ndarray) or isinstance(seed, str | bytes):
+        first = settings.count("`seed`", seed, least=None)
+        return [first + run for run in range(runs or 1)]
+    seeds = [settings.count("`seed`", each, least=None) for each in seed]
     if (runs is not None and len(seeds) != runs) or not seeds:
         raise ConfigError(f"`seed` names {len(seeds)} seeds for {runs} runs: give one for each, or the first alone")
     return seeds
+
+
+def groups_of(adversaries: Adversary | Sequence[Adversary]) -> list[Adversary]:
+    """The malicious particles; raises ConfigError for what are none."""
+    groups = list(adversaries) if isinstance(adversaries, Sequence) else [adversaries]
+    for each in groups:
+        if not isinstance(each, Adversary):
+            raise ConfigError(
+                f"`adversaries` must be an Adversary or a list of them, got a {type(each).__name__}: a function that "
+                "moves particles goes into fedcb2o.Adversary(function, num_particles)"
+            )
+    return groups
 
 
 def ensemble_of(initial: Any, runs: int) -> Tensor:
@@ -60,9 +76,9 @@ def clusters_of(
     sizes = each("num_particles", 200 if num_particles is None else num_particles)
     if isinstance(initial, Tensor) and num_particles is None and initial.shape[-2] % k == 0:
         sizes = [initial.shape[-2] // k] * k
-    for size in sizes:
-        if not isinstance(size, int) or size < 1:
-            raise ConfigError(f"`num_particles` must be at least 1, got {size!r}")
+    sizes = [settings.count("`num_particles`", size) for size in sizes]
+    if sum(sizes) < 2:
+        raise ConfigError("one particle is its own consensus point, wherever it is: `num_particles` must be at least 2")
     if isinstance(initial, Tensor):
         n = initial.shape[-2]
         if sum(sizes) != n:
@@ -97,8 +113,8 @@ def box_of(bounds: Any, initial: Any, dim: int | None) -> tuple[Tensor, Tensor]:
     low, high = pairs.unbind(-1)
     if not (low < high).all():
         raise ConfigError("`bounds` must have every low below its high")
-    if initial is None and not pairs.isfinite().all():
-        raise ConfigError("infinite `bounds` need an `initial` ensemble or sampler")
+    if initial is None and not (high - low).isfinite().all():
+        raise ConfigError("infinite `bounds`, or ones too far apart, need an `initial` ensemble or sampler")
     return low, high
 
 
@@ -107,6 +123,7 @@ def start_of(
 ) -> Tensor:
     """The first ensemble of every run, [runs, n, d] in float64: the benign particles, then each adversary's."""
     dim = len(low)
+    settings.check_room(len(seeds), num_benign + sum(each.num_particles for each in adversaries), dim)
 
     def uniform(generator: np.random.Generator, n: int, d: int) -> Any:
         return generator.uniform(low.numpy(), high.numpy(), (n, d))

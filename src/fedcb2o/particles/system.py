@@ -3,10 +3,12 @@
 It knows the mathematics of `dynamics` and nothing of stopping, recording or checking, which is `minimize`'s.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from fedcb2o.particles.dynamics import (
 )
 from fedcb2o.particles.noise import Normals
 from fedcb2o.particles.objectives import Objective
+from fedcb2o.particles.shown import check_unwritten, writes
 from fedcb2o.streams import stream
 
 
@@ -107,8 +110,10 @@ class System:
             return (n - self.num_benign) / n
         return float(self.mass[self.num_benign :].sum())
 
-    def look(self, by: Filter, batch: int | None = None) -> Look:
+    def look(self, by: Filter, batch: int | None = None, closely: bool = False) -> Look:
         """Judge all particles, or each run's next random batch, and find the consensus points.
+
+        Looked at `closely`, functions that write into the particles by way of NumPy are noticed too.
 
         The batches are parts of a random order of the particles, which is drawn anew when fewer than a batch are left
         (Carrillo, Jin, Li and Zhu, "A consensus-based global optimization method for high dimensional machine learning
@@ -121,7 +126,7 @@ class System:
         whole = rows is None or any(each.gradient for each in self.clusters)
         seen = theta if rows is None else _rows_of(theta, rows)
         judged = theta if whole else seen
-        values = [self._judge(judged, each, by, gradient=each.gradient) for each in self.clusters]
+        values = [self._judge(judged, each, by, each.gradient, closely) for each in self.clusters]
         self.judged += len(self.clusters) * judged.shape[1]
         m = []
         for each in values:
@@ -149,9 +154,10 @@ class System:
         dt: float,
         noise: str,
         batch_only: bool = False,
+        closely: bool = False,
     ) -> None:
         """One Euler-Maruyama step of all particles (eq:fedcb2o_dynamics, eq:dyn_macro), all from the same theta_t."""
-        moves = [self._move(n, look, by, group, rows, dt) for group, rows in self.adversaries]
+        moves = [self._move(n, look, by, group, rows, dt, closely) for group, rows in self.adversaries]
         before = self.benign.clone() if batch_only and look.batch is not None else None
         normals = self._draw("noise", self.num_benign) if sigma1 else None
         shaking = self._draw("gradient noise", self.num_benign) if sigma2 else None
@@ -179,6 +185,15 @@ class System:
         for (_, rows), moved in zip(self.adversaries, moves, strict=True):
             self.theta[:, rows] = moved
 
+    @contextlib.contextmanager
+    def unwritten(self, name: str, function: Callable[..., Any], m: Tensor, closely: bool) -> Iterator[None]:
+        """Raises ConfigError if a function that is called inside writes into particles or consensus points."""
+        shown = (self.theta, "particles"), (m, "consensus points")
+        before = [(writes(x), x.clone() if closely else None) for x, _ in shown]
+        yield
+        for (x, what), (count, copy) in zip(shown, before, strict=True):
+            check_unwritten(name, function, x, count, copy, what)
+
     def keep(self, kept: Tensor) -> None:
         """Go on with these of the runs under way alone."""
         chosen = kept.tolist()
@@ -199,8 +214,11 @@ class System:
         rows, self._order = self._order[:, :size], self._order[:, size:]
         return rows
 
-    def _judge(self, theta: Tensor, cluster: Cluster, by: Filter, gradient: Objective | bool = False) -> Values:
-        return judge(theta, cluster.lower, cluster.upper, flat=self._flat, gradient=gradient, radius=by.radius)
+    def _judge(
+        self, theta: Tensor, cluster: Cluster, by: Filter, gradient: Objective | bool = False, closely: bool = False
+    ) -> Values:
+        settings: dict[str, Any] = {"flat": self._flat, "radius": by.radius, "closely": closely}
+        return judge(theta, cluster.lower, cluster.upper, gradient=gradient, **settings)
 
     def _plan(self) -> None:
         """Each cluster's particles, and their rows (None: all)."""
@@ -219,7 +237,9 @@ class System:
             self._normals[purpose] = Normals(self.seeds, f"particles {purpose}", n, dim, dtype=dtype, device=device)
         return self._normals[purpose].next()
 
-    def _move(self, n: int, look: Look, by: Filter, adversary: Adversary, rows: slice, dt: float) -> Tensor:
+    def _move(
+        self, n: int, look: Look, by: Filter, adversary: Adversary, rows: slice, dt: float, closely: bool
+    ) -> Tensor:
         """Where an adversary's particles are after the step (eq:dyn_macro_m)."""
         own = self.theta[:, rows]
         view = View(
@@ -233,7 +253,8 @@ class System:
             m_without=lambda: self._m_if(None, look, by, rows)[:, 0],
             generators=self._generators("adversaries"),
         )
-        moving = adversary.move(view)
+        with self.unwritten("an adversary's `move`", adversary.move, look.m, closely):
+            moving = adversary.move(view)
         if not isinstance(moving, tuple) or len(moving) != 2:
             raise ConfigError(f"an adversary's `move` must return the pair (a_t, A_t), got a {type(moving).__name__}")
         drift, diffusion = moving

@@ -37,7 +37,7 @@ def contraction_rate(*, lambda1: Number, sigma1: Number, dim: int, noise: str = 
     """
     if noise not in ("isotropic", "anisotropic"):
         raise ConfigError(f"`noise` must be isotropic or anisotropic, got {noise}")
-    return float(2 * lambda1 - (dim if noise == "isotropic" else 1) * sigma1**2)
+    return float(2 * lambda1 - (dim if noise == "isotropic" else 1) * sigma1 * sigma1)
 
 
 def closeness(*, vartheta: Number, lambda1: Number, sigma1: Number, dim: int) -> float:

@@ -9,6 +9,7 @@ from fedcb2o.records.lines import SEEDED, Records
 from fedcb2o.records.run import EVALUATED, Run, read_config, seeds_in
 from fedcb2o.records.scores import last_fifth, last_round, summary
 from fedcb2o.records.sums import DESCRIBED, FREE, LINES, Sums, digest, identity, read_cells, read_sealed, write_sealed
+from fedcb2o.records.toml import parse_toml, read_toml
 
 __all__ = [
     "DESCRIBED",
@@ -26,10 +27,12 @@ __all__ = [
     "json_of",
     "last_fifth",
     "last_round",
+    "parse_toml",
     "read_cells",
     "read_config",
     "read_json",
     "read_sealed",
+    "read_toml",
     "seeds_in",
     "summary",
     "sweep",

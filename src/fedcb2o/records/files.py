@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; raises RunError where it holds none."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, str(error)) from error
     if not isinstance(content, dict):
         raise damaged(path, "it holds no object")
@@ -116,7 +116,7 @@ def unwritable(path: Path, error: Exception) -> RunError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return RunError(
         f"cannot write {path}: {reason}; nothing already written is lost: "
-        "make room (or mend the folder) and go on with --resume"
+        "make room (or mend the folder) and give the command again, that of a run with --resume"
     )
 
 

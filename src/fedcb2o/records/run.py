@@ -1,8 +1,8 @@
 """What a run has written so far, read from its folder."""
 
-import tomllib
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fedcb2o.records.files import damaged, read_json
 from fedcb2o.records.lines import read_lines
 from fedcb2o.records.sums import FILE as SUMS
 from fedcb2o.records.sums import Sums
+from fedcb2o.records.toml import read_toml
 
 AGENTS = ("cluster", "malicious", "num_samples", "source_in_validation")
 METRICS = ("train_loss", "validation_loss", "malicious_weight", "answered")
@@ -36,12 +37,16 @@ class Run:
     folder: Path
 
     def __init__(self, folder: str | Path) -> None:
+        if not isinstance(folder, str | PathLike):
+            raise RunError(f"a run is read from its folder's path, got a {type(folder).__name__}")
         object.__setattr__(self, "folder", Path(folder))
         if not self.folder.is_dir():
             raise RunError(f"there is no run in {self.folder}: give the folder that `fedcb2o run --out` wrote")
         if not (self.folder / "config.toml").is_file():
             inside = sorted(path.parent.name for path in self.folder.glob("*/config.toml"))
             cure = f"it holds the runs {', '.join(inside)}: name those" if inside else "give a folder written by it"
+            if (self.folder / "grid.toml").is_file():
+                cure = f"it is that of a grid: `fedcb2o report {self.folder}` shows it, and its runs lie in its cells/"
             raise RunError(f"{self.folder} was not written by `fedcb2o run` (it holds no config.toml); {cure}")
         _ = self.config, self.seeds
 
@@ -221,8 +226,8 @@ def seeds_in(folder: Path) -> dict[int, Path]:
 def read_config(path: Path) -> dict[str, Any]:
     """What a run's config.toml holds; raises RunError where it is damaged."""
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = read_toml(path)
+    except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}); {MENDED}") from error
     for key, kind in KINDS.items():
         if not isinstance(found.get(key, kind()), kind):

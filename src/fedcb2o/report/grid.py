@@ -4,7 +4,6 @@ A floor is a run without attack, in which malicious agents train on true labels.
 of an attacked cell names its floor, and the two together say what the attack achieves by itself.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import EVALUATED, Run, last_fifth, read_cells, read_sealed
+from fedcb2o.records import EVALUATED, Run, last_fifth, read_cells, read_sealed, read_toml
 
 KEYS = ["setting", "defence", "attack", "floor", "seed"]
 ENDS = ("", "_worst", "_worst_tenth")
@@ -105,9 +104,11 @@ def read_grid(folder: Path) -> GridResults:
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        _ = table["defences"], table["attacks"], table["seeds"]
-    except (OSError, ValueError, KeyError) as error:
+        table = read_toml(path)
+        for key, kind in (("defences", dict), ("attacks", dict), ("seeds", list)):
+            if not isinstance(table.get(key), kind):
+                raise ValueError(f"its `{key}` is missing, or another kind of value")
+    except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}): restore it, or run the grid again") from error
     return table
 

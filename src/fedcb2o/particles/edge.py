@@ -1,0 +1,60 @@
+"""Did a run come to a consensus because it found a minimiser, or because it could not get further?
+
+Particles that start without bounds may leave the region where they start, but they do not go far: their noise shrinks
+with their distance from the consensus point. So where that lies at the edge of the region, it is compared with points
+further out.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fedcb2o.particles.dynamics import Values, judge
+from fedcb2o.particles.system import Cluster
+
+EDGE = 0.9  # of the way from the middle of the region to its side: the last tenth, and all that is beyond
+FURTHER = (0.1, 1.0)  # of that way: how much further out the points lie
+ALONE = 32  # coordinates that are tried by themselves, beside all at once
+
+
+def goes_on(
+    x: Float[Tensor, "r K d"],
+    at_x: list[Values],
+    start: tuple[Float[Tensor, "r d"], Float[Tensor, "r d"]],
+    clusters: list[Cluster],
+    *,
+    walls: tuple[Tensor, Tensor] | None,
+    delta_q: float,
+    flat: bool,
+) -> Bool[Tensor, "r K"]:
+    """Whether a consensus point lies at the edge of the region where the particles were at the `start`, from the least
+    to the largest coordinate, and L falls further out or, where L does not rise by more than delta_q, G does.
+
+    It is no edge where `walls` keep the particles in.
+    """
+    low, high = (side.unsqueeze(1) for side in start)
+    middle, half = (low + high) / 2, (high - low) / 2
+    away = x - middle
+    at_edge = (away.abs() > EDGE * half) & (half > 0)
+    if walls is not None:
+        at_edge &= torch.where(away > 0, walls[1], walls[0]).isinf()
+    further = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+    if not at_edge.any():
+        return further
+    step = torch.where(at_edge, away.sign() * half, 0.0).unsqueeze(2)
+    furthest = (
+        (step * away.unsqueeze(2) / half.square().unsqueeze(2)).nan_to_num(0.0).topk(min(ALONE, x.shape[2])).indices
+    )
+    alone = step.new_zeros(*x.shape[:2], furthest.shape[-1], x.shape[2])
+    alone.scatter_(3, furthest.movedim(2, 3), step.gather(3, furthest).movedim(2, 3))
+    steps = torch.cat([step, alone], 2)
+    points = x.unsqueeze(2) + torch.cat([size * steps for size in FURTHER], 2)
+    for k, each in enumerate(clusters):
+        there, here = judge(points[:, k], each.lower, each.upper, flat=flat), at_x[k]
+        if there.upper is None or here.upper is None:
+            better = there.lower < here.lower
+        else:
+            better = there.lower < here.lower - delta_q
+            better |= (there.lower <= here.lower + delta_q) & (there.upper < here.upper)
+        further[:, k] = better.any(1) & at_edge[:, k].any(1)
+    return further

@@ -1,0 +1,174 @@
+"""What cannot be an argument, in Python, is told by its name, in one line, whatever its kind.
+
+The cases run in one process of their own, as a user's: without the run-time checks of types of the tests.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedcb2o
+from fedcb2o.data import digits
+from fedcb2o.experiments import load
+from fedcb2o.particles import adversaries
+from fedcb2o.plugins import named, nearest
+from tests.tiny import ENVIRONMENT, tiny
+
+ROOT = Path(__file__).parents[1]
+
+
+def lower(x):
+    return x.square().sum(-1)
+
+
+def minimize(**settings):
+    return fedcb2o.minimize(**{"lower": lower, "dim": 2, "maxiter": 3, **settings})
+
+
+def run(**arguments):
+    return fedcb2o.run(tiny(), **{"out": "run", **arguments})
+
+
+def numbers_of_numpy():
+    plain = minimize(dim=2, seed=3, num_particles=20, maxiter=5, dt=0.5)
+    same = minimize(
+        dim=np.int64(2), seed=np.int64(3), num_particles=np.int32(20), maxiter=np.int64(5), dt=np.float32(0.5)
+    )
+    assert torch.equal(plain.x, same.x)
+    assert (plain.success, plain.seed) == (same.success, same.seed)
+    several = minimize(dim=2, seed=np.array([3, 4]), num_particles=20, maxiter=5, dt=0.5)
+    assert torch.equal(several.x[0], plain.x)
+
+
+SETTINGS = {
+    "seed": [None, "12", 1.5, [None], [1.5, 2], True],
+    "dim": ["2", 2.0, True, 0],
+    "num_particles": [2.5, "5", True],
+    "runs": [1.5, "2"],
+    "batch": [1.5, "x"],
+    "record_every": [0, 1.5, None],
+    "maxiter": [None, 1.5, float("inf")],
+    "callback": [3, lambda state: torch.ones(3)],
+    "adversaries": [None, [3], "x", lambda view: (0.0, 0.0)],
+    "alpha": [None, "1", lambda n: None],
+    "beta": [None, "x"],
+    "sigma1": [None, "x"],
+    "lambda1": [None, "1", 1j],
+    "dt": [None, torch.tensor([0.1, 0.2]), lambda n: 0.1],
+    "delta_q": [None],
+    "radius": [None],
+    "xtol": [None],
+    "time_limit": [None],
+    "noise": [None, ["anisotropic"], 3],
+    "update": [None],
+    "dtype": ["float32", None, torch.int64],
+    "device": ["nonsense", "cuda:99", "meta", [1]],
+    "gradient": [3],
+    "lower": [None, 3, [None], [lower, 3], "sum"],
+    "upper": [3, "x", [3]],
+}
+
+
+ARGUMENTS = {
+    "seeds": [3, "ab", [None], [1.5], True, {1: 2}],
+    "workers": [0, -1, "2", 1.5, True],
+    "out": [3, [1]],
+    "data_dir": [3],
+    "watch": [3],
+}
+NO_EXPERIMENT = "an experiment is a preset's name, a file FILE.toml, a mapping or an Experiment, got"
+NO_GRID = "a grid is a built-in one's name, a file GRID.toml or a mapping, got a"
+X, Y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 2
+
+CASES = [
+    *(("minimize", name, value, f"`{name}`") for name, values in SETTINGS.items() for value in values),
+    *(("run", name, value, f"`{name}` must be ") for name, values in ARGUMENTS.items() for value in values),
+    ("run", "memory", [1], "--memory needs a size"),
+    ("run", "memory", "9" * 400, "--memory needs a size"),
+    *(
+        (name, "", value, told)
+        for name, told in (("load", NO_EXPERIMENT), ("bench", NO_GRID))
+        for value in (None, 3, [1])
+    ),
+    *(("Run", "", value, "a run is read from its folder's path, got a") for value in (None, 3)),
+    *(("section", "", make, "got a Dataset") for make in (digits, lambda: {"name": digits()})),
+    ("call", "", numbers_of_numpy, ""),
+    (
+        "call",
+        "",
+        lambda: load(tiny(algorithm={"criterion": {"name": 3}})),
+        "the criterion must be a name or a function",
+    ),
+    ("call", "", lambda: nearest(None, ["a"]), ""),
+    ("call", "", lambda: named("rule", {"name": 3}, adversaries), "the rule must be a name or a function, got a int"),
+    ("call", "", lambda: minimize(runs=10**20), "runs of 1 particles of 2 coordinates need about"),
+    ("call", "", lambda: minimize(lower=lambda x: x.sum(-1).to_sparse()), "`lower` must return a dense tensor on cpu"),
+    ("call", "", lambda: minimize(lower=lambda x: x.sum(-1).to("meta")), "a strided tensor on meta"),
+    *(("numpy", "", value, "must return an array of numbers") for value in (None, "abc")),
+    *(("point", "", value, "of a point must return a number") for value in (None, [1.0, 2.0])),
+    ("call", "", lambda: fedcb2o.Adversary(None, 3), "an adversary's `move` must be a function"),
+    ("call", "", lambda: fedcb2o.Adversary(lower, 2.5), "an adversary's `num_particles` must be a whole number"),
+    ("call", "", lambda: fedcb2o.Adversary(lower, 2, mass="x"), "an adversary's `mass` must be a number"),
+    ("call", "", lambda: adversaries.oscillating(3, (1, 2), period=None), "`period` must be a number"),
+    ("call", "", lambda: adversaries.oscillating(3, ([1.0],), period=1.0), "`between` must be two points"),
+    ("call", "", lambda: adversaries.greedy(3, candidates=2.5), "`candidates` must be a whole number, at least 2"),
+    ("call", "", lambda: minimize(adversaries=adversaries.tracking(3, "x")), "`offset` must be a point"),
+    *(
+        ("call", "", lambda n=n: fedcb2o.dataset(X, Y, class_names=n), "`class_names` must be a list")
+        for n in (3, "ab")
+    ),
+    *(("call", "", lambda n=n: fedcb2o.dataset(X, Y, test_share=n), "`test_share` is the share") for n in ("x", None)),
+]
+
+
+def outcome(kind, name, value):
+    """What a case raises, as [whether it is of our errors, its text]."""
+    what = {
+        "minimize": lambda: minimize(**{name: value}),
+        "run": lambda: run(**{name: value}),
+        "load": lambda: fedcb2o.run(value),
+        "bench": lambda: fedcb2o.bench(value),
+        "Run": lambda: fedcb2o.Run(value),
+        "section": lambda: load(tiny(data=value())),
+        "numpy": lambda: minimize(lower=fedcb2o.from_numpy(lambda x: value)),
+        "point": lambda: minimize(lower=fedcb2o.from_point(lambda x: value)),
+        "call": value,
+    }  # fmt: skip
+    try:
+        what[kind]()
+    except Exception as error:
+        return [isinstance(error, fedcb2o.FedCB2OError), f"{error}"]
+    return [True, ""]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(ROOT), ENVIRONMENT.get("PYTHONPATH", "")])}
+    folder = tmp_path_factory.mktemp("arguments")
+    words = [sys.executable, "-m", "tests.test_arguments"]
+    done = subprocess.run(words, cwd=folder, env=environment, check=True, timeout=200, capture_output=True, text=True)
+    assert not any(folder.iterdir())
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "case", range(len(CASES)), ids=[f"{kind} {name} {value!r:.30}" for kind, name, value, _ in CASES]
+)
+def test_an_argument_that_cannot_be_is_told_in_a_line(outcomes, case):
+    ours, text = outcomes[case]
+    assert ours, text
+    assert re.search(re.escape(CASES[case][3]), text)
+    assert bool(text) == bool(CASES[case][3])
+    assert "\n" not in text
+    assert len(text) < 600
+
+
+if __name__ == "__main__":
+    print(json.dumps([outcome(*case[:3]) for case in CASES]))
