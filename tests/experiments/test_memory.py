@@ -160,7 +160,7 @@ def test_forty_processes_are_asked_for_and_one_works(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("asked", [0, -1])
 def test_fewer_than_one_process_is_refused(tmp_path, asked):
-    with pytest.raises(ConfigError, match="`workers` must be at least 1"):
+    with pytest.raises(ConfigError, match="`workers` must be a whole number, at least 1"):
         fedcb2o.run(tiny(), out=tmp_path / "run", workers=asked)
     assert not (tmp_path / "run").exists()
 

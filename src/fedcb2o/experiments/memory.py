@@ -125,12 +125,7 @@ def choose_workers(experiment: Experiment, dim: int) -> int:
 
 def bounded(experiment: Experiment, count: int) -> int:
     """As many processes as asked for, but no more than there are processors or agents, which is said: more of them
-    take memory and time.
-
-    Raises ConfigError for less than one.
-    """
-    if count < 1:
-        raise ConfigError(f"`workers` must be at least 1, got {count}")
+    take memory and time."""
     most = min(machine.processors(), experiment.agents.num_agents)
     if count > most:
         why = f"{machine.processors()} processors and {experiment.agents.num_agents} agents"

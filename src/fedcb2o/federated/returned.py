@@ -33,7 +33,7 @@ def tensor_of(who: str, values: Any) -> Tensor:
         "nested": found.is_nested,
         "quantised": found.is_quantized,
         "sparse": found.layout is not torch.strided,
-        "meta": found.is_meta,
+        "meta": found.is_meta and type(found) is Tensor,  # a wrapper of another type may have its numbers elsewhere
         "complex": found.is_complex(),
     }
     if wrong := [kind for kind, is_one in kinds.items() if is_one]:
