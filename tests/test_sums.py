@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from fedcb2o.errors import RunError
-from fedcb2o.experiments import load, run
+from fedcb2o.experiments import load, run, surroundings
 from fedcb2o.records import Records, Run, Sums
 from fedcb2o.records.sums import FREE, sum_of
 from tests.tiny import here, write
@@ -211,7 +211,91 @@ def test_lost_and_damaged_configs_are_written_anew_by_a_resume(copy):
         assert contents(out) == before
     (out / "config.toml").unlink()
     other = here("run", path, "--out", out, "--resume", "--set", "algorithm.alpha=3")
-    assert "is not empty and holds no run" in other.one_line()
+    assert "config.toml is gone: restore it, or give the same experiment with --resume" in other.one_line()
+
+
+def test_settings_that_mean_the_same_are_the_same_however_they_are_written(copy):
+    path, out = copy
+    before = contents(out)
+    same = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=2")
+    assert same.status == 0, same.err
+    assert {name: each for name, each in contents(out).items() if name.name != "config.toml"} == {
+        name: each for name, each in before.items() if name.name != "config.toml"
+    }
+    assert here("compare", out).status == 0
+    longer = "run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=5"
+    assert here(*longer, "--set", "algorithm.alpha=2").status == 0
+    Run(out).check()
+
+
+def test_nothing_is_overwritten_for_a_seed_of_another_run(copy, tmp_path):
+    _, out = copy
+    other = write(tmp_path / "other.toml", rounds=4, seeds=[1000], algorithm={"alpha": 3.0})
+    assert here("run", other, "--out", tmp_path / "other", "--workers", 1).status == 0
+    shutil.copy(tmp_path / "other" / "config.toml", out / "config.toml")
+    before = contents(out)
+    refused = here("run", other, "--out", out, "--workers", 1, "--resume").one_line()
+    assert f"{out / SEED} holds another seed or another run, by its sums.json" in refused
+    assert contents(out) == before
+
+
+def test_what_cannot_be_read_now_is_not_taken_for_damaged(copy, monkeypatch):
+    path, out = copy
+    before = contents(out)
+    for name in ("sums.json", "config.toml", "summary.json"):
+
+        def refuses(self, name=name, read=Path.read_bytes):
+            if self.name == name:
+                raise OSError(24, "Too many open files", str(self))
+            return read(self)
+
+        with monkeypatch.context() as few:
+            few.setattr(Path, "read_bytes", refuses)
+            for words in (("compare", out), ("run", path, "--out", out, "--workers", 1, "--resume")):
+                done = here(*words)
+                if done.status:
+                    assert f"{name}: Too many open files" in done.one_line()
+                assert "damaged" not in done.err
+        assert contents(out) == before
+
+
+def test_a_seed_that_lost_a_file_is_not_begun_anew_without_resume(copy):
+    path, out = copy
+    before = contents(out)
+    (out / SEED / "agents.json").unlink()
+    assert "already holds seed 1000 of this run" in here("run", path, "--out", out, "--workers", 1).one_line()
+    (out / "config.toml").unlink()
+    assert "give the same experiment with --resume" in here("run", path, "--out", out, "--workers", 1).one_line()
+    assert resume(path, out).status == 0
+    assert contents(out) == before
+
+
+def test_samples_that_cannot_be_made_again_as_they_were_may_be_removed(copy, monkeypatch):
+    path, out = copy
+    samples = out / SEED / "samples.safetensors"
+    samples.write_bytes(b"no")
+    with monkeypatch.context() as other:  # another version of what writes them
+        other.setattr(surroundings, "save", lambda tensors: b"other")
+        assert "remove it to do without pictures" in resume(path, out).one_line()
+        samples.unlink()
+        assert resume(path, out).status == 0
+    assert here("compare", out).status == 0
+
+
+def test_sums_without_their_own_sum_are_not_believed(copy):
+    path, out = copy
+    before = contents(out)
+    sums = out / SEED / "sums.json"
+    sums.write_text(json.dumps({name: 3 for name in json.loads(sums.read_text()) if name != "sha256"}))
+    assert "sums.json is damaged" in here("compare", out).one_line()
+    assert resume(path, out).status == 0
+    assert contents(out) == before
+
+
+def test_a_run_whose_seed_is_damaged_can_be_shown(copy):
+    _, out = copy
+    null(out / SEED / "sums.json")
+    assert "damaged" in repr(Run(out))
 
 
 # Runs in progress, and those from before there were sums
@@ -242,6 +326,7 @@ def test_what_a_running_seed_had_at_its_last_checkpoint_must_be_there(copy, name
     cut(out / SEED / name)
     refused = f"{out / SEED / name} is damaged: it does not hold what was written"
     assert refused in here("report" if name == "pairs.jsonl" else "compare", out).one_line()
+    refused = f"{out / SEED / name} is damaged: it lacks rounds before the checkpoint's round 4"
     assert refused in here("run", path, "--out", out, "--resume", "--set", "rounds=5").one_line()
 
 
@@ -278,7 +363,28 @@ def test_a_seed_without_sums_is_told_and_gets_them(copy):
     assert contents(out) == before
     (out / SEED / "sums.json").unlink()
     one_digit(out / SEED / "metrics.jsonl")
-    assert "metrics.jsonl is damaged: it does not hold what was written" in resume(path, out).one_line()
+    assert "metrics.jsonl is damaged: it does not hold what it did when checkpoint" in resume(path, out).one_line()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_without_sums_the_checkpoint_says_what_the_records_were(copy, ended):
+    path, out = copy
+    pairs = out / SEED / "pairs.jsonl"
+    (out / SEED / "sums.json").unlink()
+    if not ended:
+        (out / SEED / "summary.json").unlink()
+    text = pairs.read_text()
+    at = text.index('"own": [0.') + len('"own": [0.')
+    pairs.write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
+    refused = here("run", path, "--out", out, "--resume", "--set", f"rounds={4 if ended else 5}").one_line()
+    assert f"{pairs} is damaged: it does not hold what it did when checkpoint.safetensors was written" in refused
+
+
+def test_a_seed_without_sums_and_surroundings_does_not_choose_anew(copy):
+    path, out = copy
+    for name in ("sums.json", "environment.json"):
+        (out / SEED / name).unlink()
+    assert "environment.json is damaged: it is gone" in resume(path, out).one_line()
 
 
 def test_records_without_any_sum_must_say_what_the_summary_says(tmp_path, monkeypatch):

@@ -147,7 +147,7 @@ def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
 )
 def test_no_more_processes_work_than_there_are_processors_and_agents(monkeypatch, capsys, asked, processors, expected):
     monkeypatch.setattr(machine, "processors", lambda: processors)
-    assert memory.bounded(load(tiny()), asked) == expected
+    assert memory.bounded(asked, 6, "agents") == expected
     note = f"Note: {expected} processes work, not {asked}: there are {processors} processors and 6 agents.\n"
     assert capsys.readouterr().err == ("" if asked == expected else note)
 

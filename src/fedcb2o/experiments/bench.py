@@ -6,7 +6,6 @@ failed. What tuning chose is frozen in `tuning.json` before the cells that depen
 
 import fcntl
 import os
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +21,12 @@ from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.experiments.folder import alone, difference_of, told_anew
 from fedcb2o.experiments.grid import Cell, Grid, load_grid
+from fedcb2o.experiments.memory import bounded
 from fedcb2o.experiments.mend import has_ended
 from fedcb2o.experiments.pace import GridProgress, Pace
 from fedcb2o.experiments.run import run
 from fedcb2o.output import kept
+from fedcb2o.records import DamagedError
 from fedcb2o.runtime import machine
 from fedcb2o.runtime.crew import Crew, crew
 
@@ -70,11 +71,8 @@ def bench(
         _prepare(folder, plan, frozen, [*trials, *cells], resume)
         ledger = _Ledger(folder, [*trials, *cells])
         trials = [cell for cell in trials if cell.place.defence not in frozen]
-        most = min(machine.processors(), max(1, len(ledger.cells)))
-        if (jobs := jobs or most) > most:
-            why = f"{machine.processors()} processors and {len(ledger.cells)} cells"
-            print(f"Note: {most} processes work, not {jobs}: there are {why}.", file=sys.stderr)
-        with _team(ledger, [*trials, *cells], min(jobs, most), data, watch or GridProgress()) as team:
+        jobs = bounded(jobs or min(machine.processors(), len(ledger.cells)), len(ledger.cells), "cells")
+        with _team(ledger, [*trials, *cells], jobs, data, watch or GridProgress()) as team:
             team.run(trials)
             unfit = tuning.freeze(folder, plan, frozen, ledger.errors)
             cells = plan.cells(tuning.best(frozen))
@@ -108,7 +106,10 @@ def _prepare(folder: Path, plan: Grid, frozen: Mapping[str, Any], cells: Sequenc
     for cell in begun:
         if cell.kind != "tuning" and cell.place.defence in plan.candidates.keys() - frozen.keys():
             continue  # it is not known with which candidate
-        there, here = records.Run(folder / cell.folder).config, cell.experiment
+        try:
+            there, here = records.Run(folder / cell.folder).config, cell.experiment
+        except DamagedError:  # its run writes it anew, or says what is wrong
+            continue
         if difference := difference_of(there, here.settings()):
             raise RunError(f"{folder} holds another grid ({cell.place.title}: {difference}): choose another --out")
         if there.get("rounds", 0) > here.rounds:
@@ -126,7 +127,7 @@ def _cells(path: Path) -> list[dict[str, Any]]:
     """The lines of cells.json; none where it is damaged, since what it tells beside the runs can be done without."""
     try:
         return records.read_cells(path) if path.exists() else []
-    except RunError:
+    except DamagedError:
         told_anew(path)
         return []
 

@@ -273,7 +273,7 @@ class Experiment(Part):
 
     def fingerprint(self, seed: int) -> str:
         """What a checkpoint of one seed belongs to: every setting that its state depends on."""
-        return json.dumps({"seed": seed, **identity(self.settings())}, sort_keys=True)
+        return json.dumps({"seed": seed, **identity(self.settings())}, sort_keys=True, default=str)
 
     @property
     def attacked(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config import Experiment
-from fedcb2o.records import Sums
+from fedcb2o.records import DamagedError, Sums
 
 
 @contextlib.contextmanager
@@ -39,7 +39,8 @@ def begin(folder: Path, experiment: Experiment, resume: bool) -> None:
     if (there := _there(path, settings, resume)) is not None:
         if difference := difference_of(there, settings):
             raise RunError(f"{folder} holds another run ({difference}): choose another --out")
-        busy = [seed for seed in seeds if (folder / f"seed-{seed}" / "agents.json").exists()]
+        begun = records.seeds_in(folder)
+        busy = [seed for seed in seeds if seed in begun]
         if busy and not resume:
             raise RunError(
                 f"{folder} already holds seed {busy[0]} of this run: --resume goes on with it, or choose another --out"
@@ -49,7 +50,14 @@ def begin(folder: Path, experiment: Experiment, resume: bool) -> None:
                 f"{folder} holds this run with `rounds` = {there['rounds']}: it can only be made longer; "
                 f"go on with --set rounds={there['rounds']}"
             )
+        for seed in busy:
+            _check_settings(begun[seed], settings)
         seeds = sorted({*seeds, *there.get("seeds", ())})
+    elif records.seeds_in(folder):
+        raise RunError(
+            f"{path} is gone: restore it, or give the same experiment with --resume, which writes it anew; or choose "
+            "another --out"
+        )
     elif any(inside.name != f"{path.name}.tmp" for inside in folder.iterdir()):
         raise RunError(f"{folder} is not empty and holds no run: choose another --out")
     records.write_toml(path, {**settings, "seeds": seeds})
@@ -64,12 +72,12 @@ def _there(path: Path, settings: Mapping[str, Any], resume: bool) -> Mapping[str
     if path.exists():
         try:
             there = records.read_config(path)
-        except RunError as error:
+        except DamagedError as error:
             failure = error
     if resume and (there is None or difference_of(there, settings)):
         seeds = records.seeds_in(path.parent)
         known = [_sums(folder) for folder in seeds.values()]
-        mine = [sums for sums in known if sums is not None and sums.settings == records.digest(settings)]
+        mine = [sums for sums in known if sums is not None and sums.of(settings)]
         if mine and len(mine) == len(known):
             told_anew(path)
             return {**settings, "seeds": list(seeds), "rounds": max(sums.rounds for sums in mine)}
@@ -79,10 +87,17 @@ def _there(path: Path, settings: Mapping[str, Any], resume: bool) -> Mapping[str
 
 
 def _sums(folder: Path) -> Sums | None:
-    """The sums of a seed, where they can be read."""
-    with contextlib.suppress(RunError):
+    """The sums of a seed, where they are there and whole."""
+    with contextlib.suppress(DamagedError):
         return Sums.read(folder)
     return None
+
+
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raises RunError where a seed is not of a run with these settings, by its sums."""
+    sums = _sums(folder)
+    if sums is not None and (sums.seed != int(folder.name.removeprefix("seed-")) or not sums.of(settings)):
+        raise RunError(f"{folder} holds another seed or another run, by its sums.json: choose another --out")
 
 
 def told_anew(path: Path) -> None:
@@ -100,11 +115,12 @@ def make(folder: Path) -> None:
 
 def difference_of(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     """The first setting that two runs differ in, or None where they are one."""
-    old, new = flat(records.identity(there)), flat(records.identity(here))
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    told = [flat(records.identity(each)) for each in (there, here)]
+    old, new = (flat(records.canonical(each)) for each in told)
+    changed = [key for key in {**old, **new} if repr(old.get(key)) != repr(new.get(key))]  # True is not 1
     if not changed:
         return None
-    was, now = ("not set" if (value := each.get(changed[0])) is None else repr(value) for each in (old, new))
+    was, now = ("not set" if (value := each.get(changed[0])) is None else repr(value) for each in told)
     return f"`{changed[0]}` is {was} there and {now} here"
 
 

@@ -360,5 +360,5 @@ def _named(experiment: Experiment, place: Place) -> Experiment:
 
 
 def _digest(experiment: Experiment) -> str:
-    text = json.dumps(identity(experiment.settings()), sort_keys=True)
+    text = json.dumps(identity(experiment.settings()), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

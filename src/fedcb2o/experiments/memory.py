@@ -123,14 +123,14 @@ def choose_workers(experiment: Experiment, dim: int) -> int:
     return min(machine.processors(), agents.num_agents)
 
 
-def bounded(experiment: Experiment, count: int) -> int:
-    """As many processes as asked for, but no more than there are processors or agents, which is said: more of them
-    take memory and time."""
-    most = min(machine.processors(), experiment.agents.num_agents)
-    if count > most:
-        why = f"{machine.processors()} processors and {experiment.agents.num_agents} agents"
-        print(f"Note: {most} processes work, not {count}: there are {why}.", file=sys.stderr)
-    return min(count, most)
+def bounded(asked: int, tasks: int, what: str) -> int:
+    """As many processes as asked for, but no more than there are processors or tasks, which is said: more of them take
+    memory and time."""
+    most = max(1, min(machine.processors(), tasks))
+    if asked > most:
+        why = f"{machine.processors()} processors and {tasks} {what}"
+        print(f"Note: {most} processes work, not {asked}: there are {why}.", file=sys.stderr)
+    return min(asked, most)
 
 
 def size(text: str | int) -> int:

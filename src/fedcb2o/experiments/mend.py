@@ -4,61 +4,69 @@ What the seed gives (who takes part, samples) or the records give (the summary) 
 by its name, and nothing is overwritten that is not known to be damaged.
 """
 
-import hashlib
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.assemble import Prepared
 from fedcb2o.experiments.folder import told_anew
+from fedcb2o.experiments.primitives import ENVIRONMENT
 from fedcb2o.experiments.surroundings import participants
-from fedcb2o.records import DESCRIBED, LINES, Run, Sums, damaged
-from fedcb2o.runtime.checkpoint import FILE as CHECKPOINT
+from fedcb2o.records import CHECKPOINT, DESCRIBED, DamagedError, Run, Sums, damaged
 
 SUMMARY = "summary.json"
 
 
 def has_ended(folder: Path, rounds: int, *, whole: bool = False) -> bool:
-    """Whether a seed has run so many rounds to its end, by its sums and, if `whole`, each of its files as well."""
+    """Whether a seed has run so many rounds to its end, by its sums and, if `whole`, by each of its files as well; of
+    the checkpoint, which may be large and no figure depends on, by its size."""
     try:
         sums = Sums.read(folder)
-        if sums is not None and whole:
-            sums.check_all(folder)
-    except RunError:
+        if sums is None or not sums.ended(rounds):
+            return False
+        if whole:
+            sums.check_all(folder, but=[CHECKPOINT])
+    except DamagedError:
         return False
-    return sums is not None and sums.complete and sums.rounds >= rounds
+    checkpoint = folder / CHECKPOINT
+    return not whole or (checkpoint.exists() and checkpoint.stat().st_size == sums.files[CHECKPOINT][0])
 
 
 def mended(prepared: Prepared, folder: Path) -> Sums | None:
     """The sums of a seed whose files hold what was written, those that can be made again being so; None where it has
     not begun, or its sums were lost or never written.
 
-    Raises RunError where a file is damaged that cannot be made again.
+    What grows is looked at here where the seed has ended, and else where it goes on. Raises DamagedError where a file
+    is damaged that cannot be made again.
     """
     try:
         sums = Sums.read(folder)
-    except RunError:
+    except DamagedError:
         told_anew(folder / "sums.json")
         sums = None
     if sums is None:
         if (folder / CHECKPOINT).exists():
+            if not (folder / ENVIRONMENT).exists():
+                raise damaged(folder / ENVIRONMENT, "it is gone")
             for name, content in participants(prepared).items():
                 _again(folder / name, content)
         elif (folder / SUMMARY).exists():
             raise damaged(folder / CHECKPOINT, "it is gone")
         return None
-    if sums.seed != prepared.seed or sums.settings != records.digest(prepared.experiment.settings()):
-        raise RunError(f"{folder} holds another seed or another run, by its sums.json: choose another --out")
-    ended = has_ended(folder, prepared.experiment.rounds)
-    for name in sums.files if ended else (*DESCRIBED, *LINES):  # a checkpoint to go on from is looked at as it is read
+    for name in sums.files if sums.ended(prepared.experiment.rounds) else DESCRIBED:
         try:
             sums.check(folder, name)
-        except RunError:
-            content = summed_up(folder) if name == SUMMARY else participants(prepared).get(name, b"")
-            if sums.files.get(name) != (len(content), hashlib.sha256(content).hexdigest()):
+        except DamagedError as error:
+            whole = summed_up(folder) if name == SUMMARY else participants(prepared).get(name)
+            if whole is None:
                 raise
-            _again(folder / name, content)
+            if sums.files.get(name) != records.sum_of_bytes(whole):
+                cure = "remove it to do without pictures" if name.startswith("samples") else records.run_again(folder)
+                raise RunError(f"{folder / name} is damaged, and would not be made again as it was: {cure}") from error
+            _again(folder / name, whole)
     return sums
 
 
@@ -71,17 +79,24 @@ def summed_up(folder: Path) -> bytes:
 def sum_up(folder: Path) -> None:
     """Write a seed's summary.json.
 
-    Raises RunError where one of as many rounds is there that says something else: its records are not what they were.
+    Raises DamagedError where one of as many rounds is there that says something else: the records are not what they
+    were.
     """
     path, content = folder / SUMMARY, summed_up(folder)
     try:
         there = records.read_json(path)
-    except RunError:
+    except DamagedError:
         there = {}
     now = json.loads(content)
-    if there.get("rounds") == now["rounds"] and any(now[name] != there.get(name, now[name]) for name in now):
+    if there.get("rounds") == now["rounds"] and not all(_alike(now[name], there.get(name, now[name])) for name in now):
         raise damaged(folder / "metrics.jsonl", f"it does not say what {SUMMARY} says")
     records.atomic_write(path, content)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two numbers are one, but for the order in which something was added up."""
+    numbers = isinstance(one, int | float) and isinstance(other, int | float)
+    return math.isclose(one, other, rel_tol=1e-9) if numbers else one == other
 
 
 def _again(path: Path, content: bytes) -> None:

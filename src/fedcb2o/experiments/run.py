@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fedcb2o import models, plugins
+from fedcb2o import models, plugins, records
 from fedcb2o.data.shard import Dataset, features
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.experiments import arguments
@@ -80,7 +80,7 @@ def run(
             f"one process works on `device` = {experiment.device!r}, and `workers` is {workers}: leave it out"
         )
     if workers is not None:
-        workers = bounded(experiment, workers)
+        workers = bounded(workers, experiment.agents.num_agents, "agents")
     prepared = {seed: prepare(experiment, seed, dataset) for seed in experiment.seeds}
     for seed, each in prepared.items():  # what is wrong with the settings shows before anything is written
         module, x = each.terms.module, features(dataset.pool.x[:2])
@@ -102,7 +102,7 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
     """Run one seed from its last checkpoint, or from the start, to the last round."""
     experiment, seed, dataset, dim = prepared.experiment, prepared.seed, prepared.dataset, prepared.terms.dim
     sums = mended(prepared, folder)
-    if has_ended(folder, experiment.rounds):
+    if sums is not None and sums.ended(experiment.rounds):
         return
     fingerprint = f"{experiment.fingerprint(seed)} data {_digest(dataset)}"
     place = plan(experiment, dataset, dim, count, memory, folder)
@@ -135,6 +135,9 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
         if sums is not None and start < sums.rounds:
             raise damaged(folder / checkpoint.FILE, f"it is of round {start}, and there was one of {sums.rounds}")
         log.cut(start)
+        for name, known in records.lines_of(folder).items():
+            if log.sums()[name] != known:
+                raise damaged(folder / name, f"it does not hold what it did when {checkpoint.FILE} was written")
         sums = Sums.begin(folder, seed, experiment.settings(), start)
 
         def evaluated(n: int) -> bool:

@@ -4,36 +4,64 @@ A record is lost only with the round it belongs to: `lines` are appended whole, 
 failed write leaves what was there. `docs/runs.md` describes every file and every name in it.
 """
 
-from fedcb2o.records.files import atomic_write, damaged, json_of, read_json, sweep, write_json, write_toml
+from fedcb2o.records.files import (
+    DamagedError,
+    atomic_write,
+    damaged,
+    json_of,
+    read_json,
+    run_again,
+    sweep,
+    write_json,
+    write_toml,
+)
 from fedcb2o.records.lines import SEEDED, Records
 from fedcb2o.records.run import EVALUATED, Run, read_config, seeds_in
 from fedcb2o.records.scores import last_fifth, last_round, summary
-from fedcb2o.records.sums import DESCRIBED, FREE, LINES, Sums, digest, identity, read_cells, read_sealed, write_sealed
+from fedcb2o.records.sums import (
+    CHECKPOINT,
+    DESCRIBED,
+    FREE,
+    LINES,
+    Sums,
+    canonical,
+    identity,
+    lines_of,
+    read_cells,
+    read_sealed,
+    sum_of_bytes,
+    write_sealed,
+)
 from fedcb2o.records.toml import parse_toml, read_toml
 
 __all__ = [
+    "CHECKPOINT",
     "DESCRIBED",
     "EVALUATED",
     "FREE",
     "LINES",
     "SEEDED",
+    "DamagedError",
     "Records",
     "Run",
     "Sums",
     "atomic_write",
+    "canonical",
     "damaged",
-    "digest",
     "identity",
     "json_of",
     "last_fifth",
     "last_round",
+    "lines_of",
     "parse_toml",
     "read_cells",
     "read_config",
     "read_json",
     "read_sealed",
     "read_toml",
+    "run_again",
     "seeds_in",
+    "sum_of_bytes",
     "summary",
     "sweep",
     "write_json",

@@ -67,10 +67,14 @@ def write_toml(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises RunError where it holds none."""
+    """The object in a JSON file; raises RunError where it cannot be read, DamagedError where it holds none."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+    except FileNotFoundError as error:
+        raise damaged(path, "it is gone") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
         raise damaged(path, str(error)) from error
     if not isinstance(content, dict):
         raise damaged(path, "it holds no object")
@@ -138,7 +142,21 @@ CURES = {
 """What to do about a damaged file of a seed or a grid, such that nothing else is lost by it."""
 
 
-def damaged(path: Path, what: str) -> RunError:
+def run_again(folder: Path) -> str:
+    """What to do where a seed is to be run again."""
+    return RUN_AGAIN.format(seed=folder.name)
+
+
+class DamagedError(RunError):
+    """A file that does not hold what was written. One that merely cannot be read now is none."""
+
+
+def damaged(path: Path, what: str) -> DamagedError:
     """What to raise where a file does not hold what was written."""
     cure = CURES.get(path.name, "restore it").format(seed=path.parent.name)
-    return RunError(f"{path} is damaged: {what}; {cure}")
+    return DamagedError(f"{path} is damaged: {what}; {cure}")
+
+
+def unreadable(path: Path, error: OSError) -> RunError:
+    """What to raise where a file that is there cannot be read."""
+    return RunError(f"cannot read {path}: {error.strerror or error}")

@@ -1,5 +1,6 @@
 """What a run has written so far, read from its folder."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -13,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fedcb2o.errors import RunError
-from fedcb2o.records.files import damaged, read_json
+from fedcb2o.records.files import DamagedError, damaged, read_json, unreadable
 from fedcb2o.records.lines import read_lines
 from fedcb2o.records.sums import FILE as SUMS
 from fedcb2o.records.sums import Sums
@@ -115,8 +116,15 @@ class Run:
 
     def _file(self, seed: int, name: str) -> Path:
         """The path of a file of a seed, held against its sum."""
-        sums = self._sums(seed)
-        return self._seed(seed) / name if sums is None else sums.check(self._seed(seed), name)
+        sums, folder = self._sums(seed), self._seed(seed)
+        if sums is None:
+            return folder / name
+        try:
+            return sums.check(folder, name)
+        except DamagedError:
+            if Sums.read(folder) == sums:
+                raise
+            return self._file(seed, name)  # the run went on meanwhile
 
     @cached_property
     def records(self) -> pd.DataFrame:
@@ -204,15 +212,18 @@ class Run:
         path = self._file(seed, "samples.safetensors")
         try:
             return load_file(path)["images"] if path.exists() else None
-        except (OSError, KeyError, SafetensorError) as error:
+        except OSError as error:
+            raise unreadable(path, error) from error
+        except (KeyError, SafetensorError) as error:
             raise damaged(path, str(error)) from error
 
     def _seed(self, seed: object) -> Path:
         return self.folder / f"seed-{seed}"
 
     def __repr__(self) -> str:
-        done = "complete" if self.complete else f"incomplete, seeds so far {list(self.seeds)}"
-        seeds = len(self.seeds)
+        seeds, done = len(self.seeds), "damaged"
+        with suppress(RunError):
+            done = "complete" if self.complete else f"incomplete, seeds so far {list(self.seeds)}"
         return f"Run({str(self.folder)!r}: {self.title}, {seeds} seed{'s' * (seeds != 1)}, {done})"
 
 
@@ -224,14 +235,16 @@ def seeds_in(folder: Path) -> dict[int, Path]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What a run's config.toml holds; raises RunError where it is damaged."""
+    """What a run's config.toml holds; raises DamagedError where that is no run's settings."""
     try:
         found = read_toml(path)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read ({error}); {MENDED}") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise DamagedError(f"{path} cannot be read ({error}); {MENDED}") from error
     for key, kind in KINDS.items():
         if not isinstance(found.get(key, kind()), kind):
-            raise RunError(f"{path} is damaged: `{key}` is {found[key]!r}; {MENDED}")
+            raise DamagedError(f"{path} is damaged: `{key}` is {found[key]!r}; {MENDED}")
     if not all(type(seed) is int for seed in found.get("seeds", ())):
-        raise RunError(f"{path} is damaged: `seeds` is {found['seeds']!r}; {MENDED}")
+        raise DamagedError(f"{path} is damaged: `seeds` is {found['seeds']!r}; {MENDED}")
     return found

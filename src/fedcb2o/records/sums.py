@@ -8,14 +8,14 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from fedcb2o.records.files import atomic_write, damaged, json_of, plain, read_json, without_none
+from fedcb2o.records.files import atomic_write, damaged, json_of, plain, read_json, unreadable, without_none
 
 FILE = "sums.json"
 FREE = ("name", "title", "description", "seeds", "checkpoint_every")
@@ -60,25 +60,33 @@ class Sums:
 
     @classmethod
     def read(cls, folder: Path) -> "Sums | None":
-        """What sums.json says, or None where there is none; raises RunError where it is damaged."""
+        """What sums.json says, or None where there is none; raises DamagedError for another content."""
         path = folder / FILE
         if not path.exists():
             return None
-        found = read_sealed(path)
+        found = read_sealed(path, always=True)
         try:
             return cls(found["seed"], found["settings"], found["rounds"], found["complete"], _sums(found["files"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise damaged(path, "it holds no sums") from error
 
+    def ended(self, rounds: int) -> bool:
+        """Whether the seed has run so many rounds to its end."""
+        return self.complete and self.rounds >= rounds
+
+    def of(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the seed is of a run with these settings."""
+        return self.settings == digest(settings)
+
     def fits(self, settings: Mapping[str, Any]) -> bool:
         """Whether a run with these settings may have come so far."""
-        return self.settings == digest(settings) and self.rounds <= settings.get("rounds", self.rounds)
+        return self.of(settings) and self.rounds <= settings.get("rounds", self.rounds)
 
     def check(self, folder: Path, name: str) -> Path:
         """The path of a file that holds what was written or, if it still grows, begins with what it held at the last
         checkpoint.
 
-        Raises RunError where it does not.
+        Raises DamagedError where it does not.
         """
         path, grows = folder / name, name in LINES and not self.complete
         expected = (lines_of(folder) if grows else self.files).get(name)
@@ -92,24 +100,26 @@ class Sums:
             raise damaged(path, "it does not hold what was written, by its SHA-256")
         return path
 
-    def check_all(self, folder: Path) -> None:
-        """Raises RunError unless every file holds what was written."""
+    def check_all(self, folder: Path, *, but: Container[str] = ()) -> None:
+        """Raises DamagedError unless every file, `but` some, holds what was written."""
         for name in (*self.files, *LINES):
-            self.check(folder, name)
+            if name not in but:
+                self.check(folder, name)
 
 
 DESCRIBED = ("environment.json", "agents.json", "samples.safetensors")
 """The files that are written when a seed begins."""
 LINES = ("metrics.jsonl", "pairs.jsonl", "timing.jsonl")
 """The files that grow."""
-ENDED = ("summary.json", "checkpoint.safetensors")
+CHECKPOINT = "checkpoint.safetensors"
+ENDED = ("summary.json", CHECKPOINT)
 """The files that are there, and change no more, when a seed has run to its end."""
 SPARE = ("timing.jsonl", "samples.safetensors")
 """The files that nothing else depends on: one may do without them."""
 
 
 def header_of(path: Path) -> dict[str, str]:
-    """What a checkpoint's header says; raises RunError where it does not add up.
+    """What a checkpoint's header says; raises DamagedError where it does not add up.
 
     Its sums have one of the header itself, which older ones lack.
     """
@@ -118,7 +128,9 @@ def header_of(path: Path) -> dict[str, str]:
             header = file.metadata() or {}
         if json.loads(header["sums"]).get("header", total := header_sum(header)) != total:
             raise ValueError("its header does not add up")
-    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise damaged(path, str(error)) from error
     return header
 
@@ -130,7 +142,7 @@ def header_sum(header: Mapping[str, str]) -> int:
 
 def lines_of(folder: Path) -> dict[str, Sum]:
     """What the files that grow held at the last checkpoint, if there is one that knows."""
-    path = folder / ENDED[1]
+    path = folder / CHECKPOINT
     return _sums(json.loads(header_of(path).get("lines", "{}"))) if path.exists() else {}
 
 
@@ -140,6 +152,11 @@ def _sums(found: Mapping[str, Any]) -> dict[str, Sum]:
 
 def _of_files(folder: Path, names: Iterable[str]) -> dict[str, Sum]:
     return {name: sum_of(folder / name) for name in names if (folder / name).exists()}
+
+
+def sum_of_bytes(content: bytes) -> Sum:
+    """The sum of a file that holds this."""
+    return len(content), hashlib.sha256(content).hexdigest()
 
 
 def sum_of(path: Path, size: int | None = None) -> Sum:
@@ -157,10 +174,26 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in (*FREE, "rounds")}
 
 
+def canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings such that equal ones are the same, however they were written: 2 and 2.0, a list and a tuple, a key that
+    is missing and one without a value."""
+    found: dict[str, Any] = _canonical(without_none(settings))
+    return found
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _canonical(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(inner) for inner in value]
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else str(value) if not math.isfinite(value) else value
+    return value if isinstance(value, str | bool | int | None) else str(value)
+
+
 def digest(settings: Mapping[str, Any]) -> str:
     """The SHA-256 of the `identity` of settings, the same before they are written as TOML and after."""
-    text = json.dumps(plain(without_none(identity(settings))), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(canonical(identity(settings)), sort_keys=True).encode()).hexdigest()
 
 
 def write_sealed(path: Path, content: Mapping[str, object]) -> None:
@@ -169,20 +202,21 @@ def write_sealed(path: Path, content: Mapping[str, object]) -> None:
     atomic_write(path, json_of({**inner, "sha256": _seal(inner)}))
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that `write_sealed` wrote; raises RunError where it holds another.
+def read_sealed(path: Path, *, always: bool = False) -> dict[str, Any]:
+    """The object in a JSON file that `write_sealed` wrote; raises DamagedError where it holds another.
 
-    A file without a sum was written before there were any, and is taken as it is.
+    A file without a sum was written before there were any and is taken as it is, unless there `always` was one.
     """
     content = read_json(path)
-    if content.pop("sha256", None) not in (None, _seal(content)):
+    if content.pop("sha256", None) not in ((_seal(content),) if always else (None, _seal(content))):
         raise damaged(path, "it does not hold what was written, whose SHA-256 is in it")
     return content
 
 
 def read_cells(path: Path) -> list[dict[str, Any]]:
-    """The lines of a grid's cells.json, one a run; raises RunError where it holds something else."""
-    cells, keys = read_sealed(path).get("cells"), {"folder", "kind", "setting", "defence", "attack", "floor", "rounds"}
+    """The lines of a grid's cells.json, one a run; raises DamagedError where it holds something else."""
+    cells = read_sealed(path).get("cells")
+    keys = {"folder", "kind", "setting", "defence", "attack", "floor", "rounds", "seconds", "error"}
     if not isinstance(cells, list) or not all(isinstance(cell, dict) and keys <= cell.keys() for cell in cells):
         raise damaged(path, "it holds no list of runs")
     return cells

@@ -20,10 +20,11 @@ from fedcb2o.errors import RunError
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Memory, Met
 from fedcb2o.federated.returned import KEPT
-from fedcb2o.records import atomic_write, damaged
+from fedcb2o.records import CHECKPOINT, atomic_write, canonical, damaged
+from fedcb2o.records.files import unreadable
 from fedcb2o.records.sums import Sum, header_of, header_sum
 
-FILE = "checkpoint.safetensors"
+FILE = CHECKPOINT
 STATE = "state."  # then the agent and the name of what its rule keeps
 
 
@@ -96,7 +97,7 @@ def load_(folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(No
     if not path.exists():
         return None
     header = header_of(path)
-    if header.get("fingerprint") != fingerprint:
+    if _of(header.get("fingerprint", "")) != _of(fingerprint):
         raise RunError(
             f"{path} is the checkpoint of another configuration: choose another --out, or run the one that "
             f"{folder.parent / 'config.toml'} holds"
@@ -114,10 +115,21 @@ def load_(folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(No
         for name in sorted(tensors.keys() - {"models", "met", "ids", "likelihood"}):
             agent, _, key = name.removeprefix(STATE).partition(".")
             states[int(agent)][key] = tensors[name]
-    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise damaged(path, str(error)) from error
     models.copy_(tensors["models"][rows])
     return rounds, Memory(Met(Lists(ids, sizes), likelihood), tuple(states))
+
+
+def _of(fingerprint: str) -> Any:
+    """What a fingerprint says, however its settings were written."""
+    settings, _, data = fingerprint.partition(" data ")
+    try:
+        return canonical(json.loads(settings)), data
+    except (ValueError, AttributeError):
+        return fingerprint
 
 
 def _sums(rounds: int, tensors: dict[str, Tensor]) -> dict[str, int | str]:
