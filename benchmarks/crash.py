@@ -282,7 +282,7 @@ def end(command: Command, tally: Tally, killed: str | None) -> None:
         command.process.wait()
     else:
         status, last = command.process.returncode, "".join(command.said().splitlines()[-1:])
-        well = status == (-signal.SIGKILL if killed in ("parent", "group") else 0)
+        well = status == 0 or (status == -signal.SIGKILL and killed in ("parent", "group"))  # 0: it had ended before
         well |= killed == "worker" and status == 2 and last.startswith("Error: a worker process was killed")
         if not well or "Traceback" in command.said():
             tally.fault("failed", command, f"{killed} killed; status {status}, {last}")

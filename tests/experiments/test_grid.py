@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -398,6 +399,34 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
     before = (folder / "grid.toml").read_bytes()
     _prepare(folder, plan, frozen, [*plan.trials(), *plan.cells(tuning.best(frozen))], True)  # cells may be added
     (folder / "grid.toml").write_bytes(before)
+
+
+def test_what_is_damaged_in_a_grid_is_made_again_or_fails_its_cell_alone(undisturbed, tmp_path):
+    path, folder = undisturbed
+    shutil.copytree(folder, tmp_path / "grid")
+    out, before = tmp_path / "grid", everything(folder)
+    lost, empty, hurt = (path.parent for path in sorted(out.glob("cells/*/*/config.toml"))[:3])
+    (lost / "config.toml").write_text("rounds = = 3")
+    (empty / "seed-1000" / "summary.json").write_text("")
+    metrics = hurt / "seed-1000" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("0.1", "0.2", 1))
+    (out / "cells.json").write_text("[]")
+    assert "cells.json is damaged" in here("report", out, "--out", tmp_path / "page").one_line()
+    done = command("bench", path, "--out", out, "--jobs", 1, "--resume")
+    assert done.status == 1
+    assert "1 of 10 cells failed" in done.err
+    assert f"{metrics} is damaged: it does not hold what was written" in done.err
+    assert f"Note: {out / 'cells.json'} was damaged or lost" in done.err
+    shutil.rmtree(hurt / "seed-1000")
+    assert command("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
+    assert everything(out) == before
+    chosen = out / "tuning.json"
+    chosen.write_text(chosen.read_text().replace('"best": 0', '"best": 1').replace('"best": 2', '"best": 1'))
+    for words in (("report", out, "--out", tmp_path / "page"), ("bench", path, "--out", out, "--resume")):
+        assert "tuning.json is damaged" in here(*words).one_line()
+    chosen.unlink()  # what the message says
+    assert command("bench", path, "--out", out, "--resume").status == 0
+    assert everything(out) == before
 
 
 def start_bench(path, out):

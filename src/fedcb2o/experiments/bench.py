@@ -166,6 +166,10 @@ class _Ledger:
     def lacks(self, cell: Cell) -> list[int]:
         """The seeds of a cell that have not run to their end, or are not whole: a run goes on with both."""
         folder, rounds = self.folder / cell.folder, cell.experiment.rounds
+        try:
+            records.read_config(folder / "config.toml")
+        except DamagedError:  # or gone
+            return list(cell.experiment.seeds)
         return [seed for seed in cell.experiment.seeds if not has_ended(folder / f"seed-{seed}", rounds, whole=True)]
 
 

@@ -238,6 +238,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """What a run's config.toml holds; raises DamagedError where that is no run's settings."""
     try:
         found = read_toml(path)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is gone; {MENDED}") from error
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:
