@@ -68,7 +68,8 @@ class Crew:
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         """Have `count` members do `function(*task)` for every (ticket, task), the next of which is asked for when one
-        is free to do it; `heard` gets each ticket with its result as it comes, and `meanwhile` is called every second.
+        is free to do it; `heard` gets each ticket with its result as it comes, and `meanwhile` is called after each, or
+        each second.
 
         A function's error is raised as it is; CrewError where members cannot start or one is killed. What ends this
         before its time ends all members.
@@ -131,7 +132,7 @@ class _Member:
 
     def fit(self) -> bool:
         """Whether it may be given work: it lives, and will not leave soon."""
-        return time.monotonic() - self.since < 0.8 * IDLE and not self.pipe.poll()
+        return not self.pipe.closed and time.monotonic() - self.since < 0.8 * IDLE and not self.pipe.poll()
 
     def gone(self) -> bool:
         """Whether it is dead, and what it started with it, whose copies of its pipe would hide that."""
@@ -173,6 +174,9 @@ def serve(pipe: Connection) -> None:
     """Do what is given through a pipe, until it is closed or nothing has come for a long time."""
     for each in SIGNALS:
         signal.signal(each, lambda *_: None)  # unlike "ignored", this does not pass on to a process that a task starts
+    # Out of the terminal's foreground, what is written there would stop it under `stty tostop`, with a handler too; and
+    # what a task starts, which inherits this.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     with contextlib.suppress(EOFError, OSError):
         while pipe.poll(IDLE):
