@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import importlib
 import os
 import signal
 import subprocess
@@ -227,6 +228,21 @@ def test_workers_stay_for_the_next_run_and_with_another_path_others_come(pool, m
     assert pids(pool) <= before
     monkeypatch.syspath_prepend(tmp_path)
     assert not pids(pool) & before
+
+
+def test_a_module_that_is_loaded_again_is_the_new_one_in_workers_too(tmp_path, monkeypatch):
+    file = tmp_path / "own_part_loaded_again.py"
+    file.write_text("def value(world):\n    return 'old'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module(file.stem)
+    with arena.shared(SPECS) as shared:
+        assert Processes(1, shared, same).map(own.value, [()]) == ["old"]
+        before = pids(Processes(1, shared, same))
+        assert Processes(1, shared, same).map(own.value, [()]) == ["old"]
+        assert pids(Processes(1, shared, same)) == before
+        file.write_text("def value(world):\n    return 'another'\n")
+        importlib.reload(own)
+        assert Processes(1, shared, same).map(own.value, [()]) == ["another"]
 
 
 @pytest.mark.slow

@@ -56,7 +56,8 @@ class Crew:
     """Some processes, each of which does one task at a time. They end with the one that made them."""
 
     def __init__(self) -> None:
-        self.key, self.members = _key(), list[_Member]()
+        self.key, self.members, self.loaded = _key(), list[_Member](), dict[str, Any]()
+        self.renew()
         weakref.finalize(self, _at_the_end, self.members, os.getpid())
 
     def work(
@@ -97,6 +98,14 @@ class Crew:
         except BaseException:
             self.dismiss()
             raise
+
+    def renew(self) -> None:
+        """Where this process has loaded a module again since it was last asked, end the members, who may know its old
+        code. One whose file was edited alone is the old one here as there."""
+        loaded = {name: getattr(module, "__dict__", {}).get("__spec__") for name, module in sys.modules.copy().items()}
+        if any(loaded[name] is not self.loaded[name] for name in loaded.keys() & self.loaded):
+            self.dismiss()
+        self.loaded |= loaded
 
     def dismiss(self) -> None:
         """End all members at once."""
