@@ -1,16 +1,18 @@
 """The command line and its twin in Python, as a user meets them: real processes, real files."""
 
 import json
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from importlib.metadata import version
 
 import pytest
 import tomli_w
 
 import fedcb2o
-from fedcb2o.cli import runs
+from fedcb2o.cli import runs, stops
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.tables import presets
 from tests.tiny import ENVIRONMENT, bits, here, tiny, write
@@ -45,6 +47,22 @@ def test_help_reads_well(words):
     for word in ("Usage: fedcb2o", "--help", *COMMANDS[words]):
         assert word in done.out
     assert here(*words, "-h").out == done.out
+
+
+def test_a_signal_that_was_swallowed_is_heard_again_a_few_seconds_later(monkeypatch):
+    monkeypatch.setattr(stops, "DEAF", 0.3)
+    stop = stops.Stops()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)  # of a command that ends already
+        assert stop.status == 128 + signal.SIGTERM
+        time.sleep(0.4)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGHUP)
+        assert (stop.word, stop.status) == ("Terminated", 128 + signal.SIGHUP)
+    finally:
+        stop.forget()
 
 
 def test_nothing_asked_is_answered_with_help():

@@ -1,10 +1,12 @@
 """Standard streams that are closed, broken or full: a run goes on, and what is only said must be said."""
 
 import contextlib
+import io
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import tomli_w
@@ -152,3 +154,42 @@ def test_standard_streams_are_put_back(capsys):
         print("said")
     assert (sys.stdout, sys.stderr) == before
     assert capsys.readouterr().out == "said\n"
+
+
+@pytest.mark.parametrize("first_out", ["one", "two"])
+def test_blocks_in_several_threads_put_back_what_was_there_before_the_first(first_out):
+    before = sys.stdout, sys.stderr
+    begun, may_end = threading.Barrier(3), {"one": threading.Event(), "two": threading.Event()}
+
+    @kept()
+    def run(name):
+        begun.wait(10)
+        may_end[name].wait(10)
+
+    threads = {name: threading.Thread(target=run, args=(name,)) for name in may_end}
+    try:
+        with kept():
+            outer = sys.stdout
+            with kept():
+                assert sys.stdout is outer
+            assert sys.stdout is outer
+            for thread in threads.values():
+                thread.start()
+            begun.wait(10)
+        for name in sorted(threads, key=lambda name: name != first_out):
+            assert sys.stdout is outer
+            may_end[name].set()
+            threads[name].join(10)
+        assert (sys.stdout, sys.stderr) == before
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def test_a_stream_that_another_put_there_meanwhile_stays():
+    before, theirs = (sys.stdout, sys.stderr), io.StringIO()
+    try:
+        with kept():
+            sys.stdout = theirs
+        assert (sys.stdout, sys.stderr) == (theirs, before[1])
+    finally:
+        sys.stdout, sys.stderr = before

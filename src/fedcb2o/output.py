@@ -7,7 +7,9 @@ goes on, and whoever needs to know asks the stream whether something was lost.
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 
@@ -58,20 +60,46 @@ def keep() -> None:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """In this block no writing to standard output and error fails; `@kept()` does the same for a function."""
-    before = sys.stdout, sys.stderr
-    keep()
+    """In this block no writing to standard output and error fails; `@kept()` does the same for a function.
+
+    Of blocks that overlap, one in another or in several threads, the first changes the streams and the last puts them
+    back.
+    """
+    with _blocks.lock:
+        if not _blocks.depth:
+            _blocks.before = sys.stdout, sys.stderr
+            keep()
+            _blocks.ours = sys.stdout, sys.stderr
+        _blocks.depth += 1
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stdout, sys.stderr = before
+        _blocks.ours[0].flush()
+        with _blocks.lock:
+            _blocks.depth -= 1
+            if not _blocks.depth:
+                for name, before, ours in zip(("stdout", "stderr"), _blocks.before, _blocks.ours, strict=True):
+                    if getattr(sys, name) is ours:  # else somebody has put another one there, which is theirs
+                        setattr(sys, name, before)
+
+
+@dataclass
+class _Blocks:
+    """How many blocks of `kept` are under way, the streams from before the first of them, and theirs."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    depth: int = 0
+    before: tuple[Any, Any] = (None, None)
+    ours: tuple[Any, Any] = (None, None)
+
+
+_blocks = _Blocks()
 
 
 def lost() -> OSError | None:
     """What kept something from being said on standard output, where it is kept; None where all was said."""
     sys.stdout.flush()
-    return cast(Any, sys.stdout).lost  # type: ignore[no-any-return]
+    return getattr(sys.stdout, "lost", None)
 
 
 def _output(stream: Any, descriptor: int) -> Output:

@@ -183,10 +183,13 @@ def test_what_a_limit_forbids_is_one_line(tmp_path, limit, changes, words):
 
 
 def test_full_memory_is_one_line(tmp_path, monkeypatch):
-    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ...")):
+    errors = (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."))
+    there = Exception("Traceback ...: MemoryError\n\nThe above exception was the direct cause")  # a worker's
+    blamed = [(ConfigError("the model `own` failed"), cause) for cause in (*errors, there)]
+    for error, cause in [*((error, None) for error in errors), *blamed]:
 
-        def fail(*given, error=error, **more):
-            raise error
+        def fail(*given, error=error, cause=cause, **more):
+            raise error from cause
 
         monkeypatch.setattr(sys.modules["fedcb2o.experiments.run"], "first_models_", fail)
         assert "memory is full" in here("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run").one_line()

@@ -8,8 +8,9 @@ from tests.agents import run_rounds
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.returned import state_of, weights_of
+from fedcb2o.federated.returned import row_weights_of, state_of, weights_of
 from fedcb2o.federated.types import Attack, Judged, together
+from fedcb2o.plugins import OWN
 
 
 @pytest.mark.parametrize("m", [1, 2])
@@ -22,6 +23,21 @@ def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
     view = Judged(0, torch.zeros(1, 1), None, None, received, received, None)
     with pytest.raises(ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"):
         weights_of(rule, rule(view), (3, m))
+
+
+@OWN("own:rule")
+def rule():
+    """An own rule."""
+
+
+def test_weights_that_are_negative_by_rounding_are_zero():
+    found, own = weights_of(rule, torch.tensor([1.0, -1e-17, 0.0]), (2,))
+    assert (found.tolist(), own.tolist()) == ([1.0, 0.0], 0.0)
+    assert row_weights_of(rule, torch.tensor([-1e-17, 1.0]), 2, before=False).tolist() == [0.0, 1.0]
+    assert row_weights_of(rule, torch.tensor([-1e-17, 1.5, -0.5]), 3, before=True).tolist() == [0.0, 1.5, -0.5]
+    for wrong in ([-1e-3, 1.0], [-1e-17, 1e-17], [float("nan"), 1.0]):
+        with pytest.raises(ConfigError, match="the rule `own:rule` returned weights that are not positive with sum 1"):
+            row_weights_of(rule, torch.tensor(wrong), 2, before=False)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,19 @@ def test_at_a_wall_a_minimum_of_what_is_allowed_is_a_success():
     assert not fedcb2o.minimize(about(-100.0), **half, **QUICK).success
 
 
+@pytest.mark.parametrize(("domain", "success"), [(3.0, True), (3.5, False)])
+@pytest.mark.parametrize("upper", [False, True], ids=["of L", "of G"])
+def test_outside_of_a_functions_domain_nothing_is_known(domain, success, upper):
+    def bounded(x):
+        if (x > domain).any():
+            raise ValueError("outside of the domain")
+        return about(100.0)(x)
+
+    start = {"initial": torch.linspace(-3.0, 3.0, 100, dtype=torch.float64).unsqueeze(1), "sigma1": 0.1}
+    objectives = (nothing, bounded) if upper else (bounded, None)
+    assert fedcb2o.minimize(*objectives, **start, **QUICK).success == success
+
+
 def test_every_cluster_counts():
     near, far = about(0.0, 0.0), about(0.0, 50.0)
     assert fedcb2o.minimize([near, near], dim=2, **QUICK).success

@@ -38,6 +38,22 @@ def test_dense_layers_go_the_faster_way_by_a_margin(monkeypatch):
 
 
 @needs_onednn
+def test_a_timing_that_fails_puts_the_threads_back(monkeypatch):
+    def stop(*_):
+        raise StopError
+
+    monkeypatch.setattr(timed, "_gain", stop)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(StopError):
+            timed.gain_of_onednn()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_onednn
 def test_a_run_keeps_its_dense_layers_when_it_is_resumed(tmp_path, monkeypatch):
     experiment = tiny(rounds=2, model={"hidden": [1100, 1000]})
     run({**experiment, "linear": "onednn"}, out=tmp_path / "given", workers=1)

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import importlib
 import os
 import signal
 import subprocess
@@ -163,8 +164,62 @@ def test_what_cannot_come_back_is_told(pool, kind):
 
 
 def test_what_cannot_be_sent_is_told(pool):
-    with pytest.raises(RunError, match=r"cannot be sent to another process .*: take --workers 1"):
-        pool.map(slowly, [(0, threading.Lock())])
+    deep = functools.reduce(lambda inner, _: [inner], range(100_000), [])
+    for what in (threading.Lock(), deep):
+        with pytest.raises(RunError, match=r"cannot be sent to another process .*: take --workers 1"):
+            pool.map(slowly, [(0, what)])
+
+
+def test_after_a_second_ctrl_c_that_stops_the_end_of_workers_others_come(pool, monkeypatch):
+    before = pids(pool)
+
+    def interrupt(member):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(crew().members[0]), "gone", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            crew().dismiss()
+    assert not pids(pool) & before
+
+
+TERMINAL = """
+import fcntl, sys, termios
+
+import torch
+
+from fedcb2o.runtime import arena
+from fedcb2o.runtime.workers import Processes
+
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+modes = termios.tcgetattr(0)
+modes[3] |= termios.TOSTOP
+termios.tcsetattr(0, termios.TCSANOW, modes)
+
+
+def say(world):
+    return print("said", file=sys.stderr, flush=True)
+
+
+with arena.shared({"models": (torch.uint8, (9,))}) as shared:
+    Processes(1, shared, dict).map(say, [()])
+"""
+
+
+def test_a_worker_that_prints_is_not_stopped_by_a_terminal_that_stops_the_background():
+    ours, theirs = os.openpty()
+    try:
+        done = subprocess.Popen(
+            [sys.executable, "-c", TERMINAL], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        )
+        try:
+            assert done.wait(60) == 0
+        finally:
+            done.kill()
+        assert b"said" in os.read(ours, 10_000)
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_workers_stay_for_the_next_run_and_with_another_path_others_come(pool, monkeypatch, tmp_path):
@@ -173,6 +228,21 @@ def test_workers_stay_for_the_next_run_and_with_another_path_others_come(pool, m
     assert pids(pool) <= before
     monkeypatch.syspath_prepend(tmp_path)
     assert not pids(pool) & before
+
+
+def test_a_module_that_is_loaded_again_is_the_new_one_in_workers_too(tmp_path, monkeypatch):
+    file = tmp_path / "own_part_loaded_again.py"
+    file.write_text("def value(world):\n    return 'old'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module(file.stem)
+    with arena.shared(SPECS) as shared:
+        assert Processes(1, shared, same).map(own.value, [()]) == ["old"]
+        before = pids(Processes(1, shared, same))
+        assert Processes(1, shared, same).map(own.value, [()]) == ["old"]
+        assert pids(Processes(1, shared, same)) == before
+        file.write_text("def value(world):\n    return 'another'\n")
+        importlib.reload(own)
+        assert Processes(1, shared, same).map(own.value, [()]) == ["another"]
 
 
 @pytest.mark.slow

@@ -1,25 +1,30 @@
 """Signals that end a command."""
 
+import math
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
+
+DEAF = 5.0  # seconds after one that others are not heard: whoever stops a command may send several
 
 
 class Stops:
     """From now on, and until `forget`, SIGTERM and SIGHUP end a command as Ctrl-C does, where nothing else is made of
-    them: what is at hand is left in order. Of a command that ends already, they are not heard."""
+    them: what is at hand is left in order. A command that has begun to end does not hear them for a few seconds; later
+    it does, for an own part may have swallowed the first (`except:`)."""
 
     def __init__(self) -> None:
-        self.got, self.before = signal.SIGINT, dict[int, Any]()
+        self.got, self.since, self.before = signal.SIGINT, -math.inf, dict[int, Any]()
         if threading.current_thread() is threading.main_thread():
             for each in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(each) is signal.SIG_DFL:  # a command under nohup is deaf to SIGHUP
                     self.before[each] = signal.signal(each, self._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self.got is signal.SIGINT:
-            self.got = signal.Signals(number)
+        if time.monotonic() - self.since > DEAF:
+            self.got, self.since = signal.Signals(number), time.monotonic()
             raise KeyboardInterrupt
 
     @property

@@ -230,6 +230,7 @@ def _team(
     for folder, seconds in ledger.seconds.items():
         pace.learn(ledger.cells[folder], seconds)
     processes = crew()
+    processes.renew()
     try:
         with progress:
             progress.begin(len(ledger.cells), len(ledger.cells) - len(pace.waiting))

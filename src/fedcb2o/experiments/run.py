@@ -217,7 +217,7 @@ def _room(device: torch.device) -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, FedCB2OError) else error
         if isinstance(cause, torch.OutOfMemoryError):
             raise RunError(f"{device} is out of memory: let fewer agents train at once, by `together`") from error
-        if cause is error and machine.is_full(error):
+        if machine.is_full(cause) and not isinstance(error, RunError):  # which says what to do
             raise RunError(f"memory is full ({error}): {machine.MORE}; then go on with --resume") from error
         raise
 

@@ -108,19 +108,21 @@ def row_weights_of(rule: Callable[..., Any], weights: Any, rows: int, before: bo
     found = tensor_of(who, weights).cpu().double()
     if found.shape != (rows,):
         raise ConfigError(f"the {who} returned weights of shape {tuple(found.shape)}, expected ({rows},)")
-    _averaging(who, found[: rows - before], float(found[-1]) if before else 0.0)
-    return found
+    received, rest = found[: rows - before], found[rows - before :]
+    return torch.cat([_averaging(who, received, float(rest.sum())), rest])
 
 
 def _averaging(who: str, weights: Float[Tensor, "*a k"], rest: float = 0.0) -> Float[Tensor, "*a k"]:
-    """Weights of a convex combination, or all zero; raises ConfigError where they are not."""
-    total = weights.sum(-1) + rest
-    good = weights.isfinite().all(-1) & (weights >= 0).all(-1) & (((total - 1).abs() < 1e-6) | (total == 0))
+    """Weights of a convex combination, or all zero, of which those that are negative by rounding are zero; raises
+    ConfigError where they are not."""
+    positive = weights.clamp(min=0.0)
+    total = positive.sum(-1) + rest
+    good = positive.isfinite().all(-1) & (weights > -1e-6).all(-1) & (((total - 1).abs() < 1e-6) | (total == 0))
     if not good.all():
         wrong = weights[~good].tolist() if weights.ndim > 1 else weights.tolist()
         before = f" with {rest} for the model before the round" if rest else ""
         raise ConfigError(f"the {who} returned weights that are not positive with sum 1{before}: {wrong}")
-    return weights
+    return positive
 
 
 def mixing_of(pre_step: Callable[..., Any], matrix: Any, rows: int) -> Float[Tensor, "j k"]:

@@ -5,6 +5,8 @@ with their distance from the consensus point. So where that lies at the edge of 
 further out.
 """
 
+import itertools
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -30,7 +32,7 @@ def goes_on(
     """Whether a consensus point lies at the edge of the region where the particles were at the `start`, from the least
     to the largest coordinate, and L falls further out or, where L does not rise by more than delta_q, G does.
 
-    It is no edge where `walls` keep the particles in.
+    It is no edge where `walls` keep the particles in. Where L or G fails further out, nothing is known of there.
     """
     low, high = (side.unsqueeze(1) for side in start)
     middle, half = (low + high) / 2, (high - low) / 2
@@ -48,13 +50,16 @@ def goes_on(
     alone = step.new_zeros(*x.shape[:2], furthest.shape[-1], x.shape[2])
     alone.scatter_(3, furthest.movedim(2, 3), step.gather(3, furthest).movedim(2, 3))
     steps = torch.cat([step, alone], 2)
-    points = x.unsqueeze(2) + torch.cat([size * steps for size in FURTHER], 2)
-    for k, each in enumerate(clusters):
-        there, here = judge(points[:, k], each.lower, each.upper, flat=flat), at_x[k]
+    for k, size in itertools.product(range(len(clusters)), FURTHER):
+        each, here = clusters[k], at_x[k]
+        try:
+            there = judge(x[:, k, None] + size * steps[:, k], each.lower, each.upper, flat=flat)
+        except Exception:  # a user's function may fail outside of its domain
+            continue
         if there.upper is None or here.upper is None:
             better = there.lower < here.lower
         else:
             better = there.lower < here.lower - delta_q
             better |= (there.lower <= here.lower + delta_q) & (there.upper < here.upper)
-        further[:, k] = better.any(1) & at_edge[:, k].any(1)
+        further[:, k] |= better.any(1) & at_edge[:, k].any(1)
     return further

@@ -56,7 +56,8 @@ class Crew:
     """Some processes, each of which does one task at a time. They end with the one that made them."""
 
     def __init__(self) -> None:
-        self.key, self.members = _key(), list[_Member]()
+        self.key, self.members, self.loaded = _key(), list[_Member](), dict[str, Any]()
+        self.renew()
         weakref.finalize(self, _at_the_end, self.members, os.getpid())
 
     def work(
@@ -68,7 +69,8 @@ class Crew:
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         """Have `count` members do `function(*task)` for every (ticket, task), the next of which is asked for when one
-        is free to do it; `heard` gets each ticket with its result as it comes, and `meanwhile` is called every second.
+        is free to do it; `heard` gets each ticket with its result as it comes, and `meanwhile` is called after each, or
+        each second.
 
         A function's error is raised as it is; CrewError where members cannot start or one is killed. What ends this
         before its time ends all members.
@@ -96,6 +98,14 @@ class Crew:
         except BaseException:
             self.dismiss()
             raise
+
+    def renew(self) -> None:
+        """Where this process has loaded a module again since it was last asked, end the members, who may know its old
+        code. One whose file was edited alone is the old one here as there."""
+        loaded = {name: getattr(module, "__dict__", {}).get("__spec__") for name, module in sys.modules.copy().items()}
+        if any(loaded[name] is not self.loaded[name] for name in loaded.keys() & self.loaded):
+            self.dismiss()
+        self.loaded |= loaded
 
     def dismiss(self) -> None:
         """End all members at once."""
@@ -131,7 +141,7 @@ class _Member:
 
     def fit(self) -> bool:
         """Whether it may be given work: it lives, and will not leave soon."""
-        return time.monotonic() - self.since < 0.8 * IDLE and not self.pipe.poll()
+        return not self.pipe.closed and time.monotonic() - self.since < 0.8 * IDLE and not self.pipe.poll()
 
     def gone(self) -> bool:
         """Whether it is dead, and what it started with it, whose copies of its pipe would hide that."""
@@ -173,6 +183,9 @@ def serve(pipe: Connection) -> None:
     """Do what is given through a pipe, until it is closed or nothing has come for a long time."""
     for each in SIGNALS:
         signal.signal(each, lambda *_: None)  # unlike "ignored", this does not pass on to a process that a task starts
+    # Out of the terminal's foreground, what is written there would stop it under `stty tostop`, with a handler too; and
+    # what a task starts, which inherits this.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     with contextlib.suppress(EOFError, OSError):
         while pipe.poll(IDLE):

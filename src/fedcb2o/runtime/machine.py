@@ -14,7 +14,8 @@ from fedcb2o.errors import RunError
 
 LEAST = 2**30  # bytes of addresses that PyTorch, pandas and scikit-learn take
 MORE = "let fewer processes work (--workers 1), take fewer agents or a smaller model, or give more memory (`ulimit -v`)"
-FULL = ("allocate memory", "not enough memory", "failed to map segment", "bad_alloc")  # what libraries say
+# What libraries say; and the traceback of an error in a worker.
+FULL = ("allocate memory", "not enough memory", "failed to map segment", "bad_alloc", "MemoryError")
 
 
 def processors(root: Path = Path("/")) -> int:

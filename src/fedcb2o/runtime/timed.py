@@ -26,6 +26,7 @@ from fedcb2o.models import ChannelsLast, Layout, flatten, row_stride, stacked
 from fedcb2o.runtime import onednn
 from fedcb2o.runtime.devices import repeatable
 from fedcb2o.runtime.primitives import by
+from fedcb2o.runtime.workers import one_thread
 
 # How many times as fast the other way must be. A ratio that is measured again scatters by a tenth, or more on a busy
 # machine, so each lies where no network of `models` was seen: dense layers 0.84 to 0.95 on one processor and 1.17 on
@@ -52,11 +53,8 @@ def gain_of_onednn() -> float:
         with by(linear):
             torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), g)
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gain = _gain(lambda: layer("torch"), lambda: layer("onednn"), time.thread_time)
-    torch.set_num_threads(before)
-    return gain
+    with one_thread():
+        return _gain(lambda: layer("torch"), lambda: layer("onednn"), time.thread_time)
 
 
 def _gain(default: Callable[[], Any], other: Callable[[], Any], clock: Callable[[], float]) -> float:
@@ -82,20 +80,17 @@ def fastest_layout(module: nn.Module, x: Shaped[Tensor, "n *features"], precisio
         or any(isinstance(p, ChannelsLast) for p in parts)
     ):
         return "contiguous"
-    before, parameters = torch.get_num_threads(), list(module.train().parameters())
+    parameters = list(module.train().parameters())
 
     def step(network: nn.Module) -> None:
         torch.autograd.grad(network(features(x)).sum(), parameters, allow_unused=True)
 
     last = nn.Sequential(ChannelsLast(), module)
-    torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]), products_in(precision, "cpu"):
+        with one_thread(), torch.random.fork_rng(devices=[]), products_in(precision, "cpu"):
             gain = _gain(lambda: step(module), lambda: step(last), time.thread_time)
     except Exception:  # a user's network may look at how its images lie
         return "contiguous"
-    finally:
-        torch.set_num_threads(before)
     return "channels_last" if gain > FAR_AHEAD else "contiguous"
 
 

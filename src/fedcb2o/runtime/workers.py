@@ -62,6 +62,10 @@ class Processes(Generic[World]):
     arena: Arena
     make: Callable[[dict[str, torch.Tensor]], World]
 
+    def __post_init__(self) -> None:
+        """What follows is done by the code that this process has now."""
+        crew().renew()
+
     def map(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> list[Result]:
         """`function(world, *task)` for every task, as workers come free.
 
