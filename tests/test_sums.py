@@ -107,6 +107,7 @@ DAMAGE = [
     ("agents.json", null),
     ("agents.json", Path.unlink),
     ("samples.safetensors", null),
+    ("samples.safetensors", Path.unlink),
     ("summary.json", more_rounds),
     ("summary.json", null),
     ("summary.json", Path.unlink),
@@ -124,7 +125,7 @@ def test_what_does_not_fit_is_refused_by_name_or_made_again(copy, tmp_path, name
     if name in READ_BY:
         command = here(READ_BY[name], out, *(["--out", tmp_path / "page"] if READ_BY[name] == "report" else []))
         assert str(out / SEED) in command.one_line()
-    if name != "sums.json":
+    if name != "sums.json" and (name, damage) != ("samples.safetensors", Path.unlink):
         with pytest.raises(RunError, match=f"{SEED}/{name} is damaged"):
             Run(out).check()
     again = resume(path, out)
@@ -172,7 +173,10 @@ def test_damaged_samples_cost_the_pictures_alone(copy, tmp_path, monkeypatch):
 def test_a_seed_of_another_name_or_another_run_is_refused(copy, tmp_path):
     path, out = copy
     shutil.copytree(out / SEED, out / "seed-7")
-    assert f"{out / 'seed-7'} holds seed 1000, by its sums.json" in here("compare", out).one_line()
+    assert (
+        f"{out / 'seed-7'} holds seed 1000, by its sums.json: put back what was there, or move seed-7 away"
+        in here("compare", out).one_line()
+    )
     shutil.rmtree(out / "seed-7")
     other = write(tmp_path / "other.toml", rounds=4, seeds=[1000], algorithm={"alpha": 3.0})
     assert here("run", other, "--out", tmp_path / "other", "--workers", 1).status == 0
@@ -380,6 +384,22 @@ def test_without_sums_the_checkpoint_says_what_the_records_were(copy, ended):
     assert f"{pairs} is damaged: it does not hold what it did when checkpoint.safetensors was written" in refused
 
 
+def test_without_sums_the_records_that_the_checkpoint_knows_give_the_summary(copy):
+    path, out = copy
+    before = contents(out)
+    (out / SEED / "sums.json").unlink()
+    one_digit_of_summary = out / SEED / "summary.json"
+    one_digit_of_summary.write_text(one_digit_of_summary.read_text().replace('"accuracy": 0.', '"accuracy": 0.9', 1))
+    assert resume(path, out).status == 0
+    assert contents(out) == before
+
+
+def test_a_lost_config_is_told_to_readers(copy):
+    _, out = copy
+    (out / "config.toml").unlink()
+    assert "config.toml is gone; `fedcb2o run` of the experiment with this --out" in here("compare", out).one_line()
+
+
 def test_a_seed_without_sums_and_surroundings_does_not_choose_anew(copy):
     path, out = copy
     for name in ("sums.json", "environment.json"):
@@ -394,7 +414,9 @@ def test_records_without_any_sum_must_say_what_the_summary_says(tmp_path, monkey
         assert here("run", path, "--out", out, "--workers", 1).status == 0
     (out / SEED / "sums.json").unlink()
     one_digit(out / SEED / "metrics.jsonl")
-    assert "metrics.jsonl is damaged: it does not say what summary.json says" in resume(path, out).one_line()
+    refused = resume(path, out)
+    assert refused.status == 2
+    assert "metrics.jsonl is damaged: it does not say what summary.json says" in refused.err
 
 
 # One byte

@@ -97,7 +97,10 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raises RunError where a seed is not of a run with these settings, by its sums."""
     sums = _sums(folder)
     if sums is not None and (sums.seed != int(folder.name.removeprefix("seed-")) or not sums.of(settings)):
-        raise RunError(f"{folder} holds another seed or another run, by its sums.json: choose another --out")
+        raise RunError(
+            f"{folder} holds another seed or another run, by its sums.json: {records.run_again(folder)}; or choose "
+            "another --out"
+        )
 
 
 def told_anew(path: Path) -> None:

@@ -17,7 +17,7 @@ from fedcb2o.experiments.primitives import ENVIRONMENT
 from fedcb2o.experiments.surroundings import participants
 from fedcb2o.records import CHECKPOINT, DESCRIBED, DamagedError, Run, Sums, damaged
 
-SUMMARY = "summary.json"
+SUMMARY, SAMPLES = "summary.json", "samples.safetensors"
 
 
 def has_ended(folder: Path, rounds: int, *, whole: bool = False) -> bool:
@@ -45,7 +45,6 @@ def mended(prepared: Prepared, folder: Path) -> Sums | None:
     try:
         sums = Sums.read(folder)
     except DamagedError:
-        told_anew(folder / "sums.json")
         sums = None
     if sums is None:
         if (folder / CHECKPOINT).exists():
@@ -58,15 +57,18 @@ def mended(prepared: Prepared, folder: Path) -> Sums | None:
         return None
     for name in sums.files if sums.ended(prepared.experiment.rounds) else DESCRIBED:
         try:
+            if name == SAMPLES and name in sums.files and not (folder / name).exists():
+                raise damaged(folder / name, "it is gone")  # what readers do without
             sums.check(folder, name)
         except DamagedError as error:
             whole = summed_up(folder) if name == SUMMARY else participants(prepared).get(name)
             if whole is None:
                 raise
-            if sums.files.get(name) != records.sum_of_bytes(whole):
-                cure = "remove it to do without pictures" if name.startswith("samples") else records.run_again(folder)
+            if sums.files.get(name) == records.sum_of_bytes(whole):
+                _again(folder / name, whole)
+            elif name != SAMPLES or (folder / name).exists():
+                cure = "remove it to do without pictures" if name == SAMPLES else records.run_again(folder)
                 raise RunError(f"{folder / name} is damaged, and would not be made again as it was: {cure}") from error
-            _again(folder / name, whole)
     return sums
 
 
@@ -79,8 +81,8 @@ def summed_up(folder: Path) -> bytes:
 def sum_up(folder: Path) -> None:
     """Write a seed's summary.json.
 
-    Raises DamagedError where one of as many rounds is there that says something else: the records are not what they
-    were.
+    Raises DamagedError where nothing else says what the records were (an older checkpoint), and a summary of as many
+    rounds says something else.
     """
     path, content = folder / SUMMARY, summed_up(folder)
     try:
@@ -88,7 +90,8 @@ def sum_up(folder: Path) -> None:
     except DamagedError:
         there = {}
     now = json.loads(content)
-    if there.get("rounds") == now["rounds"] and not all(_alike(now[name], there.get(name, now[name])) for name in now):
+    alike = all(_alike(now[name], there.get(name, now[name])) for name in now)
+    if there.get("rounds") == now["rounds"] and not alike and not records.lines_of(folder):
         raise damaged(folder / "metrics.jsonl", f"it does not say what {SUMMARY} says")
     records.atomic_write(path, content)
 

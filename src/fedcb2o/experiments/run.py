@@ -26,7 +26,7 @@ from fedcb2o.experiments.assemble import (
     specs_of,
 )
 from fedcb2o.experiments.config import Experiment, load
-from fedcb2o.experiments.folder import alone, begin, make
+from fedcb2o.experiments.folder import alone, begin, make, told_anew
 from fedcb2o.experiments.lines import metrics_line, pairs_line
 from fedcb2o.experiments.memory import Plan, bounded, plan, size
 from fedcb2o.experiments.mend import has_ended, mended, sum_up
@@ -138,6 +138,8 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
         for name, known in records.lines_of(folder).items():
             if log.sums()[name] != known:
                 raise damaged(folder / name, f"it does not hold what it did when {checkpoint.FILE} was written")
+        if start and sums is None:
+            told_anew(folder / "sums.json")
         sums = Sums.begin(folder, seed, experiment.settings(), start)
 
         def evaluated(n: int) -> bool:

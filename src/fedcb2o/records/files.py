@@ -124,11 +124,11 @@ def unwritable(path: Path, error: Exception) -> RunError:
     )
 
 
-AGAIN = "going on with --resume makes it again"
+AGAIN = "`fedcb2o run` of the experiment with this --out and --resume makes it again"
 RUN_AGAIN = "restore it, or move {seed} away: --resume then runs it again, with the same bits"
 CURES = {
     "agents.json": AGAIN,
-    "cells.json": AGAIN,
+    "cells.json": "`fedcb2o bench` of the grid with this --out and --resume makes it again",
     "checkpoint.safetensors": f"records and figures do without it; {RUN_AGAIN}",
     "environment.json": f"figures do without it; {RUN_AGAIN}",
     "metrics.jsonl": RUN_AGAIN,
@@ -136,7 +136,7 @@ CURES = {
     "samples.safetensors": AGAIN,
     "summary.json": AGAIN,
     "sums.json": f"{AGAIN}, if the other files fit together",
-    "tuning.json": "restore it, or remove it: going on with --resume chooses again, by the same runs",
+    "tuning.json": "restore it, or remove it: `fedcb2o bench` with --resume then chooses again, by the same runs",
     "timing.jsonl": "restore it, or remove it to do without its seconds",
 }
 """What to do about a damaged file of a seed or a grid, such that nothing else is lost by it."""

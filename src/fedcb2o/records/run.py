@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fedcb2o.errors import RunError
-from fedcb2o.records.files import DamagedError, damaged, read_json, unreadable
+from fedcb2o.records.files import DamagedError, damaged, read_json, run_again, unreadable
 from fedcb2o.records.lines import read_lines
 from fedcb2o.records.sums import FILE as SUMS
 from fedcb2o.records.sums import Sums
@@ -43,7 +43,7 @@ class Run:
         object.__setattr__(self, "folder", Path(folder))
         if not self.folder.is_dir():
             raise RunError(f"there is no run in {self.folder}: give the folder that `fedcb2o run --out` wrote")
-        if not (self.folder / "config.toml").is_file():
+        if not (self.folder / "config.toml").is_file() and not seeds_in(self.folder):
             inside = sorted(path.parent.name for path in self.folder.glob("*/config.toml"))
             cure = f"it holds the runs {', '.join(inside)}: name those" if inside else "give a folder written by it"
             if (self.folder / "grid.toml").is_file():
@@ -105,7 +105,10 @@ class Run:
         if sums is None:
             return None
         if sums.seed != seed:
-            raise RunError(f"{self._seed(seed)} holds seed {sums.seed}, by its sums.json: give it its own name again")
+            raise DamagedError(
+                f"{self._seed(seed)} holds seed {sums.seed}, by its sums.json: put back what was there, or "
+                f"{run_again(self._seed(seed)).removeprefix('restore it, or ')}"
+            )
         path = self.folder / "config.toml"
         if not (sums.fits(self.config) or sums.fits(read_config(path))):  # the run may have been made longer meanwhile
             raise RunError(
