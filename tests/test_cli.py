@@ -51,6 +51,7 @@ def test_help_reads_well(words):
 
 def test_a_signal_that_was_swallowed_is_heard_again_a_few_seconds_later(monkeypatch):
     monkeypatch.setattr(stops, "DEAF", 0.3)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     stop = stops.Stops()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -63,6 +64,7 @@ def test_a_signal_that_was_swallowed_is_heard_again_a_few_seconds_later(monkeypa
         assert (stop.word, stop.status) == ("Terminated", 128 + signal.SIGHUP)
     finally:
         stop.forget()
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_nothing_asked_is_answered_with_help():
