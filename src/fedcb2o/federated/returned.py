@@ -184,8 +184,10 @@ def state_of(rule: Callable[..., Any], made: Any) -> tuple[State, Any]:
 
 
 def poisoned_of(poison: Poison, poisoned: Any, shard: Shard) -> Shard:
-    """What an attack made of a shard, of the same types; raises ConfigError where it is none, or of another shape, or
-    holds numbers that no data set may hold."""
+    """What an attack made of a shard, of the same types; raises ConfigError where a user's made something else, of
+    another shape, or of numbers that no data set may hold."""
+    if OWN.of(poison) is None:
+        return poisoned  # type: ignore[no-any-return]
     who = called("attack", poison)
     if not isinstance(poisoned, Shard):
         raise ConfigError(f"the {who} returned a {type(poisoned).__name__}, expected a fedcb2o.Shard")
