@@ -6,11 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.tiny import tiny
+
 from fedcb2o.data.digits import digits
 from fedcb2o.peer import federation
 from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.identity import Identity
-from tests.tiny import tiny
 
 
 def free_ports(n: int) -> list[int]:

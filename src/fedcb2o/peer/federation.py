@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import tomli_w
 from pydantic import Field, ValidationError
@@ -27,10 +27,11 @@ from fedcb2o import plugins, records
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import config
-from fedcb2o.experiments.config import Experiment, Natural, Part, Positive
+from fedcb2o.experiments.config import Experiment, Part, Positive
+from fedcb2o.federated import algorithms
 from fedcb2o.peer.identity import Identity, Member
 
-PROTOCOL = 1
+PROTOCOL: Final = 1
 MOST = 2**23
 """The bytes of the largest federation.toml."""
 CONTEXT = b"fedcb2o federation 1\n"
@@ -65,7 +66,7 @@ class Settings(Part):
     together: Positive | None = None
     agents: dict[str, Any]
     model: dict[str, Any]
-    training: dict[str, Any] = {}
+    training: Annotated[dict[str, Any], Field(default_factory=dict)]
     algorithm: dict[str, Any]
 
 
@@ -339,7 +340,8 @@ def read(path: Path | str, *, own: Collection[str] = (), unsigned: bool = False)
     federation = _validated({**table, "versions": [*history, last], "own": set(own)}, str(path))
     if type(version) is not int or version != federation.version:
         raise ConfigError(
-            f"{path}: `version` is {str(version)[:20]}, and it carries {federation.version - 1} earlier ones: restore it"
+            f"{path}: `version` is {str(version)[:20]}, and it carries {federation.version - 1} earlier ones: "
+            "restore it"
         )
     _check_chain(federation, str(path), unsigned=unsigned)
     return federation
@@ -427,7 +429,7 @@ def _with(federation: Federation, *versions: Version) -> Federation:
 
 def _check(experiment: Experiment) -> None:
     """Raises ConfigError for what real peers cannot do."""
-    if experiment.algorithm.function("algorithm", config.algorithms)().coordinator is not None:
+    if experiment.algorithm.function("algorithm", algorithms)().coordinator is not None:
         raise ConfigError(f"`{plugins.label(experiment.algorithm.name)}` has a coordinator, and real peers have none")
 
 
