@@ -42,7 +42,7 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
     if dataset.num_classes < 2:
         raise ConfigError(f"the data set `{name}` has {dataset.num_classes} class names: there must be two or more")
     pool, test = (
-        _checked(f"the data set `{name}`, in its {part},", getattr(dataset, part), dataset.num_classes)
+        checked(f"the data set `{name}`, in its {part},", getattr(dataset, part), dataset.num_classes)
         for part in ("pool", "test")
     )
     dataset = Dataset(pool, test, dataset.class_names)
@@ -59,7 +59,7 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
     return dataset
 
 
-def _checked(where: str, shard: Shard, num_classes: int) -> Shard:
+def checked(where: str, shard: Shard, num_classes: int) -> Shard:
     """A part of a data set, without a gradient's history; raises ConfigError for what is no samples."""
     if not isinstance(shard, Shard):
         raise ConfigError(f"{where} is a {type(shard).__name__}, expected a fedcb2o.Shard")

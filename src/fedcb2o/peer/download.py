@@ -5,6 +5,7 @@ Each arrival passes, in this order, before its model is seen by anything else: t
 counted by its reason.
 """
 
+import contextlib
 import hashlib
 import math
 import secrets
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +51,7 @@ class Arrival:
 
 class Downloads:
     """Downloads for agent `me`. `least` is the round of the last model that it had from each peer: no older one is
-    taken again. `front` is the round of the last manifest of each."""
+    taken again. `received` counts bytes."""
 
     def __init__(
         self, federation: Federation, identity: Identity, transport: Transport, ledger: Ledger, coding: Coding, dim: int
@@ -58,8 +60,7 @@ class Downloads:
         self.ledger, self.coding, self.dim = ledger, coding, dim
         self.me = federation.id_of(identity.member)
         self.least: dict[int, int] = {}
-        self.front: dict[int, int] = {}
-        self.received = 0  # bytes
+        self.received = 0
         self.lock = threading.Lock()
 
     def fetch(
@@ -83,6 +84,15 @@ class Downloads:
                 failures[peer] = found
         pool.shutdown(wait=False, cancel_futures=True)
         return dict(sorted(arrivals.items())), dict(sorted(failures.items()))
+
+    def hello(self, peer: int, seconds: float) -> dict[str, Any] | None:
+        """What a peer says of itself, or None where nothing that it signed came in time."""
+        member, key = self.federation.members[peer], self.identity.member.key
+        asking = _Fetch(self, 0, peer, torch.empty(0), time.monotonic() + seconds)
+        for answer in asking.answers(Kind.HELLO, digest=key):
+            with contextlib.suppress(protocol.MalformedError):
+                return protocol.read_hello(answer.body, answer.nonce, member)
+        return None
 
     def look(self, n: int, ids: Iterable[int]) -> dict[int, Float[Tensor, " d"]]:
         """The models of some peers in tensors of their own: what an attacker of a simulation sees."""
@@ -130,7 +140,7 @@ class _Fetch:
         pause, reason = PAUSE[0], LATE
         while (left := self.until - time.monotonic()) > 0:
             reason = NOTHING
-            for answer in self._answers(Kind.MANIFEST, round=self.n):
+            for answer in self.answers(Kind.MANIFEST, round=self.n):
                 if answer.status is not Status.OK:
                     reason = answer.status.name.lower().replace("_", " ")
                     continue
@@ -144,13 +154,13 @@ class _Fetch:
             pause = min(2 * pause, PAUSE[1])
         return reason
 
-    def _judged(self, body: bytes) -> "Manifest | str":
+    def _judged(self, body: protocol.Bytes) -> "Manifest | str":
         """The manifest in an offer, where it passes; and what it says of others' manifests, where that is a conflict."""
         of, federation = self.of, self.of.federation
         try:
             signed, digests = protocol.read_offer(body)
-        except protocol.Malformed:
-            return "malformed"
+        except protocol.MalformedError as error:
+            return error.reason
         reason, manifest = protocol.refusal(
             signed,
             federation=federation,
@@ -159,15 +169,16 @@ class _Fetch:
             least=of.least.get(self.peer, 0),
             dim=of.dim,
             most=of.coding.most,
+            encoding=of.coding.number,
             base=of.coding.base,
         )
-        if reason:
+        if manifest is None:
             return reason
         of.ledger.seen(signed)
         for agent, n, digest in of.ledger.conflicts(digests)[:WITNESSES]:
-            for answer in self._answers(Kind.WITNESS, round=n, index=agent, digest=digest):
-                if answer.status is Status.OK and protocol.is_of(answer.body, federation, agent, n, digest):
-                    of.ledger.seen(answer.body)
+            for answer in self.answers(Kind.WITNESS, round=n, index=agent, digest=digest):
+                if answer.status is Status.OK and protocol.signed_by_member(answer.body, federation)[1] is not None:
+                    of.ledger.seen(bytes(answer.body))
         return EQUIVOCATION if self.peer in of.ledger.guilty else manifest
 
     def _chunks(self, manifest: Manifest, room: memoryview) -> str:
@@ -194,21 +205,31 @@ class _Fetch:
         return "" if whole.digest() == manifest.sha256 else "hash"
 
     def _chunk(self, manifest: Manifest, k: int) -> "Iterator[Answer]":
-        return self._answers(Kind.CHUNK, round=manifest.round, index=k, digest=manifest.digest)
+        return self.answers(Kind.CHUNK, index=k, digest=manifest.digest)
 
-    def _answers(self, kind: Kind, *, round: int, index: int = 0, digest: bytes = bytes(32)) -> "Iterator[Answer]":
+    def answers(self, kind: Kind, *, round: int = 0, index: int = 0, digest: bytes = protocol.NONE) -> "Iterator[Answer]":
         """Ask now; the answers to this very request as they come."""
         federation, nonce = self.of.federation, secrets.token_bytes(16)
-        request = Request(federation.run, self.of.me, self.peer, kind, round, index, digest, nonce)
+        request = Request(
+            kind=kind,
+            run=federation.run,
+            sender=self.of.me,
+            receiver=self.peer,
+            nonce=nonce,
+            round=round,
+            index=index,
+            digest=digest,
+        )
         left = max(0.0, self.until - time.monotonic())
         return self._read(self.of.transport.ask(self.peer, request.encode(self.of.identity.sign), left), nonce)
 
     def _read(self, coming: Iterable[bytes], nonce: bytes) -> "Iterator[Answer]":
         for data in coming:
             self.size += len(data)
-            answer = protocol.read_answer(data)
-            if answer is not None and answer.nonce == nonce:
-                yield answer
+            with contextlib.suppress(protocol.MalformedError):
+                answer = protocol.read_answer(data)
+                if answer.nonce == nonce:
+                    yield answer
 
 
 def unfit(theta: Float[Tensor, " d"]) -> str:

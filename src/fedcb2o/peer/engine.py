@@ -4,6 +4,7 @@ The pool is [own | crafted | before | inbox]. A model that arrived lies in a row
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -33,7 +34,8 @@ ONE = np.zeros(1, np.int64)  # the place of the only agent
 
 class Among:
     """The engine of one agent. `may_ask(n)` are the ids of those whom it may ask now; it `offers` its models by one
-    part, and gets others' by `downloads`. `arrivals` and `failures` tell how the last exchange went, by peer."""
+    part, and gets others' by `downloads`. `arrivals` and `failures` tell how the last exchange went, by peer, and
+    `seconds` how long it took."""
 
     def __init__(
         self, block: Block, offers: Offers, downloads: Downloads, may_ask: Callable[[int], Sequence[int]]
@@ -44,6 +46,7 @@ class Among:
         self.parts = [block.agents]
         self.arrivals: Mapping[int, Arrival] = {}
         self.failures: Mapping[int, str] = {}
+        self.seconds = 0.0
 
     def each(self, function: Callable[..., T], *common: Any, own: Sequence[Sequence[Any]] = ()) -> list[T]:
         """What a function finds for the agent; whom it asks, among those that are there."""
@@ -94,7 +97,9 @@ class Among:
         ids, own = asked[0].values.tolist(), int(self.block.layout.own[0])
         slots = {i: self.block.layout.inbox + k for k, i in enumerate(i for i in ids if i != self.me)}
         rows = {i: self._row(row) for i, row in slots.items()}
+        began = time.monotonic()
         self.arrivals, self.failures = self.downloads.fetch(n, rows, deadline)
+        self.seconds = time.monotonic() - began
         there = np.array([i == self.me or i in self.arrivals for i in ids], dtype=bool)
         kept = [i for i in ids if i == self.me or i in self.arrivals]
         mine = self.block.holdings.train.sizes.astype(float)[0]
