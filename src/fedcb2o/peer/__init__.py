@@ -2,3 +2,7 @@
 
 The round is that of every engine (alg:localAggregation); here it is answered by a network in which some lie.
 """
+
+from fedcb2o.peer import extra
+
+extra.need()
