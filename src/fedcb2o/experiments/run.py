@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fedcb2o import models, plugins, records
-from fedcb2o.data.shard import Dataset, features
+from fedcb2o.data.shard import features
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.experiments import arguments
 from fedcb2o.experiments.assemble import (

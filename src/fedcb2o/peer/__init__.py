@@ -7,7 +7,7 @@ the extra: pip install 'fedcb2o[peer]'.
 import importlib
 from typing import TYPE_CHECKING
 
-from fedcb2o.peer.extra import need
+from fedcb2o.peer import extra
 
 if TYPE_CHECKING:
     from fedcb2o.peer.agent import load_model
@@ -24,11 +24,12 @@ _HOMES = {
     "node": ("Node",),
 }
 
+extra.need()
+
 
 def __getattr__(name: str) -> object:
     for home, names in _HOMES.items():
         if name in names:
-            need()
             return getattr(importlib.import_module(f"fedcb2o.peer.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

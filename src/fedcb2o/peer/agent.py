@@ -114,7 +114,9 @@ def simulated(federation: Federation, me: int, experiment: Experiment, data_dir:
     if other := differing(federation, experiment, dataset):
         raise ConfigError(f"the simulation `{experiment.name}` differs from the federation in {', '.join(other)}")
     if experiment.attack is not None and experiment.attack.sybils:
-        raise ConfigError("real peers have the names that the federation gives them: `attack.sybils` is for simulations")
+        raise ConfigError(
+            "real peers have the names that the federation gives them: `attack.sybils` is for simulations"
+        )
     experiment = _alone(experiment)
     prepared = prepare(experiment, seed, _fitting(federation, dataset))
     terms = dataclasses.replace(prepared.terms, rounds=federation.rounds)

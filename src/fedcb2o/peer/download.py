@@ -207,7 +207,9 @@ class _Fetch:
     def _chunk(self, manifest: Manifest, k: int) -> "Iterator[Answer]":
         return self.answers(Kind.CHUNK, index=k, digest=manifest.digest)
 
-    def answers(self, kind: Kind, *, round: int = 0, index: int = 0, digest: bytes = protocol.NONE) -> "Iterator[Answer]":
+    def answers(
+        self, kind: Kind, *, round: int = 0, index: int = 0, digest: bytes = protocol.NONE
+    ) -> "Iterator[Answer]":
         """Ask now; the answers to this very request as they come."""
         federation, nonce = self.of.federation, secrets.token_bytes(16)
         request = Request(

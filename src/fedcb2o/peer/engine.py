@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.federated.admit import believed, extents
-from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.judging import tested
@@ -22,7 +21,6 @@ from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.mixing import mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
 from fedcb2o.federated.round import ask
-from fedcb2o.federated.terms import Terms
 from fedcb2o.peer.download import Arrival, Downloads
 from fedcb2o.peer.offers import Offers
 from fedcb2o.runtime import primitives

@@ -173,9 +173,7 @@ class Node:
         """Every round that is left: its line is written, then its checkpoint, then the next round waits for its time."""
         federation, model = self.federation, engine.block.pool[:1]
         began, first = time.monotonic(), self.done
-        made = rounds(
-            engine, memory, first, federation.rounds, lambda n: True, self._tell, federation.deadline_seconds
-        )
+        made = rounds(engine, memory, first, federation.rounds, lambda n: True, self._tell, federation.deadline_seconds)
         for done in made:
             line = self._line(done, engine, tally, transport)
             log.append("rounds", line)
@@ -241,7 +239,9 @@ class Node:
         log.cut(self.done)
         for name, known in records.lines_of(self.out).items():
             if log.sums().get(name) != known:
-                raise records.damaged(self.out / name, f"it does not hold what it did when {checkpoint.FILE} was written")
+                raise records.damaged(
+                    self.out / name, f"it does not hold what it did when {checkpoint.FILE} was written"
+                )
         model.copy_(kept[:1])
         coding.restore(dict(zip(state, kept[1:], strict=True)))
         return memory

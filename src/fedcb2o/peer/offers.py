@@ -12,8 +12,7 @@ from fedcb2o.peer.coding import Coding
 from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.identity import Identity
 from fedcb2o.peer.ledger import Journal
-from fedcb2o.peer.protocol import manifest_of
-from fedcb2o.peer.serve import Server, Snapshot
+from fedcb2o.peer.serve import Server
 
 
 class Offers:
@@ -51,6 +50,8 @@ class Offers:
             else:
                 self.tell(f"the model of round {n + 1} is not offered: another one of that round was signed before")
             return
-        others = {to: self._snapshot(n, model, claims).signed(self.identity.sign) for to, model in (crafted or {}).items()}
+        others = {
+            to: self._snapshot(n, model, claims).signed(self.identity.sign) for to, model in (crafted or {}).items()
+        }
         own = self._snapshot(n, theta, num_samples).signed(self.identity.sign)
         self.server.publish(own, {**dict.fromkeys(withheld), **others})
