@@ -5,6 +5,7 @@ it has its share of the simulated data and, where it is malicious there, attacks
 """
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,13 +142,14 @@ def network(federation: Federation) -> nn.Module:
     return module_of(federation.experiment, federation.seed, seen_by(federation))
 
 
-def load_model(folder: Path | str) -> nn.Module:
-    """The final model in the folder of a peer's run, as a module in evaluation mode.
+def load_model(folder: Path | str, *, own: Collection[str] = ()) -> nn.Module:
+    """The final model in the folder of a peer's run, as a module in evaluation mode; `own` are
+    the packages of its parts that are allowed to run.
 
     Raises ConfigError or RunError where there is none.
     """
     path = Path(folder) / "model.safetensors"
-    module = network(read(Path(folder) / "federation.toml"))
+    module = network(read(Path(folder) / "federation.toml", own=own))
     if not path.exists():
         raise RunError(f"there is no {path}: it is written after the last round")
     try:

@@ -125,7 +125,7 @@ class _Fetch:
         began, manifest = time.monotonic(), self._manifest()
         if isinstance(manifest, str):
             return manifest
-        room = self.of.coding.room(manifest.size, self.row)
+        room = memoryview(bytearray(manifest.size))
         if failed := self._chunks(manifest, room):
             return failed
         with self.lock:
@@ -155,7 +155,7 @@ class _Fetch:
         return reason
 
     def _judged(self, body: protocol.Bytes) -> "Manifest | str":
-        """The manifest in an offer, where it passes; and what it says of others' manifests, where that is a conflict."""
+        """The manifest in an offer, where it passes; where what it says of others' is a conflict, that is looked into."""
         of, federation = self.of, self.of.federation
         try:
             signed, digests = protocol.read_offer(body)
@@ -242,5 +242,5 @@ def unfit(theta: Float[Tensor, " d"]) -> str:
     return "bound" if math.isfinite(size) else "not finite"
 
 
-def _sha(content: bytes) -> bytes:
+def _sha(content: protocol.Bytes) -> bytes:
     return hashlib.sha256(content).digest()

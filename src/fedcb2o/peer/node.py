@@ -170,7 +170,7 @@ class Node:
         transport: Transport,
         tally: "Tally",
     ) -> Iterator[dict[str, Any]]:
-        """Every round that is left: its line is written, then its checkpoint, then the next round waits for its time."""
+        """Every round that is left: its line is written, its checkpoint, and the next round waits for its time."""
         federation, model = self.federation, engine.block.pool[:1]
         began, first = time.monotonic(), self.done
         made = rounds(engine, memory, first, federation.rounds, lambda n: True, self._tell, federation.deadline_seconds)
@@ -239,9 +239,8 @@ class Node:
         log.cut(self.done)
         for name, known in records.lines_of(self.out).items():
             if log.sums().get(name) != known:
-                raise records.damaged(
-                    self.out / name, f"it does not hold what it did when {checkpoint.FILE} was written"
-                )
+                what = f"it does not hold what it did when {checkpoint.FILE} was written"
+                raise records.damaged(self.out / name, what)
         model.copy_(kept[:1])
         coding.restore(dict(zip(state, kept[1:], strict=True)))
         return memory
@@ -377,10 +376,10 @@ class Tally:
         }
 
     def _now(self) -> dict[str, Any]:
-        counts = self.server.counts()
+        counts = self.server.counts
         return {
             "sent": sum(counts.sent.values()),
             "got": self.downloads.received,
             "served": counts.answered,
-            "turned_away": dict(counts.turned_away),
+            "turned_away": dict(counts.refused),
         }

@@ -44,9 +44,9 @@ class Offers:
         """Offer the model of round `n`, to all but whom it is `withheld` from. Attackers of a simulation offer what
         they `crafted` to those peers, and claim another number of samples to them; they write nothing down first."""
         if crafted is None and not withheld:
-            snapshot = self._snapshot(n, theta, num_samples)
-            if self.journal.may_sign(n, snapshot.digest):
-                self.server.publish(snapshot.signed(self.identity.sign))
+            manifest, content = self._packed(n, theta, num_samples)
+            if self.journal.may_sign(n, manifest.digest):
+                self.server.publish(self._signed(manifest, content))
             else:
                 self.tell(f"the model of round {n + 1} is not offered: another one of that round was signed before")
             return

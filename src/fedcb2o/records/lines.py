@@ -16,8 +16,8 @@ SEEDED = ("metrics", "pairs")
 
 
 class Records:
-    """The growing records of one seed, by default metrics.jsonl, pairs.jsonl and timing.jsonl in its folder; `whole` are
-    those that have a line for every round."""
+    """The growing records of one seed, by default metrics.jsonl, pairs.jsonl and timing.jsonl in its folder; those that
+    are `whole` have a line for every round."""
 
     def __init__(self, folder: Path, names: Sequence[str] = NAMES, whole: Sequence[str] = SEEDED) -> None:
         self.folder, self.whole = folder, whole
