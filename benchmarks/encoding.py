@@ -21,8 +21,8 @@ from jaxtyping import Bool, Float
 from fedcb2o.experiments import assemble
 from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.lines import metrics_line
-from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.choices import Inbox
+from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Memory
 from fedcb2o.models import flatten
 from fedcb2o.peer.coding import Coding, Int8, Raw
