@@ -40,6 +40,8 @@ class Forgetful(Int8):
         return super().pack(theta)
 
 
+ENCODINGS = ("float32", "int8")
+"""What a federation may agree on."""
 CODINGS: dict[str, Callable[[torch.Tensor], Coding]] = {
     "float32": lambda origin: Raw(len(origin)),
     "int8": Int8,
