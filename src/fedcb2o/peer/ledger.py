@@ -115,9 +115,13 @@ def check_proof(path: Path, federation: Federation | None = None) -> str:
     shown = f"two different models for round {proof.round} of run {proof.run.hex()[:16]} are signed by"
     if federation is None:
         key = base64.b64encode(proof.key).decode()
-        return f"{shown} the key {key} as agent {proof.agent}; --federation tells whose it is (the file says {proof.name})"
+        return (
+            f"{shown} the key {key} as agent {proof.agent}; --federation tells whose it is (the file says {proof.name})"
+        )
     if proof.run != federation.run:
-        raise DataError(f"{path} is of run {proof.run.hex()[:16]}, and this federation's is {federation.run.hex()[:16]}")
+        raise DataError(
+            f"{path} is of run {proof.run.hex()[:16]}, and this federation's is {federation.run.hex()[:16]}"
+        )
     member = federation.members.get(proof.agent)
     if member is None or member.key != proof.key or member.name != proof.name:
         raise DataError(f"{path} is not of the key of {proof.name}, agent {proof.agent}, in this federation")
@@ -152,7 +156,7 @@ class Ledger:
 
     def seen(self, signed: bytes) -> Proof | None:
         """Keep a manifest, whoever gave it, if a member signed it for this run; the proof, where it is one's second."""
-        reason, manifest = signed_by_member(signed, self._federation)
+        _, manifest = signed_by_member(signed, self._federation)
         if manifest is None or manifest.round >= self._federation.rounds:
             return None
         with self._lock:

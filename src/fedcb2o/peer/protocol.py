@@ -11,7 +11,10 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, TypeAlias, TypeVar
+
+from fedcb2o.peer.federation import Federation
+from fedcb2o.peer.identity import Member
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 Sign: TypeAlias = Callable[[bytes], bytes]
@@ -24,7 +27,7 @@ VERSION = 1
 CHUNK = 2**20
 MOST_CHUNKS = 2**14  # of a model: 16 GiB as sent
 MOST_SEEN = 64  # digests beside a manifest
-MOST_HELLO = 2**16
+MOST_HELLO = 2**21
 NONE = bytes(32)  # a digest where there is none
 SIGNATURE = 64
 
@@ -39,7 +42,8 @@ _ANSWER = struct.Struct("<7sBBB 16s")
 _LENGTH = struct.Struct("<I")
 _SEEN = struct.Struct("<II 32s")
 REQUEST_LENGTH = _REQUEST.size + SIGNATURE
-MOST_OFFER = _LENGTH.size + _MANIFEST.size + 32 * MOST_CHUNKS + SIGNATURE + MOST_SEEN * _SEEN.size
+MOST_MANIFEST = _MANIFEST.size + 32 * MOST_CHUNKS + SIGNATURE
+MOST_OFFER = _LENGTH.size + MOST_MANIFEST + MOST_SEEN * _SEEN.size
 
 
 class Message(IntEnum):
@@ -162,14 +166,14 @@ def num_chunks(size: int) -> int:
     return -(-size // CHUNK)
 
 
-def read_manifest(data: Bytes) -> tuple[Manifest, bytes, bytes]:
+def read_manifest(data: Bytes, *, longest: int = MOST_MANIFEST) -> tuple[Manifest, bytes, bytes]:
     """A manifest, its body and its signature, of which nothing is checked yet but the layout."""
     encoding = _begin(data, Message.MANIFEST)
+    if len(data) > longest:
+        raise MalformedError("length")
     count = (len(data) - _MANIFEST.size - SIGNATURE) // 32
-    if not 0 <= count <= MOST_CHUNKS:
-        raise MalformedError("malformed")
     end = _MANIFEST.size + 32 * count
-    if len(data) != end + SIGNATURE:
+    if count < 0 or len(data) != end + SIGNATURE:
         raise MalformedError("malformed")
     _, _, _, _, run, agent, round, dim, num_samples, base, size, sha256, claimed = _MANIFEST.unpack_from(data)
     if claimed != count:
@@ -190,35 +194,12 @@ def read_manifest(data: Bytes) -> tuple[Manifest, bytes, bytes]:
     return manifest, body, bytes(data[end:])
 
 
-@runtime_checkable
-class Verifies(Protocol):
-    """Who has a public key."""
-
-    def verify(self, message: bytes, signature: bytes) -> bool:
-        """Whether it signed this."""
-        ...
-
-
-@runtime_checkable
-class Agreed(Protocol):
-    """What a receiver must know to judge a manifest; a `Federation` has it."""
-
-    @property
-    def run(self) -> bytes: ...  # noqa: D102
-    @property
-    def members(self) -> Mapping[int, Verifies]: ...  # noqa: D102
-    @property
-    def rounds(self) -> int: ...  # noqa: D102
-    @property
-    def lag(self) -> int: ...  # noqa: D102
-    @property
-    def synchronous(self) -> bool: ...  # noqa: D102
-
-
-def signed_by_member(data: Bytes, federation: Agreed) -> tuple[str, Manifest | None]:
+def signed_by_member(
+    data: Bytes, federation: Federation, *, longest: int = MOST_MANIFEST
+) -> tuple[str, Manifest | None]:
     """The manifest that a member signed for this run, whoever hands it on, or the reason why it is none."""
     try:
-        manifest, body, signature = read_manifest(data)
+        manifest, body, signature = read_manifest(data, longest=longest)
     except MalformedError as error:
         return error.reason, None
     member = federation.members.get(manifest.agent)
@@ -232,7 +213,7 @@ def signed_by_member(data: Bytes, federation: Agreed) -> tuple[str, Manifest | N
 def refusal(
     data: Bytes,
     *,
-    federation: Agreed,
+    federation: Federation,
     asked: int,
     n: int,
     least: int,
@@ -243,13 +224,11 @@ def refusal(
 ) -> tuple[str, Manifest | None]:
     """Why the manifest that agent `asked` gave in round `n` is not taken, "" where it is, and then the manifest.
 
-    The reasons in their order: length, malformed, version (bytes that cannot be read), member, signature, run, agent,
+    The reasons in their order: malformed, version, length (bytes that cannot be read), member, signature, run, agent,
     round, size, dtype. `least` is the round of the last manifest taken from that agent, `most` the largest size of a
     model as sent. Time and memory are bounded by `most`, whatever `data` is.
     """
-    if len(data) > manifest_length(most):
-        return "length", None
-    reason, manifest = signed_by_member(data, federation)
+    reason, manifest = signed_by_member(data, federation, longest=min(manifest_length(most), MOST_MANIFEST))
     if manifest is None:
         return reason, None
     first, last = (n, n) if federation.synchronous else (n - federation.lag, federation.rounds - 1)
@@ -371,7 +350,7 @@ def hello(about: Mapping[str, Any], nonce: bytes, sign: Sign) -> bytes:
     return text + sign(SIGNS_HELLO + nonce + text)
 
 
-def read_hello(body: Bytes, nonce: bytes, member: Verifies) -> dict[str, Any]:
+def read_hello(body: Bytes, nonce: bytes, member: Member) -> dict[str, Any]:
     """What a member says of itself in the answer to HELLO; its signature is checked before it is read."""
     if not SIGNATURE < len(body) <= MOST_HELLO:
         raise MalformedError("length")
