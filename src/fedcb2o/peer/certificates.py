@@ -1,0 +1,172 @@
+"""The certificates of one organisation: a small authority of its own, and the TLS certificate that this signs.
+
+With the roots of several members in one bundle, each of these could sign for any name. So a root is tied to its member:
+its name constraints permit no other name and no other host. Whoever checks a chain by RFC 5280 then refuses the rest;
+what this does not prove is told by who signed, which is the signing key's matter and not TLS's.
+"""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedcb2o.errors import ConfigError
+
+ROOT_DAYS = 20 * 365
+EARLY = timedelta(days=1)
+"""How long before it is made a certificate is valid, since clocks differ."""
+TIE_SUBJECT = False
+"""Whether a root is tied to its member's common name too, beside names and addresses."""
+LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def parsed(endpoint: str) -> tuple[str | Address, int]:
+    """The host, a name or an address, and the port of "HOST:PORT"; raises ConfigError."""
+    host, _, port = endpoint.rpartition(":")
+    if not (re.fullmatch(r"[1-9][0-9]{0,4}", port) and int(port) < 2**16):
+        raise ConfigError(f"an endpoint is HOST:PORT, with a port from 1 to 65535, got {endpoint[:100]!r}")
+    try:
+        if host.startswith("[") and host.endswith("]"):
+            address: Address = ipaddress.IPv6Address(host[1:-1])
+        else:
+            address = ipaddress.IPv4Address(host)
+    except ValueError:
+        labels = host.split(".")
+        if len(host) > 253 or not all(map(LABEL.fullmatch, labels)) or labels[-1].isdigit():
+            raise ConfigError(
+                f"the host of {endpoint[:100]!r} is no name in lower case, no IPv4 address and no [IPv6 address]"
+            ) from None
+        return host, int(port)
+    if address.is_unspecified or address.is_multicast or str(address) not in host or "%" in host:
+        raise ConfigError(f"the host of {endpoint!r} is no address of one machine in its usual form, such as 192.0.2.7")
+    return address, int(port)
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    """A key of a certificate."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def new_root(name: str, endpoint: str, key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Certificate:
+    """The certificate of a member's own authority, which may sign for this name and host alone."""
+    builder = _builder(name, name, key, now, now + timedelta(days=ROOT_DAYS))
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(sign=False), critical=True)
+    builder = builder.add_extension(constraints(name, endpoint), critical=True)
+    return builder.sign(key, hashes.SHA256())
+
+
+def new_leaf(
+    name: str,
+    endpoint: str,
+    key: ec.EllipticCurvePrivateKey,
+    root: x509.Certificate,
+    root_key: ec.EllipticCurvePrivateKey,
+    now: datetime,
+    until: datetime,
+) -> x509.Certificate:
+    """The TLS certificate of a member, for both ends of a link."""
+    builder = _builder(name, name, key, now, min(until, root.not_valid_after_utc))
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(sign=True), critical=True)
+    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = builder.add_extension(x509.ExtendedKeyUsage(both), critical=False)
+    builder = builder.add_extension(x509.SubjectAlternativeName(_alternatives(name, endpoint)), critical=False)
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root_key.public_key())
+    return builder.add_extension(issuer, critical=False).sign(root_key, hashes.SHA256())
+
+
+def checked_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
+    """The one certificate in a text that another organisation sent; raises ConfigError unless it is the root of this
+    name and host, and of nothing else."""
+    try:
+        (root,) = x509.load_pem_x509_certificates(pem.encode())
+        root.verify_directly_issued_by(root)
+        key, extensions = root.public_key(), root.extensions
+        basic = extensions.get_extension_for_class(x509.BasicConstraints)
+        usage = extensions.get_extension_for_class(x509.KeyUsage).value
+        names = extensions.get_extension_for_class(x509.NameConstraints)
+        exact = root.public_bytes(Encoding.PEM).decode() == pem
+        subject = root.subject == _subject(name)
+    except Exception as error:  # what another made may be wrong in any way
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(f"`root` of {name} is no certificate that signs itself: {reason}") from error
+    if not exact:
+        raise ConfigError(f"`root` of {name} must hold its certificate as PEM, and nothing else")
+    if not (isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1)):
+        raise ConfigError(f"the key of `root` of {name} must be one of the curve P-256")
+    if not (basic.critical and basic.value.ca and usage.key_cert_sign):
+        raise ConfigError(f"`root` of {name} is not the certificate of an authority")
+    if not subject:
+        raise ConfigError(f"`root` of {name} is that of another: {root.subject.rfc4514_string()[:100]!r}")
+    if not names.critical or names.value != constraints(name, endpoint):
+        raise ConfigError(
+            f"`root` of {name} is not tied to this name and to the host of {endpoint}, and to these alone"
+        )
+    return root
+
+
+def constraints(name: str, endpoint: str) -> x509.NameConstraints:
+    """What a member's root may sign for: its name and the host of its endpoint."""
+    host = parsed(endpoint)[0]
+    permitted: list[x509.GeneralName] = [x509.DNSName(name)]
+    excluded: list[x509.GeneralName] | None = None
+    if isinstance(host, str):
+        permitted += [x509.DNSName(host)] if host != name else []
+        excluded = [x509.IPAddress(ipaddress.ip_network(all_of)) for all_of in ("0.0.0.0/0", "::/0")]
+    else:
+        permitted += [x509.DNSName("localhost")] if host.is_loopback else []
+        permitted.append(x509.IPAddress(ipaddress.ip_network(host)))
+    if TIE_SUBJECT:
+        permitted.append(x509.DirectoryName(_subject(name)))
+    return x509.NameConstraints(permitted_subtrees=permitted, excluded_subtrees=excluded)
+
+
+def _alternatives(name: str, endpoint: str) -> Sequence[x509.GeneralName]:
+    host = parsed(endpoint)[0]
+    if isinstance(host, str):
+        return [x509.DNSName(each) for each in dict.fromkeys((name, host))]
+    local = [x509.DNSName("localhost")] if host.is_loopback else []
+    return [x509.DNSName(name), *local, x509.IPAddress(host)]
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _usage(*, sign: bool) -> x509.KeyUsage:
+    """The usage of a TLS certificate, which signs handshakes, or of a root, which signs certificates."""
+    return x509.KeyUsage(
+        digital_signature=sign,
+        key_cert_sign=not sign,
+        crl_sign=not sign,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _builder(
+    name: str, issuer: str, key: ec.EllipticCurvePrivateKey, now: datetime, until: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_subject(name))
+        .issuer_name(_subject(issuer))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now.astimezone(UTC) - EARLY)
+        .not_valid_after(until.astimezone(UTC))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )

@@ -1,0 +1,14 @@
+"""What real peers need beside the rest, the extra `peer`, which may not be installed."""
+
+from importlib.util import find_spec
+
+from fedcb2o.errors import ConfigError
+
+MODULES = ("cryptography", "zenoh", "zstandard")
+
+
+def need() -> None:
+    """Raises ConfigError that names the extra where a part of it is missing."""
+    for name in MODULES:
+        if find_spec(name) is None:
+            raise ConfigError(f"real peers need the extra, of which {name} is missing: pip install 'fedcb2o[peer]'")

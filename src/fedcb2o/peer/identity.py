@@ -1,0 +1,286 @@
+"""Who an organisation is: a signing key, certificates, and the public half of these, which the others get.
+
+The signing key is the identity: it signs every manifest and every new version of a federation. Certificates let a link
+be made at all; the root of one's own small authority stands in the federation, so that TLS certificates are renewed
+without asking anybody.
+"""
+
+import base64
+import binascii
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+
+from fedcb2o import records
+from fedcb2o.errors import ConfigError
+from fedcb2o.peer import certificates
+
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+MOST = 2**16
+"""The bytes of the largest file of an organisation."""
+SECRETS = ("signing.key", "root.key", "tls.key")
+
+
+@dataclass(frozen=True)
+class Member:
+    """The public half of an organisation; raises ConfigError for what cannot be one."""
+
+    name: str
+    endpoint: str
+    key: bytes
+    root: str
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name) or self.name.isdigit() or self.name == "localhost":
+            raise ConfigError(
+                "a member's name has up to 63 small letters, digits and hyphens between them, such as hospital-a, "
+                f"got {self.name[:100]!r}"
+            )
+        certificates.parsed(self.endpoint)
+        if len(self.key) != 32:
+            raise ConfigError(f"`key` of {self.name} must have 32 bytes, got {len(self.key)}")
+        certificates.checked_root(self.root, self.name, self.endpoint)
+
+    @property
+    def expires(self) -> datetime:
+        """When its root ends, which then has to be replaced by a new version of the federation."""
+        return x509.load_pem_x509_certificate(self.root.encode()).not_valid_after_utc
+
+    def verify(self, message: bytes, signature: bytes) -> bool:
+        """Whether this member signed this message."""
+        try:
+            Ed25519PublicKey.from_public_bytes(self.key).verify(signature, message)
+        except (InvalidSignature, ValueError, TypeError):
+            return False
+        return True
+
+    @classmethod
+    def read(cls, path: Path) -> "Member":
+        """The member in a file NAME.member.toml; raises ConfigError for anything else."""
+        try:
+            with path.open("rb") as file:
+                content = file.read(MOST + 1)
+            if len(content) > MOST:
+                raise ValueError(f"it is longer than {MOST} bytes")
+            return cls.of_table(records.parse_toml(content))
+        except (OSError, ValueError) as error:
+            told = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"{path} is no member's file: {told}") from error
+
+    @classmethod
+    def of_table(cls, table: Mapping[str, Any]) -> "Member":
+        """The member in a table of four texts; raises ConfigError for anything else."""
+        keys = ("name", "endpoint", "key", "root")
+        for key in table:
+            if key not in keys:
+                raise ConfigError(f"there is no key {key[:100]!r} of a member: its keys are {', '.join(keys)}")
+        for key in keys:
+            if key not in table:
+                raise ConfigError(f"the key `{key}` of a member is missing")
+            if not isinstance(table[key], str):
+                raise ConfigError(f"`{key}` of a member must be a text, got one of type {type(table[key]).__name__}")
+        try:
+            public = base64.b64decode(table["key"].encode(), validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ConfigError(f"`key` of a member is no base64: {error}") from error
+        if base64.b64encode(public).decode() != table["key"]:
+            raise ConfigError("`key` of a member must be base64 in its usual form")
+        return cls(table["name"], table["endpoint"], public, table["root"])
+
+    def table(self) -> dict[str, str]:
+        """This member as texts."""
+        key = base64.b64encode(self.key).decode()
+        return {"name": self.name, "endpoint": self.endpoint, "key": key, "root": self.root}
+
+    def write(self, path: Path) -> None:
+        """Write NAME.member.toml, the file to send to the others."""
+        records.atomic_write(path, tomli_w.dumps(self.table(), multiline_strings=True).encode())
+
+
+@dataclass(frozen=True)
+class Identity:
+    """An organisation's own keys and certificates, in a folder that nobody else may read."""
+
+    folder: Path
+    member: Member
+    _key: Ed25519PrivateKey = field(repr=False, compare=False)
+
+    @classmethod
+    def make(
+        cls,
+        folder: Path | str,
+        *,
+        name: str,
+        endpoint: str,
+        days: int = 397,
+        now: datetime | None = None,
+        until: datetime | None = None,
+    ) -> "Identity":
+        """New keys, a root, and a TLS certificate that ends after `days` or at `until`; all files or none are made.
+
+        Raises ConfigError where the folder holds anything.
+        """
+        folder, now = Path(folder), now or datetime.now(UTC)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(
+                f"{folder} is not empty, and keys are never overwritten: choose another folder (`fedcb2o peer renew` "
+                "makes a new TLS certificate for the identity in one)"
+            )
+        key, root_key = Ed25519PrivateKey.generate(), certificates.new_key()
+        root = certificates.new_root(name, endpoint, root_key, now)
+        member = Member(name, endpoint, key.public_key().public_bytes_raw(), _pem(root))
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            _write_secret(made / "signing.key", _private(key))
+            _write_secret(made / "root.key", _private(root_key))
+            records.atomic_write(made / "root.pem", member.root.encode())
+            member.write(made / f"{name}.member.toml")
+            cls(made, member, key).renew(days=days, now=now, until=until)
+            made.rename(folder)
+        except BaseException as error:
+            shutil.rmtree(made, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise ConfigError(f"cannot make {folder}: {error.strerror or error}") from error
+            raise
+        return cls(folder, member, key)
+
+    @classmethod
+    def read(cls, folder: Path | str) -> "Identity":
+        """The identity in a folder; raises ConfigError where it is not whole, or others may read its secrets.
+
+        One whose TLS certificate has expired is read: `expires` tells it.
+        """
+        folder = Path(folder)
+        files = list(folder.glob("*.member.toml"))
+        if len(files) != 1:
+            found = "no file" if not files else f"{len(files)} files"
+            raise ConfigError(f"{folder} holds {found} NAME.member.toml: `fedcb2o peer identity` makes an identity")
+        member = Member.read(files[0])
+        identity = cls(folder, member, _ed25519(folder / "signing.key"))
+        if identity._key.public_key().public_bytes_raw() != member.key:
+            raise ConfigError(f"{folder / 'signing.key'} is not the key in {files[0].name}: restore one of them")
+        root = _certificate(folder / "root.pem")
+        if _pem(root) != member.root:
+            raise ConfigError(f"{folder / 'root.pem'} is not the root in {files[0].name}: restore one of them")
+        return identity
+
+    def check(self) -> None:
+        """Raises ConfigError unless the TLS key and certificate fit each other, the root and the clock."""
+        certificate = _certificate(self.tls_certificate)
+        again = f"`fedcb2o peer renew {self.folder}` makes a new one"
+        if _p256(self.tls_key).public_key() != certificate.public_key():
+            raise ConfigError(f"{self.tls_certificate} is not that of the key in tls.key: {again}")
+        try:
+            certificate.verify_directly_issued_by(_certificate(self.folder / "root.pem"))
+        except (InvalidSignature, ValueError, TypeError) as error:
+            raise ConfigError(f"{self.tls_certificate} is not signed by root.pem: {again}") from error
+        now = datetime.now(UTC)
+        if now >= certificate.not_valid_after_utc:
+            raise ConfigError(f"{self.tls_certificate} expired at {certificate.not_valid_after_utc:%F %T} UTC: {again}")
+        if now < certificate.not_valid_before_utc:
+            raise ConfigError(
+                f"{self.tls_certificate} is valid from {certificate.not_valid_before_utc:%F %T} UTC: set this clock"
+            )
+
+    def sign(self, message: bytes) -> bytes:
+        """The 64 bytes of the Ed25519 signature."""
+        return self._key.sign(message)
+
+    def renew(self, *, days: int = 397, now: datetime | None = None, until: datetime | None = None) -> None:
+        """A new TLS key and certificate by the same root, which the others need not be told of."""
+        now = now or datetime.now(UTC)
+        root, root_key, key = (
+            _certificate(self.folder / "root.pem"),
+            _p256(self.folder / "root.key"),
+            certificates.new_key(),
+        )
+        until = until or now + timedelta(days=days)
+        leaf = certificates.new_leaf(self.member.name, self.member.endpoint, key, root, root_key, now, until)
+        _write_secret(self.tls_key, _private(key))
+        records.atomic_write(self.tls_certificate, _pem(leaf).encode())
+
+    @property
+    def tls_key(self) -> Path:
+        """The file of the TLS key."""
+        return self.folder / "tls.key"
+
+    @property
+    def tls_certificate(self) -> Path:
+        """The file of the TLS certificate."""
+        return self.folder / "tls.pem"
+
+    @property
+    def expires(self) -> datetime:
+        """When the TLS certificate ends."""
+        return _certificate(self.tls_certificate).not_valid_after_utc
+
+
+def _pem(certificate: x509.Certificate) -> str:
+    return certificate.public_bytes(Encoding.PEM).decode()
+
+
+def _private(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write_secret(path: Path, content: bytes) -> None:
+    def write(temporary: Path) -> None:
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+
+    records.atomic_write(path, write)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if path.name in SECRETS and path.stat().st_mode & 0o077:
+            raise ConfigError(f"others may read {path}: chmod 600 {path}, and if they did, make a new identity")
+        with path.open("rb") as file:
+            return file.read(MOST)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; restore it") from error
+
+
+def _certificate(path: Path) -> x509.Certificate:
+    content = _content(path)
+    with contextlib.suppress(ValueError):
+        return x509.load_pem_x509_certificate(content)
+    raise ConfigError(f"{path} holds no certificate: restore it (tls.pem: `fedcb2o peer renew` makes a new one)")
+
+
+def _ed25519(path: Path) -> Ed25519PrivateKey:
+    key = _key(path)
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(f"{path} holds no Ed25519 key: restore it")
+    return key
+
+
+def _p256(path: Path) -> ec.EllipticCurvePrivateKey:
+    key = _key(path)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path} holds no key of the curve P-256: restore it")
+    return key
+
+
+def _key(path: Path) -> object:
+    content = _content(path)
+    try:
+        return load_pem_private_key(content, password=None)
+    except Exception:  # it may be damaged in any way, and what is in it must not be told
+        raise ConfigError(f"{path} holds no key without a passphrase: restore it") from None
