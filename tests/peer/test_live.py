@@ -35,8 +35,8 @@ def shown(*, height=30, names=NAMES, lines=ROUNDS, **console):
 def test_a_line_a_round_where_there_is_no_terminal():
     for text in (shown(), shown(force_terminal=True, _environ={"TERM": "dumb"})):
         assert text.splitlines() == [
-            "hospital-a: round 1/5: accuracy 50.0%, 2 of 3 answered, refused university-d (signature), 1.0 s",
-            "hospital-a: round 2/5: 1 of 3 answered, late: clinic-c, refused university-d (size), 1.0 s",
+            "hospital-a: round 1/5: accuracy 50.0%, 2 of 3 taken, refused university-d (signature), 1.0 s",
+            "hospital-a: round 2/5: 1 of 3 taken, late: clinic-c, refused university-d (size), 1.0 s",
             "hospital-a: stopping [bold]after[/bold] this round?[2J",
         ]
 

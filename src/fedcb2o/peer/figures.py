@@ -69,8 +69,8 @@ def losses(lines: Sequence[Line]) -> Figure | None:
 
 @mpl.rc_context(STYLE)
 def traffic(lines: Sequence[Line]) -> Figure | None:
-    """Megabytes that came in as models and that went out, from the first round on."""
-    incoming = np.cumsum([sum(each.bytes for each in line.received) / 1e6 for line in lines])
+    """Megabytes that came in and that went out, from the first round on."""
+    incoming = np.cumsum([line.incoming / 1e6 for line in lines])
     outgoing = np.cumsum([line.sent / 1e6 for line in lines])
     figure = _curves(lines, {"in": incoming.tolist(), "out": outgoing.tolist()})
     if figure is not None:
@@ -86,6 +86,8 @@ def phases(lines: Sequence[Line]) -> Figure | None:
     if not names:
         return None
     parts = {name: np.array([line.seconds.get(name, 0.0) for line in lines]) for name in names}
+    if parts.keys() >= {"exchange", "aggregate"} and (parts["exchange"] <= parts["aggregate"]).all():
+        parts["aggregate"] = parts["aggregate"] - parts["exchange"]  # which is a part of it
     total = np.array([line.seconds.get("round", 0.0) for line in lines])
     rest = np.maximum(total - sum(parts.values()), 0)
     if rest.sum() > 0.01 * total.sum():

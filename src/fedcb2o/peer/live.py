@@ -80,8 +80,9 @@ class Live:
         print(_plain(line), file=sys.stderr if self.console.stderr else self.console.file, flush=True)
 
     def _answers(self, line: Mapping[str, Any]) -> str:
-        """How many answered, who did not in time, and what was refused of whom."""
-        told = [f"{len(line['received'])} of {len(line['asked'])} answered"]
+        """How many models were taken, who did not answer in time, and what was refused of whom."""
+        asked = [peer for peer in line["asked"] if peer != self.me]  # attackers count themselves among those
+        told = [f"{len(line['received'])} of {len(asked)} taken"]
         if late := line.get("late"):
             told.append(f"late: {' '.join(self._name(peer) for peer in late)}")
         refused = {self._name(int(peer)): reason for peer, reason in line.get("refused", {}).items()}

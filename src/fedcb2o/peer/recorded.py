@@ -71,9 +71,15 @@ class Line(Part):
     late: list[Id] = []
     alive: list[Id] = []
     sent: Count = 0
+    got: Count | None = None
     served: Count = 0
     turned_away: dict[Word, Count] = {}
     seconds: dict[Word, Seconds] = {}
+
+    @property
+    def incoming(self) -> int:
+        """The bytes that came in: all of them where they were counted, else those of models that were taken."""
+        return sum(each.bytes for each in self.received) if self.got is None else self.got
 
     @model_validator(mode="after")
     def _once(self) -> "Line":

@@ -25,7 +25,8 @@ LOOK = (
 )
 SCORES = "On this agent's own test samples, after it has mixed in what it received."
 PEERS = (
-    "Taken: received in time, checked, and admitted to the judging. Seconds: until the model was there and checked. "
+    "Taken: it came in time, passed every check and was judged. Late: nothing came in time, or the peer said that "
+    "it had nothing yet or was busy. Seconds: until the model was there and checked. "
     "Weight: what its model got, mean over the last fifth of the rounds, 0 in those in which it was not taken. Last "
     "alive: the last round in which its link was up."
 )
@@ -168,13 +169,13 @@ def refused_table(recorded: Recorded) -> pd.DataFrame:
 
 def _totals(recorded: Recorded) -> str:
     lines = recorded.lines
-    incoming = sum(each.bytes for line in lines for each in line.received)
+    incoming = sum(line.incoming for line in lines)
     outgoing, served = sum(line.sent for line in lines), sum(line.served for line in lines)
     whole = [line.seconds["round"] for line in lines if "round" in line.seconds]
     took = f" A round took {median(whole):.2f} seconds (median), the longest {max(whole):.2f}." if whole else ""
     return (
-        f"In all {bytes_told(incoming)} came in as models that were taken, and {bytes_told(outgoing)} went out in "
-        f"answer to {served:,} requests.{took}"
+        f"In all {bytes_told(incoming)} came in, and {bytes_told(outgoing)} went out in answer to {served:,} "
+        f"requests.{took}"
     )
 
 
