@@ -37,7 +37,7 @@ MOST = 2**23
 CONTEXT = b"fedcb2o federation 1\n"
 AGENTS = ("budget", "validation", "split", "hold_out", "validation_loss", "initialisation", "graph")
 """The keys of an experiment's [agents] that peers agree on: the others make up who is there, which is known here."""
-PRIMITIVES = ("linear", "layout", "convolution", "together")
+PRIMITIVES = ("linear", "layout", "convolution")
 
 Seconds = Annotated[float, Field(ge=0, le=1e7, strict=False)]
 
@@ -63,7 +63,6 @@ class Settings(Part):
     linear: str | None = None
     layout: str | None = None
     convolution: str | None = None
-    together: Positive | None = None
     agents: dict[str, Any]
     model: dict[str, Any]
     training: Annotated[dict[str, Any], Field(default_factory=dict)]
