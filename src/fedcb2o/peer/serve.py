@@ -127,7 +127,7 @@ class Server:
 
         now = clock()
         limits = {id: federation.limits for id in federation.members if id != me} | {None: STRANGERS}
-        self._peers = {id: _Peer(each, id, each.answers_per_minute, now) for id, each in limits.items()}
+        self._peers = {id: _Peer(each, id, float(each.answers_per_minute), now) for id, each in limits.items()}
         self._changed = threading.Condition()  # its lock guards what follows, and the peers
         self._waiting: dict[int | None, _Peer] = {}  # whose queues are not empty, in turn
         self._since: dict[int, float] = {}  # when each busy thread began
