@@ -186,6 +186,22 @@ def test_some_members_are_shown_another_model(scene):
         )
 
 
+def test_a_simulated_attacker_publishes_twice_in_a_round(scene):
+    """At first nothing for those whom it deceives, then what it crafted; the round before stays for who is behind."""
+    server = scene.server()
+    before, first, second = (scene.snapshot(n, text) for n, text in ((4, b"4"), (5, b"5"), (5, b"again")))
+    server.publish(before)
+    server.publish(first, to={1: None})
+    assert read_offer(scene.ask(server, scene.request(Kind.MANIFEST, 1, round=5)).body)[0] == before.manifest
+    assert read_offer(scene.ask(server, scene.request(Kind.MANIFEST, 2, round=5)).body)[0] == first.manifest
+    server.publish(second, to={1: scene.snapshot(5, b"crafted")})
+    crafted = read_manifest(read_offer(scene.ask(server, scene.request(Kind.MANIFEST, 1, round=5)).body)[0])[0].digest
+    for sender, digest, text in ((1, crafted, b"crafted"), (2, second.digest, b"again"), (2, first.digest, b"5")):
+        assert bytes(scene.ask(server, scene.request(Kind.CHUNK, sender, digest=digest)).body) == text
+    assert bytes(scene.ask(server, scene.request(Kind.CHUNK, 1, digest=before.digest)).body) == b"4"
+    assert scene.ledger.guilty == frozenset()
+
+
 def test_a_member_with_another_file_is_greeted_and_gets_nothing_else(scene, who, federation):
     server = scene.server()
     server.publish(scene.snapshot(5))

@@ -25,3 +25,21 @@ def identity(
     made = Identity.make(out, name=name, endpoint=endpoint, days=days)
     print(made.folder / f"{name}.member.toml")
     return made.folder
+
+
+def proof(
+    file: Annotated[
+        Path, typer.Argument(metavar="NAME-ROUND.proof.toml", help="A proof of equivocation.", show_default=False)
+    ],
+    federation: Annotated[
+        Path | None,
+        typer.Option(metavar="FEDERATION.toml", help="Says whose the key is, and whether it is of this run."),
+    ] = None,
+) -> str:
+    """Check, offline, a file that shows that a member signed two different models for one round."""
+    from fedcb2o.peer.federation import read
+    from fedcb2o.peer.ledger import check_proof
+
+    found = check_proof(file, None if federation is None else read(federation))
+    print(found)
+    return found

@@ -123,7 +123,7 @@ class Server:
         self._federation, self._me, self._identity, self._ledger = federation, me, identity, ledger
         self._about, self._patience, self._clock = about, patience, clock
         self._ids = {member.key: id for id, member in federation.members.items()}
-        self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot]], ...] = ()
+        self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()  # the newest first
 
         now = clock()
         limits = {id: federation.limits for id in federation.members if id != me} | {None: STRANGERS}
@@ -143,10 +143,16 @@ class Server:
         with self._changed:
             return Counts(self._requests, self._answered, dict(+self._sent), dict(+self._refused))
 
-    def publish(self, snapshot: Snapshot, to: Mapping[int, Snapshot] | None = None) -> None:
-        """Serve this snapshot and the one before; `to` some members others, as attackers do that are simulated."""
-        self._ledger.seen(snapshot.manifest)  # whoever else signs with this key is found out too
-        self._published = ((snapshot, dict(to or {})), *self._published[:1])
+    def publish(self, snapshot: Snapshot, to: Mapping[int, Snapshot | None] | None = None) -> None:
+        """Serve this snapshot, and go on with that of the round before.
+
+        Simulated attackers serve `to` some members others, or none yet, and may publish twice for one round.
+        """
+        if to is None:
+            self._ledger.seen(snapshot.manifest)  # whoever else signs with this key is found out too
+        published = ((snapshot, dict(to or {})), *self._published)
+        rounds = sorted({each.described.round for each, _ in published})[-2:]
+        self._published = tuple(each for each in published if each[0].described.round in rounds)[:4]
 
     def hear(self, request: bytes, reply: Reply) -> None:
         """Check a request and see to its answer; at once, and without ever raising. What is not signed gets none."""
@@ -268,9 +274,10 @@ class Server:
         if request.kind is Kind.HELLO:
             return Status.OK, hello(self._about(), request.nonce, self._identity.sign)
         if request.kind is Kind.WITNESS:
-            found = self._ledger.witness(request.index, request.round, request.digest)
-            return (Status.NOT_HERE, b"") if found is None else (Status.OK, found)
-        snapshots = [to.get(sender, snapshot) for snapshot, to in self._published]
+            signed = self._ledger.witness(request.index, request.round, request.digest)
+            return (Status.NOT_HERE, b"") if signed is None else (Status.OK, signed)
+        found = [to.get(sender, snapshot) for snapshot, to in self._published]
+        snapshots = [snapshot for snapshot in found if snapshot is not None]
         if request.kind is Kind.MANIFEST:
             return self._newest(snapshots, request.round)
         for snapshot in snapshots:
