@@ -229,21 +229,25 @@ class Server:
 
     def _work(self, me: int) -> None:
         while (taken := self._take(me)) is not None:
-            peer, nonce, reply, content = taken
-            try:
-                status, body = content()
-                answer = Answer(nonce, status, body).encode()
-                reply(answer)
-            except Exception:  # it ends this answer, and not the thread
-                status, answer = None, b""
-            with self._changed:
-                peer.active -= 1
-                del self._since[me]
-                self._answered += status is Status.OK
-                self._refused["failed"] += status is None
-                if peer.id is not None:
-                    self._sent[peer.id] += len(answer)
-                self._changed.notify()
+            self._give(me, *taken)
+            del taken  # and with it the transport's end of the request
+
+    def _give(self, me: int, peer: _Peer, nonce: bytes, reply: Reply, content: Content) -> None:
+        """One answer, which may take long."""
+        try:
+            status, body = content()
+            answer = Answer(nonce, status, body).encode()
+            reply(answer)
+        except Exception:  # it ends this answer, and not the thread
+            status, answer = None, b""
+        with self._changed:
+            peer.active -= 1
+            del self._since[me]
+            self._answered += status is Status.OK
+            self._refused["failed"] += status is None
+            if peer.id is not None:
+                self._sent[peer.id] += len(answer)
+            self._changed.notify()
 
     def _take(self, me: int) -> tuple[_Peer, bytes, Reply, Content] | None:
         """The next answer that a thread is to give, when its turn has come; None when there will be none."""

@@ -108,7 +108,7 @@ class Zenoh:
         try:
             replies = session.get(
                 _key(peer),
-                zenoh.handlers.RingChannel(MOST_ANSWERS),
+                zenoh.handlers.FifoChannel(MOST_ANSWERS),
                 target=zenoh.QueryTarget.ALL,
                 consolidation=zenoh.ConsolidationMode.NONE,
                 payload=request,
