@@ -180,3 +180,21 @@ def _tell(federation: "Federation", path: Path) -> None:
         print(f"It lacks {federation.lacking} of the signatures of {others}: fedcb2o peer sign {path} --identity DIR")
     else:
         print("Enough members signed it: all run with this file now.")
+
+
+def proof(
+    file: Annotated[
+        Path, typer.Argument(metavar="NAME-ROUND.proof.toml", help="A proof of equivocation.", show_default=False)
+    ],
+    federation: Annotated[
+        Path | None,
+        typer.Option(metavar="FEDERATION.toml", help="Says whose the key is, and whether it is of this run."),
+    ] = None,
+) -> str:
+    """Check, offline, a file that shows that a member signed two different models for one round."""
+    from fedcb2o.peer.federation import read
+    from fedcb2o.peer.ledger import check_proof
+
+    found = check_proof(file, None if federation is None else read(federation))
+    print(found)
+    return found
