@@ -198,3 +198,32 @@ def proof(
     found = check_proof(file, None if federation is None else read(federation))
     print(found)
     return found
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a `peer run`.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Where report.html goes. Default: into that folder.")] = None,
+) -> Path:
+    """Write one agent's page: accuracy, whom it asked, who answered how fast, weights, what was refused, bytes."""
+    from fedcb2o.peer.report import report as write_report
+
+    path = write_report(folder, out)
+    print(path)
+    return path
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Where all eight write to.")] = Path("runs/peers-demo"),
+    rounds: Annotated[int, typer.Option(min=1, help="How many rounds.")] = 30,
+) -> Path:
+    """Run eight organisations on this machine, a process each: two flip labels, one sends garbage."""
+    from rich.console import Console
+
+    from fedcb2o.peer.demo import demo as run_demo
+    from fedcb2o.report.render import to_rich
+
+    console = Console()
+    for title, table in run_demo(out, rounds=rounds).items():
+        console.print(to_rich(table, title=title, width=console.width))
+    print(f"\nA page of each: fedcb2o peer report {out / 'hospital-a'}; their logs are in {out / 'logs'}.")
+    return out
