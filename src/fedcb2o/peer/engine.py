@@ -64,19 +64,17 @@ class Among:
     def publish_(self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]) -> None:
         """Offer the model that the agent trained; an attacker of a simulation crafts first, from what it downloads."""
         block, layout, box = self.block, self.block.layout, outbox(self.block, n)
-        claim, own = int(box.num_samples[0]), self._row(int(layout.own[0]))
-        deceives = bool(box.deceives[0])
-        lies = claim != int(box.claims[0])
-        if not (deceives or lies):
-            self.offers.publish(n, own, claim)
+        num_samples, claims = int(box.num_samples[0]), int(box.claims[0])
+        theta, deceived = self._row(int(layout.own[0])), self.attackers.benign
+        if not box.deceives[0] and claims == num_samples:
+            self.offers.publish(n, theta, num_samples)
             return
-        receivers = self.attackers.benign.tolist()
-        if deceives:
-            self.offers.publish(n, own, claim, withheld=receivers)  # fellows look at what each trained
+        if box.deceives[0]:  # fellows look at what each trained
+            self.offers.deceive(n, theta, num_samples, dict.fromkeys(deceived.tolist()), claims)
             craft_(block, ONE, n, np.ones(self.terms.num_agents, dtype=bool), self._look(n))
-        rows = box.rows(np.zeros(len(receivers), np.int64), self.attackers.benign).tolist()
-        crafted = {to: self._row(row) for to, row in zip(receivers, rows, strict=True)}
-        self.offers.publish(n, own, claim, crafted=crafted, claims=int(box.claims[0]))
+        rows = box.rows(np.zeros(len(deceived), np.int64), deceived).tolist()
+        crafted = {to: self._row(row) for to, row in zip(deceived.tolist(), rows, strict=True)}
+        self.offers.deceive(n, theta, num_samples, crafted, claims)
 
     def _look(self, n: int) -> Callable[[list[int]], Float[Tensor, "m d"]]:
         """What an attacker may see: the models of others that it downloads now, and its own."""

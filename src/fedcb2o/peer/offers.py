@@ -1,4 +1,4 @@
-"""What one agent offers its peers: a snapshot of its model with a signed manifest, by a `Server`.
+"""What one agent offers its peers: its model as it is sent, with a signed manifest.
 
 An agent that restarts must never sign two manifests for one round, so that what it will sign is written down first.
 """
@@ -12,11 +12,12 @@ from fedcb2o.peer.coding import Coding
 from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.identity import Identity
 from fedcb2o.peer.ledger import Journal
-from fedcb2o.peer.serve import Server
+from fedcb2o.peer.protocol import Bytes, Manifest
+from fedcb2o.peer.serve import Server, Snapshot
 
 
 class Offers:
-    """The published models of agent `me`; `tell` hears what its operator should know."""
+    """The models that an agent publishes by a server; `tell` hears what its operator should know."""
 
     def __init__(
         self,
@@ -31,27 +32,43 @@ class Offers:
         self.journal, self.server, self.tell = journal, server, tell
         self.me = federation.id_of(identity.member)
 
-    def publish(
+    def publish(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> None:
+        """Offer the model of round `n` to everybody, unless another one of that round was signed before."""
+        manifest, content = self._packed(n, theta, num_samples)
+        if self.journal.may_sign(n, manifest.digest):
+            self.server.publish(self._signed(manifest, content))
+        else:
+            self.tell(f"the model of round {n + 1} is not offered: another one of that round was signed before")
+
+    def deceive(
         self,
         n: int,
         theta: Float[Tensor, " d"],
         num_samples: int,
-        *,
-        withheld: Sequence[int] = (),
-        crafted: Mapping[int, Float[Tensor, " d"]] | None = None,
-        claims: int = 0,
+        crafted: Mapping[int, Float[Tensor, " d"] | None],
+        claims: int,
     ) -> None:
-        """Offer the model of round `n`, to all but whom it is `withheld` from. Attackers of a simulation offer what
-        they `crafted` to those peers, and claim another number of samples to them; they write nothing down first."""
-        if crafted is None and not withheld:
-            manifest, content = self._packed(n, theta, num_samples)
-            if self.journal.may_sign(n, manifest.digest):
-                self.server.publish(self._signed(manifest, content))
-            else:
-                self.tell(f"the model of round {n + 1} is not offered: another one of that round was signed before")
-            return
-        others = {
-            to: self._snapshot(n, model, claims).signed(self.identity.sign) for to, model in (crafted or {}).items()
+        """What an attacker of a simulation does: offer some peers what it `crafted` for them, or nothing yet, with
+        another number of samples; and the others its model. It writes nothing down."""
+        to = {
+            i: None if model is None else self._signed(*self._packed(n, model, claims)) for i, model in crafted.items()
         }
-        own = self._snapshot(n, theta, num_samples).signed(self.identity.sign)
-        self.server.publish(own, {**dict.fromkeys(withheld), **others})
+        self.server.publish(self._signed(*self._packed(n, theta, num_samples)), to)
+
+    def _packed(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> tuple[Manifest, Bytes]:
+        """The manifest of a model, and the model as it is sent."""
+        content = self.coding.pack(theta)
+        manifest = Manifest.of(
+            content,
+            run=self.federation.run,
+            agent=self.me,
+            round=n,
+            dim=len(theta),
+            num_samples=num_samples,
+            encoding=self.coding.number,
+            base=self.coding.base,
+        )
+        return manifest, content
+
+    def _signed(self, manifest: Manifest, content: Bytes) -> Snapshot:
+        return Snapshot(manifest.signed(self.identity.sign), content)

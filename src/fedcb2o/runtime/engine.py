@@ -83,14 +83,16 @@ def rounds(
     tell: Tell = lambda n, phase: None,
     deadline: float | None = None,
 ) -> Iterator[Round]:
-    """Rounds `start` to `stop` - 1 (alg:FedCB2O, lines 2-5), from what the agents remember; the models change in place.
+    """Rounds `start` to `stop` - 1 (alg:FedCB2O, lines 2-5), from what the agents that are here remember, in their order;
+    the models change in place.
 
     `tell` hears what a round is at, since a round may be long. Raises RunError where a benign agent's training
     diverges, or its model overflows where it mixes. Under crafted models that is the attackers' success and no error:
     such an agent is broken from then on, and nobody receives its model.
     """
     parts = engine.parts
-    remembered = [memory.take(part) for part in parts]
+    here = np.sort(np.concatenate(parts))
+    remembered = [memory.take(here.searchsorted(part)) for part in parts]
     del memory  # where nobody else holds it
     for n in range(start, stop):
         clock = Clock()

@@ -1,0 +1,290 @@
+"""How bytes come and go between agents: `Transport`, of which `Zenoh` is the one over TLS.
+
+A request and its answer are bytes; who wrote them is known by the signature in them alone. A transport may lose them,
+and gives up after a while; it never raises for a peer's fault.
+
+Each agent listens on one session, and opens one session of its own to each other agent, in which it trusts that
+member's root and no other. So what comes back on that link was said by the member that was asked, or by somebody to
+whom it lent its key, and no member can keep another's answers or links away. On the session that listens, everybody
+with a certificate of any member is heard, questions are the only thing that is let in, and nothing is passed on.
+"""
+
+import base64
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import zenoh
+
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.peer.federation import Federation
+from fedcb2o.peer.identity import Identity, Member
+
+Reply: TypeAlias = Callable[[bytes], None]
+Hear: TypeAlias = Callable[[bytes, Reply], None]
+
+MOST_ANSWERS = 4
+"""Of one request: a link gives the first of them, what follows is a fault or a lie."""
+MOST_REQUEST = 2**12
+MOST_ANSWER = 2**21
+"""Bytes of a message that is taken in, of a chunk with its head or of the longest manifest."""
+WAITING = 1024
+"""Requests that wait to be heard; beyond these the oldest are dropped."""
+LINKS = 256
+"""Incoming links at once; each may hold two messages of MOST_REQUEST that are not whole yet."""
+PENDING = 64
+"""Incoming links at once that have not shown a certificate; what they wait for is given up after HANDSHAKE."""
+HANDSHAKE = 10.0
+LEASE = 10.0
+"""Seconds without a sign of life after which a link is down."""
+SLOW = 120.0
+"""Seconds that an answer may take to leave: 1 MiB with seven others before it, at 70 kB/s."""
+AGAIN = (0.25, 2.0)
+"""Seconds after which a link is tried again, at first and at most."""
+CLOSING = 3.0
+"""Seconds that closing may take."""
+
+
+class Transport(Protocol):
+    """Who can ask other agents and be asked by them; safe to use from any thread."""
+
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterable[bytes]:
+        """Send a request now; the answers as they come, a few at most, until `timeout` seconds have passed.
+
+        It ends earlier where the link is lost or the peer says no more. Whoever asked checks what it gets.
+        """
+        ...
+
+    def serve(self, hear: Hear) -> None:
+        """Call `hear(request, reply)` for each request that comes from now on, in one thread; it must return at once.
+
+        `reply` may be called later, once, from any thread; empty, it says that there is no answer. It may block on a
+        slow reader, and then only the one who called it.
+        """
+        ...
+
+    def alive(self) -> frozenset[int]:
+        """The agents whose link is up."""
+        ...
+
+    def close(self) -> None:
+        """Give all links up, within a few seconds; twice does no more."""
+        ...
+
+
+class Zenoh:
+    """One agent of a federation over TLS, with links to all others that are made and made again in the background.
+
+    `listen`: whether others may ask it, at its own endpoint or, where that is another machine's, at this "HOST:PORT".
+    Raises ConfigError for an identity that cannot be used, RunError where it cannot listen.
+    """
+
+    def __init__(self, federation: Federation, identity: Identity, *, listen: bool | str = True) -> None:
+        identity.check()
+        me, members = federation.id_of(identity.member), federation.members
+        self._closed, self._lock = False, threading.Lock()
+        self._incoming: zenoh.Session | None = None
+        self._links: dict[int, zenoh.Session] = {}
+        self._mine = _key(me)
+        try:
+            if listen:
+                place = identity.member.endpoint if listen is True else listen
+                self._incoming = _listening(identity, members.values(), self._mine, place)
+            for id, member in members.items():
+                if id != me:
+                    self._links[id] = _linked(identity, member, _key(id))
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:  # noqa: D102
+        session, done = self._links.get(peer), zenoh.CancellationToken()
+        if session is None or timeout <= 0:
+            return iter(())
+        try:
+            replies = session.get(
+                _key(peer),
+                zenoh.handlers.RingChannel(MOST_ANSWERS),
+                target=zenoh.QueryTarget.ALL,
+                consolidation=zenoh.ConsolidationMode.NONE,
+                payload=request,
+                timeout=timeout,
+                cancellation_token=done,
+            )
+        except zenoh.ZError:  # closed
+            return iter(())
+        return _answers(replies, done)
+
+    def serve(self, hear: Hear) -> None:  # noqa: D102
+        if self._incoming is None:
+            raise RunError("a transport that does not listen cannot serve: open it with listen=True")
+        asked = self._incoming.declare_queryable(self._mine, zenoh.handlers.RingChannel(WAITING), complete=True)
+        threading.Thread(target=_hear, args=(asked, self._mine, hear), name="fedcb2o-hear", daemon=True).start()
+
+    def alive(self) -> frozenset[int]:  # noqa: D102
+        alive = set()
+        for id, session in self._links.items():
+            with suppress(zenoh.ZError):  # closed
+                if session.info.peers_zid():
+                    alive.add(id)
+        return frozenset(alive)
+
+    def close(self) -> None:  # noqa: D102
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        sessions = [session for session in (self._incoming, *self._links.values()) if session is not None]
+        closing = threading.Thread(target=_close, args=(sessions,), name="fedcb2o-close", daemon=True)
+        closing.start()
+        closing.join(CLOSING)
+
+    def __enter__(self) -> "Zenoh":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _key(agent: int) -> str:
+    return f"fedcb2o/agents/{agent}"
+
+
+def _answers(replies: Any, done: zenoh.CancellationToken) -> Iterator[bytes]:
+    """What is in the replies to one request; whoever stops early lets the rest go."""
+    try:
+        for _ in range(MOST_ANSWERS):
+            try:
+                reply = replies.recv()
+            except zenoh.ZError:  # no more will come
+                return
+            if reply.ok is not None:
+                yield reply.ok.payload.to_bytes()
+    finally:
+        done.cancel()
+
+
+def _hear(asked: Any, key: str, hear: Hear) -> None:
+    """Pass on what is asked until the session is closed."""
+    while True:
+        try:
+            query = asked.recv()
+        except zenoh.ZError:
+            return
+        try:
+            hear(query.payload.to_bytes() if query.payload is not None else b"", partial(_reply, query, key))
+        except Exception:
+            logging.getLogger(__name__).exception("a request could not be heard")
+        del query  # one that nobody answers ends here, not with the next
+
+
+def _reply(query: Any, key: str, answer: bytes) -> None:
+    with suppress(zenoh.ZError, RuntimeError), query:  # the asker is gone, or this is not the first answer
+        if answer:
+            query.reply(key, answer)
+
+
+def _close(sessions: Iterable[zenoh.Session]) -> None:
+    for session in sessions:
+        with suppress(zenoh.ZError):
+            session.close()
+
+
+def _listening(identity: Identity, members: Iterable[Member], key: str, place: str) -> zenoh.Session:
+    """The session that hears the questions of all members, and nothing else of anybody."""
+    settings = {
+        "listen/endpoints": [f"tls/{place}"],
+        "access_control": _allowed(key, comes=["query"], goes=["declare_queryable", "reply"]),
+        "transport/unicast/max_sessions": LINKS,
+        "transport/unicast/accept_pending": PENDING,
+        "transport/unicast/accept_timeout": _ms(HANDSHAKE),
+        "transport/link/rx/max_message_size": MOST_REQUEST,
+        "transport/link/tx/queue/congestion_control/block/wait_before_close": int(SLOW * 1e6),
+    }
+    try:
+        return _open(identity, [member.root for member in members], settings)
+    except zenoh.ZError as error:
+        raise _cannot_listen(place, str(error)) from error
+
+
+def _linked(identity: Identity, member: Member, key: str) -> zenoh.Session:
+    """The session with one member, to which its root alone is trusted: no other can answer in its place."""
+    first, most = AGAIN
+    settings = {
+        "connect/endpoints": [f"tls/{member.endpoint}"],
+        "connect/retry": {
+            "period_init_ms": _ms(first),
+            "period_max_ms": _ms(most),
+            "period_increase_factor": 2,
+        },
+        "access_control": _allowed(key, comes=["declare_queryable", "reply"], goes=["query"]),
+        "transport/unicast/max_sessions": 1,
+        "transport/unicast/open_timeout": _ms(HANDSHAKE),
+        "transport/link/rx/max_message_size": MOST_ANSWER,
+    }
+    return _open(identity, [member.root], settings)
+
+
+def _open(identity: Identity, roots: Iterable[str], settings: Mapping[str, Any]) -> zenoh.Session:
+    """A session that links to nobody but as told, over TLS with certificates on both sides."""
+    config = zenoh.Config()
+    common = {
+        "mode": "peer",
+        "listen/endpoints": [],
+        "scouting/multicast/enabled": False,
+        "scouting/gossip/enabled": False,
+        "open/return_conditions": {"connect_scouted": False, "declares": False},
+        "transport/shared_memory/enabled": False,
+        "transport/unicast/qos/enabled": False,
+        "transport/link/protocols": ["tls"],
+        "transport/link/tx/lease": _ms(LEASE),
+        "transport/link/tls": {
+            "root_ca_certificate_base64": base64.b64encode("".join(roots).encode()).decode(),
+            "enable_mtls": True,
+            "verify_name_on_connect": True,
+            "close_link_on_expiration": True,
+            "listen_certificate": str(identity.tls_certificate),
+            "listen_private_key": str(identity.tls_key),
+            "connect_certificate": str(identity.tls_certificate),
+            "connect_private_key": str(identity.tls_key),
+        },
+    }
+    for key, value in {**common, **settings}.items():
+        config.insert_json5(key, json.dumps(value))
+    return zenoh.open(config)
+
+
+def _allowed(key: str, *, comes: list[str], goes: list[str]) -> dict[str, Any]:
+    """What may pass on one key, in and out; all else is denied."""
+    return {
+        "enabled": True,
+        "default_permission": "deny",
+        "rules": [
+            {"id": flow, "permission": "allow", "flows": [flow], "messages": messages, "key_exprs": [key]}
+            for flow, messages in (("ingress", comes), ("egress", goes))
+        ],
+        "subjects": [{"id": "anybody"}],
+        "policies": [{"rules": ["ingress", "egress"], "subjects": ["anybody"]}],
+    }
+
+
+def _ms(seconds: float) -> int:
+    return round(1000 * seconds)
+
+
+def _cannot_listen(place: str, error: str) -> RunError | ConfigError:
+    """What to raise where nobody can be heard at a place."""
+    if "in use" in error:
+        return RunError(f"cannot listen on {place}: the port is in use; is another peer running? Stop it first")
+    if "assign" in error:
+        return RunError(
+            f"cannot listen on {place}: no address of this machine; where others reach it by another machine's "
+            "address, say what to bind: --listen 0.0.0.0:PORT"
+        )
+    if "denied" in error:
+        return RunError(f"cannot listen on {place}: permission denied; take a port above 1023")
+    return RunError(f"cannot listen on {place}: {error.split(' at /')[0]}")

@@ -1,0 +1,79 @@
+"""A transport without a network: agents in one process, whose requests and answers are passed on by threads."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+
+from fedcb2o.peer.transport import MOST_ANSWERS, Hear
+
+
+class Wire:
+    """What connects agents in one process; with faults, by a seed: a share of messages is lost, others are late."""
+
+    def __init__(self, *, lost: float = 0.0, late: float = 0.0, seed: int = 0) -> None:
+        self.lost, self.late = lost, late
+        self.agents: dict[int, Wired] = {}
+        self._draw, self._lock = random.Random(seed), threading.Lock()
+
+    def agent(self, id: int) -> "Wired":
+        """The transport of one agent, in the place of any that was there before."""
+        self.agents[id] = Wired(self, id)
+        return self.agents[id]
+
+    def passes(self) -> bool:
+        """Whether one message arrives, after its time."""
+        with self._lock:
+            lost, late = self._draw.random() < self.lost, self._draw.random() * self.late
+        time.sleep(late)
+        return not lost
+
+
+class Wired:
+    """One agent on a wire."""
+
+    def __init__(self, wire: Wire, id: int) -> None:
+        self.wire, self.id, self.hear, self.closed = wire, id, None, False
+        self.hear: Hear | None
+
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:
+        answers: SimpleQueue[bytes | None] = SimpleQueue()
+        end = time.monotonic() + timeout
+        if self.closed or peer == self.id or peer not in self.alive():
+            answers.put(None)
+        else:
+            threading.Thread(target=self._send, args=(self.wire.agents[peer], request, answers), daemon=True).start()
+        return self._answers(answers, end)
+
+    def serve(self, hear: Hear) -> None:
+        self.hear = hear
+
+    def alive(self) -> frozenset[int]:
+        there = {id for id, agent in self.wire.agents.items() if id != self.id and not agent.closed}
+        return frozenset() if self.closed else frozenset(there)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _send(self, peer: "Wired", request: bytes, answers: "SimpleQueue[bytes | None]") -> None:
+        if peer.hear is None:
+            answers.put(None)
+        elif self.wire.passes():
+            peer.hear(bytes(request), lambda answer: self._reply(peer, bytes(answer), answers))
+
+    def _reply(self, peer: "Wired", answer: bytes, answers: "SimpleQueue[bytes | None]") -> None:
+        if self.wire.passes() and not peer.closed:
+            if answer:
+                answers.put(answer)
+            answers.put(None)
+
+    def _answers(self, answers: "SimpleQueue[bytes | None]", end: float) -> Iterator[bytes]:
+        for _ in range(MOST_ANSWERS):
+            try:
+                answer = answers.get(timeout=max(0.0, end - time.monotonic()))
+            except Empty:
+                return
+            if answer is None:
+                return
+            yield answer
