@@ -123,7 +123,7 @@ class Server:
         self._federation, self._me, self._identity, self._ledger = federation, me, identity, ledger
         self._about, self._patience, self._clock = about, patience, clock
         self._ids = {member.key: id for id, member in federation.members.items()}
-        self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot]], ...] = ()
+        self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()
 
         now = clock()
         limits = {id: federation.limits for id in federation.members if id != me} | {None: STRANGERS}
@@ -143,8 +143,8 @@ class Server:
         with self._changed:
             return Counts(self._requests, self._answered, dict(+self._sent), dict(+self._refused))
 
-    def publish(self, snapshot: Snapshot, to: Mapping[int, Snapshot] | None = None) -> None:
-        """Serve this snapshot and the one before; `to` some members others, as attackers do that are simulated."""
+    def publish(self, snapshot: Snapshot, to: Mapping[int, Snapshot | None] | None = None) -> None:
+        """Serve this snapshot and the one before; `to` some members others, or none, as simulated attackers do."""
         self._ledger.seen(snapshot.manifest)  # whoever else signs with this key is found out too
         self._published = ((snapshot, dict(to or {})), *self._published[:1])
 
@@ -270,7 +270,8 @@ class Server:
         if request.kind is Kind.WITNESS:
             found = self._ledger.witness(request.index, request.round, request.digest)
             return (Status.NOT_HERE, b"") if found is None else (Status.OK, found)
-        snapshots = [to.get(sender, snapshot) for snapshot, to in self._published]
+        chosen = (to.get(sender, snapshot) for snapshot, to in self._published)
+        snapshots = [snapshot for snapshot in chosen if snapshot is not None]
         if request.kind is Kind.MANIFEST:
             return self._newest(snapshots, request.round)
         for snapshot in snapshots:

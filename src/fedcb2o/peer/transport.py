@@ -108,7 +108,7 @@ class Zenoh:
         try:
             replies = session.get(
                 _key(peer),
-                zenoh.handlers.FifoChannel(MOST_ANSWERS),  # a ring loses what is not read when the query is over
+                zenoh.handlers.FifoChannel(MOST_ANSWERS),
                 target=zenoh.QueryTarget.ALL,
                 consolidation=zenoh.ConsolidationMode.NONE,
                 payload=request,
