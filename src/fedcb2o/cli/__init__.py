@@ -32,7 +32,17 @@ app.add_typer(data_app, name="data")
 peer_app = typer.Typer(
     help="Train with other organisations, a process each.", no_args_is_help=True, callback=peers.needed
 )
-for _step in (peers.identity, peers.renew, peers.federation, peers.amend, peers.sign):
+for _step in (
+    peers.identity,
+    peers.renew,
+    peers.federation,
+    peers.amend,
+    peers.sign,
+    peers.run,
+    peers.report,
+    peers.proof,
+    peers.demo,
+):
     peer_app.command()(_step)
 app.add_typer(peer_app, name="peer")
 

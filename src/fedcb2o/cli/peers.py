@@ -1,4 +1,4 @@
-"""The commands for real peers: identity, renew, federation, amend, sign."""
+"""The commands for real peers: identity, renew, federation, amend, sign, check, run, report, proof, demo."""
 
 import sys
 from enum import StrEnum
@@ -24,6 +24,10 @@ File = Annotated[
     Path, typer.Argument(metavar="FEDERATION.toml", help="What all members agreed on.", show_default=False)
 ]
 Mine = Annotated[Path, typer.Option("--identity", metavar="DIR", help="This organisation's keys.", show_default=False)]
+Own = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PACKAGE", help="Let functions of this package run that the federation names. Repeatable."),
+]
 Days = Annotated[int, typer.Option(min=1, help="How long the TLS certificate is valid; `peer renew` makes a new one.")]
 
 
@@ -226,4 +230,63 @@ def demo(
     for title, table in run_demo(out, rounds=rounds).items():
         console.print(to_rich(table, title=title, width=console.width))
     print(f"\nA page of each: fedcb2o peer report {out / 'hospital-a'}; their logs are in {out / 'logs'}.")
+    return out
+
+
+def run(
+    file: File,
+    identity: Mine,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder.", show_default=False)],
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION|FILE.npz", help="This organisation's data.", show_default=False),
+    ] = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRESET_OR_FILE.toml", help="Be an agent of a simulation instead: its data, and its attack."
+        ),
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    own: Own = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="What to bind, where it is not the endpoint: 0.0.0.0:7447.")
+    ] = None,
+    gather: Annotated[float, typer.Option(min=0, help="Seconds to wait for the others at the start.")] = 60.0,
+    linger: Annotated[
+        float, typer.Option(min=0, help="Seconds to serve others that are not done, at the end.")
+    ] = 300.0,
+) -> Path:
+    """Train as one agent of a federation: serve one's model, ask, judge and mix, and write the final model.
+
+    Example: fedcb2o peer run federation.toml --identity keys --data my_hospital:dataset --out runs/hospital-a
+    """
+    from fedcb2o.experiments.config import load
+    from fedcb2o.peer.agent import data_of
+    from fedcb2o.peer.federation import read
+    from fedcb2o.peer.live import Live
+    from fedcb2o.peer.node import Node
+
+    if (data is None) == (simulate is None):
+        raise ConfigError(
+            "give this organisation's data by --data MODULE:FUNCTION or FILE.npz (or --simulate a preset)"
+        )
+    federation = read(file, own=own or [])
+    names = {id: member.name for id, member in federation.members.items()}
+    node = Node(
+        federation,
+        identity,
+        None if data is None else data_of(data, federation, data_dir),
+        simulate=None if simulate is None else load(simulate),
+        data_dir=data_dir,
+        out=out,
+        resume=resume,
+        listen=True if listen is None else listen,
+        gather=gather,
+        linger=linger,
+    )
+    with Live(names, me=node.me, rounds=federation.rounds) as node.watch:
+        node.run()
+    print(f"Done: {out / 'model.safetensors'}. For a page: fedcb2o peer report {out}", file=sys.stderr)
     return out
