@@ -23,7 +23,7 @@ from fedcb2o import plugins, records
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import config
-from fedcb2o.experiments.config import Experiment, Part, Positive
+from fedcb2o.experiments.config import Experiment, Part
 from fedcb2o.federated import algorithms
 from fedcb2o.peer import versions as chain
 from fedcb2o.peer.identity import Identity, Member
