@@ -125,7 +125,7 @@ class _Fetch:
         began, manifest = time.monotonic(), self._manifest()
         if isinstance(manifest, str):
             return manifest
-        room = memoryview(bytearray(manifest.size))
+        room = self.of.coding.room(manifest.size, self.row)
         if failed := self._chunks(manifest, room):
             return failed
         with self.lock:

@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedcb2o import records
 from fedcb2o.errors import DataError, RunError
-from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.certificates import LABEL
+from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.protocol import (
     MOST_SEEN,
     SIGNS_MANIFEST,
