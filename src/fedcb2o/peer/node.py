@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors.torch import save
@@ -46,6 +46,7 @@ SETTLED = 0.2  # seconds between two looks at who is there
 HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
 
 
+@runtime_checkable
 class Watch(Protocol):
     """Who is told how a node is doing."""
 
@@ -143,6 +144,7 @@ class Node:
         with contextlib.ExitStack() as stack:
             stack.enter_context(alone(self.out))
             stack.enter_context(one_thread())
+            self._stop.clear()
             self._begin()
             block, log = self.agent.block(), records.Records(self.out, ("rounds",), ("rounds",))
             coding = self._coding()
