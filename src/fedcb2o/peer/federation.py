@@ -220,6 +220,7 @@ class Federation(Part):
         """The content of federation.toml."""
         *before, last = (version.model_dump() for version in self.versions)
         history = {"history": before} if before else {}
+        last = {key: value for key, value in last.items() if value}
         return {"protocol": self.protocol, "version": self.version, **self.terms(), **last, **history}
 
     @functools.cached_property
@@ -263,6 +264,10 @@ def make(
     settings = experiment.settings()
     chosen = {key: settings[key] for key in (*PRIMITIVES, "model", "training", "algorithm") if key in settings}
     chosen["agents"] = {key: settings["agents"][key] for key in AGENTS if key in settings["agents"]}
+    try:
+        _check_plain(chosen)
+    except ValueError as error:
+        raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
     believed = max(agents.benign_samples, agents.malicious_samples)
     table = {
         "name": experiment.name,
@@ -417,21 +422,28 @@ def _check_possible(experiment: Experiment) -> None:
         raise ConfigError(f"`{plugins.label(experiment.algorithm.name)}` has a coordinator, and real peers have none")
 
 
-def _check_plain(value: Any, depth: int = 0) -> None:
+def _check_plain(value: Any, key: str = "", depth: int = 0) -> None:
     """Raises ValueError for what no federation holds, and what would be a trap where it is hashed or shown."""
     if depth > 20:
         raise ValueError("its tables or lists are nested too deeply")
-    if isinstance(value, Mapping | list):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            _check_plain(inner, depth + 1)
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if len(name) > 100 or not name.isprintable():
+                raise ValueError(f"it has a key that is no word: {name[:100]!r}")
+            _check_plain(inner, name, depth + 1)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_plain(inner, key, depth + 1)
     elif isinstance(value, int):
         if not -(2**63) <= value < 2**63:
-            raise ValueError("it holds a number beyond 64 bits")
+            raise ValueError(f"`{key}` is a number beyond 64 bits")
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"it holds a number that is not finite ({value})")
+            raise ValueError(f"`{key}` is not finite: {value}")
     elif not isinstance(value, str):
-        raise ValueError(f"it holds a {type(value).__name__}")
+        raise ValueError(f"`{key}` is a {type(value).__name__}")
+    elif key != "root" and (len(value) > 1000 or not value.isprintable()):
+        raise ValueError(f"`{key}` is too long, or no text of one line: {value[:100]!r}")
 
 
 def _parts(value: Any) -> Iterator[str]:

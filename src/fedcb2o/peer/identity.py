@@ -216,7 +216,7 @@ class Identity:
     def check(self) -> None:
         """Raises ConfigError unless the TLS key and certificate fit each other, the root and the clock."""
         certificate = _certificate(self.tls_certificate)
-        again = f"`fedcb2o peer renew --identity {self.folder}` makes a new one"
+        again = _cure(self.tls_certificate)
         if _p256(self.tls_key).public_key() != certificate.public_key():
             raise ConfigError(f"{self.tls_certificate} is not that of the key in tls.key: {again}")
         try:
@@ -292,27 +292,32 @@ def _content(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(MOST)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}; restore it") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; {_cure(path)}") from error
+
+
+def _cure(path: Path) -> str:
+    made = f"`fedcb2o peer renew --identity {path.parent}` makes a new one"
+    return made if path.name.startswith("tls.") else "restore it"
 
 
 def _certificate(path: Path) -> x509.Certificate:
     content = _content(path)
     with contextlib.suppress(ValueError):
         return x509.load_pem_x509_certificate(content)
-    raise ConfigError(f"{path} holds no certificate: restore it (tls.pem: `fedcb2o peer renew` makes a new one)")
+    raise ConfigError(f"{path} holds no certificate: {_cure(path)}")
 
 
 def _ed25519(path: Path) -> Ed25519PrivateKey:
     key = _key(path)
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"{path} holds no Ed25519 key: restore it")
+        raise ConfigError(f"{path} holds no Ed25519 key: {_cure(path)}")
     return key
 
 
 def _p256(path: Path) -> ec.EllipticCurvePrivateKey:
     key = _key(path)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} holds no key of the curve P-256: restore it")
+        raise ConfigError(f"{path} holds no key of the curve P-256: {_cure(path)}")
     return key
 
 
@@ -321,4 +326,4 @@ def _key(path: Path) -> object:
     try:
         return load_pem_private_key(content, password=None)
     except Exception:  # it may be damaged in any way, and what is in it must not be told
-        raise ConfigError(f"{path} holds no key without a passphrase: restore it") from None
+        raise ConfigError(f"{path} holds no key without a passphrase: {_cure(path)}") from None
