@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tomllib
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.assemble import algorithm_of
 from fedcb2o.experiments.config import load
 from fedcb2o.experiments.tables import presets
-from fedcb2o.peer import federation
+from fedcb2o.peer import certificates, federation
 from fedcb2o.peer.federation import amended, make, read, sign, write
-from fedcb2o.peer.identity import Identity
+from fedcb2o.peer.identity import Identity, Member
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,17 @@ def eight(room):
     return identities(room, 8)
 
 
+@pytest.fixture(scope="module")
+def four(room, eight):
+    """The content of the file of a federation of the first four."""
+    federated(eight[:4], path=room / "federation.toml")
+    return (room / "federation.toml").read_bytes()
+
+
 @pytest.fixture
-def path(tmp_path, eight):
+def path(tmp_path, four):
     """The file of a federation of the first four."""
-    federated(eight[:4], path=tmp_path / "federation.toml")
+    (tmp_path / "federation.toml").write_bytes(four)
     return tmp_path / "federation.toml"
 
 
@@ -173,17 +181,9 @@ def test_members_must_differ(eight, tmp_path):
     for other, told in ((a, "`name`: 'org-0'"), (same_name, "`name`: 'org-0'"), (same_endpoint, "`endpoint`")):
         with pytest.raises(ConfigError, match=f"two members of the same {told}"):
             make(experiment(3), [a, b, other], dataset=digits())
+    z = Identity.make(tmp_path / "z", name="z", endpoint="127.0.0.1:1").member
     with pytest.raises(ConfigError, match="two members of the same `key`"):
-        make(
-            experiment(3),
-            [a, b, type(a)("z", b.endpoint[:-1] + "1", b.key, forged_root(tmp_path, b))],
-            dataset=digits(),
-        )
-
-
-def forged_root(folder, member):
-    """The root of an organisation z at another's endpoint, but for the last digit of its port."""
-    return Identity.make(folder / "z", name="z", endpoint=member.endpoint[:-1] + "1").member.root
+        make(experiment(3), [a, b, Member(z.name, z.endpoint, b.key, z.root)], dataset=digits())
 
 
 # ------------------------------------------------------------------------------------------------ versions
@@ -253,6 +253,17 @@ def test_a_certificate_or_a_key_is_replaced_under_the_same_id(path, eight, tmp_p
         second.id_of(eight[1].member)
     with pytest.raises(ConfigError, match="no member"):
         second.id_of(eight[2].member)
+
+
+def test_a_root_that_has_ended_stops_a_federation_until_it_is_replaced(eight, tmp_path):
+    then = datetime.now(UTC) - timedelta(days=certificates.ROOT_DAYS + 1)
+    old = Identity.make(tmp_path / "old", name="old", endpoint="127.0.0.1:7000", now=then)
+    one, two = tmp_path / "1.toml", tmp_path / "2.toml"
+    federated([*eight[:2], old], path=one)
+    refused(one, "`root` of old expired at")
+    new = old.moved(tmp_path / "new", endpoint="127.0.0.1:7000")
+    write(amended(read(one, unsigned=True), replace=[new.member]), two)
+    assert signed_by(two, [eight[0], new]).members[2] == new.member
 
 
 def test_copies_that_were_signed_apart_are_merged(path, eight, tmp_path):

@@ -127,6 +127,18 @@ def test_an_expired_certificate_is_renewed_and_nobody_has_to_be_told(tmp_path):
     assert old.tls_key.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_root_that_has_ended_is_replaced(tmp_path):
+    then = datetime.now(UTC) - timedelta(days=certificates.ROOT_DAYS + 1)
+    old = Identity.make(tmp_path / "a", name="hospital-a", endpoint=ENDPOINT, now=then)
+    read = Identity.read(tmp_path / "a")
+    for act in (read.check, read.renew, lambda: Member.read(tmp_path / "a" / "hospital-a.member.toml")):
+        with pytest.raises(ConfigError, match=r"expired at .* UTC: `fedcb2o peer renew --out` makes a new one"):
+            act()
+    new = read.moved(tmp_path / "b", endpoint=ENDPOINT)
+    new.check()
+    assert new.member.key == old.member.key
+
+
 def test_a_new_endpoint_keeps_the_signing_key(made, tmp_path):
     moved = made.moved(tmp_path / "moved", endpoint="192.0.2.7:7447")
     moved.check()

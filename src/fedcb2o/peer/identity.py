@@ -63,9 +63,9 @@ class Member:
         """When its root ends, which then has to be replaced by a new version of the federation."""
         return x509.load_pem_x509_certificate(self.root.encode()).not_valid_after_utc
 
-    def check_time(self) -> None:
+    def check_time(self, now: datetime | None = None) -> None:
         """Raises ConfigError where its root has ended."""
-        if datetime.now(UTC) >= self.expires:
+        if (now or datetime.now(UTC)) >= self.expires:
             raise ConfigError(
                 f"`root` of {self.name} expired at {_shown(self.expires)}: `fedcb2o peer renew --out` makes a new one, "
                 "and the others sign a version of the federation with it"
@@ -80,15 +80,17 @@ class Member:
         return True
 
     @classmethod
-    def read(cls, path: Path) -> "Member":
-        """The member in a file NAME.member.toml; raises ConfigError for anything else."""
+    def read(cls, path: Path, *, expired: bool = False) -> "Member":
+        """The member in a file NAME.member.toml; raises ConfigError for anything else, and unless `expired` is true
+        where its root has ended."""
         try:
             with path.open("rb") as file:
                 content = file.read(MOST + 1)
             if len(content) > MOST:
                 raise ValueError(f"it is longer than {MOST} bytes")
             member = cls.of_table(records.parse_toml(content))
-            member.check_time()
+            if not expired:
+                member.check_time()
         except (OSError, ValueError) as error:
             told = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(f"{path} is no member's file: {told}") from error
@@ -204,7 +206,7 @@ class Identity:
         if len(files) != 1:
             found = "no file" if not files else f"{len(files)} files"
             raise ConfigError(f"{folder} holds {found} NAME.member.toml: `fedcb2o peer identity` makes an identity")
-        member = Member.read(files[0])
+        member = Member.read(files[0], expired=True)
         identity = cls(folder, member, _ed25519(folder / "signing.key"))
         if identity._key.public_key().public_bytes_raw() != member.key:
             raise ConfigError(f"{folder / 'signing.key'} is not the key in {files[0].name}: restore one of them")
@@ -224,6 +226,7 @@ class Identity:
         except (InvalidSignature, ValueError, TypeError) as error:
             raise ConfigError(f"{self.tls_certificate} is not signed by root.pem: {again}") from error
         now = datetime.now(UTC)
+        self.member.check_time(now)
         if now >= certificate.not_valid_after_utc:
             raise ConfigError(f"{self.tls_certificate} expired at {_shown(certificate.not_valid_after_utc)}: {again}")
         if now < certificate.not_valid_before_utc:
@@ -240,6 +243,7 @@ class Identity:
         if not 1 <= days <= certificates.ROOT_DAYS:
             raise ConfigError(f"`days` must be between 1 and {certificates.ROOT_DAYS}, got {days}")
         now = now or datetime.now(UTC)
+        self.member.check_time(now)
         root, root_key, key = (
             _certificate(self.folder / "root.pem"),
             _p256(self.folder / "root.key"),
