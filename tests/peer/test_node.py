@@ -155,16 +155,19 @@ def lines_of(out: Path):
 def three(tmp_path):
     """A federation of three organisations with digits of their own."""
     who = members.identities(tmp_path, 3)
-    changes = {"rounds": 4, "agents": {"benign": 3, "malicious": 0}, "training": {"gamma": 0.2, "local_epochs": 3}}
+    changes = {
+        "rounds": 4,
+        "agents": {"benign": 3, "malicious": 0},
+        "model": {"name": "mlp", "hidden": [32]},
+        "training": {"gamma": 0.05, "local_epochs": 3},
+    }
     return who, members.federated(who, changes=changes, most_samples=500, deadline_seconds=20.0, encoding="int8")
 
 
 def share(j):
     """A third of the digits."""
     whole = digits()
-    return fedcb2o.Dataset(
-        fedcb2o.Shard(whole.pool.x[j::3], whole.pool.y[j::3]), whole.test, whole.class_names
-    )
+    return fedcb2o.Dataset(fedcb2o.Shard(whole.pool.x[j::3], whole.pool.y[j::3]), whole.test, whole.class_names)
 
 
 def test_organisations_with_their_own_data_learn_from_each_other(three, tmp_path):
@@ -188,10 +191,10 @@ def test_organisations_with_their_own_data_learn_from_each_other(three, tmp_path
         with torch.no_grad():
             predicted = network(test.x.float() / 255 if test.x.dtype == torch.uint8 else test.x.float()).argmax(1)
         accuracy = float((predicted == test.y).float().mean())
-        assert accuracy == pytest.approx(lines[-1]["accuracy"], abs=1e-9)
+        assert accuracy == pytest.approx(lines[-1]["accuracy"], abs=1e-6)
         assert accuracy > 0.7, j
         assert sum(len(line["received"]) for line in lines) >= 4
-        assert all(each["bytes"] < 4 * 500 for line in lines for each in line["received"])
+        assert all(each["bytes"] < 4 * 2410 / 2 for line in lines for each in line["received"])
 
 
 def test_a_cancelled_task_ends_the_node(three, tmp_path):
@@ -239,7 +242,9 @@ def test_a_folder_is_of_one_agent_and_federation(three, tmp_path):
     with pytest.raises(RunError, match="is not empty and holds no peer's run"):
         Node(made, who[0], share(0), out=tmp_path / "full", connect=joining(Wire(), 0), **QUIET).run()
     federation.write(made, tmp_path / "federation.toml")
-    alone = Node(tmp_path / "federation.toml", who[0].folder, share(0), out=tmp_path / "out", connect=joining(Wire(), 0))
+    alone = Node(
+        tmp_path / "federation.toml", who[0].folder, share(0), out=tmp_path / "out", connect=joining(Wire(), 0)
+    )
     alone.gather = alone.linger = 0.0
     alone.run()
     with pytest.raises(RunError, match="of another federation or agent"):
