@@ -11,7 +11,7 @@ manifests one in ten is signed again after its mutation, as a hostile member wou
     messages    how many there were, and how many of them nobody had changed
     taken       how many of these unchanged ones passed: all of them must
     wrong       how many others passed: none may. A member may sign any model, and claim any number of samples: of
-                what is signed again, what passes must have the run, agent, round, sizes and encoding that that are wanted
+                what is signed again, what passes must have the run, agent, round, sizes and encoding that fit
     raised      how many ended in an exception: none may
     a second    messages, by one core
     slowest     milliseconds for one message
@@ -69,6 +69,7 @@ DIM = 3 * CHUNK // 4 - 7  # three chunks, the last one shorter
 SHARES = {"manifest": 0.4, "request": 0.3, "answer": 0.2, "int8": 0.078, "float32": 0.02, "proof": 0.002}
 UNCHANGED, AGAIN = 0.01, 0.1  # shares of what is not changed, and of manifests that are signed again
 NUMBERS = [0, 1, 2, 127, 255, 2**16, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1]
+FIELDS = (3, 9, 42, 46, 50, 54, 58, 66, 98, 106, 138)  # where numbers begin, more or less
 Taken = Callable[[bytes], object]  # what a message is taken for; None where it is refused
 
 
@@ -78,7 +79,7 @@ def mutated(draw: random.Random, data: bytes, others: list[bytes]) -> bytes:
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         place = draw.randrange(len(changed) + 1) if draw.random() < 0.5 else draw.randrange(min(len(changed), 160) + 1)
         size = draw.choice((1, 1, 2, 4, 8, 32, 64, 1000))
-        match draw.randrange(9):
+        match draw.randrange(10):
             case 0:
                 if place < len(changed):
                     changed[place] ^= 1 << draw.randrange(8)
@@ -99,6 +100,11 @@ def mutated(draw: random.Random, data: bytes, others: list[bytes]) -> bytes:
                 other = draw.choice(others)
                 changed[place : place + size] = other[place : place + size]
             case 8:
+                place = draw.choice(FIELDS)
+                number = int.from_bytes(changed[place : place + 8], "little") + draw.choice((-1, 1))
+                number = draw.choice((number % 2**64, *NUMBERS))
+                changed[place : place + 8] = number.to_bytes(8, "little")
+            case 9:
                 start = draw.randrange(len(changed) + 1)
                 changed[place : place + size] = changed[start : start + size]
     return bytes(changed)
@@ -183,6 +189,9 @@ class Requests:
         self.snapshot = Snapshot(world.manifest(0, ROUND, content, 25), content)
         self.server.publish(self.snapshot)
         self.count = 0
+        self.heard = [self.fresh() for _ in range(4)]
+        for data in self.heard:  # so that one that a mutation makes is a replay
+            assert self.taken(data) is not None
 
     def _now(self) -> float:
         self.clock += 1.0  # so that no limit a minute is met
@@ -309,7 +318,7 @@ def fuzz(world: World, draw: random.Random, count: int) -> int:
     shown = check_proof(path, world.federation)
     good = {
         "manifest": manifests,
-        "request": [requests.fresh() for _ in range(4)],
+        "request": requests.heard,
         "answer": answers.good,
         "int8": [bytes(int8.pack(model)) for model in models],
         "float32": [bytes(raw.pack(model)) for model in models],
