@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +59,8 @@ class Agent:
     log: Path
 
 
-def demo(out: Path, *, rounds: int = 30, console: Console | None = None) -> pd.DataFrame:
-    """Run eight organisations in a folder that must not exist; a row an agent, as the command prints it.
+def demo(out: Path, *, rounds: int = 30, console: Console | None = None) -> dict[str, pd.DataFrame]:
+    """Run eight organisations in a folder that holds nothing yet: what became of them, as tables by their titles.
 
     Raises RunError where a process fails. No process is left, however it ends.
     """
@@ -68,10 +68,14 @@ def demo(out: Path, *, rounds: int = 30, console: Console | None = None) -> pd.D
         raise RunError(f"{out} is not empty: remove it, or choose another --out")
     experiment = load("digits-fedcb2o", {**EXPERIMENT, "rounds": rounds})
     agents, federation = prepared(out, experiment)
-    with contextlib.ExitStack() as stack:
-        processes = {agent.name: stack.enter_context(_process(agent, federation, out)) for agent in agents}
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for agent in agents:
+            processes[agent.name] = _started(agent, federation, out)
         _wait(agents, processes, rounds, console or Console(stderr=True))
-    return table(agents)
+    finally:
+        _end(processes.values())
+    return tables(agents)
 
 
 def prepared(out: Path, experiment: Experiment) -> tuple[list[Agent], Path]:
@@ -86,8 +90,10 @@ def prepared(out: Path, experiment: Experiment) -> tuple[list[Agent], Path]:
         agent = Agent(name, kind, out / "keys" / name, out / name, out / "logs" / f"{name}.log")
         members.append(Identity.make(agent.keys, name=name, endpoint=f"127.0.0.1:{port}", days=1).member)
         agents.append(agent)
-    timing = {"round_seconds": ROUND_SECONDS, "deadline_seconds": DEADLINE_SECONDS}
-    write(make(experiment, members, dataset=dataset, **timing), out / "federation.toml")
+    federation = make(
+        experiment, members, dataset=dataset, round_seconds=ROUND_SECONDS, deadline_seconds=DEADLINE_SECONDS
+    )
+    write(federation, out / "federation.toml")
     write_toml(out / "experiment.toml", experiment.settings())
     return agents, out / "federation.toml"
 
@@ -101,34 +107,40 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-@contextlib.contextmanager
-def _process(agent: Agent, federation: Path, out: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """The process of an agent, in a group of its own, which is gone after the block."""
+def _started(agent: Agent, federation: Path, out: Path) -> "subprocess.Popen[bytes]":
+    """The process of an agent, in a group of its own: what the terminal sends is for this process alone."""
     words: Sequence[object] = (*RUN, federation, "--identity", agent.keys, "--simulate", out / "experiment.toml")
     words = [*words, "--out", agent.out]
     if agent.kind == GARBAGE:
         words = [sys.executable, "-m", "fedcb2o.peer.garbage", federation, agent.keys]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with agent.log.open("wb") as log:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [*map(str, words)], stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
         )
+
+
+def _end(processes: "Iterable[subprocess.Popen[bytes]]") -> None:
+    """End processes and what they started: they are asked to, and killed where they do not."""
+    left, until = [*processes], time.monotonic() + STOPPING
     try:
-        yield process
-    finally:
-        _end(process)
+        for process in left:
+            _signal(process, signal.SIGTERM)
+        for process in left:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+    finally:  # at the second Ctrl-C too
+        for process in left:
+            _signal(process, signal.SIGKILL)
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and what it started: it is asked to, and killed where it does not."""
-    for wanted in (signal.SIGTERM, signal.SIGKILL):
+def _signal(process: "subprocess.Popen[bytes]", wanted: signal.Signals) -> None:
+    if process.poll() is None:  # else its number may be another's by now
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, wanted)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOPPING)
-            break
-    if process.stdin is not None:
-        process.stdin.close()
 
 
 def _wait(
@@ -171,12 +183,12 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def table(agents: Sequence[Agent]) -> pd.DataFrame:
-    """A row an agent: how good its model is, the weight that benign agents gave it, and what they refused of it."""
+def tables(agents: Sequence[Agent]) -> dict[str, pd.DataFrame]:
+    """By title: how good each agent's model is, with the weight that benign agents gave it, and what they refused."""
     ids = {agent.name: i for i, agent in enumerate(agents)}
     found = {agent.name: Recorded.read(agent.out) for agent in agents if agent.kind != GARBAGE}
     benign = [agent.name for agent in agents if agent.kind == BENIGN]
-    rows = {}
+    results, refused = {}, {}
     for agent in agents:
         receivers = [found[name] for name in benign if name != agent.name]
         weights = [
@@ -184,24 +196,23 @@ def table(agents: Sequence[Agent]) -> pd.DataFrame:
             for recorded in receivers
             for line in recorded.last_fifth
         ]
-        refused = Counter(
-            reason
-            for recorded in receivers
-            for line in recorded.lines
-            if (reason := line.refused.get(ids[agent.name])) is not None
-        )
         lines = found[agent.name].lines if agent.name in found else ()
-        last = lines[-1] if lines else None
-        rows[agent.name] = {
+        results[agent.name] = {
             "kind": agent.kind,
-            "rounds": str(len(lines)) if last else "–",
-            "accuracy": _percent(last and last.accuracy),
-            "source accuracy": _percent(last and last.source_accuracy),
-            "attack success": _percent(last and last.attack_success_rate),
-            "weight it got": _percent(float(np.mean(weights))),
-            "refused of it": ", ".join(f"{reason} {count}" for reason, count in refused.most_common()) or "nothing",
+            "rounds": str(len(lines)) if agent.name in found else "–",
+            "accuracy": _percent(lines[-1].accuracy if lines else None),
+            "source accuracy": _percent(lines[-1].source_accuracy if lines else None),
+            "attack success": _percent(lines[-1].attack_success_rate if lines else None),
+            "weight it got": _percent(float(np.mean(weights)) if weights else None),
         }
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("agent")
+        reasons = (line.refused.get(ids[agent.name]) for recorded in receivers for line in recorded.lines)
+        refused[agent.name] = Counter(reason for reason in reasons if reason is not None)
+    columns = [reason for reason, _ in sum(refused.values(), Counter[str]()).most_common()]
+    counts = {name: {key: str(count[key]) for key in columns} for name, count in refused.items() if count}
+    return {
+        "Agents": pd.DataFrame.from_dict(results, orient="index").rename_axis("agent"),
+        "Refused by benign agents, by reason": pd.DataFrame.from_dict(counts, orient="index").rename_axis("agent"),
+    }
 
 
 def _percent(value: float | None) -> str:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,10 @@ from fedcb2o.peer.transport import Transport
 IN_FLIGHT = 4  # chunks of a model that are asked for at once
 WITNESSES = 4  # manifests that one answer may make us ask for
 PAUSE = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
+LOOK = 0.2  # seconds after which a download that is waited for is looked at again, whether to stop
 GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
 LATE, NOTHING, EQUIVOCATION = "late", "no answer", "equivocation"
+FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
 AGAIN = (LATE, NOTHING, "not yet", "busy")
 
 
@@ -51,13 +53,21 @@ class Arrival:
 
 class Downloads:
     """Downloads for agent `me`. `least` is the round of the last model that it had from each peer: no older one is
-    taken again. `received` counts bytes."""
+    taken again. `received` counts bytes. Once `stop` is set nobody is waited for."""
 
     def __init__(
-        self, federation: Federation, identity: Identity, transport: Transport, ledger: Ledger, coding: Coding, dim: int
+        self,
+        federation: Federation,
+        identity: Identity,
+        transport: Transport,
+        ledger: Ledger,
+        coding: Coding,
+        dim: int,
+        stop: threading.Event | None = None,
     ) -> None:
         self.federation, self.identity, self.transport = federation, identity, transport
         self.ledger, self.coding, self.dim = ledger, coding, dim
+        self.stop = stop or threading.Event()
         self.me = federation.id_of(identity.member)
         self.least: dict[int, int] = {}
         self.received = 0
@@ -110,12 +120,14 @@ class _Fetch:
 
     def result(self, running: "Future[Arrival | str]") -> "Arrival | str":
         """What it found; who is not done in time is late, and writes nothing from then on."""
-        try:
-            found = running.result(max(0.0, self.until - time.monotonic()) + GRACE)
-        except TimeoutError:
+        while not running.done() and not self.of.stop.is_set() and time.monotonic() < self.until + GRACE:
+            wait([running], LOOK)
+        if running.done():
+            found = running.result() if running.exception() is None else FAILED
+        else:
             with self.lock:
                 self.open = False
-            found = "late"
+            found = LATE
         with self.of.lock:
             self.of.received += self.size
         return found
@@ -125,12 +137,12 @@ class _Fetch:
         began, manifest = time.monotonic(), self._manifest()
         if isinstance(manifest, str):
             return manifest
-        room = memoryview(bytearray(manifest.size))
+        room = self.of.coding.room(manifest.size, self.row)
         if failed := self._chunks(manifest, room):
             return failed
         with self.lock:
             if not self.open:
-                return "late"
+                return LATE
             if failed := self.of.coding.unpack_(room, self.row) or unfit(self.row):
                 return failed
         return Arrival(manifest.round, manifest.num_samples, self.size, time.monotonic() - began)
@@ -150,12 +162,13 @@ class _Fetch:
                 reason = found
             if not (self.of.federation.synchronous and reason in AGAIN):
                 break
-            time.sleep(min(pause, left))
+            if self.of.stop.wait(min(pause, left)):
+                break
             pause = min(2 * pause, PAUSE[1])
         return reason
 
     def _judged(self, body: protocol.Bytes) -> "Manifest | str":
-        """The manifest in an offer, where it passes; where what it says of others' is a conflict, that is looked into."""
+        """The manifest in an offer, where it passes; what it says of others' is looked into where it is a conflict."""
         of, federation = self.of, self.of.federation
         try:
             signed, digests = protocol.read_offer(body)

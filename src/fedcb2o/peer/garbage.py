@@ -22,6 +22,7 @@ from fedcb2o.peer.protocol import read_request as parsed
 from fedcb2o.peer.transport import Zenoh
 
 KINDS = ("random bytes", "NaN", "unsigned", "another size", "1e38", "other chunks", "another run", "another agent's")
+EACH = "another model for each"
 EQUIVOCATES = 0.75
 """The share of the rounds after which it signs another model for each peer."""
 
@@ -48,7 +49,7 @@ class Liar:
         if request.kind is Kind.MANIFEST:
             kind = KINDS[request.round % len(KINDS)]
             if request.round >= EQUIVOCATES * self.federation.rounds:
-                kind = "another model for each"
+                kind = EACH
             if kind == "random bytes":
                 return body
             body = offer(self._made(kind, request.round, request.sender))
@@ -62,7 +63,7 @@ class Liar:
             "NaN": np.full(self.dim, np.nan),
             "another size": np.zeros(2 * self.dim),
             "1e38": np.full(self.dim, 1e38),
-            "another model for each": np.random.default_rng([n, receiver]).normal(0, 100, self.dim),
+            EACH: np.append(np.full(self.dim - 1, np.nan), receiver),
         }.get(kind, np.zeros(self.dim))
         content = theta.astype("<f4").tobytes()
         manifest = Manifest.of(

@@ -79,9 +79,9 @@ class Node:
     """One agent of a federation, with the data of its organisation.
 
     `data` are its own; or `simulate` makes it an agent of a simulation, to try a federation out. It writes to the
-    folder `out`, and with `resume` goes on with what is there. It `listen`s at its endpoint, or at another
-    "HOST:PORT" of this machine; waits at its start up to `gather` seconds for the others, and serves its last model up to `linger` seconds
-    to those that are not done.
+    folder `out`, and with `resume` goes on with what is there. It `listen`s at its endpoint, or at another "HOST:PORT"
+    of this machine; waits at its start up to `gather` seconds for the others, and serves its last model up to `linger`
+    seconds to those that are not done.
 
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
@@ -129,11 +129,13 @@ class Node:
         return self.out
 
     async def train(self) -> Path:
-        """All rounds, in a thread of their own; where the task is cancelled, the node ends soon."""
+        """All rounds, in a thread of their own; where the task is cancelled the node is stopped, which is soon."""
+        running = asyncio.ensure_future(asyncio.to_thread(self.run))
         try:
-            return await asyncio.to_thread(self.run)
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
             self.stop()
+            await running
             raise
 
     def rounds(self) -> Iterator[dict[str, Any]]:
@@ -151,7 +153,9 @@ class Node:
             server = Server(self.federation, self.me, self.identity, ledger, about=self._about)
             stack.callback(server.close)
             transport.serve(server.hear)
-            downloads = Downloads(self.federation, self.identity, transport, ledger, coding, self.agent.terms.dim)
+            dim = self.agent.terms.dim
+            downloads = Downloads(self.federation, self.identity, transport, ledger, coding, dim, self._stop)
+            stack.callback(self._stop.set)  # before the transport closes: who waits for an answer waits no longer
             downloads.least.update(self._last_rounds())
             offers = Offers(self.federation, self.identity, coding, journal, server, self.watch.note)
             engine = Among(block, offers, downloads, lambda n: self._there(transport, ledger))
@@ -175,6 +179,7 @@ class Node:
         began, first = time.monotonic(), self.done
         made = rounds(engine, memory, first, federation.rounds, lambda n: True, self._tell, federation.deadline_seconds)
         for done in made:
+            self._check()  # a round that was cut short is no round
             line = self._line(done, engine, tally, transport)
             log.append("rounds", line)
             log.sync()
@@ -326,7 +331,7 @@ class Node:
             "late": [i for i, reason in engine.failures.items() if reason in AGAIN],
             "alive": sorted(transport.alive()),
             **tally.since(),
-            "seconds": {**done.seconds, "exchange": engine.seconds},
+            "seconds": {**done.seconds, "exchange": engine.seconds, "round": sum(done.seconds.values())},
         }
         confusion, aim = (done.confusion or {}).get(me), self.agent.aim
         if confusion is not None:
