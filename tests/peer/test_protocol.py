@@ -258,7 +258,7 @@ def test_what_a_member_says_of_itself_is_for_who_asked_alone(who):
         (body, NONCE, who[0].member),
         (body[1:], NONCE, who[1].member),
         (b"", NONCE, who[1].member),
-        (bytes(2**21 + 1), NONCE, who[1].member),
+        (bytes(2**20 + 1), NONCE, who[1].member),
     ]:
         with pytest.raises(MalformedError):
             read_hello(bad, nonce, member)

@@ -30,7 +30,7 @@ from fedcb2o.experiments.assemble import (
     prepare,
     terms_of,
 )
-from fedcb2o.experiments.config import Experiment
+from fedcb2o.experiments.config import Component, Experiment
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.block import Block, Layout
 from fedcb2o.federated.holdings import Holdings
@@ -123,6 +123,12 @@ def simulated(federation: Federation, me: int, experiment: Experiment, data_dir:
     terms = dataclasses.replace(prepared.terms, rounds=federation.rounds)
     holdings = prepared.holdings([me], torch.device("cpu"))
     return _made(experiment, federation, me, dataset, terms, prepared.attackers, holdings, aim_of(experiment))
+
+
+def data_of(named: str, federation: Federation, data_dir: Path | None = None) -> Dataset:
+    """The data that an organisation names: "module:function" that makes a data set, or a file.npz."""
+    part = {"name": "arrays", "path": named} if named.endswith(".npz") else {"name": named}
+    return dataset_of(federation.experiment.model_copy(update={"data": Component(**part)}), data_dir)
 
 
 def differing(federation: Federation, experiment: Experiment, dataset: Dataset) -> list[str]:

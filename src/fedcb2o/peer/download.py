@@ -155,7 +155,7 @@ class _Fetch:
         return reason
 
     def _judged(self, body: protocol.Bytes) -> "Manifest | str":
-        """The manifest in an offer, where it passes; where what it says of others' is a conflict, that is looked into."""
+        """The manifest in an offer, where it passes; what it says of others' is looked into where it is a conflict."""
         of, federation = self.of, self.of.federation
         try:
             signed, digests = protocol.read_offer(body)

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fedcb2o import records
 from fedcb2o.errors import DataError, RunError
 from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import NAME
+from fedcb2o.peer.certificates import LABEL
 from fedcb2o.peer.protocol import (
     MOST_SEEN,
     SIGNS_MANIFEST,
@@ -285,7 +285,7 @@ def _proof(table: dict[str, Any]) -> Proof:
     kinds = {"name": str, "agent": int, "round": int, "run": str, "key": str, "manifests": list}
     if set(table) != set(kinds) or any(type(table[key]) is not kind for key, kind in kinds.items()):
         raise ValueError(f"it must have the keys {', '.join(kinds)}, and each of its kind")
-    if not NAME.fullmatch(table["name"]):
+    if not LABEL.fullmatch(table["name"]):
         raise ValueError("its `name` is no member's")
     manifests = table["manifests"]
     if len(manifests) != 2 or not all(isinstance(each, str) for each in manifests):

@@ -79,9 +79,9 @@ class Node:
     """One agent of a federation, with the data of its organisation.
 
     `data` are its own; or `simulate` makes it an agent of a simulation, to try a federation out. It writes to the
-    folder `out`, and with `resume` goes on with what is there. It `listen`s at "HOST:PORT" where that differs from its
-    endpoint; waits at its start up to `gather` seconds for the others, and serves its last model up to `linger` seconds
-    to those that are not done.
+    folder `out`, and with `resume` goes on with what is there. It `listen`s at its endpoint, or at another "HOST:PORT"
+    of this machine; waits at its start up to `gather` seconds for the others, and serves its last model up to `linger`
+    seconds to those that are not done.
 
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
@@ -96,7 +96,7 @@ class Node:
         simulate: Experiment | None = None,
         data_dir: Path | None = None,
         resume: bool = False,
-        listen: str | None = None,
+        listen: bool | str = True,
         gather: float = 30.0,
         linger: float = 60.0,
         watch: Watch | None = None,

@@ -3,7 +3,7 @@
 An agent that restarts must never sign two manifests for one round, so that what it will sign is written down first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from jaxtyping import Float
 from torch import Tensor

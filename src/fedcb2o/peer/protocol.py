@@ -27,7 +27,7 @@ VERSION = 1
 CHUNK = 2**20
 MOST_CHUNKS = 2**14  # of a model: 16 GiB as sent
 MOST_SEEN = 64  # digests beside a manifest
-MOST_HELLO = 2**21
+MOST_HELLO = 2**20
 NONE = bytes(32)  # a digest where there is none
 SIGNATURE = 64
 

@@ -123,11 +123,11 @@ class Server:
         self._federation, self._me, self._identity, self._ledger = federation, me, identity, ledger
         self._about, self._patience, self._clock = about, patience, clock
         self._ids = {member.key: id for id, member in federation.members.items()}
-        self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot]], ...] = ()
+        self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()  # the newest first
 
         now = clock()
         limits = {id: federation.limits for id in federation.members if id != me} | {None: STRANGERS}
-        self._peers = {id: _Peer(each, id, each.answers_per_minute, now) for id, each in limits.items()}
+        self._peers = {id: _Peer(each, id, float(each.answers_per_minute), now) for id, each in limits.items()}
         self._changed = threading.Condition()  # its lock guards what follows, and the peers
         self._waiting: dict[int | None, _Peer] = {}  # whose queues are not empty, in turn
         self._since: dict[int, float] = {}  # when each busy thread began
@@ -143,10 +143,16 @@ class Server:
         with self._changed:
             return Counts(self._requests, self._answered, dict(+self._sent), dict(+self._refused))
 
-    def publish(self, snapshot: Snapshot, to: Mapping[int, Snapshot] | None = None) -> None:
-        """Serve this snapshot and the one before; `to` some members others, as attackers do that are simulated."""
-        self._ledger.seen(snapshot.manifest)  # whoever else signs with this key is found out too
-        self._published = ((snapshot, dict(to or {})), *self._published[:1])
+    def publish(self, snapshot: Snapshot, to: Mapping[int, Snapshot | None] | None = None) -> None:
+        """Serve this snapshot, and go on with that of the round before.
+
+        Simulated attackers serve `to` some members others, or none yet, and may publish twice for one round.
+        """
+        if to is None:
+            self._ledger.seen(snapshot.manifest)  # whoever else signs with this key is found out too
+        published = ((snapshot, dict(to or {})), *self._published)
+        rounds = sorted({each.described.round for each, _ in published})[-2:]
+        self._published = tuple(each for each in published if each[0].described.round in rounds)[:4]
 
     def hear(self, request: bytes, reply: Reply) -> None:
         """Check a request and see to its answer; at once, and without ever raising. What is not signed gets none."""
@@ -223,21 +229,25 @@ class Server:
 
     def _work(self, me: int) -> None:
         while (taken := self._take(me)) is not None:
-            peer, nonce, reply, content = taken
-            try:
-                status, body = content()
-                answer = Answer(nonce, status, body).encode()
-                reply(answer)
-            except Exception:  # it ends this answer, and not the thread
-                status, answer = None, b""
-            with self._changed:
-                peer.active -= 1
-                del self._since[me]
-                self._answered += status is Status.OK
-                self._refused["failed"] += status is None
-                if peer.id is not None:
-                    self._sent[peer.id] += len(answer)
-                self._changed.notify()
+            self._give(me, *taken)
+            del taken  # and with it the transport's end of the request
+
+    def _give(self, me: int, peer: _Peer, nonce: bytes, reply: Reply, content: Content) -> None:
+        """One answer, which may take long."""
+        try:
+            status, body = content()
+            answer = Answer(nonce, status, body).encode()
+            reply(answer)
+        except Exception:  # it ends this answer, and not the thread
+            status, answer = None, b""
+        with self._changed:
+            peer.active -= 1
+            del self._since[me]
+            self._answered += status is Status.OK
+            self._refused["failed"] += status is None
+            if peer.id is not None:
+                self._sent[peer.id] += len(answer)
+            self._changed.notify()
 
     def _take(self, me: int) -> tuple[_Peer, bytes, Reply, Content] | None:
         """The next answer that a thread is to give, when its turn has come; None when there will be none."""
@@ -268,9 +278,10 @@ class Server:
         if request.kind is Kind.HELLO:
             return Status.OK, hello(self._about(), request.nonce, self._identity.sign)
         if request.kind is Kind.WITNESS:
-            found = self._ledger.witness(request.index, request.round, request.digest)
-            return (Status.NOT_HERE, b"") if found is None else (Status.OK, found)
-        snapshots = [to.get(sender, snapshot) for snapshot, to in self._published]
+            signed = self._ledger.witness(request.index, request.round, request.digest)
+            return (Status.NOT_HERE, b"") if signed is None else (Status.OK, signed)
+        found = [to.get(sender, snapshot) for snapshot, to in self._published]
+        snapshots = [snapshot for snapshot in found if snapshot is not None]
         if request.kind is Kind.MANIFEST:
             return self._newest(snapshots, request.round)
         for snapshot in snapshots:

@@ -13,9 +13,11 @@ import base64
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
 import zenoh
@@ -102,22 +104,30 @@ class Zenoh:
             raise
 
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:  # noqa: D102
-        session, done = self._links.get(peer), zenoh.CancellationToken()
+        session, end = self._links.get(peer), time.monotonic() + timeout
         if session is None or timeout <= 0:
             return iter(())
+        replies: SimpleQueue[Any] = SimpleQueue()
+        stop = zenoh.CancellationToken()
+
+        def take(reply: Any) -> None:  # on a thread of all links: never wait here
+            if replies.qsize() < MOST_ANSWERS:
+                replies.put(reply)
+
         try:
-            replies = session.get(
+            session.get(
                 _key(peer),
-                zenoh.handlers.RingChannel(MOST_ANSWERS),
+                zenoh.handlers.Callback(take, lambda: replies.put(None), indirect=False),
                 target=zenoh.QueryTarget.ALL,
                 consolidation=zenoh.ConsolidationMode.NONE,
+                congestion_control=zenoh.CongestionControl.BLOCK,  # of the answers too
                 payload=request,
                 timeout=timeout,
-                cancellation_token=done,
+                cancellation_token=stop,
             )
         except zenoh.ZError:  # closed
             return iter(())
-        return _answers(replies, done)
+        return _answers(replies, end, stop)
 
     def serve(self, hear: Hear) -> None:  # noqa: D102
         if self._incoming is None:
@@ -154,18 +164,19 @@ def _key(agent: int) -> str:
     return f"fedcb2o/agents/{agent}"
 
 
-def _answers(replies: Any, done: zenoh.CancellationToken) -> Iterator[bytes]:
-    """What is in the replies to one request; whoever stops early lets the rest go."""
+def _answers(replies: "SimpleQueue[Any]", end: float, stop: zenoh.CancellationToken) -> Iterator[bytes]:
+    """What is in the replies to one request, up to the first None; whoever stops early lets the rest go."""
     try:
         for _ in range(MOST_ANSWERS):
-            try:
-                reply = replies.recv()
-            except zenoh.ZError:  # no more will come
+            reply = replies.get(timeout=max(0.0, end - time.monotonic()))
+            if reply is None:
                 return
             if reply.ok is not None:
                 yield reply.ok.payload.to_bytes()
+    except Empty:
+        return
     finally:
-        done.cancel()
+        stop.cancel()  # type: ignore[no-untyped-call]
 
 
 def _hear(asked: Any, key: str, hear: Hear) -> None:
@@ -191,7 +202,7 @@ def _reply(query: Any, key: str, answer: bytes) -> None:
 def _close(sessions: Iterable[zenoh.Session]) -> None:
     for session in sessions:
         with suppress(zenoh.ZError):
-            session.close()
+            session.close()  # type: ignore[no-untyped-call]
 
 
 def _listening(identity: Identity, members: Iterable[Member], key: str, place: str) -> zenoh.Session:

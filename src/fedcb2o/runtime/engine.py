@@ -83,8 +83,8 @@ def rounds(
     tell: Tell = lambda n, phase: None,
     deadline: float | None = None,
 ) -> Iterator[Round]:
-    """Rounds `start` to `stop` - 1 (alg:FedCB2O, lines 2-5), from what the agents that are here remember, in their order;
-    the models change in place.
+    """Rounds `start` to `stop` - 1 (alg:FedCB2O, lines 2-5), from what the agents here remember, in the order of
+    their ids; the models change in place.
 
     `tell` hears what a round is at, since a round may be long. Raises RunError where a benign agent's training
     diverges, or its model overflows where it mixes. Under crafted models that is the attackers' success and no error:
