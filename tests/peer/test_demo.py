@@ -109,8 +109,11 @@ def test_the_tables_say_what_the_folders_hold(tmp_path):
     write_node(tmp_path / "a", [*first, line(5, (1, 0.1, 100, 0.4), (2, 0.1, 100, 0.1), **scores)])
     write_node(tmp_path / "b", [line(n, (0, 0.1, 9, 0.25), refused={"3": "size"}) for n in range(1, 6)], id=1)
     write_node(tmp_path / "c", [line(1, (0, 0.1, 9, 1.0), refused={"0": "hash"})], id=2)
+    (tmp_path / "b" / "proofs").mkdir()
+    (tmp_path / "b" / "proofs" / "d-3.proof.toml").write_text('name = "d"')
     results, refused = demo.tables(agents).values()
-    assert results.loc["a"].tolist() == [demo.BENIGN, "5", "90.0%", "90.0%", "5.0%", "25.0%"]
+    assert results["proofs"].tolist() == ["0", "0", "0", "1"]
+    assert results.loc["a"].tolist() == [demo.BENIGN, "5", "90.0%", "90.0%", "5.0%", "25.0%", "0"]
     assert results["weight it got"].tolist() == ["25.0%", "40.0%", "5.0%", "0.0%"]
     assert results.loc["d", ["rounds", "accuracy"]].tolist() == ["–", "–"]
     assert refused.to_dict("index") == {"d": {"size": "5"}}  # what an attacker refuses is not told
