@@ -172,8 +172,10 @@ class Node:
     ) -> Iterator[dict[str, Any]]:
         """Every round that is left: its line is written, its checkpoint, and the next round waits for its time."""
         federation, model = self.federation, engine.block.pool[:1]
-        began, first = time.monotonic(), self.done
-        made = rounds(engine, memory, first, federation.rounds, lambda n: True, self._tell, federation.deadline_seconds)
+        made = rounds(
+            engine, memory, self.done, federation.rounds, lambda n: True, self._tell, federation.deadline_seconds
+        )
+        began = time.monotonic()
         for done in made:
             line = self._line(done, engine, tally, transport)
             log.append("rounds", line)
@@ -183,8 +185,9 @@ class Node:
             self.done = done.n + 1
             self.watch.round(line)
             yield line
-            self._pace(began + (self.done - first) * federation.round_seconds, tally.downloads, transport)
+            self._pace(began + federation.round_seconds, tally.downloads, transport)
             self._check()
+            began = time.monotonic()
 
     def _begin(self) -> None:
         """Make the folder, or find the same run there; raises RunError for anything else."""
@@ -293,7 +296,11 @@ class Node:
             raise _StoppedError
 
     def _pace(self, until: float, downloads: Downloads, transport: Transport) -> None:
-        """Wait for a moment, unless most of those that are there are further."""
+        """Wait until the round has had its time, unless most of those that are there are further.
+
+        Each round has its time to itself: who was stopped for a while, and finds nobody there, does not race to the end
+        alone.
+        """
         while (left := until - time.monotonic()) > 0:
             there = [downloads.least[i] for i in transport.alive() if i in downloads.least]
             if there and statistics.median_low(there) >= self.done:
