@@ -319,10 +319,12 @@ def test_what_the_disk_does_not_take_is_not_signed(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        assert not journal.may_sign(2, b"b" * 32)
+        with pytest.raises(RunError, match="make room"):
+            journal.may_sign(2, b"b" * 32)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: full(file, b"", 0))
-        assert not journal.may_sign(2, b"b" * 32)
+        with pytest.raises(RunError, match="make room"):
+            journal.may_sign(2, b"b" * 32)
     assert journal.may_sign(2, b"c" * 32)
     assert journal.may_sign(3, b"d" * 32)
     again = Journal(tmp_path)

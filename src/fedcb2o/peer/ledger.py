@@ -7,6 +7,7 @@ have otherwise.
 
 import base64
 import binascii
+import errno
 import heapq
 import json
 import os
@@ -35,11 +36,12 @@ from fedcb2o.peer.protocol import (
     signed_by_member,
 )
 from fedcb2o.peer.versions import members_of
-from fedcb2o.records.files import fsync
+from fedcb2o.records.files import fsync, unwritable
 
 KEPT = 8  # manifests of each agent beyond the lag
 MOST_PROOF = 2**21  # bytes of a proof's file: two of the longest manifests, as text
 SUFFIX = ".proof.toml"
+SIGNED = "signed.jsonl"
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "signed.jsonl"
+        self._path = folder / SIGNED
         self._signed: dict[int, bytes] = {}
         self._size = 0  # of the whole lines: what follows was never finished, and is written over
         try:
@@ -260,7 +262,7 @@ class Journal:
     def may_sign(self, n: int, digest: bytes) -> bool:
         """Whether the manifest of round `n` with this digest may be signed: this, or nothing, was signed before.
 
-        False too where the disk does not take the line.
+        Raises RunError where the disk does not take the line.
         """
         if n in self._signed:
             return self._signed[n] == digest
@@ -270,17 +272,18 @@ class Journal:
             try:
                 whole = os.pwrite(file, line, self._size) == len(line)
                 os.ftruncate(file, self._size + len(line) * whole)
+                if not whole:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(file)
             finally:
                 os.close(file)
             if not self._size:
                 fsync(self._path.parent)
-        except OSError:
-            return False
-        if whole:
-            self._size += len(line)
-            self._signed[n] = digest
-        return whole
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+        self._size += len(line)
+        self._signed[n] = digest
+        return True
 
 
 def _proof(table: dict[str, Any]) -> Proof:

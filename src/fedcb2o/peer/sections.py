@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from fedcb2o.experiments.config import Part, Positive
+from fedcb2o.experiments.config import Part
 
 AGENTS = ("budget", "validation", "split", "hold_out", "validation_loss", "initialisation", "graph")
 """The keys of an experiment's [agents] that peers agree on: the others make up who is there, which is known here."""
-PRIMITIVES = ("linear", "layout", "convolution", "together")
+PRIMITIVES = ("linear", "layout", "convolution")
 
 
 class Limits(Part):
@@ -42,7 +42,6 @@ class Settings(Part):
     linear: str | None = None
     layout: str | None = None
     convolution: str | None = None
-    together: Positive | None = None
     agents: dict[str, Any]
     model: dict[str, Any]
     training: Annotated[dict[str, Any], Field(default_factory=dict)]
