@@ -4,10 +4,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test slow lint format clean
+.PHONY: help install demo demo-peers test slow lint format clean
 
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## Make the virtual environment .venv, with all pinned packages
 
@@ -19,6 +19,10 @@ demo: $(STAMP) ## Run the main job on scikit-learn's digits: a table, and figure
 	$(BIN)/fedcb2o run $(DEMO) --clean-twin --out runs/demo
 	$(BIN)/fedcb2o run $(BOTH) --out runs/demo
 	$(BIN)/fedcb2o report $(patsubst %,runs/demo/%,$(DEMO) $(BOTH)) --out runs/demo-report
+
+demo-peers: $(STAMP) ## Run eight organisations on this machine, three of them hostile: what became of each, in a minute
+	rm -rf runs/peers-demo
+	$(BIN)/fedcb2o peer demo
 
 test: $(STAMP) ## Run the tests, all but the slow ones
 	$(BIN)/python -m pytest
@@ -36,8 +40,8 @@ format: $(STAMP) ## Format the code and mend what can be mended by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean: ## Remove .venv, the demo's output, and all caches
-	rm -rf .venv runs/demo runs/demo-report dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## Remove .venv, what the demos wrote, and all caches
+	rm -rf .venv runs/demo runs/demo-report runs/peers-demo dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # No stamp, no trust: an environment whose set-up was cut short is made anew, since pip takes a half-copied package

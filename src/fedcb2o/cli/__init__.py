@@ -1,4 +1,4 @@
-"""The command line: run, bench, compare, report, presets, minimize, data.
+"""The command line: run, bench, compare, report, presets, minimize, data, peer.
 
 What a command needs is imported when it runs: help and mistakes answer before PyTorch would be there.
 """
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedcb2o.cli import data, minimizing, runs
+from fedcb2o.cli import data, minimizing, peers, runs
 from fedcb2o.cli.stops import Stops
 from fedcb2o.errors import FedCB2OError
 from fedcb2o.output import kept, lost
@@ -29,6 +29,22 @@ for _function in (runs.run, runs.bench, runs.compare, runs.report, runs.presets,
 for _get in (data.emnist, data.mnist, data.cifar10):
     data_app.command()(_get)
 app.add_typer(data_app, name="data")
+peer_app = typer.Typer(
+    help="Train with other organisations, a process each.", no_args_is_help=True, callback=peers.needed
+)
+for _step in (
+    peers.identity,
+    peers.renew,
+    peers.federation,
+    peers.amend,
+    peers.sign,
+    peers.run,
+    peers.report,
+    peers.proof,
+    peers.demo,
+):
+    peer_app.command()(_step)
+app.add_typer(peer_app, name="peer")
 
 UsageError: Any = typer.BadParameter.__base__  # click's, or that of the click inside typer, which does not name it
 

@@ -1,27 +1,291 @@
-"""The commands for real peers: identity, renew, federation, sign, check, run, report, proof, demo."""
+"""The commands for real peers: identity, renew, federation, amend, sign, check, run, report, proof, demo."""
 
+import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from fedcb2o.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedcb2o.peer.federation import Federation
+
+
+class Encoding(StrEnum):
+    """How models are sent."""
+
+    float32 = "float32"
+    int8 = "int8"
+
 
 File = Annotated[
     Path, typer.Argument(metavar="FEDERATION.toml", help="What all members agreed on.", show_default=False)
 ]
 Mine = Annotated[Path, typer.Option("--identity", metavar="DIR", help="This organisation's keys.", show_default=False)]
+Own = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PACKAGE", help="Let functions of this package run that the federation names. Repeatable."),
+]
+Days = Annotated[int, typer.Option(min=1, help="How long the TLS certificate is valid; `peer renew` makes a new one.")]
+
+
+def needed() -> None:
+    """Agents of different organisations, one process each."""
+    if not {"-h", "--help"} & set(sys.argv):  # help is given without the extra too
+        import fedcb2o.peer  # noqa: F401
 
 
 def identity(
     name: Annotated[str, typer.Option(help="The organisation's name, such as hospital-a.", show_default=False)],
     endpoint: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where others reach it.", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the keys go.", show_default=False)],
-    days: Annotated[
-        int, typer.Option(min=1, help="How long the TLS certificate is valid; `peer renew` makes a new one.")
-    ] = 397,
+    days: Days = 397,
 ) -> Path:
     """Make an organisation's keys and certificates, and NAME.member.toml, the public half to send to the others."""
     from fedcb2o.peer.identity import Identity
 
     made = Identity.make(out, name=name, endpoint=endpoint, days=days)
+    print(f"{made.folder} holds the keys of {name}: keep it to yourself. Send the others this file of it:")
     print(made.folder / f"{name}.member.toml")
     return made.folder
+
+
+def renew(
+    identity: Mine,
+    days: Days = 397,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Make a new root too, in an identity here with the same signing key: for `peer amend`."
+        ),
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="With --out: where others reach it from now on.")
+    ] = None,
+) -> Path:
+    """Make a new TLS certificate, which the others need not be told of; it counts when `peer run` starts again."""
+    from fedcb2o.peer.identity import Identity
+
+    mine = Identity.read(identity)
+    if out is None:
+        if endpoint is not None:
+            raise ConfigError("another endpoint needs a new root, which the others have to agree to: give --out DIR")
+        mine.renew(days=days)
+    else:
+        mine = mine.moved(out, endpoint=endpoint or mine.member.endpoint, days=days)
+        print(f"The others take {mine.folder / mine.member.name}.member.toml by `fedcb2o peer amend --replace`.")
+    print(f"{mine.tls_certificate} is valid until {mine.expires:%Y-%m-%d %H:%M} UTC.")
+    return mine.folder
+
+
+def federation(
+    experiment: Annotated[
+        str, typer.Argument(metavar="PRESET_OR_FILE.toml", help="What the members train.", show_default=False)
+    ],
+    member: Annotated[
+        list[Path],
+        typer.Option(metavar="NAME.member.toml", help="A member, in the order of ids. Repeatable.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FEDERATION.toml", help="The file to write.", show_default=False)],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as rounds=50. Repeatable."),
+    ] = None,
+    synchronous: Annotated[bool, typer.Option("--synchronous", help="Wait for models of the same round.")] = False,
+    round_seconds: Annotated[float, typer.Option(min=0, help="How long a round takes at least.")] = 0.0,
+    deadline_seconds: Annotated[float, typer.Option(min=0, help="How long a round waits for answers.")] = 60.0,
+    lag: Annotated[int, typer.Option(min=0, help="How many rounds a model may be behind.")] = 5,
+    encoding: Annotated[Encoding, typer.Option(help="How models are sent.")] = Encoding.float32,
+    share: Annotated[
+        float | None, typer.Option(help="The attackers' share that rules assume. Default: the experiment's.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+) -> Path:
+    """Write what all members agree on: the experiment whose agents they are, and the members.
+
+    Who runs with the file agrees to it. It may be edited until then, and is the same file for all.
+    """
+    from fedcb2o.cli.runs import settings_of
+    from fedcb2o.experiments.assemble import dataset_of
+    from fedcb2o.experiments.config import load
+    from fedcb2o.peer.federation import make, write
+    from fedcb2o.peer.identity import Member
+
+    if out.exists():
+        raise ConfigError(f"{out} is there: choose another --out, or `fedcb2o peer amend` it")
+    chosen = load(experiment, settings_of(changes))
+    made = make(
+        chosen,
+        [Member.read(path) for path in member],
+        dataset=dataset_of(chosen, data_dir),
+        synchronous=synchronous,
+        round_seconds=round_seconds,
+        deadline_seconds=deadline_seconds,
+        lag=lag,
+        encoding=encoding.value,
+        share=share,
+    )
+    write(made, out)
+    print(f"{out}: {len(made.members)} members, run {made.run.hex()}. Send the file to each of them.")
+    return out
+
+
+def amend(
+    file: File,
+    out: Annotated[Path, typer.Option(metavar="FEDERATION.toml", help="The new file.", show_default=False)],
+    remove: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A member to remove. Repeatable.")] = None,
+    replace: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="NAME.member.toml", help="A member's new certificate, endpoint or key. Repeatable."),
+    ] = None,
+    add: Annotated[
+        list[Path] | None, typer.Option(metavar="NAME.member.toml", help="A new member. Repeatable.")
+    ] = None,
+) -> Path:
+    """Write the next version, with other members; it counts when more than half of those so far signed it."""
+    from fedcb2o.peer.federation import amended, read, write
+    from fedcb2o.peer.identity import Member
+
+    if out.exists():
+        raise ConfigError(f"{out} is there: choose another --out")
+    replaced, added = ([Member.read(path) for path in paths or []] for paths in (replace, add))
+    made = amended(read(file, unsigned=True), remove=remove or [], replace=replaced, add=added)
+    write(made, out)
+    _tell(made, out)
+    return out
+
+
+def sign(
+    file: File,
+    identity: Mine,
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FEDERATION.toml", help="A copy that others signed: take its signatures. Repeatable."),
+    ] = None,
+) -> Path:
+    """Agree to a new version of a federation: add this member's signature to the file."""
+    from fedcb2o.peer import federation
+    from fedcb2o.peer.identity import Identity
+
+    signed = federation.sign(file, Identity.read(identity), merge=merge or [])
+    _tell(signed, file)
+    return file
+
+
+def _tell(federation: "Federation", path: Path) -> None:
+    """What a version changes, and who may still sign it."""
+    print(f"{path}: version {federation.version} of run {federation.run.hex()}")
+    for change in federation.changes():
+        print(f"- {change}")
+    if federation.lacking:
+        others = ", ".join(federation.unsigned())
+        print(f"It lacks {federation.lacking} of the signatures of {others}: fedcb2o peer sign {path} --identity DIR")
+    else:
+        print("Enough members signed it: all run with this file now.")
+
+
+def proof(
+    file: Annotated[
+        Path, typer.Argument(metavar="NAME-ROUND.proof.toml", help="A proof of equivocation.", show_default=False)
+    ],
+    federation: Annotated[
+        Path | None,
+        typer.Option(metavar="FEDERATION.toml", help="Says whose the key is, and whether it is of this run."),
+    ] = None,
+) -> None:
+    """Check, offline, a file that shows that a member signed two different models for one round."""
+    from fedcb2o.peer.federation import read
+    from fedcb2o.peer.ledger import check_proof
+
+    print(check_proof(file, None if federation is None else read(federation)))
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a `peer run`.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Where report.html goes. Default: into that folder.")] = None,
+) -> Path:
+    """Write one agent's page: accuracy, whom it asked, who answered how fast, weights, what was refused, bytes."""
+    from fedcb2o.peer.report import report as write_report
+
+    path = write_report(folder, out)
+    print(path)
+    return path
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Where all eight write to.")] = Path("runs/peers-demo"),
+    rounds: Annotated[int, typer.Option(min=1, help="How many rounds.")] = 30,
+) -> Path:
+    """Run eight organisations on this machine, a process each: two flip labels, one sends garbage."""
+    from rich.console import Console
+
+    from fedcb2o.peer.demo import TOLD
+    from fedcb2o.peer.demo import demo as run_demo
+    from fedcb2o.report.render import to_rich
+
+    console = Console()
+    for title, table in run_demo(out, rounds=rounds).items():
+        console.print(to_rich(table, title=title, width=console.width))
+    print(f"{TOLD}\n\nA page of each: fedcb2o peer report {out / 'hospital-a'}; their logs are in {out / 'logs'}.")
+    return out
+
+
+def run(
+    file: File,
+    identity: Mine,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder.", show_default=False)],
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION|FILE.npz", help="This organisation's data.", show_default=False),
+    ] = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRESET_OR_FILE.toml", help="Be an agent of a simulation instead: its data, and its attack."
+        ),
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    own: Own = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="What to bind, where it is not the endpoint: 0.0.0.0:7447.")
+    ] = None,
+    gather: Annotated[float, typer.Option(min=0, help="Seconds to wait for the others at the start.")] = 60.0,
+    linger: Annotated[
+        float, typer.Option(min=0, help="Seconds to serve others that are not done, at the end.")
+    ] = 300.0,
+) -> Path:
+    """Train as one agent of a federation: serve one's model, ask, judge and mix, and write the final model.
+
+    Example: fedcb2o peer run federation.toml --identity keys --data my_hospital:dataset --out runs/hospital-a
+    """
+    from fedcb2o.experiments.config import load
+    from fedcb2o.peer.agent import data_of
+    from fedcb2o.peer.federation import read
+    from fedcb2o.peer.live import Live
+    from fedcb2o.peer.node import Node
+
+    if (data is None) == (simulate is None):
+        raise ConfigError(
+            "give this organisation's data by --data MODULE:FUNCTION or FILE.npz (or --simulate a preset)"
+        )
+    federation = read(file, own=own or [])
+    names = {id: member.name for id, member in federation.members.items()}
+    node = Node(
+        federation,
+        identity,
+        None if data is None else data_of(data, federation, data_dir),
+        simulate=None if simulate is None else load(simulate),
+        data_dir=data_dir,
+        out=out,
+        resume=resume,
+        listen=True if listen is None else listen,
+        gather=gather,
+        linger=linger,
+    )
+    with Live(names, me=node.me, rounds=federation.rounds) as node.watch:
+        node.run()
+    print(f"Done: {out / 'model.safetensors'}. For a page: fedcb2o peer report {out}", file=sys.stderr)
+    return out

@@ -1,10 +1,10 @@
 """The commands for runs and grids of them: run, bench, compare, report, presets."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -74,14 +74,8 @@ def run(
     from fedcb2o.experiments.config import load
     from fedcb2o.experiments.progress import Progress
     from fedcb2o.experiments.run import run as run_experiment
-    from fedcb2o.experiments.tables import parse_value
 
-    settings = {}
-    for change in changes or []:
-        key, equals, value = change.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set needs KEY=VALUE, got {change!r}")
-        settings[key.strip()] = parse_value(value.strip())
+    settings = settings_of(changes)
     if seeds is not None:
         settings["seeds"] = _seeds(seeds)
     if device is not None:
@@ -103,6 +97,19 @@ def run(
     folders = [folder for _, folder in chosen]
     print("Done. For a table: fedcb2o compare", *folders, file=sys.stderr)
     return folders
+
+
+def settings_of(changes: Sequence[str] | None) -> dict[str, Any]:
+    """The settings in texts KEY=VALUE."""
+    from fedcb2o.experiments.tables import parse_value
+
+    settings = {}
+    for change in changes or []:
+        key, equals, value = change.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set needs KEY=VALUE, got {change!r}")
+        settings[key.strip()] = parse_value(value.strip())
+    return settings
 
 
 def _seeds(text: str) -> list[int]:

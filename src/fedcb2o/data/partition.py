@@ -111,7 +111,7 @@ def partition(
             if bad and remove_malicious:
                 continue
             agent = c * len(sizes) + i  # in the full population, so that removal changes nobody's split
-            holds = np.zeros(len(share), bool) if bad else _validates(y[share], agent, validation, split, seed)
+            holds = np.zeros(len(share), bool) if bad else validates(y[share], agent, validation, split, seed)
             order = (share[~holds], share[holds])
             cluster.append(c)
             roles.append(bad)
@@ -142,8 +142,8 @@ def rotate(x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int) ->
     return torch.rot90(x, cluster * 4 // num_clusters, dims=(-2, -1)).contiguous() if cluster else x
 
 
-def _validates(y: NDArray[np.integer], agent: int, fraction: float, split: str, seed: int) -> NDArray[np.bool_]:
-    """Which of an agent's samples are validation data."""
+def validates(y: NDArray[np.integer], agent: int, fraction: float, split: str, seed: int) -> NDArray[np.bool_]:
+    """Which of an agent's samples, labelled `y`, are validation data, as `partition` has it."""
     order = stream(seed, "split", agent).permutation(len(y))
     holds = np.zeros(len(y), bool)
     if split == "random":

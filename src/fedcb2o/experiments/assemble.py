@@ -26,6 +26,7 @@ from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.local_update import Training
 from fedcb2o.federated.metrics import Aim
 from fedcb2o.federated.terms import Convolution, Linear, Primitives, Terms
+from fedcb2o.runtime.checkpoint import adds_up_to
 from fedcb2o.streams import stream
 
 
@@ -41,7 +42,7 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
     if dataset.num_classes < 2:
         raise ConfigError(f"the data set `{name}` has {dataset.num_classes} class names: there must be two or more")
     pool, test = (
-        _checked(f"the data set `{name}`, in its {part},", getattr(dataset, part), dataset.num_classes)
+        checked(f"the data set `{name}`, in its {part},", getattr(dataset, part), dataset.num_classes)
         for part in ("pool", "test")
     )
     dataset = Dataset(pool, test, dataset.class_names)
@@ -58,7 +59,7 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
     return dataset
 
 
-def _checked(where: str, shard: Shard, num_classes: int) -> Shard:
+def checked(where: str, shard: Shard, num_classes: int) -> Shard:
     """A part of a data set, without a gradient's history; raises ConfigError for what is no samples."""
     if not isinstance(shard, Shard):
         raise ConfigError(f"{where} is a {type(shard).__name__}, expected a fedcb2o.Shard")
@@ -118,12 +119,12 @@ def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Popula
     )
 
 
-def neighbours_of(experiment: Experiment, seed: int, population: Population) -> tuple[Tensor, ...] | None:
+def neighbours_of(experiment: Experiment, seed: int, cluster: Int[Tensor, " N"]) -> tuple[Tensor, ...] | None:
     """Whom each agent may ask, where not everybody."""
     if experiment.agents.graph is None:
         return None
     graph = experiment.agents.graph.function("graph", graphs)
-    return graphs.neighbours(graph, population.cluster, stream(seed, "graph"))
+    return graphs.neighbours(graph, cluster, stream(seed, "graph"))
 
 
 def algorithm_of(experiment: Experiment) -> algorithms.Algorithm:
@@ -276,35 +277,56 @@ class Prepared:
         return Block(self.terms, holdings, self.attackers, layout, pool)
 
 
+def terms_of(
+    experiment: Experiment,
+    seed: int,
+    dataset: Dataset,
+    *,
+    num_agents: int,
+    share: float,
+    most_samples: int,
+    neighbours: tuple[Tensor, ...] | None,
+) -> Terms:
+    """The terms of an experiment for so many agents, whose samples look like a data set's."""
+    return Terms(
+        seed=seed,
+        num_agents=num_agents,
+        num_classes=dataset.num_classes,
+        rounds=experiment.rounds,
+        budget=experiment.agents.budget,
+        model=plugins.label(experiment.model.name),
+        module=module_of(experiment, seed, dataset),
+        training=Training(**experiment.training.model_dump()),
+        algorithm=algorithm_of(experiment),
+        average=experiment.agents.validation_loss,
+        share=share,
+        most_samples=most_samples,
+        neighbours=neighbours,
+        participation=experiment.agents.participation,
+        primitives=Primitives(experiment.linear or "torch", experiment.convolution or "grouped", experiment.together),
+    )
+
+
 def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
     """One seed of an experiment; raises ConfigError where it does not fit its data."""
     agents, population = experiment.agents, population_of(experiment, seed, dataset)
-    algorithm = algorithm_of(experiment)
     attackers = Attackers(
         attack=experiment.attack_made,
         malicious=population.malicious.numpy(),
         cluster=population.cluster.numpy(),
         num_clusters=population.num_clusters,
-        collude=agents.malicious_role in ("attack", "clean") and algorithm.coordinator is None,
+        collude=agents.malicious_role in ("attack", "clean") and algorithm_of(experiment).coordinator is None,
         own_model=agents.colluders_own_model,
         trigger=trigger_of(experiment),
     )
-    terms = Terms(
-        seed=seed,
+    terms = terms_of(
+        experiment,
+        seed,
+        dataset,
         num_agents=len(population.cluster),
-        num_classes=dataset.num_classes,
-        rounds=experiment.rounds,
-        budget=agents.budget,
-        model=plugins.label(experiment.model.name),
-        module=module_of(experiment, seed, dataset),
-        training=Training(**experiment.training.model_dump()),
-        algorithm=algorithm,
-        average=agents.validation_loss,
         share=agents.share,
         most_samples=max(agents.benign_samples, agents.malicious_samples),
-        neighbours=neighbours_of(experiment, seed, population),
-        participation=agents.participation,
-        primitives=Primitives(experiment.linear or "torch", experiment.convolution or "grouped", experiment.together),
+        neighbours=neighbours_of(experiment, seed, population.cluster),
     )
     prepared = Prepared(experiment, seed, dataset, population, terms, attackers)
     _check_tested(experiment, prepared.test())
@@ -333,6 +355,11 @@ def shared_data(dataset: Dataset) -> dict[str, Tensor]:
     """The tensors of a data set by name."""
     pool, test = dataset.pool, dataset.test
     return {"pool_x": pool.x, "pool_y": pool.y, "test_x": test.x, "test_y": test.y}
+
+
+def digest_of(dataset: Dataset) -> str:
+    """What a data set's content adds up to."""
+    return "-".join(f"{adds_up_to(tensor):08x}" for tensor in shared_data(dataset).values())
 
 
 def block_of(

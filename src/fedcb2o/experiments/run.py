@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fedcb2o import models, plugins, records
-from fedcb2o.data.shard import Dataset, features
+from fedcb2o.data.shard import features
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.experiments import arguments
 from fedcb2o.experiments.assemble import (
@@ -19,6 +19,7 @@ from fedcb2o.experiments.assemble import (
     aim_of,
     block_of,
     dataset_of,
+    digest_of,
     first_models_,
     own_parts,
     prepare,
@@ -104,7 +105,7 @@ def run_seed(prepared: Prepared, folder: Path, count: int | None, memory: int | 
     sums = mended(prepared, folder)
     if sums is not None and sums.ended(experiment.rounds):
         return
-    fingerprint = f"{experiment.fingerprint(seed)} data {_digest(dataset)}"
+    fingerprint = f"{experiment.fingerprint(seed)} data {digest_of(dataset)}"
     place = plan(experiment, dataset, dim, count, memory, folder)
     make(folder)
     log = Records(folder)
@@ -222,8 +223,3 @@ def _room(device: torch.device) -> Iterator[None]:
         if machine.is_full(cause) and not isinstance(error, RunError):  # which says what to do
             raise RunError(f"memory is full ({error}): {machine.MORE}; then go on with --resume") from error
         raise
-
-
-def _digest(dataset: Dataset) -> str:
-    """What a data set's content adds up to."""
-    return "-".join(f"{checkpoint.adds_up_to(tensor):08x}" for tensor in shared_data(dataset).values())

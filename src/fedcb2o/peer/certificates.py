@@ -1,8 +1,9 @@
 """The certificates of one organisation: a small authority of its own, and the TLS certificate that this signs.
 
 With the roots of several members in one bundle, each of these could sign for any name. So a root is tied to its member:
-its name constraints permit no other name and no other host. Whoever checks a chain by RFC 5280 then refuses the rest;
-what this does not prove is told by who signed, which is the signing key's matter and not TLS's.
+its name constraints permit the alternative names of this member and its host alone, and who dials a host then reaches
+nobody else's certificate. The common name stays free: rustls, which checks the links, refuses every certificate under a
+root whose constraints speak of it. So a link proves membership, and who somebody is is told by the signing key alone.
 """
 
 import ipaddress
@@ -21,8 +22,6 @@ from fedcb2o.errors import ConfigError
 ROOT_DAYS = 20 * 365
 EARLY = timedelta(days=1)
 """How long before it is made a certificate is valid, since clocks differ."""
-TIE_SUBJECT = False
-"""Whether a root is tied to its member's common name too, beside names and addresses."""
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -34,19 +33,18 @@ def parsed(endpoint: str) -> tuple[str | Address, int]:
     if not (re.fullmatch(r"[1-9][0-9]{0,4}", port) and int(port) < 2**16):
         raise ConfigError(f"an endpoint is HOST:PORT, with a port from 1 to 65535, got {endpoint[:100]!r}")
     try:
-        if host.startswith("[") and host.endswith("]"):
-            address: Address = ipaddress.IPv6Address(host[1:-1])
-        else:
-            address = ipaddress.IPv4Address(host)
+        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        address = ipaddress.ip_address(bare)
     except ValueError:
         labels = host.split(".")
         if len(host) > 253 or not all(map(LABEL.fullmatch, labels)) or labels[-1].isdigit():
             raise ConfigError(
-                f"the host of {endpoint[:100]!r} is no name in lower case, no IPv4 address and no [IPv6 address]"
+                f"the host of {endpoint[:100]!r} is no name in small letters, no IPv4 address and no [IPv6 address]"
             ) from None
         return host, int(port)
-    if address.is_unspecified or address.is_multicast or str(address) not in host or "%" in host:
-        raise ConfigError(f"the host of {endpoint!r} is no address of one machine in its usual form, such as 192.0.2.7")
+    usual = f"[{address}]" if address.version == 6 else str(address)
+    if host != usual or "%" in host or address.is_unspecified or address.is_multicast:
+        raise ConfigError(f"the host of {endpoint[:100]!r} must be the address of one machine, in its usual form")
     return address, int(port)
 
 
@@ -57,7 +55,7 @@ def new_key() -> ec.EllipticCurvePrivateKey:
 
 def new_root(name: str, endpoint: str, key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Certificate:
     """The certificate of a member's own authority, which may sign for this name and host alone."""
-    builder = _builder(name, name, key, now, now + timedelta(days=ROOT_DAYS))
+    builder = _builder(name, _subject(name), key, now, now + timedelta(days=ROOT_DAYS))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_usage(sign=False), critical=True)
     builder = builder.add_extension(constraints(name, endpoint), critical=True)
@@ -74,7 +72,7 @@ def new_leaf(
     until: datetime,
 ) -> x509.Certificate:
     """The TLS certificate of a member, for both ends of a link."""
-    builder = _builder(name, name, key, now, min(until, root.not_valid_after_utc))
+    builder = _builder(name, root.subject, key, now, min(until, root.not_valid_after_utc))
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(_usage(sign=True), critical=True)
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -125,8 +123,6 @@ def constraints(name: str, endpoint: str) -> x509.NameConstraints:
     else:
         permitted += [x509.DNSName("localhost")] if host.is_loopback else []
         permitted.append(x509.IPAddress(ipaddress.ip_network(host)))
-    if TIE_SUBJECT:
-        permitted.append(x509.DirectoryName(_subject(name)))
     return x509.NameConstraints(permitted_subtrees=permitted, excluded_subtrees=excluded)
 
 
@@ -158,12 +154,12 @@ def _usage(*, sign: bool) -> x509.KeyUsage:
 
 
 def _builder(
-    name: str, issuer: str, key: ec.EllipticCurvePrivateKey, now: datetime, until: datetime
+    name: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, until: datetime
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(_subject(name))
-        .issuer_name(_subject(issuer))
+        .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now.astimezone(UTC) - EARLY)

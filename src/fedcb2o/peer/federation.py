@@ -1,21 +1,16 @@
 """What all members of a federation agree on, as one file that a human can read: federation.toml.
 
-Its first version is an agreement by itself: whoever runs with it has said yes, and its hash is the run's id, for ever.
-A later version changes members alone and counts where more than half of the members of the version before signed it;
-the file carries all earlier ones, so that whoever holds version 1 can check it offline.
+The hash of its first version is the run's id, for ever; later versions change members alone (see `versions`).
 
 What that promises: a member that a version removed is refused by everyone who runs with this version. Who still runs
 with an older one goes on to accept it, until it is given the new file. There is no consensus on which version is the
-newest: two different successors of one version can both be valid only where a member signed both, and the signatures
-show which.
+newest: two different successors of one version can only both be valid where a member signed both, and the two files
+then show which.
 """
 
-import base64
-import binascii
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -27,78 +22,28 @@ from fedcb2o import plugins, records
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import config
-from fedcb2o.experiments.config import Experiment, Part, Positive
+from fedcb2o.experiments.config import Experiment, Part
 from fedcb2o.federated import algorithms
+from fedcb2o.peer import versions as chain
 from fedcb2o.peer.identity import Identity, Member
+from fedcb2o.peer.sections import AGENTS, PRIMITIVES, Limits, Samples, Settings, check_plain, parts_of
+from fedcb2o.peer.versions import Entry, Version
 
 PROTOCOL: Final = 1
-MOST = 2**23
+MOST = 2**22
 """The bytes of the largest federation.toml."""
-CONTEXT = b"fedcb2o federation 1\n"
-AGENTS = ("budget", "validation", "split", "hold_out", "validation_loss", "initialisation", "graph")
-"""The keys of an experiment's [agents] that peers agree on: the others make up who is there, which is known here."""
-PRIMITIVES = ("linear", "layout", "convolution", "together")
 
 Seconds = Annotated[float, Field(ge=0, le=1e7, strict=False)]
-
-
-class Limits(Part):
-    """What one peer may ask of another: answers a minute, models sent at once to all and to one."""
-
-    answers_per_minute: Annotated[int, Field(ge=1, le=10**9)] = 6000
-    uploads: Annotated[int, Field(ge=1, le=1000)] = 8
-    per_peer: Annotated[int, Field(ge=1, le=1000)] = 4
-
-
-class Samples(Part):
-    """What samples look like, each member's own."""
-
-    shape: Annotated[tuple[Positive, ...], Field(strict=False, max_length=8)]
-    class_names: Annotated[tuple[str, ...], Field(strict=False, min_length=2, max_length=100_000)]
-
-
-class Settings(Part):
-    """The parts of an experiment that all agree on, as tables of one; `Federation.experiment` checks them."""
-
-    linear: str | None = None
-    layout: str | None = None
-    convolution: str | None = None
-    together: Positive | None = None
-    agents: dict[str, Any]
-    model: dict[str, Any]
-    training: Annotated[dict[str, Any], Field(default_factory=dict)]
-    algorithm: dict[str, Any]
-
-
-class Entry(Part):
-    """A member's line of the file."""
-
-    id: Annotated[int, Field(ge=0, lt=2**16)]
-    name: str
-    endpoint: str
-    key: str
-    root: str
-
-
-class Signature(Part):
-    """That a member of the version before agrees to this one."""
-
-    name: str
-    signature: str
-
-
-class Version(Part):
-    """The members of one version, and who of the version before signed it."""
-
-    members: Annotated[tuple[Entry, ...], Field(strict=False, min_length=2, max_length=2**12)]
-    signatures: Annotated[tuple[Signature, ...], Field(strict=False)] = ()
 
 
 class Federation(Part):
     """What all members agree on, in one version.
 
-    `own` is no part of that: the packages, of those whose functions the file names, that this organisation has
-    allowed to run.
+    A round takes `round_seconds` or longer, and waits for answers until `deadline_seconds`. A model is taken that is up
+    to `lag` rounds behind the receiver's own; with `synchronous` only one of the same round. Rules assume that a
+    `share` of all attacks, and no member is believed to hold more than `most_samples`.
+
+    `own` is no part of the agreement: the functions outside fedcb2o that this organisation lets the file name.
     """
 
     protocol: Literal[1] = PROTOCOL
@@ -123,22 +68,10 @@ class Federation(Part):
         """1 for the first, and one more for each that followed."""
         return len(self.versions)
 
-    @functools.cached_property
+    @property
     def members(self) -> Mapping[int, Member]:
         """The members of this version by their ids, ascending."""
-        return self._members(self.version)
-
-    @functools.cached_property
-    def _digests(self) -> tuple[bytes, ...]:
-        """The hash of each version, in which is the one before."""
-        found: list[bytes] = []
-        for number, version in enumerate(self.versions, start=1):
-            previous = {"previous": found[-1].hex()} if found else {}
-            members = [entry.model_dump() for entry in version.members]
-            content = records.canonical({**self._terms(), "version": number, **previous, "members": members})
-            text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-            found.append(hashlib.sha256(text.encode()).digest())
-        return tuple(found)
+        return self._members[-1]
 
     @property
     def run(self) -> bytes:
@@ -160,102 +93,109 @@ class Federation(Part):
         """The classes' names, in order."""
         return self.data.class_names
 
-    @property
+    @functools.cached_property
     def num_agents(self) -> int:
-        """One more than the highest id that was ever given."""
-        return 1 + max(entry.id for version in self.versions for entry in version.members)
+        """N: one more than the highest id that was ever given, so that it never shrinks."""
+        return 1 + max(id for members in self._members for id in members)
 
     @functools.cached_property
     def experiment(self) -> Experiment:
-        """The experiment that all agree on, of one cluster and without attackers; raises ConfigError where it is none,
-        or where it names functions of packages that are not in `own`: these would run here."""
-        for part in self.parts:
-            if (package := re.split("[.:]", part)[0]) not in self.own:
-                raise ConfigError(
-                    f"the federation names {part!r}, which is no part of fedcb2o: read the package's code, install it, "
-                    f"and allow it with --own {package}"
-                )
+        """The experiment that all agree on, of one cluster and without attackers.
+
+        Raises ConfigError where it is none, or names functions that are not in `own`: these would run here.
+        """
+        if unknown := [part for part in self.parts if part not in self.own]:
+            raise ConfigError(
+                f"`experiment` names {unknown[0][:100]!r}, which is no part of fedcb2o and would run here: read its "
+                "code, install it, and allow it with --own"
+            )
         settings = self.settings.model_dump(exclude_none=True)
-        if stray := next((key for key in settings["agents"] if key not in AGENTS), None):
-            near = plugins.nearest(stray, AGENTS)
-            raise ConfigError(f"the federation's `experiment.agents` has no key `{stray[:100]}`.{near}")
-        most = {"benign_samples": self.most_samples, "malicious_samples": 1}
-        everybody = {"num_clusters": 1, "benign": self.num_agents, "malicious": 0}
-        experiment = config.load(
-            {
-                **settings,
-                "name": self.name,
-                "seeds": [self.seed],
-                "rounds": self.rounds,
-                "data": {"name": brought},
-                "agents": {**settings["agents"], **everybody, **most},
-            }
-        )
-        _check(experiment)
+        if (stray := next((key for key in settings["agents"] if key not in AGENTS), None)) is not None:
+            raise ConfigError(f"there is no key `experiment.agents.{stray[:100]}`.{plugins.nearest(stray, AGENTS)}")
+        agents = {
+            **{"num_clusters": 1, "benign": self.num_agents, "malicious": 0},
+            **{"benign_samples": self.most_samples, "malicious_samples": 1},
+            **settings["agents"],
+        }
+        once = {"name": self.name, "seeds": [self.seed], "rounds": self.rounds, "data": {"name": brought}}
+        experiment = config.load({**settings, **once, "agents": agents})
+        _check_possible(experiment)
         return experiment
 
     @functools.cached_property
     def parts(self) -> tuple[str, ...]:
-        """The functions that are named by an import path, which are no part of this package."""
-        tables = self.settings.model_dump(exclude_none=True)
-        return tuple(dict.fromkeys(text for text in _texts(tables) if ":" in text))
+        """The functions outside fedcb2o that the experiment names by their import path."""
+        return tuple(dict.fromkeys(parts_of(self.settings.model_dump(exclude_none=True))))
 
     def id_of(self, member: Member) -> int:
-        """A member's id, by its key; raises ConfigError where it is none."""
-        for id, each in self.members.items():
-            if each.key == member.key:
-                return id
-        raise ConfigError(f"{member.name} is no member of {self.name}, version {self.version}: its key is not there")
+        """A member's id, by its key; raises ConfigError where it is none, or stands here with another certificate."""
+        id = next((id for id, each in self.members.items() if each.key == member.key), None)
+        if id is None:
+            raise ConfigError(
+                f"{member.name} is no member of {self.name}, version {self.version}: its key is not there"
+            )
+        mine, theirs = member.table(), self.members[id].table()
+        if other := [key for key in mine if mine[key] != theirs[key]]:
+            raise ConfigError(
+                f"{member.name} stands in {self.name}, version {self.version}, with another `{other[0]}`: take the "
+                "identity that it was made with, or have the others sign a version with this one (`peer amend`)"
+            )
+        return id
 
     def keys(self) -> dict[str, str]:
         """A short hash of each value by its dotted key, by which two files are compared."""
-        content = {**self._terms(), "version": self.version}
-        content["members"] = {m.name: {"id": id, **m.table()} for id, m in self.members.items()}
-        flat = _flat(records.canonical(content))
-        return {key: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for key, value in flat}
+        members = {member.name: {"id": id, **member.table()} for id, member in self.members.items()}
+        previous = self._digests[-2].hex() if self.version > 1 else None
+        content = {**self.terms(), "version": self.version, "previous": previous, "members": members}
+        return {key: _short(value) for key, value in _flat(records.canonical(content))}
 
     def differing(self, other: Mapping[str, str]) -> list[str]:
-        """The dotted keys whose values another file has otherwise, or only one of both has."""
+        """The dotted keys whose values another file has otherwise, or only one of the two has."""
         mine = self.keys()
         return sorted(key for key in {*mine, *other} if mine.get(key) != other.get(key))
 
     def unsigned(self) -> list[str]:
         """The members of the version before who did not sign this one."""
+        return chain.unsigned(self.versions[-1], self._members[-2]) if self.version > 1 else []
+
+    @property
+    def lacking(self) -> int:
+        """How many signatures this version still needs."""
         if self.version == 1:
-            return []
-        signed = {signature.name for signature in self.versions[-1].signatures}
-        return [member.name for member in self._members(self.version - 1).values() if member.name not in signed]
+            return 0
+        return max(0, chain.needed(self._members[-2]) - len(self.versions[-1].signatures))
+
+    def changes(self) -> list[str]:
+        """What this version does to the members of the one before, a few words for each."""
+        return chain.changes(*self._members[-2:]) if self.version > 1 else []
+
+    def follows(self, earlier: "Federation") -> bool:
+        """Whether this is the version that another is, or one that came of it."""
+        return self._digests[: earlier.version][-1] == earlier.digest
+
+    def terms(self) -> dict[str, Any]:
+        """What no version changes."""
+        return self.model_dump(by_alias=True, exclude_none=True, exclude={"versions", "own"})
 
     def table(self) -> dict[str, Any]:
         """The content of federation.toml."""
         *before, last = (version.model_dump() for version in self.versions)
         history = {"history": before} if before else {}
-        signatures = {"signatures": last["signatures"]} if last["signatures"] else {}
-        return {**self._terms(), "version": self.version, "members": last["members"], **signatures, **history}
+        last = {key: value for key, value in last.items() if value}
+        return {"protocol": self.protocol, "version": self.version, **self.terms(), **last, **history}
 
-    def _terms(self) -> dict[str, Any]:
-        """What no version changes."""
-        return self.model_dump(mode="python", by_alias=True, exclude_none=True, exclude={"versions", "own"})
+    @functools.cached_property
+    def _members(self) -> tuple[chain.Members, ...]:
+        return chain.members_of(self.versions)
 
-    def _members(self, version: int) -> Mapping[int, Member]:
-        found = {}
-        for entry in sorted(self.versions[version - 1].members, key=lambda entry: entry.id):
-            found[entry.id] = Member.of_table(entry.model_dump(exclude={"id"}))
-        return found
+    @functools.cached_property
+    def _digests(self) -> tuple[bytes, ...]:
+        return chain.digests(self.terms(), self.versions)
 
-    def _votes(self, version: int) -> int:
-        """How many members of the version before signed a version; raises ConfigError for a signature of none."""
-        before = {member.name: member for member in self._members(version - 1).values()}
-        message, seen = CONTEXT + self._digests[version - 1], set()
-        for signature in self.versions[version - 1].signatures:
-            member = before.get(signature.name)
-            if member is None or member.name in seen or not member.verify(message, _decoded(signature.signature)):
-                raise ConfigError(
-                    f"the signature of {signature.name[:100]!r} under version {version} is not good: take its table "
-                    "[[signatures]] out, or ask for the file again"
-                )
-            seen.add(member.name)
-        return len(seen)
+
+KEYS = {field.alias or name for name, field in Federation.model_fields.items()} - {"versions", "own"}
+KEYS |= {"version", "members", "signatures", "history"}
+"""The keys of federation.toml."""
 
 
 def make(
@@ -270,7 +210,7 @@ def make(
 ) -> Federation:
     """Version 1 of a federation that does what an experiment simulates: its agents become these members, in order.
 
-    `options` are the other keys of a federation. Raises ConfigError where members or options do not fit.
+    `options` are the other keys of a `Federation`. Raises ConfigError where members or options do not fit.
     """
     experiment = config.load(experiment)
     agents = experiment.agents
@@ -280,43 +220,40 @@ def make(
             "give one member for each agent, or change `agents.benign`, `agents.malicious` or `agents.num_clusters`"
         )
     if agents.participation < 1:
-        raise ConfigError("`agents.participation` below 1 is for simulations: real peers are there, or are not")
-    _check(experiment)
-    all_settings = experiment.settings()
-    settings = {
-        key: all_settings[key] for key in (*PRIMITIVES, "model", "training", "algorithm") if key in all_settings
+        raise ConfigError("`agents.participation` below 1 is for simulations: a real peer is there, or it is not")
+    _check_possible(experiment)
+    settings = experiment.settings()
+    chosen = {key: settings[key] for key in (*PRIMITIVES, "model", "training", "algorithm") if key in settings}
+    chosen["agents"] = {key: settings["agents"][key] for key in AGENTS if key in settings["agents"]}
+    try:
+        check_plain(chosen)
+    except ValueError as error:
+        raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
+    believed = max(agents.benign_samples, agents.malicious_samples)
+    table = {
+        "name": experiment.name,
+        "rounds": experiment.rounds,
+        "seed": experiment.seeds[0] if seed is None else seed,
+        "share": agents.share if share is None else share,
+        "most_samples": believed if most_samples is None else most_samples,
+        "data": {"shape": list(dataset.pool.x.shape[1:]), "class_names": list(dataset.class_names)},
+        "experiment": records.canonical(chosen),
+        "versions": [{"members": [{"id": id, **member.table()} for id, member in enumerate(members)]}],
+        "own": list(parts_of(chosen)),
     }
-    settings["agents"] = {key: all_settings["agents"][key] for key in AGENTS if key in all_settings["agents"]}
-    made = _validated(
-        {
-            "name": experiment.name,
-            "rounds": experiment.rounds,
-            **options,
-            "seed": experiment.seeds[0] if seed is None else seed,
-            "share": agents.share if share is None else share,
-            "most_samples": max(agents.benign_samples, agents.malicious_samples)
-            if most_samples is None
-            else most_samples,
-            "data": {"shape": list(dataset.pool.x.shape[1:]), "class_names": list(dataset.class_names)},
-            "experiment": records.canonical(settings),
-            "versions": [{"members": [{"id": id, **member.table()} for id, member in enumerate(members)]}],
-            "own": {re.split("[.:]", text)[0] for text in _texts(settings) if ":" in text},
-        },
-        "the federation",
-    )
-    _check_chain(made, "the federation", unsigned=False)
-    return made
+    return _checked({**table, **options}, "the federation")
 
 
 def brought() -> Dataset:
     """The data set of a federation's experiment, which each member brings itself."""
-    raise ConfigError("a federation's file holds no data: each member brings its own with --data")
+    raise ConfigError("a federation's file holds no data: each member brings its own, with --data")
 
 
 def read(path: Path | str, *, own: Collection[str] = (), unsigned: bool = False) -> Federation:
-    """The federation in a file, with the packages of `own` allowed to run; raises ConfigError of one line.
+    """The federation in a file; raises ConfigError of one line where it, or a version before, is not valid.
 
-    `unsigned`: the last version may lack signatures, so that it can be signed.
+    `own` are the functions outside fedcb2o ("package.module:function") that it may name; with others it can be read and
+    signed, but has no `experiment`. `unsigned`: the last version may lack signatures.
     """
     path = Path(path)
     try:
@@ -325,34 +262,29 @@ def read(path: Path | str, *, own: Collection[str] = (), unsigned: bool = False)
         if len(content) > MOST:
             raise ValueError(f"it is longer than {MOST} bytes")
         table = records.parse_toml(content)
+        check_plain(table)
     except (OSError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path} is no federation's file: {told}") from error
-    version, last, history = table.pop("version", None), {}, table.pop("history", [])
-    for key in ("versions", "own", "settings"):
-        if key in table:
-            raise ConfigError(f"{path}: there is no key `{key}`")
-    for key in ("members", "signatures"):
-        if key in table:
-            last[key] = table.pop(key)
-    if not isinstance(history, list):
-        raise ConfigError(f"{path}: `history` must be a list of tables")
-    federation = _validated({**table, "versions": [*history, last], "own": set(own)}, str(path))
-    if type(version) is not int or version != federation.version:
+    if stray := next((key for key in table if key not in KEYS), None):
+        raise ConfigError(f"{path}: there is no key `{stray[:100]}`.{plugins.nearest(stray, KEYS)}")
+    version, history = table.pop("version", None), table.pop("history", [])
+    last = {key: table.pop(key) for key in ("members", "signatures") if key in table}
+    versions = [*history, last] if isinstance(history, list) else history
+    federation = _checked({**table, "versions": versions, "own": list(own)}, str(path), unsigned=unsigned)
+    if isinstance(version, bool) or version != federation.version:
         raise ConfigError(
-            f"{path}: `version` is {str(version)[:20]}, and it carries {federation.version - 1} earlier ones: "
-            "restore it"
+            f"{path}: `version` is {str(version)[:20]}, and {federation.version - 1} earlier versions are in `history`"
         )
-    _check_chain(federation, str(path), unsigned=unsigned)
+    if not unsigned:
+        for member in federation.members.values():
+            member.check_time()
     return federation
 
 
 def write(federation: Federation, path: Path | str) -> None:
-    """Write federation.toml, the same file for all members."""
-    head = (
-        f"# What the members of {federation.name} agree on, version {federation.version}: all hold the same file.\n"
-        f"# Run {federation.run.hex()}\n# This version {federation.digest.hex()}\n\n"
-    )
+    """Write federation.toml, which is the same for all members."""
+    head = f"# What the members of {federation.name} agree on. All hold the same; `fedcb2o peer check` compares.\n\n"
     records.atomic_write(Path(path), (head + tomli_w.dumps(federation.table(), multiline_strings=True)).encode())
 
 
@@ -364,128 +296,91 @@ def amended(
     add: Sequence[Member] = (),
 ) -> Federation:
     """The next version, unsigned: without some members, with another certificate, endpoint or key of some, and with new
-    ones, whose ids follow all that there were. Raises ConfigError where it changes nothing or something twice."""
+    ones, whose ids follow all that there were. Raises ConfigError where it changes nothing, or a member twice."""
+    if federation.lacking:
+        raise ConfigError(f"version {federation.version} is not signed by enough members: no other can follow it yet")
     entries = {entry.name: entry for entry in federation.versions[-1].members}
     for name in (*remove, *(member.name for member in replace)):
         if name not in entries:
             raise ConfigError(f"there is no member `{name}`.{plugins.nearest(name, entries)}")
-    names = [*remove, *(member.name for member in (*replace, *add))]
-    if len(set(names)) < len(names) or not names:
-        raise ConfigError("a new version removes, replaces or adds members, each once")
+    for member in add:
+        if member.name in entries:
+            raise ConfigError(f"{member.name} is a member: --replace gives it another certificate, endpoint or key")
+    changed = [*remove, *(member.name for member in (*replace, *add))]
+    if not changed or len(set(changed)) < len(changed):
+        raise ConfigError("a new version removes, replaces or adds members, and each of them once")
     for member in replace:
         entries[member.name] = Entry(id=entries[member.name].id, **member.table())
-    kept = [entry for name, entry in entries.items() if name not in remove]
-    kept += [Entry(id=federation.num_agents + place, **member.table()) for place, member in enumerate(add)]
-    if len(kept) < 2:
-        raise ConfigError(f"a federation has two members or more, and {len(kept)} would be left")
-    made = _with(federation, *federation.versions, Version(members=tuple(kept)))
-    _check_chain(made, "the new version", unsigned=True)
-    return made
+    for place, member in enumerate(add):
+        entries[member.name] = Entry(id=federation.num_agents + place, **member.table())
+    kept = [entry.model_dump() for name, entry in entries.items() if name not in remove]
+    if kept == [entry.model_dump() for entry in federation.versions[-1].members]:
+        raise ConfigError("the new version would be the same as the last one")
+    return _with(federation, *federation.versions, {"members": kept})
 
 
 def sign(path: Path | str, identity: Identity, *, merge: Sequence[Path | str] = ()) -> Federation:
-    """Add this member's signature, and those in other copies of the same version, to a file; twice does no more."""
+    """Add this member's signature, and those in other copies of the same version, to a file; a second time changes
+    nothing."""
     federation = read(path, unsigned=True)
     if federation.version == 1:
-        raise ConfigError(f"{path} is version 1, which needs no signatures: whoever runs with it agrees")
-    before = federation._members(federation.version - 1)
-    if all(member.key != identity.member.key for member in before.values()):
-        raise ConfigError(
-            f"{identity.member.name} was no member of version {federation.version - 1}, whose members sign: the key in "
-            f"{identity.folder} is not there"
-        )
-    name = next(member.name for member in before.values() if member.key == identity.member.key)
-    found = {signature.name: signature for signature in federation.versions[-1].signatures}
+        raise ConfigError(f"{path} is version 1, which needs no signature: whoever runs with it agrees to it")
+    version = federation.versions[-1]
     for other in merge:
         copy = read(other, unsigned=True)
         if copy.digest != federation.digest:
-            raise ConfigError(
-                f"{other} is another version than {path}: they differ in {_few(federation.differing(copy.keys()))}"
-            )
-        found = {**{each.name: each for each in copy.versions[-1].signatures}, **found}
-    signature = base64.b64encode(identity.sign(CONTEXT + federation.digest)).decode()
-    found[name] = Signature(name=name, signature=signature)
-    last = federation.versions[-1].model_copy(update={"signatures": tuple(found[each] for each in sorted(found))})
-    signed = _with(federation, *federation.versions[:-1], last)
-    write(signed, path)
-    return signed
+            keys = ", ".join(f"`{key}`" for key in federation.differing(copy.keys())[:10])
+            raise ConfigError(f"{other} is another version than {path}, which differs in {keys}")
+        version = chain.merged(version, copy.versions[-1].signatures)
+    version = chain.signed(version, federation.digest, federation._members[-2], identity)
+    made = _with(federation, *federation.versions[:-1], version.model_dump())
+    write(made, path)
+    return made
 
 
-def _validated(table: Mapping[str, Any], where: str) -> Federation:
+def _with(federation: Federation, *versions: Any) -> Federation:
+    """The same terms with other versions, of which the last may lack signatures."""
+    table = {**federation.terms(), "own": federation.own, "versions": versions}
+    return _checked(table, "the new version", unsigned=True)
+
+
+def _checked(table: Mapping[str, Any], where: str, *, unsigned: bool = False) -> Federation:
     try:
-        return Federation.model_validate(table)
+        made = Federation.model_validate(table)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        key = ".".join(str(part)[:50] for part in problem["loc"][:6])
-        got = "" if isinstance(problem["input"], Mapping | list) else f", got {repr(problem['input'])[:100]}"
-        raise ConfigError(f"{where}: `{key}`: {problem['msg'][:200]}{got}") from error
+        raise ConfigError(f"{where}: {_first_problem(error)}") from error
+    try:
+        chain.check(made.versions, made._members, made._digests)
+        chain.check_signed(made.versions[:-1] if unsigned else made.versions, made._members)
+        if not set(made.parts) - made.own:
+            made.experiment  # noqa: B018
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return made
 
 
-def _with(federation: Federation, *versions: Version) -> Federation:
-    """The same terms with other versions."""
-    tables = [version.model_dump() for version in versions]
-    return _validated({**federation._terms(), "own": federation.own, "versions": tables}, "the federation")
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    place, of = [str(part)[:50] for part in problem["loc"]], ""
+    if place[0] == "versions" and len(place) > 1:
+        place, of = place[2:], f" of version {int(place[1]) + 1}"
+    key = ".".join(place)
+    if problem["type"] == "extra_forbidden":
+        return f"there is no key `{key}`{of}"
+    if problem["type"] == "missing":
+        return f"the key `{key}`{of} is missing"
+    if key == "protocol":
+        return f"it speaks protocol {problem['input']!r:.20}, and this fedcb2o {PROTOCOL}: take the others' release"
+    told = str(problem["ctx"]["error"]) if problem["type"] == "value_error" else problem["msg"]
+    got = "" if isinstance(problem["input"], Mapping | list | tuple) else f", got {problem['input']!r:.50}"
+    told = told[0].lower() + told[1:].replace("tuple", "list").replace("dictionary", "table")
+    return f"`{key}`{of}: {told}{got}"
 
 
-def _check(experiment: Experiment) -> None:
+def _check_possible(experiment: Experiment) -> None:
     """Raises ConfigError for what real peers cannot do."""
     if experiment.algorithm.function("algorithm", algorithms)().coordinator is not None:
         raise ConfigError(f"`{plugins.label(experiment.algorithm.name)}` has a coordinator, and real peers have none")
-
-
-def _check_chain(federation: Federation, where: str, *, unsigned: bool) -> None:
-    """Raises ConfigError unless each version follows from the one before."""
-    ids: dict[int, str] = {}
-    for number in range(1, federation.version + 1):
-        try:
-            members = federation._members(number)
-        except ConfigError as error:
-            raise ConfigError(f"{where}, version {number}: {error}") from error
-        entries = federation.versions[number - 1].members
-        for what, values in (
-            ("ids", [entry.id for entry in entries]),
-            ("names", [entry.name for entry in entries]),
-            ("endpoints", [entry.endpoint for entry in entries]),
-            ("keys", [entry.key for entry in entries]),
-            ("roots", [entry.root for entry in entries]),
-        ):
-            if len(set(values)) < len(values):
-                raise ConfigError(f"{where}, version {number}: its members' {what} must differ")
-        highest = max(ids, default=-1)
-        before = set(federation._members(number - 1)) if number > 1 else set()
-        new = sorted(id for id in members if id not in before)
-        if new != list(range(highest + 1, highest + 1 + len(new))):
-            raise ConfigError(f"{where}, version {number}: ids of new members follow those before and never return")
-        for id, member in members.items():
-            if ids.setdefault(id, member.name) != member.name:
-                raise ConfigError(f"{where}, version {number}: agent {id} was {ids[id]}, and names never change")
-        if len(set(ids.values())) < len(ids):
-            raise ConfigError(f"{where}, version {number}: a removed member's name does not return: take another")
-        if number > 1:
-            votes = federation._votes(number)
-            if 2 * votes <= len(before) and not (unsigned and number == federation.version):
-                lacking = len(before) // 2 + 1 - votes
-                who = f" (not signed: {_few(federation.unsigned())})" if number == federation.version else ""
-                raise ConfigError(
-                    f"{where}: version {number} lacks {lacking} of the {len(before) // 2 + 1} signatures of members of "
-                    f"version {number - 1} that it needs{who}: `fedcb2o peer sign` adds one"
-                )
-    if not federation.parts or federation.own:
-        try:
-            federation.experiment  # noqa: B018
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner)
-    elif isinstance(value, str):
-        yield value
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -496,12 +391,5 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _decoded(text: str) -> bytes:
-    try:
-        return base64.b64decode(text.encode(), validate=True)
-    except (binascii.Error, ValueError):
-        return b""
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "") or "nothing"
+def _short(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

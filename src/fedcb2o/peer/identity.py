@@ -9,7 +9,6 @@ import base64
 import binascii
 import contextlib
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -29,10 +28,12 @@ from fedcb2o import records
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer import certificates
 
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 MOST = 2**16
 """The bytes of the largest file of an organisation."""
 SECRETS = ("signing.key", "root.key", "tls.key")
+_P, _Y8 = 2**255 - 19, 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+SMALL = frozenset({0, 1, _P - 1, _P, _P + 1, _Y8, _P - _Y8})
+"""The y of the points of Ed25519 of small order: under a key that is one, anybody can make signatures."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Member:
     root: str
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name) or self.name.isdigit() or self.name == "localhost":
+        if not certificates.LABEL.fullmatch(self.name) or self.name.isdigit() or self.name == "localhost":
             raise ConfigError(
                 "a member's name has up to 63 small letters, digits and hyphens between them, such as hospital-a, "
                 f"got {self.name[:100]!r}"
@@ -53,12 +54,22 @@ class Member:
         certificates.parsed(self.endpoint)
         if len(self.key) != 32:
             raise ConfigError(f"`key` of {self.name} must have 32 bytes, got {len(self.key)}")
+        if int.from_bytes(self.key, "little") % 2**255 in SMALL:
+            raise ConfigError(f"`key` of {self.name} is one under which anybody can sign: make another identity")
         certificates.checked_root(self.root, self.name, self.endpoint)
 
     @property
     def expires(self) -> datetime:
         """When its root ends, which then has to be replaced by a new version of the federation."""
         return x509.load_pem_x509_certificate(self.root.encode()).not_valid_after_utc
+
+    def check_time(self, now: datetime | None = None) -> None:
+        """Raises ConfigError where its root has ended."""
+        if (now or datetime.now(UTC)) >= self.expires:
+            raise ConfigError(
+                f"`root` of {self.name} expired at {_shown(self.expires)}: `fedcb2o peer renew --out` makes a new one, "
+                "and the others sign a version of the federation with it"
+            )
 
     def verify(self, message: bytes, signature: bytes) -> bool:
         """Whether this member signed this message."""
@@ -69,17 +80,21 @@ class Member:
         return True
 
     @classmethod
-    def read(cls, path: Path) -> "Member":
-        """The member in a file NAME.member.toml; raises ConfigError for anything else."""
+    def read(cls, path: Path, *, expired: bool = False) -> "Member":
+        """The member in a file NAME.member.toml; raises ConfigError for anything else, and unless `expired` is true
+        where its root has ended."""
         try:
             with path.open("rb") as file:
                 content = file.read(MOST + 1)
             if len(content) > MOST:
                 raise ValueError(f"it is longer than {MOST} bytes")
-            return cls.of_table(records.parse_toml(content))
+            member = cls.of_table(records.parse_toml(content))
+            if not expired:
+                member.check_time()
         except (OSError, ValueError) as error:
             told = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(f"{path} is no member's file: {told}") from error
+        return member
 
     @classmethod
     def of_table(cls, table: Mapping[str, Any]) -> "Member":
@@ -130,33 +145,51 @@ class Identity:
         now: datetime | None = None,
         until: datetime | None = None,
     ) -> "Identity":
-        """New keys, a root, and a TLS certificate that ends after `days` or at `until`; all files or none are made.
+        """New keys, a root, and a TLS certificate that ends after `days` or at `until`: all files are made, or none.
 
         Raises ConfigError where the folder holds anything.
         """
-        folder, now = Path(folder), now or datetime.now(UTC)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(
-                f"{folder} is not empty, and keys are never overwritten: choose another folder (`fedcb2o peer renew` "
-                "makes a new TLS certificate for the identity in one)"
-            )
-        key, root_key = Ed25519PrivateKey.generate(), certificates.new_key()
+        return cls._make(Path(folder), name, endpoint, Ed25519PrivateKey.generate(), days, now, until)
+
+    def moved(self, folder: Path | str, *, endpoint: str, days: int = 397) -> "Identity":
+        """The same signing key with another endpoint and a new root, in another folder. The others have to sign a
+        version of the federation with it; until they run with this, the old one goes on to work."""
+        return self._make(Path(folder), self.member.name, endpoint, self._key, days, None, None)
+
+    @classmethod
+    def _make(
+        cls,
+        folder: Path,
+        name: str,
+        endpoint: str,
+        key: Ed25519PrivateKey,
+        days: int,
+        now: datetime | None,
+        until: datetime | None,
+    ) -> "Identity":
+        now, root_key = now or datetime.now(UTC), certificates.new_key()
         root = certificates.new_root(name, endpoint, root_key, now)
         member = Member(name, endpoint, key.public_key().public_bytes_raw(), _pem(root))
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        made = None
         try:
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise ConfigError(
+                    f"{folder} is not empty, and keys are never overwritten: choose another --out (`fedcb2o peer renew`"
+                    " makes a new TLS certificate for the identity in one)"
+                )
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # of mode 0700
             _write_secret(made / "signing.key", _private(key))
             _write_secret(made / "root.key", _private(root_key))
             records.atomic_write(made / "root.pem", member.root.encode())
             member.write(made / f"{name}.member.toml")
             cls(made, member, key).renew(days=days, now=now, until=until)
             made.rename(folder)
-        except BaseException as error:
-            shutil.rmtree(made, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise ConfigError(f"cannot make {folder}: {error.strerror or error}") from error
-            raise
+        except OSError as error:
+            raise ConfigError(f"cannot make {folder}: {error.strerror or error}") from error
+        finally:
+            if made is not None:
+                shutil.rmtree(made, ignore_errors=True)  # where it was not renamed
         return cls(folder, member, key)
 
     @classmethod
@@ -166,11 +199,14 @@ class Identity:
         One whose TLS certificate has expired is read: `expires` tells it.
         """
         folder = Path(folder)
+        for path in (folder / name for name in SECRETS):
+            if path.exists() and path.stat().st_mode & 0o077:
+                raise ConfigError(f"others may read {path}: chmod 600 it and, if any did, make a new identity")
         files = list(folder.glob("*.member.toml"))
         if len(files) != 1:
             found = "no file" if not files else f"{len(files)} files"
             raise ConfigError(f"{folder} holds {found} NAME.member.toml: `fedcb2o peer identity` makes an identity")
-        member = Member.read(files[0])
+        member = Member.read(files[0], expired=True)
         identity = cls(folder, member, _ed25519(folder / "signing.key"))
         if identity._key.public_key().public_bytes_raw() != member.key:
             raise ConfigError(f"{folder / 'signing.key'} is not the key in {files[0].name}: restore one of them")
@@ -182,7 +218,7 @@ class Identity:
     def check(self) -> None:
         """Raises ConfigError unless the TLS key and certificate fit each other, the root and the clock."""
         certificate = _certificate(self.tls_certificate)
-        again = f"`fedcb2o peer renew {self.folder}` makes a new one"
+        again = _cure(self.tls_certificate)
         if _p256(self.tls_key).public_key() != certificate.public_key():
             raise ConfigError(f"{self.tls_certificate} is not that of the key in tls.key: {again}")
         try:
@@ -190,11 +226,12 @@ class Identity:
         except (InvalidSignature, ValueError, TypeError) as error:
             raise ConfigError(f"{self.tls_certificate} is not signed by root.pem: {again}") from error
         now = datetime.now(UTC)
+        self.member.check_time(now)
         if now >= certificate.not_valid_after_utc:
-            raise ConfigError(f"{self.tls_certificate} expired at {certificate.not_valid_after_utc:%F %T} UTC: {again}")
+            raise ConfigError(f"{self.tls_certificate} expired at {_shown(certificate.not_valid_after_utc)}: {again}")
         if now < certificate.not_valid_before_utc:
             raise ConfigError(
-                f"{self.tls_certificate} is valid from {certificate.not_valid_before_utc:%F %T} UTC: set this clock"
+                f"{self.tls_certificate} is valid from {_shown(certificate.not_valid_before_utc)}: set this clock"
             )
 
     def sign(self, message: bytes) -> bytes:
@@ -203,7 +240,10 @@ class Identity:
 
     def renew(self, *, days: int = 397, now: datetime | None = None, until: datetime | None = None) -> None:
         """A new TLS key and certificate by the same root, which the others need not be told of."""
+        if not 1 <= days <= certificates.ROOT_DAYS:
+            raise ConfigError(f"`days` must be between 1 and {certificates.ROOT_DAYS}, got {days}")
         now = now or datetime.now(UTC)
+        self.member.check_time(now)
         root, root_key, key = (
             _certificate(self.folder / "root.pem"),
             _p256(self.folder / "root.key"),
@@ -230,6 +270,10 @@ class Identity:
         return _certificate(self.tls_certificate).not_valid_after_utc
 
 
+def _shown(time: datetime) -> str:
+    return f"{time:%Y-%m-%d %H:%M:%S} UTC"
+
+
 def _pem(certificate: x509.Certificate) -> str:
     return certificate.public_bytes(Encoding.PEM).decode()
 
@@ -249,32 +293,35 @@ def _write_secret(path: Path, content: bytes) -> None:
 
 def _content(path: Path) -> bytes:
     try:
-        if path.name in SECRETS and path.stat().st_mode & 0o077:
-            raise ConfigError(f"others may read {path}: chmod 600 {path}, and if they did, make a new identity")
         with path.open("rb") as file:
             return file.read(MOST)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}; restore it") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; {_cure(path)}") from error
+
+
+def _cure(path: Path) -> str:
+    made = f"`fedcb2o peer renew --identity {path.parent}` makes a new one"
+    return made if path.name.startswith("tls.") else "restore it"
 
 
 def _certificate(path: Path) -> x509.Certificate:
     content = _content(path)
     with contextlib.suppress(ValueError):
         return x509.load_pem_x509_certificate(content)
-    raise ConfigError(f"{path} holds no certificate: restore it (tls.pem: `fedcb2o peer renew` makes a new one)")
+    raise ConfigError(f"{path} holds no certificate: {_cure(path)}")
 
 
 def _ed25519(path: Path) -> Ed25519PrivateKey:
     key = _key(path)
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"{path} holds no Ed25519 key: restore it")
+        raise ConfigError(f"{path} holds no Ed25519 key: {_cure(path)}")
     return key
 
 
 def _p256(path: Path) -> ec.EllipticCurvePrivateKey:
     key = _key(path)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} holds no key of the curve P-256: restore it")
+        raise ConfigError(f"{path} holds no key of the curve P-256: {_cure(path)}")
     return key
 
 
@@ -283,4 +330,4 @@ def _key(path: Path) -> object:
     try:
         return load_pem_private_key(content, password=None)
     except Exception:  # it may be damaged in any way, and what is in it must not be told
-        raise ConfigError(f"{path} holds no key without a passphrase: restore it") from None
+        raise ConfigError(f"{path} holds no key without a passphrase: {_cure(path)}") from None

@@ -15,7 +15,7 @@ from fedcb2o.records.files import (
     write_json,
     write_toml,
 )
-from fedcb2o.records.lines import SEEDED, Records
+from fedcb2o.records.lines import SEEDED, Records, read_lines
 from fedcb2o.records.run import EVALUATED, Run, read_config, seeds_in
 from fedcb2o.records.scores import last_fifth, last_round, summary
 from fedcb2o.records.sums import (
@@ -57,6 +57,7 @@ __all__ = [
     "read_cells",
     "read_config",
     "read_json",
+    "read_lines",
     "read_sealed",
     "read_toml",
     "run_again",

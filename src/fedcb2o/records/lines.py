@@ -5,29 +5,29 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fedcb2o.records.files import atomic_write, damaged, fsync, plain, unwritable
 from fedcb2o.records.sums import Sum
 
-Name = Literal["metrics", "pairs", "timing"]
-NAMES: tuple[Name, ...] = ("metrics", "pairs", "timing")
-SEEDED: tuple[Name, ...] = ("metrics", "pairs")
+NAMES = ("metrics", "pairs", "timing")
+SEEDED = ("metrics", "pairs")
 """Those that the seed and the settings determine."""
 
 
 class Records:
-    """The growing records of one seed: metrics.jsonl, pairs.jsonl and timing.jsonl in its folder."""
+    """The growing records of one seed, by default metrics.jsonl, pairs.jsonl and timing.jsonl in its folder; those that
+    are `whole` have a line for every round."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._totals = {name: (0, hashlib.sha256()) for name in NAMES}
+    def __init__(self, folder: Path, names: Sequence[str] = NAMES, whole: Sequence[str] = SEEDED) -> None:
+        self.folder, self.whole = folder, whole
+        self._totals = {name: (0, hashlib.sha256()) for name in names}
 
-    def path(self, name: Name) -> Path:
+    def path(self, name: str) -> Path:
         """Where the lines of one kind are kept."""
         return self.folder / f"{name}.jsonl"
 
-    def append(self, name: Name, line: Mapping[str, object]) -> None:
+    def append(self, name: str, line: Mapping[str, object]) -> None:
         """Append one line, whole or not at all; NaN and infinities become null. RunError if it cannot be written."""
         path = self.path(name)
         try:
@@ -50,19 +50,19 @@ class Records:
             raise unwritable(path, error) from error
         self._count(name, whole)
 
-    def _count(self, name: Name, content: bytes) -> None:
+    def _count(self, name: str, content: bytes) -> None:
         size, total = self._totals[name]
         total.update(content)
         self._totals[name] = size + len(content), total
 
-    def sums(self, names: Sequence[Name] = NAMES) -> dict[str, Sum]:
+    def sums(self, names: Sequence[str] | None = None) -> dict[str, Sum]:
         """What the files hold: of each its bytes and their SHA-256."""
-        totals = {self.path(name).name: self._totals[name] for name in names}
+        totals = {self.path(name).name: self._totals[name] for name in (self._totals if names is None else names)}
         return {name: (size, total.hexdigest()) for name, (size, total) in totals.items()}
 
     def sync(self) -> None:
         """Force all lines to the disk: before a checkpoint, so that it never knows more rounds than the records."""
-        for path in filter(Path.exists, map(self.path, NAMES)):
+        for path in filter(Path.exists, map(self.path, self._totals)):
             try:
                 fsync(path)
             except OSError as error:
@@ -73,7 +73,7 @@ class Records:
 
         Raises RunError if the metrics or pairs of a round up to `rounds` are missing or damaged.
         """
-        for name in NAMES:
+        for name in self._totals:
             path = self.path(name)
             kept: list[bytes] = []
             found = []
@@ -82,7 +82,7 @@ class Records:
                     kept.append(text)
                     found.append(line["round"])
             # timing.jsonl may lack the last round: its line also tells how long that checkpoint took.
-            if name in SEEDED and found != list(range(1, rounds + 1)):
+            if name in self.whole and found != list(range(1, rounds + 1)):
                 what = f"it lacks rounds before the checkpoint's round {rounds}, or has some twice"
                 raise damaged(path, f"{what} ({len(found)} lines)")
             content = b"".join(kept)

@@ -141,13 +141,9 @@ class Page:
         """A figure on the page and as PNG; nothing where there is none."""
         if figure is None:
             return
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=200)
-        self.file(f"{name}.png", buffer.getvalue())
-        data = base64.b64encode(buffer.getvalue()).decode()
-        width = round(100 * figure.get_figwidth())
-        image = f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html_text(title)}">'
-        self.body.append(f'<h2>{html_text(title)}</h2>{image}<p class="note">{html_text(caption)}</p>')
+        content, shown = image(title, figure)
+        self.file(f"{name}.png", content)
+        self.body.append(f'<h2>{html_text(title)}</h2>{shown}<p class="note">{html_text(caption)}</p>')
 
     def settings(self, names: Sequence[str], runs: Sequence[Run]) -> None:
         """What the runs were asked to do: first where they differ, then what they share."""
@@ -163,10 +159,24 @@ class Page:
 
     def write(self, name: str, title: str) -> None:
         """Write the page itself."""
-        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
-        body = f"<h1>{html_text(title)}</h1>\n" + "\n".join(self.body)
-        start = f'<!doctype html>\n<html lang="en"><head><title>{html.escape(title)}</title>{head}</head>'
-        self.file(name, f"{start}\n<body>{body}</body></html>\n")
+        self.file(name, document(title, self.body))
+
+
+def image(title: str, figure: Figure) -> tuple[bytes, str]:
+    """A figure as PNG, and the same inside a page that needs no other file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=200)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    width = round(100 * figure.get_figwidth())
+    return buffer.getvalue(), f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html_text(title)}">'
+
+
+def document(title: str, body: Sequence[str]) -> str:
+    """A whole page under its title, from the parts of its body, which are HTML."""
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
+    start = f'<!doctype html>\n<html lang="en"><head><title>{html.escape(title)}</title>{head}</head>'
+    inside = f"<h1>{html_text(title)}</h1>\n" + "\n".join(body)
+    return f"{start}\n<body>{inside}</body></html>\n"
 
 
 def new_page(out: Path) -> Page:

@@ -31,7 +31,7 @@ Tell = Callable[[int, str], None]
 
 @runtime_checkable
 class Engine(Aggregating, Protocol):
-    """All agents of a run, in `parts`: the ids of those that one call is for."""
+    """The agents of a run, or those of them that are here, in `parts`: the ids of those that one call is for."""
 
     terms: Terms
     attackers: Attackers
@@ -83,14 +83,16 @@ def rounds(
     tell: Tell = lambda n, phase: None,
     deadline: float | None = None,
 ) -> Iterator[Round]:
-    """Rounds `start` to `stop` - 1 (alg:FedCB2O, lines 2-5), from what the agents remember; the models change in place.
+    """Rounds `start` to `stop` - 1 (alg:FedCB2O, lines 2-5), from what the agents here remember, in the order of
+    their ids; the models change in place.
 
     `tell` hears what a round is at, since a round may be long. Raises RunError where a benign agent's training
     diverges, or its model overflows where it mixes. Under crafted models that is the attackers' success and no error:
     such an agent is broken from then on, and nobody receives its model.
     """
     parts = engine.parts
-    remembered = [memory.take(part) for part in parts]
+    here = np.sort(np.concatenate(parts))
+    remembered = [memory.take(here.searchsorted(part)) for part in parts]
     del memory  # where nobody else holds it
     for n in range(start, stop):
         clock = Clock()
@@ -115,19 +117,19 @@ def trained_and_published_(
 
     Raises RunError where a benign agent's training diverges without an attack on models.
     """
-    attackers, everybody = engine.attackers, np.concatenate(engine.parts)
+    attackers, here, size = engine.attackers, np.concatenate(engine.parts), engine.terms.num_agents
     tell(n, "training")
-    losses, extents = np.empty(len(everybody)), np.empty(len(everybody))
-    losses[everybody], extents[everybody] = map(np.concatenate, zip(*engine.each(train_, n), strict=True))
+    losses, extents = np.full(size, np.nan), np.zeros(size)  # of agents elsewhere nothing is known
+    losses[here], extents[here] = map(np.concatenate, zip(*engine.each(train_, n), strict=True))
     finite, crafts = np.isfinite(extents), attackers.attack.crafts(n)
-    diverged = np.flatnonzero(~(attackers.malicious | (finite & np.isfinite(losses))))
+    diverged = here[~(attackers.malicious | (finite & np.isfinite(losses)))[here]]
     if len(diverged) and not crafts:
         raise RunError(
-            f"training diverged: the model or the loss of benign agent {diverged[0]} is not finite in round "
+            f"training diverged: the model or the loss of benign agent {diverged.min()} is not finite in round "
             f"{n + 1}; a smaller `training.gamma` usually helps"
         )
     clock.lap("train")
-    online = stream(engine.terms.seed, "online", n).random(len(everybody)) < engine.terms.participation
+    online = stream(engine.terms.seed, "online", n).random(size) < engine.terms.participation
     if crafts:
         tell(n, "crafting")
     engine.publish_(n, online, extents)

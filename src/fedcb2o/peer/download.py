@@ -1,0 +1,289 @@
+"""Line 2 of Algorithm 2 among real peers: download what each asked peer offers, and take no peer's word for anything.
+
+Each arrival passes, in this order, before its model is seen by anything else: the answer's form, `protocol.refusal`
+(member, signature, run, version, agent, round, size), then hash, type, finiteness and bound. What fails is dropped and
+counted by its reason.
+"""
+
+import contextlib
+import hashlib
+import math
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fedcb2o.federated.admit import extents, within
+from fedcb2o.peer import protocol
+from fedcb2o.peer.coding import Coding
+from fedcb2o.peer.federation import Federation
+from fedcb2o.peer.identity import Identity
+from fedcb2o.peer.ledger import Ledger
+from fedcb2o.peer.protocol import Answer, Kind, Manifest, Request, Status
+from fedcb2o.peer.transport import Transport
+
+IN_FLIGHT = 4  # chunks of a model that are asked for at once
+WITNESSES = 4  # manifests that one answer may make us ask for
+PAUSE = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
+GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
+LATE, NOTHING, EQUIVOCATION = "late", "no answer", "equivocation"
+FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
+AGAIN = (NOTHING, "not yet", "busy")
+"""Why nothing came, which may be otherwise soon."""
+MISSED = (LATE, *AGAIN, "not here")
+"""Why nothing came that says nothing against the peer."""
+
+
+class StoppedError(Exception):
+    """The agent was told to end."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A model that arrived: of which round, its claimed samples, how many bytes it took and how many seconds."""
+
+    round: int
+    num_samples: int
+    size: int
+    seconds: float
+
+
+class Downloads:
+    """Downloads for agent `me`. `least` is the round of the last model that it had from each peer: no older one is
+    taken again. `received` counts bytes. Once `stop` is set, a fetch ends with StoppedError."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        identity: Identity,
+        transport: Transport,
+        ledger: Ledger,
+        coding: Coding,
+        dim: int,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self.federation, self.identity, self.transport = federation, identity, transport
+        self.ledger, self.coding, self.dim = ledger, coding, dim
+        self.me = federation.id_of(identity.member)
+        self.least: dict[int, int] = {}
+        self.received = 0
+        self.stop = threading.Event() if stop is None else stop
+        self.lock = threading.Lock()
+
+    def fetch(
+        self, n: int, rows: Mapping[int, Float[Tensor, " d"]], deadline: float | None
+    ) -> tuple[dict[int, Arrival], dict[int, str]]:
+        """Download the models of some peers into rows of theirs, within `deadline` seconds: what arrived, and of the
+        others why it did not. After it returns nothing is written to the rows."""
+        if not rows:
+            return {}, {}
+        until = time.monotonic() + (self.federation.deadline_seconds if deadline is None else deadline)
+        pool = ThreadPoolExecutor(len(rows), thread_name_prefix="download")
+        tasks = {peer: _Fetch(self, n, peer, row, until) for peer, row in rows.items()}
+        futures = {peer: pool.submit(task.run) for peer, task in tasks.items()}
+        arrivals, failures = dict[int, Arrival](), dict[int, str]()
+        try:
+            self._wait(futures.values(), until + GRACE)
+            for peer, task in tasks.items():
+                found = task.result(futures[peer])
+                if isinstance(found, Arrival):
+                    arrivals[peer] = found
+                    self.least[peer] = found.round
+                else:
+                    failures[peer] = found
+        finally:
+            for task in tasks.values():
+                task.end()
+            pool.shutdown(wait=False, cancel_futures=True)
+        return dict(sorted(arrivals.items())), dict(sorted(failures.items()))
+
+    def _wait(self, running: Collection["Future[Arrival | str]"], until: float) -> None:
+        """Wait for all, until a moment; raises StoppedError where the agent is told to end meanwhile."""
+        while (left := until - time.monotonic()) > 0 and wait(running, min(left, PAUSE[1])).not_done:
+            if self.stop.is_set():
+                raise StoppedError
+
+    def hello(self, peer: int, seconds: float) -> dict[str, Any] | None:
+        """What a peer says of itself, or None where nothing that it signed came in time."""
+        member, key = self.federation.members[peer], self.identity.member.key
+        asking = _Fetch(self, 0, peer, torch.empty(0), time.monotonic() + seconds)
+        for answer in asking.answers(Kind.HELLO, digest=key):
+            with contextlib.suppress(protocol.MalformedError):
+                return protocol.read_hello(answer.body, answer.nonce, member)
+        return None
+
+    def look(self, n: int, ids: Iterable[int]) -> dict[int, Float[Tensor, " d"]]:
+        """The models of some peers in tensors of their own: what an attacker of a simulation sees."""
+        rows = {i: torch.empty(self.dim) for i in ids}
+        found, _ = self.fetch(n, rows, None)
+        return {i: rows[i] for i in found}
+
+
+class _Fetch:
+    """One model from one peer: its manifest, then its chunks, into a row, until a moment."""
+
+    def __init__(self, of: Downloads, n: int, peer: int, row: Float[Tensor, " d"], until: float) -> None:
+        self.of, self.n, self.peer, self.row, self.until = of, n, peer, row, until
+        self.size, self.open, self.lock = 0, True, threading.Lock()
+
+    def result(self, running: "Future[Arrival | str]") -> "Arrival | str":
+        """What it found; who is not done is late."""
+        self.end()
+        with self.of.lock:
+            self.of.received += self.size
+        if not running.done():
+            return LATE
+        return FAILED if running.exception() is not None else running.result()
+
+    def end(self) -> None:
+        """Write nothing from now on, and ask no more."""
+        with self.lock:
+            self.open = False
+
+    def run(self) -> "Arrival | str":
+        """The arrival, or why there is none."""
+        began, manifest = time.monotonic(), self._manifest()
+        if isinstance(manifest, str):
+            return manifest
+        room = self.of.coding.room(manifest.size, self.row)
+        if failed := self._chunks(manifest, room):
+            return failed
+        with self.lock:
+            if not self.open:
+                return LATE
+            if failed := self.of.coding.unpack_(room, self.row) or unfit(self.row):
+                return failed
+        return Arrival(manifest.round, manifest.num_samples, self.size, time.monotonic() - began)
+
+    def _manifest(self) -> "Manifest | str":
+        """A manifest that passes; a peer that has none yet is asked again where this round waits for everybody."""
+        pause, reason = PAUSE[0], LATE
+        while self.open and (left := self.until - time.monotonic()) > 0:
+            reason = NOTHING
+            for answer in self.answers(Kind.MANIFEST, round=self.n):
+                if answer.status is not Status.OK:
+                    reason = _said(answer)
+                    continue
+                found = self._judged(answer.body)
+                if isinstance(found, Manifest):
+                    return found
+                reason = found
+            if not (self.of.federation.synchronous and reason in AGAIN):
+                break
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, PAUSE[1])
+        return reason
+
+    def _judged(self, body: protocol.Bytes) -> "Manifest | str":
+        """The manifest in an offer, where it passes; what it says of others' is looked into where it is a conflict."""
+        of, federation = self.of, self.of.federation
+        try:
+            signed, digests = protocol.read_offer(body)
+        except protocol.MalformedError as error:
+            return error.reason
+        reason, manifest = protocol.refusal(
+            signed,
+            federation=federation,
+            asked=self.peer,
+            n=self.n,
+            least=of.least.get(self.peer, 0),
+            dim=of.dim,
+            most=of.coding.most,
+            encoding=of.coding.number,
+            base=of.coding.base,
+        )
+        if manifest is None:
+            return reason
+        of.ledger.seen(signed)
+        for agent, n, digest in of.ledger.conflicts(digests)[:WITNESSES]:
+            for answer in self.answers(Kind.WITNESS, round=n, index=agent, digest=digest):
+                if answer.status is Status.OK and protocol.signed_by_member(answer.body, federation)[1] is not None:
+                    of.ledger.seen(bytes(answer.body))
+        return EQUIVOCATION if self.peer in of.ledger.guilty else manifest
+
+    def _chunks(self, manifest: Manifest, room: memoryview) -> str:
+        """Fill the room with the chunks of a snapshot, some in flight at once; "" or why not."""
+        count, whole = len(manifest.chunks), hashlib.sha256()
+        asked = deque(self._chunk(manifest, k) for k in range(min(count, IN_FLIGHT)))
+        for k, expected in enumerate(manifest.chunks):
+            start, answers = k * protocol.CHUNK, asked.popleft()
+            size = min(protocol.CHUNK, manifest.size - start)
+            chunk, reason = self._right(answers, size, expected)
+            if chunk is None and time.monotonic() < self.until:
+                chunk, reason = self._right(self._chunk(manifest, k), size, expected)
+            if chunk is None:
+                return LATE if time.monotonic() > self.until else reason
+            if k + IN_FLIGHT < count:
+                asked.append(self._chunk(manifest, k + IN_FLIGHT))
+            whole.update(chunk)
+            with self.lock:
+                if not self.open:
+                    return LATE
+                room[start : start + size] = chunk
+        return "" if whole.digest() == manifest.sha256 else "hash"
+
+    def _right(self, answers: "Iterator[Answer]", size: int, expected: bytes) -> "tuple[protocol.Bytes | None, str]":
+        """The first chunk with the expected hash, or None and why it did not come."""
+        reason = NOTHING
+        for answer in answers:
+            if answer.status is not Status.OK:  # a peer that has moved on since has this model no more
+                reason = _said(answer)
+            elif len(answer.body) == size and _sha(answer.body) == expected:
+                return answer.body, ""
+            else:
+                reason = "hash"
+        return None, reason
+
+    def _chunk(self, manifest: Manifest, k: int) -> "Iterator[Answer]":
+        return self.answers(Kind.CHUNK, index=k, digest=manifest.digest)
+
+    def answers(
+        self, kind: Kind, *, round: int = 0, index: int = 0, digest: bytes = protocol.NONE
+    ) -> "Iterator[Answer]":
+        """Ask now; the answers to this very request as they come."""
+        federation, nonce = self.of.federation, secrets.token_bytes(16)
+        request = Request(
+            kind=kind,
+            run=federation.run,
+            sender=self.of.me,
+            receiver=self.peer,
+            nonce=nonce,
+            round=round,
+            index=index,
+            digest=digest,
+        )
+        left = max(0.0, self.until - time.monotonic())
+        return self._read(self.of.transport.ask(self.peer, request.encode(self.of.identity.sign), left), nonce)
+
+    def _read(self, coming: Iterable[bytes], nonce: bytes) -> "Iterator[Answer]":
+        for data in coming:
+            self.size += len(data)
+            with contextlib.suppress(protocol.MalformedError):
+                answer = protocol.read_answer(data)
+                if answer.nonce == nonce:
+                    yield answer
+
+
+def unfit(theta: Float[Tensor, " d"]) -> str:
+    """Why a model's numbers are not received; "" where they are."""
+    size = float(extents(theta.unsqueeze(0), [0])[0])
+    if within(np.array([size])).all():
+        return ""
+    return "bound" if math.isfinite(size) else "not finite"
+
+
+def _said(answer: Answer) -> str:
+    return answer.status.name.lower().replace("_", " ")
+
+
+def _sha(content: protocol.Bytes) -> bytes:
+    return hashlib.sha256(content).digest()

@@ -1,0 +1,98 @@
+"""A member that sends garbage: a stand-in for a hostile organisation, for the demo and for tests.
+
+It has a valid identity, so that its answers arrive; what is in them is wrong in another way in every round, and towards
+the end it tells every peer something else. As a process, `python -m fedcb2o.peer.garbage FEDERATION.toml IDENTITY`, it
+lives until its standard input ends.
+"""
+
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from fedcb2o import models
+from fedcb2o.peer.agent import network
+from fedcb2o.peer.federation import Federation, read
+from fedcb2o.peer.identity import Identity
+from fedcb2o.peer.protocol import CHUNK, NONE, Answer, Kind, MalformedError, Manifest, Request, Status, offer
+from fedcb2o.peer.protocol import read_request as parsed
+from fedcb2o.peer.transport import Zenoh
+
+KINDS = ("random bytes", "NaN", "unsigned", "another size", "1e38", "other chunks", "another run", "another agent's")
+EACH = "another model for each"
+EQUIVOCATES = 0.75
+"""The share of the rounds after which it signs another model for each peer."""
+
+
+class Liar:
+    """A member of a federation whose models have `dim` parameters, which keeps to nothing of it."""
+
+    def __init__(self, federation: Federation, identity: Identity, dim: int) -> None:
+        self.federation, self.identity, self.dim = federation, identity, dim
+        self.me = federation.id_of(identity.member)
+        self._signed: dict[bytes, bytes] = {}  # what is sent, by the digest of the manifest that goes before it
+
+    def hear(self, data: bytes, reply: Callable[[bytes], None]) -> None:
+        """Answer a request, on a thread of its own."""
+        try:
+            request, _, _ = parsed(data)
+        except MalformedError:
+            return
+        threading.Thread(target=lambda: reply(self.answer(request)), daemon=True).start()
+
+    def answer(self, request: Request) -> bytes:
+        """What it answers: which kind of garbage depends on the round."""
+        body: bytes = secrets.token_bytes(1000)
+        if request.kind is Kind.MANIFEST:
+            kind = KINDS[request.round % len(KINDS)]
+            if request.round >= EQUIVOCATES * self.federation.rounds:
+                kind = EACH
+            if kind == "random bytes":
+                return body
+            body = offer(self._made(kind, request.round, request.sender))
+        elif request.kind is Kind.CHUNK and (content := self._signed.get(request.digest)) is not None:
+            body = content[request.index * CHUNK : (request.index + 1) * CHUNK]
+        return Answer(request.nonce, Status.OK, body).encode()
+
+    def _made(self, kind: str, n: int, receiver: int) -> bytes:
+        """A manifest for round n that is wrong in one way, or promises something that is."""
+        theta = {
+            "NaN": np.full(self.dim, np.nan),
+            "another size": np.zeros(self.dim - 1),
+            "1e38": np.full(self.dim, 1e38),
+            EACH: np.append(np.full(self.dim - 1, np.nan), receiver),
+        }.get(kind, np.zeros(self.dim))
+        content = theta.astype("<f4").tobytes()
+        manifest = Manifest.of(
+            content,
+            run=NONE if kind == "another run" else self.federation.run,
+            agent=next(i for i in self.federation.members if i != self.me) if kind == "another agent's" else self.me,
+            round=n,
+            dim=len(theta),
+            num_samples=self.federation.most_samples,
+            encoding=0,
+            base=NONE,
+        )
+        if kind == "other chunks":
+            content = secrets.token_bytes(len(content))
+        self._signed[manifest.digest] = content
+        signed = manifest.signed(self.identity.sign)
+        return signed[:-64] + secrets.token_bytes(64) if kind == "unsigned" else signed
+
+
+def main(federation: str, folder: str) -> None:
+    """Take part until standard input ends."""
+    agreed, identity = read(federation), Identity.read(Path(folder))
+    transport = Zenoh(agreed, identity)
+    try:
+        transport.serve(Liar(agreed, identity, len(models.flatten(network(agreed)))).hear)
+        sys.stdin.read()
+    finally:
+        transport.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

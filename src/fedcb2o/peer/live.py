@@ -1,0 +1,150 @@
+"""What a node is doing: on a terminal a table that is redrawn, a row a peer; elsewhere a line a round."""
+
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live as Drawn
+from rich.table import Table
+from rich.text import Text
+
+BESIDE = 6  # lines of a terminal that are not rows of peers
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a node last saw of a peer."""
+
+    alive: bool = False
+    round: int = 0
+    seconds: float | None = None
+    weight: float | None = None
+    refused: int = 0
+    reason: str = ""
+
+
+class Live:
+    """Shows the rounds of a node, on standard error; any thread may call.
+
+    `names` are those of all agents by their ids, `me` among them. Of a node that is resumed, so many rounds are `done`.
+    """
+
+    def __init__(
+        self, names: Mapping[int, str], *, me: int, rounds: int, done: int = 0, console: Console | None = None
+    ) -> None:
+        self.names, self.me, self.rounds = names, me, rounds
+        self.console = console or Console(stderr=True)
+        self.moving = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._lock = threading.Lock()
+        self._n, self._at, self._scores = done, "", ""
+        self._peers = {peer: Seen() for peer in sorted(names) if peer != me}
+        self._drawn = Drawn(console=self.console, get_renderable=self._table, refresh_per_second=4, auto_refresh=True)
+
+    def __enter__(self) -> "Live":
+        if self.moving:
+            self._drawn.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.moving:
+            self._at = ""
+            self._drawn.stop()
+
+    def phase(self, n: int, name: str) -> None:
+        """Show what round `n`, counted from 1, is at."""
+        with self._lock:
+            self._n, self._at = n, name
+
+    def round(self, line: Mapping[str, Any]) -> None:
+        """Show that a round is done, by its line of rounds.jsonl."""
+        with self._lock:
+            self._n, self._at, self._scores = int(line["round"]), "", _scores(line) or self._scores
+            for peer, seen in self._peers.items():
+                self._peers[peer] = _after(seen, peer, line)
+        if not self.moving:
+            told = filter(None, (_scores(line), self._answers(line), _wait(line)))
+            self._say(f"{self.names[self.me]}: round {line['round']}/{self.rounds}: {', '.join(told)}")
+
+    def note(self, text: str) -> None:
+        """Say a line that stays."""
+        if self.moving:
+            self.console.print(_cell(f"{self.names[self.me]}: {text}"), soft_wrap=True)
+        else:
+            self._say(f"{self.names[self.me]}: {text}")
+
+    def _say(self, line: str) -> None:
+        print(_plain(line), file=sys.stderr if self.console.stderr else self.console.file, flush=True)
+
+    def _answers(self, line: Mapping[str, Any]) -> str:
+        """How many models were taken, who did not answer in time, and what was refused of whom."""
+        asked = [peer for peer in line["asked"] if peer != self.me]  # attackers count themselves among those
+        told = [f"{len(line['received'])} of {len(asked)} taken"]
+        if late := line.get("late"):
+            told.append(f"late: {' '.join(self._name(peer) for peer in late)}")
+        refused = {self._name(int(peer)): reason for peer, reason in line.get("refused", {}).items()}
+        return ", ".join([*told, *(f"refused {name} ({reason})" for name, reason in refused.items())])
+
+    def _name(self, peer: int) -> str:
+        return self.names.get(peer, f"agent-{peer}")
+
+    def _table(self) -> RenderableType:
+        """The table as it is now; of more peers than there is room for, the first."""
+        with self._lock:
+            n, at, scores, peers = self._n, self._at, self._scores, dict(self._peers)
+        told = ", ".join(filter(None, (at, scores)))
+        head = Text(f"{self.names[self.me]}: round {n}/{self.rounds}{f', {told}' if told else ''}", style="bold")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("peer", overflow="ellipsis", no_wrap=True)
+        for name in ("link", "last round", "seconds", "weight", "refused"):
+            table.add_column(name, justify="left" if name in ("link", "refused") else "right", no_wrap=True)
+        room = max(3, self.console.height - BESIDE)
+        for peer in [*peers][:room]:
+            table.add_row(*map(_cell, _row(self._name(peer), peers[peer])))
+        rest = len(peers) - room
+        return Group(head, table, *([Text(f"and {rest} more")] if rest > 0 else []))
+
+
+def _after(seen: Seen, peer: int, line: Mapping[str, Any]) -> Seen:
+    """What is known of a peer after a round."""
+    seen = replace(seen, alive=peer in line.get("alive", ()))
+    taken = next((each for each in line["received"] if each["id"] == peer), None)
+    if taken is not None:
+        seen = replace(seen, round=line["round"], seconds=taken["seconds"], weight=taken["weight"])
+    refused = line.get("refused", {})
+    reason = refused.get(str(peer), refused.get(peer))  # JSON's keys are text
+    return seen if reason is None else replace(seen, refused=seen.refused + 1, reason=reason)
+
+
+def _row(name: str, seen: Seen) -> tuple[str, ...]:
+    return (
+        name,
+        "up" if seen.alive else "–",
+        str(seen.round or "–"),
+        "–" if seen.seconds is None else f"{seen.seconds:.2f}",
+        "–" if seen.weight is None else f"{100 * seen.weight:.1f}%",
+        f"{seen.refused}, last: {seen.reason}" if seen.refused else "",
+    )
+
+
+def _cell(text: str) -> Text:
+    return Text(_plain(text))  # no markup: names and reasons are others'
+
+
+def _scores(line: Mapping[str, Any]) -> str:
+    words = (("accuracy", "accuracy"), ("source_accuracy", "source"), ("attack_success_rate", "attack"))
+    known = [(word, line[key]) for key, word in words if line.get(key) is not None]
+    return ", ".join(f"{word} {100 * value:.1f}%" for word, value in known)
+
+
+def _wait(line: Mapping[str, Any]) -> str:
+    whole = line.get("seconds", {}).get("round")
+    return "" if whole is None else f"{whole:.1f} s"
+
+
+def _plain(text: str) -> str:
+    """Text that moves no cursor: what others chose may hold control characters."""
+    return "".join(each if each.isprintable() else "?" for each in text)

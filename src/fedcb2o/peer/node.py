@@ -1,0 +1,403 @@
+"""One agent among real peers, from its first round to its last: Algorithm 1 (alg:FedCB2O) for itself.
+
+Rounds have no barrier. An agent downloads what is newest within the lag, keeps its model where nobody answered, and
+never waits beyond the deadline; it paces itself by its own clock, and does not while it is behind most of the others.
+"""
+
+import asyncio
+import contextlib
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from fedcb2o import models, records
+from fedcb2o.data.shard import Dataset
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.experiments.config import Experiment
+from fedcb2o.experiments.folder import alone
+from fedcb2o.federated import metrics
+from fedcb2o.federated.peers import Memory
+from fedcb2o.peer import agent as agents
+from fedcb2o.peer.coding import Coding, Int8, Raw
+from fedcb2o.peer.download import MISSED, Downloads, StoppedError
+from fedcb2o.peer.engine import Among
+from fedcb2o.peer.federation import Federation, read, write
+from fedcb2o.peer.identity import Identity
+from fedcb2o.peer.ledger import SIGNED, Journal, Ledger
+from fedcb2o.peer.offers import Offers
+from fedcb2o.peer.serve import Server
+from fedcb2o.peer.transport import Transport, Zenoh
+from fedcb2o.runtime import checkpoint
+from fedcb2o.runtime.engine import Round, rounds
+from fedcb2o.runtime.workers import one_thread
+
+MODEL = "model.safetensors"
+FEDERATION = "federation.toml"
+SETTLED = 0.2  # seconds between two looks at who is there
+HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
+
+
+@runtime_checkable
+class Watch(Protocol):
+    """Who is told how a node is doing."""
+
+    def phase(self, n: int, name: str) -> None:
+        """Round `n`, counted from 1, is at "training", "mixing" ..."""
+        ...
+
+    def round(self, line: Mapping[str, Any]) -> None:
+        """A round is over: its line in rounds.jsonl."""
+        ...
+
+    def note(self, text: str) -> None:
+        """What the operator should know."""
+        ...
+
+
+class Silent:
+    """Tells nobody."""
+
+    def phase(self, n: int, name: str) -> None:
+        """Nothing."""
+
+    def round(self, line: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+class Node:
+    """One agent of a federation, with the data of its organisation.
+
+    `data` are its own; or `simulate` makes it an agent of a simulation, to try a federation out. It writes to the
+    folder `out`, and with `resume` goes on with what is there. It `listen`s at its endpoint, or at another "HOST:PORT"
+    of this machine; waits at its start up to `gather` seconds for the others, and serves its last model up to `linger`
+    seconds to those that are not done.
+
+    Raises ConfigError, DataError or RunError, each with one line that says what to do.
+    """
+
+    def __init__(
+        self,
+        federation: Federation | Path | str,
+        identity: Identity | Path | str,
+        data: Dataset | None = None,
+        *,
+        out: Path | str,
+        simulate: Experiment | None = None,
+        data_dir: Path | None = None,
+        resume: bool = False,
+        listen: bool | str = True,
+        gather: float = 30.0,
+        linger: float = 60.0,
+        watch: Watch | None = None,
+        connect: Callable[[Federation, Identity], Transport] | None = None,
+    ) -> None:
+        self.federation = federation if isinstance(federation, Federation) else read(federation)
+        self.identity = identity if isinstance(identity, Identity) else Identity.read(identity)
+        self.me = self.federation.id_of(self.identity.member)
+        self.out, self.resume, self.gather, self.linger = Path(out), resume, gather, linger
+        self.watch = Silent() if watch is None else watch
+        self.connect = connect or (lambda federation, identity: Zenoh(federation, identity, listen=listen))
+        if (data is None) == (simulate is None):
+            raise ConfigError("a node needs `data`, or an experiment to `simulate`, and not both")
+        if simulate is not None:
+            self.agent = agents.simulated(self.federation, self.me, simulate, data_dir)
+        else:
+            assert data is not None
+            self.agent = agents.own(self.federation, self.me, data)
+        self.done = 0
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Let the node end after the phase that it is at; its last checkpoint stays."""
+        self._stop.set()
+
+    def run(self) -> Path:
+        """All rounds, and the folder with the final model."""
+        for _ in self.rounds():
+            pass
+        return self.out
+
+    async def train(self) -> Path:
+        """All rounds, in a thread of their own; where the task is cancelled the node is stopped, which is soon."""
+        running = asyncio.ensure_future(asyncio.to_thread(self.run))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self.stop()
+            await running
+            raise
+
+    def rounds(self) -> Iterator[dict[str, Any]]:
+        """The line of each round in rounds.jsonl, as it is done."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(alone(self.out))
+            stack.enter_context(one_thread())
+            self._stop.clear()
+            self._begin()
+            block, log = self.agent.block(), records.Records(self.out, ("rounds",), ("rounds",))
+            coding = self._coding()
+            memory = self._restored(log, block.pool[:1], coding)
+            ledger, journal = Ledger(self.out, self.federation), Journal(self.out)
+            transport = self.connect(self.federation, self.identity)
+            stack.callback(transport.close)
+            server = Server(self.federation, self.me, self.identity, ledger, about=self._about)
+            stack.callback(server.close)
+            transport.serve(server.hear)
+            downloads = Downloads(
+                self.federation, self.identity, transport, ledger, coding, self.agent.terms.dim, self._stop
+            )
+            downloads.least.update(self._last_rounds())
+            offers = Offers(self.federation, self.identity, coding, journal, server, self.watch.note)
+            engine = Among(block, offers, downloads, lambda n: self._there(transport, ledger))
+            with contextlib.suppress(StoppedError):
+                left = self.done < self.federation.rounds
+                if left:
+                    self._gather(transport)
+                    yield from self._lines(engine, memory, log, coding, transport, Tally(server, downloads))
+                self._keep(block.pool[0])
+                if left:  # else it came back when all was done, and has no model of a round to offer
+                    self._serve_the_others(transport, downloads)
+
+    def _lines(
+        self,
+        engine: Among,
+        memory: Memory,
+        log: records.Records,
+        coding: Coding,
+        transport: Transport,
+        tally: "Tally",
+    ) -> Iterator[dict[str, Any]]:
+        """Every round that is left: its line is written, its checkpoint, and the next round waits for its time."""
+        federation, model = self.federation, engine.block.pool[:1]
+        made = rounds(
+            engine, memory, self.done, federation.rounds, lambda n: True, self._tell, federation.deadline_seconds
+        )
+        began = time.monotonic()
+        for done in made:
+            line = self._line(done, engine, tally, transport)
+            log.append("rounds", line)
+            log.sync()
+            rows = [model, *(each.unsqueeze(0) for each in coding.state().values())]
+            checkpoint.save(self.out, done.n + 1, rows, done.memory, self._fingerprint(), log.sums())
+            self.done = done.n + 1
+            self.watch.round(line)
+            yield line
+            self._pace(began + federation.round_seconds, tally.downloads, transport)
+            self._check()
+            began = time.monotonic()
+
+    def _begin(self) -> None:
+        """Make the folder, or find the same run there; raises RunError for anything else."""
+        there = self.out / FEDERATION
+        who = {
+            "name": self.identity.member.name,
+            "id": self.me,
+            "names": {str(id): member.name for id, member in self.federation.members.items()},
+            "run": self.federation.run.hex(),
+            "version": self.federation.version,
+            "rounds": self.federation.rounds,
+            "class_names": list(self.federation.class_names),
+            "dim": self.agent.terms.dim,
+            "num_samples": int(self.agent.holdings.train.sizes[0]),
+            "validation_samples": int(self.agent.holdings.validation.sizes[0]),
+        }
+        if there.exists():
+            known = records.read_json(self.out / "agent.json")
+            if (known.get("run"), known.get("id")) != (who["run"], who["id"]):
+                raise RunError(f"{self.out} holds the run of another federation or agent: choose another --out")
+            if not self.resume and (self.out / SIGNED).exists():
+                raise RunError(
+                    f"{self.out} already holds this run: --resume goes on with it. Begun anew elsewhere it would sign "
+                    "second models for its rounds, which the others take for fraud"
+                )
+            if known.get("version", 0) > self.federation.version:
+                raise RunError(
+                    f"{self.out} went on with version {known['version']} of the federation, and this is "
+                    f"{self.federation.version}: give the newer file"
+                )
+        elif {inside.name for inside in self.out.iterdir()} - {f"{FEDERATION}.tmp", "agent.json", "agent.json.tmp"}:
+            raise RunError(f"{self.out} is not empty and holds no peer's run: choose another --out")
+        records.sweep(self.out)
+        records.write_json(self.out / "agent.json", who)
+        write(self.federation, there)
+
+    def _coding(self) -> Coding:
+        """How models are sent, as the federation agreed on."""
+        return Raw(self.agent.terms.dim) if self.federation.encoding == "float32" else Int8(self.agent.common)
+
+    def _fingerprint(self) -> str:
+        """What a checkpoint belongs to; the federation's versions differ in members alone."""
+        return json.dumps({"run": self.federation.run.hex(), "agent": self.me}) + f" data {self.agent.digest}"
+
+    def _restored(self, log: records.Records, model: Tensor, coding: Coding) -> Memory:
+        """What the agent remembers after its last checkpoint, whose model is put into `model`; blank at the start."""
+        state = coding.state()
+        kept = torch.cat([model, *(each.unsqueeze(0) for each in state.values())])
+        saved = checkpoint.load_(self.out, kept, self._fingerprint())
+        if saved is None:
+            log.cut(0)
+            model.copy_(self.agent.first)
+            return Memory.blank(1)
+        self.done, memory = saved
+        log.cut(self.done)
+        for name, known in records.lines_of(self.out).items():
+            if log.sums().get(name) != known:
+                what = f"it does not hold what it did when {checkpoint.FILE} was written"
+                raise records.damaged(self.out / name, what)
+        model.copy_(kept[:1])
+        coding.restore(dict(zip(state, kept[1:], strict=True)))
+        return memory
+
+    def _last_rounds(self) -> dict[int, int]:
+        """Of which round the last model was that this agent had from each peer."""
+        found: dict[int, int] = {}
+        for _, line in records.read_lines(self.out / "rounds.jsonl"):
+            for each in line["received"]:
+                found[each["id"]] = max(each["round"] - 1, found.get(each["id"], 0))
+        return found
+
+    def _about(self) -> dict[str, Any]:
+        """What this node says of itself to members that ask."""
+        federation = self.federation
+        return {
+            "software": version("fedcb2o"),
+            "version": federation.version,
+            "run": federation.run.hex(),
+            "federation": federation.digest.hex(),
+            "keys": federation.keys(),
+            "name": self.identity.member.name,
+            "round": self.done,
+            "rounds": federation.rounds,
+            "time": time.time(),
+        }
+
+    def _there(self, transport: Transport, ledger: Ledger) -> list[int]:
+        """Whom the agent may ask now: in a synchronous federation everybody, else who can be reached."""
+        federation = self.federation
+        there = set(federation.members) if federation.synchronous else transport.alive() & federation.members.keys()
+        return sorted(there - ledger.guilty - {self.me})
+
+    def _gather(self, transport: Transport) -> None:
+        """Wait until everybody is there, or after a restart anybody, but not for ever."""
+        others, until = self.federation.members.keys() - {self.me}, time.monotonic() + self.gather
+        while (absent := others - transport.alive()) and time.monotonic() < until:
+            if self.done and absent != others:
+                return
+            self._stop.wait(SETTLED)
+            self._check()
+        if absent:
+            names = ", ".join(self.federation.members[i].name for i in sorted(absent))
+            self.watch.note(f"begins without {names}, who could not be reached in {self.gather:g} s")
+
+    def _tell(self, n: int, phase: str) -> None:
+        self._check()
+        self.watch.phase(n + 1, phase)
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise StoppedError
+
+    def _pace(self, until: float, downloads: Downloads, transport: Transport) -> None:
+        """Wait until the round has had its time, unless most of those that are there are further.
+
+        Each round has its time to itself: who was stopped for a while, and finds nobody there, does not race to the end
+        alone.
+        """
+        while (left := until - time.monotonic()) > 0:
+            there = [downloads.least[i] for i in transport.alive() if i in downloads.least]
+            if there and statistics.median_low(there) >= self.done:
+                return
+            if self._stop.wait(min(left, SETTLED)):
+                return
+
+    def _keep(self, theta: Tensor) -> None:
+        """Write the final model, by the names of the network's parameters."""
+        module = agents.network(self.federation)
+        models.bind_(module, theta.clone())
+        tensors = {name: parameter.detach().contiguous() for name, parameter in module.named_parameters()}
+        records.atomic_write(self.out / MODEL, save(tensors))
+
+    def _line(self, done: Round, engine: Among, tally: "Tally", transport: Transport) -> dict[str, Any]:
+        """The line of a round in rounds.jsonl."""
+        choices, me = done.choices, self.me
+        weights = dict(zip(choices.received.values.tolist(), choices.weights.tolist(), strict=True))
+        line: dict[str, Any] = {
+            "round": done.n + 1,
+            "train_loss": float(done.train_loss[me]),
+            "own_loss": float(choices.own_loss[0]),
+            "asked": choices.asked.values.tolist(),
+            "received": [
+                {"id": i, "round": each.round + 1, "seconds": each.seconds, "bytes": each.size, "weight": weights[i]}
+                for i, each in engine.arrivals.items()
+            ],
+            "own_weight": float(choices.own_weight[0]),
+            "refused": {str(i): reason for i, reason in engine.failures.items() if reason not in MISSED},
+            "late": [i for i, reason in engine.failures.items() if reason in MISSED],
+            "alive": sorted(transport.alive()),
+            **tally.since(),
+            "seconds": {**done.seconds, "exchange": engine.seconds, "round": sum(done.seconds.values())},
+        }
+        confusion, aim = (done.confusion or {}).get(me), self.agent.aim
+        if confusion is not None:
+            line["accuracy"] = metrics.accuracy(confusion)
+            if aim.sources:
+                line["source_accuracy"] = aim.accuracy(confusion)
+            if aim.sources or aim.targets:
+                line["attack_success_rate"] = aim.success(confusion, (done.triggered or {}).get(me))
+        return line
+
+    def _serve_the_others(self, transport: Transport, downloads: Downloads) -> None:
+        """Serve the last model until all who can be reached are done, or it has been long enough."""
+        until, left = time.monotonic() + self.linger, self.federation.members.keys() - {self.me}
+        self.watch.phase(self.done, "serving the others")
+        while (seconds := until - time.monotonic()) > 0:
+            for i in sorted(transport.alive() & left):
+                if _is_done(downloads.hello(i, min(seconds, HELLO_SECONDS)) or {}):
+                    left = left - {i}
+            if not transport.alive() & left or self._stop.wait(min(seconds, SETTLED)):
+                return
+
+
+def _is_done(about: Mapping[str, Any]) -> bool:
+    """Whether a peer that says this has done all rounds."""
+    done, of = about.get("round"), about.get("rounds")
+    return isinstance(done, int) and isinstance(of, int) and done >= of
+
+
+class Tally:
+    """What a server and the downloads have counted since the last look."""
+
+    def __init__(self, server: Server, downloads: Downloads) -> None:
+        self.server, self.downloads = server, downloads
+        self.last = self._now()
+
+    def since(self) -> dict[str, Any]:
+        """Bytes sent and got, requests answered, and those turned away by reason."""
+        now, before = self._now(), self.last
+        self.last = now
+        away = {reason: count - before["turned_away"].get(reason, 0) for reason, count in now["turned_away"].items()}
+        return {
+            **{name: now[name] - before[name] for name in ("sent", "got", "served")},
+            "turned_away": {reason: count for reason, count in away.items() if count},
+        }
+
+    def _now(self) -> dict[str, Any]:
+        counts = self.server.counts
+        return {
+            "sent": sum(counts.sent.values()),
+            "got": self.downloads.received,
+            "served": counts.answered,
+            "turned_away": dict(counts.refused),
+        }

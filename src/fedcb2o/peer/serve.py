@@ -1,0 +1,309 @@
+"""Answers to what members ask, within limits: whoever asks too much or reads slowly delays nobody else.
+
+A request is heard on the transport's thread, where it is checked and put into its sender's own short queue. Threads
+take from these in turn. A slow reader holds as many threads as one member may; one that holds a thread for longer than
+`patience` no longer counts among the uploads at once, and another thread takes its place.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, TypeAlias
+
+from fedcb2o.peer.federation import Federation
+from fedcb2o.peer.identity import Identity
+from fedcb2o.peer.ledger import Ledger
+from fedcb2o.peer.protocol import (
+    CHUNK,
+    REQUEST_LENGTH,
+    SIGNS_REQUEST,
+    Answer,
+    Bytes,
+    Kind,
+    MalformedError,
+    Manifest,
+    Request,
+    Status,
+    hello,
+    offer,
+    read_manifest,
+    read_request,
+)
+from fedcb2o.peer.sections import Limits
+
+Reply: TypeAlias = Callable[[bytes], None]
+Content: TypeAlias = Callable[[], tuple[Status, Bytes]]
+
+PENDING = 16  # requests of one member that wait; for twice as many it is told that they are too many
+NONCES = 2048  # of one member that are remembered
+STRANGERS = Limits(answers_per_minute=60, uploads=1, per_peer=1)
+"""What those get together whose version of the protocol is another, so that nothing of them can be checked."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A model as it is sent, and its signed manifest."""
+
+    manifest: bytes
+    content: Bytes
+
+    @cached_property
+    def described(self) -> Manifest:
+        """What the manifest says."""
+        return read_manifest(self.manifest)[0]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """What the manifest is called by."""
+        return self.described.digest
+
+    def chunk(self, k: int) -> memoryview:
+        """The k-th chunk, without a copy; an empty one past the end."""
+        return memoryview(self.content).cast("B")[k * CHUNK : (k + 1) * CHUNK]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a server did so far."""
+
+    requests: int  # heard, whatever became of them
+    answered: int  # as they asked
+    sent: Mapping[int, int]  # bytes by member
+    refused: Mapping[str, int]  # requests by reason
+
+
+@dataclass
+class _Peer:
+    """One member's queue, and what it has used of its limits."""
+
+    limits: Limits
+    id: int | None  # None: strangers
+    tokens: float
+    filled: float  # when
+    queue: deque[tuple[bytes, Reply, Content]] = field(default_factory=deque)
+    active: int = 0
+    nonces: dict[bytes, None] = field(default_factory=dict)  # the oldest first
+
+    def new(self, nonce: bytes) -> bool:
+        """Whether this nonce was not used, which it now is."""
+        if nonce in self.nonces:
+            return False
+        self.nonces[nonce] = None
+        if len(self.nonces) > NONCES:
+            del self.nonces[next(iter(self.nonces))]
+        return True
+
+    def within(self, now: float) -> bool:
+        """Whether one more answer is within its limit a minute, which it then uses up."""
+        most = self.limits.answers_per_minute
+        self.tokens = min(most, self.tokens + (now - self.filled) * most / 60)
+        self.filled = now
+        if self.tokens < 1:
+            return False
+        self.tokens -= 1
+        return True
+
+
+class Server:
+    """Answers for one agent: HELLO with what `about` gives, its last two snapshots, and manifests that it received."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        me: int,
+        identity: Identity,
+        ledger: Ledger,
+        *,
+        about: Callable[[], Mapping[str, Any]],
+        patience: float = 0.25,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._federation, self._me, self._identity, self._ledger = federation, me, identity, ledger
+        self._about, self._patience, self._clock = about, patience, clock
+        self._ids = {member.key: id for id, member in federation.members.items()}
+        self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()  # the newest first
+
+        now = clock()
+        limits = {id: federation.limits for id in federation.members if id != me} | {None: STRANGERS}
+        self._peers = {id: _Peer(each, id, float(each.answers_per_minute), now) for id, each in limits.items()}
+        self._changed = threading.Condition()  # its lock guards what follows, and the peers
+        self._waiting: dict[int | None, _Peer] = {}  # whose queues are not empty, in turn
+        self._since: dict[int, float] = {}  # when each busy thread began
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self._requests = self._answered = 0
+        self._sent: Counter[int] = Counter()
+        self._refused: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> Counts:
+        """What it did so far."""
+        with self._changed:
+            return Counts(self._requests, self._answered, dict(+self._sent), dict(+self._refused))
+
+    def publish(self, snapshot: Snapshot, to: Mapping[int, Snapshot | None] | None = None) -> None:
+        """Serve this snapshot, and go on with that of the round before.
+
+        Simulated attackers serve `to` some members others, or none yet, and may publish twice for one round.
+        """
+        if to is None:
+            self._ledger.seen(snapshot.manifest)  # whoever else signs with this key is found out too
+        published = ((snapshot, dict(to or {})), *self._published)
+        rounds = sorted({each.described.round for each, _ in published})[-2:]
+        self._published = tuple(each for each in published if each[0].described.round in rounds)[:4]
+
+    def hear(self, request: bytes, reply: Reply) -> None:
+        """Check a request and see to its answer; at once, and without ever raising. What is not signed gets none."""
+        try:
+            reason = self._hear(request, reply)
+        except Exception:  # whatever it is, the transport's thread goes on
+            reason = "failed"
+        with self._changed:
+            self._requests += 1
+            if reason:
+                self._refused[reason] += 1
+
+    def close(self) -> None:
+        """Answer no more; waits for answers under way, but not long."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            for peer in self._peers.values():
+                peer.queue.clear()
+            self._changed.notify_all()
+            threads = list(self._threads)
+        end = time.monotonic() + 1
+        for thread in threads:
+            thread.join(max(0, end - time.monotonic()))
+
+    def _hear(self, data: bytes, reply: Reply) -> str:
+        """Why a request is turned away; "" where it is not."""
+        try:
+            request, body, signature = read_request(data)
+        except MalformedError as error:
+            if error.reason == "version" and len(data) >= REQUEST_LENGTH:
+                with self._changed:
+                    if self._peers[None].within(self._clock()):
+                        self._put(self._peers[None], bytes(16), reply, partial(_only, Status.ANOTHER_VERSION))
+            return error.reason
+        same = request.run == self._federation.run
+        if same and request.receiver != self._me:
+            return "receiver"
+        sender = self._ids.get(request.digest, self._me) if request.kind is Kind.HELLO else request.sender
+        member = self._federation.members.get(sender)
+        if member is None or sender == self._me:
+            return "member"
+        if not member.verify(SIGNS_REQUEST + body, signature):
+            return "signature"
+        with self._changed:
+            peer = self._peers[sender]
+            reason, content = "", partial(self._content, sender, request)
+            if not peer.new(request.nonce):
+                return "replay"
+            if not peer.within(self._clock()):
+                reason, content = "rate", partial(_only, Status.BUSY)
+            elif not same and request.kind is not Kind.HELLO:
+                reason, content = "run", partial(_only, Status.ANOTHER_RUN)
+            elif len(peer.queue) >= PENDING:
+                reason, content = "pending", partial(_only, Status.BUSY)
+            self._put(peer, request.nonce, reply, content)
+        return reason
+
+    def _put(self, peer: _Peer, nonce: bytes, reply: Reply, content: Content) -> None:
+        """Queue an answer, unless even those that turn away have become too many; the lock is held."""
+        if self._closed or len(peer.queue) >= 2 * PENDING:
+            return
+        peer.queue.append((nonce, reply, content))
+        self._waiting.setdefault(peer.id, peer)
+        self._start()
+        self._changed.notify()
+
+    def _start(self) -> None:
+        """See that at least one thread is not busy; the lock is held."""
+        if len(self._threads) == len(self._since):
+            thread = threading.Thread(target=self._work, args=(len(self._threads),), daemon=True, name="fedcb2o-serve")
+            thread.start()
+            self._threads.append(thread)
+
+    def _work(self, me: int) -> None:
+        while (taken := self._take(me)) is not None:
+            self._give(me, *taken)
+            del taken  # and with it the transport's end of the request
+
+    def _give(self, me: int, peer: _Peer, nonce: bytes, reply: Reply, content: Content) -> None:
+        """One answer, which may take long."""
+        try:
+            status, body = content()
+            answer = Answer(nonce, status, body).encode()
+            reply(answer)
+        except Exception:  # it ends this answer, and not the thread
+            status, answer = None, b""
+        with self._changed:
+            peer.active -= 1
+            del self._since[me]
+            self._answered += status is Status.OK
+            self._refused["failed"] += status is None
+            if peer.id is not None:
+                self._sent[peer.id] += len(answer)
+            self._changed.notify()
+
+    def _take(self, me: int) -> tuple[_Peer, bytes, Reply, Content] | None:
+        """The next answer that a thread is to give, when its turn has come; None when there will be none."""
+        with self._changed:
+            while not self._closed:
+                if (peer := self._next()) is not None:
+                    del self._waiting[peer.id]
+                    taken = peer.queue.popleft()
+                    if peer.queue:
+                        self._waiting[peer.id] = peer
+                    peer.active += 1
+                    self._since[me] = self._clock()
+                    if self._waiting:
+                        self._start()
+                    return peer, *taken
+                self._changed.wait(self._patience if self._waiting else None)
+        return None
+
+    def _next(self) -> _Peer | None:
+        """Whose turn it is, of those that have not as many uploads at once as they may."""
+        late = self._clock() - self._patience
+        if sum(since > late for since in self._since.values()) >= self._federation.limits.uploads:
+            return None
+        return next((peer for peer in self._waiting.values() if peer.active < peer.limits.per_peer), None)
+
+    def _content(self, sender: int, request: Request) -> tuple[Status, Bytes]:
+        """What a member gets for a request that is in order."""
+        if request.kind is Kind.HELLO:
+            return Status.OK, hello(self._about(), request.nonce, self._identity.sign)
+        if request.kind is Kind.WITNESS:
+            signed = self._ledger.witness(request.index, request.round, request.digest)
+            return (Status.NOT_HERE, b"") if signed is None else (Status.OK, signed)
+        found = [to.get(sender, snapshot) for snapshot, to in self._published]
+        snapshots = [snapshot for snapshot in found if snapshot is not None]
+        if request.kind is Kind.MANIFEST:
+            return self._newest(snapshots, request.round)
+        for snapshot in snapshots:
+            if snapshot.digest == request.digest and request.index < len(snapshot.described.chunks):
+                return Status.OK, snapshot.chunk(request.index)
+        return Status.NOT_HERE, b""
+
+    def _newest(self, snapshots: list[Snapshot], n: int) -> tuple[Status, Bytes]:
+        """The newest manifest that an agent in round `n` takes, and what was seen of others."""
+        rounds = [snapshot.described.round for snapshot in snapshots]
+        if self._federation.synchronous:
+            if n not in rounds:
+                return Status.NOT_HERE if rounds and n < min(rounds) else Status.NOT_YET, b""
+            chosen = snapshots[rounds.index(n)]
+        elif not rounds or rounds[0] < n - self._federation.lag:
+            return Status.NOT_YET, b""
+        else:
+            chosen = snapshots[0]
+        others = [seen for seen in self._ledger.digests() if seen[0] != self._me]
+        return Status.OK, offer(chosen.manifest, others)
+
+
+def _only(status: Status) -> tuple[Status, Bytes]:
+    return status, b""

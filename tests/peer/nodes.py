@@ -1,0 +1,120 @@
+"""Nodes as real processes on loopback, which a test may kill, stop and start again.
+
+They are forked from a server process that has imported everything, so that each is there at once.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["tests.peer.nodes", "fedcb2o.peer.node", "fedcb2o.data.digits"])
+
+
+def _run(federation: Path, identity: Path, out: Path, simulate: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """One node, in its process; what it says goes to node.log, in a line each."""
+    from fedcb2o.errors import FedCB2OError
+    from fedcb2o.experiments.config import load
+    from fedcb2o.peer.node import Node
+
+    log = out.with_suffix(".log").open("a", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    prepare = options.pop("prepare", None)  # what a test changes in this process first
+    if prepare is not None:
+        prepare()
+    try:
+        Node(federation, identity, out=out, simulate=load(simulate), **options).run()
+    except FedCB2OError as error:
+        print(f"Error: {error}", flush=True)
+        os._exit(2)
+    except KeyboardInterrupt:
+        os._exit(130)
+
+
+class Nodes:
+    """The nodes of a federation, by their ids; each writes to `folder`/out-ID."""
+
+    def __init__(self, folder: Path, federation: Path, identities: Sequence[Path], simulate: Mapping[str, Any]) -> None:
+        self.folder, self.federation, self.identities, self.simulate = folder, federation, identities, simulate
+        self.processes: dict[int, BaseProcess] = {}
+
+    def out(self, j: int) -> Path:
+        return self.folder / f"out-{j}"
+
+    def start(self, *ids: int, **options: Any) -> None:
+        """Start some nodes, by default all, with options of `Node` (and `prepare`, a function of a module)."""
+        for j in ids or range(len(self.identities)):
+            work = self.federation, self.identities[j], self.out(j), self.simulate, {"gather": 20.0, **options}
+            self.processes[j] = FORKED.Process(target=_run, args=work, daemon=True)
+            self.processes[j].start()
+
+    def send(self, j: int, number: signal.Signals) -> None:
+        """A signal to one of them."""
+        os.kill(self.processes[j].pid or 0, number)
+
+    def wait(self, *ids: int, seconds: float = 120) -> list[int | None]:
+        """The exit status of some, by default of all; None of who has not ended in time."""
+        until = time.monotonic() + seconds
+        chosen = ids or tuple(self.processes)
+        for j in chosen:
+            self.processes[j].join(max(0.0, until - time.monotonic()))
+        return [self.processes[j].exitcode for j in chosen]
+
+    def lines(self, j: int) -> list[dict[str, Any]]:
+        """The whole lines of a node's rounds.jsonl."""
+        path = self.out(j) / "rounds.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def until(self, j: int, n: int, seconds: float = 60) -> None:
+        """Wait until a node has done `n` rounds."""
+        wait_for(lambda: len(self.lines(j)) >= n, seconds, lambda: self.log(j))
+
+    def log(self, j: int) -> str:
+        """What a node said."""
+        path = self.out(j).with_suffix(".log")
+        return path.read_text() if path.exists() else ""
+
+    def model(self, j: int) -> Tensor:
+        """A node's model after its last round."""
+        return load_file(self.out(j) / "checkpoint.safetensors")["models"][0]
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid or 0, signal.SIGKILL)
+            process.join(10)
+
+
+def wait_for(true: Callable[[], bool], seconds: float, told: Callable[[], str] = str) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, f"it did not happen in {seconds} s: {told()}"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def nodes(folder: Path, count: int, *, changes: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Nodes]:
+    """A federation of the tiny experiment among so many nodes, none of them started; all end with the test."""
+    from tests.peer import members
+
+    who = members.identities(folder, count)
+    simulate = {"together": 1, **members.experiment(count, **dict(changes or {}))}
+    path = folder / "federation.toml"
+    members.federated(who, changes=dict(changes or {}), path=path, **options)
+    made = Nodes(folder, path, [identity.folder for identity in who], simulate)
+    try:
+        yield made
+    finally:
+        made.close()

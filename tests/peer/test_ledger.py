@@ -1,0 +1,331 @@
+"""Two signed manifests prove equivocation, offline; nothing else proves anybody guilty; and we never sign twice."""
+
+import base64
+import dataclasses
+import json
+import os
+import tomllib
+
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.peer.members import federated, identities
+
+from fedcb2o import cli
+from fedcb2o.errors import DataError, RunError
+from fedcb2o.peer import ledger as room
+from fedcb2o.peer.federation import Federation, amended, write
+from fedcb2o.peer.identity import Identity
+from fedcb2o.peer.ledger import Journal, Ledger, Proof, check_proof
+from fedcb2o.peer.protocol import NONE, Manifest, read_manifest
+
+
+@pytest.fixture(scope="module")
+def who(tmp_path_factory) -> list[Identity]:
+    return identities(tmp_path_factory.mktemp("who"), 4)
+
+
+@pytest.fixture(scope="module")
+def federation(who) -> Federation:
+    return federated(who, rounds=1000, lag=2)
+
+
+@pytest.fixture
+def sign(who, federation):
+    """The signed manifest of an agent for a round; another `text` is another model."""
+
+    def made(
+        agent: int, n: int, text: bytes = b"model", *, by: int | None = None, run: bytes = federation.run
+    ) -> bytes:
+        manifest = Manifest.of(text, run=run, agent=agent, round=n, dim=2, num_samples=1, encoding=0, base=NONE)
+        return manifest.signed(who[agent if by is None else by].sign)
+
+    return made
+
+
+def digest(signed: bytes) -> bytes:
+    return read_manifest(signed)[0].digest
+
+
+def told(signed: bytes) -> tuple[int, int, bytes]:
+    manifest = read_manifest(signed)[0]
+    return manifest.agent, manifest.round, manifest.digest
+
+
+def test_two_models_for_one_round_are_a_proof_that_anybody_can_check(tmp_path, federation, sign):
+    ledger = Ledger(tmp_path, federation)
+    first, second = sign(1, 5, b"to a"), sign(1, 5, b"to b")
+    assert ledger.seen(first) is None
+    assert ledger.seen(first) is None
+    assert ledger.seen(sign(1, 6)) is None
+    assert ledger.guilty == frozenset()
+    proof = ledger.seen(second)
+    assert proof is not None
+    assert (proof.name, proof.agent, proof.round) == ("org-1", 1, 5)
+    assert ledger.guilty == {1}
+    (path,) = tmp_path.rglob("*.*")
+    assert path == tmp_path / "proofs/org-1-5.proof.toml"
+    assert Proof.read(path) == proof
+    assert check_proof(path, federation).endswith("signed by org-1, agent 1 of tiny")
+    assert base64.b64encode(proof.key).decode() in check_proof(path)
+    assert ledger.seen(sign(1, 7, b"a")) is None
+    assert ledger.seen(sign(1, 7, b"b")) is None
+    assert len(list(tmp_path.rglob("*.proof.toml"))) == 1
+    assert Ledger(tmp_path, federation).guilty == {1}
+
+
+def test_peers_find_it_by_comparing_digests(tmp_path, federation, sign):
+    """Agent 3 tells 0 and 1 different things; either finds out by the other's digests, then even 2, who has none."""
+    at = [Ledger(tmp_path / str(j), federation) for j in range(3)]
+    first, second = sign(3, 8, b"to 0"), sign(3, 8, b"to 1")
+    at[0].seen(first)
+    at[1].seen(second)
+    at[1].seen(sign(0, 8))
+    assert at[0].conflicts(at[1].digests()) == [told(second)]
+    assert at[2].conflicts(at[1].digests()) == []
+    witness = at[1].witness(*told(second))
+    assert witness == second
+    assert at[0].seen(witness) is not None
+    assert at[0].conflicts(at[1].digests()) == []
+    both = at[2].conflicts(at[0].digests())
+    assert sorted(both) == sorted([told(first), told(second)])
+    assert at[0].witness(*told(first)) == first
+    for one in both:
+        at[2].seen(at[0].witness(*one))
+    assert at[2].guilty == {3}
+    files = [(tmp_path / str(j) / "proofs" / "org-3-8.proof.toml").read_bytes() for j in (0, 2)]
+    assert files[0] == files[1]
+
+
+def test_nothing_but_a_members_own_signature_makes_it_guilty(tmp_path, who, federation, sign):
+    ledger = Ledger(tmp_path, federation)
+    ledger.seen(sign(1, 5))
+    forged = sign(1, 5, b"other", by=2)
+    for signed in (
+        forged,
+        sign(1, 5, b"other", run=bytes(32)),
+        sign(1, 1000),
+        sign(1, 5)[:-1],
+        b"",
+        dataclasses.replace(read_manifest(sign(1, 5))[0], agent=9).signed(who[1].sign),
+    ):
+        assert ledger.seen(signed) is None
+    assert ledger.guilty == frozenset()
+    assert ledger.digests() == [told(sign(1, 5))]
+    assert ledger.witness(1, 5, digest(forged)) is None
+    assert not (tmp_path / "proofs").exists()
+
+
+def test_what_is_held_is_bounded(tmp_path, federation, sign):
+    ledger = Ledger(tmp_path, federation)
+    for n in range(60):
+        for agent in range(4):
+            ledger.seen(sign(agent, n))
+    seen = ledger.digests()
+    assert len(seen) == 4 * (federation.lag + 8)
+    assert [n for _, n, _ in seen] == [n for n in range(59, 49, -1) for _ in range(4)]
+    strangers = [(agent, n, NONE) for agent in (4, 2**32 - 1) for n in (0, 59, 2**32 - 1)]
+    assert ledger.conflicts([*strangers, (0, 49, NONE), (0, 2**32 - 1, NONE)]) == []
+    assert ledger.conflicts([(0, 50, NONE), (0, 59, NONE)]) == [(0, 50, NONE), (0, 59, NONE)]
+    assert len(ledger.conflicts([(0, 40, bytes([k]) * 32) for k in range(64)])) == 64
+
+
+def test_at_most_64_digests_are_told_and_proofs_among_them(tmp_path, federation, sign):
+    agreed = federation.model_copy(update={"lag": 100})
+    ledger = Ledger(tmp_path, agreed)
+    for n in range(90):
+        ledger.seen(sign(0, n))
+    ledger.seen(sign(2, 3, b"a"))
+    ledger.seen(sign(2, 3, b"b"))
+    assert len(ledger.digests()) == 64
+    assert {one[0] for one in ledger.digests()[:2]} == {2}
+
+
+def test_a_disk_that_is_full_holds_nobody_innocent(tmp_path, federation, sign, monkeypatch):
+    ledger = Ledger(tmp_path, federation)
+    ledger.seen(sign(1, 5, b"a"))
+
+    def full(path, content):
+        raise RunError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(room.records, "atomic_write", full)
+        assert ledger.seen(sign(1, 5, b"b")) is not None
+    assert ledger.guilty == {1}
+    ledger.seen(sign(2, 5))
+    assert Ledger(tmp_path, federation).guilty == {1}
+
+
+def test_proofs_of_other_runs_and_files_that_are_none_prove_nothing(tmp_path, who, federation, sign):
+    proofs = tmp_path / "proofs"
+    other = federated(who, rounds=999)
+    ledger = Ledger(tmp_path, other)
+    ledger.seen(sign(1, 5, b"a", run=other.run))
+    ledger.seen(sign(1, 5, b"b", run=other.run))
+    (proofs / "org-2-5.proof.toml").write_text("name = 'org-2'\n")
+    (proofs / "org-3-5.proof.toml").write_bytes(b"\0" * 100)
+    assert Ledger(tmp_path, other).guilty == {1}
+    assert Ledger(tmp_path, federation).guilty == frozenset()
+
+
+@pytest.fixture
+def path(tmp_path, federation, sign):
+    """A good proof."""
+    ledger = Ledger(tmp_path, federation)
+    ledger.seen(sign(1, 5, b"a"))
+    ledger.seen(sign(1, 5, b"b"))
+    return tmp_path / "proofs/org-1-5.proof.toml"
+
+
+def test_the_command_tells_it_in_a_line(tmp_path, path, federation, capsys):
+    agreed = tmp_path / "federation.toml"
+    write(federation, agreed)
+    cli.peers.proof(path, agreed)
+    told = "two different models for round 5 of run {} are signed by org-1, agent 1 of tiny\n"
+    assert capsys.readouterr().out == told.format(federation.run.hex()[:16])
+
+
+def test_who_got_another_key_is_not_guilty_of_what_was_signed_by_the_old_one(tmp_path, path, who, federation):
+    (other,) = identities(tmp_path / "new", 1)
+    new = Identity.make(tmp_path / "org-1", name="org-1", endpoint=other.member.endpoint)
+    later = amended(federation, replace=[new.member])
+    assert later.members[1].key != federation.members[1].key
+    assert check_proof(path, later).endswith("agent 1 of tiny, whose key this is no more")
+    assert Ledger(tmp_path, later).guilty == frozenset()
+    assert Ledger(tmp_path, federation).guilty == {1}
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def two(table: dict, manifest: str) -> None:
+    table["manifests"][1] = manifest
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda sign, table: table.pop("key"), "must have the keys"),
+        (lambda sign, table: table.update(more=1), "must have the keys"),
+        (lambda sign, table: table.update(round="5"), "must have the keys"),
+        (lambda sign, table: table.update(round=True), "must have the keys"),
+        (lambda sign, table: table.update(round=6), "another agent, round or run"),
+        (lambda sign, table: table.update(agent=2), "another agent, round or run"),
+        (lambda sign, table: table.update(run="00"), "another agent, round or run"),
+        (lambda sign, table: table.update(run="x"), "no hexadecimal"),
+        (lambda sign, table: table.update(name="\x1b[31m"), "no member's"),
+        (lambda sign, table: table.update(name="../../etc"), "no member's"),
+        (lambda sign, table: table.update(key="§"), "no base64"),
+        (lambda sign, table: table.update(key=""), "was not signed by its key"),
+        (lambda sign, table: table.update(key=encoded(bytes(32))), "was not signed by its key"),
+        (lambda sign, table: table["manifests"].pop(), "two texts"),
+        (lambda sign, table: table.update(manifests=[1, 2]), "two texts"),
+        (lambda sign, table: table.update(manifests=["", ""]), "cannot be read (malformed)"),
+        (lambda sign, table: two(table, table["manifests"][0]), "one and the same"),
+        (lambda sign, table: two(table, encoded(sign(1, 6))), "another agent, round or run"),
+        (
+            lambda sign, table: two(table, encoded(sign(1, 5, b"c", by=2))),
+            "not signed by its key",
+        ),
+    ],
+)
+def test_a_file_that_proves_nothing_is_told_in_a_line(path, sign, change, told):
+    table = tomllib.loads(path.read_text())
+    change(sign, table)
+    path.write_text(tomli_w.dumps(table))
+    with pytest.raises(DataError) as error:
+        check_proof(path)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "\x1b" not in str(error.value)
+
+
+def test_a_proof_is_held_against_the_federation(tmp_path, path, who, federation, sign):
+    with pytest.raises(DataError, match="is of run"):
+        check_proof(path, federated(who, rounds=7))
+    table = tomllib.loads(path.read_text())
+    path.write_text(tomli_w.dumps({**table, "name": "org-2"}))
+    assert "the file says org-2" in check_proof(path)
+    with pytest.raises(DataError, match="not of the key of org-2, agent 1"):
+        check_proof(path, federation)
+    own = [encoded(sign(1, 5, text, by=2)) for text in (b"a", b"b")]
+    path.write_text(tomli_w.dumps({**table, "key": encoded(who[2].member.key), "manifests": own}))
+    check_proof(path)
+    with pytest.raises(DataError, match="not of the key of org-1"):
+        check_proof(path, federation)
+    with pytest.raises(DataError, match="cannot read"):
+        check_proof(tmp_path / "none.proof.toml")
+    path.write_bytes(b"#" * (2**21 + 1))
+    with pytest.raises(DataError, match="longer than"):
+        check_proof(path)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 2000), piece=st.binary(min_size=1, max_size=3))
+def test_no_change_of_a_proof_raises_anything_else(path, place, piece):
+    whole = path.read_bytes()
+    changed = path.with_name("changed.proof.toml")
+    changed.write_bytes(whole[: place % len(whole)] + piece + whole[place % len(whole) + len(piece) :])
+    try:
+        assert Proof.read(changed).manifests == Proof.read(path).manifests
+    except DataError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+
+
+def test_a_round_is_signed_once(tmp_path):
+    journal = Journal(tmp_path)
+    assert journal.may_sign(3, b"a" * 32)
+    assert journal.may_sign(3, b"a" * 32)
+    assert not journal.may_sign(3, b"b" * 32)
+    again = Journal(tmp_path)
+    assert again.may_sign(3, b"a" * 32)
+    assert not again.may_sign(3, b"b" * 32)
+    assert again.may_sign(4, b"b" * 32)
+    lines = (tmp_path / "signed.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"round": 3, "digest": (b"a" * 32).hex()},
+        {"round": 4, "digest": (b"b" * 32).hex()},
+    ]
+
+
+def test_a_kill_in_the_middle_of_a_line_loses_that_line_alone(tmp_path):
+    path = tmp_path / "signed.jsonl"
+    journal = Journal(tmp_path)
+    assert journal.may_sign(1, b"a" * 32)
+    whole = path.read_bytes()
+    assert journal.may_sign(2, b"b" * 32)
+    full = path.read_bytes()
+    for end in range(len(whole), len(full)):
+        path.write_bytes(full[:end])
+        again = Journal(tmp_path)
+        assert not again.may_sign(1, b"c" * 32)
+        assert again.may_sign(2, b"c" * 32)
+        assert not Journal(tmp_path).may_sign(2, b"b" * 32)
+    path.write_bytes(b"?" + full[1:])
+    with pytest.raises(RunError, match="damaged in line 1"):
+        Journal(tmp_path)
+
+
+def test_what_the_disk_does_not_take_is_not_signed(tmp_path, monkeypatch):
+    journal = Journal(tmp_path)
+    assert journal.may_sign(1, b"a" * 32)
+
+    def full(file, data, offset):
+        os.lseek(file, offset, os.SEEK_SET)
+        os.write(file, data[:10])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(RunError, match="make room"):
+            journal.may_sign(2, b"b" * 32)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: full(file, b"", 0))
+        with pytest.raises(RunError, match="make room"):
+            journal.may_sign(2, b"b" * 32)
+    assert journal.may_sign(2, b"c" * 32)
+    assert journal.may_sign(3, b"d" * 32)
+    again = Journal(tmp_path)
+    assert [again.may_sign(n, letter * 32) for n, letter in ((1, b"a"), (2, b"c"), (3, b"d"))] == [True] * 3

@@ -1,0 +1,78 @@
+"""The live view: a table on a terminal, a line a round elsewhere, and nothing that a peer chose moves the cursor."""
+
+import io
+
+import pytest
+from rich.console import Console
+from tests.peer.folders import NAMES, line
+
+from fedcb2o.peer.live import Live
+
+ROUNDS = [
+    line(1, (1, 0.25, 1000, 0.5), (2, 1.0, 2000, 0.1), refused={"3": "signature"}),
+    line(2, (1, 0.75, 1000, 0.204), refused={"3": "size"}, late=[2], alive=[1, 3], accuracy=None),
+]
+
+
+def shown(*, height=30, names=NAMES, lines=ROUNDS, **console):
+    """What a view writes of some rounds; on a terminal, its last table alone."""
+    file = io.StringIO()
+    look = Console(file=file, width=100, height=height, **console)
+    with Live(names, me=0, rounds=5, console=look) as live:
+        live.phase(1, "training")
+        for each in lines:
+            live.round(each)
+        live.phase(3, "mixing")
+        live.note("stopping [bold]after[/bold] this round\x1b[2J")
+    if live.moving:
+        assert "\x1b[2J" not in file.getvalue()
+        file.seek(0)
+        file.truncate()
+        look.print(live._table())
+    return file.getvalue()
+
+
+def test_a_line_a_round_where_there_is_no_terminal():
+    for text in (shown(), shown(force_terminal=True, _environ={"TERM": "dumb"})):
+        assert text.splitlines() == [
+            "hospital-a: round 1/5: accuracy 50.0%, 2 of 3 taken, refused university-d (signature), 1.0 s",
+            "hospital-a: round 2/5: 1 of 3 taken, late: clinic-c, refused university-d (size), 1.0 s",
+            "hospital-a: stopping [bold]after[/bold] this round?[2J",
+        ]
+
+
+def test_lines_go_to_standard_error(capsys):
+    with Live(NAMES, me=0, rounds=5) as live:
+        live.round(ROUNDS[0])
+    assert capsys.readouterr() == ("", shown(lines=ROUNDS[:1]).splitlines()[0] + "\n")
+
+
+def test_a_row_a_peer_on_a_terminal():
+    text = shown(force_terminal=True, no_color=True, _environ={"TERM": "xterm"})
+    rows = {words[0]: words for words in map(str.split, text.splitlines()) if words}
+    assert "round 3/5, accuracy 50.0%" in text
+    assert rows["hospital-b"] == ["hospital-b", "up", "2", "0.75", "20.4%"]
+    assert rows["clinic-c"] == ["clinic-c", "–", "1", "1.00", "10.0%"]
+    assert rows["university-d"] == ["university-d", "up", "–", "–", "–", "2,", "last:", "size"]
+
+
+def test_more_peers_than_lines():
+    names = {i: f"agent-{i}" for i in range(40)}
+    text = shown(height=20, names=names, force_terminal=True, _environ={"TERM": "xterm"})
+    assert "and 25 more" in text
+    assert len(text.splitlines()) < 20
+
+
+def test_what_others_chose_moves_no_cursor_and_styles_nothing():
+    evil = line(1, refused={"3": "\x1b[2J[red]\n\r"})
+    for text in (shown(lines=[evil]), shown(lines=[evil], force_terminal=True, _environ={"TERM": "xterm"})):
+        assert "\x1b[2J" not in text
+        assert "?[2J[red]??" in text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_the_cursor_comes_back(error):
+    file = io.StringIO()
+    with pytest.raises(error), Live(NAMES, me=0, rounds=5, console=Console(file=file, force_terminal=True)):
+        raise error
+    assert file.getvalue().rstrip("\n").endswith("\x1b[?25h")

@@ -1,0 +1,206 @@
+"""A node's page: right numbers, all of it escaped, and one clear error for folders that are damaged or hostile."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from tests.peer.folders import draw_node, line, write_node
+
+from fedcb2o.errors import RunError
+from fedcb2o.peer import figures
+from fedcb2o.peer.recorded import LONGEST, Recorded
+from fedcb2o.peer.report import bytes_told, peers_table, refused_table, report
+
+ROUNDS = [
+    line(1, (1, 0.25, 1000, 0.5), (2, 1.0, 2000, 0.1), refused={"3": "signature"}, turned_away={"another run": 2}),
+    line(2, (1, 0.75, 1000, 0.2), refused={"3": "size"}, late=[2], alive=[1, 3], accuracy=None),
+    line(3, (1, 0.5, 1000, 0.3), asked=[1, 2], alive=[1]),
+]
+
+
+class Page(HTMLParser):
+    """A page's visible words, its tables by rows, and the tags that it uses."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.words, self.rows, self.tags, self.links = [], [], set(), []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.text = " ".join("".join(self.words).split())
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href") or name.startswith("on")]
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_data(self, data):
+        if self.lasttag in ("td", "th") and data.strip():
+            self.rows[-1].append(data)
+        if self.lasttag not in ("style", "title"):
+            self.words.append(data)
+
+
+@pytest.fixture
+def node(tmp_path):
+    return write_node(tmp_path / "node", ROUNDS, rounds=3)
+
+
+def test_the_page_says_what_happened_and_needs_no_other_file_or_script(node):
+    assert report(node) == node / "report.html"
+    assert sorted(path.name for path in node.iterdir()) == ["agent.json", "report.html", "rounds.jsonl"]
+    page = Page(node / "report.html")
+    assert "script" not in page.tags
+    assert page.links
+    assert all(link.startswith("data:image/png;base64,") for link in page.links)
+    assert "Agent 0 of run 9f9f9f9f9f9f9f9f, version 1" in page.text
+    assert "Rounds done: 3 of 3. Accuracy 83.33%." in page.text
+    peers = {row[0]: row[1:] for row in page.rows if len(row) == 11}
+    assert peers["hospital-b"] == ["3", "3", "0", "0", "0", "0.500", "0.750", "3.0 kB", "30.00%", "3"]
+    assert peers["clinic-c"] == ["3", "1", "0", "1", "1", "1.000", "1.000", "2.0 kB", "0.00%", "1"]
+    assert peers["university-d"] == ["2", "0", "2", "0", "0", "–", "–", "0 B", "0.00%", "2"]
+    assert ["university-d", "1", "1"] in page.rows
+    assert ["another run", "2"] in page.rows
+    assert "In all 5.0 kB came in, and 3.0 kB went out in answer to 9 requests." in page.text
+
+
+def test_the_page_goes_where_it_is_asked_to(node, tmp_path):
+    assert report(node, tmp_path / "a" / "b") == tmp_path / "a" / "b" / "report.html"
+    assert not (node / "report.html").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="name another with --out"):
+        report(node, tmp_path / "file" / "inside")
+
+
+def test_weights_and_what_stands_in_their_place(node):
+    recorded = Recorded.read(node)
+    given, marks = figures.weights_by_round(recorded.lines, 0, recorded.peers)
+    assert given[0].tolist() == [0.4, 0.4, 0.4]
+    assert given[1].tolist() == [0.5, 0.2, 0.3]
+    assert given[2, 0] == 0.1
+    assert marks.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 1], [2, 2, 0]]
+
+
+def test_a_proof_is_named_with_its_file(node):
+    (node / "proofs").mkdir()
+    (node / "proofs" / "clinic-c-2.proof.toml").write_text('name = "clinic-c"\nround = 2\n')
+    (node / "proofs" / "torn.proof.toml").write_bytes(b"\xff\x00")
+    page = Page(report(node))
+    assert ["clinic-c-2.proof.toml", "clinic-c", "2"] in page.rows
+    assert ["torn.proof.toml", "cannot be read"] in page.rows
+
+
+def test_what_others_chose_is_escaped(tmp_path):
+    evil = "<script>alert(1)</script>$x^{"
+    lines = [line(1, refused={"1": evil}, turned_away={evil: 1}, seconds={evil: 1.0, "round": 2.0})]
+    node = write_node(tmp_path / "node", lines)
+    (node / "proofs").mkdir()
+    (node / "proofs" / "<img src=x onerror=alert(1)>.proof.toml").write_text(f"name = '{evil}'\nround = '{evil}'\n")
+    page = Page(report(node))
+    assert not page.tags & {"script", "a", "iframe", "link", "x"}
+    assert all(link.startswith("data:image/png;base64,") for link in page.links)
+    assert evil in page.text
+    assert "<script" not in (node / "report.html").read_text()
+
+
+def test_one_round_and_no_peer(tmp_path):
+    page = Page(report(write_node(tmp_path / "one", [ROUNDS[0]])))
+    assert "Rounds done: 1. Accuracy 50.00%." in page.text
+    alone = line(1, asked=[], alive=[], own_weight=None, accuracy=None, train_loss=None, own_loss=None, seconds={})
+    page = Page(report(write_node(tmp_path / "alone", [alone], names={"0": "hospital-a"})))
+    assert "Rounds done: 1." in page.text
+
+
+def test_a_run_that_still_goes_on_or_was_cut_short(node):
+    whole = (node / "rounds.jsonl").read_bytes()
+    (node / "rounds.jsonl").write_bytes(whole[:-20])
+    assert "Rounds done: 2 of 3." in Page(report(node)).text
+    (node / "rounds.jsonl").write_bytes(b"")
+    with pytest.raises(RunError, match="no finished round yet"):
+        report(node)
+    (node / "rounds.jsonl").unlink()
+    with pytest.raises(RunError, match="no finished round yet"):
+        report(node)
+
+
+def test_a_long_run_of_many_peers_is_a_page_too(tmp_path):
+    node = draw_node(tmp_path / "node", agents=50, rounds=300, budget=8)
+    page = Page(report(node))
+    assert len([row for row in page.rows if len(row) == 11]) == 1 + 49
+    assert (node / "report.html").stat().st_size < 3e6
+
+
+def damaged(field, value):
+    return json.dumps({**ROUNDS[0], field: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        pytest.param("[]", "line 1: ", id="no-object"),
+        pytest.param("not JSON", "line 1: ", id="no-json"),
+        pytest.param("\x00" * 50, "line 1: ", id="zeros"),
+        pytest.param("[" * 100_000, "line 1: ", id="deep"),
+        pytest.param(damaged("round", 0), "`round`", id="round-0"),
+        pytest.param(damaged("round", 10**30), "`round`", id="round-huge"),
+        pytest.param(damaged("round", "1"), "`round`", id="round-text"),
+        pytest.param(damaged("accuracy", 1.5), "`accuracy`", id="accuracy"),
+        pytest.param('{"round": 1, "asked": [], "received": [], "own_weight": NaN}', "`own_weight`", id="nan"),
+        pytest.param('{"round": 1, "asked": [], "received": [], "own_weight": 1e999}', "`own_weight`", id="infinite"),
+        pytest.param(damaged("asked", [-1]), "`asked.0`", id="id"),
+        pytest.param(damaged("asked", 3), "`asked`", id="asked"),
+        pytest.param(damaged("received", [{"id": 1}]), "`received.0.seconds`", id="received"),
+        pytest.param(damaged("received", ROUNDS[0]["received"][:1] * 2), "twice", id="received-twice"),
+        pytest.param(damaged("refused", {"1": "x" * 10_000}), "`refused.1`", id="reason"),
+        pytest.param(damaged("sent", 10**400), "`sent`", id="sent"),
+        pytest.param(json.dumps(ROUNDS[1]) + "\n" + json.dumps(ROUNDS[0]), "comes after round 2", id="order"),
+        pytest.param("x" * (LONGEST + 1), "longer than", id="long"),
+    ],
+)
+def test_a_damaged_line_is_one_clear_error(node, text, told):
+    (node / "rounds.jsonl").write_text(text + "\n")
+    with pytest.raises(RunError, match=r"rounds\.jsonl is damaged") as caught:
+        report(node)
+    assert told in str(caught.value)
+    assert len(str(caught.value)) < 500
+    assert not (node / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"names": {"1": "<b>"}}, {"run": "../.."}, {"names": []}, {"id": -1}, {"version": 2**70}, {"name": None}],
+)
+def test_a_damaged_description_is_one_clear_error(tmp_path, changes):
+    with pytest.raises(RunError, match=r"agent\.json is damaged"):
+        report(write_node(tmp_path / "node", ROUNDS, **changes))
+
+
+def test_a_folder_that_is_no_nodes(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(RunError, match=r"holds no agent\.json"):
+            report(folder)
+
+
+def test_tables_of_very_many_reasons_stay_small(tmp_path):
+    lines = [line(n, refused={"1": f"reason {n}", "2": "size"}) for n in range(1, 31)]
+    table = refused_table(Recorded.read(write_node(tmp_path / "node", lines)))
+    assert table.shape == (2, 9)
+    assert table.loc["hospital-b", "other reasons"] == "23"
+    assert table.loc["clinic-c", "size"] == "30"
+    assert peers_table(Recorded.read(tmp_path / "node")).loc["hospital-b", "refused"] == "30"
+
+
+def test_bytes_are_told_in_units():
+    assert [bytes_told(n) for n in (0, 999, 1000, 26_400_000, 10**13)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "26.4 MB",
+        "10.0 TB",
+    ]
+
+
+def test_the_reasons_are_counted_by_rounds(node):
+    assert (
+        re.sub(r"\s+", " ", refused_table(Recorded.read(node)).to_string()) == " signature size peer university-d 1 1"
+    )

@@ -1,0 +1,473 @@
+"""Bytes on the wire: what passes, what is refused for which reason, and the page that describes them."""
+
+import dataclasses
+import hashlib
+import json
+import mmap
+import re
+import struct
+import tracemalloc
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.peer.members import federated, identities
+
+from fedcb2o.peer import protocol, serve, transport
+from fedcb2o.peer.federation import Federation
+from fedcb2o.peer.identity import Identity
+from fedcb2o.peer.protocol import (
+    CHUNK,
+    NONE,
+    Answer,
+    Kind,
+    MalformedError,
+    Manifest,
+    Request,
+    Status,
+    hello,
+    manifest_length,
+    offer,
+    read_answer,
+    read_hello,
+    read_manifest,
+    read_offer,
+    read_request,
+    refusal,
+)
+
+DIM = 300_000
+N = 7
+NONCE = bytes(range(16))
+
+
+@pytest.fixture(scope="module")
+def who(tmp_path_factory) -> list[Identity]:
+    return identities(tmp_path_factory.mktemp("who"), 3)
+
+
+@pytest.fixture(scope="module")
+def federation(who) -> Federation:
+    return federated(who, rounds=20, lag=2)
+
+
+@pytest.fixture(scope="module")
+def content() -> bytes:
+    return bytes(range(256)) * (4 * DIM // 256) + bytes(4 * DIM % 256)
+
+
+@pytest.fixture(scope="module")
+def manifest(federation, content) -> Manifest:
+    return Manifest.of(content, run=federation.run, agent=1, round=N, dim=DIM, num_samples=50, encoding=0, base=NONE)
+
+
+def judged(data, federation, **changes) -> str:
+    settings = {"federation": federation, "asked": 1, "n": N, "least": 0, "dim": DIM, "most": 4 * DIM}
+    reason, manifest = refusal(data, **{**settings, **changes})
+    assert (manifest is None) == bool(reason)
+    return reason
+
+
+def test_a_manifest_says_what_was_sent(who, federation, manifest, content):
+    signed = manifest.signed(who[1].sign)
+    assert len(signed) == manifest_length(len(content)) == 142 + 2 * 32 + 64
+    read, body, signature = read_manifest(signed)
+    assert read == manifest
+    assert signed == body + signature
+    assert read.digest == hashlib.sha256(body).digest()
+    assert read.size == len(content)
+    assert read.sha256 == hashlib.sha256(content).digest()
+    assert read.chunks == (hashlib.sha256(content[:CHUNK]).digest(), hashlib.sha256(content[CHUNK:]).digest())
+    assert refusal(signed, federation=federation, asked=1, n=N, least=N, dim=DIM, most=4 * DIM) == ("", manifest)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"run": bytes(32)}, "run"),
+        ({"agent": 2}, "signature"),
+        ({"agent": 3}, "member"),
+        ({"agent": 2**32 - 1}, "member"),
+        ({"round": N - 3}, "round"),
+        ({"round": 20}, "round"),
+        ({"round": 2**32 - 1}, "round"),
+        ({"dim": DIM - 1}, "size"),
+        ({"dim": 2**63}, "size"),
+        ({"dim": 2**64 - 1}, "size"),
+        ({"size": 0}, "size"),
+        ({"size": 0, "chunks": ()}, "size"),
+        ({"size": 4 * DIM + 1}, "size"),
+        ({"size": CHUNK}, "size"),  # of one chunk, with two
+        ({"size": 2**63}, "size"),
+        ({"size": 2**64 - 1}, "size"),
+        ({"chunks": (NONE,)}, "size"),
+        ({"chunks": (NONE,) * 3}, "length"),
+        ({"encoding": 1}, "dtype"),
+        ({"base": bytes(31) + b"1"}, "dtype"),
+        ({"num_samples": 2**64 - 1}, ""),  # a claim, believed up to what the federation allows
+        ({"round": N - 2}, ""),
+        ({"round": 19}, ""),
+    ],
+)
+def test_what_a_member_signs_is_refused_for_its_reason(who, federation, manifest, changed, reason):
+    assert judged(dataclasses.replace(manifest, **changed).signed(who[1].sign), federation) == reason
+
+
+def test_the_first_reason_is_told_in_the_order_of_the_page(who, federation, manifest):
+    stranger = dataclasses.replace(manifest, agent=9, run=NONE, round=0, dim=1, size=2**63, encoding=1, base=b"1" * 32)
+    other = federated(who, rounds=20, lag=2, synchronous=True)
+    signed = stranger.signed(who[1].sign)
+    changes = [
+        ("malformed", lambda data: data[:6] + b"0" + bytes(10**6)),
+        ("version", lambda data: data[:7] + b"\2" + bytes(10**6)),
+        ("length", lambda data: data + bytes(10**6)),
+        ("malformed", lambda data: data[:-1]),
+        ("member", lambda data: data),
+    ]
+    assert [judged(change(signed), federation) for _, change in changes] == [reason for reason, _ in changes]
+    mended = [
+        ("signature", {"agent": 2}, who[1].sign, federation),
+        ("run", {}, who[2].sign, federation),
+        ("agent", {"run": federation.run}, who[2].sign, federation),
+        ("round", {"agent": 1}, who[1].sign, federation),
+        ("round", {"round": N + 1, "run": other.run}, who[1].sign, other),  # synchronous: this round's alone
+        ("size", {"round": N}, who[1].sign, other),
+        ("dtype", {"dim": DIM, "size": manifest.size}, who[1].sign, other),
+        ("", {"encoding": 0, "base": NONE}, who[1].sign, other),
+    ]
+    for reason, change, sign, agreed in mended:
+        stranger = dataclasses.replace(stranger, **change)
+        assert judged(stranger.signed(sign), agreed) == reason
+
+
+def test_nothing_older_than_before_is_taken(who, federation, manifest):
+    signed = manifest.signed(who[1].sign)
+    assert judged(signed, federation, least=N) == ""
+    assert judged(signed, federation, least=N + 1) == "round"
+    assert judged(signed, federation, n=N + 2) == ""
+    assert judged(signed, federation, n=N + 3) == "round"
+
+
+def test_another_agents_manifest_is_not_taken_for_the_one_asked(who, federation, manifest):
+    others = dataclasses.replace(manifest, agent=2).signed(who[2].sign)
+    assert judged(others, federation) == "agent"
+    assert judged(others, federation, asked=2) == ""
+
+
+def test_a_signature_is_valid_for_one_context_alone(who, federation, manifest):
+    body = manifest.body
+    for prefix in (protocol.SIGNS_REQUEST, protocol.SIGNS_HELLO, b""):
+        assert judged(body + who[1].sign(prefix + body), federation) == "signature"
+    contexts = [protocol.SIGNS_MANIFEST, protocol.SIGNS_REQUEST, protocol.SIGNS_HELLO]
+    assert not any(one != other and one.startswith(other) for one in contexts for other in contexts)
+
+
+def test_a_gigabyte_is_refused_before_anything_is_made_of_it(who, federation, manifest):
+    signed = manifest.signed(who[1].sign)
+    with mmap.mmap(-1, 2**30) as memory, memoryview(memory) as huge:
+        huge[: len(signed)] = signed
+        struct.pack_into("<I", huge, 138, (2**30 - 142 - 64) // 32)
+        tracemalloc.start()
+        assert judged(huge, federation) == "length"
+        for read in (read_manifest, read_request, read_offer):
+            with pytest.raises(MalformedError):
+                read(huge)
+        assert tracemalloc.get_traced_memory()[1] < 10**5
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("data", [b"", b"fedcb2o", b"fedcb2o\1", b"fedcb2o\1\1", b"FEDCB2O\1" + bytes(100)])
+def test_bytes_that_are_none_of_ours(data, federation):
+    assert judged(data, federation) == "malformed"
+    for read in (read_manifest, read_request, read_answer):
+        with pytest.raises(MalformedError, match="malformed"):
+            read(data)
+
+
+@pytest.mark.parametrize("length", [8, 9, 10, 26, 170, 206, 300])
+@pytest.mark.parametrize("version", [0, 2, 255])
+def test_another_version_is_told_from_byte_7_alone(length, version, federation):
+    data = b"fedcb2o" + bytes([version]) + bytes(length - 8)
+    assert judged(data, federation) == "version"
+    for read in (read_manifest, read_request, read_answer):
+        with pytest.raises(MalformedError, match="version"):
+            read(data)
+
+
+def test_a_request_comes_back_and_every_change_breaks_its_signature(who, federation):
+    request = Request(
+        kind=Kind.CHUNK,
+        run=federation.run,
+        sender=0,
+        receiver=1,
+        nonce=NONCE,
+        round=3,
+        index=2**32 - 1,
+        digest=b"d" * 32,
+    )
+    data = request.encode(who[0].sign)
+    assert len(data) == protocol.REQUEST_LENGTH == 170
+    read, body, signature = read_request(data)
+    assert read == request
+    assert who[0].member.verify(protocol.SIGNS_REQUEST + body, signature)
+    for place in range(0, 170, 7):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        try:
+            _, body, signature = read_request(changed)
+        except MalformedError:
+            continue
+        assert not who[0].member.verify(protocol.SIGNS_REQUEST + body, signature)
+
+
+def test_an_answer_comes_back_without_a_copy():
+    content = bytes(CHUNK)
+    data = Answer(NONCE, Status.OK, memoryview(content)).encode()
+    assert len(data) == 26 + CHUNK
+    answer = read_answer(data)
+    assert (answer.nonce, answer.status) == (NONCE, Status.OK)
+    assert isinstance(answer.body, memoryview)
+    assert answer.body.obj is data
+    assert answer.body == content
+    with pytest.raises(MalformedError):
+        read_answer(data[:9] + b"\6" + data[10:])
+
+
+def test_an_offer_has_a_manifest_and_at_most_64_digests():
+    seen = [(k, k + 1, bytes([k]) * 32) for k in range(64)]
+    assert read_offer(offer(b"signed", seen)) == (b"signed", seen)
+    assert read_offer(memoryview(offer(b"signed"))) == (b"signed", [])
+    for bad in (
+        offer(b"signed", [*seen, seen[0]]),
+        offer(b"signed", seen)[:-1],
+        b"\xff\xff\xff\xff" + bytes(40),
+        b"\3\0\0",
+        b"",
+    ):
+        with pytest.raises(MalformedError):
+            read_offer(bad)
+
+
+def test_what_a_member_says_of_itself_is_for_who_asked_alone(who):
+    about = {"protocol": 1, "name": "org-1", "keys": {"b": "1", "a": "2"}, "time": 1.5}
+    body = hello(about, NONCE, who[1].sign)
+    assert json.loads(body[:-64]) == read_hello(body, NONCE, who[1].member) == about
+    assert body.startswith(b'{"keys":{"a":"2","b":"1"},')
+    for bad, nonce, member in [
+        (body, bytes(16), who[1].member),
+        (body, NONCE, who[0].member),
+        (body[1:], NONCE, who[1].member),
+        (b"", NONCE, who[1].member),
+        (bytes(2**20 + 1), NONCE, who[1].member),
+    ]:
+        with pytest.raises(MalformedError):
+            read_hello(bad, nonce, member)
+    for text in (b"[" * 10**5, b"7", b"\xff", b"{", b"1" * 10**4):
+        with pytest.raises(MalformedError, match="malformed"):
+            read_hello(text + who[1].sign(protocol.SIGNS_HELLO + NONCE + text), NONCE, who[1].member)
+
+
+def test_no_bytes_raise_anything_else(who, federation, manifest):
+    signed = manifest.signed(who[1].sign)
+    request = Request(kind=Kind.HELLO, run=federation.run, sender=0, receiver=1, nonce=NONCE).encode(who[0].sign)
+    answer = Answer(NONCE, Status.OK, offer(signed, [(1, 2, NONE)])).encode()
+    places = st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=9)), max_size=4)
+
+    @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        st.sampled_from([signed, request, answer, answer[26:]]), places, st.integers(0, 400), st.binary(max_size=400)
+    )
+    def fuzz(whole, changes, end, noise):
+        changed = bytearray(whole)
+        for place, piece in changes:
+            changed[place : place + len(piece)] = piece
+        for data in (bytes(changed), bytes(changed[:end]), noise, b"fedcb2o\1" + noise):
+            if data != signed:
+                assert judged(data, federation)
+            for read in (read_manifest, read_request, read_answer, read_offer):
+                with suppress(MalformedError):
+                    read(data)
+
+    fuzz()
+
+
+@settings(max_examples=50)
+@given(
+    st.binary(min_size=32, max_size=32),
+    st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=2),
+    st.lists(st.integers(0, 2**64 - 1), min_size=3, max_size=3),
+    st.integers(0, 255),
+    st.lists(st.binary(min_size=32, max_size=32), max_size=5),
+)
+def test_what_was_read_is_written_alike(word, short, long, encoding, chunks):
+    """One value, one encoding: so comparing bytes compares values."""
+    manifest = Manifest(
+        run=word,
+        agent=short[0],
+        round=short[1],
+        dim=long[0],
+        num_samples=long[1],
+        encoding=encoding,
+        base=word[::-1],
+        size=long[2],
+        sha256=word,
+        chunks=tuple(chunks),
+    )
+    read, body, _ = read_manifest(manifest.body + bytes(64))
+    assert read == manifest
+    assert body == manifest.body == read.body
+
+
+# The page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
+ROUNDS, LAG, ROUND = 20, 2, 8
+
+
+def table(heading: str, first: str) -> list[list[str]]:
+    """The rows of the table under a heading whose first column is called so."""
+    part = PAGE.partition(f"\n{heading}")[2].partition(f"\n| {first} |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()[2:]]
+    assert rows, heading
+    return rows
+
+
+def hexadecimal() -> dict[str, bytes]:
+    """The page's vectors by their names."""
+    found = re.findall(r"^([a-z0-9-]+) =((?:\s+[0-9a-f]+$)+)", PAGE[PAGE.index("## Test vectors") :], re.MULTILINE)
+    return {name: bytes.fromhex("".join(text.split())) for name, text in found}
+
+
+VECTORS = hexadecimal()
+
+
+@pytest.fixture(scope="module")
+def keys() -> list[Ed25519PrivateKey]:
+    return [Ed25519PrivateKey.from_private_bytes(VECTORS[f"seed-{j}"]) for j in range(2)]
+
+
+@pytest.fixture(scope="module")
+def described(who, keys) -> Federation:
+    """The page's federation: these keys, this run."""
+    made = federated(who, rounds=ROUNDS, lag=LAG).model_copy()
+    publics = [key.public_key().public_bytes_raw() for key in keys]
+    assert publics == [VECTORS["key-0"], VECTORS["key-1"]]
+    members = {j: dataclasses.replace(made.members[j], key=publics[j]) for j in range(2)}
+    made.__dict__.update(_members=(members,), _digests=(VECTORS["run"],))
+    assert made.run == VECTORS["run"]
+    return made
+
+
+def sliced(heading: str, data: bytes) -> dict[str, bytes]:
+    """The fields of a message, cut out of it as the page's table says."""
+    fields, count = {}, 0
+    for offset, size, field, *_ in table(heading, "offset"):
+        start = sum(32 * count if "count" in term else int(term) for term in offset.split(" + "))
+        end = len(data) if size == "rest" else start + (32 * count if "each" in size else int(size))
+        fields[field] = data[start:end]
+        if field == "count":
+            count = int.from_bytes(fields[field], "little")
+    assert b"".join(fields.values()) == data
+    assert fields["magic"] == b"fedcb2o"
+    return fields
+
+
+def holds(fields: dict[str, bytes], message: object) -> None:
+    """Whether a message that was read has the values that its bytes have by the page."""
+    for name, data in fields.items():
+        value = getattr(message, name, None)
+        if isinstance(value, int):
+            assert value == int.from_bytes(data, "little"), name
+        elif name not in {"magic", "version", "message", "count", "signature", "content"}:
+            assert (b"".join(value) if isinstance(value, tuple) else value) == data, name
+
+
+def test_the_pages_manifests_are_what_the_code_makes(keys, described):
+    assert hashlib.sha256(b"fedcb2o test vectors").digest() == VECTORS["run"]
+    assert struct.unpack("<5f", VECTORS["content"]) == pytest.approx([0, 1, -2.5, 0.1, 1e6])
+    two = bytes(i % 251 for i in range(2**20 + 4))
+    for name, n, content in (("", 7, VECTORS["content"]), ("-of-two-chunks", 8, two)):
+        signed = VECTORS["manifest" + name]
+        values = {"run": VECTORS["run"], "agent": 1, "round": n, "dim": len(content) // 4, "num_samples": 50}
+        made = Manifest.of(content, **values, encoding=0, base=NONE)
+        assert made.signed(keys[1].sign) == signed
+        assert made.digest == VECTORS["digest" + name] == hashlib.sha256(signed[:-64]).digest()
+        fields = sliced("## Manifest", signed)
+        holds(fields, made)
+        context = b"fedcb2o manifest v1\0"
+        assert f"`{context[:-1].decode()}`" in PAGE
+        keys[1].public_key().verify(fields["signature"], context + signed[:-64])
+
+
+def test_the_pages_requests_and_answers_are_what_the_code_makes(keys, described):
+    run, other = VECTORS["run"], hashlib.sha256(b"another manifest").digest()
+    asked = {
+        "hello": {"digest": VECTORS["key-0"]},
+        "manifest": {"round": ROUND},
+        "chunk": {"index": 1, "digest": VECTORS["digest-of-two-chunks"]},
+        "witness": {"round": 6, "index": 2, "digest": other},
+    }
+    for kind, values in asked.items():
+        data = VECTORS[f"request-{kind}"]
+        nonce = data[90:106]
+        made = Request(kind=Kind[kind.upper()], run=run, sender=0, receiver=1, nonce=nonce, **values)
+        assert made.encode(keys[0].sign) == data
+        holds(sliced("## Request", data), made)
+        keys[0].public_key().verify(data[106:], b"fedcb2o request v1\0" + data[:106])
+    answers = {name: VECTORS[f"answer-{name}"] for name in ("hello", "manifest", "not-yet", "chunk")}
+    read = {name: read_answer(data) for name, data in answers.items()}
+    for name, answer in read.items():
+        assert answer.encode() == answers[name]
+        fields = sliced("## Answer", answers[name])
+        holds(fields, answer)
+        assert fields["content"] == answer.body
+        assert answer.nonce == VECTORS[f"request-{'manifest' if name == 'not-yet' else name}"][90:106]
+    assert read["not-yet"].status is Status.NOT_YET
+    assert read_offer(read["manifest"].body) == (VECTORS["manifest"], [(2, 6, other)])
+    assert offer(VECTORS["manifest"], [(2, 6, other)]) == read["manifest"].body
+    assert read["chunk"].body == bytes(i % 251 for i in range(2**20, 2**20 + 4))
+    about = read_hello(read["hello"].body, read["hello"].nonce, described.members[1])
+    assert hello(about, read["hello"].nonce, keys[1].sign) == read["hello"].body
+
+
+def test_the_pages_refusals_are_the_codes(keys, described):
+    settings = {"federation": described, "asked": 1, "n": ROUND, "least": 0, "dim": 5, "most": 20}
+    assert judged(VECTORS["manifest"], **settings) == ""
+    rows = table("`manifest` passes", "reason")
+    for reason, offset, change, by in rows:
+        changed, start = bytearray(VECTORS["manifest"]), int(offset)
+        piece = bytes.fromhex(change)
+        assert changed[start : start + len(piece)] != piece
+        changed[start : start + len(piece)] = piece
+        if by != "–":
+            changed[-64:] = keys[int(by)].sign(protocol.SIGNS_MANIFEST + bytes(changed[:-64]))
+        assert judged(bytes(changed), **settings) == reason, (reason, offset, change)
+    told = [row[0] for row in table("## How a manifest is judged", "reason")]
+    assert list(dict.fromkeys(row[0] for row in rows)) == [reason for reason in told if reason != "length"]
+
+
+def power(text: str) -> int:
+    base, _, exponent = text.partition("^")
+    return int(base) ** int(exponent or 1)
+
+
+def test_the_pages_numbers_are_the_codes():
+    for heading, kinds in (("## Request", Kind), ("## Answer", Status)):
+        rows = table(heading, "kind" if kinds is Kind else "status")
+        assert [row[0] for row in rows] == [f"{each.value} {each.name}" for each in kinds]
+    limits = {row[0]: power(row[1].split()[0]) for row in table("## Limits", "what")[:7]}
+    assert limits == {
+        "a request": protocol.REQUEST_LENGTH,
+        "an answer": transport.MOST_ANSWER,
+        "a chunk": protocol.CHUNK,
+        "chunks of a model": protocol.MOST_CHUNKS,
+        "digests beside a manifest": protocol.MOST_SEEN,
+        "a hello": protocol.MOST_HELLO,
+        "nonces remembered": serve.NONCES,
+    }
+    assert f"{protocol.MOST_MANIFEST:,}" in PAGE
+    for most in (protocol.MOST_MANIFEST, protocol.MOST_OFFER, protocol.MOST_HELLO, CHUNK):
+        assert 26 + most <= transport.MOST_ANSWER
