@@ -46,7 +46,7 @@ class Federation(Part):
     `own` is no part of the agreement: the functions outside fedcb2o that this organisation lets the file name.
     """
 
-    protocol: Literal[1] = PROTOCOL
+    protocol: Literal[1]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     rounds: Annotated[int, Field(ge=1, lt=2**31)]
@@ -174,8 +174,8 @@ class Federation(Part):
         return self._digests[: earlier.version][-1] == earlier.digest
 
     def terms(self) -> dict[str, Any]:
-        """What no version changes."""
-        return self.model_dump(by_alias=True, exclude_none=True, exclude={"versions", "own"})
+        """What no version changes, as the file has it: a later release with more keys finds the same hash."""
+        return self.model_dump(by_alias=True, exclude_none=True, exclude_unset=True, exclude={"versions", "own"})
 
     def table(self) -> dict[str, Any]:
         """The content of federation.toml."""
@@ -231,6 +231,7 @@ def make(
         raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
     believed = max(agents.benign_samples, agents.malicious_samples)
     table = {
+        "protocol": PROTOCOL,
         "name": experiment.name,
         "rounds": experiment.rounds,
         "seed": experiment.seeds[0] if seed is None else seed,
@@ -241,7 +242,8 @@ def make(
         "versions": [{"members": [{"id": id, **member.table()} for id, member in enumerate(members)]}],
         "own": list(parts_of(chosen)),
     }
-    return _checked({**table, **options}, "the federation")
+    made = _checked({**table, **options}, "the federation")
+    return _checked(made.model_dump(by_alias=True, exclude_none=True), "the federation")  # with defaults written out
 
 
 def brought() -> Dataset:
