@@ -27,13 +27,13 @@ from fedcb2o.federated import algorithms
 from fedcb2o.peer import versions as chain
 from fedcb2o.peer.identity import Identity, Member
 from fedcb2o.peer.sections import AGENTS, PRIMITIVES, Limits, Samples, Settings, check_plain, parts_of
-from fedcb2o.peer.versions import Entry, Version
+from fedcb2o.peer.versions import Version
 
 PROTOCOL: Final = 1
 MOST = 2**22
 """The bytes of the largest federation.toml."""
 
-Seconds = Annotated[float, Field(ge=0, le=1e7, strict=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e7)]
 
 
 class Federation(Part):
@@ -55,7 +55,7 @@ class Federation(Part):
     deadline_seconds: Annotated[Seconds, Field(gt=0)] = 60.0
     lag: Annotated[int, Field(ge=0, lt=2**31)] = 5
     encoding: Literal["float32", "int8"] = "float32"
-    share: Annotated[float, Field(ge=0, lt=1, strict=False)]
+    share: Annotated[float, Field(ge=0, lt=1)]
     most_samples: Annotated[int, Field(ge=1, lt=2**53)]
     limits: Limits = Limits()
     data: Samples
@@ -301,7 +301,7 @@ def amended(
     ones, whose ids follow all that there were. Raises ConfigError where it changes nothing, or a member twice."""
     if federation.lacking:
         raise ConfigError(f"version {federation.version} is not signed by enough members: no other can follow it yet")
-    entries = {entry.name: entry for entry in federation.versions[-1].members}
+    entries = {entry.name: entry.model_dump() for entry in federation.versions[-1].members}
     for name in (*remove, *(member.name for member in replace)):
         if name not in entries:
             raise ConfigError(f"there is no member `{name}`.{plugins.nearest(name, entries)}")
@@ -312,10 +312,10 @@ def amended(
     if not changed or len(set(changed)) < len(changed):
         raise ConfigError("a new version removes, replaces or adds members, and each of them once")
     for member in replace:
-        entries[member.name] = Entry(id=entries[member.name].id, **member.table())
-    for place, member in enumerate(add):
-        entries[member.name] = Entry(id=federation.num_agents + place, **member.table())
-    kept = [entry.model_dump() for name, entry in entries.items() if name not in remove]
+        entries[member.name] = {"id": entries[member.name]["id"], **member.table()}
+    for id, member in enumerate(add, start=federation.num_agents):
+        entries[member.name] = {"id": id, **member.table()}
+    kept = [entry for name, entry in entries.items() if name not in remove]
     if kept == [entry.model_dump() for entry in federation.versions[-1].members]:
         raise ConfigError("the new version would be the same as the last one")
     return _with(federation, *federation.versions, {"members": kept})
@@ -366,7 +366,7 @@ def _first_problem(error: ValidationError) -> str:
     place, of = [str(part)[:50] for part in problem["loc"]], ""
     if place[0] == "versions" and len(place) > 1:
         place, of = place[2:], f" of version {int(place[1]) + 1}"
-    key = ".".join(place)
+    key = "history" if place == ["versions"] else ".".join(place)
     if problem["type"] == "extra_forbidden":
         return f"there is no key `{key}`{of}"
     if problem["type"] == "missing":
