@@ -12,7 +12,7 @@ Fatkhullin 2021), would be smaller, but only for receivers that took every model
 import hashlib
 import sys
 from collections.abc import Mapping
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ WINDOW = 2**19  # bytes that zstandard may look back, and so needs memory for
 AT_ONCE = 64 * BLOCK  # numbers at hand at once, so that they stay in the cache
 
 
+@runtime_checkable
 class Coding(Protocol):
     """How models are sent: `number` and `base` as the manifest tells them, `most` bytes a model at the most."""
 

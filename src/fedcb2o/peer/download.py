@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +34,17 @@ from fedcb2o.peer.transport import Transport
 IN_FLIGHT = 4  # chunks of a model that are asked for at once
 WITNESSES = 4  # manifests that one answer may make us ask for
 PAUSE = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
-LOOK = 0.2  # seconds after which a download that is waited for is looked at again, whether to stop
 GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
 LATE, NOTHING, EQUIVOCATION = "late", "no answer", "equivocation"
 FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
-AGAIN = (LATE, NOTHING, "not yet", "busy")
+AGAIN = (NOTHING, "not yet", "busy")
+"""Why nothing came, which may be otherwise soon."""
+MISSED = (LATE, *AGAIN, "not here")
+"""Why nothing came that says nothing against the peer."""
+
+
+class StoppedError(Exception):
+    """The agent was told to end."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Arrival:
 
 class Downloads:
     """Downloads for agent `me`. `least` is the round of the last model that it had from each peer: no older one is
-    taken again. `received` counts bytes. Once `stop` is set nobody is waited for."""
+    taken again. `received` counts bytes. Once `stop` is set, a fetch ends with StoppedError."""
 
     def __init__(
         self,
@@ -67,10 +73,10 @@ class Downloads:
     ) -> None:
         self.federation, self.identity, self.transport = federation, identity, transport
         self.ledger, self.coding, self.dim = ledger, coding, dim
-        self.stop = stop or threading.Event()
         self.me = federation.id_of(identity.member)
         self.least: dict[int, int] = {}
         self.received = 0
+        self.stop = threading.Event() if stop is None else stop
         self.lock = threading.Lock()
 
     def fetch(
@@ -85,15 +91,26 @@ class Downloads:
         tasks = {peer: _Fetch(self, n, peer, row, until) for peer, row in rows.items()}
         futures = {peer: pool.submit(task.run) for peer, task in tasks.items()}
         arrivals, failures = dict[int, Arrival](), dict[int, str]()
-        for peer, task in tasks.items():
-            found = task.result(futures[peer])
-            if isinstance(found, Arrival):
-                arrivals[peer] = found
-                self.least[peer] = found.round
-            else:
-                failures[peer] = found
-        pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            self._wait(futures.values(), until + GRACE)
+            for peer, task in tasks.items():
+                found = task.result(futures[peer])
+                if isinstance(found, Arrival):
+                    arrivals[peer] = found
+                    self.least[peer] = found.round
+                else:
+                    failures[peer] = found
+        finally:
+            for task in tasks.values():
+                task.end()
+            pool.shutdown(wait=False, cancel_futures=True)
         return dict(sorted(arrivals.items())), dict(sorted(failures.items()))
+
+    def _wait(self, running: Collection["Future[Arrival | str]"], until: float) -> None:
+        """Wait for all, until a moment; raises StoppedError where the agent is told to end meanwhile."""
+        while (left := until - time.monotonic()) > 0 and wait(running, min(left, PAUSE[1])).not_done:
+            if self.stop.is_set():
+                raise StoppedError
 
     def hello(self, peer: int, seconds: float) -> dict[str, Any] | None:
         """What a peer says of itself, or None where nothing that it signed came in time."""
@@ -119,18 +136,18 @@ class _Fetch:
         self.size, self.open, self.lock = 0, True, threading.Lock()
 
     def result(self, running: "Future[Arrival | str]") -> "Arrival | str":
-        """What it found; who is not done in time is late, and writes nothing from then on."""
-        while not running.done() and not self.of.stop.is_set() and time.monotonic() < self.until + GRACE:
-            wait([running], LOOK)
-        if running.done():
-            found = running.result() if running.exception() is None else FAILED
-        else:
-            with self.lock:
-                self.open = False
-            found = LATE
+        """What it found; who is not done is late."""
+        self.end()
         with self.of.lock:
             self.of.received += self.size
-        return found
+        if not running.done():
+            return LATE
+        return FAILED if running.exception() is not None else running.result()
+
+    def end(self) -> None:
+        """Write nothing from now on, and ask no more."""
+        with self.lock:
+            self.open = False
 
     def run(self) -> "Arrival | str":
         """The arrival, or why there is none."""
@@ -150,11 +167,11 @@ class _Fetch:
     def _manifest(self) -> "Manifest | str":
         """A manifest that passes; a peer that has none yet is asked again where this round waits for everybody."""
         pause, reason = PAUSE[0], LATE
-        while (left := self.until - time.monotonic()) > 0:
+        while self.open and (left := self.until - time.monotonic()) > 0:
             reason = NOTHING
             for answer in self.answers(Kind.MANIFEST, round=self.n):
                 if answer.status is not Status.OK:
-                    reason = answer.status.name.lower().replace("_", " ")
+                    reason = _said(answer)
                     continue
                 found = self._judged(answer.body)
                 if isinstance(found, Manifest):
@@ -162,8 +179,7 @@ class _Fetch:
                 reason = found
             if not (self.of.federation.synchronous and reason in AGAIN):
                 break
-            if self.of.stop.wait(min(pause, left)):
-                break
+            time.sleep(min(pause, left))
             pause = min(2 * pause, PAUSE[1])
         return reason
 
@@ -201,13 +217,11 @@ class _Fetch:
         for k, expected in enumerate(manifest.chunks):
             start, answers = k * protocol.CHUNK, asked.popleft()
             size = min(protocol.CHUNK, manifest.size - start)
-            for again in (False, True):
-                chunk = next((a.body for a in answers if len(a.body) == size and _sha(a.body) == expected), None)
-                if chunk is not None or again or time.monotonic() > self.until:
-                    break
-                answers = self._chunk(manifest, k)
+            chunk, reason = self._right(answers, size, expected)
+            if chunk is None and time.monotonic() < self.until:
+                chunk, reason = self._right(self._chunk(manifest, k), size, expected)
             if chunk is None:
-                return LATE if time.monotonic() > self.until else "hash"
+                return LATE if time.monotonic() > self.until else reason
             if k + IN_FLIGHT < count:
                 asked.append(self._chunk(manifest, k + IN_FLIGHT))
             whole.update(chunk)
@@ -216,6 +230,18 @@ class _Fetch:
                     return LATE
                 room[start : start + size] = chunk
         return "" if whole.digest() == manifest.sha256 else "hash"
+
+    def _right(self, answers: "Iterator[Answer]", size: int, expected: bytes) -> "tuple[protocol.Bytes | None, str]":
+        """The first chunk with the expected hash, or None and why it did not come."""
+        reason = NOTHING
+        for answer in answers:
+            if answer.status is not Status.OK:  # a peer that has moved on since has this model no more
+                reason = _said(answer)
+            elif len(answer.body) == size and _sha(answer.body) == expected:
+                return answer.body, ""
+            else:
+                reason = "hash"
+        return None, reason
 
     def _chunk(self, manifest: Manifest, k: int) -> "Iterator[Answer]":
         return self.answers(Kind.CHUNK, index=k, digest=manifest.digest)
@@ -253,6 +279,10 @@ def unfit(theta: Float[Tensor, " d"]) -> str:
     if within(np.array([size])).all():
         return ""
     return "bound" if math.isfinite(size) else "not finite"
+
+
+def _said(answer: Answer) -> str:
+    return answer.status.name.lower().replace("_", " ")
 
 
 def _sha(content: protocol.Bytes) -> bytes:
