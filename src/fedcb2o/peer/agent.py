@@ -59,8 +59,9 @@ class Agent:
         attack = self.attackers.attack
         each = attack.num_published(1, len(self.attackers.benign))
         layout = Layout.of(np.zeros(1, np.int64), 1, self.holdings.malicious, each, self.terms.algorithm.keeps_before)
-        rows = layout.inbox + self.terms.num_agents  # memory is taken for those alone that are written to
-        pool = torch.zeros(rows, models.row_stride(self.terms.dim))[:, : self.terms.dim]
+        rows = layout.inbox + self.terms.num_agents
+        # Not zeros: memory is taken for those rows alone that are written to, and none is read before.
+        pool = torch.empty(rows, models.row_stride(self.terms.dim))[:, : self.terms.dim]
         return Block(self.terms, self.holdings, self.attackers, layout, pool)
 
 
