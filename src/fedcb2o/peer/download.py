@@ -228,9 +228,7 @@ class _Fetch:
                 room[start : start + size] = chunk
         return "" if whole.digest() == manifest.sha256 else "hash"
 
-    def _right(
-        self, answers: "Iterator[Answer]", size: int, expected: bytes
-    ) -> "tuple[protocol.Bytes | None, str]":
+    def _right(self, answers: "Iterator[Answer]", size: int, expected: bytes) -> "tuple[protocol.Bytes | None, str]":
         """The first chunk with the expected hash, or None and why it did not come."""
         reason = NOTHING
         for answer in answers:
