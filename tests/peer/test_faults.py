@@ -1,4 +1,4 @@
-"""Real processes that are killed, stopped, cut off and short of disk: nobody loses a round, and nobody waits for long."""
+"""Real processes that are killed, stopped, cut off or short of disk: nobody loses a round, or waits for long."""
 
 import random
 import signal

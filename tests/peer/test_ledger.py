@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer.members import federated, identities
 
+from fedcb2o import cli
 from fedcb2o.errors import DataError, RunError
 from fedcb2o.peer import ledger as room
-from fedcb2o.peer.federation import Federation
+from fedcb2o.peer.federation import Federation, amended, write
 from fedcb2o.peer.identity import Identity
 from fedcb2o.peer.ledger import Journal, Ledger, Proof, check_proof
 from fedcb2o.peer.protocol import NONE, Manifest, read_manifest
@@ -175,6 +176,24 @@ def path(tmp_path, federation, sign):
     ledger.seen(sign(1, 5, b"a"))
     ledger.seen(sign(1, 5, b"b"))
     return tmp_path / "proofs/org-1-5.proof.toml"
+
+
+def test_the_command_tells_it_in_a_line(tmp_path, path, federation, capsys):
+    agreed = tmp_path / "federation.toml"
+    write(federation, agreed)
+    cli.peers.proof(path, agreed)
+    told = "two different models for round 5 of run {} are signed by org-1, agent 1 of tiny\n"
+    assert capsys.readouterr().out == told.format(federation.run.hex()[:16])
+
+
+def test_who_got_another_key_is_not_guilty_of_what_was_signed_by_the_old_one(tmp_path, path, who, federation):
+    (other,) = identities(tmp_path / "new", 1)
+    new = Identity.make(tmp_path / "org-1", name="org-1", endpoint=other.member.endpoint)
+    later = amended(federation, replace=[new.member])
+    assert later.members[1].key != federation.members[1].key
+    assert check_proof(path, later).endswith("agent 1 of tiny, whose key this is no more")
+    assert Ledger(tmp_path, later).guilty == frozenset()
+    assert Ledger(tmp_path, federation).guilty == {1}
 
 
 def encoded(data: bytes) -> str:

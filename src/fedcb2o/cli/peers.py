@@ -194,14 +194,12 @@ def proof(
         Path | None,
         typer.Option(metavar="FEDERATION.toml", help="Says whose the key is, and whether it is of this run."),
     ] = None,
-) -> str:
+) -> None:
     """Check, offline, a file that shows that a member signed two different models for one round."""
     from fedcb2o.peer.federation import read
     from fedcb2o.peer.ledger import check_proof
 
-    found = check_proof(file, None if federation is None else read(federation))
-    print(found)
-    return found
+    print(check_proof(file, None if federation is None else read(federation)))
 
 
 def report(
@@ -223,13 +221,14 @@ def demo(
     """Run eight organisations on this machine, a process each: two flip labels, one sends garbage."""
     from rich.console import Console
 
+    from fedcb2o.peer.demo import TOLD
     from fedcb2o.peer.demo import demo as run_demo
     from fedcb2o.report.render import to_rich
 
     console = Console()
     for title, table in run_demo(out, rounds=rounds).items():
         console.print(to_rich(table, title=title, width=console.width))
-    print(f"\nA page of each: fedcb2o peer report {out / 'hospital-a'}; their logs are in {out / 'logs'}.")
+    print(f"{TOLD}\n\nA page of each: fedcb2o peer report {out / 'hospital-a'}; their logs are in {out / 'logs'}.")
     return out
 
 

@@ -42,6 +42,10 @@ EXPERIMENT = {
     "agents.malicious_samples": 205,
     "agents.budget": 4,
 }
+TOLD = (
+    "Weight it got: from benign agents, mean over the last fifth of the rounds. Proofs: how many benign agents hold "
+    "one that it signed two models for one round."
+)
 ROUND_SECONDS = 0.8  # all agents keep about this pace, on whatever machine
 DEADLINE_SECONDS = 5.0
 STOPPING = 5.0  # seconds that a process has to end by itself when it is told to
@@ -204,6 +208,7 @@ def tables(agents: Sequence[Agent]) -> dict[str, pd.DataFrame]:
             "source accuracy": _percent(lines[-1].source_accuracy if lines else None),
             "attack success": _percent(lines[-1].attack_success_rate if lines else None),
             "weight it got": _percent(float(np.mean(weights)) if weights else None),
+            "proofs": str(sum(any(proof.agent == agent.name for proof in each.proofs) for each in receivers)),
         }
         reasons = (line.refused.get(ids[agent.name]) for recorded in receivers for line in recorded.lines)
         refused[agent.name] = Counter(reason for reason in reasons if reason is not None)

@@ -36,6 +36,7 @@ WITNESSES = 4  # manifests that one answer may make us ask for
 PAUSE = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
 GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
 LATE, NOTHING, EQUIVOCATION = "late", "no answer", "equivocation"
+FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
 AGAIN = (NOTHING, "not yet", "busy")
 """Why nothing came, which may be otherwise soon."""
 MISSED = (LATE, *AGAIN, "not here")
@@ -139,7 +140,9 @@ class _Fetch:
         self.end()
         with self.of.lock:
             self.of.received += self.size
-        return running.result() if running.done() else LATE
+        if not running.done():
+            return LATE
+        return FAILED if running.exception() is not None else running.result()
 
     def end(self) -> None:
         """Write nothing from now on, and ask no more."""
@@ -151,12 +154,12 @@ class _Fetch:
         began, manifest = time.monotonic(), self._manifest()
         if isinstance(manifest, str):
             return manifest
-        room = memoryview(bytearray(manifest.size))
+        room = self.of.coding.room(manifest.size, self.row)
         if failed := self._chunks(manifest, room):
             return failed
         with self.lock:
             if not self.open:
-                return "late"
+                return LATE
             if failed := self.of.coding.unpack_(room, self.row) or unfit(self.row):
                 return failed
         return Arrival(manifest.round, manifest.num_samples, self.size, time.monotonic() - began)

@@ -136,6 +136,7 @@ def speeds(recorded: Recorded, seconds: Mapping[int, Sequence[float]]) -> Figure
             ax.plot([low, high], [y, y], color=COLOURS[5], linewidth=4, alpha=0.55, solid_capstyle="round")
             ax.plot([middle], [y], "o", color=COLOURS[0], markersize=5)
     ax.set_xlim(left=0)
+    ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.set_xlabel("seconds until its model was there and checked")
     return figure
 

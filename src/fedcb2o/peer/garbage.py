@@ -61,7 +61,7 @@ class Liar:
         """A manifest for round n that is wrong in one way, or promises something that is."""
         theta = {
             "NaN": np.full(self.dim, np.nan),
-            "another size": np.zeros(2 * self.dim),
+            "another size": np.zeros(self.dim - 1),
             "1e38": np.full(self.dim, 1e38),
             EACH: np.append(np.full(self.dim - 1, np.nan), receiver),
         }.get(kind, np.zeros(self.dim))

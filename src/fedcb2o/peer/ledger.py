@@ -24,8 +24,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedcb2o import records
 from fedcb2o.errors import DataError, RunError
-from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.certificates import LABEL
+from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.protocol import (
     MOST_SEEN,
     SIGNS_MANIFEST,
@@ -35,6 +35,7 @@ from fedcb2o.peer.protocol import (
     read_manifest,
     signed_by_member,
 )
+from fedcb2o.peer.versions import members_of
 from fedcb2o.records.files import fsync, unwritable
 
 KEPT = 8  # manifests of each agent beyond the lag
@@ -124,10 +125,11 @@ def check_proof(path: Path, federation: Federation | None = None) -> str:
         raise DataError(
             f"{path} is of run {proof.run.hex()[:16]}, and this federation's is {federation.run.hex()[:16]}"
         )
-    member = federation.members.get(proof.agent)
-    if member is None or member.key != proof.key or member.name != proof.name:
+    everyone = [members.get(proof.agent) for members in members_of(federation.versions)]
+    if not any(each is not None and (each.name, each.key) == (proof.name, proof.key) for each in everyone):
         raise DataError(f"{path} is not of the key of {proof.name}, agent {proof.agent}, in this federation")
-    return f"{shown} {member.name}, agent {proof.agent} of {federation.name}"
+    now = "" if _is_members(proof, federation) else ", whose key this is no more"
+    return f"{shown} {proof.name}, agent {proof.agent} of {federation.name}{now}"
 
 
 class Ledger:
@@ -148,7 +150,8 @@ class Ledger:
             with suppress(DataError):  # of another run, or no proof
                 check_proof(path, federation)
                 proof = Proof.read(path)
-                self._proofs.setdefault(proof.agent, proof)
+                if _is_members(proof, federation):  # and not of a key that was replaced since
+                    self._proofs.setdefault(proof.agent, proof)
 
     @property
     def guilty(self) -> frozenset[int]:
@@ -299,6 +302,12 @@ def _proof(table: dict[str, Any]) -> Proof:
     except (binascii.Error, ValueError) as error:
         raise ValueError("its `run` is no hexadecimal, or its `key` or `manifests` no base64") from error
     return Proof(table["name"], table["agent"], table["round"], run, key, (first, second))
+
+
+def _is_members(proof: Proof, federation: Federation) -> bool:
+    """Whether the key of a proof is the member's now."""
+    member = federation.members.get(proof.agent)
+    return member is not None and member.key == proof.key
 
 
 def _signed(key: bytes, message: bytes, signature: bytes) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors.torch import save
@@ -47,6 +47,7 @@ SETTLED = 0.2  # seconds between two looks at who is there
 HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
 
 
+@runtime_checkable
 class Watch(Protocol):
     """Who is told how a node is doing."""
 
@@ -131,11 +132,13 @@ class Node:
         return self.out
 
     async def train(self) -> Path:
-        """All rounds, in a thread of their own; where the task is cancelled, the node ends soon."""
+        """All rounds, in a thread of their own; where the task is cancelled the node is stopped, which is soon."""
+        running = asyncio.ensure_future(asyncio.to_thread(self.run))
         try:
-            return await asyncio.to_thread(self.run)
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
             self.stop()
+            await running
             raise
 
     def rounds(self) -> Iterator[dict[str, Any]]:
@@ -143,6 +146,7 @@ class Node:
         with contextlib.ExitStack() as stack:
             stack.enter_context(alone(self.out))
             stack.enter_context(one_thread())
+            self._stop.clear()
             self._begin()
             block, log = self.agent.block(), records.Records(self.out, ("rounds",), ("rounds",))
             coding = self._coding()
@@ -351,7 +355,7 @@ class Node:
             "late": [i for i, reason in engine.failures.items() if reason in MISSED],
             "alive": sorted(transport.alive()),
             **tally.since(),
-            "seconds": {**done.seconds, "exchange": engine.seconds},
+            "seconds": {**done.seconds, "exchange": engine.seconds, "round": sum(done.seconds.values())},
         }
         confusion, aim = (done.confusion or {}).get(me), self.agent.aim
         if confusion is not None:

@@ -135,12 +135,13 @@ def peers_table(recorded: Recorded) -> pd.DataFrame:
         for each in line.received:
             weight[each.id] = weight.get(each.id, 0.0) + (each.weight or 0.0) / len(last)
     seen = {peer: line.round for line in recorded.lines for peer in line.alive}
+    fates = [fate for fate in figures.FATES if fate != "no answer" or any(fate == each for _, each in told)]
     rows = {}
     for peer in recorded.peers:
         times = seconds.get(peer)
         rows[recorded.about.name_of(peer)] = {
             "asked": str(sum(told[peer, fate] for fate in figures.FATES)),
-            **{fate: str(told[peer, fate]) for fate in figures.FATES},
+            **{fate: str(told[peer, fate]) for fate in fates},
             "median s": f"{median(times):.3f}" if times else "–",
             "slowest s": f"{max(times):.3f}" if times else "–",
             "bytes in": bytes_told(size[peer]),

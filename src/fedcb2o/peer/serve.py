@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
-from fedcb2o.peer.federation import Federation, Limits
+from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.identity import Identity
 from fedcb2o.peer.ledger import Ledger
 from fedcb2o.peer.protocol import (
@@ -32,6 +32,7 @@ from fedcb2o.peer.protocol import (
     read_manifest,
     read_request,
 )
+from fedcb2o.peer.sections import Limits
 
 Reply: TypeAlias = Callable[[bytes], None]
 Content: TypeAlias = Callable[[], tuple[Status, Bytes]]
