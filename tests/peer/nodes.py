@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.peer.nodes", "fedcb2o.peer.node", "fedcb2o.data.digits"])
+FORKED.set_forkserver_preload(["tests.peer.nodes", "fedcb2o.peer.node", "fedcb2o.data.digits", "sklearn.datasets"])
 
 
 def _run(federation: Path, identity: Path, out: Path, simulate: Mapping[str, Any], options: Mapping[str, Any]) -> None:
