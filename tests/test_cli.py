@@ -18,7 +18,7 @@ from fedcb2o.experiments.tables import presets
 from tests.tiny import ENVIRONMENT, bits, here, tiny, write
 
 COMMANDS = {
-    (): ["run", "bench", "compare", "report", "presets", "minimize", "data"],
+    (): ["run", "bench", "compare", "report", "presets", "minimize", "data", "peer"],
     ("run",): [
         "--set",
         "--seeds",
@@ -37,6 +37,9 @@ COMMANDS = {
     ("data", "emnist"): ["--from", "--data-dir"],
     ("data", "mnist"): ["--from", "--data-dir"],
     ("data", "cifar10"): ["--from", "--data-dir"],
+    ("peer",): ["identity", "renew", "federation", "amend", "sign"],
+    ("peer", "identity"): ["--name", "--endpoint", "--out", "--days"],
+    ("peer", "federation"): ["--member", "--out", "--set", "--synchronous", "--deadline-seconds"],
 }
 
 

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer.members import federated, identities
 
+from fedcb2o import cli
 from fedcb2o.errors import DataError, RunError
 from fedcb2o.peer import ledger as room
-from fedcb2o.peer.federation import Federation
+from fedcb2o.peer.federation import Federation, amended, write
 from fedcb2o.peer.identity import Identity
 from fedcb2o.peer.ledger import Journal, Ledger, Proof, check_proof
 from fedcb2o.peer.protocol import NONE, Manifest, read_manifest
@@ -177,6 +178,24 @@ def path(tmp_path, federation, sign):
     return tmp_path / "proofs/org-1-5.proof.toml"
 
 
+def test_the_command_tells_it_in_a_line(tmp_path, path, federation, capsys):
+    agreed = tmp_path / "federation.toml"
+    write(federation, agreed)
+    cli.peers.proof(path, agreed)
+    told = "two different models for round 5 of run {} are signed by org-1, agent 1 of tiny\n"
+    assert capsys.readouterr().out == told.format(federation.run.hex()[:16])
+
+
+def test_who_got_another_key_is_not_guilty_of_what_was_signed_by_the_old_one(tmp_path, path, who, federation):
+    (other,) = identities(tmp_path / "new", 1)
+    new = Identity.make(tmp_path / "org-1", name="org-1", endpoint=other.member.endpoint)
+    later = amended(federation, replace=[new.member])
+    assert later.members[1].key != federation.members[1].key
+    assert check_proof(path, later).endswith("agent 1 of tiny, whose key this is no more")
+    assert Ledger(tmp_path, later).guilty == frozenset()
+    assert Ledger(tmp_path, federation).guilty == {1}
+
+
 def encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
@@ -300,10 +319,12 @@ def test_what_the_disk_does_not_take_is_not_signed(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        assert not journal.may_sign(2, b"b" * 32)
+        with pytest.raises(RunError, match="make room"):
+            journal.may_sign(2, b"b" * 32)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: full(file, b"", 0))
-        assert not journal.may_sign(2, b"b" * 32)
+        with pytest.raises(RunError, match="make room"):
+            journal.may_sign(2, b"b" * 32)
     assert journal.may_sign(2, b"c" * 32)
     assert journal.may_sign(3, b"d" * 32)
     again = Journal(tmp_path)

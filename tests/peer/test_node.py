@@ -1,31 +1,251 @@
-"""Real processes over TLS do what a simulation of the same federation does, bit for bit."""
+"""Agents of a federation do what a simulation of it does, bit for bit: as processes over TLS, and in one process."""
 
-import itertools
+import asyncio
+import dataclasses
+import json
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.peer import members
 from tests.peer.nodes import nodes
+from tests.peer.wire import Wire
 
 import fedcb2o
+from fedcb2o.data.digits import digits
+from fedcb2o.errors import ConfigError, DataError, RunError
+from fedcb2o.experiments.config import load
+from fedcb2o.peer import agent, federation
+from fedcb2o.peer.node import Node
 
 CHANGES = {"rounds": 5, "agents": {"num_clusters": 2, "benign": 2, "malicious": 1, "budget": 3}}
+QUIET = {"gather": 10.0, "linger": 5.0}
 
 
-@pytest.mark.parametrize("algorithm", ["fedcb2o"])
-def test_synchronous_peers_reproduce_the_simulation(algorithm, tmp_path):
-    """Six processes, of which two flip labels and collude, in two clusters that do not know of each other."""
+def simulation_of(folder, settings):
+    """The models after the last round of a simulation, and its pairs."""
+    settings = {"together": 1, **settings}
+    run = fedcb2o.run(settings, out=folder, workers=1, watch=lambda *_: None)
+    (seed,) = settings["seeds"]
+    return load_file(folder / f"seed-{seed}" / "checkpoint.safetensors")["models"], run.pairs
+
+
+def assert_same(mine, theirs):
+    assert torch.equal(mine.view(torch.int32), theirs[: len(mine)].view(torch.int32))
+
+
+def model_of(out):
+    return load_file(out / "checkpoint.safetensors")["models"][0]
+
+
+def run_all(made, seconds=100):
+    """Run nodes in threads of their own to the end; what they raised."""
+    raised = []
+
+    def run(node):
+        try:
+            node.run()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=[node], daemon=True) for node in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive()
+    if raised:
+        raise raised[0]
+
+
+def in_memory(folder, count, changes, **options):
+    """The settings of a simulation, and the node of each of its agents on one wire."""
+    who = members.identities(folder, count)
+    settings = members.experiment(count, **changes)
+    made = members.federated(who, changes=changes, synchronous=True, deadline_seconds=60.0, **options)
+    wire = Wire()
+    return settings, [
+        Node(made, identity, out=folder / f"out-{j}", simulate=load(settings), connect=joining(wire, j), **QUIET)
+        for j, identity in enumerate(who)
+    ]
+
+
+def joining(wire, j):
+    return lambda federation, identity: wire.agent(j)
+
+
+def test_processes_over_tls_reproduce_the_simulation(tmp_path):
+    """Six, of which two flip labels and collude, in two clusters that do not know of each other."""
     with nodes(tmp_path, 6, changes=CHANGES, synchronous=True, deadline_seconds=60.0) as peers:
         peers.start()
         assert peers.wait() == [0] * 6, [peers.log(j) for j in range(6)]
-        run = fedcb2o.run(peers.simulate, out=tmp_path / "simulation", workers=1, watch=lambda *_: None)
-        models = load_file(tmp_path / "simulation/seed-1000/checkpoint.safetensors")["models"]
+        models, pairs = simulation_of(tmp_path / "simulation", peers.simulate)
         for j in range(6):
-            mine = peers.model(j)
-            assert torch.equal(mine.view(torch.int32), models[j][: len(mine)].view(torch.int32)), j
-        pairs = fedcb2o.Run(tmp_path / "simulation").pairs
-        for j, n in itertools.product(range(6), range(5)):
-            line = peers.lines(j)[n]
-            assert line["asked"] == [received["id"] for received in line["received"]]
-        assert run.title
-        assert len(pairs)
+            assert_same(peers.model(j), models[j])
+            theirs = pairs[(pairs["agent"] == j) & (pairs["peer"] != j)].groupby("round")["peer"].apply(list)
+            for line in peers.lines(j):
+                assert sorted(each["id"] for each in line["received"]) == sorted(theirs[line["round"]])
+                assert (line["refused"], line["late"]) == ({}, [])
+
+
+ALGORITHMS = {
+    "FedCBO": {"name": "fedcbo"},
+    "released": {
+        "name": "fedcb2o",
+        "alpha": 2.0,
+        "own_model": "trusted",
+        "own_candidate": True,
+        "first_contact": "whole",
+        "mixing_factor": 1.0,
+    },
+    "T_G": {"name": "fedcb2o", "criterion_from_round": 2, "mixing_factor": 1.0},
+    "everyone": {"name": "fedcb2o", "selection": "everyone", "own_model": "judged", "beta": 0.4},
+    "columns": {"name": "by_rule", "rule": "trimmed_mean"},
+    "memory": {"name": "by_rule", "rule": "foolsgold"},
+    "before": {"name": "by_rule", "rule": "norm_clipping"},
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_kind_of_algorithm_reproduces_the_simulation(name, tmp_path):
+    changes = {**CHANGES, "rounds": 3, "algorithm": ALGORITHMS[name]}
+    settings, made = in_memory(tmp_path, 6, changes)
+    run_all(made)
+    models, _ = simulation_of(tmp_path / "simulation", settings)
+    for j in range(6):
+        assert_same(model_of(tmp_path / f"out-{j}"), models[j])
+
+
+def test_a_graph_says_whom_an_agent_may_ask(tmp_path):
+    changes = {**CHANGES, "rounds": 3, "agents": {**CHANGES["agents"], "budget": 2, "graph": {"name": "ring"}}}
+    settings, made = in_memory(tmp_path, 6, changes)
+    run_all(made)
+    models, _ = simulation_of(tmp_path / "simulation", settings)
+    for j in range(6):
+        assert_same(model_of(tmp_path / f"out-{j}"), models[j])
+
+
+def test_a_stopped_node_goes_on_to_the_same_bits(tmp_path):
+    """One ends after its second round and is started again, while the others wait for it."""
+    settings, made = in_memory(tmp_path, 3, {"rounds": 4})
+    others = threading.Thread(target=run_all, args=[made[1:]], daemon=True)
+    others.start()
+    first = made[0].rounds()
+    assert [next(first)["round"], next(first)["round"]] == [1, 2]
+    first.close()
+    with pytest.raises(RunError, match="--resume goes on with it"):
+        made[0].run()
+    made[0].resume = True
+    made[0].run()
+    others.join(60)
+    models, _ = simulation_of(tmp_path / "simulation", settings)
+    assert [line["round"] for line in lines_of(tmp_path / "out-0")] == [1, 2, 3, 4]
+    for j in range(3):
+        assert_same(model_of(tmp_path / f"out-{j}"), models[j])
+    assert not list(tmp_path.glob("out-*/proofs/*"))
+
+
+def lines_of(out: Path):
+    return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def three(tmp_path):
+    """A federation of three organisations with digits of their own."""
+    who = members.identities(tmp_path, 3)
+    changes = {
+        "rounds": 4,
+        "agents": {"benign": 3, "malicious": 0},
+        "model": {"name": "mlp", "hidden": [32]},
+        "training": {"gamma": 0.05, "local_epochs": 3},
+    }
+    return who, members.federated(who, changes=changes, most_samples=500, deadline_seconds=20.0, encoding="int8")
+
+
+def share(j):
+    """A third of the digits."""
+    whole = digits()
+    return fedcb2o.Dataset(fedcb2o.Shard(whole.pool.x[j::3], whole.pool.y[j::3]), whole.test, whole.class_names)
+
+
+def test_organisations_with_their_own_data_learn_from_each_other(three, tmp_path):
+    """By asyncio, with differences in 8 bits, in one process; each ends with a network that it can load."""
+    who, made = three
+    wire = Wire()
+
+    async def together():
+        ran = [
+            Node(made, each, share(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), **QUIET).train()
+            for j, each in enumerate(who)
+        ]
+        return await asyncio.gather(*ran)
+
+    folders = asyncio.run(together())
+    assert folders == [tmp_path / f"out-{j}" for j in range(3)]
+    test = digits().test
+    for j, folder in enumerate(folders):
+        lines = lines_of(folder)
+        network = agent.load_model(folder)
+        with torch.no_grad():
+            predicted = network(test.x.float() / 255 if test.x.dtype == torch.uint8 else test.x.float()).argmax(1)
+        accuracy = float((predicted == test.y).float().mean())
+        assert accuracy == pytest.approx(lines[-1]["accuracy"], abs=1e-6)
+        assert accuracy > 0.7, j
+        assert sum(len(line["received"]) for line in lines) >= 4
+        assert all(each["bytes"] < 4 * 2410 / 2 for line in lines for each in line["received"])
+
+
+def test_a_cancelled_task_ends_the_node(three, tmp_path):
+    who, made = three
+    node = Node(made, who[0], share(0), out=tmp_path / "out", connect=joining(Wire(), 0), gather=60.0)
+
+    async def cancelled():
+        task = asyncio.create_task(node.train())
+        await asyncio.sleep(0.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(cancelled(), 20))
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_data_that_do_not_fit(three, tmp_path):
+    who, made = three
+    whole = share(0)
+    wide = fedcb2o.Dataset(whole.pool, fedcb2o.Shard(torch.zeros(3, 1, 9, 9), whole.test.y[:3]), whole.class_names)
+    for data, told in (
+        (wide, r"samples of shape \(1, 9, 9\) in their test, and the federation agreed on \(1, 8, 8\)"),
+        (dataclasses.replace(whole, class_names=whole.class_names[::-1]), "the classes 9, 8, 7, 6, 5 and 5 more"),
+    ):
+        with pytest.raises(DataError, match=told):
+            agent.own(made, 0, data)
+    with pytest.raises(ConfigError, match="not both"):
+        Node(made, who[0], out=tmp_path / "out")
+
+
+def test_a_simulation_must_be_what_was_agreed_on(three):
+    _, made = three
+    other = load(members.experiment(3, agents={"benign": 3, "malicious": 0}, algorithm={"name": "fedcbo"}))
+    with pytest.raises(ConfigError, match=r"differs from the federation in .*experiment\.algorithm\.name"):
+        agent.simulated(made, 0, other)
+    with pytest.raises(ConfigError, match="has 4 agents, and the federation 3 members"):
+        agent.simulated(made, 0, load(members.experiment(4)))
+
+
+def test_a_folder_is_of_one_agent_and_federation(three, tmp_path):
+    who, made = three
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(RunError, match="is not empty and holds no peer's run"):
+        Node(made, who[0], share(0), out=tmp_path / "full", connect=joining(Wire(), 0), **QUIET).run()
+    federation.write(made, tmp_path / "federation.toml")
+    alone = Node(
+        tmp_path / "federation.toml", who[0].folder, share(0), out=tmp_path / "out", connect=joining(Wire(), 0)
+    )
+    alone.gather = alone.linger = 0.0
+    alone.run()
+    with pytest.raises(RunError, match="of another federation or agent"):
+        Node(made, who[1], share(1), out=tmp_path / "out", connect=joining(Wire(), 1), resume=True, **QUIET).run()

@@ -4,16 +4,19 @@ import dataclasses
 import hashlib
 import json
 import mmap
+import re
 import struct
 import tracemalloc
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer.members import federated, identities
 
-from fedcb2o.peer import protocol
+from fedcb2o.peer import protocol, serve, transport
 from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.identity import Identity
 from fedcb2o.peer.protocol import (
@@ -316,3 +319,155 @@ def test_what_was_read_is_written_alike(word, short, long, encoding, chunks):
     read, body, _ = read_manifest(manifest.body + bytes(64))
     assert read == manifest
     assert body == manifest.body == read.body
+
+
+# The page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
+ROUNDS, LAG, ROUND = 20, 2, 8
+
+
+def table(heading: str, first: str) -> list[list[str]]:
+    """The rows of the table under a heading whose first column is called so."""
+    part = PAGE.partition(f"\n{heading}")[2].partition(f"\n| {first} |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()[2:]]
+    assert rows, heading
+    return rows
+
+
+def hexadecimal() -> dict[str, bytes]:
+    """The page's vectors by their names."""
+    found = re.findall(r"^([a-z0-9-]+) =((?:\s+[0-9a-f]+$)+)", PAGE[PAGE.index("## Test vectors") :], re.MULTILINE)
+    return {name: bytes.fromhex("".join(text.split())) for name, text in found}
+
+
+VECTORS = hexadecimal()
+
+
+@pytest.fixture(scope="module")
+def keys() -> list[Ed25519PrivateKey]:
+    return [Ed25519PrivateKey.from_private_bytes(VECTORS[f"seed-{j}"]) for j in range(2)]
+
+
+@pytest.fixture(scope="module")
+def described(who, keys) -> Federation:
+    """The page's federation: these keys, this run."""
+    made = federated(who, rounds=ROUNDS, lag=LAG).model_copy()
+    publics = [key.public_key().public_bytes_raw() for key in keys]
+    assert publics == [VECTORS["key-0"], VECTORS["key-1"]]
+    members = {j: dataclasses.replace(made.members[j], key=publics[j]) for j in range(2)}
+    made.__dict__.update(members=members, _digests=(VECTORS["run"],))
+    assert made.run == VECTORS["run"]
+    return made
+
+
+def sliced(heading: str, data: bytes) -> dict[str, bytes]:
+    """The fields of a message, cut out of it as the page's table says."""
+    fields, count = {}, 0
+    for offset, size, field, *_ in table(heading, "offset"):
+        start = sum(32 * count if "count" in term else int(term) for term in offset.split(" + "))
+        end = len(data) if size == "rest" else start + (32 * count if "each" in size else int(size))
+        fields[field] = data[start:end]
+        if field == "count":
+            count = int.from_bytes(fields[field], "little")
+    assert b"".join(fields.values()) == data
+    assert fields["magic"] == b"fedcb2o"
+    return fields
+
+
+def holds(fields: dict[str, bytes], message: object) -> None:
+    """Whether a message that was read has the values that its bytes have by the page."""
+    for name, data in fields.items():
+        value = getattr(message, name, None)
+        if isinstance(value, int):
+            assert value == int.from_bytes(data, "little"), name
+        elif name not in {"magic", "version", "message", "count", "signature", "content"}:
+            assert (b"".join(value) if isinstance(value, tuple) else value) == data, name
+
+
+def test_the_pages_manifests_are_what_the_code_makes(keys, described):
+    assert hashlib.sha256(b"fedcb2o test vectors").digest() == VECTORS["run"]
+    assert struct.unpack("<5f", VECTORS["content"]) == pytest.approx([0, 1, -2.5, 0.1, 1e6])
+    two = bytes(i % 251 for i in range(2**20 + 4))
+    for name, n, content in (("", 7, VECTORS["content"]), ("-of-two-chunks", 8, two)):
+        signed = VECTORS["manifest" + name]
+        values = {"run": VECTORS["run"], "agent": 1, "round": n, "dim": len(content) // 4, "num_samples": 50}
+        made = Manifest.of(content, **values, encoding=0, base=NONE)
+        assert made.signed(keys[1].sign) == signed
+        assert made.digest == VECTORS["digest" + name] == hashlib.sha256(signed[:-64]).digest()
+        fields = sliced("## Manifest", signed)
+        holds(fields, made)
+        context = b"fedcb2o manifest v1\0"
+        assert f"`{context[:-1].decode()}`" in PAGE
+        keys[1].public_key().verify(fields["signature"], context + signed[:-64])
+
+
+def test_the_pages_requests_and_answers_are_what_the_code_makes(keys, described):
+    run, other = VECTORS["run"], hashlib.sha256(b"another manifest").digest()
+    asked = {
+        "hello": {"digest": VECTORS["key-0"]},
+        "manifest": {"round": ROUND},
+        "chunk": {"index": 1, "digest": VECTORS["digest-of-two-chunks"]},
+        "witness": {"round": 6, "index": 2, "digest": other},
+    }
+    for kind, values in asked.items():
+        data = VECTORS[f"request-{kind}"]
+        nonce = data[90:106]
+        made = Request(kind=Kind[kind.upper()], run=run, sender=0, receiver=1, nonce=nonce, **values)
+        assert made.encode(keys[0].sign) == data
+        holds(sliced("## Request", data), made)
+        keys[0].public_key().verify(data[106:], b"fedcb2o request v1\0" + data[:106])
+    answers = {name: VECTORS[f"answer-{name}"] for name in ("hello", "manifest", "not-yet", "chunk")}
+    read = {name: read_answer(data) for name, data in answers.items()}
+    for name, answer in read.items():
+        assert answer.encode() == answers[name]
+        fields = sliced("## Answer", answers[name])
+        holds(fields, answer)
+        assert fields["content"] == answer.body
+        assert answer.nonce == VECTORS[f"request-{'manifest' if name == 'not-yet' else name}"][90:106]
+    assert read["not-yet"].status is Status.NOT_YET
+    assert read_offer(read["manifest"].body) == (VECTORS["manifest"], [(2, 6, other)])
+    assert offer(VECTORS["manifest"], [(2, 6, other)]) == read["manifest"].body
+    assert read["chunk"].body == bytes(i % 251 for i in range(2**20, 2**20 + 4))
+    about = read_hello(read["hello"].body, read["hello"].nonce, described.members[1])
+    assert hello(about, read["hello"].nonce, keys[1].sign) == read["hello"].body
+
+
+def test_the_pages_refusals_are_the_codes(keys, described):
+    settings = {"federation": described, "asked": 1, "n": ROUND, "least": 0, "dim": 5, "most": 20}
+    assert judged(VECTORS["manifest"], **settings) == ""
+    rows = table("`manifest` passes", "reason")
+    for reason, offset, change, by in rows:
+        changed, start = bytearray(VECTORS["manifest"]), int(offset)
+        piece = bytes.fromhex(change)
+        assert changed[start : start + len(piece)] != piece
+        changed[start : start + len(piece)] = piece
+        if by != "–":
+            changed[-64:] = keys[int(by)].sign(protocol.SIGNS_MANIFEST + bytes(changed[:-64]))
+        assert judged(bytes(changed), **settings) == reason, (reason, offset, change)
+    told = [row[0] for row in table("## How a manifest is judged", "reason")]
+    assert list(dict.fromkeys(row[0] for row in rows)) == [reason for reason in told if reason != "length"]
+
+
+def power(text: str) -> int:
+    base, _, exponent = text.partition("^")
+    return int(base) ** int(exponent or 1)
+
+
+def test_the_pages_numbers_are_the_codes():
+    for heading, kinds in (("## Request", Kind), ("## Answer", Status)):
+        rows = table(heading, "kind" if kinds is Kind else "status")
+        assert [row[0] for row in rows] == [f"{each.value} {each.name}" for each in kinds]
+    limits = {row[0]: power(row[1].split()[0]) for row in table("## Limits", "what")[:7]}
+    assert limits == {
+        "a request": protocol.REQUEST_LENGTH,
+        "an answer": transport.MOST_ANSWER,
+        "a chunk": protocol.CHUNK,
+        "chunks of a model": protocol.MOST_CHUNKS,
+        "digests beside a manifest": protocol.MOST_SEEN,
+        "a hello": protocol.MOST_HELLO,
+        "nonces remembered": serve.NONCES,
+    }
+    assert f"{protocol.MOST_MANIFEST:,}" in PAGE
+    for most in (protocol.MOST_MANIFEST, protocol.MOST_OFFER, protocol.MOST_HELLO, CHUNK):
+        assert 26 + most <= transport.MOST_ANSWER

@@ -194,14 +194,12 @@ def proof(
         Path | None,
         typer.Option(metavar="FEDERATION.toml", help="Says whose the key is, and whether it is of this run."),
     ] = None,
-) -> str:
+) -> None:
     """Check, offline, a file that shows that a member signed two different models for one round."""
     from fedcb2o.peer.federation import read
     from fedcb2o.peer.ledger import check_proof
 
-    found = check_proof(file, None if federation is None else read(federation))
-    print(found)
-    return found
+    print(check_proof(file, None if federation is None else read(federation)))
 
 
 def report(

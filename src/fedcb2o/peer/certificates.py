@@ -55,7 +55,7 @@ def new_key() -> ec.EllipticCurvePrivateKey:
 
 def new_root(name: str, endpoint: str, key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Certificate:
     """The certificate of a member's own authority, which may sign for this name and host alone."""
-    builder = _builder(name, name, key, now, now + timedelta(days=ROOT_DAYS))
+    builder = _builder(name, _subject(name), key, now, now + timedelta(days=ROOT_DAYS))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_usage(sign=False), critical=True)
     builder = builder.add_extension(constraints(name, endpoint), critical=True)
@@ -72,7 +72,7 @@ def new_leaf(
     until: datetime,
 ) -> x509.Certificate:
     """The TLS certificate of a member, for both ends of a link."""
-    builder = _builder(name, name, key, now, min(until, root.not_valid_after_utc))
+    builder = _builder(name, root.subject, key, now, min(until, root.not_valid_after_utc))
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(_usage(sign=True), critical=True)
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -154,12 +154,12 @@ def _usage(*, sign: bool) -> x509.KeyUsage:
 
 
 def _builder(
-    name: str, issuer: str, key: ec.EllipticCurvePrivateKey, now: datetime, until: datetime
+    name: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, until: datetime
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(_subject(name))
-        .issuer_name(_subject(issuer))
+        .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now.astimezone(UTC) - EARLY)

@@ -10,8 +10,9 @@ Fatkhullin 2021), would be smaller, but only for receivers that took every model
 """
 
 import hashlib
+import sys
 from collections.abc import Mapping
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ WINDOW = 2**19  # bytes that zstandard may look back, and so needs memory for
 AT_ONCE = 64 * BLOCK  # numbers at hand at once, so that they stay in the cache
 
 
+@runtime_checkable
 class Coding(Protocol):
     """How models are sent: `number` and `base` as the manifest tells them, `most` bytes a model at the most."""
 
@@ -47,8 +49,12 @@ class Coding(Protocol):
         """A model as bytes of their own, while `theta` goes on to be trained."""
         ...
 
+    def room(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
+        """Where so many bytes may be received that `into` is to be filled from; at most `most`."""
+        ...
+
     def unpack_(self, content: Content, into: Float[Tensor, " d"]) -> str:
-        """Fill `into` from bytes that may be hostile; where they hold no model, leave it as it was and say why."""
+        """Fill `into` from bytes that may be hostile; where they hold no model, say why, and `into` is none then."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -73,11 +79,19 @@ class Raw:
         """A model as bytes of their own, while `theta` goes on to be trained."""
         return _little(theta).tobytes()
 
+    def room(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
+        """The memory of `into` itself, where this machine's numbers are as they are sent."""
+        if size == self.most and sys.byteorder == "little" and into.device.type == "cpu":
+            return into.numpy().data.cast("B")
+        return memoryview(bytearray(size))
+
     def unpack_(self, content: Content, into: Float[Tensor, " d"]) -> str:
         """Fill `into` from bytes that may be hostile; where they hold no model, leave it as it was and say why."""
         if len(content) != self.most:
             return f"it has {len(content)} bytes, expected {self.most}"
         numbers = np.frombuffer(content, "<f4")
+        if numbers.ctypes.data == into.data_ptr() and sys.byteorder == "little":  # they were received into it
+            return ""
         for k in range(0, len(into), AT_ONCE):
             into[k : k + AT_ONCE] = _tensor(numbers[k : k + AT_ONCE])
         return ""
@@ -128,6 +142,10 @@ class Int8:
             LEVEL, source_size=self._size, window_log=WINDOW.bit_length() - 1, write_content_size=True
         )
         return zstandard.ZstdCompressor(compression_params=how).compress(content.data)
+
+    def room(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
+        """Memory of its own, which is about a quarter of the model's."""
+        return memoryview(bytearray(size))
 
     def unpack_(self, content: Content, into: Float[Tensor, " d"]) -> str:
         """Fill `into` from bytes that may be hostile; where they hold no model, leave it as it was and say why.

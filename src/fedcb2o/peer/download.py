@@ -12,8 +12,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,15 @@ WITNESSES = 4  # manifests that one answer may make us ask for
 PAUSE = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
 GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
 LATE, NOTHING, EQUIVOCATION = "late", "no answer", "equivocation"
-AGAIN = (LATE, NOTHING, "not yet", "busy")
+FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
+AGAIN = (NOTHING, "not yet", "busy")
+"""Why nothing came, which may be otherwise soon."""
+MISSED = (LATE, *AGAIN, "not here")
+"""Why nothing came that says nothing against the peer."""
+
+
+class StoppedError(Exception):
+    """The agent was told to end."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +59,24 @@ class Arrival:
 
 class Downloads:
     """Downloads for agent `me`. `least` is the round of the last model that it had from each peer: no older one is
-    taken again. `received` counts bytes."""
+    taken again. `received` counts bytes. Once `stop` is set, a fetch ends with StoppedError."""
 
     def __init__(
-        self, federation: Federation, identity: Identity, transport: Transport, ledger: Ledger, coding: Coding, dim: int
+        self,
+        federation: Federation,
+        identity: Identity,
+        transport: Transport,
+        ledger: Ledger,
+        coding: Coding,
+        dim: int,
+        stop: threading.Event | None = None,
     ) -> None:
         self.federation, self.identity, self.transport = federation, identity, transport
         self.ledger, self.coding, self.dim = ledger, coding, dim
         self.me = federation.id_of(identity.member)
         self.least: dict[int, int] = {}
         self.received = 0
+        self.stop = threading.Event() if stop is None else stop
         self.lock = threading.Lock()
 
     def fetch(
@@ -75,15 +91,26 @@ class Downloads:
         tasks = {peer: _Fetch(self, n, peer, row, until) for peer, row in rows.items()}
         futures = {peer: pool.submit(task.run) for peer, task in tasks.items()}
         arrivals, failures = dict[int, Arrival](), dict[int, str]()
-        for peer, task in tasks.items():
-            found = task.result(futures[peer])
-            if isinstance(found, Arrival):
-                arrivals[peer] = found
-                self.least[peer] = found.round
-            else:
-                failures[peer] = found
-        pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            self._wait(futures.values(), until + GRACE)
+            for peer, task in tasks.items():
+                found = task.result(futures[peer])
+                if isinstance(found, Arrival):
+                    arrivals[peer] = found
+                    self.least[peer] = found.round
+                else:
+                    failures[peer] = found
+        finally:
+            for task in tasks.values():
+                task.end()
+            pool.shutdown(wait=False, cancel_futures=True)
         return dict(sorted(arrivals.items())), dict(sorted(failures.items()))
+
+    def _wait(self, running: Collection["Future[Arrival | str]"], until: float) -> None:
+        """Wait for all, until a moment; raises StoppedError where the agent is told to end meanwhile."""
+        while (left := until - time.monotonic()) > 0 and wait(running, min(left, PAUSE[1])).not_done:
+            if self.stop.is_set():
+                raise StoppedError
 
     def hello(self, peer: int, seconds: float) -> dict[str, Any] | None:
         """What a peer says of itself, or None where nothing that it signed came in time."""
@@ -109,28 +136,30 @@ class _Fetch:
         self.size, self.open, self.lock = 0, True, threading.Lock()
 
     def result(self, running: "Future[Arrival | str]") -> "Arrival | str":
-        """What it found; who is not done in time is late, and writes nothing from then on."""
-        try:
-            found = running.result(max(0.0, self.until - time.monotonic()) + GRACE)
-        except TimeoutError:
-            with self.lock:
-                self.open = False
-            found = "late"
+        """What it found; who is not done is late."""
+        self.end()
         with self.of.lock:
             self.of.received += self.size
-        return found
+        if not running.done():
+            return LATE
+        return FAILED if running.exception() is not None else running.result()
+
+    def end(self) -> None:
+        """Write nothing from now on, and ask no more."""
+        with self.lock:
+            self.open = False
 
     def run(self) -> "Arrival | str":
         """The arrival, or why there is none."""
         began, manifest = time.monotonic(), self._manifest()
         if isinstance(manifest, str):
             return manifest
-        room = memoryview(bytearray(manifest.size))
+        room = self.of.coding.room(manifest.size, self.row)
         if failed := self._chunks(manifest, room):
             return failed
         with self.lock:
             if not self.open:
-                return "late"
+                return LATE
             if failed := self.of.coding.unpack_(room, self.row) or unfit(self.row):
                 return failed
         return Arrival(manifest.round, manifest.num_samples, self.size, time.monotonic() - began)
@@ -138,11 +167,11 @@ class _Fetch:
     def _manifest(self) -> "Manifest | str":
         """A manifest that passes; a peer that has none yet is asked again where this round waits for everybody."""
         pause, reason = PAUSE[0], LATE
-        while (left := self.until - time.monotonic()) > 0:
+        while self.open and (left := self.until - time.monotonic()) > 0:
             reason = NOTHING
             for answer in self.answers(Kind.MANIFEST, round=self.n):
                 if answer.status is not Status.OK:
-                    reason = answer.status.name.lower().replace("_", " ")
+                    reason = _said(answer)
                     continue
                 found = self._judged(answer.body)
                 if isinstance(found, Manifest):
@@ -188,13 +217,11 @@ class _Fetch:
         for k, expected in enumerate(manifest.chunks):
             start, answers = k * protocol.CHUNK, asked.popleft()
             size = min(protocol.CHUNK, manifest.size - start)
-            for again in (False, True):
-                chunk = next((a.body for a in answers if len(a.body) == size and _sha(a.body) == expected), None)
-                if chunk is not None or again or time.monotonic() > self.until:
-                    break
-                answers = self._chunk(manifest, k)
+            chunk, reason = self._right(answers, size, expected)
+            if chunk is None and time.monotonic() < self.until:
+                chunk, reason = self._right(self._chunk(manifest, k), size, expected)
             if chunk is None:
-                return LATE if time.monotonic() > self.until else "hash"
+                return LATE if time.monotonic() > self.until else reason
             if k + IN_FLIGHT < count:
                 asked.append(self._chunk(manifest, k + IN_FLIGHT))
             whole.update(chunk)
@@ -203,6 +230,18 @@ class _Fetch:
                     return LATE
                 room[start : start + size] = chunk
         return "" if whole.digest() == manifest.sha256 else "hash"
+
+    def _right(self, answers: "Iterator[Answer]", size: int, expected: bytes) -> "tuple[protocol.Bytes | None, str]":
+        """The first chunk with the expected hash, or None and why it did not come."""
+        reason = NOTHING
+        for answer in answers:
+            if answer.status is not Status.OK:  # a peer that has moved on since has this model no more
+                reason = _said(answer)
+            elif len(answer.body) == size and _sha(answer.body) == expected:
+                return answer.body, ""
+            else:
+                reason = "hash"
+        return None, reason
 
     def _chunk(self, manifest: Manifest, k: int) -> "Iterator[Answer]":
         return self.answers(Kind.CHUNK, index=k, digest=manifest.digest)
@@ -240,6 +279,10 @@ def unfit(theta: Float[Tensor, " d"]) -> str:
     if within(np.array([size])).all():
         return ""
     return "bound" if math.isfinite(size) else "not finite"
+
+
+def _said(answer: Answer) -> str:
+    return answer.status.name.lower().replace("_", " ")
 
 
 def _sha(content: protocol.Bytes) -> bytes:

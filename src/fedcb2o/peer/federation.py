@@ -11,13 +11,12 @@ then show which.
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import tomli_w
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 
 from fedcb2o import plugins, records
 from fedcb2o.data.shard import Dataset
@@ -27,51 +26,14 @@ from fedcb2o.experiments.config import Experiment, Part
 from fedcb2o.federated import algorithms
 from fedcb2o.peer import versions as chain
 from fedcb2o.peer.identity import Identity, Member
+from fedcb2o.peer.sections import AGENTS, PRIMITIVES, Limits, Samples, Settings, check_plain, parts_of
 from fedcb2o.peer.versions import Entry, Version
 
 PROTOCOL: Final = 1
 MOST = 2**22
 """The bytes of the largest federation.toml."""
-AGENTS = ("budget", "validation", "split", "hold_out", "validation_loss", "initialisation", "graph")
-"""The keys of an experiment's [agents] that peers agree on: the others make up who is there, which is known here."""
-PRIMITIVES = ("linear", "layout", "convolution")
 
 Seconds = Annotated[float, Field(ge=0, le=1e7, strict=False)]
-
-
-class Limits(Part):
-    """What one peer may ask of another: answers a minute, models sent at once to all, and to one."""
-
-    answers_per_minute: Annotated[int, Field(ge=1, le=10**9)] = 6000
-    uploads: Annotated[int, Field(ge=1, le=1000)] = 8
-    per_peer: Annotated[int, Field(ge=1, le=1000)] = 4
-
-
-class Samples(Part):
-    """What the samples of every member look like."""
-
-    shape: Annotated[tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(strict=False, max_length=8)]
-    class_names: Annotated[tuple[str, ...], Field(strict=False, min_length=2, max_length=100_000)]
-
-    @field_validator("class_names")
-    @classmethod
-    def _shown(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            if not (name.isprintable() and 0 < len(name) <= 100):
-                raise ValueError("class names must be of 1 to 100 characters that can be printed")
-        return names
-
-
-class Settings(Part):
-    """The sections of an experiment that all agree on; `Federation.experiment` is what checks them."""
-
-    linear: str | None = None
-    layout: str | None = None
-    convolution: str | None = None
-    agents: dict[str, Any]
-    model: dict[str, Any]
-    training: Annotated[dict[str, Any], Field(default_factory=dict)]
-    algorithm: dict[str, Any]
 
 
 class Federation(Part):
@@ -163,7 +125,7 @@ class Federation(Part):
     @functools.cached_property
     def parts(self) -> tuple[str, ...]:
         """The functions outside fedcb2o that the experiment names by their import path."""
-        return tuple(dict.fromkeys(_parts(self.settings.model_dump(exclude_none=True))))
+        return tuple(dict.fromkeys(parts_of(self.settings.model_dump(exclude_none=True))))
 
     def id_of(self, member: Member) -> int:
         """A member's id, by its key; raises ConfigError where it is none, or stands here with another certificate."""
@@ -219,6 +181,7 @@ class Federation(Part):
         """The content of federation.toml."""
         *before, last = (version.model_dump() for version in self.versions)
         history = {"history": before} if before else {}
+        last = {key: value for key, value in last.items() if value}
         return {"protocol": self.protocol, "version": self.version, **self.terms(), **last, **history}
 
     @functools.cached_property
@@ -262,6 +225,10 @@ def make(
     settings = experiment.settings()
     chosen = {key: settings[key] for key in (*PRIMITIVES, "model", "training", "algorithm") if key in settings}
     chosen["agents"] = {key: settings["agents"][key] for key in AGENTS if key in settings["agents"]}
+    try:
+        check_plain(chosen)
+    except ValueError as error:
+        raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
     believed = max(agents.benign_samples, agents.malicious_samples)
     table = {
         "name": experiment.name,
@@ -272,7 +239,7 @@ def make(
         "data": {"shape": list(dataset.pool.x.shape[1:]), "class_names": list(dataset.class_names)},
         "experiment": records.canonical(chosen),
         "versions": [{"members": [{"id": id, **member.table()} for id, member in enumerate(members)]}],
-        "own": list(_parts(chosen)),
+        "own": list(parts_of(chosen)),
     }
     return _checked({**table, **options}, "the federation")
 
@@ -295,7 +262,7 @@ def read(path: Path | str, *, own: Collection[str] = (), unsigned: bool = False)
         if len(content) > MOST:
             raise ValueError(f"it is longer than {MOST} bytes")
         table = records.parse_toml(content)
-        _check_plain(table)
+        check_plain(table)
     except (OSError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path} is no federation's file: {told}") from error
@@ -414,32 +381,6 @@ def _check_possible(experiment: Experiment) -> None:
     """Raises ConfigError for what real peers cannot do."""
     if experiment.algorithm.function("algorithm", algorithms)().coordinator is not None:
         raise ConfigError(f"`{plugins.label(experiment.algorithm.name)}` has a coordinator, and real peers have none")
-
-
-def _check_plain(value: Any, depth: int = 0) -> None:
-    """Raises ValueError for what no federation holds, and what would be a trap where it is hashed or shown."""
-    if depth > 20:
-        raise ValueError("its tables or lists are nested too deeply")
-    if isinstance(value, Mapping | list):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            _check_plain(inner, depth + 1)
-    elif isinstance(value, int):
-        if not -(2**63) <= value < 2**63:
-            raise ValueError("it holds a number beyond 64 bits")
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"it holds a number that is not finite ({value})")
-    elif not isinstance(value, str):
-        raise ValueError(f"it holds a {type(value).__name__}")
-
-
-def _parts(value: Any) -> Iterator[str]:
-    """The import paths in the tables of an experiment, with whatever else may be taken for one."""
-    if isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _parts(inner)
-    elif isinstance(value, str) and ":" in value:
-        yield value
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

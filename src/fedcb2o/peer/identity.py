@@ -63,9 +63,9 @@ class Member:
         """When its root ends, which then has to be replaced by a new version of the federation."""
         return x509.load_pem_x509_certificate(self.root.encode()).not_valid_after_utc
 
-    def check_time(self) -> None:
+    def check_time(self, now: datetime | None = None) -> None:
         """Raises ConfigError where its root has ended."""
-        if datetime.now(UTC) >= self.expires:
+        if (now or datetime.now(UTC)) >= self.expires:
             raise ConfigError(
                 f"`root` of {self.name} expired at {_shown(self.expires)}: `fedcb2o peer renew --out` makes a new one, "
                 "and the others sign a version of the federation with it"
@@ -80,15 +80,17 @@ class Member:
         return True
 
     @classmethod
-    def read(cls, path: Path) -> "Member":
-        """The member in a file NAME.member.toml; raises ConfigError for anything else."""
+    def read(cls, path: Path, *, expired: bool = False) -> "Member":
+        """The member in a file NAME.member.toml; raises ConfigError for anything else, and unless `expired` is true
+        where its root has ended."""
         try:
             with path.open("rb") as file:
                 content = file.read(MOST + 1)
             if len(content) > MOST:
                 raise ValueError(f"it is longer than {MOST} bytes")
             member = cls.of_table(records.parse_toml(content))
-            member.check_time()
+            if not expired:
+                member.check_time()
         except (OSError, ValueError) as error:
             told = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(f"{path} is no member's file: {told}") from error
@@ -204,7 +206,7 @@ class Identity:
         if len(files) != 1:
             found = "no file" if not files else f"{len(files)} files"
             raise ConfigError(f"{folder} holds {found} NAME.member.toml: `fedcb2o peer identity` makes an identity")
-        member = Member.read(files[0])
+        member = Member.read(files[0], expired=True)
         identity = cls(folder, member, _ed25519(folder / "signing.key"))
         if identity._key.public_key().public_bytes_raw() != member.key:
             raise ConfigError(f"{folder / 'signing.key'} is not the key in {files[0].name}: restore one of them")
@@ -216,7 +218,7 @@ class Identity:
     def check(self) -> None:
         """Raises ConfigError unless the TLS key and certificate fit each other, the root and the clock."""
         certificate = _certificate(self.tls_certificate)
-        again = f"`fedcb2o peer renew --identity {self.folder}` makes a new one"
+        again = _cure(self.tls_certificate)
         if _p256(self.tls_key).public_key() != certificate.public_key():
             raise ConfigError(f"{self.tls_certificate} is not that of the key in tls.key: {again}")
         try:
@@ -224,6 +226,7 @@ class Identity:
         except (InvalidSignature, ValueError, TypeError) as error:
             raise ConfigError(f"{self.tls_certificate} is not signed by root.pem: {again}") from error
         now = datetime.now(UTC)
+        self.member.check_time(now)
         if now >= certificate.not_valid_after_utc:
             raise ConfigError(f"{self.tls_certificate} expired at {_shown(certificate.not_valid_after_utc)}: {again}")
         if now < certificate.not_valid_before_utc:
@@ -240,6 +243,7 @@ class Identity:
         if not 1 <= days <= certificates.ROOT_DAYS:
             raise ConfigError(f"`days` must be between 1 and {certificates.ROOT_DAYS}, got {days}")
         now = now or datetime.now(UTC)
+        self.member.check_time(now)
         root, root_key, key = (
             _certificate(self.folder / "root.pem"),
             _p256(self.folder / "root.key"),
@@ -292,27 +296,32 @@ def _content(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(MOST)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}; restore it") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; {_cure(path)}") from error
+
+
+def _cure(path: Path) -> str:
+    made = f"`fedcb2o peer renew --identity {path.parent}` makes a new one"
+    return made if path.name.startswith("tls.") else "restore it"
 
 
 def _certificate(path: Path) -> x509.Certificate:
     content = _content(path)
     with contextlib.suppress(ValueError):
         return x509.load_pem_x509_certificate(content)
-    raise ConfigError(f"{path} holds no certificate: restore it (tls.pem: `fedcb2o peer renew` makes a new one)")
+    raise ConfigError(f"{path} holds no certificate: {_cure(path)}")
 
 
 def _ed25519(path: Path) -> Ed25519PrivateKey:
     key = _key(path)
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"{path} holds no Ed25519 key: restore it")
+        raise ConfigError(f"{path} holds no Ed25519 key: {_cure(path)}")
     return key
 
 
 def _p256(path: Path) -> ec.EllipticCurvePrivateKey:
     key = _key(path)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} holds no key of the curve P-256: restore it")
+        raise ConfigError(f"{path} holds no key of the curve P-256: {_cure(path)}")
     return key
 
 
@@ -321,4 +330,4 @@ def _key(path: Path) -> object:
     try:
         return load_pem_private_key(content, password=None)
     except Exception:  # it may be damaged in any way, and what is in it must not be told
-        raise ConfigError(f"{path} holds no key without a passphrase: restore it") from None
+        raise ConfigError(f"{path} holds no key without a passphrase: {_cure(path)}") from None

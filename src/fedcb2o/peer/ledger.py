@@ -7,6 +7,7 @@ have otherwise.
 
 import base64
 import binascii
+import errno
 import heapq
 import json
 import os
@@ -23,8 +24,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedcb2o import records
 from fedcb2o.errors import DataError, RunError
-from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.certificates import LABEL
+from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.protocol import (
     MOST_SEEN,
     SIGNS_MANIFEST,
@@ -34,11 +35,13 @@ from fedcb2o.peer.protocol import (
     read_manifest,
     signed_by_member,
 )
-from fedcb2o.records.files import fsync
+from fedcb2o.peer.versions import members_of
+from fedcb2o.records.files import fsync, unwritable
 
 KEPT = 8  # manifests of each agent beyond the lag
 MOST_PROOF = 2**21  # bytes of a proof's file: two of the longest manifests, as text
 SUFFIX = ".proof.toml"
+SIGNED = "signed.jsonl"
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,11 @@ def check_proof(path: Path, federation: Federation | None = None) -> str:
         raise DataError(
             f"{path} is of run {proof.run.hex()[:16]}, and this federation's is {federation.run.hex()[:16]}"
         )
-    member = federation.members.get(proof.agent)
-    if member is None or member.key != proof.key or member.name != proof.name:
+    everyone = [members.get(proof.agent) for members in members_of(federation.versions)]
+    if not any(each is not None and (each.name, each.key) == (proof.name, proof.key) for each in everyone):
         raise DataError(f"{path} is not of the key of {proof.name}, agent {proof.agent}, in this federation")
-    return f"{shown} {member.name}, agent {proof.agent} of {federation.name}"
+    now = "" if _is_members(proof, federation) else ", whose key this is no more"
+    return f"{shown} {proof.name}, agent {proof.agent} of {federation.name}{now}"
 
 
 class Ledger:
@@ -146,7 +150,8 @@ class Ledger:
             with suppress(DataError):  # of another run, or no proof
                 check_proof(path, federation)
                 proof = Proof.read(path)
-                self._proofs.setdefault(proof.agent, proof)
+                if _is_members(proof, federation):  # and not of a key that was replaced since
+                    self._proofs.setdefault(proof.agent, proof)
 
     @property
     def guilty(self) -> frozenset[int]:
@@ -234,7 +239,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "signed.jsonl"
+        self._path = folder / SIGNED
         self._signed: dict[int, bytes] = {}
         self._size = 0  # of the whole lines: what follows was never finished, and is written over
         try:
@@ -257,7 +262,7 @@ class Journal:
     def may_sign(self, n: int, digest: bytes) -> bool:
         """Whether the manifest of round `n` with this digest may be signed: this, or nothing, was signed before.
 
-        False too where the disk does not take the line.
+        Raises RunError where the disk does not take the line.
         """
         if n in self._signed:
             return self._signed[n] == digest
@@ -267,17 +272,18 @@ class Journal:
             try:
                 whole = os.pwrite(file, line, self._size) == len(line)
                 os.ftruncate(file, self._size + len(line) * whole)
+                if not whole:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(file)
             finally:
                 os.close(file)
             if not self._size:
                 fsync(self._path.parent)
-        except OSError:
-            return False
-        if whole:
-            self._size += len(line)
-            self._signed[n] = digest
-        return whole
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+        self._size += len(line)
+        self._signed[n] = digest
+        return True
 
 
 def _proof(table: dict[str, Any]) -> Proof:
@@ -296,6 +302,12 @@ def _proof(table: dict[str, Any]) -> Proof:
     except (binascii.Error, ValueError) as error:
         raise ValueError("its `run` is no hexadecimal, or its `key` or `manifests` no base64") from error
     return Proof(table["name"], table["agent"], table["round"], run, key, (first, second))
+
+
+def _is_members(proof: Proof, federation: Federation) -> bool:
+    """Whether the key of a proof is the member's now."""
+    member = federation.members.get(proof.agent)
+    return member is not None and member.key == proof.key
 
 
 def _signed(key: bytes, message: bytes, signature: bytes) -> bool:

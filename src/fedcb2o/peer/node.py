@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors.torch import save
@@ -28,11 +28,11 @@ from fedcb2o.federated import metrics
 from fedcb2o.federated.peers import Memory
 from fedcb2o.peer import agent as agents
 from fedcb2o.peer.coding import Coding, Int8, Raw
-from fedcb2o.peer.download import AGAIN, Downloads
+from fedcb2o.peer.download import MISSED, Downloads, StoppedError
 from fedcb2o.peer.engine import Among
 from fedcb2o.peer.federation import Federation, read, write
 from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.ledger import Journal, Ledger
+from fedcb2o.peer.ledger import SIGNED, Journal, Ledger
 from fedcb2o.peer.offers import Offers
 from fedcb2o.peer.serve import Server
 from fedcb2o.peer.transport import Transport, Zenoh
@@ -46,6 +46,7 @@ SETTLED = 0.2  # seconds between two looks at who is there
 HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
 
 
+@runtime_checkable
 class Watch(Protocol):
     """Who is told how a node is doing."""
 
@@ -129,11 +130,13 @@ class Node:
         return self.out
 
     async def train(self) -> Path:
-        """All rounds, in a thread of their own; where the task is cancelled, the node ends soon."""
+        """All rounds, in a thread of their own; where the task is cancelled the node is stopped, which is soon."""
+        running = asyncio.ensure_future(asyncio.to_thread(self.run))
         try:
-            return await asyncio.to_thread(self.run)
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
             self.stop()
+            await running
             raise
 
     def rounds(self) -> Iterator[dict[str, Any]]:
@@ -141,6 +144,7 @@ class Node:
         with contextlib.ExitStack() as stack:
             stack.enter_context(alone(self.out))
             stack.enter_context(one_thread())
+            self._stop.clear()
             self._begin()
             block, log = self.agent.block(), records.Records(self.out, ("rounds",), ("rounds",))
             coding = self._coding()
@@ -151,15 +155,20 @@ class Node:
             server = Server(self.federation, self.me, self.identity, ledger, about=self._about)
             stack.callback(server.close)
             transport.serve(server.hear)
-            downloads = Downloads(self.federation, self.identity, transport, ledger, coding, self.agent.terms.dim)
+            downloads = Downloads(
+                self.federation, self.identity, transport, ledger, coding, self.agent.terms.dim, self._stop
+            )
             downloads.least.update(self._last_rounds())
             offers = Offers(self.federation, self.identity, coding, journal, server, self.watch.note)
             engine = Among(block, offers, downloads, lambda n: self._there(transport, ledger))
-            with contextlib.suppress(_StoppedError):
-                self._gather(transport)
-                yield from self._lines(engine, memory, log, coding, transport, Tally(server, downloads))
+            with contextlib.suppress(StoppedError):
+                left = self.done < self.federation.rounds
+                if left:
+                    self._gather(transport)
+                    yield from self._lines(engine, memory, log, coding, transport, Tally(server, downloads))
                 self._keep(block.pool[0])
-                self._serve_the_others(transport, downloads)
+                if left:  # else it came back when all was done, and has no model of a round to offer
+                    self._serve_the_others(transport, downloads)
 
     def _lines(
         self,
@@ -172,8 +181,10 @@ class Node:
     ) -> Iterator[dict[str, Any]]:
         """Every round that is left: its line is written, its checkpoint, and the next round waits for its time."""
         federation, model = self.federation, engine.block.pool[:1]
-        began, first = time.monotonic(), self.done
-        made = rounds(engine, memory, first, federation.rounds, lambda n: True, self._tell, federation.deadline_seconds)
+        made = rounds(
+            engine, memory, self.done, federation.rounds, lambda n: True, self._tell, federation.deadline_seconds
+        )
+        began = time.monotonic()
         for done in made:
             line = self._line(done, engine, tally, transport)
             log.append("rounds", line)
@@ -183,8 +194,9 @@ class Node:
             self.done = done.n + 1
             self.watch.round(line)
             yield line
-            self._pace(began + (self.done - first) * federation.round_seconds, tally.downloads, transport)
+            self._pace(began + federation.round_seconds, tally.downloads, transport)
             self._check()
+            began = time.monotonic()
 
     def _begin(self) -> None:
         """Make the folder, or find the same run there; raises RunError for anything else."""
@@ -205,14 +217,17 @@ class Node:
             known = records.read_json(self.out / "agent.json")
             if (known.get("run"), known.get("id")) != (who["run"], who["id"]):
                 raise RunError(f"{self.out} holds the run of another federation or agent: choose another --out")
-            if not self.resume:
-                raise RunError(f"{self.out} already holds this run: --resume goes on with it, or choose another --out")
+            if not self.resume and (self.out / SIGNED).exists():
+                raise RunError(
+                    f"{self.out} already holds this run: --resume goes on with it. Begun anew elsewhere it would sign "
+                    "second models for its rounds, which the others take for fraud"
+                )
             if known.get("version", 0) > self.federation.version:
                 raise RunError(
                     f"{self.out} went on with version {known['version']} of the federation, and this is "
                     f"{self.federation.version}: give the newer file"
                 )
-        elif any(inside.name != f"{FEDERATION}.tmp" for inside in self.out.iterdir()):
+        elif {inside.name for inside in self.out.iterdir()} - {f"{FEDERATION}.tmp", "agent.json", "agent.json.tmp"}:
             raise RunError(f"{self.out} is not empty and holds no peer's run: choose another --out")
         records.sweep(self.out)
         records.write_json(self.out / "agent.json", who)
@@ -275,11 +290,13 @@ class Node:
         return sorted(there - ledger.guilty - {self.me})
 
     def _gather(self, transport: Transport) -> None:
-        """Wait until everybody is there, but not for ever."""
+        """Wait until everybody is there, or after a restart anybody, but not for ever."""
         others, until = self.federation.members.keys() - {self.me}, time.monotonic() + self.gather
         while (absent := others - transport.alive()) and time.monotonic() < until:
-            self._check()
+            if self.done and absent != others:
+                return
             self._stop.wait(SETTLED)
+            self._check()
         if absent:
             names = ", ".join(self.federation.members[i].name for i in sorted(absent))
             self.watch.note(f"begins without {names}, who could not be reached in {self.gather:g} s")
@@ -290,10 +307,14 @@ class Node:
 
     def _check(self) -> None:
         if self._stop.is_set():
-            raise _StoppedError
+            raise StoppedError
 
     def _pace(self, until: float, downloads: Downloads, transport: Transport) -> None:
-        """Wait for a moment, unless most of those that are there are further."""
+        """Wait until the round has had its time, unless most of those that are there are further.
+
+        Each round has its time to itself: who was stopped for a while, and finds nobody there, does not race to the end
+        alone.
+        """
         while (left := until - time.monotonic()) > 0:
             there = [downloads.least[i] for i in transport.alive() if i in downloads.least]
             if there and statistics.median_low(there) >= self.done:
@@ -322,11 +343,11 @@ class Node:
                 for i, each in engine.arrivals.items()
             ],
             "own_weight": float(choices.own_weight[0]),
-            "refused": {str(i): reason for i, reason in engine.failures.items() if reason not in AGAIN},
-            "late": [i for i, reason in engine.failures.items() if reason in AGAIN],
+            "refused": {str(i): reason for i, reason in engine.failures.items() if reason not in MISSED},
+            "late": [i for i, reason in engine.failures.items() if reason in MISSED],
             "alive": sorted(transport.alive()),
             **tally.since(),
-            "seconds": {**done.seconds, "exchange": engine.seconds},
+            "seconds": {**done.seconds, "exchange": engine.seconds, "round": sum(done.seconds.values())},
         }
         confusion, aim = (done.confusion or {}).get(me), self.agent.aim
         if confusion is not None:
@@ -339,12 +360,13 @@ class Node:
 
     def _serve_the_others(self, transport: Transport, downloads: Downloads) -> None:
         """Serve the last model until all who can be reached are done, or it has been long enough."""
-        until, others = time.monotonic() + self.linger, self.federation.members.keys() - {self.me}
+        until, left = time.monotonic() + self.linger, self.federation.members.keys() - {self.me}
         self.watch.phase(self.done, "serving the others")
-        while (left := until - time.monotonic()) > 0:
-            said = {i: downloads.hello(i, min(left, HELLO_SECONDS)) for i in sorted(transport.alive() & others)}
-            others = {i for i, about in said.items() if about is not None and not _is_done(about)}
-            if not others or self._stop.wait(min(left, SETTLED)):
+        while (seconds := until - time.monotonic()) > 0:
+            for i in sorted(transport.alive() & left):
+                if _is_done(downloads.hello(i, min(seconds, HELLO_SECONDS)) or {}):
+                    left = left - {i}
+            if not transport.alive() & left or self._stop.wait(min(seconds, SETTLED)):
                 return
 
 
@@ -352,10 +374,6 @@ def _is_done(about: Mapping[str, Any]) -> bool:
     """Whether a peer that says this has done all rounds."""
     done, of = about.get("round"), about.get("rounds")
     return isinstance(done, int) and isinstance(of, int) and done >= of
-
-
-class _StoppedError(Exception):
-    """The node was told to end."""
 
 
 class Tally:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import zenoh
 
@@ -51,6 +51,7 @@ CLOSING = 3.0
 """Seconds that closing may take."""
 
 
+@runtime_checkable
 class Transport(Protocol):
     """Who can ask other agents and be asked by them; safe to use from any thread."""
 

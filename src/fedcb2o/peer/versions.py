@@ -67,8 +67,8 @@ def members_of(versions: Sequence[Version]) -> tuple[Members, ...]:
 
 
 def digests(terms: Mapping[str, Any], versions: Sequence[Version]) -> tuple[bytes, ...]:
-    """The SHA-256 of each version: of the terms, its members and the hash of the version before, as JSON with sorted
-    keys and without blanks, in which 2 and 2.0 are the same."""
+    """The SHA-256 of each version: of the terms, its number, its members and, in hex, the hash of the version before
+    where there is one, as JSON with sorted keys and without blanks, in which 2.0 is written as 2."""
     found: list[bytes] = []
     for number, version in enumerate(versions, start=1):
         previous = found[-1].hex() if found else None

@@ -1,0 +1,35 @@
+"""What goes wrong in the process of one node: functions for its `prepare`."""
+
+import datetime
+import resource
+import signal
+import time
+
+
+def lease(seconds: float) -> None:
+    """A link is down after fewer seconds without a sign of life."""
+    from fedcb2o.peer import transport
+
+    transport.LEASE = seconds
+
+
+def full(size: int) -> None:
+    """No file grows beyond so many bytes, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def clock(hours: float) -> None:
+    """The clock that Python tells is off."""
+    now, wrong = time.time, datetime.timedelta(hours=hours)
+
+    class Wrong(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return super().now(tz) + wrong
+
+    time.time = lambda: now() + 3600 * hours
+    time.time_ns = lambda: int(time.time() * 1e9)
+    from fedcb2o.peer import identity
+
+    identity.datetime = Wrong

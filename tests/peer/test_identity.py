@@ -1,0 +1,368 @@
+"""Keys and certificates of an organisation, and what is refused of another's."""
+
+import contextlib
+import ssl
+import subprocess
+import sys
+import tomllib
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import tomli_w
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from tests.peer.members import identities
+from tests.tiny import ENVIRONMENT, here
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.peer import certificates
+from fedcb2o.peer.identity import Identity, Member
+
+ENDPOINT = "127.0.0.1:7447"
+
+
+@pytest.fixture
+def made(tmp_path):
+    return Identity.make(tmp_path / "a", name="hospital-a", endpoint=ENDPOINT)
+
+
+def one_line(raised):
+    text = str(raised.value)
+    assert "\n" not in text
+    assert len(text) < 1000
+    return text
+
+
+def test_an_identity_is_files_of_which_only_the_owner_reads_the_secrets(made):
+    modes = {path.name: path.stat().st_mode & 0o777 for path in made.folder.iterdir()}
+    assert made.folder.stat().st_mode & 0o777 == 0o700
+    assert {name for name, mode in modes.items() if mode == 0o600} == {"signing.key", "root.key", "tls.key"}
+    assert modes.keys() - {"signing.key", "root.key", "tls.key"} == {"root.pem", "tls.pem", "hospital-a.member.toml"}
+    again = Identity.read(made.folder)
+    again.check()
+    assert again == made
+    assert again.sign(b"x") == made.sign(b"x")
+    assert Member.read(made.folder / "hospital-a.member.toml") == made.member
+    assert again.expires - datetime.now(UTC) > timedelta(days=396)
+    assert [path.name for path in made.folder.parent.iterdir()] == ["a"]  # nothing is left beside it
+
+
+def test_a_signature_is_of_one_message_by_one_key(made, tmp_path):
+    other = Identity.make(tmp_path / "b", name="hospital-b", endpoint="127.0.0.1:7448")
+    signature = made.sign(b"message")
+    assert len(signature) == 64
+    assert made.member.verify(b"message", signature)
+    assert not made.member.verify(b"massage", signature)
+    assert not other.member.verify(b"message", signature)
+    for wrong in (b"", bytes(64), signature[:-1], signature + b"\0", bytes([signature[0] ^ 1]) + signature[1:]):
+        assert not made.member.verify(b"message", wrong)
+
+
+def test_a_key_under_which_anybody_can_sign_is_none(made):
+    neutral = bytes([1]) + bytes(31)  # the point 0: R = [S] B is a signature of every message
+    forged = neutral + bytes(32)
+    with pytest.raises(ConfigError, match="anybody can sign") as raised:
+        Member("hospital-a", ENDPOINT, neutral, made.member.root)
+    assert one_line(raised)
+    Ed25519PublicKey.from_public_bytes(neutral).verify(forged, b"whatever")  # it does not raise
+
+
+def test_nothing_is_overwritten_and_a_failure_leaves_nothing(made, tmp_path):
+    before = {path: path.read_bytes() for path in made.folder.iterdir()}
+    with pytest.raises(ConfigError, match="not empty"):
+        Identity.make(made.folder, name="hospital-a", endpoint=ENDPOINT)
+    assert {path: path.read_bytes() for path in made.folder.iterdir()} == before
+    with pytest.raises(ConfigError, match="must be between 1 and 7300"):
+        Identity.make(tmp_path / "new", name="hospital-a", endpoint=ENDPOINT, days=10**9)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot make"):
+        Identity.make(tmp_path / "file" / "below", name="hospital-a", endpoint=ENDPOINT)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "file"}
+    (tmp_path / "empty").mkdir()
+    assert Identity.make(tmp_path / "empty", name="hospital-a", endpoint=ENDPOINT).folder.stat().st_mode % 512 == 0o700
+
+
+@pytest.mark.parametrize("secret", ["signing.key", "root.key", "tls.key"])
+def test_a_secret_that_others_may_read_is_refused(made, secret):
+    (made.folder / secret).chmod(0o640)
+    with pytest.raises(ConfigError, match=f"others may read .*{secret}: chmod 600"):
+        Identity.read(made.folder)
+
+
+def test_files_that_do_not_belong_together_are_refused(made, tmp_path):
+    other = Identity.make(tmp_path / "b", name="hospital-b", endpoint="127.0.0.1:7448")
+    for name, cure in (("signing.key", "restore"), ("root.pem", "restore"), ("tls.key", "renew"), ("tls.pem", "renew")):
+        kept = (made.folder / name).read_bytes()
+        for content in ((other.folder / name).read_bytes(), b"", b"-----BEGIN x\n", b"\xff" * 70_000):
+            (made.folder / name).write_bytes(content)
+            with pytest.raises(ConfigError, match=cure) as raised:
+                Identity.read(made.folder).check()
+            assert name in one_line(raised)
+        (made.folder / name).write_bytes(kept)
+    Identity.read(made.folder).check()
+    (made.folder / "root.key").unlink()  # may be kept elsewhere, until the certificate is renewed
+    Identity.read(made.folder).check()
+    with pytest.raises(ConfigError, match=r"root\.key"):
+        made.renew()
+    with pytest.raises(ConfigError, match="holds no file NAME"):
+        Identity.read(tmp_path)
+
+
+def test_an_expired_certificate_is_renewed_and_nobody_has_to_be_told(tmp_path):
+    until = datetime.now(UTC) - timedelta(seconds=1)
+    old = Identity.make(tmp_path / "a", name="hospital-a", endpoint=ENDPOINT, until=until)
+    read = Identity.read(tmp_path / "a")
+    assert abs(read.expires - until) < timedelta(seconds=2)
+    with pytest.raises(ConfigError, match=f"expired at .* UTC: `fedcb2o peer renew --identity {tmp_path / 'a'}`"):
+        read.check()
+    key = old.tls_key.read_bytes()
+    read.renew(days=3)
+    read.check()
+    assert timedelta(days=2) < read.expires - datetime.now(UTC) < timedelta(days=4)
+    assert Identity.read(tmp_path / "a").member == old.member
+    assert old.tls_key.read_bytes() != key
+    assert old.tls_key.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_root_that_has_ended_is_replaced(tmp_path):
+    then = datetime.now(UTC) - timedelta(days=certificates.ROOT_DAYS + 1)
+    old = Identity.make(tmp_path / "a", name="hospital-a", endpoint=ENDPOINT, now=then)
+    read = Identity.read(tmp_path / "a")
+    for act in (read.check, read.renew, lambda: Member.read(tmp_path / "a" / "hospital-a.member.toml")):
+        with pytest.raises(ConfigError, match=r"expired at .* UTC: `fedcb2o peer renew --out` makes a new one"):
+            act()
+    new = read.moved(tmp_path / "b", endpoint=ENDPOINT)
+    new.check()
+    assert new.member.key == old.member.key
+
+
+def test_a_new_endpoint_keeps_the_signing_key(made, tmp_path):
+    moved = made.moved(tmp_path / "moved", endpoint="192.0.2.7:7447")
+    moved.check()
+    assert moved.member.key == made.member.key
+    assert moved.member.root != made.member.root
+    assert moved.member.verify(b"x", made.sign(b"x"))
+    made.check()  # the old one goes on to work
+
+
+def linked(client, server, roots, host="127.0.0.1"):
+    """Whether two sides link over TLS, each with its (certificate, key), both of which all roots vouch for."""
+    ends = {}
+    for side, (certificate, key) in ((ssl.PROTOCOL_TLS_CLIENT, client), (ssl.PROTOCOL_TLS_SERVER, server)):
+        context = ssl.SSLContext(side)
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=roots)
+        context.load_cert_chain(certificate, key)
+        ends[side] = context, ssl.MemoryBIO(), ssl.MemoryBIO()
+    (c, c_in, c_out), (s, s_in, s_out) = ends.values()
+    both = [c.wrap_bio(c_in, c_out, server_hostname=host), s.wrap_bio(s_in, s_out, server_side=True)]
+    try:
+        for _ in range(6):
+            for end in both:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+                s_in.write(c_out.read())
+                c_in.write(s_out.read())
+    except ssl.SSLError:
+        return False
+    return both[1].getpeercert() != {} and both[0].version() == "TLSv1.3"
+
+
+def forged(by, folder, name, endpoint):
+    """A TLS certificate by an organisation's root for any name and endpoint."""
+    (root, root_key), key, now = certificates_of(by), certificates.new_key(), datetime.now(UTC)
+    made = certificates.new_leaf(name, endpoint, key, root, root_key, now, now + timedelta(days=1))
+    folder.mkdir()
+    (folder / "tls.pem").write_bytes(made.public_bytes(Encoding.PEM))
+    (folder / "tls.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return folder / "tls.pem", folder / "tls.key"
+
+
+def certificates_of(identity):
+    root = x509.load_pem_x509_certificate((identity.folder / "root.pem").read_bytes())
+    return root, load_pem_private_key((identity.folder / "root.key").read_bytes(), None)
+
+
+def test_members_link_over_tls_each_by_its_own_root_and_no_root_speaks_for_another(tmp_path):
+    a, b = identities(tmp_path, 2)
+    stranger = Identity.make(tmp_path / "stranger", name="org-0", endpoint=a.member.endpoint)
+    late = Identity.make(
+        tmp_path / "late", name="org-2", endpoint=ENDPOINT, until=datetime.now(UTC) - timedelta(seconds=2)
+    )
+    elsewhere = Identity.make(tmp_path / "elsewhere", name="org-3", endpoint="node.example.org:7447")
+    roots = "".join(each.member.root for each in (a, b, late, elsewhere))
+
+    def files(identity):
+        return identity.tls_certificate, identity.tls_key
+
+    assert linked(files(a), files(b), roots)
+    assert linked(files(b), files(a), roots)
+    assert linked(files(a), files(b), roots, "org-1")
+    assert linked(files(a), files(elsewhere), roots, "node.example.org")
+    assert not linked(files(a), files(elsewhere), roots, "127.0.0.1")
+    assert not linked(files(a), files(b), roots, "org-0")
+    assert not linked(files(stranger), files(a), roots)
+    assert not linked(files(a), files(stranger), roots)
+    assert not linked(files(late), files(a), roots)
+    assert linked(forged(b, tmp_path / "own", "org-1", ENDPOINT), files(a), roots)
+    for number, (by, name, host) in enumerate(
+        [(b, "org-0", "127.0.0.1"), (b, "org-1", "127.0.0.2"), (elsewhere, "org-3", "127.0.0.1")]
+    ):
+        false = forged(by, tmp_path / f"forged-{number}", name, f"{host}:7447")
+        assert not linked(false, files(a), roots)
+        assert not linked(files(a), false, roots, host)
+
+
+def member_table(identity, **changes):
+    return {key: value for key, value in {**identity.member.table(), **changes}.items() if value is not None}
+
+
+LONG = "x" * 1_000_000
+WRONG = {
+    "no name": {"name": None},
+    "a number for a name": {"name": 7},
+    "a path for a name": {"name": "../a"},
+    "a long name": {"name": "a" * 64},
+    "a very long name": {"name": LONG},
+    "a name of digits": {"name": "127"},
+    "a name of two lines": {"name": "a\nb"},
+    "a name that ends in a hyphen": {"name": "a-"},
+    "another's name": {"name": "hospital-b"},
+    "no port": {"endpoint": "127.0.0.1"},
+    "port 0": {"endpoint": "127.0.0.1:0"},
+    "port 65536": {"endpoint": "127.0.0.1:65536"},
+    "a port in other digits": {"endpoint": "127.0.0.1:٧"},
+    "an address in an odd form": {"endpoint": "127.1:7447"},
+    "everywhere": {"endpoint": "0.0.0.0:7447"},
+    "a host with options": {"endpoint": "127.0.0.1:7447?x=1"},
+    "another protocol": {"endpoint": "tcp/127.0.0.1:7447"},
+    "another host": {"endpoint": "127.0.0.2:7447"},
+    "an IPv6 address without brackets": {"endpoint": "::1:7447"},
+    "a list for an endpoint": {"endpoint": ["127.0.0.1:7447"]},
+    "a key of 31 bytes": {"key": "A" * 40 + "AA=="},
+    "a key of hex": {"key": "ab" * 32},
+    "a key with blanks": {"key": " " + "A" * 43 + "="},
+    "a key beyond ASCII": {"key": "é" * 44},
+    "a key of zeros": {"key": "A" * 43 + "="},
+    "no root": {"root": ""},
+    "a root that is text": {"root": "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"},
+    "a number more": {"age": 7},
+    "a key with a line break more": {"a\nb": "x"},
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_a_members_file_that_is_wrong_is_refused_in_one_line(made, tmp_path, change):
+    path = tmp_path / "x.member.toml"
+    path.write_text(tomli_w.dumps(member_table(made, **change)), encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        Member.read(path)
+    assert str(path) in one_line(raised)
+
+
+def test_a_root_that_is_not_a_members_own_is_refused(made, tmp_path):
+    root, key = certificates_of(made)
+    now, text = datetime.now(UTC), made.member.root
+    leaf = made.tls_certificate.read_text()
+    other = Identity.make(tmp_path / "b", name="hospital-b", endpoint=ENDPOINT)
+
+    def built(*, ca=True, tied=True, until=now + timedelta(days=9), by=key):
+        builder = x509.CertificateBuilder().subject_name(root.subject).issuer_name(root.subject)
+        builder = builder.public_key(key.public_key()).serial_number(5)
+        builder = builder.not_valid_before(now - timedelta(days=20)).not_valid_after(until)
+        builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        builder = builder.add_extension(root.extensions.get_extension_for_class(x509.KeyUsage).value, critical=True)
+        if tied:
+            builder = builder.add_extension(certificates.constraints("hospital-a", ENDPOINT), critical=True)
+        return builder.sign(by, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
+
+    path = tmp_path / "x.member.toml"
+    for wrong, told in (
+        (leaf, "certificate"),
+        (text + text, "certificate"),
+        (text + "# more", "nothing else"),
+        (text.replace("\n", "\r\n"), "nothing else"),
+        (other.member.root, "another"),
+        (built(ca=False), "authority"),
+        (built(tied=False), "certificate"),
+        (built(by=certificates.new_key()), "certificate"),
+        (built(until=now - timedelta(days=1)), "expired at"),
+    ):
+        path.write_text(tomli_w.dumps(member_table(made, root=wrong)), encoding="utf-8")
+        with pytest.raises(ConfigError, match=told) as raised:
+            Member.read(path)
+        one_line(raised)
+    path.write_text(tomli_w.dumps(member_table(made, root=built())), encoding="utf-8")
+    assert Member.read(path).name == "hospital-a"
+
+
+def test_a_file_that_is_no_members_is_refused_in_one_line(tmp_path):
+    for content in (b"", b"\xff", b"x = " + b"[" * 5000, b"x" * 10**6, b"name = 0x" + b"f" * 60_000, b"name = nan"):
+        (tmp_path / "x").write_bytes(content)
+        with pytest.raises(ConfigError) as raised:
+            Member.read(tmp_path / "x")
+        one_line(raised)
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="is no member's file"):
+            Member.read(path)
+
+
+@pytest.mark.parametrize("endpoint", ["node.example.org:7447", "[2001:db8::1]:7447", "192.0.2.7:1", "localhost:65535"])
+def test_an_endpoint_is_a_name_or_an_address(tmp_path, endpoint):
+    made = Identity.make(tmp_path / "a", name="3rd-hospital", endpoint=endpoint)
+    assert Identity.read(made.folder).member.endpoint == endpoint
+    made.check()
+
+
+def test_the_command_tells_what_to_send_and_shows_no_secret(tmp_path):
+    folder = tmp_path / "a"
+    done = here("peer", "identity", "--name", "hospital-a", "--endpoint", ENDPOINT, "--out", folder)
+    assert (done.status, done.err) == (0, "")
+    assert done.out.splitlines()[-1] == str(folder / "hospital-a.member.toml")
+    assert tomllib.loads((folder / "hospital-a.member.toml").read_text())["name"] == "hospital-a"
+    again = here("peer", "identity", "--name", "hospital-a", "--endpoint", ENDPOINT, "--out", folder)
+    assert "not empty" in again.one_line()
+    renewed = here("peer", "renew", "--identity", folder, "--days", 2)
+    assert renewed.status == 0
+    assert Identity.read(folder).expires - datetime.now(UTC) < timedelta(days=2, seconds=1)
+    moved = here("peer", "renew", "--identity", folder, "--out", tmp_path / "b", "--endpoint", "127.0.0.1:7448")
+    assert moved.status == 0
+    assert Identity.read(tmp_path / "b").member.endpoint == "127.0.0.1:7448"
+    assert "give --out" in here("peer", "renew", "--identity", folder, "--endpoint", "127.0.0.1:7448").one_line()
+    said = done.out + again.err + renewed.out + moved.out + repr(Identity.read(folder))
+    for secret in ("signing.key", "root.key", "tls.key"):
+        content = (folder / secret).read_text().splitlines()[1]
+        assert content[-20:] not in said
+
+
+def test_without_the_extra_a_command_names_it_and_help_is_given(tmp_path):
+    program = "import sys; sys.modules['zenoh'] = None; from fedcb2o.cli import main; main()"
+
+    def said(*words):
+        command = [sys.executable, "-c", program, *words]
+        return subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=60)
+
+    done = said("peer", "sign", "f.toml", "--identity", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == ("Error: real peers need the extra, of which zenoh is missing: pip install 'fedcb2o[peer]'\n")
+    assert "Usage: " in said("peer", "sign", "--help").stdout
+
+
+def test_help_answers_before_anything_large_is_imported():
+    program = (
+        "import sys\nfrom fedcb2o.cli import main\ntry: main()\nfinally: "
+        "print('LOADED', *sorted({'torch', 'cryptography', 'zenoh', 'pydantic'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", program, "--help"]
+    done = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "LOADED"
+    assert "peer " in done.stdout
+
+
+def test_members_files_are_plain_text(made):
+    content = Path(made.folder / "hospital-a.member.toml").read_text()
+    assert content.startswith('name = "hospital-a"\nendpoint = "127.0.0.1:7447"\n')
+    assert 'root = """\n-----BEGIN CERTIFICATE-----\n' in content
