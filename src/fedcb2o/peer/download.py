@@ -197,6 +197,7 @@ class _Fetch:
             n=self.n,
             least=of.least.get(self.peer, 0),
             dim=of.dim,
+            fewest=of.coding.least,
             most=of.coding.most,
             encoding=of.coding.number,
             base=of.coding.base,
