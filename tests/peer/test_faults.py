@@ -1,6 +1,5 @@
 """Real processes that are killed, stopped, cut off or short of disk: nobody loses a round, or waits for long."""
 
-import random
 import signal
 import statistics
 import time
@@ -10,7 +9,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tomli_w
 from tests.peer import faults
 from tests.peer import nodes as nodes_module

@@ -150,7 +150,7 @@ class _Fetch:
             self.open = False
 
     def run(self) -> "Arrival | str":
-        """The arrival, or why there is none; who has nothing yet is asked again where this round waits for everybody."""
+        """The arrival, or why there is none; who has nothing yet is asked again where a round waits for everybody."""
         began, pause = time.monotonic(), PAUSE[0]
         while self.open and (left := self.until - time.monotonic()) > 0:
             found = self._once(began)
