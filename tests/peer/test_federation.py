@@ -502,6 +502,7 @@ def test_what_is_no_toml_is_refused_in_one_line(path, tmp_path):
         b"rounds = 0x" + b"f" * 100_000,
         b"rounds = " + b"9" * 100_000,
         b"rounds = 1979-05-27",
+        b"a" + b".a" * 400_000 + b" = 1",
         os.urandom(1000),
         b"# " + b"x" * federation.MOST,
     ):

@@ -25,12 +25,12 @@ from fedcb2o.experiments import config
 from fedcb2o.experiments.config import Experiment, Part
 from fedcb2o.federated import algorithms
 from fedcb2o.peer import versions as chain
-from fedcb2o.peer.identity import Identity, Member
+from fedcb2o.peer.identity import Identity, Member, read_bounded
 from fedcb2o.peer.sections import AGENTS, PRIMITIVES, Limits, Samples, Settings, check_plain, parts_of
 from fedcb2o.peer.versions import Version
 
 PROTOCOL: Final = 1
-MOST = 2**22
+MOST = 2**20
 """The bytes of the largest federation.toml."""
 
 Seconds = Annotated[float, Field(ge=0, le=1e7)]
@@ -259,11 +259,7 @@ def read(path: Path | str, *, own: Collection[str] = (), unsigned: bool = False)
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST + 1)
-        if len(content) > MOST:
-            raise ValueError(f"it is longer than {MOST} bytes")
-        table = records.parse_toml(content)
+        table = read_bounded(path, MOST)
         check_plain(table)
     except (OSError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) else str(error)
