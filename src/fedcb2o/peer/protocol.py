@@ -237,7 +237,9 @@ def refusal(
         reason = "agent"
     elif not max(first, least) <= manifest.round <= last:
         reason = "round"
-    elif manifest.dim != dim or not fewest <= manifest.size <= most or len(manifest.chunks) != num_chunks(manifest.size):
+    elif (
+        manifest.dim != dim or not fewest <= manifest.size <= most or len(manifest.chunks) != num_chunks(manifest.size)
+    ):
         reason = "size"
     elif manifest.encoding != encoding or manifest.base != base:
         reason = "dtype"
