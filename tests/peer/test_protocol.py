@@ -356,7 +356,7 @@ def described(who, keys) -> Federation:
     publics = [key.public_key().public_bytes_raw() for key in keys]
     assert publics == [VECTORS["key-0"], VECTORS["key-1"]]
     members = {j: dataclasses.replace(made.members[j], key=publics[j]) for j in range(2)}
-    made.__dict__.update(members=members, _digests=(VECTORS["run"],))
+    made.__dict__.update(_members=(members,), _digests=(VECTORS["run"],))
     assert made.run == VECTORS["run"]
     return made
 
