@@ -108,6 +108,11 @@ class Zenoh:
             self.close()
             raise
 
+    @property
+    def listens(self) -> bool:
+        """Whether others can ask it."""
+        return self._incoming is not None
+
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:  # noqa: D102
         session, end = self._links.get(peer), time.monotonic() + timeout
         if session is None or timeout <= 0:
