@@ -199,8 +199,10 @@ class Server:
             return "member"
         peer = self._peers[sender]
         with self._changed:
-            if peer.left(self._clock()) < 1 - TOLD:  # a flood costs no signatures
+            if peer.left(self._clock()) < 1 - TOLD:  # a flood costs no look at signatures
                 return "rate"
+            if len(peer.queue) >= 2 * PENDING:
+                return "pending"
         if not member.verify(SIGNS_REQUEST + body, signature):
             return "signature"
         with self._changed:
