@@ -33,3 +33,17 @@ def clock(hours: float) -> None:
     from fedcb2o.peer import identity
 
     identity.datetime = Wrong
+
+
+def command(log, *arguments: object) -> None:
+    """`fedcb2o ARGUMENTS` in this process, as a user gives it; what it says goes to a file."""
+    import os
+    import sys
+
+    from fedcb2o import cli
+
+    file = log.open("a", buffering=1)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.argv = ["fedcb2o", *map(str, arguments)]
+    cli.main()

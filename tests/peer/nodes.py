@@ -7,7 +7,9 @@ import contextlib
 import json
 import multiprocessing
 import os
+import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
@@ -18,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.peer.nodes", "fedcb2o.peer.node", "fedcb2o.data.digits"])
+FORKED.set_forkserver_preload(["tests.peer.nodes", "fedcb2o.peer.node", "fedcb2o.data.digits", "sklearn.datasets"])
 
 
 def _run(federation: Path, identity: Path, out: Path, simulate: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -40,6 +42,7 @@ def _run(federation: Path, identity: Path, out: Path, simulate: Mapping[str, Any
         os._exit(2)
     except KeyboardInterrupt:
         os._exit(130)
+    print(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}", flush=True)
 
 
 class Nodes:
@@ -85,6 +88,11 @@ class Nodes:
         """What a node said."""
         path = self.out(j).with_suffix(".log")
         return path.read_text() if path.exists() else ""
+
+    def peak(self, j: int) -> int:
+        """The most bytes of memory that a node had, which must have ended well."""
+        found = int(self.log(j).split("peak ")[-1])
+        return found if sys.platform == "darwin" else 2**10 * found
 
     def model(self, j: int) -> Tensor:
         """A node's model after its last round."""

@@ -83,11 +83,11 @@ def test_processes_over_tls_reproduce_the_simulation(tmp_path):
         assert peers.wait() == [0] * 6, [peers.log(j) for j in range(6)]
         models, pairs = simulation_of(tmp_path / "simulation", peers.simulate)
         for j in range(6):
+            assert [(line["refused"], line["late"]) for line in peers.lines(j)] == [({}, [])] * 5
             assert_same(peers.model(j), models[j])
             theirs = pairs[(pairs["agent"] == j) & (pairs["peer"] != j)].groupby("round")["peer"].apply(list)
             for line in peers.lines(j):
                 assert sorted(each["id"] for each in line["received"]) == sorted(theirs[line["round"]])
-                assert (line["refused"], line["late"]) == ({}, [])
 
 
 ALGORITHMS = {

@@ -59,8 +59,9 @@ class Agent:
         attack = self.attackers.attack
         each = attack.num_published(1, len(self.attackers.benign))
         layout = Layout.of(np.zeros(1, np.int64), 1, self.holdings.malicious, each, self.terms.algorithm.keeps_before)
-        rows = layout.inbox + self.terms.num_agents  # memory is taken for those alone that are written to
-        pool = torch.zeros(rows, models.row_stride(self.terms.dim))[:, : self.terms.dim]
+        rows = layout.inbox + self.terms.num_agents
+        # Not zeros: memory is taken for those rows alone that are written to, and none is read before.
+        pool = torch.empty(rows, models.row_stride(self.terms.dim))[:, : self.terms.dim]
         return Block(self.terms, self.holdings, self.attackers, layout, pool)
 
 
@@ -150,7 +151,7 @@ def network(federation: Federation) -> nn.Module:
 
 def load_model(folder: Path | str, *, own: Collection[str] = ()) -> nn.Module:
     """The final model in the folder of a peer's run, as a module in evaluation mode; `own` are
-    the packages of its parts that are allowed to run.
+    the functions outside fedcb2o that it may name.
 
     Raises ConfigError or RunError where there is none.
     """

@@ -36,12 +36,14 @@ AT_ONCE = 64 * BLOCK  # numbers at hand at once, so that they stay in the cache
 
 @runtime_checkable
 class Coding(Protocol):
-    """How models are sent: `number` and `base` as the manifest tells them, `most` bytes a model at the most."""
+    """How models are sent: `number` and `base` as the manifest tells them, in `least` to `most` bytes a model."""
 
     @property
     def number(self) -> int: ...  # noqa: D102
     @property
     def base(self) -> bytes: ...  # noqa: D102
+    @property
+    def least(self) -> int: ...  # noqa: D102
     @property
     def most(self) -> int: ...  # noqa: D102
 
@@ -73,7 +75,7 @@ class Raw:
     base = bytes(32)
 
     def __init__(self, dim: int) -> None:
-        self.most = 4 * dim
+        self.least = self.most = 4 * dim
 
     def pack(self, theta: Float[Tensor, " d"]) -> bytes:
         """A model as bytes of their own, while `theta` goes on to be trained."""
@@ -117,6 +119,7 @@ class Int8:
     """
 
     number = 1
+    least = 1
 
     def __init__(self, origin: Float[Tensor, " d"]) -> None:
         self.base = hashlib.sha256(_little(origin).data).digest()

@@ -150,8 +150,19 @@ class _Fetch:
             self.open = False
 
     def run(self) -> "Arrival | str":
-        """The arrival, or why there is none."""
-        began, manifest = time.monotonic(), self._manifest()
+        """The arrival, or why there is none; who has nothing yet is asked again where a round waits for everybody."""
+        began, pause = time.monotonic(), PAUSE[0]
+        while self.open and (left := self.until - time.monotonic()) > 0:
+            found = self._once(began)
+            if isinstance(found, Arrival) or not (self.of.federation.synchronous and found in AGAIN):
+                return found
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, PAUSE[1])
+        return LATE
+
+    def _once(self, began: float) -> "Arrival | str":
+        """The arrival, where the peer has a model and gives it."""
+        manifest = self._manifest()
         if isinstance(manifest, str):
             return manifest
         room = self.of.coding.room(manifest.size, self.row)
@@ -165,22 +176,16 @@ class _Fetch:
         return Arrival(manifest.round, manifest.num_samples, self.size, time.monotonic() - began)
 
     def _manifest(self) -> "Manifest | str":
-        """A manifest that passes; a peer that has none yet is asked again where this round waits for everybody."""
-        pause, reason = PAUSE[0], LATE
-        while self.open and (left := self.until - time.monotonic()) > 0:
-            reason = NOTHING
-            for answer in self.answers(Kind.MANIFEST, round=self.n):
-                if answer.status is not Status.OK:
-                    reason = _said(answer)
-                    continue
-                found = self._judged(answer.body)
-                if isinstance(found, Manifest):
-                    return found
-                reason = found
-            if not (self.of.federation.synchronous and reason in AGAIN):
-                break
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, PAUSE[1])
+        """A manifest that passes, or why there is none."""
+        reason = NOTHING
+        for answer in self.answers(Kind.MANIFEST, round=self.n):
+            if answer.status is not Status.OK:
+                reason = _said(answer)
+                continue
+            found = self._judged(answer.body)
+            if isinstance(found, Manifest):
+                return found
+            reason = found
         return reason
 
     def _judged(self, body: protocol.Bytes) -> "Manifest | str":
@@ -197,6 +202,7 @@ class _Fetch:
             n=self.n,
             least=of.least.get(self.peer, 0),
             dim=of.dim,
+            fewest=of.coding.least,
             most=of.coding.most,
             encoding=of.coding.number,
             base=of.coding.base,

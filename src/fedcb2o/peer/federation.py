@@ -25,15 +25,15 @@ from fedcb2o.experiments import config
 from fedcb2o.experiments.config import Experiment, Part
 from fedcb2o.federated import algorithms
 from fedcb2o.peer import versions as chain
-from fedcb2o.peer.identity import Identity, Member
+from fedcb2o.peer.identity import Identity, Member, read_bounded
 from fedcb2o.peer.sections import AGENTS, PRIMITIVES, Limits, Samples, Settings, check_plain, parts_of
-from fedcb2o.peer.versions import Entry, Version
+from fedcb2o.peer.versions import Version
 
 PROTOCOL: Final = 1
-MOST = 2**22
+MOST = 2**20
 """The bytes of the largest federation.toml."""
 
-Seconds = Annotated[float, Field(ge=0, le=1e7, strict=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e7)]
 
 
 class Federation(Part):
@@ -46,7 +46,7 @@ class Federation(Part):
     `own` is no part of the agreement: the functions outside fedcb2o that this organisation lets the file name.
     """
 
-    protocol: Literal[1] = PROTOCOL
+    protocol: Literal[1]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     rounds: Annotated[int, Field(ge=1, lt=2**31)]
@@ -55,7 +55,7 @@ class Federation(Part):
     deadline_seconds: Annotated[Seconds, Field(gt=0)] = 60.0
     lag: Annotated[int, Field(ge=0, lt=2**31)] = 5
     encoding: Literal["float32", "int8"] = "float32"
-    share: Annotated[float, Field(ge=0, lt=1, strict=False)]
+    share: Annotated[float, Field(ge=0, lt=1)]
     most_samples: Annotated[int, Field(ge=1, lt=2**53)]
     limits: Limits = Limits()
     data: Samples
@@ -174,8 +174,8 @@ class Federation(Part):
         return self._digests[: earlier.version][-1] == earlier.digest
 
     def terms(self) -> dict[str, Any]:
-        """What no version changes."""
-        return self.model_dump(by_alias=True, exclude_none=True, exclude={"versions", "own"})
+        """What no version changes, as the file has it: a later release with more keys finds the same hash."""
+        return self.model_dump(by_alias=True, exclude_none=True, exclude_unset=True, exclude={"versions", "own"})
 
     def table(self) -> dict[str, Any]:
         """The content of federation.toml."""
@@ -231,6 +231,7 @@ def make(
         raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
     believed = max(agents.benign_samples, agents.malicious_samples)
     table = {
+        "protocol": PROTOCOL,
         "name": experiment.name,
         "rounds": experiment.rounds,
         "seed": experiment.seeds[0] if seed is None else seed,
@@ -241,7 +242,8 @@ def make(
         "versions": [{"members": [{"id": id, **member.table()} for id, member in enumerate(members)]}],
         "own": list(parts_of(chosen)),
     }
-    return _checked({**table, **options}, "the federation")
+    made = _checked({**table, **options}, "the federation")
+    return _checked(made.model_dump(by_alias=True, exclude_none=True), "the federation")  # with defaults written out
 
 
 def brought() -> Dataset:
@@ -257,11 +259,7 @@ def read(path: Path | str, *, own: Collection[str] = (), unsigned: bool = False)
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST + 1)
-        if len(content) > MOST:
-            raise ValueError(f"it is longer than {MOST} bytes")
-        table = records.parse_toml(content)
+        table = read_bounded(path, MOST)
         check_plain(table)
     except (OSError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) else str(error)
@@ -299,7 +297,7 @@ def amended(
     ones, whose ids follow all that there were. Raises ConfigError where it changes nothing, or a member twice."""
     if federation.lacking:
         raise ConfigError(f"version {federation.version} is not signed by enough members: no other can follow it yet")
-    entries = {entry.name: entry for entry in federation.versions[-1].members}
+    entries = {entry.name: entry.model_dump() for entry in federation.versions[-1].members}
     for name in (*remove, *(member.name for member in replace)):
         if name not in entries:
             raise ConfigError(f"there is no member `{name}`.{plugins.nearest(name, entries)}")
@@ -310,10 +308,10 @@ def amended(
     if not changed or len(set(changed)) < len(changed):
         raise ConfigError("a new version removes, replaces or adds members, and each of them once")
     for member in replace:
-        entries[member.name] = Entry(id=entries[member.name].id, **member.table())
-    for place, member in enumerate(add):
-        entries[member.name] = Entry(id=federation.num_agents + place, **member.table())
-    kept = [entry.model_dump() for name, entry in entries.items() if name not in remove]
+        entries[member.name] = {"id": entries[member.name]["id"], **member.table()}
+    for id, member in enumerate(add, start=federation.num_agents):
+        entries[member.name] = {"id": id, **member.table()}
+    kept = [entry for name, entry in entries.items() if name not in remove]
     if kept == [entry.model_dump() for entry in federation.versions[-1].members]:
         raise ConfigError("the new version would be the same as the last one")
     return _with(federation, *federation.versions, {"members": kept})
@@ -364,7 +362,7 @@ def _first_problem(error: ValidationError) -> str:
     place, of = [str(part)[:50] for part in problem["loc"]], ""
     if place[0] == "versions" and len(place) > 1:
         place, of = place[2:], f" of version {int(place[1]) + 1}"
-    key = ".".join(place)
+    key = "history" if place == ["versions"] else ".".join(place)
     if problem["type"] == "extra_forbidden":
         return f"there is no key `{key}`{of}"
     if problem["type"] == "missing":

@@ -88,7 +88,7 @@ def phases(lines: Sequence[Line]) -> Figure | None:
     parts = {name: np.array([line.seconds.get(name, 0.0) for line in lines]) for name in names}
     if parts.keys() >= {"exchange", "aggregate"} and (parts["exchange"] <= parts["aggregate"]).all():
         parts["aggregate"] = parts["aggregate"] - parts["exchange"]  # which is a part of it
-    total = np.array([line.seconds.get("round", 0.0) for line in lines])
+    total = np.array([line.took for line in lines])
     rest = np.maximum(total - sum(parts.values()), 0)
     if rest.sum() > 0.01 * total.sum():
         parts["between"] = rest

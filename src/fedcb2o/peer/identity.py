@@ -30,10 +30,23 @@ from fedcb2o.peer import certificates
 
 MOST = 2**16
 """The bytes of the largest file of an organisation."""
+LONGEST = 2000
+"""The bytes of the longest line: TOML is read in a time that is quadratic in the parts of a key."""
 SECRETS = ("signing.key", "root.key", "tls.key")
 _P, _Y8 = 2**255 - 19, 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
 SMALL = frozenset({0, 1, _P - 1, _P, _P + 1, _Y8, _P - _Y8})
 """The y of the points of Ed25519 of small order: under a key that is one, anybody can make signatures."""
+
+
+def read_bounded(path: Path, most: int) -> dict[str, Any]:
+    """The table in a file that another organisation sent; raises ValueError for what is none, or takes long to read."""
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it is longer than {most} bytes")
+    if max(map(len, content.splitlines()), default=0) > LONGEST:
+        raise ValueError(f"it has a line of more than {LONGEST} bytes")
+    return records.parse_toml(content)
 
 
 @dataclass(frozen=True)
@@ -84,11 +97,7 @@ class Member:
         """The member in a file NAME.member.toml; raises ConfigError for anything else, and unless `expired` is true
         where its root has ended."""
         try:
-            with path.open("rb") as file:
-                content = file.read(MOST + 1)
-            if len(content) > MOST:
-                raise ValueError(f"it is longer than {MOST} bytes")
-            member = cls.of_table(records.parse_toml(content))
+            member = cls.of_table(read_bounded(path, MOST))
             if not expired:
                 member.check_time()
         except (OSError, ValueError) as error:

@@ -11,6 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -118,6 +119,7 @@ class Node:
             self.agent = agents.own(self.federation, self.me, data)
         self.done = 0
         self._stop = threading.Event()
+        self._expires = datetime.max.replace(tzinfo=UTC)  # the TLS certificate that the links are made with
 
     def stop(self) -> None:
         """Let the node end after the phase that it is at; its last checkpoint stays."""
@@ -150,6 +152,7 @@ class Node:
             coding = self._coding()
             memory = self._restored(log, block.pool[:1], coding)
             ledger, journal = Ledger(self.out, self.federation), Journal(self.out)
+            self._expires = self.identity.expires
             transport = self.connect(self.federation, self.identity)
             stack.callback(transport.close)
             server = Server(self.federation, self.me, self.identity, ledger, about=self._about)
@@ -222,10 +225,10 @@ class Node:
                     f"{self.out} already holds this run: --resume goes on with it. Begun anew elsewhere it would sign "
                     "second models for its rounds, which the others take for fraud"
                 )
-            if known.get("version", 0) > self.federation.version:
+            if not self.federation.follows(read(there, own=self.federation.own, unsigned=True)):
                 raise RunError(
-                    f"{self.out} went on with version {known['version']} of the federation, and this is "
-                    f"{self.federation.version}: give the newer file"
+                    f"{self.out} went on with another version of the federation than this one, which is "
+                    f"{self.federation.version}, came of: give the newest file"
                 )
         elif {inside.name for inside in self.out.iterdir()} - {f"{FEDERATION}.tmp", "agent.json", "agent.json.tmp"}:
             raise RunError(f"{self.out} is not empty and holds no peer's run: choose another --out")
@@ -308,6 +311,11 @@ class Node:
     def _check(self) -> None:
         if self._stop.is_set():
             raise StoppedError
+        if datetime.now(UTC) >= self._expires:  # nobody talks to this node any more: it would train on alone
+            raise RunError(
+                f"the TLS certificate of {self.identity.member.name} expired at {self._expires:%F %T} UTC: make a new "
+                f"one (fedcb2o peer renew --identity {self.identity.folder}), and go on with --resume"
+            )
 
     def _pace(self, until: float, downloads: Downloads, transport: Transport) -> None:
         """Wait until the round has had its time, unless most of those that are there are further.

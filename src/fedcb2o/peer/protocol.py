@@ -219,14 +219,15 @@ def refusal(
     least: int,
     dim: int,
     most: int,
+    fewest: int = 1,
     encoding: int = 0,
     base: bytes = NONE,
 ) -> tuple[str, Manifest | None]:
     """Why the manifest that agent `asked` gave in round `n` is not taken, "" where it is, and then the manifest.
 
     The reasons in their order: malformed, version, length (bytes that cannot be read), member, signature, run, agent,
-    round, size, dtype. `least` is the round of the last manifest taken from that agent, `most` the largest size of a
-    model as sent. Time and memory are bounded by `most`, whatever `data` is.
+    round, size, dtype. `least` is the round of the last manifest taken from that agent, `fewest` and `most` the
+    bytes that a model is sent in. Time and memory are bounded by `most`, whatever `data` is.
     """
     reason, manifest = signed_by_member(data, federation, longest=min(manifest_length(most), MOST_MANIFEST))
     if manifest is None:
@@ -236,7 +237,9 @@ def refusal(
         reason = "agent"
     elif not max(first, least) <= manifest.round <= last:
         reason = "round"
-    elif manifest.dim != dim or not 1 <= manifest.size <= most or len(manifest.chunks) != num_chunks(manifest.size):
+    elif (
+        manifest.dim != dim or not fewest <= manifest.size <= most or len(manifest.chunks) != num_chunks(manifest.size)
+    ):
         reason = "size"
     elif manifest.encoding != encoding or manifest.base != base:
         reason = "dtype"

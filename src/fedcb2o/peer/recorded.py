@@ -81,6 +81,11 @@ class Line(Part):
         """The bytes that came in: all of them where they were counted, else those of models that were taken."""
         return sum(each.bytes for each in self.received) if self.got is None else self.got
 
+    @property
+    def took(self) -> float:
+        """The seconds of the whole round: those told, else those of its phases, of which the exchange is in another."""
+        return self.seconds.get("round", sum(took for name, took in self.seconds.items() if name != "exchange"))
+
     @model_validator(mode="after")
     def _once(self) -> "Line":
         ids = [each.id for each in self.received]

@@ -172,7 +172,7 @@ def _totals(recorded: Recorded) -> str:
     lines = recorded.lines
     incoming = sum(line.incoming for line in lines)
     outgoing, served = sum(line.sent for line in lines), sum(line.served for line in lines)
-    whole = [line.seconds["round"] for line in lines if "round" in line.seconds]
+    whole = [line.took for line in lines if line.seconds]
     took = f" A round took {median(whole):.2f} seconds (median), the longest {max(whole):.2f}." if whole else ""
     return (
         f"In all {bytes_told(incoming)} came in, and {bytes_told(outgoing)} went out in answer to {served:,} "

@@ -14,6 +14,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -89,17 +90,20 @@ class Zenoh:
     def __init__(self, federation: Federation, identity: Identity, *, listen: bool | str = True) -> None:
         identity.check()
         me, members = federation.id_of(identity.member), federation.members
-        self._closed, self._lock = False, threading.Lock()
+        self._mine = _key(me)
         self._incoming: zenoh.Session | None = None
         self._links: dict[int, zenoh.Session] = {}
-        self._mine = _key(me)
+        sessions: list[zenoh.Session] = []
+        self._close = weakref.finalize(self, _close, sessions)  # at the end of the program too, while threads still run
         try:
             if listen:
                 place = identity.member.endpoint if listen is True else listen
                 self._incoming = _listening(identity, members.values(), self._mine, place)
+                sessions.append(self._incoming)
             for id, member in members.items():
                 if id != me:
                     self._links[id] = _linked(identity, member, _key(id))
+                    sessions.append(self._links[id])
         except BaseException:
             self.close()
             raise
@@ -145,14 +149,7 @@ class Zenoh:
         return frozenset(alive)
 
     def close(self) -> None:  # noqa: D102
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        sessions = [session for session in (self._incoming, *self._links.values()) if session is not None]
-        closing = threading.Thread(target=_close, args=(sessions,), name="fedcb2o-close", daemon=True)
-        closing.start()
-        closing.join(CLOSING)
+        self._close()
 
     def __enter__(self) -> "Zenoh":
         return self
@@ -187,11 +184,13 @@ def _hear(asked: Any, key: str, hear: Hear) -> None:
             query = asked.recv()
         except zenoh.ZError:
             return
+        reply = partial(_reply, query, key)
         try:
-            hear(query.payload.to_bytes() if query.payload is not None else b"", partial(_reply, query, key))
+            hear(query.payload.to_bytes() if query.payload is not None else b"", reply)
         except Exception:
             logging.getLogger(__name__).exception("a request could not be heard")
-        del query  # one that nobody answers ends here, not with the next
+            reply(b"")
+        del query, reply  # one that nobody answers ends here, not with the next
 
 
 def _reply(query: Any, key: str, answer: bytes) -> None:
@@ -201,6 +200,13 @@ def _reply(query: Any, key: str, answer: bytes) -> None:
 
 
 def _close(sessions: Iterable[zenoh.Session]) -> None:
+    """Close sessions; one that hangs, as it may while a link loses packets, is left to itself after a while."""
+    closing = threading.Thread(target=_close_each, args=(sessions,), name="fedcb2o-close", daemon=True)
+    closing.start()
+    closing.join(CLOSING)
+
+
+def _close_each(sessions: Iterable[zenoh.Session]) -> None:
     for session in sessions:
         with suppress(zenoh.ZError):
             session.close()  # type: ignore[no-untyped-call]
@@ -294,9 +300,11 @@ def _cannot_listen(place: str, error: str) -> RunError | ConfigError:
         return RunError(f"cannot listen on {place}: the port is in use; is another peer running? Stop it first")
     if "assign" in error:
         return RunError(
-            f"cannot listen on {place}: no address of this machine; where others reach it by another machine's "
-            "address, say what to bind: --listen 0.0.0.0:PORT"
+            f"cannot listen on {place}: no address of this machine; where others reach it by the address of another, "
+            "say what to bind here: --listen 0.0.0.0:PORT"
         )
     if "denied" in error:
         return RunError(f"cannot listen on {place}: permission denied; take a port above 1023")
+    if any(word in error for word in ("invalid", "lookup")):
+        return ConfigError(f"cannot listen on {place!r}: it must be HOST:PORT of this machine, such as 0.0.0.0:7447")
     return RunError(f"cannot listen on {place}: {error.split(' at /')[0]}")

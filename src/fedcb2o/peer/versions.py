@@ -9,7 +9,8 @@ import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -68,7 +69,8 @@ def members_of(versions: Sequence[Version]) -> tuple[Members, ...]:
 
 def digests(terms: Mapping[str, Any], versions: Sequence[Version]) -> tuple[bytes, ...]:
     """The SHA-256 of each version: of the terms, its number, its members and, in hex, the hash of the version before
-    where there is one, as JSON with sorted keys and without blanks, in which 2.0 is written as 2."""
+    where there is one, as JSON in ASCII
+    with sorted keys and without blanks, in which 2.0 is written as 2."""
     found: list[bytes] = []
     for number, version in enumerate(versions, start=1):
         previous = found[-1].hex() if found else None
@@ -87,9 +89,8 @@ def check(versions: Sequence[Version], members: Sequence[Members], hashes: Seque
     names: dict[int, str] = {}
     for number, version in enumerate(versions, start=1):
         for key in ("id", "name", "endpoint", "key", "root"):
-            values = [getattr(entry, key) for entry in version.members]
-            if twice := next((value for place, value in enumerate(values) if value in values[:place]), None):
-                shown = f": {twice!r}" if len(str(twice)) <= 100 else ""
+            if twice := _twice(getattr(entry, key) for entry in version.members):
+                shown = f": {twice[0]!r}" if len(str(twice[0])) <= 100 else ""
                 raise ConfigError(f"version {number} has two members of the same `{key}`{shown}")
         before = members[number - 2] if number > 1 else {}
         new = [id for id in members[number - 1] if id not in before]
@@ -98,18 +99,21 @@ def check(versions: Sequence[Version], members: Sequence[Members], hashes: Seque
                 f"version {number} gives ids out of order: those of new members follow all that there were, from "
                 f"{len(names)}, and none returns"
             )
+        taken = set(names.values())
         for id, member in members[number - 1].items():
             if id in before and names[id] != member.name:
                 raise ConfigError(f"version {number} names agent {id} {member.name}, who was {names[id]}: names stay")
-            if id not in before and member.name in names.values():
+            if id not in before and member.name in taken:
                 raise ConfigError(f"version {number} has {member.name} again, who was removed: take another name")
             names[id] = member.name
-        for signature in version.signatures:
-            if not _good(signature, before, hashes[number - 1]) or version.signatures.count(signature) > 1:
-                raise ConfigError(
-                    f"version {number} has a signature of {signature.name!r} that is not good: was the file changed? "
-                    "Ask for it again, or take this signature out"
-                )
+        voters = {member.name: member for member in before.values()}
+        if wrong := [each.name for each in version.signatures if not _good(each, voters, hashes[number - 1])]:
+            raise ConfigError(
+                f"version {number} has a signature of {wrong[0]!r} that is not good: was the file changed? Ask for it "
+                "again, or take this signature out"
+            )
+        if twice := _twice(signature.name for signature in version.signatures):  # a signature may be made in many ways
+            raise ConfigError(f"version {number} has two signatures of {twice[0]!r}, who has one vote: take one out")
 
 
 def changes(before: Members, after: Members) -> list[str]:
@@ -166,10 +170,15 @@ def merged(version: Version, signatures: Sequence[Signature]) -> Version:
     return Version(members=version.members, signatures=tuple(found[name] for name in sorted(found)))
 
 
-def _good(signature: Signature, before: Members, hash: bytes) -> bool:
-    member = next((member for member in before.values() if member.name == signature.name), None)
+def _good(signature: Signature, voters: Mapping[str, Member], hash: bytes) -> bool:
+    member = voters.get(signature.name)
     try:
         content = base64.b64decode(signature.signature.encode(), validate=True)
     except (binascii.Error, ValueError):
         return False
     return member is not None and member.verify(CONTEXT + hash, content)
+
+
+def _twice(values: Iterable[Any]) -> list[Any]:
+    """Those that are there more than once."""
+    return [value for value, count in Counter(values).items() if count > 1]

@@ -1,0 +1,369 @@
+"""A hostile member as a real process: its keys are valid, and what it answers is wrong, in another way in each round.
+
+`LIES` names each way, with the reasons for which a peer may refuse it. No model that it offers may be received.
+"""
+
+import json
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import zenoh
+
+from fedcb2o import models
+from fedcb2o.peer.agent import network
+from fedcb2o.peer.federation import Federation, read
+from fedcb2o.peer.identity import Identity
+from fedcb2o.peer.protocol import (
+    CHUNK,
+    REQUEST_LENGTH,
+    SIGNATURE,
+    Answer,
+    Bytes,
+    Kind,
+    MalformedError,
+    Manifest,
+    Request,
+    Status,
+    num_chunks,
+    offer,
+    read_answer,
+    read_manifest,
+    read_offer,
+    read_request,
+)
+from fedcb2o.peer.transport import Zenoh
+
+HEAD = 26  # bytes of an answer in which there is nothing
+LATE = "late"  # a peer that gives nothing in time counts as late, and nothing more is said
+Lie: TypeAlias = "Callable[[Liar, Request], Iterable[Bytes]]"  # the answers to a request for a manifest
+
+LIES: dict[str, tuple[set[str], Lie]] = {}
+CHUNKS: dict[str, "Callable[[bytes, int], tuple[Status, Bytes] | None]"] = {}
+CONTENTS: list[str] = []
+"""The lies whose manifests are in order: two of them in one round are an equivocation."""
+
+
+class Liar:
+    """A member of a federation that keeps to nothing of it; it notes to whom it told which lie."""
+
+    def __init__(self, federation: Federation, identity: Identity, log: Path, lies: Sequence[Sequence[str]]) -> None:
+        self.federation, self.identity, self.lies = federation, identity, lies
+        self.me = federation.id_of(identity.member)
+        self.dim = len(models.flatten(network(federation)))
+        self.transport = Zenoh(federation, identity)
+        self.content: dict[bytes, tuple[str, bytes]] = {}  # by the digest of a manifest: the lie, and what is sent
+        self.stolen: dict[int, bytes] = {}  # manifests of others
+        self.log = log.open("a", buffering=1)
+
+    def serve(self) -> None:
+        """Answer until the process ends: each request on a thread of its own, as often as it likes."""
+        asked = self.transport._incoming.declare_queryable(self.key, zenoh.handlers.FifoChannel(1024), complete=True)
+        while True:
+            query = asked.recv()
+            threading.Thread(target=self.answer, args=(query,), daemon=True).start()
+
+    @property
+    def key(self) -> str:
+        return f"fedcb2o/agents/{self.me}"
+
+    def answer(self, query: Any) -> None:
+        with query:
+            try:
+                request, *_ = read_request(query.payload.to_bytes())
+            except MalformedError:
+                return
+            for answer in self.answers(request):
+                query.reply(self.key, bytes(answer))
+
+    def answers(self, request: Request) -> Iterable[Bytes]:
+        if request.kind is Kind.MANIFEST:
+            turn = self.lies[min(request.round, len(self.lies) - 1)]
+            name = turn[request.sender % len(turn)]
+            self.note(lie=name, to=request.sender, round=request.round)
+            yield from LIES[name][1](self, request)
+        elif request.kind is Kind.CHUNK and request.digest in self.content:
+            name, content = self.content[request.digest]
+            how = CHUNKS.get(name, lambda content, k: (Status.OK, content[k * CHUNK : (k + 1) * CHUNK]))
+            found = how(content, request.index)
+            if found is None:
+                time.sleep(60)
+            else:
+                yield Answer(request.nonce, *found).encode()
+        else:  # it says of itself what it likes, and bears witness to nothing
+            yield Answer(request.nonce, Status.OK, secrets.token_bytes(500)).encode()
+
+    def manifest(self, request: Request, content: bytes | None = None, **changes: Any) -> Manifest:
+        """What an honest agent would say of a content in this round, but for some changes."""
+        content = bytes(4 * self.dim) if content is None else content
+        made = Manifest.of(
+            content,
+            run=self.federation.run,
+            agent=self.me,
+            round=request.round,
+            dim=self.dim,
+            num_samples=2**63,
+            encoding=0,
+            base=bytes(32),
+        )
+        return replace(made, **changes)
+
+    def offered(self, request: Request, signed: bytes, digests: Sequence[Any] = ()) -> bytes:
+        return Answer(request.nonce, Status.OK, offer(signed, digests)).encode()
+
+    def signed(self, request: Request, manifest: Manifest, **more: Any) -> bytes:
+        return self.offered(request, manifest.signed(self.identity.sign), **more)
+
+    def others_manifest(self, request: Request) -> bytes:
+        """The newest manifest of somebody else, which this member has got as any other may."""
+        for other in self.federation.members.keys() - {self.me, request.sender}:
+            asked = self.request(Kind.MANIFEST, other).encode(self.identity.sign)
+            for data in self.transport.ask(other, asked, 1.0):
+                answer = read_answer(data)
+                if answer.status is Status.OK:
+                    self.stolen[other], _ = read_offer(answer.body)
+        return next((signed for other, signed in self.stolen.items() if other != request.sender), b"")
+
+    def request(self, kind: Kind, peer: int, **changes: Any) -> Request:
+        """A request that is in order, but for some changes."""
+        nonce = secrets.token_bytes(16)
+        right = Request(kind=kind, run=self.federation.run, sender=self.me, receiver=peer, nonce=nonce)
+        return replace(right, **changes)
+
+    def pester(self, count: int) -> None:
+        """Ask everybody in every wrong way, `count` times each; notes how many got an answer with something in it."""
+        others = range(len(self.lies[0]) - 1)
+        while not {*others} <= self.transport.alive():
+            time.sleep(0.1)
+        for name, asking in REQUESTS.items():
+            for peer in others:
+                waiting = [self.transport.ask(peer, data, 2.0) for data in asking(self, peer, count)]
+                told = [data for each in waiting for data in each]
+                given = sum(len(data) > HEAD for data in told)
+                self.note(request=name, to=peer, asked=len(waiting), answered=len(told), given=given)
+
+    def note(self, **what: Any) -> None:
+        print(json.dumps(what), file=self.log)
+
+
+def lie(name: str, *reasons: str) -> Callable[[Lie], Lie]:
+    def named(function: Lie) -> Lie:
+        LIES[name] = (set(reasons), function)
+        return function
+
+    return named
+
+
+def answers(name: str, *reasons: str) -> Any:
+    """A lie in the bytes of the answer itself."""
+
+    def named(function: Callable[[Liar, Request, bytes], Iterable[Bytes]]) -> Any:
+        honest = lambda liar, request: liar.signed(request, liar.manifest(request))  # noqa: E731
+        LIES[name] = (set(reasons), lambda liar, request: function(liar, request, honest(liar, request)))
+        return function
+
+    return named
+
+
+# Answers that are none.
+
+answers("random bytes", LATE)(lambda liar, request, good: [secrets.token_bytes(1000)])
+answers("nothing", LATE)(lambda liar, request, good: [])
+answers("half of a head", LATE)(lambda liar, request, good: [good[:20]])
+answers("an empty offer", "malformed")(lambda liar, request, good: [Answer(request.nonce, Status.OK, b"").encode()])
+answers("to another question", LATE)(
+    lambda liar, request, good: [Answer(bytes(16), Status.OK, read_answer(good).body).encode()]
+)
+answers("another protocol", LATE)(lambda liar, request, good: [good[:7] + b"\2" + good[8:]])
+answers("an unknown status", LATE)(lambda liar, request, good: [good[:9] + b"\x63" + good[10:]])
+answers("busy", LATE)(lambda liar, request, good: [Answer(request.nonce, Status.BUSY).encode()])
+answers("a run that is over", "another run")(
+    lambda liar, request, good: [Answer(request.nonce, Status.ANOTHER_RUN).encode()]
+)
+answers("cut in the manifest", "malformed")(lambda liar, request, good: [good[:-100]])
+answers("a byte too many", "malformed")(lambda liar, request, good: [good + b"\0"])
+answers("a length of 2^32 - 1", "malformed")(lambda liar, request, good: [good[:26] + b"\xff" * 4 + good[30:]])
+answers("a thousand answers", LATE, "malformed")(
+    lambda liar, request, good: [Answer(request.nonce, Status.OK, secrets.token_bytes(1000)).encode()] * 1000
+)
+answers("65 digests", "malformed")(
+    lambda liar, request, good: [good + struct.pack("<II32s", 0, request.round, bytes(32)) * 65]
+)
+
+
+@answers("after the deadline", LATE)
+def _(liar: Liar, request: Request, good: bytes) -> Iterable[Bytes]:
+    time.sleep(liar.federation.deadline_seconds + 0.5)
+    yield good
+
+
+@answers("never", LATE)
+def _(liar: Liar, request: Request, good: bytes) -> Iterable[Bytes]:
+    time.sleep(60)
+    yield from ()
+
+
+# Manifests.
+
+
+def manifests(name: str, *reasons: str) -> Any:
+    """A lie in a manifest that is signed as it should be."""
+
+    def named(changes: Callable[[Liar, Request], dict[str, Any]]) -> None:
+        lie(name, *reasons)(
+            lambda liar, request: [liar.signed(request, liar.manifest(request, **changes(liar, request)))]
+        )
+
+    return named
+
+
+manifests("of no member", "member")(lambda liar, request: {"agent": 2**32 - 1})
+manifests("in another's name", "signature")(lambda liar, request: {"agent": (liar.me + 1) % 2})
+manifests("another run", "run")(lambda liar, request: {"run": bytes(32)})
+manifests("round 2^32 - 1", "round")(lambda liar, request: {"round": 2**32 - 1})
+manifests("after the last round", "round")(lambda liar, request: {"round": liar.federation.rounds})
+manifests("an old round", "round")(lambda liar, request: {"round": request.round - liar.federation.lag - 1})
+manifests("too small", "size")(lambda liar, request: {"size": 4 * liar.dim - 4})
+manifests("too large", "size")(lambda liar, request: {"size": 4 * liar.dim + 4})
+manifests("2^63 bytes", "size")(lambda liar, request: {"size": 2**63})
+manifests("2^64 - 1 bytes", "size")(lambda liar, request: {"size": 2**64 - 1})
+manifests("no bytes", "size")(lambda liar, request: {"size": 0, "chunks": ()})
+manifests("another network", "size")(lambda liar, request: {"dim": liar.dim - 1})
+manifests("2^63 parameters", "size")(lambda liar, request: {"dim": 2**63})
+manifests("a chunk too few", "size")(lambda liar, request: {"chunks": (bytes(32),) * (num_chunks(4 * liar.dim) - 1)})
+manifests("a chunk too many", "length")(lambda liar, request: {"chunks": (bytes(32),) * (num_chunks(4 * liar.dim) + 1)})
+manifests("2^14 chunks", "length")(lambda liar, request: {"size": 2**34, "dim": 2**32, "chunks": (bytes(32),) * 2**14})
+manifests("another encoding", "dtype")(lambda liar, request: {"encoding": 1})
+manifests("an unknown encoding", "dtype")(lambda liar, request: {"encoding": 255})
+manifests("another base", "dtype")(lambda liar, request: {"base": secrets.token_bytes(32)})
+
+
+@lie("unsigned", "signature")
+def _(liar: Liar, request: Request) -> Iterable[Bytes]:
+    signed = liar.manifest(request).signed(liar.identity.sign)
+    yield liar.offered(request, signed[:-SIGNATURE] + secrets.token_bytes(SIGNATURE))
+
+
+@lie("signed for something else", "signature")
+def _(liar: Liar, request: Request) -> Iterable[Bytes]:
+    body = liar.manifest(request).body
+    yield liar.offered(request, body + liar.identity.sign(body))
+
+
+@lie("another agent's", "agent")
+def _(liar: Liar, request: Request) -> Iterable[Bytes]:
+    yield liar.offered(request, liar.others_manifest(request))
+
+
+@lie("another agent's, signed again", "signature")
+def _(liar: Liar, request: Request) -> Iterable[Bytes]:
+    yield liar.signed(request, read_manifest(liar.others_manifest(request))[0])
+
+
+# Contents that are what the manifest says, and no model.
+
+
+def contents(name: str, *reasons: str, digests: int = 0) -> Any:
+    def named(content: Callable[[int], np.ndarray]) -> None:
+        def told(liar: Liar, request: Request) -> Iterable[Bytes]:
+            sent = content(liar.dim).tobytes()[: 4 * liar.dim]
+            manifest = liar.manifest(request, sent)
+            liar.content[manifest.digest] = name, sent
+            false = [(i, request.round - 1, secrets.token_bytes(32)) for i in range(3) for _ in range(digests)]
+            yield liar.signed(request, manifest, digests=false[:64])
+
+        lie(name, *reasons)(told)
+        CONTENTS.append(name)
+
+    return named
+
+
+contents("NaN", "not finite")(lambda dim: np.full(dim, np.nan, "<f4"))
+contents("infinite", "not finite")(lambda dim: np.full(dim, np.inf, "<f4"))
+contents("one NaN, the last", "not finite")(lambda dim: np.where(np.arange(dim) < dim - 1, 0, np.nan).astype("<f4"))
+contents("1e38", "bound")(lambda dim: np.full(dim, 1e38, "<f4"))
+contents("-1e38 once", "bound")(lambda dim: np.where(np.arange(dim) > 0, 0, -1e38).astype("<f4"))
+contents("float64", "bound", "not finite")(lambda dim: np.random.default_rng(0).normal(size=dim))
+contents("big-endian", "bound", "not finite")(lambda dim: np.random.default_rng(0).normal(size=dim).astype(">f4"))
+contents("64 false digests", "not finite")(lambda dim: np.full(dim, -np.inf, "<f4"))
+
+
+# Chunks that are not what the manifest says.
+
+
+def chunks(name: str, *reasons: str) -> Any:
+    def named(chunk: Callable[[bytes, int], tuple[Status, Bytes] | None]) -> None:
+        CHUNKS[name] = chunk
+        contents(name, *reasons)(lambda dim: np.zeros(dim, "<f4"))
+
+    return named
+
+
+chunks("other bytes", "hash")(lambda content, k: (Status.OK, secrets.token_bytes(min(CHUNK, len(content) - k * CHUNK))))
+chunks("shorter chunks", "hash")(lambda content, k: (Status.OK, content[k * CHUNK : (k + 1) * CHUNK - 1]))
+chunks("longer chunks", "hash")(lambda content, k: (Status.OK, content[k * CHUNK : (k + 1) * CHUNK] + b"\0"))
+chunks("truncated", "hash")(lambda content, k: (Status.OK, content[:CHUNK] if not k else b""))
+chunks("no chunks", "hash")(lambda content, k: (Status.NOT_HERE, b""))
+chunks("chunks never", LATE)(lambda content, k: None)
+answers("8 MiB", LATE)(lambda liar, request, good: [good + bytes(2**23)])
+
+
+@lie("equivocation", "not finite", "equivocation")
+def _(liar: Liar, request: Request) -> Iterable[Bytes]:
+    """Another model for each receiver: the last lie, since nobody asks it any more."""
+    content = np.full(liar.dim, np.nan, "<f4")
+    content[0] = request.sender
+    manifest = liar.manifest(request, content.tobytes())
+    liar.content[manifest.digest] = "equivocation", content.tobytes()
+    yield liar.signed(request, manifest)
+
+
+# Requests: of each kind the bytes of so many, for one peer. Nothing may be given for any.
+
+REQUESTS: "dict[str, Callable[[Liar, int, int], Iterable[bytes]]]" = {
+    "random bytes": lambda liar, peer, count: (secrets.token_bytes(REQUEST_LENGTH) for _ in range(count)),
+    "of any length": lambda liar, peer, count: (bytes(k * 4096 // count) for k in range(count)),
+    "unsigned": lambda liar, peer, count: (
+        liar.request(Kind.HELLO, peer).encode(lambda body: secrets.token_bytes(SIGNATURE)) for _ in range(count)
+    ),
+    "to another": lambda liar, peer, count: (
+        liar.request(Kind.MANIFEST, peer + 1).encode(liar.identity.sign) for _ in range(count)
+    ),
+    "in another's name": lambda liar, peer, count: (
+        liar.request(Kind.MANIFEST, peer, sender=(peer + 1) % 3).encode(liar.identity.sign) for _ in range(count)
+    ),
+    "of no member": lambda liar, peer, count: (
+        liar.request(Kind.MANIFEST, peer, sender=2**32 - 1).encode(liar.identity.sign) for _ in range(count)
+    ),
+    "of another run": lambda liar, peer, count: (
+        liar.request(Kind.MANIFEST, peer, run=bytes(32)).encode(liar.identity.sign) for _ in range(count)
+    ),
+    "no such chunk": lambda liar, peer, count: (
+        liar.request(Kind.CHUNK, peer, index=2**32 - 1, digest=secrets.token_bytes(32)).encode(liar.identity.sign)
+        for _ in range(count)
+    ),
+    "no such witness": lambda liar, peer, count: (
+        liar.request(Kind.WITNESS, peer, index=2**32 - 1, round=2**32 - 1).encode(liar.identity.sign)
+        for _ in range(count)
+    ),
+    "replayed": lambda liar, peer, count: (
+        [liar.request(Kind.CHUNK, peer, digest=bytes(32)).encode(liar.identity.sign)] * count
+    ),
+    "of an older protocol": lambda liar, peer, count: [b"fedcb2o\0" + bytes(REQUEST_LENGTH)] * count,
+}
+
+
+def run(federation: Path, identity: Path, log: Path, lies: Sequence[Sequence[str]], pesters: int = 0) -> None:
+    """A hostile member, in its process, until it is killed. In the n-th round agent j hears the j-th of the n-th lies,
+    and after the last round of these the same again. With `pesters` all agents but the last of these are asked for what
+    this one should not get, so often in each way."""
+    liar = Liar(read(federation), Identity.read(identity), log, lies)
+    if pesters:
+        threading.Thread(target=liar.pester, args=(pesters,), daemon=True).start()
+    liar.serve()

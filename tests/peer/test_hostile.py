@@ -1,0 +1,89 @@
+"""Hostile members and strangers, as real processes, among real nodes: nothing of theirs is received, nothing dies."""
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from tests.peer import hostile
+from tests.peer.nodes import FORKED, Nodes, nodes
+
+from fedcb2o.peer.federation import read
+from fedcb2o.peer.ledger import check_proof
+
+STALLS = ["never", "chunks never"]  # to both nodes in one round
+EARLY = ["busy", "an old round"]  # no manifest can be too old in the first rounds
+CONTENTS = [lie for lie in hostile.CONTENTS if lie not in STALLS]
+OTHERS = [lie for lie in hostile.LIES if lie not in {*STALLS, *EARLY, *hostile.CONTENTS, "equivocation", "8 MiB"}]
+OTHERS = [*OTHERS, *["busy"] * ((len(OTHERS) + len(CONTENTS)) % 2), "an old round", "8 MiB"]
+QUIET, LIAR = 2, 3  # the node that is told no lies, and the member that tells them
+
+
+def turns() -> list[list[str]]:
+    """What is told to nodes 0, 1 and 2 in each round: never two contents in one, which would be found out."""
+    pairs = [*zip(CONTENTS, OTHERS, strict=False)]
+    left = OTHERS[len(CONTENTS) :]
+    pairs += zip(left[::2], left[1::2], strict=True)
+    told = [STALLS, *(pair if n % 2 else pair[::-1] for n, pair in enumerate(pairs))]
+    return [[*pair, "busy"] for pair in told] + [["equivocation"] * 2 + ["busy"]] * 5
+
+
+TURNS = turns()
+ROUNDS = len(TURNS)
+CHANGES = {
+    "rounds": ROUNDS,
+    "model": {"name": "mlp", "hidden": [4096]},  # sent in two chunks
+    "agents": {"benign": 3, "malicious": 1, "budget": 3},
+}
+TIMES = {"lag": 5, "deadline_seconds": 1.0, "round_seconds": 0.3}
+MARGIN = 2**26  # bytes of memory that a node may need more among lies than without them
+
+
+def begin(peers: Nodes, log: Path, pesters: int = 0) -> None:
+    """Start the member that lies."""
+    work = peers.federation, peers.identities[LIAR], log, TURNS, pesters
+    peers.processes[LIAR] = FORKED.Process(target=hostile.run, args=work, daemon=True)
+    peers.processes[LIAR].start()
+
+
+def heard(line: dict[str, Any]) -> str:
+    """What a node made of the liar's answer in one round."""
+    if LIAR not in line["asked"]:
+        return "not asked"
+    return line["refused"].get(str(LIAR), "late" if LIAR in line["late"] else "received")
+
+
+def test_no_lie_of_a_member_is_received(tmp_path):
+    """Two nodes that a member tells another lie each time, while it asks for what it should not get; and a third that
+    it leaves alone."""
+    limits = {"answers_per_minute": 600, "uploads": 8, "per_peer": 4}
+    with nodes(tmp_path, 4, changes=CHANGES, **TIMES, limits=limits) as peers:
+        log = tmp_path / "lies.jsonl"
+        begin(peers, log, pesters=100)
+        peers.start(0, 1, 2, linger=2.0)
+        assert peers.wait(0, 1, 2) == [0, 0, 0], [peers.log(j) for j in range(3)]
+        assert peers.processes[LIAR].is_alive()
+        notes = [json.loads(line) for line in log.read_text().splitlines()]
+        told = {(note["to"], note["round"] + 1): note["lie"] for note in notes if "lie" in note}
+        found = defaultdict(set)
+        for j in range(3):
+            lines = peers.lines(j)
+            assert [line["round"] for line in lines] == list(range(1, ROUNDS + 1))
+            for line in lines:
+                found[told.get((j, line["round"]), "")].add(heard(line))
+            assert sum(len(line["received"]) for line in lines) > ROUNDS
+            assert max(line["seconds"]["exchange"] for line in lines) < TIMES["deadline_seconds"] + 1.5
+            assert peers.peak(j) < peers.peak(QUIET) + MARGIN
+        assert "received" not in set().union(*found.values())
+        missed = {lie for lie, reasons in found.items() if lie and not reasons & hostile.LIES[lie][0]}
+        assert all(found[lie] == {"late"} for lie in missed), {lie: found[lie] for lie in missed}
+        assert len(missed) < 4  # where the machine is so busy that an answer took a second
+        assert hostile.LIES.keys() - found.keys() < {"equivocation"}
+        asked = [note for note in notes if "request" in note]
+        assert {note["request"] for note in asked} == {*hostile.REQUESTS}
+        assert not any(note["given"] for note in asked)
+        away = sum((Counter(line["turned_away"]) for j in range(3) for line in peers.lines(j)), Counter())
+        assert away.keys() >= {"malformed", "member", "receiver", "signature", "run", "replay", "version"}
+        proofs = [path for j in range(3) for path in peers.out(j).glob("proofs/*")]
+        assert proofs
+        assert all("org-3" in check_proof(path, read(peers.federation)) for path in proofs)
