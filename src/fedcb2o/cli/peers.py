@@ -26,7 +26,7 @@ File = Annotated[
 Mine = Annotated[Path, typer.Option("--identity", metavar="DIR", help="This organisation's keys.", show_default=False)]
 Own = Annotated[
     list[str] | None,
-    typer.Option(metavar="PACKAGE", help="Let functions of this package run that the federation names. Repeatable."),
+    typer.Option(metavar="MODULE:FUNCTION", help="Let this function run, which the federation names. Repeatable."),
 ]
 Days = Annotated[int, typer.Option(min=1, help="How long the TLS certificate is valid; `peer renew` makes a new one.")]
 

@@ -151,7 +151,7 @@ def network(federation: Federation) -> nn.Module:
 
 def load_model(folder: Path | str, *, own: Collection[str] = ()) -> nn.Module:
     """The final model in the folder of a peer's run, as a module in evaluation mode; `own` are
-    the packages of its parts that are allowed to run.
+    the functions outside fedcb2o that it may name.
 
     Raises ConfigError or RunError where there is none.
     """

@@ -225,10 +225,10 @@ class Node:
                     f"{self.out} already holds this run: --resume goes on with it. Begun anew elsewhere it would sign "
                     "second models for its rounds, which the others take for fraud"
                 )
-            if known.get("version", 0) > self.federation.version:
+            if not self.federation.follows(read(there, own=self.federation.own, unsigned=True)):
                 raise RunError(
-                    f"{self.out} went on with version {known['version']} of the federation, and this is "
-                    f"{self.federation.version}: give the newer file"
+                    f"{self.out} went on with another version of the federation than this one, which is "
+                    f"{self.federation.version}, came of: give the newest file"
                 )
         elif {inside.name for inside in self.out.iterdir()} - {f"{FEDERATION}.tmp", "agent.json", "agent.json.tmp"}:
             raise RunError(f"{self.out} is not empty and holds no peer's run: choose another --out")
