@@ -121,6 +121,22 @@ class Downloads:
                 return protocol.read_hello(answer.body, answer.nonce, member)
         return None
 
+    def mine(self, peers: Iterable[int], seconds: float) -> Manifest | None:
+        """The newest manifest that some peers can show which this agent signed."""
+        until, silent, found = time.monotonic() + seconds, set(peers), list[Manifest]()
+        while silent and time.monotonic() < until and not self.stop.is_set():
+            asking = {peer: _Fetch(self, 0, peer, torch.empty(0), until) for peer in silent}
+            asked = [(peer, each.answers(Kind.WITNESS, index=self.me)) for peer, each in asking.items()]
+            for peer, answers in asked:
+                for answer in answers:
+                    silent.discard(peer)
+                    manifest = protocol.signed_by_member(answer.body, self.federation)[1]
+                    if manifest is not None and manifest.agent == self.me and manifest.round < self.federation.rounds:
+                        found.append(manifest)
+            if silent:  # a link that is just there may not yet lead to who answers
+                self.stop.wait(PAUSE[1])
+        return max(found, key=lambda manifest: manifest.round, default=None)
+
     def look(self, n: int, ids: Iterable[int]) -> dict[int, Float[Tensor, " d"]]:
         """The models of some peers in tensors of their own: what an attacker of a simulation sees."""
         rows = {i: torch.empty(self.dim) for i in ids}
