@@ -71,6 +71,22 @@ def test_a_packed_model_is_a_copy(coding):
     assert torch.equal(received(coding, content), before)
 
 
+@pytest.mark.parametrize("coding", [Raw(DIM), Int8(drawn(0))], ids=["raw", "int8"])
+def test_a_model_is_put_together_in_its_room_chunk_by_chunk(coding):
+    content, into = coding.pack(drawn(1)), torch.zeros(2, DIM)[1]
+    room = coding.room(len(content), into)
+    for k in range(0, len(content), 1000):
+        room[k : k + 1000] = content[k : k + 1000]
+    assert coding.unpack_(room, into) == ""
+    assert torch.equal(into, received(coding, content))
+
+
+def test_room_is_never_larger_than_asked_for_nor_over_the_edge_of_the_row():
+    for size in (0, 7, 4 * DIM - 4):
+        assert len(Raw(DIM).room(size, torch.zeros(DIM))) == size
+        assert Raw(DIM).unpack_(Raw(DIM).room(size, torch.zeros(DIM)), torch.zeros(DIM))
+
+
 @pytest.mark.parametrize("size", [0, 4 * DIM - 1, 4 * DIM + 1, 8 * DIM])
 def test_raw_bytes_of_another_length_are_refused(size):
     assert refused(Raw(DIM), bytes(size)) == f"it has {size} bytes, expected {4 * DIM}"

@@ -32,14 +32,15 @@ from fedcb2o.peer.protocol import Answer, Kind, Manifest, Request, Status
 from fedcb2o.peer.transport import Transport
 
 IN_FLIGHT = 4  # chunks of a model that are asked for at once
+TRIES = 3  # at a peer from which nothing comes
 WITNESSES = 4  # manifests that one answer may make us ask for
 PAUSE = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
 GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
-LATE, NOTHING, EQUIVOCATION = "late", "no answer", "equivocation"
+LATE, NOTHING, MOVED_ON, EQUIVOCATION = "late", "no answer", "not here", "equivocation"
 FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
 AGAIN = (NOTHING, "not yet", "busy")
 """Why nothing came, which may be otherwise soon."""
-MISSED = (LATE, *AGAIN, "not here")
+MISSED = (LATE, *AGAIN, MOVED_ON)
 """Why nothing came that says nothing against the peer."""
 
 
@@ -166,11 +167,13 @@ class _Fetch:
             self.open = False
 
     def run(self) -> "Arrival | str":
-        """The arrival, or why there is none; who has nothing yet is asked again where a round waits for everybody."""
-        began, pause = time.monotonic(), PAUSE[0]
+        """The arrival, or why there is none; who has nothing yet is asked again where a round waits for everybody, and
+        else a few times who says nothing, as a message may be lost, or has a newer one by now."""
+        began, pause, tries = time.monotonic(), PAUSE[0], 0
         while self.open and (left := self.until - time.monotonic()) > 0:
-            found = self._once(began)
-            if isinstance(found, Arrival) or not (self.of.federation.synchronous and found in AGAIN):
+            found, tries = self._once(began), tries + 1
+            again = found in AGAIN if self.of.federation.synchronous else tries < TRIES and found in (NOTHING, MOVED_ON)
+            if isinstance(found, Arrival) or not again:
                 return found
             time.sleep(min(pause, left))
             pause = min(2 * pause, PAUSE[1])

@@ -10,17 +10,17 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
-from fedcb2o import models, records
+from fedcb2o import records
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config import Experiment
@@ -46,6 +46,7 @@ MODEL = "model.safetensors"
 FEDERATION = "federation.toml"
 SETTLED = 0.2  # seconds between two looks at who is there
 REJOIN = 3.0  # seconds in which who is there is reached
+PAUSE = 0.02  # seconds between two looks at how far the others are, where all wait for each other
 HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
 
 
@@ -338,8 +339,12 @@ class Node:
         """Wait until the round has had its time, unless most of those that are there are further.
 
         Each round has its time to itself: who was stopped for a while, and finds nobody there, does not race to the end
-        alone.
+        alone. In a synchronous federation nobody begins a round before the others have done the one before: a model is
+        offered in two rounds alone.
         """
+        if self.federation.synchronous:
+            others = self.federation.members.keys() - downloads.ledger.guilty - {self.me}
+            self._wait_for(lambda: others, downloads, self.federation.deadline_seconds, PAUSE)
         while (left := until - time.monotonic()) > 0:
             there = [downloads.least[i] for i in transport.alive() if i in downloads.least]
             if there and statistics.median_low(there) >= self.done:
@@ -349,10 +354,10 @@ class Node:
 
     def _keep(self, theta: Tensor) -> None:
         """Write the final model, by the names of the network's parameters."""
-        module = agents.network(self.federation)
-        models.bind_(module, theta.clone())
-        tensors = {name: parameter.detach().contiguous() for name, parameter in module.named_parameters()}
-        records.atomic_write(self.out / MODEL, save(tensors))
+        named = list(self.agent.terms.module.named_parameters())
+        parts = torch.split(theta, [parameter.numel() for _, parameter in named])
+        tensors = {name: part.view(parameter.shape) for (name, parameter), part in zip(named, parts, strict=True)}
+        records.atomic_write(self.out / MODEL, lambda path: save_file(tensors, path))
 
     def _line(self, done: Round, engine: Among, tally: "Tally", transport: Transport) -> dict[str, Any]:
         """The line of a round in rounds.jsonl."""
@@ -385,20 +390,22 @@ class Node:
 
     def _serve_the_others(self, transport: Transport, downloads: Downloads) -> None:
         """Serve the last model until all who can be reached are done, or it has been long enough."""
-        until, left = time.monotonic() + self.linger, self.federation.members.keys() - {self.me}
         self.watch.phase(self.done, "serving the others")
-        while (seconds := until - time.monotonic()) > 0:
-            for i in sorted(transport.alive() & left):
-                if _is_done(downloads.hello(i, min(seconds, HELLO_SECONDS)) or {}):
-                    left = left - {i}
-            if not transport.alive() & left or self._stop.wait(min(seconds, SETTLED)):
+        others = self.federation.members.keys() - {self.me}
+        self._wait_for(lambda: others & transport.alive(), downloads, self.linger, SETTLED)
+
+    def _wait_for(
+        self, whom: Callable[[], Collection[int]], downloads: Downloads, seconds: float, pause: float
+    ) -> None:
+        """Wait until some peers have done as many rounds as this agent, but not for longer."""
+        until, there = time.monotonic() + seconds, set[int]()
+        while (left := until - time.monotonic()) > 0:
+            for i in sorted(set(whom()) - there):
+                said = (downloads.hello(i, min(left, HELLO_SECONDS)) or {}).get("round")
+                if isinstance(said, int) and said >= self.done:
+                    there.add(i)
+            if not set(whom()) - there or self._stop.wait(min(left, pause)):
                 return
-
-
-def _is_done(about: Mapping[str, Any]) -> bool:
-    """Whether a peer that says this has done all rounds."""
-    done, of = about.get("round"), about.get("rounds")
-    return isinstance(done, int) and isinstance(of, int) and done >= of
 
 
 class Tally:

@@ -108,6 +108,11 @@ class Zenoh:
             self.close()
             raise
 
+    @property
+    def listens(self) -> bool:
+        """Whether others can ask it."""
+        return self._incoming is not None
+
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:  # noqa: D102
         session, end = self._links.get(peer), time.monotonic() + timeout
         if session is None or timeout <= 0:
@@ -184,11 +189,13 @@ def _hear(asked: Any, key: str, hear: Hear) -> None:
             query = asked.recv()
         except zenoh.ZError:
             return
+        reply = partial(_reply, query, key)
         try:
-            hear(query.payload.to_bytes() if query.payload is not None else b"", partial(_reply, query, key))
+            hear(query.payload.to_bytes() if query.payload is not None else b"", reply)
         except Exception:
             logging.getLogger(__name__).exception("a request could not be heard")
-        del query  # one that nobody answers ends here, not with the next
+            reply(b"")
+        del query, reply  # one that nobody answers ends here, not with the next
 
 
 def _reply(query: Any, key: str, answer: bytes) -> None:
