@@ -1,15 +1,18 @@
 """Hostile members and strangers, as real processes, among real nodes: nothing of theirs is received, nothing dies."""
 
 import json
+import signal
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.peer import hostile
 from tests.peer.nodes import FORKED, Nodes, nodes
+from tests.tiny import here
 
 from fedcb2o.peer.federation import read
-from fedcb2o.peer.ledger import check_proof
+from fedcb2o.peer.ledger import Ledger, check_proof
 
 STALLS = ["never", "chunks never"]  # to both nodes in one round
 EARLY = ["busy", "an old round"]  # no manifest can be too old in the first rounds
@@ -87,3 +90,79 @@ def test_no_lie_of_a_member_is_received(tmp_path):
         proofs = [path for j in range(3) for path in peers.out(j).glob("proofs/*")]
         assert proofs
         assert all("org-3" in check_proof(path, read(peers.federation)) for path in proofs)
+
+
+EQUIVOCATOR = {
+    "rounds": 8,
+    "model": {"name": "mlp", "hidden": [16]},
+    "training": {"gamma": 0.1},
+    "agents": {"benign": 4, "malicious": 1, "benign_samples": 40, "malicious_samples": 40, "budget": 4},
+}
+PACE = {"lag": 5, "deadline_seconds": 3.0, "round_seconds": 0.4}
+
+
+def blind() -> None:
+    """A node that compares no manifests."""
+    Ledger.seen = lambda self, signed: None
+    Ledger.conflicts = lambda self, digests: []
+
+
+def caught(peers: Nodes, guilty: int) -> list[int | None]:
+    """The first round, from 1, in which each node asks the guilty one no more or refuses it for what it did."""
+    found = []
+    for j in range(guilty):
+        rounds = (
+            line["round"]
+            for line in peers.lines(j)
+            if "equivocation" in line["refused"].values()
+            or (list(peers.out(j).glob("proofs/*")) and guilty in line["alive"] and guilty not in line["asked"])
+        )
+        found.append(next(rounds, None))
+    return found
+
+
+def test_who_tells_everybody_something_else_is_found_out(tmp_path):
+    """The simulation's attack, by a real node; an agent that is killed and starts again is accused by nobody."""
+    changes = {**EQUIVOCATOR, "attack": {"name": "equivocation", "z": 1.5}}
+    with nodes(tmp_path, 5, changes=changes, **PACE) as peers:
+        peers.start()
+        peers.until(1, 3)
+        peers.send(1, signal.SIGKILL)
+        peers.wait(1)
+        peers.start(1, resume=True)
+        assert peers.wait() == [0] * 5, [peers.log(j) for j in range(5)]
+        federation = read(peers.federation)
+        for j in range(4):
+            (proof,) = peers.out(j).glob("proofs/*")
+            assert federation.members[4].name in check_proof(proof, federation)
+            assert f"agent 4 of {federation.name}" in here("peer", "proof", proof, "--federation", peers.federation).out
+            assert 4 not in peers.lines(j)[-1]["asked"]
+        assert all(n is not None and n <= 6 for n in caught(peers, 4)), caught(peers, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", [{"name": "equivocation", "z": 4.0}, {"name": "dissensus", "eps": 2.0}])
+def test_what_finding_out_is_worth(attack, tmp_path):
+    """Plain averages under an attack that only who compares manifests can see, with that and without; `-s` prints."""
+    accuracy, rounds = defaultdict(list), []
+    for seed in range(3):
+        for check in (True, False):
+            changes = {
+                **EQUIVOCATOR,
+                "rounds": 12,
+                "attack": attack,
+                "seeds": [seed],
+                "algorithm": {"name": "by_rule", "rule": "average"},
+            }
+            with nodes(tmp_path / f"{seed}-{check}", 5, changes=changes, **PACE) as peers:
+                peers.start(*range(4), prepare=None if check else blind)
+                peers.start(4)
+                assert peers.wait() == [0] * 5, [peers.log(j) for j in range(5)]
+                accuracy[check] += [peers.lines(j)[-1]["accuracy"] for j in range(4)]
+                if check:
+                    rounds += caught(peers, 4)
+                assert not any("equivocation" in line["refused"].values() for line in peers.lines(0)) or check
+    found, with_it, without = (sum(each) / len(each) for each in (rounds, accuracy[True], accuracy[False]))
+    print(f"\n{attack['name']}: found out in round {found:.1f}; accuracy {with_it:.1%}, unchecked {without:.1%}")
+    assert found <= 5
+    assert with_it > without
