@@ -210,9 +210,10 @@ class _Fetch:
         if manifest is None:
             return reason
         of.ledger.seen(signed)
+        longest = protocol.manifest_length(of.coding.most)  # no longer one was taken by anybody
         for agent, n, digest in of.ledger.conflicts(digests)[:WITNESSES]:
             for answer in self.answers(Kind.WITNESS, round=n, index=agent, digest=digest):
-                if answer.status is Status.OK and protocol.signed_by_member(answer.body, federation)[1] is not None:
+                if answer.status is Status.OK and len(answer.body) <= longest:
                     of.ledger.seen(bytes(answer.body))
         return EQUIVOCATION if self.peer in of.ledger.guilty else manifest
 
