@@ -60,6 +60,7 @@ class Liar:
         self.transport = Zenoh(federation, identity)
         self.content: dict[bytes, tuple[str, bytes]] = {}  # by the digest of a manifest: the lie, and what is sent
         self.stolen: dict[int, bytes] = {}  # manifests of others
+        self.asked = threading.Event()  # since when it is asked for models
         self.log = log.open("a", buffering=1)
 
     def serve(self) -> None:
@@ -84,6 +85,7 @@ class Liar:
 
     def answers(self, request: Request) -> Iterable[Bytes]:
         if request.kind is Kind.MANIFEST:
+            self.asked.set()
             turn = self.lies[min(request.round, len(self.lies) - 1)]
             name = turn[request.sender % len(turn)]
             self.note(lie=name, to=request.sender, round=request.round)
@@ -139,7 +141,7 @@ class Liar:
     def pester(self, count: int) -> None:
         """Ask everybody in every wrong way, `count` times each; notes how many got an answer with something in it."""
         others = range(len(self.lies[0]) - 1)
-        while not {*others} <= self.transport.alive():
+        while not (self.asked.wait() and {*others} <= self.transport.alive()):
             time.sleep(0.1)
         for name, asking in REQUESTS.items():
             for peer in others:

@@ -14,10 +14,12 @@ from tests.tiny import here
 from fedcb2o.peer.federation import read
 from fedcb2o.peer.ledger import Ledger, check_proof
 
-STALLS = ["never", "chunks never"]  # to both nodes in one round
-EARLY = ["busy", "an old round"]  # no manifest can be too old in the first rounds
-CONTENTS = [lie for lie in hostile.CONTENTS if lie not in STALLS]
-OTHERS = [lie for lie in hostile.LIES if lie not in {*STALLS, *EARLY, *hostile.CONTENTS, "equivocation", "8 MiB"}]
+STALLS = [["never", "chunks never"], ["busy"] * 2, ["after the deadline", "busy"]]
+"""Last, and with a pause, since who keeps a node waiting is not asked for a while."""
+EARLY = ["busy", "an old round", "8 MiB"]  # no manifest can be too old in the first rounds
+APART = {*EARLY, *STALLS[0], *STALLS[2], "equivocation"}
+CONTENTS = [lie for lie in hostile.CONTENTS if lie not in APART]
+OTHERS = [lie for lie in hostile.LIES if lie not in APART and lie not in CONTENTS]
 OTHERS = [*OTHERS, *["busy"] * ((len(OTHERS) + len(CONTENTS)) % 2), "an old round", "8 MiB"]
 QUIET, LIAR = 2, 3  # the node that is told no lies, and the member that tells them
 
@@ -27,8 +29,8 @@ def turns() -> list[list[str]]:
     pairs = [*zip(CONTENTS, OTHERS, strict=False)]
     left = OTHERS[len(CONTENTS) :]
     pairs += zip(left[::2], left[1::2], strict=True)
-    told = [STALLS, *(pair if n % 2 else pair[::-1] for n, pair in enumerate(pairs))]
-    return [[*pair, "busy"] for pair in told] + [["equivocation"] * 2 + ["busy"]] * 5
+    told = [*(pair if n % 2 else pair[::-1] for n, pair in enumerate(pairs)), *STALLS]
+    return [[*pair, "busy"] for pair in told] + [["equivocation"] * 2 + ["busy"]] * 6
 
 
 TURNS = turns()
@@ -38,7 +40,7 @@ CHANGES = {
     "model": {"name": "mlp", "hidden": [4096]},  # sent in two chunks
     "agents": {"benign": 3, "malicious": 1, "budget": 3},
 }
-TIMES = {"lag": 5, "deadline_seconds": 1.0, "round_seconds": 0.3}
+TIMES = {"lag": 5, "deadline_seconds": 1.0, "round_seconds": 0.2}
 MARGIN = 2**26  # bytes of memory that a node may need more among lies than without them
 
 
