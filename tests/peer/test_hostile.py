@@ -2,7 +2,10 @@
 
 import json
 import signal
+import statistics
+import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from fedcb2o.peer.ledger import Ledger, check_proof
 STALLS = [["never", "chunks never"], ["busy"] * 2, ["after the deadline", "busy"]]
 """Last, and with a pause, since who keeps a node waiting is not asked for a while."""
 EARLY = ["busy", "an old round", "8 MiB"]  # no manifest can be too old in the first rounds
-APART = {*EARLY, *STALLS[0], *STALLS[2], "equivocation"}
+APART = {*EARLY, *STALLS[0], *STALLS[2], "equivocation", "1 GiB"}
 CONTENTS = [lie for lie in hostile.CONTENTS if lie not in APART]
 OTHERS = [lie for lie in hostile.LIES if lie not in APART and lie not in CONTENTS]
 OTHERS = [*OTHERS, *["busy"] * ((len(OTHERS) + len(CONTENTS)) % 2), "an old round", "8 MiB"]
@@ -44,9 +47,9 @@ TIMES = {"lag": 5, "deadline_seconds": 1.0, "round_seconds": 0.2}
 MARGIN = 2**26  # bytes of memory that a node may need more among lies than without them
 
 
-def begin(peers: Nodes, log: Path, pesters: int = 0) -> None:
+def begin(peers: Nodes, log: Path, pesters: int = 0, told: Sequence[Sequence[str]] = TURNS) -> None:
     """Start the member that lies."""
-    work = peers.federation, peers.identities[LIAR], log, TURNS, pesters
+    work = peers.federation, peers.identities[LIAR], log, told, pesters
     peers.processes[LIAR] = FORKED.Process(target=hostile.run, args=work, daemon=True)
     peers.processes[LIAR].start()
 
@@ -83,7 +86,7 @@ def test_no_lie_of_a_member_is_received(tmp_path):
         missed = {lie for lie, reasons in found.items() if lie and not reasons & hostile.LIES[lie][0]}
         assert all(found[lie] == {"late"} for lie in missed), {lie: found[lie] for lie in missed}
         assert len(missed) < 4  # where the machine is so busy that an answer took a second
-        assert hostile.LIES.keys() - found.keys() < {"equivocation"}
+        assert hostile.LIES.keys() - found.keys() <= {"equivocation", "1 GiB"}
         asked = [note for note in notes if "request" in note]
         assert {note["request"] for note in asked} == {*hostile.REQUESTS}
         assert not any(note["given"] for note in asked)
@@ -92,6 +95,72 @@ def test_no_lie_of_a_member_is_received(tmp_path):
         proofs = [path for j in range(3) for path in peers.out(j).glob("proofs/*")]
         assert proofs
         assert all("org-3" in check_proof(path, read(peers.federation)) for path in proofs)
+
+
+def test_strangers_are_nothing_to_a_node(tmp_path):
+    """Another root, no certificate, no TLS, a member's certificate without its key, and 100 connections that say
+    nothing: all from before the second node is there until both have ended."""
+    changes = {"rounds": 12, "agents": {"benign": 3, "malicious": 0, "budget": 2}}
+    with nodes(tmp_path, 3, changes=changes, lag=5, deadline_seconds=3.0, round_seconds=0.3) as peers:
+        stop = FORKED.Event()
+        peers.start(0, gather=3.0, linger=5.0)
+        work = peers.federation, tmp_path, peers.identities[2], 0, stop
+        peers.processes[2] = FORKED.Process(target=hostile.strangers, args=work, daemon=True)
+        peers.processes[2].start()
+        time.sleep(1.0)
+        peers.start(1, gather=1.0, linger=5.0)
+        assert peers.wait(0, 1) == [0, 0], [peers.log(j) for j in range(2)]
+        stop.set()
+        assert peers.wait(2) == [0]
+        done = json.loads((tmp_path / "strangers.json").read_text())
+        assert done["times"] > 3
+        assert not any(done[what] for what in ("answered", "outsider linked", "outsider told", "lent told"))
+        for j in range(2):
+            lines = peers.lines(j)
+            assert [line["round"] for line in lines] == list(range(1, 13))
+            assert sum(len(line["received"]) for line in lines) > 3
+            assert {each["id"] for line in lines for each in line["received"]} == {1 - j}
+        assert any("signature" in line["turned_away"] for line in peers.lines(0))
+        assert peers.peak(0) < peers.peak(1) + MARGIN
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_and_a_gigabyte(tmp_path):
+    """Two nodes get 11,000 requests each from a member as fast as they go, and answers of 1 GiB; a third has peace."""
+    rounds = 40
+    limits = {"answers_per_minute": 600, "uploads": 8, "per_peer": 4}
+    times = {**TIMES, "round_seconds": 0.5, "deadline_seconds": 5.0}
+    with nodes(tmp_path, 4, changes={**CHANGES, "rounds": rounds}, **times, limits=limits) as peers:
+        log = tmp_path / "lies.jsonl"
+        begin(
+            peers,
+            log,
+            pesters=1000,
+            told=[["busy"] * 3] * 5 + [["1 GiB", "busy", "busy"], ["busy", "1 GiB", "busy"]] * 99,
+        )
+        peers.start(0, 1, 2, linger=2.0)
+        assert peers.wait(0, 1, 2) == [0, 0, 0], [peers.log(j) for j in range(3)]
+        notes = [json.loads(line) for line in log.read_text().splitlines()]
+        asked = [note for note in notes if "request" in note]
+        assert not any(note["given"] for note in asked)
+        missed, seconds = [], []
+        for j in range(3):
+            lines = peers.lines(j)
+            assert [line["round"] for line in lines] == list(range(1, rounds + 1))
+            assert not any(heard(line) == "received" for line in lines)
+            assert peers.peak(j) < peers.peak(QUIET) + MARGIN
+            missed.append(2 * rounds - sum(len(line["received"]) for line in lines))
+            seconds.append(statistics.median(each["seconds"] for line in lines for each in line["received"]))
+        counted = sum(note["asked"] for note in asked)
+        print(
+            f"\n{counted} requests, given {sum(note['given'] for note in asked)}; {[n['lie'] for n in notes if 'lie' in n].count('1 GiB')} times 1 GiB"
+        )
+        print(
+            f"honest models missed {missed}, median seconds {seconds}, peaks {[peers.peak(j) >> 20 for j in range(3)]}"
+        )
+        print(*[(n["request"], n["to"], n["asked"], n["answered"], n.get("seconds")) for n in asked], sep="\n")
+        print([[round(sum(line["seconds"].values()), 2) for line in peers.lines(j)] for j in range(3)])
+        print([[line["late"] for line in peers.lines(j)] for j in range(3)])
 
 
 EQUIVOCATOR = {

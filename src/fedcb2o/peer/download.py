@@ -60,8 +60,8 @@ class Arrival:
 
 
 class Patience:
-    """Whom not to ask for a while: who kept a round waiting until its deadline rests for one round, the next time for 3,
-    then 7 and so on, and each model that arrives takes one time back. So a peer that answers nothing, or begins and
+    """Whom not to ask for a while: who kept a round waiting until its deadline rests for one round, the next time for
+    3, then 7 and so on, and each model that arrives takes one time back. So a peer that answers nothing, or begins and
     never ends, costs a few deadlines and not one in each round."""
 
     def __init__(self) -> None:
@@ -84,7 +84,8 @@ class Patience:
 
 class Downloads:
     """Downloads for agent `me`. `least` is the round of the last model that it had from each peer: no older one is
-    taken again. `patience` knows who kept it waiting. `received` counts bytes. Once `stop` is set, a fetch ends with StoppedError."""
+    taken again. `patience` knows who kept it waiting, and `received` counts bytes. Once `stop` is set, a fetch ends
+    with StoppedError."""
 
     def __init__(
         self,
