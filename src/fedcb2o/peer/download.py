@@ -36,6 +36,8 @@ TRIES = 3  # at a peer from which nothing comes
 WITNESSES = 4  # manifests that one answer may make us ask for
 PAUSE = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
 GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
+ALMOST = 0.05  # seconds before the deadline at which who is not done keeps the others waiting
+MOST_STALLS = 5  # that count: who stalls so often rests for 31 rounds
 LATE, NOTHING, MOVED_ON, EQUIVOCATION = "late", "no answer", "not here", "equivocation"
 FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
 AGAIN = (NOTHING, "not yet", "busy")
@@ -58,9 +60,33 @@ class Arrival:
     seconds: float
 
 
+class Patience:
+    """Whom not to ask for a while: who kept a round waiting until its deadline rests for one round, the next time for
+    3, then 7 and so on, and each model that arrives takes one time back. So a peer that answers nothing, or begins and
+    never ends, costs a few deadlines and not one in each round."""
+
+    def __init__(self) -> None:
+        self.stalls: dict[int, int] = {}
+        self.until: dict[int, int] = {}
+
+    def stalled(self, peer: int, n: int) -> None:
+        """A round n had to wait for it."""
+        self.stalls[peer] = min(MOST_STALLS, self.stalls.get(peer, 0) + 1)
+        self.until[peer] = n + 2 ** self.stalls[peer]
+
+    def arrived(self, peer: int) -> None:
+        """Its model came."""
+        self.stalls[peer] = max(0, self.stalls.get(peer, 0) - 1)
+
+    def resting(self, n: int) -> set[int]:
+        """Who is not asked in round n."""
+        return {peer for peer, until in self.until.items() if n < until}
+
+
 class Downloads:
     """Downloads for agent `me`. `least` is the round of the last model that it had from each peer: no older one is
-    taken again. `received` counts bytes. Once `stop` is set, a fetch ends with StoppedError."""
+    taken again. `patience` knows who kept it waiting, and `received` counts bytes. Once `stop` is set, a fetch ends
+    with StoppedError."""
 
     def __init__(
         self,
@@ -76,6 +102,7 @@ class Downloads:
         self.ledger, self.coding, self.dim = ledger, coding, dim
         self.me = federation.id_of(identity.member)
         self.least: dict[int, int] = {}
+        self.patience = Patience()
         self.received = 0
         self.stop = threading.Event() if stop is None else stop
         self.lock = threading.Lock()
@@ -93,14 +120,19 @@ class Downloads:
         futures = {peer: pool.submit(task.run) for peer, task in tasks.items()}
         arrivals, failures = dict[int, Arrival](), dict[int, str]()
         try:
+            self._wait(futures.values(), until - ALMOST)
+            stalled = {peer for peer, future in futures.items() if not future.done()}
             self._wait(futures.values(), until + GRACE)
             for peer, task in tasks.items():
                 found = task.result(futures[peer])
                 if isinstance(found, Arrival):
                     arrivals[peer] = found
                     self.least[peer] = found.round
+                    self.patience.arrived(peer)
                 else:
                     failures[peer] = found
+                    if peer in stalled:
+                        self.patience.stalled(peer, n)
         finally:
             for task in tasks.values():
                 task.end()
@@ -229,9 +261,10 @@ class _Fetch:
         if manifest is None:
             return reason
         of.ledger.seen(signed)
+        longest = protocol.manifest_length(of.coding.most)  # no longer one was taken by anybody
         for agent, n, digest in of.ledger.conflicts(digests)[:WITNESSES]:
             for answer in self.answers(Kind.WITNESS, round=n, index=agent, digest=digest):
-                if answer.status is Status.OK and protocol.signed_by_member(answer.body, federation)[1] is not None:
+                if answer.status is Status.OK and len(answer.body) <= longest:
                     of.ledger.seen(bytes(answer.body))
         return EQUIVOCATION if self.peer in of.ledger.guilty else manifest
 

@@ -144,7 +144,9 @@ class Ledger:
         self._folder = folder / "proofs"
         self._federation = federation
         self._lock = threading.Lock()
-        self._held: dict[int, dict[int, tuple[bytes, bytes]]] = {}  # agent -> round -> its digest and signed manifest
+        # agent -> round -> its digest and signed manifest, and how many were kept before it
+        self._held: dict[int, dict[int, tuple[bytes, bytes, int]]] = {}
+        self._kept = 0
         self._proofs: dict[int, Proof] = {}
         self._unwritten: list[Proof] = []
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
@@ -170,7 +172,8 @@ class Ledger:
             if manifest.agent in self._proofs:
                 return None
             held = self._held.setdefault(manifest.agent, {})
-            digest, before = held.setdefault(manifest.round, (manifest.digest, signed))
+            digest, before, _ = held.setdefault(manifest.round, (manifest.digest, signed, self._kept))
+            self._kept += 1
             if digest != manifest.digest:
                 return self._prove(manifest, before, signed)
             while len(held) > self._federation.lag + KEPT:
@@ -178,11 +181,16 @@ class Ledger:
         return None
 
     def digests(self) -> list[Seen]:
-        """What was seen, for others to compare: both manifests of a proof first, then the newest, at most 64."""
+        """What was seen, for others to compare: both manifests of a proof first, then those that came last, at most 64.
+
+        Not those of the highest rounds: a few agents who claim to be far ahead would leave room for nobody else's.
+        """
         with self._lock:
             proven = list(self._proven())
-            rest = ((agent, n, held[n][0]) for agent, held in self._held.items() for n in held)
-            newest = heapq.nlargest(MOST_SEEN, rest, key=lambda seen: (seen[1], seen[0]))
+            rest = (
+                (when, agent, n, digest) for agent, held in self._held.items() for n, (digest, _, when) in held.items()
+            )
+            newest = [(agent, n, digest) for _, agent, n, digest in heapq.nlargest(MOST_SEEN, rest)]
         return [*proven[: MOST_SEEN // 2], *newest][:MOST_SEEN]
 
     def conflicts(self, digests: Iterable[Seen]) -> list[Seen]:
@@ -194,7 +202,7 @@ class Ledger:
                 if agent not in self._federation.members or agent in self._proofs or n >= self._federation.rounds:
                     continue
                 other = told.setdefault((agent, n), digest)
-                mine, _ = self._held.get(agent, {}).get(n, (None, b""))
+                mine, *_ = self._held.get(agent, {}).get(n, (None, b"", 0))
                 if other != digest:
                     found |= {(agent, n, each): None for each in (other, digest) if each != mine}
                 elif mine not in (None, digest):
@@ -205,7 +213,7 @@ class Ledger:
         """The signed manifest of an agent that has this digest, where it is held; without a digest, the newest one."""
         with self._lock:
             held = self._held.get(agent, {})
-            found, signed = held.get(n if digest != NONE else max(held, default=n), (None, b""))
+            found, signed, _ = held.get(n if digest != NONE else max(held, default=n), (None, b"", 0))
             if found is not None and digest in (found, NONE):
                 return signed
             proof = self._proofs.get(agent)

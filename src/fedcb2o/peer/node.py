@@ -166,7 +166,7 @@ class Node:
             )
             downloads.least.update(self._last_rounds())
             offers = Offers(self.federation, self.identity, coding, journal, server, self.watch.note)
-            engine = Among(block, offers, downloads, lambda n: self._there(transport, ledger))
+            engine = Among(block, offers, downloads, lambda n: self._there(n, transport, downloads))
             with contextlib.suppress(StoppedError):
                 left = self.done < self.federation.rounds
                 if left:
@@ -290,11 +290,13 @@ class Node:
             "time": time.time(),
         }
 
-    def _there(self, transport: Transport, ledger: Ledger) -> list[int]:
-        """Whom the agent may ask now: in a synchronous federation everybody, else who can be reached."""
-        federation = self.federation
-        there = set(federation.members) if federation.synchronous else transport.alive() & federation.members.keys()
-        return sorted(there - ledger.guilty - {self.me})
+    def _there(self, n: int, transport: Transport, downloads: Downloads) -> list[int]:
+        """Whom the agent may ask in round n: in a synchronous federation everybody, else who can be reached, and did
+        not keep it waiting of late."""
+        there = set(self.federation.members)
+        if not self.federation.synchronous:
+            there = there & transport.alive() - downloads.patience.resting(n)
+        return sorted(there - downloads.ledger.guilty - {self.me})
 
     def _gather(self, transport: Transport) -> None:
         """Wait until everybody is there, but not for ever; after a restart not for long, if anybody is there."""
