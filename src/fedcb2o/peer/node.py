@@ -201,6 +201,8 @@ class Node:
             self.done = done.n + 1
             self.watch.round(line)
             yield line
+            if self.done == federation.rounds:
+                return
             self._pace(began + federation.round_seconds, tally.downloads, transport)
             self._check()
             began = time.monotonic()
