@@ -201,9 +201,8 @@ class Node:
             self.done = done.n + 1
             self.watch.round(line)
             yield line
-            if self.done == federation.rounds:
-                return
-            self._pace(began + federation.round_seconds, tally.downloads, transport)
+            if self.done < federation.rounds:  # after the last one, who is done may be gone
+                self._pace(began + federation.round_seconds, tally.downloads, transport)
             self._check()
             began = time.monotonic()
 
