@@ -18,6 +18,9 @@ manifests one in ten is signed again after its mutation, as a hostile member wou
 
 and the last line the memory of the process before and at its peak. The exit status is 1 where something was wrong, was
 not taken or raised. Mutations are drawn from the seed; keys are new each time. A bad message is printed in hexadecimal.
+
+Replays are left out: a server remembers the last 2048 nonces of a member, and what is older is heard again. 10^6 took 9
+minutes on two cores that others kept busy (load 10 to 30).
 """
 
 import argparse

@@ -139,7 +139,7 @@ def test_where_one_fails_all_are_ended(tmp_path, monkeypatch):
         import signal, sys, time
         if sys.argv[sys.argv.index("--out") + 1].endswith("hospital-c"):
             sys.exit("Error: no such thing: do another")
-        if sys.argv[-1].endswith("hospital-d"):
+        if sys.argv[sys.argv.index("--out") + 1].endswith("hospital-d"):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(100)
         """,

@@ -1,5 +1,6 @@
 """Real processes that are killed, stopped, cut off or short of disk: nobody loses a round, or waits for long."""
 
+import json
 import random
 import shutil
 import signal
@@ -140,6 +141,42 @@ def test_who_is_left_alone_finishes_alone_and_nothing_is_begun_twice(tmp_path):
         whole(peers, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_lost_folder_and_an_old_copy_make_nobody_sign_a_round_twice(tmp_path):
+    """What the others hold of it tells the agent how far it was."""
+    with nodes(tmp_path, 4, changes={**CHANGES, "rounds": 30}, **{**PACE, "round_seconds": 0.6}) as peers:
+
+        def had(j: int, n: int) -> bool:
+            """Whether the first agent received the model of round n of another, or a later one."""
+            return any(m["id"] == j and m["round"] >= n for line in peers.lines(0) for m in line["received"])
+
+        peers.start()
+        wait_for(lambda: had(2, 2), 60)
+        peers.send(2, signal.SIGKILL)
+        peers.wait(2)
+        shutil.copytree(peers.out(2), tmp_path / "old")
+        peers.start(2, resume=True)
+        wait_for(lambda: had(2, 5) and had(3, 2), 60)
+        for j in (2, 3):
+            peers.send(j, signal.SIGKILL)
+            peers.wait(j)
+        shutil.rmtree(peers.out(2))
+        (tmp_path / "old").rename(peers.out(2))
+        shutil.rmtree(peers.out(3))
+        said = refused(peers, 3, gather=3.0)
+        assert "that org-3 signed for round" in said
+        assert "--resume" in said
+        peers.start(2, 3, resume=True)
+        assert peers.wait() == [0] * 4, [peers.log(j) for j in range(4)]
+        whole(peers, rounds=30)
+        for j in (2, 3):
+            signed = [json.loads(line)["round"] for line in (peers.out(j) / "signed.jsonl").read_text().splitlines()]
+            assert len(signed) < 30
+            assert signed == sorted(set(signed))
+            assert any(j in [model["id"] for model in line["received"]] for line in peers.lines(0)[-8:])
+
+
 def refused(peers: Nodes, j: int, *, out: Path | None = None, **options: Any) -> str:
     """The one line that a node says which cannot be started."""
     out = out or peers.out(j)
@@ -147,7 +184,7 @@ def refused(peers: Nodes, j: int, *, out: Path | None = None, **options: Any) ->
     before = len(log.read_text()) if (log := out.with_suffix(".log")).exists() else 0
     process = FORKED.Process(target=nodes_module._run, args=work, daemon=True)
     process.start()
-    process.join(30)
+    process.join(60)
     assert process.exitcode == 2
     (line,) = log.read_text()[before:].splitlines()
     return line

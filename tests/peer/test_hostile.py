@@ -151,9 +151,8 @@ def test_ten_thousand_requests_and_a_gigabyte(tmp_path):
             missed.append(2 * rounds - sum(len(line["received"]) for line in lines))
             seconds.append(statistics.median(each["seconds"] for line in lines for each in line["received"]))
         counted = sum(note["asked"] for note in asked)
-        print(
-            f"\n{counted} requests, given {sum(note['given'] for note in asked)}; {[n['lie'] for n in notes if 'lie' in n].count('1 GiB')} times 1 GiB"
-        )
+        huge = [note["lie"] for note in notes if "lie" in note].count("1 GiB")
+        print(f"\n{counted} requests, given {sum(note['given'] for note in asked)}; {huge} times 1 GiB")
         print(
             f"honest models missed {missed}, median seconds {seconds}, peaks {[peers.peak(j) >> 20 for j in range(3)]}"
         )

@@ -161,7 +161,9 @@ def three(tmp_path):
         "model": {"name": "mlp", "hidden": [32]},
         "training": {"gamma": 0.05, "local_epochs": 3},
     }
-    return who, members.federated(who, changes=changes, most_samples=500, deadline_seconds=20.0, encoding="int8")
+    return who, members.federated(
+        who, changes=changes, most_samples=500, deadline_seconds=20.0, round_seconds=0.5, encoding="int8"
+    )
 
 
 def share(j):

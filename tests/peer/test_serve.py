@@ -24,7 +24,7 @@ from fedcb2o.peer.protocol import (
     read_manifest,
     read_offer,
 )
-from fedcb2o.peer.serve import NONCES, PENDING, Server, Snapshot
+from fedcb2o.peer.serve import NONCES, PENDING, TOLD, Server, Snapshot
 
 ME = 0
 
@@ -130,14 +130,14 @@ def test_a_model_is_downloaded_by_its_manifest_and_chunks(scene, federation):
     for index, digest in ((3, manifest.digest), (2**32 - 1, manifest.digest), (0, NONE)):
         answer = scene.ask(server, scene.request(Kind.CHUNK, index=index, digest=digest))
         assert (answer.status, answer.body) == (Status.NOT_HERE, b"")
-    for digest, status in ((seen[0][2], Status.OK), (NONE, Status.NOT_HERE)):
+    for digest, status in ((seen[0][2], Status.OK), (NONE, Status.OK), (b"?" * 32, Status.NOT_HERE)):
         answer = scene.ask(server, scene.request(Kind.WITNESS, index=3, round=7, digest=digest))
         assert (answer.status, bytes(answer.body)) == (status, other if status is Status.OK else b"")
-    assert until(lambda: server.counts.answered == 5)
+    assert until(lambda: server.counts.answered == 6)
     counts = server.counts
-    assert counts.requests == 9
+    assert counts.requests == 10
     assert counts.refused == {}
-    assert counts.sent == {1: 26 * 9 + 4 + len(signed) + 40 + len(content) + len(other)}
+    assert counts.sent == {1: 26 * 10 + 4 + len(signed) + 40 + len(content) + 2 * len(other)}
 
 
 def test_this_snapshot_and_the_one_before_are_served(scene):
@@ -276,25 +276,45 @@ def test_a_minute_has_so_many_answers_for_each_member(scene, federation):
     assert statuses(2, 6) == [Status.NOT_HERE] * 6
     now[0] = 9.9
     assert statuses(1, 1) == [Status.BUSY]
-    now[0] = 20.0
+    now[0] = 55.0  # the three that were too many count too
     assert statuses(1, 3) == [Status.NOT_HERE] * 2 + [Status.BUSY]
     assert server.counts.refused == {"rate": 4}
+
+
+def test_who_goes_on_asking_too_often_is_not_even_told(scene, federation):
+    limits = federation.limits.model_copy(update={"answers_per_minute": 60})
+    now = [0.0]
+    server = scene.server(federation.model_copy(update={"limits": limits}), clock=lambda: now[0])
+    answers = []
+    for _ in range(60):
+        assert scene.ask(server, scene.request(Kind.CHUNK)).status is Status.NOT_HERE
+    for _ in range(TOLD):
+        assert scene.ask(server, scene.request(Kind.CHUNK)).status is Status.BUSY
+    for _ in range(50):
+        server.hear(scene.request(Kind.CHUNK, by=2), answers.append)
+        server.hear(scene.request(Kind.CHUNK), answers.append)
+    assert server.counts.refused == {"rate": TOLD + 100}  # without a look at who signed
+    assert scene.ask(server, scene.request(Kind.CHUNK, 2)).status is Status.NOT_HERE
+    assert answers == []
+    now[0] = TOLD + 1.0
+    assert scene.ask(server, scene.request(Kind.CHUNK)).status is Status.NOT_HERE
 
 
 def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federation):
     server = scene.server()
     reply, inside = scene.stuck()
-    for _ in range(400):
+    forged = scene.request(Kind.CHUNK, by=2)
+    for _ in range(100):
+        server.hear(forged, reply)
+    for _ in range(100):
         server.hear(scene.request(Kind.CHUNK), reply)
-    good = scene.request(Kind.CHUNK, by=2)
-    for _ in range(600):
-        server.hear(good, reply)
+    for _ in range(9800):
+        server.hear(forged, reply)
     assert len(server._peers[1].queue) <= 2 * PENDING
-    assert len(server._peers[1].nonces) <= NONCES
+    assert len(server._peers[1].nonces) <= 2 * PENDING + federation.limits.per_peer
     assert len(inside) <= federation.limits.per_peer
-    refused = server.counts.refused
-    assert refused["signature"] == 600
-    assert refused["pending"] >= 400 - PENDING - federation.limits.per_peer
+    assert server.counts.refused["signature"] == 100
+    assert server.counts.refused["pending"] >= 9900 - PENDING - federation.limits.per_peer
     started = time.monotonic()
     assert scene.ask(server, scene.request(Kind.CHUNK, 2)).status is Status.NOT_HERE
     assert time.monotonic() - started < 3

@@ -38,6 +38,7 @@ for _step in (
     peers.federation,
     peers.amend,
     peers.sign,
+    peers.check,
     peers.run,
     peers.report,
     peers.proof,

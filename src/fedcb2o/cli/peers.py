@@ -232,6 +232,30 @@ def demo(
     return out
 
 
+def check(
+    file: File,
+    identity: Mine,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="What to bind, where it is not the endpoint: 0.0.0.0:7447.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="How long to wait for those who do not answer.")] = 20.0,
+) -> None:
+    """Can I reach everybody, and do we agree? A line a member with the cure; all may check at the same time.
+
+    Ends with exit status 1 where something is wrong.
+    """
+    from fedcb2o.peer import check as checking
+    from fedcb2o.peer.federation import read
+    from fedcb2o.peer.identity import Identity
+
+    found = checking.check(
+        read(file), Identity.read(identity), seconds=seconds, listen=True if listen is None else listen
+    )
+    print("\n".join(checking.lines(found)))
+    if any(each.wrong for each in found):
+        raise typer.Exit(1)
+
+
 def run(
     file: File,
     identity: Mine,

@@ -48,6 +48,7 @@ TOLD = (
 )
 ROUND_SECONDS = 0.8  # all agents keep about this pace, on whatever machine
 DEADLINE_SECONDS = 5.0
+LINGER_SECONDS = 10  # after its last round: who sends garbage never says that it is done
 STOPPING = 5.0  # seconds that a process has to end by itself when it is told to
 RUN = (sys.executable, "-c", "from fedcb2o.cli import main; main()", "peer", "run")
 
@@ -114,7 +115,7 @@ def free_ports(count: int) -> list[int]:
 def _started(agent: Agent, federation: Path, out: Path) -> "subprocess.Popen[bytes]":
     """The process of an agent, in a group of its own: what the terminal sends is for this process alone."""
     words: Sequence[object] = (*RUN, federation, "--identity", agent.keys, "--simulate", out / "experiment.toml")
-    words = [*words, "--out", agent.out]
+    words = [*words, "--out", agent.out, "--linger", LINGER_SECONDS]
     if agent.kind == GARBAGE:
         words = [sys.executable, "-m", "fedcb2o.peer.garbage", federation, agent.keys]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

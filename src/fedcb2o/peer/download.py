@@ -32,15 +32,16 @@ from fedcb2o.peer.protocol import Answer, Kind, Manifest, Request, Status
 from fedcb2o.peer.transport import Transport
 
 IN_FLIGHT = 4  # chunks of a model that are asked for at once
+TRIES = 3  # at a peer from which nothing comes
 WITNESSES = 4  # manifests that one answer may make us ask for
 PAUSE = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
 GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
 MOST_STALLS = 5  # that count: who stalls so often rests for 31 rounds
-LATE, NOTHING, EQUIVOCATION = "late", "no answer", "equivocation"
+LATE, NOTHING, MOVED_ON, EQUIVOCATION = "late", "no answer", "not here", "equivocation"
 FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
 AGAIN = (NOTHING, "not yet", "busy")
 """Why nothing came, which may be otherwise soon."""
-MISSED = (LATE, *AGAIN, "not here")
+MISSED = (LATE, *AGAIN, MOVED_ON)
 """Why nothing came that says nothing against the peer."""
 
 
@@ -153,6 +154,22 @@ class Downloads:
                 return protocol.read_hello(answer.body, answer.nonce, member)
         return None
 
+    def mine(self, peers: Iterable[int], seconds: float) -> Manifest | None:
+        """The newest manifest that some peers can show which this agent signed."""
+        until, silent, found = time.monotonic() + seconds, set(peers), list[Manifest]()
+        while silent and time.monotonic() < until and not self.stop.is_set():
+            asking = {peer: _Fetch(self, 0, peer, torch.empty(0), until) for peer in silent}
+            asked = [(peer, each.answers(Kind.WITNESS, index=self.me)) for peer, each in asking.items()]
+            for peer, answers in asked:
+                for answer in answers:
+                    silent.discard(peer)
+                    manifest = protocol.signed_by_member(answer.body, self.federation)[1]
+                    if manifest is not None and manifest.agent == self.me and manifest.round < self.federation.rounds:
+                        found.append(manifest)
+            if silent:  # a link that is just there may not yet lead to who answers
+                self.stop.wait(PAUSE[1])
+        return max(found, key=lambda manifest: manifest.round, default=None)
+
     def look(self, n: int, ids: Iterable[int]) -> dict[int, Float[Tensor, " d"]]:
         """The models of some peers in tensors of their own: what an attacker of a simulation sees."""
         rows = {i: torch.empty(self.dim) for i in ids}
@@ -182,11 +199,13 @@ class _Fetch:
             self.open = False
 
     def run(self) -> "Arrival | str":
-        """The arrival, or why there is none; who has nothing yet is asked again where a round waits for everybody."""
-        began, pause = time.monotonic(), PAUSE[0]
+        """The arrival, or why there is none; who has nothing yet is asked again where a round waits for everybody, and
+        else a few times who says nothing, as a message may be lost, or has a newer one by now."""
+        began, pause, tries = time.monotonic(), PAUSE[0], 0
         while self.open and (left := self.until - time.monotonic()) > 0:
-            found = self._once(began)
-            if isinstance(found, Arrival) or not (self.of.federation.synchronous and found in AGAIN):
+            found, tries = self._once(began), tries + 1
+            again = found in AGAIN if self.of.federation.synchronous else tries < TRIES and found in (NOTHING, MOVED_ON)
+            if isinstance(found, Arrival) or not again:
                 return found
             time.sleep(min(pause, left))
             pause = min(2 * pause, PAUSE[1])

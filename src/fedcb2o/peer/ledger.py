@@ -28,6 +28,7 @@ from fedcb2o.peer.certificates import LABEL
 from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.protocol import (
     MOST_SEEN,
+    NONE,
     SIGNS_MANIFEST,
     MalformedError,
     Manifest,
@@ -209,10 +210,11 @@ class Ledger:
         return list(found)
 
     def witness(self, agent: int, n: int, digest: bytes) -> bytes | None:
-        """The signed manifest of an agent that has this digest, where it is held."""
+        """The signed manifest of an agent that has this digest, where it is held; without a digest, the newest one."""
         with self._lock:
-            found, signed, _ = self._held.get(agent, {}).get(n, (None, b"", 0))
-            if found == digest:
+            held = self._held.get(agent, {})
+            found, signed, _ = held.get(n if digest != NONE else max(held, default=n), (None, b"", 0))
+            if found is not None and digest in (found, NONE):
                 return signed
             proof = self._proofs.get(agent)
             both = proof.manifests if proof is not None else ()
@@ -244,6 +246,7 @@ class Journal:
     """What this agent signed, `folder`/signed.jsonl: on the disk before the signature is made.
 
     So an agent that was killed, and trains the round again otherwise, signs nothing rather than two models for a round.
+    It signs rounds in their order alone: what came before its last line, and is not there, may have been signed too.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -267,13 +270,19 @@ class Journal:
                 ) from error
             self._size += len(line)
 
+    @property
+    def last(self) -> int:
+        """The last round that was signed; -1 where none was."""
+        return max(self._signed, default=-1)
+
     def may_sign(self, n: int, digest: bytes) -> bool:
-        """Whether the manifest of round `n` with this digest may be signed: this, or nothing, was signed before.
+        """Whether the manifest of round `n` with this digest may be signed: this was signed before, or nothing was of
+        this round and of later ones.
 
         Raises RunError where the disk does not take the line.
         """
-        if n in self._signed:
-            return self._signed[n] == digest
+        if n <= self.last:
+            return self._signed.get(n) == digest
         line = json.dumps({"round": n, "digest": digest.hex()}).encode() + b"\n"
         try:
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)

@@ -35,6 +35,7 @@ from fedcb2o.peer.federation import Federation, read, write
 from fedcb2o.peer.identity import Identity
 from fedcb2o.peer.ledger import SIGNED, Journal, Ledger
 from fedcb2o.peer.offers import Offers
+from fedcb2o.peer.protocol import Manifest
 from fedcb2o.peer.serve import Server
 from fedcb2o.peer.transport import Transport, Zenoh
 from fedcb2o.runtime import checkpoint
@@ -44,6 +45,7 @@ from fedcb2o.runtime.workers import one_thread
 MODEL = "model.safetensors"
 FEDERATION = "federation.toml"
 SETTLED = 0.2  # seconds between two looks at who is there
+REJOIN = 3.0  # seconds in which who is there is reached
 PAUSE = 0.02  # seconds between two looks at how far the others are, where all wait for each other
 HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
 
@@ -169,6 +171,7 @@ class Node:
                 left = self.done < self.federation.rounds
                 if left:
                     self._gather(transport)
+                    self._remind(journal, downloads.mine(transport.alive(), HELLO_SECONDS))
                     yield from self._lines(engine, memory, log, coding, transport, Tally(server, downloads))
                 self._keep(block.pool[0])
                 if left:  # else it came back when all was done, and has no model of a round to offer
@@ -296,16 +299,30 @@ class Node:
         return sorted(there - downloads.ledger.guilty - {self.me})
 
     def _gather(self, transport: Transport) -> None:
-        """Wait until everybody is there, or after a restart anybody, but not for ever."""
-        others, until = self.federation.members.keys() - {self.me}, time.monotonic() + self.gather
-        while (absent := others - transport.alive()) and time.monotonic() < until:
-            if self.done and absent != others:
-                return
+        """Wait until everybody is there, but not for ever; after a restart not for long, if anybody is there."""
+        others, began = self.federation.members.keys() - {self.me}, time.monotonic()
+        while (absent := others - transport.alive()) and (waited := time.monotonic() - began) < self.gather:
+            if self.done and waited > REJOIN and absent != others:
+                break
             self._stop.wait(SETTLED)
             self._check()
         if absent:
             names = ", ".join(self.federation.members[i].name for i in sorted(absent))
-            self.watch.note(f"begins without {names}, who could not be reached in {self.gather:g} s")
+            self.watch.note(f"begins without {names}, who could not be reached in {waited:.0f} s")
+
+    def _remind(self, journal: Journal, shown: Manifest | None) -> None:
+        """Never sign a round again that was signed elsewhere, as another peer has `shown`: a folder may be lost, or be
+        an old copy. Raises RunError where this may be a mistake."""
+        if shown is None or shown.round <= journal.last:
+            return
+        what = f"a model that {self.identity.member.name} signed for round {shown.round + 1}"
+        if not self.resume:
+            raise RunError(
+                f"another peer holds {what}, of which {self.out} knows nothing: go on in the folder where it was "
+                "begun; if that is lost, and nothing else signs with this key, --resume goes on here"
+            )
+        journal.may_sign(shown.round, shown.digest)
+        self.watch.note(f"another peer holds {what}: none up to that round is offered again")
 
     def _tell(self, n: int, phase: str) -> None:
         self._check()

@@ -5,6 +5,7 @@ take from these in turn. A slow reader holds as many threads as one member may; 
 `patience` no longer counts among the uploads at once, and another thread takes its place.
 """
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -38,6 +39,7 @@ Reply: TypeAlias = Callable[[bytes], None]
 Content: TypeAlias = Callable[[], tuple[Status, Bytes]]
 
 PENDING = 16  # requests of one member that wait; for twice as many it is told that they are too many
+TOLD = 16  # answers to one member that it asks too often, until it has asked less
 NONCES = 2048  # of one member that are remembered
 STRANGERS = Limits(answers_per_minute=60, uploads=1, per_peer=1)
 """What those get together whose version of the protocol is another, so that nothing of them can be checked."""
@@ -96,15 +98,12 @@ class _Peer:
             del self.nonces[next(iter(self.nonces))]
         return True
 
-    def within(self, now: float) -> bool:
-        """Whether one more answer is within its limit a minute, which it then uses up."""
-        most = self.limits.answers_per_minute
+    def left(self, now: float) -> float:
+        """How many answers are left of its limit a minute; below zero are those that it was told are too many."""
+        most = float(self.limits.answers_per_minute)
         self.tokens = min(most, self.tokens + (now - self.filled) * most / 60)
         self.filled = now
-        if self.tokens < 1:
-            return False
-        self.tokens -= 1
-        return True
+        return self.tokens
 
 
 class Server:
@@ -160,7 +159,7 @@ class Server:
         try:
             reason = self._hear(request, reply)
         except Exception:  # whatever it is, the transport's thread goes on
-            reason = "failed"
+            reason = self._failed()
         with self._changed:
             self._requests += 1
             if reason:
@@ -186,8 +185,10 @@ class Server:
         except MalformedError as error:
             if error.reason == "version" and len(data) >= REQUEST_LENGTH:
                 with self._changed:
-                    if self._peers[None].within(self._clock()):
-                        self._put(self._peers[None], bytes(16), reply, partial(_only, Status.ANOTHER_VERSION))
+                    strangers = self._peers[None]
+                    if strangers.left(self._clock()) >= 1:
+                        strangers.tokens -= 1
+                        self._put(strangers, bytes(16), reply, partial(_only, Status.ANOTHER_VERSION))
             return error.reason
         same = request.run == self._federation.run
         if same and request.receiver != self._me:
@@ -196,14 +197,20 @@ class Server:
         member = self._federation.members.get(sender)
         if member is None or sender == self._me:
             return "member"
+        peer = self._peers[sender]
+        with self._changed:
+            if peer.left(self._clock()) < 1 - TOLD:  # a flood costs no look at signatures
+                return "rate"
+            if len(peer.queue) >= 2 * PENDING:
+                return "pending"
         if not member.verify(SIGNS_REQUEST + body, signature):
             return "signature"
         with self._changed:
-            peer = self._peers[sender]
             reason, content = "", partial(self._content, sender, request)
             if not peer.new(request.nonce):
                 return "replay"
-            if not peer.within(self._clock()):
+            peer.tokens -= 1
+            if peer.tokens < 0:
                 reason, content = "rate", partial(_only, Status.BUSY)
             elif not same and request.kind is not Kind.HELLO:
                 reason, content = "run", partial(_only, Status.ANOTHER_RUN)
@@ -211,6 +218,12 @@ class Server:
                 reason, content = "pending", partial(_only, Status.BUSY)
             self._put(peer, request.nonce, reply, content)
         return reason
+
+    def _failed(self) -> str:
+        """A fault of ours, the first of which is logged."""
+        if not self._refused["failed"]:
+            logging.getLogger(__name__).exception("a request could not be answered")
+        return "failed"
 
     def _put(self, peer: _Peer, nonce: bytes, reply: Reply, content: Content) -> None:
         """Queue an answer, unless even those that turn away have become too many; the lock is held."""
@@ -241,6 +254,7 @@ class Server:
             reply(answer)
         except Exception:  # it ends this answer, and not the thread
             status, answer = None, b""
+            self._failed()
         with self._changed:
             peer.active -= 1
             del self._since[me]

@@ -38,17 +38,19 @@ MOST_ANSWER = 2**21
 WAITING = 1024
 """Requests that wait to be heard; beyond these the oldest are dropped."""
 LINKS = 256
-"""Incoming links at once; each may hold two messages of MOST_REQUEST that are not whole yet."""
+"""Incoming links at once, beyond one a member; each may hold two messages of MOST_REQUEST that are not whole yet."""
 PENDING = 64
 """Incoming links at once that have not shown a certificate; what they wait for is given up after HANDSHAKE."""
 HANDSHAKE = 10.0
+DIAL = 4.0
+"""Seconds in which a link must be open; it is then tried again."""
 LEASE = 10.0
 """Seconds without a sign of life after which a link is down."""
 SLOW = 120.0
 """Seconds that an answer may take to leave: 1 MiB with seven others before it, at 70 kB/s."""
 AGAIN = (0.25, 2.0)
 """Seconds after which a link is tried again, at first and at most."""
-CLOSING = 3.0
+CLOSING = DIAL + 1
 """Seconds that closing may take."""
 
 
@@ -90,6 +92,12 @@ class Zenoh:
     def __init__(self, federation: Federation, identity: Identity, *, listen: bool | str = True) -> None:
         identity.check()
         me, members = federation.id_of(identity.member), federation.members
+        for member in members.values():
+            if member.endpoint.startswith("["):
+                raise ConfigError(
+                    f"{member.endpoint} of {member.name} is an IPv6 address, and links take names and IPv4 addresses: "
+                    "give that machine a name, and its member a new endpoint"
+                )
         self._mine = _key(me)
         self._incoming: zenoh.Session | None = None
         self._links: dict[int, zenoh.Session] = {}
@@ -107,6 +115,11 @@ class Zenoh:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def listens(self) -> bool:
+        """Whether others can ask it."""
+        return self._incoming is not None
 
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:  # noqa: D102
         session, end = self._links.get(peer), time.monotonic() + timeout
@@ -200,31 +213,38 @@ def _reply(query: Any, key: str, answer: bytes) -> None:
 
 
 def _close(sessions: Iterable[zenoh.Session]) -> None:
-    """Close sessions; one that hangs, as it may while a link loses packets, is left to itself after a while."""
-    closing = threading.Thread(target=_close_each, args=(sessions,), name="fedcb2o-close", daemon=True)
-    closing.start()
-    closing.join(CLOSING)
+    """Close all at once; one that takes too long is left to itself, and the program ends when it is done.
+
+    Closing waits for a link that is just being opened, for no longer than DIAL. (No daemon threads: one that comes back
+    into Python while that is shut down takes the whole process with it.)
+    """
+    end = time.monotonic() + CLOSING
+    threads = [threading.Thread(target=_close_one, args=(session,), name="fedcb2o-close") for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
-def _close_each(sessions: Iterable[zenoh.Session]) -> None:
-    for session in sessions:
-        with suppress(zenoh.ZError):
-            session.close()  # type: ignore[no-untyped-call]
+def _close_one(session: zenoh.Session) -> None:
+    with suppress(zenoh.ZError):
+        session.close()  # type: ignore[no-untyped-call]
 
 
 def _listening(identity: Identity, members: Iterable[Member], key: str, place: str) -> zenoh.Session:
     """The session that hears the questions of all members, and nothing else of anybody."""
+    roots = [member.root for member in members]
     settings = {
         "listen/endpoints": [f"tls/{place}"],
         "access_control": _allowed(key, comes=["query"], goes=["declare_queryable", "reply"]),
-        "transport/unicast/max_sessions": LINKS,
+        "transport/unicast/max_sessions": LINKS + len(roots),
         "transport/unicast/accept_pending": PENDING,
         "transport/unicast/accept_timeout": _ms(HANDSHAKE),
         "transport/link/rx/max_message_size": MOST_REQUEST,
         "transport/link/tx/queue/congestion_control/block/wait_before_close": int(SLOW * 1e6),
     }
     try:
-        return _open(identity, [member.root for member in members], settings)
+        return _open(identity, roots, settings)
     except zenoh.ZError as error:
         raise _cannot_listen(place, str(error)) from error
 
@@ -241,7 +261,7 @@ def _linked(identity: Identity, member: Member, key: str) -> zenoh.Session:
         },
         "access_control": _allowed(key, comes=["declare_queryable", "reply"], goes=["query"]),
         "transport/unicast/max_sessions": 1,
-        "transport/unicast/open_timeout": _ms(HANDSHAKE),
+        "transport/unicast/open_timeout": _ms(DIAL),
         "transport/link/rx/max_message_size": MOST_ANSWER,
     }
     return _open(identity, [member.root], settings)

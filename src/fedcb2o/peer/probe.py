@@ -1,0 +1,86 @@
+"""Why a member cannot be reached: one plain TLS connection to its endpoint, and what to do about how that fails."""
+
+import socket
+import ssl
+from dataclasses import dataclass
+from datetime import datetime
+
+from cryptography import x509
+
+from fedcb2o.peer.certificates import parsed
+from fedcb2o.peer.identity import Identity, Member
+
+PATIENCE = 5.0
+"""Seconds for a connection, and for each message of a handshake."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Why no link can be made and the cure, empty where one can; and when the member's certificate ends."""
+
+    wrong: str = ""
+    expires: datetime | None = None
+
+
+def probe(member: Member, identity: Identity, *, linked: bool = False) -> Probed:
+    """Connect to a member as a link does, its root alone being trusted; never raises for what it meets.
+
+    Where there is a link, it only looks when the certificate ends.
+    """
+    address, port = parsed(member.endpoint)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=member.root)
+    context.load_cert_chain(identity.tls_certificate, identity.tls_key)
+    expires = None
+    try:
+        with (
+            socket.create_connection((str(address), port), timeout=PATIENCE) as plain,
+            context.wrap_socket(plain, server_hostname=str(address)) as link,
+        ):
+            expires = x509.load_der_x509_certificate(link.getpeercert(True) or b"").not_valid_after_utc
+            if not linked:
+                link.settimeout(0.5)
+                link.recv(1)  # where our certificate is refused, this tells; else it waits for us
+    except TimeoutError:
+        return Probed("" if expires else _silent(member), expires)
+    except socket.gaierror:
+        return Probed(f"the name in {member.endpoint} is not known: correct it there, or in this machine's DNS")
+    except ConnectionRefusedError:
+        return Probed(
+            f"{member.endpoint} refuses connections: start `fedcb2o peer run` or `peer check` there, or open its port"
+        )
+    except ssl.SSLCertVerificationError as error:
+        return Probed(_unproven(member, error))
+    except ssl.SSLError as error:
+        return Probed(_refused(member, error), expires)
+    except (OSError, ValueError) as error:
+        told = error.strerror if isinstance(error, OSError) and error.strerror else error
+        return Probed(f"{member.endpoint} cannot be reached: {told}", expires)
+    return Probed("", expires)
+
+
+def _silent(member: Member) -> str:
+    return f"{member.endpoint} does not answer: a firewall in between, or the machine is off; its port must be open"
+
+
+def _unproven(member: Member, error: ssl.SSLCertVerificationError) -> str:
+    """It has a certificate that its root in our federation does not vouch for."""
+    if "expired" in error.verify_message:
+        return f"its certificate has expired: `fedcb2o peer renew` on {member.name}'s machine, and start again"
+    if "not yet valid" in error.verify_message:
+        return "its certificate is not valid yet: the clock of one of the two machines is wrong"
+    return (
+        f"who listens at {member.endpoint} has no certificate of {member.name} ({error.verify_message}): "
+        "another program, or an identity made anew, which needs a new version of the federation"
+    )
+
+
+def _refused(member: Member, error: ssl.SSLError) -> str:
+    """It speaks TLS, or something else, and does not want us."""
+    reason = (error.reason or str(error)).lower().replace("_", " ")
+    if "alert" in reason:
+        return (
+            f"{member.name} refuses our certificate ({reason}): it must hold the same version of the federation, "
+            "and both clocks be right"
+        )
+    return f"who listens at {member.endpoint} speaks no TLS ({reason}): another program?"

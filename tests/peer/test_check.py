@@ -1,0 +1,197 @@
+"""`peer check`: who can be reached, who agrees, and what to do where not; real links on loopback."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.peer.members import federated, identities
+from typer.testing import CliRunner
+
+from fedcb2o.cli import app
+from fedcb2o.peer import check as checking
+from fedcb2o.peer.check import Found, about, check, lines
+from fedcb2o.peer.federation import Federation
+from fedcb2o.peer.identity import Identity
+from fedcb2o.peer.protocol import Answer, Status, hello, read_request
+from fedcb2o.peer.transport import Reply, Zenoh
+
+
+@pytest.fixture(scope="module")
+def organisations(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Identity], Federation, Path]:
+    """Three of them, and their federation in a file."""
+    folder = tmp_path_factory.mktemp("organisations")
+    who = identities(folder, 3)
+    return who, federated(who, path=folder / "federation.toml"), folder
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def says(
+    opened: ExitStack, federation: Federation, identity: Identity, said: Mapping[str, Any], *, signer: Identity
+) -> None:
+    """Somebody who answers HELLO with what is `said`, beside or in place of the usual."""
+    one = opened.enter_context(Zenoh(federation, identity))
+
+    def hear(data: bytes, reply: Reply) -> None:
+        nonce = read_request(data)[0].nonce
+        body = hello({**about(federation, identity), "checking": False, **said}, nonce, signer.sign)
+        threading.Thread(target=reply, args=(Answer(nonce, Status.OK, body).encode(),), daemon=True).start()
+
+    one.serve(hear)
+
+
+def one(organisations: Any, **options: Any) -> dict[str, Found]:
+    """What the first of them finds, by name."""
+    who, federation, _ = organisations
+    return {each.name: each for each in check(federation, who[0], **{"seconds": 2.0, **options})}
+
+
+def test_all_check_at_once(organisations: Any) -> None:
+    who, federation, _ = organisations
+    start = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        late = [pool.submit(lambda who=who, j=j: time.sleep(0.3 * j) or check(federation, who[j])) for j in range(3)]
+        found = [each.result() for each in late]
+    assert time.monotonic() - start < 15  # of 20: it ends when all answered
+    for j, each in enumerate(found):
+        assert each[0].name == who[j].member.name
+        assert [one.wrong for one in each] == ["", "", ""]
+        assert each[0].notes == ("its certificate lasts 396 days",)
+        assert all("checking too" in one.notes[0] for one in each[1:])
+
+
+def test_who_is_not_there(organisations: Any, opened: ExitStack) -> None:
+    who, federation, _ = organisations
+    says(opened, federation, who[1], {"round": 3, "rounds": 10}, signer=who[1])
+    found = one(organisations, seconds=1.0)
+    assert found["org-1"].wrong == ""
+    assert "3 of 10 rounds done" in found["org-1"].notes[0]
+    assert "refuses connections" in found["org-2"].wrong
+    assert who[2].member.endpoint in found["org-2"].wrong
+
+
+def test_where_our_node_runs_it_only_asks(organisations: Any, opened: ExitStack) -> None:
+    who, federation, _ = organisations
+    opened.enter_context(Zenoh(federation, who[0]))
+    for each in who[1:]:
+        says(opened, federation, each, {}, signer=each)
+    found = one(organisations)
+    assert [each.wrong for each in found.values()] == ["", "", ""]
+    assert "its port is in use" in found["org-0"].notes[0]
+
+
+def test_what_a_member_says(tmp_path: Path, opened: ExitStack) -> None:
+    who = identities(tmp_path, 2)
+    federation = federated(who)
+    said: dict[str, Any] = {}
+    says(opened, federation, who[1], said, signer=who[1])
+    now = time.time
+    for changes, wrong, note in (
+        (lambda: {"time": now() + 3600}, "", "clock is 3600 s ahead of ours"),
+        (lambda: {"time": now() - 90}, "", "clock is 90 s behind ours"),
+        (lambda: {"time": "noon"}, "", "fedcb2o"),
+        (lambda: {"software": "9.9\x1b[2J" + "x" * 1000}, "", "fedcb2o 9.9?[2Jxxx"),
+        (
+            lambda: {"federation": "00", "version": 2},
+            "it holds version 2 of the federation, and we 1: get its file",
+            "",
+        ),
+        (
+            lambda: {"federation": "00", "version": 0},
+            "it holds version 0 of the federation, and we 1: send it ours",
+            "",
+        ),
+        (lambda: {"federation": "00"}, "another version 1", ""),
+        (lambda: {"federation": "00", "run": "00", "keys": 7}, "another federation, differing in", ""),
+    ):
+        said.clear()
+        said.update(changes())
+        mine, found = check(federation, who[0], seconds=5.0)
+        assert wrong in found.wrong
+        assert bool(wrong) == bool(found.wrong)
+        assert note in "; ".join(found.notes)
+        text = "\n".join(lines([mine, found]))
+        assert text.replace("\n", "").isprintable()
+        assert len(text.splitlines()) == 2
+
+
+def test_the_differing_keys_are_named(organisations: Any, opened: ExitStack) -> None:
+    who, federation, _ = organisations
+    other = federated(who, rounds=federation.rounds + 1, round_seconds=7.0)
+    says(opened, other, who[1], {}, signer=who[1])
+    found = one(organisations)
+    assert found["org-1"].wrong.startswith("it holds another federation, differing in ")
+    assert "round_seconds" in found["org-1"].wrong
+    assert "rounds" in found["org-1"].wrong
+
+
+def test_an_answer_of_another_key_proves_nothing(organisations: Any, opened: ExitStack) -> None:
+    who, federation, _ = organisations
+    says(opened, federation, who[1], {}, signer=who[2])
+    assert "is not signed by org-1's key" in one(organisations, seconds=0.7)["org-1"].wrong
+
+
+def test_what_listens_in_place_of_a_member(organisations: Any, opened: ExitStack, tmp_path: Path) -> None:
+    """An identity made anew, and another program."""
+    who, _, _ = organisations
+    anew = Identity.make(tmp_path / "anew", name="org-1", endpoint=who[1].member.endpoint)
+    opened.enter_context(Zenoh(federated([anew, who[0]]), anew))
+    host, _, port = who[2].member.endpoint.partition(":")
+    other = opened.enter_context(socket.create_server((host, int(port))))
+
+    def greet() -> None:
+        while True:
+            try:
+                taken, _ = other.accept()
+            except OSError:
+                return
+            with taken:
+                taken.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+    threading.Thread(target=greet, daemon=True).start()
+    found = one(organisations, seconds=0.5)
+    assert "has no certificate of org-1" in found["org-1"].wrong
+    assert "speaks no TLS" in found["org-2"].wrong
+    other.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_certificate_that_ends_soon(tmp_path: Path, opened: ExitStack) -> None:
+    who = identities(tmp_path, 2)
+    now = datetime.now(UTC)
+    who[1].renew(until=now + timedelta(days=10))
+    federation = federated(who)
+    says(opened, federation, who[1], {}, signer=who[1])
+    _, found = check(federation, who[0], seconds=2.0)
+    assert found.wrong == ""
+    assert "lasts 9 days: `fedcb2o peer renew`" in "; ".join(found.notes)
+
+
+def test_the_command(organisations: Any, opened: ExitStack) -> None:
+    who, federation, folder = organisations
+    for each in who[1:]:
+        says(opened, federation, each, {}, signer=each)
+    command = ["peer", "check", str(folder / "federation.toml"), "--identity", str(who[0].folder), "--seconds", "3"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0
+    assert len(done.stdout.splitlines()) == 3
+    opened.close()
+    command[-1] = "0.3"
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert done.stdout.count("WRONG") == 2
+    assert who[1].member.endpoint in done.stdout
+
+
+def test_nothing_of_a_stranger_reaches_a_terminal() -> None:
+    assert checking._plain("a\x1b]0;evil\x07\n" + "é" * 100) == "a?]0;evil??" + "?" * 49
