@@ -68,7 +68,7 @@ def test_no_lie_of_a_member_is_received(tmp_path):
     with nodes(tmp_path, 4, changes=CHANGES, **TIMES, limits=limits) as peers:
         log = tmp_path / "lies.jsonl"
         begin(peers, log, pesters=100)
-        peers.start(0, 1, 2, linger=2.0)
+        peers.start(0, 1, 2, linger=1.0)
         assert peers.wait(0, 1, 2) == [0, 0, 0], [peers.log(j) for j in range(3)]
         assert peers.processes[LIAR].is_alive()
         notes = [json.loads(line) for line in log.read_text().splitlines()]
@@ -83,10 +83,9 @@ def test_no_lie_of_a_member_is_received(tmp_path):
             assert max(line["seconds"]["exchange"] for line in lines) < TIMES["deadline_seconds"] + 1.5
             assert peers.peak(j) < peers.peak(QUIET) + MARGIN
         assert "received" not in set().union(*found.values())
-        missed = {lie for lie, reasons in found.items() if lie and not reasons & hostile.LIES[lie][0]}
-        assert all(found[lie] == {"late"} for lie in missed), {lie: found[lie] for lie in missed}
-        assert len(missed) < 4  # where the machine is so busy that an answer took a second
-        assert hostile.LIES.keys() - found.keys() <= {"equivocation", "1 GiB"}
+        unseen = {lie for lie in {lie for turn in TURNS for lie in turn} if not found[lie] & hostile.LIES[lie][0]}
+        assert all(found[lie] <= {"late"} for lie in unseen), {lie: found[lie] for lie in unseen}
+        assert len(unseen) < 6  # where the machine is so busy that an answer takes a second
         asked = [note for note in notes if "request" in note]
         assert {note["request"] for note in asked} == {*hostile.REQUESTS}
         assert not any(note["given"] for note in asked)
@@ -157,9 +156,7 @@ def test_ten_thousand_requests_and_a_gigabyte(tmp_path):
         print(
             f"honest models missed {missed}, median seconds {seconds}, peaks {[peers.peak(j) >> 20 for j in range(3)]}"
         )
-        print(*[(n["request"], n["to"], n["asked"], n["answered"], n.get("seconds")) for n in asked], sep="\n")
-        print([[round(sum(line["seconds"].values()), 2) for line in peers.lines(j)] for j in range(3)])
-        print([[line["late"] for line in peers.lines(j)] for j in range(3)])
+        print("the longest exchanges", [max(line["seconds"]["exchange"] for line in peers.lines(j)) for j in range(3)])
 
 
 EQUIVOCATOR = {
@@ -222,7 +219,7 @@ def test_what_finding_out_is_worth(attack, tmp_path):
                 "rounds": 12,
                 "attack": attack,
                 "seeds": [seed],
-                "algorithm": {"name": "by_rule", "rule": "average"},
+                "algorithm": {"name": "by_rule", "rule": "mean"},
             }
             with nodes(tmp_path / f"{seed}-{check}", 5, changes=changes, **PACE) as peers:
                 peers.start(*range(4), prepare=None if check else blind)

@@ -36,7 +36,6 @@ TRIES = 3  # at a peer from which nothing comes
 WITNESSES = 4  # manifests that one answer may make us ask for
 PAUSE = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
 GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
-ALMOST = 0.05  # seconds before the deadline at which who is not done keeps the others waiting
 MOST_STALLS = 5  # that count: who stalls so often rests for 31 rounds
 LATE, NOTHING, MOVED_ON, EQUIVOCATION = "late", "no answer", "not here", "equivocation"
 FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
@@ -61,16 +60,16 @@ class Arrival:
 
 
 class Patience:
-    """Whom not to ask for a while: who kept a round waiting until its deadline rests for one round, the next time for
-    3, then 7 and so on, and each model that arrives takes one time back. So a peer that answers nothing, or begins and
-    never ends, costs a few deadlines and not one in each round."""
+    """Whom not to ask for a while: who kept a round waiting for more than half of its deadline, and for nothing, rests
+    for one round, the next time for 3, then 7 and so on; each model that arrives takes one time back. So a peer that
+    answers nothing, or begins and never ends, costs a few deadlines and not one in each round."""
 
     def __init__(self) -> None:
         self.stalls: dict[int, int] = {}
         self.until: dict[int, int] = {}
 
     def stalled(self, peer: int, n: int) -> None:
-        """A round n had to wait for it."""
+        """Round n waited for it, for nothing."""
         self.stalls[peer] = min(MOST_STALLS, self.stalls.get(peer, 0) + 1)
         self.until[peer] = n + 2 ** self.stalls[peer]
 
@@ -114,14 +113,15 @@ class Downloads:
         others why it did not. After it returns nothing is written to the rows."""
         if not rows:
             return {}, {}
-        until = time.monotonic() + (self.federation.deadline_seconds if deadline is None else deadline)
+        began = time.monotonic()
+        until = began + (self.federation.deadline_seconds if deadline is None else deadline)
         pool = ThreadPoolExecutor(len(rows), thread_name_prefix="download")
         tasks = {peer: _Fetch(self, n, peer, row, until) for peer, row in rows.items()}
         futures = {peer: pool.submit(task.run) for peer, task in tasks.items()}
         arrivals, failures = dict[int, Arrival](), dict[int, str]()
         try:
-            self._wait(futures.values(), until - ALMOST)
-            stalled = {peer for peer, future in futures.items() if not future.done()}
+            self._wait(futures.values(), (began + until) / 2)
+            slow = {peer for peer, future in futures.items() if not future.done()}
             self._wait(futures.values(), until + GRACE)
             for peer, task in tasks.items():
                 found = task.result(futures[peer])
@@ -131,7 +131,7 @@ class Downloads:
                     self.patience.arrived(peer)
                 else:
                     failures[peer] = found
-                    if peer in stalled:
+                    if peer in slow:
                         self.patience.stalled(peer, n)
         finally:
             for task in tasks.values():
