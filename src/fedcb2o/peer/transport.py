@@ -32,7 +32,7 @@ Hear: TypeAlias = Callable[[bytes, Reply], None]
 
 MOST_ANSWERS = 4
 """Of one request: a link gives the first of them, what follows is a fault or a lie."""
-MOST_REQUEST = 2**12
+MOST_REQUEST = 2**9
 MOST_ANSWER = 2**21
 """Bytes of a message that is taken in, of a chunk with its head or of the longest manifest."""
 WAITING = 1024
