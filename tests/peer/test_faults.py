@@ -36,7 +36,8 @@ PACE = {"round_seconds": 0.15, "deadline_seconds": 3.0, "lag": 5}
 
 def whole(peers: Nodes, *ids: int, rounds: int = CHANGES["rounds"], stopped: Collection[int] = ()) -> float:
     """Each of some nodes, by default all, has every round once, nobody has accused anybody, no model was refused, and
-    no round of one that was not itself stopped took longer than its deadline allows; the mean accuracy at the end of those that are benign."""
+    no exchange lasted beyond its deadline but of those who were `stopped` themselves; the mean accuracy at the end of
+    those that are benign."""
     ids = ids or tuple(range(len(peers.identities)))
     for j in ids:
         lines = peers.lines(j)
