@@ -54,7 +54,7 @@ def test_members_that_are_killed_stopped_short_of_disk_and_wrong_about_the_time(
     """One fault each of four in five: all go on from where they were, and end with a model as good as any."""
     with nodes(tmp_path, 5, changes=CHANGES, **PACE) as peers:
         peers.start(0, 1, prepare=partial(faults.lease, 1.0))
-        peers.start(2, prepare=partial(faults.full, 6000))
+        peers.start(2, prepare=partial(faults.full, 9000))
         peers.start(3, prepare=partial(faults.clock, 1.0))
         peers.start(4, prepare=partial(faults.lease, 1.0))
         peers.until(0, 3)
