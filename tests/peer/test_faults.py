@@ -36,7 +36,8 @@ PACE = {"round_seconds": 0.15, "deadline_seconds": 3.0, "lag": 5}
 
 def whole(peers: Nodes, *ids: int, rounds: int = CHANGES["rounds"], stopped: Collection[int] = ()) -> float:
     """Each of some nodes, by default all, has every round once, nobody has accused anybody, no model was refused, and
-    no round of one that was not itself stopped took longer than its deadline allows; the mean accuracy at the end of those that are benign."""
+    no exchange lasted beyond its deadline but of those who were `stopped` themselves; the mean accuracy at the end of
+    those that are benign."""
     ids = ids or tuple(range(len(peers.identities)))
     for j in ids:
         lines = peers.lines(j)
@@ -53,7 +54,7 @@ def test_members_that_are_killed_stopped_short_of_disk_and_wrong_about_the_time(
     """One fault each of four in five: all go on from where they were, and end with a model as good as any."""
     with nodes(tmp_path, 5, changes=CHANGES, **PACE) as peers:
         peers.start(0, 1, prepare=partial(faults.lease, 1.0))
-        peers.start(2, prepare=partial(faults.full, 6000))
+        peers.start(2, prepare=partial(faults.full, 9000))
         peers.start(3, prepare=partial(faults.clock, 1.0))
         peers.start(4, prepare=partial(faults.lease, 1.0))
         peers.until(0, 3)
