@@ -375,6 +375,23 @@ def test_an_address_that_links_do_not_take(tmp_path: Path) -> None:
         Zenoh(federated([here, there]), here)
 
 
+def test_closing_waits_for_all_that_would_come_back_into_python(
+    organisations: Any, opened: contextlib.ExitStack
+) -> None:
+    """A thread that does so while Python ends aborts the process."""
+    who, federation = organisations
+    one, other = (opened.enter_context(Zenoh(federation, identity)) for identity in who[:2])
+    kept: list[Reply] = []
+    other.serve(lambda request, reply: kept.append(reply))
+    until(lambda: list(one.ask(1, b"?", 0.1)) or kept)
+    waiting = [one.ask(1, b"?", 60.0) for _ in range(20)]
+    one.close()
+    other.close()
+    assert not one._open
+    assert "fedcb2o-hear" not in [thread.name for thread in threading.enumerate()]
+    assert [list(answers) for answers in waiting] == [[]] * 20
+
+
 def test_a_program_that_forgets_to_close_ends_in_silence(organisations: Any, tmp_path: Path) -> None:
     """While it dials one that is not there and one that never answers."""
     who, federation = organisations

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -102,7 +102,10 @@ class Zenoh:
         self._incoming: zenoh.Session | None = None
         self._links: dict[int, zenoh.Session] = {}
         sessions: list[zenoh.Session] = []
-        self._close = weakref.finalize(self, _close, sessions)  # at the end of the program too, while threads still run
+        self._hears: list[threading.Thread] = []
+        self._open: set[object] = set()  # requests of which zenoh may still call back
+        # At the end of the program too, while threads still run.
+        self._close = weakref.finalize(self, _close, sessions, self._hears, self._open)
         try:
             if listen:
                 place = identity.member.endpoint if listen is True else listen
@@ -126,16 +129,21 @@ class Zenoh:
         if session is None or timeout <= 0:
             return iter(())
         replies: SimpleQueue[Any] = SimpleQueue()
-        stop = zenoh.CancellationToken()
+        stop, still_open = zenoh.CancellationToken(), self._open
 
         def take(reply: Any) -> None:  # on a thread of all links: never wait here
             if replies.qsize() < MOST_ANSWERS:
                 replies.put(reply)
 
+        def over() -> None:
+            replies.put(None)
+            still_open.discard(replies)
+
+        still_open.add(replies)
         try:
             session.get(
                 _key(peer),
-                zenoh.handlers.Callback(take, lambda: replies.put(None), indirect=False),
+                zenoh.handlers.Callback(take, over, indirect=False),
                 target=zenoh.QueryTarget.ALL,
                 consolidation=zenoh.ConsolidationMode.NONE,
                 congestion_control=zenoh.CongestionControl.BLOCK,  # of the answers too
@@ -144,6 +152,7 @@ class Zenoh:
                 cancellation_token=stop,
             )
         except zenoh.ZError:  # closed
+            still_open.discard(replies)
             return iter(())
         return _answers(replies, end, stop)
 
@@ -151,7 +160,10 @@ class Zenoh:
         if self._incoming is None:
             raise RunError("a transport that does not listen cannot serve: open it with listen=True")
         asked = self._incoming.declare_queryable(self._mine, zenoh.handlers.RingChannel(WAITING), complete=True)
-        threading.Thread(target=_hear, args=(asked, self._mine, hear), name="fedcb2o-hear", daemon=True).start()
+        self._hears.append(
+            threading.Thread(target=_hear, args=(asked, self._mine, hear), name="fedcb2o-hear", daemon=True)
+        )
+        self._hears[-1].start()
 
     def alive(self) -> frozenset[int]:  # noqa: D102
         alive = set()
@@ -212,18 +224,22 @@ def _reply(query: Any, key: str, answer: bytes) -> None:
             query.reply(key, answer)
 
 
-def _close(sessions: Iterable[zenoh.Session]) -> None:
+def _close(
+    sessions: Iterable[zenoh.Session], hears: Iterable[threading.Thread], still_open: Collection[object]
+) -> None:
     """Close all at once; one that takes too long is left to itself, and the program ends when it is done.
 
     Closing waits for a link that is just being opened, for no longer than DIAL. (No daemon threads: one that comes back
-    into Python while that is shut down takes the whole process with it.)
+    into Python while that is shut down takes the whole process with it. So what waits in zenoh comes back before.)
     """
     end = time.monotonic() + CLOSING
     threads = [threading.Thread(target=_close_one, args=(session,), name="fedcb2o-close") for session in sessions]
     for thread in threads:
         thread.start()
-    for thread in threads:
+    for thread in (*threads, *hears):
         thread.join(max(0.0, end - time.monotonic()))
+    while still_open and time.monotonic() < end:
+        time.sleep(0.005)
 
 
 def _close_one(session: zenoh.Session) -> None:
