@@ -582,3 +582,9 @@ def test_from_keys_to_a_signed_version_by_commands(tmp_path):
     assert list(read(two).members) == [0, 1]
     assert "needs no signature" in here("peer", "sign", one, "--identity", folders[0]).one_line()
     assert Path(one).read_text().startswith("# What the members of tiny agree on.")
+
+
+def test_the_order_of_keys_makes_no_difference():
+    """Inside a list too, where it is no key of its own."""
+    one, other = ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    assert federation._short([one]) == federation._short([other]) != federation._short([{"a": 2, "b": 1}])
