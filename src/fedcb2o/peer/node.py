@@ -11,6 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -123,7 +124,8 @@ class Node:
         self._expires = datetime.max.replace(tzinfo=UTC)  # the TLS certificate that the links are made with
 
     def stop(self) -> None:
-        """Let the node end after the phase that it is at; its last checkpoint stays."""
+        """Let the node end after the phase that it is at, or before the first where it has not begun; its last
+        checkpoint stays."""
         self._stop.set()
 
     def run(self) -> Path:
@@ -134,7 +136,9 @@ class Node:
 
     async def train(self) -> Path:
         """All rounds, in a thread of their own; where the task is cancelled the node is stopped, which is soon."""
-        running = asyncio.ensure_future(asyncio.to_thread(self.run))
+        own = ThreadPoolExecutor(1, thread_name_prefix="fedcb2o-node")  # asyncio's own may have none free for days
+        running = asyncio.wrap_future(own.submit(self.run))
+        own.shutdown(wait=False)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -147,7 +151,7 @@ class Node:
         with contextlib.ExitStack() as stack:
             stack.enter_context(alone(self.out))
             stack.enter_context(one_thread())
-            self._stop.clear()
+            stack.callback(self._stop.clear)  # and not here: it may have been told to stop before it began
             self._begin()
             block, log = self.agent.block(), records.Records(self.out, ("rounds",), ("rounds",))
             coding = self._coding()
@@ -384,6 +388,8 @@ class Node:
         until, there = time.monotonic() + seconds, set[int]()
         while (left := until - time.monotonic()) > 0:
             for i in sorted(set(whom()) - there):
+                if (left := until - time.monotonic()) <= 0 or self._stop.is_set():  # each may take its time
+                    return
                 said = (downloads.hello(i, min(left, HELLO_SECONDS)) or {}).get("round")
                 if isinstance(said, int) and said >= self.done:
                     there.add(i)
