@@ -7,6 +7,7 @@ counted by its reason.
 
 import contextlib
 import hashlib
+import logging
 import math
 import secrets
 import threading
@@ -76,7 +77,7 @@ class Downloads:
         self.ledger, self.coding, self.dim = ledger, coding, dim
         self.me = federation.id_of(identity.member)
         self.least: dict[int, int] = {}
-        self.received = 0
+        self.received, self.failed = 0, False
         self.stop = threading.Event() if stop is None else stop
         self.lock = threading.Lock()
 
@@ -143,7 +144,12 @@ class _Fetch:
             self.of.received += self.size
         if not running.done():
             return LATE
-        return FAILED if running.exception() is not None else running.result()
+        if (error := running.exception()) is None:
+            return running.result()
+        if not self.of.failed:  # a fault of ours, the first of which is logged
+            self.of.failed = True
+            logging.getLogger(__name__).error("a model could not be downloaded", exc_info=error)
+        return FAILED
 
     def end(self) -> None:
         """Write nothing from now on, and ask no more."""
