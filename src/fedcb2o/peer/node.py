@@ -38,6 +38,8 @@ from fedcb2o.peer.ledger import SIGNED, Journal, Ledger
 from fedcb2o.peer.offers import Offers
 from fedcb2o.peer.serve import Server
 from fedcb2o.peer.transport import Transport, Zenoh
+from fedcb2o.peer.versions import members_of
+from fedcb2o.records.sums import header_of
 from fedcb2o.runtime import checkpoint
 from fedcb2o.runtime.engine import Round, rounds
 from fedcb2o.runtime.workers import one_thread
@@ -122,6 +124,7 @@ class Node:
         self.done = 0
         self._stop = threading.Event()
         self._expires = datetime.max.replace(tzinfo=UTC)  # the TLS certificate that the links are made with
+        self._accused = frozenset[int]()  # of whom the operator was told that they equivocated
 
     def stop(self) -> None:
         """Let the node end after the phase that it is at, or before the first where it has not begun; its last
@@ -201,6 +204,7 @@ class Node:
             checkpoint.save(self.out, done.n + 1, rows, done.memory, self._fingerprint(), log.sums())
             self.done = done.n + 1
             self.watch.round(line)
+            self._accuse(tally.downloads.ledger.guilty)
             yield line
             self._pace(began + federation.round_seconds, tally.downloads, transport)
             self._check()
@@ -212,7 +216,11 @@ class Node:
         who = {
             "name": self.identity.member.name,
             "id": self.me,
-            "names": {str(id): member.name for id, member in self.federation.members.items()},
+            "names": {  # of those that were removed too, who stand in earlier rounds
+                str(id): member.name
+                for members in members_of(self.federation.versions)
+                for id, member in members.items()
+            },
             "run": self.federation.run.hex(),
             "version": self.federation.version,
             "rounds": self.federation.rounds,
@@ -251,9 +259,20 @@ class Node:
 
     def _restored(self, log: records.Records, model: Tensor, coding: Coding) -> Memory:
         """What the agent remembers after its last checkpoint, whose model is put into `model`; blank at the start."""
-        state = coding.state()
+        state, path = coding.state(), self.out / checkpoint.FILE
         kept = torch.cat([model, *(each.unsqueeze(0) for each in state.values())])
-        saved = checkpoint.load_(self.out, kept, self._fingerprint())
+        try:
+            if path.exists() and _data_of(header_of(path).get("fingerprint", "")) != self.agent.digest:
+                raise RunError(
+                    f"the data are others than when {path} was written: give those that the run was begun with, as a "
+                    "file.npz where they grow; never another --out, where this agent would sign rounds again"
+                )
+            saved = checkpoint.load_(self.out, kept, self._fingerprint())
+        except records.DamagedError as error:
+            raise RunError(
+                f"{path} is damaged: restore it, or remove this file alone: --resume then begins again with round 1, "
+                f"and offers no model of a round that {SIGNED} holds"
+            ) from error
         if saved is None:
             log.cut(0)
             model.copy_(self.agent.first)
@@ -308,6 +327,19 @@ class Node:
         if absent:
             names = ", ".join(self.federation.members[i].name for i in sorted(absent))
             self.watch.note(f"begins without {names}, who could not be reached in {self.gather:g} s")
+
+    def _accuse(self, guilty: frozenset[int]) -> None:
+        """Tell the operator, once, of those who signed two models for one round; it may be done in its own name."""
+        for i in sorted(guilty - self._accused):
+            name, proof = self.federation.members[i].name, f"the proof is in {self.out / 'proofs'}"
+            if i != self.me:
+                self.watch.note(f"{name} signed two models for one round, and is asked no more: {proof}")
+            elif not self.agent.attackers.malicious[i]:
+                self.watch.note(
+                    f"somebody else signed a model with the key of {name}, and the others ask it no more: is it run "
+                    f"twice, or was the key stolen? {proof[0].upper()}{proof[1:]}"
+                )
+        self._accused = guilty
 
     def _tell(self, n: int, phase: str) -> None:
         self._check()
@@ -395,6 +427,11 @@ class Node:
                     there.add(i)
             if not set(whom()) - there or self._stop.wait(min(left, pause)):
                 return
+
+
+def _data_of(fingerprint: str) -> str:
+    """What the data added up to of which a checkpoint is."""
+    return fingerprint.partition(" data ")[2]
 
 
 class Tally:
