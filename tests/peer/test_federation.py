@@ -239,6 +239,8 @@ def test_who_was_removed_is_gone_with_its_id_and_name(path, eight, tmp_path):
         sign(three, eight[4])  # who is added has no say
     third = signed_by(three, eight[:2])
     assert list(third.members) == [0, 1, 2, 4]
+    new = eight[4].member
+    assert third.changes() == [f"adds org-4 ({new.endpoint}, key {new.table()['key']})"]
     assert third.follows(first)
     with pytest.raises(ConfigError, match=r"version 4 has org-3 again"):
         amended(third, add=[eight[3].member])
@@ -256,7 +258,7 @@ def test_a_certificate_or_a_key_is_replaced_under_the_same_id(path, eight, tmp_p
     second = signed_by(two, [eight[0], moved, eight[2]])  # the old key signs for a new one
     assert second.changes() == [
         "gives org-1 another endpoint (127.0.0.2:7447) and root",
-        "gives org-2 another key and root",
+        f"gives org-2 another key ({stolen.member.table()['key']}) and root",
     ]
     assert [second.id_of(each.member) for each in (eight[0], moved, stolen)] == [0, 1, 2]
     with pytest.raises(ConfigError, match="org-1 stands in tiny, version 2, with another `endpoint`"):
@@ -576,9 +578,18 @@ def test_from_keys_to_a_signed_version_by_commands(tmp_path):
     changed = here("peer", "amend", one, "--remove", "hospital-c", "--out", two)
     assert "- removes hospital-c" in changed.out
     assert "lacks 2 of the signatures of hospital-a, hospital-b, hospital-c" in changed.out
+    looked = here("peer", "sign", two)
+    assert (looked.status, looked.out) == (0, changed.out)
+    assert "give --identity too" in here("peer", "sign", two, "--merge", two).one_line()
     assert "lacks 1 of" in here("peer", "sign", two, "--identity", folders[0]).out
     refused(two, "lacks 1")
     assert "all run with this file now" in here("peer", "sign", two, "--identity", folders[1]).out
     assert list(read(two).members) == [0, 1]
     assert "needs no signature" in here("peer", "sign", one, "--identity", folders[0]).one_line()
     assert Path(one).read_text().startswith("# What the members of tiny agree on.")
+
+
+def test_the_order_of_keys_makes_no_difference():
+    """Inside a list too, where it is no key of its own."""
+    one, other = ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    assert federation._short([one]) == federation._short([other]) != federation._short([{"a": 2, "b": 1}])

@@ -4,6 +4,8 @@ import asyncio
 import dataclasses
 import json
 import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ from fedcb2o.data.digits import digits
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config import load
 from fedcb2o.peer import agent, federation
+from fedcb2o.peer.download import FAILED, Downloads, _Fetch
+from fedcb2o.peer.ledger import Ledger
 from fedcb2o.peer.node import Node
 
 CHANGES = {"rounds": 5, "agents": {"num_clusters": 2, "benign": 2, "malicious": 1, "budget": 3}}
@@ -151,19 +155,27 @@ def lines_of(out: Path):
     return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
 
 
+FOUR = {
+    "rounds": 4,
+    "agents": {"benign": 3, "malicious": 0},
+    "model": {"name": "mlp", "hidden": [32]},
+    "training": {"gamma": 0.05, "local_epochs": 3},
+}
+TERMS = {"most_samples": 500, "deadline_seconds": 20.0, "encoding": "int8"}
+
+
 @pytest.fixture
 def three(tmp_path):
     """A federation of three organisations with digits of their own."""
     who = members.identities(tmp_path, 3)
-    changes = {
-        "rounds": 4,
-        "agents": {"benign": 3, "malicious": 0},
-        "model": {"name": "mlp", "hidden": [32]},
-        "training": {"gamma": 0.05, "local_epochs": 3},
-    }
-    return who, members.federated(
-        who, changes=changes, most_samples=500, deadline_seconds=20.0, round_seconds=0.5, encoding="int8"
-    )
+    return who, members.federated(who, changes=FOUR, round_seconds=0.5, **TERMS)
+
+
+@pytest.fixture
+def quick(tmp_path):
+    """The same, whose rounds take no longer than their work."""
+    who = members.identities(tmp_path, 3)
+    return who, members.federated(who, changes=FOUR, **TERMS)
 
 
 def share(j):
@@ -251,3 +263,121 @@ def test_a_folder_is_of_one_agent_and_federation(three, tmp_path):
     alone.run()
     with pytest.raises(RunError, match="of another federation or agent"):
         Node(made, who[1], share(1), out=tmp_path / "out", connect=joining(Wire(), 1), resume=True, **QUIET).run()
+
+
+class Notes:
+    """What a node says to its operator."""
+
+    def __init__(self):
+        self.notes = []
+
+    def phase(self, n, name):
+        pass
+
+    def round(self, line):
+        pass
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def by_itself(made, identity, data, out, **options):
+    """A node that waits for nobody."""
+    return Node(made, identity, data, out=out, connect=joining(Wire(), 0), gather=0.0, linger=0.0, **options)
+
+
+def test_a_node_that_is_told_to_end_before_it_begins(quick, tmp_path):
+    who, made = quick
+    node = by_itself(made, who[0], share(0), tmp_path / "out")
+    node.stop()
+    node.run()
+    assert not (tmp_path / "out" / "signed.jsonl").exists()
+    node.run()  # and the next time it was not told
+    assert len(lines_of(tmp_path / "out")) == 4
+
+
+def test_training_takes_no_thread_of_asyncio(quick, tmp_path):
+    """Where the program's own work has taken all of these, a node trains nevertheless."""
+    who, made = quick
+    node, free = by_itself(made, who[0], share(0), tmp_path / "out"), threading.Event()
+
+    async def busy():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        waiting = asyncio.create_task(asyncio.to_thread(free.wait, 60))
+        await asyncio.sleep(0)
+        try:
+            await asyncio.wait_for(node.train(), 60)
+        finally:
+            free.set()
+            await waiting
+
+    asyncio.run(busy())
+    assert len(lines_of(tmp_path / "out")) == 4
+
+
+def test_peers_that_answer_nothing_hold_no_wait_beyond_its_time(quick, tmp_path):
+    who, made = quick
+    node = by_itself(made, who[0], share(0), tmp_path / "out")
+
+    class Silent(Downloads):
+        def __init__(self):
+            pass
+
+        def hello(self, peer, seconds):
+            time.sleep(seconds)
+
+    began = time.monotonic()
+    node._wait_for(lambda: range(1, 30), Silent(), 0.4, 0.01)
+    assert 0.4 <= time.monotonic() - began < 2
+    threading.Timer(0.2, node.stop).start()
+    node._wait_for(lambda: range(1, 3000), Silent(), 60.0, 0.01)
+    assert time.monotonic() - began < 10
+
+
+def test_other_data_and_a_damaged_checkpoint_never_lead_to_a_second_signature(quick, tmp_path):
+    who, made = quick
+    out = tmp_path / "out"
+    first = by_itself(made, who[0], share(0), out).rounds()
+    assert [next(first)["round"], next(first)["round"]] == [1, 2]
+    first.close()
+    before = (out / "signed.jsonl").read_text()
+    with pytest.raises(RunError, match=r"the data are others than when .* never another --out"):
+        by_itself(made, who[0], share(1), out, resume=True).run()
+    path = out / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(RunError, match="or remove this file alone: --resume then begins again with round 1"):
+        by_itself(made, who[0], share(0), out, resume=True).run()
+    path.unlink()
+    notes = Notes()
+    by_itself(made, who[0], share(1), out, resume=True, watch=notes).run()
+    assert [line["round"] for line in lines_of(out)] == [1, 2, 3, 4]
+    signed = (out / "signed.jsonl").read_text()
+    assert signed.startswith(before)
+    assert [json.loads(line)["round"] for line in signed.splitlines()] == [0, 1, 2, 3]
+    assert [note.partition(":")[0] for note in notes.notes if "not offered" in note] == [
+        f"the model of round {n} is not offered" for n in (1, 2)
+    ]
+
+
+def test_the_operator_is_told_once_who_equivocated(quick, tmp_path):
+    who, made = quick
+    notes = Notes()
+    node = by_itself(made, who[0], share(0), tmp_path / "out", watch=notes)
+    for guilty in ({1}, {1}, {0, 1}, {0, 1}):
+        node._accuse(frozenset(guilty))
+    other, mine = notes.notes
+    assert other.startswith("org-1 signed two models for one round, and is asked no more: the proof is in")
+    assert "was the key stolen?" in mine
+
+
+def test_a_fault_of_ours_is_logged_once_and_ends_no_round(quick, tmp_path, caplog):
+    who, made = quick
+    node = by_itself(made, who[0], share(0), tmp_path / "out")
+    wire, coding = Wire().agent(0), node._coding()
+    downloads = Downloads(made, who[0], wire, Ledger(tmp_path, made), coding, node.agent.terms.dim)
+    for _ in range(2):
+        broken = Future()
+        broken.set_exception(KeyError("ours"))
+        assert _Fetch(downloads, 0, 1, torch.empty(0), 0.0).result(broken) == FAILED
+    (told,) = caplog.records
+    assert "KeyError" in told.exc_text

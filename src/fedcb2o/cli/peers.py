@@ -159,18 +159,25 @@ def amend(
 
 def sign(
     file: File,
-    identity: Mine,
+    identity: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="This organisation's keys. Without: tell what it changes, and sign nothing."),
+    ] = None,
     merge: Annotated[
         list[Path] | None,
         typer.Option(metavar="FEDERATION.toml", help="A copy that others signed: take its signatures. Repeatable."),
     ] = None,
 ) -> Path:
-    """Agree to a new version of a federation: add this member's signature to the file."""
+    """Agree to a new version of a federation: add this member's signature to the file, or look at it before."""
     from fedcb2o.peer import federation
     from fedcb2o.peer.identity import Identity
 
-    signed = federation.sign(file, Identity.read(identity), merge=merge or [])
-    _tell(signed, file)
+    if identity is None and merge:
+        raise ConfigError("--merge changes the file: give --identity too")
+    if identity is None:
+        _tell(federation.read(file, unsigned=True), file)
+    else:
+        _tell(federation.sign(file, Identity.read(identity), merge=merge or []), file)
     return file
 
 

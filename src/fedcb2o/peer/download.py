@@ -7,6 +7,7 @@ counted by its reason.
 
 import contextlib
 import hashlib
+import logging
 import math
 import secrets
 import threading
@@ -39,7 +40,8 @@ GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
 MOST_STALLS = 5  # that count: who stalls so often rests for 31 rounds
 LATE, NOTHING, MOVED_ON, EQUIVOCATION = "late", "no answer", "not here", "equivocation"
 FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
-AGAIN = (NOTHING, "not yet", "busy")
+NOT_YET = "not yet"
+AGAIN = (NOTHING, NOT_YET, "busy")
 """Why nothing came, which may be otherwise soon."""
 MISSED = (LATE, *AGAIN, MOVED_ON)
 """Why nothing came that says nothing against the peer."""
@@ -102,7 +104,7 @@ class Downloads:
         self.me = federation.id_of(identity.member)
         self.least: dict[int, int] = {}
         self.patience = Patience()
-        self.received = 0
+        self.received, self.failed = 0, False
         self.stop = threading.Event() if stop is None else stop
         self.lock = threading.Lock()
 
@@ -191,7 +193,12 @@ class _Fetch:
             self.of.received += self.size
         if not running.done():
             return LATE
-        return FAILED if running.exception() is not None else running.result()
+        if (error := running.exception()) is None:
+            return running.result()
+        if not self.of.failed:  # a fault of ours, the first of which is logged
+            self.of.failed = True
+            logging.getLogger(__name__).error("a model could not be downloaded", exc_info=error)
+        return FAILED
 
     def end(self) -> None:
         """Write nothing from now on, and ask no more."""

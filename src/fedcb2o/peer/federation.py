@@ -144,6 +144,10 @@ class Federation(Part):
 
     def keys(self) -> dict[str, str]:
         """A short hash of each value by its dotted key, by which two files are compared."""
+        return dict(self._keys)
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, str]:
         members = {member.name: {"id": id, **member.table()} for id, member in self.members.items()}
         previous = self._digests[-2].hex() if self.version > 1 else None
         content = {**self.terms(), "version": self.version, "previous": previous, "members": members}
@@ -390,4 +394,4 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _short(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -11,6 +11,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +30,7 @@ from fedcb2o.federated import metrics
 from fedcb2o.federated.peers import Memory
 from fedcb2o.peer import agent as agents
 from fedcb2o.peer.coding import Coding, Int8, Raw
-from fedcb2o.peer.download import MISSED, Downloads, StoppedError
+from fedcb2o.peer.download import MISSED, NOT_YET, Downloads, StoppedError
 from fedcb2o.peer.engine import Among
 from fedcb2o.peer.federation import Federation, read, write
 from fedcb2o.peer.identity import Identity
@@ -38,6 +39,8 @@ from fedcb2o.peer.offers import Offers
 from fedcb2o.peer.protocol import Manifest
 from fedcb2o.peer.serve import Server
 from fedcb2o.peer.transport import Transport, Zenoh
+from fedcb2o.peer.versions import members_of
+from fedcb2o.records.sums import header_of
 from fedcb2o.runtime import checkpoint
 from fedcb2o.runtime.engine import Round, rounds
 from fedcb2o.runtime.workers import one_thread
@@ -123,9 +126,11 @@ class Node:
         self.done = 0
         self._stop = threading.Event()
         self._expires = datetime.max.replace(tzinfo=UTC)  # the TLS certificate that the links are made with
+        self._accused = frozenset[int]()  # of whom the operator was told that they equivocated
 
     def stop(self) -> None:
-        """Let the node end after the phase that it is at; its last checkpoint stays."""
+        """Let the node end after the phase that it is at, or before the first where it has not begun; its last
+        checkpoint stays."""
         self._stop.set()
 
     def run(self) -> Path:
@@ -136,7 +141,9 @@ class Node:
 
     async def train(self) -> Path:
         """All rounds, in a thread of their own; where the task is cancelled the node is stopped, which is soon."""
-        running = asyncio.ensure_future(asyncio.to_thread(self.run))
+        own = ThreadPoolExecutor(1, thread_name_prefix="fedcb2o-node")  # asyncio's own may have none free for days
+        running = asyncio.wrap_future(own.submit(self.run))
+        own.shutdown(wait=False)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -149,7 +156,7 @@ class Node:
         with contextlib.ExitStack() as stack:
             stack.enter_context(alone(self.out))
             stack.enter_context(one_thread())
-            self._stop.clear()
+            stack.callback(self._stop.clear)  # and not here: it may have been told to stop before it began
             self._begin()
             block, log = self.agent.block(), records.Records(self.out, ("rounds",), ("rounds",))
             coding = self._coding()
@@ -200,9 +207,11 @@ class Node:
             checkpoint.save(self.out, done.n + 1, rows, done.memory, self._fingerprint(), log.sums())
             self.done = done.n + 1
             self.watch.round(line)
+            self._accuse(tally.downloads.ledger.guilty)
             yield line
             if self.done < federation.rounds:  # after the last one, who is done may be gone
-                self._pace(began + federation.round_seconds, tally.downloads, transport)
+                ahead = not engine.arrivals and NOT_YET in engine.failures.values()
+                self._pace(began + federation.round_seconds, ahead, tally.downloads, transport)
             self._check()
             began = time.monotonic()
 
@@ -212,7 +221,11 @@ class Node:
         who = {
             "name": self.identity.member.name,
             "id": self.me,
-            "names": {str(id): member.name for id, member in self.federation.members.items()},
+            "names": {  # of those that were removed too, who stand in earlier rounds
+                str(id): member.name
+                for members in members_of(self.federation.versions)
+                for id, member in members.items()
+            },
             "run": self.federation.run.hex(),
             "version": self.federation.version,
             "rounds": self.federation.rounds,
@@ -251,9 +264,20 @@ class Node:
 
     def _restored(self, log: records.Records, model: Tensor, coding: Coding) -> Memory:
         """What the agent remembers after its last checkpoint, whose model is put into `model`; blank at the start."""
-        state = coding.state()
+        state, path = coding.state(), self.out / checkpoint.FILE
         kept = torch.cat([model, *(each.unsqueeze(0) for each in state.values())])
-        saved = checkpoint.load_(self.out, kept, self._fingerprint())
+        try:
+            if path.exists() and _data_of(header_of(path).get("fingerprint", "")) != self.agent.digest:
+                raise RunError(
+                    f"the data are others than when {path} was written: give those that the run was begun with, as a "
+                    "file.npz where they grow; never another --out, where this agent would sign rounds again"
+                )
+            saved = checkpoint.load_(self.out, kept, self._fingerprint())
+        except records.DamagedError as error:
+            raise RunError(
+                f"{path} is damaged: restore it, or remove this file alone: --resume then begins again with round 1, "
+                f"and offers no model of a round that {SIGNED} holds"
+            ) from error
         if saved is None:
             log.cut(0)
             model.copy_(self.agent.first)
@@ -325,6 +349,19 @@ class Node:
         journal.may_sign(shown.round, shown.digest)
         self.watch.note(f"another peer holds {what}: none up to that round is offered again")
 
+    def _accuse(self, guilty: frozenset[int]) -> None:
+        """Tell the operator, once, of those who signed two models for one round; it may be done in its own name."""
+        for i in sorted(guilty - self._accused):
+            name, proof = self.federation.members[i].name, f"the proof is in {self.out / 'proofs'}"
+            if i != self.me:
+                self.watch.note(f"{name} signed two models for one round, and is asked no more: {proof}")
+            elif not self.agent.attackers.malicious[i]:
+                self.watch.note(
+                    f"somebody else signed a model with the key of {name}, and the others ask it no more: is it run "
+                    f"twice, or was the key stolen? {proof[0].upper()}{proof[1:]}"
+                )
+        self._accused = guilty
+
     def _tell(self, n: int, phase: str) -> None:
         self._check()
         self.watch.phase(n + 1, phase)
@@ -338,16 +375,23 @@ class Node:
                 f"one (fedcb2o peer renew --identity {self.identity.folder}), and go on with --resume"
             )
 
-    def _pace(self, until: float, downloads: Downloads, transport: Transport) -> None:
+    def _pace(self, until: float, ahead: bool, downloads: Downloads, transport: Transport) -> None:
         """Wait until the round has had its time, unless most of those that are there are further.
 
         Each round has its time to itself: who was stopped for a while, and finds nobody there, does not race to the end
-        alone. In a synchronous federation nobody begins a round before the others have done the one before: a model is
-        offered in two rounds alone.
+        alone; and who is `ahead` of all whom it asked waits for half of those that are there. In a synchronous
+        federation nobody begins a round before the others have done the one before: a model is offered in two rounds
+        alone.
         """
-        if self.federation.synchronous:
-            others = self.federation.members.keys() - downloads.ledger.guilty - {self.me}
-            self._wait_for(lambda: others, downloads, self.federation.deadline_seconds, PAUSE)
+        federation = self.federation
+        others = federation.members.keys() - downloads.ledger.guilty - {self.me}
+        if federation.synchronous:
+            self._wait_for(lambda: others, self.done, downloads, federation.deadline_seconds, PAUSE)
+        elif ahead:
+            behind = self.done - federation.lag
+            self._wait_for(
+                lambda: others & transport.alive(), behind, downloads, federation.deadline_seconds, SETTLED, 0.5
+            )
         while (left := until - time.monotonic()) > 0:
             there = [downloads.least[i] for i in transport.alive() if i in downloads.least]
             if there and statistics.median_low(there) >= self.done:
@@ -395,20 +439,34 @@ class Node:
         """Serve the last model until all who can be reached are done, or it has been long enough."""
         self.watch.phase(self.done, "serving the others")
         others = self.federation.members.keys() - {self.me}
-        self._wait_for(lambda: others & transport.alive(), downloads, self.linger, SETTLED)
+        self._wait_for(lambda: others & transport.alive(), self.done, downloads, self.linger, SETTLED)
 
     def _wait_for(
-        self, whom: Callable[[], Collection[int]], downloads: Downloads, seconds: float, pause: float
+        self,
+        whom: Callable[[], Collection[int]],
+        n: int,
+        downloads: Downloads,
+        seconds: float,
+        pause: float,
+        share: float = 1.0,
     ) -> None:
-        """Wait until some peers have done as many rounds as this agent, but not for longer."""
+        """Wait until a share of some peers have done `n` rounds, but for no more than so many seconds."""
         until, there = time.monotonic() + seconds, set[int]()
         while (left := until - time.monotonic()) > 0:
             for i in sorted(set(whom()) - there):
+                if (left := until - time.monotonic()) <= 0 or self._stop.is_set():  # each may take its time
+                    return
                 said = (downloads.hello(i, min(left, HELLO_SECONDS)) or {}).get("round")
-                if isinstance(said, int) and said >= self.done:
+                if isinstance(said, int) and said >= n:
                     there.add(i)
-            if not set(whom()) - there or self._stop.wait(min(left, pause)):
+            wanted = set(whom())
+            if len(wanted & there) >= share * len(wanted) or self._stop.wait(min(left, pause)):
                 return
+
+
+def _data_of(fingerprint: str) -> str:
+    """What the data added up to of which a checkpoint is."""
+    return fingerprint.partition(" data ")[2]
 
 
 class Tally:

@@ -117,14 +117,14 @@ def check(versions: Sequence[Version], members: Sequence[Members], hashes: Seque
 
 
 def changes(before: Members, after: Members) -> list[str]:
-    """What a version does to the members of the one before, a few words for each."""
+    """What a version does to the members of the one before, a few words for each, with keys to be compared."""
     told = [f"removes {before[id].name}" for id in before if id not in after]
     for id, member in after.items():
         mine = member.table()
         theirs = before[id].table() if id in before else mine
-        other = [key if key != "endpoint" else f"endpoint ({mine[key]})" for key in mine if mine[key] != theirs[key]]
+        other = [key if key == "root" else f"{key} ({mine[key]})" for key in mine if mine[key] != theirs[key]]
         told += [f"gives {member.name} another {' and '.join(other)}"] if other else []
-        told += [f"adds {member.name} ({member.endpoint})"] if id not in before else []
+        told += [f"adds {member.name} ({member.endpoint}, key {mine['key']})"] if id not in before else []
     return told
 
 
