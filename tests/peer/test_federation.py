@@ -250,6 +250,15 @@ def test_who_was_removed_is_gone_with_its_id_and_name(path, eight, tmp_path):
     refused(three, "ids out of order: those of new members follow all that there were, from 4")
 
 
+def test_a_graph_that_cannot_be_made_is_told_before_anybody_signs(eight):
+    agents = {"num_clusters": 1, "benign": 4, "malicious": 0, "budget": 2, "graph": {"name": "torus"}}
+    made = federated(eight[:4], changes={"agents": agents})
+    with pytest.raises(ConfigError, match=r"a torus needs a number of agents .* got 5"):
+        amended(made, add=[eight[4].member])
+    with pytest.raises(ConfigError, match=r"a torus needs a number of agents .* got 5"):
+        federated(eight[:5], changes={"agents": {**agents, "benign": 5}})
+
+
 def test_a_certificate_or_a_key_is_replaced_under_the_same_id(path, eight, tmp_path):
     first, two = read(path), tmp_path / "2.toml"
     moved = eight[1].moved(tmp_path / "moved", endpoint="127.0.0.2:7447")

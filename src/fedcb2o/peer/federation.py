@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import tomli_w
+import torch
 from pydantic import Field, ValidationError
 
 from fedcb2o import plugins, records
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import config
+from fedcb2o.experiments.assemble import neighbours_of
 from fedcb2o.experiments.config import Experiment, Part
 from fedcb2o.federated import algorithms
 from fedcb2o.peer import versions as chain
@@ -247,7 +249,9 @@ def make(
         "own": list(parts_of(chosen)),
     }
     made = _checked({**table, **options}, "the federation")
-    return _checked(made.model_dump(by_alias=True, exclude_none=True), "the federation")  # with defaults written out
+    return _linked(
+        _checked(made.model_dump(by_alias=True, exclude_none=True), "the federation")
+    )  # defaults written out
 
 
 def brought() -> Dataset:
@@ -318,7 +322,7 @@ def amended(
     kept = [entry for name, entry in entries.items() if name not in remove]
     if kept == [entry.model_dump() for entry in federation.versions[-1].members]:
         raise ConfigError("the new version would be the same as the last one")
-    return _with(federation, *federation.versions, {"members": kept})
+    return _linked(_with(federation, *federation.versions, {"members": kept}))
 
 
 def sign(path: Path | str, identity: Identity, *, merge: Sequence[Path | str] = ()) -> Federation:
@@ -338,6 +342,14 @@ def sign(path: Path | str, identity: Identity, *, merge: Sequence[Path | str] = 
     made = _with(federation, *federation.versions[:-1], version.model_dump())
     write(made, path)
     return made
+
+
+def _linked(federation: Federation) -> Federation:
+    """The same; raises ConfigError where the graph of who asks whom cannot be made of so many agents, which is better
+    known before anybody signs."""
+    if not set(federation.parts) - federation.own:
+        neighbours_of(federation.experiment, federation.seed, torch.zeros(federation.num_agents, dtype=torch.int64))
+    return federation
 
 
 def _with(federation: Federation, *versions: Any) -> Federation:
