@@ -163,9 +163,10 @@ class Node:
             memory = self._restored(log, block.pool[:1], coding)
             ledger, journal = Ledger(self.out, self.federation), Journal(self.out)
             self._expires = self.identity.expires
+            server = Server(self.federation, self.me, self.identity, ledger, about=self._about)
+            stack.callback(server.close)  # again, when slow readers hold none of its threads any more
             transport = self.connect(self.federation, self.identity)
             stack.callback(transport.close)
-            server = Server(self.federation, self.me, self.identity, ledger, about=self._about)
             stack.callback(server.close)
             transport.serve(server.hear)
             downloads = Downloads(
