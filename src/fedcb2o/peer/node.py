@@ -171,7 +171,7 @@ class Node:
             )
             downloads.least.update(self._last_rounds())
             offers = Offers(self.federation, self.identity, coding, journal, server, self.watch.note)
-            engine = Among(block, offers, downloads, lambda n: self._there(transport, ledger))
+            engine = Among(block, offers, downloads, lambda n: self._there(transport, ledger), self.agent.first)
             with contextlib.suppress(StoppedError):
                 left = self.done < self.federation.rounds
                 if left:
