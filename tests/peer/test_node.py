@@ -20,9 +20,12 @@ from fedcb2o.data.digits import digits
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config import load
 from fedcb2o.peer import agent, federation
+from fedcb2o.peer.coding import Raw
 from fedcb2o.peer.download import FAILED, Downloads, _Fetch
-from fedcb2o.peer.ledger import Ledger
+from fedcb2o.peer.ledger import Journal, Ledger
 from fedcb2o.peer.node import Node
+from fedcb2o.peer.offers import Offers
+from fedcb2o.peer.serve import Server
 
 CHANGES = {"rounds": 5, "agents": {"num_clusters": 2, "benign": 2, "malicious": 1, "budget": 3}}
 QUIET = {"gather": 10.0, "linger": 5.0}
@@ -381,3 +384,72 @@ def test_a_fault_of_ours_is_logged_once_and_ends_no_round(quick, tmp_path, caplo
         assert _Fetch(downloads, 0, 1, torch.empty(0), 0.0).result(broken) == FAILED
     (told,) = caplog.records
     assert "KeyError" in told.exc_text
+
+
+def test_no_model_within_the_bound_ends_a_node(tmp_path):
+    """One whose outputs are all zero has no gap between its losses, and so much weight; what it is mixed into cannot be
+    trained."""
+    who = members.identities(tmp_path, 3)
+    changes = {**FOUR, "model": {"name": "mlp", "hidden": [32] * 4}}
+    made = members.federated(who, changes=changes, most_samples=500, deadline_seconds=5.0)
+    *hidden, weight, bias = agent.network(made).parameters()
+    evil = torch.cat(
+        [torch.full((each.numel(),), 1e6) for each in hidden] + [torch.zeros(len(weight) * 32 + len(bias))]
+    )
+    wire = Wire()
+    ledger, transport = Ledger(tmp_path / "liar", made), wire.agent(1)
+    server = Server(made, 1, who[1], ledger, about=dict)
+    transport.serve(server.hear)
+    (tmp_path / "liar").mkdir()
+    Offers(made, who[1], Raw(len(evil)), Journal(tmp_path / "liar"), server, print).publish(3, evil, 500)
+    notes = Notes()
+    node = Node(
+        made,
+        who[0],
+        share(0),
+        out=tmp_path / "out",
+        connect=lambda federation, identity: wire.agent(0),
+        gather=0.0,
+        linger=0.0,
+        watch=notes,
+    )
+    node.run()
+    server.close()
+    lines = lines_of(tmp_path / "out")
+    assert [line["round"] for line in lines] == [1, 2, 3, 4]
+    assert lines[0]["received"][0]["weight"] > 0.1
+    assert "training diverged in round 2: it begins again with the initial model" in notes.notes
+
+
+class Notes:
+    """Keeps what a node says."""
+
+    def __init__(self):
+        self.notes = []
+
+    def phase(self, n, name):
+        pass
+
+    def round(self, line):
+        pass
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def test_who_holds_another_file_is_told_what_differs_and_refused(tmp_path):
+    """Of two nodes one holds a federation of six rounds where the other has three."""
+    who = members.identities(tmp_path, 2)
+    wire, told, made = Wire(), [Notes(), Notes()], []
+    for j, rounds in enumerate((3, 6)):
+        changes = {"rounds": rounds, "agents": {"benign": 2, "malicious": 0, "budget": 1}}
+        agreed = members.federated(who, changes=changes, most_samples=500, deadline_seconds=20.0)
+        node = Node(
+            agreed, who[j], share(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), watch=told[j], **QUIET
+        )
+        made.append(node)
+    run_all(made)
+    for j in range(2):
+        (note,) = [note for note in told[j].notes if "differing" in note]
+        assert note == f"org-{1 - j}: it holds another federation, differing in rounds: send one file to all"
+        assert not any(line["received"] for line in lines_of(tmp_path / f"out-{j}"))

@@ -186,7 +186,7 @@ def _judged(federation: Federation, member: Member, heard: Heard | None, linked:
     if abs(heard.clock) > CLOCK:
         way = "ahead of" if heard.clock > 0 else "behind"
         notes = (f"its clock is {abs(heard.clock):.0f} s {way} ours: set the one that is wrong", *notes)
-    return Found(member.name, _disagrees(federation, said), notes)
+    return Found(member.name, disagrees(federation, said), notes)
 
 
 def _unread(member: Member, reason: str) -> str:
@@ -201,7 +201,7 @@ def _unread(member: Member, reason: str) -> str:
     return f"its answer cannot be read ({_plain(reason)}): check again, and which release of fedcb2o it runs"
 
 
-def _disagrees(federation: Federation, said: Mapping[str, Any]) -> str:
+def disagrees(federation: Federation, said: Mapping[str, Any]) -> str:
     """In what its federation is another than ours, and who has to do what."""
     if said.get("federation") == federation.digest.hex():
         return ""

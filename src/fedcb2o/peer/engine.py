@@ -4,6 +4,7 @@ The pool is [own | crafted | before | inbox]. A model that arrived lies in a row
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.mixing import mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
 from fedcb2o.federated.round import ask
+from fedcb2o.federated.teams import train_
 from fedcb2o.peer.download import Arrival, Downloads
 from fedcb2o.peer.offers import Offers
 from fedcb2o.runtime import primitives
@@ -31,14 +33,20 @@ ONE = np.zeros(1, np.int64)  # the place of the only agent
 
 
 class Among:
-    """The engine of one agent. `may_ask(n)` are the ids of those whom it may ask now; it `offers` its models by one
-    part, and gets others' by `downloads`. `arrivals` and `failures` tell how the last exchange went, by peer, and
-    `seconds` how long it took."""
+    """The engine of one agent, whose model was the `first` before all rounds. `may_ask(n)` are the ids of those whom it
+    may ask now; it `offers` its models by one part, and gets others' by `downloads`. `arrivals` and `failures` tell how
+    the last exchange went, by peer, and `seconds` how long it took."""
 
     def __init__(
-        self, block: Block, offers: Offers, downloads: Downloads, may_ask: Callable[[int], Sequence[int]]
+        self,
+        block: Block,
+        offers: Offers,
+        downloads: Downloads,
+        may_ask: Callable[[int], Sequence[int]],
+        first: Float[Tensor, " d"],
     ) -> None:
         self.block, self.offers, self.downloads, self.may_ask = block, offers, downloads, may_ask
+        self.first = first
         self.terms, self.attackers = block.terms, block.attackers
         self.me = int(block.agents[0])
         self.parts = [block.agents]
@@ -50,7 +58,20 @@ class Among:
         """What a function finds for the agent; whom it asks, among those that are there."""
         block = self._among(self.may_ask(int(common[0]))) if function is ask else self.block
         with primitives.by(self.terms.primitives.linear, self.terms.primitives.convolution):
-            return [function(block, ONE, *(each[0] for each in own), *common)]
+            call = functools.partial(function, block, ONE, *(each[0] for each in own), *common)
+            found: Any = call()
+            if function is train_ and self._diverged(int(common[0]), *found):
+                self._row(int(block.layout.own[0])).copy_(self.first)
+                found = call()
+            return [found]
+
+    def _diverged(self, n: int, losses: Float[np.ndarray, " 1"], sizes: Float[np.ndarray, " 1"]) -> bool:
+        """Whether training led nowhere, as it may from an average with a model that was made for this: a peer ends
+        nobody. In a simulation of such models it is their success."""
+        if (np.isfinite(losses) & np.isfinite(sizes)).all() or self.attackers.attack.crafts(n):
+            return False
+        self.offers.tell(f"training diverged in round {n + 1}: it begins again with the initial model")
+        return True
 
     def _among(self, there: Sequence[int]) -> Block:
         """The same block where the agent may ask only those that are there."""

@@ -29,6 +29,7 @@ from fedcb2o.experiments.folder import alone
 from fedcb2o.federated import metrics
 from fedcb2o.federated.peers import Memory
 from fedcb2o.peer import agent as agents
+from fedcb2o.peer.check import disagrees
 from fedcb2o.peer.coding import Coding, Int8, Raw
 from fedcb2o.peer.download import MISSED, NOT_YET, Downloads, StoppedError
 from fedcb2o.peer.engine import Among
@@ -174,11 +175,13 @@ class Node:
             )
             downloads.least.update(self._last_rounds())
             offers = Offers(self.federation, self.identity, coding, journal, server, self.watch.note)
-            engine = Among(block, offers, downloads, lambda n: self._there(n, transport, downloads))
+            first = self.agent.first
+            engine = Among(block, offers, downloads, lambda n: self._there(n, transport, downloads), first)
             with contextlib.suppress(StoppedError):
                 left = self.done < self.federation.rounds
                 if left:
                     self._gather(transport)
+                    self._compare(transport, downloads)
                     self._remind(journal, downloads.mine(transport.alive(), HELLO_SECONDS))
                     yield from self._lines(engine, memory, log, coding, transport, Tally(server, downloads))
                 self._keep(block.pool[0])
@@ -335,6 +338,15 @@ class Node:
         if absent:
             names = ", ".join(self.federation.members[i].name for i in sorted(absent))
             self.watch.note(f"begins without {names}, who could not be reached in {waited:.0f} s")
+
+    def _compare(self, transport: Transport, downloads: Downloads) -> None:
+        """Tell the operator who holds another file of the federation, whose models are refused, and what differs."""
+        there = sorted(transport.alive() & self.federation.members.keys())
+        with ThreadPoolExecutor(len(there) or 1) as pool:
+            said = pool.map(lambda i: downloads.hello(i, HELLO_SECONDS), there)
+            for i, about in zip(there, said, strict=True):
+                if about is not None and (wrong := disagrees(self.federation, about)):
+                    self.watch.note(f"{self.federation.members[i].name}: {wrong}")
 
     def _remind(self, journal: Journal, shown: Manifest | None) -> None:
         """Never sign a round again that was signed elsewhere, as another peer has `shown`: a folder may be lost, or be
