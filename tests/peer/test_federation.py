@@ -130,6 +130,17 @@ def test_the_hash_is_of_the_content_and_not_of_how_it_is_written(path):
     assert made.digest == hashlib.sha256(text.encode()).digest()
 
 
+def test_a_peer_may_ask_as_often_as_a_model_needs_and_not_much_more(eight):
+    assert federated(eight[:2]).limits.answers_per_minute == 6000  # rounds as fast as they go
+    assert federated(eight[:2], round_seconds=0.2).limits.answers_per_minute == 3000  # 5 rounds a second, 2 (1 + 4)
+    assert federated(eight[:2], round_seconds=30.0).limits.answers_per_minute == 300
+    assert federated(eight[:2], round_seconds=30.0, limits={"answers_per_minute": 7}).limits.answers_per_minute == 7
+    wide = {"model": {"hidden": [2**15]}}  # 2^15 (64 + 1 + 10) + 10 parameters: 9.4 MiB, 2.3 of int8
+    for encoding, answers in (("float32", 12 * 2 * (9 + 5)), ("int8", 300)):
+        made = federated(eight[:2], changes=wide, round_seconds=5.0, encoding=encoding)
+        assert made.limits.answers_per_minute == answers
+
+
 def test_differing_keys_are_named(path, eight, tmp_path):
     made = read(path)
     other = federated([*eight[:3], eight[4]], changes={"algorithm": {"alpha": 3.0}, "model": {"hidden": [9]}}, lag=6)

@@ -19,6 +19,20 @@ ROUNDS = [
 ]
 
 
+def test_those_of_whom_nothing_was_ever_taken(tmp_path):
+    lines = [line(1, alive=[1, 2], asked=[1, 2], refused={"2": "another run"}), line(2, alive=[1], asked=[1])]
+    read = Recorded.read(write_node(tmp_path, lines))
+    assert read.untaken([1, 2, 3]) == {
+        "hospital-b": "no answer",
+        "clinic-c": "another run",
+        "university-d": "never there",
+    }
+    assert read.untaken([1]) == {"hospital-b": "no answer"}  # those of this version alone
+    assert Recorded.read(write_node(tmp_path, [*ROUNDS, line(4, asked=[])])).untaken([1, 2, 3]) == {
+        "university-d": "size"
+    }
+
+
 class Page(HTMLParser):
     """A page's visible words, its tables by rows, and the tags that it uses."""
 

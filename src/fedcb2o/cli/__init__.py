@@ -83,7 +83,9 @@ def main() -> None:
     except FedCB2OError as error:
         _leave(f"Error: {_one_line(error)}", 2)
     except UsageError as error:
-        told = _one_line(error.format_message())  # nothing where no command was given: then its help was shown
+        told = _one_line(error.format_message()).replace(
+            ": Value error, ", ": "
+        )  # nothing where no command was given: then its help was shown
         end = "" if told.endswith((".", "?")) else "."
         command = error.ctx.command_path if error.ctx else "fedcb2o"
         _leave(told and f"Error: {told}{end} See `{command} --help`.", 2)

@@ -320,6 +320,7 @@ def run(
     from fedcb2o.peer.federation import read
     from fedcb2o.peer.live import Live
     from fedcb2o.peer.node import Node
+    from fedcb2o.peer.recorded import Recorded
 
     if (data is None) == (simulate is None):
         raise ConfigError(
@@ -341,5 +342,12 @@ def run(
     )
     with Live(names, me=node.me, rounds=federation.rounds) as node.watch:
         node.run()
-    print(f"Done: {out / 'model.safetensors'}. For a page: fedcb2o peer report {out}", file=sys.stderr)
+    untaken = Recorded.read(out).untaken(federation.members.keys() - {node.me})
+    if untaken:
+        told = ", ".join(f"{name} ({why})" for name, why in list(untaken.items())[:5])
+        more = f" and {len(untaken) - 5} more" if len(untaken) > 5 else ""
+        cure = f"fedcb2o peer check {file} --identity {identity}"
+        print(f"Done, but no model was ever taken of {told}{more}: {cure}", file=sys.stderr)
+    page = f"For a page: fedcb2o peer report {out}"
+    print(f"{'Done: ' if not untaken else ''}{out / 'model.safetensors'}. {page}", file=sys.stderr)
     return out

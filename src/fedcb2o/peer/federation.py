@@ -23,7 +23,7 @@ from fedcb2o import plugins, records
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import config
-from fedcb2o.experiments.assemble import neighbours_of
+from fedcb2o.experiments.assemble import module_of, neighbours_of
 from fedcb2o.experiments.config import Experiment, Part
 from fedcb2o.federated import algorithms
 from fedcb2o.peer import versions as chain
@@ -249,6 +249,7 @@ def make(
     except ValueError as error:
         raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
     believed = max(agents.benign_samples, agents.malicious_samples)
+    dim = sum(each.numel() for each in module_of(experiment, experiment.seeds[0], dataset).parameters())
     table = {
         "protocol": PROTOCOL,
         "name": experiment.name,
@@ -262,6 +263,9 @@ def make(
         "own": list(parts_of(chosen)),
     }
     made = _checked({**table, **options}, "the federation")
+    if "limits" not in options:
+        size = 4 * dim if made.encoding == "float32" else dim
+        made = made.model_copy(update={"limits": Limits.fitted(size, made.round_seconds)})
     return _linked(
         _checked(made.model_dump(by_alias=True, exclude_none=True), "the federation")
     )  # defaults written out

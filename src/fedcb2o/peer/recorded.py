@@ -1,7 +1,7 @@
 """What a node wrote about its rounds, read back and checked: a folder may be cut short, damaged or somebody else's."""
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -126,6 +126,15 @@ class Recorded:
         for line in self.lines:
             told.update(line.asked, line.refused, line.late, line.alive, (each.id for each in line.received))
         return sorted(told - {self.about.id})
+
+    def untaken(self, among: Iterable[int]) -> dict[str, str]:
+        """Those of whom no model was ever taken, by name, and why: a refusal, "no answer", or "never there"."""
+        taken = {each.id for line in self.lines for each in line.received}
+        there = {peer for line in self.lines for peer in line.alive}
+        why = {peer: "no answer" for line in self.lines for peer in line.asked}  # who was never asked is left out
+        why |= {peer: reason for line in self.lines for peer, reason in line.refused.items()}
+        why = {peer: "never there" for peer in among if peer not in there} | why
+        return {self.about.name_of(peer): why[peer] for peer in among if peer in why.keys() - taken}
 
     @cached_property
     def proofs(self) -> list[Proof]:

@@ -20,6 +20,15 @@ class Limits(Part):
     uploads: Annotated[int, Field(ge=1, le=1000)] = 8
     per_peer: Annotated[int, Field(ge=1, le=1000)] = 4
 
+    @classmethod
+    def fitted(cls, size: int, round_seconds: float) -> "Limits":
+        """Enough for a peer that downloads a model of so many bytes twice a round; a few hundred answers always, since
+        who is behind does not wait for its rounds' time."""
+        a_round = 2 * (size // 2**20 + 5)  # chunks, and what is asked beside them
+        most = cls.model_fields["answers_per_minute"].default
+        wanted = math.ceil(60 * a_round / round_seconds) if round_seconds > 60 * a_round / most else most
+        return cls(answers_per_minute=max(wanted, 300))
+
 
 class Samples(Part):
     """What the samples of every member look like."""
