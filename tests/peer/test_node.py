@@ -418,7 +418,7 @@ def test_no_model_within_the_bound_ends_a_node(tmp_path):
     lines = lines_of(tmp_path / "out")
     assert [line["round"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["received"][0]["weight"] > 0.1
-    assert "training diverged in round 2: it begins again with the initial model" in notes.notes
+    assert "training diverged in round 2: it begins again with the initial model; are the data " in "\n".join(notes.notes)
 
 
 class Notes:
