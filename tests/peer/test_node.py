@@ -453,3 +453,19 @@ def test_who_holds_another_file_is_told_what_differs_and_refused(tmp_path):
         (note,) = [note for note in told[j].notes if "differing" in note]
         assert note == f"org-{1 - j}: it holds another federation, differing in rounds: send one file to all"
         assert not any(line["received"] for line in lines_of(tmp_path / f"out-{j}"))
+
+
+def test_an_identity_signs_for_a_run_in_one_folder_alone(quick, tmp_path):
+    """A mistyped folder is no new start, with --resume neither; one that was moved is the same."""
+    who, made = quick
+    first = by_itself(made, who[0], share(0), tmp_path / "out").rounds()
+    assert next(first)["round"] == 1
+    first.close()
+    for resume in (False, True):
+        with pytest.raises(
+            RunError, match=r"org-0 already signs for this run in \S+/out: give that --out and --resume"
+        ):
+            by_itself(made, who[0], share(0), tmp_path / "uot", resume=resume).run()
+    (tmp_path / "out").rename(tmp_path / "moved")
+    by_itself(made, who[0], share(0), tmp_path / "moved", resume=True).run()
+    assert [line["round"] for line in lines_of(tmp_path / "moved")] == list(range(1, made.rounds + 1))

@@ -48,6 +48,7 @@ from fedcb2o.runtime.workers import one_thread
 
 MODEL = "model.safetensors"
 FEDERATION = "federation.toml"
+RUNS = "runs.toml"  # beside the keys: where they sign for which run
 SETTLED = 0.2  # seconds between two looks at who is there
 REJOIN = 3.0  # seconds in which who is there is reached
 PAUSE = 0.02  # seconds between two looks at how far the others are, where all wait for each other
@@ -254,9 +255,27 @@ class Node:
                 )
         elif {inside.name for inside in self.out.iterdir()} - {f"{FEDERATION}.tmp", "agent.json", "agent.json.tmp"}:
             raise RunError(f"{self.out} is not empty and holds no peer's run: choose another --out")
+        self._claim()
         records.sweep(self.out)
         records.write_json(self.out / "agent.json", who)
         write(self.federation, there)
+
+    def _claim(self) -> None:
+        """Note beside the keys in which folder they sign for this run; raises RunError where it is another one, which
+        would sign second models for its rounds."""
+        path, run, here = self.identity.folder / RUNS, self.federation.run.hex(), str(self.out.resolve())
+        known: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):  # nothing was noted yet, or it is damaged
+            known = records.read_toml(path)
+        there = known.get(run, here)
+        if isinstance(there, str) and there != here and (Path(there) / SIGNED).exists():
+            raise RunError(
+                f"{self.identity.member.name} already signs for this run in {there}: give that --out and --resume (or, "
+                "if it is a copy of that folder, remove the other one). Two folders would sign two models for one "
+                "round, which the others take for fraud"
+            )
+        with contextlib.suppress(OSError, RunError):  # keys may be where nothing can be written
+            records.write_toml(path, {**known, run: here})
 
     def _coding(self) -> Coding:
         """How models are sent, as the federation agreed on."""
