@@ -3,11 +3,16 @@
 `LIES` names each way, with the reasons for which a peer may refuse it. No model that it offers may be received.
 """
 
+import contextlib
 import json
+import os
 import secrets
+import socket
+import ssl
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +43,7 @@ from fedcb2o.peer.protocol import (
     read_offer,
     read_request,
 )
-from fedcb2o.peer.transport import Zenoh
+from fedcb2o.peer.transport import Zenoh, _key, _linked
 
 HEAD = 26  # bytes of an answer in which there is nothing
 LATE = "late"  # a peer that gives nothing in time counts as late, and nothing more is said
@@ -60,6 +65,7 @@ class Liar:
         self.transport = Zenoh(federation, identity)
         self.content: dict[bytes, tuple[str, bytes]] = {}  # by the digest of a manifest: the lie, and what is sent
         self.stolen: dict[int, bytes] = {}  # manifests of others
+        self.asked = threading.Event()  # since when it is asked for models
         self.log = log.open("a", buffering=1)
 
     def serve(self) -> None:
@@ -84,6 +90,7 @@ class Liar:
 
     def answers(self, request: Request) -> Iterable[Bytes]:
         if request.kind is Kind.MANIFEST:
+            self.asked.set()
             turn = self.lies[min(request.round, len(self.lies) - 1)]
             name = turn[request.sender % len(turn)]
             self.note(lie=name, to=request.sender, round=request.round)
@@ -139,14 +146,22 @@ class Liar:
     def pester(self, count: int) -> None:
         """Ask everybody in every wrong way, `count` times each; notes how many got an answer with something in it."""
         others = range(len(self.lies[0]) - 1)
-        while not {*others} <= self.transport.alive():
+        while not (self.asked.wait() and {*others} <= self.transport.alive()):
             time.sleep(0.1)
         for name, asking in REQUESTS.items():
             for peer in others:
+                began = time.monotonic()
                 waiting = [self.transport.ask(peer, data, 2.0) for data in asking(self, peer, count)]
                 told = [data for each in waiting for data in each]
                 given = sum(len(data) > HEAD for data in told)
-                self.note(request=name, to=peer, asked=len(waiting), answered=len(told), given=given)
+                self.note(
+                    request=name,
+                    to=peer,
+                    asked=len(waiting),
+                    answered=len(told),
+                    given=given,
+                    seconds=time.monotonic() - began,
+                )
 
     def note(self, **what: Any) -> None:
         print(json.dumps(what), file=self.log)
@@ -312,6 +327,7 @@ chunks("truncated", "hash")(lambda content, k: (Status.OK, content[:CHUNK] if no
 chunks("no chunks", "hash")(lambda content, k: (Status.NOT_HERE, b""))
 chunks("chunks never", LATE)(lambda content, k: None)
 answers("8 MiB", LATE)(lambda liar, request, good: [good + bytes(2**23)])
+answers("1 GiB", LATE)(lambda liar, request, good: [good + bytes(2**30 - len(good))])
 
 
 @lie("equivocation", "not finite", "equivocation")
@@ -367,3 +383,59 @@ def run(federation: Path, identity: Path, log: Path, lies: Sequence[Sequence[str
     if pesters:
         threading.Thread(target=liar.pester, args=(pesters,), daemon=True).start()
     liar.serve()
+
+
+# What is no member at all: it has no keys that count, or somebody's who lent them.
+
+
+def strangers(federation: Path, folder: Path, member: Path, target: int, stop: Any) -> None:
+    """In a process: everything against one node's port that needs no membership, until it is told to stop; and requests
+    over a link that a member lent, signed by a key of its own."""
+    agreed, rng = read(federation), np.random.default_rng(0)
+    victim = agreed.members[target]
+    host, port = victim.endpoint.rsplit(":", 1)
+    while not _open(host, int(port)):
+        time.sleep(0.1)
+    silent = [socket.create_connection((host, int(port))) for _ in range(100)]  # slowloris: they say nothing,
+    for k, each in enumerate(silent[:50]):  # or begin to
+        each.sendall(b"\x16\x03\x01\x02\x00\x01"[: 1 + k % 6])
+    outsider = Identity.make(folder / "outsider", name=victim.name, endpoint=victim.endpoint)  # its chain is valid
+    lent = Identity.read(member)
+    sessions = [
+        _linked(outsider, victim, _key(target)),
+        _linked(replace(outsider, folder=lent.folder), victim, _key(target)),
+    ]
+    made = agreed.id_of(lent.member)
+    done = Counter[str]()
+    while not stop.is_set():
+        for each in silent[:50:10]:  # a byte now and then keeps the handshake going
+            with contextlib.suppress(OSError):
+                each.sendall(b"\0")
+        for context in (_no_certificate(victim.root), None):
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                link = stack.enter_context(socket.create_connection((host, int(port)), timeout=1))
+                if context:
+                    link = stack.enter_context(context.wrap_socket(link, server_hostname=host))
+                link.sendall(rng.bytes(4096))
+                done["answered"] += len(link.recv(100)) > 7  # an alert of TLS has 7 bytes
+        nonce = secrets.token_bytes(16)
+        asked = Request(kind=Kind.MANIFEST, run=agreed.run, sender=made, receiver=target, nonce=nonce)
+        data = asked.encode(outsider.sign)
+        for name, session in zip(("outsider", "lent"), sessions, strict=True):
+            done[f"{name} linked"] += bool(session.info.peers_zid())
+            told = session.get(_key(target), payload=data, timeout=0.3)
+            done[f"{name} told"] += sum(reply.ok is not None for reply in told)
+        done["times"] += 1
+    (folder / "strangers.json").write_text(json.dumps(done))
+    os._exit(0)
+
+
+def _open(host: str, port: int) -> bool:
+    with socket.socket() as each:
+        return each.connect_ex((host, port)) == 0
+
+
+def _no_certificate(root: str) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=root)
+    context.check_hostname = False
+    return context

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+from contextlib import suppress
 from typing import Self
 
 
@@ -83,6 +84,10 @@ class Proxy:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self._writers.add(writer)
+        with suppress(asyncio.CancelledError):
+            await self._pass_on(reader, writer)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._flowing.wait()
         try:
             there, on = await asyncio.open_connection("127.0.0.1", self.target, limit=2**16)

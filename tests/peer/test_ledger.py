@@ -142,6 +142,18 @@ def test_at_most_64_digests_are_told_and_proofs_among_them(tmp_path, federation,
     assert {one[0] for one in ledger.digests()[:2]} == {2}
 
 
+def test_who_claims_to_be_far_ahead_leaves_room_for_others(tmp_path, federation, sign):
+    """Two agents fill all that is held of them with the highest rounds; what comes later is told first."""
+    agreed = federation.model_copy(update={"lag": 100})
+    ledger = Ledger(tmp_path, agreed)
+    for n in range(40, 90):
+        for agent in (1, 2):
+            ledger.seen(sign(agent, n))
+    for n in range(10):
+        ledger.seen(sign(0, n))
+    assert [(agent, n) for agent, n, _ in ledger.digests()[:10]] == [(0, n) for n in range(9, -1, -1)]
+
+
 def test_a_disk_that_is_full_holds_nobody_innocent(tmp_path, federation, sign, monkeypatch):
     ledger = Ledger(tmp_path, federation)
     ledger.seen(sign(1, 5, b"a"))

@@ -330,10 +330,10 @@ def test_peers_that_answer_nothing_hold_no_wait_beyond_its_time(quick, tmp_path)
             time.sleep(seconds)
 
     began = time.monotonic()
-    node._wait_for(lambda: range(1, 30), Silent(), 0.4, 0.01)
+    node._wait_for(lambda: range(1, 30), 0, Silent(), 0.4, 0.01)
     assert 0.4 <= time.monotonic() - began < 2
     threading.Timer(0.2, node.stop).start()
-    node._wait_for(lambda: range(1, 3000), Silent(), 60.0, 0.01)
+    node._wait_for(lambda: range(1, 3000), 0, Silent(), 60.0, 0.01)
     assert time.monotonic() - began < 10
 
 

@@ -37,11 +37,13 @@ TRIES = 3  # at a peer from which nothing comes
 WITNESSES = 4  # manifests that one answer may make us ask for
 PAUSE = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
 GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
-LATE, NOTHING, EQUIVOCATION = "late", "no answer", "equivocation"
+MOST_STALLS = 5  # that count: who stalls so often rests for 31 rounds
+LATE, NOTHING, MOVED_ON, EQUIVOCATION = "late", "no answer", "not here", "equivocation"
 FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
-AGAIN = (NOTHING, "not yet", "busy")
+NOT_YET = "not yet"
+AGAIN = (NOTHING, NOT_YET, "busy")
 """Why nothing came, which may be otherwise soon."""
-MISSED = (LATE, *AGAIN, "not here")
+MISSED = (LATE, *AGAIN, MOVED_ON)
 """Why nothing came that says nothing against the peer."""
 
 
@@ -59,9 +61,33 @@ class Arrival:
     seconds: float
 
 
+class Patience:
+    """Whom not to ask for a while: who kept a round waiting for more than half of its deadline, and for nothing, rests
+    for one round, the next time for 3, then 7 and so on; each model that arrives takes one time back. So a peer that
+    answers nothing, or begins and never ends, costs a few deadlines and not one in each round."""
+
+    def __init__(self) -> None:
+        self.stalls: dict[int, int] = {}
+        self.until: dict[int, int] = {}
+
+    def stalled(self, peer: int, n: int) -> None:
+        """Round n waited for it, for nothing."""
+        self.stalls[peer] = min(MOST_STALLS, self.stalls.get(peer, 0) + 1)
+        self.until[peer] = n + 2 ** self.stalls[peer]
+
+    def arrived(self, peer: int) -> None:
+        """Its model came."""
+        self.stalls[peer] = max(0, self.stalls.get(peer, 0) - 1)
+
+    def resting(self, n: int) -> set[int]:
+        """Who is not asked in round n."""
+        return {peer for peer, until in self.until.items() if n < until}
+
+
 class Downloads:
     """Downloads for agent `me`. `least` is the round of the last model that it had from each peer: no older one is
-    taken again. `received` counts bytes. Once `stop` is set, a fetch ends with StoppedError."""
+    taken again. `patience` knows who kept it waiting, and `received` counts bytes. Once `stop` is set, a fetch ends
+    with StoppedError."""
 
     def __init__(
         self,
@@ -77,6 +103,7 @@ class Downloads:
         self.ledger, self.coding, self.dim = ledger, coding, dim
         self.me = federation.id_of(identity.member)
         self.least: dict[int, int] = {}
+        self.patience = Patience()
         self.received, self.failed = 0, False
         self.stop = threading.Event() if stop is None else stop
         self.lock = threading.Lock()
@@ -88,20 +115,26 @@ class Downloads:
         others why it did not. After it returns nothing is written to the rows."""
         if not rows:
             return {}, {}
-        until = time.monotonic() + (self.federation.deadline_seconds if deadline is None else deadline)
+        began = time.monotonic()
+        until = began + (self.federation.deadline_seconds if deadline is None else deadline)
         pool = ThreadPoolExecutor(len(rows), thread_name_prefix="download")
         tasks = {peer: _Fetch(self, n, peer, row, until) for peer, row in rows.items()}
         futures = {peer: pool.submit(task.run) for peer, task in tasks.items()}
         arrivals, failures = dict[int, Arrival](), dict[int, str]()
         try:
+            self._wait(futures.values(), (began + until) / 2)
+            slow = {peer for peer, future in futures.items() if not future.done()}
             self._wait(futures.values(), until + GRACE)
             for peer, task in tasks.items():
                 found = task.result(futures[peer])
                 if isinstance(found, Arrival):
                     arrivals[peer] = found
                     self.least[peer] = found.round
+                    self.patience.arrived(peer)
                 else:
                     failures[peer] = found
+                    if peer in slow:
+                        self.patience.stalled(peer, n)
         finally:
             for task in tasks.values():
                 task.end()
@@ -122,6 +155,22 @@ class Downloads:
             with contextlib.suppress(protocol.MalformedError):
                 return protocol.read_hello(answer.body, answer.nonce, member)
         return None
+
+    def mine(self, peers: Iterable[int], seconds: float) -> Manifest | None:
+        """The newest manifest that some peers can show which this agent signed."""
+        until, silent, found = time.monotonic() + seconds, set(peers), list[Manifest]()
+        while silent and time.monotonic() < until and not self.stop.is_set():
+            asking = {peer: _Fetch(self, 0, peer, torch.empty(0), until) for peer in silent}
+            asked = [(peer, each.answers(Kind.WITNESS, index=self.me)) for peer, each in asking.items()]
+            for peer, answers in asked:
+                for answer in answers:
+                    silent.discard(peer)
+                    manifest = protocol.signed_by_member(answer.body, self.federation)[1]
+                    if manifest is not None and manifest.agent == self.me and manifest.round < self.federation.rounds:
+                        found.append(manifest)
+            if silent:  # a link that is just there may not yet lead to who answers
+                self.stop.wait(PAUSE[1])
+        return max(found, key=lambda manifest: manifest.round, default=None)
 
     def look(self, n: int, ids: Iterable[int]) -> dict[int, Float[Tensor, " d"]]:
         """The models of some peers in tensors of their own: what an attacker of a simulation sees."""
@@ -158,11 +207,11 @@ class _Fetch:
 
     def run(self) -> "Arrival | str":
         """The arrival, or why there is none; who has nothing yet is asked again where a round waits for everybody, and
-        else a few times who says nothing: a message may be lost."""
+        else a few times who says nothing, as a message may be lost, or has a newer one by now."""
         began, pause, tries = time.monotonic(), PAUSE[0], 0
         while self.open and (left := self.until - time.monotonic()) > 0:
             found, tries = self._once(began), tries + 1
-            again = found in AGAIN if self.of.federation.synchronous else found == NOTHING and tries < TRIES
+            again = found in AGAIN if self.of.federation.synchronous else tries < TRIES and found in (NOTHING, MOVED_ON)
             if isinstance(found, Arrival) or not again:
                 return found
             time.sleep(min(pause, left))
@@ -219,9 +268,10 @@ class _Fetch:
         if manifest is None:
             return reason
         of.ledger.seen(signed)
+        longest = protocol.manifest_length(of.coding.most)  # no longer one was taken by anybody
         for agent, n, digest in of.ledger.conflicts(digests)[:WITNESSES]:
             for answer in self.answers(Kind.WITNESS, round=n, index=agent, digest=digest):
-                if answer.status is Status.OK and protocol.signed_by_member(answer.body, federation)[1] is not None:
+                if answer.status is Status.OK and len(answer.body) <= longest:
                     of.ledger.seen(bytes(answer.body))
         return EQUIVOCATION if self.peer in of.ledger.guilty else manifest
 

@@ -98,14 +98,13 @@ class Among:
         self.offers.deceive(n, theta, num_samples, crafted, claims)
 
     def _look(self, n: int) -> Callable[[list[int]], Float[Tensor, "m d"]]:
-        """What an attacker may see: the models of others that it downloads now, and its own."""
+        """What an attacker may see: its own model and those of others that it downloads now; where one does not come
+        it takes its own for it."""
 
         def look(ids: list[int]) -> Float[Tensor, "m d"]:
             seen = self.downloads.look(n, [i for i in ids if i != self.me])
             own = self._row(int(self.block.layout.own[0]))
-            found = [own if i == self.me else seen.get(i) for i in ids]
-            there = [each for each in found if each is not None]
-            return torch.stack(there) if there else torch.zeros(0, self.terms.dim)
+            return torch.stack([seen.get(i, own) for i in ids]) if ids else torch.zeros(0, self.terms.dim)
 
         return look
 

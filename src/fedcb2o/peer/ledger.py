@@ -28,6 +28,7 @@ from fedcb2o.peer.certificates import LABEL
 from fedcb2o.peer.federation import Federation
 from fedcb2o.peer.protocol import (
     MOST_SEEN,
+    NONE,
     SIGNS_MANIFEST,
     MalformedError,
     Manifest,
@@ -143,7 +144,9 @@ class Ledger:
         self._folder = folder / "proofs"
         self._federation = federation
         self._lock = threading.Lock()
-        self._held: dict[int, dict[int, tuple[bytes, bytes]]] = {}  # agent -> round -> its digest and signed manifest
+        # agent -> round -> its digest and signed manifest, and how many were kept before it
+        self._held: dict[int, dict[int, tuple[bytes, bytes, int]]] = {}
+        self._kept = 0
         self._proofs: dict[int, Proof] = {}
         self._unwritten: list[Proof] = []
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
@@ -169,7 +172,8 @@ class Ledger:
             if manifest.agent in self._proofs:
                 return None
             held = self._held.setdefault(manifest.agent, {})
-            digest, before = held.setdefault(manifest.round, (manifest.digest, signed))
+            digest, before, _ = held.setdefault(manifest.round, (manifest.digest, signed, self._kept))
+            self._kept += 1
             if digest != manifest.digest:
                 return self._prove(manifest, before, signed)
             while len(held) > self._federation.lag + KEPT:
@@ -177,11 +181,16 @@ class Ledger:
         return None
 
     def digests(self) -> list[Seen]:
-        """What was seen, for others to compare: both manifests of a proof first, then the newest, at most 64."""
+        """What was seen, for others to compare: both manifests of a proof first, then those that came last, at most 64.
+
+        Not those of the highest rounds: a few agents who claim to be far ahead would leave room for nobody else's.
+        """
         with self._lock:
             proven = list(self._proven())
-            rest = ((agent, n, held[n][0]) for agent, held in self._held.items() for n in held)
-            newest = heapq.nlargest(MOST_SEEN, rest, key=lambda seen: (seen[1], seen[0]))
+            rest = (
+                (when, agent, n, digest) for agent, held in self._held.items() for n, (digest, _, when) in held.items()
+            )
+            newest = [(agent, n, digest) for _, agent, n, digest in heapq.nlargest(MOST_SEEN, rest)]
         return [*proven[: MOST_SEEN // 2], *newest][:MOST_SEEN]
 
     def conflicts(self, digests: Iterable[Seen]) -> list[Seen]:
@@ -193,7 +202,7 @@ class Ledger:
                 if agent not in self._federation.members or agent in self._proofs or n >= self._federation.rounds:
                     continue
                 other = told.setdefault((agent, n), digest)
-                mine, _ = self._held.get(agent, {}).get(n, (None, b""))
+                mine, *_ = self._held.get(agent, {}).get(n, (None, b"", 0))
                 if other != digest:
                     found |= {(agent, n, each): None for each in (other, digest) if each != mine}
                 elif mine not in (None, digest):
@@ -201,10 +210,11 @@ class Ledger:
         return list(found)
 
     def witness(self, agent: int, n: int, digest: bytes) -> bytes | None:
-        """The signed manifest of an agent that has this digest, where it is held."""
+        """The signed manifest of an agent that has this digest, where it is held; without a digest, the newest one."""
         with self._lock:
-            found, signed = self._held.get(agent, {}).get(n, (None, b""))
-            if found == digest:
+            held = self._held.get(agent, {})
+            found, signed, _ = held.get(n if digest != NONE else max(held, default=n), (None, b"", 0))
+            if found is not None and digest in (found, NONE):
                 return signed
             proof = self._proofs.get(agent)
             both = proof.manifests if proof is not None else ()
@@ -236,6 +246,7 @@ class Journal:
     """What this agent signed, `folder`/signed.jsonl: on the disk before the signature is made.
 
     So an agent that was killed, and trains the round again otherwise, signs nothing rather than two models for a round.
+    It signs rounds in their order alone: what came before its last line, and is not there, may have been signed too.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -259,13 +270,19 @@ class Journal:
                 ) from error
             self._size += len(line)
 
+    @property
+    def last(self) -> int:
+        """The last round that was signed; -1 where none was."""
+        return max(self._signed, default=-1)
+
     def may_sign(self, n: int, digest: bytes) -> bool:
-        """Whether the manifest of round `n` with this digest may be signed: this, or nothing, was signed before.
+        """Whether the manifest of round `n` with this digest may be signed: this was signed before, or nothing was of
+        this round and of later ones.
 
         Raises RunError where the disk does not take the line.
         """
-        if n in self._signed:
-            return self._signed[n] == digest
+        if n <= self.last:
+            return self._signed.get(n) == digest
         line = json.dumps({"round": n, "digest": digest.hex()}).encode() + b"\n"
         try:
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)

@@ -30,12 +30,13 @@ from fedcb2o.federated import metrics
 from fedcb2o.federated.peers import Memory
 from fedcb2o.peer import agent as agents
 from fedcb2o.peer.coding import Coding, Int8, Raw
-from fedcb2o.peer.download import MISSED, Downloads, StoppedError
+from fedcb2o.peer.download import MISSED, NOT_YET, Downloads, StoppedError
 from fedcb2o.peer.engine import Among
 from fedcb2o.peer.federation import Federation, read, write
 from fedcb2o.peer.identity import Identity
 from fedcb2o.peer.ledger import SIGNED, Journal, Ledger
 from fedcb2o.peer.offers import Offers
+from fedcb2o.peer.protocol import Manifest
 from fedcb2o.peer.serve import Server
 from fedcb2o.peer.transport import Transport, Zenoh
 from fedcb2o.peer.versions import members_of
@@ -47,6 +48,7 @@ from fedcb2o.runtime.workers import one_thread
 MODEL = "model.safetensors"
 FEDERATION = "federation.toml"
 SETTLED = 0.2  # seconds between two looks at who is there
+REJOIN = 3.0  # seconds in which who is there is reached
 PAUSE = 0.02  # seconds between two looks at how far the others are, where all wait for each other
 HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
 
@@ -161,9 +163,10 @@ class Node:
             memory = self._restored(log, block.pool[:1], coding)
             ledger, journal = Ledger(self.out, self.federation), Journal(self.out)
             self._expires = self.identity.expires
+            server = Server(self.federation, self.me, self.identity, ledger, about=self._about)
+            stack.callback(server.close)  # again, when slow readers hold none of its threads any more
             transport = self.connect(self.federation, self.identity)
             stack.callback(transport.close)
-            server = Server(self.federation, self.me, self.identity, ledger, about=self._about)
             stack.callback(server.close)
             transport.serve(server.hear)
             downloads = Downloads(
@@ -171,11 +174,12 @@ class Node:
             )
             downloads.least.update(self._last_rounds())
             offers = Offers(self.federation, self.identity, coding, journal, server, self.watch.note)
-            engine = Among(block, offers, downloads, lambda n: self._there(transport, ledger), self.agent.first)
+            engine = Among(block, offers, downloads, lambda n: self._there(n, transport, downloads), self.agent.first)
             with contextlib.suppress(StoppedError):
                 left = self.done < self.federation.rounds
                 if left:
                     self._gather(transport)
+                    self._remind(journal, downloads.mine(transport.alive(), HELLO_SECONDS))
                     yield from self._lines(engine, memory, log, coding, transport, Tally(server, downloads))
                 self._keep(block.pool[0])
                 if left:  # else it came back when all was done, and has no model of a round to offer
@@ -206,7 +210,9 @@ class Node:
             self.watch.round(line)
             self._accuse(tally.downloads.ledger.guilty)
             yield line
-            self._pace(began + federation.round_seconds, tally.downloads, transport)
+            if self.done < federation.rounds:  # after the last one, who is done may be gone
+                ahead = not engine.arrivals and NOT_YET in engine.failures.values()
+                self._pace(began + federation.round_seconds, ahead, tally.downloads, transport)
             self._check()
             began = time.monotonic()
 
@@ -310,23 +316,39 @@ class Node:
             "time": time.time(),
         }
 
-    def _there(self, transport: Transport, ledger: Ledger) -> list[int]:
-        """Whom the agent may ask now: in a synchronous federation everybody, else who can be reached."""
-        federation = self.federation
-        there = set(federation.members) if federation.synchronous else transport.alive() & federation.members.keys()
-        return sorted(there - ledger.guilty - {self.me})
+    def _there(self, n: int, transport: Transport, downloads: Downloads) -> list[int]:
+        """Whom the agent may ask in round n: in a synchronous federation everybody, else who can be reached, and did
+        not keep it waiting of late."""
+        there = set(self.federation.members)
+        if not self.federation.synchronous:
+            there = there & transport.alive() - downloads.patience.resting(n)
+        return sorted(there - downloads.ledger.guilty - {self.me})
 
     def _gather(self, transport: Transport) -> None:
-        """Wait until everybody is there, or after a restart anybody, but not for ever."""
-        others, until = self.federation.members.keys() - {self.me}, time.monotonic() + self.gather
-        while (absent := others - transport.alive()) and time.monotonic() < until:
-            if self.done and absent != others:
-                return
+        """Wait until everybody is there, but not for ever; after a restart not for long, if anybody is there."""
+        others, began = self.federation.members.keys() - {self.me}, time.monotonic()
+        while (absent := others - transport.alive()) and (waited := time.monotonic() - began) < self.gather:
+            if self.done and waited > REJOIN and absent != others:
+                break
             self._stop.wait(SETTLED)
             self._check()
         if absent:
             names = ", ".join(self.federation.members[i].name for i in sorted(absent))
-            self.watch.note(f"begins without {names}, who could not be reached in {self.gather:g} s")
+            self.watch.note(f"begins without {names}, who could not be reached in {waited:.0f} s")
+
+    def _remind(self, journal: Journal, shown: Manifest | None) -> None:
+        """Never sign a round again that was signed elsewhere, as another peer has `shown`: a folder may be lost, or be
+        an old copy. Raises RunError where this may be a mistake."""
+        if shown is None or shown.round <= journal.last:
+            return
+        what = f"a model that {self.identity.member.name} signed for round {shown.round + 1}"
+        if not self.resume:
+            raise RunError(
+                f"another peer holds {what}, of which {self.out} knows nothing: go on in the folder where it was "
+                "begun; if that is lost, and nothing else signs with this key, --resume goes on here"
+            )
+        journal.may_sign(shown.round, shown.digest)
+        self.watch.note(f"another peer holds {what}: none up to that round is offered again")
 
     def _accuse(self, guilty: frozenset[int]) -> None:
         """Tell the operator, once, of those who signed two models for one round; it may be done in its own name."""
@@ -354,16 +376,23 @@ class Node:
                 f"one (fedcb2o peer renew --identity {self.identity.folder}), and go on with --resume"
             )
 
-    def _pace(self, until: float, downloads: Downloads, transport: Transport) -> None:
+    def _pace(self, until: float, ahead: bool, downloads: Downloads, transport: Transport) -> None:
         """Wait until the round has had its time, unless most of those that are there are further.
 
         Each round has its time to itself: who was stopped for a while, and finds nobody there, does not race to the end
-        alone. In a synchronous federation nobody begins a round before the others have done the one before: a model is
-        offered in two rounds alone.
+        alone; and who is `ahead` of all whom it asked waits for half of those that are there. In a synchronous
+        federation nobody begins a round before the others have done the one before: a model is offered in two rounds
+        alone.
         """
-        if self.federation.synchronous:
-            others = self.federation.members.keys() - downloads.ledger.guilty - {self.me}
-            self._wait_for(lambda: others, downloads, self.federation.deadline_seconds, PAUSE)
+        federation = self.federation
+        others = federation.members.keys() - downloads.ledger.guilty - {self.me}
+        if federation.synchronous:
+            self._wait_for(lambda: others, self.done, downloads, federation.deadline_seconds, PAUSE)
+        elif ahead:
+            behind = self.done - federation.lag
+            self._wait_for(
+                lambda: others & transport.alive(), behind, downloads, federation.deadline_seconds, SETTLED, 0.5
+            )
         while (left := until - time.monotonic()) > 0:
             there = [downloads.least[i] for i in transport.alive() if i in downloads.least]
             if there and statistics.median_low(there) >= self.done:
@@ -411,21 +440,28 @@ class Node:
         """Serve the last model until all who can be reached are done, or it has been long enough."""
         self.watch.phase(self.done, "serving the others")
         others = self.federation.members.keys() - {self.me}
-        self._wait_for(lambda: others & transport.alive(), downloads, self.linger, SETTLED)
+        self._wait_for(lambda: others & transport.alive(), self.done, downloads, self.linger, SETTLED)
 
     def _wait_for(
-        self, whom: Callable[[], Collection[int]], downloads: Downloads, seconds: float, pause: float
+        self,
+        whom: Callable[[], Collection[int]],
+        n: int,
+        downloads: Downloads,
+        seconds: float,
+        pause: float,
+        share: float = 1.0,
     ) -> None:
-        """Wait until some peers have done as many rounds as this agent, but not for longer."""
+        """Wait until a share of some peers have done `n` rounds, but for no more than so many seconds."""
         until, there = time.monotonic() + seconds, set[int]()
         while (left := until - time.monotonic()) > 0:
             for i in sorted(set(whom()) - there):
                 if (left := until - time.monotonic()) <= 0 or self._stop.is_set():  # each may take its time
                     return
                 said = (downloads.hello(i, min(left, HELLO_SECONDS)) or {}).get("round")
-                if isinstance(said, int) and said >= self.done:
+                if isinstance(said, int) and said >= n:
                     there.add(i)
-            if not set(whom()) - there or self._stop.wait(min(left, pause)):
+            wanted = set(whom())
+            if len(wanted & there) >= share * len(wanted) or self._stop.wait(min(left, pause)):
                 return
 
 

@@ -256,6 +256,7 @@ class Request:
     | MANIFEST | the sender's   |                |                            |
     | CHUNK    |                | from 0         | of the manifest            |
     | WITNESS  | the manifest's | its agent      | of the manifest in doubt   |
+    | WITNESS  |                | an agent       | zeros: its newest manifest |
     """
 
     kind: Kind

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -32,23 +32,25 @@ Hear: TypeAlias = Callable[[bytes, Reply], None]
 
 MOST_ANSWERS = 4
 """Of one request: a link gives the first of them, what follows is a fault or a lie."""
-MOST_REQUEST = 2**12
+MOST_REQUEST = 2**9
 MOST_ANSWER = 2**21
 """Bytes of a message that is taken in, of a chunk with its head or of the longest manifest."""
 WAITING = 1024
 """Requests that wait to be heard; beyond these the oldest are dropped."""
 LINKS = 256
-"""Incoming links at once; each may hold two messages of MOST_REQUEST that are not whole yet."""
+"""Incoming links at once, beyond one a member; each may hold two messages of MOST_REQUEST that are not whole yet."""
 PENDING = 64
 """Incoming links at once that have not shown a certificate; what they wait for is given up after HANDSHAKE."""
 HANDSHAKE = 10.0
+DIAL = 4.0
+"""Seconds in which a link must be open; it is then tried again."""
 LEASE = 10.0
 """Seconds without a sign of life after which a link is down."""
 SLOW = 120.0
 """Seconds that an answer may take to leave: 1 MiB with seven others before it, at 70 kB/s."""
 AGAIN = (0.25, 2.0)
 """Seconds after which a link is tried again, at first and at most."""
-CLOSING = 3.0
+CLOSING = DIAL + 1
 """Seconds that closing may take."""
 
 
@@ -90,11 +92,20 @@ class Zenoh:
     def __init__(self, federation: Federation, identity: Identity, *, listen: bool | str = True) -> None:
         identity.check()
         me, members = federation.id_of(identity.member), federation.members
+        for member in members.values():
+            if member.endpoint.startswith("["):
+                raise ConfigError(
+                    f"{member.endpoint} of {member.name} is an IPv6 address, and links take names and IPv4 addresses: "
+                    "give that machine a name, and its member a new endpoint"
+                )
         self._mine = _key(me)
         self._incoming: zenoh.Session | None = None
         self._links: dict[int, zenoh.Session] = {}
         sessions: list[zenoh.Session] = []
-        self._close = weakref.finalize(self, _close, sessions)  # at the end of the program too, while threads still run
+        self._hears: list[threading.Thread] = []
+        self._open: set[object] = set()  # requests of which zenoh may still call back
+        # At the end of the program too, while threads still run.
+        self._close = weakref.finalize(self, _close, sessions, self._hears, self._open)
         try:
             if listen:
                 place = identity.member.endpoint if listen is True else listen
@@ -118,16 +129,21 @@ class Zenoh:
         if session is None or timeout <= 0:
             return iter(())
         replies: SimpleQueue[Any] = SimpleQueue()
-        stop = zenoh.CancellationToken()
+        stop, still_open = zenoh.CancellationToken(), self._open
 
         def take(reply: Any) -> None:  # on a thread of all links: never wait here
             if replies.qsize() < MOST_ANSWERS:
                 replies.put(reply)
 
+        def over() -> None:
+            replies.put(None)
+            still_open.discard(replies)
+
+        still_open.add(replies)
         try:
             session.get(
                 _key(peer),
-                zenoh.handlers.Callback(take, lambda: replies.put(None), indirect=False),
+                zenoh.handlers.Callback(take, over, indirect=False),
                 target=zenoh.QueryTarget.ALL,
                 consolidation=zenoh.ConsolidationMode.NONE,
                 congestion_control=zenoh.CongestionControl.BLOCK,  # of the answers too
@@ -136,6 +152,7 @@ class Zenoh:
                 cancellation_token=stop,
             )
         except zenoh.ZError:  # closed
+            still_open.discard(replies)
             return iter(())
         return _answers(replies, end, stop)
 
@@ -143,7 +160,10 @@ class Zenoh:
         if self._incoming is None:
             raise RunError("a transport that does not listen cannot serve: open it with listen=True")
         asked = self._incoming.declare_queryable(self._mine, zenoh.handlers.RingChannel(WAITING), complete=True)
-        threading.Thread(target=_hear, args=(asked, self._mine, hear), name="fedcb2o-hear", daemon=True).start()
+        self._hears.append(
+            threading.Thread(target=_hear, args=(asked, self._mine, hear), name="fedcb2o-hear", daemon=True)
+        )
+        self._hears[-1].start()
 
     def alive(self) -> frozenset[int]:  # noqa: D102
         alive = set()
@@ -204,32 +224,43 @@ def _reply(query: Any, key: str, answer: bytes) -> None:
             query.reply(key, answer)
 
 
-def _close(sessions: Iterable[zenoh.Session]) -> None:
-    """Close sessions; one that hangs, as it may while a link loses packets, is left to itself after a while."""
-    closing = threading.Thread(target=_close_each, args=(sessions,), name="fedcb2o-close", daemon=True)
-    closing.start()
-    closing.join(CLOSING)
+def _close(
+    sessions: Iterable[zenoh.Session], hears: Iterable[threading.Thread], still_open: Collection[object]
+) -> None:
+    """Close all at once; one that takes too long is left to itself, and the program ends when it is done.
+
+    Closing waits for a link that is just being opened, for no longer than DIAL. (No daemon threads: one that comes back
+    into Python while that is shut down takes the whole process with it. So what waits in zenoh comes back before.)
+    """
+    end = time.monotonic() + CLOSING
+    threads = [threading.Thread(target=_close_one, args=(session,), name="fedcb2o-close") for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread in (*threads, *hears):
+        thread.join(max(0.0, end - time.monotonic()))
+    while still_open and time.monotonic() < end:
+        time.sleep(0.005)
 
 
-def _close_each(sessions: Iterable[zenoh.Session]) -> None:
-    for session in sessions:
-        with suppress(zenoh.ZError):
-            session.close()  # type: ignore[no-untyped-call]
+def _close_one(session: zenoh.Session) -> None:
+    with suppress(zenoh.ZError):
+        session.close()  # type: ignore[no-untyped-call]
 
 
 def _listening(identity: Identity, members: Iterable[Member], key: str, place: str) -> zenoh.Session:
     """The session that hears the questions of all members, and nothing else of anybody."""
+    roots = [member.root for member in members]
     settings = {
         "listen/endpoints": [f"tls/{place}"],
         "access_control": _allowed(key, comes=["query"], goes=["declare_queryable", "reply"]),
-        "transport/unicast/max_sessions": LINKS,
+        "transport/unicast/max_sessions": LINKS + len(roots),
         "transport/unicast/accept_pending": PENDING,
         "transport/unicast/accept_timeout": _ms(HANDSHAKE),
         "transport/link/rx/max_message_size": MOST_REQUEST,
         "transport/link/tx/queue/congestion_control/block/wait_before_close": int(SLOW * 1e6),
     }
     try:
-        return _open(identity, [member.root for member in members], settings)
+        return _open(identity, roots, settings)
     except zenoh.ZError as error:
         raise _cannot_listen(place, str(error)) from error
 
@@ -246,7 +277,7 @@ def _linked(identity: Identity, member: Member, key: str) -> zenoh.Session:
         },
         "access_control": _allowed(key, comes=["declare_queryable", "reply"], goes=["query"]),
         "transport/unicast/max_sessions": 1,
-        "transport/unicast/open_timeout": _ms(HANDSHAKE),
+        "transport/unicast/open_timeout": _ms(DIAL),
         "transport/link/rx/max_message_size": MOST_ANSWER,
     }
     return _open(identity, [member.root], settings)
