@@ -421,22 +421,6 @@ def test_no_model_within_the_bound_ends_a_node(tmp_path):
     assert "training diverged in round 2: it begins again with the initial model" in notes.notes
 
 
-class Notes:
-    """Keeps what a node says."""
-
-    def __init__(self):
-        self.notes = []
-
-    def phase(self, n, name):
-        pass
-
-    def round(self, line):
-        pass
-
-    def note(self, text):
-        self.notes.append(text)
-
-
 def test_who_holds_another_file_is_told_what_differs_and_refused(tmp_path):
     """Of two nodes one holds a federation of six rounds where the other has three."""
     who = members.identities(tmp_path, 2)

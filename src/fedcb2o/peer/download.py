@@ -229,7 +229,9 @@ class _Fetch:
         with self.lock:
             if not self.open:
                 return LATE
-            if failed := self.of.coding.unpack_(room, self.row) or unfit(self.row):
+            if self.of.coding.unpack_(room, self.row):
+                return "content"
+            if failed := unfit(self.row):
                 return failed
         return Arrival(manifest.round, manifest.num_samples, self.size, time.monotonic() - began)
 

@@ -164,6 +164,11 @@ class Node:
             coding = self._coding()
             memory = self._restored(log, block.pool[:1], coding)
             ledger, journal = Ledger(self.out, self.federation), Journal(self.out)
+            if self.done > journal.last + 1 and not self.agent.attackers.malicious[self.me]:
+                raise RunError(
+                    f"{self.out / SIGNED} lacks rounds that this agent signed, and is gone or an old copy: restore it, "
+                    "since without it the agent could sign two models for one round, which the others take for fraud"
+                )
             self._expires = self.identity.expires
             server = Server(self.federation, self.me, self.identity, ledger, about=self._about)
             stack.callback(server.close)  # again, when slow readers hold none of its threads any more
@@ -425,7 +430,7 @@ class Node:
                 lambda: others & transport.alive(), behind, downloads, federation.deadline_seconds, SETTLED, 0.5
             )
         while (left := until - time.monotonic()) > 0:
-            there = [downloads.least[i] for i in transport.alive() if i in downloads.least]
+            there = [downloads.least[i] for i in transport.alive() & others if i in downloads.least]
             if there and statistics.median_low(there) >= self.done:
                 return
             if self._stop.wait(min(left, SETTLED)):
