@@ -21,6 +21,7 @@ from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config import load
 from fedcb2o.peer import agent, federation
 from fedcb2o.peer.coding import Raw
+from fedcb2o.peer.company import Company
 from fedcb2o.peer.download import FAILED, Downloads, _Fetch
 from fedcb2o.peer.ledger import Journal, Ledger
 from fedcb2o.peer.node import Node
@@ -318,22 +319,23 @@ def test_training_takes_no_thread_of_asyncio(quick, tmp_path):
     assert len(lines_of(tmp_path / "out")) == 4
 
 
-def test_peers_that_answer_nothing_hold_no_wait_beyond_its_time(quick, tmp_path):
-    who, made = quick
-    node = by_itself(made, who[0], share(0), tmp_path / "out")
+def test_peers_that_answer_nothing_hold_no_wait_beyond_its_time(quick):
+    _, made = quick
 
     class Silent(Downloads):
         def __init__(self):
-            pass
+            self.federation, self.me = made, 0
 
         def hello(self, peer, seconds):
             time.sleep(seconds)
 
+    stop = threading.Event()
+    company = Company(Wire().agent(0), Silent(), stop, Notes())
     began = time.monotonic()
-    node._wait_for(lambda: range(1, 30), 0, Silent(), 0.4, 0.01)
+    company.wait_for(lambda: range(1, 30), 0, 0.4, 0.01)
     assert 0.4 <= time.monotonic() - began < 2
-    threading.Timer(0.2, node.stop).start()
-    node._wait_for(lambda: range(1, 3000), 0, Silent(), 60.0, 0.01)
+    threading.Timer(0.2, stop.set).start()
+    company.wait_for(lambda: range(1, 3000), 0, 60.0, 0.01)
     assert time.monotonic() - began < 10
 
 

@@ -7,15 +7,14 @@ never waits beyond the deadline; it paces itself by its own clock, and does not 
 import asyncio
 import contextlib
 import json
-import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,9 +28,9 @@ from fedcb2o.experiments.folder import alone
 from fedcb2o.federated import metrics
 from fedcb2o.federated.peers import Memory
 from fedcb2o.peer import agent as agents
-from fedcb2o.peer.check import disagrees
 from fedcb2o.peer.coding import Coding, Int8, Raw
-from fedcb2o.peer.download import MISSED, NOT_YET, Downloads, StoppedError
+from fedcb2o.peer.company import Company
+from fedcb2o.peer.download import HELLO_SECONDS, MISSED, NOT_YET, Downloads, StoppedError
 from fedcb2o.peer.engine import Among
 from fedcb2o.peer.federation import Federation, read, write
 from fedcb2o.peer.identity import Identity
@@ -41,6 +40,7 @@ from fedcb2o.peer.protocol import Manifest
 from fedcb2o.peer.serve import Server
 from fedcb2o.peer.transport import Transport, Zenoh
 from fedcb2o.peer.versions import members_of
+from fedcb2o.peer.watch import Silent, Watch
 from fedcb2o.records.sums import header_of
 from fedcb2o.runtime import checkpoint
 from fedcb2o.runtime.engine import Round, rounds
@@ -49,40 +49,6 @@ from fedcb2o.runtime.workers import one_thread
 MODEL = "model.safetensors"
 FEDERATION = "federation.toml"
 RUNS = "runs.toml"  # beside the keys: where they sign for which run
-SETTLED = 0.2  # seconds between two looks at who is there
-REJOIN = 3.0  # seconds in which who is there is reached
-PAUSE = 0.02  # seconds between two looks at how far the others are, where all wait for each other
-HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
-
-
-@runtime_checkable
-class Watch(Protocol):
-    """Who is told how a node is doing."""
-
-    def phase(self, n: int, name: str) -> None:
-        """Round `n`, counted from 1, is at "training", "mixing" ..."""
-        ...
-
-    def round(self, line: Mapping[str, Any]) -> None:
-        """A round is over: its line in rounds.jsonl."""
-        ...
-
-    def note(self, text: str) -> None:
-        """What the operator should know."""
-        ...
-
-
-class Silent:
-    """Tells nobody."""
-
-    def phase(self, n: int, name: str) -> None:
-        """Nothing."""
-
-    def round(self, line: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
 
 
 class Node:
@@ -182,17 +148,19 @@ class Node:
             downloads.least.update(self._last_rounds())
             offers = Offers(self.federation, self.identity, coding, journal, server, self.watch.note)
             first = self.agent.first
-            engine = Among(block, offers, downloads, lambda n: self._there(n, transport, downloads), first)
+            company = Company(transport, downloads, self._stop, self.watch)
+            engine = Among(block, offers, downloads, company.to_ask, first)
             with contextlib.suppress(StoppedError):
                 left = self.done < self.federation.rounds
                 if left:
-                    self._gather(transport)
-                    self._compare(transport, downloads)
+                    company.gather(self.gather, self.done)
+                    company.compare()
                     self._remind(journal, downloads.mine(transport.alive(), HELLO_SECONDS))
-                    yield from self._lines(engine, memory, log, coding, transport, Tally(server, downloads))
+                    yield from self._lines(engine, memory, log, coding, company, Tally(server, downloads))
                 self._keep(block.pool[0])
                 if left:  # else it came back when all was done, and has no model of a round to offer
-                    self._serve_the_others(transport, downloads)
+                    self.watch.phase(self.done, "serving the others")
+                    company.see_off(self.done, self.linger)
 
     def _lines(
         self,
@@ -200,7 +168,7 @@ class Node:
         memory: Memory,
         log: records.Records,
         coding: Coding,
-        transport: Transport,
+        company: Company,
         tally: "Tally",
     ) -> Iterator[dict[str, Any]]:
         """Every round that is left: its line is written, its checkpoint, and the next round waits for its time."""
@@ -210,7 +178,7 @@ class Node:
         )
         began = time.monotonic()
         for done in made:
-            line = self._line(done, engine, tally, transport)
+            line = self._line(done, engine, tally, company)
             log.append("rounds", line)
             log.sync()
             rows = [model, *(each.unsqueeze(0) for each in coding.state().values())]
@@ -221,7 +189,7 @@ class Node:
             yield line
             if self.done < federation.rounds:  # after the last one, who is done may be gone
                 ahead = not engine.arrivals and NOT_YET in engine.failures.values()
-                self._pace(began + federation.round_seconds, ahead, tally.downloads, transport)
+                company.pace(self.done, began + federation.round_seconds, ahead)
             self._check()
             began = time.monotonic()
 
@@ -343,35 +311,6 @@ class Node:
             "time": time.time(),
         }
 
-    def _there(self, n: int, transport: Transport, downloads: Downloads) -> list[int]:
-        """Whom the agent may ask in round n: in a synchronous federation everybody, else who can be reached, and did
-        not keep it waiting of late."""
-        there = set(self.federation.members)
-        if not self.federation.synchronous:
-            there = there & transport.alive() - downloads.patience.resting(n)
-        return sorted(there - downloads.ledger.guilty - {self.me})
-
-    def _gather(self, transport: Transport) -> None:
-        """Wait until everybody is there, but not for ever; after a restart not for long, if anybody is there."""
-        others, began = self.federation.members.keys() - {self.me}, time.monotonic()
-        while (absent := others - transport.alive()) and (waited := time.monotonic() - began) < self.gather:
-            if self.done and waited > REJOIN and absent != others:
-                break
-            self._stop.wait(SETTLED)
-            self._check()
-        if absent:
-            names = ", ".join(self.federation.members[i].name for i in sorted(absent))
-            self.watch.note(f"begins without {names}, who could not be reached in {waited:.0f} s")
-
-    def _compare(self, transport: Transport, downloads: Downloads) -> None:
-        """Tell the operator who holds another file of the federation, whose models are refused, and what differs."""
-        there = sorted(transport.alive() & self.federation.members.keys())
-        with ThreadPoolExecutor(len(there) or 1) as pool:
-            said = pool.map(lambda i: downloads.hello(i, HELLO_SECONDS), there)
-            for i, about in zip(there, said, strict=True):
-                if about is not None and (wrong := disagrees(self.federation, about)):
-                    self.watch.note(f"{self.federation.members[i].name}: {wrong}")
-
     def _remind(self, journal: Journal, shown: Manifest | None) -> None:
         """Never sign a round again that was signed elsewhere, as another peer has `shown`: a folder may be lost, or be
         an old copy. Raises RunError where this may be a mistake."""
@@ -412,30 +351,6 @@ class Node:
                 f"one (fedcb2o peer renew --identity {self.identity.folder}), and go on with --resume"
             )
 
-    def _pace(self, until: float, ahead: bool, downloads: Downloads, transport: Transport) -> None:
-        """Wait until the round has had its time, unless most of those that are there are further.
-
-        Each round has its time to itself: who was stopped for a while, and finds nobody there, does not race to the end
-        alone; and who is `ahead` of all whom it asked waits for half of those that are there. In a synchronous
-        federation nobody begins a round before the others have done the one before: a model is offered in two rounds
-        alone.
-        """
-        federation = self.federation
-        others = federation.members.keys() - downloads.ledger.guilty - {self.me}
-        if federation.synchronous:
-            self._wait_for(lambda: others, self.done, downloads, federation.deadline_seconds, PAUSE)
-        elif ahead:
-            behind = self.done - federation.lag
-            self._wait_for(
-                lambda: others & transport.alive(), behind, downloads, federation.deadline_seconds, SETTLED, 0.5
-            )
-        while (left := until - time.monotonic()) > 0:
-            there = [downloads.least[i] for i in transport.alive() & others if i in downloads.least]
-            if there and statistics.median_low(there) >= self.done:
-                return
-            if self._stop.wait(min(left, SETTLED)):
-                return
-
     def _keep(self, theta: Tensor) -> None:
         """Write the final model, by the names of the network's parameters."""
         named = list(self.agent.terms.module.named_parameters())
@@ -443,7 +358,7 @@ class Node:
         tensors = {name: part.view(parameter.shape) for (name, parameter), part in zip(named, parts, strict=True)}
         records.atomic_write(self.out / MODEL, lambda path: save_file(tensors, path))
 
-    def _line(self, done: Round, engine: Among, tally: "Tally", transport: Transport) -> dict[str, Any]:
+    def _line(self, done: Round, engine: Among, tally: "Tally", company: Company) -> dict[str, Any]:
         """The line of a round in rounds.jsonl."""
         choices, me = done.choices, self.me
         weights = dict(zip(choices.received.values.tolist(), choices.weights.tolist(), strict=True))
@@ -459,7 +374,7 @@ class Node:
             "own_weight": float(choices.own_weight[0]),
             "refused": {str(i): reason for i, reason in engine.failures.items() if reason not in MISSED},
             "late": [i for i, reason in engine.failures.items() if reason in MISSED],
-            "alive": sorted(transport.alive()),
+            "alive": sorted(company.transport.alive()),
             **tally.since(),
             "seconds": {**done.seconds, "exchange": engine.seconds, "round": sum(done.seconds.values())},
         }
@@ -471,34 +386,6 @@ class Node:
             if aim.sources or aim.targets:
                 line["attack_success_rate"] = aim.success(confusion, (done.triggered or {}).get(me))
         return line
-
-    def _serve_the_others(self, transport: Transport, downloads: Downloads) -> None:
-        """Serve the last model until all who can be reached are done, or it has been long enough."""
-        self.watch.phase(self.done, "serving the others")
-        others = self.federation.members.keys() - {self.me}
-        self._wait_for(lambda: others & transport.alive(), self.done, downloads, self.linger, SETTLED)
-
-    def _wait_for(
-        self,
-        whom: Callable[[], Collection[int]],
-        n: int,
-        downloads: Downloads,
-        seconds: float,
-        pause: float,
-        share: float = 1.0,
-    ) -> None:
-        """Wait until a share of some peers have done `n` rounds, but for no more than so many seconds."""
-        until, there = time.monotonic() + seconds, set[int]()
-        while (left := until - time.monotonic()) > 0:
-            for i in sorted(set(whom()) - there):
-                if (left := until - time.monotonic()) <= 0 or self._stop.is_set():  # each may take its time
-                    return
-                said = (downloads.hello(i, min(left, HELLO_SECONDS)) or {}).get("round")
-                if isinstance(said, int) and said >= n:
-                    there.add(i)
-            wanted = set(whom())
-            if len(wanted & there) >= share * len(wanted) or self._stop.wait(min(left, pause)):
-                return
 
 
 def _data_of(fingerprint: str) -> str:
