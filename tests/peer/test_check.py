@@ -10,8 +10,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tests.peer.members import federated, identities
+from tests.tiny import here
 from typer.testing import CliRunner
 
 from fedcb2o.cli import app
@@ -88,7 +91,7 @@ def test_where_our_node_runs_it_only_asks(organisations: Any, opened: ExitStack)
         says(opened, federation, each, {}, signer=each)
     found = one(organisations)
     assert [each.wrong for each in found.values()] == ["", "", ""]
-    assert "its port is in use" in found["org-0"].notes[0]
+    assert "our own node (or another program) has the port" in found["org-0"].notes[0]
 
 
 def test_what_a_member_says(tmp_path: Path, opened: ExitStack) -> None:
@@ -184,13 +187,40 @@ def test_the_command(organisations: Any, opened: ExitStack) -> None:
     command = ["peer", "check", str(folder / "federation.toml"), "--identity", str(who[0].folder), "--seconds", "3"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0
-    assert len(done.stdout.splitlines()) == 3
+    head, *each = done.stdout.splitlines()
+    assert head == f"tiny, run {federation.run.hex(' ', 2)}, version 1, 3 members: compare this by telephone"
+    assert len(each) == 3
     opened.close()
     command[-1] = "0.3"
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1
     assert done.stdout.count("WRONG") == 2
     assert who[1].member.endpoint in done.stdout
+
+
+def test_the_command_tells_of_own_functions_and_whether_the_data_fit(tmp_path: Path) -> None:
+    who = identities(tmp_path, 2)
+    name = "tests.peer.test_federation:own_criterion"
+    named = {"algorithm": {"criterion": {"name": name, "by": 2.0}}}
+    federated(who, changes=named, path=tmp_path / "f.toml")
+    command = [*("peer", "check", str(tmp_path / "f.toml"), "--identity", str(who[0].folder), "--seconds", "0")]
+    assert f"names {name}, code that would run here: read it, then --own {name}" in invoked(command)
+    assert "names" not in invoked([*command, "--own", name])
+    x, y = torch.rand(80, 1, 8, 8).numpy(), torch.arange(80).numpy() % 10
+    np.savez(tmp_path / "good.npz", x=x, y=y)
+    np.savez(tmp_path / "bad.npz", x=x[:, :, 1:], y=y)
+    good = [*command, "--own", name, "--data", str(tmp_path / "good.npz")]
+    assert "the data fit: " in invoked(good)
+    assert "allow it with --own" in here(*command, "--data", tmp_path / "good.npz").one_line()
+    assert "the federation agreed on (1, 8, 8)" in here(*good[:-1], tmp_path / "bad.npz").one_line()
+    assert "--data: there is no file nowhere.npz" in here(*good[:-1], "nowhere.npz").one_line()
+
+
+def invoked(command: list[str]) -> str:
+    """What a command that found somebody missing says."""
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    return done.stdout
 
 
 def test_nothing_of_a_stranger_reaches_a_terminal() -> None:

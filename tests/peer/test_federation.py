@@ -240,7 +240,7 @@ def test_who_was_removed_is_gone_with_its_id_and_name(path, eight, tmp_path):
     third = signed_by(three, eight[:2])
     assert list(third.members) == [0, 1, 2, 4]
     new = eight[4].member
-    assert third.changes() == [f"adds org-4 ({new.endpoint}, key {new.table()['key']})"]
+    assert third.changes() == [f"adds org-4 ({new.endpoint}, key {new.fingerprint})"]
     assert third.follows(first)
     with pytest.raises(ConfigError, match=r"version 4 has org-3 again"):
         amended(third, add=[eight[3].member])
@@ -266,13 +266,13 @@ def test_a_certificate_or_a_key_is_replaced_under_the_same_id(path, eight, tmp_p
     write(amended(first, replace=[moved.member, stolen.member]), two)
     second = signed_by(two, [eight[0], moved, eight[2]])  # the old key signs for a new one
     assert second.changes() == [
-        "gives org-1 another endpoint (127.0.0.2:7447) and root",
-        f"gives org-2 another key ({stolen.member.table()['key']}) and root",
+        f"gives org-1 another endpoint (127.0.0.2:7447, not {eight[1].member.endpoint}) and root",
+        f"gives org-2 another key ({stolen.member.fingerprint}, not {eight[2].member.fingerprint}) and root",
     ]
     assert [second.id_of(each.member) for each in (eight[0], moved, stolen)] == [0, 1, 2]
     with pytest.raises(ConfigError, match="org-1 stands in tiny, version 2, with another `endpoint`"):
         second.id_of(eight[1].member)
-    with pytest.raises(ConfigError, match="no member"):
+    with pytest.raises(ConfigError, match=f"with another key .{stolen.member.fingerprint}, not "):
         second.id_of(eight[2].member)
 
 
@@ -380,7 +380,7 @@ def test_an_amendment_must_change_something_once(path, eight):
         ({"replace": [eight[1].member]}, "the same as the last one"),
         ({"replace": [eight[5].member]}, "there is no member `org-5`"),
         ({"add": [eight[1].member]}, "org-1 is a member: --replace"),
-        ({"remove": ["org-0", "org-1", "org-2"]}, "members"),
+        ({"remove": ["org-0", "org-1", "org-2"]}, "the new version: a federation has at least 2 members"),
     ):
         with pytest.raises(ConfigError, match=told) as raised:
             amended(made, **how)
@@ -523,6 +523,14 @@ def test_what_is_no_toml_is_refused_in_one_line(path, tmp_path):
     refused(tmp_path / "nowhere")
 
 
+def test_another_file_is_called_what_it_is(eight, tmp_path):
+    from tests.tiny import write as write_experiment
+
+    (member,) = eight[0].folder.glob("*.member.toml")
+    refused(member, "is a member's file, and no federation's")
+    refused(write_experiment(tmp_path / "t.toml"), "is an experiment, and no federation's file")
+
+
 SCALARS = st.one_of(
     st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.text(max_size=20), st.just("os:system")
 )
@@ -582,18 +590,25 @@ def test_from_keys_to_a_signed_version_by_commands(tmp_path):
     assert (made.status, made.err) == (0, "")
     first = read(one)
     assert (first.rounds, first.lag, first.synchronous) == (8, 2, True)
-    assert first.run.hex() in made.out
+    run = first.run.hex(" ", 2)
+    assert f"tiny, run {run}, version 1, 3 members" in made.out
+    key = hashlib.sha256(Member.read(files[0]).key).hexdigest()[:32]
+    assert f"adds hospital-a (127.0.0.1:7001, key {' '.join(key[k : k + 4] for k in range(0, 32, 4))})" in made.out
+    assert here("peer", "sign", one).out in made.out
     assert "choose another --out" in here("peer", "federation", source, *members, "--out", one).one_line()
     changed = here("peer", "amend", one, "--remove", "hospital-c", "--out", two)
     assert "- removes hospital-c" in changed.out
-    assert "lacks 2 of the signatures of hospital-a, hospital-b, hospital-c" in changed.out
+    assert "It counts when 2 more of hospital-a, hospital-b, hospital-c have signed it" in changed.out
     looked = here("peer", "sign", two)
     assert (looked.status, looked.out) == (0, changed.out)
     assert "give --identity too" in here("peer", "sign", two, "--merge", two).one_line()
-    assert "lacks 1 of" in here("peer", "sign", two, "--identity", folders[0]).out
+    once = here("peer", "sign", two, "--identity", folders[0]).out
+    assert "Signed by: hospital-a.\nIt counts when 1 more of hospital-b, hospital-c" in once
     refused(two, "lacks 1")
-    assert "all run with this file now" in here("peer", "sign", two, "--identity", folders[1]).out
+    assert "It counts. Send it to all" in here("peer", "sign", two, "--identity", folders[1]).out
     assert list(read(two).members) == [0, 1]
+    second = read(two)
+    assert second.told == f"tiny, run {run[:19]}, version 2 {second.digest.hex(' ', 2)}, 2 members"
     assert "needs no signature" in here("peer", "sign", one, "--identity", folders[0]).one_line()
     assert Path(one).read_text().startswith("# What the members of tiny agree on.")
 

@@ -350,6 +350,13 @@ def test_an_endpoint_is_a_name_or_an_address(tmp_path, endpoint):
     made.check()
 
 
+def test_a_name_that_no_certificate_can_hold_is_told_before_one_is_made(tmp_path):
+    for name in ("Hôpital", "a b", "", "-a", "x" * 64, "7", "localhost"):
+        done = here("peer", "identity", "--name", name, "--endpoint", ENDPOINT, "--out", tmp_path / "a")
+        assert "a member's name has up to 63 small letters from a to z" in done.one_line()
+        assert not list(tmp_path.iterdir())
+
+
 def test_the_command_tells_what_to_send_and_shows_no_secret(tmp_path):
     folder = tmp_path / "a"
     done = here("peer", "identity", "--name", "hospital-a", "--endpoint", ENDPOINT, "--out", folder)

@@ -36,9 +36,13 @@ def test_a_line_a_round_where_there_is_no_terminal():
     for text in (shown(), shown(force_terminal=True, _environ={"TERM": "dumb"})):
         assert text.splitlines() == [
             "hospital-a: round 1/5: accuracy 50.0%, 2 of 3 taken, refused university-d (signature), 1.0 s",
-            "hospital-a: round 2/5: 1 of 3 taken, late: clinic-c, refused university-d (size), 1.0 s",
+            "hospital-a: round 2/5: 1 of 3 taken, nothing yet from: clinic-c, refused university-d (size), 1.0 s",
             "hospital-a: stopping [bold]after[/bold] this round?[2J",
         ]
+
+
+def test_who_is_down_is_named_where_nobody_was_asked():
+    assert "0 of 0 taken, down: clinic-c university-d, " in shown(lines=[line(1, alive=[1], asked=[])])
 
 
 def test_lines_go_to_standard_error(capsys):

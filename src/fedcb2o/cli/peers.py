@@ -28,6 +28,10 @@ Own = Annotated[
     list[str] | None,
     typer.Option(metavar="MODULE:FUNCTION", help="Let this function run, which the federation names. Repeatable."),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(metavar="MODULE:FUNCTION|FILE.npz", help="This organisation's data.", show_default=False),
+]
 Days = Annotated[int, typer.Option(min=1, help="How long the TLS certificate is valid; `peer renew` makes a new one.")]
 
 
@@ -47,7 +51,9 @@ def identity(
     from fedcb2o.peer.identity import Identity
 
     made = Identity.make(out, name=name, endpoint=endpoint, days=days)
-    print(f"{made.folder} holds the keys of {name}: keep it to yourself. Send the others this file of it:")
+    print(f"{made.folder} holds the keys of {name}: keep it to yourself. Its fingerprint, to be read to the others:")
+    print(made.member.fingerprint)
+    print("Send them this file of it:")
     print(made.folder / f"{name}.member.toml")
     return made.folder
 
@@ -128,7 +134,8 @@ def federation(
         share=share,
     )
     write(made, out)
-    print(f"{out}: {len(made.members)} members, run {made.run.hex()}. Send the file to each of them.")
+    _tell(made, out)
+    print("Send the file to each of them; `fedcb2o peer check` shows them the run's id, to be compared by telephone.")
     return out
 
 
@@ -183,14 +190,21 @@ def sign(
 
 def _tell(federation: "Federation", path: Path) -> None:
     """What a version changes, and who may still sign it."""
-    print(f"{path}: version {federation.version} of run {federation.run.hex()}")
+    print(f"{path}: {federation.told}")
     for change in federation.changes():
         print(f"- {change}")
+    if federation.version == 1:
+        return
+    if names := [each.name for each in federation.versions[-1].signatures]:
+        print(f"Signed by: {', '.join(names)}.")
     if federation.lacking:
         others = ", ".join(federation.unsigned())
-        print(f"It lacks {federation.lacking} of the signatures of {others}: fedcb2o peer sign {path} --identity DIR")
+        print(
+            f"It counts when {federation.lacking} more of {others} have signed it: "
+            f"fedcb2o peer sign {path} --identity DIR"
+        )
     else:
-        print("Enough members signed it: all run with this file now.")
+        print("It counts. Send it to all; each stops its node, and starts it again with this file and --resume.")
 
 
 def proof(
@@ -246,18 +260,30 @@ def check(
         str | None, typer.Option(metavar="HOST:PORT", help="What to bind, where it is not the endpoint: 0.0.0.0:7447.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="How long to wait for those who do not answer.")] = 20.0,
+    data: Data = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    own: Own = None,
 ) -> None:
     """Can I reach everybody, and do we agree? A line a member with the cure; all may check at the same time.
 
-    Ends with exit status 1 where something is wrong.
+    Before it, the run's id to be compared with the others, and with --data whether these data fit. Ends with exit
+    status 1 where something is wrong.
     """
+    from fedcb2o.peer import agent
     from fedcb2o.peer import check as checking
     from fedcb2o.peer.federation import read
     from fedcb2o.peer.identity import Identity
 
-    found = checking.check(
-        read(file), Identity.read(identity), seconds=seconds, listen=True if listen is None else listen
-    )
+    agreed, mine = read(file, own=own or []), Identity.read(identity)
+    me = agreed.id_of(mine.member)
+    print(f"{agreed.told}: compare this by telephone")
+    for part in agreed.parts:
+        if part not in agreed.own:
+            print(f"names {part}, code that would run here: read it, then --own {part}")
+    if data is not None:
+        held = agent.own(agreed, me, agent.data_of(data, agreed, data_dir)).holdings
+        print(f"the data fit: {held.train.sizes[0]} samples train, {held.validation.sizes[0]} judge others' models")
+    found = checking.check(agreed, mine, seconds=seconds, listen=True if listen is None else listen)
     print("\n".join(checking.lines(found)))
     if any(each.wrong for each in found):
         raise typer.Exit(1)
@@ -267,10 +293,7 @@ def run(
     file: File,
     identity: Mine,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder.", show_default=False)],
-    data: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:FUNCTION|FILE.npz", help="This organisation's data.", show_default=False),
-    ] = None,
+    data: Data = None,
     simulate: Annotated[
         str | None,
         typer.Option(

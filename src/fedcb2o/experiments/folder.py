@@ -15,8 +15,9 @@ from fedcb2o.records import DamagedError, Sums
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Make the run's folder and keep other processes from writing to it; raises RunError where one does."""
+def alone(folder: Path, cure: str = "wait for it, or choose another --out") -> Iterator[None]:
+    """Make the run's folder and keep other processes from writing to it; raises RunError, with the cure, where one
+    does."""
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is not a folder: choose another --out")
     make(folder)
@@ -25,7 +26,7 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunError(f"another process is writing to {folder}: wait for it, or choose another --out") from error
+            raise RunError(f"another process is writing to {folder}: {cure}") from error
         yield
     finally:
         os.close(descriptor)  # and with it the lock

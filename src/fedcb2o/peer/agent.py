@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedcb2o import models, records
+from fedcb2o import data, models, records
 from fedcb2o.data.partition import validates
 from fedcb2o.data.shard import Dataset, Shard
 from fedcb2o.errors import ConfigError, DataError, RunError
@@ -131,7 +131,12 @@ def simulated(federation: Federation, me: int, experiment: Experiment, data_dir:
 
 def data_of(named: str, federation: Federation, data_dir: Path | None = None) -> Dataset:
     """The data that an organisation names: "module:function" that makes a data set, or a file.npz."""
-    part = {"name": "arrays", "path": named} if named.endswith(".npz") else {"name": named}
+    file = named.endswith(".npz")
+    if file and not (Path(data_dir or ".").expanduser() / Path(named).expanduser()).is_file():
+        raise DataError(f"--data: there is no file {named}{f' in {data_dir}' if data_dir else ''}")
+    if not file and ":" not in named and named not in data.__all__:
+        raise ConfigError(f"--data is MODULE:FUNCTION or FILE.npz, got {named}")
+    part = {"name": "arrays", "path": named} if file else {"name": named}
     return dataset_of(federation.experiment.model_copy(update={"data": Component(**part)}), data_dir)
 
 
@@ -178,17 +183,22 @@ def _fitting(federation: Federation, dataset: Dataset) -> Dataset:
     """A data set whose samples and classes are those that the federation agreed on; raises DataError for another."""
     if not isinstance(dataset, Dataset):
         raise DataError(f"the data are a {type(dataset).__name__}, expected a fedcb2o.Dataset (see fedcb2o.dataset)")
+    if len(dataset.class_names) != len(federation.class_names):
+        raise DataError(
+            f"the data have {len(dataset.class_names)} classes, {_few(dataset.class_names)}, and the federation "
+            f"{len(federation.class_names)}, {_few(federation.class_names)}"
+        )
     for part in ("pool", "test"):
         shard = checked(f"the data, in their {part},", getattr(dataset, part), len(federation.class_names))
         if tuple(shard.x.shape[1:]) != federation.shape:
             raise DataError(
                 f"the data have samples of shape {tuple(shard.x.shape[1:])} in their {part}, and the federation agreed "
-                f"on {federation.shape}"
+                f"on {federation.shape}: the same columns in the same order"
             )
     if dataset.class_names != federation.class_names:
         raise DataError(
             f"the data have the classes {_few(dataset.class_names)}, and the federation agreed on "
-            f"{_few(federation.class_names)}, in this order"
+            f"{_few(federation.class_names)}, in this order: order `class_names` alike, and number `y` as they are"
         )
     return dataset
 

@@ -95,8 +95,7 @@ def checked_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
         exact = root.public_bytes(Encoding.PEM).decode() == pem
         subject = root.subject == _subject(name)
     except Exception as error:  # what another made may be wrong in any way
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ConfigError(f"`root` of {name} is no certificate that signs itself: {reason}") from error
+        raise ConfigError(f"`root` of {name} is no certificate, or damaged: get {name}.member.toml again") from error
     if not exact:
         raise ConfigError(f"`root` of {name} must hold its certificate as PEM, and nothing else")
     if not (isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1)):

@@ -106,8 +106,8 @@ def _opened(federation: Federation, identity: Identity, listen: bool | str) -> t
     except RunError as error:
         if "in use" not in str(error):
             raise
-        taken = f"it asks and is not asked, since its port is in use{'' if listen is True else f' ({listen})'}"
-        return Zenoh(federation, identity, listen=False), (f"{taken}: fine where its node runs",)
+        taken = f"our own node (or another program) has the port{'' if listen is True else f' ({listen})'}"
+        return Zenoh(federation, identity, listen=False), (f"{taken}: asked the others only",)
 
 
 @contextmanager

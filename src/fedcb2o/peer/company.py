@@ -43,15 +43,20 @@ class Company:
 
     def gather(self, seconds: float, done: int) -> None:
         """Wait so long until everybody is there; where rounds are `done` not for long, if anybody is there."""
-        others, began = self.federation.members.keys() - {self.me}, time.monotonic()
+        others, began, told = self.federation.members.keys() - {self.me}, time.monotonic(), False
         while (absent := others - self.transport.alive()) and (waited := time.monotonic() - began) < seconds:
             if done and waited > REJOIN and absent != others:
                 break
+            if waited > REJOIN and not told:
+                told = True
+                self.watch.note(f"waits for {self._names(absent)}, up to {seconds:.0f} s")
             if self.stop.wait(SETTLED):
                 raise StoppedError
         if absent:
-            names = ", ".join(self.federation.members[i].name for i in sorted(absent))
-            self.watch.note(f"begins without {names}, who could not be reached in {waited:.0f} s")
+            self.watch.note(f"begins without {self._names(absent)}, who could not be reached in {waited:.0f} s")
+
+    def _names(self, ids: Collection[int]) -> str:
+        return ", ".join(self.federation.members[i].name for i in sorted(ids))
 
     def compare(self) -> None:
         """Tell the operator who holds another file of the federation, whose models are refused, and what differs."""

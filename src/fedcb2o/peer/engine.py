@@ -70,7 +70,10 @@ class Among:
         nobody. In a simulation of such models it is their success."""
         if (np.isfinite(losses) & np.isfinite(sizes)).all() or self.attackers.attack.crafts(n):
             return False
-        self.offers.tell(f"training diverged in round {n + 1}: it begins again with the initial model")
+        self.offers.tell(
+            f"training diverged in round {n + 1}: it begins again with the initial model; are the data on the agreed "
+            "scale?"
+        )
         return True
 
     def _among(self, there: Sequence[int]) -> Block:

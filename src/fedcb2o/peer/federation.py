@@ -27,7 +27,7 @@ from fedcb2o.experiments.assemble import neighbours_of
 from fedcb2o.experiments.config import Experiment, Part
 from fedcb2o.federated import algorithms
 from fedcb2o.peer import versions as chain
-from fedcb2o.peer.identity import Identity, Member, read_bounded
+from fedcb2o.peer.identity import Identity, Member, read_bounded, spoken
 from fedcb2o.peer.sections import AGENTS, PRIMITIVES, Limits, Samples, Settings, check_plain, parts_of
 from fedcb2o.peer.versions import Version
 
@@ -86,6 +86,13 @@ class Federation(Part):
         return self._digests[-1]
 
     @property
+    def told(self) -> str:
+        """What members read to each other to know that they hold the same: it covers terms, endpoints and keys."""
+        run = spoken(self.run if self.version == 1 else self.run[:8])
+        later = "" if self.version == 1 else f" {spoken(self.digest)}"
+        return f"{self.name}, run {run}, version {self.version}{later}, {len(self.members)} members"
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of a sample."""
         return self.data.shape
@@ -133,6 +140,12 @@ class Federation(Part):
         """A member's id, by its key; raises ConfigError where it is none, or stands here with another certificate."""
         id = next((id for id, each in self.members.items() if each.key == member.key), None)
         if id is None:
+            if same := next((each for each in self.members.values() if each.name == member.name), None):
+                raise ConfigError(
+                    f"{member.name} is a member of {self.name}, version {self.version}, but with another key "
+                    f"({same.fingerprint}, not {member.fingerprint}): take the identity that it was made with, or "
+                    "have the others sign a version with this one (`peer amend --replace`)"
+                )
             raise ConfigError(
                 f"{member.name} is no member of {self.name}, version {self.version}: its key is not there"
             )
@@ -172,8 +185,8 @@ class Federation(Part):
         return max(0, chain.needed(self._members[-2]) - len(self.versions[-1].signatures))
 
     def changes(self) -> list[str]:
-        """What this version does to the members of the one before, a few words for each."""
-        return chain.changes(*self._members[-2:]) if self.version > 1 else []
+        """What this version does to the members of the one before, a few words for each; the first adds them all."""
+        return chain.changes(self._members[-2] if self.version > 1 else {}, self.members)
 
     def follows(self, earlier: "Federation") -> bool:
         """Whether this is the version that another is, or one that came of it."""
@@ -272,6 +285,8 @@ def read(path: Path | str, *, own: Collection[str] = (), unsigned: bool = False)
     except (OSError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path} is no federation's file: {told}") from error
+    if "protocol" not in table and (other := _other_file(table)):
+        raise ConfigError(f"{path} is {other}")
     if stray := next((key for key in table if key not in KEYS), None):
         raise ConfigError(f"{path}: there is no key `{stray[:100]}`.{plugins.nearest(stray, KEYS)}")
     version, history = table.pop("version", None), table.pop("history", [])
@@ -286,6 +301,15 @@ def read(path: Path | str, *, own: Collection[str] = (), unsigned: bool = False)
         for member in federation.members.values():
             member.check_time()
     return federation
+
+
+def _other_file(table: Mapping[str, Any]) -> str:
+    """What a file is that was given for a federation's, and its cure; "" where that is not known."""
+    if {"endpoint", "key", "root"} <= table.keys():
+        return "a member's file, and no federation's: `fedcb2o peer federation EXPERIMENT --member ...` makes one"
+    if {"agents", "algorithm", "seeds"} & table.keys():
+        return "an experiment, and no federation's file: `fedcb2o peer federation` makes one of it, with --member"
+    return ""
 
 
 def write(federation: Federation, path: Path | str) -> None:
@@ -381,6 +405,8 @@ def _first_problem(error: ValidationError) -> str:
     key = "history" if place == ["versions"] else ".".join(place)
     if problem["type"] == "extra_forbidden":
         return f"there is no key `{key}`{of}"
+    if problem["type"] == "too_short" and key == "members":
+        return "a federation has at least 2 members"
     if problem["type"] == "missing":
         return f"the key `{key}`{of} is missing"
     if key == "protocol":

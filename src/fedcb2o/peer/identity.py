@@ -8,6 +8,7 @@ without asking anybody.
 import base64
 import binascii
 import contextlib
+import hashlib
 import os
 import shutil
 import tempfile
@@ -49,6 +50,20 @@ def read_bounded(path: Path, most: int) -> dict[str, Any]:
     return records.parse_toml(content)
 
 
+def spoken(content: bytes) -> str:
+    """Bytes as they are read to somebody over the telephone: hex digits in groups of four."""
+    return content.hex(" ", 2)
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError for what is no member's name."""
+    if not certificates.LABEL.fullmatch(name) or name.isdigit() or name == "localhost":
+        raise ConfigError(
+            "a member's name has up to 63 small letters from a to z, digits, and hyphens between them, such as "
+            f"hospital-a, got {name[:100]!r}"
+        )
+
+
 @dataclass(frozen=True)
 class Member:
     """The public half of an organisation; raises ConfigError for what cannot be one."""
@@ -59,17 +74,18 @@ class Member:
     root: str
 
     def __post_init__(self) -> None:
-        if not certificates.LABEL.fullmatch(self.name) or self.name.isdigit() or self.name == "localhost":
-            raise ConfigError(
-                "a member's name has up to 63 small letters, digits and hyphens between them, such as hospital-a, "
-                f"got {self.name[:100]!r}"
-            )
+        check_name(self.name)
         certificates.parsed(self.endpoint)
         if len(self.key) != 32:
             raise ConfigError(f"`key` of {self.name} must have 32 bytes, got {len(self.key)}")
         if int.from_bytes(self.key, "little") % 2**255 in SMALL:
             raise ConfigError(f"`key` of {self.name} is one under which anybody can sign: make another identity")
         certificates.checked_root(self.root, self.name, self.endpoint)
+
+    @property
+    def fingerprint(self) -> str:
+        """The first half of the key's SHA-256, by which people compare it."""
+        return spoken(hashlib.sha256(self.key).digest()[:16])
 
     @property
     def expires(self) -> datetime:
@@ -176,6 +192,7 @@ class Identity:
         now: datetime | None,
         until: datetime | None,
     ) -> "Identity":
+        check_name(name)  # before a certificate is made of it
         now, root_key = now or datetime.now(UTC), certificates.new_key()
         root = certificates.new_root(name, endpoint, root_key, now)
         member = Member(name, endpoint, key.public_key().public_bytes_raw(), _pem(root))

@@ -84,7 +84,9 @@ class Live:
         asked = [peer for peer in line["asked"] if peer != self.me]  # attackers count themselves among those
         told = [f"{len(line['received'])} of {len(asked)} taken"]
         if late := line.get("late"):
-            told.append(f"late: {' '.join(self._name(peer) for peer in late)}")
+            told.append(f"nothing yet from: {' '.join(self._name(peer) for peer in late)}")
+        if not asked and (down := [self._name(peer) for peer in self._peers if peer not in line.get("alive", ())]):
+            told.append(f"down: {' '.join(down[:5])}{f' and {len(down) - 5} more' if len(down) > 5 else ''}")
         refused = {self._name(int(peer)): reason for peer, reason in line.get("refused", {}).items()}
         return ", ".join([*told, *(f"refused {name} ({reason})" for name, reason in refused.items())])
 

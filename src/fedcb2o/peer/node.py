@@ -49,6 +49,7 @@ from fedcb2o.runtime.workers import one_thread
 MODEL = "model.safetensors"
 FEDERATION = "federation.toml"
 RUNS = "runs.toml"  # beside the keys: where they sign for which run
+TWICE = "this identity is running already (never run it twice): stop that one first"
 
 
 class Node:
@@ -122,7 +123,10 @@ class Node:
     def rounds(self) -> Iterator[dict[str, Any]]:
         """The line of each round in rounds.jsonl, as it is done."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(alone(self.out))
+            new = not self.out.exists()
+            stack.enter_context(alone(self.out, TWICE))
+            if new:
+                self.out.chmod(0o700)  # for its owner's eyes: models tell of data
             stack.enter_context(one_thread())
             stack.callback(self._stop.clear)  # and not here: it may have been told to stop before it began
             self._begin()
@@ -213,6 +217,8 @@ class Node:
             "validation_samples": int(self.agent.holdings.validation.sizes[0]),
         }
         if there.exists():
+            if not ((self.out / "agent.json").exists() or (self.out / SIGNED).exists()):
+                raise RunError(f"{self.out} is not the folder of a peer's run: choose another --out")
             known = records.read_json(self.out / "agent.json")
             if (known.get("run"), known.get("id")) != (who["run"], who["id"]):
                 raise RunError(f"{self.out} holds the run of another federation or agent: choose another --out")
@@ -221,10 +227,11 @@ class Node:
                     f"{self.out} already holds this run: --resume goes on with it. Begun anew elsewhere it would sign "
                     "second models for its rounds, which the others take for fraud"
                 )
-            if not self.federation.follows(read(there, own=self.federation.own, unsigned=True)):
+            held = read(there, own=self.federation.own, unsigned=True)
+            if not self.federation.follows(held):
                 raise RunError(
-                    f"{self.out} went on with another version of the federation than this one, which is "
-                    f"{self.federation.version}, came of: give the newest file"
+                    f"{self.out} went on with version {held.version} of the federation, and the one given is version "
+                    f"{self.federation.version}, which did not come of it: give the newer file"
                 )
         elif {inside.name for inside in self.out.iterdir()} - {f"{FEDERATION}.tmp", "agent.json", "agent.json.tmp"}:
             raise RunError(f"{self.out} is not empty and holds no peer's run: choose another --out")

@@ -47,7 +47,8 @@ def probe(member: Member, identity: Identity, *, linked: bool = False) -> Probed
         return Probed(f"the name in {member.endpoint} is not known: correct it there, or in this machine's DNS")
     except ConnectionRefusedError:
         return Probed(
-            f"{member.endpoint} refuses connections: start `fedcb2o peer run` or `peer check` there, or open its port"
+            f"{member.endpoint} refuses connections: start `fedcb2o peer run` or `peer check` there, or open its port "
+            "(or it has finished)"
         )
     except ssl.SSLCertVerificationError as error:
         return Probed(_unproven(member, error))
@@ -80,7 +81,7 @@ def _refused(member: Member, error: ssl.SSLError) -> str:
     reason = (error.reason or str(error)).lower().replace("_", " ")
     if "alert" in reason:
         return (
-            f"{member.name} refuses our certificate ({reason}): it must hold the same version of the federation, "
-            "and both clocks be right"
+            f"{member.name} refuses our certificate ({reason}): it may hold a newer version of the federation, in "
+            "which we are changed or removed (ask for its file), or one from before we came; or a clock is wrong"
         )
     return f"who listens at {member.endpoint} speaks no TLS ({reason}): another program?"

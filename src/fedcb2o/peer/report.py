@@ -173,7 +173,8 @@ def _totals(recorded: Recorded) -> str:
     incoming = sum(line.incoming for line in lines)
     outgoing, served = sum(line.sent for line in lines), sum(line.served for line in lines)
     whole = [line.took for line in lines if line.seconds]
-    took = f" A round took {median(whole):.2f} seconds (median), the longest {max(whole):.2f}." if whole else ""
+    worked = f"{median(whole):.2f} seconds (median), the longest {max(whole):.2f}" if whole else ""
+    took = f" The work of a round took {worked}; waiting for its time is not in it." if whole else ""
     return (
         f"In all {bytes_told(incoming)} came in, and {bytes_told(outgoing)} went out in answer to {served:,} "
         f"requests.{took}"

@@ -117,14 +117,20 @@ def check(versions: Sequence[Version], members: Sequence[Members], hashes: Seque
 
 
 def changes(before: Members, after: Members) -> list[str]:
-    """What a version does to the members of the one before, a few words for each, with keys to be compared."""
+    """What a version does to the members of the one before, a few words for each, with the fingerprints of keys."""
     told = [f"removes {before[id].name}" for id in before if id not in after]
     for id, member in after.items():
-        mine = member.table()
-        theirs = before[id].table() if id in before else mine
-        other = [key if key == "root" else f"{key} ({mine[key]})" for key in mine if mine[key] != theirs[key]]
+        if id not in before:
+            told.append(f"adds {member.name} ({member.endpoint}, key {member.fingerprint})")
+            continue
+        old, other = before[id], []
+        if member.endpoint != old.endpoint:
+            other.append(f"endpoint ({member.endpoint}, not {old.endpoint})")
+        if member.key != old.key:
+            other.append(f"key ({member.fingerprint}, not {old.fingerprint})")
+        if member.root != old.root:
+            other.append("root")
         told += [f"gives {member.name} another {' and '.join(other)}"] if other else []
-        told += [f"adds {member.name} ({member.endpoint}, key {mine['key']})"] if id not in before else []
     return told
 
 
