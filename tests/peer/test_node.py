@@ -21,6 +21,7 @@ from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config import load
 from fedcb2o.peer import agent, federation
 from fedcb2o.peer.coding import Raw
+from fedcb2o.peer.company import Company
 from fedcb2o.peer.download import FAILED, Downloads, _Fetch
 from fedcb2o.peer.ledger import Journal, Ledger
 from fedcb2o.peer.node import Node
@@ -318,22 +319,23 @@ def test_training_takes_no_thread_of_asyncio(quick, tmp_path):
     assert len(lines_of(tmp_path / "out")) == 4
 
 
-def test_peers_that_answer_nothing_hold_no_wait_beyond_its_time(quick, tmp_path):
-    who, made = quick
-    node = by_itself(made, who[0], share(0), tmp_path / "out")
+def test_peers_that_answer_nothing_hold_no_wait_beyond_its_time(quick):
+    _, made = quick
 
     class Silent(Downloads):
         def __init__(self):
-            pass
+            self.federation, self.me = made, 0
 
         def hello(self, peer, seconds):
             time.sleep(seconds)
 
+    stop = threading.Event()
+    company = Company(Wire().agent(0), Silent(), stop, Notes())
     began = time.monotonic()
-    node._wait_for(lambda: range(1, 30), 0, Silent(), 0.4, 0.01)
+    company.wait_for(lambda: range(1, 30), 0, 0.4, 0.01)
     assert 0.4 <= time.monotonic() - began < 2
-    threading.Timer(0.2, node.stop).start()
-    node._wait_for(lambda: range(1, 3000), 0, Silent(), 60.0, 0.01)
+    threading.Timer(0.2, stop.set).start()
+    company.wait_for(lambda: range(1, 3000), 0, 60.0, 0.01)
     assert time.monotonic() - began < 10
 
 
@@ -421,22 +423,6 @@ def test_no_model_within_the_bound_ends_a_node(tmp_path):
     assert "training diverged in round 2: it begins again with the initial model; are the data " in "\n".join(notes.notes)
 
 
-class Notes:
-    """Keeps what a node says."""
-
-    def __init__(self):
-        self.notes = []
-
-    def phase(self, n, name):
-        pass
-
-    def round(self, line):
-        pass
-
-    def note(self, text):
-        self.notes.append(text)
-
-
 def test_who_holds_another_file_is_told_what_differs_and_refused(tmp_path):
     """Of two nodes one holds a federation of six rounds where the other has three."""
     who = members.identities(tmp_path, 2)
@@ -453,3 +439,19 @@ def test_who_holds_another_file_is_told_what_differs_and_refused(tmp_path):
         (note,) = [note for note in told[j].notes if "differing" in note]
         assert note == f"org-{1 - j}: it holds another federation, differing in rounds: send one file to all"
         assert not any(line["received"] for line in lines_of(tmp_path / f"out-{j}"))
+
+
+def test_an_identity_signs_for_a_run_in_one_folder_alone(quick, tmp_path):
+    """A mistyped folder is no new start, with --resume neither; one that was moved is the same."""
+    who, made = quick
+    first = by_itself(made, who[0], share(0), tmp_path / "out").rounds()
+    assert next(first)["round"] == 1
+    first.close()
+    for resume in (False, True):
+        with pytest.raises(
+            RunError, match=r"org-0 already signs for this run in \S+/out: give that --out and --resume"
+        ):
+            by_itself(made, who[0], share(0), tmp_path / "uot", resume=resume).run()
+    (tmp_path / "out").rename(tmp_path / "moved")
+    by_itself(made, who[0], share(0), tmp_path / "moved", resume=True).run()
+    assert [line["round"] for line in lines_of(tmp_path / "moved")] == list(range(1, made.rounds + 1))

@@ -36,6 +36,7 @@ IN_FLIGHT = 4  # chunks of a model that are asked for at once
 TRIES = 3  # at a peer from which nothing comes
 WITNESSES = 4  # manifests that one answer may make us ask for
 PAUSE = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
+HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
 GRACE = 0.5  # seconds beyond the deadline for what has arrived to be looked at
 MOST_STALLS = 5  # that count: who stalls so often rests for 31 rounds
 LATE, NOTHING, MOVED_ON, EQUIVOCATION = "late", "no answer", "not here", "equivocation"
@@ -229,7 +230,9 @@ class _Fetch:
         with self.lock:
             if not self.open:
                 return LATE
-            if failed := self.of.coding.unpack_(room, self.row) or unfit(self.row):
+            if self.of.coding.unpack_(room, self.row):
+                return "content"
+            if failed := unfit(self.row):
                 return failed
         return Arrival(manifest.round, manifest.num_samples, self.size, time.monotonic() - began)
 

@@ -7,15 +7,14 @@ never waits beyond the deadline; it paces itself by its own clock, and does not 
 import asyncio
 import contextlib
 import json
-import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,9 +28,9 @@ from fedcb2o.experiments.folder import alone
 from fedcb2o.federated import metrics
 from fedcb2o.federated.peers import Memory
 from fedcb2o.peer import agent as agents
-from fedcb2o.peer.check import disagrees
 from fedcb2o.peer.coding import Coding, Int8, Raw
-from fedcb2o.peer.download import MISSED, NOT_YET, Downloads, StoppedError
+from fedcb2o.peer.company import Company
+from fedcb2o.peer.download import HELLO_SECONDS, MISSED, NOT_YET, Downloads, StoppedError
 from fedcb2o.peer.engine import Among
 from fedcb2o.peer.federation import Federation, read, write
 from fedcb2o.peer.identity import Identity
@@ -41,6 +40,7 @@ from fedcb2o.peer.protocol import Manifest
 from fedcb2o.peer.serve import Server
 from fedcb2o.peer.transport import Transport, Zenoh
 from fedcb2o.peer.versions import members_of
+from fedcb2o.peer.watch import Silent, Watch
 from fedcb2o.records.sums import header_of
 from fedcb2o.runtime import checkpoint
 from fedcb2o.runtime.engine import Round, rounds
@@ -48,41 +48,8 @@ from fedcb2o.runtime.workers import one_thread
 
 MODEL = "model.safetensors"
 FEDERATION = "federation.toml"
+RUNS = "runs.toml"  # beside the keys: where they sign for which run
 TWICE = "this identity is running already (never run it twice): stop that one first"
-SETTLED = 0.2  # seconds between two looks at who is there
-REJOIN = 3.0  # seconds in which who is there is reached
-PAUSE = 0.02  # seconds between two looks at how far the others are, where all wait for each other
-HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
-
-
-@runtime_checkable
-class Watch(Protocol):
-    """Who is told how a node is doing."""
-
-    def phase(self, n: int, name: str) -> None:
-        """Round `n`, counted from 1, is at "training", "mixing" ..."""
-        ...
-
-    def round(self, line: Mapping[str, Any]) -> None:
-        """A round is over: its line in rounds.jsonl."""
-        ...
-
-    def note(self, text: str) -> None:
-        """What the operator should know."""
-        ...
-
-
-class Silent:
-    """Tells nobody."""
-
-    def phase(self, n: int, name: str) -> None:
-        """Nothing."""
-
-    def round(self, line: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
 
 
 class Node:
@@ -167,6 +134,11 @@ class Node:
             coding = self._coding()
             memory = self._restored(log, block.pool[:1], coding)
             ledger, journal = Ledger(self.out, self.federation), Journal(self.out)
+            if self.done > journal.last + 1 and not self.agent.attackers.malicious[self.me]:
+                raise RunError(
+                    f"{self.out / SIGNED} lacks rounds that this agent signed, and is gone or an old copy: restore it, "
+                    "since without it the agent could sign two models for one round, which the others take for fraud"
+                )
             self._expires = self.identity.expires
             server = Server(self.federation, self.me, self.identity, ledger, about=self._about)
             stack.callback(server.close)  # again, when slow readers hold none of its threads any more
@@ -180,17 +152,19 @@ class Node:
             downloads.least.update(self._last_rounds())
             offers = Offers(self.federation, self.identity, coding, journal, server, self.watch.note)
             first = self.agent.first
-            engine = Among(block, offers, downloads, lambda n: self._there(n, transport, downloads), first)
+            company = Company(transport, downloads, self._stop, self.watch)
+            engine = Among(block, offers, downloads, company.to_ask, first)
             with contextlib.suppress(StoppedError):
                 left = self.done < self.federation.rounds
                 if left:
-                    self._gather(transport)
-                    self._compare(transport, downloads)
+                    company.gather(self.gather, self.done)
+                    company.compare()
                     self._remind(journal, downloads.mine(transport.alive(), HELLO_SECONDS))
-                    yield from self._lines(engine, memory, log, coding, transport, Tally(server, downloads))
+                    yield from self._lines(engine, memory, log, coding, company, Tally(server, downloads))
                 self._keep(block.pool[0])
                 if left:  # else it came back when all was done, and has no model of a round to offer
-                    self._serve_the_others(transport, downloads)
+                    self.watch.phase(self.done, "serving the others")
+                    company.see_off(self.done, self.linger)
 
     def _lines(
         self,
@@ -198,7 +172,7 @@ class Node:
         memory: Memory,
         log: records.Records,
         coding: Coding,
-        transport: Transport,
+        company: Company,
         tally: "Tally",
     ) -> Iterator[dict[str, Any]]:
         """Every round that is left: its line is written, its checkpoint, and the next round waits for its time."""
@@ -208,7 +182,7 @@ class Node:
         )
         began = time.monotonic()
         for done in made:
-            line = self._line(done, engine, tally, transport)
+            line = self._line(done, engine, tally, company)
             log.append("rounds", line)
             log.sync()
             rows = [model, *(each.unsqueeze(0) for each in coding.state().values())]
@@ -219,7 +193,7 @@ class Node:
             yield line
             if self.done < federation.rounds:  # after the last one, who is done may be gone
                 ahead = not engine.arrivals and NOT_YET in engine.failures.values()
-                self._pace(began + federation.round_seconds, ahead, tally.downloads, transport)
+                company.pace(self.done, began + federation.round_seconds, ahead)
             self._check()
             began = time.monotonic()
 
@@ -261,9 +235,27 @@ class Node:
                 )
         elif {inside.name for inside in self.out.iterdir()} - {f"{FEDERATION}.tmp", "agent.json", "agent.json.tmp"}:
             raise RunError(f"{self.out} is not empty and holds no peer's run: choose another --out")
+        self._claim()
         records.sweep(self.out)
         records.write_json(self.out / "agent.json", who)
         write(self.federation, there)
+
+    def _claim(self) -> None:
+        """Note beside the keys in which folder they sign for this run; raises RunError where it is another one, which
+        would sign second models for its rounds."""
+        path, run, here = self.identity.folder / RUNS, self.federation.run.hex(), str(self.out.resolve())
+        known: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):  # nothing was noted yet, or it is damaged
+            known = records.read_toml(path)
+        there = known.get(run, here)
+        if isinstance(there, str) and there != here and (Path(there) / SIGNED).exists():
+            raise RunError(
+                f"{self.identity.member.name} already signs for this run in {there}: give that --out and --resume (or, "
+                "if it is a copy of that folder, remove the other one). Two folders would sign two models for one "
+                "round, which the others take for fraud"
+            )
+        with contextlib.suppress(OSError, RunError):  # keys may be where nothing can be written
+            records.write_toml(path, {**known, run: here})
 
     def _coding(self) -> Coding:
         """How models are sent, as the federation agreed on."""
@@ -326,40 +318,6 @@ class Node:
             "time": time.time(),
         }
 
-    def _there(self, n: int, transport: Transport, downloads: Downloads) -> list[int]:
-        """Whom the agent may ask in round n: in a synchronous federation everybody, else who can be reached, and did
-        not keep it waiting of late."""
-        there = set(self.federation.members)
-        if not self.federation.synchronous:
-            there = there & transport.alive() - downloads.patience.resting(n)
-        return sorted(there - downloads.ledger.guilty - {self.me})
-
-    def _gather(self, transport: Transport) -> None:
-        """Wait until everybody is there, but not for ever; after a restart not for long, if anybody is there."""
-        others, began, told = self.federation.members.keys() - {self.me}, time.monotonic(), False
-        while (absent := others - transport.alive()) and (waited := time.monotonic() - began) < self.gather:
-            if self.done and waited > REJOIN and absent != others:
-                break
-            if waited > REJOIN and not told:
-                told = True
-                self.watch.note(f"waits for {self._names(absent)}, up to {self.gather:.0f} s")
-            self._stop.wait(SETTLED)
-            self._check()
-        if absent:
-            self.watch.note(f"begins without {self._names(absent)}, who could not be reached in {waited:.0f} s")
-
-    def _names(self, ids: Collection[int]) -> str:
-        return ", ".join(self.federation.members[i].name for i in sorted(ids))
-
-    def _compare(self, transport: Transport, downloads: Downloads) -> None:
-        """Tell the operator who holds another file of the federation, whose models are refused, and what differs."""
-        there = sorted(transport.alive() & self.federation.members.keys())
-        with ThreadPoolExecutor(len(there) or 1) as pool:
-            said = pool.map(lambda i: downloads.hello(i, HELLO_SECONDS), there)
-            for i, about in zip(there, said, strict=True):
-                if about is not None and (wrong := disagrees(self.federation, about)):
-                    self.watch.note(f"{self.federation.members[i].name}: {wrong}")
-
     def _remind(self, journal: Journal, shown: Manifest | None) -> None:
         """Never sign a round again that was signed elsewhere, as another peer has `shown`: a folder may be lost, or be
         an old copy. Raises RunError where this may be a mistake."""
@@ -400,30 +358,6 @@ class Node:
                 f"one (fedcb2o peer renew --identity {self.identity.folder}), and go on with --resume"
             )
 
-    def _pace(self, until: float, ahead: bool, downloads: Downloads, transport: Transport) -> None:
-        """Wait until the round has had its time, unless most of those that are there are further.
-
-        Each round has its time to itself: who was stopped for a while, and finds nobody there, does not race to the end
-        alone; and who is `ahead` of all whom it asked waits for half of those that are there. In a synchronous
-        federation nobody begins a round before the others have done the one before: a model is offered in two rounds
-        alone.
-        """
-        federation = self.federation
-        others = federation.members.keys() - downloads.ledger.guilty - {self.me}
-        if federation.synchronous:
-            self._wait_for(lambda: others, self.done, downloads, federation.deadline_seconds, PAUSE)
-        elif ahead:
-            behind = self.done - federation.lag
-            self._wait_for(
-                lambda: others & transport.alive(), behind, downloads, federation.deadline_seconds, SETTLED, 0.5
-            )
-        while (left := until - time.monotonic()) > 0:
-            there = [downloads.least[i] for i in transport.alive() if i in downloads.least]
-            if there and statistics.median_low(there) >= self.done:
-                return
-            if self._stop.wait(min(left, SETTLED)):
-                return
-
     def _keep(self, theta: Tensor) -> None:
         """Write the final model, by the names of the network's parameters."""
         named = list(self.agent.terms.module.named_parameters())
@@ -431,7 +365,7 @@ class Node:
         tensors = {name: part.view(parameter.shape) for (name, parameter), part in zip(named, parts, strict=True)}
         records.atomic_write(self.out / MODEL, lambda path: save_file(tensors, path))
 
-    def _line(self, done: Round, engine: Among, tally: "Tally", transport: Transport) -> dict[str, Any]:
+    def _line(self, done: Round, engine: Among, tally: "Tally", company: Company) -> dict[str, Any]:
         """The line of a round in rounds.jsonl."""
         choices, me = done.choices, self.me
         weights = dict(zip(choices.received.values.tolist(), choices.weights.tolist(), strict=True))
@@ -447,7 +381,7 @@ class Node:
             "own_weight": float(choices.own_weight[0]),
             "refused": {str(i): reason for i, reason in engine.failures.items() if reason not in MISSED},
             "late": [i for i, reason in engine.failures.items() if reason in MISSED],
-            "alive": sorted(transport.alive()),
+            "alive": sorted(company.transport.alive()),
             **tally.since(),
             "seconds": {**done.seconds, "exchange": engine.seconds, "round": sum(done.seconds.values())},
         }
@@ -459,34 +393,6 @@ class Node:
             if aim.sources or aim.targets:
                 line["attack_success_rate"] = aim.success(confusion, (done.triggered or {}).get(me))
         return line
-
-    def _serve_the_others(self, transport: Transport, downloads: Downloads) -> None:
-        """Serve the last model until all who can be reached are done, or it has been long enough."""
-        self.watch.phase(self.done, "serving the others")
-        others = self.federation.members.keys() - {self.me}
-        self._wait_for(lambda: others & transport.alive(), self.done, downloads, self.linger, SETTLED)
-
-    def _wait_for(
-        self,
-        whom: Callable[[], Collection[int]],
-        n: int,
-        downloads: Downloads,
-        seconds: float,
-        pause: float,
-        share: float = 1.0,
-    ) -> None:
-        """Wait until a share of some peers have done `n` rounds, but for no more than so many seconds."""
-        until, there = time.monotonic() + seconds, set[int]()
-        while (left := until - time.monotonic()) > 0:
-            for i in sorted(set(whom()) - there):
-                if (left := until - time.monotonic()) <= 0 or self._stop.is_set():  # each may take its time
-                    return
-                said = (downloads.hello(i, min(left, HELLO_SECONDS)) or {}).get("round")
-                if isinstance(said, int) and said >= n:
-                    there.add(i)
-            wanted = set(whom())
-            if len(wanted & there) >= share * len(wanted) or self._stop.wait(min(left, pause)):
-                return
 
 
 def _data_of(fingerprint: str) -> str:
