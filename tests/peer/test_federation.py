@@ -620,6 +620,12 @@ def test_from_keys_to_a_signed_version_by_commands(tmp_path):
     assert list(read(two).members) == [0, 1]
     second = read(two)
     assert second.told == f"tiny, run {run[:19]}, version 2 {second.digest.hex(' ', 2)}, 2 members"
+    new, three = tmp_path / "b-new", tmp_path / "federation-3.toml"  # the key of hospital-b was stolen
+    here("peer", "identity", "--name", "hospital-b", "--endpoint", "127.0.0.1:7002", "--out", new)
+    here("peer", "amend", one, "--replace", new / "hospital-b.member.toml", "--out", three)
+    for folder in (folders[0], folders[2]):
+        here("peer", "sign", three, "--identity", folder)
+    assert read(three).id_of(Identity.read(new).member) == 1
     assert "needs no signature" in here("peer", "sign", one, "--identity", folders[0]).one_line()
     assert Path(one).read_text().startswith("# What the members of tiny agree on.")
 

@@ -237,6 +237,7 @@ def test_data_that_do_not_fit(three, tmp_path):
     for data, told in (
         (wide, r"samples of shape \(1, 9, 9\) in their test, and the federation agreed on \(1, 8, 8\)"),
         (dataclasses.replace(whole, class_names=whole.class_names[::-1]), "the classes 9, 8, 7, 6, 5 and 5 more"),
+        (dataclasses.replace(whole, class_names=(*whole.class_names, "x")), "have 11 classes, .* and the federation 10"),
     ):
         with pytest.raises(DataError, match=told):
             agent.own(made, 0, data)
@@ -259,12 +260,23 @@ def test_a_folder_is_of_one_agent_and_federation(three, tmp_path):
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(RunError, match="is not empty and holds no peer's run"):
         Node(made, who[0], share(0), out=tmp_path / "full", connect=joining(Wire(), 0), **QUIET).run()
+    (tmp_path / "mine").mkdir()
+    federation.write(made, tmp_path / "mine" / "federation.toml")
+    with pytest.raises(RunError, match="mine is not the folder of a peer's run"):
+        Node(made, who[0], share(0), out=tmp_path / "mine", connect=joining(Wire(), 0), **QUIET).run()
     federation.write(made, tmp_path / "federation.toml")
     alone = Node(
         tmp_path / "federation.toml", who[0].folder, share(0), out=tmp_path / "out", connect=joining(Wire(), 0)
     )
     alone.gather = alone.linger = 0.0
     alone.run()
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
+    federation.write(federation.amended(made, remove=["org-2"]), tmp_path / "2.toml")
+    for each in who[:2]:
+        second = federation.sign(tmp_path / "2.toml", each)
+    by_itself(second, who[0], share(0), tmp_path / "out", resume=True).run()
+    with pytest.raises(RunError, match="went on with version 2 of the federation, and the one given is version 1"):
+        by_itself(made, who[0], share(0), tmp_path / "out", resume=True).run()
     with pytest.raises(RunError, match="of another federation or agent"):
         Node(made, who[1], share(1), out=tmp_path / "out", connect=joining(Wire(), 1), resume=True, **QUIET).run()
 
