@@ -237,7 +237,10 @@ def test_data_that_do_not_fit(three, tmp_path):
     for data, told in (
         (wide, r"samples of shape \(1, 9, 9\) in their test, and the federation agreed on \(1, 8, 8\)"),
         (dataclasses.replace(whole, class_names=whole.class_names[::-1]), "the classes 9, 8, 7, 6, 5 and 5 more"),
-        (dataclasses.replace(whole, class_names=(*whole.class_names, "x")), "have 11 classes, .* and the federation 10"),
+        (
+            dataclasses.replace(whole, class_names=(*whole.class_names, "x")),
+            "have 11 classes, .* and the federation 10",
+        ),
     ):
         with pytest.raises(DataError, match=told):
             agent.own(made, 0, data)
@@ -432,7 +435,9 @@ def test_no_model_within_the_bound_ends_a_node(tmp_path):
     lines = lines_of(tmp_path / "out")
     assert [line["round"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["received"][0]["weight"] > 0.1
-    assert "training diverged in round 2: it begins again with the initial model; are the data " in "\n".join(notes.notes)
+    assert "training diverged in round 2: it begins again with the initial model; are the data " in "\n".join(
+        notes.notes
+    )
 
 
 def test_who_holds_another_file_is_told_what_differs_and_refused(tmp_path):
