@@ -401,11 +401,11 @@ def _data_of(fingerprint: str) -> str:
 
 
 class Tally:
-    """What a server and the downloads have counted since the last look."""
+    """What a server and the downloads have counted since the last look, or since they began."""
 
     def __init__(self, server: Server, downloads: Downloads) -> None:
         self.server, self.downloads = server, downloads
-        self.last = self._now()
+        self.last: dict[str, Any] = {"sent": 0, "got": 0, "served": 0, "turned_away": {}}
 
     def since(self) -> dict[str, Any]:
         """Bytes sent and got, requests answered, and those turned away by reason."""
