@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 
 from fedcb2o.peer.transport import MOST_ANSWERS, Hear
 
@@ -38,7 +38,7 @@ class Wired:
         self.hear: Hear | None
 
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:
-        answers: SimpleQueue[bytes | None] = SimpleQueue()
+        answers: Queue[bytes | None] = Queue()
         end = time.monotonic() + timeout
         if self.closed or peer == self.id or peer not in self.alive():
             answers.put(None)
@@ -56,19 +56,19 @@ class Wired:
     def close(self) -> None:
         self.closed = True
 
-    def _send(self, peer: "Wired", request: bytes, answers: "SimpleQueue[bytes | None]") -> None:
+    def _send(self, peer: "Wired", request: bytes, answers: "Queue[bytes | None]") -> None:
         if peer.hear is None:
             answers.put(None)
         elif self.wire.passes():
             peer.hear(bytes(request), lambda answer: self._reply(peer, bytes(answer), answers))
 
-    def _reply(self, peer: "Wired", answer: bytes, answers: "SimpleQueue[bytes | None]") -> None:
+    def _reply(self, peer: "Wired", answer: bytes, answers: "Queue[bytes | None]") -> None:
         if self.wire.passes() and not peer.closed:
             if answer:
                 answers.put(answer)
             answers.put(None)
 
-    def _answers(self, answers: "SimpleQueue[bytes | None]", end: float) -> Iterator[bytes]:
+    def _answers(self, answers: "Queue[bytes | None]", end: float) -> Iterator[bytes]:
         for _ in range(MOST_ANSWERS):
             try:
                 answer = answers.get(timeout=max(0.0, end - time.monotonic()))

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import zenoh
@@ -128,7 +128,7 @@ class Zenoh:
         session, end = self._links.get(peer), time.monotonic() + timeout
         if session is None or timeout <= 0:
             return iter(())
-        replies: SimpleQueue[Any] = SimpleQueue()
+        replies: Queue[Any] = Queue()
         stop, still_open = zenoh.CancellationToken(), self._open
 
         def take(reply: Any) -> None:  # on a thread of all links: never wait here
@@ -187,7 +187,7 @@ def _key(agent: int) -> str:
     return f"fedcb2o/agents/{agent}"
 
 
-def _answers(replies: "SimpleQueue[Any]", end: float, stop: zenoh.CancellationToken) -> Iterator[bytes]:
+def _answers(replies: "Queue[Any]", end: float, stop: zenoh.CancellationToken) -> Iterator[bytes]:
     """What is in the replies to one request, up to the first None; whoever stops early lets the rest go."""
     try:
         for _ in range(MOST_ANSWERS):
