@@ -86,8 +86,8 @@ def lines(found: list[Found]) -> list[str]:
     ]
 
 
-def about(federation: Federation, identity: Identity) -> dict[str, Any]:
-    """What one says of oneself while checking."""
+def about(federation: Federation, identity: Identity, **more: object) -> dict[str, Any]:
+    """What one says of oneself in the answer to HELLO, with what a node or a check says beside."""
     return {
         "software": version("fedcb2o"),
         "version": federation.version,
@@ -96,7 +96,7 @@ def about(federation: Federation, identity: Identity) -> dict[str, Any]:
         "keys": federation.keys(),
         "name": identity.member.name,
         "time": time.time(),
-        "checking": True,
+        **more,
     }
 
 
@@ -118,7 +118,11 @@ def _answering(federation: Federation, identity: Identity, me: int, transport: Z
         return
     with tempfile.TemporaryDirectory() as folder:
         server = Server(
-            federation, me, identity, Ledger(Path(folder), federation), about=lambda: about(federation, identity)
+            federation,
+            me,
+            identity,
+            Ledger(Path(folder), federation),
+            about=lambda: about(federation, identity, checking=True),
         )
         try:
             transport.serve(server.hear)
@@ -162,7 +166,7 @@ def _read(answer: bytes, nonce: bytes, member: Member, sent: float) -> Heard:
         if read.status is Status.ANOTHER_VERSION:
             return Heard(None, "version")
         if read.nonce != nonce or read.status is not Status.OK:
-            return Heard(None, read.status.name.lower().replace("_", " "))
+            return Heard(None, read.status.word)
         said = read_hello(read.body, nonce, member)
     except MalformedError as error:
         return Heard(None, error.reason)

@@ -151,8 +151,7 @@ class Downloads:
     def hello(self, peer: int, seconds: float) -> dict[str, Any] | None:
         """What a peer says of itself, or None where nothing that it signed came in time."""
         member, key = self.federation.members[peer], self.identity.member.key
-        asking = _Fetch(self, 0, peer, torch.empty(0), time.monotonic() + seconds)
-        for answer in asking.answers(Kind.HELLO, digest=key):
+        for answer in _Questions(self, peer, time.monotonic() + seconds).ask(Kind.HELLO, digest=key):
             with contextlib.suppress(protocol.MalformedError):
                 return protocol.read_hello(answer.body, answer.nonce, member)
         return None
@@ -161,8 +160,7 @@ class Downloads:
         """The newest manifest that some peers can show which this agent signed."""
         until, silent, found = time.monotonic() + seconds, set(peers), list[Manifest]()
         while silent and time.monotonic() < until and not self.stop.is_set():
-            asking = {peer: _Fetch(self, 0, peer, torch.empty(0), until) for peer in silent}
-            asked = [(peer, each.answers(Kind.WITNESS, index=self.me)) for peer, each in asking.items()]
+            asked = [(peer, _Questions(self, peer, until).ask(Kind.WITNESS, index=self.me)) for peer in silent]
             for peer, answers in asked:
                 for answer in answers:
                     silent.discard(peer)
@@ -180,18 +178,50 @@ class Downloads:
         return {i: rows[i] for i in found}
 
 
+class _Questions:
+    """Questions to one peer until a moment; `size` are the bytes of what came back."""
+
+    def __init__(self, of: Downloads, peer: int, until: float) -> None:
+        self.of, self.peer, self.until, self.size = of, peer, until, 0
+
+    def ask(self, kind: Kind, *, round: int = 0, index: int = 0, digest: bytes = protocol.NONE) -> "Iterator[Answer]":
+        """Ask now; the answers to this very request as they come."""
+        of, nonce = self.of, secrets.token_bytes(16)
+        request = Request(
+            kind=kind,
+            run=of.federation.run,
+            sender=of.me,
+            receiver=self.peer,
+            nonce=nonce,
+            round=round,
+            index=index,
+            digest=digest,
+        )
+        left = max(0.0, self.until - time.monotonic())
+        return self._read(of.transport.ask(self.peer, request.encode(of.identity.sign), left), nonce)
+
+    def _read(self, coming: Iterable[bytes], nonce: bytes) -> "Iterator[Answer]":
+        for data in coming:
+            self.size += len(data)
+            with self.of.lock:
+                self.of.received += len(data)
+            with contextlib.suppress(protocol.MalformedError):
+                answer = protocol.read_answer(data)
+                if answer.nonce == nonce:
+                    yield answer
+
+
 class _Fetch:
     """One model from one peer: its manifest, then its chunks, into a row, until a moment."""
 
     def __init__(self, of: Downloads, n: int, peer: int, row: Float[Tensor, " d"], until: float) -> None:
         self.of, self.n, self.peer, self.row, self.until = of, n, peer, row, until
-        self.size, self.open, self.lock = 0, True, threading.Lock()
+        self.questions = _Questions(of, peer, until)
+        self.open, self.lock = True, threading.Lock()
 
     def result(self, running: "Future[Arrival | str]") -> "Arrival | str":
         """What it found; who is not done is late."""
         self.end()
-        with self.of.lock:
-            self.of.received += self.size
         if not running.done():
             return LATE
         if (error := running.exception()) is None:
@@ -234,14 +264,14 @@ class _Fetch:
                 return "content"
             if failed := unfit(self.row):
                 return failed
-        return Arrival(manifest.round, manifest.num_samples, self.size, time.monotonic() - began)
+        return Arrival(manifest.round, manifest.num_samples, self.questions.size, time.monotonic() - began)
 
     def _manifest(self) -> "Manifest | str":
         """A manifest that passes, or why there is none."""
         reason = NOTHING
-        for answer in self.answers(Kind.MANIFEST, round=self.n):
+        for answer in self.questions.ask(Kind.MANIFEST, round=self.n):
             if answer.status is not Status.OK:
-                reason = _said(answer)
+                reason = answer.status.word
                 continue
             found = self._judged(answer.body)
             if isinstance(found, Manifest):
@@ -273,7 +303,7 @@ class _Fetch:
         of.ledger.seen(signed)
         longest = protocol.manifest_length(of.coding.most)  # no longer one was taken by anybody
         for agent, n, digest in of.ledger.conflicts(digests)[:WITNESSES]:
-            for answer in self.answers(Kind.WITNESS, round=n, index=agent, digest=digest):
+            for answer in self.questions.ask(Kind.WITNESS, round=n, index=agent, digest=digest):
                 if answer.status is Status.OK and len(answer.body) <= longest:
                     of.ledger.seen(bytes(answer.body))
         return EQUIVOCATION if self.peer in of.ledger.guilty else manifest
@@ -304,7 +334,7 @@ class _Fetch:
         reason = NOTHING
         for answer in answers:
             if answer.status is not Status.OK:  # a peer that has moved on since has this model no more
-                reason = _said(answer)
+                reason = answer.status.word
             elif len(answer.body) == size and _sha(answer.body) == expected:
                 return answer.body, ""
             else:
@@ -312,33 +342,7 @@ class _Fetch:
         return None, reason
 
     def _chunk(self, manifest: Manifest, k: int) -> "Iterator[Answer]":
-        return self.answers(Kind.CHUNK, index=k, digest=manifest.digest)
-
-    def answers(
-        self, kind: Kind, *, round: int = 0, index: int = 0, digest: bytes = protocol.NONE
-    ) -> "Iterator[Answer]":
-        """Ask now; the answers to this very request as they come."""
-        federation, nonce = self.of.federation, secrets.token_bytes(16)
-        request = Request(
-            kind=kind,
-            run=federation.run,
-            sender=self.of.me,
-            receiver=self.peer,
-            nonce=nonce,
-            round=round,
-            index=index,
-            digest=digest,
-        )
-        left = max(0.0, self.until - time.monotonic())
-        return self._read(self.of.transport.ask(self.peer, request.encode(self.of.identity.sign), left), nonce)
-
-    def _read(self, coming: Iterable[bytes], nonce: bytes) -> "Iterator[Answer]":
-        for data in coming:
-            self.size += len(data)
-            with contextlib.suppress(protocol.MalformedError):
-                answer = protocol.read_answer(data)
-                if answer.nonce == nonce:
-                    yield answer
+        return self.questions.ask(Kind.CHUNK, index=k, digest=manifest.digest)
 
 
 def unfit(theta: Float[Tensor, " d"]) -> str:
@@ -347,10 +351,6 @@ def unfit(theta: Float[Tensor, " d"]) -> str:
     if within(np.array([size])).all():
         return ""
     return "bound" if math.isfinite(size) else "not finite"
-
-
-def _said(answer: Answer) -> str:
-    return answer.status.name.lower().replace("_", " ")
 
 
 def _sha(content: protocol.Bytes) -> bytes:

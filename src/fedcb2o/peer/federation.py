@@ -266,9 +266,8 @@ def make(
     if "limits" not in options:
         size = 4 * dim if made.encoding == "float32" else dim
         made = made.model_copy(update={"limits": Limits.fitted(size, made.round_seconds)})
-    return _linked(
-        _checked(made.model_dump(by_alias=True, exclude_none=True), "the federation")
-    )  # defaults written out
+    whole = made.model_dump(by_alias=True, exclude_none=True)  # with the defaults written out
+    return _linked(_checked(whole, "the federation"))
 
 
 def brought() -> Dataset:

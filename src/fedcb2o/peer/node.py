@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,19 @@ from fedcb2o.experiments.folder import alone
 from fedcb2o.federated import metrics
 from fedcb2o.federated.peers import Memory
 from fedcb2o.peer import agent as agents
+from fedcb2o.peer.check import about
 from fedcb2o.peer.coding import Coding, Int8, Raw
 from fedcb2o.peer.company import Company
 from fedcb2o.peer.download import HELLO_SECONDS, MISSED, NOT_YET, Downloads, StoppedError
 from fedcb2o.peer.engine import Among
-from fedcb2o.peer.federation import Federation, read, write
+from fedcb2o.peer.federation import Federation, read
+from fedcb2o.peer.folder import begin
 from fedcb2o.peer.identity import Identity
 from fedcb2o.peer.ledger import SIGNED, Journal, Ledger
 from fedcb2o.peer.offers import Offers
 from fedcb2o.peer.protocol import Manifest
 from fedcb2o.peer.serve import Server
 from fedcb2o.peer.transport import Transport, Zenoh
-from fedcb2o.peer.versions import members_of
 from fedcb2o.peer.watch import Silent, Watch
 from fedcb2o.records.sums import header_of
 from fedcb2o.runtime import checkpoint
@@ -47,8 +47,6 @@ from fedcb2o.runtime.engine import Round, rounds
 from fedcb2o.runtime.workers import one_thread
 
 MODEL = "model.safetensors"
-FEDERATION = "federation.toml"
-RUNS = "runs.toml"  # beside the keys: where they sign for which run
 TWICE = "this identity is running already (never run it twice): stop that one first"
 
 
@@ -129,7 +127,7 @@ class Node:
                 self.out.chmod(0o700)  # for its owner's eyes: models tell of data
             stack.enter_context(one_thread())
             stack.callback(self._stop.clear)  # and not here: it may have been told to stop before it began
-            self._begin()
+            begin(self.out, self.federation, self.identity, self.agent, resume=self.resume)
             block, log = self.agent.block(), records.Records(self.out, ("rounds",), ("rounds",))
             coding = self._coding()
             memory = self._restored(log, block.pool[:1], coding)
@@ -197,66 +195,6 @@ class Node:
             self._check()
             began = time.monotonic()
 
-    def _begin(self) -> None:
-        """Make the folder, or find the same run there; raises RunError for anything else."""
-        there = self.out / FEDERATION
-        who = {
-            "name": self.identity.member.name,
-            "id": self.me,
-            "names": {  # of those that were removed too, who stand in earlier rounds
-                str(id): member.name
-                for members in members_of(self.federation.versions)
-                for id, member in members.items()
-            },
-            "run": self.federation.run.hex(),
-            "version": self.federation.version,
-            "rounds": self.federation.rounds,
-            "class_names": list(self.federation.class_names),
-            "dim": self.agent.terms.dim,
-            "num_samples": int(self.agent.holdings.train.sizes[0]),
-            "validation_samples": int(self.agent.holdings.validation.sizes[0]),
-        }
-        if there.exists():
-            if not ((self.out / "agent.json").exists() or (self.out / SIGNED).exists()):
-                raise RunError(f"{self.out} is not the folder of a peer's run: choose another --out")
-            known = records.read_json(self.out / "agent.json")
-            if (known.get("run"), known.get("id")) != (who["run"], who["id"]):
-                raise RunError(f"{self.out} holds the run of another federation or agent: choose another --out")
-            if not self.resume and (self.out / SIGNED).exists():
-                raise RunError(
-                    f"{self.out} already holds this run: --resume goes on with it. Begun anew elsewhere it would sign "
-                    "second models for its rounds, which the others take for fraud"
-                )
-            held = read(there, own=self.federation.own, unsigned=True)
-            if not self.federation.follows(held):
-                raise RunError(
-                    f"{self.out} went on with version {held.version} of the federation, and the one given is version "
-                    f"{self.federation.version}, which did not come of it: give the newer file"
-                )
-        elif {inside.name for inside in self.out.iterdir()} - {f"{FEDERATION}.tmp", "agent.json", "agent.json.tmp"}:
-            raise RunError(f"{self.out} is not empty and holds no peer's run: choose another --out")
-        self._claim()
-        records.sweep(self.out)
-        records.write_json(self.out / "agent.json", who)
-        write(self.federation, there)
-
-    def _claim(self) -> None:
-        """Note beside the keys in which folder they sign for this run; raises RunError where it is another one, which
-        would sign second models for its rounds."""
-        path, run, here = self.identity.folder / RUNS, self.federation.run.hex(), str(self.out.resolve())
-        known: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):  # nothing was noted yet, or it is damaged
-            known = records.read_toml(path)
-        there = known.get(run, here)
-        if isinstance(there, str) and there != here and (Path(there) / SIGNED).exists():
-            raise RunError(
-                f"{self.identity.member.name} already signs for this run in {there}: give that --out and --resume (or, "
-                "if it is a copy of that folder, remove the other one). Two folders would sign two models for one "
-                "round, which the others take for fraud"
-            )
-        with contextlib.suppress(OSError, RunError):  # keys may be where nothing can be written
-            records.write_toml(path, {**known, run: here})
-
     def _coding(self) -> Coding:
         """How models are sent, as the federation agreed on."""
         return Raw(self.agent.terms.dim) if self.federation.encoding == "float32" else Int8(self.agent.common)
@@ -305,18 +243,7 @@ class Node:
 
     def _about(self) -> dict[str, Any]:
         """What this node says of itself to members that ask."""
-        federation = self.federation
-        return {
-            "software": version("fedcb2o"),
-            "version": federation.version,
-            "run": federation.run.hex(),
-            "federation": federation.digest.hex(),
-            "keys": federation.keys(),
-            "name": self.identity.member.name,
-            "round": self.done,
-            "rounds": federation.rounds,
-            "time": time.time(),
-        }
+        return about(self.federation, self.identity, round=self.done, rounds=self.federation.rounds)
 
     def _remind(self, journal: Journal, shown: Manifest | None) -> None:
         """Never sign a round again that was signed elsewhere, as another peer has `shown`: a folder may be lost, or be

@@ -73,6 +73,11 @@ class Status(IntEnum):
     ANOTHER_RUN = 4
     ANOTHER_VERSION = 5  # of the protocol, that of this answer
 
+    @property
+    def word(self) -> str:
+        """What it is counted by, and shown to people."""
+        return self.name.lower().replace("_", " ")
+
 
 class MalformedError(ValueError):
     """Bytes that are none of ours; `reason` is the word under which they are counted."""
