@@ -33,7 +33,7 @@ COUNTS = [1, 2, 3, 7]
 def cluster():
     """Ray on this machine, and seven actors, of which a run takes some."""
     jaxtyping.config.update("jaxtyping_disable", True)  # as in the test of two engines
-    with start.joined(start.LOCAL, 200 * 2**20, 8), start.actors(7) as actors:
+    with start.joined(start.LOCAL, 200 * 2**20, 8), start.actors(start.nodes() * 7) as actors:
         yield actors
     jaxtyping.config.update("jaxtyping_disable", False)
 

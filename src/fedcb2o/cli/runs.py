@@ -56,6 +56,16 @@ def run(
         str | None,
         typer.Option(help="Where models and data lie: cpu, cuda, cuda:1, mps, ... Default: the file's, or cpu."),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Spread the agents over a cluster of Ray: its address, auto for the one here, local for this machine.",
+        ),
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(min=1, help="Of a cluster, how many blocks of agents. Default: one a processor.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Say what was chosen for this machine.")] = False,
     clean_twin: Annotated[
@@ -92,7 +102,15 @@ def run(
     with Progress(verbose=verbose) as progress:
         for one, folder in chosen:
             run_experiment(
-                one, out=folder, data_dir=data_dir, workers=workers, memory=memory, resume=resume, watch=progress
+                one,
+                out=folder,
+                data_dir=data_dir,
+                workers=workers,
+                memory=memory,
+                resume=resume,
+                watch=progress,
+                cluster=cluster,
+                blocks=blocks,
             )
     folders = [folder for _, folder in chosen]
     print("Done. For a table: fedcb2o compare", *folders, file=sys.stderr)

@@ -25,7 +25,7 @@ from fedcb2o.federated.mixing import Mixture, mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
 from fedcb2o.federated.round import ask, decide
 from fedcb2o.federated.teams import teams
-from fedcb2o.models import rows_of
+from fedcb2o.models import row_stride, rows_of
 from fedcb2o.runtime import primitives
 from fedcb2o.runtime.shown import JUDGES, only_shown
 from fedcb2o.runtime.workers import Workers, blocks
@@ -79,6 +79,17 @@ class Shared:
             for j, theirs in crafted.items():
                 good[layout.crafted(j)] = within(theirs) & online[j]
         self.good, self.outbox = good, outbox(self.block, n)
+
+    def models(self) -> Iterator[Float[Tensor, "k stride"]]:
+        """The models that outlive a round, in whole cache lines: the agents', in their order, then a coordinator's."""
+        coordinator, stride = self.terms.algorithm.coordinator, row_stride(self.terms.dim)
+        count = self.terms.num_agents + (0 if coordinator is None else coordinator.models)
+        yield self.block.pool[:count].as_strided((count, stride), (stride, 1))
+
+    def fill_(self, models: Float[Tensor, "k stride"]) -> None:
+        """Have the models that outlive a round be these."""
+        for kept in self.models():
+            kept.copy_(models)
 
     def exchange(self, n: int, asked: Sequence[Lists], deadline: float | None) -> list[Inbox]:
         """What agents receive lies in the pool already: nobody is late."""

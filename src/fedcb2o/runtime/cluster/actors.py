@@ -10,16 +10,12 @@ import numpy as np
 import ray
 from jaxtyping import Int
 
-from fedcb2o.errors import RunError
 from fedcb2o.runtime.cluster.holder import PARCEL
 from fedcb2o.runtime.cluster.shares import Shares, Taken, taken_by
 from fedcb2o.runtime.crew import opened, packed
+from fedcb2o.runtime.engine import LostError
 
 LOOK = 1.0  # seconds after which a wait is heard of by Python, so that a signal is
-
-
-class LostError(RunError):
-    """An actor, or what it lent, is gone: the run can go on from its last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,8 @@ def lost() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayError as error:
-        told = str(error).strip().splitlines() or [""]
-        raise LostError(f"a part of the cluster is lost: {type(error).__name__}, {told[0].strip()}") from error
+        told = (str(error).strip().splitlines() or [""])[0].strip(" .")
+        raise LostError(f"a part of the cluster is lost ({type(error).__name__}: {told})") from error
 
 
 class Actors:

@@ -3,14 +3,18 @@
 import contextlib
 import logging
 import os
+import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import ray
-from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedcb2o.errors import RunError
+from fedcb2o.runtime import machine
 from fedcb2o.runtime.cluster.actors import lost
 from fedcb2o.runtime.cluster.holder import Holder
 
@@ -43,38 +47,100 @@ def joined(address: str, store: int | None = None, processors: int | None = None
         told = " ".join(str(error).split())[:300]
         raise RunError(f"cannot join the cluster at {address!r} ({told}): see `ray status` there") from error
     try:
-        yield
+        with _silent():
+            yield
     finally:
         ray.shutdown()
 
 
-def free_processors() -> int:
-    """How many blocks may work at once on the cluster now."""
-    return int(ray.available_resources().get("CPU", 0))
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Within it, Ray does not print to standard output what its processes report: what matters comes as an error."""
+    printing, name = sys.modules["ray._private.worker"], "print_to_stdstream"
+    before = getattr(printing, name, None)
+    setattr(printing, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(printing, name, before)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster: how many `processors` it gives, and the bytes of memory that are free there."""
+
+    id: str
+    name: str
+    processors: int
+    memory: int
+
+
+def nodes() -> list[Node]:
+    """The nodes of the cluster that answer; raises RunError where one has other versions than this machine."""
+    look, there, asked = ray.remote(_here), list[Node](), []
+    for known in ray.nodes():
+        if known["Alive"] and (processors := int(known["Resources"].get("CPU", 0))):
+            where = _on(known["NodeID"])
+            asked.append((known, processors, look.options(num_cpus=0, scheduling_strategy=where).remote(sys.path)))
+    mine, _ = _here(sys.path)
+    for known, processors, ref in asked:
+        name = known["NodeManagerHostname"]
+        try:
+            versions, memory = ray.get(ref, timeout=PATIENCE)
+        except ray.exceptions.RayTaskError as error:
+            told = str(error).strip().splitlines()[-1]
+            raise RunError(f"node {name} of the cluster cannot run fedcb2o: {told}") from error
+        except ray.exceptions.RayError:  # it went, and the cluster has not noticed yet
+            continue
+        if versions != mine:
+            pairs = [f"{what} {versions[what]}, here {mine[what]}" for what in mine if versions[what] != mine[what]]
+            raise RunError(f"node {name} of the cluster has {', '.join(pairs)}: they must be the same")
+        there.append(Node(known["NodeID"], name, processors, memory))
+    return there
+
+
+def _here(path: Sequence[str]) -> tuple[dict[str, str], int]:
+    """The versions that bits depend on, on this machine, and its free memory."""
+    sys.path += [each for each in path if each not in sys.path]
+    versions = {name: version(name) for name in ("fedcb2o", "torch", "numpy")}
+    return {"python": platform.python_version(), **versions}, machine.free_memory()
+
+
+def spread(count: int, nodes: Sequence[Node]) -> list[Node]:
+    """A node for each of so many blocks, in proportion to their processors."""
+    taken = dict.fromkeys(nodes, 0)
+    for _ in range(count):
+        taken[min(nodes, key=lambda node: (taken[node] + 1) / node.processors)] += 1
+    return [node for node in nodes for _ in range(taken[node])]
 
 
 @contextlib.contextmanager
-def actors(count: int, device: str | None = None) -> Iterator[list[Any]]:
-    """So many actors, spread over the nodes of the cluster, gone in the end with all that they hold."""
-    need = {"CPU": 1.0} if device is None else {"CPU": 1.0, "GPU": 1.0}
-    with lost():
-        group = placement_group([need] * count, strategy="SPREAD")
+def actors(on: Sequence[Node], device: str | None = None) -> Iterator[list[Any]]:
+    """Actors on these nodes, gone in the end with all that they hold.
+
+    Raises RunError where the nodes have no processor free for them, and LostError where they cannot start.
+    """
     made: list[Any] = []
+    kind, gpus = ray.remote(Holder), 0 if device is None or device == "cpu" else 1
     try:
-        if not group.wait(PATIENCE):
-            there = ray.available_resources()
-            free = ", ".join(f"{there.get(kind, 0):g} {kind}s" for kind in need)
-            raise RunError(f"{count} blocks need a processor each, and the cluster has {free} free: fewer --blocks")
-        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        kind = ray.remote(Holder)
-        for b in range(count):
-            where = strategy(group, placement_group_bundle_index=b)
-            options = {"num_cpus": 1, "num_gpus": need.get("GPU", 0), "max_restarts": 0, "scheduling_strategy": where}
-            made.append(kind.options(**options).remote(sys.path))
+        with lost():
+            for node in on:
+                options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": _on(node.id)}
+                made.append(kind.options(**options).remote(sys.path))
+            ready = [actor.__ray_ready__.remote() for actor in made]
+            there, waiting = ray.wait(ready, num_returns=len(ready), timeout=PATIENCE)
+            ray.get(there)
+        if waiting:
+            raise RunError(
+                f"{len(waiting)} of {len(made)} blocks found no free processor{' or GPU' * gpus} on the cluster in "
+                f"{PATIENCE:.0f} seconds: let fewer work (--blocks), or wait until others have ended"
+            )
         yield made
     finally:
         for actor in made:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
-        with contextlib.suppress(Exception):
-            remove_placement_group(group)
+
+
+def _on(node: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node, soft=False)
