@@ -70,6 +70,7 @@ def test_a_node_is_killed_and_another_joins(three, undisturbed, tmp_path, capfd)
     def kill(experiment, seed, line):
         if line["round"] == 2 and three.others:
             three.remove_node(three.others.pop(), allow_graceful=False)
+            assert until(lambda: len(actors_now()) < 5)
 
     run(spread(3), out=tmp_path / "run", cluster=three.address, blocks=5, watch=kill)
     told = capfd.readouterr().err
@@ -106,6 +107,6 @@ def test_a_run_with_a_ray_of_its_own_is_stopped(tmp_path, number):
     process = begun(tmp_path / "run", "local")
     process.send_signal(number)
     process.wait(60)
-    assert until(lambda: not of_ray() - before)
+    assert until(lambda: not of_ray() - before, 150)  # agents of Ray look after their parent once a minute
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number

@@ -27,7 +27,9 @@ from fedcb2o.experiments.assemble import (
     shared_data,
     specs_of,
 )
-from fedcb2o.experiments.cluster import Spread
+from fedcb2o.experiments.away import Files, files_of, run_away
+from fedcb2o.experiments.away import keep as keep_files
+from fedcb2o.experiments.cluster import Spread, joined_for_tasks
 from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.folder import alone, begin, make, told_anew
 from fedcb2o.experiments.lines import metrics_line, pairs_line
@@ -70,8 +72,9 @@ def run(
     run's folder. With `resume` a stopped run goes on from its last checkpoint, and a finished one is read.
 
     With a `cluster`, the address of one of Ray's, "auto" for the one that this machine is in or "local" for one of this
-    machine alone, the agents are spread over its nodes in `blocks` (by default one for each processor), which changes
-    no bit either; `memory` is then what each node gives. The run goes on by itself where a part of the cluster is lost.
+    machine alone, seeds are run on its nodes, each by itself, and their files come back here. With `blocks` the agents
+    of each seed are spread over the nodes, which changes no bit either; `memory` is then what each node gives. What is
+    lost with a part of the cluster is done again.
 
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
@@ -110,6 +113,9 @@ def run(
             lacking.append(seed)
             if cluster is None:
                 plan(experiment, dataset, each.terms.dim, workers, limit, folder / f"seed-{seed}")
+    if cluster is not None and blocks is None:
+        _run_seeds_away(experiment, folder, None if data_dir is None else Path(data_dir), lacking, cluster, resume)
+        return Run(folder)
     where: OneMachine | Spread = OneMachine(workers, limit) if cluster is None else Spread(cluster, blocks, limit)
     with (
         where.joined([prepared[seed] for seed in lacking]),
@@ -120,6 +126,30 @@ def run(
         for seed in experiment.seeds:
             _run_on(prepared.pop(seed), folder / f"seed-{seed}", where, watch)
     return Run(folder)
+
+
+def _run_seeds_away(
+    experiment: Experiment, folder: Path, data: Path | None, seeds: Sequence[int], cluster: str, resume: bool
+) -> None:
+    """Run seeds on a cluster, each by itself, as independent work; its files come back when it has ended."""
+    with joined_for_tasks(cluster, None) as there, alone(folder):
+        begin(folder, experiment, resume)
+        if there is None:
+            return
+        tasks = []
+        for seed in seeds:
+            one = experiment.model_copy(update={"seeds": (seed,)})
+            mine = {f"seed-{seed}/{name}": each for name, each in files_of(folder / f"seed-{seed}").items()}
+            tasks.append((seed, (one, {"config.toml": (folder / "config.toml").read_bytes(), **mine}, data)))
+
+        def heard(seed: int, result: tuple[float, str | None, Files]) -> None:
+            seconds, error, files = result
+            keep_files(folder, {name: each for name, each in files.items() if name.startswith(f"seed-{seed}/")})
+            if error is not None:
+                raise RunError(f"seed {seed}: {error}")
+            print(f"{experiment.name} seed {seed}: done in {seconds:.0f} s", file=sys.stderr)
+
+        there.work(min(there.processors, len(tasks)), run_away, tasks, heard)
 
 
 def _run_on(prepared: Prepared, folder: Path, where: "OneMachine | Spread", watch: Watch) -> None:

@@ -4,7 +4,9 @@ import contextlib
 import logging
 import os
 import platform
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -40,12 +42,16 @@ def joined(address: str, store: int | None = None, processors: int | None = None
     known: dict[str, Any] = {"address": address}
     if address == LOCAL:
         known |= {"include_dashboard": False, "object_store_memory": store, "num_cpus": processors}
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(**known, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, OSError) as error:
         ray.shutdown()
         told = " ".join(str(error).split())[:300]
         raise RunError(f"cannot join the cluster at {address!r} ({told}): see `ray status` there") from error
+    if threading.current_thread() is threading.main_thread():  # Ray has put its own in their place
+        for number, handler in signals.items():
+            signal.signal(number, handler)
     try:
         with _silent():
             yield
