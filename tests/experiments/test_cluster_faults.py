@@ -15,6 +15,7 @@ import tomli_w
 from tests.experiments.test_cluster import actors_now, spread, undisturbed, whole  # noqa: F401 (a fixture)
 from tests.processes import needs_proc
 
+from fedcb2o.errors import RunError
 from fedcb2o.experiments import run
 
 pytest.importorskip("ray")
@@ -99,6 +100,12 @@ def test_the_driver_is_killed(three, undisturbed, tmp_path):  # noqa: F811
     run(spread(400), out=tmp_path / "run", workers=1, resume=True)
     run(spread(400), out=tmp_path / "alone", workers=1)
     assert whole(tmp_path / "run") == whole(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(("address", "told"), [("127.0.0.1:1", "no cluster can be reached"), ("auto", "cannot join")])
+def test_a_cluster_that_is_not_there(tmp_path, address, told):
+    with pytest.raises(RunError, match=told):
+        run(spread(), out=tmp_path / "run", cluster=address, blocks=2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])

@@ -134,7 +134,9 @@ class Holder:
         for some in (todo[k : k + count] for k in range(0, len(todo), count)):
             arrays = ray.get([ref for ref, _ in some])
             for array, (_, (places, which)) in zip(arrays, some, strict=True):
-                self.rows[torch.from_numpy(first + which)] = tensor_of(array)[torch.from_numpy(places)].to(self.rows)
+                models = tensor_of(array)
+                models = models if len(places) == len(models) else models[torch.from_numpy(places)]
+                self.rows.index_copy_(0, torch.from_numpy(first + which).to(self.rows.device), models.to(self.rows))
 
     def mix(self, choices: Choices) -> Bool[np.ndarray, " a"]:
         """theta <- W theta for the agents here; whose models are finite then."""

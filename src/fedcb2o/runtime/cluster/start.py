@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from fedcb2o.runtime.cluster.actors import lost
 from fedcb2o.runtime.cluster.holder import Holder
 
 LOCAL = "local"  # the address of a cluster that is this machine alone
+KNOCK = 5.0  # seconds that a cluster may take for answering at all
 PATIENCE = 60.0  # seconds that actors may take for being placed
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -39,6 +41,7 @@ def joined(address: str, store: int | None = None, processors: int | None = None
         yield
         return
     os.environ.update(QUIET)
+    _knock(address)
     known: dict[str, Any] = {"address": address}
     if address == LOCAL:
         known |= {"include_dashboard": False, "object_store_memory": store, "num_cpus": processors}
@@ -57,6 +60,17 @@ def joined(address: str, store: int | None = None, processors: int | None = None
             yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raises RunError where nobody listens at HOST:PORT: Ray itself would take minutes to say so."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and port.isdigit()) or "://" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), KNOCK).close()
+    except (OSError, OverflowError) as error:
+        raise RunError(f"no cluster can be reached at {address!r} ({error}): see `ray status` there") from error
 
 
 @contextlib.contextmanager
