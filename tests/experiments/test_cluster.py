@@ -132,3 +132,17 @@ def test_no_ray(tmp_path, monkeypatch):
     monkeypatch.setattr("fedcb2o.experiments.cluster.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'fedcb2o\[cluster\]'"):
         run(spread(), out=tmp_path / "run", cluster="local")
+
+
+def test_other_versions_on_a_node(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "version", lambda name: "0.0")
+    with pytest.raises(RunError, match=r"node \S+ of the cluster has fedcb2o \S+, here 0.0, torch .* must be the same"):
+        run(spread(), out=tmp_path / "run", cluster=cluster, blocks=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_processors_that_others_have(cluster, tmp_path, monkeypatch):
+    with start.actors(start.nodes() * 4):
+        monkeypatch.setattr(start, "PATIENCE", 1.0)
+        with pytest.raises(RunError, match="2 of 2 blocks found no free processor on the cluster in 1 seconds"):
+            run(spread(), out=tmp_path / "run", cluster=cluster, blocks=2)
