@@ -23,6 +23,7 @@ from fedcb2o.runtime.cluster.holder import Holder
 
 LOCAL = "local"  # the address of a cluster that is this machine alone
 KNOCK = 5.0  # seconds that a cluster may take for answering at all
+ANSWER = 60.0  # seconds that a node may take for saying what it has
 PATIENCE = 60.0  # seconds that actors may take for being placed
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -106,7 +107,7 @@ def nodes() -> list[Node]:
     for known, processors, ref in asked:
         name = known["NodeManagerHostname"]
         try:
-            versions, memory = ray.get(ref, timeout=PATIENCE)
+            versions, memory = ray.get(ref, timeout=ANSWER)
         except ray.exceptions.RayTaskError as error:
             told = str(error).strip().splitlines()[-1]
             raise RunError(f"node {name} of the cluster cannot run fedcb2o: {told}") from error
