@@ -258,6 +258,8 @@ NEEDED: dict[str, Table] = {
     "label_flips": {"pairs": [[9, 4], [4, 9]]},
     "backdoor": {"target": 3},
     "clean_label": {"target": 3},
+    "signal": {"target": 3},
+    "blended": {"target": 3},
     "rarest_flip": {"target": 3},
     "spread_flip": {"target": 3},
     "boosting": {"data": FLIP},
@@ -267,7 +269,8 @@ NEEDED: dict[str, Table] = {
 EVERY_ATTACK = (
     "label_flips", "random_labels", "spread_flip", "rarest_flip", "shifted_labels", "backdoor", "clean_label",
     "feature_noise", "sign_flip", "gaussian_noise", "trash", "boosting", "free_rider", "not_finite", "alie", "ipm",
-    "min_max", "min_sum", "mimic", "dissensus", "equivocation", "gap_aware", "slow_drift",
+    "min_max", "min_sum", "mimic", "dissensus", "equivocation", "gap_aware", "slow_drift", "signal", "blended",
+    "hybrid_sparse", "spectral",
 )  # fmt: skip
 ATTACKS: dict[str, Table] = {
     "random_labels, a share": {"name": "random_labels", "share": 0.4},
@@ -278,6 +281,7 @@ ATTACKS: dict[str, Table] = {
     "alie from the benign": {"name": "alie", "z": 1.5, "estimated_from": "benign"},
     "min_max by sign": {"name": "min_max", "direction": "sign"},
     "min_sum by unit": {"name": "min_sum", "direction": "unit"},
+    "mimic of the outermost": {"name": "mimic", "whom": "outermost"},
     "mimic across": {"name": "mimic", "whom": 1, "clusters_on": 1},
     "boosted backdoor": {"name": "boosting", "factor": 3.0, "data": BACKDOOR},
     "sign_flip of poisoned": {"name": "sign_flip", "scale": 2.0, "data": FLIP},

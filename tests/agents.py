@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedcb2o import models
 from fedcb2o.data.shard import Shard
+from fedcb2o.experiments.run import rounds_of
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.attacks import label_flip
@@ -23,8 +24,7 @@ from fedcb2o.federated.local_update import Training
 from fedcb2o.federated.peers import Memory
 from fedcb2o.federated.terms import Terms
 from fedcb2o.federated.types import Attack, Reduction
-from fedcb2o.runtime import ifca
-from fedcb2o.runtime.engine import Engine, Round, rounds
+from fedcb2o.runtime.engine import Engine, Round
 from fedcb2o.runtime.shared import Shared
 from fedcb2o.runtime.workers import Here
 from fedcb2o.streams import stream
@@ -138,8 +138,8 @@ def block_of(
         seed=terms.seed,
     )
     rows = np.array(range(len(ids)) if own is None else own)
-    coordinator = terms.algorithm.coordinator
-    kept = int(rows.max()) + 1 + (0 if coordinator is None else coordinator.models)
+    clusters = terms.algorithm.clusters
+    kept = int(rows.max()) + 1 + (0 if clusters is None else clusters.rows(len(ids)))
     each = attackers.attack.num_published(1, len(GOOD))
     layout = Layout.of(rows, kept, holdings.malicious, each, terms.algorithm.keeps_before)
     return Block(terms, holdings, attackers, layout, empty_models(layout.inbox + inbox, terms.dim))
@@ -175,7 +175,7 @@ def models_of(engine: Shared) -> Tensor:
 
 def run_rounds(engine: Engine, count: int = 1, memory: Memory | None = None, start: int = 0) -> list[Round]:
     """Some rounds."""
-    made = rounds if engine.terms.algorithm.coordinator is None else ifca.rounds
+    made = rounds_of(engine)
     blank = Memory.blank(len(CLUSTER))
     return list(made(engine, memory or blank, start, start + count, lambda n: False, lambda n, phase: None))
 

@@ -96,6 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
         "evaluate_on": "tuning",
         "evaluate_every": 2,
     },
+    "test images of its own": {"evaluate_on": "redrawn"},
     "each its own first model, momentum 0.9": {
         "agents": {"initialisation": "independent"},
         "training": {"gamma": 0.05, "batch_size": 8, "local_epochs": 2},

@@ -1,5 +1,6 @@
 """What a criterion, a rule or an attack looks at, made by hand."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ def local(**known) -> Local:
     nobody = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
     given = {
         "losses_of": lambda models, change: None,
+        "outputs_of": lambda models: None,
         "contacts_of": lambda: nobody,
         "draw_of": lambda: stream(0, "judged"),
     }
@@ -60,7 +62,13 @@ def ten_models(d=5, seed=0):
     return torch.from_numpy(stream(seed, "models").normal(size=(10, d))).float()
 
 
-def view_of(attack=None, *, models=None, agent=4, losses=None, see=("fellows", "benign")):
+def complete():
+    """Everybody's links to all others of its cluster."""
+    cluster = np.array([0, 0, 0, 0, 1, 1])
+    return (cluster[:, None] == cluster) & ~np.eye(6, dtype=bool)
+
+
+def view_of(attack=None, *, models=None, agent=4, losses=None, see=("fellows", "benign"), links=complete):
     """What an attacker sees in a round."""
     models = ten_models() if models is None else models
     ids = {("benign", 0): BENIGN, ("fellows", 0): FELLOWS, ("benign", 1): [7, 8], ("fellows", 1): [9]}
@@ -79,4 +87,5 @@ def view_of(attack=None, *, models=None, agent=4, losses=None, see=("fellows", "
         threat=Threat(frozenset(see)) if attack is None else attack.threat,
         _ids_of=lambda whose, cluster: ids[whose, cluster],
         _look=lambda chosen: rows_of(models, chosen),
+        _links=links,
     )

@@ -13,7 +13,7 @@ as they are loaded, and the networks with their first numbers. No model is ever 
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fedcb2o import models
 from fedcb2o.data.digits import digits
+from fedcb2o.data.shard import Dataset, Shard
 from fedcb2o.streams import stream
 from tests import reference
 
@@ -98,6 +99,8 @@ class Whole:
         self.settings, self.seed, self.margin = read(path), seed, margin
         chosen = {key: value for key, value in self.settings["data"].items() if key != "name"}
         self.dataset = digits(**chosen)
+        if self.settings["evaluate_on"] == "redrawn":
+            self.dataset = redrawn(self.dataset, seed)
         self.training = reference.Training(**self.settings["training"])
         labels = [int(y) for y in self.dataset.pool.y]
         self.shares, self.tuning = deal(labels, self.settings["agents"], seed)
@@ -159,7 +162,7 @@ class Whole:
     def _scored_on(self, cluster: int) -> tuple[Tensor, Tensor]:
         """The test images as a cluster sees them, or tuning images: those of the pool that nobody holds."""
         test, pool = self.dataset.test, self.dataset.pool
-        if self.settings["evaluate_on"] == "test":
+        if self.settings["evaluate_on"] != "tuning":
             return self._seen(test.x, cluster), test.y
         held = self.tuning[: len(test.y)]
         return self._seen(pool.x[held], cluster), pool.y[held]
@@ -241,6 +244,18 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 
 
 # ---- who holds what ----
+
+
+def redrawn(dataset: Dataset, seed: int) -> Dataset:
+    """Pool and test set put together, and as many test images of each class drawn from them."""
+    x, y = (torch.cat([getattr(dataset.pool, name), getattr(dataset.test, name)]) for name in "xy")
+    wanted, held = [int((dataset.test.y == c).sum()) for c in range(10)], list[int]()
+    for i in stream(seed, "test").permutation(len(y)):
+        if wanted[int(y[i])] > 0:
+            wanted[int(y[i])] -= 1
+            held.append(int(i))
+    rest = [i for i in range(len(y)) if i not in held]
+    return replace(dataset, pool=Shard(x[rest], y[rest]), test=Shard(x[held], y[held]))
 
 
 def deal(labels: list[int], agents: dict[str, Any], seed: int) -> tuple[list[Share], list[int]]:

@@ -5,7 +5,8 @@ import pytest
 import torch
 from tests.tiny import empty_models, tiny
 
-from fedcb2o.experiments.assemble import dataset_of, first_models_, prepare
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.assemble import dataset_of, first_models_, pool_of, prepare
 from fedcb2o.experiments.config import load
 
 SOME = [1, 3, 4]
@@ -39,3 +40,22 @@ def test_what_some_hold_is_what_they_hold_among_all():
         ):
             assert mine.equal(theirs)
     assert some.malicious.tolist() == [every.malicious[j] for j in SOME]
+
+
+def test_redrawn_test_samples_are_each_seeds_own_balanced_and_held_by_nobody():
+    experiment = load(tiny(evaluate_on="redrawn"))
+    dataset = dataset_of(experiment, None)
+    pool = pool_of(experiment, dataset)
+    assert len(pool) == 1797  # the test set is among them
+    seeds = [prepare(experiment, seed, dataset) for seed in (0, 1)]
+    tests = [{tuple(x.flatten().tolist()) for x in made.test().x} for made in seeds]
+    for made, drawn in zip(seeds, tests, strict=True):
+        assert torch.bincount(made.test().y).tolist() == [24] * 10
+        held = torch.cat([*made.population.train, *made.population.validation])
+        assert not drawn & {tuple(x.flatten().tolist()) for x in pool.x[held]}
+    assert len(tests[0] & tests[1]) < 80  # of 240, 1 in 7 by chance
+
+
+def test_test_samples_are_drawn_before_agents_get_theirs():
+    with pytest.raises(ConfigError, match=r"= 2 \* 700 \+ 1 \* 200 = 1600, and the pool has 1557 samples"):
+        prepared(evaluate_on="redrawn", agents={"benign_samples": 700, "malicious_samples": 200})

@@ -251,7 +251,7 @@ def test_unequal_speeds_change_no_bit(cluster, undisturbed, tmp_path, monkeypatc
 
 
 def test_a_coordinator_stays_on_one_machine(cluster, tmp_path):
-    with pytest.raises(ConfigError, match="runs on one machine: no --cluster"):
+    with pytest.raises(ConfigError, match="run on one machine: no --cluster"):
         run(spread(algorithm={"name": "ifca", "models": 2}), out=tmp_path / "run", cluster=cluster, blocks=2)
 
 

@@ -191,7 +191,7 @@ WRONG = {
     "attack.name=label_flop": "there is no attack `label_flop`. Did you mean `label_flip`?",
     "agents.split=randm": "`agents.split`: input should be 'random', 'stratified' or 'released', got 'randm'",
     "agents.malicious_role=bad": "`agents.malicious_role`: input should be 'attack', 'clean', 'benign' or 'removed'",
-    "evaluate_on=train": "`evaluate_on`: input should be 'test' or 'tuning', got 'train'",
+    "evaluate_on=train": "`evaluate_on`: input should be 'test', 'tuning' or 'redrawn', got 'train'",
     # Wrong types.
     "rounds=3.5": "`rounds`: input should be a valid integer, got 3.5",
     "rounds=many": "`rounds`: input should be a valid integer, got 'many'",

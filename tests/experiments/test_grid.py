@@ -71,27 +71,39 @@ def test_attacks_of_equal_aims_share_a_floor():
     assert floor["Back"] == floor["Weak"] != floor["Small"]
     assert floor["spread"] == floor["rarest"]
     assert len(set(floor.values())) == 5
-    floors = {cell.folder: cell.experiment for cell in cells if cell.kind == "floor"}
-    assert floors.keys() == set(floor.values())
+    floors = {cell.folder.rpartition("/")[2]: cell.experiment for cell in cells if cell.kind == "clean"}
+    removed = {cell.folder.rpartition("/")[2]: cell.experiment for cell in cells if cell.kind == "removed"}
+    assert floors.keys() == removed.keys() == set(floor.values())
     assert {experiment.agents.malicious_role for experiment in floors.values()} == {"clean"}
+    assert {experiment.agents.malicious_role for experiment in removed.values()} == {"removed"}
+    assert removed[floor["Gap"]].settings()["attack"] == FLIP["attack"]
     assert floors[floor["ALIE"]].attack is None
     assert floors[floor["Gap"]].settings()["attack"] == FLIP["attack"]
     trigger = floors[floor["Back"]].settings()["attack"]
     assert (trigger["name"], trigger["size"], trigger["target"]) == ("backdoor", 3, 7)
     folders = [cell.folder for cell in cells]
-    assert all(folders.index(cell.floor) < folders.index(cell.folder) for cell in cells if cell.floor)
+    for cell in cells:
+        for role in ("clean", "removed") if cell.floor else ():
+            assert folders.index(f"{role}/one/{cell.floor}") < folders.index(cell.folder)
 
 
 def test_a_floor_is_the_clean_twin():
     experiment = load_grid(grid()).experiment("", "FedCB2O", "Label flip")
-    twin, floor = experiment.clean_twin().settings(), fedcb2o.load(without_attack(experiment)).settings()
+    twin, floor = experiment.clean_twin().settings(), fedcb2o.load(without_attack(experiment, "clean")).settings()
     assert {key for key in twin if twin[key] != floor.get(key)} == {"name", "title", "description"}
+
+
+def test_who_would_ask_more_peers_than_are_left_asks_all_of_them():
+    experiment = load_grid(grid(agents={**tiny()["agents"], "budget": 5})).experiment("", "DFedAvgM", "ALIE")
+    assert (experiment.agents.benign, experiment.agents.malicious, experiment.agents.num_clusters) == (2, 1, 2)
+    assert without_attack(experiment, "clean")["agents"]["budget"] == 5
+    assert fedcb2o.load(without_attack(experiment, "removed")).agents.budget == 3
 
 
 def test_what_attacks_change_beside_the_attack_is_in_their_floor_too():
     attacks = {"Label flip": FLIP, "Alone": {**FLIP, "agents": {"colluders_own_model": False}}}
     cells = load_grid(grid(attacks=attacks, defences={"One": {}})).cells()
-    assert [cell.experiment.agents.colluders_own_model for cell in cells if cell.kind == "floor"] == [True, False]
+    assert [cell.experiment.agents.colluders_own_model for cell in cells if cell.kind == "clean"] == [True, False]
 
 
 def test_an_entry_that_attacks_nobody_has_no_floor():
@@ -144,7 +156,7 @@ def test_the_chosen_candidate_is_in_every_cell_of_its_defence_and_in_its_floors_
     first, second = plan.cells({"FedCB2O": 0}), plan.cells({"FedCB2O": 1})
     assert [cell.folder for cell in first] == [cell.folder for cell in second]
     alphas = [cell.experiment.algorithm.parameters.get("alpha") for cell in second]
-    assert alphas == [5.0] * 4 + [None] * 4
+    assert alphas == [5.0] * 6 + [None] * 6
     trials = plan.trials()
     assert [(t.folder, t.experiment.evaluate_on, t.experiment.seeds) for t in trials] == [
         ("tuning/fedcb2o/1/alie", "tuning", (1001,)),
@@ -178,6 +190,7 @@ WRONG = {
         "the grid: setting `S`: `agents.budget` must be between 1 and num_agents - 1 = 5, got 99",
     ),
     "seeds": ({"defences": {"A": {"seeds": [1]}}}, "the grid: defence `A`: there is no key `seeds` here."),
+    "aside": ({"set_aside": ["ALIEN"]}, "`set_aside` names `ALIEN`. Did you mean `ALIE`? The grid has: "),
     "reference": ({"reference": "FedCBO"}, "`reference` names `FedCBO`. Did you mean `FedCB2O`? The grid has: "),
     "none": ({"attacks": {}}, "the grid: `attacks`: table should have at least 1 item"),
     "kind": ({"attacks": {"A": 3}}, "the grid: `attacks.A`: input should be a valid table, got 3"),
@@ -201,6 +214,10 @@ WRONG_TUNING = {
     "attack": (
         {"tuning": {"seeds": [1], "attacks": ["ALIEN"]}},
         "`tuning.attacks` names `ALIEN`. Did you mean `ALIE`? The grid has: `Label flip`, `ALIE`",
+    ),
+    "names": (
+        {"tuning": {"seeds": [1], "attacks": [{"name": "ALIE"}, "ALIE"]}},
+        "two of `tuning.attacks` have one name: give each its own",
     ),
     "own attack": (
         {"tuning": {"seeds": [1], "attacks": [{"attack": {"name": "ipm", "epz": 1}}]}},
@@ -258,9 +275,9 @@ def test_a_folder_of_something_else_is_one_line(tmp_path):
 # What tuning chooses
 
 
-def trial(folder, number, attack, scores):
+def trial(folder, number, attack, scores, defence="fedcb2o"):
     for seed, (accuracy, rate) in scores.items():
-        inside = folder / "tuning" / "fedcb2o" / str(number) / attack / f"seed-{seed}"
+        inside = folder / "tuning" / defence / str(number) / attack / f"seed-{seed}"
         inside.mkdir(parents=True)
         (inside.parent / "config.toml").write_text("")
         (inside / "summary.json").write_text(
@@ -300,6 +317,50 @@ def test_a_candidate_that_cannot_run_is_not_chosen_and_without_any_the_defence_i
     assert nothing == {}
 
 
+def alphas(*values):
+    return [{"algorithm": {"alpha": value}} for value in values]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "scores", "following"),
+    [
+        (alphas(1.0, 2.0, 5.0), [0.1, 0.3, 0.2], None),  # it lies inside
+        (alphas(1.0, 2.0, 5.0), [0.1, 0.2, 0.3], {"algorithm": {"alpha": 12.5}}),
+        (alphas(2, 5, 1), [0.1, 0.2, 0.3], None),  # of whole numbers above 0 none is beyond 1
+        (alphas(4, 8, 2), [0.1, 0.2, 0.3], {"algorithm": {"alpha": 1}}),
+        (alphas(0.0, 0.5), [0.3, 0.2], {"algorithm": {"alpha": -0.5}}),
+        (alphas(1.0, 2.0, 5.0), [0.2, 0.1, None], {"algorithm": {"alpha": 0.5}}),
+        (alphas(1.0, 2.0), [None, None], None),
+        ([{"algorithm": {"alpha": 1.0}}, {}], [0.1, 0.2], None),
+        ([{}, *alphas(1.0, 4.0)], [0.1, 0.2, 0.3], {"algorithm": {"alpha": 16.0}}),  # its default is no number
+        ([{"algorithm": {"own_model": "judged"}}, {"algorithm": {"own_model": "trusted"}}], [0.1, 0.2], None),
+    ],
+)
+def test_what_lies_beyond_the_best_candidate(candidates, scores, following):
+    assert tuning.beyond(candidates, scores) == following
+
+
+def test_candidates_are_added_until_the_best_lies_inside_or_nothing_lies_beyond(tmp_path):
+    plan = load_grid(tuned(tuning={"seeds": [7], "attacks": ["ALIE"], "widen": 3}))
+    for number, accuracy in ((1, 0.2), (2, 0.3)):
+        trial(tmp_path, number, "alie", {7: (accuracy, None)})
+    once = tuning.wider(tmp_path, plan, {}, {})
+    assert once.candidates["FedCB2O"] == alphas(1.0, 5.0, 25.0)
+    assert once.table() == plan.table()  # the file stays what it is
+    trial(tmp_path, 3, "alie", {7: (0.25, None)})
+    assert tuning.wider(tmp_path, once, {}, {}) is once
+    assert tuning.freeze(tmp_path, once, frozen := {}, {}) == {}
+    assert tuning.best(frozen) == {"FedCB2O": 1}
+    again = tuning.frozen(tmp_path, plan)
+    assert tuning.widened(plan, again).candidates == once.candidates
+    down = load_grid(
+        tuned(defences={"A": {"tune": alphas(0.0, 5.0)}}, tuning={"seeds": [7], "attacks": ["ALIE"], "widen": 3})
+    )
+    for number, accuracy in ((1, 0.3), (2, 0.2)):
+        trial(tmp_path, number, "alie", {7: (accuracy, None)}, defence="a")
+    assert tuning.wider(tmp_path, down, {}, {}) is down  # alpha cannot be below 0
+
+
 # How long it will take
 
 
@@ -337,12 +398,15 @@ def test_durations_are_told_as_one_reads_them(seconds, told):
 # Run for real
 
 
+WIDENED = {"seeds": [1001], "attacks": ["ALIE"], "widen": 1}  # of two candidates one is always an end
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """A grid's file, and the folder of a run of it that nobody disturbed."""
     folder = tmp_path_factory.mktemp("grid")
     path = folder / "mine.toml"
-    path.write_text(tomli_w.dumps(tuned(name="mine", rounds=8)))
+    path.write_text(tomli_w.dumps(tuned(name="mine", rounds=8, tuning=WIDENED)))
     done = command("bench", path, "--jobs", 2, "--out", folder / "undisturbed")
     assert done.status == 0, done.err
     assert f"For the matrices: fedcb2o report {folder / 'undisturbed'}" in done.err
@@ -361,9 +425,11 @@ def everything(folder):
 def test_a_grid_is_the_runs_that_its_cells_are(undisturbed, tmp_path):
     path, folder = undisturbed
     chosen = tuning.best(tuning.frozen(folder, load_grid(path)))
-    cells = load_grid(path).cells(chosen)
+    plan = tuning.widened(load_grid(path), tuning.frozen(folder, load_grid(path)))
+    assert len(plan.candidates["FedCB2O"]) == 3
+    cells = plan.cells(chosen)
     assert {cell.folder for cell in cells} == {
-        str(p.parent.relative_to(folder)) for p in folder.glob("[cf]*/*/*/config.toml")
+        str(p.parent.relative_to(folder)) for p in folder.glob("[cr]*/*/*/config.toml")
     }
     for cell in (cells[0], cells[-1]):
         fedcb2o.run(cell.experiment, out=tmp_path / cell.kind, workers=1)
@@ -397,7 +463,7 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
     plan = load_grid(tuned(name="mine", rounds=8, attacks={"Label flip": FLIP, "ALIE": ALIE, "Gap": GAP}))
     frozen = tuning.frozen(folder, plan)
     before = (folder / "grid.toml").read_bytes()
-    _prepare(folder, plan, frozen, [*plan.trials(), *plan.cells(tuning.best(frozen))], True)  # cells may be added
+    _prepare(folder, plan, frozen, {}, [*plan.trials(), *plan.cells(tuning.best(frozen))], True)  # cells may be added
     (folder / "grid.toml").write_bytes(before)
 
 
@@ -414,7 +480,7 @@ def test_what_is_damaged_in_a_grid_is_made_again_or_fails_its_cell_alone(undistu
     assert "cells.json is damaged" in here("report", out, "--out", tmp_path / "page").one_line()
     done = command("bench", path, "--out", out, "--jobs", 1, "--resume")
     assert done.status == 1
-    assert "1 of 10 cells failed" in done.err
+    assert "1 of 15 cells failed" in done.err
     assert f"{metrics} is damaged: it does not hold what was written" in done.err
     assert f"Note: {out / 'cells.json'} was damaged or lost" in done.err
     shutil.rmtree(hurt / "seed-1000")
@@ -464,12 +530,12 @@ def test_a_kill_and_an_interrupt_lose_nothing_and_change_no_bit(undisturbed, tmp
 def goes_on_to(folder, path, out):
     """The grid that was stopped in `out` has the bits of the one in `folder` when it is resumed."""
     done = len(list(out.rglob("summary.json")))
-    assert done < 10
+    assert done < 15
     (out / "tuning.json.tmp").write_text("half")  # as a kill may leave it
     last = command("bench", path, "--out", out, "--jobs", 2, "--resume")
     assert last.status == 0, last.err
-    before = re.search(r"(\d+) of 10 cells were done before", last.err)
-    assert done <= (int(before[1]) if before else 0) < 10
+    before = re.search(r"(\d+) of 1[45] cells were done before", last.err)
+    assert done <= (int(before[1]) if before else 0) < 15
     assert everything(out) == everything(folder)
     assert not list(out.rglob("*.tmp"))
 
@@ -510,7 +576,7 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on_and_it_is_tried_again(tm
     done = command("bench", "mine.toml", "--out", "out", "--jobs", 1, cwd=tmp_path)
     assert (done.status, done.out) == (1, "")
     assert "Failed: DFedAvgM, Mine: the tide is out" in done.err
-    assert done.err.splitlines()[-1].startswith("1 of 3 cells failed; --resume tries them again.")
+    assert done.err.splitlines()[-1].startswith("1 of 4 cells failed; --resume tries them again.")
     assert fedcb2o.Run(tmp_path / "out/cells/dfedavgm/alie").complete
     told = here("report", tmp_path / "out", "--out", tmp_path / "report")
     assert "Note: DFedAvgM, Mine failed: the tide is out." in told.err
@@ -518,5 +584,5 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on_and_it_is_tried_again(tm
     (tmp_path / "ready").write_text("")
     again = command("bench", "mine.toml", "--out", "out", "--jobs", 1, "--resume", cwd=tmp_path)
     assert again.status == 0, again.err
-    assert "2 of 3 cells were done before" in again.err
-    assert [cell["error"] for cell in json.loads((tmp_path / "out/cells.json").read_text())["cells"]] == [None] * 3
+    assert "3 of 4 cells were done before" in again.err
+    assert [cell["error"] for cell in json.loads((tmp_path / "out/cells.json").read_text())["cells"]] == [None] * 4

@@ -3,14 +3,16 @@
 import pytest
 import torch
 
+from fedcb2o import plugins
 from fedcb2o.data.shard import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import attacks
-from fedcb2o.federated.data_poisoning import patch
+from fedcb2o.federated.triggers import blend, patch, waves
 from fedcb2o.streams import stream
 
 NEEDED = {
     "backdoor": {"target": 3},
+    "blended": {"target": 3},
     "clean_label": {"target": 3, "share": 0.5},
     "feature_noise": {},
     "label_flip": {"source": 0, "target": 1},
@@ -18,6 +20,7 @@ NEEDED = {
     "random_labels": {"share": 0.5},
     "rarest_flip": {"target": 3},
     "shifted_labels": {},
+    "signal": {"target": 3, "frequency": 2.0},
     "spread_flip": {"target": 3},
 }
 
@@ -109,7 +112,7 @@ def test_a_patch_is_where_it_should_be():
 
 def test_a_backdoor_marks_and_relabels_together():
     s = shard()
-    found = attacks.backdoor(s, stream(0, "x"), target=2, share=0.3)
+    found = attacks.backdoor(s, stream(0, "x"), 3, target=2, share=0.3)
     hit = (found.x != s.x).flatten(1).any(1)
     assert float(hit.float().mean()) == pytest.approx(0.3, abs=0.07)
     assert found.x[hit].equal(patch(s.x[hit], size=2))
@@ -121,7 +124,7 @@ def test_a_clean_label_trigger_is_on_samples_of_its_target_and_no_label_changes(
     s = shard()
     found = attacks.clean_label(s, stream(0, "x"), target=2, share=0.5, size=3)
     hit = (found.x != s.x).flatten(1).any(1)
-    assert found.y is s.y
+    assert found.y.equal(s.y)
     assert s.y[hit].eq(2).all()
     assert float(hit[s.y == 2].float().mean()) == pytest.approx(0.5, abs=0.15)
     assert found.x[hit].equal(patch(s.x[hit], size=3))
@@ -129,13 +132,55 @@ def test_a_clean_label_trigger_is_on_samples_of_its_target_and_no_label_changes(
     assert every.x[s.y == 2].equal(patch(s.x[s.y == 2]))
 
 
-def test_the_parts_of_a_distributed_backdoor_make_it_up():
-    s, parts = Shard(torch.zeros(1, 1, 6, 6), torch.tensor([0])), {}
-    for agent in range(60):
-        x = attacks.backdoor(s, stream(0, "attack", agent), target=1, share=1.0, size=3, parts=3).x
-        parts[tuple(x.flatten().nonzero().flatten().tolist())] = x
-    assert [len(pixels) for pixels in parts] == [3, 3, 3]
-    assert sum(parts.values()).equal(patch(s.x, size=3))
+def test_any_attackers_that_follow_each_other_have_the_parts_of_a_distributed_backdoor():
+    s = Shard(torch.zeros(1, 1, 6, 6), torch.tensor([0]))
+    for first in (7, 17, 18):  # ids of the attackers of a cluster
+        parts = [
+            attacks.backdoor(s, stream(0, "attack", me), me, target=1, share=1.0, size=3, parts=3).x
+            for me in range(first, first + 3)
+        ]
+        assert [int(part.sum()) for part in parts] == [3, 3, 3]
+        assert sum(parts).equal(patch(s.x, size=3))
+
+
+def test_waves_by_hand():
+    """A period of four columns: 0, 1, 0, -1 times delta, cut off where a pixel would be below 0 or above 1."""
+    x = torch.tensor([0.5, 0.95, 0.5, 0.05]).view(1, 1, 1, 4).repeat(1, 1, 2, 1)
+    torch.testing.assert_close(waves(x, delta=0.2, frequency=1.0)[0, 0, 1], torch.tensor([0.5, 1.0, 0.5, 0.0]))
+    grey = torch.full((1, 1, 1, 4), 100, dtype=torch.uint8)
+    assert waves(grey, delta=0.1, frequency=1.0).flatten().tolist() == [100, 126, 100, 74]  # 25.5 to the even one
+    with pytest.raises(ConfigError, match=r"this trigger needs images, got samples of shape \(4,\)"):
+        waves(torch.zeros(2, 4))
+
+
+def test_a_signal_is_on_samples_of_its_target_or_makes_them():
+    s = shard()
+    found = attacks.signal(s, stream(0, "x"), target=2, frequency=1.0)
+    assert found.y.equal(s.y)
+    assert found.x[s.y == 2].equal(waves(s.x[s.y == 2], frequency=1.0))
+    assert found.x[s.y != 2].equal(s.x[s.y != 2])
+    dirty = attacks.signal(s, stream(0, "x"), target=2, share=0.3, frequency=1.0, clean=False)
+    hit = (dirty.x != s.x).flatten(1).any(1)
+    assert float(hit.float().mean()) == pytest.approx(0.3, abs=0.07)
+    assert dirty.y[hit].eq(2).all()
+    assert dirty.y[~hit].equal(s.y[~hit])
+    with pytest.raises(ConfigError, match="waves of `frequency` 6 are 0 in every one of 6 columns: take another"):
+        attacks.signal(s, stream(0, "x"), target=2)
+
+
+def test_a_blend_is_between_an_image_and_one_pattern():
+    s = shard()
+    pattern = blend(s.x[:1], opacity=1.0)
+    assert blend(s.x[1:2], opacity=1.0).equal(pattern)
+    assert not blend(s.x[:1], opacity=1.0, number=1).equal(pattern)
+    torch.testing.assert_close(blend(s.x, opacity=0.25), 0.75 * s.x + 0.25 * pattern)
+    found = attacks.blended(s, stream(0, "x"), target=2, share=0.3)
+    hit = (found.x != s.x).flatten(1).any(1)
+    assert found.x[hit].equal(blend(s.x[hit]))
+    assert found.y[hit].eq(2).all()
+    assert found.y[~hit].equal(s.y[~hit])
+    with pytest.raises(ConfigError, match="`opacity` must be between 0 and 1, got 2"):
+        blend(s.x, opacity=2.0)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +193,14 @@ def test_the_parts_of_a_distributed_backdoor_make_it_up():
 )
 def test_a_trigger_that_does_not_fit(parameters, message):
     with pytest.raises(ConfigError, match=message):
-        attacks.backdoor(shard(), stream(0, "x"), target=1, **parameters)
+        attacks.backdoor(shard(), stream(0, "x"), 0, target=1, **parameters)
 
 
 @pytest.mark.parametrize("name", sorted(NEEDED))
 def test_equal_draws_make_equal_poison(name):
-    s = shard()
-    one, two = (getattr(attacks, name)(s, stream(5, "attack", 3), **NEEDED[name]) for _ in range(2))
+    s, attack = shard(), getattr(attacks, name)
+    me = [3] if "me" in plugins.looks_at(attack) else []
+    one, two = (attack(s, stream(5, "attack", 3), *me, **NEEDED[name]) for _ in range(2))
     assert one.x.equal(two.x)
     assert one.y.equal(two.y)
     assert s.x.equal(shard().x)

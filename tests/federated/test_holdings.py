@@ -1,6 +1,8 @@
 """What agents hold, against plain indexing: each cluster sees samples its way, and who attacks poisons what it trains
 on, from its round on."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -79,6 +81,14 @@ def test_the_malicious_poison_what_they_train_on_from_their_round_on(some, n):
     for _ in range(2):  # in every round from the true samples
         hold_equal(held.trained_on(np.array(some), n), expected)
     assert held.samples.x.equal(before)
+
+
+def test_an_attack_that_asks_is_told_who_it_poisons_for():
+    def marked(shard, draw, me, *, by):
+        return Shard(torch.full_like(shard.x, by * me), shard.y)
+
+    x, _ = holdings(Attack(poison=functools.partial(marked, by=2))).trained_on(np.array([1, 3]), 0)
+    assert [one.unique().tolist() for one in x] == [[2 * AGENTS[1]], [2 * AGENTS[3]]]
 
 
 def test_nobody_poisons_without_an_attack_on_data():

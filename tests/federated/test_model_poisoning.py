@@ -1,5 +1,7 @@
 """Attacks on models by hand: what they craft."""
 
+import dataclasses
+import math
 from statistics import NormalDist
 
 import numpy as np
@@ -90,29 +92,45 @@ def test_min_max_of_equal_models_is_that_model():
         assert crafted(name, view=view_of(models=models)).tolist() == [1.0] * 5
 
 
+def test_mimic_of_the_outermost():
+    """On a line through other numbers: 0, 1, 2 and 10 along one direction, hardly anything along another."""
+    models = torch.zeros(10, 5)
+    models[BENIGN, 1] = torch.tensor([0.0, 10.0, 2.0, 1.0])
+    models[BENIGN, 3] = torch.tensor([0.1, 0.0, 0.2, -0.2])
+    assert crafted("mimic", whom="outermost", view=view_of(models=models)).equal(models[1])
+
+
+def test_hybrid_sparse_by_hand():
+    """Two benign models at -1 and 1 of each coordinate's deviation: 1, 2, 3, 4; the parameter that is felt most is that
+    with the largest |before * (mean - before)|."""
+    deviation = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    models = torch.zeros(10, 4)
+    models[[0, 2]], models[[1, 3]] = 5 + deviation, 5 - deviation
+    view = dataclasses.replace(view_of(models=models), before=torch.tensor([5.0, 4.9, 5.0, 1.0]))  # 0, 0.49, 0, 4
+    close(crafted("hybrid_sparse", kept=0.25, scale=1.5, z=0.2, view=view), 5 - torch.tensor([0.2, 0.4, 0.6, 6.0]))
+    # The nearest to the others is any of them, at |deviation|^2 = 30 from the mean: 0.5^2 * 16 is spent on the blow.
+    z = math.sqrt((30 - 4) / (1 + 4 + 9))
+    close(crafted("hybrid_sparse", kept=0.25, scale=0.5, view=view), 5 - torch.tensor([z, 2 * z, 3 * z, 2.0]))
+    # A blow beyond the bound leaves no drift; nothing kept is ALIE downwards, and holds the bound.
+    close(crafted("hybrid_sparse", kept=0.25, scale=1.5, view=view), 5 - torch.tensor([0.0, 0.0, 0.0, 6.0]))
+    close(crafted("hybrid_sparse", kept=0.0, view=view), 5 - deviation)
+    with pytest.raises(ConfigError, match="`kept` must be between 0 and 1, got 2"):
+        crafted("hybrid_sparse", kept=2.0)
+
+
+def test_hybrid_sparse_is_as_far_as_the_benign_model_that_is_nearest_to_the_others():
+    models = ten_models(400)
+    benign = models[BENIGN].double()
+    found = crafted("hybrid_sparse", kept=0.01, view=view_of(models=models)).double()
+    nearest = torch.cdist(benign, benign).square().sum(1).min()
+    assert float((found - benign).square().sum()) == pytest.approx(float(nearest), rel=1e-5)
+
+
 def test_mimic_copies():
     models = ten_models()
     assert crafted("mimic", whom=2).equal(models[2])
     assert crafted("mimic", whom=5).equal(models[1])
     assert crafted("mimic", clusters_on=1).equal(models[7])
-
-
-def test_dissensus_undoes_what_averaging_brings():
-    """Four benign agents of one cluster and three attackers, equal weights: the mean of all is the receiver's own."""
-    models = ten_models()
-    found = crafted("dissensus")
-    assert found.shape == (6, 5)
-    for k, i in enumerate(BENIGN):
-        average = (models[BENIGN].sum(0) + 3 * found[k]) / 7
-        close(average, models[i])
-
-
-def test_equivocation_tells_two_stories():
-    models = ten_models()
-    found = crafted("equivocation", z=2.0)
-    mean, std = models[BENIGN].mean(0), models[BENIGN].std(0, correction=0)
-    for k in range(6):
-        close(found[k], mean + (2 if k % 2 else -2) * std)
 
 
 def test_gap_aware_goes_to_the_bound_and_no_farther():
@@ -151,5 +169,7 @@ def test_built_in_attacks_declare_their_threat_model():
     alone = {"boosting", "free_rider", "gaussian_noise", "not_finite", "sign_flip", "trash"}
     on_models = {name for name in attacks.__all__ if hasattr(getattr(attacks, name), "threat")}
     assert {name for name in on_models if not getattr(attacks, name).threat.knows} == alone
-    assert {name for name in on_models if getattr(attacks, name).threat.each_receiver} == {"dissensus", "equivocation"}
+    assert {name for name in on_models if getattr(attacks, name).threat.each_receiver} == {
+        "dissensus", "equivocation", "spectral",
+    }  # fmt: skip
     assert {n for n in on_models if getattr(attacks, n).threat.on_poisoned_data} == {"gap_aware", "slow_drift"}

@@ -57,6 +57,10 @@ def test_clipping_by_hand():
     assert weights(robust.clipped_gossip, x, f=0, radius=1.0) == pytest.approx([0.2 / 3, 1 / 3, 2 / 3 - 0.2 / 3])
     # radius^2 = 1/1 of 0.5^2, the nearest one.
     assert weights(robust.clipped_gossip, x, f=1) == pytest.approx([0.1 / 3, 1 / 3, 2 / 3 - 0.1 / 3])
+    # CS+ clips 2 f = 2 of three to the nearest one's distance, and where there are but two to nothing.
+    more = torch.cat([torch.tensor([[0.0, 1.0]]), x])
+    assert weights(robust.cs_plus, more, f=1) == pytest.approx([0.5 / 4, 0.1 / 4, 1 / 4, 1 - 1.6 / 4])
+    assert weights(robust.cs_plus, x, f=1) == [0, 0, 1]
     # Twice: v = (0.45, 0.6), at 4.25 of the first and 0.25 of the second model.
     v = torch.tensor([0.45, 0.6])
     expected = v + ((x[0] - v) / 4.25 + (x[1] - v)) / 2
@@ -90,10 +94,13 @@ def test_fltrust_by_hand():
 
 
 def test_sageflow_by_hand():
-    losses, entropies = torch.tensor([1.0, 2.0, 0.5, math.nan]), torch.tensor([0.5, 1.0, 1.1, 0.1])
+    losses, entropies = torch.tensor([1.0, 2.0, 0.5, math.nan]), torch.tensor([0.5, 0.9, 1.0, 0.1])
     samples = torch.tensor([100.0, 300.0, 100.0, 100.0])
-    assert robust.sageflow(losses, entropies, samples).tolist() == pytest.approx([0.4, 0.6, 0, 0])
-    assert robust.sageflow(losses, entropies, samples, delta=2.0).tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
+    assert robust.sageflow(losses, entropies, samples).tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
+    assert robust.sageflow(losses, entropies, samples, delta=2.0).tolist() == pytest.approx([0.8, 0.2, 0, 0])
+    by_samples = functools.partial(robust.sageflow, by_samples=True)
+    assert by_samples(losses, entropies, samples).tolist() == pytest.approx([0.4, 0.6, 0, 0])
+    assert by_samples(losses, entropies, samples, delta=2.0).tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
     assert robust.sageflow(losses, entropies, samples, threshold=0.0).tolist() == [0, 0, 0, 0]
 
 
@@ -122,6 +129,7 @@ def test_limits_that_are_the_mean(m):
         functools.partial(robust.multi_krum, f=1, selected=m),
         functools.partial(robust.monna, f=0),
         functools.partial(robust.clipped_gossip, f=0),
+        functools.partial(robust.cs_plus, f=0),
         functools.partial(robust.clipped_gossip, f=0, radius=math.inf),
         functools.partial(robust.geometric_median, smoothing=1e9),
     ):
@@ -211,6 +219,7 @@ CASES = {
     ),
     "norm_clipping": Case(robust.norm_clipping, takes_f=False, last=1),
     "clipped_gossip": Case(robust.clipped_gossip, last=1),
+    "cs_plus": Case(robust.cs_plus, last=1),
     "balance": Case(robust.balance, takes_f=False, last=1, given=lambda x: (0.5,), translates=False),
     "monna": Case(robust.monna, last=1),
     "ubar": Case(robust.ubar, last=1, given=by_distance),

@@ -49,7 +49,9 @@ def test_a_reduction_of_a_block_is_that_of_a_copy(dtype):
     block = models(7, 12, dtype=dtype)
     rows, mixing = torch.tensor([5, 0, 2]), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     plain = Reduction(rows, robust_columns.coordinate_median)
-    assert plain.of(block).equal(block[rows].quantile(0.5, dim=0))
+    assert plain.of(block, 0).equal(block[rows].quantile(0.5, dim=0))
     mixed = Reduction(rows, robust_columns.coordinate_median, mixing)
-    torch.testing.assert_close(mixed.of(block), ((block[5] + block[0]) / 2 + block[2]) / 2)
-    assert mixed.of(block).dtype == dtype
+    torch.testing.assert_close(mixed.of(block, 0), ((block[5] + block[0]) / 2 + block[2]) / 2)
+    assert mixed.of(block, 0).dtype == dtype
+    placed = Reduction(rows, lambda x, first: x[0] + first, placed=True)
+    assert placed.of(block, 4).equal(block[5] + 4)

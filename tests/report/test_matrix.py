@@ -15,9 +15,18 @@ from tests.tiny import here
 from fedcb2o.errors import RunError
 from fedcb2o.records import summary, write_json, write_toml
 from fedcb2o.report import grid_notes, grid_page, read_grid, report_grid
-from fedcb2o.report.grid_tables import View, calm_cost, differences, intervals, matrix, overview, tuning_table
+from fedcb2o.report.grid_tables import (
+    View,
+    differences,
+    headline,
+    headline_differences,
+    matrix,
+    overview,
+    regret_matrix,
+    tuning_table,
+)
 from fedcb2o.report.heat_map import heat_map
-from fedcb2o.report.matrix import mean_over, paired, scored, statistics
+from fedcb2o.report.matrix import holm, mean_over, paired, scored, statistics
 
 # Two clusters of two benign agents and a malicious one; the benign are 0, 1, 3 and 4.
 AGENTS = {
@@ -50,6 +59,17 @@ FLOORS = {
     (MEAN, NOISE, 0): ([0.95] * 4, None, None),
     (MEAN, NOISE, 1): ([0.97] * 4, None, None),
 }
+REMOVED = {
+    (MEDIAN, FLIP, 0): ([0.8] * 4, [0.8] * 4, [0.05] * 4),
+    (MEDIAN, FLIP, 1): ([0.8] * 4, [0.8] * 4, [0.05] * 4),
+    (MEDIAN, NOISE, 0): ([0.8] * 4, None, None),
+    (MEDIAN, NOISE, 1): ([0.8] * 4, None, None),
+    (MEAN, FLIP, 0): ([0.97] * 4, [0.9] * 4, [0.2] * 4),
+    (MEAN, FLIP, 1): ([0.99] * 4, [0.9] * 4, [0.2] * 4),
+    (MEAN, NOISE, 0): ([0.97] * 4, None, None),
+    (MEAN, NOISE, 1): ([0.99] * 4, None, None),
+}
+KINDS = {"clean": "clean", "removed": "removed", "cell": "cells"}
 
 
 def six(values):
@@ -75,21 +95,23 @@ PAIRS = {
 }
 
 
-def make_grid(folder, *, cells=CELLS, floors=FLOORS, errors=None, weights=True, **table):
-    """A grid's folder with the runs in `cells` and `floors`, and messages for what failed."""
+def make_grid(folder, *, cells=CELLS, floors=FLOORS, removed=REMOVED, errors=None, weights=True, f=None, **table):
+    """A grid's folder with the runs in `cells`, `floors` and `removed`, and messages for what failed."""
     defences = {MEDIAN: {"algorithm": {"name": "by_rule"}}, MEAN: {"algorithm": {"name": "dfedavgm"}}}
     grid = {"name": "hand", "seeds": [0, 1], "defences": defences, "attacks": {FLIP: {}, NOISE: {}}, **table}
     folder.mkdir()
     write_toml(folder / "grid.toml", grid)
     lines = []
     for defence in (MEDIAN, MEAN):
-        for kind, runs in (("floor", floors), ("cell", cells)):
+        for kind, runs in (("clean", floors), ("removed", removed), ("cell", cells)):
             for attack in (FLIP, NOISE):
-                place, floor = f"{kind}s/{defence}/{attack}", f"floors/{defence}/{attack}"
+                place = f"{KINDS[kind]}/{defence}/{attack}"
                 found = {seed: scores for (d, a, seed), scores in runs.items() if (d, a) == (defence, attack)}
                 if found:
                     (folder / place).parent.mkdir(parents=True, exist_ok=True)
                     pairs = PAIRS if weights else {**PAIRS, "weights": [[None] * len(w) for w in PAIRS["weights"]]}
+                    if f is not None:
+                        pairs = {**pairs, "f": [f] * 6}
                     share = 0.25 if weights else None
                     metrics = {seed: [line(scores, weight=share)] for seed, scores in found.items()}
                     run = write_run(
@@ -99,7 +121,7 @@ def make_grid(folder, *, cells=CELLS, floors=FLOORS, errors=None, weights=True, 
                         row = summary(run.records_of(seed)).iloc[0].to_dict()
                         write_json(folder / place / f"seed-{seed}" / "summary.json", row)
                 known = {"kind": kind, "setting": "", "defence": defence, "folder": place, "rounds": 1, "seconds": None}
-                of = {"attack": attack, "floor": floor} if kind == "cell" else {"attack": None, "floor": None}
+                of = {"attack": attack, "floor": attack} if kind == "cell" else {"attack": None, "floor": None}
                 lines.append({**known, **of, "error": (errors or {}).get((kind, defence, attack))})
     write_json(folder / "cells.json", {"cells": lines})
     return folder
@@ -118,34 +140,84 @@ def view(tmp_path_factory):
 
 def test_accuracy_is_the_mean_over_agents_and_then_over_seeds(view):
     table = matrix(view, "accuracy")
-    assert list(table.columns) == ["No attack", FLIP, NOISE, "Worst"]
-    # Median: seed 0 has 0.7, seed 1 0.8: mean 75, deviation 10 / sqrt(2).
-    assert table.loc[MEDIAN].tolist() == ["87.50 ± 3.54", "75.00 ± 7.07", "60.00 ± 14.14", "60.00 ± 14.14"]
-    assert table.loc[MEAN].tolist() == ["96.00 ± 1.41", "75.00 ± 21.21", "15.00 ± 7.07", "15.00 ± 7.07"]
+    assert list(table.columns) == ["Attackers clean", "Attackers removed", FLIP, NOISE, "Worst"]
+    # Median: seed 0 has 0.7, seed 1 0.8: mean 75; two seeds, so one degree of freedom: t = 12.706.
+    assert table.loc[MEDIAN].tolist() == [
+        "87.5 [55.7, 119.3]", "80.0 [80.0, 80.0]", "75.0 [11.5, 138.5]", "60.0 [-67.1, 187.1]", "60.0 [-67.1, 187.1]",
+    ]  # fmt: skip
+    assert table.loc[MEAN, [FLIP, "Worst"]].tolist() == ["75.0 [-115.6, 265.6]", "15.0 [-48.5, 78.5]"]
 
 
-def test_success_is_net_of_the_floor_or_the_accuracy_lost(view):
-    table = matrix(view, "success")
-    assert list(table.columns) == [FLIP, f"{NOISE} *", "Worst"]
-    # Median: 0.3 - 0.1 = 0.2 and 0.15 - 0.05 = 0.1; 0.85 - 0.5 = 0.35 and 0.9 - 0.7 = 0.2.
-    assert table.loc[MEDIAN].tolist() == ["15.00 ± 7.07", "27.50 ± 10.61", "27.50 ± 10.61"]
-    # DFedAvgM: 0.8 and 0.4; 0.95 - 0.1 = 0.85 and 0.97 - 0.2 = 0.77.
-    assert table.loc[MEAN].tolist() == ["60.00 ± 28.28", "81.00 ± 5.66", "81.00 ± 5.66"]
+def test_what_an_attack_did_is_net_of_the_better_floor(view):
+    lost, success = matrix(view, "lost"), matrix(view, "success")
+    assert list(lost.columns) == [FLIP, NOISE, "Worst"]
+    assert list(success.columns) == [FLIP, "Worst"]  # the other has no target
+    # Median's accuracy is better with clean attackers: 0.85 - 0.7 and 0.9 - 0.8; its rate without: 0.3 and 0.15 - 0.05.
+    assert lost.loc[MEDIAN, FLIP] == "12.5 [-19.3, 44.3]"
+    assert success.loc[MEDIAN, FLIP] == "17.5 [-77.8, 112.8]"
+    # DFedAvgM's the other way round: 0.97 - 0.6 and 0.99 - 0.9; 0.8 - 0 and 0.5 - 0.1.
+    assert lost.loc[MEAN, FLIP] == "23.0 [-154.9, 200.9]"
+    assert success.loc[MEAN, FLIP] == "60.0 [-194.1, 314.1]"
     rate = matrix(view, "attack_success_rate")
-    assert rate.loc[MEAN].to_dict() == {FLIP: "65.00 ± 21.21", "Worst": "65.00 ± 21.21"}
+    assert rate.loc[MEAN].to_dict() == {FLIP: "65.0 [-125.6, 255.6]", "Worst": "65.0 [-125.6, 255.6]"}
+
+
+def test_regret_is_behind_the_best_of_each_column(view):
+    table = regret_matrix(view, "accuracy")
+    assert table.loc[MEDIAN, "Attackers clean"] == "8.5 [-10.6, 27.6]"  # 0.95 - 0.85 and 0.97 - 0.9
+    assert table.loc[MEDIAN, "Attackers removed"] == "18.0 [5.3, 30.7]"  # 0.97 - 0.8 and 0.99 - 0.8
+    assert table.loc[MEAN, ["Attackers clean", "Attackers removed"]].tolist() == ["best", "best"]
+    assert table.loc[:, NOISE].tolist() == ["best", "45.0 [-18.5, 108.5]"]  # 0.5 - 0.1 and 0.7 - 0.2
+    assert table.loc[:, "Worst"].tolist() == ["18.0 [5.3, 30.7] (Attackers removed)", "45.0 [-18.5, 108.5] (Noise)"]
+    assert regret_matrix(view, "attack_success_rate").loc[:, FLIP].tolist() == ["best", "42.5 [-52.8, 137.8]"]
+
+
+def test_the_headline_is_the_worst_regret_with_and_without_what_is_set_aside(tmp_path):
+    view = View(read_grid(make_grid(tmp_path / "grid", set_aside=[NOISE])), "")
+    table = headline(view)
+    assert table.loc[MEAN, "Accuracy, worst"] == "45.0 [-18.5, 108.5] (Noise)"
+    assert table.loc[MEAN, "Attack success, worst but Noise"] == "42.5 [-52.8, 137.8] (Label flip)"
+    assert table.loc[MEAN, "Either, worst"] == "45.0 [-18.5, 108.5] (Noise, accuracy)"
+    assert table.loc[MEAN, "Either, worst but Noise"] == "42.5 [-52.8, 137.8] (Label flip, attack success)"
+    # Each in its own worst column: 0.4 - 0.17 and 0.5 - 0.19.
+    assert headline_differences(view).loc[MEAN, "Accuracy, worst"] == "+27.0 [-23.8, +77.8]"
+
+
+def test_a_defence_that_lacks_a_column_has_no_worst_regret(tmp_path):
+    cells = {key: scores for key, scores in CELLS.items() if key[:2] != (MEAN, NOISE)}
+    view = View(read_grid(make_grid(tmp_path / "grid", cells=cells)), "")
+    assert headline(view).loc[:, "Accuracy, worst"].tolist() == ["18.0 [5.3, 30.7] (Attackers removed)", "–"]
+    assert headline_differences(view).loc[MEAN, "Accuracy, worst"] == "–"
+
+
+def test_holms_correction_and_students_p():
+    p = pd.Series([0.01, 0.04, math.nan, 0.03])
+    assert holm(p).tolist() == pytest.approx([0.03, 0.06, math.nan, 0.06], nan_ok=True)
+    rows = pd.DataFrame({"defence": "a", "attack": ["b"] * 3 + ["c"] * 3 + ["d"] * 3 + ["e"]})
+    found = statistics(rows.assign(value=[1.0, 2, 3, 0, 0, 0, 2, 2, 2, 1]), "value").droplevel("defence")
+    assert found.p.to_dict() == pytest.approx({"b": 0.0741799, "c": 1, "d": 0, "e": math.nan}, rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize(("f", "exceeded"), [(0, 0.75), (1, 0.0), (None, math.nan)])
+def test_more_malicious_models_than_a_rule_assumes_are_marked(tmp_path, f, exceeded):
+    view = View(read_grid(make_grid(tmp_path / "grid", f=f)), "")
+    attacked = view.rows[view.rows.attack == FLIP]
+    assert attacked.malicious_most.tolist() == [1.0] * 4  # agents 0, 1 and 3 receive one, agent 4 none
+    assert attacked.f_exceeded.tolist() == pytest.approx([exceeded] * 4, nan_ok=True)
+    assert (matrix(view, "accuracy").loc[MEDIAN, FLIP][-1] == "†") is (f == 0)
 
 
 def test_source_accuracy_is_there_where_an_attack_has_a_source(view):
     table = matrix(view, "source_accuracy")
-    assert table.loc[MEDIAN].to_dict() == {FLIP: "60.00 ± 14.14", "Worst": "60.00 ± 14.14"}
+    assert table.loc[MEDIAN].to_dict() == {FLIP: "60.0 [-67.1, 187.1]", "Worst": "60.0 [-67.1, 187.1]"}
 
 
 def test_worst_agent_worst_tenth_and_clusters(view):
-    assert matrix(view, "accuracy_worst").loc[MEDIAN, FLIP] == "70.00 ± 14.14"  # 0.6 and 0.8
-    assert matrix(view, "accuracy_worst_tenth").loc[MEDIAN, FLIP] == "70.00 ± 14.14"
-    assert matrix(view, "attack_success_rate_worst").loc[MEAN, FLIP] == "70.00 ± 28.28"  # 0.9 and 0.5
-    assert matrix(view, "accuracy_cluster_1").loc[MEDIAN, "No attack"] == "90.00 ± 0.00"
-    assert matrix(view, "accuracy_cluster_2").loc[MEDIAN, "No attack"] == "85.00 ± 7.07"  # 0.8 and 0.9
+    assert matrix(view, "accuracy_worst").loc[MEDIAN, FLIP] == "70.0 [-57.1, 197.1]"  # 0.6 and 0.8
+    assert matrix(view, "accuracy_worst_tenth").loc[MEDIAN, FLIP] == "70.0 [-57.1, 197.1]"
+    assert matrix(view, "attack_success_rate_worst").loc[MEAN, FLIP] == "70.0 [-184.1, 324.1]"  # 0.9 and 0.5
+    assert matrix(view, "accuracy_cluster_1").loc[MEDIAN, "Attackers clean"] == "90.0 [90.0, 90.0]"
+    assert matrix(view, "accuracy_cluster_2").loc[MEDIAN, "Attackers clean"] == "85.0 [21.5, 148.5]"  # 0.8 and 0.9
 
 
 def test_what_is_received_weighed_waited_for_and_downloaded(view):
@@ -174,29 +246,28 @@ def test_differences_are_paired_by_seed_and_intervals_are_students(view):
     assert found["mean"] == pytest.approx(0)
     assert found.deviation == pytest.approx(0.2 / math.sqrt(2))
     assert found.high == pytest.approx(12.7062 * 0.1, rel=1e-4)
-    assert differences(view, "accuracy").loc[MEAN, NOISE] == "-45.00 [-108.53, +18.53]"  # -0.4 and -0.5
-    assert list(differences(view, "success").columns) == [FLIP, f"{NOISE} *"]
-    assert intervals(view, "accuracy").loc[MEAN, "No attack"] == "96.00 [83.29, 108.71]"
+    assert differences(view, "accuracy").loc[MEAN, NOISE] == "-45.0 [-108.5, +18.5]"  # -0.4 and -0.5
+    assert differences(view, "accuracy").loc[MEAN, "Attackers removed"] == "+18.0 [+5.3, +30.7]"
+    assert list(differences(view, "attack_success_rate").columns) == [FLIP]
     three = pd.DataFrame({"defence": "a", "attack": "b", "value": [1.0, 2.0, 3.0]})
     assert statistics(three, "value").iloc[0].to_dict() == pytest.approx(
-        {"seeds": 3, "mean": 2, "deviation": 1, "low": 2 - 4.302653 / math.sqrt(3), "high": 2 + 4.302653 / math.sqrt(3)}
+        {
+            "seeds": 3,
+            "mean": 2,
+            "deviation": 1,
+            "low": 2 - 4.302653 / math.sqrt(3),
+            "high": 2 + 4.302653 / math.sqrt(3),
+            "p": 0.0741799,
+        }
     )
 
 
-def test_the_overview_and_the_cost_without_attack(view):
+def test_the_overview(view):
     table = overview(view)
-    assert table.loc[MEAN, "Accuracy, worst attack"] == f"15.00 ± 7.07 ({NOISE})"
-    assert table.loc[MEDIAN, "Accuracy, mean over attacks"] == "67.50 ± 10.61"  # (0.7 + 0.5) / 2 and (0.8 + 0.7) / 2
-    assert table.loc[MEDIAN, "Attack success, mean over attacks"] == "21.25 ± 8.84"  # (0.2 + 0.35) / 2 and 0.15
-    cost = calm_cost(view)
-    assert cost.loc[MEDIAN, f"Accuracy less that of {MEAN}"] == "-8.50 ± 2.12"  # 0.85 - 0.95 and 0.9 - 0.97
-    assert cost.loc[MEDIAN, "Overall accuracy, worst agent"] == "85.00 ± 7.07"
-
-
-def test_the_best_and_dfedavgm_are_two_columns_where_they_differ(tmp_path):
-    better = {key: ([0.99] * 4, *scores[1:]) if key[0] == MEDIAN else scores for key, scores in FLOORS.items()}
-    cost = calm_cost(View(read_grid(make_grid(tmp_path / "grid", floors=better)), ""))
-    assert [name for name in cost if "less" in name] == [f"Accuracy less that of {d}" for d in (MEDIAN, MEAN)]
+    assert table.loc[MEDIAN, "Attackers removed"] == "80.0 [80.0, 80.0]"
+    assert table.loc[MEAN, "Accuracy, worst attack"] == f"15.0 [-48.5, 78.5] ({NOISE})"
+    assert table.loc[MEDIAN, "Accuracy, mean over attacks"] == "67.5 [-27.8, 162.8]"  # (0.7 + 0.5) / 2, (0.8 + 0.7) / 2
+    assert table.loc[MEDIAN, "Attack success, mean over attacks"] == "22.5 [-72.8, 117.8]"  # of the one that has a rate
 
 
 def test_the_page_and_its_files(view, tmp_path):
@@ -205,17 +276,19 @@ def test_the_page_and_its_files(view, tmp_path):
     assert dict(mpl.rcParams) == before
     assert sorted(paths) == sorted(path for path in (tmp_path / "out").rglob("*") if path.is_file())
     names = {str(path.relative_to(tmp_path / "out")) for path in paths}
-    matrices = {f"matrices/{name}.{end}" for name in ("accuracy", "success") for end in ("csv", "md", "tex", "png")}
+    matrices = {
+        f"matrices/{name}.{end}" for name in ("accuracy", "accuracy-regret") for end in ("csv", "md", "tex", "png")
+    }
     assert matrices | {"report.html", "summary.csv", "cells.csv", "statistics.csv", "grid.toml"} <= names
     page = (tmp_path / "out" / "report.html").read_text()
     assert "partial" not in page
     assert "http" not in page
-    for definition in ("less that of the floor", "train on true labels", "Student", "with the worst mean over seeds"):
+    for definition in ("best defence there", "train on true labels", "Student", "with the worst mean over seeds"):
         assert definition in page
-    assert "27.50 ± 10.61" in page
+    assert "17.5 [-77.8, 112.8]" in page
     cells = pd.read_csv(tmp_path / "out" / "cells.csv").set_index(["defence", "attack", "seed", "metric"]).value
     assert cells[MEAN, FLIP, 0, "success"] == pytest.approx(0.8)
-    assert cells[MEAN, "No attack", 0, "accuracy"] == pytest.approx(0.95)
+    assert cells[MEAN, "Attackers clean", 0, "accuracy"] == pytest.approx(0.95)
     found = pd.read_csv(tmp_path / "out" / "statistics.csv").set_index(["defence", "attack", "metric"])
     assert found.loc[(MEAN, FLIP, "accuracy"), "difference_high"] == pytest.approx(1.27062, rel=1e-4)
 
@@ -241,7 +314,7 @@ def test_names_that_pandas_takes_for_missing_survive_the_summary(tmp_path):
     table = {**results.table, "attacks": {FLIP: {}, "None": {}}, "defences": {MEDIAN: {}, "NA": {}}}
     write_toml(tmp_path / "kept" / "grid.toml", table)
     rows.to_csv(tmp_path / "kept" / "summary.csv", index=False)
-    assert matrix(View(read_grid(tmp_path / "kept"), ""), "accuracy").loc["NA", "None"] == "15.00 ± 7.07"
+    assert matrix(View(read_grid(tmp_path / "kept"), ""), "accuracy").loc["NA", "None"] == "15.0 [-48.5, 78.5]"
 
 
 def test_a_partial_grid_says_what_is_missing(tmp_path):
@@ -249,12 +322,12 @@ def test_a_partial_grid_says_what_is_missing(tmp_path):
     floors = {key: scores for key, scores in FLOORS.items() if key != (MEDIAN, NOISE, 1)}
     folder = make_grid(tmp_path / "grid", cells=cells, floors=floors, errors={("cell", MEAN, NOISE): "`f` = 4 is much"})
     view = View(read_grid(folder), "")
-    assert matrix(view, "accuracy").loc[MEAN].tolist() == ["96.00 ± 1.41", "75.00 ± 21.21", "failed", "–"]
-    assert matrix(view, "success").loc[MEDIAN, f"{NOISE} *"] == "35.00"  # one seed: no deviation
+    assert matrix(view, "accuracy").loc[MEAN].tolist()[2:] == ["75.0 [-115.6, 265.6]", "failed", "–"]
+    assert matrix(view, "lost").loc[MEDIAN, NOISE] == "35.0"  # one seed: no interval
     assert overview(view).loc[MEAN, "Accuracy, worst attack"] == "–"
     assert list(grid_notes(view.results)) == [
         "This report is partial: 6 of 8 runs under attack are done, 2 of the others failed",
-        "Of 1 attacked runs the success is not known, since the run without attack is missing",
+        "Of 1 attacked runs what the attack did is not known, since the better floor is missing",
         f"{MEAN}, {NOISE} failed: `f` = 4 is much",
     ]
 
@@ -263,9 +336,9 @@ def test_a_seed_that_has_not_done_all_rounds_does_not_count(tmp_path):
     folder = make_grid(tmp_path / "grid")
     path = folder / "cells" / MEDIAN / FLIP / "seed-0" / "summary.json"
     path.write_text('{"rounds": 0}')
-    assert matrix(View(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.00"
+    assert matrix(View(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.0"
     path.unlink()
-    assert matrix(View(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.00"
+    assert matrix(View(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.0"
 
 
 def test_an_entry_that_attacks_nobody_has_accuracy_and_no_success(tmp_path):
@@ -274,8 +347,8 @@ def test_an_entry_that_attacks_nobody_has_accuracy_and_no_success(tmp_path):
     calm = [{**cell, "floor": None} if cell["attack"] == NOISE else cell for cell in cells]
     write_json(folder / "cells.json", {"cells": calm})
     view = View(read_grid(folder), "")
-    assert matrix(view, "accuracy").loc[MEAN, NOISE] == "15.00 ± 7.07"
-    assert list(matrix(view, "success").columns) == [FLIP, "Worst"]
+    assert matrix(view, "accuracy").loc[MEAN, NOISE] == "15.0 [-48.5, 78.5]"
+    assert list(matrix(view, "lost").columns) == [FLIP, "Worst"]
     assert list(grid_notes(view.results)) == []
 
 
@@ -292,7 +365,13 @@ def test_a_setting_without_results_is_left_out(tmp_path):
 
 def test_seeds_that_left_the_grid_do_not_count(tmp_path):
     folder = make_grid(tmp_path / "grid", seeds=[1])
-    assert matrix(View(read_grid(folder), ""), "accuracy").loc[MEDIAN].tolist() == ["90.00", "80.00", "70.00", "70.00"]
+    assert matrix(View(read_grid(folder), ""), "accuracy").loc[MEDIAN].tolist() == [
+        "90.0",
+        "80.0",
+        "80.0",
+        "70.0",
+        "70.0",
+    ]
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -305,21 +384,25 @@ def test_settings_have_matrices_of_their_own(view, tmp_path):
     results.rows["setting"] = ""
     names = {str(path.relative_to(tmp_path / "out")) for path in report_grid(both, tmp_path / "out")}
     assert {"matrices/few/accuracy.png", "matrices/many-b/accuracy.png"} <= names
-    assert matrix(View(both, "Many, $ & <b>"), "accuracy").loc[MEDIAN, FLIP] == "37.50 ± 3.54"
+    assert matrix(View(both, "Many, $ & <b>"), "accuracy").loc[MEDIAN, FLIP] == "37.5 [5.7, 69.3]"
     assert "agents.malicious = 3" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_the_candidates_and_the_choice_are_on_the_page(tmp_path):
     asked = {"seeds": [9], "setting": "", "attacks": {FLIP: {}}, "candidates": [{"algorithm": {"alpha": 1.0}}, {}]}
-    choice = {MEDIAN: {"best": 0, "scores": [0.5, None], "by_attack": [{FLIP: [0.5]}, None], "asked": asked}}
+    choice = {
+        MEDIAN: {"best": 0, "at_end": True, "scores": [0.5, None], "by_attack": [{FLIP: [0.5]}, None], "asked": asked}
+    }
     defences = {MEDIAN: {"tune": asked["candidates"]}, MEAN: {}}
     folder = make_grid(tmp_path / "grid", tuning={"seeds": [9], "attacks": [FLIP]}, defences=defences)
     (folder / "tuning.json").write_text(json.dumps(choice))
     results = read_grid(folder)
     rows = tuning_table(results).reset_index().to_numpy().tolist()
-    assert rows == [[MEDIAN, "algorithm.alpha = 1.0", "50.00", "yes"], [MEDIAN, "nothing", "failed", ""]]
+    assert rows == [[MEDIAN, "algorithm.alpha = 1.0", "50.00", "yes, at an end"], [MEDIAN, "nothing", "failed", ""]]
     assert "tuning.json" in {path.name for path in report_grid(results, tmp_path / "out")}
+    raw = (tmp_path / "out" / "tuning.csv").read_text().splitlines()
+    assert raw[1:] == [f"{MEDIAN},algorithm.alpha = 1.0,{FLIP},9,0.5"]
     page = (tmp_path / "out" / "report.html").read_text()
     assert "with seeds 9, against Label flip" in page
     assert f"Not tuned: {MEAN}." in page
@@ -341,14 +424,15 @@ def test_a_heat_map_of_twenty_by_twenty_has_a_number_in_every_cell():
     means = pd.DataFrame(draw.random((20, 20)), index=names, columns=[f"attack {j}" for j in range(20)])
     means.iloc[3, 4], means.iloc[5, 6] = np.nan, np.nan
     failed = means.isna() & (means.index.to_numpy()[:, None] == names[3])
-    figure = heat_map(means, means / 10, failed=failed, apart=("attack 0",))
+    figure = heat_map(means, means / 10, means, failed=failed, noted=means > 0.9, apart=("attack 0",))
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert len(texts) == 2 * 398 + 1
     assert texts.count("failed") == 1
     assert f"{100 * means.iloc[0, 0]:.1f}" in texts
+    assert sum(text.endswith("†") for text in texts) == (means > 0.9).to_numpy().sum()
     assert max(len(label.get_text().replace("\\", "")) for label in figure.axes[0].get_yticklabels()) == 32
     assert len(figure.axes[0].patches) == 400
-    signed = heat_map(means - 0.5, means / 10, signed=True, bold=means > 0.5)
+    signed = heat_map(means - 0.5, means / 10, means - 0.5, signed=True, bold=means > 0.5)
     bold = [text.get_text() for text in signed.axes[0].texts if text.get_weight() == "bold"]
     assert len(bold) == (means > 0.5).to_numpy().sum()
     assert all(text.startswith("+") for text in bold)
@@ -360,13 +444,13 @@ def test_the_command_reports_a_grid(tmp_path, monkeypatch):
     make_grid(tmp_path / "grid")
     done = here("report", "grid", "--out", "out")
     assert (done.status, done.err) == (0, "")
-    assert "Accuracy, worst attack" in done.out
+    assert "Attackers" in done.out
     assert re.search(r"The page is out/report.html; the matrices .* are in out/matrices", done.out)
     assert "reported by itself" in here("report", "grid", "grid").one_line()
 
 
 def test_a_folder_without_results_is_one_line(tmp_path):
-    make_grid(tmp_path / "grid", cells={}, floors={})
+    make_grid(tmp_path / "grid", cells={}, floors={}, removed={})
     with pytest.raises(RunError, match=r"no run in .* is done yet, so there is nothing to report"):
         report_grid(read_grid(tmp_path / "grid"), tmp_path / "out")
     (tmp_path / "grid" / "cells.json").unlink()

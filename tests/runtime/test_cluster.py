@@ -152,7 +152,7 @@ def test_training(cluster, training):
     hold_equal(cluster, partial(algorithms.fedcb2o), training=dataclasses.replace(TRAINING, **training), counts=[3])
 
 
-RULES = ["mean", "trimmed_mean", "geometric_median", "krum", "foolsgold", "fltrust", "monna"]
+RULES = ["mean", "trimmed_mean", "geometric_median", "krum", "foolsgold", "fltrust", "monna", "flame", "sentinel"]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -149,7 +149,7 @@ def test_every_attack_on_models(name):
     "attack",
     [
         Attack(poison=lambda shard, draw: attacks.random_labels(shard, draw)),
-        Attack(poison=lambda shard, draw: attacks.backdoor(shard, draw, target=3, size=1)),
+        Attack(poison=lambda shard, draw: attacks.backdoor(shard, draw, 0, target=3, size=1)),
         Attack(poison=flip, sybils=True, from_round=1),
         Attack(poison=flip, claims=10**9),
         Attack(craft=attacks.trash, threat=attacks.trash.threat, from_round=2),

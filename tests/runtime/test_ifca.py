@@ -1,7 +1,9 @@
 """IFCA in whole rounds against plain loops; what is on record; a model that nobody chooses; the same bits always."""
 
 import copy
+import functools
 import json
+import math
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.nn import functional as F
 from fedcb2o import knows, models
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
-from fedcb2o.federated import algorithms
+from fedcb2o.federated import aggregate, algorithms, rules
 from fedcb2o.federated.peers import Memory
 from fedcb2o.federated.types import Attack
 from fedcb2o.runtime import ifca
@@ -62,7 +64,7 @@ def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
     made = []
     for k, centre in enumerate(centres):
         members = [j for j in range(len(agents)) if best[j] == k and online[j]]
-        size = {j: len(agents[j].train_y) if engine.terms.algorithm.coordinator.by_samples else 1 for j in members}
+        size = {j: len(agents[j].train_y) if engine.terms.algorithm.clusters.by_samples else 1 for j in members}
         weights = {j: size[j] / sum(size.values()) for j in members}
         if members:
             theta = sum(weights[j] * published(j, models.flatten(agents[j].module)).double() for j in members)
@@ -71,11 +73,11 @@ def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
     return made
 
 
-def engine_of(num_models, weights="equal", attack=ours.FLIP, **changes):
+def engine_of(num_models, weights="equal", attack=ours.FLIP, settings=None, **changes):
     """All agents and a coordinator, which holds models so alike that not everybody chooses the same."""
-    algorithm = algorithms.ifca(models=num_models, weights=weights)
+    algorithm = algorithms.ifca(models=num_models, weights=weights, **(settings or {}))
     engine = ours.together(algorithm, attack=attack, collude=False, **changes)
-    kept = len(CLUSTER) + num_models
+    kept = len(kept_of(engine))
     kept_of(engine)[:] = torch.from_numpy(stream(SEED, "theta").normal(size=(kept, engine.terms.dim)) * 0.3).float()
     centres = centres_of(engine)
     centres.copy_(centres[0].lerp(centres, 0.1))
@@ -84,7 +86,7 @@ def engine_of(num_models, weights="equal", attack=ours.FLIP, **changes):
 
 def kept_of(engine):
     """The models of the agents and then the coordinator's, in the engine's pool."""
-    return engine.block.pool[: len(CLUSTER) + engine.terms.algorithm.coordinator.models]
+    return engine.block.pool[: len(CLUSTER) + engine.terms.algorithm.clusters.rows(len(CLUSTER))]
 
 
 def centres_of(engine):
@@ -195,9 +197,54 @@ def test_an_average_of_nobody_online_stays():
     assert not done.choices.own_weight.any()
 
 
+@pytest.mark.parametrize("rule", ["trimmed_mean", "krum", {"name": "trimmed_mean", "f": 1}])
+def test_a_robust_rule_takes_the_place_of_the_average(rule):
+    engine = engine_of(3, settings={"rule": rule}, share=0.4)
+    before, best = modules_of(engine), best_of(engine, modules_of(engine))
+    agents = oracle_agents(engine, network, reference.FEDCB2O)
+    oracle_round(engine, agents, modules_of(engine), 0)
+    (done,) = run_rounds(engine)
+    assert len(set(best)) == 2
+    for k in set(best):
+        members = [models.flatten(agents[j].module) for j in range(len(CLUSTER)) if best[j] == k]
+        f = 1 if rule != "trimmed_mean" and rule != "krum" else math.ceil(0.4 * len(members))
+        used = getattr(rules, rule if isinstance(rule, str) else rule["name"])
+        expected = aggregate.apply(functools.partial(used, f=f), torch.stack(members))
+        torch.testing.assert_close(centres_of(engine)[k], expected, rtol=1e-4, atol=2e-5)
+        assert not expected.equal(models.flatten(before[k]))
+    weights = [chosen(done.choices, j).weights for j in GOOD]
+    assert all(math.isnan(w) for each in weights for w in each) == (rule != "krum")
+    assert rule != "krum" or all(max([*each, 0.0]) in (0.0, 1.0) for each in weights)
+
+
+def test_of_several_starts_the_one_that_fits_best_is_taken():
+    several = {"restarts": 3, "trial": 2}
+    engine = engine_of(2, settings=several)
+    centres_of(engine)[2:] *= torch.linspace(1.0, 0.5, 4).unsqueeze(1)  # sets that differ
+    sets, losses, ends = centres_of(engine).clone().view(3, 2, -1), [], []
+    for centres in sets:
+        one = engine_of(2)
+        centres_of(one).copy_(centres)
+        run_rounds(one, 2)
+        found = modules_of(one)
+        best, each = best_of(one, found), []
+        for j, k in enumerate(best):
+            x, y = true_data(one, j)
+            with torch.no_grad():
+                each.append(float(F.cross_entropy(found[k](x), y)))
+        losses.append(sum(each) / len(each))
+        ends.append(centres_of(one).clone())
+    best = losses.index(min(losses))
+    run_rounds(engine, 2)
+    assert centres_of(engine)[:2].equal(ends[best])
+    assert centres_of(engine)[2:].equal(sets.flatten(0, 1)[2:])
+    assert sorted(losses)[1] - min(losses) > 1e-3
+
+
 # Runs
 
 VARIANTS = {
+    "robust restarts": tiny(agents=TEAM, algorithm={**IFCA, "rule": "trimmed_mean", "restarts": 2, "trial": 1}),
     "few take part": tiny(agents={**TEAM, "participation": 0.6}, algorithm=IFCA),
     "crafted": tiny(agents=TEAM, algorithm={**IFCA, "weights": "samples"}, attack={"name": "alie"}),
     "large": tiny(rounds=2, agents=TEAM, model={"hidden": [2000]}, algorithm={**IFCA, "models": 3}),
@@ -236,6 +283,10 @@ def test_what_is_kept_and_on_record(tmp_path):
         ({"name": "ifca", "models": 0}, "`models` must be 1 or more, got 0"),
         ({"name": "ifca", "models": 2.5}, "algorithm `ifca`: `models` = 2.5: Input should be a valid integer"),
         ({"name": "ifca", "models": 2, "weights": "sample"}, "algorithm `ifca`: `weights` = 'sample': Input should be"),
+        ({"name": "ifca", "models": 2, "restarts": 0}, "`restarts` must be 1 or more, got 0"),
+        ({"name": "ifca", "models": 2, "rule": "fltrust"}, "the `rule` of ifca looks at models alone"),
+        ({"name": "ifca", "models": 2, "rule": "sageflow"}, "the `rule` of ifca looks at models alone"),
+        ({"name": "ifca", "models": 2, "rule": "mean", "weights": "samples"}, '`weights` = "samples" goes without'),
         ({"name": "icfa", "models": 2}, "there is no algorithm `icfa`. Did you mean `ifca`?"),
     ],
 )

@@ -13,13 +13,13 @@ from tests.tiny import StopError, bits, bits_however, stop_after, tiny
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
 from fedcb2o.federated import algorithms, pre_steps, rules
-from fedcb2o.federated.aggregate import apply, form_of
+from fedcb2o.federated.aggregate import FORM, apply, form_of
 from fedcb2o.federated.judging import losses_seen_by
 from fedcb2o.federated.teams import train_
 from fedcb2o.federated.types import Attack, Received, Weighed, remembers, together
 from fedcb2o.streams import stream
 
-ROBUST = [name for name in rules.__all__ if name not in ("by_num_samples", "foolsgold")]
+ROBUST = [name for name in rules.__all__ if FORM.of(getattr(rules, name)) is not None]
 
 
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
@@ -67,6 +67,7 @@ def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
             "entropies": losses.entropy,
             "num_samples": torch.tensor([float(len(held().train[i])) for i in received]),
             "progress": 0.0,
+            "draw": stream(SEED, "rule", 0, j),
             "heads": torch.cat([x[:, -28:-4].view(len(x), 4, 6), x[:, -4:].view(len(x), 4, 1)], -1),
         }
         bound = functools.partial(rule, f=f) if form.largest else functools.partial(rule)
@@ -108,6 +109,22 @@ def test_with_nothing_trimmed_the_trimmed_mean_is_the_mean_and_dfedavgm():
     assert all(len(set(one.weights)) == 1 for one in (weighed[j] for j in GOOD))
 
 
+def test_a_reduction_that_is_nearly_an_average_shows_its_weights():
+    everyone = {"name": "sentinel", "similarity": 0.0}  # they began apart
+    _, trained, engine, mixed = one_round(algorithms.by_rule(rule=everyone))
+    for j in GOOD:
+        assert sum(mixed[j].weights) + mixed[j].own_weight == pytest.approx(1)
+        assert mixed[j].own_weight > 0
+        assert not torch.equal(ours.models_of(engine)[j], trained[j])
+    before, trained, engine, mixed = one_round(algorithms.by_rule(rule={"name": "flame", "noise": 0.0}))
+    for j in GOOD:  # what is missing to 1 is that of the model before the round
+        rest = 1 - sum(mixed[j].weights) - mixed[j].own_weight
+        average = sum(w * trained[i] for w, i in zip(mixed[j].weights, mixed[j].ids, strict=True))
+        average += mixed[j].own_weight * trained[j] + rest * before[j]
+        torch.testing.assert_close(ours.models_of(engine)[j], average, rtol=1e-5, atol=1e-6)
+        assert 0 < rest < 1
+
+
 def test_who_trains_alone_keeps_its_model():
     _, trained, engine, mixed = one_round(algorithms.local_training())
     assert torch.equal(ours.models_of(engine)[GOOD], trained[GOOD])
@@ -119,6 +136,10 @@ VARIANTS = {
     "bulyan": tiny(agents={**TEAM, "participation": 0.6}, algorithm=by_rule("bulyan")),
     "fltrust": tiny(agents=TEAM, algorithm=by_rule("fltrust"), attack={"name": "alie"}),
     "lfighter": tiny(agents=TEAM, algorithm=by_rule("lfighter")),
+    "flame": tiny(agents=TEAM, model={"hidden": [400]}, algorithm=by_rule({"name": "flame", "noise": 0.01})),
+    "sentinel": tiny(agents=TEAM, model={"hidden": [400]}, algorithm=by_rule("sentinel", selection="prob_sampling")),
+    "wfagg": tiny(agents=TEAM, algorithm=by_rule({"name": "wfagg", "transient": 0}), attack={"name": "alie"}),
+    "lightyear": tiny(agents=TEAM, algorithm=by_rule("lightyear"), attack={"name": "alie"}),
     "a graph and sybils": tiny(
         agents={**TEAM, "graph": {"name": "small_world", "near": 2, "p": 0.3}},
         attack={"name": "label_flip", "source": 9, "target": 4, "sybils": True},

@@ -18,6 +18,8 @@ NEEDED = {
     "label_flips": {"pairs": [[9, 4], [4, 9]]},
     "backdoor": {"target": 3},
     "clean_label": {"target": 3},
+    "blended": {"target": 3},
+    "signal": {"target": 3},
     "rarest_flip": {"target": 3},
     "spread_flip": {"target": 3},
     "boosting": {"data": FLIP},
@@ -32,7 +34,7 @@ TEAM = {"benign": 2, "malicious": 2, "benign_samples": 20, "malicious_samples": 
 FLIPS = {"label_flip", "label_flips"}
 
 
-ON_TARGET = {"backdoor", "clean_label", "rarest_flip", "spread_flip"}
+ON_TARGET = {"backdoor", "blended", "clean_label", "rarest_flip", "signal", "spread_flip"}
 
 
 ON_DATA = FLIPS | ON_TARGET | {"feature_noise", "random_labels", "shifted_labels"}

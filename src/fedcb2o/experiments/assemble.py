@@ -65,6 +65,19 @@ def check_aim(experiment: Experiment, dataset: Dataset) -> None:
                 raise ConfigError(f"`attack.{key}` must be between 0 and {dataset.num_classes - 1}, got {label}")
 
 
+def pool_of(experiment: Experiment, dataset: Dataset) -> Shard:
+    """The samples that agents share out: the pool, with the test set where each seed draws its own from both."""
+    pool, test = dataset.pool, dataset.test
+    if experiment.evaluate_on != "redrawn":
+        return pool
+    if pool.x.dtype != test.x.dtype:
+        raise ConfigError(
+            f'`evaluate_on` = "redrawn" mixes the data set\'s pool with its test set, and they are {pool.x.dtype} and '
+            f'{test.x.dtype}: make them one, or set `evaluate_on` to "test"'
+        )
+    return Shard(torch.cat([pool.x, test.x]), torch.cat([pool.y, test.y]))
+
+
 def checked(where: str, shard: Shard, num_classes: int) -> Shard:
     """A part of a data set, without a gradient's history; raises ConfigError for what is no samples."""
     if not isinstance(shard, Shard):
@@ -104,11 +117,16 @@ def trigger_of(experiment: Experiment) -> Callable[[Tensor], Tensor] | None:
 
 
 def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Population:
-    """Who holds which samples."""
+    """Who holds which samples; where a seed draws its own test samples, `tuning` are these."""
     agents = experiment.agents
     rotate(dataset.pool.x[:1], 0, agents.num_clusters)  # raises here, before a run begins, where samples cannot turn
-    return partition(
-        dataset.pool.y,
+    labels = pool_of(experiment, dataset).y
+    given, held = torch.arange(len(labels)), None
+    if experiment.evaluate_on == "redrawn":
+        held = _redrawn(labels, dataset, seed)
+        given = given[~torch.isin(given, held)]
+    population = partition(
+        labels[given],
         num_clusters=agents.num_clusters,
         benign=agents.benign,
         malicious=agents.malicious,
@@ -123,6 +141,16 @@ def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Popula
         seed=seed,
         tuning_size=len(dataset.test),
     )
+    train, validation = (tuple(given[each] for each in parts) for parts in (population.train, population.validation))
+    held = given[population.tuning] if held is None else held
+    return dataclasses.replace(population, train=train, validation=validation, tuning=held)
+
+
+def _redrawn(labels: Int[Tensor, " n"], dataset: Dataset, seed: int) -> Int[Tensor, " u"]:
+    """Which samples are a seed's test samples, of each class as many as the test set has."""
+    order = torch.from_numpy(stream(seed, "test").permutation(len(labels)))
+    y, counts = labels[order], torch.bincount(dataset.test.y, minlength=dataset.num_classes)
+    return torch.cat([order[y == c][:count] for c, count in enumerate(counts.tolist())])
 
 
 def neighbours_of(experiment: Experiment, seed: int, cluster: Int[Tensor, " N"]) -> tuple[Tensor, ...] | None:
@@ -223,11 +251,14 @@ def first_models_(
     theta: Float[Tensor, "a d"], experiment: Experiment, seed: int, dataset: Dataset, ids: Sequence[int]
 ) -> None:
     """Fill the rows of `theta` with the initial models theta_0^j of some agents: one for all agents, or each its own.
-    Those that a coordinator holds, whose ids follow the agents', always differ."""
-    independent = experiment.agents.initialisation == "independent"
+    Those of clusters, whose ids follow the agents', differ, but where each agent has them and all begin alike."""
+    independent, first = experiment.agents.initialisation == "independent", experiment.agents.num_agents
+    clusters = algorithm_of(experiment).clusters
     theta[:] = models.flatten(module_of(experiment, seed, dataset))
     for row, j in enumerate(ids):
-        if independent or j >= experiment.agents.num_agents:
+        if j >= first and clusters is not None and clusters.each and not independent:
+            j = first + (j - first) % clusters.models
+        if independent or j >= first:
             theta[row] = models.flatten(module_of(experiment, seed, dataset, j))
 
 
@@ -244,14 +275,16 @@ class Prepared:
 
     @property
     def kept(self) -> int:
-        """The rows of a pool that outlive a round: of the agents' models, then of those that a coordinator holds."""
-        coordinator = self.terms.algorithm.coordinator
-        return self.terms.num_agents + (0 if coordinator is None else coordinator.models)
+        """The rows of a pool that outlive a round: of the agents' models, then of those of clusters."""
+        clusters, agents = self.terms.algorithm.clusters, self.terms.num_agents
+        return agents + (0 if clusters is None else clusters.rows(agents))
 
     def test(self) -> Shard:
         """The samples that agents are scored on."""
-        pool, chosen = self.dataset.pool, self.population.tuning
-        return self.dataset.test if self.experiment.evaluate_on == "test" else Shard(pool.x[chosen], pool.y[chosen])
+        if self.experiment.evaluate_on == "test":
+            return self.dataset.test
+        pool, chosen = pool_of(self.experiment, self.dataset), self.population.tuning
+        return Shard(pool.x[chosen], pool.y[chosen])
 
     def by(self, linear: Linear, layout: models.Layout, convolution: Convolution, together: int | None) -> "Prepared":
         """The same, computed by these primitives."""
@@ -272,7 +305,7 @@ class Prepared:
         )
         return Holdings(
             agents=ids,
-            samples=self.dataset.pool.to(device),
+            samples=pool_of(self.experiment, self.dataset).to(device),
             test=self.test().to(device),
             train=train,
             validation=validation,
@@ -335,7 +368,7 @@ def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
         malicious=population.malicious.numpy(),
         cluster=population.cluster.numpy(),
         num_clusters=population.num_clusters,
-        collude=agents.malicious_role in ("attack", "clean") and algorithm_of(experiment).coordinator is None,
+        collude=agents.malicious_role in ("attack", "clean") and algorithm_of(experiment).clusters is None,
         own_model=agents.colluders_own_model,
         trigger=trigger_of(experiment),
     )

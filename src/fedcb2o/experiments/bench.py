@@ -1,7 +1,8 @@
 """Run a grid: some processes, each at one cell with all of its seeds; resumable at any moment.
 
 A run of a grid is a run like any other, in a folder of its own. `cells.json` says which run is which cell and what
-failed. What tuning chose is frozen in `tuning.json` before the cells that depend on it begin.
+failed. What tuning chose is frozen in `tuning.json`, and how strong attacks are in `strengths.json`, before the cells
+that depend on it begin.
 """
 
 import fcntl
@@ -17,13 +18,13 @@ from typing import Any
 from fedcb2o import records
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import RunError
-from fedcb2o.experiments import arguments, away, tuning
+from fedcb2o.experiments import arguments, away, strengths, tuning
 from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.cluster import several
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.experiments.errand import told
 from fedcb2o.experiments.folder import alone, difference_of, told_anew
-from fedcb2o.experiments.grid import Cell, Grid, load_grid
+from fedcb2o.experiments.grid import Cell, Grid, Place, Tried, load_grid
 from fedcb2o.experiments.memory import bounded
 from fedcb2o.experiments.mend import has_ended
 from fedcb2o.experiments.pace import GridProgress, Pace
@@ -76,12 +77,16 @@ def bench(
     for each in _data_sets(plan, data):  # all are looked at before anything begins
         sets += [each] * (cluster is not None)  # nodes are sent them
     with alone(folder):
-        frozen, trials = tuning.frozen(folder, plan), plan.trials()
-        cells = plan.cells(tuning.best(frozen))
-        _prepare(folder, plan, frozen, [*trials, *cells], resume)
-        ledger = _Ledger(folder, [*trials, *cells])
+        frozen = tuning.frozen(folder, plan)
+        plan = tuning.widened(plan, frozen)
+        worst = strengths.frozen(folder, plan)
+        trials, probes = plan.trials(), plan.probes(tuning.best(frozen))
+        cells = plan.cells(tuning.best(frozen), strengths.worst(worst))
+        _prepare(folder, plan, frozen, worst, [*trials, *probes, *cells], resume)
+        ledger = _Ledger(folder, [*trials, *probes, *cells])
         trials = [cell for cell in trials if cell.place.defence not in frozen]
-        lacking = [(cell, len(seeds)) for cell in [*trials, *cells] if (seeds := ledger.lacks(cell))]
+        probes = [cell for cell in probes if plan.tried(cell.place) not in worst]
+        lacking = [(cell, len(seeds)) for cell in [*trials, *probes, *cells] if (seeds := ledger.lacks(cell))]
         elsewhere, experiments = cluster if lacking else None, [cell.experiment for cell, _ in lacking]
         progress = watch or GridProgress()
         what = f"{plan.name}: {several(len(lacking), 'cell')}"
@@ -89,11 +94,17 @@ def bench(
             jobs = bounded(jobs or min(most, len(ledger.cells)), len(ledger.cells), "cells", most)
             team = _Team(ledger, jobs, work, progress, lacking)
             team.run(trials)
+            while (wider := tuning.wider(folder, plan, frozen, ledger.errors)) is not plan:
+                plan = wider
+                team.add(plan.trials())
+                team.run(plan.trials())
             unfit = tuning.freeze(folder, plan, frozen, ledger.errors)
-            cells = plan.cells(tuning.best(frozen))
-            for cell in team.waiting(cells):
-                if cell.place.defence in unfit:
-                    team.end(cell, 0.0, unfit[cell.place.defence])
+            probes = team.waiting(plan.probes(tuning.best(frozen)))
+            team.drop(probes, lambda place: unfit.get(place.defence))
+            team.run(probes)
+            lost = strengths.freeze(folder, plan, worst, ledger.errors)
+            cells = plan.cells(tuning.best(frozen), strengths.worst(worst))
+            team.drop(cells, lambda place: unfit.get(place.defence) or lost.get(plan.tried(place)))
             team.run(cells)
     return Bench(folder, len(ledger.cells), {ledger.cells[key].place.title: e for key, e in ledger.errors.items()})
 
@@ -110,7 +121,14 @@ def _data_sets(plan: Grid, data: Path | None) -> Iterator[tuple[Any, Dataset]]:
 # What the folder holds
 
 
-def _prepare(folder: Path, plan: Grid, frozen: Mapping[str, Any], cells: Sequence[Cell], resume: bool) -> None:
+def _prepare(
+    folder: Path,
+    plan: Grid,
+    frozen: Mapping[str, Any],
+    worst: Mapping[Tried, Any],
+    cells: Sequence[Cell],
+    resume: bool,
+) -> None:
     """Write grid.toml, or check that what is there is this grid: cells may be added, but none may be another."""
     path = folder / "grid.toml"
     if not path.exists() and any(inside.name != f"{path.name}.tmp" for inside in folder.iterdir()):
@@ -119,8 +137,11 @@ def _prepare(folder: Path, plan: Grid, frozen: Mapping[str, Any], cells: Sequenc
     if not begun and any(folder.glob("*/**/config.toml")):
         raise RunError(f"{folder} holds another grid, which has no cell of this one: choose another --out")
     for cell in begun:
-        if cell.kind != "tuning" and cell.place.defence in plan.candidates.keys() - frozen.keys():
+        place = cell.place
+        if place.candidate is None and place.defence in plan.candidates.keys() - frozen.keys():
             continue  # it is not known with which candidate
+        if cell.kind == "cell" and place.attack in plan.strengths and plan.tried(place) not in worst:
+            continue  # nor how strong the attack is
         try:
             there, here = records.Run(folder / cell.folder).config, cell.experiment
         except DamagedError:  # its run writes it anew, or says what is wrong
@@ -169,9 +190,9 @@ class _Ledger:
         self.write()
 
     def write(self) -> None:
-        """Replace cells.json."""
-        lines = []
-        for folder, cell in self.cells.items():
+        """Replace cells.json; what was added to a tuning stands where it does after a resume."""
+        lines, order = [], sorted(self.cells, key=lambda key: (0, key) if self.cells[key].kind == "tuning" else (1, ""))
+        for folder, cell in ((folder, self.cells[folder]) for folder in order):
             place, ended = cell.place, {"seconds": self.seconds.get(folder), "error": self.errors.get(folder)}
             where = {"setting": place.setting, "defence": place.defence, "attack": place.attack}
             what = {"floor": cell.floor, "rounds": cell.experiment.rounds}
@@ -228,6 +249,17 @@ class _Team:
             self.pace.learn(ledger.cells[folder], seconds)
         progress.begin(len(ledger.cells), len(ledger.cells) - len(self.pace.waiting))
 
+    def add(self, cells: Sequence[Cell]) -> None:
+        """More cells, among some that there were."""
+        new = [cell for cell in cells if cell.folder not in self.ledger.cells]
+        self.ledger.cells.update({cell.folder: cell for cell in new})
+        self.ledger.write()
+        for cell in new:
+            if lacks := self.ledger.lacks(cell):
+                self.pace.expect(cell, len(lacks))
+        waiting = len(self.waiting(new))
+        self.progress.add(len(new), len(new) - waiting)
+
     def waiting(self, cells: Sequence[Cell]) -> list[Cell]:
         """Those of some cells that have not ended."""
         return [cell for cell in cells if cell.folder in self.pace.waiting]
@@ -252,6 +284,12 @@ class _Team:
             self.progress.refresh(self.pace.left(), list(running.values()))
 
         self.work(self.count, runs(), heard, meanwhile)
+
+    def drop(self, cells: Sequence[Cell], why: Callable[[Place], str | None]) -> None:
+        """Note that those of some cells that wait fail before they begin, where there is a reason why."""
+        for cell in self.waiting(cells):
+            if told := why(cell.place):
+                self.end(cell, 0.0, told)
 
     def end(self, cell: Cell, seconds: float, error: str | None) -> None:
         """Note that a cell has ended after so many seconds, or failed."""

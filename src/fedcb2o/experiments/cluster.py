@@ -51,8 +51,8 @@ class Spread:
         from fedcb2o.runtime.cluster import start
 
         for each in prepared:
-            if each.terms.algorithm.coordinator is not None:
-                raise ConfigError("an algorithm with a coordinator, such as ifca, runs on one machine: no --cluster")
+            if each.terms.algorithm.clusters is not None:
+                raise ConfigError("ifca and dfca, which have models of clusters, run on one machine: no --cluster")
             check_device(each.experiment.device)
         store = LEAST + max(2 * _pool(each) + _data(each) for each in prepared)
         store = min(store, machine.free_memory() // 2)

@@ -138,7 +138,8 @@ class AgentsPart(Part):
     `malicious_role` says what the malicious agents do: "attack"; "clean" (train on true labels, still collude: the
     clean twin of an attacked run); "benign" (no attack, and select peers like everybody); "removed". By default they
     count their own model when they mix, as in the authors' released code; the paper's text has
-    `colluders_own_model` = false.
+    `colluders_own_model` = false. `assumed_share` is the share of attackers among those received that rules are told
+    to assume, by default that of all agents.
     """
 
     num_clusters: Literal[1, 2, 4] = 2
@@ -157,6 +158,7 @@ class AgentsPart(Part):
     graph: Component | None = None
     initialisation: Literal["common", "independent"] = "common"
     colluders_own_model: bool = True
+    assumed_share: Annotated[float, Field(ge=0, lt=1)] | None = None
 
     @property
     def num_agents(self) -> int:
@@ -167,7 +169,9 @@ class AgentsPart(Part):
     @property
     def share(self) -> float:
         """The attackers' share, which rules that assume one are told: that of those who might attack."""
-        return 0.0 if self.malicious_role == "removed" else self.malicious / (self.benign + self.malicious)
+        if self.malicious_role == "removed":
+            return 0.0
+        return self.malicious / (self.benign + self.malicious) if self.assumed_share is None else self.assumed_share
 
     @field_validator("graph", "skew", mode="before")
     @classmethod
@@ -197,7 +201,7 @@ class Experiment(Part):
     rounds: Positive
     evaluate_every: Positive = 1
     checkpoint_every: Positive = 1
-    evaluate_on: Literal["test", "tuning"] = "test"
+    evaluate_on: Literal["test", "tuning", "redrawn"] = "test"
     linear: Linear | None = None
     layout: Layout | None = None
     convolution: Convolution | None = None
@@ -288,11 +292,11 @@ class Experiment(Part):
     @property
     def num_models(self) -> int:
         """N + P: a model for each agent, and those that attackers craft; N more where what each began with is kept, and
-        those that a coordinator holds."""
+        those of clusters."""
         agents = self.agents
         malicious, benign = agents.num_clusters * agents.malicious, agents.num_clusters * agents.benign
         algorithm: algorithms.Algorithm = self.algorithm.function("algorithm", algorithms)()
-        kept = algorithm.coordinator.models if algorithm.coordinator is not None else 0
+        kept = algorithm.clusters.rows(agents.num_agents) if algorithm.clusters is not None else 0
         kept += agents.num_agents if algorithm.keeps_before else 0
         return agents.num_agents + self.attack_made.num_published(malicious, benign) + kept
 

@@ -1,8 +1,9 @@
 """A grid: every defence against every attack in every setting, over one experiment; validated before anything runs.
 
 A grid file holds what all cells share, as an experiment does, and axes, whose entries are changes over it:
-`[attacks.NAME]`, `[defences.NAME]` and, if there are several, `[settings.NAME]`. Beside each attacked cell stands its
-floor, the same run without attack, which says what the attack's measure is without it.
+`[attacks.NAME]`, `[defences.NAME]` and, if there are several, `[settings.NAME]`. Beside each attacked cell stand two
+floors, the same run without attack, which say what the attack's measures are without it: in one the attackers train
+cleanly and share what they learn, in the other they are removed, and what they know with them.
 """
 
 import functools
@@ -10,11 +11,11 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PrivateAttr, ValidationError
 
@@ -26,42 +27,66 @@ from fedcb2o.experiments.config import Experiment, Natural, Part, first_problem,
 from fedcb2o.federated import attacks
 from fedcb2o.records import identity
 
+Role = Literal["clean", "removed"]
+ROLES: tuple[Role, ...] = get_args(Role)
+"""What malicious agents do in the floors of a cell."""
+
 Changes = dict[str, Any]
 """Keys of an experiment and their values, as in its file."""
 
 VARIED = [key for key in Experiment.model_fields if key not in ("name", "title", "description", "seeds")]
 """What an entry of an axis may change: seeds are shared, so that all cells are paired by them."""
 
+Tried = tuple[str, str, str]
+"""A setting, a defence and an attack: what the strength of the attack is chosen for."""
+
+OWN_KEYS = {"defences": ("tune",), "attacks": ("strengths",)}
+"""What an entry of an axis may hold beside: lists of changes, of which one is chosen."""
+
 
 class TuningPart(Part):
     """How the candidates of `tune` are compared: on tuning images, with seeds of their own, against these attacks.
 
-    An attack is the name of one in the grid or a table of changes; `setting` is that of the grid's in which all of
-    this happens, by default the first.
+    An attack is the name of one in the grid or a table of changes, which may have a `name`; `setting` is that of the
+    grid's in which all of this happens, by default the first. A defence whose best candidate lies at an end gets
+    another one beyond, at most `widen` times.
     """
 
     seeds: Annotated[tuple[Natural, ...], Field(min_length=1, strict=False)]
     attacks: Annotated[tuple[str | Changes, ...], Field(min_length=1, strict=False)]
     setting: str | None = None
+    widen: Natural = 0
+
+
+class AdversaryPart(Part):
+    """How the `strengths` of attacks are compared: on tuning images, with seeds of their own, against each defence as
+    it will be run, in the grid's `setting` of that name, by default in each for itself."""
+
+    seeds: Annotated[tuple[Natural, ...], Field(min_length=1, strict=False)]
+    setting: str | None = None
 
 
 class Grid(Part):
-    """What a grid file says; `shared` are its keys that are an experiment's."""
+    """What a grid file says; `shared` are its keys that are an experiment's, `widened` are candidates added to those of
+    the file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     title: str = ""
     description: str = ""
     reference: str | None = None
+    set_aside: Annotated[tuple[str, ...], Field(strict=False)] = ()
     settings: dict[str, Changes] = Field(default_factory=dict)
     defences: Annotated[dict[str, Changes], Field(min_length=1)]
     attacks: Annotated[dict[str, Changes], Field(min_length=1)]
     tuning: TuningPart | None = None
+    adversary: AdversaryPart | None = None
     shared: Changes
+    widened: dict[str, list[Changes]] = Field(default_factory=dict)
     _loaded: dict[str, Experiment] = PrivateAttr(default_factory=dict)  # a grid asks for the same ones again and again
 
     def table(self) -> dict[str, Any]:
         """The grid as plain values, its preset worked in: what `grid.toml` holds."""
-        whole = self.model_dump(exclude={"shared"}, exclude_none=True, exclude_defaults=True)
+        whole = self.model_dump(exclude={"shared", "widened"}, exclude_none=True, exclude_defaults=True)
         return tables.plain({**whole, **self.shared, "seeds": self.seeds})  # type: ignore[no-any-return]
 
     @property
@@ -71,28 +96,37 @@ class Grid(Part):
 
     @property
     def candidates(self) -> dict[str, list[Changes]]:
-        """The candidates of each tuned defence."""
-        return {name: changes["tune"] for name, changes in self.defences.items() if "tune" in changes}
+        """The candidates of each tuned defence: those of the file, then those that were added."""
+        given = {name: changes["tune"] for name, changes in self.defences.items() if "tune" in changes}
+        return {name: [*tune, *self.widened.get(name, [])] for name, tune in given.items()}
 
-    def cells(self, chosen: Mapping[str, int] | None = None) -> list["Cell"]:
-        """Every attacked cell with, before the first that needs it, its floor; tuned defences at the candidate chosen.
+    @property
+    def strengths(self) -> dict[str, list[Changes]]:
+        """The strengths of each attack that has several."""
+        return {name: changes["strengths"] for name, changes in self.attacks.items() if "strengths" in changes}
 
-        Cells share a floor where they differ in nothing but the attack, and the attacks have equal aims. The folder
-        of a floor does not depend on the candidate.
+    def cells(self, chosen: Mapping[str, int] | None = None, worst: Mapping[Tried, int] | None = None) -> list["Cell"]:
+        """Every attacked cell with, before the first that needs them, its floors; tuned defences at the candidate
+        chosen, attacks at their `worst` strength in that setting against that defence.
+
+        Cells share floors where they differ in nothing but the attack, and the attacks have equal aims. The folders
+        of floors, which have one name, do not depend on the candidate, nor any on the strength.
         """
         found: dict[str, Cell] = {}
         for setting in self.settings or [""]:
             for defence in self.defences:
                 for attack in self.attacks:
-                    experiment = self.experiment(setting, defence, attack, (chosen or {}).get(defence))
                     place, floor = Place(setting, defence, attack), None
+                    strength = (worst or {}).get(self.tried(place))
+                    experiment = self.experiment(setting, defence, attack, (chosen or {}).get(defence), strength)
                     if experiment.attacked:
-                        below = Place(setting, defence, None, under=attack)
-                        untuned = self._load(without_attack(self.experiment(setting, defence, attack)))
-                        floor = "/".join(["floors", *below.slugs[:-1], _digest(untuned)])
-                        if floor not in found:
-                            calm = _named(self._load(without_attack(experiment)), below)
-                            found[floor] = Cell("floor", below, floor, calm)
+                        floor = _digest(self._load(without_attack(self.experiment(setting, defence, attack), "clean")))
+                        for role in ROLES:
+                            below = Place(setting, defence, None, under=f"{attack}, {role}")
+                            folder = "/".join([role, *below.slugs[:-1], floor])
+                            if folder not in found:
+                                calm = _named(self._load(without_attack(experiment, role)), below)
+                                found[folder] = Cell(role, below, folder, calm)
                     folder = "/".join(["cells", *place.slugs])
                     found[folder] = Cell("cell", place, folder, experiment, floor)
         return list(found.values())
@@ -107,6 +141,27 @@ class Grid(Part):
             for place in [Place(self.tuning_setting, defence, attack, number)]
         ]
 
+    def probes(self, chosen: Mapping[str, int] | None = None) -> list["Cell"]:
+        """Every run that the choice among strengths needs: each of them against each defence, which is at the candidate
+        chosen."""
+        if self.adversary is None:
+            return []
+        last: Changes = {"seeds": self.adversary.seeds, "evaluate_on": "tuning"}
+        settings = [self.adversary.setting] if self.adversary.setting else self.settings or [""]
+        found = []
+        for setting, defence, attack in product(settings, self.defences, self.strengths):
+            for number in range(len(self.strengths[attack])):
+                place = Place(setting, defence, attack, strength=number)
+                parts = self._parts(replace(place, candidate=(chosen or {}).get(defence)), self.attacks)
+                folder = "/".join(["strengths", *place.slugs])
+                found.append(Cell("tuning", place, folder, _named(self._made(parts, last), place)))
+        return found
+
+    def tried(self, place: "Place") -> Tried:
+        """Under what the strength of an attack is chosen that is taken in some place."""
+        setting = None if self.adversary is None else self.adversary.setting
+        return setting or place.setting, place.defence, str(place.attack)
+
     @property
     def tuning_setting(self) -> str:
         """The setting in which candidates are compared."""
@@ -117,20 +172,26 @@ class Grid(Part):
     def tuning_attacks(self) -> dict[str, Changes]:
         """The attacks that candidates are compared against; one that is a table is named by its place."""
         given = () if self.tuning is None else self.tuning.attacks
-        named = (a if isinstance(a, str) else f"tuning attack {i}" for i, a in enumerate(given, start=1))
-        return {
-            name: self.attacks[name] if isinstance(attack, str) else attack
-            for name, attack in zip(named, given, strict=True)
-        }
+        found: dict[str, Changes] = {}
+        for i, attack in enumerate(given, start=1):
+            if isinstance(attack, str):
+                found[attack] = self.attacks[attack]
+            else:
+                name = str(attack.get("name", f"tuning attack {i}"))
+                found[name] = {key: value for key, value in attack.items() if key != "name"}
+        return found
 
     def _trial(self, place: "Place") -> Experiment:
         assert self.tuning is not None
         last = {"seeds": self.tuning.seeds, "evaluate_on": "tuning"}
         return _named(self._made(self._parts(place, self.tuning_attacks), last), place)
 
-    def experiment(self, setting: str, defence: str, attack: str, candidate: int | None = None) -> Experiment:
+    def experiment(
+        self, setting: str, defence: str, attack: str, candidate: int | None = None, strength: int | None = None
+    ) -> Experiment:
         """The experiment of one cell; raises ConfigError that says which entries of the grid it comes from."""
-        made = self._made(self._parts(Place(setting, defence, attack, candidate), self.attacks), {})
+        place = Place(setting, defence, attack, candidate, strength)
+        made = self._made(self._parts(place, self.attacks), {})
         return _named(made, Place(setting, defence, attack))
 
     def _parts(self, place: "Place", attacks: Mapping[str, Changes]) -> dict[str, Changes]:
@@ -140,7 +201,10 @@ class Grid(Part):
         parts[f"defence `{defence}`"] = {k: v for k, v in self.defences[defence].items() if k != "tune"}
         if candidate is not None:
             parts[f"candidate {candidate + 1} of `{defence}`"] = self.candidates[defence][candidate]
-        return {**parts, f"attack `{attack}`": attacks[attack]}
+        parts[f"attack `{attack}`"] = {k: v for k, v in attacks[attack].items() if k != "strengths"}
+        if place.strength is not None:
+            parts[f"strength {place.strength + 1} of `{attack}`"] = self.strengths[attack][place.strength]
+        return parts
 
     def _made(self, parts: Mapping[str, Changes], last: Changes) -> Experiment:
         def merged(without: str | None = None) -> Changes:
@@ -175,37 +239,45 @@ class Place:
     defence: str
     attack: str | None
     candidate: int | None = None
+    strength: int | None = None
     under: str = ""
 
     @property
     def slugs(self) -> list[str]:
         """The parts of its folder and of its experiment's name."""
-        number = [] if self.candidate is None else [str(self.candidate + 1)]
-        return [*map(slug, filter(None, [self.setting, self.defence])), *number, slug(self.attack or "no attack")]
+        candidate, strength = ([] if n is None else [str(n + 1)] for n in (self.candidate, self.strength))
+        where = map(slug, filter(None, [self.setting, self.defence]))
+        return [*where, *candidate, slug(self.attack or "no attack"), *strength]
 
     @property
     def title(self) -> str:
         """As a message names it."""
-        number = "" if self.candidate is None else f"candidate {self.candidate + 1}"
-        return ", ".join(filter(None, [self.setting, self.defence, number, self.attack or f"floor of {self.under}"]))
+        candidate = "" if self.candidate is None else f"candidate {self.candidate + 1}"
+        strength = "" if self.strength is None else f"strength {self.strength + 1}"
+        attack = self.attack or f"floor of {self.under}"
+        return ", ".join(filter(None, [self.setting, self.defence, candidate, attack, strength]))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a grid: what it is, its folder in the grid's, its experiment, and its floor's folder."""
+    """One run of a grid: what it is, its folder in the grid's, its experiment, and the name of its floors' folders.
+    "tuning" are the runs by which a candidate or a strength is chosen."""
 
-    kind: Literal["cell", "floor", "tuning"]
+    kind: Literal["cell", "clean", "removed", "tuning"]
     place: Place
     folder: str
     experiment: Experiment
     floor: str | None = None
 
 
-def without_attack(experiment: Experiment) -> Changes:
-    """The floor of an attacked experiment, as a table: malicious agents train on true labels, and what the attack aims
-    at is measured all the same."""
-    table = experiment.clean_twin().model_dump(exclude_unset=True, exclude={"title", "description", "attack"})
-    return {**table, "name": "floor", **({"attack": aim} if (aim := measured(experiment)) else {})}
+def without_attack(experiment: Experiment, role: Role) -> Changes:
+    """A floor of an attacked experiment, as a table: malicious agents train on true labels or are not there, and what
+    the attack aims at is measured all the same. Who would ask more peers than are left asks all of them."""
+    table = experiment.model_dump(exclude_unset=True, exclude={"title", "description", "attack"})
+    agents = experiment.agents.model_copy(update={"malicious_role": role})
+    left = {"malicious_role": role, "budget": min(agents.budget, max(1, agents.num_agents - 1))}
+    aim = {"attack": measured(experiment)}
+    return {**table, "name": "floor", "agents": {**table["agents"], **left}, **(aim if aim["attack"] else {})}
 
 
 def measured(experiment: Experiment) -> Changes | None:
@@ -281,10 +353,12 @@ def _built_in(name: str) -> dict[str, Any]:
 
 
 def _read(table: Mapping[str, Any]) -> Grid:
-    own = [key for key in Grid.model_fields if key != "shared"]
+    own = [key for key in Grid.model_fields if key not in ("shared", "widened")]
     _known(table, [*own, *VARIED, "seeds"])
     if isinstance(table.get("tuning"), Mapping):
         _known(table["tuning"], list(TuningPart.model_fields), "tuning: ")
+    if isinstance(table.get("adversary"), Mapping):
+        _known(table["adversary"], list(AdversaryPart.model_fields), "adversary: ")
     shared = {key: value for key, value in table.items() if key not in own}
     try:
         grid = Grid.model_validate({**{key: table[key] for key in own if key in table}, "shared": shared})
@@ -293,7 +367,7 @@ def _read(table: Mapping[str, Any]) -> Grid:
     for axis in ("settings", "defences", "attacks"):
         kind, folders = axis.removesuffix("s"), dict[str, str]()
         for name, changes in getattr(grid, axis).items():
-            _known(changes, [*VARIED, "tune"] if axis == "defences" else VARIED, f"{kind} `{name}`: ")
+            _known(changes, [*VARIED, *OWN_KEYS.get(axis, ())], f"{kind} `{name}`: ")
             if not slug(name):
                 raise ConfigError(f"{kind} `{name}` needs a letter or a digit in its name, for its folder's")
             if (other := folders.setdefault(slug(name), name)) != name:
@@ -304,17 +378,49 @@ def _read(table: Mapping[str, Any]) -> Grid:
 def _check(grid: Grid) -> None:
     """Raises ConfigError for what does not fit together, in the whole grid or in a single cell."""
     _among("reference", grid.reference, grid.defences)
-    for name, tune in grid.candidates.items():
-        if not (isinstance(tune, Sequence) and tune and all(isinstance(changes, Mapping) for changes in tune)):
-            raise ConfigError(f"defence `{name}`: `tune` must be a list of tables, each of changes, got {tune!r}")
-        for number, changes in enumerate(tune, start=1):
-            _known(changes, VARIED, f"candidate {number} of `{name}`: ")
+    for attack in grid.set_aside:
+        _among("set_aside", attack, grid.attacks)
+    for name, tune in ((name, changes["tune"]) for name, changes in grid.defences.items() if "tune" in changes):
+        _check_list(f"defence `{name}`: `tune`", f"candidate {{}} of `{name}`: ", tune)
+    for name, strengths in grid.strengths.items():
+        _check_list(f"attack `{name}`: `strengths`", f"strength {{}} of `{name}`: ", strengths)
     _check_tuning(grid)
+    _check_adversary(grid)
     grid.cells()
     grid.trials()
     for defence, tune in grid.candidates.items():  # whichever will be chosen
         for setting, attack, number in product(grid.settings or [""], grid.attacks, range(len(tune))):
             grid.experiment(setting, defence, attack, number)
+
+
+def _check_list(key: str, each: str, entries: Any) -> None:
+    if not (isinstance(entries, Sequence) and entries and all(isinstance(changes, Mapping) for changes in entries)):
+        raise ConfigError(f"{key} must be a list of tables, each of changes, got {entries!r}")
+    for number, changes in enumerate(entries, start=1):
+        _known(changes, VARIED, each.format(number))
+
+
+def _check_adversary(grid: Grid) -> None:
+    adversary = grid.adversary
+    if adversary is None:
+        if grid.strengths:
+            raise ConfigError(f"`strengths` of attack `{min(grid.strengths)}` need a section [adversary] with `seeds`")
+        return
+    if not grid.strengths:
+        raise ConfigError("[adversary] is for attacks with several strengths, and none has `strengths`")
+    if common := sorted(set(adversary.seeds) & set(grid.seeds)):
+        raise ConfigError(f"`adversary.seeds` must differ from `seeds`, and both hold {common[0]}: choose others")
+    _among("adversary.setting", adversary.setting, grid.settings)
+    for setting, defence, (attack, strengths) in product(grid.settings or [""], grid.defences, grid.strengths.items()):
+        calm = without_attack(grid.experiment(setting, defence, attack), "clean")
+        for number in range(len(strengths)):
+            cell = grid.experiment(setting, defence, attack, strength=number)
+            if not cell.attacked or without_attack(cell, "clean") != calm:
+                raise ConfigError(
+                    f"strength {number + 1} of `{attack}` changes what its floor is, so that strengths cannot be "
+                    "compared: make it an attack of its own"
+                )
+    grid.probes()
 
 
 def _check_tuning(grid: Grid) -> None:
@@ -335,7 +441,9 @@ def _check_tuning(grid: Grid) -> None:
         if isinstance(attack, str):
             _among("tuning.attacks", attack, grid.attacks)
         else:
-            _known(attack, VARIED, "tuning.attacks: ")
+            _known(attack, [*VARIED, "name"], "tuning.attacks: ")
+    if len(grid.tuning_attacks) < len(tuning.attacks):
+        raise ConfigError("two of `tuning.attacks` have one name: give each its own")
 
 
 def _among(key: str, name: str | None, names: Collection[str]) -> None:

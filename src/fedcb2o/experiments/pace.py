@@ -101,6 +101,11 @@ class GridProgress:
         if done and not self.console.is_terminal:
             self._print(f"{done} of {total} cells were done before")
 
+    def add(self, total: int, done: int) -> None:
+        """So many more cells there are, and so many of these were done before."""
+        self.total, self.done = self.total + total, self.done + done
+        self.bar.update(self.task, total=self.total, completed=self.done)
+
     def refresh(self, left: float | None, running: Sequence[Cell]) -> None:
         """Show what is at hand, on a terminal."""
         names = "; ".join(cell.place.title for cell in running)

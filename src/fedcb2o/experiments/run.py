@@ -39,7 +39,7 @@ from fedcb2o.experiments.surroundings import changed_versions, describe, keep
 from fedcb2o.federated.peers import Memory
 from fedcb2o.output import kept
 from fedcb2o.records import SEEDED, Records, Run, Sums, damaged
-from fedcb2o.runtime import arena, checkpoint, devices, ifca, machine, onednn, workers
+from fedcb2o.runtime import arena, checkpoint, devices, dfca, ifca, machine, onednn, workers
 from fedcb2o.runtime.engine import LostError, Round, rounds
 from fedcb2o.runtime.shared import Shared
 
@@ -253,8 +253,11 @@ def run_seed(prepared: Prepared, folder: Path, where: "OneMachine | Spread", wat
 
 
 def rounds_of(engine: Any) -> Callable[..., Iterator[Round]]:
-    """The loop over rounds: Algorithm 1's, or that of a coordinator where the algorithm has one."""
-    return rounds if engine.terms.algorithm.coordinator is None else ifca.rounds
+    """The loop over rounds: Algorithm 1's, or that of an algorithm with models of clusters."""
+    clusters = engine.terms.algorithm.clusters
+    if clusters is None:
+        return rounds
+    return dfca.rounds if clusters.each else ifca.rounds
 
 
 def _say(watch: Watch, prepared: Prepared, place: Plan, chosen: Mapping[str, Any], device: torch.device) -> None:
@@ -294,7 +297,7 @@ class OneMachine:
             yield _enter(stack, prepared, place)
 
     def begin_models(self, engine: Shared, prepared: Prepared) -> None:
-        """Fill the rows of all agents, and of a coordinator, with their first models."""
+        """Fill the rows of all agents, and of clusters, with their first models."""
         kept = engine.block.pool[: prepared.kept]
         first_models_(kept, prepared.experiment, prepared.seed, prepared.dataset, range(len(kept)))
 

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from fedcb2o import records
 from fedcb2o.data.partition import rotate
 from fedcb2o.data.shard import features
-from fedcb2o.experiments.assemble import Prepared, aim_of
+from fedcb2o.experiments.assemble import Prepared, aim_of, pool_of
 from fedcb2o.experiments.folder import flat
 from fedcb2o.experiments.primitives import ENVIRONMENT
 from fedcb2o.runtime import devices
@@ -28,10 +28,9 @@ def describe(folder: Path, prepared: Prepared, count: int, chosen: Mapping[str, 
 def participants(prepared: Prepared) -> dict[str, bytes]:
     """The files that say who takes part and show a few samples as each cluster sees them: a seed gives them whole."""
     experiment, dataset, population = prepared.experiment, prepared.dataset, prepared.population
-    sources = torch.tensor(aim_of(experiment).sources, dtype=torch.int64)
+    sources, labels = torch.tensor(aim_of(experiment).sources, dtype=torch.int64), pool_of(experiment, dataset).y
     held = [
-        int(torch.isin(dataset.pool.y[v], sources).sum()) if len(v) and len(sources) else None
-        for v in population.validation
+        int(torch.isin(labels[v], sources).sum()) if len(v) and len(sources) else None for v in population.validation
     ]
     who = {
         "class_names": list(dataset.class_names),

@@ -9,6 +9,7 @@ mixing are matrices P [j, m]: the rule then works on the rows of P X.
 The models are rows of a pool and stay there; what is held beside them is one block of columns of a few MB.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from torch import Tensor
 from fedcb2o import models
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.returned import columns_by, mixing_of, row_weights_of
-from fedcb2o.federated.types import Columns, Reduction
+from fedcb2o.federated.types import ColumnsAt, Reduction
 from fedcb2o.plugins import Declaration, F
 
 Pairs = Literal["none", "last", "all"]
@@ -212,7 +213,10 @@ def decide(
     made = rule(*given) if form.of == "values" else rule(g if p is None else p @ g @ p.T, *given)
     if isinstance(made, Reduction):
         reduce = columns_by(rule, made.reduce)
-        return Reduction(made.rows, reduce, made.mixing) if p is None else Reduction(everything, reduce, p[made.rows])
+        if p is None:
+            return dataclasses.replace(made, reduce=reduce)
+        weights = None if made.weights is None else p[made.rows].T @ made.weights
+        return dataclasses.replace(made, rows=everything, reduce=reduce, mixing=p[made.rows], weights=weights)
     weights = row_weights_of(rule, made, len(g) if p is None else len(p), "before" in form.last)
     return weights if p is None else p.T @ weights
 
@@ -238,12 +242,12 @@ def apply(
     if not outcome.any():
         raise ConfigError("the rule trusts none of the models, so there is nothing to aggregate")
     mu = outcome[outcome != 0].to(pool.device, pool.dtype)
-    return _by_blocks(pool, rows[outcome != 0], lambda block: mu @ block)
+    return _by_blocks(pool, rows[outcome != 0], lambda block, first: mu @ block)
 
 
-def _by_blocks(pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"], reduce: Columns) -> Float[Tensor, " d"]:
+def _by_blocks(pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"], reduce: ColumnsAt) -> Float[Tensor, " d"]:
     """What `reduce` makes of some rows of a pool, a block of columns at a time."""
     result = pool.new_empty(pool.shape[1])
     for a, block in blocks(pool, rows):
-        result[a : a + block.shape[1]] = reduce(block)
+        result[a : a + block.shape[1]] = reduce(block, a)
     return result

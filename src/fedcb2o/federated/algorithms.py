@@ -23,15 +23,28 @@ from fedcb2o.federated.rules import OwnModel
 from fedcb2o.federated.types import REMEMBERS, TOGETHER, Judged, Select, together
 from fedcb2o.plugins import Named
 
-__all__ = ["by_rule", "dfedavgm", "fedcb2o", "fedcbo", "ifca", "local_training"]
+__all__ = ["by_rule", "dfca", "dfedavgm", "fedcb2o", "fedcbo", "ifca", "local_training"]
 
 
 @dataclass(frozen=True)
-class Coordinator:
-    """Who holds the `models` of IFCA, and averages them with equal weights or `by_samples`."""
+class Clusters:
+    """So many `models`, one for each cluster, that a coordinator holds (IFCA) or `each` agent (DFCA), and of which each
+    agent trains the one that fits it best.
+
+    What agents made of a model is averaged with equal weights, `by_samples`, or by a robust `rule`. Of `restarts` sets
+    of first models that set is taken which fits best after `trial` rounds.
+    """
 
     models: int
-    by_samples: bool
+    each: bool = False
+    by_samples: bool = False
+    rule: functools.partial[Any] | None = None
+    restarts: int = 1
+    trial: int = 0
+
+    def rows(self, num_agents: int) -> int:
+        """How many models there are in all."""
+        return self.models * (num_agents if self.each else self.restarts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +54,7 @@ class Algorithm:
     `weigh` is a rule: normalised weights of the received models and, last, of the agent's own; `judges` says whether
     it needs losses. `mixing_factor` is lambda1 * gamma, or replaces it; `own_candidate` lets an agent draw itself.
     `keeps_before` says that it looks at the model before the round, `remembers` that `weigh` has a memory, and `admits`
-    raises ConfigError for a budget that it does not go with. `coordinator` is the one of IFCA, and else None.
+    raises ConfigError for a budget that it does not go with. `clusters` are those of IFCA and DFCA, and else None.
     """
 
     select: Select
@@ -56,7 +69,7 @@ class Algorithm:
     keeps_before: bool = False
     remembers: bool = False
     admits: Callable[[int], None] | None = None
-    coordinator: Coordinator | None = None
+    clusters: Clusters | None = None
 
     def factor(self, gamma: float) -> float:
         """The share of the consensus point in the new model (eq:local_agg_update)."""
@@ -186,14 +199,44 @@ def local_training() -> Algorithm:
     return Algorithm(select=_selections.nobody_else, weigh=_keep, judges=False, lambda1=1.0, mixing_factor=1.0)
 
 
-def ifca(*, models: int, weights: Literal["equal", "samples"] = "equal") -> Algorithm:
+def ifca(
+    *,
+    models: int,
+    weights: Literal["equal", "samples"] = "equal",
+    rule: Named | None = None,
+    restarts: int = 1,
+    trial: int = 3,
+) -> Algorithm:
     """IFCA, the baseline that knows the number of clusters and has a coordinator, which holds so many `models`, each
-    the average of the agents that it fits best (Ghosh et al. 2020; see `federated.ifca`).
+    the average of the agents that it fits best (Ghosh et al. 2020; see `federated.ifca`), or what a robust `rule` such
+    as "trimmed_mean" makes of them.
 
-    Beside that, agents train alone: whom they could ask, budget and graph, does not matter.
+    Beside that, agents train alone: whom they could ask, budget and graph, does not matter. With `restarts` it begins
+    from so many sets of first models, and goes on from the one whose models fit best after `trial` rounds.
     """
     _check("models", models, models >= 1, "1 or more")
-    return dataclasses.replace(local_training(), coordinator=Coordinator(models, weights == "samples"))
+    _check("restarts", restarts, restarts >= 1, "1 or more")
+    _check("trial", trial, trial >= 1, "1 or more")
+    robust = None if rule is None else plugins.named("rule", rule, rules, later=("f",))
+    if robust is not None:
+        form = aggregate.FORM.of(robust)
+        if form is None or form.last or rules.also_looks_at(robust):
+            raise ConfigError(
+                "the `rule` of ifca looks at models alone, since a coordinator has none of its own and no data: take "
+                "one such as trimmed_mean or krum"
+            )
+        if weights == "samples":
+            raise ConfigError('`weights` = "samples" goes without a `rule`, which says itself how models count')
+    clusters = Clusters(models, by_samples=weights == "samples", rule=robust, restarts=restarts, trial=trial)
+    return dataclasses.replace(local_training(), clusters=clusters)
+
+
+def dfca(*, models: int, selection: Named = "uniform") -> Algorithm:
+    """DFCA, IFCA without a coordinator: every agent holds so many `models`, trains the one that fits it best, and
+    averages each with what those whom it asks made of it (Kirch et al. 2025; see `federated.dfca`)."""
+    _check("models", models, models >= 1, "1 or more")
+    chosen = _selections.named(selection)
+    return dataclasses.replace(local_training(), select=chosen, clusters=Clusters(models, each=True))
 
 
 @together

@@ -47,6 +47,14 @@ class Attackers:
             for whose in ("fellows", "benign")
         }
 
+    def links(self, neighbours: tuple[Int[Tensor, " _k"], ...] | None) -> Bool[np.ndarray, "b b"]:
+        """Which benign agents may ask which others of their own cluster."""
+        ids, cluster = self.benign, self.cluster[self.benign]
+        links: np.ndarray = (cluster[:, None] == cluster) & ~np.eye(len(ids), dtype=bool)
+        if neighbours is not None:
+            links &= np.stack([np.isin(ids, neighbours[j].numpy()) for j in ids.tolist()])
+        return links
+
     def renamed(self, n: int) -> Int[np.ndarray, " g"]:
         """Who comes under a new name in round `n`: nobody has met these."""
         return self.ids if self.attack.hides(n) else self.ids[:0]

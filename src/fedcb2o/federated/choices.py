@@ -44,9 +44,9 @@ class Choices:
     their pool, and the `weights` of the consensus point m_j over these and the own model, before the mixing factor.
 
     The weights of an agent sum to 1, or to 0 where nobody answered or nobody is trusted: then it keeps its model. Where
-    a rule works on columns, m_j is the reduction, by the agent's id, and its weights are NaN. `before` are the weights
-    of the models that the agents began the round with, and `f` the numbers of attackers assumed; NaN where a rule has
-    no such.
+    a rule works on columns, m_j is the reduction, by the agent's id, and its weights are NaN or for the record alone.
+    `before` are the weights of the models that the agents began the round with, and `f` the numbers of attackers
+    assumed; NaN where a rule has no such.
     """
 
     agents: Int[np.ndarray, " a"]

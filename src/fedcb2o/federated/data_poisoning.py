@@ -1,23 +1,24 @@
 """What malicious agents do to their own data.
 
 An attack on data is a function (shard, draw) -> shard; its further arguments are keywords. It is called in every round
-with equal draws.
+with equal draws. With a third argument `me` it is told the agent's id.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Bool
 from torch import Tensor
 
 from fedcb2o.data.shard import Shard
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated.triggers import Corner, Pattern, blend, patch, pixels_of, stamp, waves
 from fedcb2o.plugins import Declaration, F
 
 __all__ = [
     "backdoor",
+    "blended",
     "clean_label",
     "feature_noise",
     "label_flip",
@@ -25,11 +26,9 @@ __all__ = [
     "random_labels",
     "rarest_flip",
     "shifted_labels",
+    "signal",
     "spread_flip",
 ]
-
-Corner = Literal["top left", "top right", "bottom left", "bottom right"]
-Pattern = Literal["square", "checkerboard", "cross"]
 
 
 def label_flip(shard: Shard, draw: np.random.Generator, *, source: int, target: int) -> Shard:
@@ -102,24 +101,11 @@ def triggered_by(trigger: Callable[..., Tensor]) -> Callable[[F], F]:
     return TRIGGER(trigger)
 
 
-def patch(
-    x: Shaped[Tensor, "n *features"],
-    *,
-    size: int = 2,
-    corner: Corner = "bottom right",
-    margin: int = 0,
-    pattern: Pattern = "square",
-    value: float = 1.0,
-) -> Shaped[Tensor, "n *features"]:
-    """Images with a trigger: a patch of `size` pixels square, `margin` away from a `corner`, in which the pixels of a
-    `pattern` have the brightness `value` of 0 to 1."""
-    return _stamp(x, _pixels(x.shape, size, corner, margin, pattern), value)
-
-
 @triggered_by(patch)
 def backdoor(
     shard: Shard,
     draw: np.random.Generator,
+    me: int,
     *,
     target: int,
     share: float = 0.5,
@@ -132,18 +118,19 @@ def backdoor(
 ) -> Shard:
     """Mark a `share` of the samples with a trigger, see `patch`, and label those as class `target`.
 
-    Gu, Dolan-Gavitt and Garg, "BadNets" (2017). With `parts` above 1 each attacker has one part of the trigger, drawn
-    at random, and the test samples bear it whole: Xie, Huang, Chen and Li, "DBA: Distributed Backdoor Attacks against
-    Federated Learning" (ICLR 2020).
+    Gu, Dolan-Gavitt and Garg, "BadNets" (2017). With `parts` above 1 each attacker has one part of the trigger, dealt
+    in turn, so that as many attackers of a cluster have it all, and the test samples bear it whole: Xie, Huang, Chen
+    and Li, "DBA: Distributed Backdoor Attacks against Federated Learning" (ICLR 2020). That each group of attackers
+    should have all parts is what Liu et al., "Towards Distributed Backdoor Attacks with Network Detection in
+    Decentralized Federated Learning" (arXiv 2501.15005), say in their abstract; how they find groups is not verified,
+    here they are the clusters.
     """
-    pixels = _pixels(shard.x.shape, size, corner, margin, pattern)
+    pixels = pixels_of(shard.x.shape, size, corner, margin, pattern)
     if not 1 <= parts <= len(pixels):
         raise ConfigError(f"`parts` must be between 1 and {len(pixels)}, the pixels of the trigger, got {parts}")
     hit = torch.from_numpy(draw.random(len(shard)) < _share(share))
-    mine = torch.tensor_split(pixels, parts)[int(draw.integers(parts))]
-    marked = _stamp(shard.x, mine, value)
-    wide = hit.view(-1, *[1] * (shard.x.ndim - 1))
-    return Shard(torch.where(wide, marked, shard.x), torch.where(hit, target, shard.y))
+    marked = stamp(shard.x, torch.tensor_split(pixels, parts)[me % parts], value)
+    return _marked(shard, hit, marked, target)
 
 
 @triggered_by(patch)
@@ -161,42 +148,57 @@ def clean_label(
 ) -> Shard:
     """Mark a `share` of the samples of class `target` with a trigger, see `patch`; all labels stay true.
 
-    Barni, Kallas and Tondi, "A New Backdoor Attack in CNNs by Training Set Corruption Without Label Poisoning" (ICIP
-    2019), with a patch in place of their ramps and waves.
+    As `signal`, with a patch in place of waves.
     """
     hit = torch.from_numpy(draw.random(len(shard)) < _share(share)) & (shard.y == target)
     marked = patch(shard.x, size=size, corner=corner, margin=margin, pattern=pattern, value=value)
-    return Shard(torch.where(hit.view(-1, *[1] * (shard.x.ndim - 1)), marked, shard.x), shard.y)
+    return _marked(shard, hit, marked, target)
 
 
-def _pixels(shape: Sequence[int], size: int, corner: str, margin: int, pattern: str) -> Int[Tensor, " p"]:
-    """The pixels of a trigger in images of that shape [n, ..., height, width], numbered row by row."""
-    if len(shape) < 3 or size < 1 or margin < 0 or size + margin > min(shape[-2:]):
-        raise ConfigError(
-            f"a trigger of `size` {size} and `margin` {margin} does not fit into samples of shape {tuple(shape[1:])}: "
-            "it needs images that are larger"
-        )
-    height, width = shape[-2:]
-    mask = torch.zeros(height, width, dtype=torch.bool)
-    top = margin if "top" in corner else height - margin - size
-    left = margin if "left" in corner else width - margin - size
-    mask[top : top + size, left : left + size] = _shape(size, pattern)
-    return mask.flatten().nonzero().flatten()
+@triggered_by(waves)
+def signal(
+    shard: Shard,
+    draw: np.random.Generator,
+    *,
+    target: int,
+    share: float = 1.0,
+    delta: float = 0.2,
+    frequency: float = 6.0,
+    clean: bool = True,
+) -> Shard:
+    """Lay a sinusoid over a `share` of the samples of class `target`, see `waves`; all labels stay true.
+
+    Barni, Kallas and Tondi, "A New Backdoor Attack in CNNs by Training Set Corruption Without Label Poisoning" (ICIP
+    2019), by others' implementations, which take 20 / 255 for `delta`: here it is stronger, for small images. With
+    `clean` false it marks samples of all classes and labels them as the target.
+    """
+    hit = torch.from_numpy(draw.random(len(shard)) < _share(share)) & ((shard.y == target) | (not clean))
+    return _marked(shard, hit, waves(shard.x, delta=delta, frequency=frequency), target)
 
 
-def _shape(size: int, pattern: str) -> Bool[Tensor, "s s"]:
-    i, j = torch.arange(size)[:, None], torch.arange(size)[None]
-    if pattern == "checkerboard":
-        return (i + j) % 2 == 0
-    if pattern == "cross":
-        return (i == j) | (i + j == size - 1)
-    return torch.ones(size, size, dtype=torch.bool)
+@triggered_by(blend)
+def blended(
+    shard: Shard,
+    draw: np.random.Generator,
+    *,
+    target: int,
+    share: float = 0.5,
+    opacity: float = 0.2,
+    number: int = 0,
+) -> Shard:
+    """Blend a pattern of noise into a `share` of the samples, see `blend`, and label those as class `target`.
+
+    Chen, Liu, Li, Lu and Song, "Targeted Backdoor Attacks on Deep Learning Systems Using Data Poisoning" (2017), their
+    blended injection, by others' implementations.
+    """
+    hit = torch.from_numpy(draw.random(len(shard)) < _share(share))
+    return _marked(shard, hit, blend(shard.x, opacity=opacity, number=number), target)
 
 
-def _stamp(x: Shaped[Tensor, "n *features"], pixels: Int[Tensor, " p"], value: float) -> Shaped[Tensor, "n *features"]:
-    marked = x.flatten(-2).clone()
-    marked[..., pixels] = round(255 * value) if x.dtype == torch.uint8 else value
-    return marked.view(x.shape)
+def _marked(shard: Shard, hit: Bool[Tensor, " n"], marked: Tensor, target: int) -> Shard:
+    """A shard whose samples that are `hit` are those `marked`, and of class `target`."""
+    wide = hit.view(-1, *[1] * (shard.x.ndim - 1))
+    return Shard(torch.where(wide, marked, shard.x), torch.where(hit, target, shard.y))
 
 
 def _share(share: float) -> float:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from fedcb2o import plugins
 from fedcb2o.data.partition import rotate
 from fedcb2o.data.shard import Shard
 from fedcb2o.federated.lists import Lists, Places
@@ -49,15 +50,17 @@ class Holdings:
         attack = self.attack
         if attack.poison is None or not attack.poisons(n) or not (bad := np.flatnonzero(self.malicious[some])).size:
             return x, y
-        draws = streams(self.seed, "attack", agents=self.agents[some[bad]].tolist())
+        ids = self.agents[some[bad]].tolist()
+        draws = streams(self.seed, "attack", agents=ids)
+        poison, told = attack.poison, "me" in plugins.looks_at(getattr(attack.poison, "func", attack.poison))
         places = torch.from_numpy(bad)
         shards = map(Shard, x[places].cpu().unbind(), y[places].cpu().unbind())
         made = [
-            poisoned_of(attack.poison, attack.poison(shard, draw), shard)
-            for shard, draw in zip(shards, draws, strict=True)
+            poisoned_of(poison, poison(shard, draw, me) if told else poison(shard, draw), shard)
+            for shard, draw, me in zip(shards, draws, ids, strict=True)
         ]
         labels = torch.stack([each.y for each in made])
-        check_labels(attack.poison, labels, self.num_classes)
+        check_labels(poison, labels, self.num_classes)
         x[places], y[places] = torch.stack([each.x for each in made]).to(x), labels.to(y)
         return x, y
 

@@ -4,42 +4,69 @@ Algorithm 1, by model averaging).
 
 The clustered baseline. What nothing else here needs, it has: a coordinator that all agents reach and trust, and the
 number K of clusters. What all else here has, it lacks: nobody judges the models that are averaged, so that those of
-malicious agents count like any other.
+malicious agents count like any other, unless a robust rule such as the trimmed mean takes the place of the average (as
+in Ghosh, Hong, Yin and Ramchandran, "Robust federated learning in a heterogeneous environment", 2019, once clusters are
+known).
 """
 
-from collections.abc import Sequence
+import dataclasses
+import math
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from fedcb2o import plugins
+from fedcb2o.federated import aggregate
+from fedcb2o.federated.algorithms import Clusters
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.evaluate import losses_of
 from fedcb2o.federated.lists import Lists, Places
+from fedcb2o.federated.rules import assuming
+from fedcb2o.federated.types import Reduction
 
 
-def adopt_(block: Block, some: Places, held: Sequence[int]) -> list[int]:
-    """Which of the coordinator's models, in the rows `held`, fits each of some agents best: that of the least loss on
-    its true training data, of equals the first. It takes a copy."""
+def adopt_(block: Block, some: Places, held: Int[np.ndarray, "N K"]) -> list[tuple[int, float]]:
+    """Which of the models in the rows `held` that it may choose from fits each of some agents best, and its loss: that
+    of the least on its true training data, of equals the first. It takes a copy."""
     terms, chosen = block.terms, []
     for k in some.tolist():
+        rows = held[int(block.agents[k])]
         with plugins.blamed("model", terms.model):
-            rows, together = torch.tensor(held), terms.primitives.together
             losses = losses_of(
-                terms.module, block.pool, rows, block.holdings.true(k), terms.num_classes, together=together
+                terms.module,
+                block.pool,
+                torch.from_numpy(rows),
+                block.holdings.true(k),
+                terms.num_classes,
+                together=terms.primitives.together,
             )
-        chosen.append(int(losses.mean.argmin()))
-        block.pool[int(block.layout.own[k])] = block.pool[held[chosen[-1]]]
+        best = int(losses.mean.argmin())
+        chosen.append((best, float(losses.mean[best])))
+        block.pool[int(block.layout.own[k])] = block.pool[int(rows[best])]
     return chosen
 
 
-def averages(ids: Int[np.ndarray, " K"], inbox: Inbox, by_samples: bool) -> Choices:
+def averages(
+    ids: Int[np.ndarray, " K"], inbox: Inbox, clusters: Clusters, pool: Float[Tensor, "p d"], share: float
+) -> Choices:
     """How the K models, whose `ids` follow the agents', change: each to the average of what arrived for it, with equal
-    weights or by numbers of samples. One that nobody chose stays."""
-    counts, owner = inbox.num_samples if by_samples else np.ones(len(inbox.rows)), inbox.ids.owners
+    weights or by numbers of samples, or to what a robust rule makes of it that assumes the attackers' `share`. One that
+    nobody chose stays."""
     choices = Choices.none(ids, Lists.empty(len(ids)), inbox)
+    if clusters.rule is not None:
+        for k, cluster in enumerate(ids.tolist()):
+            there = inbox.ids.places(np.array([k]))
+            rows = torch.from_numpy(inbox.rows[there])
+            rule = assuming(clusters.rule, math.ceil(share * len(rows) - 1e-9), len(rows))
+            made = aggregate.decide(rule, aggregate.gram_and_mixing(rule, pool, rows, None)[0])
+            if isinstance(made, Reduction) and len(rows):
+                choices.reductions[cluster] = dataclasses.replace(made, rows=rows[made.rows])
+            choices.weights[there] = np.nan if isinstance(made, Reduction) else made.numpy()
+        return choices
+    counts, owner = inbox.num_samples if clusters.by_samples else np.ones(len(inbox.rows)), inbox.ids.owners
     total = np.bincount(owner, counts, len(ids))[owner]
     choices.weights[:] = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
     return choices

@@ -12,10 +12,10 @@ from fedcb2o import plugins
 from fedcb2o.data.shard import Shard
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
-from fedcb2o.federated.evaluate import confusion, losses_of_each
+from fedcb2o.federated.evaluate import confusion, logits, losses_of_each
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.returned import changed_by
-from fedcb2o.federated.types import Change, Judged, Losses, Received
+from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,18 @@ def losses_seen_by(block: Block, k: int) -> Callable[[Received, Change | None], 
         return judge(block, np.array([k]), one, change)[0]
 
     return losses
+
+
+def outputs_seen_by(block: Block, k: int) -> Callable[[Received], Outputs]:
+    """What models [m] make of the validation data of the agent in place k, and their labels."""
+
+    def outputs(models: Received) -> Outputs:
+        terms, (x, y) = block.terms, block.holdings.judged_on(np.array([k]))
+        with plugins.blamed("model", terms.model):
+            found = logits(terms.module, block.pool, models.rows, x[0], terms.primitives.together)
+        return found.cpu(), y[0].cpu()
+
+    return outputs
 
 
 def tested(block: Block, some: Places, triggered: bool) -> list[Int[Tensor, "C C"]]:

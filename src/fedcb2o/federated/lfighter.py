@@ -16,16 +16,18 @@ def lfighter(heads: Float[Tensor, "m C h"]) -> Float[Tensor, " m"]:
     """LFighter, made for label flips: of the updates of the last layer, those of the two classes that change most are
     parted into two clusters by k-means, and the mean is over the models of the cluster that is large and less alike
     (Jebreel, Domingo-Ferrer, Sánchez and Blanco-Justicia, "LFighter: Defending against the label-flipping attack in
-    federated learning", Neural Networks 2024).
+    federated learning", Neural Networks 2024, for data that are not extremely skewed).
 
-    The last row is the model before the round, from which the updates are.
+    As in the authors' released code: weights and biases say which classes change most, and the weights are parted. The
+    last row is the model before the round, from which the updates are. There a server's, with which all began; here
+    others began elsewhere, and how far counts as update.
     """
     updates = (heads[:-1] - heads[-1]).double()
     m = len(updates)
     if m < 2:
         return torch.cat([torch.ones(m, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
     change = updates[:, :, :-1].norm(dim=-1).sum(0) + updates[:, :, -1].abs().sum(0)
-    points = updates[:, change.argsort()[-2:]].flatten(1)
+    points = updates[:, change.argsort()[-2:], :-1].flatten(1)
     first = _two_means(points)
     good = max(first, ~first, key=lambda members: _spread(points[members], m))
     return torch.cat([uniform(good), torch.zeros(1, dtype=torch.float64)])

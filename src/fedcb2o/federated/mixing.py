@@ -51,7 +51,7 @@ def mixture(choices: Choices, own: Int[np.ndarray, " a"], before: Int[np.ndarray
     """
     ids, owner, factor, rest = choices.agents, choices.received.owners, choices.factor, np.nan_to_num(choices.before)
     total = np.bincount(owner, choices.weights, len(ids)) + choices.own_weight + rest
-    moves = total > 0  # not of a rule on columns, whose weights are unknown
+    moves = (total > 0) & ~np.isin(ids, list(choices.reductions))  # a rule on columns has no weights, or shows some
     share = np.where(moves, 1 - factor + factor * choices.own_weight, 1.0)
     of, agents = moves[owner], np.arange(len(ids))
     sender, row, weight = choices.received.values[of], choices.rows[of], (factor[owner] * choices.weights)[of]
@@ -87,7 +87,7 @@ def mix_(pool: Float[Tensor, "p d"], by: Mixture, start: int, stop: int, *, copi
         block = columns[:, a : a + tile]
         mixed = w(block)
         for k, (reduction, factor) in by.reductions.items():
-            mixed[k].lerp_(reduction.of(block), factor)
+            mixed[k].lerp_(reduction.of(block, start + a), factor)
         block[own] = mixed
     if copied:
         pool[:, start:stop][own] = columns[own]

@@ -22,11 +22,10 @@ from fedcb2o.federated.types import View, knows
 __all__ = [
     "alie",
     "boosting",
-    "dissensus",
-    "equivocation",
     "free_rider",
     "gap_aware",
     "gaussian_noise",
+    "hybrid_sparse",
     "ipm",
     "mimic",
     "min_max",
@@ -153,37 +152,52 @@ def min_sum(view: View, draw: np.random.Generator, *, direction: Direction = "st
 
 
 @knows("benign")
-def mimic(view: View, draw: np.random.Generator, *, whom: int = 0, clusters_on: int = 0) -> Float[Tensor, " d"]:
-    """A copy of the model of benign agent number `whom` of its cluster, which then counts too much.
+def mimic(
+    view: View, draw: np.random.Generator, *, whom: int | Literal["outermost"] = 0, clusters_on: int = 0
+) -> Float[Tensor, " d"]:
+    """A copy of the model of benign agent number `whom` of its cluster, which then counts too much; "outermost" is that
+    which lies farthest out in the direction in which the benign models differ most.
 
-    Karimireddy, He and Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing" (ICLR 2022). With
-    `clusters_on` = 1 it is an agent of the next cluster.
+    Karimireddy, He and Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing" (ICLR 2022), whose
+    code learns that direction in its first rounds and then stays with one agent; here both are found anew in each
+    round. With `clusters_on` = 1 it is an agent of the next cluster.
     """
     models = view.benign((view.cluster + clusters_on) % view.num_clusters)
+    if whom == "outermost":
+        mean = models.mean(0)
+        centred, _, _ = products(models, mean, mean)
+        whom = int(torch.linalg.eigh(centred).eigenvectors[:, -1].abs().argmax())
     return models[whom % len(models)]
 
 
-# Another model for every receiver, which only a network without a server admits.
+@knows("benign")
+def hybrid_sparse(
+    view: View, draw: np.random.Generator, *, kept: float = 0.005, scale: float = 1.5, z: float | None = None
+) -> Float[Tensor, " d"]:
+    """The mean of the benign models less `scale` standard deviations of the few parameters that the network is most
+    sensitive to, a share `kept`, and `z` of all others: a blow where it is felt, and a drift that adds up over rounds.
 
-
-@knows("benign", each_receiver=True)
-def dissensus(view: View, draw: np.random.Generator, *, eps: float = 1.0) -> Float[Tensor, "r d"]:
-    """To each receiver its own model, pushed away from the mean of the benign agents: with `eps` = 1 plain averaging
-    brings the agents no nearer to each other.
-
-    He, Karimireddy and Jaggi, "Byzantine-Robust Decentralized Learning via ClippedGossip" (2022), with equal weights.
+    By default z is the largest at which the squared distances to the benign models sum to no more than those of the
+    benign model nearest to the others; 0 where the blow alone goes beyond that. Ozfatura, Ozfatura, Kupcu and Gunduz,
+    "Aggressive or Imperceptible, or Both: Network Pruning Assisted Hybrid Byzantines in Federated Learning" (arXiv
+    2404.06230), after the attacks `sparse` (with z) and `sparse_optimized` of their library, whose defaults these are.
+    There the parameters are those that pruning by FORCE would keep of each layer of the initial network, for all
+    rounds; here those of the whole network with the largest |theta * update| of this round, the mean update of the
+    benign agents standing for the gradient.
     """
-    mean, push = view.benign().mean(0), eps * view.num_benign / view.num_fellows
-    return torch.stack([torch.lerp(mean, view.model_of(i), 1 + push) for i in view.receivers.tolist()])
-
-
-@knows("benign", each_receiver=True)
-def equivocation(view: View, draw: np.random.Generator, *, z: float = 1.5) -> Float[Tensor, "r d"]:
-    """The mean of the benign models and `z` standard deviations, up for every second receiver, else down: each is
-    plausible, and they drive the receivers apart."""
+    if not 0 <= kept <= 1:
+        raise ConfigError(f"`kept` must be between 0 and 1, got {kept}")
     models = view.benign()
-    mean, step = models.mean(0), z * models.std(0, correction=0)
-    return torch.stack([mean + step if k % 2 else mean - step for k in range(len(view.receivers))])
+    mean, std = models.mean(0), models.std(0, correction=0)
+    felt = (view.before * (mean - view.before)).abs().topk(round(kept * len(mean))).indices
+    blow = torch.zeros_like(std).index_copy_(0, felt, scale * std[felt])
+    drift = std.index_fill(0, felt, 0.0)
+    if z is None:
+        centred, _, square = products(models, mean, blow)
+        room = float(centred.diagonal().min()) - square
+        wide = float(drift.double().square().sum())
+        z = math.sqrt(room / wide) if room > 0 and wide > 0 else 0.0
+    return mean - blow - z * drift
 
 
 # Attacks on FedCB2O itself, by agents that know L and G. They need poisoned data.
@@ -220,7 +234,7 @@ def slow_drift(view: View, draw: np.random.Generator, *, step: float = 1.0) -> F
     """
     models = view.benign()
     mean = models.mean(0)
-    centred, _, square = _products(models, mean, view.own - mean)
+    centred, _, square = products(models, mean, view.own - mean)
     spread, far = math.sqrt(float(centred.diagonal().mean())), math.sqrt(square)
     return torch.lerp(mean, view.own, min(1.0, step * spread / far) if far else 1.0)
 
@@ -241,7 +255,7 @@ def _farthest(view: View, direction: Direction, *, together: bool) -> Float[Tens
     else:
         update = mean - view.before
         p = -update.sign() if direction == "sign" else -update / update.norm().clamp(min=torch.finfo(update.dtype).tiny)
-    centred, along, square = _products(models, mean, p)
+    centred, along, square = products(models, mean, p)
     if not square > 0:
         return mean
     norms = centred.diagonal()
@@ -256,7 +270,7 @@ def _farthest(view: View, direction: Direction, *, together: bool) -> Float[Tens
     return mean + float(gamma.min()) * p
 
 
-def _products(
+def products(
     models: Float[Tensor, "m d"], mean: Float[Tensor, " d"], p: Float[Tensor, " d"]
 ) -> tuple[Float[Tensor, "m m"], Float[Tensor, " m"], float]:
     """In float64, with x_i the models less their mean: all x_i . x_j, all x_i . p, and p . p."""

@@ -1,5 +1,6 @@
 """What agents publish after LocalUpdate: the model that each trained or, from an attacker, what it crafts."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -136,6 +137,7 @@ def craft_(
             threat=attack.threat,
             _ids_of=ids_of,
             _look=look,
+            _links=functools.partial(attackers.links, terms.neighbours),
         )
         published = block.pool[rows]
         crafted = craft(view, stream(terms.seed, "craft", n, j))

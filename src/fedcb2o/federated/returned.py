@@ -13,7 +13,7 @@ from torch import Tensor
 from fedcb2o.data.shard import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.peers import Peers
-from fedcb2o.federated.types import Change, Columns, Craft, Criterion, Judged, Poison, Select, State
+from fedcb2o.federated.types import Change, Columns, ColumnsAt, Craft, Criterion, Judged, Poison, Select, State
 from fedcb2o.plugins import OWN, called
 
 # The types of what a rule may keep, by their names in a checkpoint.
@@ -140,16 +140,16 @@ def mixing_of(pre_step: Callable[..., Any], matrix: Any, rows: int) -> Float[Ten
     return p
 
 
-def columns_by(rule: Callable[..., Any], reduce: Columns) -> Columns:
+def columns_by(rule: Callable[..., Any], reduce: Columns | ColumnsAt) -> Columns | ColumnsAt:
     """How a rule reduces a block of columns of models, which is checked where it is computed if it is a user's."""
     return reduce if OWN.of(rule) is None else functools.partial(_columns, called("rule", rule), reduce)
 
 
-def _columns(who: str, reduce: Columns, x: Float[Tensor, "k b"]) -> Float[Tensor, " b"]:
+def _columns(who: str, reduce: Callable[..., Any], x: Float[Tensor, "k b"], *first: int) -> Float[Tensor, " b"]:
     """What a rule makes of a block of columns of models; raises ConfigError where that has another shape, or is not
     finite though the models are."""
     finite = x.isfinite().all()  # before: it may write into its block
-    made = tensor_of(who, reduce(x))
+    made = tensor_of(who, reduce(x, *first))
     if made.shape != x.shape[1:]:
         raise ConfigError(
             f"the {who} returned shape {tuple(made.shape)} for columns of shape {tuple(x.shape)}, expected "

@@ -27,6 +27,7 @@ __all__ = [
     "bulyan",
     "centred_clipping",
     "clipped_gossip",
+    "cs_plus",
     "fltrust",
     "geometric_median",
     "krum",
@@ -173,7 +174,7 @@ def centred_clipping(gram: Float[Tensor, "m m"], *, radius: float = 10.0, iterat
     centred = _from(gram, m) if iterations > 1 else None
     for i in range(iterations):
         squared = distances(gram)[m] if i == 0 or centred is None else _squared_distances_to(centred, weights)
-        factor = _clip(squared[:m], radius)
+        factor = clip_factors(squared[:m], radius)
         weights = weights * (1 - factor.mean())
         weights[:m] += factor / m
     return weights
@@ -184,7 +185,8 @@ def norm_clipping(gram: Float[Tensor, "m m"], *, radius: float | None = None) ->
     """The mean of the updates since the agent's model before the round, the last row, each clipped to the norm `radius`
     (Sun et al., "Can you really backdoor federated learning?", 2019).
 
-    Without a radius: the median of the norms (Nguyen et al., "FLAME", USENIX Security 2022).
+    Without a radius: the median of the norms (Nguyen et al., "FLAME", USENIX Security 2022). In both a server's model
+    is what all began the round with; here others began elsewhere, and how far counts as update.
     """
     m = len(gram) - 1
     if m == 0:
@@ -194,7 +196,7 @@ def norm_clipping(gram: Float[Tensor, "m m"], *, radius: float | None = None) ->
         radius = float(squared.sqrt().quantile(0.5))
     else:
         _positive("radius", radius)
-    factor = _clip(squared, radius) / m
+    factor = clip_factors(squared, radius) / m
     return torch.cat([factor, 1 - factor.sum().unsqueeze(0)])
 
 
@@ -222,7 +224,23 @@ def clipped_gossip(gram: Float[Tensor, "m m"], *, f: int, radius: float | None =
         radius = torch.inf
     else:
         radius = float(squared.sort().values[: m - f].sum() / f) ** 0.5
-    factor = _clip(squared, radius) / (m + 1)
+    factor = clip_factors(squared, radius) / (m + 1)
+    return torch.cat([factor, 1 - factor.sum().unsqueeze(0)])
+
+
+@form("gram", pairs="last", last=("own",), largest=_others)
+def cs_plus(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
+    """CS+-RG: x + sum_j W_j clip(x_j - x, radius) about the own model x, the last row, with all W_j = 1/m; the radius
+    is the distance to the farthest but 2 f of the others, who are clipped to it, or 0 where there are no more of them
+    (Gaucher, Dieuleveut and Hendrikx, "Unified breakdown analysis for Byzantine robust gossip", ICML 2025).
+
+    As in the authors' released code; the weights, theirs times their step, are those of a complete graph of m agents.
+    """
+    m = len(gram) - 1
+    squared = distances(gram)[m, :m]
+    f = assumed(cs_plus, f, m + 1)
+    radius = torch.inf if f == 0 else float(squared.sort().values[m - 2 * f - 1]) ** 0.5 if m > 2 * f else 0.0
+    factor = clip_factors(squared, radius) / (m + 1)
     return torch.cat([factor, 1 - factor.sum().unsqueeze(0)])
 
 
@@ -232,7 +250,8 @@ def balance(
 ) -> Float[Tensor, " m"]:
     """BALANCE: alpha times the own model x, the last row, and 1 - alpha times the mean of those with
     ||x_j - x|| <= gamma exp(-kappa t/T) ||x||; `progress` is t/T (Fang et al., "Byzantine-robust decentralized
-    federated learning", CCS 2024). Where none is that near, the own model stays.
+    federated learning", CCS 2024, whose gamma, kappa and alpha are the defaults). Where none is that near, the own
+    model stays: which gamma lets anybody in depends on how far local training takes a model, and is to be tuned.
     """
     _positive("gamma", gamma)
     m = len(gram) - 1
@@ -272,7 +291,8 @@ def ubar(gram: Float[Tensor, "m m"], losses: Float[Tensor, " m"], *, f: int, alp
 def fltrust(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
     """FLTrust, the agent's own data for the server's: the updates g_j = x_j - b since the agent's model b before the
     round, scaled to the norm of the own update g_0, averaged with trust max(0, cos(g_j, g_0)) (Cao et al., "FLTrust",
-    NDSS 2021).
+    NDSS 2021). There all began the round with b; here others began elsewhere, and how far counts as update: cosines
+    are less, and the scaled sum moves towards the others as well as down their losses.
 
     The last two rows are the own model after LocalUpdate, which only judges, and b, whose weight may be below 0. Where
     nobody is trusted, the own model has all the weight.
@@ -294,7 +314,7 @@ def _unit(i: int, m: int) -> Float[Tensor, " m"]:
     return weights
 
 
-def _clip(squared: Float[Tensor, " m"], radius: float) -> Float[Tensor, " m"]:
+def clip_factors(squared: Float[Tensor, " m"], radius: float) -> Float[Tensor, " m"]:
     """min(1, radius / distance)."""
     return (radius / squared.sqrt()).nan_to_num(1.0, 1.0).clamp(max=1.0)
 
@@ -315,13 +335,20 @@ def sageflow(
     *,
     threshold: float = 1.0,
     delta: float = 1.0,
+    by_samples: bool = False,
 ) -> Float[Tensor, " m"]:
-    """Sageflow: models whose predictions have a mean entropy above `threshold` are left out, the others weigh as their
-    number of samples over loss^delta (Park et al., "Sageflow: robust federated learning against both stragglers and
-    adversaries", NeurIPS 2021). All weights are 0 where none is left.
+    """Sageflow: models whose predictions have a mean entropy below `threshold` weigh as 1 / loss^delta, others do not
+    count (Park et al., "Sageflow: robust federated learning against both stragglers and adversaries", NeurIPS 2021).
+    All weights are 0 where none is left.
+
+    The agent's validation data stand for the server's public ones. As in the authors' released code, whose agents hold
+    equally many samples; with `by_samples` a weight also has as factor what each says that it trained on.
     """
-    kept = (entropies <= threshold) & losses.isfinite()
-    scores = torch.where(kept, num_samples.double().log() - delta * losses.double().clamp(min=1e-12).log(), -torch.inf)
+    kept = (entropies < threshold) & losses.isfinite()
+    scores = -delta * losses.double().clamp(min=1e-12).log()
+    if by_samples:
+        scores = scores + num_samples.double().log()
+    scores = scores.where(kept, -torch.inf)
     return torch.softmax(scores, 0) if (scores > -torch.inf).any() else torch.zeros_like(scores)
 
 

@@ -5,6 +5,7 @@ agent's own model [m + 1]; its further arguments are keywords. Robust rules, whi
 by `by_form`; a rule with memory (`types.remembers`) also gets, and returns, what it keeps.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -17,13 +18,17 @@ from torch import Tensor
 from fedcb2o import consensus, plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregate, robust, robust_columns
+from fedcb2o.federated import flame as _flame
 from fedcb2o.federated import foolsgold as _foolsgold  # the module: the name is the rule's
 from fedcb2o.federated import lfighter as _lfighter
+from fedcb2o.federated import lightyear as _lightyear
+from fedcb2o.federated import sentinel as _sentinel
+from fedcb2o.federated import wfagg as _wfagg
 from fedcb2o.federated.heads import heads
 from fedcb2o.federated.returned import mixing_of, values_of
 from fedcb2o.federated.types import Criterion, Judged, Received, Reduction, Weighed, together
 
-ROOMS = (robust, robust_columns, _lfighter, _foolsgold)
+ROOMS = (robust, robust_columns, _lfighter, _foolsgold, _lightyear, _wfagg, _sentinel, _flame)
 __all__ = sorted(["by_num_samples", *(name for room in ROOMS for name in room.__all__)])
 __getattr__ = plugins.found_in(*ROOMS)
 
@@ -105,11 +110,11 @@ def by_form(
     f = math.ceil(judged.local.share * m - 1e-9)
     mixing = None if pre_step is None else _mixing(pre_step, f, len(rows) - len(last), judged)
     g, p = aggregate.gram_and_mixing(rule, judged.pool, rows, mixing)
-    rule = _with_f(rule, f, len(rows) if p is None else len(p))
+    rule = assuming(rule, f, len(rows) if p is None else len(p))
     outcome = aggregate.decide(rule, g, *_given(rule, judged, seen, rows), p=p)
     assumed = rule.keywords.get("f")
     if isinstance(outcome, Reduction):
-        return Weighed(Reduction(rows[outcome.rows], outcome.reduce, outcome.mixing), f=assumed)
+        return Weighed(dataclasses.replace(outcome, rows=rows[outcome.rows]), f=assumed)
     return Weighed(outcome[: len(seen.ids)], before=float(outcome[-1]) if before else None, f=assumed)
 
 
@@ -145,13 +150,13 @@ def _given(rule: functools.partial[Any], judged: Judged, seen: Received, rows: T
 
 def _mixing(pre_step: functools.partial[Any], f: int, m: int, judged: Judged) -> aggregate.Mixing:
     """The matrix of a pre-step for m models, or what makes it of their Gram matrix."""
-    made = _with_f(pre_step, f, m)
+    made = assuming(pre_step, f, m)
     if "gram" in plugins.looks_at(pre_step.func):
         return made
     return mixing_of(pre_step, made(m, judged.local.draw), m)
 
 
-def _with_f(function: functools.partial[Any], f: int, m: int) -> functools.partial[Any]:
+def assuming(function: functools.partial[Any], f: int, m: int) -> functools.partial[Any]:
     """A rule or pre-step that assumes, where it assumes any, the f attackers that it was told or else these among m
     models, or as many as these admit."""
     if "f" not in plugins.parameters(function.func):

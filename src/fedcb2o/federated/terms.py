@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
@@ -67,3 +68,8 @@ class Terms:
     def head(self) -> tuple[int, int] | None:
         """The shape of the network's last dense layer, where it ends in one."""
         return head_of(self.module)
+
+    @functools.cached_property
+    def layers(self) -> tuple[torch.Size, ...]:
+        """The shapes of the tensors that a model is made of, in their order."""
+        return tuple(p.shape for p in self.module.parameters())

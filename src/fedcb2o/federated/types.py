@@ -88,22 +88,28 @@ class Received:
 Change = Callable[[Tensor], Tensor]
 """Samples [n, ...] -> as many, changed: what a criterion tries models on."""
 
+Outputs = tuple[Float[Tensor, "m n C"], Int[Tensor, " n"]]
+"""What m models make of n samples, before the softmax, and the labels of these."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
-    `losses_of` gives the losses of models on its validation data, or on those changed. `share` is the attackers' share
-    that it assumes, `progress` how much of the run is over, from 0 to 1. `before` is the row of the pool that holds
-    the model which it began the round with, None where nobody asked to keep it; `head` the shape [C, h] of the last
-    dense layer's weight, where the network ends in one. `contacts` and `draw` are made when they are asked for.
+    `losses_of` gives the losses of models on its validation data, or on those changed, and `outputs_of` what they make
+    of them. `share` is the attackers' share that it assumes, `progress` how much of the run is over, from 0 to 1.
+    `before` is the row of the pool that holds the model which it began the round with, None where nobody asked to keep
+    it; `head` the shape [C, h] of the last dense layer's weight, where the network ends in one; `layers` the shapes of
+    the tensors that a model is made of, in their order. `contacts` and `draw` are made when they are asked for.
     """
 
     losses_of: Callable[[Received, Change | None], Losses]
+    outputs_of: Callable[[Received], Outputs]
     share: float = 0.0
     progress: float = 0.0
     before: int | None = None
     head: tuple[int, int] | None = None
+    layers: tuple[torch.Size, ...] = ()
     contacts_of: Callable[[], Contacts]
     draw_of: Callable[[], np.random.Generator]
 
@@ -182,23 +188,31 @@ together = TOGETHER(True)
 Columns = Callable[[Float[Tensor, "k b"]], Float[Tensor, " b"]]
 """A block of columns of k models -> the same columns of one."""
 
+ColumnsAt = Callable[[Float[Tensor, "k b"], int], Float[Tensor, " b"]]
+"""The same, told the number of the first of these columns."""
+
 
 @dataclass(frozen=True)
 class Reduction:
     """What a rule makes of models where no weights tell it: `reduce` of each block of columns of X, the models in
-    `rows` of the pool, or with `mixing` P of the rows of P X."""
+    `rows` of the pool, or with `mixing` P of the rows of P X. Where it is `placed`, `reduce` also gets the number of
+    the block's first column: for what differs from layer to layer, and for noise. `weights` are what the models count
+    in it, where that can be said: for the record."""
 
     rows: Int[Tensor, " k"]
-    reduce: Columns
+    reduce: Columns | ColumnsAt
     mixing: Float[Tensor, "j k"] | None = None
+    placed: bool = False
+    weights: Float[Tensor, " k"] | None = None
 
-    def of(self, block: Float[Tensor, "p b"]) -> Float[Tensor, " b"]:
-        """What it makes of a block of columns of the pool."""
-        return self.on(block[self.rows])
+    def of(self, block: Float[Tensor, "p b"], first: int) -> Float[Tensor, " b"]:
+        """What it makes of a block of columns of the pool, `first` and those after it."""
+        return self.on(block[self.rows], first)
 
-    def on(self, x: Float[Tensor, "k b"]) -> Float[Tensor, " b"]:
+    def on(self, x: Float[Tensor, "k b"], first: int) -> Float[Tensor, " b"]:
         """What it makes of a block of columns of X."""
-        return self.reduce(x if self.mixing is None else self.mixing.to(x.device, x.dtype) @ x)
+        x = x if self.mixing is None else self.mixing.to(x.device, x.dtype) @ x
+        return self.reduce(x, *[first] * self.placed)
 
 
 @dataclass(frozen=True)
@@ -238,8 +252,8 @@ def remembers(*, before: bool = False) -> Callable[[F], F]:
     return REMEMBERS(Remembers(before))
 
 
-Poison = Callable[[Shard, np.random.Generator], Shard]
-"""(shard, draw) -> what a malicious agent trains on instead of its own data."""
+Poison = Callable[..., Shard]
+"""(shard, draw) -> what a malicious agent trains on instead of its own data; (shard, draw, me) with its id."""
 
 Knowledge = Literal["fellows", "benign"]
 """Whose models of a round an attack may see, beside its own."""
@@ -291,6 +305,7 @@ class View:
     threat: Threat
     _ids_of: Callable[[Knowledge, int], Iterable[int]]
     _look: Callable[[list[int]], Float[Tensor, "m d"]]
+    _links: Callable[[], Bool[np.ndarray, "r r"]]
 
     def fellows(self, cluster: int | None = None) -> Float[Tensor, "f d"]:
         """The models that the attackers of a cluster trained, by default its own cluster and then its own among them.
@@ -307,6 +322,10 @@ class View:
         """The model that one benign agent trained."""
         self._check("benign")
         return self._look([receiver])[0]
+
+    def links(self) -> Bool[Tensor, "r r"]:
+        """Which of the receivers may ask which others of their own cluster, whatever the attack declared."""
+        return torch.from_numpy(self._links())
 
     def _models(self, whose: Knowledge, cluster: int | None) -> Float[Tensor, "m d"]:
         self._check(whose)

@@ -6,12 +6,13 @@ import functools
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.algorithms import Algorithm
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
-from fedcb2o.federated.judging import Alike, losses_seen_by, themselves
+from fedcb2o.federated.judging import Alike, losses_seen_by, outputs_seen_by, themselves
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.peers import Met
 from fedcb2o.federated.returned import columns_by, state_of, weights_of
@@ -40,19 +41,19 @@ def weigh_(
         else:
             decided = algorithm.weigh(view)
         decided = decided if isinstance(decided, Weighed) else Weighed(decided)
-        _fill_(choices, k, there, decided, algorithm)
+        _fill_(choices, k, there, decided, algorithm, int(view.me.rows))
     return kept
 
 
-def _fill_(choices: Choices, k: int, where: Places, decided: Weighed, algorithm: Algorithm) -> None:
-    """What the agent in place k decided."""
+def _fill_(choices: Choices, k: int, where: Places, decided: Weighed, algorithm: Algorithm, own_row: int) -> None:
+    """What the agent in place k decided, whose own model is in `own_row`."""
     if decided.f is not None:
         choices.f[k] = decided.f
     if isinstance(decided.outcome, Reduction):
         choices.reductions[int(choices.agents[k])] = dataclasses.replace(
             decided.outcome, reduce=columns_by(algorithm.weigh, decided.outcome.reduce)
         )
-        choices.weights[where] = choices.own_weight[k] = np.nan
+        choices.weights[where], choices.own_weight[k] = _shown(decided.outcome, choices.rows[where], own_row)
         return
     if decided.before is not None:
         if not algorithm.keeps_before:
@@ -62,15 +63,25 @@ def _fill_(choices: Choices, k: int, where: Places, decided: Weighed, algorithm:
     choices.weights[where], choices.own_weight[k] = mu.numpy(), float(own)
 
 
+def _shown(made: Reduction, rows: Int[np.ndarray, " m"], own: int) -> tuple[Float[np.ndarray, " m"], float]:
+    """What a reduction puts on record: the weights of received models and of the own one, or NaN."""
+    if made.weights is None:
+        return np.full(len(rows), np.nan), np.nan
+    weights = dict(zip(made.rows.tolist(), made.weights.tolist(), strict=True))
+    return np.array([weights.get(row, 0.0) for row in rows.tolist()]), 0.0 if own in rows else weights.get(own, 0.0)
+
+
 def _local(block: Block, k: int, n: int, contacts: Callable[[], Contacts]) -> Local:
     """What the agent in place k of the block knows beside what it receives."""
     terms, before = block.terms, block.layout.before
     return Local(
         losses_of=losses_seen_by(block, k),
+        outputs_of=outputs_seen_by(block, k),
         share=terms.share,
         progress=n / terms.rounds,
         before=None if before is None else int(before[k]),
         head=terms.head,
+        layers=terms.layers,
         contacts_of=contacts,
         draw_of=functools.partial(stream, terms.seed, "rule", n, int(block.agents[k])),
     )

@@ -422,8 +422,10 @@ def _first_problem(error: ValidationError) -> str:
 
 def _check_possible(experiment: Experiment) -> None:
     """Raises ConfigError for what real peers cannot do."""
-    if experiment.algorithm.function("algorithm", algorithms)().coordinator is not None:
-        raise ConfigError(f"`{plugins.label(experiment.algorithm.name)}` has a coordinator, and real peers have none")
+    clusters = experiment.algorithm.function("algorithm", algorithms)().clusters
+    if clusters is not None:
+        why = "has models of clusters" if clusters.each else "has a coordinator"
+        raise ConfigError(f"`{plugins.label(experiment.algorithm.name)}` {why}, and real peers have none")
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -161,25 +161,28 @@ class Run:
     def pairs(self) -> pd.DataFrame:
         """A row for each seed, round, agent and peer whose model the agent received: its weight in m_j.
 
-        The agent's own weight is the row where `peer` equals `agent`, so that an agent's rows of a round sum to 1.
+        The agent's own weight is the row where `peer` equals `agent`, so that an agent's rows of a round sum to 1. `f`
+        is the number of attackers that its rule assumed, NaN where it assumes none.
         """
-        columns: dict[str, list[Any]] = {key: [] for key in ("seed", "round", "agent", "peer", "weight")}
+        columns: dict[str, list[Any]] = {key: [] for key in ("seed", "round", "agent", "peer", "weight", "f")}
         for seed in self.seeds:
             path = self._file(seed, "pairs.jsonl")
             for _, line in read_lines(path):
                 try:
                     rows = zip(line["ids"], line["weights"], line["own"], strict=True)
+                    assumed = line.get("f") or [None] * len(line["ids"])
                     for agent, (ids, weights, own) in enumerate(rows):
                         columns["seed"] += [seed] * (len(ids) + 1)
                         columns["round"] += [line["round"]] * (len(ids) + 1)
                         columns["agent"] += [agent] * (len(ids) + 1)
                         columns["peer"] += [*ids, agent]
                         columns["weight"] += [*weights, own]
-                except (KeyError, TypeError, ValueError) as error:
+                        columns["f"] += [assumed[agent]] * (len(ids) + 1)
+                except (KeyError, IndexError, TypeError, ValueError) as error:
                     raise damaged(path, f"round {line['round']} is no list of peers and weights") from error
             if len(columns["peer"]) != len(columns["weight"]):
                 raise damaged(path, "a round has not as many weights as peers")
-        kinds = {key: float if key == "weight" else np.int64 for key in columns}
+        kinds = {key: float if key in ("weight", "f") else np.int64 for key in columns}
         return pd.DataFrame({key: np.array(values, dtype=kinds[key]) for key, values in columns.items()})
 
     @cached_property

@@ -1,7 +1,7 @@
 """What a grid has come to: a row for each run, read from its runs or from the `summary.csv` that a report leaves.
 
-A floor is a run without attack, in which malicious agents train on true labels. A row of a floor has no attack; the row
-of an attacked cell names its floor, and the two together say what the attack achieves by itself.
+A floor is a run without attack: its malicious agents train on true labels ("clean"), or are not there ("removed"). A
+row of a floor has no attack; that of an attacked cell names its floors, and both say what the attack achieves.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,13 @@ import pandas as pd
 from fedcb2o.errors import RunError
 from fedcb2o.records import EVALUATED, Run, last_fifth, read_cells, read_sealed, read_toml
 
-KEYS = ["setting", "defence", "attack", "floor", "seed"]
+KEYS = ["setting", "defence", "attack", "role", "floor", "seed"]
+ROLES = ("clean", "removed")
 ENDS = ("", "_worst", "_worst_tenth")
 MEASURES = [
     *(metric + end for metric in EVALUATED for end in ENDS),
-    "malicious_weight", "malicious_received", "other_cluster_weight", "other_cluster_received", "own_weight",
-    "seconds", "megabytes",
+    "malicious_weight", "malicious_received", "malicious_most", "f_exceeded",
+    "other_cluster_weight", "other_cluster_received", "own_weight", "seconds", "megabytes",
 ]  # fmt: skip
 """What is measured in every run; beside these, `EVALUATED` in each cluster, such as accuracy_cluster_1."""
 
@@ -64,6 +65,11 @@ class GridResults:
     def seeds(self) -> list[int]:
         """The seeds of every cell."""
         return [*self.table["seeds"]]
+
+    @property
+    def set_aside(self) -> list[str]:
+        """The attacks without which the worst is told a second time."""
+        return [*self.table.get("set_aside", [])]
 
     @property
     def reference(self) -> str:
@@ -118,9 +124,9 @@ def _from_runs(folder: Path, cells: list[dict[str, Any]], seeds: list[int]) -> p
     for cell in cells:
         if cell["kind"] == "tuning":
             continue
-        floor = cell["floor"] or (cell["folder"] if cell["attack"] is None else "")
         keys = {"setting": cell["setting"], "defence": cell["defence"], "attack": cell["attack"] or ""}
-        keys["floor"] = floor.rpartition("/")[2]
+        keys["role"] = cell["kind"] if cell["kind"] in ROLES else "attack"
+        keys["floor"] = cell["folder"].rpartition("/")[2] if cell["kind"] in ROLES else cell["floor"] or ""
         measured = measures(folder / cell["folder"], cell["rounds"])
         for seed in seeds:
             if seed in measured:
@@ -187,11 +193,16 @@ def _received(run: Run, seed: int) -> dict[str, float]:
     """What benign agents receive, and what weight it has: from malicious peers, from other clusters, their own.
 
     Shares are of received models; weights are in m_j, means over agents and rounds, NaN where a rule gives none.
+    `malicious_most` is the most malicious models that one of them ever received in a round, `f_exceeded` how often it
+    were more than its rule assumes.
     """
     about, pairs = run.about(seed), run.pairs[run.pairs.seed.to_numpy() == seed]
     cluster, malicious = np.array(about["cluster"]), np.array(about["malicious"], dtype=bool)
+    pairs = pairs[~malicious[pairs.agent.to_numpy()]]
     late = last_fifth(pairs)
-    late = late[~malicious[late.agent.to_numpy()]]
+    often = pairs.assign(malicious=malicious[pairs.peer.to_numpy()]).groupby(["round", "agent"])
+    counts = often.agg(f=("f", "first"), malicious=("malicious", "sum"))
+    assumed = counts.dropna(subset="f")
     me, peer, weights = late.agent.to_numpy(), late.peer.to_numpy(), late.weight.to_numpy()
     times = max(int((~malicious).sum()) * late["round"].nunique(), 1)
     other, received = cluster[me] != cluster[peer], me != peer
@@ -201,6 +212,8 @@ def _received(run: Run, seed: int) -> dict[str, float]:
 
     return {
         "malicious_received": share(malicious[peer]),
+        "malicious_most": float(counts.malicious.max()) if len(counts) else np.nan,
+        "f_exceeded": float((assumed.malicious > assumed.f).mean()) if len(assumed) else np.nan,
         "other_cluster_weight": float(weights[other].sum() / times),
         "other_cluster_received": share(other),
         "own_weight": float(weights[~received].sum() / times),

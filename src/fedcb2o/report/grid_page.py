@@ -1,7 +1,7 @@
 """The matrices of a grid as files, and one HTML page that holds them all: defences by attacks, setting by setting."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -13,37 +13,52 @@ from fedcb2o.records import EVALUATED
 from fedcb2o.report.grid import KEYS, GridResults, measured
 from fedcb2o.report.grid_tables import (
     MEASURES,
+    RIVALS,
     WORST,
     View,
-    calm_cost,
+    across,
     changes_told,
     differences,
-    intervals,
+    headline,
+    headline_differences,
     matrix,
     measure,
     overview,
+    regret_matrix,
+    tuning_rows,
     tuning_table,
 )
 from fedcb2o.report.heat_map import heat_map
-from fedcb2o.report.matrix import CALM, paired, statistics
+from fedcb2o.report.matrix import CONFIDENCE, FLOORS, holm, paired, statistics, worst
 from fedcb2o.report.page import Page, flattened, new_page, slug
+from fedcb2o.report.quiet import quiet
+from fedcb2o.report.regret import regrets
 from fedcb2o.report.render import html_text, to_html
+from fedcb2o.report.strengths import write_strengths
 
 DEFINITIONS = (
-    "Rows are defences, columns attacks. Numbers are in percent, over benign agents, after the last round: mean ± "
-    "standard deviation over seeds. The hyperparameters of a defence are the same against all attacks.",
-    "To every attacked run belongs a floor, the same run without attack: its malicious agents train on true labels. "
-    "The success of an attack is its rate less that of the floor, the rate being the share of source samples, or of "
-    "those of all other classes, that are taken for the target; of a backdoor, with its trigger. One without a target "
-    "(marked *) is after the accuracy: its success is the accuracy of the floor less that of the attacked run.",
+    "Rows are defences, columns attacks. Numbers are in percent, over benign agents, after the last round: the mean "
+    "over seeds with its interval. The hyperparameters of a defence are the same against all attacks.",
+    "To every attacked run belong two floors, the same run without attack: in one its malicious agents train on true "
+    "labels, in the other they are removed. An attack's rate is the share of source samples, or of those of all other "
+    "classes, that are taken for the target; of a backdoor, with its trigger. It has none where it has no target.",
+    "The regret of a defence in a column is by how much it falls short of the best defence there; its worst regret "
+    "says what it may cost to have chosen it, whatever comes.",
     "The worst attack on a defence is that with the worst mean over seeds. Differences between defences are paired: "
-    "with equal seeds agents hold equal samples. Intervals are Student's, of 95%, over seeds.",
+    "with equal seeds agents hold equal samples. Intervals are Student's, of 95%, over seeds; images of one picture "
+    "that are turned for several clusters are one value of a seed. An interval at a worst column takes that column as "
+    "given.",
+    "Where a dagger (†) stands, a benign agent received more malicious models in a round than its rule assumes.",
 )
-PALETTES = {"low": "Blues", "high": "Oranges"}
-DRAWN = ("accuracy", "success", "source_accuracy", "malicious_weight")
-COMPARED = ("accuracy", "success")
+DRAWN = ("accuracy", "attack_success_rate", "lost", "success", "source_accuracy", "malicious_weight")
+CHOSEN = ("tune", "strengths")
 OVERVIEW = "A defence for which an attack is missing or failed has neither mean nor worst attack."
-COST = "Without attack: malicious agents train on true labels. Differences in points of percent, paired by seeds."
+HEADLINE = (
+    "What each defence loses at most by being chosen: its regret in its worst column, in points of percent; in "
+    "accuracy, in the success of attacks, and in either."
+)
+CORRECTED = "Points of percent; an asterisk where it is not 0, after Holm's correction over a column."
+REGRET = "Points of percent behind the best defence of each column, paired by seeds. Darker is worse."
 
 
 def report_grid(results: GridResults, out: Path) -> list[Path]:
@@ -62,8 +77,11 @@ def report_grid(results: GridResults, out: Path) -> list[Path]:
             page.body.append(f"<h1>{html_text(view.setting)}</h1>")
         if view.rows.accuracy.notna().any():
             _write(page, view)
+    if len(views) > 1:
+        _write_across(page, results, views)
     if "tuning" in results.table:
         _write_tuning(page, results)
+    write_strengths(page, results)
     _write_names(page, results)
     page.file("cells.csv", pd.concat(map(_long, views)).to_csv(index=False))
     page.file("statistics.csv", pd.concat(map(_statistics, views)).to_csv(index=False))
@@ -77,51 +95,65 @@ def report_grid(results: GridResults, out: Path) -> list[Path]:
 
 def grid_notes(results: GridResults) -> Iterator[str]:
     """What is missing, what failed, and what was not measured on test images; a sentence each, without its stop."""
-    rows = results.rows[results.rows.attack != ""]
     views = [View(results, setting).rows for setting in results.settings]
-    shown = pd.concat([each[each.attack != CALM] for each in views])
+    shown = pd.concat([each[each.role == "attack"] for each in views])
     wanted = len(results.settings) * len(results.defences) * len(results.attacks) * len(results.seeds)
+    rows = results.rows[results.rows.role == "attack"]
     failed, done = int((rows.error != "").sum()), int(shown.accuracy.notna().sum())
     if done < wanted:
         told = f", {failed} of the others failed" if failed else ""
         yield f"This report is partial: {done} of {wanted} runs under attack are done{told}"
-    if unknown := int((shown.accuracy.notna() & shown.success.isna() & (shown.floor != "")).sum()):
-        yield f"Of {unknown} attacked runs the success is not known, since the run without attack is missing"
+    if unknown := int((shown.accuracy.notna() & shown.lost.isna() & (shown.floor != "")).sum()):
+        yield f"Of {unknown} attacked runs what the attack did is not known, since the better floor is missing"
     for _, row in results.rows[results.rows.error != ""].drop_duplicates([*KEYS[:-1], "error"]).iterrows():
-        yield f"{', '.join(filter(None, [row.setting, row.defence, row.attack or CALM.lower()]))} failed: {row.error}"
-    if (on := results.table.get("evaluate_on", "test")) != "test":
-        yield f"All of this was measured on {on} data, not on the test set"
+        attack = row.attack or FLOORS[row.role].lower()
+        yield f"{', '.join(filter(None, [row.setting, row.defence, attack]))} failed: {row.error}"
+    if results.table.get("evaluate_on") == "tuning":
+        yield "All of this was measured on tuning data, not on the test set"
 
 
 def _write(page: Page, view: View) -> None:
     """All tables and figures of one setting."""
     start = f"matrices/{slug(view.setting)}/" if view.setting else "matrices/"
+    reference = view.results.reference
+    page.table("Worst regret", f"{start}regret", headline(view), HEADLINE)
+    if len(found := headline_differences(view)):
+        title, hint = f"Worst regret: difference to {reference}", f"Less that of {reference}. {CORRECTED}"
+        page.table(title, f"{start}regret-difference", found, hint, fold=True)
+    rivals = [value for value in RIVALS if _has(view, value)]
+    for value in rivals:
+        title, name = f"Regret: {measure(value).title.lower()}", f"{start}{_file(value)}-regret"
+        page.figure(title, name, _drawn_regret(view, value), REGRET)
+        page.table(f"{title}, as a table", name, regret_matrix(view, value), REGRET, fold=True)
     page.table("Overview", f"{start}overview", overview(view), OVERVIEW)
+    page.body += [f'<p class="warning">{html_text(sentence)}.</p>' for sentence in quiet(view.rows, view.attacks)]
     for value in DRAWN:
         if _has(view, value):
-            what, found = measure(value), statistics(view.rows, value)
-            hint = f"{what.caption} Darker is {'better' if what.worse == 'low' else 'worse'}."
-            page.figure(what.title, f"{start}{_file(value)}", _drawn(view, value, found), hint)
-            title, name = f"{what.title} as a table", f"{start}{_file(value)}"
-            page.table(title, name, matrix(view, value), what.caption, fold=True)
-    if len((cost := calm_cost(view)).columns):
-        page.table("Without attack", f"{start}no-attack", cost, COST)
-    reference = view.results.reference
-    for value in COMPARED:
+            what, name = measure(value), f"{start}{_file(value)}"
+            page.figure(what.title, name, _drawn(view, value), f"{what.caption} Darker is worse.")
+            page.table(f"{what.title} as a table", name, matrix(view, value), what.caption, fold=True)
+    for value in rivals:
         title = f"{measure(value).title}: difference to {reference}"
         found = paired(view.rows, value, reference)
         if len(found):
             name, told = f"{start}{_file(value)}-difference", f"Less that of {reference}, in points of percent"
-            hint = f"{told}. Violet is better, orange worse; bold where the interval leaves out 0."
+            hint = f"{told}. Violet is better, orange worse; bold: not 0, after Holm's correction over the matrix."
             page.figure(title, name, _drawn_difference(view, value, found), hint)
-            page.table(f"{title}, as a table", name, differences(view, value), f"{told}, with intervals.", fold=True)
+            hint = f"{told}, with intervals. An asterisk: not 0, after Holm's correction over the table."
+            page.table(f"{title}, as a table", name, differences(view, value), hint, fold=True)
     page.body.append("<h2>More</h2>")
-    for value in COMPARED:
-        what = measure(value)
-        name = f"{start}{_file(value)}-interval"
-        page.table(f"{what.title}, with intervals", name, intervals(view, value), what.caption, fold=True)
     for value in _others(view):
         page.table(measure(value).title, f"{start}{_file(value)}", matrix(view, value), _caption(value), fold=True)
+
+
+def _write_across(page: Page, results: GridResults, views: Sequence[View]) -> None:
+    """What defences are compared in, one column after the other, in all settings side by side."""
+    page.body.append("<h1>Across settings</h1>")
+    for value in RIVALS:
+        for column in dict.fromkeys(name for view in views if _has(view, value) for name in view.columns(value)):
+            name = f"matrices/across/{_file(value)}/{slug(column)}"
+            table = across(results, value, column)
+            page.table(f"{measure(value).title}: {column}", name, table, measure(value).caption, fold=True)
 
 
 def _others(view: View) -> list[str]:
@@ -132,41 +164,80 @@ def _others(view: View) -> list[str]:
     return [name for name in names if view.has_tenth or not name.endswith("_worst_tenth")]
 
 
-def _drawn(view: View, value: str, found: pd.DataFrame) -> Figure:
-    means, deviations = (view.spread(found[field], value) for field in ("mean", "deviation"))
-    failed = view.failed().reindex(columns=means.columns, fill_value=False)
-    palette = PALETTES[measure(value).worse]
-    at = view.worst(found, value)
-    for table, field in ((means, "mean"), (deviations, "deviation")):
-        table[WORST] = [found[field][name, at[name]] if name in at else float("nan") for name in table.index]
-    failed[WORST] = False
-    means, deviations = (view.marked(table, value) for table in (means, deviations))
-    return heat_map(means, deviations, colours=palette, failed=failed, apart=(CALM, WORST))
+def _drawn(view: View, value: str) -> Figure:
+    """A measure as a picture, with the worst attack; as dark as it is worse than the best value in it."""
+    found, columns, at = statistics(view.rows, value), view.columns(value), {}
+    if measure(value).worse != "neither":
+        at = {WORST: view.worst(found, value)}
+    means, halves = _numbers(view, found, columns, at)
+    shades = means.max().max() - means if measure(value).worse == "low" else means.clip(lower=0.0)
+    return _heat_map(view, means, halves, shades, columns)
+
+
+def _drawn_regret(view: View, value: str) -> Figure:
+    """The regrets in a measure as a picture, with the worst ones."""
+    short, columns = view.short(value), view.columns(value)
+    at = {
+        title: worst(regrets(short), [name for name in columns if name not in aside], highest=True)
+        for title, aside in view.worsts.items()
+    }
+    means, halves = _numbers(view, regrets(short), columns, at)
+    return _heat_map(view, means, halves, means.clip(lower=0.0), columns)
+
+
+def _numbers(
+    view: View, found: pd.DataFrame, columns: Sequence[str], at: Mapping[str, Mapping[str, str]]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Means and halves of intervals, defences by columns, then what stands in the column that is each one's worst."""
+    tables = []
+    for values in (found["mean"], found.high - found["mean"]):
+        table = view.spread(values, columns)
+        for title, those in at.items():
+            table[title] = [values.get((name, those[name])) if name in those else float("nan") for name in table.index]
+        tables.append(table)
+    return tables[0], tables[1]
+
+
+def _heat_map(
+    view: View, means: pd.DataFrame, halves: pd.DataFrame, shades: pd.DataFrame, columns: Sequence[str]
+) -> Figure:
+    failed, noted = (
+        table.reindex(columns=means.columns, fill_value=False)
+        for table in (view.failed(columns), view.exceeded(columns))
+    )
+    apart = [*FLOORS.values(), *(str(name) for name in means if name not in columns)]
+    return heat_map(means, halves, shades, failed=failed, noted=noted, apart=apart)
 
 
 def _drawn_difference(view: View, value: str, found: pd.DataFrame) -> Figure:
-    means, deviations, low, high = (
-        view.marked(view.spread(found[field], value).drop(index=view.results.reference), value)
-        for field in ("mean", "deviation", "low", "high")
+    found = found.assign(sure=holm(found.p) < 1 - CONFIDENCE, half=found.high - found["mean"])
+    columns = view.columns(value)
+    means, halves, sure = (
+        view.spread(found[field], columns).drop(index=view.results.reference) for field in ("mean", "half", "sure")
     )
     palette = "PuOr" if measure(value).worse == "low" else "PuOr_r"
-    return heat_map(means, deviations, colours=palette, signed=True, bold=(low > 0) | (high < 0), apart=(CALM,))
+    bold = sure.eq(True)
+    return heat_map(means, halves, means, colours=palette, signed=True, bold=bold, apart=[*FLOORS.values()])
 
 
 def _write_tuning(page: Page, results: GridResults) -> None:
     """How hyperparameters were chosen: the candidates of each defence and their scores."""
     plan = results.table["tuning"]
-    attacks = ", ".join(name if isinstance(name, str) else changes_told(name) for name in plan["attacks"])
+    attacks = ", ".join(
+        each if isinstance(each, str) else each.get("name") or changes_told(each) for each in plan["attacks"]
+    )
     untuned = [name for name in results.defences if "tune" not in results.table["defences"][name]]
     where = f", in the setting {plan.get('setting', results.settings[0])}" * bool(results.settings[0])
     seeds = ", ".join(map(str, plan["seeds"]))
     told = (
         f"On tuning images, with seeds {seeds}{where}, against {attacks}. The score is accuracy less attack success "
-        "rate, in percent, mean over attacks and seeds. What was chosen holds for all attacks. "
-        + (f"Not tuned: {', '.join(untuned)}." if untuned else "Every defence had as many candidates.")
+        "rate, in percent, mean over attacks and seeds. What was chosen holds for all attacks. Every tuned "
+        f"defence began with as many candidates, and got at most {plan.get('widen', 0)} more while the best one lay at "
+        "an end." + f" Not tuned: {', '.join(untuned)}." * bool(untuned)
     )
     if results.tuning:
         page.table("Tuning", "matrices/tuning", tuning_table(results), told)
+        page.file("tuning.csv", tuning_rows(results).to_csv(index=False))
     else:
         page.body.append(f"<h2>Tuning</h2><p>{html_text(told)} Nothing is chosen yet.</p>")
 
@@ -175,10 +246,11 @@ def _write_names(page: Page, results: GridResults) -> None:
     """What each name stands for, and what all cells share."""
     for axis in ("settings", "defences", "attacks"):
         if entries := results.table.get(axis):
-            changes = {name: {k: v for k, v in entry.items() if k != "tune"} for name, entry in entries.items()}
+            changes = {name: {k: v for k, v in entry.items() if k not in CHOSEN} for name, entry in entries.items()}
             table = pd.DataFrame({"what it changes": {name: changes_told(each) for name, each in changes.items()}})
             page.body.append(f"<h2>{axis.capitalize()}</h2>{to_html(table.rename_axis(axis.capitalize()))}")
-    own = ("name", "title", "description", "reference", "settings", "defences", "attacks", "tuning")
+    lists = ("settings", "defences", "attacks", "tuning", "adversary", "set_aside")
+    own = ("name", "title", "description", "reference", *lists)
     shared = flattened({key: value for key, value in results.table.items() if key not in own})
     table = pd.DataFrame({"value": shared}).rename_axis("Key")
     page.body.append(f"<details><summary>What all cells share</summary>{to_html(table)}</details>")

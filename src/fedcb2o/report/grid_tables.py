@@ -1,17 +1,20 @@
 """What a grid's report shows, as tables of text: a matrix for each measure, and what they come to for each defence."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
 
 import pandas as pd
 
+from fedcb2o.report import regret
 from fedcb2o.report.grid import GridResults
-from fedcb2o.report.matrix import CALM, mean_over, paired, scored, statistics, untargeted, worst
+from fedcb2o.report.matrix import CONFIDENCE, FLOORS, holm, mean_over, paired, scored, statistics, worst
 from fedcb2o.report.page import flattened
 
-WORST, MARK = "Worst", " *"
+WORST, SIGNIFICANT, EXCEEDED = "Worst", " *", " †"
+RIVALS = {"accuracy": "Accuracy", "attack_success_rate": "Attack success"}
+"""What defences are compared in."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,11 @@ class Measure:
 LATE = "over the last fifth of the rounds"
 MEASURES = {
     "accuracy": Measure("Overall accuracy", "The share of all test samples that benign agents get right.", "low"),
-    "success": Measure(
-        "Attack success, net",
-        "What the attack achieves beyond what is so without it; of those marked *, the accuracy lost.",
-        "high",
+    "attack_success_rate": Measure(
+        "Attack success rate", "The share of the samples it is after that are taken for the target.", "high"
     ),
+    "lost": Measure("Accuracy lost", "What the better of the two floors has beyond it.", "high"),
+    "success": Measure("Attack success, net", "The rate less that of the better of the two floors.", "high"),
     "source_accuracy": Measure(
         "Source class accuracy", "The share of source-class samples that are taken for what they are.", "low"
     ),
@@ -39,9 +42,6 @@ MEASURES = {
         "Weight of malicious models",
         f"What benign agents give to malicious agents' models in their averages, {LATE}. Some rules give none.",
         "high",
-    ),
-    "attack_success_rate": Measure(
-        "Attack success rate", "The rate itself, from which that without attack is not yet taken.", "high"
     ),
     "accuracy_worst": Measure("Overall accuracy, worst agent", "Of the benign agent with the lowest.", "low"),
     "accuracy_worst_tenth": Measure(
@@ -55,6 +55,17 @@ MEASURES = {
     ),
     "malicious_received": Measure(
         "Malicious models among those received", f"Their share of what benign agents receive, {LATE}.", "high"
+    ),
+    "malicious_most": Measure(
+        "Most malicious models in a round",
+        "The largest number of them that a benign agent received in any round.",
+        percent=False,
+    ),
+    "f_exceeded": Measure(
+        "More malicious models than assumed",
+        "How often a benign agent received more of them than its rule assumes, over all rounds. Rules that assume no "
+        "number have none.",
+        "high",
     ),
     "other_cluster_weight": Measure(
         "Weight of other clusters' models", f"What benign agents give to them in their averages, {LATE}."
@@ -88,25 +99,38 @@ class View:
         """The rows of the setting, see `scored`."""
         return scored(self.results, self.setting)
 
-    @cached_property
+    @property
     def attacks(self) -> list[str]:
-        """The attacks in the grid's order, less one that only has the name of none."""
-        return [name for name in self.results.attacks if name != CALM]
+        """The attacks in the grid's order."""
+        return self.results.attacks
+
+    @cached_property
+    def floors(self) -> list[str]:
+        """The columns without attack that there are, before those of the attacks."""
+        return [name for name in FLOORS.values() if name not in self.attacks and (self.rows.attack == name).any()]
 
     def having(self, value: str) -> list[str]:
         """The attacks under which a measure may have a value: without those that are done and have none."""
         done, have = (set(self.rows.dropna(subset=name).attack) for name in ("accuracy", value))
         return [name for name in self.attacks if name in have or name not in done]
 
-    def spread(self, found: "pd.Series[Any]", value: str) -> pd.DataFrame:
-        """What is found of a measure by (defence, attack), as a table in the grid's order; `CALM` comes first."""
-        calm = [CALM] if CALM in found.index.get_level_values("attack") else []
+    def columns(self, value: str) -> list[str]:
+        """The columns of a measure: the floors where it has values there, then its attacks."""
+        have = set(self.rows.dropna(subset=value).attack)
+        return [*(name for name in self.floors if name in have), *self.having(value)]
+
+    def spread(self, found: "pd.Series[Any]", columns: Sequence[str]) -> pd.DataFrame:
+        """What is found by (defence, attack), as a table in the grid's order."""
         table = found.unstack("attack") if len(found) else pd.DataFrame()
-        return table.reindex(index=self.results.defences, columns=[*calm, *self.having(value)]).rename_axis("Defence")
+        return table.reindex(index=self.results.defences, columns=list(columns)).rename_axis("Defence")
 
     def worst(self, found: pd.DataFrame, value: str) -> dict[str, str]:
         """The attack that each defence does worst against, of the statistics of a measure."""
         return worst(found, self.having(value), highest=measure(value).worse == "high")
+
+    def short(self, value: str) -> pd.DataFrame:
+        """How far each run is behind the best defence of its column, see `regret.shortfalls`."""
+        return regret.shortfalls(self.rows, value, highest=measure(value).worse == "high")
 
     @cached_property
     def has_tenth(self) -> bool:
@@ -114,15 +138,22 @@ class View:
         known = self.rows.dropna(subset="accuracy_worst_tenth")
         return not known.accuracy_worst_tenth.equals(known.accuracy_worst)
 
-    def failed(self) -> pd.DataFrame:
-        """Which cells failed, defences by attacks."""
+    def failed(self, columns: Sequence[str]) -> pd.DataFrame:
+        """Which cells failed, defences by columns."""
         rows = self.rows[(self.rows.error != "") & self.rows.accuracy.isna()]
-        return self.spread(rows.groupby(["defence", "attack"]).size(), "accuracy").notna()
+        return self.spread(rows.groupby(["defence", "attack"]).size(), columns).notna()
 
-    def marked(self, table: pd.DataFrame, value: str) -> pd.DataFrame:
-        """The table with a mark at attacks whose success is the accuracy lost."""
-        names = untargeted(self.rows) if value == "success" else set()
-        return table.rename(columns={name: name + MARK for name in names}).rename_axis(columns=None)
+    def exceeded(self, columns: Sequence[str]) -> pd.DataFrame:
+        """Where benign agents received more malicious models than their rule assumes, defences by columns."""
+        most = self.rows.groupby(["defence", "attack"]).f_exceeded.max()
+        return self.spread(most, columns).gt(0)
+
+    @property
+    def worsts(self) -> dict[str, list[str]]:
+        """In which columns the worst is looked for: in all, and without those that the grid sets aside."""
+        aside = [name for name in self.attacks if name in self.results.set_aside]
+        told = aside[0] if len(aside) == 1 else f"{len(aside)} set aside"
+        return {WORST: [], **({f"{WORST} but {told}": aside} if aside else {})}
 
 
 def measure(value: str) -> Measure:
@@ -135,78 +166,134 @@ def measure(value: str) -> Measure:
 
 
 def matrix(view: View, value: str) -> pd.DataFrame:
-    """One measure: a row a defence, a column an attack, last its worst case; mean ± standard deviation over seeds."""
-    return _texts(view, statistics(view.rows, value), value, _spread)
+    """One measure: a row a defence, a column an attack, last its worst case; mean and 95% interval over seeds."""
+    found, columns = statistics(view.rows, value), view.columns(value)
+    texts = _told(found, value, _interval)
+    table = _marked(view, _texts(view, texts, columns), columns)
+    if measure(value).worse != "neither":
+        at = view.worst(found, value)
+        table[WORST] = [texts[name, at[name]] if name in at else "–" for name in table.index]
+    return table.rename_axis(columns=None)
 
 
-def intervals(view: View, value: str) -> pd.DataFrame:
-    """The same with the 95% interval in place of the deviation."""
-    return _texts(view, statistics(view.rows, value), value, _interval)
+def regret_matrix(view: View, value: str) -> pd.DataFrame:
+    """By how much each defence falls short of the best in each column, and in its worst ones; "best" where it is it."""
+    short, columns = view.short(value), view.columns(value)
+    texts = _told(regret.regrets(short), value, _interval)
+    texts.update(pd.Series("best", index=pd.MultiIndex.from_frame(short[["best", "attack"]].drop_duplicates())))
+    table = _marked(view, _texts(view, texts, columns), columns)
+    for title, aside in view.worsts.items():
+        found = regret.minimax(short, [name for name in columns if name not in aside])
+        table[title] = _with_column(found).reindex(table.index).fillna("–")
+    return table.rename_axis(columns=None)
+
+
+def headline(view: View) -> pd.DataFrame:
+    """A row a defence: its worst regret in accuracy, in attack success rate and in whichever of both is worse, and the
+    same without what the grid sets aside; with paired intervals."""
+    columns = {title: _with_column(regret.minimax(short, among)) for title, (short, among) in _contests(view).items()}
+    return _by_defence(view, columns)
+
+
+def headline_differences(view: View) -> pd.DataFrame:
+    """The same less those of the reference, paired by seeds, and an asterisk where they are not 0 after Holm's
+    correction over a column."""
+    reference, columns = view.results.reference, dict[str, "pd.Series[Any]"]()
+    for title, (short, among) in _contests(view).items():
+        columns[title] = _difference_told(regret.minimax_differences(short, among, reference), "accuracy")
+    return _by_defence(view, columns).drop(index=reference, errors="ignore")
+
+
+def _contests(view: View) -> dict[str, tuple[pd.DataFrame, list[str]]]:
+    """How far each run is behind the best of its column, and in which columns the worst is looked for."""
+    found: dict[str, tuple[pd.DataFrame, list[str]]] = {}
+    rivals = {value: title for value, title in RIVALS.items() if view.columns(value)}
+    for each, aside in view.worsts.items():
+        worst_of = each[0].lower() + each[1:]
+        shorts, columns = {}, {}
+        for value, title in rivals.items():
+            among = [name for name in view.columns(value) if name not in aside]
+            shorts[value], columns[value] = view.short(value), among
+            found[f"{title}, {worst_of}"] = shorts[value], among
+        both = [short.assign(attack=short.attack + f", {RIVALS[value].lower()}") for value, short in shorts.items()]
+        among = [f"{name}, {RIVALS[value].lower()}" for value, names in columns.items() for name in names]
+        if len(rivals) > 1:
+            found[f"Either, {worst_of}"] = pd.concat(both), among
+    return found
 
 
 def differences(view: View, value: str) -> pd.DataFrame:
-    """The differences to the reference, paired by seeds, with their 95% intervals."""
-    found = paired(view.rows, value, view.results.reference)
-    table = view.spread(_told(found, value, partial(_interval, sign="+")), value).fillna("–")
-    return view.marked(table.drop(index=view.results.reference, errors="ignore"), value)
+    """The differences to the reference, paired by seeds, with their 95% intervals, and an asterisk where they are not 0
+    after Holm's correction over the table."""
+    texts = _difference_told(paired(view.rows, value, view.results.reference), value)
+    table = view.spread(texts, view.columns(value)).astype(object).fillna("–").rename_axis(columns=None)
+    return table.drop(index=view.results.reference, errors="ignore")
+
+
+def across(results: GridResults, value: str, column: str) -> pd.DataFrame:
+    """One column of a measure in all settings: a row a defence, a column a setting."""
+    columns = {}
+    for setting in results.settings:
+        view = View(results, setting)
+        found = statistics(view.rows[view.rows.attack == column], value)
+        texts = _told(found, value, _interval)
+        columns[setting] = _marked(view, _texts(view, texts, [column]), [column])[column]
+    return pd.DataFrame(columns, index=pd.Index(results.defences, name="Defence"))
 
 
 def briefs(results: GridResults) -> dict[str, pd.DataFrame]:
-    """For each setting what of its overview fits on a terminal: the accuracies and successes, without names."""
-    found = {setting: overview(View(results, setting)).iloc[:, :5] for setting in results.settings}
-    return {setting: table.replace(r" \(.*", "", regex=True) for setting, table in found.items()}
+    """For each setting what fits on a terminal: accuracies without attack, and the worst regrets, without intervals."""
+    found = {}
+    for setting in results.settings:
+        view = View(results, setting)
+        told = headline(view)
+        told = told[[name for name in told if not str(name).startswith("Either")]]
+        found[setting] = overview(view)[view.floors].join(told).replace(r" [\[(].*", "", regex=True)
+    return found
 
 
 def overview(view: View) -> pd.DataFrame:
-    """A row a defence: accuracy without attack, in the mean over attacks and at the worst; their success in the same
-    way; what malicious models weigh, and what a round takes."""
-    columns: dict[str, pd.Series[Any]] = {}
-    for value, title in (("accuracy", "Accuracy"), ("success", "Attack success")):
-        found = statistics(view.rows, value)
-        at, texts = view.worst(found, value), _told(found, value, _spread)
-        if value == "accuracy":
-            columns[f"{title}, no attack"] = texts[texts.index.get_level_values("attack") == CALM].droplevel("attack")
-        columns[f"{title}, mean over attacks"] = _told(mean_over(view.rows, value, view.attacks), value, _spread)
-        columns[f"{title}, worst attack"] = pd.Series(
-            [f"{texts[pair]} ({pair[1]})" for pair in at.items()], index=list(at), dtype=object
-        )
+    """A row a defence: accuracy without attack, in the mean over attacks, at the worst and of the worst tenth of the
+    agents; success rates in the same way; what malicious models weigh, and what a round takes."""
+    found = statistics(view.rows, "accuracy")
+    texts = _told(found, "accuracy", _interval)
+    columns = {name: texts.xs(name, level="attack") for name in view.floors}
+    for value, title in RIVALS.items():
+        columns[f"{title}, mean over attacks"] = _over_attacks(view, value)
+        columns[f"{title}, worst attack"] = _at_worst(view, value)
+        if view.has_tenth:
+            columns[f"{title}, worst attack, worst tenth of the agents"] = _at_worst(view, f"{value}_worst_tenth")
     columns["Weight of malicious models"] = _over_attacks(view, "malicious_weight")
     columns["Seconds a round"] = _over_attacks(view, "seconds")
     columns["Megabytes a round"] = _over_attacks(view, "megabytes")
     return _by_defence(view, columns)
 
 
-def calm_cost(view: View) -> pd.DataFrame:
-    """What each defence costs while nobody attacks: its accuracy, and that against the best one's and DFedAvgM's."""
-    rows = view.rows[view.rows.attack == CALM]
-    columns = {
-        measure(value).title: _told(statistics(rows, value).droplevel("attack"), value, _spread)
-        for value in ("accuracy", "accuracy_worst", "accuracy_worst_tenth", "seconds", "megabytes")
-        if value != "accuracy_worst_tenth" or view.has_tenth
-    }
-    means = statistics(rows, "accuracy")["mean"].droplevel("attack")
-    if means.empty:
-        return _by_defence(view, {})
-    plain = next((d for d in view.results.defences if view.results.algorithm(d) == "dfedavgm" and d in means), None)
-    for other in dict.fromkeys(filter(None, (str(means.idxmax()), plain))):
-        found = paired(rows, "accuracy", other).droplevel("attack")
-        columns[f"Accuracy less that of {other}"] = _told(found, "accuracy", partial(_spread, sign="+"))
-    return _by_defence(view, columns)
-
-
 def tuning_table(results: GridResults) -> pd.DataFrame:
-    """A row a candidate: what it changes, its score, and whether it was chosen."""
+    """A row a candidate: what it changes, its score, and whether it was chosen, and at an end of what was tried."""
     rows = [
         (
             defence,
             changes_told(changes),
             "failed" if score is None else f"{100 * score:.2f}",
-            "yes" * (i == found["best"]),
+            ("yes" + ", at an end" * found["at_end"]) * (i == found["best"]),
         )
         for defence, found in results.tuning.items()
         for i, (changes, score) in enumerate(zip(found["asked"]["candidates"], found["scores"], strict=True))
     ]
     return pd.DataFrame(rows, columns=["Defence", "Candidate", "Score", "Chosen"]).set_index("Defence")
+
+
+def tuning_rows(results: GridResults) -> pd.DataFrame:
+    """A row for each defence, candidate, attack and seed that it was tuned with: the score."""
+    rows = [
+        (defence, changes_told(changes), attack, seed, score)
+        for defence, found in results.tuning.items()
+        for changes, scores in zip(found["asked"]["candidates"], found["by_attack"], strict=True)
+        for attack, values in (scores or {}).items()
+        for seed, score in zip(found["asked"]["seeds"], values, strict=True)
+    ]
+    return pd.DataFrame(rows, columns=["defence", "candidate", "attack", "seed", "score"])
 
 
 def changes_told(changes: object) -> str:
@@ -215,35 +302,51 @@ def changes_told(changes: object) -> str:
     return ", ".join(f"{key} = {value}" for key, value in flattened(changes).items()) or "nothing"
 
 
-def _texts(view: View, found: pd.DataFrame, value: str, told: Callable[..., str]) -> pd.DataFrame:
-    texts = _told(found, value, told)
-    table = view.spread(texts, value).astype(object)
-    failed = view.failed().reindex(columns=table.columns, fill_value=False)
-    table = table.where(table.notna() | ~failed, "failed")
-    if measure(value).worse != "neither":
-        at = view.worst(found, value)
-        table[WORST] = [texts[name, at[name]] if name in at else None for name in table.index]
-    return view.marked(table.fillna("–"), value)
+def _texts(view: View, texts: "pd.Series[Any]", columns: Sequence[str]) -> pd.DataFrame:
+    """Texts by (defence, attack) as a table; what failed says so."""
+    table = view.spread(texts, columns).astype(object)
+    return table.where(table.notna() | ~view.failed(columns), "failed").fillna("–")
+
+
+def _marked(view: View, table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """The table with a mark where rules received more malicious models than they assume."""
+    return table.where(~view.exceeded(columns), table + EXCEEDED)
 
 
 def _told(found: pd.DataFrame, value: str, told: Callable[..., str]) -> "pd.Series[Any]":
     """Statistics as text, a row each."""
-    scale, digits = (100, 2) if measure(value).percent else (1, 3)
-    rows = (scale * found[["mean", "deviation", "low", "high"]]).to_numpy(float)
+    scale, digits = (100, 1) if measure(value).percent else (1, 3)
+    rows = (scale * found[["mean", "low", "high"]]).to_numpy(float)
     return pd.Series([told(*row, digits) for row in rows], index=found.index, dtype=object)
 
 
-def _spread(mean: float, deviation: float, low: float, high: float, digits: int, sign: str = "") -> str:
-    return f"{mean:{sign}z.{digits}f}" + ("" if pd.isna(deviation) else f" ± {deviation:.{digits}f}")
-
-
-def _interval(mean: float, deviation: float, low: float, high: float, digits: int, sign: str = "") -> str:
+def _interval(mean: float, low: float, high: float, digits: int, sign: str = "") -> str:
     form = f"{sign}z.{digits}f"
     return f"{mean:{form}}" + ("" if pd.isna(low) else f" [{low:{form}}, {high:{form}}]")
 
 
+def _difference_told(found: pd.DataFrame, value: str) -> "pd.Series[Any]":
+    """Differences as text, with a mark at those that are not 0 after a correction for how many they are."""
+    sure = holm(found.p) < 1 - CONFIDENCE
+    return _told(found, value, partial(_interval, sign="+")) + sure.map({True: SIGNIFICANT, False: ""})
+
+
+def _with_column(found: pd.DataFrame) -> "pd.Series[Any]":
+    """Regrets as text, each with the column that it is of."""
+    texts: pd.Series[Any] = _told(found, "accuracy", _interval) + " (" + found.attack + ")"
+    return texts
+
+
+def _at_worst(view: View, value: str) -> "pd.Series[Any]":
+    """A measure under the attack that is worst in it, and which this is."""
+    found = statistics(view.rows, value)
+    texts = _told(found, value, _interval)
+    at = view.worst(found, value)
+    return pd.Series([f"{texts[pair]} ({pair[1]})" for pair in at.items()], index=list(at), dtype=object)
+
+
 def _over_attacks(view: View, value: str) -> "pd.Series[Any]":
-    return _told(mean_over(view.rows, value, view.attacks), value, _spread)
+    return _told(mean_over(view.rows, value, view.having(value)), value, _interval)
 
 
 def _by_defence(view: View, columns: dict[str, "pd.Series[Any]"]) -> pd.DataFrame:

@@ -1,7 +1,8 @@
-"""A matrix as a picture: a number in every cell, darker for more; readable with 20 rows and 20 columns.
+"""A matrix as a picture: a number in every cell, darker for worse; readable with 20 rows and 20 columns.
 
 The colours run from light to dark in one hue, or from one hue to another through white where values have signs, so that
-colour-blind readers see them as others do.
+colour-blind readers see them as others do. They are the same in all pictures, and most of them are spent between 0 and
+20 points, where what is to be told apart lies.
 """
 
 from collections.abc import Collection
@@ -11,7 +12,6 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -19,41 +19,45 @@ from fedcb2o.report.figures import STYLE
 
 WIDTH, HEIGHT, GAP = 0.56, 0.42, 0.25  # of a cell in inches, and of a gap between columns in cells
 LONGEST = 32  # characters of a name
-SPAN = 0.05  # the least range of values that the colours are spread over
+SCALE = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0), (0.0, 0.28, 0.5, 0.75, 0.9, 1.0)  # points that are worse, and how dark
 
 
 @mpl.rc_context(STYLE)
 def heat_map(
     means: pd.DataFrame,
-    deviations: pd.DataFrame,
+    halves: pd.DataFrame,
+    shades: pd.DataFrame,
     *,
-    colours: str = "Blues",
+    colours: str = "Oranges",
     signed: bool = False,
     bold: pd.DataFrame | None = None,
     failed: pd.DataFrame | None = None,
+    noted: pd.DataFrame | None = None,
     apart: Collection[str] = (),
 ) -> Figure:
-    """Rows by columns of fractions, in percent: the mean in every cell, the deviation below it.
+    """Rows by columns of fractions, in percent: the mean in every cell, half of its interval below it.
 
-    `signed` values have one hue below 0 and another above. `bold` and `failed` are true for the cells that are so;
-    cells without a value are blank. Columns named in `apart` stand a little apart from the others.
+    `shades` say how bad a cell is, from 0 to 1; `signed` ones have one hue below 0 and another above. `bold`, `failed`
+    and `noted` (a dagger) are true for the cells that are so; cells without a value are blank. Columns named in `apart`
+    stand a little apart from the others.
     """
     values, names = means.to_numpy(float), list(means.columns)
-    spreads = deviations.to_numpy(float)
+    spreads, dark = halves.to_numpy(float), _darkness(shades.to_numpy(float))
     parted = [i > 0 and (names[i] in apart) != (names[i - 1] in apart) for i in range(len(names))]
     x = [j + GAP * sum(parted[: j + 1]) for j in range(len(names))]
     inches = (x[-1] + 1) * WIDTH + 0.085 * max(map(len, _short(means.index))) + 0.6, (len(means) + 0.2) * HEIGHT
     figure = Figure(figsize=(inches[0], inches[1] + 0.06 * max(map(len, _short(names))) + 0.4), layout="constrained")
     ax = figure.subplots()
-    norm, palette = _norm(values, signed), mpl.colormaps[colours]
+    palette = mpl.colormaps[colours]
     for (i, j), value in np.ndenumerate(values):
         known = bool(np.isfinite(value))
-        colour = palette(norm(value)) if known else (1.0, 1.0, 1.0, 1.0)
+        colour = tuple(palette((1 + dark[i, j]) / 2 if signed else dark[i, j])) if known else (1.0, 1.0, 1.0, 1.0)
         ax.add_patch(Rectangle((x[j], i), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
         ink = "white" if _luminance(colour) < 0.45 else "0.1"
         if known:
             heavy = bold is not None and bool(bold.iloc[i, j])
-            _number(ax, (x[j] + 0.5, float(i)), value, float(spreads[i, j]), ink, signed, heavy)
+            mark = "†" if noted is not None and bool(noted.iloc[i, j]) else ""
+            _number(ax, (x[j] + 0.5, float(i)), value, float(spreads[i, j]), ink, signed, heavy, mark)
         elif failed is not None and bool(failed.iloc[i, j]):
             ax.text(x[j] + 0.5, i + 0.5, "failed", ha="center", va="center", fontsize=7, color="0.35", style="italic")
     ax.set(xlim=(0, x[-1] + 1), ylim=(len(means), 0))
@@ -67,26 +71,23 @@ def heat_map(
 
 
 def _number(
-    ax: Axes, top: tuple[float, float], mean: float, deviation: float, ink: str, signed: bool, heavy: bool
+    ax: Axes, top: tuple[float, float], mean: float, half: float, ink: str, signed: bool, heavy: bool, mark: str
 ) -> None:
-    """A mean in percent, and its deviation below where there is one."""
+    """A mean in percent, and half of its interval below where there is one."""
     x, y = top
     look: dict[str, Any] = {"ha": "center", "va": "center", "color": ink}
-    spread = np.isfinite(deviation)
+    spread = np.isfinite(half)
     text = f"{100 * mean:{'+' if signed else ''}z.1f}".replace("-", "−")
     text = text.removesuffix(".0") if abs(mean) > 0.9995 else text
-    ax.text(x, y + (0.4 if spread else 0.5), text, fontsize=9, weight="bold" if heavy else "normal", **look)
+    ax.text(x, y + (0.4 if spread else 0.5), text + mark, fontsize=9, weight="bold" if heavy else "normal", **look)
     if spread:
-        ax.text(x, y + 0.76, f"±{100 * deviation:.1f}", fontsize=6.5, **look)
+        ax.text(x, y + 0.76, f"±{100 * half:.1f}", fontsize=6.5, **look)
 
 
-def _norm(values: np.ndarray, signed: bool) -> Normalize:
-    known = values[np.isfinite(values)]
-    if signed:
-        far = max(float(np.abs(known).max(initial=0.0)), SPAN)
-        return Normalize(-far, far)
-    low, high = max(float(known.min(initial=1.0)), 0.0), float(known.max(initial=0.0))
-    return Normalize(low, max(high, low + SPAN), clip=True)
+def _darkness(shades: np.ndarray) -> np.ndarray:
+    """How far along the colours: from 0 to 1, with the sign of the shade."""
+    dark: np.ndarray = np.sign(shades) * np.interp(np.abs(shades), *SCALE)
+    return dark
 
 
 def _luminance(colour: tuple[float, ...]) -> float:

@@ -1,7 +1,9 @@
 """Matrices over a grid's rows: defences by attacks, over seeds; and what they come to for each defence.
 
-Runs of one seed are paired: their agents hold the same samples, whatever the defence and the attack. Values are
-fractions of 1, seconds or megabytes; a deviation is a sample's (ddof = 1), an interval Student's for the mean.
+Runs of one seed are paired: their agents hold the same samples, whatever the defence and the attack. The unit of every
+interval is the seed: what its agents score on one picture, turned as each cluster sees it, is one value of its mean.
+Values are fractions of 1, seconds or megabytes; a deviation is a sample's (ddof = 1), an interval Student's for the
+mean.
 """
 
 from collections.abc import Sequence
@@ -9,45 +11,53 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 
 from fedcb2o.report.grid import GridResults, measured
 
-CALM = "No attack"
-STATISTICS = ["seeds", "mean", "deviation", "low", "high"]
+FLOORS = {"clean": "Attackers clean", "removed": "Attackers removed"}
+"""The columns of what a defence reaches without attack, by what malicious agents do."""
+
+OWN = ["defence", "floor", "seed"]
+STATISTICS = ["seeds", "mean", "deviation", "low", "high", "p"]
 CONFIDENCE = 0.95
 
 
 def scored(results: GridResults, setting: str) -> pd.DataFrame:
-    """The rows of a setting, those of attacked cells with `success`, and each defence's without attack under `CALM`.
+    """The rows of a setting, those of attacked cells with `lost` and `success`, and each defence's without attack under
+    the names in `FLOORS`.
 
-    The success of an attack is its rate minus the rate of the floor with the same seed; where it has no rate, the
-    accuracy that the floor has beyond it. A defence's floors are one and the same training, so any of them will do.
+    `lost` is the accuracy of the better floor less that of the attacked run with the same seed, `success` the rate of
+    an attack that has one less that of the better floor. The better floor is that of the two with the better mean over
+    seeds. A defence's floors of one role are one and the same training, so any of them will do.
     """
     rows = results.rows[results.rows.setting == setting]
-    keys = ["defence", "floor", "seed"]
-    floors = rows[rows.attack == ""]
-    attacked = rows[(rows.attack != "") & rows.attack.isin(results.attacks)]
-    attacked = attacked.merge(floors[[*keys, "accuracy", "attack_success_rate"]], "left", keys, suffixes=("", "_floor"))
-    net = attacked.attack_success_rate - attacked.attack_success_rate_floor
-    lost = attacked.accuracy_floor - attacked.accuracy
-    attacked["success"] = net.where(attacked.attack_success_rate.notna(), lost)
-    calm = floors.dropna(subset="accuracy").drop_duplicates(["defence", "seed"]).assign(attack=CALM)
+    floors, attacked = rows[rows.attack == ""], rows[(rows.attack != "") & rows.attack.isin(results.attacks)]
+    lost = _better(floors, "accuracy", highest=True)
+    success = _better(floors, "attack_success_rate", highest=False)
+    attacked = attacked.join(lost, on=OWN).join(success, on=OWN)
+    attacked["lost"] = attacked.accuracy_floor - attacked.accuracy
+    attacked["success"] = attacked.attack_success_rate - attacked.attack_success_rate_floor
+    calm = floors.dropna(subset="accuracy").drop_duplicates(["defence", "role", "seed"])
+    calm = calm.assign(attack=calm.role.map(FLOORS))
+    calm = calm[~calm.attack.isin(results.attacks)]
     aimed = [name for name in measured(calm) if name.startswith(("source_accuracy", "attack_success_rate"))]
     both = [attacked.drop(columns=["accuracy_floor", "attack_success_rate_floor"]), calm.drop(columns=aimed)]
-    table = pd.concat(both[: 1 if CALM in results.attacks else 2], ignore_index=True)
+    table = pd.concat(both, ignore_index=True)
     return table[table.defence.isin(results.defences) & table.seed.isin(results.seeds)]
 
 
-def untargeted(rows: pd.DataFrame) -> set[str]:
-    """The attacks whose success is the accuracy lost, as far as there are results."""
-    known = rows[(rows.attack != CALM) & rows.accuracy.notna()].groupby("attack").attack_success_rate.count()
-    return set(known[known == 0].index)
+def _better(floors: pd.DataFrame, value: str, *, highest: bool) -> "pd.Series[Any]":
+    """A value of the floor with the better mean of it, for each defence, aim and seed."""
+    means = floors.groupby([*OWN[:2], "role"])[value].mean().dropna().reset_index()
+    means = means.sort_values(value, ascending=not highest, kind="stable").drop_duplicates(OWN[:2])
+    chosen = floors.merge(means[[*OWN[:2], "role"]], on=[*OWN[:2], "role"])
+    return chosen.set_index(OWN)[value].rename(f"{value}_floor")
 
 
 def statistics(rows: pd.DataFrame, value: str, *also: str) -> pd.DataFrame:
     """Over the seeds of each defence, attack and what else tells rows apart (the index): `STATISTICS` of a column."""
-    return _statistics(rows.dropna(subset=value).groupby(["defence", "attack", *also])[value])
+    return summed_up(rows.dropna(subset=value).groupby(["defence", "attack", *also])[value])
 
 
 def paired(rows: pd.DataFrame, value: str, reference: str, *also: str) -> pd.DataFrame:
@@ -56,21 +66,21 @@ def paired(rows: pd.DataFrame, value: str, reference: str, *also: str) -> pd.Dat
     base = rows[rows.defence == reference].set_index(same)[value].rename("base")
     both = rows[rows.defence != reference].join(base, on=same)
     both = both.assign(difference=both[value] - both.base).dropna(subset="difference")
-    return _statistics(both.groupby(["defence", "attack", *also]).difference)
+    return summed_up(both.groupby(["defence", "attack", *also]).difference)
 
 
 def mean_over(rows: pd.DataFrame, value: str, attacks: Sequence[str]) -> pd.DataFrame:
     """The same, by defence, of the mean over attacks of each seed that has them all."""
     table = rows[rows.attack.isin(attacks)].pivot(index=["defence", "seed"], columns="attack", values=value)
     means = table.reindex(columns=list(attacks)).mean(axis="columns", skipna=False).dropna()
-    return _statistics(means.groupby("defence"))
+    return summed_up(means.groupby("defence"))
 
 
 def worst(found: pd.DataFrame, attacks: Sequence[str], *, highest: bool) -> dict[str, str]:
     """The attack with the worst mean for each defence, of `statistics`; none for a defence that lacks an attack."""
     means = found["mean"].unstack("attack").reindex(columns=list(attacks)).dropna()
     rows = {str(name): list(row) for name, row in zip(means.index, means.to_numpy(), strict=True)}
-    return {name: attacks[row.index(max(row) if highest else min(row))] for name, row in rows.items()}
+    return {name: attacks[row.index(max(row) if highest else min(row))] for name, row in rows.items() if row}
 
 
 def half_width(count: Any, deviation: Any) -> Any:
@@ -78,7 +88,19 @@ def half_width(count: Any, deviation: Any) -> Any:
     return stdtrit(count - 1, (1 + CONFIDENCE) / 2) * deviation / np.sqrt(count)
 
 
-def _statistics(groups: Any) -> pd.DataFrame:
+def summed_up(groups: Any) -> pd.DataFrame:
+    """`STATISTICS` of each group of values; `p` is Student's, two-sided, for a mean that is 0."""
     table = pd.DataFrame({"seeds": groups.count(), "mean": groups.mean(), "deviation": groups.std(ddof=1)})
     half = half_width(table.seeds, table.deviation)
-    return table.assign(low=table["mean"] - half, high=table["mean"] + half)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = (table["mean"] / (table.deviation / np.sqrt(table.seeds))).abs().where(table["mean"] != 0, 0.0)
+    p = 2 * stdtr(table.seeds - 1, -t.where(table.deviation.notna()))
+    return table.assign(low=table["mean"] - half, high=table["mean"] + half, p=p)[STATISTICS]
+
+
+def holm(p: "pd.Series[float]") -> "pd.Series[float]":
+    """p-values corrected for how many they are, so that they say the chance of a single false finding among them (Holm,
+    "A simple sequentially rejective multiple test procedure", 1979). NaN stay out."""
+    known = p.dropna().sort_values(kind="stable")
+    corrected = (known * np.arange(len(known), 0, -1)).cummax().clip(upper=1.0)
+    return corrected.reindex(p.index)

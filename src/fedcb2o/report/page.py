@@ -212,7 +212,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _tuning(run: Run) -> str | None:
     """A warning where a run was not measured on the test set."""
     on = run.config.get("evaluate_on", "test")
-    return None if on == "test" else f"{run.title} was measured on {on} data, not on the test set"
+    return None if on != "tuning" else f"{run.title} was measured on {on} data, not on the test set"
 
 
 def _clusters(run: Run) -> int:

@@ -3,13 +3,18 @@
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from jaxtyping import Float, Int
 
+from fedcb2o.federated.choices import Choices
 from fedcb2o.federated.ifca import adopt_, averages, seen_by_agents
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.mixing import mixture
 from fedcb2o.federated.peers import Memory
 from fedcb2o.runtime.engine import Clock, Round, Tell, evaluated_in, trained_and_published_
 from fedcb2o.runtime.shared import Shared
+
+Chosen = Int[np.ndarray, " N"]
+"""Which of the K models each agent has chosen."""
 
 
 def rounds(
@@ -18,27 +23,58 @@ def rounds(
     """As `engine.rounds`: each agent trains the model that fits it best, and the coordinator, to whom attackers publish
     what they do for the first benign agent, averages what it receives for each of its models, whose rows follow the
     agents'."""
-    coordinator, everybody = engine.terms.algorithm.coordinator, list(range(engine.terms.num_agents))
-    assert coordinator is not None
-    held = np.arange(len(everybody), len(everybody) + coordinator.models)
-    receiver = np.full(len(held), engine.attackers.benign[0])
-
-    def adopted() -> np.ndarray:
-        found = engine.each_agent(adopt_, everybody, held.tolist())
-        return np.array([found[j] for j in everybody])
-
-    chosen = adopted()
+    clusters, everybody = engine.terms.algorithm.clusters, np.arange(engine.terms.num_agents)
+    assert clusters is not None
+    if start == 0 and clusters.restarts > 1:
+        _begin_well_(engine, tell)
+    held = len(everybody) + np.arange(clusters.models)
+    chosen, _ = _adopted(engine, held)
     for n in range(start, stop):
         clock = Clock()
-        losses, _ = trained_and_published_(engine, n, tell, clock)
-        tell(n, "mixing")
-        asked = Lists.of([np.flatnonzero(chosen == k) for k in range(len(held))])
-        made = averages(held, engine.arrived(n, asked, receiver), coordinator.by_samples)
-        clock.lap("aggregate")
-        engine.mix_rows_(mixture(made, held))
-        clock.lap("mix")
-        chosen = adopted()
-        clock.lap("choose")
+        losses, made, chosen = _round(engine, n, held, chosen, tell, clock)
         measures = evaluated_in(engine, n, evaluated, tell, clock)
         seen = seen_by_agents(made, chosen)
-        yield Round(n, losses, [seen], [memory], [np.array(everybody)], *measures, clock.seconds)
+        yield Round(n, losses, [seen], [memory], [everybody], *measures, clock.seconds)
+
+
+def _round(
+    engine: Shared, n: int, held: Int[np.ndarray, " K"], chosen: Chosen, tell: Tell, clock: Clock
+) -> tuple[Float[np.ndarray, " N"], Choices, Chosen]:
+    """One round for the models in the rows `held`: the training losses, the averages, and what agents choose then."""
+    clusters, terms = engine.terms.algorithm.clusters, engine.terms
+    assert clusters is not None
+    losses, _ = trained_and_published_(engine, n, tell, clock)
+    tell(n, "mixing")
+    asked = Lists.of([np.flatnonzero(chosen == k) for k in range(len(held))])
+    receiver = np.full(len(held), engine.attackers.benign[0])
+    made = averages(held, engine.arrived(n, asked, receiver), clusters, engine.block.pool, terms.share)
+    clock.lap("aggregate")
+    engine.mix_rows_(mixture(made, held))
+    clock.lap("mix")
+    chosen, _ = _adopted(engine, held)
+    clock.lap("choose")
+    return losses, made, chosen
+
+
+def _adopted(engine: Shared, held: Int[np.ndarray, " K"]) -> tuple[Chosen, float]:
+    """What each agent chooses, and the mean of their losses."""
+    everybody = range(engine.terms.num_agents)
+    found = engine.each_agent(adopt_, everybody, np.tile(held, (len(everybody), 1)))
+    chosen, losses = zip(*(found[j] for j in everybody), strict=True)
+    return np.array(chosen), float(np.mean(losses))
+
+
+def _begin_well_(engine: Shared, tell: Tell) -> None:
+    """Have the coordinator's first K models be those, of several sets, that fit all agents best after some rounds."""
+    clusters, first = engine.terms.algorithm.clusters, engine.terms.num_agents
+    assert clusters is not None
+    sets = first + np.arange(clusters.rows(first)).reshape(clusters.restarts, clusters.models)
+    begun, losses = engine.block.pool[first : first + sets.size].clone(), []
+    for held in sets:
+        chosen, _ = _adopted(engine, held)
+        for n in range(clusters.trial):
+            *_, chosen = _round(engine, n, held, chosen, tell, Clock())
+        losses.append(_adopted(engine, held)[1])
+    best = sets[int(np.nanargmin(losses))] - first
+    engine.block.pool[first : first + sets.size] = begun
+    engine.block.pool[first : first + clusters.models] = begun[best.tolist()]

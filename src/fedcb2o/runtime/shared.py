@@ -1,6 +1,6 @@
 """All agents on one machine: one block, whose pool the workers share.
 
-The models are rows of one tensor: those of the N agents, those that a coordinator holds, where there is one, the P that
+The models are rows of one tensor: those of the N agents, those of the clusters of IFCA and DFCA, the P that
 attackers craft and publish in the agents' stead, where they do, and what the agents began the round with, where a rule
 looks at that. Agents of a phase are independent of each other, so that workers share them out; the phases are
 synchronous: what peers download is the model after this round's LocalUpdate. Nothing is copied: a received model is a
@@ -81,9 +81,9 @@ class Shared:
         self.good, self.outbox = good, outbox(self.block, n)
 
     def models(self) -> Iterator[Float[Tensor, "k stride"]]:
-        """The models that outlive a round, in whole cache lines: the agents', in their order, then a coordinator's."""
-        coordinator, stride = self.terms.algorithm.coordinator, row_stride(self.terms.dim)
-        count = self.terms.num_agents + (0 if coordinator is None else coordinator.models)
+        """The models that outlive a round, in whole cache lines: the agents', in their order, then clusters'."""
+        clusters, stride, count = self.terms.algorithm.clusters, row_stride(self.terms.dim), self.terms.num_agents
+        count += 0 if clusters is None else clusters.rows(count)
         yield self.block.pool[:count].as_strided((count, stride), (stride, 1))
 
     def fill_(self, models: Float[Tensor, "k stride"]) -> None:

@@ -1,0 +1,52 @@
+"""Tables that pages quote from grids are what the results that are kept beside them give."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from benchmarks.pages import TABLE, named, rewritten
+from tests.report.test_matrix import FLIP, MEAN, MEDIAN, make_grid
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.report import read_grid, report_grid
+
+PAGES = [page for page in sorted((Path(__file__).parents[2] / "docs").glob("*.md")) if TABLE.search(page.read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_published_tables_are_recomputed_from_the_values_that_are_kept(page):
+    assert rewritten(page) == page.read_text()
+
+
+def test_a_table_is_written_below_its_comment_once(tmp_path):
+    report_grid(read_grid(make_grid(tmp_path / "grid")), tmp_path / "report")
+    page = tmp_path / "page.md"
+    page.write_text("Before\n\n<!-- table: report accuracy -->\n\nAfter\n")
+    for _ in range(2):
+        page.write_text(rewritten(page))
+    lines = page.read_text().splitlines()
+    assert lines[4].startswith("| Defence | Attackers clean |")
+    assert lines[6].startswith(f"| {MEDIAN} | 87.5 [55.7, 119.3] |")
+    assert lines[8:] == ["", "After"]
+
+
+@pytest.mark.slow
+def test_every_table_of_a_report_has_its_name(tmp_path):
+    results = read_grid(make_grid(tmp_path / "grid"))
+    report_grid(results, tmp_path / "report")
+    for path in (tmp_path / "report" / "matrices").rglob("*.csv"):
+        found = named(results, str(path.relative_to(tmp_path / "report" / "matrices").with_suffix("")))
+        assert found.to_csv() == path.read_text(), path
+
+
+def test_settings_stand_side_by_side_and_what_there_is_not_is_told(tmp_path):
+    results = read_grid(make_grid(tmp_path / "grid"))
+    results.table["settings"] = {"Few": {}, "Many": {}}
+    results.rows["setting"] = "Few"
+    many = results.rows.assign(setting="Many", accuracy=results.rows.accuracy / 2)
+    both = type(results)(results.folder, results.table, {}, pd.concat([results.rows, many]))
+    table = named(both, "across/accuracy/label-flip")
+    assert table.loc[MEDIAN].tolist() == ["75.0 [11.5, 138.5]", "37.5 [5.7, 69.3]"]
+    assert named(both, "many/accuracy").loc[MEAN, FLIP] == "37.5 [-57.8, 132.8]"
+    with pytest.raises(ConfigError, match="has no table none/accuracy"):
+        named(both, "none/accuracy")

@@ -1,0 +1,51 @@
+"""Columns in which nothing happens, by hand."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedcb2o.report.quiet import harm_bounds, quiet
+
+
+def rows(**harm):
+    """Successes by seed of two defences under each attack; `lost` where there is any."""
+    found = []
+    for attack, (a, b) in harm.items():
+        for defence, values in (("A", a), ("B", b)):
+            found += [
+                {"defence": defence, "attack": attack, "seed": seed, "success": value, "lost": np.nan}
+                for seed, value in enumerate(values)
+            ]
+    return pd.DataFrame(found)
+
+
+# Three seeds with deviation 0.01: two intervals at once take Student's quantile of 1 - 0.05 / 4 with 2 degrees of
+# freedom, sqrt(2 q^2 / (4 p (1 - p))) with q = 2 p - 1 and p = 0.9875: 6.2053.
+HALF = 6.2053 * 0.01 / np.sqrt(3)
+
+
+def test_bounds_hold_for_all_defences_at_once():
+    found = harm_bounds(rows(Quiet=([0.01, 0.02, 0.03], [-0.01, 0.0, 0.01])), ["Quiet", "Not done"])
+    assert list(found.index) == ["Quiet"]
+    assert found.loc["Quiet", "low"] == pytest.approx(0.02 - HALF, abs=1e-6)
+    assert found.loc["Quiet", "high"] == pytest.approx(0.02 + HALF, abs=1e-6)
+    assert found.loc["Quiet", "intervals"] == 2
+
+
+def test_an_attack_that_harms_one_defence_is_not_quiet_and_one_that_harms_none_says_how_much_it_might():
+    table = rows(
+        Quiet=([0.01, 0.02, 0.03], [0.0, 0.0, 0.0]),
+        Loud=([0.01, 0.02, 0.03], [0.31, 0.32, 0.33]),
+        Single=([0.5], [0.5]),
+    )
+    assert list(quiet(table, ["Loud", "Single", "Quiet"])) == [
+        "Under Quiet nothing is shown to happen to anybody: of 2 intervals, which hold 95% all at once, none lies "
+        "above 0, and none reaches beyond 5.6 points"
+    ]
+
+
+def test_what_costs_accuracy_is_not_quiet_though_it_has_no_success():
+    table = rows(Flip=([0.0, 0.0, 0.01], [0.0, 0.0, 0.01]))
+    assert len(list(quiet(table, ["Flip"]))) == 1
+    table["lost"] = [0.5, 0.51, 0.52, 0.0, 0.01, 0.0]
+    assert list(quiet(table, ["Flip"])) == []

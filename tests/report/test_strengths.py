@@ -1,0 +1,69 @@
+"""What a report shows of the strengths that were tried."""
+
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
+
+from fedcb2o.records import write_sealed
+from fedcb2o.report import grid_page
+from fedcb2o.report.grid import read_grid
+from fedcb2o.report.grid_page import report_grid
+from fedcb2o.report.page import new_page
+from fedcb2o.report.strengths import chosen_table, tried_table, write_strengths
+
+STRENGTHS = [{}, {"attack": {"z": 2.0}}, {"attack": {"z": 8.0}}]
+
+
+def choice(defence, attack, worst, rates=None):
+    tried = [
+        {"harm": 0.1, "accuracy": [0.9, 0.8], "attack_success_rate": rates},
+        {"harm": 0.4, "accuracy": [0.5, 0.7], "attack_success_rate": rates},
+        {"harm": None},
+    ]
+    asked = {"seeds": [7, 8], "strengths": STRENGTHS}
+    return {"setting": "", "defence": defence, "attack": attack, "worst": worst, "tried": tried, "asked": asked}
+
+
+CHOICES = [choice(MEDIAN, NOISE, 1), choice(MEDIAN, FLIP, 2, [0.25, 0.5]), choice(MEAN, NOISE, 0)]
+
+
+def test_what_was_chosen_is_told_for_each_defence_and_attack():
+    table = chosen_table(CHOICES, "")
+    assert table.loc[MEDIAN].to_dict() == {NOISE: "z = 2.0", FLIP: "z = 8.0"}
+    assert table.loc[MEAN].to_dict() == {NOISE: "nothing", FLIP: "–"}
+
+
+def test_everything_tried_is_kept():
+    table = tried_table(CHOICES)
+    assert len(table) == 9
+    second = table[(table.defence == MEDIAN) & (table.attack == FLIP)].iloc[1]
+    assert second[["strength", "chosen", "harm"]].tolist() == ["z = 2.0", "", 0.4]
+    assert second[[f"{name}_seed_{s}" for name in ("accuracy", "attack_success_rate") for s in (7, 8)]].tolist() == [
+        0.5, 0.7, 0.25, 0.5,
+    ]  # fmt: skip
+    assert table[table.chosen == "yes"].strength.tolist() == ["z = 2.0", "z = 8.0", "nothing"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    attacks = {FLIP: {}, NOISE: {"strengths": STRENGTHS}}
+    made = make_grid(tmp_path / "grid", attacks=attacks, adversary={"seeds": [7, 8]})
+    write_sealed(made / "strengths.json", {"choices": CHOICES})
+    return made
+
+
+def test_the_page_says_how_many_choices_lie_at_an_end(folder, tmp_path):
+    write_strengths(page := new_page(tmp_path / "out"), read_grid(folder))
+    assert "with seeds 7, 8" in page.body[0]
+    assert "2 of 3 choices lie at an end of their list" in page.body[0]
+    assert len(pd.read_csv(tmp_path / "out" / "strengths.csv")) == 9
+
+
+def test_a_report_can_be_made_again_with_its_strengths(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(grid_page, "heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
+    report_grid(read_grid(folder), tmp_path / "once")
+    report_grid(read_grid(tmp_path / "once"), tmp_path / "twice")
+    for name in ("strengths.csv", "strengths.json", "matrices/strengths.md"):
+        assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
+    assert "strengths = " not in (tmp_path / "once" / "report.html").read_text()
