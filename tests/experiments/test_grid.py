@@ -211,7 +211,7 @@ WRONG = {
     ),
     "signs": ({"defences": {"***": {}}}, "defence `***` needs a letter or a digit in its name"),
     "tune": ({"defences": {"A": {"tune": []}}}, "defence `A`: `tune` must be a list of tables, each of changes, got"),
-    "seeds": ({"defences": {"A": {"seeds": [9]}}}, "defence `A`: `seeds` must be a list of some of the grid's, got [9]"),
+    "few": ({"defences": {"A": {"seeds": [9]}}}, "defence `A`: `seeds` must be a list of some of the grid's, got [9]"),
     "untuned": ({"defences": {"A": {"tune": [{}]}}}, "`tune` of defence `A` needs a section [tuning]"),
     "unequal": (ODD, "must have as many candidates in `tune` as the others, got `FedCB2O` 1, `B` 2"),
     "nothing to tune": ({"tuning": {"seeds": [1], "attacks": ["ALIE"]}}, "[tuning] is for defences with candidates"),

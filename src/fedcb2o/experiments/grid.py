@@ -95,7 +95,7 @@ class Grid(Part):
         return list(self.shared.get("seeds", Experiment.model_fields["seeds"].default))
 
     def seeds_of(self, defence: str) -> list[int]:
-        """Those that a defence is run with: its own `seeds`, where a few of them made clear that more are not needed."""
+        """Those that a defence is run with: its own `seeds`, where a few made clear that it needs no more."""
         return list(self.defences[defence].get("seeds", self.seeds))
 
     @property
