@@ -25,12 +25,19 @@ from fedcb2o.report.grid_tables import (
     matrix,
     overview,
     regret_matrix,
+    tuning_table,
 )
 from fedcb2o.report.page import slug
 from fedcb2o.report.strengths import choices_of, chosen_table
 
 TABLE = re.compile(r"(?P<mark>^<!-- table: (?P<folder>\S+) (?P<name>\S+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
-WHOLE = {"regret": headline, "regret-difference": headline_differences, "overview": overview}
+WHOLE = {
+    "regret": headline,
+    "regret-difference": headline_differences,
+    "overview": overview,
+    "strengths": lambda view: chosen_table(choices_of(view.results), view.setting),
+    "tuning": lambda view: tuning_table(view.results),
+}
 
 
 def rewritten(page: Path) -> str:
@@ -54,8 +61,6 @@ def named(results: GridResults, name: str) -> pd.DataFrame:
     if setting is None:
         raise ConfigError(f"{results.folder} has no table {name}")
     view, value = View(results, setting), last.replace("-", "_")
-    if last == "strengths":
-        return chosen_table(choices_of(results), setting)
     if last in WHOLE:
         return WHOLE[last](view)
     if value.endswith("_regret"):
