@@ -97,10 +97,10 @@ def html_text(text: str) -> str:
 
 
 def latex_text(text: str) -> str:
-    """Text for LaTeX, with the paper's T_G and ± set as they are there."""
+    """Text for LaTeX, with the paper's T_G set as it is there."""
     text = text.replace("\\", r"\textbackslash ")
     text = re.sub(r"([%&#_${}])", r"\\\1", text.replace("–", "--"))
-    return text.replace(r"T\_G", "$T_G$").replace("±", r"$\pm$")
+    return text.replace(r"T\_G", "$T_G$")
 
 
 def _longest_word(texts: Iterable[object]) -> int:
