@@ -107,7 +107,7 @@ def outcome(rule: Rule, x: Tensor, mixing: Rule | None) -> Tensor:
     gram, own = x @ x.T, len(form_of(rule).last)
     p = None if mixing is None else torch.block_diag(mixing(gram[: len(x) - own, : len(x) - own]), torch.eye(own))
     made = decide(rule, gram, p=p)
-    return made.of(x) if isinstance(made, Reduction) else made @ x
+    return made.of(x, 0) if isinstance(made, Reduction) else made @ x
 
 
 def subsets(n: int, f: int, own: bool) -> Tensor:

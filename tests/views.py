@@ -24,12 +24,16 @@ def local(**known) -> Local:
     """What an agent knows that met nobody."""
     nobody = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
     given = {
-        "losses_of": lambda models, change: None,
         "outputs_of": lambda models: None,
         "contacts_of": lambda: nobody,
         "draw_of": lambda: stream(0, "judged"),
     }
     return Local(**{**given, **known})
+
+
+def no_losses(models, change):
+    """For who may not ask for losses."""
+    pytest.fail("losses")
 
 
 def judged(by_class, own_by_class, present=None, n=0) -> Judged:
@@ -45,6 +49,7 @@ def judged(by_class, own_by_class, present=None, n=0) -> Judged:
         Losses(own[:, present].mean(1), own, present, torch.zeros(1, dtype=torch.float64)),
         received(torch.arange(m)),
         received(torch.tensor([m])),
+        no_losses,
         local(),
     )
 

@@ -37,23 +37,36 @@ def cnn(
     input_shape: Sequence[int],
     num_classes: int,
     *,
+    channels: Sequence[int] = (32, 64),
     hidden: int = 2048,
+    down: Literal["pool", "stride"] = "pool",
     dense_activation: Literal["relu", "none"] = "relu",
 ) -> nn.Module:
     """The paper's network (sec:experiments); with 28x28 images, 47 classes and 2048 hidden units d = 6,572,975.
 
-    Pooling stands before ReLU: the two commute exactly, and ReLU then touches a quarter of the values.
-    `dense_activation="none"` leaves out the ReLU between the dense layers, as the authors' released code does.
+    Each convolution halves the resolution, by max pooling after it or, with `down = "stride"`, by its stride, which is
+    a quarter of the work. Pooling stands before ReLU: the two commute exactly, and ReLU then touches a quarter of the
+    values. `dense_activation="none"` leaves out the ReLU between the dense layers, as the authors' released code does.
     """
-    channels, height, width = _image("cnn", input_shape)
+    seen, height, width = _image("cnn", input_shape)
     _check_widths("cnn", [hidden])
+    if len(channels) != 2 or min(channels) < 1:
+        raise ConfigError(f"model `cnn`: `channels` must be two numbers of 1 or more, got {list(channels)}")
+    first, second = channels
+
+    def halved(before: int, after: int) -> list[nn.Module]:
+        if down == "stride":
+            return [nn.Conv2d(before, after, 5, stride=2, padding=2), nn.ReLU()]
+        return [nn.Conv2d(before, after, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()]
+
     between = [nn.ReLU()] if dense_activation == "relu" else []
+    height, width = (-(-side // 4) if down == "stride" else side // 4 for side in (height, width))
     return nn.Sequential(
         ChannelsLast(),
-        *(nn.Conv2d(channels, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
-        *(nn.Conv2d(32, 64, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+        *halved(seen, first),
+        *halved(first, second),
         nn.Flatten(),
-        *(nn.Linear(64 * (height // 4) * (width // 4), hidden), *between),
+        *(nn.Linear(second * height * width, hidden), *between),
         nn.Linear(hidden, num_classes),
     )
 

@@ -1,6 +1,7 @@
 """Small files in the formats of the data sets, and a server in a thread that they are downloaded from."""
 
 import functools
+import gzip
 import hashlib
 import http.server
 import threading
@@ -18,6 +19,26 @@ def idx(values: np.ndarray) -> bytes:
     """An IDX file."""
     header = bytes((0, 0, 8, values.ndim)) + b"".join(size.to_bytes(4, "big") for size in values.shape)
     return header + values.astype(np.uint8).tobytes()
+
+
+def contents(train: int = 3, test: int = 2) -> dict[str, bytes]:
+    """gzip files by MNIST's names, `train` and `test` images a class, shuffled; pixel (1, 2) is the label."""
+    draw, files = np.random.default_rng(0), {}
+    for part, per_class in (("train", train), ("t10k", test)):
+        labels = draw.permutation(np.repeat(np.arange(10), per_class))
+        images = draw.integers(0, 256, (len(labels), 28, 28))
+        images[:, 1, 2] = labels
+        files[f"{part}-images-idx3-ubyte.gz"] = gzip.compress(idx(images), 1)
+        files[f"{part}-labels-idx1-ubyte.gz"] = gzip.compress(idx(labels), 1)
+    return files
+
+
+def write(folder: Path, files: dict[str, bytes], zipped: bool = True) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, body in files.items():
+        path = folder / name
+        (path if zipped else path.with_suffix("")).write_bytes(body if zipped else gzip.decompress(body))
+    return folder
 
 
 def names(folder: Path) -> list[str]:

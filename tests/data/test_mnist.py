@@ -1,14 +1,12 @@
 """MNIST from tiny files that the tests write, its download of four files; the reader's errors are in test_emnist."""
 
-import gzip
 import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from tests.data.made import at, idx, names, served
+from tests.data.made import at, contents, names, served, write
 
 from fedcb2o.data import mnist
 from fedcb2o.data.download import download, import_files
@@ -17,26 +15,6 @@ from fedcb2o.data.mnist import RELEASE
 from fedcb2o.errors import ConfigError, DataError
 
 REAL = os.environ.get("FEDCB2O_MNIST")
-
-
-def contents(train: int = 3, test: int = 2) -> dict[str, bytes]:
-    """gzip files with `train` and `test` images a class, shuffled; pixel [row 1, column 2] is the label."""
-    draw, files = np.random.default_rng(0), {}
-    for part, per_class in (("train", train), ("t10k", test)):
-        labels = draw.permutation(np.repeat(np.arange(10), per_class))
-        images = draw.integers(0, 256, (len(labels), 28, 28))
-        images[:, 1, 2] = labels
-        files[f"{part}-images-idx3-ubyte.gz"] = gzip.compress(idx(images), 1)
-        files[f"{part}-labels-idx1-ubyte.gz"] = gzip.compress(idx(labels), 1)
-    return files
-
-
-def write(folder: Path, files: dict[str, bytes], zipped: bool = True) -> Path:
-    folder.mkdir(exist_ok=True)
-    for name, body in files.items():
-        path = folder / name
-        (path if zipped else path.with_suffix("")).write_bytes(body if zipped else gzip.decompress(body))
-    return folder
 
 
 @pytest.mark.parametrize("zipped", [True, False])

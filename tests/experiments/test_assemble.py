@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.data.made import contents, write
 from tests.tiny import empty_models, tiny
 
 from fedcb2o.errors import ConfigError
@@ -10,6 +11,12 @@ from fedcb2o.experiments.assemble import dataset_of, first_models_, pool_of, pre
 from fedcb2o.experiments.config import load
 
 SOME = [1, 3, 4]
+TABLE = {
+    "evaluate_on": "redrawn",
+    "data": {"name": "breast_cancer"},
+    "agents": {"num_clusters": 1, "benign": 7, "malicious": 3, "benign_samples": 30, "malicious_samples": 30},
+    "attack": {"name": "label_flip", "source": 0, "target": 1},
+}
 
 
 def prepared(**changes):
@@ -54,6 +61,39 @@ def test_redrawn_test_samples_are_each_seeds_own_balanced_and_held_by_nobody():
         held = torch.cat([*made.population.train, *made.population.validation])
         assert not drawn & {tuple(x.flatten().tolist()) for x in pool.x[held]}
     assert len(tests[0] & tests[1]) < 80  # of 240, 1 in 7 by chance
+
+
+def test_redrawn_test_images_are_held_by_nobody_turned_or_not(tmp_path):
+    """By bytes of a pool and a test set of other sizes: 8 and 2 images of each class, every one another image."""
+    experiment = load(
+        tiny(evaluate_on="redrawn", data={"name": "fashion_mnist"}, agents={"num_clusters": 4, "benign_samples": 25})
+    )
+    dataset = dataset_of(experiment, write(tmp_path, contents(train=8, test=2)))
+    drawn = []
+    for seed in (0, 1):
+        made = prepare(experiment, seed, dataset)
+        assert torch.bincount(made.test().y).tolist() == [2] * 10
+        everybody = made.holdings(range(made.terms.num_agents), torch.device("cpu"))
+        tests = [set(map(bytes, everybody.tested_on(k).x.numpy())) for k in range(4)]
+        assert [len(test) for test in tests] == [20] * 4
+        seen = [everybody.trained_on(np.array([j]), 0)[0][0] for j in range(made.terms.num_agents)]
+        seen += [everybody.judged_on(np.array([j]))[0][0] for j in range(made.terms.num_agents)]
+        held = set(map(bytes, torch.cat(seen).numpy()))
+        assert len(held) == 4 * (2 * 25 + 30)  # all others, as each cluster sees them
+        assert not held & set.union(*tests)
+        drawn.append(tests[0])
+    assert drawn[0] != drawn[1]
+
+
+def test_redrawn_samples_of_a_table():
+    experiment = load(tiny(**TABLE))
+    dataset = dataset_of(experiment, None)
+    first, second = (prepare(experiment, seed, dataset) for seed in (0, 1))
+    for made in (first, second):
+        assert torch.bincount(made.test().y).tolist() == [53, 89]
+        whose = torch.cat([*made.population.train, *made.population.validation, made.population.tuning])
+        assert len(whose) == len(whose.unique()) == 7 * 30 + 3 * 30 + 142
+    assert not first.test().x.equal(second.test().x)
 
 
 def test_test_samples_are_drawn_before_agents_get_theirs():

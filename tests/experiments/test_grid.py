@@ -56,6 +56,17 @@ def test_cells_are_every_defence_against_every_attack_with_the_same_seeds():
     assert cells[3].experiment.name == "dfedavgm--alie"
 
 
+def test_a_defence_may_have_fewer_seeds_and_its_floors_with_it():
+    defences = {"FedCB2O": {}, "DFedAvgM": {**MEAN, "seeds": [4]}}
+    plan = load_grid(grid(seeds=[3, 4], defences=defences))
+    assert {(cell.place.defence, cell.experiment.seeds) for cell in plan.cells()} == {
+        ("FedCB2O", (3, 4)),
+        ("DFedAvgM", (4,)),
+    }
+    assert {cell.folder for cell in plan.cells()} == {cell.folder for cell in load_grid(grid(seeds=[3, 4])).cells()}
+    assert load_grid(plan.table()).cells() == plan.cells()
+
+
 def test_attacks_of_equal_aims_share_a_floor():
     attacks = {"Label flip": FLIP, "Late": {"attack": {**FLIP["attack"], "from_round": 1}}, "Gap": GAP, "ALIE": ALIE}
     more = {"Shift": {"attack": {"name": "shifted_labels"}}, "Back": BACKDOOR}
@@ -200,6 +211,7 @@ WRONG = {
     ),
     "signs": ({"defences": {"***": {}}}, "defence `***` needs a letter or a digit in its name"),
     "tune": ({"defences": {"A": {"tune": []}}}, "defence `A`: `tune` must be a list of tables, each of changes, got"),
+    "few": ({"defences": {"A": {"seeds": [9]}}}, "defence `A`: `seeds` must be a list of some of the grid's, got [9]"),
     "untuned": ({"defences": {"A": {"tune": [{}]}}}, "`tune` of defence `A` needs a section [tuning]"),
     "unequal": (ODD, "must have as many candidates in `tune` as the others, got `FedCB2O` 1, `B` 2"),
     "nothing to tune": ({"tuning": {"seeds": [1], "attacks": ["ALIE"]}}, "[tuning] is for defences with candidates"),

@@ -43,7 +43,7 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         own=losses_of(me, None),
         received=received,
         me=me,
-        knows=views.local(losses_of=losses_of),
+        losses_of=losses_of,
     )
 
 
@@ -127,8 +127,7 @@ def test_tiles_leave_no_pixel_out(tiles, dtype):
         painted.add_(change(x))
         return Losses(*(torch.zeros(2, *shape).double() for shape in ((), (2,))), view.losses.present, torch.zeros(2))
 
-    local = dataclasses.replace(view.local, losses_of=keep)
-    criteria.trigger_sensitivity(dataclasses.replace(view, knows=local), tiles=tiles, values=[0.2])
+    criteria.trigger_sensitivity(dataclasses.replace(view, losses_of=keep), tiles=tiles, values=[0.2])
     assert painted.unique().tolist() == pytest.approx([51.0 if dtype == torch.uint8 else 0.2])
     assert not x.any()
 
@@ -258,6 +257,7 @@ def own_gap(judged, *, power: float = 1.0):
 
 PARTS = {
     "largest": {"name": "largest", "of": ["class_loss_gap", {"name": "average_loss", "scale": 0.3}]},
+    "patches": {"name": "largest", "of": ["class_loss_gap", {"name": "trigger_sensitivity", "overlap": True}]},
     "sum": {"name": "weighted_sum", "of": [*["class_loss_gap", "class_loss_entropy", "worst_class_loss"] * 2, own_gap]},
     "nested": {"name": "largest", "of": [{"name": "weighted_sum", "of": ["class_loss_gap", "average_loss"]}, own_gap]},
 }
@@ -283,7 +283,7 @@ def test_a_combination_of_parts_that_look_at_several_agents_at_once_does_so(
     assert found == expected
 
 
-@pytest.mark.parametrize("alone", ["distance", {"name": "trigger_sensitivity"}, constant])
+@pytest.mark.parametrize("alone", ["distance", {"name": "distance"}, constant])
 def test_a_combination_with_a_part_that_looks_at_one_agent_looks_at_one(alone):
     for of in ([alone, "average_loss"], ["average_loss", {"name": "largest", "of": ["average_loss", alone]}]):
         algorithm = algorithms.fedcb2o(criterion={"name": "weighted_sum", "of": of})

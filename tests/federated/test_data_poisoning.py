@@ -149,7 +149,7 @@ def test_waves_by_hand():
     torch.testing.assert_close(waves(x, delta=0.2, frequency=1.0)[0, 0, 1], torch.tensor([0.5, 1.0, 0.5, 0.0]))
     grey = torch.full((1, 1, 1, 4), 100, dtype=torch.uint8)
     assert waves(grey, delta=0.1, frequency=1.0).flatten().tolist() == [100, 126, 100, 74]  # 25.5 to the even one
-    with pytest.raises(ConfigError, match=r"this trigger needs images, got samples of shape \(4,\)"):
+    with pytest.raises(ConfigError, match=r"a trigger marks images, and the samples have shape \(4,\): take"):
         waves(torch.zeros(2, 4))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests import agents as ours
 from tests.agents import GOOD, chosen, run_rounds
 from tests.tiny import bits, bits_however, tiny
-from tests.views import local, received
+from tests.views import local, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
@@ -107,7 +107,7 @@ def seen_by(me, ids, pool, before, met, n=0):
     none = torch.zeros(0, dtype=torch.float64)
     contacts = Contacts(torch.tensor(met, dtype=torch.int64), none.new_ones(len(met)))
     knows = local(contacts_of=lambda: contacts, head=(C, H), before=before)
-    return Judged(n, pool, None, None, received(torch.tensor(ids)), received(torch.tensor([me])), knows)
+    return Judged(n, pool, None, None, received(torch.tensor(ids)), received(torch.tensor([me])), no_losses, knows)
 
 
 def pools(count):
@@ -163,7 +163,7 @@ def test_a_network_without_a_last_dense_layer():
     (pool,) = pools(1)
     with pytest.raises(ConfigError, match="the rule looks at the last dense layer, and this model does not end in one"):
         foolsgold(
-            {}, Judged(0, pool, None, None, received(torch.tensor([0])), received(torch.tensor([2])), local(before=5))
+            {}, Judged(0, pool, None, None, received(torch.tensor([0])), received(torch.tensor([2])), no_losses, local(before=5))
         )
 
 

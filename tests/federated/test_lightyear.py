@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.views import local, received
+from tests.views import local, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.lightyear import lightyear, scores
@@ -68,6 +68,7 @@ def view(outputs, labels, n=0, own=None):
         None,
         received(ids),
         received(torch.tensor([m if own is None else own])),
+        no_losses,
         local(outputs_of=lambda models: (outputs[models.rows], labels)),
     )
 

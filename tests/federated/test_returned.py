@@ -20,7 +20,7 @@ def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
         return torch.full((m,), 1 / m)
 
     received = views.received(torch.zeros(3, m, dtype=torch.int64))
-    view = Judged(0, torch.zeros(1, 1), None, None, received, received, None)
+    view = Judged(0, torch.zeros(1, 1), None, None, received, received, views.no_losses, None)
     with pytest.raises(ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"):
         weights_of(rule, rule(view), (3, m))
 

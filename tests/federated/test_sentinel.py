@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tests.views import local, models, received
+from tests.views import local, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.sentinel import layers_of, sentinel
@@ -26,7 +26,7 @@ def seen_by(pool, ids, losses, own_loss, met=(), layers=LAYERS):
     contacts = Contacts(torch.tensor(met, dtype=torch.int64), torch.ones(len(met), dtype=torch.float64))
     knows = local(contacts_of=lambda: contacts, layers=layers)
     mine = received(torch.tensor([me]))
-    return Judged(0, pool, losses_of(*losses), losses_of(own_loss), received(torch.tensor(ids)), mine, knows)
+    return Judged(0, pool, losses_of(*losses), losses_of(own_loss), received(torch.tensor(ids)), mine, no_losses, knows)
 
 
 def test_layers_by_hand():
@@ -86,5 +86,5 @@ def test_who_is_alone_drew_itself_or_knows_nothing():
     assert sentinel({}, seen_by(pool, [0], [0.1], math.nan))[1].tolist() == [0, 0]
     with pytest.raises(ConfigError, match="set `judges` = true"):
         sentinel(
-            {}, Judged(0, models(2, 6), None, None, received(torch.tensor([0])), received(torch.tensor([1])), None)
+            {}, Judged(0, models(2, 6), None, None, received(torch.tensor([0])), received(torch.tensor([1])), no_losses, None)
         )

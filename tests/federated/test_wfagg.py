@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.views import local, models, received
+from tests.views import local, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.types import Contacts, Judged
@@ -16,7 +16,7 @@ from fedcb2o.streams import stream
 def seen_by(pool, ids, me, met=(), n=0, share=0.0):
     contacts = Contacts(torch.tensor(met, dtype=torch.int64), torch.ones(len(met), dtype=torch.float64))
     knows = local(contacts_of=lambda: contacts, share=share)
-    return Judged(n, pool, None, None, received(torch.tensor(ids)), received(torch.tensor([me])), knows)
+    return Judged(n, pool, None, None, received(torch.tensor(ids)), received(torch.tensor([me])), no_losses, knows)
 
 
 def test_distances_about_the_median_by_hand():

@@ -27,8 +27,8 @@ app = typer.Typer(
 data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
 for _function in (runs.run, runs.bench, runs.compare, runs.report, runs.presets, minimizing.minimize):
     app.command()(_function)
-for _get in (data.emnist, data.mnist, data.cifar10):
-    data_app.command()(_get)
+for _get in (data.emnist, data.mnist, data.fashion_mnist, data.cifar10):
+    data_app.command(_get.__name__)(_get)  # as in a configuration: with an underscore
 app.add_typer(data_app, name="data")
 peer_app = typer.Typer(
     help="Train with other organisations, a process each.", no_args_is_help=True, callback=peers.needed

@@ -1,4 +1,4 @@
-"""The commands for data sets: emnist, mnist, cifar10."""
+"""The commands for data sets: emnist, mnist, fashion_mnist, cifar10."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +29,13 @@ def mnist(source: From = None, data_dir: Into = None) -> Path:
     return _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=mnist")
 
 
+def fashion_mnist(source: From = None, data_dir: Into = None) -> Path:
+    """Get Fashion-MNIST (Xiao et al. 2017): download it, checked by its checksums, or take IDX files at hand."""
+    from fedcb2o.data.fashion_mnist import RELEASE
+
+    return _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=fashion_mnist")
+
+
 def cifar10(source: From = None, data_dir: Into = None) -> Path:
     """Get CIFAR-10 (Krizhevsky 2009): download its binary version, checked by its checksum, or take it at hand."""
     from fedcb2o.data.cifar10 import RELEASE
@@ -38,9 +45,9 @@ def cifar10(source: From = None, data_dir: Into = None) -> Path:
 
 def _get(release: "Release", source: Path | None, data_dir: Path | None, example: str) -> Path:
     from fedcb2o.data.download import download, import_files
-    from fedcb2o.data.files import default_folder
+    from fedcb2o.data.files import default_folder, own_folder
 
-    target = data_dir or default_folder(release)
+    target = data_dir or (default_folder(release) if source is None else own_folder(release))
     written = download(release, target) if source is None else import_files(release, source, target)
     print(f"{len(written)} files in {target}")
     where = "" if data_dir is None else f" --data-dir {target}"

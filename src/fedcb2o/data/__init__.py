@@ -10,6 +10,7 @@ from fedcb2o.data.breast_cancer import breast_cancer
 from fedcb2o.data.cifar10 import cifar10
 from fedcb2o.data.digits import digits
 from fedcb2o.data.emnist import emnist
+from fedcb2o.data.fashion_mnist import fashion_mnist
 from fedcb2o.data.mnist import mnist
 
-__all__ = ["arrays", "breast_cancer", "cifar10", "digits", "emnist", "mnist"]
+__all__ = ["arrays", "breast_cancer", "cifar10", "digits", "emnist", "fashion_mnist", "mnist"]

@@ -21,13 +21,14 @@ import pooch  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from fedcb2o.data import cifar10, emnist, mnist
+from fedcb2o.data import cifar10, emnist, fashion_mnist, mnist
 from fedcb2o.data.files import Release, find, plain_or_gzip
+from fedcb2o.data.idx import lookalike
 from fedcb2o.errors import DataError
 from fedcb2o.output import kept
 
 INCOMING = ".incoming-"  # how the names of folders begin whose files are not yet known to be whole
-READERS = {"cifar10": cifar10, "emnist": emnist, "mnist": mnist}
+READERS = {"cifar10": cifar10, "emnist": emnist, "fashion_mnist": fashion_mnist, "mnist": mnist}
 DAMAGED = (
     zipfile.BadZipFile,
     tarfile.TarError,
@@ -139,13 +140,17 @@ def _locked(folder: Path, how: int = 0) -> Iterator[None]:
 
 
 def _alone(release: Release, target: Path, name: str) -> None:
-    """Raises DataError if files of another set than `name` lie in `target`: a folder holds one set."""
+    """Raises DataError if files of another set than `name` lie in `target`, or of another data set under the same
+    names: a folder holds one set."""
     for other in (each + part for each in release.sets if each != name for part in release.parts):
         if (path := plain_or_gzip(target, other)) is not None:
             raise DataError(
                 f"{target} holds another set of {release.title} files ({path.relative_to(target)}); remove it or name"
                 " another folder"
             )
+    labels = plain_or_gzip(target, name + release.parts[-1])
+    if labels is not None and (owner := lookalike(release, labels)) is not None:
+        raise DataError(f"{target} holds {owner}'s files, which have the same names; name another folder")
 
 
 def _fetch(release: Release, url: str, path: Path, progress: bool, cure: str) -> None:

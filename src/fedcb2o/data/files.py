@@ -29,7 +29,9 @@ class Release:
 
     `name` is that of its function, of `fedcb2o data NAME` and of its folder. A file is one of `parts` after one of
     `sets`, which a folder holds one of, plain or gzip; `beside` may lie there too. `md5` are the checksums of what
-    `url` serves: the files themselves, or the archive that they are in. `shape` is that of an image.
+    `url` serves: the files themselves, or the archive that they are in. `shape` is that of an image. `packaged` is
+    where a package of the operating system puts the files. `lookalikes` are data sets whose files have the same names:
+    their titles, and how their test labels begin.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Release:
     beside: tuple[str, ...] = ()
     url: str
     md5: Mapping[str, str]
+    packaged: Path | None = None
+    lookalikes: tuple[tuple[str, bytes], ...] = ()
 
     @property
     def archive(self) -> str | None:
@@ -53,12 +57,20 @@ class Release:
         return f"get the files with `fedcb2o data {self.name}`, or name the folder that holds them with `--data-dir`"
 
 
-def default_folder(release: Release) -> Path:
-    """Where a data set's files lie if no folder is named: $FEDCB2O_DATA, or a folder in the user's cache."""
+def own_folder(release: Release) -> Path:
+    """Where a data set's files are put if no folder is named: $FEDCB2O_DATA, or a folder in the user's cache."""
     import pooch  # type: ignore[import-untyped]
 
     named = os.environ.get("FEDCB2O_DATA")
     return Path(named) if named else Path(pooch.os_cache("fedcb2o")) / release.name
+
+
+def default_folder(release: Release) -> Path:
+    """Where a data set's files lie if no folder is named: `own_folder`, or where they are packaged if none is there."""
+    own, packaged = own_folder(release), release.packaged
+    if packaged is None or any(any(files) for files in _sets(release, own).values()):
+        return own
+    return packaged if any(all(files) for files in _sets(release, packaged).values()) else own
 
 
 def find(release: Release, folder: Path | None) -> tuple[Path, ...]:
@@ -67,7 +79,7 @@ def find(release: Release, folder: Path | None) -> tuple[Path, ...]:
     Raises DataError that says which file is missing, or that two sets lie there.
     """
     folder = default_folder(release) if folder is None else folder.expanduser()
-    found = {name: [plain_or_gzip(folder, name + part) for part in release.parts] for name in release.sets}
+    found = _sets(release, folder)
     whole = [name for name in release.sets if None not in found[name]]
     if len(whole) > 1:
         # Which images were used must never depend on an order of preference that nobody sees.
@@ -79,6 +91,11 @@ def find(release: Release, folder: Path | None) -> tuple[Path, ...]:
     missing = [name + release.parts[found[name].index(None)] for name in started or release.sets]
     here = "" if folder.is_dir() else " (there is no such folder)"
     raise DataError(f"{release.title}: no file {' or '.join(missing)}, plain or .gz, in {folder}{here}; {release.cure}")
+
+
+def _sets(release: Release, folder: Path) -> dict[str, list[Path | None]]:
+    """The files of each set in a folder, in the order of `parts`; None for each that is not there."""
+    return {name: [plain_or_gzip(folder, name + part) for part in release.parts] for name in release.sets}
 
 
 def plain_or_gzip(folder: Path, name: str) -> Path | None:

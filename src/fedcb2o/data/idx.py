@@ -1,10 +1,11 @@
-"""IDX files, the format of MNIST and EMNIST: an array of images and one of labels, for training and for testing.
+"""IDX files, the format of MNIST and its kin: an array of images and one of labels, for training and for testing.
 
 An IDX file is 0, 0, the type (8: unsigned byte), the number of dimensions, their sizes as big-endian 32-bit integers,
 and the values.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,8 @@ def read(
     """
     check_per_class(release, train_per_class=train_per_class, test_per_class=test_per_class)
     train_images, train_labels, test_images, test_labels = find(release, data_dir)
+    if (other := lookalike(release, test_labels)) is not None:
+        raise DataError(f"{test_labels} is {other}'s, not {release.title}'s; {release.cure}")
 
     def shard(images: Path, labels: Path, parameter: str, per_class: int | None) -> Shard:
         y = np.concatenate([np.empty(0, np.uint8), *_blocks(labels, (), release.cure)])
@@ -42,6 +45,14 @@ def read(
     test = shard(test_images, test_labels, "test_per_class", test_per_class)
     pool = shard(train_images, train_labels, "train_per_class", train_per_class)
     return Dataset(pool=pool, test=test, class_names=release.class_names)
+
+
+def lookalike(release: Release, test_labels: Path) -> str | None:
+    """The data set that a file of labels is of, if it is another one whose files have the same names; or None."""
+    with suppress(DataError), opened(test_labels, release.cure) as file:
+        start = file.read(64)[8:]  # after the header
+        return next((title for title, labels in release.lookalikes if start.startswith(labels)), None)
+    return None
 
 
 def _blocks(path: Path, row: tuple[int, ...], cure: str) -> Iterator[NDArray[np.uint8]]:

@@ -25,6 +25,7 @@ RELEASE = Release(
         "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
         "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
     },
+    lookalikes=(("Fashion-MNIST", bytes((9, 2, 1, 1, 6, 1, 4, 6, 5, 7))),),
 )
 
 

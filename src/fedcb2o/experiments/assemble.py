@@ -25,6 +25,7 @@ from fedcb2o.federated.holdings import Holdings
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.local_update import Training
 from fedcb2o.federated.metrics import Aim
+from fedcb2o.federated.returned import changed_by
 from fedcb2o.federated.terms import Convolution, Linear, Primitives, Terms
 from fedcb2o.runtime import devices
 from fedcb2o.runtime.checkpoint import adds_up_to
@@ -383,6 +384,8 @@ def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
     )
     prepared = Prepared(experiment, seed, dataset, population, terms, attackers)
     _check_tested(experiment, prepared.test())
+    if (trigger := attackers.trigger) is not None:  # raises here, before a run begins, where samples cannot bear it
+        changed_by(plugins.called("trigger", trigger), trigger, Shard(dataset.test.x[:1], dataset.test.y[:1]))
     return prepared
 
 

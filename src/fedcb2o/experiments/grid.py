@@ -40,8 +40,8 @@ VARIED = [key for key in Experiment.model_fields if key not in ("name", "title",
 Tried = tuple[str, str, str]
 """A setting, a defence and an attack: what the strength of the attack is chosen for."""
 
-OWN_KEYS = {"defences": ("tune",), "attacks": ("strengths",)}
-"""What an entry of an axis may hold beside: lists of changes, of which one is chosen."""
+OWN_KEYS = {"defences": ("tune", "seeds"), "attacks": ("strengths",)}
+"""What an entry of an axis may hold beside: lists of changes, of which one is chosen, and the only seeds to run."""
 
 
 class TuningPart(Part):
@@ -93,6 +93,10 @@ class Grid(Part):
     def seeds(self) -> list[int]:
         """The seeds of every cell."""
         return list(self.shared.get("seeds", Experiment.model_fields["seeds"].default))
+
+    def seeds_of(self, defence: str) -> list[int]:
+        """Those that a defence is run with: its own `seeds`, where a few made clear that it needs no more."""
+        return list(self.defences[defence].get("seeds", self.seeds))
 
     @property
     def candidates(self) -> dict[str, list[Changes]]:
@@ -191,14 +195,16 @@ class Grid(Part):
     ) -> Experiment:
         """The experiment of one cell; raises ConfigError that says which entries of the grid it comes from."""
         place = Place(setting, defence, attack, candidate, strength)
-        made = self._made(self._parts(place, self.attacks), {})
+        made = self._made(self._parts(place, self.attacks), {"seeds": self.seeds_of(defence)})
         return _named(made, Place(setting, defence, attack))
 
     def _parts(self, place: "Place", attacks: Mapping[str, Changes]) -> dict[str, Changes]:
         """The changes that make a run, in their order, each under the name by which a message knows it."""
         setting, defence, attack, candidate = place.setting, place.defence, str(place.attack), place.candidate
         parts = {f"setting `{setting}`": self.settings[setting]} if setting else {}
-        parts[f"defence `{defence}`"] = {k: v for k, v in self.defences[defence].items() if k != "tune"}
+        parts[f"defence `{defence}`"] = {
+            key: value for key, value in self.defences[defence].items() if key not in OWN_KEYS["defences"]
+        }
         if candidate is not None:
             parts[f"candidate {candidate + 1} of `{defence}`"] = self.candidates[defence][candidate]
         parts[f"attack `{attack}`"] = {k: v for k, v in attacks[attack].items() if k != "strengths"}
@@ -382,6 +388,10 @@ def _check(grid: Grid) -> None:
         _among("set_aside", attack, grid.attacks)
     for name, tune in ((name, changes["tune"]) for name, changes in grid.defences.items() if "tune" in changes):
         _check_list(f"defence `{name}`: `tune`", f"candidate {{}} of `{name}`: ", tune)
+    for name, changes in grid.defences.items():
+        seeds = changes.get("seeds", grid.seeds)
+        if not (isinstance(seeds, Sequence) and seeds and all(seed in grid.seeds for seed in seeds)):
+            raise ConfigError(f"defence `{name}`: `seeds` must be a list of some of the grid's, got {seeds!r}")
     for name, strengths in grid.strengths.items():
         _check_list(f"attack `{name}`: `strengths`", f"strength {{}} of `{name}`: ", strengths)
     _check_tuning(grid)

@@ -77,9 +77,10 @@ def class_loss_entropy(judged: Judged) -> Float[Tensor, "*a m"]:
     return _or_infinite(values.clamp(min=0))
 
 
+@together
 def trigger_sensitivity(
     judged: Judged, *, tiles: int = 2, overlap: bool = False, values: Sequence[float] = (1.0,)
-) -> Float[Tensor, " m"]:
+) -> Float[Tensor, "*a m"]:
     """How much more than the own model's the average loss rises where a tile of the images is painted over, at most:
     for backdoors, whose triggers lie in some tile.
 
@@ -91,13 +92,13 @@ def trigger_sensitivity(
     if tiles < 1 or not values or not all(0 <= value <= 1 for value in values):
         raise ConfigError(f"`tiles` must be 1 or more and `values` from 0 to 1, got {tiles} and {list(values)}")
     losses, own = _losses(judged)
-    everyone, base = judged.received.with_own(judged.me), torch.cat([losses.mean, own.mean])
+    everyone, base = judged.received.with_own(judged.me), torch.cat([losses.mean, own.mean], -1)
     starts = [k / 2 for k in range(0, 2 * tiles - 1, 1 if overlap else 2)]
     most = torch.full_like(losses.mean, -torch.inf)
     for i, j, value in itertools.product(starts, starts, values):
         change = functools.partial(_painted, tiles=tiles, i=i, j=j, value=value)
-        rise = judged.local.losses_of(everyone, change).mean - base
-        most = torch.maximum(most, _or_infinite(rise[:-1] - rise[-1].clamp(max=MOST)))
+        rise = judged.losses_of(everyone, change).mean - base
+        most = torch.maximum(most, _or_infinite(rise[..., :-1] - rise[..., -1:].clamp(max=MOST)))
     return most
 
 

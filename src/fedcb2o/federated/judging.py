@@ -1,5 +1,6 @@
 """Line 3 of Algorithm 2, what agents think of models on their own validation data; and how theirs do in the test."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,7 +41,8 @@ def judged_alike(
             both = judge(block, some[alike], received.with_own(me))
             losses[where] = both.mean[:, :-1].flatten().numpy()
         theirs, own = (None, None) if both is None else (both.part(slice(None, -1)), both.part(slice(-1, None)))
-        found.append(Alike(alike, where, Judged(n, block.pool, theirs, own, received, me, None)))
+        losses_of = functools.partial(judge, block, some[alike])
+        found.append(Alike(alike, where, Judged(n, block.pool, theirs, own, received, me, losses_of, None)))
     return found, losses[inbox.ids.places(those)] if block.terms.algorithm.judges else None
 
 

@@ -40,7 +40,7 @@ def waves(
 
     Barni, Kallas and Tondi (ICIP 2019). Raises ConfigError for a multiple of m / 2, which adds nothing.
     """
-    _check_images(x)
+    _check_images(x.shape)
     width = x.shape[-1]
     if 2 * frequency % width == 0:
         raise ConfigError(f"waves of `frequency` {frequency:g} are 0 in every one of {width} columns: take another")
@@ -54,7 +54,7 @@ def blend(x: Shaped[Tensor, "n *features"], *, opacity: float = 0.2, number: int
 
     Chen et al. (2017), whose patterns are a cartoon or random.
     """
-    _check_images(x)
+    _check_images(x.shape)
     if not 0 <= opacity <= 1:
         raise ConfigError(f"`opacity` must be between 0 and 1, got {opacity}")
     pattern = torch.from_numpy(stream(number, "blend").random(tuple(x.shape[-2:])))
@@ -63,7 +63,8 @@ def blend(x: Shaped[Tensor, "n *features"], *, opacity: float = 0.2, number: int
 
 def pixels_of(shape: Sequence[int], size: int, corner: str, margin: int, pattern: str) -> Int[Tensor, " p"]:
     """The pixels of a trigger in images of that shape [n, ..., height, width], numbered row by row."""
-    if len(shape) < 3 or size < 1 or margin < 0 or size + margin > min(shape[-2:]):
+    _check_images(shape)
+    if size < 1 or margin < 0 or size + margin > min(shape[-2:]):
         raise ConfigError(
             f"a trigger of `size` {size} and `margin` {margin} does not fit into samples of shape {tuple(shape[1:])}: "
             "it needs images that are larger"
@@ -99,6 +100,8 @@ def _painted(x: Shaped[Tensor, "n *features"], paint: Callable[[Tensor], Tensor]
     return (painted.round() if scale > 1 else painted).to(x.dtype)
 
 
-def _check_images(x: Tensor) -> None:
-    if x.ndim < 3:
-        raise ConfigError(f"this trigger needs images, got samples of shape {tuple(x.shape[1:])}")
+def _check_images(shape: Sequence[int]) -> None:
+    if len(shape) < 3:
+        raise ConfigError(
+            f"a trigger marks images, and the samples have shape {tuple(shape[1:])}: take an attack without a trigger"
+        )

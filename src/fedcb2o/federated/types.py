@@ -96,14 +96,12 @@ Outputs = tuple[Float[Tensor, "m n C"], Int[Tensor, " n"]]
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
-    `losses_of` gives the losses of models on its validation data, or on those changed, and `outputs_of` what they make
-    of them. `share` is the attackers' share that it assumes, `progress` how much of the run is over, from 0 to 1.
+    `outputs_of` gives what models make of its validation data. `share` is the attackers' share that it assumes, `progress` how much of the run is over, from 0 to 1.
     `before` is the row of the pool that holds the model which it began the round with, None where nobody asked to keep
     it; `head` the shape [C, h] of the last dense layer's weight, where the network ends in one; `layers` the shapes of
     the tensors that a model is made of, in their order. `contacts` and `draw` are made when they are asked for.
     """
 
-    losses_of: Callable[[Received, Change | None], Losses]
     outputs_of: Callable[[Received], Outputs]
     share: float = 0.0
     progress: float = 0.0
@@ -130,8 +128,9 @@ class Judged:
 
     `pool` holds the models in its rows. `losses` are the received models' losses on the agent's validation data, and
     `own` those of its own model (m = 1); both are None where the algorithm does not judge. `me` is the agent itself as
-    if it was received. What is declared `together` gets several agents in one, with an axis over them in losses, ids,
-    rows and numbers of samples, and an error where it looks at `local`, since `knows` is then None.
+    if it was received. `losses_of` gives the losses of any models on its validation data, or on those changed. What is
+    declared `together` gets several agents in one, with an axis over them in losses, ids, rows and numbers of samples,
+    and an error where it looks at `local`, since `knows` is then None.
     """
 
     n: int
@@ -140,17 +139,20 @@ class Judged:
     own: Losses | None
     received: Received
     me: Received
+    losses_of: Callable[[Received, Change | None], Losses]
     knows: Local | None
 
-    def one(self, k: int, knows: Local) -> "Judged":
+    def one(self, k: int, losses_of: Callable[[Received, Change | None], Losses], knows: Local) -> "Judged":
         """The view of one of several agents."""
         losses, own = (None if each is None else each[k] for each in (self.losses, self.own))
-        return Judged(self.n, self.pool, losses, own, self.received[k], self.me[k], knows)
+        return Judged(self.n, self.pool, losses, own, self.received[k], self.me[k], losses_of, knows)
 
     def copied(self) -> "Judged":
         """The same with all but the models copied: who writes to it changes nothing for others."""
         losses, own = (None if each is None else each.copied() for each in (self.losses, self.own))
-        return Judged(self.n, self.pool, losses, own, self.received.copied(), self.me.copied(), self.knows)
+        return dataclasses.replace(
+            self, losses=losses, own=own, received=self.received.copied(), me=self.me.copied()
+        )
 
     def itself(self) -> "Judged":
         """The same with the agent's own model as the only one received."""
@@ -172,7 +174,7 @@ class Judged:
 
     def losses_under(self, change: Change) -> Losses:
         """The received models' losses on the agent's validation data as `change` makes them: noise, a patch."""
-        return self.local.losses_of(self.received, change)
+        return self.losses_of(self.received, change)
 
 
 Select = Callable[[Contacts, Int[Tensor, " c"], int, np.random.Generator], Int[Tensor, " s"]]

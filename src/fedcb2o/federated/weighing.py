@@ -35,7 +35,8 @@ def weigh_(
         return {}
     kept = {}
     for row, (k, there) in enumerate(zip(those.tolist(), where.reshape(len(those), -1), strict=True)):
-        view = judged.one(row, _local(block, int(some[k]), judged.n, functools.partial(met.__getitem__, k)))
+        local = _local(block, int(some[k]), judged.n, functools.partial(met.__getitem__, k))
+        view = judged.one(row, losses_seen_by(block, int(some[k])), local)
         if algorithm.remembers:
             kept[k], decided = state_of(algorithm.weigh, algorithm.weigh(states[k], view))
         else:
@@ -75,7 +76,6 @@ def _local(block: Block, k: int, n: int, contacts: Callable[[], Contacts]) -> Lo
     """What the agent in place k of the block knows beside what it receives."""
     terms, before = block.terms, block.layout.before
     return Local(
-        losses_of=losses_seen_by(block, k),
         outputs_of=outputs_seen_by(block, k),
         share=terms.share,
         progress=n / terms.rounds,

@@ -66,6 +66,10 @@ class GridResults:
         """The seeds of every cell."""
         return [*self.table["seeds"]]
 
+    def seeds_of(self, defence: str) -> list[int]:
+        """Those that a defence is run with, which may be fewer."""
+        return [*self.table["defences"][defence].get("seeds", self.seeds)]
+
     @property
     def set_aside(self) -> list[str]:
         """The attacks without which the worst is told a second time."""

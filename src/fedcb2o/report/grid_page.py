@@ -51,7 +51,7 @@ DEFINITIONS = (
     "Where a dagger (†) stands, a benign agent received more malicious models in a round than its rule assumes.",
 )
 DRAWN = ("accuracy", "attack_success_rate", "lost", "success", "source_accuracy", "malicious_weight")
-CHOSEN = ("tune", "strengths")
+CHOSEN = ("tune", "seeds", "strengths")
 OVERVIEW = "A defence for which an attack is missing or failed has neither mean nor worst attack."
 HEADLINE = (
     "What each defence loses at most by being chosen: its regret in its worst column, in points of percent; in "
@@ -97,12 +97,16 @@ def grid_notes(results: GridResults) -> Iterator[str]:
     """What is missing, what failed, and what was not measured on test images; a sentence each, without its stop."""
     views = [View(results, setting).rows for setting in results.settings]
     shown = pd.concat([each[each.role == "attack"] for each in views])
-    wanted = len(results.settings) * len(results.defences) * len(results.attacks) * len(results.seeds)
+    seeds = sum(len(results.seeds_of(defence)) for defence in results.defences)
+    wanted = len(results.settings) * len(results.attacks) * seeds
     rows = results.rows[results.rows.role == "attack"]
     failed, done = int((rows.error != "").sum()), int(shown.accuracy.notna().sum())
     if done < wanted:
         told = f", {failed} of the others failed" if failed else ""
         yield f"This report is partial: {done} of {wanted} runs under attack are done{told}"
+    fewer = [f"{name} {len(few)}" for name in results.defences if (few := results.seeds_of(name)) != results.seeds]
+    if fewer:
+        yield f"Fewer than {len(results.seeds)} seeds were run with some defences: {', '.join(fewer)}"
     if unknown := int((shown.accuracy.notna() & shown.lost.isna() & (shown.floor != "")).sum()):
         yield f"Of {unknown} attacked runs what the attack did is not known, since the better floor is missing"
     for _, row in results.rows[results.rows.error != ""].drop_duplicates([*KEYS[:-1], "error"]).iterrows():

@@ -191,7 +191,7 @@ def regret_matrix(view: View, value: str) -> pd.DataFrame:
 def headline(view: View) -> pd.DataFrame:
     """A row a defence: its worst regret in accuracy, in attack success rate and in whichever of both is worse, and the
     same without what the grid sets aside; with paired intervals."""
-    columns = {title: _with_column(regret.minimax(short, among)) for title, (short, among) in _contests(view).items()}
+    columns = {title: _with_column(regret.minimax(short, among)) for title, (short, among) in contests(view).items()}
     return _by_defence(view, columns)
 
 
@@ -199,12 +199,12 @@ def headline_differences(view: View) -> pd.DataFrame:
     """The same less those of the reference, paired by seeds, and an asterisk where they are not 0 after Holm's
     correction over a column."""
     reference, columns = view.results.reference, dict[str, "pd.Series[Any]"]()
-    for title, (short, among) in _contests(view).items():
+    for title, (short, among) in contests(view).items():
         columns[title] = _difference_told(regret.minimax_differences(short, among, reference), "accuracy")
     return _by_defence(view, columns).drop(index=reference, errors="ignore")
 
 
-def _contests(view: View) -> dict[str, tuple[pd.DataFrame, list[str]]]:
+def contests(view: View) -> dict[str, tuple[pd.DataFrame, list[str]]]:
     """How far each run is behind the best of its column, and in which columns the worst is looked for."""
     found: dict[str, tuple[pd.DataFrame, list[str]]] = {}
     rivals = {value: title for value, title in RIVALS.items() if view.columns(value)}

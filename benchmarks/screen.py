@@ -1,0 +1,43 @@
+"""Which defences of a grid need all of its seeds, and for which the few that were run say enough.
+
+    .venv/bin/python benchmarks/screen.py runs/digits
+
+Enough is known of a defence whose worst regret is above the lowest one's by a paired interval that excludes 0 in every
+contest of the headline (accuracy, attack success, either; with and without what the grid sets aside), and that is the
+best in no column and not the reference. Such a defence may have the `seeds` of this run in the grid's file.
+"""
+
+import argparse
+from pathlib import Path
+
+from fedcb2o.report import read_grid
+from fedcb2o.report.grid import GridResults
+from fedcb2o.report.grid_tables import RIVALS, View, contests
+from fedcb2o.report.regret import minimax, minimax_differences
+
+
+def contenders(results: GridResults) -> set[str]:
+    """The defences that need all seeds."""
+    found = {results.reference}
+    for view in (View(results, setting) for setting in results.settings):
+        for value in RIVALS:
+            found |= set(view.short(value).best)
+        for short, among in contests(view).values():
+            worst = minimax(short, among)["mean"]
+            behind = minimax_differences(short, among, str(worst.idxmin()))
+            found |= {str(worst.idxmin()), *behind.index[~(behind.low > 0)]}
+    return found
+
+
+def main() -> None:
+    """Print who needs all seeds, and the line for each of the others."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    results = read_grid(parser.parse_args().folder)
+    found, seeds = contenders(results), sorted(set(results.rows.seed))
+    print("All seeds:", *(name for name in results.defences if name in found), sep="\n  ")
+    print(f"seeds = {seeds}:", *(name for name in results.defences if name not in found), sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Fashion-MNIST: the files of MNIST's names that are not MNIST's, where a package has put them, and the real ones.
+
+How such files are read and fetched otherwise is in test_mnist.
+"""
+
+import gzip
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.data.made import at, contents, md5, names, served, write
+from tests.tiny import here
+
+from fedcb2o.data import fashion_mnist, files, mnist
+from fedcb2o.data.download import download, import_files
+from fedcb2o.data.fashion_mnist import RELEASE
+from fedcb2o.data.mnist import RELEASE as MNIST
+from fedcb2o.errors import DataError
+
+PACKAGED = RELEASE.packaged or Path()
+LABELS = "t10k-labels-idx1-ubyte.gz"
+MODULE = sys.modules["fedcb2o.data.fashion_mnist"]  # its name in the package is the function's
+HEADER = 10  # bytes of a gzip file without a name
+
+
+def labelled(release: files.Release) -> dict[str, bytes]:
+    """Files whose test labels begin as those that `release` takes for another data set's do."""
+    made = contents(test=3)
+    plain = bytearray(gzip.decompress(made[LABELS]))
+    plain[8:18] = release.lookalikes[0][1]
+    return {**made, LABELS: gzip.compress(bytes(plain))}
+
+
+def test_reads_clothes(tmp_path):
+    data = fashion_mnist(data_dir=write(tmp_path, contents()), train_per_class=2)
+    assert data.class_names[0] == "T-shirt/top"
+    assert data.class_names[-1] == "Ankle boot"
+    assert (len(data.pool), len(data.test), data.num_classes) == (20, 20, 10)
+    assert torch.equal(data.pool.x[:, 0, 1, 2], data.pool.y)
+
+
+@pytest.mark.parametrize(
+    ("read", "release", "message"),
+    [
+        (fashion_mnist, RELEASE, r"labels-idx1-ubyte.gz is MNIST's, not Fashion-MNIST's; .*`--data-dir`"),
+        (mnist, MNIST, r"labels-idx1-ubyte.gz is Fashion-MNIST's, not MNIST's; .*`--data-dir`"),
+    ],
+)
+def test_one_is_not_taken_for_the_other_nor_overwritten(tmp_path, read, release, message):
+    theirs, mine = write(tmp_path / "theirs", labelled(release)), write(tmp_path / "mine", contents())
+    before = {path.name: path.read_bytes() for path in theirs.iterdir()}
+    with pytest.raises(DataError, match=message):
+        read(data_dir=theirs)
+    other = release.lookalikes[0][0]
+    with served(contents()) as address, pytest.raises(DataError, match=f"theirs holds {other}'s files, which have"):
+        download(at(release, address, contents()), theirs, progress=False)
+    with pytest.raises(DataError, match=f"theirs holds {other}'s files, which have the same names; name another"):
+        import_files(release, mine, theirs)
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
+    (theirs / LABELS).write_bytes(b"damaged")
+    assert len(import_files(release, mine, theirs)) == 4
+
+
+def test_what_a_package_has_put_there_is_read_unless_there_are_files_of_ones_own(tmp_path, monkeypatch):
+    packaged, own = write(tmp_path / "packaged", contents(train=2)), tmp_path / "own"
+    monkeypatch.setenv("FEDCB2O_DATA", str(own))
+    monkeypatch.setattr(MODULE, "RELEASE", replace(RELEASE, packaged=packaged))
+    assert len(fashion_mnist().pool) == 20
+    assert f"4 files in {packaged}" in here("data", "fashion_mnist").out  # nothing is fetched
+    assert f"4 files in {own}" in here("data", "fashion_mnist", "--from", write(tmp_path / "mine", contents())).out
+    assert len(fashion_mnist().pool) == 30
+    (own / LABELS).unlink()
+    with pytest.raises(DataError, match=f"no file t10k-labels-idx1-ubyte, plain or .gz, in {own}"):
+        fashion_mnist()  # not others in their place
+    for path in own.iterdir():
+        path.unlink()
+    (packaged / LABELS).unlink()
+    with pytest.raises(DataError, match=f"no file train-images-idx3-ubyte, plain or .gz, in {own}"):
+        fashion_mnist()
+
+
+def test_download(tmp_path, monkeypatch):
+    bodies = contents()
+    monkeypatch.setenv("FEDCB2O_DATA", str(tmp_path))
+    with served(bodies) as address:
+        monkeypatch.setattr(MODULE, "RELEASE", at(replace(RELEASE, packaged=None), address, bodies))
+        done = here("data", "fashion_mnist")
+    assert done.status == 0
+    assert f"4 files in {tmp_path}" in done.out
+    assert "fedcb2o run digits-fedcb2o --set data.name=fashion_mnist" in done.out
+    assert names(tmp_path) == sorted(bodies)
+    assert len(fashion_mnist().pool) == 30
+
+
+@pytest.mark.skipif(not PACKAGED.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+def test_the_files_of_the_package():
+    data = fashion_mnist(data_dir=PACKAGED)
+    assert torch.bincount(data.pool.y).tolist() == [6000] * 10
+    assert torch.bincount(data.test.y).tolist() == [1000] * 10
+    assert data.test.y[:4].tolist() == [9, 2, 1, 1]  # an ankle boot, a pullover, two trousers
+    boot = data.test.x[0, 0].float()
+    assert boot[14:].mean() > 5 * boot[:7].mean()  # upright: the sole is below
+
+
+@pytest.mark.skipif(not PACKAGED.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+def test_the_files_of_the_package_are_those_of_the_release():
+    """Packed as they were published, by gzip with their names and dates, they have the MD5 sums of the release."""
+    for part, date in (("train", 1504176606), ("t10k", 1504176627)):
+        for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
+            header = b"\x1f\x8b\x08\x08" + date.to_bytes(4, "little") + b"\x00\x03" + name.encode() + b"\x00"
+            packed = (PACKAGED / f"{name}.gz").read_bytes()[HEADER:]
+            assert md5(header + packed) == RELEASE.md5[f"{name}.gz"]

@@ -1,0 +1,61 @@
+"""A table in one cluster: attacks on labels and models, and those that need images."""
+
+import pytest
+from tests.tiny import tiny
+
+import fedcb2o
+from fedcb2o.errors import ConfigError
+
+TABLE = {
+    "rounds": 10,
+    "evaluate_every": 10,
+    "evaluate_on": "redrawn",
+    "data": {"name": "breast_cancer"},
+    "agents": {
+        "num_clusters": 1,
+        "benign": 7,
+        "malicious": 3,
+        "benign_samples": 30,
+        "malicious_samples": 30,
+        "validation": 0.3,
+        "split": "stratified",
+        "budget": 6,
+    },
+    "model": {"name": "mlp", "hidden": [16]},
+    "training": {"gamma": 0.1, "batch_size": 16, "local_epochs": 2},
+}
+MEAN = {"algorithm": {"name": "dfedavgm", "selection": "prob_sampling"}}
+TRIGGERED = ("backdoor", "blended", "clean_label", "signal")
+
+
+def benign(out, **changes):
+    """The last scores of the benign agents."""
+    run = fedcb2o.run(tiny(**{**TABLE, **changes}), out=out, workers=1, watch=lambda *_: None)
+    return run.records[~run.records.malicious & (run.records["round"] == run.records["round"].max())]
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0)])
+def test_flips_harm_the_mean_and_not_fedcb2o(tmp_path, source, target):
+    flip = {"name": "label_flip", "source": source, "target": target}
+    defended, mean = (benign(tmp_path / name, attack=flip, **more) for name, more in (("a", {}), ("b", MEAN)))
+    assert defended.accuracy.mean() > 0.93  # of 142 tumours
+    assert mean.accuracy.mean() < defended.accuracy.mean() - 0.05
+    assert defended.attack_success_rate.mean() < mean.attack_success_rate.mean() - 0.05
+
+
+@pytest.mark.parametrize(
+    "attack", [{"name": "sign_flip", "scale": 5.0}, {"name": "trash"}, {"name": "min_max"}], ids=str
+)
+def test_attacks_on_models(tmp_path, attack):
+    scores = benign(tmp_path / "run", rounds=3, attack=attack)
+    assert len(scores) == 7
+    assert scores.accuracy.mean() > 0.85
+
+
+@pytest.mark.parametrize("name", TRIGGERED)
+def test_triggers_are_for_images_and_refused_before_anything_is_written(tmp_path, name):
+    with pytest.raises(
+        ConfigError, match=r"a trigger marks images, and the samples have shape \(30,\): take an attack"
+    ):
+        benign(tmp_path / "run", attack={"name": name, "target": 1})
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,29 @@
+"""Which defences need all seeds of a grid (benchmarks/screen.py)."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from benchmarks.screen import contenders
+
+from fedcb2o.report.grid import KEYS, MEASURES, GridResults
+
+
+def results(lost):
+    """A grid of two attacks without floors: accuracies 0.9 less what each defence loses under each, by seed."""
+    noise = np.array([-0.002, 0.0, 0.002])
+    rows = [
+        {"setting": "", "defence": name, "attack": attack, "role": "attack", "floor": "", "seed": seed, "error": ""}
+        | {"accuracy": 0.9 - lose + (1 if name == "A" else -1) * noise[seed]}
+        for name, losses in lost.items()
+        for attack, lose in zip("xy", losses, strict=True)
+        for seed in range(3)
+    ]
+    table = {"seeds": [0, 1, 2], "attacks": {"x": {}, "y": {}}, "defences": {name: {} for name in lost}}
+    frame = pd.DataFrame(rows).reindex(columns=[*KEYS, *MEASURES, "error"])
+    return GridResults(Path(), {**table, "reference": "A"}, {}, frame)
+
+
+def test_who_is_clearly_behind_needs_no_more_seeds_unless_it_is_best_somewhere():
+    lost = {"A": (0.01, 0.01), "close": (0.011, 0.011), "far": (0.2, 0.02), "best at y": (0.3, 0.0)}
+    assert contenders(results(lost)) == {"A", "close", "best at y"}
