@@ -32,6 +32,10 @@ with torch.random.fork_rng():
         "cnn": models.cnn([1, 4, 4], 4, hidden=8),
         "resnet": models.resnet([1, 4, 4], 4, width=8),
         "tied": Tied(),
+        "norm": nn.Sequential(
+            *(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4)),
+        ),
+        "frozen": nn.Sequential(nn.Flatten(), nn.Linear(16, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 4)),
     }
 
 

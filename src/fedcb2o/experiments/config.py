@@ -25,6 +25,7 @@ from fedcb2o.federated.local_update import Precision
 from fedcb2o.federated.terms import Convolution, Linear
 from fedcb2o.federated.types import THREAT, Attack, Threat
 from fedcb2o.models import Layout
+from fedcb2o.norms import Statistics
 from fedcb2o.records import identity
 
 DEEPEST = 20  # parts of a key, of which the longest has 4
@@ -120,6 +121,17 @@ class AttackPart(Component):
         return {**super().resolved(kind, room), **data, **start}
 
 
+class ModelPart(Component):
+    """A network; `buffers` says what becomes of the statistics of its norms, which are no parameters."""
+
+    buffers: Statistics = "shared"
+
+    def resolved(self, kind: str, room: Any) -> dict[str, Any]:
+        """The function's name and all of its keyword arguments, defaults among them, with `buffers`."""
+        kept = {} if self.buffers == "shared" else {"buffers": self.buffers}
+        return {**super().resolved(kind, room), **kept}
+
+
 def _threat(attack: Component) -> Threat | None:
     return THREAT.of(plugins.resolve("attack", attack.name, attacks))
 
@@ -209,7 +221,7 @@ class Experiment(Part):
     together: Annotated[int, Field(ge=1, le=2**31)] | None = None
     data: Component
     agents: AgentsPart
-    model: Component
+    model: ModelPart
     training: TrainingPart = TrainingPart()
     algorithm: Component
     attack: AttackPart | None = None

@@ -70,6 +70,7 @@ def judge(block: Block, some: Places, models: Received, change: Change | None = 
             average=terms.average,
             batch_size=terms.training.batch_size,
             together=terms.primitives.together,
+            references=block.references(some),
         )
 
 
@@ -87,9 +88,9 @@ def outputs_seen_by(block: Block, k: int) -> Callable[[Received], Outputs]:
     """What models [m] make of the validation data of the agent in place k, and their labels."""
 
     def outputs(models: Received) -> Outputs:
-        terms, (x, y) = block.terms, block.holdings.judged_on(np.array([k]))
+        terms, (x, y), reference = block.terms, block.holdings.judged_on(np.array([k])), block.reference(k)
         with plugins.blamed("model", terms.model):
-            found = logits(terms.module, block.pool, models.rows, x[0], terms.primitives.together)
+            found = logits(terms.module, block.pool, models.rows, x[0], terms.primitives.together, reference)
         return found.cpu(), y[0].cpu()
 
     return outputs
@@ -106,6 +107,14 @@ def tested(block: Block, some: Places, triggered: bool) -> list[Int[Tensor, "C C
             test = changed_by(plugins.called("trigger", trigger), trigger, test)
         rows = torch.from_numpy(block.layout.own[members])
         with plugins.blamed("model", terms.model):
-            counts = confusion(terms.module, block.pool, rows, test, terms.num_classes, terms.primitives.together)
+            counts = confusion(
+                terms.module,
+                block.pool,
+                rows,
+                test,
+                terms.num_classes,
+                terms.primitives.together,
+                block.references(members),
+            )
         found |= dict(zip(members.tolist(), counts, strict=True))
     return [found[k] for k in some.tolist()]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.sgd import sgd
 
+from fedcb2o import norms
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.models import bind_, is_bound
 
@@ -64,7 +65,7 @@ def batches_of(
 def training_with(module: nn.Module, training: Training, draw: np.random.Generator, device: str) -> Iterator[None]:
     """Within it a module trains: it draws what it draws (dropout) from a generator of its own, and products on a CUDA
     device are rounded as `training.precision` says."""
-    module.train()
+    norms.train_(module)
     with torch.random.fork_rng(devices=[]), float32_products(training.precision == "tf32", device):
         # The second of these tells every kind of device there could be, which takes longer than a small network's step.
         seed = torch.default_generator.manual_seed if device == "cpu" else torch.random.manual_seed
@@ -113,7 +114,7 @@ def local_update_(
     `module` gives the network; its parameters are bound to `theta`. Not finite where training diverged.
     """
     bind_(module, theta)
-    parameters: list[Tensor] = list(module.parameters())
+    parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     momentum: list[Tensor | None] = [None] * len(parameters)
     x, steps, losses = features(shard.x), batches_of(len(shard), training, [draw], theta.device), []
     with training_with(module, training, draw, theta.device.type):
