@@ -129,6 +129,7 @@ def local_update(agent: Agent, draw: np.random.Generator, training: Training) ->
     optimiser = torch.optim.SGD(agent.module.parameters(), lr=learning_rate, momentum=training.momentum)
     agent.module.train()
     for norm in batch_norms(agent.module):
+        assert norm.num_batches_tracked is not None
         norm.num_batches_tracked.zero_()
         norm.train(agent.statistics != "dropped" and not is_frozen(norm))
     step_losses = []
@@ -376,20 +377,26 @@ def mix(agent: Agent, j: int, published: Sequence[nn.Module], weights: dict[int,
             parameter.copy_(theta - factor * (theta - m))
 
 
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
+
+
 def exchanged(module: nn.Module, agent: Agent) -> list[Tensor]:
     """What of a network is its theta: all parameters that are trained and, where agents share them, statistics."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    norms = [norm for norm in batch_norms(module) if not is_frozen(norm)]
-    shared = norms if agent.statistics == "shared" else []
-    return [*trained, *(each for norm in shared for each in (norm.running_mean, norm.running_var))]
+    found: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+    for norm in batch_norms(module):
+        if agent.statistics == "shared" and not is_frozen(norm):
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            found += [norm.running_mean, norm.running_var]
+    return found
 
 
-def is_frozen(norm: nn.Module) -> bool:
+def is_frozen(norm: BatchNorm) -> bool:
     """Whether its own parameters are not trained: then it is left as it is."""
     return bool(norm.affine) and not norm.weight.requires_grad
 
 
-def batch_norms(module: nn.Module) -> list[nn.Module]:
+def batch_norms(module: nn.Module) -> list[BatchNorm]:
     """Its batch norms."""
     return [part for part in module.modules() if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d)]
 

@@ -6,7 +6,7 @@ The paper's network (sec:experiments): two 5x5 convolutions with max pooling, th
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -161,6 +161,15 @@ def named(module: nn.Module) -> dict[str, Tensor]:
 def state(module: nn.Module) -> dict[str, Tensor]:
     """The tensors that make a network an agent's, by name: theta, and the statistics that are its own."""
     return {**named(module), **norms.statistics(module, "local")}
+
+
+def fill_(module: nn.Module, found: Mapping[str, Tensor]) -> None:
+    """Have a network be an agent's, by its `state`; raises ValueError where that is one of another network."""
+    mine = state(module)
+    if {name: each.shape for name, each in found.items()} != {name: each.shape for name, each in mine.items()}:
+        raise ValueError("it is the model of another network")
+    for name, tensor in mine.items():
+        tensor.detach().copy_(found[name])
 
 
 def dimension(module: nn.Module) -> int:

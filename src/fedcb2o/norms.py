@@ -19,6 +19,7 @@ from fedcb2o.errors import ConfigError
 
 Statistics = Literal["shared", "local", "dropped"]
 
+KIND = "agents_statistics"  # the attribute of a norm that says it
 NAMES = ("running_mean", "running_var")
 SEEN = 256  # samples, at most, on which local statistics are estimated
 
@@ -27,7 +28,7 @@ def keep_(module: nn.Module, statistics: Statistics) -> None:
     """Have the norms of a network say what becomes of their statistics."""
     for part in module.modules():
         if isinstance(part, _NormBase):
-            part.agents_statistics = statistics
+            setattr(part, KIND, statistics)
 
 
 def check(module: nn.Module) -> None:
@@ -52,7 +53,7 @@ def are_local(module: nn.Module) -> bool:
 
 
 def train_(module: nn.Module) -> None:
-    """As `module.train()`, in which dropped statistics are used and stay what they are, and no batch was counted yet."""
+    """As `module.train()`, but dropped statistics are divided by and stay what they are; no batch is counted yet."""
     module.train()
     for part in _norms(module, "dropped").values():
         part.eval()
@@ -111,4 +112,5 @@ def _kind(part: _NormBase) -> Statistics:
     own = list(part.parameters(recurse=False))
     if own and not any(p.requires_grad for p in own):
         return "dropped"
-    return getattr(part, "agents_statistics", "shared")
+    kind: Statistics = getattr(part, KIND, "shared")
+    return kind

@@ -3,20 +3,12 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.networks import with_norms
 from tests.tiny import bits_however, tiny
 from torch import nn
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
-
-
-def with_norms(input_shape, num_classes):
-    module = nn.Sequential(
-        *(nn.Conv2d(1, 4, 3, stride=2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()),
-        *(nn.Linear(36, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, num_classes)),
-    )
-    module.register_buffer("constant", torch.ones(5))
-    return module
 
 
 class Adapter(nn.Module):

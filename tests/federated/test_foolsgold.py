@@ -163,17 +163,7 @@ def test_a_network_without_a_last_dense_layer():
     (pool,) = pools(1)
     with pytest.raises(ConfigError, match="the rule looks at the last dense layer, and this model does not end in one"):
         foolsgold(
-            {},
-            Judged(
-                0,
-                pool,
-                None,
-                None,
-                received(torch.tensor([0])),
-                received(torch.tensor([2])),
-                no_losses,
-                local(before=5),
-            ),
+            {}, Judged(0, pool, None, None, received(torch.tensor([0])), received(torch.tensor([2])), no_losses, local(before=5))
         )
 
 

@@ -35,7 +35,6 @@ from fedcb2o.federated.peers import Memory
 from fedcb2o.federated.types import Attack, Reduction, Weighed
 from fedcb2o.runtime.engine import rounds
 
-
 LARGE = dataclasses.replace(ours.TRAINING, batch_size=11)  # no batch has a single sample, which a batch norm refuses
 
 

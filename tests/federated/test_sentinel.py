@@ -86,8 +86,5 @@ def test_who_is_alone_drew_itself_or_knows_nothing():
     assert sentinel({}, seen_by(pool, [0], [0.1], math.nan))[1].tolist() == [0, 0]
     with pytest.raises(ConfigError, match="set `judges` = true"):
         sentinel(
-            {},
-            Judged(
-                0, models(2, 6), None, None, received(torch.tensor([0])), received(torch.tensor([1])), no_losses, None
-            ),
+            {}, Judged(0, models(2, 6), None, None, received(torch.tensor([0])), received(torch.tensor([1])), no_losses, None)
         )

@@ -18,7 +18,7 @@ from fedcb2o.data.partition import Population, partition, rotate
 from fedcb2o.data.shard import Dataset, Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import Experiment
-from fedcb2o.federated import algorithms, attacks, data_poisoning, graphs
+from fedcb2o.federated import algorithms, attacks, data_poisoning, graphs, optimisers
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.block import Block, Layout
 from fedcb2o.federated.holdings import Holdings
@@ -357,7 +357,7 @@ def terms_of(
         budget=experiment.agents.budget,
         model=plugins.label(experiment.model.name),
         module=module_of(experiment, seed, dataset),
-        training=Training(**experiment.training.model_dump()),
+        training=training_of(experiment),
         algorithm=algorithm_of(experiment),
         average=experiment.agents.validation_loss,
         share=share,
@@ -366,6 +366,13 @@ def terms_of(
         participation=experiment.agents.participation,
         primitives=Primitives(experiment.linear or "torch", experiment.convolution or "grouped", experiment.together),
     )
+
+
+def training_of(experiment: Experiment) -> Training:
+    """How agents train."""
+    training = experiment.training
+    own = None if training.optimiser is None else training.optimiser.function("optimiser", optimisers)
+    return Training(**training.model_dump(exclude={"optimiser"}), optimiser=own)
 
 
 def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:

@@ -205,7 +205,7 @@ def _logits_of_each(
     size = ((TOGETHER // dim if dense else 1) if together is None else together) // m
     size = min(size, SEEN // max(1, m * x[0].numel())) if dense else size
     if a == 1 or size < 2 or references is not None:
-        each = zip(rows, x, references or [None] * a, strict=True)
+        each = zip(rows, x, [None] * a if references is None else references, strict=True)
         return torch.stack([logits(module, pool, row, one, together, reference) for row, one, reference in each])
     module.eval()
     with torch.no_grad():
@@ -239,7 +239,7 @@ def confusion(
         parts = [logits(module, pool, rows, x, together).argmax(-1) for x in torch.split(test.x, IMAGES)]
         predicted = torch.cat(parts, 1)
     else:
-        each = zip(rows.split(1), references, strict=True)
+        each = zip(torch.split(rows, 1), references, strict=True)
         predicted = torch.cat([logits(module, pool, row, test.x, 1, one).argmax(-1) for row, one in each])
     pairs = test.y.cpu() * num_classes + predicted.cpu()
     return counts.scatter_add_(1, pairs, torch.ones_like(pairs)).view(m, num_classes, num_classes)

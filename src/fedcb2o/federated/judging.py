@@ -7,16 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedcb2o import plugins
-from fedcb2o.data.shard import Shard
+from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
 from fedcb2o.federated.evaluate import confusion, logits, losses_of_each
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.returned import changed_by
 from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received
+from fedcb2o.models import bind_
+from fedcb2o.norms import estimate_
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,15 @@ def outputs_seen_by(block: Block, k: int) -> Callable[[Received], Outputs]:
         return found.cpu(), y[0].cpu()
 
     return outputs
+
+
+def network_of(block: Block, k: int) -> nn.Module:
+    """The block's network with a copy of the model of the agent in place k, as that reads it, in evaluation mode."""
+    module, reference = block.terms.module.eval(), block.reference(k)
+    bind_(module, block.pool[int(block.layout.own[k])].clone())
+    if reference is not None:
+        estimate_(module, features(reference))
+    return module
 
 
 def tested(block: Block, some: Places, triggered: bool) -> list[Int[Tensor, "C C"]]:

@@ -60,8 +60,9 @@ def train_(block: Block, some: Places, n: int) -> tuple[Float[np.ndarray, " a"],
     x, y = block.holdings.trained_on(some, n)
     draws = streams(terms.seed, "batches", n, agents=block.agents[some].tolist())
     with plugins.blamed("model", terms.model):
-        if len(some) == 1:
-            losses = [local_update_(pool[rows[0]], terms.module, Shard(x[0], y[0]), terms.training, draws[0])]
+        if len(some) == 1 or terms.training.optimiser is not None:  # which may look at a model as a whole
+            each = zip(rows, x, y, draws, strict=True)
+            losses = [local_update_(pool[i], terms.module, Shard(x, y), terms.training, draw) for i, x, y, draw in each]
         else:
             thetas = rows_of(pool, rows)
             losses = local_updates_(thetas, terms.module, x, y, terms.training, draws)

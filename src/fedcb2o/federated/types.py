@@ -150,7 +150,9 @@ class Judged:
     def copied(self) -> "Judged":
         """The same with all but the models copied: who writes to it changes nothing for others."""
         losses, own = (None if each is None else each.copied() for each in (self.losses, self.own))
-        return dataclasses.replace(self, losses=losses, own=own, received=self.received.copied(), me=self.me.copied())
+        return dataclasses.replace(
+            self, losses=losses, own=own, received=self.received.copied(), me=self.me.copied()
+        )
 
     def itself(self) -> "Judged":
         """The same with the agent's own model as the only one received."""
