@@ -92,8 +92,8 @@ def resnet(input_shape: Sequence[int], num_classes: int, *, width: int = 16, blo
 
     He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2016), Section 4.2: three stages of `blocks`
     blocks with `width`, 2 `width` and 4 `width` channels, each stage at half the resolution of the one before. Group
-    normalisation (Wu and He, 2018) takes the place of batch normalisation, whose running averages are no parameters and
-    differ between agents; a group is 8 channels.
+    normalisation (Wu and He, 2018) takes the place of batch normalisation, whose statistics are no parameters and
+    differ between agents (`fedcb2o.norms`); a group is 8 channels.
     """
     channels, *_ = _image("resnet", input_shape)
     if width < 8 or width % 8:

@@ -43,6 +43,9 @@ def counting(input_shape, num_classes):
     return Counting()
 
 
+SHARED = {"buffers": "shared"}
+
+
 def experiment(model, **more):
     return tiny(model={"name": model, **more}, rounds=2)
 
@@ -64,9 +67,9 @@ def test_a_frozen_base_is_no_part_of_what_agents_exchange(tmp_path):
     assert models.shape[1] == -(-3 * (64 + 32 + 32 + 10) // 16) * 16
 
 
-def test_shared_statistics_are_what_a_file_need_not_say(tmp_path):
-    said, silent = load(experiment(with_norms, buffers="shared")), load(experiment(with_norms))
-    assert said.fingerprint(0) == silent.fingerprint(0) != load(experiment(with_norms, buffers="local")).fingerprint(0)
+def test_local_statistics_are_what_a_file_need_not_say():
+    said, silent, other = (load(experiment(with_norms, **each)) for each in ({"buffers": "local"}, {}, SHARED))
+    assert said.fingerprint(0) == silent.fingerprint(0) != other.fingerprint(0)
     with pytest.raises(ConfigError, match=r"`model\.buffers`: input should be 'shared', 'local' or 'dropped'"):
         load(experiment(with_norms, buffers="mixed"))
 

@@ -124,11 +124,11 @@ class AttackPart(Component):
 class ModelPart(Component):
     """A network; `buffers` says what becomes of the statistics of its norms, which are no parameters."""
 
-    buffers: Statistics = "shared"
+    buffers: Statistics = "local"
 
     def resolved(self, kind: str, room: Any) -> dict[str, Any]:
         """The function's name and all of its keyword arguments, defaults among them, with `buffers`."""
-        kept = {} if self.buffers == "shared" else {"buffers": self.buffers}
+        kept = {} if self.buffers == "local" else {"buffers": self.buffers}
         return {**super().resolved(kind, room), **kept}
 
 
