@@ -809,6 +809,7 @@ def test_also_where_they_start(initial):
         ({"bounds": (0, None), "dim": 2}, [0, 0], [6, 6]),
         ({"bounds": [(10.0, math.inf), (-math.inf, 1.0)]}, [10, -5], [16, 1]),
         ({"bounds": [(-50, None), (None, None)]}, [-3, -3], [3, 3]),
+        ({"bounds": (-1e308, 1e308), "dim": 2}, [-3, -3], [3, 3]),
         ({"bounds": [(None, -50), (-50, None)], "spread": 1.0}, [-52, -1], [-50, 1]),
         ({"bounds": [(0, None), (None, 5)], "x0": [1.0, 4.0]}, [0, 1], [4, 5]),
         ({"bounds": optimize.Bounds([0, -np.inf], [np.inf, np.inf])}, [0, -3], [6, 3]),

@@ -132,11 +132,12 @@ def box_of(bounds: Any, initial: Any, x0: Any, spread: Any, dim: int | None) -> 
         dim = given.shape[-1]
     low, high = _walls(bounds, dim)
     closed = (high - low).isfinite()
-    far = torch.where(closed, (high - low) / 2, FAR) if spread is None else _point("`spread`", spread, len(low))
+    half = (high - low) / 2
+    far = torch.where(closed, half, FAR) if spread is None else _point("`spread`", spread, len(low))
     if len(far) != len(low) or not ((far > 0) & far.isfinite()).all():
         raise ConfigError(f"`spread` must be above 0 and finite, one for all or one for each coordinate, got {spread}")
     if middle is None:
-        middle = torch.where(closed, (low + high) / 2, torch.zeros_like(low).clamp(low + far, high - far))
+        middle = torch.where(closed, low + half, torch.zeros_like(low).clamp(low + far, high - far))
         if spread is None:  # to the bit
             far = far.masked_fill(closed, torch.inf)
     if not ((low <= middle) & (middle <= high)).all():
