@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import os
 import sys
 from pathlib import Path
 
@@ -35,7 +36,8 @@ nb_execution_mode = "cache"
 nb_execution_cache_path = str(HERE.parent / "build" / "docs" / "notebooks" / source.hexdigest()[:16])
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 600
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small runs are quickest so
 nb_merge_streams = True
 nb_output_stderr = "remove"  # how far a run is
 
