@@ -2,9 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS := .venv/.docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo demo-peers test slow lint format clean
+.PHONY: help install demo demo-peers test slow lint format docs linkcheck clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -39,8 +40,16 @@ format: $(STAMP) ## Format the code and mend what can be mended by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+SPHINX := $(BIN)/sphinx-build --fail-on-warning --quiet --doctree-dir build/docs/doctrees
+docs: $(DOCS) ## Build the documentation site into build/docs/html; its notebooks run where they or the package changed
+	$(SPHINX) docs build/docs/html
+	@echo "open build/docs/html/index.html"
+
+linkcheck: $(DOCS) ## Look whether what the documentation links to elsewhere is there
+	$(SPHINX) --builder linkcheck --define nb_execution_mode=off docs build/docs/links
+
 clean: ## Remove .venv, what the demos wrote, and all caches
-	rm -rf .venv runs/demo runs/demo-report runs/peers-demo dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv runs/demo runs/demo-report runs/peers-demo dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # No stamp, no trust: an environment whose set-up was cut short is made anew, since pip takes a half-copied package
@@ -56,4 +65,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -f $@
 	$(PIP) install --constraint constraints.txt hatchling
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(DOCS): $(STAMP)
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,docs]'
 	@touch $@
