@@ -136,6 +136,12 @@ def test_the_twin_is_found_beside_the_run_and_only_if_its_settings_match(attacke
     assert twin_of(attacked) is None
 
 
+def test_nobody_has_a_malicious_weight_where_nobody_attacks(attacked, tmp_path):
+    calm = run_of(tmp_path / "calm", {0: [scores([1] * 3, [1] * 3, [0] * 3)]}, agents={"malicious_role": "benign"})
+    assert by_source_count(calm).malicious_weight.isna().all()
+    assert compare([attacked, calm]).loc["Malicious weight", "calm"] == "–"
+
+
 def test_by_source_count(attacked):
     table = by_source_count(attacked).set_index("samples")
     assert table.index.tolist() == ["0", "2", "3 or more"]
@@ -201,7 +207,17 @@ def test_markdown_latex_and_html():
     latex = render.to_latex(TABLE)
     assert r"& A \& B & FedCB2O ($T_G$ = 30) \\" in latex
     assert r"50\% & 1.0 [0.9, 1.1] & 2.00 \\" in latex
-    assert "<th>A &amp; B</th><th>FedCB2O (<i>T</i><sub>G</sub> = 30)</th>" in render.to_html(TABLE)
+    page = render.to_html(TABLE)
+    assert '<th scope="col">A &amp; B</th><th scope="col">FedCB2O (<i>T</i><sub>G</sub> = 30)</th>' in page
+    assert '<th scope="row">50%</th><td>1.0 <small>[0.9, 1.1]</small></td>' in page
+
+
+def test_a_cell_of_html_has_its_colour_and_a_line_for_each_part():
+    table = pd.DataFrame({"A": ["17.5 [-7.8, 11.8] (Trash) †", "best"]}, index=["a", "b"])
+    page = render.to_html(table, pd.DataFrame({"A": [0.5, -1.0]}))
+    parts = "17.5 † <small>[-7.8, 11.8]</small> <small>(Trash)</small>"
+    assert f'<td class="worse" style="--shade:0.50">{parts}</td>' in page
+    assert '<td class="better" style="--shade:1.00">best</td>' in page
 
 
 @pytest.mark.parametrize("runs", [1, 4, 5, 9])

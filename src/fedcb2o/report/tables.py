@@ -69,13 +69,16 @@ def by_source_count(run: Run) -> pd.DataFrame:
     """Results by how many source-class samples an agent validates on: 0, 1, 2, 3 or more.
 
     The criterion G is blind to the attack with none. Mean over all benign agents of all seeds; columns: samples,
-    agents (how many), the three metrics, and malicious_weight over the last fifth of the rounds.
+    agents (how many), the three metrics, and malicious_weight over the last fifth of the rounds, NaN where the
+    malicious agents do not attack.
     """
     last = last_round(run.records).dropna(subset="source_in_validation")
     late = last_fifth(run.records).groupby(["seed", "agent"]).malicious_weight.mean().rename("late")
     last = last.merge(late, on=["seed", "agent"])
     samples = last.source_in_validation.clip(upper=3).map(lambda count: "3 or more" if count == 3 else f"{count:.0f}")
     means = last.assign(malicious_weight=last.late).groupby(samples)[[*METRICS, "malicious_weight"]].mean()
+    if not attacked(run):
+        means["malicious_weight"] = math.nan
     means.insert(0, "agents", samples.value_counts())
     return means.rename_axis("samples").reset_index()
 
