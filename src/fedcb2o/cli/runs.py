@@ -42,6 +42,14 @@ Cluster = Annotated[
         " at HOST:PORT.",
     ),
 ]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TRACKER",
+        help="Copy the records as they are written to tensorboard or mlflow, in the folder of the run, or to"
+        " tensorboard=DIR or mlflow=URI. Repeatable.",
+    ),
+]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
 
 
@@ -79,6 +87,7 @@ def run(
     blocks: Annotated[
         int | None, typer.Option(min=1, help="Spread the agents of each seed over a cluster, in so many blocks.")
     ] = None,
+    track: Track = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Say what was chosen for this machine.")] = False,
     clean_twin: Annotated[
@@ -124,6 +133,7 @@ def run(
                 watch=progress,
                 cluster=cluster,
                 blocks=blocks,
+                track=track,
             )
     folders = [folder for _, folder in chosen]
     print("Done. For a table: fedcb2o compare", *folders, file=sys.stderr)
@@ -166,6 +176,7 @@ def bench(
     data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on; what failed is tried again.")] = False,
     cluster: Cluster = None,
+    track: Track = None,
 ) -> Path | None:
     """Run a grid: every defence against every attack, each for all of its seeds.
 
@@ -179,7 +190,7 @@ def bench(
         return None
     if grid is None:
         raise ConfigError("which grid? Name its file, GRID.toml, or a built-in one (fedcb2o bench --list)")
-    done = run_grid(grid, out=out, jobs=jobs, data_dir=data_dir, resume=resume, cluster=cluster)
+    done = run_grid(grid, out=out, jobs=jobs, data_dir=data_dir, resume=resume, cluster=cluster, track=track)
     told = f"For the matrices: fedcb2o report {done.folder}"
     if done.failed:
         for title, error in done.failed.items():
@@ -247,10 +258,42 @@ def _print_table(runs: list["Run"], over: Over) -> None:
     console.print(to_rich(compare_runs(runs, over=over.value), caption=told_seeds(runs), width=console.width))
 
 
-def presets() -> None:
-    """List the presets, a line each."""
+def track(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or of grids.", show_default=False)
+    ],
+    to: Annotated[
+        list[str],
+        typer.Option(
+            metavar="TRACKER",
+            help="tensorboard or mlflow, in the folder of the run; tensorboard=DIR or mlflow=URI. Repeatable.",
+            show_default=False,
+        ),
+    ],
+) -> list[Path]:
+    """Copy the records of runs and grids to TensorBoard or MLflow: what `--track` does while they are written.
+
+    Example: fedcb2o track runs/mine --to tensorboard, then: tensorboard --logdir runs/mine
+    """
+    from fedcb2o.tracking import track as copy
+
+    for folder in runs:
+        copy(folder, to)
+    return runs
+
+
+def presets(
+    name: Annotated[str | None, typer.Argument(metavar="[PRESET]", help="Print this one.", show_default=False)] = None,
+) -> None:
+    """List the presets, a line each, or print one as it resolves: a file that `fedcb2o run` takes."""
     from fedcb2o.experiments.tables import presets as all_presets
 
+    if name is not None:
+        from fedcb2o.experiments.config import load
+        from fedcb2o.records import toml_of
+
+        print(toml_of(load(name).settings()), end="")
+        return
     _print_listed(all_presets())
 
 
