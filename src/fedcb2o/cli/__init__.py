@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedcb2o.cli import data, minimizing, peers, runs
+from fedcb2o.cli import configurations, data, minimizing, peers, runs
 from fedcb2o.cli.stops import Stops
 from fedcb2o.errors import FedCB2OError
 from fedcb2o.output import kept, lost
@@ -24,7 +24,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
-for _function in (runs.run, runs.bench, runs.compare, runs.report, runs.track, runs.presets, minimizing.minimize):
+for _function in (
+    runs.run,
+    runs.bench,
+    runs.compare,
+    runs.report,
+    runs.track,
+    configurations.presets,
+    configurations.schema,
+    minimizing.minimize,
+):
     app.command()(_function)
 for _get in (data.emnist, data.mnist, data.fashion_mnist, data.cifar10):
     data_app.command(_get.__name__)(_get)  # as in a configuration: with an underscore

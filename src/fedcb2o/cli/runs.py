@@ -1,7 +1,7 @@
-"""The commands for runs and grids of them: run, bench, compare, report, presets."""
+"""The commands for runs and grids of them: run, bench, compare, report, track."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from fedcb2o.cli import complete
+from fedcb2o.cli.configurations import print_listed
 from fedcb2o.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ Track = Annotated[
     list[str] | None,
     typer.Option(
         metavar="TRACKER",
+        autocompletion=complete.trackers,
         help="Copy the records as they are written to tensorboard or mlflow, in the folder of the run, or to"
         " tensorboard=DIR or mlflow=URI. Repeatable.",
     ),
@@ -56,7 +59,12 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of r
 def run(
     experiments: Annotated[
         list[str],
-        typer.Argument(metavar="PRESET_OR_FILE.toml...", help="Presets or configuration files.", show_default=False),
+        typer.Argument(
+            metavar="PRESET_OR_FILE.toml...",
+            help="Presets or configuration files.",
+            show_default=False,
+            autocompletion=complete.presets,
+        ),
     ],
     changes: Annotated[
         list[str] | None,
@@ -167,7 +175,10 @@ def bench(
     grid: Annotated[
         str | None,
         typer.Argument(
-            metavar="GRID", help="A grid's file, GRID.toml, or a built-in one (--list).", show_default=False
+            metavar="GRID",
+            help="A grid's file, GRID.toml, or a built-in one (--list).",
+            show_default=False,
+            autocompletion=complete.grids,
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the built-in grids, a line each.")] = False,
@@ -186,7 +197,7 @@ def bench(
     from fedcb2o.experiments.grid import grids
 
     if list_:
-        _print_listed(grids())
+        print_listed(grids())
         return None
     if grid is None:
         raise ConfigError("which grid? Name its file, GRID.toml, or a built-in one (fedcb2o bench --list)")
@@ -266,6 +277,7 @@ def track(
         list[str],
         typer.Option(
             metavar="TRACKER",
+            autocompletion=complete.trackers,
             help="tensorboard or mlflow, in the folder of the run; tensorboard=DIR or mlflow=URI. Repeatable.",
             show_default=False,
         ),
@@ -280,24 +292,3 @@ def track(
     for folder in runs:
         copy(folder, to)
     return runs
-
-
-def presets(
-    name: Annotated[str | None, typer.Argument(metavar="[PRESET]", help="Print this one.", show_default=False)] = None,
-) -> None:
-    """List the presets, a line each, or print one as it resolves: a file that `fedcb2o run` takes."""
-    from fedcb2o.experiments.tables import presets as all_presets
-
-    if name is not None:
-        from fedcb2o.experiments.config import load
-        from fedcb2o.records import toml_of
-
-        print(toml_of(load(name).settings()), end="")
-        return
-    _print_listed(all_presets())
-
-
-def _print_listed(listed: Mapping[str, str]) -> None:
-    width = max(map(len, listed))
-    for name, description in listed.items():
-        print(f"{name:{width}}  {description}")
