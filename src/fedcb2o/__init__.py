@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from fedcb2o.particles.search import Search
     from fedcb2o.records import Run
     from fedcb2o.streams import stream
+    from fedcb2o.tracking import track
+
+    __version__: str
 
 __all__ = [
     "Adversary",
@@ -47,6 +50,7 @@ __all__ = [
     "presets",
     "run",
     "stream",
+    "track",
 ]
 
 # Imported when first asked for: PyTorch takes a second, and the command line answers before and catches Ctrl-C.
@@ -66,10 +70,15 @@ _HOMES = {
     "particles.search": ("Search",),
     "records": ("Run",),
     "streams": ("stream",),
+    "tracking": ("track",),
 }
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version  # which takes as long as all else here
+
+        return version("fedcb2o")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"fedcb2o.{home}"), name)
