@@ -10,7 +10,7 @@ from benchmarks import claims
 from tests.report.synthetic import draw_run
 
 from fedcb2o.records import Run
-from fedcb2o.report.tables import pair_statistics
+from fedcb2o.report.tables import LABELS, pair_statistics, spread
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 
@@ -144,3 +144,13 @@ def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
     assert {name: run.seeds for name, run in runs.items()} == {"fedcbo": (0, 3)}
     whole = Run(tmp_path / "by-3" / "x-fedcbo")
     pd.testing.assert_frame_equal(claims.values(runs["fedcbo"]).loc[[3]], claims.values(whole))
+
+
+def test_the_readmes_table_is_that_of_its_seeds():
+    values = pd.read_csv(PAGE.parent / "reproduction" / "digits" / "values.csv")
+    methods = ["fedcbo-alpha10", "fedcbo", "oracle-min", "oracle-max", "fedcb2o", "fedcb2o-paper", "fedcb2o-released"]
+    by_method = dict(list(values[values.seed < 10].groupby("method")))
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    for metric in ("accuracy", "source_accuracy", "attack_success_rate", "malicious_weight"):
+        cells = [spread(by_method[method][metric] / 100) for method in methods]
+        assert f"\n| {LABELS[metric]} | {' | '.join(cells)} |\n" in readme
