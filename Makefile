@@ -24,8 +24,9 @@ demo-peers: $(STAMP) ## Run eight organisations on this machine, three of them h
 	rm -rf runs/peers-demo
 	$(BIN)/fedcb2o peer demo
 
-test: $(STAMP) ## Run the tests, all but the slow ones
-	$(BIN)/python -m pytest
+# A file's tests stay together, since many share what is slow to set up.
+test: $(STAMP) ## Run the tests, all but the slow ones, on all processors
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 slow: $(STAMP) ## Run the slow tests alone
 	$(BIN)/python -m pytest -m slow
