@@ -16,11 +16,21 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 
 from fedcb2o import data, models, plugins
 from fedcb2o.data import skews
-from fedcb2o.experiments.config import KINDS, AgentsPart, AttackPart, Component, Experiment, TrainingPart
+from fedcb2o.experiments.config import KINDS, AgentsPart, AttackPart, Component, Experiment, ModelPart, TrainingPart
 from fedcb2o.experiments.descriptions import described
 from fedcb2o.experiments.grid import OWN_KEYS, VARIED, AdversaryPart, Grid, TuningPart
 from fedcb2o.experiments.tables import presets
-from fedcb2o.federated import algorithms, attacks, criteria, graphs, pre_steps, rules, selection
+from fedcb2o.federated import (
+    algorithms,
+    attacks,
+    criteria,
+    graphs,
+    metrics,
+    optimisers,
+    pre_steps,
+    rules,
+    selection,
+)
 
 Schema = dict[str, Any]
 
@@ -31,6 +41,8 @@ ROOMS: Mapping[str, ModuleType] = {
     "attack": attacks,
     "skew": skews,
     "graph": graphs,
+    "optimiser": optimisers,
+    "metric": metrics,
     "criterion": criteria,
     "rule": rules,
     "selection": selection,
@@ -108,7 +120,9 @@ def _field(name: str, annotation: Any, default: Any, section: str) -> Schema:
     kinds = {annotation, *get_args(annotation)}
     for part in kinds & {AgentsPart, TrainingPart}:
         return {**_table(_fields(part, f"{name}.")), "description": _told(part)}
-    if not section and kinds & {Component, AttackPart}:
+    if name == "metrics":
+        return {"type": "array", "items": _choice("metric"), "minItems": 1}
+    if not section and kinds & {Component, AttackPart, ModelPart}:
         kind = next(kind for key, kind, _ in KINDS if key == name)
         told = f"The {kind}: its name, and its parameters beside it."
         return {"allOf": [{"$ref": f"#/definitions/{name}"}], "description": told}
@@ -143,9 +157,13 @@ def _explained(found: Schema, key: str) -> Schema:
 
 def _definitions() -> dict[str, Schema]:
     """What a key may hold that names a function of each room."""
-    more = {name: each for name, each in _fields(AttackPart, "attack.").items() if name != "name"}
+    parts: Mapping[str, type[BaseModel]] = {"attack": AttackPart, "model": ModelPart}
+    more = {
+        key: {name: each for name, each in _fields(part, f"{key}.").items() if name != "name"}
+        for key, part in parts.items()
+    }
     scale = {"scale": {"type": "number", "exclusiveMinimum": 0, "default": 1.0}}
-    tables = {key: _named(key, more if key == "attack" else {}) for key in ROOMS}
+    tables = {key: _named(key, more.get(key, {})) for key in ROOMS}
     return {**tables, "part": _named("criterion", scale)}
 
 
