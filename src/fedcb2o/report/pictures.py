@@ -26,7 +26,7 @@ def weight_norm() -> PowerNorm:
     return PowerNorm(1 / 3, vmin=0, vmax=1, clip=True)
 
 
-def weight_bar(figure: Figure, ax: Axes, drawn: Any, **look: float) -> None:
+def weight_bar(figure: Figure, ax: Axes, drawn: Any, **look: Any) -> None:
     """What the colours of weights mean, beside them."""
     bar = figure.colorbar(drawn, ax=ax, ticks=TICKS, label="weight", **look)
     bar.ax.yaxis.set_major_formatter(percent())
