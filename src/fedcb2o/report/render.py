@@ -92,15 +92,10 @@ def to_html(table: pd.DataFrame, shades: pd.DataFrame | None = None) -> str:
     names = zip(_head(table), prose, strict=True)
     head = "".join(f'<th scope="col"{TEXT * long}>{html_text(name)}</th>' for name, long in names)
     body = "".join(
-        f'<tr><th scope="row">{_label(first)}</th>{"".join(map(_cell, rest, own, prose[1:]))}</tr>\n'
+        f'<tr><th scope="row">{html_text(first)}</th>{"".join(map(_cell, rest, own, prose[1:]))}</tr>\n'
         for (first, *rest), own in zip(rows, dark, strict=True)
     )
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n"
-
-
-def _label(text: str) -> str:
-    """What a row is of; the name of a setting may be broken at its dots."""
-    return re.sub(r"[._](?=\w)", r"\g<0><wbr>", html_text(text))
 
 
 def _cell(text: str, shade: float, prose: bool) -> str:

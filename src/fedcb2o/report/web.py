@@ -56,7 +56,7 @@ th button::after { content: "\\a0\\2195"; color: var(--dim); font-weight: 400; }
 :is(button, a, summary, .scroll):focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
 sub { font-size: .7em; line-height: 0; } details { margin: .5rem 0; } summary { cursor: pointer; }
 @media (max-width: 40rem) { body { margin-top: 1.2rem; padding: 0 1rem; } table { font-size: .8rem; }
-        th, td { padding: .3rem; } tbody th { max-width: 7.5rem; overflow-wrap: break-word; } }
+        th, td { padding: .3rem; } .many tbody th { max-width: 7.5rem; overflow-wrap: break-word; } }
 """
 
 SORT = """
