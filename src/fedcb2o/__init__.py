@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from fedcb2o.particles.adversaries import Adversary
     from fedcb2o.particles.minimize import CaptureWarning, minimize
     from fedcb2o.particles.objectives import from_numpy, from_point
+    from fedcb2o.particles.scipy_method import cb2o
+    from fedcb2o.particles.search import Search
     from fedcb2o.records import Run
     from fedcb2o.streams import stream
     from fedcb2o.tracking import track
@@ -35,8 +37,10 @@ __all__ = [
     "FedCB2OError",
     "Run",
     "RunError",
+    "Search",
     "Shard",
     "bench",
+    "cb2o",
     "dataset",
     "from_numpy",
     "from_point",
@@ -62,6 +66,8 @@ _HOMES = {
     "particles.adversaries": ("Adversary",),
     "particles.minimize": ("CaptureWarning", "minimize"),
     "particles.objectives": ("from_numpy", "from_point"),
+    "particles.scipy_method": ("cb2o",),
+    "particles.search": ("Search",),
     "records": ("Run",),
     "streams": ("stream",),
     "tracking": ("track",),

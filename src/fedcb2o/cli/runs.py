@@ -219,7 +219,7 @@ def compare(
         typer.Option(help="What to show of the benign agents: their mean, the worst one, the mean of the worst tenth."),
     ] = Over.mean,
 ) -> None:
-    """Print one table over runs: the paper's Table 1, at the last round, mean ± standard deviation over seeds."""
+    """Print one table over runs: the paper's Table 1, at the last round, mean and 95% interval over seeds."""
     from fedcb2o.records import Run
 
     _print_table([Run(folder) for folder in runs], over)

@@ -238,10 +238,11 @@ def run_seed(prepared: Prepared, folder: Path, where: "OneMachine | Spread", wat
                 watch.phase(experiment, seed, n + 1, f"{phase}{where.told(place, measured)}")
 
         measured: Mapping[str, Any] = {}
+        own = experiment.own_metrics()
         made = rounds_of(engine)(engine, memory, start, experiment.rounds, evaluated, tell)
         del saved, memory
         for done in made:
-            line = metrics_line(aim_of(experiment), engine.attackers.malicious, done)
+            line = metrics_line(aim_of(experiment), engine.attackers.malicious, done, own)
             log.append("metrics", line)
             log.append("pairs", pairs_line(done))
             seconds = dict(done.seconds)

@@ -18,7 +18,7 @@ from fedcb2o.records.files import (
     write_toml,
 )
 from fedcb2o.records.lines import SEEDED, Records, read_lines
-from fedcb2o.records.run import EVALUATED, Run, read_config, seeds_in
+from fedcb2o.records.run import EVALUATED, RESERVED, Run, metric_name, read_config, seeds_in
 from fedcb2o.records.scores import last_fifth, last_round, over_agents, summary
 from fedcb2o.records.sums import (
     CHECKPOINT,
@@ -45,6 +45,7 @@ __all__ = [
     "FREE",
     "KINDS",
     "LINES",
+    "RESERVED",
     "SEEDED",
     "DamagedError",
     "Records",
@@ -60,6 +61,7 @@ __all__ = [
     "last_fifth",
     "last_round",
     "lines_of",
+    "metric_name",
     "over_agents",
     "parse_toml",
     "read_cells",
