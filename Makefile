@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 DOCS := .venv/.docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo demo-peers test slow lint format docs linkcheck clean
+.PHONY: help install demo demo-peers test slow lint format docs linkcheck wheel clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,17 @@ docs: $(DOCS) ## Build the documentation site into build/docs/html; its notebook
 
 linkcheck: $(DOCS) ## Look whether what the documentation links to elsewhere is there
 	$(SPHINX) --builder linkcheck --define nb_execution_mode=off docs build/docs/links
+
+# Beside the packages of .venv, and before its own fedcb2o, which is that of this folder.
+wheel: $(STAMP) ## Build the wheel into dist, and use it from another folder
+	rm -rf dist build/wheel build/elsewhere
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(PIP) install --quiet --no-deps --target build/wheel dist/*.whl
+	mkdir -p build/elsewhere
+	cd build/elsewhere && export PYTHONPATH=../wheel && for job in \
+		"run digits-fedcb2o --seeds 0 --set rounds=2" "report runs/digits-fedcb2o --out report" "schema" "presets"; do \
+		../../$(BIN)/python -m fedcb2o $$job > said.txt || { cat said.txt; exit 1; }; done && \
+		../../$(BIN)/python -c "import fedcb2o; assert 'build/wheel' in fedcb2o.__file__, fedcb2o.__file__"
 
 clean: ## Remove .venv, what the demos wrote, and all caches
 	rm -rf .venv runs/demo runs/demo-report runs/peers-demo dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
