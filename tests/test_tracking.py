@@ -180,9 +180,9 @@ def test_a_tracker_that_fails_meanwhile_costs_no_run(tmp_path, monkeypatch, caps
     monkeypatch.setattr(copy, "opened", lambda target, root: Broken())
     run = fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=1, track="tensorboard")
     assert run.complete
-    assert "by tensorboard: OSError: the server has gone. The run goes on without it; `fedcb2o track" in (
-        capsys.readouterr().err
-    )
+    told = capsys.readouterr().err
+    assert "by tensorboard (OSError: the server has gone): see that" in told
+    assert f"The run goes on; `fedcb2o track {run.folder} --to tensorboard` copies the rest." in told
     with pytest.raises(RunError, match="the server has gone"):
         fedcb2o.track(run.folder, "tensorboard")
     with pytest.raises(RunError, match="there is no run in"):

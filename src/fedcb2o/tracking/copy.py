@@ -65,7 +65,10 @@ class Copy:
             raise
         except Exception as error:  # of a library, a disk or a server
             told = " ".join(str(error).split())[:300]
-            raise RunError(f"cannot track {self.root} by {self.target}: {type(error).__name__}: {told}") from error
+            raise RunError(
+                f"cannot track {self.root} by {self.target} ({type(error).__name__}: {told}): see that it can be "
+                "reached, or run without it, and `fedcb2o track` when it can"
+            ) from error
 
 
 def places(root: Path) -> Iterator[Place]:
@@ -121,8 +124,7 @@ def following(root: Path, targets: Sequence[str]) -> Iterator[None]:
                 except Exception as error:
                     copies.remove(each)
                     print(
-                        f"Note: {error}. The run goes on without it; `fedcb2o track {root} --to {each.target}` copies "
-                        "the rest afterwards.",
+                        f"Note: {error}. The run goes on; `fedcb2o track {root} --to {each.target}` copies the rest.",
                         file=sys.stderr,
                     )
 
