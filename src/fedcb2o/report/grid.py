@@ -195,7 +195,7 @@ def _measures(run: Run, seed: int, summary: Mapping[str, Any]) -> dict[str, floa
         "megabytes": float(benign.answered.mean() * 4 * run.about(seed)["dim"] / 1e6),
     }
     found = {**scores, **_received(run, seed), **sent, **clusters}
-    return {name: float(f"{value:.{DIGITS}g}") for name, value in found.items()}
+    return {name: float(f"{value:.{DIGITS}g}") for name, value in found.items() if value is not None}
 
 
 def _received(run: Run, seed: int) -> dict[str, float]:
