@@ -26,7 +26,8 @@ class Population:
     """The agents in order (cluster 0 benign, cluster 0 malicious, cluster 1 benign, ...) and the samples they hold.
 
     `train` and `validation` are indices into the pool, one tensor an agent; those of an agent differ in length, and
-    malicious agents validate on nothing. `tuning` are samples that no agent holds.
+    malicious agents validate on nothing. `tuning` are samples that no agent holds. Where agents bring their own,
+    `tests` are each one's own among the test samples, and `names` what they are called.
     """
 
     cluster: Int[Tensor, " N"]
@@ -35,6 +36,8 @@ class Population:
     validation: tuple[Int[Tensor, " _v"], ...]
     tuning: Int[Tensor, " u"]
     num_clusters: int
+    tests: tuple[Int[Tensor, " _t"], ...] | None = None
+    names: tuple[str, ...] = ()
 
 
 def partition(
@@ -159,7 +162,7 @@ def validates(y: NDArray[np.integer], agent: int, fraction: float, split: str, s
         if not there:
             raise ConfigError(
                 f"`validation` = {fraction} with `split` = {split!r} leaves agent {agent} no {what} data among its"
-                f" {len(y)} samples; set another fraction, or more `benign_samples`"
+                f" {len(y)} samples; set another fraction, or give it more samples"
             )
     return holds
 

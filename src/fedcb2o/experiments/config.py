@@ -20,7 +20,7 @@ from fedcb2o import data, models, plugins
 from fedcb2o.data import skews
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.tables import changed, extended, plain, preset, read
-from fedcb2o.federated import algorithms, attacks, graphs
+from fedcb2o.federated import algorithms, attacks, graphs, losses
 from fedcb2o.federated.local_update import Precision
 from fedcb2o.federated.terms import Convolution, Linear
 from fedcb2o.federated.types import THREAT, Attack, Threat
@@ -139,15 +139,16 @@ class AgentsPart(Part):
     clean twin of an attacked run); "benign" (no attack, and select peers like everybody); "removed". By default they
     count their own model when they mix, as in the authors' released code; the paper's text has
     `colluders_own_model` = false. `assumed_share` is the share of attackers among those received that rules are told
-    to assume, by default that of all agents.
+    to assume, by default that of all agents. Where agents bring their own data, so many of their owners are agents, and
+    `benign_samples` and `malicious_samples` are the most that each holds, if they are given.
     """
 
     num_clusters: Literal[1, 2, 4] = 2
     benign: Positive
     malicious: Natural
     malicious_role: Literal["attack", "clean", "benign", "removed"] = "attack"
-    benign_samples: Positive
-    malicious_samples: Positive
+    benign_samples: Positive | None = None
+    malicious_samples: Positive | None = None
     skew: Component | None = None
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.2
     split: Literal["random", "stratified", "released"] = "random"
@@ -189,6 +190,12 @@ class TrainingPart(Part):
     local_epochs: Positive = 5
     local_steps: Positive | None = None
     precision: Precision = "float32"
+    loss: Component | None = None
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _named(cls, component: Any) -> Any:
+        return named(component)
 
 
 class Experiment(Part):
@@ -243,6 +250,8 @@ class Experiment(Part):
             self.agents.graph.function("graph", graphs)
         if self.agents.skew is not None:
             self.agents.skew.function("skew", skews)
+        if self.training.loss is not None:
+            self.training.loss.function("loss", losses)
         algorithm = self.algorithm.function("algorithm", algorithms)()
         if not isinstance(algorithm, algorithms.Algorithm):
             raise ValueError(f"the algorithm returned a {type(algorithm).__name__}, expected an Algorithm")
@@ -273,6 +282,8 @@ class Experiment(Part):
             settings["agents"]["graph"] = self.agents.graph.resolved("graph", graphs)
         if self.agents.skew is not None:
             settings["agents"]["skew"] = self.agents.skew.resolved("skew", skews)
+        if self.training.loss is not None:
+            settings["training"]["loss"] = self.training.loss.resolved("loss", losses)
         return plain(settings)  # type: ignore[no-any-return]
 
     def fingerprint(self, seed: int) -> str:

@@ -1,11 +1,9 @@
 """A round as lines of records: what agents lost and score, and whom they asked, received and trusted."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Bool
 
 from fedcb2o.federated import metrics
@@ -26,16 +24,11 @@ def metrics_line(aim: metrics.Aim, malicious: Bool[np.ndarray, " N"], done: Roun
         "malicious_weight": _malicious_weights(choices, malicious),
         "answered": choices.received.sizes.tolist(),
     }
-    if done.confusion is None:
+    if done.tested is None:
         return line
-    triggered = done.triggered or {}
-    scores: dict[str, Callable[[int, torch.Tensor], float | None]] = {
-        "accuracy": lambda j, c: metrics.accuracy(c),
-        "source_accuracy": lambda j, c: aim.accuracy(c),
-        "attack_success_rate": lambda j, c: aim.success(c, triggered.get(j)),
-    }
-    for name, score in scores.items():
-        line[name] = [score(j, done.confusion[j]) if j in done.confusion else None for j in range(len(malicious))]
+    found = {j: metrics.of(tested, aim) for j, tested in done.tested.items()}
+    for name in dict.fromkeys(name for each in found.values() for name in each):
+        line[name] = [found.get(j, {}).get(name) for j in range(len(malicious))]
     return line
 
 

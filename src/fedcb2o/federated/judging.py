@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.data.shard import Shard
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
-from fedcb2o.federated.evaluate import confusion, logits, losses_of_each
+from fedcb2o.federated.evaluate import confusion, logits, losses_of_each, mean_losses
 from fedcb2o.federated.lists import Places
+from fedcb2o.federated.metrics import Score, Tested
 from fedcb2o.federated.returned import changed_by
 from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received
 
@@ -70,6 +70,7 @@ def judge(block: Block, some: Places, models: Received, change: Change | None = 
             average=terms.average,
             batch_size=terms.training.batch_size,
             together=terms.primitives.together,
+            loss=terms.training.loss,
         )
 
 
@@ -95,17 +96,30 @@ def outputs_seen_by(block: Block, k: int) -> Callable[[Received], Outputs]:
     return outputs
 
 
-def tested(block: Block, some: Places, triggered: bool) -> list[Int[Tensor, "C C"]]:
-    """The confusion matrices of agents in some places on the test set as their cluster sees it, or with the trigger of
-    a backdoor."""
-    terms, holdings, trigger = block.terms, block.holdings, block.attackers.trigger
-    cluster, found = holdings.cluster[some], dict[int, Tensor]()
-    for each in np.unique(cluster).tolist():
-        members, test = some[cluster == each], holdings.tested_on(each)
-        if triggered and trigger is not None:
-            test = changed_by(plugins.called("trigger", trigger), trigger, test)
-        rows = torch.from_numpy(block.layout.own[members])
-        with plugins.blamed("model", terms.model):
-            counts = confusion(terms.module, block.pool, rows, test, terms.num_classes, terms.primitives.together)
-        found |= dict(zip(members.tolist(), counts, strict=True))
-    return [found[k] for k in some.tolist()]
+def tested(block: Block, some: Places) -> list[Tested]:
+    """How the models of agents in some places do on their test samples; on these with the trigger of a backdoor; and on
+    those that test everybody, where agents have their own."""
+    holdings, trigger = block.holdings, block.attackers.trigger
+    own, triggered, common = dict[int, Score](), dict[int, Score](), dict[int, Score]()
+    for members, test in holdings.tested_on(some):
+        own |= _scored(block, members, test)
+        if trigger is not None:
+            marked = changed_by(plugins.called("trigger", trigger), trigger, test)
+            triggered |= _scored(block, members, marked)
+    if (everybodys := holdings.common_test()) is not None:
+        common = _scored(block, some, everybodys)
+    return [Tested(own[k], triggered.get(k), common.get(k)) for k in some.tolist()]
+
+
+def _scored(block: Block, some: Places, test: Shard) -> dict[int, Score]:
+    """How the models of agents in some places do on the same test samples, by these places."""
+    terms, rows = block.terms, torch.from_numpy(block.layout.own[some])
+    classes, loss, together = terms.num_classes, terms.training.loss, terms.primitives.together
+    with plugins.blamed("model", terms.model):
+        counts = (
+            [None] * len(some) if classes == 1 else confusion(terms.module, block.pool, rows, test, classes, together)
+        )
+        losses = [None] * len(some)
+        if loss is not None:
+            losses = mean_losses(terms.module, block.pool, rows, test, loss, together).tolist()
+    return {k: Score(*each) for k, *each in zip(some.tolist(), counts, losses, strict=True)}

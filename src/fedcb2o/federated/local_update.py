@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.optim.sgd import sgd
 
 from fedcb2o.data.shard import Shard, features
+from fedcb2o.federated.losses import Loss, of_samples
 from fedcb2o.models import bind_, is_bound
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -27,7 +28,8 @@ class Training:
     """How an agent trains: `local_epochs` passes over its data, or `local_steps` mini-batches where that is given.
 
     `precision="bfloat16"` computes products in that type, on float32 parameters: about twice as fast on processors
-    that have it. "tf32" lets CUDA devices round the factors of float32 products to 10 bits of mantissa.
+    that have it. "tf32" lets CUDA devices round the factors of float32 products to 10 bits of mantissa. `loss` is what
+    it minimises, by default the cross-entropy.
     """
 
     gamma: float
@@ -37,6 +39,7 @@ class Training:
     local_epochs: int
     local_steps: int | None = None
     precision: Precision = "float32"
+    loss: Loss | None = None
 
 
 def batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[np.ndarray, " b"]]:
@@ -119,10 +122,14 @@ def local_update_(
     with training_with(module, training, draw, theta.device.type):
         for (chosen,) in steps:
             with products_in(training.precision, theta.device.type):
-                loss = F.cross_entropy(module(x[chosen]), shard.y[chosen])
-            found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+                found, labels = module(x[chosen]), shard.y[chosen]
+                if training.loss is None:
+                    loss = F.cross_entropy(found, labels)
+                else:
+                    loss = of_samples(training.loss, found, labels, 1).mean()
+            grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
             # Fused SGD reads memory as it lies, and a convolution in channels-last has gradients that lie otherwise.
-            gradients = [gradient.contiguous() for gradient in found]
+            gradients = [gradient.contiguous() for gradient in grads]
             # The function behind torch.optim.SGD, whose class takes a second to import its compiler.
             with torch.no_grad():
                 sgd(

@@ -120,7 +120,8 @@ def craft_(
             models = tried_of(craft, models, terms.dim).to(block.pool)
             rows, together = torch.arange(len(models)), terms.primitives.together
             with plugins.blamed("model", terms.model):
-                return losses_of(terms.module, models, rows, data, terms.num_classes, together=together)
+                loss = terms.training.loss
+                return losses_of(terms.module, models, rows, data, terms.num_classes, together=together, loss=loss)
 
         view = View(
             n=n,

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fedcb2o.data.shard import Shard
@@ -88,15 +88,16 @@ class Received:
 Change = Callable[[Tensor], Tensor]
 """Samples [n, ...] -> as many, changed: what a criterion tries models on."""
 
-Outputs = tuple[Float[Tensor, "m n C"], Int[Tensor, " n"]]
-"""What m models make of n samples, before the softmax, and the labels of these."""
+Outputs = tuple[Float[Tensor, "m n *C"], Shaped[Tensor, "n *target"]]
+"""What m models make of n samples, before the softmax, and the labels of these, or what else is to be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
-    `outputs_of` gives what models make of its validation data. `share` is the attackers' share that it assumes, `progress` how much of the run is over, from 0 to 1.
+    `outputs_of` gives what models make of its validation data. `share` is the attackers' share that it assumes,
+    `progress` how much of the run is over, from 0 to 1.
     `before` is the row of the pool that holds the model which it began the round with, None where nobody asked to keep
     it; `head` the shape [C, h] of the last dense layer's weight, where the network ends in one; `layers` the shapes of
     the tensors that a model is made of, in their order. `contacts` and `draw` are made when they are asked for.
@@ -150,9 +151,7 @@ class Judged:
     def copied(self) -> "Judged":
         """The same with all but the models copied: who writes to it changes nothing for others."""
         losses, own = (None if each is None else each.copied() for each in (self.losses, self.own))
-        return dataclasses.replace(
-            self, losses=losses, own=own, received=self.received.copied(), me=self.me.copied()
-        )
+        return dataclasses.replace(self, losses=losses, own=own, received=self.received.copied(), me=self.me.copied())
 
     def itself(self) -> "Judged":
         """The same with the agent's own model as the only one received."""

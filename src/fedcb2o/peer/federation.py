@@ -24,6 +24,7 @@ from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import config
 from fedcb2o.experiments.assemble import module_of, neighbours_of
+from fedcb2o.experiments.assemble import most_samples as largest
 from fedcb2o.experiments.config import Experiment, Part
 from fedcb2o.federated import algorithms
 from fedcb2o.peer import versions as chain
@@ -248,7 +249,7 @@ def make(
         check_plain(chosen)
     except ValueError as error:
         raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
-    believed = max(agents.benign_samples, agents.malicious_samples)
+    believed = largest(experiment, dataset)
     dim = sum(each.numel() for each in module_of(experiment, experiment.seeds[0], dataset).parameters())
     table = {
         "protocol": PROTOCOL,

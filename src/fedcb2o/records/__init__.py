@@ -17,7 +17,7 @@ from fedcb2o.records.files import (
     write_toml,
 )
 from fedcb2o.records.lines import SEEDED, Records, read_lines
-from fedcb2o.records.run import EVALUATED, Run, read_config, seeds_in
+from fedcb2o.records.run import EVALUATED, SOMETIMES, Run, read_config, seeds_in
 from fedcb2o.records.scores import last_fifth, last_round, summary
 from fedcb2o.records.sums import (
     CHECKPOINT,
@@ -43,6 +43,7 @@ __all__ = [
     "KINDS",
     "LINES",
     "SEEDED",
+    "SOMETIMES",
     "DamagedError",
     "Records",
     "Run",

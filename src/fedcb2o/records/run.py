@@ -25,6 +25,9 @@ METRICS = ("train_loss", "validation_loss", "malicious_weight", "answered")
 KINDS = {"name": str, "title": str, "description": str, "rounds": int, "seeds": list, "agents": dict}
 MENDED = "`fedcb2o run` of the experiment with this --out and --resume writes it anew"
 EVALUATED = ("accuracy", "source_accuracy", "attack_success_rate")
+SOMETIMES = ("test_loss", "global_accuracy", "global_loss")
+"""What is evaluated where an experiment names a loss, or where agents have test samples of their own and others that
+test everybody: columns that are there only then."""
 
 
 @dataclass(frozen=True, init=False)
@@ -134,6 +137,7 @@ class Run:
         """A row for each seed, round and agent: who it is and its metrics, NaN where there is none.
 
         Accuracies and rates are fractions of 1, there only in rounds that were evaluated, for benign agents only.
+        `test_loss`, `global_accuracy` and `global_loss` are columns where they are measured.
         """
         names = ["seed", "round", "agent", *AGENTS, *METRICS, *EVALUATED]
         tables = [self.records_of(seed) for seed in self.seeds]
@@ -146,6 +150,9 @@ class Run:
         columns: dict[str, list[float | None]] = {key: [] for key in METRICS + EVALUATED}
         path = self._file(seed, "metrics.jsonl")
         for _, line in read_lines(path):
+            for key in SOMETIMES:
+                if key in line and key not in columns:
+                    columns[key] = [None] * (len(rounds) * len(agents))
             rounds.append(line["round"])
             for key, values in columns.items():
                 found = line.get(key) or [None] * len(agents)

@@ -18,7 +18,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import Run, last_fifth
+from fedcb2o.records import SOMETIMES, Run, last_fifth
 from fedcb2o.report.tables import LABELS, METRICS, by_source_count, labels, pair_statistics
 
 STYLE: dict[Any, Any] = {
@@ -84,14 +84,20 @@ def curves(runs: Sequence[Run]) -> Figure:
     A thin vertical line marks the round T_G from which a run uses its criterion.
     """
     tables = [run.records[~run.records.malicious.astype(bool)] for run in runs]
-    shown = [metric for metric in METRICS if any(table[metric].notna().any() for table in tables)]
+    shown = [m for m in (*METRICS, *SOMETIMES) if any(m in table and table[m].notna().any() for table in tables)]
     if not shown:
         raise RunError("no round was evaluated yet: wait for the first `evaluate_every` rounds of the run")
     figure = Figure(figsize=(max(5.0, 3.9 * len(shown)), 3.9), layout="constrained")
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
     for ax, metric in zip(axes, shown, strict=True):
         for i, (run, table, label) in enumerate(zip(runs, tables, labels(runs), strict=True)):
-            means = table.dropna(subset=metric).groupby(["round", "seed"])[metric].mean().unstack("seed")
+            means = (
+                table.reindex(columns=["round", "seed", metric])
+                .dropna(subset=metric)
+                .groupby(["round", "seed"])[metric]
+                .mean()
+                .unstack("seed")
+            )
             if means.empty:
                 continue
             middle, deviation = means.mean(axis="columns"), means.std(axis="columns", ddof=1).fillna(0.0)
@@ -103,10 +109,13 @@ def curves(runs: Sequence[Run]) -> Figure:
         ax.set_title(LABELS[metric])
         ax.set_xlabel("round")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.yaxis.set_major_formatter(_percent())
         low, high = ax.get_ylim()
+        bottom, top = low, high
+        if not metric.endswith("loss"):
+            ax.yaxis.set_major_formatter(_percent())
+            bottom, top = max(low, 0), min(high, 1.005)
         switches = sorted({_switch(run) for run in runs} - {0})
-        ax.set_ylim(max(low, 0), min(high, 1.005) + 0.05 * (high - low) * len(switches))
+        ax.set_ylim(bottom, top + 0.05 * (high - low) * len(switches))
         for i, switch in enumerate(switches):
             ax.axvline(switch, color="0.35", linewidth=0.8)
             where: dict[str, Any] = {
