@@ -258,7 +258,7 @@ def make(
         "seed": experiment.seeds[0] if seed is None else seed,
         "share": agents.share if share is None else share,
         "most_samples": believed if most_samples is None else most_samples,
-        "data": {"shape": list(dataset.pool.x.shape[1:]), "class_names": list(dataset.class_names)},
+        "data": {"shape": list(dataset.pool.x.shape[1:]), **_told(dataset)},
         "experiment": records.canonical(chosen),
         "versions": [{"members": [{"id": id, **member.table()} for id, member in enumerate(members)]}],
         "own": list(parts_of(chosen)),
@@ -269,6 +269,15 @@ def make(
         made = made.model_copy(update={"limits": Limits.fitted(size, made.round_seconds)})
     whole = made.model_dump(by_alias=True, exclude_none=True)  # with the defaults written out
     return _linked(_checked(whole, "the federation"))
+
+
+def _told(dataset: Dataset) -> dict[str, Any]:
+    """What is to be told of a sample: its class, or numbers."""
+    return (
+        {"class_names": list(dataset.class_names)}
+        if dataset.class_names
+        else {"target": list(dataset.pool.y.shape[1:])}
+    )
 
 
 def brought() -> Dataset:

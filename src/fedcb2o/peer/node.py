@@ -315,7 +315,8 @@ class Node:
         if (tested := (done.tested or {}).get(me)) is not None:
             aim = self.agent.aim
             asked = {"source_accuracy": aim.sources, "attack_success_rate": aim.sources or aim.targets}
-            line |= {name: value for name, value in metrics.of(tested, aim).items() if asked.get(name, True)}
+            found = metrics.of(tested, aim)
+            line |= {name: value for name, value in found.items() if value is not None and asked.get(name, True)}
         return line
 
 
