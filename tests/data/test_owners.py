@@ -148,7 +148,7 @@ def test_what_cannot_be(make, message):
     ("change", "message"),
     [
         ({"benign": 3}, "`agents.benign` . `agents.malicious` = 3, and the data have 2 owners"),
-        ({"validation": 0.01}, "leaves agent 0 no validation data among its 9 samples"),
+        ({"validation": 0.01}, "leaves owner 'a' no validation data among its 9 samples"),
     ],
 )
 def test_agents_that_cannot_be(change, message):

@@ -55,17 +55,15 @@ def datasets(
     if len({x.dtype for x, _ in pieces}) > 1:
         raise DataError("some owners bring pixels (uint8) and others numbers: make them one")
     shards, names = given.shards_of(pieces, class_names, numbers=numbers)
-    of, testing = (
-        np.repeat(whose, list(map(len, shards))),
-        np.repeat([kind == "test" for kind in kinds], list(map(len, shards))),
-    )
+    sizes = [len(each) for each in shards]
+    of, kind = np.repeat(whose, sizes), np.repeat(kinds, sizes)
+    testing = kind == "test"
     whole = Shard(torch.cat([each.x for each in shards]), torch.cat([each.y for each in shards]))
-    validates = np.repeat([kind == "validation" for kind in kinds], list(map(len, shards)))
     owners = Owners(
         tuple(map(str, parts)),
         torch.from_numpy(of[~testing]),
         torch.from_numpy(of[testing]),
-        torch.from_numpy(validates[~testing]),
+        torch.from_numpy(kind[~testing] == "validation"),
     )
     tests = whole.part(np.flatnonzero(testing)) if testing.any() else None
     return built(whole.part(np.flatnonzero(~testing)), tests, names, owners, test_share, standardise)

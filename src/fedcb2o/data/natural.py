@@ -47,20 +47,23 @@ def natural(
     for agent, owner in enumerate(drawn.tolist()):
         if bad[agent] and remove_malicious:
             continue
-        mine, most = pool[owner], malicious_samples if bad[agent] else benign_samples
+        mine, most, name = (
+            pool[owner],
+            malicious_samples if bad[agent] else benign_samples,
+            f"owner {owners.names[owner]!r}",
+        )
         brought = kept[mine].any()
         if most is not None and len(mine) > most:
             mine = np.sort(stream(seed, "owners", "samples", owner).choice(mine, most, replace=False))
+        holds = kept[mine] & (not bad[agent])
         if not bad[agent]:
-            holds = kept[mine] if brought else validates(labels[mine], agent, validation, split, seed)
-            name = owners.names[owner]
-            for what, missing in (("training", holds.all()), ("validation", not holds.any())):
-                if missing:
-                    raise DataError(f"owner {name!r} is left without {what} samples: give it some, or leave it out")
+            if not brought:
+                holds = validates(labels[mine], agent, validation, split, seed, name=name)
+            if holds.all() or not holds.any():
+                what = "training" if holds.all() else "validation"
+                raise DataError(f"{name} is left without {what} samples: give it some, or leave it out")
             if not (len(test[owner]) or common):
-                raise DataError(f"owner {name!r} has no test samples: give it some, or a test set for everybody")
-        else:
-            holds = np.zeros(len(mine), bool)
+                raise DataError(f"{name} has no test samples: give it some, or a test set for everybody")
         agents.append(agent)
         train.append(torch.from_numpy(mine[~holds] if hold_out else np.concatenate([mine[~holds], mine[holds]])))
         held.append(torch.from_numpy(mine[holds]))
