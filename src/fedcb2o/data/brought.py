@@ -56,14 +56,14 @@ def datasets(
         raise DataError("some owners bring pixels (uint8) and others numbers: make them one")
     shards, names = given.shards_of(pieces, class_names, numbers=numbers)
     sizes = [len(each) for each in shards]
-    of, kind = np.repeat(whose, sizes), np.repeat(kinds, sizes)
-    testing = kind == "test"
+    of, purpose = np.repeat(whose, sizes), np.repeat(kinds, sizes)
+    testing = purpose == "test"
     whole = Shard(torch.cat([each.x for each in shards]), torch.cat([each.y for each in shards]))
     owners = Owners(
         tuple(map(str, parts)),
         torch.from_numpy(of[~testing]),
         torch.from_numpy(of[testing]),
-        torch.from_numpy(kind[~testing] == "validation"),
+        torch.from_numpy(purpose[~testing] == "validation"),
     )
     tests = whole.part(np.flatnonzero(testing)) if testing.any() else None
     return built(whole.part(np.flatnonzero(~testing)), tests, names, owners, test_share, standardise)

@@ -43,7 +43,7 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
     if not (isinstance(dataset.class_names, tuple) and all(isinstance(c, str) for c in dataset.class_names)):
         raise ConfigError(f"the data set `{name}` has class names that are no tuple of words: {dataset.class_names!r}")
     if len(dataset.class_names) == 1:
-        raise ConfigError(f"the data set `{name}` has 1 class name: there must be two or more")
+        raise ConfigError(f"the data set `{name}` has 1 class names: there must be two or more")
     if not dataset.class_names and experiment.training.loss is None:
         raise ConfigError(
             f"the data set `{name}` has numbers to be told and no classes: say by which loss, such as "
@@ -94,10 +94,10 @@ def checked(where: str, shard: Shard, num_classes: int) -> Shard:
         raise ConfigError(f"{where} is a {type(shard).__name__}, expected a fedcb2o.Shard")
     x, y = shard.x, shard.y
     dense = [isinstance(each, Tensor) and each.layout is torch.strided and each.device.type == "cpu" for each in (x, y)]
-    if not (all(dense) and x.ndim and y.ndim):
-        raise ConfigError(f"{where} must hold dense tensors on the CPU, with a sample in each row")
-    if num_classes and not (y.ndim == 1 and y.dtype == torch.int64):
-        raise ConfigError(f"{where} must hold labels of type int64 and shape [n], as it has classes")
+    labelled = all(dense) and (y.ndim == 1 and y.dtype == torch.int64 if num_classes else y.ndim > 0)
+    if not (labelled and x.ndim):
+        told = "its labels of type int64 and shape [n]" if num_classes else "with a sample in each row"
+        raise ConfigError(f"{where} must hold dense tensors on the CPU, {told}")
     if len(x) != len(y) or not len(y):
         raise ConfigError(f"{where} holds {len(x)} samples and {len(y)} labels")
     if not num_classes and y.is_floating_point() and not y.isfinite().all():
@@ -323,9 +323,9 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
         )
     axes = 2 if dataset.class_names else 1  # without classes the loss says what an output may be
     expected = (len(x), dataset.num_classes)[:axes]
-    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else ()
-    if shape[:axes] != expected or (dataset.class_names and len(shape) != axes):
-        got = shape if isinstance(outputs, Tensor) else type(outputs).__name__
+    found = tuple(outputs.shape) if isinstance(outputs, Tensor) else ()
+    if found[:axes] != expected or (dataset.class_names and len(found) != axes):
+        got = found if isinstance(outputs, Tensor) else type(outputs).__name__
         told = f"{expected}" if dataset.class_names else f"({len(x)}, ...)"
         raise ConfigError(f"the model `{name}` returned {got} for {expected[0]} samples, expected shape {told}")
     _check_loss(experiment, outputs, dataset.pool.y[:2])

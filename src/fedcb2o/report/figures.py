@@ -124,8 +124,8 @@ def curves(runs: Sequence[Run]) -> Figure:
                 "textcoords": "offset points",
             }
             ax.annotate(f"$T_G = {switch}$", xytext=(3, -2 - 10 * i), va="top", fontsize=8, color="0.35", **where)
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=min(len(runs), 5), handlelength=3)
+    found = dict(pair for ax in axes for pair in zip(*ax.get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(len(runs), 5), handlelength=3)
     return figure
 
 
