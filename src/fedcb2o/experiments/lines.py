@@ -1,18 +1,28 @@
 """A round as lines of records: what agents lost and score, and whom they asked, received and trusted."""
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Bool
 
+from fedcb2o import plugins
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated import metrics
 from fedcb2o.federated.choices import Choices
 from fedcb2o.runtime.engine import Round
 
 
-def metrics_line(aim: metrics.Aim, malicious: Bool[np.ndarray, " N"], done: Round) -> dict[str, Any]:
-    """The line of a round in metrics.jsonl: what each agent lost, took in from malicious peers, and scores.
+def metrics_line(
+    aim: metrics.Aim,
+    malicious: Bool[np.ndarray, " N"],
+    done: Round,
+    own: Mapping[str, Callable[[torch.Tensor], Any]] | None = None,
+) -> dict[str, Any]:
+    """The line of a round in metrics.jsonl: what each agent lost, took in from malicious peers, and scores, by metrics
+    of the experiment's `own` too.
 
     `malicious_weight` is in m_j, before the mixing factor: the share in the new model is that times the factor.
     """
@@ -27,9 +37,26 @@ def metrics_line(aim: metrics.Aim, malicious: Bool[np.ndarray, " N"], done: Roun
     if done.tested is None:
         return line
     found = {j: metrics.of(tested, aim) for j, tested in done.tested.items()}
+    for j, tested in done.tested.items():
+        for name, metric in (own or {}).items():
+            confusion = tested.own.confusion
+            found[j][name] = None if confusion is None else _scored(metric, confusion)
     for name in dict.fromkeys(name for each in found.values() for name in each):
         line[name] = [found.get(j, {}).get(name) for j in range(len(malicious))]
     return line
+
+
+def _scored(metric: Callable[[torch.Tensor], Any], confusion: torch.Tensor) -> float | None:
+    """What a metric of the experiment's own makes of a confusion matrix; None where that is no finite number.
+
+    Raises ConfigError where it is no number at all.
+    """
+    found = metric(confusion.clone())
+    try:
+        number = float(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the {plugins.called('metric', metric)} returned no number: {found!r:.60}") from error
+    return number if math.isfinite(number) else None
 
 
 def _malicious_weights(choices: Choices, malicious: Bool[np.ndarray, " N"]) -> list[float | None]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from torch import nn
 
 from fedcb2o import plugins
-from fedcb2o.data.shard import Shard
+from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
 from fedcb2o.federated.evaluate import confusion, logits, losses_of_each, mean_losses
@@ -17,6 +18,8 @@ from fedcb2o.federated.lists import Places
 from fedcb2o.federated.metrics import Score, Tested
 from fedcb2o.federated.returned import changed_by
 from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received
+from fedcb2o.models import bind_
+from fedcb2o.norms import estimate_
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def judge(block: Block, some: Places, models: Received, change: Change | None = 
             average=terms.average,
             batch_size=terms.training.batch_size,
             together=terms.primitives.together,
+            references=block.references(some),
             loss=terms.training.loss,
         )
 
@@ -88,12 +92,21 @@ def outputs_seen_by(block: Block, k: int) -> Callable[[Received], Outputs]:
     """What models [m] make of the validation data of the agent in place k, and their labels."""
 
     def outputs(models: Received) -> Outputs:
-        terms, (x, y) = block.terms, block.holdings.judged_on(np.array([k]))
+        terms, (x, y), reference = block.terms, block.holdings.judged_on(np.array([k])), block.reference(k)
         with plugins.blamed("model", terms.model):
-            found = logits(terms.module, block.pool, models.rows, x[0], terms.primitives.together)
+            found = logits(terms.module, block.pool, models.rows, x[0], terms.primitives.together, reference)
         return found.cpu(), y[0].cpu()
 
     return outputs
+
+
+def network_of(block: Block, k: int) -> nn.Module:
+    """The block's network with a copy of the model of the agent in place k, as that reads it, in evaluation mode."""
+    module, reference = block.terms.module.eval(), block.reference(k)
+    bind_(module, block.pool[int(block.layout.own[k])].clone())
+    if reference is not None:
+        estimate_(module, features(reference))
+    return module
 
 
 def tested(block: Block, some: Places) -> list[Tested]:
@@ -113,13 +126,12 @@ def tested(block: Block, some: Places) -> list[Tested]:
 
 def _scored(block: Block, some: Places, test: Shard) -> dict[int, Score]:
     """How the models of agents in some places do on the same test samples, by these places."""
-    terms, rows = block.terms, torch.from_numpy(block.layout.own[some])
-    classes, loss, together = terms.num_classes, terms.training.loss, terms.primitives.together
+    terms, rows, references = block.terms, torch.from_numpy(block.layout.own[some]), block.references(some)
+    together, loss, classes = terms.primitives.together, terms.training.loss, terms.num_classes
+    counts, losses = [None] * len(some), [None] * len(some)
     with plugins.blamed("model", terms.model):
-        counts = (
-            [None] * len(some) if classes == 1 else confusion(terms.module, block.pool, rows, test, classes, together)
-        )
-        losses = [None] * len(some)
+        if classes > 1:
+            counts = [*confusion(terms.module, block.pool, rows, test, classes, together, references)]
         if loss is not None:
-            losses = mean_losses(terms.module, block.pool, rows, test, loss, together).tolist()
+            losses = mean_losses(terms.module, block.pool, rows, test, loss, together, references).tolist()
     return {k: Score(*each) for k, *each in zip(some.tolist(), counts, losses, strict=True)}

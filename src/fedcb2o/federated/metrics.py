@@ -1,9 +1,24 @@
-"""The paper's metrics (sec:experiments, Performance Metrics) from what one agent's model did on test samples."""
+"""The paper's metrics (sec:experiments, Performance Metrics) from what one agent's model did on test samples; and, in
+`__all__`, those that a configuration may add: functions of a confusion matrix, whose further arguments are keywords."""
 
 from dataclasses import dataclass
 
 from jaxtyping import Int
 from torch import Tensor
+
+__all__ = ["balanced_accuracy", "worst_class_accuracy"]
+
+
+def balanced_accuracy(confusion: Int[Tensor, "C C"]) -> float:
+    """The mean over the classes that the test set holds of the share predicted as what they are."""
+    counts = confusion.sum(1)
+    return float((confusion.diagonal()[counts > 0] / counts[counts > 0]).mean())
+
+
+def worst_class_accuracy(confusion: Int[Tensor, "C C"]) -> float:
+    """The least of these shares."""
+    counts = confusion.sum(1)
+    return float((confusion.diagonal()[counts > 0] / counts[counts > 0]).min())
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import pandas as pd
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import EVALUATED, FREE, SOMETIMES, Run, last_fifth, last_round, summary
+from fedcb2o.report.matrix import half_width, interval
 
 METRICS, ATTACK = EVALUATED, "attack_success_rate"
 LABELS = {
@@ -33,7 +34,7 @@ def compare(runs: Sequence[Run], *, over: Over = "mean", twins: bool = False) ->
     """The paper's Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G): a row a metric, a column a run, in percent but for
     losses.
 
-    Each is mean ± standard deviation over seeds (ddof = 1). The net attack success is the rate minus that of the clean
+    Each is the mean over seeds with Student's 95% interval. The net attack success is the rate minus that of the clean
     twin with the same seed at the same round; the twin is sought among `runs`, then beside the run in the folder of its
     name + "-clean". Twins get no column of their own unless `twins`. `over` says how agents are summed up: their mean,
     the worst one, or the worst tenth.
@@ -45,7 +46,7 @@ def compare(runs: Sequence[Run], *, over: Over = "mean", twins: bool = False) ->
         table = summary(run.records)
         cells = {LABELS[metric]: spread(table[metric + end]) for metric in METRICS}
         for metric in filter(table.__contains__, SOMETIMES):
-            cells[LABELS[metric]] = spread(table[metric + end], 1.0 if metric.endswith("loss") else 100.0)
+            cells[LABELS[metric]] = spread(table[metric + end], percent=not metric.endswith("loss"))
         if over == "mean":
             cells[LABELS["net"]] = spread(net_attack_success(run, runs))
         taken = table["malicious_weight"] if attacked(run) else pd.Series(dtype=float)
@@ -75,13 +76,16 @@ def by_source_count(run: Run) -> pd.DataFrame:
     """Results by how many source-class samples an agent validates on: 0, 1, 2, 3 or more.
 
     The criterion G is blind to the attack with none. Mean over all benign agents of all seeds; columns: samples,
-    agents (how many), the three metrics, and malicious_weight over the last fifth of the rounds.
+    agents (how many), the three metrics, and malicious_weight over the last fifth of the rounds, NaN where the
+    malicious agents do not attack.
     """
     last = last_round(run.records).dropna(subset="source_in_validation")
     late = last_fifth(run.records).groupby(["seed", "agent"]).malicious_weight.mean().rename("late")
     last = last.merge(late, on=["seed", "agent"])
     samples = last.source_in_validation.clip(upper=3).map(lambda count: "3 or more" if count == 3 else f"{count:.0f}")
     means = last.assign(malicious_weight=last.late).groupby(samples)[[*METRICS, "malicious_weight"]].mean()
+    if not attacked(run):
+        means["malicious_weight"] = math.nan
     means.insert(0, "agents", samples.value_counts())
     return means.rename_axis("samples").reset_index()
 
@@ -151,20 +155,21 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [t if named.count(t) == 1 else f"{t} #{named[: i + 1].count(t)}" for i, t in enumerate(named)]
 
 
-def spread(values: "pd.Series[float]", factor: float = 100.0) -> str:
-    """Mean ± standard deviation (ddof = 1), by default in percent: "84.26 ± 0.18"; "84.26" for one value, "–" for
-    none."""
-    known = values.dropna() * factor
+def spread(values: "pd.Series[float]", *, percent: bool = True) -> str:
+    """Mean and interval, in percent: "84.3 [83.9, 84.6]"; "84.3" for one value, "–" for none. Or plain, with more
+    places."""
+    known = values.dropna() * (100 if percent else 1)
     if known.empty:
         return "–"
-    return f"{known.mean():.2f} ± {known.std(ddof=1):.2f}" if len(known) > 1 else f"{known.mean():.2f}"
+    mean, half = known.mean(), half_width(len(known), known.std(ddof=1))
+    return interval(mean, mean - half, mean + half, digits=1 if percent else 3)
 
 
 def told_seeds(runs: Sequence[Run]) -> str:
     """What the numbers of `compare` are over, as a sentence: which seeds, or how many of them where runs differ."""
     shown = without_twins(runs)
     seeds = [last_round(run.records).seed.unique().tolist() for run in shown]
-    over = "Percent, at the last round; mean ± standard deviation over seeds"
+    over = "Percent, at the last round; mean and 95% interval over seeds"
     if any(mine != seeds[0] for mine in seeds):
         counts = [f"{label} {len(mine)}" for label, mine in zip(labels(shown), seeds, strict=True)]
         return f"{over}, as many as each has: {', '.join(counts)}."

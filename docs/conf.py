@@ -1,0 +1,68 @@
+"""The documentation site: `make docs` builds it into build/docs/html, and a warning is an error."""
+
+import hashlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "_site"))
+
+project = "fedcb2o"
+author = "The fedcb2o authors"
+copyright = f"2026, {author}. Apache-2.0"
+release = version = importlib.metadata.version("fedcb2o")
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions += ["commands", "docstrings", "folders", "mathml"]  # in _site
+exclude_patterns = ["_site", "gallery", "benchmark", "reproduction", "figures"]
+nitpicky = True
+# Only names of this project must be found: other projects' pages are not looked at, so that a build needs no network.
+nitpick_ignore_regex = [("py:.*", r"(?!fedcb2o\.).*")]
+# ... and of these not the types of arguments that few ever give.
+nitpick_ignore_regex += [("py:class", rf"fedcb2o\.{name}") for name in (r"plugins\.F", r"(experiments|peer)\..*")]
+
+# Pages: the same files that a forge shows, with its anchors, and notebooks beside them.
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4
+
+# Notebooks run as the site is built, in a folder of their own, and again where they or the package have changed.
+source = hashlib.sha256()
+for path in sorted((HERE.parent / "src").rglob("*.*")):
+    if path.suffix in {".py", ".toml"}:
+        source.update(path.read_bytes())
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(HERE.parent / "build" / "docs" / "notebooks" / source.hexdigest()[:16])
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small runs are quickest so
+nb_merge_streams = True
+nb_output_stderr = "remove"  # how far a run is
+
+# The reference: docstrings in Google's style, in which `name` is code.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = "fedcb2o"
+html_static_path = ["_site/static"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#00629b", "color-brand-content": "#00629b"},
+    "dark_css_variables": {"color-brand-primary": "#56b4e9", "color-brand-content": "#56b4e9"},
+}
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"

@@ -1,0 +1,8 @@
+"""Accuracy and attack success over the rounds, with and without the paper's criterion."""
+
+import fedcb2o
+from fedcb2o.report import curves
+
+names = ("digits-fedcbo", "digits-fedcb2o")
+runs = [fedcb2o.run(name, out=f"runs/{name}", seeds=[0], resume=True) for name in names]
+curves(runs).savefig("curves.png")

@@ -1,0 +1,25 @@
+"""A grid's regret: by how many points each defence falls short of the best one against each attack."""
+
+from pathlib import Path
+
+import fedcb2o
+from fedcb2o.report import read_grid, report_grid
+
+grid = {
+    "name": "regret",
+    "extends": "digits-fedcb2o",
+    "seeds": [0, 1],
+    "rounds": 8,
+    "attacks": {
+        "Label flip": {"attack": {"name": "label_flip", "source": 9, "target": 4}},
+        "Trash": {"attack": {"name": "trash"}},
+    },
+    "defences": {
+        "FedCB2O": {},
+        "FedCB2O, own model judged": {"algorithm": {"own_model": "judged"}},
+        "Mean": {"algorithm": {"name": "by_rule", "rule": "mean"}},
+    },
+}
+done = fedcb2o.bench(grid, out="runs/regret", jobs=1)
+report_grid(read_grid(done.folder), Path("report"))
+Path("report/matrices/accuracy-regret.png").replace("regret.png")

@@ -1,0 +1,7 @@
+"""The same images as the agents of each cluster see them."""
+
+import fedcb2o
+from fedcb2o.report import sample_images
+
+run = fedcb2o.run("digits-fedcb2o", out="runs/digits-fedcb2o", seeds=[0], resume=True)
+sample_images(run).savefig("samples.png")

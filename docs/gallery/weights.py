@@ -1,0 +1,7 @@
+"""Who weighs whom: a row an agent, a column a peer, sorted by cluster, benign before malicious."""
+
+import fedcb2o
+from fedcb2o.report import weight_matrix
+
+run = fedcb2o.run("digits-fedcb2o", out="runs/digits-fedcb2o", seeds=[0], resume=True)
+weight_matrix(run).savefig("weights.png")
