@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from fedcb2o import models
+from fedcb2o import models, norms
 from fedcb2o.data.shard import Shard
 from fedcb2o.streams import stream
 from tests.tiny import empty_models
@@ -45,8 +45,15 @@ with torch.random.fork_rng():
         "norm": nn.Sequential(
             *(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4)),
         ),
+        "local": nn.Sequential(
+            *(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 6), nn.BatchNorm1d(6)),
+            *(nn.ReLU(), nn.Linear(6, 4)),
+        ),
         "frozen": nn.Sequential(nn.Flatten(), nn.Linear(16, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 4)),
     }
+
+
+    norms.keep_(NETWORKS["local"], "local")
 
 
 def fresh(name):

@@ -221,13 +221,18 @@ def stacked(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tenso
 
 def stacked_to_train(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
     """The same for training: parameters that take gradients, and copies of the statistics, which a batched program
-    changes in place where they lie side by side."""
+    changes in place where they lie side by side; after these, room for those that are local."""
     trained = [tensor.requires_grad for tensor in named(module).values()]
-    views = stacked(module, thetas)
-    return [
+    views = [
         view.detach().requires_grad_() if takes else view.clone(memory_format=torch.contiguous_format)
-        for view, takes in zip(views, trained, strict=True)
+        for view, takes in zip(stacked(module, thetas), trained, strict=True)
     ]
+    return [*views, *local_of(module, len(thetas))]
+
+
+def local_of(module: nn.Module, m: int) -> list[Float[Tensor, "m ..."]]:
+    """Room for the local statistics of m networks."""
+    return [each.expand(m, -1).contiguous() for each in norms.statistics(module, "local").values()]
 
 
 def are_several(x: Tensor) -> bool:

@@ -8,10 +8,12 @@ at first. A norm whose own parameters are frozen is frozen as a whole, with its 
 part of a model: they begin each LocalUpdate at 0.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -62,9 +64,9 @@ def train_(module: nn.Module) -> None:
             part.num_batches_tracked.zero_()
 
 
-def estimate_(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> None:
-    """Have a network's local statistics be those of samples as its parameters see them; it is left in evaluation
-    mode."""
+@contextlib.contextmanager
+def estimating(module: nn.Module) -> Iterator[None]:
+    """Within it what a network reads becomes its local statistics, and else it is as in evaluation."""
     module.eval()
     parts = _norms(module, "local").values()
     before = [part.momentum for part in parts]
@@ -73,14 +75,20 @@ def estimate_(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> None:
         part.momentum = 1.0
     try:
         with torch.no_grad():
-            module(x)
+            yield
     finally:
         for part, momentum in zip(parts, before, strict=True):
             part.eval()
             part.momentum = momentum
 
 
-def changed_by_training(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> str:
+def estimate_(module: nn.Module, x: Float[Tensor, "n *features"]) -> None:
+    """Have a network's local statistics be those of samples as its parameters see them."""
+    with estimating(module):
+        module(x)
+
+
+def changed_by_training(module: nn.Module, x: Float[Tensor, "n *features"]) -> str:
     """The name of a buffer that a network changes while it trains and that are no statistics of a norm; nothing where
     there is none. The network is left as it was, in evaluation mode."""
     known = statistics(module, "shared", "local", "dropped").keys()
@@ -112,5 +120,5 @@ def _kind(part: _NormBase) -> Statistics:
     own = list(part.parameters(recurse=False))
     if own and not any(p.requires_grad for p in own):
         return "dropped"
-    kind: Statistics = getattr(part, KIND, "shared")
+    kind: Statistics = getattr(part, KIND, "shared")  # of a network by itself
     return kind

@@ -112,6 +112,17 @@ def test_functions_of_ones_own_have_parameters_of_their_own(experiments):
     assert wrong(experiments, {**table, "model": {"name": "mine", "width": 3}})
 
 
+def test_optimisers_metrics_and_what_becomes_of_statistics(experiments):
+    table = {
+        **tiny(training={"optimiser": {"name": "adamw", "beta1": 0.8}}),
+        "metrics": ["balanced_accuracy", "my:own"],
+    }
+    assert wrong(experiments, {**table, "model": {"name": "mlp", "buffers": "shared"}}) == []
+    assert wrong(experiments, {**table, "model": {"name": "mlp", "buffers": "mixed"}})
+    assert wrong(experiments, {**table, "metrics": ["accuracy"]})
+    assert wrong(experiments, {**table, "training": {"optimiser": {"name": "adamw", "beta": 0.8}}})
+
+
 def test_a_combination_of_criteria_has_scales(experiments):
     of = ["class_loss_gap", {"name": "trigger_sensitivity", "scale": 2.0, "tiles": 3}]
     for value, good in ((of, True), ([*of, {"name": "distance", "scale": 0}], False), ([], False)):

@@ -18,7 +18,7 @@ from fedcb2o import norms
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.losses import Loss, of_samples
 from fedcb2o.federated.types import Losses
-from fedcb2o.models import bind_, named, rows_of, stacked
+from fedcb2o.models import bind_, local_of, rows_of, stacked, state
 
 TOGETHER = 2**21  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
 SEEN = 2**20  # numbers in the samples of several agents, once for each of their models, in one product: 4 MiB
@@ -29,8 +29,8 @@ Reference = Shaped[Tensor, "k *features"]
 """Samples of an agent's training data, on which it estimates the statistics of norms that are local."""
 
 Outputs = Callable[[Sequence[Tensor], Tensor], Tensor]
-"""The parameters of m networks [m, ...] and the samples of each [m, n, ...], or the same for all [1, n, ...] -> their
-outputs [m, n, C], or of another shape from the third axis on."""
+"""The tensors of m networks [m, ...], as `state` has them, and the samples of each [m, n, ...], or the same for all
+[1, n, ...] -> their outputs [m, n, C], or of another shape from the third axis on."""
 
 
 def logits(
@@ -44,8 +44,7 @@ def logits(
     """The outputs of m models, rows of `pool`, on the same n samples.
 
     So many of them are evaluated `together`, in one program; by default small dense networks, as many as 8 MiB hold.
-    Others are evaluated one by one, on views of their rows, and so is each whose local statistics are first estimated
-    on a `reference`.
+    Others are evaluated one by one, on views of their rows. Local statistics are first estimated on a `reference`.
     """
     dim = pool.shape[1]
     dense = bool(dense_layers(module, dim))
@@ -53,12 +52,15 @@ def logits(
         together = TOGETHER // dim if dense else 1
     module.eval()
     with torch.no_grad():
-        if together >= 2 and reference is None:
+        if together >= 2:
             at_once, parts = outputs_of(module, dim), (x,) if dense else torch.split(x, IMAGES)
             found = []
             for some in torch.split(rows, together):
-                parameters = stacked(module, rows_of(pool, some.tolist()))
-                found.append(torch.cat([at_once(parameters, features(part).unsqueeze(0)) for part in parts], 1))
+                tensors = [*stacked(module, rows_of(pool, some.tolist())), *local_of(module, len(some))]
+                if reference is not None:
+                    with norms.estimating(module):
+                        at_once(tensors, features(reference).unsqueeze(0))
+                found.append(torch.cat([at_once(tensors, features(part).unsqueeze(0)) for part in parts], 1))
             return torch.cat(found)
         outputs = []
         for row in rows.tolist():
@@ -77,8 +79,8 @@ def outputs_of(module: nn.Module, dim: int) -> Outputs:
 
 
 def _vmapped(module: nn.Module) -> Outputs:
-    place = {id(tensor): i for i, tensor in enumerate(named(module).values())}
-    # Every place where a tensor of theta stands, once: layers and parameters may be used several times.
+    place = {id(tensor): i for i, tensor in enumerate(state(module).values())}
+    # Every place where one of these tensors stands, once: layers and parameters may be used several times.
     slots = {
         f"{prefix}.{name}".lstrip("."): place[id(tensor)]
         for prefix, part in module.named_modules()

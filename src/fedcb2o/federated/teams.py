@@ -105,7 +105,7 @@ def local_updates_(
                     momentum = [gradient.clone() for gradient in gradients]
                 torch._foreach_add_(parameters, momentum, alpha=-training.lambda2 * training.gamma)
             losses.append(loss.detach())
-    for view, tensor in zip(stacked(module, thetas), tensors, strict=True):
-        if not tensor.requires_grad:  # statistics
+    for view, tensor in zip(stacked(module, thetas), tensors, strict=False):  # local statistics are not kept
+        if not tensor.requires_grad:
             view.copy_(tensor)
     return mean_loss(losses, (len(thetas),)).tolist()

@@ -124,8 +124,6 @@ def bytes_of_training(module: nn.Module, x: Shaped[Tensor, "n *features"], convo
 
 def cannot_be_several(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> str:
     """Why a network cannot be computed several times at once, on samples like `x`; nothing where it can."""
-    if norms.are_local(module):
-        return "each agent estimates the statistics of its norms, for one model after the other"
     theta = flatten(module)
     norms.train_(module)
     try:

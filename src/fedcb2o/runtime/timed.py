@@ -105,9 +105,6 @@ def fastest_convolution(
     if together < 2 or not any(isinstance(part, nn.Conv2d) and part.groups == 1 for part in module.modules()):
         return "grouped"
     theta, team = flatten(module), min(together, TEAM)
-    module = copy.deepcopy(module).to(device)
-    norms.train_(module)
-    outputs = outputs_of(module, len(theta))
 
     def step(convolution: Convolution) -> None:
         with by(convolution=convolution), products_in(precision, device.type):
@@ -118,8 +115,11 @@ def fastest_convolution(
     tf32 = precision == "tf32"
     try:
         with repeatable(device), torch.random.fork_rng(devices=[]), float32_products(tf32, device.type):
+            there = copy.deepcopy(module).to(device)  # what of it is in no row
+            norms.train_(there)
+            outputs = outputs_of(there, len(theta))
             thetas = torch.empty(team, row_stride(len(theta)), device=device)[:, : len(theta)].copy_(theta)
-            tensors = stacked_to_train(module, thetas)
+            tensors = stacked_to_train(there, thetas)
             parameters = [tensor for tensor in tensors if tensor.requires_grad]
             images = torch.stack([features(x.to(device))] * team)
             gain = _gain(lambda: step("grouped"), lambda: step("unfolded"), time.perf_counter)
