@@ -92,7 +92,7 @@ def library(experiment: Experiment, dataset: Dataset, cores: int, options: argpa
     """A side of the library: `cores` processes that share its models."""
     prepared = assemble.prepare(experiment, 0, dataset)
     dim = prepared.terms.dim
-    make = functools.partial(assemble.block_of, experiment, 0, dataset.class_names, dim)
+    make = functools.partial(assemble.block_of, experiment, 0, dataset.names, dim)
     with arena.shared(assemble.specs_of(dataset, experiment.num_models, dim)) as shared:
         tensors = shared.tensors()
         for name, tensor in assemble.shared_data(dataset).items():

@@ -14,6 +14,7 @@ from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.judging import tested
 from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.metrics import Tested
 from fedcb2o.federated.mixing import mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
 from fedcb2o.federated.teams import teams
@@ -114,11 +115,11 @@ class Posted:
             finite[block.agents] = np.isfinite(extents(block.pool, block.layout.own.tolist()))
         return finite
 
-    def evaluate(self, triggered: bool) -> dict[int, Tensor]:
+    def evaluate(self) -> dict[int, Tested]:
         found = {}
         for block in self.blocks:
             benign = np.flatnonzero(~block.holdings.malicious)
-            found |= dict(zip(block.agents[benign].tolist(), tested(block, benign, triggered), strict=True))
+            found |= dict(zip(block.agents[benign].tolist(), tested(block, benign), strict=True))
         return found
 
     @property

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedcb2o.data.arrays import dataset
-    from fedcb2o.data.shard import Dataset, Shard
+    from fedcb2o.data.brought import datasets
+    from fedcb2o.data.shard import Dataset, Owners, Shard
     from fedcb2o.errors import ConfigError, DataError, FedCB2OError, RunError
     from fedcb2o.experiments.bench import bench
     from fedcb2o.experiments.config import Experiment, load
@@ -35,6 +36,7 @@ __all__ = [
     "Dataset",
     "Experiment",
     "FedCB2OError",
+    "Owners",
     "Run",
     "RunError",
     "Search",
@@ -42,6 +44,7 @@ __all__ = [
     "bench",
     "cb2o",
     "dataset",
+    "datasets",
     "from_numpy",
     "from_point",
     "knows",
@@ -56,7 +59,8 @@ __all__ = [
 # Imported when first asked for: PyTorch takes a second, and the command line answers before and catches Ctrl-C.
 _HOMES = {
     "data.arrays": ("dataset",),
-    "data.shard": ("Dataset", "Shard"),
+    "data.brought": ("datasets",),
+    "data.shard": ("Dataset", "Owners", "Shard"),
     "errors": ("ConfigError", "DataError", "FedCB2OError", "RunError"),
     "experiments.bench": ("bench",),
     "experiments.config": ("Experiment", "load"),

@@ -74,7 +74,7 @@ def test_redrawn_test_images_are_held_by_nobody_turned_or_not(tmp_path):
         made = prepare(experiment, seed, dataset)
         assert torch.bincount(made.test().y).tolist() == [2] * 10
         everybody = made.holdings(range(made.terms.num_agents), torch.device("cpu"))
-        tests = [set(map(bytes, everybody.tested_on(k).x.numpy())) for k in range(4)]
+        tests = [set(map(bytes, test.x.numpy())) for _, test in everybody.tested_on(np.arange(len(everybody.agents)))]
         assert [len(test) for test in tests] == [20] * 4
         seen = [everybody.trained_on(np.array([j]), 0)[0][0] for j in range(made.terms.num_agents)]
         seen += [everybody.judged_on(np.array([j]))[0][0] for j in range(made.terms.num_agents)]

@@ -17,7 +17,7 @@ from fedcb2o.federated import algorithms
 def test_every_preset_is_valid_and_says_what_it_is(name):
     experiment = load(name)
     assert experiment.name == name
-    assert name.split("-")[0] in ("digits", "emnist")
+    assert name.split("-")[0] in ("digits", "emnist", "typefaces", "fashion", "diabetes")
     assert experiment.title
     assert presets()[name] == experiment.description
     assert len(experiment.description) > 20
@@ -61,7 +61,7 @@ def test_every_variant_is_what_its_name_says(found):
     assert algorithm.factor(experiment.training.gamma) == pytest.approx(FACTORS[ending])
     agents = experiment.agents
     assert (agents.split, agents.validation_loss, agents.colluders_own_model) == AGENTS[ending]
-    if size != "digits":
+    if size.startswith("emnist"):
         linear = ending == "-released"
         assert experiment.settings()["model"]["dense_activation"] == ("none" if linear else "relu")
     assert TOLD[ending] in experiment.description

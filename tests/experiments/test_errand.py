@@ -32,7 +32,7 @@ def done(folder: Path, *, watched: bool = True, **changes: object) -> list[Word]
     folder.mkdir(exist_ok=True)
     begin(folder, experiment, resume=True)
     dataset = dataset_of(experiment, None)
-    errand = Errand(experiment, dataset.class_names, types_of(dataset), None, 0.0, watched, str(folder))
+    errand = Errand(experiment, dataset.names, types_of(dataset), None, 0.0, watched, str(folder))
     files = {str(path.relative_to(folder)): content(path) for path in stamps(folder)}
     return list(do(errand, files, arrays_of(dataset)))
 

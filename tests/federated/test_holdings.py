@@ -105,7 +105,7 @@ def test_nobody_poisons_what_it_judges_on(some):
 def test_the_true_samples_and_the_test_set():
     held = holdings()
     for k in range(4):
-        true, test = held.true(k), held.tested_on(CLUSTER[k])
+        true, ((_, test),) = held.true(k), held.tested_on(np.array([k]))
         hold_equal((true.x.unsqueeze(0), true.y.unsqueeze(0)), [seen(k, TRAIN[k], held.samples)])
         hold_equal((test.x.unsqueeze(0), test.y.unsqueeze(0)), [seen(k, list(range(6)), held.test)])
 

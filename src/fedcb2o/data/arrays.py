@@ -2,27 +2,35 @@
 
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedcb2o import plugins
-from fedcb2o.data.shard import Dataset, Shard, features, hold_out
+from fedcb2o.data import given
+from fedcb2o.data.shard import Dataset, Owners, Shard, drawn, features
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.streams import stream
 
 __all__ = ["arrays"]
 
-KEYS = ("x", "y", "x_test", "y_test", "class_names")
+KEYS = ("x", "y", "owner", "x_test", "y_test", "owner_test", "class_names")
 
 
-def arrays(*, path: str, data_dir: Path | None = None, test_share: float = 0.25, standardise: bool = False) -> Dataset:
-    """The data set in an .npz file (`numpy.savez`): `x`, `y` and, if you like, `x_test` with `y_test`, `class_names`.
+def arrays(
+    *,
+    path: str,
+    data_dir: Path | None = None,
+    test_share: float = 0.25,
+    standardise: bool = False,
+    numbers: bool = False,
+) -> Dataset:
+    """The data set in an .npz file (`numpy.savez`): `x`, `y` and, if you like, `owner`, `x_test` with `y_test`,
+    `owner_test`, `class_names`.
 
     They and the other parameters are those of `dataset`. A relative `path` begins in `data_dir`, or else in the working
     directory. Raises DataError if the file is missing, damaged, or holds something else.
@@ -30,7 +38,7 @@ def arrays(*, path: str, data_dir: Path | None = None, test_share: float = 0.25,
     file = Path(data_dir or ".").expanduser() / Path(path).expanduser()
     held = _load(file)
     try:
-        return dataset(**held, test_share=test_share, standardise=standardise)
+        return dataset(**held, test_share=test_share, standardise=standardise, numbers=numbers)
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
 
@@ -65,128 +73,100 @@ def dataset(
     x: Any,
     y: Any,
     *,
+    owner: Any = None,
     x_test: Any = None,
     y_test: Any = None,
+    owner_test: Any = None,
     class_names: Sequence[str] | None = None,
     test_share: float = 0.25,
     standardise: bool = False,
+    numbers: bool = False,
 ) -> Dataset:
     """A data set from samples x [n, ...] and their labels y [n]: arrays, tensors, lists or tables.
 
     Samples of type uint8 are pixels and stay so; all others become float32. Labels are whole numbers or words: their
     different values, sorted, are the classes 0 to C - 1 and give these their names; with `class_names` they are the
-    numbers 0 to C - 1 themselves. Without `x_test` and `y_test` a share `test_share` of every class, always the same,
-    is held out for testing, and the pool is the rest. `standardise` brings every feature to mean 0 and standard
-    deviation 1 over the pool.
+    numbers 0 to C - 1 themselves. With `numbers` y [n] or [n, k] are numbers to be told, and there are no classes.
+    Without `x_test` and `y_test` a share `test_share` of every class, always the same, is held out for testing, and the
+    pool is the rest. `standardise` brings every feature to mean 0 and standard deviation 1 over the pool.
+
+    With `owner` [n], whole numbers or words, agents bring their own: each of its values is an agent, and what it holds
+    is its own. `owner_test` says whose own test samples those of `x_test` are; without it they test everybody. Of an
+    owner without test samples of its own a share `test_share` is held out (0: none, where `x_test` tests everybody).
 
     Raises DataError that says what is wrong with the arrays, or ConfigError for a share that leaves nothing.
     """
     if (x_test is None) != (y_test is None):
         raise DataError("`x_test` and `y_test` go together: give both, or neither to have some of `x` held out")
-    if not isinstance(test_share, int | float) or not 0 < test_share < 1:
-        raise ConfigError(f"`test_share` is the share of every class that tests, between 0 and 1, got {test_share!r}")
-    parts = [_part("x", x, "y", y)]
+    if owner_test is not None and (owner is None or x_test is None):
+        raise DataError("`owner_test` goes with `owner` and `x_test`: it says whose own test samples those are")
+    pieces = [given.piece("x", x, "y", y, numbers=numbers)]
     if x_test is not None:
-        parts.append(_part("x_test", x_test, "y_test", y_test))
-    values, names = _classes([labels for _, labels in parts], class_names)
-    shards = [Shard(samples, torch.from_numpy(np.searchsorted(values, labels))) for samples, labels in parts]
-    if x_test is None:
-        shards = [*hold_out(shards[0], _test_sizes(shards[0].y, names, test_share), stream(0, "dataset", "test"))]
-    pool, test = shards
+        pieces.append(given.piece("x_test", x_test, "y_test", y_test, numbers=numbers))
+    shards, names = given.shards_of(pieces, class_names, numbers=numbers)
+    pool, test = shards[0], None if x_test is None else shards[1]
+    owners = None
+    if owner is not None:
+        names_of, of_pool, of_test = given.owners_of(owner, owner_test, len(pool), 0 if test is None else len(test))
+        owners = Owners(names_of, of_pool, of_test, torch.zeros(len(pool), dtype=torch.bool))
+    return built(pool, test, names, owners, test_share, standardise)
+
+
+def built(
+    pool: Shard,
+    test: Shard | None,
+    class_names: tuple[str, ...],
+    owners: Owners | None,
+    test_share: float,
+    standardise: bool,
+) -> Dataset:
+    """A data set of these samples, of which some are held out where tests lack, and all are standardised if asked."""
+    none = owners is not None and test is not None and test_share == 0  # what is there tests everybody
+    if not isinstance(test_share, int | float) or not (none or 0 < test_share < 1):
+        whose = "class" if owners is None else "owner's samples"
+        raise ConfigError(f"`test_share` is the share of every {whose} that tests, between 0 and 1, got {test_share!r}")
+    if owners is None:
+        if test is None:
+            labels = pool.y.numpy() if class_names else np.zeros(len(pool), np.int64)
+            wanted = {k: f"class {name!r}" for k, name in enumerate(class_names)} or {0: "the data set"}
+            held = _held_out(
+                labels, wanted, test_share, " of each class: give `x_test` and `y_test`, or leave the class out"
+            )
+            pool, test = pool.part(np.flatnonzero(~held)), pool.part(np.flatnonzero(held))
+    else:
+        pool, test, owners = _by_owner(pool, test, owners, test_share)
     if pool.x.shape[1:] != test.x.shape[1:]:
         shapes = tuple(pool.x.shape[1:]), tuple(test.x.shape[1:])
         raise DataError(f"the samples of `x` have shape {shapes[0]}, and those of `x_test` {shapes[1]}")
     if standardise:
         pool, test = _standardised(pool, test)
-    return Dataset(pool=pool, test=test, class_names=names)
+    return Dataset(pool, test, class_names, owners)
 
 
-def _part(name: str, x: Any, label: str, y: Any) -> tuple[Tensor, NDArray[Any]]:
-    """Samples and their labels as they were given, checked; `name` and `label` are what messages call them."""
-    samples, labels = _samples(name, x), _labels(label, y)
-    if len(samples) != len(labels):
-        raise DataError(f"`{name}` holds {len(samples)} samples, and `{label}` {len(labels)} labels")
-    return samples, labels
+def _by_owner(pool: Shard, test: Shard | None, owners: Owners, test_share: float) -> tuple[Shard, Shard, Owners]:
+    """The same where owners without test samples of their own have a share of their others held out for that."""
+    of, of_test = owners.pool.numpy(), owners.test.numpy()
+    lacking = {k: f"owner {owners.names[k]!r}" for k in np.setdiff1d(np.arange(len(owners.names)), of_test).tolist()}
+    if lacking and test_share:
+        groups = np.where(owners.validates.numpy() | ~np.isin(of, list(lacking)), -1, of)
+        held = _held_out(groups, lacking, test_share, ": give it test samples of its own, or leave it out")
+        kept, mine = np.flatnonzero(~held), pool.part(np.flatnonzero(held))
+        own, of_test = torch.from_numpy(of[held]), np.concatenate([of_test, of[held]])
+        test = mine if test is None else Shard(*(torch.cat(pair) for pair in ((test.x, mine.x), (test.y, mine.y))))
+        owners = Owners(owners.names, owners.pool[kept], torch.cat([owners.test, own]), owners.validates[kept])
+        pool = pool.part(kept)
+    assert test is not None
+    return pool, test, owners
 
 
-def _samples(name: str, x: Any) -> Tensor:
-    given = _array(name, x)
-    if given.ndim < 2 or not given.size:
-        raise DataError(
-            f"`{name}` must hold samples [n, features] or images [n, channels, height, width], got shape {given.shape}"
-        )
-    if given.dtype == np.uint8:
-        return torch.from_numpy(given.copy())
-    if given.dtype.kind not in "biuf":
-        raise DataError(f"`{name}` must hold numbers, got values of type {given.dtype}")
-    with np.errstate(over="ignore"):
-        samples = given.astype(np.float32)
-    if (bad := np.argwhere(~np.isfinite(samples))).size:
-        row, *place = bad[0].tolist()
-        raise DataError(
-            f"`{name}` holds {len(bad)} values that are no finite float32 numbers, the first in sample {row} at"
-            f" {place}: {given[tuple(bad[0])]}; fill them in, or leave out these samples or features"
-        )
-    return torch.from_numpy(samples)
-
-
-def _labels(name: str, y: Any) -> NDArray[Any]:
-    """Labels as whole numbers, truth values or words."""
-    labels = _array(name, y)
-    if labels.ndim != 1:
-        raise DataError(f"`{name}` must hold one label for each sample, [n], got shape {labels.shape}")
-    if labels.dtype.kind in "bU":
-        return labels
-    if labels.dtype == object and all(isinstance(label, str) for label in labels):
-        return labels.astype(str)
-    whole = (abs(labels) < 2**63) & (labels == np.round(labels)) if labels.dtype.kind in "iuf" else np.array([False])
-    if not whole.all():
-        wrong = labels[np.flatnonzero(~whole)[0]] if labels.dtype.kind in "fu" else f"values of type {labels.dtype}"
-        raise DataError(f"`{name}` must hold classes, whole numbers or words, got {wrong}")
-    return labels.astype(np.int64)
-
-
-def _array(name: str, values: Any) -> NDArray[Any]:
-    if np.ma.is_masked(values):
-        raise DataError(f"`{name}` has masked values: fill them in, or leave these samples out")
-    try:
-        return np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"`{name}` cannot be read as an array ({error})") from error
-
-
-def _classes(labels: Sequence[NDArray[Any]], class_names: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
-    """The values of the labels that are the classes 0 to C - 1, ascending, and the names of these."""
-    if len({each.dtype.kind == "U" for each in labels}) > 1:
-        raise DataError("`y` and `y_test` must hold labels of one kind, got words and numbers")
-    values = np.unique(np.concatenate(labels))
-    if isinstance(class_names, str) or not isinstance(class_names, Iterable | None):
-        raise DataError(f"`class_names` must be a list of words, one for each class, got {class_names!r}")
-    names = tuple(str(name) for name in (values.tolist() if class_names is None else class_names))
-    if class_names is None and len(names) == 1:
-        raise DataError(f"every sample has the label {names[0]}: there must be two classes or more")
-    if len(set(names)) < max(2, len(names)):
-        raise DataError(f"there must be two classes or more, of different names, got {', '.join(names)}")
-    if class_names is not None:
-        if values.dtype.kind == "U" or values[0] < 0 or values[-1] >= len(names):
-            raise DataError(
-                f"with `class_names` of {len(names)} classes, labels are numbers from 0 to {len(names) - 1}, got"
-                f" {values[0]} to {values[-1]}; without, they are any whole numbers or words"
-            )
-        values = np.arange(len(names))
-    return values, names
-
-
-def _test_sizes(y: Tensor, names: Sequence[str], test_share: float) -> list[int]:
-    """How many samples of each class test: their share, but at least one and not all of them."""
-    counts = torch.bincount(y, minlength=len(names)).tolist()
-    for name, count in zip(names, counts, strict=True):
-        if count < 2:
-            raise DataError(
-                f"class {name!r} has {count} samples, and holding some out needs 2 or more of each class: give `x_test`"
-                " and `y_test`, or leave the class out"
-            )
-    return [min(max(round(test_share * count), 1), count - 1) for count in counts]
+def _held_out(groups: NDArray[np.int64], wanted: Mapping[int, str], share: float, cure: str) -> NDArray[np.bool_]:
+    """Which samples test: of each group wanted a share, but at least one and not all of them."""
+    counts = np.bincount(groups[groups >= 0], minlength=1 + max(wanted)).tolist()
+    for group, name in wanted.items():
+        if counts[group] < 2:
+            raise DataError(f"{name} has {counts[group]} samples, and holding some out needs 2 or more{cure}")
+    sizes = [min(max(round(share * n), 1), n - 1) if k in wanted else 0 for k, n in enumerate(counts)]
+    return drawn(groups, sizes, stream(0, "dataset", "test"))
 
 
 def _standardised(pool: Shard, test: Shard) -> tuple[Shard, Shard]:

@@ -26,7 +26,8 @@ class Population:
     """The agents in order (cluster 0 benign, cluster 0 malicious, cluster 1 benign, ...) and the samples they hold.
 
     `train` and `validation` are indices into the pool, one tensor an agent; those of an agent differ in length, and
-    malicious agents validate on nothing. `tuning` are samples that no agent holds.
+    malicious agents validate on nothing. `tuning` are samples that no agent holds. Where agents bring their own,
+    `tests` are each one's own among the test samples, and `names` what they are called.
     """
 
     cluster: Int[Tensor, " N"]
@@ -35,6 +36,8 @@ class Population:
     validation: tuple[Int[Tensor, " _v"], ...]
     tuning: Int[Tensor, " u"]
     num_clusters: int
+    tests: tuple[Int[Tensor, " _t"], ...] | None = None
+    names: tuple[str, ...] = ()
 
 
 def partition(
@@ -142,8 +145,10 @@ def rotate(x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int) ->
     return torch.rot90(x, cluster * 4 // num_clusters, dims=(-2, -1)).contiguous() if cluster else x
 
 
-def validates(y: NDArray[np.integer], agent: int, fraction: float, split: str, seed: int) -> NDArray[np.bool_]:
-    """Which of an agent's samples, labelled `y`, are validation data, as `partition` has it."""
+def validates(
+    y: NDArray[np.integer], agent: int, fraction: float, split: str, seed: int, *, name: str | None = None
+) -> NDArray[np.bool_]:
+    """Which of an agent's samples, labelled `y`, are validation data, as `partition` has it; messages call it so."""
     order = stream(seed, "split", agent).permutation(len(y))
     holds = np.zeros(len(y), bool)
     if split == "random":
@@ -158,8 +163,8 @@ def validates(y: NDArray[np.integer], agent: int, fraction: float, split: str, s
     for what, there in (("training", not holds.all()), ("validation", holds.any())):
         if not there:
             raise ConfigError(
-                f"`validation` = {fraction} with `split` = {split!r} leaves agent {agent} no {what} data among its"
-                f" {len(y)} samples; set another fraction, or more `benign_samples`"
+                f"`validation` = {fraction} with `split` = {split!r} leaves {name or f'agent {agent}'} no {what} data"
+                f" among its {len(y)} samples; set another fraction, or give it more samples"
             )
     return holds
 

@@ -1,23 +1,30 @@
-"""What agents hold: labelled samples."""
+"""What agents hold: labelled samples, and whose they are where agents bring their own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Labelled samples: `x` is uint8 pixels or floating-point features, `y` the class of each sample."""
+    """Labelled samples: `x` is uint8 pixels or floating-point features, `y` the class of each sample, or what else is
+    to be told of it, as its loss has it."""
 
     x: Shaped[Tensor, "n *features"]
-    y: Int[Tensor, " n"]
+    y: Shaped[Tensor, "n *target"]
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def part(self, chosen: Int[np.ndarray, " m"]) -> "Shard":
+        """Some of the samples."""
+        places = torch.from_numpy(chosen)
+        return Shard(self.x[places], self.y[places])
 
     def to(self, device: torch.device | str) -> "Shard":
         """The same samples on a device."""
@@ -25,24 +32,57 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """A pool of samples that agents share out, and a test set that only reports.
+class Owners:
+    """Whose each sample is: the number of one of these `names`.
 
-    `class_names` names the classes in order; labels run from 0 to `num_classes` - 1.
+    `test` is whose own test sample each of the test set is; -1: it tests everybody. `validates` are the samples of the
+    pool that their owner brought for validation; of an owner without, a share is held out.
+    """
+
+    names: tuple[str, ...]
+    pool: Int[Tensor, " n"]
+    test: Int[Tensor, " t"]
+    validates: Bool[Tensor, " n"]
+
+
+class Names(NamedTuple):
+    """The names in a data set: of its classes, and of its owners."""
+
+    classes: tuple[str, ...]
+    owners: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A pool of samples, and a test set that only reports. Agents share the pool out or, where it has `owners`, hold
+    what is their own.
+
+    `class_names` names the classes in order; labels run from 0 to C - 1. It is empty where samples are of no class.
     """
 
     pool: Shard
     test: Shard
     class_names: tuple[str, ...]
+    owners: Owners | None = None
 
     @property
     def num_classes(self) -> int:
-        """C, the number of classes."""
-        return len(self.class_names)
+        """C, the number of classes; 1 where there are none, since all samples count as one then."""
+        return max(1, len(self.class_names))
 
-    def to(self, device: torch.device | str) -> "Dataset":
-        """The same samples on a device."""
-        return Dataset(self.pool.to(device), self.test.to(device), self.class_names)
+    @property
+    def num_outputs(self) -> int:
+        """How many numbers a network gives for a sample: one for each class, or for each number to be told."""
+        return len(self.class_names) or max(1, self.pool.y[:1].numel())
+
+    @property
+    def names(self) -> Names:
+        """All that a data set holds beside tensors."""
+        return Names(self.class_names, () if self.owners is None else self.owners.names)
+
+    def labels(self, samples: Shard) -> Int[Tensor, " n"]:
+        """The class of each of some of its samples; 0 of all where there are none."""
+        return samples.y if self.class_names else torch.zeros(len(samples), dtype=torch.int64)
 
 
 def hold_out(samples: Shard, per_class: Sequence[int], draw: np.random.Generator) -> tuple[Shard, Shard]:
@@ -50,11 +90,22 @@ def hold_out(samples: Shard, per_class: Sequence[int], draw: np.random.Generator
 
     Both keep the order that the samples came in.
     """
-    held = np.zeros(len(samples), dtype=bool)
-    for c, count in enumerate(per_class):
-        held[draw.choice(np.flatnonzero(samples.y.numpy() == c), count, replace=False)] = True
-    test = torch.from_numpy(held)
-    return Shard(samples.x[~test], samples.y[~test]), Shard(samples.x[test], samples.y[test])
+    held = drawn(samples.y.numpy(), per_class, draw)
+    return samples.part(np.flatnonzero(~held)), samples.part(np.flatnonzero(held))
+
+
+def drawn(groups: Int[np.ndarray, " n"], counts: Sequence[int], draw: np.random.Generator) -> Bool[np.ndarray, " n"]:
+    """Which of n samples are `counts[g]` random ones of each group g."""
+    held = np.zeros(len(groups), dtype=bool)
+    for members, count in zip(members_of(groups, len(counts)), counts, strict=True):
+        held[draw.choice(members, count, replace=False)] = True
+    return held
+
+
+def members_of(groups: Int[np.ndarray, " n"], count: int) -> list[Int[np.ndarray, " _m"]]:
+    """The places of the members of each of so many groups, ascending; what is of group -1 is in none."""
+    order = np.argsort(groups, kind="stable")
+    return np.split(order, np.searchsorted(groups[order], np.arange(count + 1)))[1:-1]
 
 
 def features(x: Shaped[Tensor, "n *features"]) -> Float[Tensor, "n *features"]:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from fedcb2o import data, models, norms, plugins
 from fedcb2o.data import skews
+from fedcb2o.data.natural import natural
 from fedcb2o.data.partition import Population, partition, rotate
-from fedcb2o.data.shard import Dataset, Shard, features
+from fedcb2o.data.shard import Dataset, Names, Owners, Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import Experiment
-from fedcb2o.federated import algorithms, attacks, data_poisoning, graphs, optimisers
+from fedcb2o.federated import algorithms, attacks, data_poisoning, graphs, losses, optimisers
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.block import Block, Layout
 from fedcb2o.federated.holdings import Holdings
@@ -41,13 +42,19 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
         raise ConfigError(f"the data set `{name}` returned a {type(dataset).__name__}, expected a fedcb2o.Dataset")
     if not (isinstance(dataset.class_names, tuple) and all(isinstance(c, str) for c in dataset.class_names)):
         raise ConfigError(f"the data set `{name}` has class names that are no tuple of words: {dataset.class_names!r}")
-    if dataset.num_classes < 2:
-        raise ConfigError(f"the data set `{name}` has {dataset.num_classes} class names: there must be two or more")
+    if len(dataset.class_names) == 1:
+        raise ConfigError(f"the data set `{name}` has 1 class names: there must be two or more")
+    if not dataset.class_names and experiment.training.loss is None:
+        raise ConfigError(
+            f"the data set `{name}` has numbers to be told and no classes: say by which loss, such as "
+            '`training.loss` = "squared_error"'
+        )
     pool, test = (
-        checked(f"the data set `{name}`, in its {part},", getattr(dataset, part), dataset.num_classes)
+        checked(f"the data set `{name}`, in its {part},", getattr(dataset, part), len(dataset.class_names))
         for part in ("pool", "test")
     )
-    dataset = Dataset(pool, test, dataset.class_names)
+    dataset = Dataset(pool, test, dataset.class_names, dataset.owners)
+    check_owners(f"the data set `{name}`", dataset)
     if dataset.pool.x.shape[1:] != dataset.test.x.shape[1:]:
         shapes = tuple(dataset.pool.x.shape[1:]), tuple(dataset.test.x.shape[1:])
         raise ConfigError(
@@ -62,6 +69,8 @@ def check_aim(experiment: Experiment, dataset: Dataset) -> None:
     aim = aim_of(experiment)
     for key, labels in (("source", aim.sources), ("target", aim.targets)):
         for label in labels:
+            if not dataset.class_names:
+                raise ConfigError(f"`attack.{key}` = {label} is a class, and the data have none: take another attack")
             if not 0 <= label < dataset.num_classes:
                 raise ConfigError(f"`attack.{key}` must be between 0 and {dataset.num_classes - 1}, got {label}")
 
@@ -85,15 +94,34 @@ def checked(where: str, shard: Shard, num_classes: int) -> Shard:
         raise ConfigError(f"{where} is a {type(shard).__name__}, expected a fedcb2o.Shard")
     x, y = shard.x, shard.y
     dense = [isinstance(each, Tensor) and each.layout is torch.strided and each.device.type == "cpu" for each in (x, y)]
-    if not (all(dense) and x.ndim and y.ndim == 1 and y.dtype == torch.int64):
-        raise ConfigError(f"{where} must hold dense tensors on the CPU, its labels of type int64 and shape [n]")
+    labelled = all(dense) and (y.ndim == 1 and y.dtype == torch.int64 if num_classes else y.ndim > 0)
+    if not (labelled and x.ndim):
+        told = "its labels of type int64 and shape [n]" if num_classes else "with a sample in each row"
+        raise ConfigError(f"{where} must hold dense tensors on the CPU, {told}")
     if len(x) != len(y) or not len(y):
         raise ConfigError(f"{where} holds {len(x)} samples and {len(y)} labels")
-    if y.min() < 0 or y.max() >= num_classes:
+    if not num_classes and y.is_floating_point() and not y.isfinite().all():
+        raise ConfigError(f"{where} has numbers to be told that are not finite")
+    if num_classes and (y.min() < 0 or y.max() >= num_classes):
         raise ConfigError(f"{where} has labels outside 0 to {num_classes - 1}: {int(y.min())} to {int(y.max())}")
     if not (x.dtype == torch.uint8 or (x.is_floating_point() and x.isfinite().all())):
         raise ConfigError(f"{where} must hold samples of pixels (uint8) or finite floating-point features")
     return Shard(x.detach(), y.detach())
+
+
+def check_owners(where: str, dataset: Dataset) -> None:
+    """Raises ConfigError where the owners of a data set do not fit its samples."""
+    owners, count = dataset.owners, len(dataset.names.owners)
+    if owners is None:
+        return
+    for name, part, least in (("pool", dataset.pool, 0), ("test", dataset.test, -1)):
+        of = getattr(owners, name)
+        if of.shape != (len(part),) or of.dtype != torch.int64 or not (least <= of.min() and of.max() < count):
+            raise ConfigError(
+                f"{where} must say of each sample of its {name} whose it is: int64, {least} to {count - 1}"
+            )
+    if owners.validates.shape != (len(dataset.pool),) or owners.validates.dtype != torch.bool:
+        raise ConfigError(f"{where} must say of each sample of its pool whether it validates")
 
 
 def aim_of(experiment: Experiment) -> Aim:
@@ -119,9 +147,35 @@ def trigger_of(experiment: Experiment) -> Callable[[Tensor], Tensor] | None:
 
 def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Population:
     """Who holds which samples; where a seed draws its own test samples, `tuning` are these."""
-    agents = experiment.agents
+    agents, owners = experiment.agents, dataset.owners
+    if not dataset.class_names and (agents.split != "random" or agents.skew is not None):
+        key = "skew" if agents.split == "random" else "split"
+        raise ConfigError(f"`agents.{key}` goes by classes, and the data have none: leave it out")
+    if owners is not None:
+        for key, value, only in (
+            ("agents.num_clusters", agents.num_clusters, 1),
+            ("agents.skew", agents.skew, None),
+            ("evaluate_on", experiment.evaluate_on, "test"),
+        ):
+            if value != only:
+                cure = "leave it out" if only is None else f"set it to {only!r}"
+                raise ConfigError(f"`{key}` is for agents that share out a pool, and these data have owners: {cure}")
+        return natural(
+            dataset,
+            owners,
+            benign=agents.benign,
+            malicious=agents.malicious,
+            benign_samples=agents.benign_samples,
+            malicious_samples=agents.malicious_samples,
+            validation=agents.validation,
+            split=agents.split,
+            hold_out=agents.hold_out,
+            remove_malicious=agents.malicious_role == "removed",
+            seed=seed,
+        )
     rotate(dataset.pool.x[:1], 0, agents.num_clusters)  # raises here, before a run begins, where samples cannot turn
-    labels = pool_of(experiment, dataset).y
+    labels = dataset.labels(pool_of(experiment, dataset))
+    benign_samples, malicious_samples = samples_of(experiment)
     given, held = torch.arange(len(labels)), None
     if experiment.evaluate_on == "redrawn":
         held = _redrawn(labels, dataset, seed)
@@ -131,8 +185,8 @@ def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Popula
         num_clusters=agents.num_clusters,
         benign=agents.benign,
         malicious=agents.malicious,
-        benign_samples=agents.benign_samples,
-        malicious_samples=agents.malicious_samples,
+        benign_samples=benign_samples,
+        malicious_samples=malicious_samples,
         validation=agents.validation,
         split=agents.split,
         skew=None if agents.skew is None else agents.skew.function("skew", skews),
@@ -147,10 +201,33 @@ def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Popula
     return dataclasses.replace(population, train=train, validation=validation, tuning=held)
 
 
+def samples_of(experiment: Experiment) -> tuple[int, int]:
+    """How many samples of a pool a benign agent holds, and a malicious one; raises ConfigError where that is not
+    said."""
+    benign, malicious = experiment.agents.benign_samples, experiment.agents.malicious_samples
+    if benign is None or (malicious is None and experiment.agents.malicious):
+        key = "benign" if benign is None else "malicious"
+        raise ConfigError(
+            f"the key `agents.{key}_samples` is missing: how many samples of the data set's pool such an agent holds "
+            "(only data with owners go without)"
+        )
+    return benign, 1 if malicious is None else malicious
+
+
+def most_samples(experiment: Experiment, dataset: Dataset) -> int:
+    """The largest number of samples that any agent may hold."""
+    if dataset.owners is None:
+        return max(samples_of(experiment))
+    most = int(torch.bincount(dataset.owners.pool).max())
+    return max(
+        min(most, cap or most) for cap in (experiment.agents.benign_samples, experiment.agents.malicious_samples)
+    )
+
+
 def _redrawn(labels: Int[Tensor, " n"], dataset: Dataset, seed: int) -> Int[Tensor, " u"]:
     """Which samples are a seed's test samples, of each class as many as the test set has."""
     order = torch.from_numpy(stream(seed, "test").permutation(len(labels)))
-    y, counts = labels[order], torch.bincount(dataset.test.y, minlength=dataset.num_classes)
+    y, counts = labels[order], torch.bincount(dataset.labels(dataset.test), minlength=dataset.num_classes)
     return torch.cat([order[y == c][:count] for c, count in enumerate(counts.tolist())])
 
 
@@ -171,6 +248,9 @@ def algorithm_of(experiment: Experiment) -> algorithms.Algorithm:
     select, weigh = (plugins.own("algorithm", name, each) for each in (algorithm.select, algorithm.weigh))
     return dataclasses.replace(algorithm, select=select, weigh=weigh)
 
+
+OWNED = ("pool", "test", "validates")
+"""The tensors of `Owners`."""
 
 JUDGE = {"criterion": "criterion", "rule": "rule", "pre_step": "pre-step"}
 """The parts of an algorithm that are shown models, by their keys in a configuration."""
@@ -218,7 +298,7 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
     make = experiment.model.function("model", models)
 
     def made() -> nn.Module:
-        module = make(shape, dataset.num_classes)
+        module = make(shape, dataset.num_outputs)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module")
         norms.keep_(module, experiment.model.buffers)
@@ -247,11 +327,35 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
             f"the model `{name}` changes its buffer `{state}` while it trains, which is neither a parameter nor the "
             "statistics of a norm, so that agents could not exchange it: make it one of these, or leave it as it is"
         )
-    expected = (len(x), dataset.num_classes)
-    if not isinstance(outputs, Tensor) or outputs.shape != expected:
-        got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ConfigError(f"the model `{name}` returned {got} for {expected[0]} samples, expected shape {expected}")
+    axes = 2 if dataset.class_names else 1  # without classes the loss says what an output may be
+    expected = (len(x), dataset.num_classes)[:axes]
+    found = tuple(outputs.shape) if isinstance(outputs, Tensor) else ()
+    if found[:axes] != expected or (dataset.class_names and len(found) != axes):
+        got = found if isinstance(outputs, Tensor) else type(outputs).__name__
+        told = f"{expected}" if dataset.class_names else f"({len(x)}, ...)"
+        raise ConfigError(f"the model `{name}` returned {got} for {expected[0]} samples, expected shape {told}")
+    _check_loss(experiment, outputs, dataset.pool.y[:2])
     return module
+
+
+def loss_of(experiment: Experiment) -> losses.Loss | None:
+    """The loss that an experiment names, if it is not the plain cross-entropy."""
+    loss = experiment.training.loss
+    return None if loss is None else loss.function("loss", losses)
+
+
+def _check_loss(experiment: Experiment, outputs: Tensor, y: Tensor) -> None:
+    """Raises ConfigError where the loss cannot compare what a network says of samples with what is so."""
+    part, loss = experiment.training.loss, loss_of(experiment)
+    if part is None or loss is None:
+        return
+    try:
+        losses.of_samples(loss, outputs, y, 1)
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"the loss `{plugins.label(part.name)}` cannot compare outputs of shape {tuple(outputs.shape)} and type "
+            f"{outputs.dtype} with targets of shape {tuple(y.shape)} and type {y.dtype}: {error}"
+        ) from error
 
 
 def first_models_(
@@ -322,6 +426,7 @@ class Prepared:
             malicious=attackers.malicious[ids],
             attack=attackers.attack,
             seed=self.seed,
+            **_tests(population, self.dataset, agents),
         )
 
     def layout(self, agents: Sequence[int], own: Int[np.ndarray, " a"], kept: int) -> Layout:
@@ -336,6 +441,14 @@ class Prepared:
         holdings, layout = self.holdings(everybody, pool.device), self.layout(everybody, np.array(everybody), self.kept)
         self.terms.module.to(pool.device)  # what of it is in no row
         return Block(self.terms, holdings, self.attackers, layout, pool)
+
+
+def _tests(population: Population, dataset: Dataset, agents: Sequence[int]) -> dict[str, Any]:
+    """Which test samples are the agents' own, and which everybody's, where agents bring their own."""
+    if population.tests is None or dataset.owners is None:
+        return {}
+    common = np.flatnonzero(dataset.owners.test.numpy() < 0)
+    return {"tests": Lists.of([population.tests[j].numpy() for j in agents]), "common": common}
 
 
 def terms_of(
@@ -372,7 +485,7 @@ def training_of(experiment: Experiment) -> Training:
     """How agents train."""
     training = experiment.training
     own = None if training.optimiser is None else training.optimiser.function("optimiser", optimisers)
-    return Training(**training.model_dump(exclude={"optimiser"}), optimiser=own)
+    return Training(**training.model_dump(exclude={"optimiser", "loss"}), optimiser=own, loss=loss_of(experiment))
 
 
 def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
@@ -393,7 +506,7 @@ def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
         dataset,
         num_agents=len(population.cluster),
         share=agents.share,
-        most_samples=max(agents.benign_samples, agents.malicious_samples),
+        most_samples=most_samples(experiment, dataset),
         neighbours=neighbours_of(experiment, seed, population.cluster),
     )
     prepared = Prepared(experiment, seed, dataset, population, terms, attackers)
@@ -423,8 +536,10 @@ def specs_of(dataset: Dataset, num_models: int, dim: int) -> dict[str, tuple[tor
 
 def shared_data(dataset: Dataset) -> dict[str, Tensor]:
     """The tensors of a data set by name."""
-    pool, test = dataset.pool, dataset.test
-    return {"pool_x": pool.x, "pool_y": pool.y, "test_x": test.x, "test_y": test.y}
+    pool, test, owners = dataset.pool, dataset.test, dataset.owners
+    tensors = {"pool_x": pool.x, "pool_y": pool.y, "test_x": test.x, "test_y": test.y}
+    whose = {} if owners is None else {name: getattr(owners, name) for name in OWNED}
+    return tensors | {f"owner_{name}": tensor for name, tensor in whose.items()}
 
 
 def digest_of(dataset: Dataset) -> str:
@@ -432,24 +547,22 @@ def digest_of(dataset: Dataset) -> str:
     return "-".join(f"{adds_up_to(tensor):08x}" for tensor in shared_data(dataset).values())
 
 
-def block_of(
-    experiment: Experiment, seed: int, class_names: tuple[str, ...], dim: int, tensors: dict[str, Tensor]
-) -> Block:
+def block_of(experiment: Experiment, seed: int, names: Names, dim: int, tensors: dict[str, Tensor]) -> Block:
     """The block of all agents of one seed, from the tensors that its processes share. Where the models lie on another
     device than the CPU, so do the samples."""
-    return prepare(experiment, seed, dataset_from(class_names, tensors)).block(tensors["models"][:, :dim])
+    return prepare(experiment, seed, dataset_from(names, tensors)).block(tensors["models"][:, :dim])
 
 
 def share_of(
     experiment: Experiment,
     seed: int,
-    class_names: tuple[str, ...],
+    names: Names,
     tensors: Mapping[str, Tensor],
     agents: Sequence[int],
 ) -> Block:
     """The block of some agents of one seed, from the tensors of the data set, and a pool that has no rows yet."""
     prepared, device = (
-        prepare(experiment, seed, dataset_from(class_names, tensors)),
+        prepare(experiment, seed, dataset_from(names, tensors)),
         devices.device_of(experiment.device),
     )
     layout = prepared.layout(agents, np.arange(len(agents)), len(agents))
@@ -461,16 +574,17 @@ def share_of(
 def first_of(
     experiment: Experiment,
     seed: int,
-    class_names: tuple[str, ...],
+    names: Names,
     tensors: Mapping[str, Tensor],
     theta: Float[Tensor, "a d"],
     ids: Sequence[int],
 ) -> None:
     """As `first_models_`, from the tensors of the data set."""
-    first_models_(theta, experiment, seed, dataset_from(class_names, tensors), ids)
+    first_models_(theta, experiment, seed, dataset_from(names, tensors), ids)
 
 
-def dataset_from(class_names: tuple[str, ...], tensors: Mapping[str, Tensor]) -> Dataset:
-    """The data set of these tensors by name."""
+def dataset_from(names: Names, tensors: Mapping[str, Tensor]) -> Dataset:
+    """The data set of these names and tensors by name."""
     pool, test = Shard(tensors["pool_x"], tensors["pool_y"]), Shard(tensors["test_x"], tensors["test_y"])
-    return Dataset(pool, test, class_names)
+    owners = Owners(names.owners, *(tensors[f"owner_{name}"] for name in OWNED)) if names.owners else None
+    return Dataset(pool, test, names.classes, owners)

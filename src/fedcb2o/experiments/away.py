@@ -135,7 +135,7 @@ class Away:
         dataset, arrays = next((dataset, ref) for settings, dataset, ref in self.sets if settings == experiment.data)
         errand = Errand(
             experiment=experiment.model_copy(update={"seeds": tuple(seeds)}),
-            class_names=dataset.class_names,
+            names=dataset.names,
             types=types_of(dataset),
             memory=self.memory,
             every=EVERY,

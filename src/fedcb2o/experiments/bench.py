@@ -17,7 +17,7 @@ from typing import Any
 
 from fedcb2o import records, tracking
 from fedcb2o.data.shard import Dataset
-from fedcb2o.errors import RunError
+from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import arguments, away, strengths, tuning
 from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.cluster import several
@@ -124,7 +124,13 @@ def _data_sets(plan: Grid, data: Path | None) -> Iterator[tuple[Any, Dataset]]:
     for cell in [*plan.trials(), *plan.cells()]:
         if (wanted := cell.experiment.data) not in seen:
             seen.append(wanted)
-            yield wanted, dataset_of(cell.experiment.model_copy(update={"attack": None}), data)  # which fails its cell
+            dataset = dataset_of(cell.experiment.model_copy(update={"attack": None}), data)  # which fails its cell
+            if not dataset.class_names:
+                raise ConfigError(
+                    "a grid compares accuracies, and its data have no classes: run its experiments one by one, and "
+                    "`fedcb2o compare` them"
+                )
+            yield wanted, dataset
 
 
 # What the folder holds

@@ -97,13 +97,13 @@ class Spread:
         print(f"{experiment.name} seed {prepared.seed}: {placed}", file=sys.stderr)
         with places.actors(placed.on, experiment.device, own_names(experiment)) as actors:
             engine = Cluster(whole, placed.shares, actors, on)
-            make = functools.partial(share_of, experiment, prepared.seed, dataset.class_names)
+            make = functools.partial(share_of, experiment, prepared.seed, dataset.names)
             engine.begin(make, shared_data(dataset), own_parts(experiment))
             yield engine
 
     def begin_models(self, engine: "Cluster", prepared: Prepared) -> None:
         """Have all agents begin with their first models."""
-        names = prepared.dataset.class_names
+        names = prepared.dataset.names
         engine.begin_models(functools.partial(first_of, prepared.experiment, prepared.seed, names))
 
     def told(self, place: "Placed", measured: Mapping[str, Any]) -> str:

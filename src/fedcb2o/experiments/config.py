@@ -20,7 +20,7 @@ from fedcb2o import data, models, plugins
 from fedcb2o.data import skews
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.tables import changed, extended, plain, preset, read
-from fedcb2o.federated import algorithms, attacks, graphs, metrics, optimisers
+from fedcb2o.federated import algorithms, attacks, graphs, losses, metrics, optimisers
 from fedcb2o.federated.local_update import Precision
 from fedcb2o.federated.terms import Convolution, Linear
 from fedcb2o.federated.types import THREAT, Attack, Threat
@@ -151,15 +151,16 @@ class AgentsPart(Part):
     clean twin of an attacked run); "benign" (no attack, and select peers like everybody); "removed". By default they
     count their own model when they mix, as in the authors' released code; the paper's text has
     `colluders_own_model` = false. `assumed_share` is the share of attackers among those received that rules are told
-    to assume, by default that of all agents.
+    to assume, by default that of all agents. Where agents bring their own data, so many of their owners are agents, and
+    `benign_samples` and `malicious_samples` are the most that each holds, if they are given.
     """
 
     num_clusters: Literal[1, 2, 4] = 2
     benign: Positive
     malicious: Natural
     malicious_role: Literal["attack", "clean", "benign", "removed"] = "attack"
-    benign_samples: Positive
-    malicious_samples: Positive
+    benign_samples: Positive | None = None
+    malicious_samples: Positive | None = None
     skew: Component | None = None
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.2
     split: Literal["random", "stratified", "released"] = "random"
@@ -202,8 +203,9 @@ class TrainingPart(Part):
     local_steps: Positive | None = None
     precision: Precision = "float32"
     optimiser: Component | None = None
+    loss: Component | None = None
 
-    @field_validator("optimiser", mode="before")
+    @field_validator("optimiser", "loss", mode="before")
     @classmethod
     def _named(cls, component: Any) -> Any:
         return named(component)
@@ -269,6 +271,8 @@ class Experiment(Part):
             self.agents.skew.function("skew", skews)
         if self.training.optimiser is not None:
             self.training.optimiser.function("optimiser", optimisers)
+        if self.training.loss is not None:
+            self.training.loss.function("loss", losses)
         self.own_metrics()
         algorithm = self.algorithm.function("algorithm", algorithms)()
         if not isinstance(algorithm, algorithms.Algorithm):
@@ -302,6 +306,8 @@ class Experiment(Part):
             settings["agents"]["skew"] = self.agents.skew.resolved("skew", skews)
         if self.training.optimiser is not None:
             settings["training"]["optimiser"] = self.training.optimiser.resolved("optimiser", optimisers)
+        if self.training.loss is not None:
+            settings["training"]["loss"] = self.training.loss.resolved("loss", losses)
         if self.metrics is not None:
             settings["metrics"] = [each.resolved("metric", metrics) for each in self.metrics]
         return plain(settings)  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import UInt8
 
 from fedcb2o import records
-from fedcb2o.data.shard import Dataset
+from fedcb2o.data.shard import Dataset, Names
 from fedcb2o.errors import FedCB2OError, RunError
 from fedcb2o.experiments.assemble import check_aim, dataset_from, shared_data
 from fedcb2o.experiments.config import Experiment
@@ -37,12 +37,12 @@ Files = Mapping[str, Bytes]
 
 @dataclass(frozen=True)
 class Errand:
-    """To run the seeds of an experiment, on data of these `class_names` and `types`, in so much `memory`. Files go back
+    """To run the seeds of an experiment, on data of these `names` and `types`, in so much `memory`. Files go back
     after `every` so many seconds, rounds are told if it is `watched`, and `home` is the name of the folder that they go
     back to."""
 
     experiment: Experiment
-    class_names: tuple[str, ...]
+    names: Names
     types: Mapping[str, torch.dtype]
     memory: int | None
     every: float
@@ -198,4 +198,4 @@ def _dataset(errand: Errand, arrays: Mapping[str, Bytes]) -> Dataset:
     from fedcb2o.runtime.cluster.holder import tensor_of
 
     tensors = {name: tensor_of(array).view(errand.types[name]) for name, array in arrays.items()}
-    return dataset_from(errand.class_names, tensors)
+    return dataset_from(errand.names, tensors)

@@ -29,7 +29,9 @@ def model(run: Run, agent: int, seed: int | None, data_dir: Where) -> nn.Module:
 def confusion(run: Run, agent: int, seed: int | None, data_dir: Where) -> pd.DataFrame:
     """How often that model takes a test sample of a class (row) for another (column)."""
     block, prepared = _read(run, agent, seed, data_dir)
-    (counts,) = tested(block, np.zeros(1, np.int64), triggered=False)
+    (found,) = tested(block, np.zeros(1, np.int64))
+    if (counts := found.own.confusion) is None:
+        raise RunError(f"{run.folder} has data without classes, so that there is nothing to confuse")
     names = prepared.dataset.class_names
     return pd.DataFrame(counts.numpy(), pd.Index(names, name="true"), pd.Index(names, name="predicted"))
 

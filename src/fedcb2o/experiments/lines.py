@@ -1,6 +1,5 @@
 """A round as lines of records: what agents lost and score, and whom they asked, received and trusted."""
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,22 +34,19 @@ def metrics_line(
         "malicious_weight": _malicious_weights(choices, malicious),
         "answered": choices.received.sizes.tolist(),
     }
-    if done.confusion is None:
+    if done.tested is None:
         return line
-    triggered = done.triggered or {}
-    scores: dict[str, Callable[[int, torch.Tensor], float | None]] = {
-        "accuracy": lambda j, c: metrics.accuracy(c),
-        "source_accuracy": lambda j, c: aim.accuracy(c),
-        "attack_success_rate": lambda j, c: aim.success(c, triggered.get(j)),
-    }
-    for name, metric in (own or {}).items():
-        scores[name] = functools.partial(_scored, metric)
-    for name, score in scores.items():
-        line[name] = [score(j, done.confusion[j]) if j in done.confusion else None for j in range(len(malicious))]
+    found = {j: metrics.of(tested, aim) for j, tested in done.tested.items()}
+    for j, tested in done.tested.items():
+        for name, metric in (own or {}).items():
+            confusion = tested.own.confusion
+            found[j][name] = None if confusion is None else _scored(metric, confusion)
+    for name in dict.fromkeys(name for each in found.values() for name in each):
+        line[name] = [found.get(j, {}).get(name) for j in range(len(malicious))]
     return line
 
 
-def _scored(metric: Callable[[torch.Tensor], Any], j: int, confusion: torch.Tensor) -> float | None:
+def _scored(metric: Callable[[torch.Tensor], Any], confusion: torch.Tensor) -> float | None:
     """What a metric of the experiment's own makes of a confusion matrix; None where that is no finite number.
 
     Raises ConfigError where it is no number at all.

@@ -14,7 +14,7 @@ from pathlib import Path
 from fedcb2o import models
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.assemble import shared_data
+from fedcb2o.experiments.assemble import samples_of, shared_data
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.federated.mixing import WIDE
 from fedcb2o.federated.teams import SMALL
@@ -57,7 +57,7 @@ def plan(
     data = sum(tensor.nbytes for tensor in shared_data(dataset).values())
     team = max(dim, min(SMALL, dim * agents), dim * min(agents, experiment.together or 1))
     training = 12 * team  # gradients, momentum and a copy
-    most = choose_workers(experiment, dim) if count is None else count
+    most = choose_workers(experiment, dataset, dim) if count is None else count
 
     def rest(processes: int) -> int:
         shared = PROCESS + data if processes > 1 else 0
@@ -109,15 +109,16 @@ def plan(
     )
 
 
-def choose_workers(experiment: Experiment, dim: int) -> int:
+def choose_workers(experiment: Experiment, dataset: Dataset, dim: int) -> int:
     """One process for a small round, and on another device than the CPU; else one for each processor that this process
     may use."""
     if experiment.device is not None:
         return 1
     agents, training = experiment.agents, experiment.training
-    samples = agents.num_clusters * (
-        agents.benign * agents.benign_samples + agents.malicious * agents.malicious_samples
-    )
+    samples = len(dataset.pool)
+    if dataset.owners is None:
+        benign, malicious = samples_of(experiment)
+        samples = agents.num_clusters * (agents.benign * benign + agents.malicious * malicious)
     if 6.0 * dim * samples * training.local_epochs < WORTH:
         return 1
     return min(machine.processors(), agents.num_agents)

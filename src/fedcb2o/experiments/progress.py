@@ -80,9 +80,16 @@ def _line(rounds: int, n: int, scores: str, now: int, phase: str) -> str:
 
 def _scores(line: Mapping[str, Any]) -> str:
     found = []
-    for key, word in (("accuracy", "accuracy"), ("source_accuracy", "source"), ("attack_success_rate", "attack")):
-        mean = _mean(line[key])
-        found += [] if mean is None else [f"{word} {100 * mean:.1f}%"]
+    for key, word in (
+        ("accuracy", "accuracy"),
+        ("source_accuracy", "source"),
+        ("attack_success_rate", "attack"),
+        ("test_loss", "loss"),
+        ("global_accuracy", "on the global test set"),
+        ("global_loss", "loss on the global test set"),
+    ):
+        mean = _mean(line.get(key, ()))
+        found += [] if mean is None else [f"{word} {mean:.4g}" if "loss" in key else f"{word} {100 * mean:.1f}%"]
     return ", ".join(found)
 
 

@@ -331,7 +331,7 @@ def _enter(stack: contextlib.ExitStack, prepared: Prepared, place: Plan) -> Shar
     tensors = shared.tensors()
     for name, tensor in shared_data(dataset).items():
         tensors[name].copy_(tensor)
-    make = functools.partial(block_of, experiment, seed, dataset.class_names, dim)
+    make = functools.partial(block_of, experiment, seed, dataset.names, dim)
     block = prepared.block(tensors["models"][:, :dim])
     if count == 1:
         shared.path.unlink()  # a mapping outlives it, and a kill then leaves nothing

@@ -20,7 +20,18 @@ from fedcb2o.experiments.config import KINDS, AgentsPart, Component, Experiment,
 from fedcb2o.experiments.descriptions import described
 from fedcb2o.experiments.grid import OWN_KEYS, VARIED, AdversaryPart, Grid, TuningPart
 from fedcb2o.experiments.tables import presets
-from fedcb2o.federated import algorithms, attacks, criteria, graphs, metrics, optimisers, pre_steps, rules, selection
+from fedcb2o.federated import (
+    algorithms,
+    attacks,
+    criteria,
+    graphs,
+    losses,
+    metrics,
+    optimisers,
+    pre_steps,
+    rules,
+    selection,
+)
 
 Schema = dict[str, Any]
 
@@ -32,6 +43,7 @@ ROOMS: Mapping[str, ModuleType] = {
     "skew": skews,
     "graph": graphs,
     "optimiser": optimisers,
+    "loss": losses,
     "metric": metrics,
     "criterion": criteria,
     "rule": rules,

@@ -27,13 +27,14 @@ def describe(folder: Path, prepared: Prepared, count: int, chosen: Mapping[str, 
 def participants(prepared: Prepared) -> dict[str, bytes]:
     """The files that say who takes part and show a few samples as each cluster sees them: a seed gives them whole."""
     experiment, dataset, population = prepared.experiment, prepared.dataset, prepared.population
-    sources, labels = torch.tensor(aim_of(experiment).sources, dtype=torch.int64), pool_of(experiment, dataset).y
+    sources = torch.tensor(aim_of(experiment).sources, dtype=torch.int64)
+    labels = dataset.labels(pool_of(experiment, dataset))
     held = [
         int(torch.isin(labels[v], sources).sum()) if len(v) and len(sources) else None for v in population.validation
     ]
     who = {
         "class_names": list(dataset.class_names),
-        "num_classes": dataset.num_classes,
+        "num_classes": len(dataset.class_names),
         "clusters": population.num_clusters,
         "angles": [k * 360 // population.num_clusters for k in range(population.num_clusters)],
         "dim": prepared.terms.dim,
@@ -42,9 +43,11 @@ def participants(prepared: Prepared) -> dict[str, bytes]:
         "num_samples": [len(chosen) for chosen in population.train],
         "source_in_validation": held,
     }
+    if population.tests is not None:
+        who |= {"names": list(population.names), "num_tested": [len(chosen) for chosen in population.tests]}
     found = {"agents.json": records.json_of(who)}
     if dataset.pool.x.ndim == 4:
-        y = dataset.pool.y
+        y = dataset.labels(dataset.pool)
         labels = torch.linspace(0, dataset.num_classes - 1, min(10, dataset.num_classes)).long()
         first = torch.stack([(y == c).nonzero()[0, 0] if (y == c).any() else torch.tensor(0) for c in labels])
         images = (features(dataset.pool.x[first]).mean(1) * 255).clamp(0, 255).to(torch.uint8)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from fedcb2o import norms
 from fedcb2o.data.shard import Shard, features
+from fedcb2o.federated.losses import Loss, of_samples
 from fedcb2o.federated.types import Losses
 from fedcb2o.models import bind_, local_of, rows_of, stacked, state
 
@@ -29,7 +30,7 @@ Reference = Shaped[Tensor, "k *features"]
 
 Outputs = Callable[[Sequence[Tensor], Tensor], Tensor]
 """The tensors of m networks [m, ...], as `state` has them, and the samples of each [m, n, ...], or the same for all
-[1, n, ...] -> their outputs [m, n, C]."""
+[1, n, ...] -> their outputs [m, n, C], or of another shape from the third axis on."""
 
 
 def logits(
@@ -39,7 +40,7 @@ def logits(
     x: Shaped[Tensor, "n *features"],
     together: int | None = None,
     reference: Reference | None = None,
-) -> Float[Tensor, "m n C"]:
+) -> Float[Tensor, "m n *C"]:
     """The outputs of m models, rows of `pool`, on the same n samples.
 
     So many of them are evaluated `together`, in one program; by default small dense networks, as many as 8 MiB hold.
@@ -98,7 +99,7 @@ def _vmapped(module: nn.Module) -> Outputs:
     def outputs(parameters: Sequence[Float[Tensor, "m ..."]], x: Float[Tensor, "k n *features"]) -> Tensor:
         shared = len(x) < len(parameters[0])
         of_each = vmap(one, in_dims=(0, None if shared else 0), randomness="different")
-        found: Float[Tensor, "m n C"] = of_each(list(parameters), x[0] if shared else x)
+        found: Float[Tensor, "m n *C"] = of_each(list(parameters), x[0] if shared else x)
         return found
 
     return outputs
@@ -139,12 +140,13 @@ def losses_of(
     batch_size: int = 64,
     together: int | None = None,
     reference: Reference | None = None,
+    loss: Loss | None = None,
 ) -> Losses:
     """The losses L_j and L_{j,c} of m models on one agent's data (eq:benignAgentObj); what is not a number counts as
     infinite.
 
     `average="batches"` takes the unweighted mean of the means of mini-batches, as the authors' released code does.
-    `together` and `reference` are those of `logits`.
+    `together` and `reference` are those of `logits`, `loss` that of each sample, by default the cross-entropy.
     """
     one = validation.x.unsqueeze(0), validation.y.unsqueeze(0)
     each = losses_of_each(
@@ -157,6 +159,7 @@ def losses_of(
         batch_size=batch_size,
         together=together,
         references=None if reference is None else [reference],
+        loss=loss,
     )
     return Losses(each.mean[0], each.by_class[0], each.present[0], each.entropy[0])
 
@@ -166,25 +169,33 @@ def losses_of_each(
     pool: Float[Tensor, "p d"],
     rows: Int[Tensor, "a m"],
     x: Shaped[Tensor, "a n *features"],
-    y: Int[Tensor, "a n"],
+    y: Shaped[Tensor, "a n *target"],
     num_classes: int,
     *,
     average: Average = "samples",
     batch_size: int = 64,
     together: int | None = None,
     references: Sequence[Reference] | None = None,
+    loss: Loss | None = None,
 ) -> Losses:
-    """`losses_of` for several agents: of m models for each, on its own n samples."""
+    """`losses_of` for several agents: of m models for each, on its own n samples. Without classes (`num_classes` 1) all
+    samples count as one, and there is no entropy of predictions: NaN."""
     (a, m), n = rows.shape, y.shape[1]
     outputs = (
         _logits_of_each(module, pool, rows, x, together, references) if m else pool.new_zeros(a, 0, n, num_classes)
     )
-    log_p = F.log_softmax(outputs, dim=-1)
-    lost = -log_p.gather(-1, y.view(a, 1, n, 1).expand(a, m, n, 1)).squeeze(-1)
-    certain = (log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # 0 * log 0 is 0
+    certain = lost = outputs.new_full((a, m, n), torch.nan)
+    if num_classes > 1:
+        log_p = F.log_softmax(outputs, dim=-1)
+        lost = -log_p.gather(-1, y.view(a, 1, n, 1).expand(a, m, n, 1)).squeeze(-1)
+        certain = (log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # 0 * log 0 is 0
+    if loss is not None and m:
+        with torch.no_grad():
+            targets = y.unsqueeze(1).expand(a, m, *y.shape[1:])
+            lost = of_samples(loss, outputs, targets, 3).to(outputs.dtype)
     losses, certain = torch.stack([lost, certain]).cpu().double()
     losses, entropy = losses.nan_to_num(nan=torch.inf, posinf=torch.inf), -certain.mean(-1)
-    y = y.cpu()
+    y = y.cpu() if num_classes > 1 else torch.zeros(a, n, dtype=torch.int64)
     parts = torch.split(losses, batch_size, dim=-1) if average == "batches" else (losses,)
     mean = torch.stack([part.mean(-1) for part in parts]).mean(0)
     counts = F.one_hot(y, num_classes).sum(1)
@@ -200,7 +211,7 @@ def _logits_of_each(
     x: Shaped[Tensor, "a n *features"],
     together: int | None,
     references: Sequence[Reference] | None,
-) -> Float[Tensor, "a m n C"]:
+) -> Float[Tensor, "a m n *C"]:
     """The outputs of m models for each agent on its own samples: those of several agents in one program too."""
     (a, m), dim = rows.shape, pool.shape[1]
     dense = bool(dense_layers(module, dim))
@@ -245,3 +256,27 @@ def confusion(
         predicted = torch.cat([logits(module, pool, row, test.x, 1, one).argmax(-1) for row, one in each])
     pairs = test.y.cpu() * num_classes + predicted.cpu()
     return counts.scatter_add_(1, pairs, torch.ones_like(pairs)).view(m, num_classes, num_classes)
+
+
+def mean_losses(
+    module: nn.Module,
+    pool: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    test: Shard,
+    loss: Loss,
+    together: int | None = None,
+    references: Sequence[Reference] | None = None,
+) -> Float[Tensor, " m"]:
+    """The mean loss of each of m models on test samples; what is not a number counts as infinite. `together` and
+    `references` are those of `confusion`."""
+    alone = [] if references is None else zip(torch.split(rows, 1), references, strict=True)
+    found = []
+    for some, reference in alone if references is not None else [(rows, None)]:
+        total, size = torch.zeros(len(some), dtype=torch.float64), IMAGES if reference is None else len(test)
+        for x, y in zip(torch.split(test.x, size), torch.split(test.y, size), strict=True):
+            with torch.no_grad():
+                outputs = logits(module, pool, some, x, together, reference)
+                losses = of_samples(loss, outputs, y.unsqueeze(0).expand(len(some), *y.shape), 2)
+            total += losses.cpu().double().sum(1)
+        found.append(total / len(test))
+    return torch.cat(found).nan_to_num(nan=torch.inf, posinf=torch.inf)

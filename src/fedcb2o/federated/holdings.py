@@ -4,6 +4,7 @@ Samples lie on the run's device. Users' functions of samples (attacks, triggers,
 the CPU.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,8 @@ from fedcb2o.federated.returned import check_labels, poisoned_of
 from fedcb2o.federated.types import Attack
 from fedcb2o.streams import streams
 
-Samples = tuple[Shaped[Tensor, "a n *features"], Int[Tensor, "a n"]]
-"""Equally many samples of each of some agents, and their labels."""
+Samples = tuple[Shaped[Tensor, "a n *features"], Shaped[Tensor, "a n *target"]]
+"""Equally many samples of each of some agents, and their labels, or what else is to be told of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,8 @@ class Holdings:
     """What the `agents` at hand hold of some `samples`: what each trains on and what it judges on.
 
     `cluster` says how each of them sees samples, and the `test` set. The `malicious` among them poison what they train
-    on, as their `attack` says.
+    on, as their `attack` says. Where agents bring their own, `tests` are each one's own of the `test` set, and `common`
+    those that test everybody.
     """
 
     agents: Int[np.ndarray, " a"]
@@ -42,6 +44,8 @@ class Holdings:
     malicious: Bool[np.ndarray, " a"]
     attack: Attack
     seed: int
+    tests: Lists | None = None
+    common: Int[np.ndarray, " c"] | None = None
 
     def trained_on(self, some: Places, n: int) -> Samples:
         """The training data in round `n` of agents in some places, which hold equally many, poisoned where they
@@ -60,7 +64,8 @@ class Holdings:
             for shard, draw, me in zip(shards, draws, ids, strict=True)
         ]
         labels = torch.stack([each.y for each in made])
-        check_labels(poison, labels, self.num_classes)
+        if self.num_classes > 1:
+            check_labels(poison, labels, self.num_classes)
         x[places], y[places] = torch.stack([each.x for each in made]).to(x), labels.to(y)
         return x, y
 
@@ -73,9 +78,23 @@ class Holdings:
         x, y = self._seen(np.array([k]), self.train)
         return Shard(x[0], y[0])
 
-    def tested_on(self, cluster: int) -> Shard:
-        """The test set as a cluster sees it."""
-        return Shard(rotate(self.test.x, cluster, self.num_clusters), self.test.y)
+    def tested_on(self, some: Places) -> Iterator[tuple[Places, Shard]]:
+        """The test samples of agents in some places, with those of them that have the same: all as a cluster sees
+        them, or each agent's own. Who has none of its own has those that test everybody."""
+        if self.tests is None:
+            cluster = self.cluster[some]
+            for k in np.unique(cluster).tolist():
+                yield some[cluster == k], Shard(rotate(self.test.x, k, self.num_clusters), self.test.y)
+            return
+        alone = self.tests.sizes[some] > 0
+        for k in some[alone].tolist():
+            yield np.array([k]), self.test.part(self.tests[k])
+        if not alone.all() and (common := self.common_test()) is not None:
+            yield some[~alone], common
+
+    def common_test(self) -> Shard | None:
+        """The samples that test everybody, where agents have others of their own too."""
+        return self.test.part(self.common) if self.common is not None and len(self.common) else None
 
     def _seen(self, some: Places, held: Lists) -> Samples:
         chosen = torch.from_numpy(held.values[held.places(some)].reshape(len(some), -1))

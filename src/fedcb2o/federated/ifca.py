@@ -43,6 +43,7 @@ def adopt_(block: Block, some: Places, held: Int[np.ndarray, "N K"]) -> list[tup
                 terms.num_classes,
                 together=terms.primitives.together,
                 reference=block.reference(k),
+                loss=terms.training.loss,
             )
         best = int(losses.mean.argmin())
         chosen.append((best, float(losses.mean[best])))

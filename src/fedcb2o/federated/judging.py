@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 
 from fedcb2o import plugins
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
-from fedcb2o.federated.evaluate import confusion, logits, losses_of_each
+from fedcb2o.federated.evaluate import confusion, logits, losses_of_each, mean_losses
 from fedcb2o.federated.lists import Places
+from fedcb2o.federated.metrics import Score, Tested
 from fedcb2o.federated.returned import changed_by
 from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received
 from fedcb2o.models import bind_
@@ -73,6 +74,7 @@ def judge(block: Block, some: Places, models: Received, change: Change | None = 
             batch_size=terms.training.batch_size,
             together=terms.primitives.together,
             references=block.references(some),
+            loss=terms.training.loss,
         )
 
 
@@ -107,25 +109,29 @@ def network_of(block: Block, k: int) -> nn.Module:
     return module
 
 
-def tested(block: Block, some: Places, triggered: bool) -> list[Int[Tensor, "C C"]]:
-    """The confusion matrices of agents in some places on the test set as their cluster sees it, or with the trigger of
-    a backdoor."""
-    terms, holdings, trigger = block.terms, block.holdings, block.attackers.trigger
-    cluster, found = holdings.cluster[some], dict[int, Tensor]()
-    for each in np.unique(cluster).tolist():
-        members, test = some[cluster == each], holdings.tested_on(each)
-        if triggered and trigger is not None:
-            test = changed_by(plugins.called("trigger", trigger), trigger, test)
-        rows = torch.from_numpy(block.layout.own[members])
-        with plugins.blamed("model", terms.model):
-            counts = confusion(
-                terms.module,
-                block.pool,
-                rows,
-                test,
-                terms.num_classes,
-                terms.primitives.together,
-                block.references(members),
-            )
-        found |= dict(zip(members.tolist(), counts, strict=True))
-    return [found[k] for k in some.tolist()]
+def tested(block: Block, some: Places) -> list[Tested]:
+    """How the models of agents in some places do on their test samples; on these with the trigger of a backdoor; and on
+    those that test everybody, where agents have their own."""
+    holdings, trigger = block.holdings, block.attackers.trigger
+    own, triggered, common = dict[int, Score](), dict[int, Score](), dict[int, Score]()
+    for members, test in holdings.tested_on(some):
+        own |= _scored(block, members, test)
+        if trigger is not None:
+            marked = changed_by(plugins.called("trigger", trigger), trigger, test)
+            triggered |= _scored(block, members, marked)
+    if (everybodys := holdings.common_test()) is not None:
+        common = _scored(block, some, everybodys)
+    return [Tested(own[k], triggered.get(k), common.get(k)) for k in some.tolist()]
+
+
+def _scored(block: Block, some: Places, test: Shard) -> dict[int, Score]:
+    """How the models of agents in some places do on the same test samples, by these places."""
+    terms, rows, references = block.terms, torch.from_numpy(block.layout.own[some]), block.references(some)
+    together, loss, classes = terms.primitives.together, terms.training.loss, terms.num_classes
+    counts, losses = [None] * len(some), [None] * len(some)
+    with plugins.blamed("model", terms.model):
+        if classes > 1:
+            counts = [*confusion(terms.module, block.pool, rows, test, classes, together, references)]
+        if loss is not None:
+            losses = mean_losses(terms.module, block.pool, rows, test, loss, together, references).tolist()
+    return {k: Score(*each) for k, *each in zip(some.tolist(), counts, losses, strict=True)}

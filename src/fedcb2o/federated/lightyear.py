@@ -38,7 +38,10 @@ def lightyear(
     if bins < 1:
         raise ConfigError(f"`bins` must be 1 or more, got {bins}")
     everyone = judged.received.with_own(judged.me)
-    found = scores(*judged.local.outputs_of(everyone), bins, confidence == "probability")
+    outputs, labels = judged.local.outputs_of(everyone)
+    if labels.is_floating_point():
+        raise ConfigError("lightyear looks at which class models predict, and the data have no classes")
+    found = scores(outputs, labels, bins, confidence == "probability")
     agreement = (1 - (found - found[:, -1:]).abs()).clamp(min=0).mean(0)
     chosen = (agreement >= threshold) & (judged.me.ids != everyone.ids)  # it may have drawn itself: it counts once
     share = decay**judged.n * chosen.double() / (1 + chosen.sum())

@@ -18,6 +18,7 @@ from torch.optim.sgd import sgd
 
 from fedcb2o import norms
 from fedcb2o.data.shard import Shard, features
+from fedcb2o.federated.losses import Loss, of_samples
 from fedcb2o.federated.optimisers import Optimiser, stepping
 from fedcb2o.models import bind_, is_bound
 
@@ -30,7 +31,8 @@ class Training:
 
     `precision="bfloat16"` computes products in that type, on float32 parameters: about twice as fast on processors
     that have it. "tf32" lets CUDA devices round the factors of float32 products to 10 bits of mantissa. An
-    `optimiser` takes the steps in place of SGD with momentum.
+    `optimiser` takes the steps in place of SGD with momentum. `loss` is what they minimise, by default the
+    cross-entropy.
     """
 
     gamma: float
@@ -41,6 +43,7 @@ class Training:
     local_steps: int | None = None
     precision: Precision = "float32"
     optimiser: Optimiser | None = None
+    loss: Loss | None = None
 
 
 def batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[np.ndarray, " b"]]:
@@ -124,10 +127,14 @@ def local_update_(
     with training_with(module, training, draw, theta.device.type):
         for (chosen,) in steps:
             with products_in(training.precision, theta.device.type):
-                loss = F.cross_entropy(module(x[chosen]), shard.y[chosen])
-            found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+                found, labels = module(x[chosen]), shard.y[chosen]
+                if training.loss is None:
+                    loss = F.cross_entropy(found, labels)
+                else:
+                    loss = of_samples(training.loss, found, labels, 1).mean()
+            grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
             # Fused SGD reads memory as it lies, and a convolution in channels-last has gradients that lie otherwise.
-            gradients = [gradient.contiguous() for gradient in found]
+            gradients = [gradient.contiguous() for gradient in grads]
             step(gradients)
             losses.append(loss.detach())
     assert is_bound(module, theta), "training moved a parameter out of its row"

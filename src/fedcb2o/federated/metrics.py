@@ -1,5 +1,5 @@
-"""The paper's metrics (sec:experiments, Performance Metrics) from a confusion matrix of one agent's model; and, in
-`__all__`, those that a configuration may add: functions of such a matrix, whose further arguments are keywords."""
+"""The paper's metrics (sec:experiments, Performance Metrics) from what one agent's model did on test samples; and, in
+`__all__`, those that a configuration may add: functions of a confusion matrix, whose further arguments are keywords."""
 
 from dataclasses import dataclass
 
@@ -19,6 +19,25 @@ def worst_class_accuracy(confusion: Int[Tensor, "C C"]) -> float:
     """The least of these shares."""
     counts = confusion.sum(1)
     return float((confusion.diagonal()[counts > 0] / counts[counts > 0]).min())
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one model did on test samples: how often it took class c (row) for class c' (column), None where there are
+    no classes, and its mean `loss`, None where that is the cross-entropy."""
+
+    confusion: Int[Tensor, "C C"] | None
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Tested:
+    """What an agent's model did in its test, on the same samples with the trigger of a backdoor, and on those that test
+    everybody, where agents have their own."""
+
+    own: Score
+    triggered: Score | None = None
+    common: Score | None = None
 
 
 def accuracy(confusion: Int[Tensor, "C C"]) -> float:
@@ -54,17 +73,36 @@ class Aim:
     targets: tuple[int, ...] = ()
 
     def accuracy(self, confusion: Int[Tensor, "C C"]) -> float | None:
-        """Source-class accuracy, the mean over the sources; None where there is none."""
-        found = [source_accuracy(confusion, source) for source in self.sources]
+        """Source-class accuracy, the mean over the sources that were tested; None where there is none."""
+        found = [source_accuracy(confusion, source) for source in self.sources if confusion[source].any()]
         return sum(found) / len(found) if found else None
 
     def success(self, confusion: Int[Tensor, "C C"], triggered: Int[Tensor, "C C"] | None = None) -> float | None:
         """Attack success rate: the mean over the pairs, or of all classes but the target, `triggered` for a backdoor.
 
-        None where there is no target.
+        None where there is no target, or none of the classes that are to be taken for it was tested.
         """
         if self.targets and (triggered is not None or not self.sources):
-            return taken_for(confusion if triggered is None else triggered, self.targets[0])
-        pairs = zip(self.sources, self.targets, strict=False)
+            seen = confusion if triggered is None else triggered
+            others = seen.sum() - seen[self.targets[0]].sum()
+            return taken_for(seen, self.targets[0]) if others else None
+        pairs = [pair for pair in zip(self.sources, self.targets, strict=False) if confusion[pair[0]].any()]
         found = [attack_success_rate(confusion, source, target) for source, target in pairs]
         return sum(found) / len(found) if found else None
+
+
+def of(tested: Tested, aim: Aim) -> dict[str, float | None]:
+    """All metrics of one agent's model by their names, None where one does not apply; those that are not there for
+    every kind of data only where they are."""
+    own, common = tested.own.confusion, tested.common
+    triggered = None if tested.triggered is None else tested.triggered.confusion
+    found = {
+        "accuracy": None if own is None else accuracy(own),
+        "source_accuracy": None if own is None else aim.accuracy(own),
+        "attack_success_rate": None if own is None else aim.success(own, triggered),
+    }
+    others: dict[str, float | None] = {"test_loss": tested.own.loss}
+    if common is not None:
+        confused = common.confusion
+        others |= {"global_accuracy": None if confused is None else accuracy(confused), "global_loss": common.loss}
+    return found | {name: value for name, value in others.items() if value is not None}

@@ -121,7 +121,14 @@ def craft_(
             rows, together = torch.arange(len(models)), terms.primitives.together
             with plugins.blamed("model", terms.model):
                 return losses_of(
-                    terms.module, models, rows, data, terms.num_classes, together=together, reference=reference
+                    terms.module,
+                    models,
+                    rows,
+                    data,
+                    terms.num_classes,
+                    together=together,
+                    reference=reference,
+                    loss=terms.training.loss,
                 )
 
         view = View(

@@ -133,6 +133,8 @@ def _given(rule: functools.partial[Any], judged: Judged, seen: Received, rows: T
     def of_losses(name: str) -> Float[Tensor, " k"]:
         assert judged.losses is not None
         assert judged.own is not None
+        if name == "entropy" and judged.own.by_class.shape[-1] == 1:
+            raise ConfigError("the rule looks at how sure predictions of classes are, and the data have no classes")
         known = torch.cat([getattr(judged.losses, name), getattr(judged.own, name)])[: len(seen.ids)]
         return torch.cat([known, torch.full((len(rows) - len(known),), torch.nan, dtype=torch.float64)])
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedcb2o import plugins
 from fedcb2o.data.shard import Shard, features
@@ -27,6 +26,7 @@ from fedcb2o.federated.local_update import (
     products_in,
     training_with,
 )
+from fedcb2o.federated.losses import cross_entropy, of_samples
 from fedcb2o.models import follow, rows_of, stacked, stacked_to_train
 from fedcb2o.streams import streams
 
@@ -75,7 +75,7 @@ def local_updates_(
     thetas: Float[Tensor, "a d"],
     module: nn.Module,
     x: Shaped[Tensor, "a n *features"],
-    y: Int[Tensor, "a n"],
+    y: Shaped[Tensor, "a n *target"],
     training: Training,
     draws: Sequence[np.random.Generator],
 ) -> list[float]:
@@ -94,7 +94,7 @@ def local_updates_(
             labels = y[everyone, chosen]
             with products_in(training.precision, device.type):
                 found = outputs(tensors, x[everyone, chosen])
-                each = F.cross_entropy(found.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+                each = of_samples(training.loss or cross_entropy, found, labels, 2)
             loss = each.mean(1)
             gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True, materialize_grads=True)
             with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from fedcb2o.data.shard import Shard
@@ -88,8 +88,8 @@ class Received:
 Change = Callable[[Tensor], Tensor]
 """Samples [n, ...] -> as many, changed: what a criterion tries models on."""
 
-Outputs = tuple[Float[Tensor, "m n C"], Int[Tensor, " n"]]
-"""What m models make of n samples, before the softmax, and the labels of these."""
+Outputs = tuple[Float[Tensor, "m n *C"], Shaped[Tensor, "n *target"]]
+"""What m models make of n samples, before the softmax, and the labels of these, or what else is to be told."""
 
 
 @dataclass(frozen=True, kw_only=True)

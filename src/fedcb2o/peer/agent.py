@@ -70,8 +70,12 @@ def own(federation: Federation, me: int, dataset: Dataset) -> Agent:
     ConfigError where they do not fit the federation."""
     experiment, seed = _alone(federation.experiment), federation.seed
     dataset = _fitting(federation, dataset)
+    if len(owners := dataset.names.owners) > 1:
+        raise DataError(f"the data have {len(owners)} owners, {_few(owners)}: an organisation brings its own alone")
     agents = experiment.agents
-    holds = validates(dataset.pool.y.numpy(), me, agents.validation, agents.split, seed)
+    holds = validates(dataset.labels(dataset.pool).numpy(), me, agents.validation, agents.split, seed)
+    if dataset.owners is not None and dataset.owners.validates.any():  # it brought samples for that
+        holds = dataset.owners.validates.numpy()
     validation = np.flatnonzero(holds)
     train = np.flatnonzero(~holds) if agents.hold_out else np.arange(len(holds))
     nobody = np.zeros(federation.num_agents, dtype=bool)
@@ -133,7 +137,8 @@ def data_of(named: str, federation: Federation, data_dir: Path | None = None) ->
         raise DataError(f"--data: there is no file {named}{f' in {data_dir}' if data_dir else ''}")
     if not file and ":" not in named and named not in data.__all__:
         raise ConfigError(f"--data is MODULE:FUNCTION or FILE.npz, got {named}")
-    part = {"name": "arrays", "path": named} if file else {"name": named}
+    numbers = {"numbers": True} if federation.data.target is not None else {}
+    part = {"name": "arrays", "path": named, **numbers} if file else {"name": named}
     return dataset_of(federation.experiment.model_copy(update={"data": Component(**part)}), data_dir)
 
 
@@ -145,7 +150,9 @@ def differing(federation: Federation, experiment: Experiment, dataset: Dataset) 
 
 def seen_by(federation: Federation) -> Dataset:
     """Two blank samples of the federation's shape, and its classes: what a network has to fit."""
-    blank = Shard(torch.zeros(2, *federation.shape), torch.zeros(2, dtype=torch.int64))
+    target = federation.data.target
+    y = torch.zeros(2, dtype=torch.int64) if target is None else torch.zeros(2, *target)
+    blank = Shard(torch.zeros(2, *federation.shape), y)
     return Dataset(blank, blank, federation.class_names)
 
 
@@ -191,6 +198,11 @@ def _fitting(federation: Federation, dataset: Dataset) -> Dataset:
             raise DataError(
                 f"the data have samples of shape {tuple(shard.x.shape[1:])} in their {part}, and the federation agreed "
                 f"on {federation.shape}: the same columns in the same order"
+            )
+        if federation.data.target is not None and tuple(shard.y.shape[1:]) != federation.data.target:
+            raise DataError(
+                f"the data have numbers of shape {tuple(shard.y.shape[1:])} to be told in their {part}, and the "
+                f"federation agreed on {federation.data.target}"
             )
     if dataset.class_names != federation.class_names:
         raise DataError(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedcb2o.federated.admit import believed, extents
@@ -19,6 +19,7 @@ from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.judging import tested
 from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.metrics import Tested
 from fedcb2o.federated.mixing import mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
 from fedcb2o.federated.round import ask
@@ -135,9 +136,9 @@ class Among:
         finite[self.me] = np.isfinite(extents(self.block.pool, layout.own.tolist())).all()
         return finite
 
-    def evaluate(self, triggered: bool) -> dict[int, Int[Tensor, "C C"]]:
-        """The confusion matrix of the agent's model on its own test samples."""
-        return dict(zip([self.me], tested(self.block, ONE, triggered), strict=True))
+    def evaluate(self) -> dict[int, Tested]:
+        """What the agent's model does on its own test samples."""
+        return dict(zip([self.me], tested(self.block, ONE), strict=True))
 
     def _row(self, row: int) -> Float[Tensor, " d"]:
         return self.block.pool[row]

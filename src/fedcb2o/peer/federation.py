@@ -24,6 +24,7 @@ from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import config
 from fedcb2o.experiments.assemble import module_of, neighbours_of
+from fedcb2o.experiments.assemble import most_samples as largest
 from fedcb2o.experiments.config import Experiment, Part
 from fedcb2o.federated import algorithms
 from fedcb2o.peer import versions as chain
@@ -248,7 +249,7 @@ def make(
         check_plain(chosen)
     except ValueError as error:
         raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
-    believed = max(agents.benign_samples, agents.malicious_samples)
+    believed = largest(experiment, dataset)
     dim = sum(each.numel() for each in module_of(experiment, experiment.seeds[0], dataset).parameters())
     table = {
         "protocol": PROTOCOL,
@@ -257,7 +258,7 @@ def make(
         "seed": experiment.seeds[0] if seed is None else seed,
         "share": agents.share if share is None else share,
         "most_samples": believed if most_samples is None else most_samples,
-        "data": {"shape": list(dataset.pool.x.shape[1:]), "class_names": list(dataset.class_names)},
+        "data": {"shape": list(dataset.pool.x.shape[1:]), **_told(dataset)},
         "experiment": records.canonical(chosen),
         "versions": [{"members": [{"id": id, **member.table()} for id, member in enumerate(members)]}],
         "own": list(parts_of(chosen)),
@@ -268,6 +269,15 @@ def make(
         made = made.model_copy(update={"limits": Limits.fitted(size, made.round_seconds)})
     whole = made.model_dump(by_alias=True, exclude_none=True)  # with the defaults written out
     return _linked(_checked(whole, "the federation"))
+
+
+def _told(dataset: Dataset) -> dict[str, Any]:
+    """What is to be told of a sample: its class, or numbers."""
+    return (
+        {"class_names": list(dataset.class_names)}
+        if dataset.class_names
+        else {"target": list(dataset.pool.y.shape[1:])}
+    )
 
 
 def brought() -> Dataset:

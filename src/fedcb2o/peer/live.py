@@ -139,7 +139,9 @@ def _cell(text: str) -> Text:
 def _scores(line: Mapping[str, Any]) -> str:
     words = (("accuracy", "accuracy"), ("source_accuracy", "source"), ("attack_success_rate", "attack"))
     known = [(word, line[key]) for key, word in words if line.get(key) is not None]
-    return ", ".join(f"{word} {100 * value:.1f}%" for word, value in known)
+    told = [f"{word} {100 * value:.1f}%" for word, value in known]
+    loss = line.get("test_loss")
+    return ", ".join(told if loss is None else [*told, f"loss {loss:.4g}"])
 
 
 def _wait(line: Mapping[str, Any]) -> str:

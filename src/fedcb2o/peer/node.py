@@ -312,13 +312,11 @@ class Node:
             **tally.since(),
             "seconds": {**done.seconds, "exchange": engine.seconds, "round": sum(done.seconds.values())},
         }
-        confusion, aim = (done.confusion or {}).get(me), self.agent.aim
-        if confusion is not None:
-            line["accuracy"] = metrics.accuracy(confusion)
-            if aim.sources:
-                line["source_accuracy"] = aim.accuracy(confusion)
-            if aim.sources or aim.targets:
-                line["attack_success_rate"] = aim.success(confusion, (done.triggered or {}).get(me))
+        if (tested := (done.tested or {}).get(me)) is not None:
+            aim = self.agent.aim
+            asked = {"source_accuracy": aim.sources, "attack_success_rate": aim.sources or aim.targets}
+            found = metrics.of(tested, aim)
+            line |= {name: value for name, value in found.items() if value is not None and asked.get(name, True)}
         return line
 
 

@@ -64,6 +64,9 @@ class Line(Part):
     accuracy: Share | None = None
     source_accuracy: Share | None = None
     attack_success_rate: Share | None = None
+    test_loss: float | None = None
+    global_accuracy: Share | None = None
+    global_loss: float | None = None
     asked: list[Id]
     received: list[Received]
     own_weight: float | None = None

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from fedcb2o.experiments.config import Part
 
@@ -31,10 +31,13 @@ class Limits(Part):
 
 
 class Samples(Part):
-    """What the samples of every member look like."""
+    """What the samples of every member look like: their classes, or the shape of the numbers that are to be told."""
 
     shape: Annotated[tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(strict=False, max_length=8)]
-    class_names: Annotated[tuple[str, ...], Field(strict=False, min_length=2, max_length=100_000)]
+    class_names: Annotated[tuple[str, ...], Field(strict=False, max_length=100_000)] = ()
+    target: Annotated[tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(strict=False, max_length=8)] | None = (
+        None
+    )
 
     @field_validator("class_names")
     @classmethod
@@ -43,6 +46,14 @@ class Samples(Part):
             if not (name.isprintable() and 0 < len(name) <= 100):
                 raise ValueError("class names must be of 1 to 100 characters that can be printed")
         return names
+
+    @model_validator(mode="after")
+    def _classes_or_numbers(self) -> "Samples":
+        if (len(self.class_names) < 2 or self.target is not None) and (self.class_names or self.target is None):
+            raise ValueError(
+                "`data` has two or more `class_names`, or none and the shape of numbers to be told, `target`"
+            )
+        return self
 
 
 class Settings(Part):

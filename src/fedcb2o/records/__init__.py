@@ -18,7 +18,7 @@ from fedcb2o.records.files import (
     write_toml,
 )
 from fedcb2o.records.lines import SEEDED, Records, read_lines
-from fedcb2o.records.run import EVALUATED, RESERVED, Run, metric_name, read_config, seeds_in
+from fedcb2o.records.run import EVALUATED, RESERVED, SOMETIMES, Run, metric_name, read_config, seeds_in
 from fedcb2o.records.scores import last_fifth, last_round, over_agents, summary
 from fedcb2o.records.sums import (
     CHECKPOINT,
@@ -47,6 +47,7 @@ __all__ = [
     "LINES",
     "RESERVED",
     "SEEDED",
+    "SOMETIMES",
     "DamagedError",
     "Records",
     "Run",

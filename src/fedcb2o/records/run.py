@@ -26,8 +26,11 @@ METRICS = ("train_loss", "validation_loss", "malicious_weight", "answered")
 KINDS = {"name": str, "title": str, "description": str, "rounds": int, "seeds": list, "agents": dict}
 MENDED = "`fedcb2o run` of the experiment with this --out and --resume writes it anew"
 EVALUATED = ("accuracy", "source_accuracy", "attack_success_rate")
-RESERVED = ("seed", "round", "agent", *AGENTS, *METRICS, *EVALUATED)
-"""The columns of every run's records, which no metric of an experiment's own is called by."""
+SOMETIMES = ("test_loss", "global_accuracy", "global_loss")
+"""What is evaluated where an experiment names a loss, or where agents have test samples of their own and others that
+test everybody: columns that are there only then."""
+RESERVED = ("seed", "round", "agent", *AGENTS, *METRICS, *EVALUATED, *SOMETIMES)
+"""The columns of runs' records, which no metric of an experiment's own is called by."""
 
 
 def metric_name(label: str) -> str:
@@ -142,8 +145,9 @@ class Run:
         """A row for each seed, round and agent: who it is and its metrics, NaN where there is none.
 
         Accuracies and rates are fractions of 1, there only in rounds that were evaluated, for benign agents only.
+        `test_loss`, `global_accuracy` and `global_loss` are columns where they are measured.
         """
-        names = [*RESERVED, *self._own_metrics]
+        names = [*(name for name in RESERVED if name not in SOMETIMES), *self._own_metrics]
         tables = [self.records_of(seed) for seed in self.seeds]
         return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
 
@@ -158,6 +162,9 @@ class Run:
         columns: dict[str, list[float | None]] = {key: [] for key in (*METRICS, *EVALUATED, *self._own_metrics)}
         path = self._file(seed, "metrics.jsonl")
         for _, line in read_lines(path):
+            for key in SOMETIMES:
+                if key in line and key not in columns:
+                    columns[key] = [None] * (len(rounds) * len(agents))
             rounds.append(line["round"])
             for key, values in columns.items():
                 found = line.get(key) or [None] * len(agents)

@@ -7,34 +7,35 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from fedcb2o.records.run import EVALUATED
+from fedcb2o.records.run import EVALUATED, SOMETIMES
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """One row a seed of `Run.records` at its last evaluated round: each metric over benign agents.
 
-    The worst agent has the lowest accuracy, or the highest attack success rate; the worst tenth is the mean of the
-    ceil(n / 10) worst agents. `malicious_weight` is the weight that benign agents gave to malicious peers, averaged
+    The worst agent has the lowest accuracy, or the highest attack success rate or loss; the worst tenth is the mean of
+    the ceil(n / 10) worst agents. `malicious_weight` is the weight that benign agents gave to malicious peers, averaged
     over the last fifth of the rounds, since in a single one few peers are met. Columns: seed, round, rounds (those
-    done), accuracy, accuracy_worst, accuracy_worst_tenth, and so on.
+    done), accuracy, accuracy_worst, accuracy_worst_tenth, and so on, those of `SOMETIMES` where they were
+    measured.
     """
-    rows = []
+    rows, metrics = [], [*EVALUATED, *(metric for metric in SOMETIMES if metric in table)]
     for seed, last in last_round(table).groupby("seed"):
         mine = table[table.seed == seed]
         row: dict[str, Any] = {"seed": seed, "round": last["round"].iloc[0], "rounds": mine["round"].max()}
-        for metric in EVALUATED:
+        for metric in metrics:
             for over, value in over_agents(metric, last[metric].dropna().to_numpy()).items():
                 row[metric if over == "mean" else f"{metric}_{over}"] = value
         row["malicious_weight"] = last_fifth(mine[~mine.malicious]).malicious_weight.mean()
         rows.append(row)
-    columns = ["seed", "round", "rounds", *(m + end for m in EVALUATED for end in ("", "_worst", "_worst_tenth"))]
+    columns = ["seed", "round", "rounds", *(m + end for m in metrics for end in ("", "_worst", "_worst_tenth"))]
     return pd.DataFrame(rows, columns=[*columns, "malicious_weight"])
 
 
 def over_agents(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, float]:
     """The mean, the worst and the mean of the worst tenth of what n benign agents have; NaN for nobody."""
     ordered = np.sort(values)
-    worst_first = ordered[::-1] if metric == "attack_success_rate" else ordered
+    worst_first = ordered if metric.endswith("accuracy") else ordered[::-1]
     tenth = worst_first[: math.ceil(len(ordered) / 10)]
     if not len(ordered):
         return dict.fromkeys(("mean", "worst", "worst_tenth"), math.nan)
@@ -43,7 +44,8 @@ def over_agents(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, float
 
 def last_round(table: pd.DataFrame) -> pd.DataFrame:
     """The records of benign agents at each seed's last evaluated round; empty if there is none yet."""
-    evaluated = table[~table.malicious.astype(bool) & table.accuracy.notna()]
+    measured = table[[metric for metric in (*EVALUATED, *SOMETIMES) if metric in table]].notna().any(axis=1)
+    evaluated = table[~table.malicious.astype(bool) & measured]
     return evaluated[evaluated["round"] == evaluated.groupby("seed")["round"].transform("max")]
 
 

@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import Run
+from fedcb2o.records import SOMETIMES, Run
 from fedcb2o.report.tables import LABELS, METRICS, by_source_count, labels, pair_statistics
 
 STYLE: dict[Any, Any] = {
@@ -114,7 +114,7 @@ def figure6_panels(runs: Sequence[Run]) -> Panels:
 def curve_panels(runs: Sequence[Run]) -> Panels:
     """A panel for each metric over the rounds; see `curves`. Raises RunError if no round was evaluated yet."""
     tables = [run.records[~run.records.malicious.astype(bool)] for run in runs]
-    shown = [metric for metric in METRICS if any(table[metric].notna().any() for table in tables)]
+    shown = [m for m in (*METRICS, *SOMETIMES) if any(m in table and table[m].notna().any() for table in tables)]
     if not shown:
         raise RunError("no round was evaluated yet: wait for the first `evaluate_every` rounds of the run")
     return Panels([partial(_curves, runs, tables, metric) for metric in shown], (3.9, 3.8), 3)
@@ -132,7 +132,8 @@ def source_count_panels(runs: Sequence[Run]) -> Panels:
 
 def _curves(runs: Sequence[Run], tables: Sequence[pd.DataFrame], metric: str, ax: Axes) -> None:
     for i, (run, table, label) in enumerate(zip(runs, tables, labels(runs), strict=True)):
-        means = table.dropna(subset=metric).groupby(["round", "seed"])[metric].mean().unstack("seed")
+        known = table.reindex(columns=["round", "seed", metric]).dropna(subset=metric)
+        means = known.groupby(["round", "seed"])[metric].mean().unstack("seed")
         if means.empty:
             continue
         middle, deviation = means.mean(axis="columns"), means.std(axis="columns", ddof=1).fillna(0.0)
@@ -144,10 +145,12 @@ def _curves(runs: Sequence[Run], tables: Sequence[pd.DataFrame], metric: str, ax
     ax.set_title(LABELS[metric])
     ax.set_xlabel("round")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.yaxis.set_major_formatter(percent())
-    low, high = ax.get_ylim()
+    low, high = bottom, top = ax.get_ylim()
+    if not metric.endswith("loss"):
+        ax.yaxis.set_major_formatter(percent())
+        bottom, top = max(low, 0), min(high, 1.005)
     switches = sorted({_switch(run) for run in runs} - {0})
-    ax.set_ylim(max(low, 0), min(high, 1.005) + 0.05 * (high - low) * len(switches))
+    ax.set_ylim(bottom, top + 0.05 * (high - low) * len(switches))
     for i, switch in enumerate(switches):
         ax.axvline(switch, color="0.35", linewidth=0.8)
         where: dict[str, Any] = {

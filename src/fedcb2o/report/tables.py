@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import EVALUATED, FREE, Run, last_fifth, last_round, summary
+from fedcb2o.records import EVALUATED, FREE, SOMETIMES, Run, last_fifth, last_round, summary
 from fedcb2o.report.matrix import half_width, interval
 
 METRICS, ATTACK = EVALUATED, "attack_success_rate"
@@ -21,6 +21,9 @@ LABELS = {
     "accuracy": "Overall accuracy",
     "source_accuracy": "Source class accuracy",
     "attack_success_rate": "Attack success rate",
+    "test_loss": "Test loss",
+    "global_accuracy": "Accuracy, global test set",
+    "global_loss": "Loss, global test set",
     "net": "Net attack success",
     "malicious_weight": "Malicious weight",
 }
@@ -28,7 +31,8 @@ Over = Literal["mean", "worst", "worst_tenth"]
 
 
 def compare(runs: Sequence[Run], *, over: Over = "mean", twins: bool = False) -> pd.DataFrame:
-    """The paper's Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G): a row a metric, a column a run, in percent.
+    """The paper's Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G): a row a metric, a column a run, in percent but for
+    losses.
 
     Each is the mean over seeds with Student's 95% interval. The net attack success is the rate minus that of the clean
     twin with the same seed at the same round; the twin is sought among `runs`, then beside the run in the folder of its
@@ -41,12 +45,15 @@ def compare(runs: Sequence[Run], *, over: Over = "mean", twins: bool = False) ->
     for run, label in zip(shown, labels(shown), strict=True):
         table = summary(run.records)
         cells = {LABELS[metric]: spread(table[metric + end]) for metric in METRICS}
+        for metric in filter(table.__contains__, SOMETIMES):
+            cells[LABELS[metric]] = spread(table[metric + end], percent=not metric.endswith("loss"))
         if over == "mean":
             cells[LABELS["net"]] = spread(net_attack_success(run, runs))
         taken = table["malicious_weight"] if attacked(run) else pd.Series(dtype=float)
         cells[LABELS["malicious_weight"]] = spread(taken)
         columns[label] = cells
-    table = pd.DataFrame(columns)
+    rows = {label for cells in columns.values() for label in cells}
+    table = pd.DataFrame(columns, index=[label for label in LABELS.values() if label in rows]).fillna("–")
     if over != "mean":
         table = table.drop(index=LABELS["malicious_weight"], errors="ignore")
     return table[(table != "–").any(axis="columns")]
@@ -148,13 +155,14 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [t if named.count(t) == 1 else f"{t} #{named[: i + 1].count(t)}" for i, t in enumerate(named)]
 
 
-def spread(values: "pd.Series[float]") -> str:
-    """Mean and interval in percent: "84.3 [83.9, 84.6]"; "84.3" for one value, "–" for none."""
-    known = values.dropna() * 100
+def spread(values: "pd.Series[float]", *, percent: bool = True) -> str:
+    """Mean and interval, in percent: "84.3 [83.9, 84.6]"; "84.3" for one value, "–" for none. Or plain, with more
+    places."""
+    known = values.dropna() * (100 if percent else 1)
     if known.empty:
         return "–"
     mean, half = known.mean(), half_width(len(known), known.std(ddof=1))
-    return interval(mean, mean - half, mean + half)
+    return interval(mean, mean - half, mean + half, digits=1 if percent else 3)
 
 
 def told_seeds(runs: Sequence[Run]) -> str:

@@ -46,6 +46,6 @@ def rounds(
         clock.lap("mix")
         before, chosen = chosen, adopted()
         clock.lap("choose")
-        measures = evaluated_in(engine, n, evaluated, tell, clock)
+        tested = evaluated_in(engine, n, evaluated, tell, clock)
         seen = seen_by_agents(asked, inbox, before, chosen)
-        yield Round(n, losses, [seen], [memory], [everybody], *measures, clock.seconds)
+        yield Round(n, losses, [seen], [memory], [everybody], tested, clock.seconds)

@@ -13,11 +13,11 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.choices import Choices
+from fedcb2o.federated.metrics import Tested
 from fedcb2o.federated.peers import Memory
 from fedcb2o.federated.round import Engine as Aggregating
 from fedcb2o.federated.round import local_aggregation_
@@ -46,8 +46,8 @@ class Engine(Aggregating, Protocol):
         """Have the attackers craft, and offer what all publish in round n; `sizes` are the trained models' extents."""
         ...
 
-    def evaluate(self, triggered: bool) -> dict[int, Int[Tensor, "C C"]]:
-        """The confusion matrix of each benign agent's model on the test set, or with the trigger of a backdoor."""
+    def evaluate(self) -> dict[int, Tested]:
+        """What each benign agent's model does in its test."""
         ...
 
 
@@ -55,8 +55,7 @@ class Engine(Aggregating, Protocol):
 class Round:
     """What happened in round `n`, by parts of the agents: what each `chose`, and what it remembers after it.
 
-    `confusion` is that of each benign agent's model, where it was evaluated, and `triggered` that on samples with the
-    trigger of a backdoor.
+    `tested` is what each benign agent's model did in its test, where it was evaluated.
     """
 
     n: int
@@ -64,8 +63,7 @@ class Round:
     chose: Sequence[Choices]
     remembers: Sequence[Memory]
     parts: Sequence[Int[np.ndarray, " _a"]]
-    confusion: dict[int, Int[Tensor, "C C"]] | None
-    triggered: dict[int, Int[Tensor, "C C"]] | None
+    tested: dict[int, Tested] | None
     seconds: dict[str, float]
 
     @functools.cached_property
@@ -110,8 +108,8 @@ def rounds(
                 f"the model of benign agent {broken[0]} is not finite after mixing in round {n + 1}: its rule "
                 "made that of finite models; a built-in one needs a smaller `training.gamma`, an own one a look"
             )
-        measures = evaluated_in(engine, n, evaluated, tell, clock)
-        yield Round(n, losses, chose, remembered, parts, *measures, clock.seconds)
+        tested = evaluated_in(engine, n, evaluated, tell, clock)
+        yield Round(n, losses, chose, remembered, parts, tested, clock.seconds)
 
 
 def trained_and_published_(
@@ -145,12 +143,12 @@ def trained_and_published_(
 
 def evaluated_in(
     engine: Engine, n: int, evaluated: Callable[[int], bool], tell: Tell, clock: "Clock"
-) -> tuple[dict[int, Int[Tensor, "C C"]] | None, dict[int, Int[Tensor, "C C"]] | None]:
-    """The confusion matrices of a round, and those with a backdoor's trigger, where it is evaluated."""
+) -> dict[int, Tested] | None:
+    """What benign agents' models do in their tests after a round, where it is evaluated."""
     if not evaluated(n):
-        return None, None
+        return None
     tell(n, "evaluating")
-    found = engine.evaluate(False), engine.evaluate(True) if engine.attackers.trigger is not None else None
+    found = engine.evaluate()
     clock.lap("evaluate")
     return found
 

@@ -32,9 +32,9 @@ def rounds(
     for n in range(start, stop):
         clock = Clock()
         losses, made, chosen = _round(engine, n, held, chosen, tell, clock)
-        measures = evaluated_in(engine, n, evaluated, tell, clock)
+        tested = evaluated_in(engine, n, evaluated, tell, clock)
         seen = seen_by_agents(made, chosen)
-        yield Round(n, losses, [seen], [memory], [everybody], *measures, clock.seconds)
+        yield Round(n, losses, [seen], [memory], [everybody], tested, clock.seconds)
 
 
 def _round(

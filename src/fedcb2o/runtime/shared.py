@@ -21,6 +21,7 @@ from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.judging import tested
 from fedcb2o.federated.lists import Lists, Places
+from fedcb2o.federated.metrics import Tested
 from fedcb2o.federated.mixing import Mixture, mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
 from fedcb2o.federated.round import ask, decide
@@ -115,10 +116,10 @@ class Shared:
         mix = functools.partial(_mix_, copied=self.columns is not None)
         self.workers.map(mix, [(mixture, a, min(a + step, dim)) for a in range(0, dim, step)])
 
-    def evaluate(self, triggered: bool) -> dict[int, Int[Tensor, "C C"]]:
-        """The confusion matrix of each benign agent's model."""
+    def evaluate(self) -> dict[int, Tested]:
+        """What each benign agent's model does in its test."""
         with only_shown(self.block, self.own, "model"):
-            return self.each_agent(tested, self.attackers.benign.tolist(), triggered)
+            return self.each_agent(tested, self.attackers.benign.tolist())
 
 
 def on_parts(

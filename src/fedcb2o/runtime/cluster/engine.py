@@ -18,6 +18,7 @@ from fedcb2o.federated.admit import within
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
 from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.metrics import Tested
 from fedcb2o.federated.peers import Memory
 from fedcb2o.federated.publish import outbox
 from fedcb2o.federated.round import decide
@@ -139,9 +140,9 @@ class Cluster:
             finite[agents] = theirs
         return finite
 
-    def evaluate(self, triggered: bool) -> dict[int, Int[Tensor, "C C"]]:
-        """The confusion matrix of each benign agent's model."""
-        return {j: each for found in self.actors.everybody(Holder.evaluate, triggered) for j, each in found.items()}
+    def evaluate(self) -> dict[int, Tested]:
+        """What each benign agent's model does in its test."""
+        return {j: each for found in self.actors.everybody(Holder.evaluate) for j, each in found.items()}
 
     def models(self) -> Iterator[Float[Tensor, "k stride"]]:
         """The models of all agents in their order, some at a time, in whole cache lines."""

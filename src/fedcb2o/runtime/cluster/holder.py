@@ -22,6 +22,7 @@ from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices
 from fedcb2o.federated.judging import tested
 from fedcb2o.federated.lists import Places
+from fedcb2o.federated.metrics import Tested
 from fedcb2o.federated.mixing import mix_, mixture
 from fedcb2o.federated.peers import Memory
 from fedcb2o.federated.publish import craft_
@@ -208,11 +209,11 @@ class Holder:
         found: np.ndarray = np.isfinite(extents(pool, layout.own.tolist()))
         return found
 
-    def evaluate(self, triggered: bool) -> dict[int, Int[Tensor, "C C"]]:
-        """The confusion matrices of the benign agents here, by their ids."""
+    def evaluate(self) -> dict[int, Tested]:
+        """What the models of the benign agents here do in their tests, by their ids."""
         benign = np.flatnonzero(~self.block.holdings.malicious)
         with self._shown("model"):
-            (found,) = on_parts(self.block, tested, [(benign,)], (triggered,))
+            (found,) = on_parts(self.block, tested, [(benign,)], ())
         return dict(zip(self.block.agents[benign].tolist(), found, strict=True))
 
     def _shown(self, *kinds: str, crafted: Places | None = None) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,71 @@
+"""The data sets that show something: owners of their own, and numbers in place of classes."""
+
+import pytest
+import torch
+from tests.data.made import contents, write
+
+from fedcb2o.data import diabetes, fashion_shops, typefaces
+from fedcb2o.errors import ConfigError
+
+
+def test_typefaces():
+    data = typefaces(fewest=20, most=40)
+    owners = data.owners
+    assert len(owners.names) == 16
+    assert data.pool.x.shape[1:] == (1, 12, 12)
+    assert 0 <= data.pool.x.min() < data.pool.x.max() <= 1
+    brought = torch.bincount(owners.pool) + torch.bincount(owners.test[owners.test >= 0])
+    assert 20 <= brought.min() < brought.max() <= 40
+    assert (owners.test < 0).sum() == 4 * 60
+    assert torch.equal(typefaces(fewest=20, most=40).pool.x, data.pool.x)
+    assert data.class_names == tuple("0123456789")
+
+
+def test_digits_of_a_typeface_are_told_by_its_own_and_by_others():
+    """The nearest mean image of all owners tells most digits of the typefaces that nobody owns."""
+    data = typefaces()
+    means = torch.stack([data.pool.x[data.pool.y == digit].mean(0) for digit in range(10)]).flatten(1)
+    common = data.owners.test < 0
+    nearest = torch.cdist(data.test.x[common].flatten(1), means).argmin(1)
+    assert (nearest == data.test.y[common]).float().mean() > 0.4
+
+
+def test_shops(tmp_path):
+    write(tmp_path, contents(train=30, test=4))
+    data = fashion_shops(data_dir=tmp_path, shops=10, fewest=10, most=40, test_per_class=3)
+    owners = data.owners
+    assert owners.names == tuple(f"shop-{k}" for k in range(10))
+    assert (owners.test < 0).sum() == 30
+    sizes = torch.bincount(owners.pool) + torch.bincount(owners.test[owners.test >= 0])
+    assert 10 <= sizes.min() < sizes.max() <= 40
+    assert data.pool.x.dtype == torch.uint8
+    classes = [
+        torch.bincount(data.pool.y[owners.pool == k], minlength=10) / (owners.pool == k).sum() for k in range(10)
+    ]
+    assert max((one - other).abs().sum() for one in classes for other in classes) > 0.5  # assortments differ
+    every = torch.cat([data.pool.x, data.test.x[owners.test >= 0]]).flatten(1)
+    assert len(every.unique(dim=0)) == len(every)  # no photograph is in two shops
+
+
+def test_diabetes():
+    data = diabetes()
+    assert (data.class_names, data.num_outputs, len(data.pool), len(data.test)) == ((), 1, 332, 110)
+    every = torch.cat([data.pool.y, data.test.y])
+    assert every.mean().item() == pytest.approx(0, abs=1e-6)
+    assert every.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    assert torch.allclose(data.pool.x.mean(0), torch.zeros(10), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: typefaces(fewest=5), "`fewest` of typefaces must be at least 20"),
+        (lambda folder: typefaces(fewest=50, most=40), "and `most` no less, got 50 and 40"),
+        (lambda folder: fashion_shops(data_dir=folder, shops=1), "needs 2 `shops` or more"),
+        (lambda folder: fashion_shops(data_dir=folder, test_per_class=2), "photographs are too many: there are 30"),
+    ],
+)
+def test_what_cannot_be(tmp_path, make, message):
+    write(tmp_path, contents())
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path)

@@ -1,0 +1,186 @@
+"""Runs on data that agents bring, and with losses other than the cross-entropy: from Python, from the command line, by
+several processes; what is measured, by hand from the models of the checkpoint."""
+
+import filecmp
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+from tests.tiny import here
+
+import fedcb2o
+from fedcb2o import Dataset, models
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.assemble import prepare
+from fedcb2o.experiments.config import load
+
+SIZES = {"east": 30, "north": 17, "south": 24, "west": 12}
+ME = "tests.experiments.test_natural"
+EXPERIMENT: dict[str, Any] = {
+    "name": "natural",
+    "seeds": [1],
+    "rounds": 2,
+    "data": {"name": f"{ME}:with_global"},
+    "agents": {"num_clusters": 1, "benign": 3, "malicious": 1, "budget": 3},
+    "model": {"name": "mlp", "hidden": [4]},
+    "training": {"gamma": 0.1, "batch_size": 8, "local_epochs": 1},
+    "algorithm": {"name": "fedcb2o", "alpha": 2.0, "own_model": "trusted", "mixing_factor": 1.0},
+    "attack": {"name": "label_flip", "source": 1, "target": 0},
+}
+NUMBERS = {
+    "data": {"name": f"{ME}:numbers"},
+    "training": {"gamma": 0.05, "loss": "squared_error"},
+    "attack": {"name": "feature_noise"},
+}
+
+
+def owned(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Two features, and which of them is larger; owners of different sizes, each about a place of its own."""
+    draw, owner = np.random.default_rng(seed), np.repeat(list(SIZES), list(SIZES.values()))
+    place = {name: draw.normal(size=2) for name in SIZES}
+    x = np.stack([place[name] + draw.normal(size=2) for name in owner]).astype(np.float32)
+    return x, (x[:, 0] > x[:, 1]).astype(int), owner
+
+
+def with_global() -> Dataset:
+    (x, y, owner), (x_test, y_test, _) = owned(), owned(1)
+    return fedcb2o.dataset(x, y, owner=owner, x_test=x_test, y_test=y_test)
+
+
+def numbers() -> Dataset:
+    x, _, owner = owned()
+    return fedcb2o.dataset(x, x[:, :1] - 2 * x[:, 1:], owner=owner, numbers=True)
+
+
+def mean_of_squares(outputs, targets):
+    return (outputs - targets).square().mean(1)
+
+
+def natural(**changes: Any) -> dict[str, Any]:
+    """The experiment with other values in some sections."""
+    return {**EXPERIMENT, **{k: {**EXPERIMENT[k], **v} if k == "training" else v for k, v in changes.items()}}
+
+
+def run(out, workers=1, **changes):
+    return fedcb2o.run(natural(**changes), out=out, workers=workers, watch=lambda *_: None)
+
+
+def last_models(done):
+    theta = load_file(done.folder / "seed-1" / "checkpoint.safetensors")["models"]
+    return theta[:, : done.about(1)["dim"]]
+
+
+def test_each_agent_is_scored_on_its_own_and_on_what_tests_everybody(tmp_path):
+    done, data = run(tmp_path / "run"), with_global()
+    about, last = done.about(1), done.records[done.records["round"] == 2]
+    assert about["names"] == sorted(SIZES)
+    assert about["cluster"] == [0] * 4
+    assert sum(about["malicious"]) == 1
+    assert about["num_tested"] == [round(0.25 * SIZES[name]) for name in sorted(SIZES)]
+    module = models.mlp([2], 2, hidden=[4])
+    for j, theta in enumerate(last_models(done)):
+        row = last.iloc[j]
+        held = SIZES[about["names"][j]] - about["num_tested"][j]
+        assert row.num_samples == (held if row.malicious else held - round(0.2 * held))
+        models.bind_(module, theta.clone())
+        right = module(data.test.x).argmax(1) == data.test.y
+        own, everybodys = (data.owners.test == k for k in (j, -1))
+        if row.malicious:
+            assert np.isnan(row.accuracy)
+            assert np.isnan(row.global_accuracy)
+        else:
+            assert row.accuracy == pytest.approx(float(right[own].float().mean()))
+            assert row.global_accuracy == pytest.approx(float(right[everybodys].float().mean()))
+            assert row.source_accuracy == pytest.approx(float(right[own & (data.test.y == 1)].float().mean()))
+    summary = done.summary_of(1)
+    assert summary["global_accuracy"] == pytest.approx(last.global_accuracy.mean())
+
+
+def test_numbers_are_learnt_by_the_loss_that_is_named(tmp_path):
+    done, data = run(tmp_path / "run", **NUMBERS, rounds=30, evaluate_every=5), numbers()
+    rows = done.records[~done.records.malicious].dropna(subset="test_loss")
+    assert rows.accuracy.isna().all()
+    first, last = (rows[rows["round"] == n].test_loss.mean() for n in (5, 30))
+    assert last < first / 2
+    module, final = models.mlp([2], 1, hidden=[4]), rows[rows["round"] == 30].set_index("agent")
+    for j, theta in enumerate(last_models(done)):
+        if j in final.index:
+            models.bind_(module, theta.clone())
+            own = data.owners.test == j
+            loss = (module(data.test.x[own]) - data.test.y[own]).square().mean()
+            assert final.test_loss[j] == pytest.approx(loss.item(), rel=1e-5)
+    # The criterion works on it: who trains on noise is trusted less than a benign peer.
+    weights = done.pairs[(done.pairs.agent != done.pairs.peer) & (done.pairs["round"] > 5)]
+    bad = done.agents[done.agents.malicious].agent.iloc[0]
+    weights = weights[weights.agent != bad]
+    assert weights[weights.peer == bad].weight.mean() < weights[weights.peer != bad].weight.mean()
+
+
+@pytest.mark.parametrize("changes", [{}, NUMBERS], ids=["classes", "numbers"])
+def test_several_processes_find_the_same(tmp_path, changes):
+    one, two = run(tmp_path / "one", **changes), run(tmp_path / "two", workers=2, **changes)
+    assert torch.equal(last_models(one), last_models(two))
+    for name in ("metrics.jsonl", "pairs.jsonl", "agents.json", "summary.json"):
+        assert filecmp.cmp(one.folder / "seed-1" / name, two.folder / "seed-1" / name, shallow=False)
+
+
+def test_a_loss_of_ones_own(tmp_path):
+    own = {**NUMBERS, "training": {"gamma": 0.05, "loss": mean_of_squares}}
+    built_in, mine = run(tmp_path / "built-in", **NUMBERS), run(tmp_path / "mine", **own)
+    assert torch.equal(last_models(built_in), last_models(mine))
+    assert mine.config["training"]["loss"] == {"name": f"{ME}:mean_of_squares"}
+
+
+def test_from_the_command_line(tmp_path):
+    x, y, owner = owned()
+    np.savez(tmp_path / "mine.npz", x=x, y=y, owner=owner)
+    settings = natural(data={"name": "arrays", "path": "mine.npz"})
+    (tmp_path / "natural.toml").write_text(tomli_w.dumps(settings))
+    out = tmp_path / "run"
+    done = here("run", tmp_path / "natural.toml", "--data-dir", tmp_path, "--out", out)
+    assert done.status == 0, done.err
+    assert fedcb2o.Run(out).about(1)["names"] == sorted(SIZES)
+    assert "global_accuracy" not in fedcb2o.Run(out).records
+    done = here("report", out, "--out", tmp_path / "report")
+    assert done.status == 0, done.err
+    done = here("run", tmp_path / "natural.toml", "--data-dir", tmp_path, "--out", out, "--set", "rounds=3", "--resume")
+    assert done.status == 0, done.err
+
+
+def test_a_report_of_numbers(tmp_path):
+    run(tmp_path / "run", **NUMBERS)
+    assert here("report", tmp_path / "run", "--out", tmp_path / "report").status == 0
+    compared = here("compare", tmp_path / "run")
+    assert "Test loss" in compared.out
+    assert "Overall accuracy" not in compared.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"agents": {**EXPERIMENT["agents"], "num_clusters": 2}, "seeds": [1]}, "`agents.num_clusters` is for agents"),
+        ({"evaluate_on": "redrawn"}, "`evaluate_on` is for agents that share out a pool, .* set it to 'test'"),
+        ({"agents": {**EXPERIMENT["agents"], "skew": "dirichlet"}}, "`agents.skew` is for agents .* leave it out"),
+        ({"agents": {**EXPERIMENT["agents"], "benign": 9}}, "= 10, and the data have 4 owners"),
+        ({"data": {"name": "digits"}}, "the key `agents.benign_samples` is missing: how many samples"),
+        ({"data": {"name": f"{ME}:numbers"}}, "say by which loss, such as `training.loss` = \"squared_error\""),
+        ({**NUMBERS, "attack": EXPERIMENT["attack"]}, "`attack.source` = 1 is a class, and the data have none"),
+        ({"training": {"loss": "squared_error"}}, r"the loss `squared_error` cannot compare outputs of shape \(2, 2\)"),
+        ({"training": {"loss": "squared"}}, "there is no loss `squared`. Did you mean `squared_error`?"),
+        ({**NUMBERS, "agents": {**EXPERIMENT["agents"], "split": "stratified"}}, "`agents.split` goes by classes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        run(tmp_path / "run", **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_believed_numbers_of_samples():
+    """An agent is believed to hold as many as the largest owner, or as it may."""
+    assert prepare(load(natural()), 0, with_global()).terms.most_samples == 30 - 8
+    capped = {**EXPERIMENT["agents"], "benign_samples": 9, "malicious_samples": 12}
+    assert prepare(load(natural(agents=capped)), 0, with_global()).terms.most_samples == 12

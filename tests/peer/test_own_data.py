@@ -1,0 +1,123 @@
+"""Peers with data of their own kinds: owners of a simulation, samples brought for validation, numbers for classes."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from tests.experiments.test_natural import EXPERIMENT, natural, with_global
+from tests.peer import members
+from tests.peer.test_node import QUIET, assert_same, joining, lines_of, model_of, run_all, simulation_of
+from tests.peer.wire import Wire
+
+import fedcb2o
+from fedcb2o.errors import ConfigError, DataError
+from fedcb2o.experiments.config import load
+from fedcb2o.peer import agent, federation
+from fedcb2o.peer.node import Node
+
+SLOPES = torch.tensor([[1.0], [-2.0], [0.5]])
+LINES = natural(
+    **{
+        "name": "lines",
+        "rounds": 6,
+        "data": {"name": "digits"},  # each member brings its own
+        "agents": {"num_clusters": 1, "benign": 3, "malicious": 0, "budget": 2, "validation": 0.3},
+        "model": {"name": "logistic"},
+        "training": {"gamma": 0.05, "loss": "squared_error"},
+        "attack": None,
+    }
+)
+
+
+def line(j: int, **more: object) -> fedcb2o.Dataset:
+    """What organisation j brings: three features, each in a range of its own, and the same slopes."""
+    draw = np.random.default_rng(j)
+
+    def some(count: int) -> tuple[np.ndarray, np.ndarray]:
+        x = draw.normal(loc=j, size=(count, 3)).astype(np.float32)
+        return x, x @ SLOPES.numpy()
+
+    return fedcb2o.datasets({"mine": {"train": some(30 + 5 * j), "validation": some(9), "test": some(8)}}, numbers=True)
+
+
+def agreed(who):
+    experiment = {key: value for key, value in LINES.items() if value is not None}
+    return federation.make(experiment, [each.member for each in who], dataset=line(0), most_samples=100)
+
+
+def test_peers_do_what_a_simulation_of_owners_does(tmp_path):
+    """Sizes differ for everybody, and one flips labels; each is scored on its own test samples and on everybody's."""
+    who, settings, wire = members.identities(tmp_path, 4), load({**EXPERIMENT, "together": 1}), Wire()
+    terms = {"synchronous": True, "deadline_seconds": 60.0}
+    made = federation.make(settings, [each.member for each in who], dataset=with_global(), **terms)
+    assert made.most_samples == 22
+    run_all(
+        [
+            Node(made, each, out=tmp_path / f"out-{j}", simulate=settings, connect=joining(wire, j), **QUIET)
+            for j, each in enumerate(who)
+        ]
+    )
+    theirs, _ = simulation_of(tmp_path / "simulation", EXPERIMENT)
+    run = fedcb2o.Run(tmp_path / "simulation").records
+    for j in range(4):
+        assert_same(model_of(tmp_path / f"out-{j}"), theirs[j])
+        last, mine = lines_of(tmp_path / f"out-{j}")[-1], run[(run.agent == j) & (run["round"] == 2)].iloc[0]
+        if not mine.malicious:
+            assert last["accuracy"] == mine.accuracy
+            assert last["global_accuracy"] == mine.global_accuracy
+
+
+def test_organisations_tell_numbers(tmp_path):
+    """Together they find the slopes that all have; each judges by the samples that it brought for that."""
+    who, wire = members.identities(tmp_path, 3), Wire()
+    made = agreed(who)
+    federation.write(made, tmp_path / "f.toml")
+    again = federation.read(tmp_path / "f.toml")
+    assert (again.digest, again.data.target, again.class_names) == (made.digest, (1,), ())
+
+    async def together():
+        ran = [
+            Node(again, each, line(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), **QUIET).train()
+            for j, each in enumerate(who)
+        ]
+        return await asyncio.gather(*ran)
+
+    for j, folder in enumerate(asyncio.run(together())):
+        lines, test = lines_of(folder), line(j).test
+        assert "accuracy" not in lines[-1]
+        assert lines[-1]["test_loss"] < lines[0]["test_loss"]
+        with torch.no_grad():
+            loss = (agent.load_model(folder)(test.x) - test.y).square().mean()
+        assert loss.item() == pytest.approx(lines[-1]["test_loss"], rel=1e-4)
+        assert agent.own(again, j, line(j)).holdings.validation.sizes.tolist() == [9]
+        assert agent.own(again, j, line(j)).holdings.train.sizes.tolist() == [30 + 5 * j]
+
+
+def test_data_that_do_not_fit(tmp_path):
+    who = members.identities(tmp_path, 3)
+    made = agreed(who)
+    x, y = np.zeros((20, 3), np.float32), np.zeros((20, 2), np.float32)
+    for data, told in (
+        (
+            fedcb2o.datasets([(x, y[:, :1])] * 2, numbers=True),
+            "the data have 2 owners, 0, 1: an organisation brings its",
+        ),
+        (fedcb2o.dataset(x, y, numbers=True), r"numbers of shape \(2,\) to be told in their pool, and the .* \(1,\)"),
+        (fedcb2o.dataset(x, np.arange(20) % 2), "the data have 2 classes, 0, 1, and the federation 0"),
+    ):
+        with pytest.raises(DataError, match=told):
+            agent.own(made, 0, data)
+
+
+def test_classes_or_numbers(tmp_path):
+    text = federation.make(
+        {key: value for key, value in LINES.items() if value is not None},
+        [each.member for each in members.identities(tmp_path, 3)],
+        dataset=line(0),
+    )
+    federation.write(text, tmp_path / "f.toml")
+    both = (tmp_path / "f.toml").read_text().replace("class_names = []", 'class_names = ["a", "b"]')
+    (tmp_path / "both.toml").write_text(both)
+    with pytest.raises(ConfigError, match="`data` has two or more `class_names`, or none and the shape"):
+        federation.read(tmp_path / "both.toml")
