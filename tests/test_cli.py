@@ -130,7 +130,7 @@ def test_the_version_and_the_module_are_there():
 
 BASH = """
 eval "$(cat "$HOME/.bash_completions/fedcb2o.sh")"
-COMP_WORDS=($1 "$2") COMP_CWORD=$(($# > 2 ? $3 : 1))
+COMP_WORDS=($1 "$2") COMP_CWORD=${3:-1}
 _fedcb2o_completion fedcb2o
 printf '%s ' "${COMPREPLY[@]}"
 """

@@ -7,7 +7,7 @@ agents, a parameter of a function of one's own) it leaves to the run.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_args
 
@@ -16,21 +16,11 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 
 from fedcb2o import data, models, plugins
 from fedcb2o.data import skews
-from fedcb2o.experiments.config import KINDS, AgentsPart, AttackPart, Component, Experiment, ModelPart, TrainingPart
+from fedcb2o.experiments.config import KINDS, AgentsPart, Component, Experiment, TrainingPart
 from fedcb2o.experiments.descriptions import described
 from fedcb2o.experiments.grid import OWN_KEYS, VARIED, AdversaryPart, Grid, TuningPart
 from fedcb2o.experiments.tables import presets
-from fedcb2o.federated import (
-    algorithms,
-    attacks,
-    criteria,
-    graphs,
-    metrics,
-    optimisers,
-    pre_steps,
-    rules,
-    selection,
-)
+from fedcb2o.federated import algorithms, attacks, criteria, graphs, metrics, optimisers, pre_steps, rules, selection
 
 Schema = dict[str, Any]
 
@@ -117,18 +107,25 @@ def _fields(part: type[BaseModel], section: str = "") -> dict[str, Schema]:
 
 
 def _field(name: str, annotation: Any, default: Any, section: str) -> Schema:
-    kinds = {annotation, *get_args(annotation)}
-    for part in kinds & {AgentsPart, TrainingPart}:
+    inner = {each for each in _within(annotation) if inspect.isclass(each)}
+    if part := next((each for each in (AgentsPart, TrainingPart) if each in inner), None):
         return {**_table(_fields(part, f"{name}.")), "description": _told(part)}
-    if name == "metrics":
-        return {"type": "array", "items": _choice("metric"), "minItems": 1}
-    if not section and kinds & {Component, AttackPart, ModelPart}:
+    if not any(issubclass(each, Component) for each in inner):
+        return _value(annotation, default)
+    if name in SECTIONS and not section:
         kind = next(kind for key, kind, _ in KINDS if key == name)
         told = f"The {kind}: its name, and its parameters beside it."
         return {"allOf": [{"$ref": f"#/definitions/{name}"}], "description": told}
-    if Component in kinds:
-        return _choice("attack" if name == "data" else name)
-    return _value(annotation, default)
+    if name == "metrics":
+        return {"type": "array", "items": _choice("metric"), "minItems": 1}
+    return _choice("attack" if name == "data" else name)
+
+
+def _within(annotation: Any) -> Iterator[Any]:
+    """An annotation, and those that it is made of."""
+    yield annotation
+    for each in get_args(annotation):
+        yield from _within(each)
 
 
 def _value(annotation: Any, default: Any) -> Schema:
@@ -157,18 +154,19 @@ def _explained(found: Schema, key: str) -> Schema:
 
 def _definitions() -> dict[str, Schema]:
     """What a key may hold that names a function of each room."""
-    parts: Mapping[str, type[BaseModel]] = {"attack": AttackPart, "model": ModelPart}
-    more = {
-        key: {name: each for name, each in _fields(part, f"{key}.").items() if name != "name"}
-        for key, part in parts.items()
-    }
+    more: dict[str, Schema] = {key: {} for key in ROOMS}
+    for name, field in Experiment.model_fields.items():
+        for part in _within(field.annotation):
+            if name in SECTIONS and inspect.isclass(part) and issubclass(part, Component):
+                more[name] = {key: each for key, each in _fields(part, f"{name}.").items() if key != "name"}
     scale = {"scale": {"type": "number", "exclusiveMinimum": 0, "default": 1.0}}
-    tables = {key: _named(key, more.get(key, {})) for key in ROOMS}
-    return {**tables, "part": _named("criterion", scale)}
+    return {**{key: _named(key, more[key]) for key in ROOMS}, "part": _named("criterion", scale)}
 
 
 def _choice(key: str, table: str | None = None) -> Schema:
-    """A name, or a table with a name."""
+    """A name, or a table with a name; of a key whose room is not among ROOMS no more is known."""
+    if key not in ROOMS:
+        return {"type": ["string", "object"]}
     return {"anyOf": [{"enum": list(_functions(key))}, OWN, {"$ref": f"#/definitions/{table or key}"}]}
 
 

@@ -153,6 +153,7 @@ def minimize(
     if initial is not None and not callable(initial):
         initial = ensemble_of(initial, len(seeds))
     clusters = clusters_of(lower, upper, gradient if lambda2 or sigma2 else False, num_particles, initial)
+    settings.check_room(len(seeds), clusters[-1].rows.stop, dim or 1)  # before there is a box of that many coordinates
     walls, box = box_of(bounds, initial, x0, spread, dim)
     theta = start_of(initial, box, clusters[-1].rows.stop, groups, seeds).to(device, dtype)
     if batch is not None and batch > theta.shape[1]:

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from fedcb2o.peer.recorded import Line, Recorded
 from fedcb2o.report.figures import COLOURS, LINES, MARKERS, STYLE
-from fedcb2o.report.pictures import TICKS, WEIGHTS, weight_norm
+from fedcb2o.report.pictures import WEIGHTS, weight_bar, weight_norm
 
 WIDE, HIGH = 4.7, 3.2  # inches: two figures side by side on a wide page, one below the other on a narrow one
 ROWS, COLUMNS = 40, 240  # peers and columns that a figure shows at most
@@ -165,10 +165,7 @@ def weights(recorded: Recorded) -> Figure | None:
     marked = ListedColormap([GREY, AMBER])
     ax.pcolormesh(*grid, blank, cmap=marked, vmin=1, vmax=2, rasterized=True)
     drawn = ax.pcolormesh(*grid, mean, cmap=WEIGHTS, norm=weight_norm(), rasterized=True)
-    bar = figure.colorbar(drawn, ax=ax, label="weight", aspect=12, pad=0.01, ticks=TICKS)
-    bar.solids.set_rasterized(True)
-    bar.ax.minorticks_off()
-    bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    weight_bar(figure, ax, drawn, aspect=12, pad=0.01)
     names = [f"{recorded.about.name} (itself)", *map(recorded.about.name_of, peers)]
     ax.set_yticks(range(len(names)), [_short(name) for name in names], fontsize=9)
     ax.set_ylim(len(names) - 0.5, -0.5)

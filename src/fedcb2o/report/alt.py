@@ -48,8 +48,8 @@ def _steps(ax: Axes) -> Iterator[str]:
     """The mean height of each area of steps."""
     for patch in ax.patches:
         if isinstance(patch, StepPatch) and not _unnamed(patch):
-            data = patch.get_data()
-            height = float(np.mean(np.asarray(data.values) - np.asarray(data.baseline)))
+            values, _, baseline = patch.get_data()
+            height = float(np.mean(np.subtract(values, baseline)))
             yield f"{patch.get_label()} {_value(ax.yaxis, height)} on average"
 
 

@@ -158,7 +158,7 @@ def _curves(runs: Sequence[Run], tables: Sequence[pd.DataFrame], metric: str, ax
         ax.annotate(f"$T_G = {switch}$", xytext=(3, -2 - 10 * i), va="top", fontsize=8, color="0.35", **where)
 
 
-def _counts(runs: Sequence[Run], tables: Sequence[pd.DataFrame], bins: Sequence[str], metric: str, ax: Axes) -> None:
+def _counts(runs: Sequence[Run], tables: Sequence[pd.DataFrame], bins: list[str], metric: str, ax: Axes) -> None:
     width = 0.8 / len(runs)
     for i, (run, table, label) in enumerate(zip(runs, tables, labels(runs), strict=True)):
         values = table.set_index("samples")[metric].reindex(bins).to_numpy(float)

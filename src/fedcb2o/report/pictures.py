@@ -1,17 +1,21 @@
 """Figures of what agents see and whom they believe: samples, and the weights between them."""
 
+from typing import Any
+
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from fedcb2o.records import Run, last_fifth
-from fedcb2o.report.figures import COLOURS, STYLE, percent, title_of
+from fedcb2o.report.figures import STYLE, percent, title_of
 
-WEIGHTS = LinearSegmentedColormap.from_list("weights", [(COLOURS[0], 0.0), (COLOURS[0], 1.0)])
-"""No weight is no colour, so that it is told apart on light paper and on dark."""
+BLUE = "#1B87D6"
+WEIGHTS = LinearSegmentedColormap.from_list("weights", [(BLUE, 0.0), (BLUE, 1.0)])
+"""No weight is no colour, on light paper as on dark."""
 TICKS = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 """Of a scale of weights."""
 
@@ -20,6 +24,15 @@ def weight_norm() -> PowerNorm:
     """The scale of all weights on all pages: equal colours are equal weights. It is that of a cube root: else an
     agent's own weight hides those of its peers."""
     return PowerNorm(1 / 3, vmin=0, vmax=1, clip=True)
+
+
+def weight_bar(figure: Figure, ax: Axes, drawn: Any, **look: Any) -> None:
+    """What the colours of weights mean, beside them."""
+    bar = figure.colorbar(drawn, ax=ax, ticks=TICKS, label="weight", **look)
+    bar.ax.yaxis.set_major_formatter(percent())
+    bar.ax.minorticks_off()
+    if bar.solids is not None:
+        bar.solids.set_rasterized(True)  # else a page shows seams between its colours
 
 
 @mpl.rc_context(STYLE)
@@ -68,10 +81,7 @@ def weight_matrix(run: Run) -> Figure | None:
     figure = Figure(figsize=(4.0, 3.7), layout="constrained")
     ax = figure.subplots()
     drawn = ax.imshow(matrix[np.ix_(order, order)], cmap=WEIGHTS, norm=weight_norm(), interpolation="nearest")
-    bar = figure.colorbar(drawn, ax=ax, shrink=0.8, ticks=TICKS, label="mean weight")
-    bar.ax.yaxis.set_major_formatter(percent())
-    bar.ax.minorticks_off()
-    bar.solids.set_rasterized(True)
+    weight_bar(figure, ax, drawn, shrink=0.8)
     ends = np.cumsum(groups.to_numpy())
     middles = ends - groups.to_numpy() / 2 - 0.5
     names = [f"cluster {c + 1}\n{'malicious' if malicious else 'benign'}" for c, malicious in groups.index]
@@ -79,7 +89,7 @@ def weight_matrix(run: Run) -> Figure | None:
         width = 2.2 if c != after[0] else 0.9
         ax.axhline(end - 0.5, color="0", linewidth=width)
         ax.axvline(end - 0.5, color="0", linewidth=width)
-    many = len(groups) > 4
+    many = len(groups) > 2
     ax.set_xticks(middles, names, rotation=90 if many else 0, fontsize=9)
     ax.set_yticks(middles, names, fontsize=9)
     ax.set(xlabel="peer whose model is received", ylabel="agent that mixes it in")

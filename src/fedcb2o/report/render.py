@@ -12,7 +12,8 @@ from rich.text import Text
 
 from fedcb2o.report.tables import LABELS
 
-LONG = 40  # characters: a cell of more is prose
+VALUE = re.compile(r"(\S+) (\[.*?\]|± \S+)( \(.*\))?( [*†])?")  # with its interval, the case it is of, and a mark
+LONG, TEXT = 40, ' class="text"'  # a column is prose where a cell without a value has more characters
 ENDS = {"_worst_tenth": ", worst tenth", "_worst": ", worst agent", "": ""}
 HEADINGS = {
     **{metric + end: label + words for metric, label in LABELS.items() for end, words in ENDS.items()},
@@ -86,26 +87,27 @@ def to_latex(table: pd.DataFrame) -> str:
 def to_html(table: pd.DataFrame, shades: pd.DataFrame | None = None) -> str:
     """The table in HTML; the index is its first column. `shades`, of the same cells, colour them: from 1, worst, to -1,
     best."""
-    head = "".join(f'<th scope="col">{html_text(name)}</th>' for name in _head(table))
-    dark = np.zeros(table.shape) if shades is None else shades.to_numpy(float)
+    rows, dark = _rows(table), np.zeros(table.shape) if shades is None else shades.to_numpy(float)
+    prose = [any(len(row[i]) > LONG and not VALUE.fullmatch(row[i]) for row in rows) for i in range(table.shape[1] + 1)]
+    names = zip(_head(table), prose, strict=True)
+    head = "".join(f'<th scope="col"{TEXT * long}>{html_text(name)}</th>' for name, long in names)
     body = "".join(
-        f'<tr><th scope="row">{html_text(first)}</th>{"".join(map(_cell, rest, own))}</tr>\n'
-        for (first, *rest), own in zip(_rows(table), dark, strict=True)
+        f'<tr><th scope="row">{html_text(first)}</th>{"".join(map(_cell, rest, own, prose[1:]))}</tr>\n'
+        for (first, *rest), own in zip(rows, dark, strict=True)
     )
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n"
 
 
-def _cell(text: str, shade: float) -> str:
+def _cell(text: str, shade: float, prose: bool) -> str:
     """A cell; of a value with its interval, and the case in which it is reached, each has a line of its own."""
     look = (
         f' class="{"worse" if shade > 0 else "better"}" style="--shade:{abs(shade):.2f}"' if abs(shade) > 0.005 else ""
     )
-    if parts := re.fullmatch(r"(\S+) (\[.*?\]|± \S+)( \(.*\))?( [*†])?", text):
+    if parts := VALUE.fullmatch(text):
         value, interval, case, mark = (html_text(part or "") for part in parts.groups())
         below = "".join(f" <small>{line}</small>" for line in (interval, case.strip()) if line)
         return f"<td{look}>{value}{mark}{below}</td>"
-    prose = ' class="text"' if len(text) > LONG else look
-    return f"<td{prose}>{html_text(text)}</td>"
+    return f"<td{look or TEXT * prose}>{html_text(text)}</td>"
 
 
 def html_text(text: str) -> str:

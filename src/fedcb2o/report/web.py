@@ -44,17 +44,19 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { padding: .32rem .8rem; text-align: right; vertical-align: top; border-bottom: 1px solid var(--line); }
 tr > :first-child { text-align: left; padding-left: 0; position: sticky; left: 0; background: var(--paper); }
 th { font-weight: 600; } tbody th { font-weight: 400; } thead th { border-bottom: 1.5px solid var(--ink); }
-thead th { vertical-align: bottom; } td { white-space: nowrap; } td.text { white-space: normal; text-align: left; }
+thead th { vertical-align: bottom; } td { white-space: nowrap; } td.text { white-space: normal; }
+tr > .text { text-align: left; }
 td.worse { background: rgb(var(--worse) / var(--shade)); } td.better { background: rgb(var(--better) / var(--shade)); }
 td small { display: block; font-size: .78em; line-height: 1.25; }
 .many th, .many td { padding: .25rem .4rem; font-size: .82rem; } .many tr > :first-child { padding-left: 0; }
 th button { all: unset; cursor: pointer; } th button:hover { text-decoration: underline; }
-th button::after { content: " \\2195"; color: var(--dim); font-weight: 400; }
-[aria-sort=ascending] button::after { content: " \\2191"; } [aria-sort=descending] button::after { content: " \\2193"; }
+th button::after { content: "\\a0\\2195"; color: var(--dim); font-weight: 400; }
+[aria-sort=ascending] button::after { content: "\\a0\\2191"; }
+[aria-sort=descending] button::after { content: "\\a0\\2193"; }
 :is(button, a, summary, .scroll):focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
 sub { font-size: .7em; line-height: 0; } details { margin: .5rem 0; } summary { cursor: pointer; }
-@media (max-width: 40rem) { body { margin-top: 1.2rem; padding: 0 1rem; } th, td { padding: .3rem .45rem; }
-        tbody th { max-width: 7.5rem; overflow-wrap: break-word; } table { font-size: .85rem; } }
+@media (max-width: 40rem) { body { margin-top: 1.2rem; padding: 0 1rem; } table { font-size: .8rem; }
+        th, td { padding: .3rem; } .many tbody th { max-width: 7.5rem; overflow-wrap: break-word; } }
 """
 
 SORT = """
