@@ -52,7 +52,6 @@ with torch.random.fork_rng():
         "frozen": nn.Sequential(nn.Flatten(), nn.Linear(16, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 4)),
     }
 
-
     norms.keep_(NETWORKS["local"], "local")
 
 
