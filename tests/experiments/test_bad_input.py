@@ -299,12 +299,17 @@ def model_raises(shape, classes): raise KeyError("boom")
 def model_no_arguments(): return dense(10)
 def model_outputs(shape, classes): return dense(classes - 1)
 def model_inputs(shape, classes): return dense(classes, 63)
-def model_batch_norm(shape, classes): return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
+def model_batch_norm(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, classes))
 def model_lazy(shape, classes): return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
 class Masked(nn.Sequential):
     def __init__(self, *parts):
         super().__init__(*parts)
         self.register_buffer("mask", torch.ones(64))
+
+    def forward(self, x):
+        if self.training: self.mask *= 0.9
+        return super().forward(x * self.mask.view(x.shape[1:]))
 
 def model_buffer(shape, classes): return Masked(nn.Flatten(), nn.Linear(64, classes))
 def model_double(shape, classes): return dense(classes).double()
@@ -321,7 +326,7 @@ class Detached(nn.Sequential):
 def model_train_raises(shape, classes): return Trains(nn.Flatten(), nn.Linear(64, classes))
 def model_train_detached(shape, classes): return Detached(nn.Flatten(), nn.Linear(64, classes))
 def model_train_one(shape, classes):  # a mini-batch of one sample, the last of 17
-    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, classes))
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
 
 def attack_none(shard, draw): return None
 def attack_tuple(shard, draw): return shard.x, shard.y
@@ -379,11 +384,11 @@ WRONG_PARTS = {
     "model_no_arguments": "takes 0 positional arguments but 2 were given",
     "model_outputs": "returned (2, 9) for 2 samples, expected shape (2, 10)",
     "model_inputs": "the model `parts:model_inputs` cannot read samples of shape (1, 8, 8): ",
-    "model_batch_norm": "the model keeps state outside its parameters (1.running_mean): use a norm without batch ",
+    "model_batch_norm": "the model's norm `1` keeps no statistics (track_running_stats=False), so that what it ma",
     "model_lazy": "the model has a lazy layer, which has no parameters yet: give its size",
-    "model_buffer": "the model has the buffer `mask`, which is no parameter, so that agents would not exchange it: ma",
-    "model_double": "the model needs parameters, all of type float32",
-    "model_nothing": "the model needs parameters, all of type float32",
+    "model_buffer": "the model `parts:model_buffer` changes its buffer `mask` while it trains, which is neither a ",
+    "model_double": "the model needs parameters to train (requires_grad), all of type float32",
+    "model_nothing": "the model needs parameters to train (requires_grad), all of type float32",
     "model_train_raises": "the model `parts:model_train_raises` failed: KeyError: 'boom'",
     "model_train_detached": "the model `parts:model_train_detached` failed: RuntimeError: element 0 of tensors ",
     "model_train_one": "the model `parts:model_train_one` failed: ValueError: Expected more than 1 value per channel ",
