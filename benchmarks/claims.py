@@ -1,56 +1,71 @@
 """The paper's empirical claims, each with its statistic, an interval over seeds and a verdict.
 
-    .venv/bin/fedcb2o run digits-{fedcbo,fedcb2o,fedcb2o-tg5,oracle-min,oracle-max} --seeds 0,1,2,3,4 --out runs/claims
-    .venv/bin/python benchmarks/claims.py runs/claims --out report
+    .venv/bin/python benchmarks/claims.py runs/claims --out docs/reproduction/digits    # the values, and figures
+    .venv/bin/python benchmarks/claims.py --page docs/claims.md    # the page's tables, from the values beside it
 
-The folder holds runs named PREFIX-fedcbo, PREFIX-fedcb2o and so on, as presets are. A claim is that a statistic lies
-in a range: a difference is positive, or between -8 and 8 points. It is the mean over seeds of differences between runs
-of one seed, whose agents hold the same samples, with Student's interval at 95%. The claim *held* where the whole
-interval lies in the range, it is *not held* where none of it does, and else *within noise*.
+A folder holds runs named PREFIX-fedcbo, PREFIX-fedcb2o and so on, as presets are; where several are given, runs of one
+name are one with all of their seeds, and seeds that have not run to their end are left out. A claim is that a statistic
+lies in a range: a difference is positive, or within what the paper calls alike. The statistic is the mean over seeds of
+what is computed from the runs of one seed, with Student's interval at 95%. The claim *held* where the whole interval
+lies in the range, it is the *opposite* where none of it does, and else *undecided*.
 
-`--out` gets claims.md, values.csv (what each method reached with each seed), the paper's tables and its Figure 6.
+`--out` gets values.csv, which holds what each run reached with each seed, the curves and Figure 6. Tables are made of
+values.csv alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!-- claims: FOLDER claims
+-->`, the folder seen from the page. A test holds pages to this.
 """
 
 import argparse
 import functools
 import math
-from collections.abc import Callable, Mapping
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from fedcb2o.records import Run, last_fifth, summary
-from fedcb2o.report import figures, render
+from fedcb2o.report import figures
 from fedcb2o.report.matrix import half_width
-from fedcb2o.report.tables import attacked, compare, pair_statistics
+from fedcb2o.report.tables import attacked, pair_statistics
 
-METRICS = ["accuracy", "source_accuracy", "attack_success_rate"]
-NAMED = {"accuracy": "overall accuracy", "source_accuracy": "source class accuracy", "attack_success_rate": "ASR"}
-PAPER = pd.DataFrame(
+ACCURACY, SOURCE, SUCCESS = METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
+NAMED = {ACCURACY: "overall accuracy", SOURCE: "source class accuracy", SUCCESS: "ASR"}
+COLUMNS = {
+    ACCURACY: "Overall accuracy",
+    SOURCE: "Source class accuracy",
+    SUCCESS: "Attack success rate",
+    "malicious_weight": "Malicious weight",
+}
+PAPER = pd.DataFrame(  # tab:baselines, and tab:FedCB2O_T_G with T_G = 30, 20 and 40 of T = 150
     {
-        "fedcbo": [84.26, 40.23, 55.23],
-        "oracle-min": [82.75, 63.53, 31.08],
-        "oracle-max": [84.43, 63.80, 32.19],
-        "fedcb2o": [82.79, 55.73, 38.73],
-        "fedcb2o-tg": [83.64, 57.64, 37.31],  # T_G = 30 of T = 150
+        "FedCBO": [84.26, 40.23, 55.23],
+        "Oracle Min": [82.75, 63.53, 31.08],
+        "Oracle Max": [84.43, 63.80, 32.19],
+        "FedCB2O": [82.79, 55.73, 38.73],
+        "FedCB2O with T_G": [83.64, 57.64, 37.31],
+        "with an earlier T_G": [83.68, 55.98, 38.83],
+        "with a later T_G": [83.76, 56.87, 38.07],
     },
     index=METRICS,
 )
 
-# What the paper calls alike differs by up to 7.8 points in source class accuracy and ASR, by up to 1.7 in accuracy.
-MARGIN = {"accuracy": 2.0, "source_accuracy": 8.0, "attack_success_rate": 8.0}
-EQUAL = (2 / 3, 3 / 2)  # "comparable", "nearly equal", of a ratio
-MINIMAL = (-math.inf, 0.1)  # "minimal", of a ratio
+# The largest difference that the paper calls similar, comparable or very close, rounded up to half a point: 0.17, 8.07
+# and 7.65. The smallest that it calls a difference are 0.85, 15.50 and 16.50.
+MARGIN = {ACCURACY: 0.5, SOURCE: 8.5, SUCCESS: 8.0}
+EQUAL = (2 / 3, 3 / 2)  # "comparable", "nearly equal", of a ratio that the paper shows in a figure alone
+MINIMAL = (-math.inf, 0.1)  # "minimal", of such a ratio
+CURVES = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", "fedcb2o", "fedcb2o-released", "fedcb2o-paper")
+CLUSTERS = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}
 
 Values = Mapping[str, pd.DataFrame]
-"""For each method, a row a seed: the metrics in percent, and Figure 6's numbers where somebody attacks."""
+"""For each run, or for what stands in the paper for it, a row a seed: what `values` computes."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """That a statistic of the runs, a value for each seed, lies between `low` and `high`."""
+    """That a statistic of `needs`, a value for each seed, lies between `low` and `high`."""
 
     where: str
     says: str
@@ -63,26 +78,26 @@ class Claim:
 
 
 def values(run: Run) -> pd.DataFrame:
-    """A row for each seed of a run: its metrics at the last round in percent, and its pairs' numbers.
+    """A row for each seed of a run: its metrics in percent, and the numbers of its pairs, those of Figure 6 by cluster.
 
-    `picked` is how often a benign agent received a benign peer of its cluster; `malicious_picked` and
-    `malicious_weight` are the frequency and the mean weight of malicious peers of the own cluster in proportion to
-    those of benign ones there, over all rounds; `elsewhere` is the share of the weight given to peers that went to the
-    other cluster, over the last fifth of the rounds.
+    `malicious_weight`, in percent, is what benign agents give to malicious peers, and `elsewhere` the share of the
+    weight given to peers that went to the other cluster, both over the last fifth of the rounds; `loss` is the mean
+    validation loss of benign agents over all rounds. Of Figure 6, for benign agents of cluster c: `benign_picked_c` is
+    how often they receive a benign peer of their cluster, `malicious_picked_c` and `malicious_share_c` the bars of
+    malicious peers of their cluster over those of benign ones, of the frequency and of the weight given.
     """
-    table = 100 * summary(run.records).set_index("seed")[METRICS]
+    table = 100 * summary(run.records).set_index("seed")[[*METRICS, "malicious_weight"]]
     if not attacked(run):
-        return table
-    pairs = pair_statistics(run).groupby(["seed", "relation", "peer"])[["frequency", "mean_weight", "share"]].mean()
-    same = pairs.xs("same", level="relation")
-    benign, malicious = same.xs("benign", level="peer"), same.xs("malicious", level="peer")
-    ratio = malicious / benign
-    return table.assign(
-        picked=benign.frequency,
-        malicious_picked=ratio.frequency,
-        malicious_weight=ratio.mean_weight,
-        elsewhere=_elsewhere(run),
-    )
+        return table[[*METRICS]]
+    columns = {"loss": run.records[~run.records.malicious].groupby("seed").validation_loss.mean()}
+    columns["elsewhere"] = _elsewhere(run)
+    same = pair_statistics(run).query("relation == 'same'").set_index(["peer", "cluster", "seed"]).sort_index()
+    for cluster in sorted(same.index.unique("cluster")):
+        benign, malicious = (same.loc[(peer, cluster)] for peer in ("benign", "malicious"))
+        columns[f"benign_picked_{cluster + 1}"] = benign.frequency
+        columns[f"malicious_picked_{cluster + 1}"] = malicious.frequency / benign.frequency
+        columns[f"malicious_share_{cluster + 1}"] = malicious.share / benign.share
+    return table.assign(**columns)
 
 
 def _elsewhere(run: Run) -> "pd.Series[float]":
@@ -95,100 +110,155 @@ def _elsewhere(run: Run) -> "pd.Series[float]":
     return pairs[pairs.cluster != pairs.there].groupby("seed").weight.sum().reindex(given.index, fill_value=0.0) / given
 
 
-def claims(switched: str, pictured: str) -> list[Claim]:
-    """All claims of sec:experiments; `switched` is the run with T_G > 0, and Figure 6 is of the one `pictured`."""
+def columns(known: Values) -> dict[str, dict[str, str]]:
+    """Under a heading each, which runs stand for those of the paper: each variant of FedCB2O beside its FedCBO if it
+    has one, and the default variant beside the FedCBO of each alpha.
 
-    def difference(where: str, says: str, metric: str, a: str, b: str, *, low: float, high: float) -> Claim:
-        told = {"fedcbo": "FedCBO", "fedcb2o": "FedCB2O", switched: "FedCB2O with T_G"}
-        names = [told.get(name, name.replace("-", " ").title()) for name in (a, b)]
-        paper = [float(PAPER["fedcb2o-tg" if name == switched else name][metric]) for name in (a, b)]
-        statistic = f"{NAMED[metric]}, {names[0]} less {names[1]}"
-        return Claim(
-            where, says, statistic, (a, b), lambda v: v[a][metric] - v[b][metric], low, high, paper[0] - paper[1]
-        )
+    Of the runs with T_G > 0 the middle one is for T_G = 30, and in Figure 6, which is without where there is none.
+    """
+    found = {}
+    for variant in ("", "-released", "-paper"):
+        fedcb2o = f"fedcb2o{variant}"
+        own = [f"fedcbo{variant}"] if variant and f"fedcbo{variant}" in known else ["fedcbo-alpha10", "fedcbo"]
+        later = {int(match[1]): name for name in known if (match := re.fullmatch(rf"{fedcb2o}-tg(\d+)", name))}
+        switched = [later[start] for start in sorted(later)]
+        for fedcbo in own if fedcb2o in known else []:
+            stands = {"FedCBO": fedcbo, "FedCB2O": fedcb2o, "FedCBO without attack": f"{fedcbo}-clean"}
+            stands |= {"Oracle Min": "oracle-min", "Oracle Max": "oracle-max"}
+            if fedcbo == "fedcbo-alpha10":
+                stands["FedCBO with alpha = 2"] = "fedcbo"
+            if switched:
+                stands["FedCB2O with T_G"] = switched[len(switched) // 2]
+            if len(switched) > 2:
+                stands |= {"with an earlier T_G": switched[0], "with a later T_G": switched[-1]}
+            stands["FedCB2O of Fig. 6"] = stands.get("FedCB2O with T_G", fedcb2o)
+            if fedcbo in known:
+                found[f"`{fedcbo}`, `{fedcb2o}`"] = {role: name for role, name in stands.items() if name in known}
+    return found
 
-    more = functools.partial(difference, low=0.0, high=math.inf)
-    less = functools.partial(difference, low=-math.inf, high=0.0)
 
-    def alike(where: str, says: str, metric: str, a: str, b: str) -> Claim:
-        return difference(where, says, metric, a, b, low=-MARGIN[metric], high=MARGIN[metric])
+def claims() -> Iterator[Claim]:
+    """All claims of sec:experiments, in its order."""
+    flat = "FedCBO with alpha = 2"
+    yield _more("Settings", "alpha = 10 yields better performance of FedCBO, overall", ACCURACY, "FedCBO", flat)
+    yield _more("Settings", "and on the source class", SOURCE, "FedCBO", flat)
+    yield _less("Settings", "and in ASR", SUCCESS, "FedCBO", flat)
+    yield _second("Oracle Max is the best or second-best overall", ACCURACY)
+    yield _second("and on the source class", SOURCE)
+    yield _second("and in ASR", SUCCESS)
+    yield _alike("(i)", "Oracle Min is similar to Oracle Max on the source class", SOURCE, "Oracle Min", "Oracle Max")
+    yield _alike("(i)", "and in ASR", SUCCESS, "Oracle Min", "Oracle Max")
+    yield _less("(i)", "but lower overall", ACCURACY, "Oracle Min", "Oracle Max")
+    yield _alike("(ii)", "FedCBO is comparable to Oracle Max overall", ACCURACY, "FedCBO", "Oracle Max")
+    attack = "since the attack has minimal impact on overall accuracy"
+    yield _no_worse("(ii)", attack, ACCURACY, "FedCBO", "FedCBO without attack")
+    yield _of("(ii)", "FedCBO finds the clusters", "weight on the other cluster", "elsewhere", "FedCBO", MINIMAL)
+    yield _less("(ii)", "but degrades significantly on the source class", SOURCE, "FedCBO", "Oracle Max")
+    yield _more("(ii)", "with a notably high ASR", SUCCESS, "FedCBO", "Oracle Max")
+    yield from _bars("Fig. 6 (a)", "It selects malicious peers at a comparable frequency", "picked", "FedCBO", EQUAL)
+    yield from _bars("Fig. 6 (b)", "and gives them nearly equal weight", "share", "FedCBO", EQUAL)
+    yield _more("(iii)", "FedCB2O is significantly higher on the source class", SOURCE, "FedCB2O", "FedCBO")
+    yield _less("(iii)", "and much lower in ASR", SUCCESS, "FedCB2O", "FedCBO")
+    for oracle in ("Oracle Min", "Oracle Max"):
+        yield _alike("(iii)", f"comparable to {oracle} on the source class", SOURCE, "FedCB2O", oracle)
+        yield _alike("(iii)", "and in ASR", SUCCESS, "FedCB2O", oracle)
+    yield _alike("(iii)", "and very close to Oracle Min overall", ACCURACY, "FedCB2O", "Oracle Min")
+    yield _of("(iii)", "FedCB2O finds the clusters", "weight on the other cluster", "elsewhere", "FedCB2O", MINIMAL)
+    yield _more("Table 2", "T_G > 0 improves overall accuracy", ACCURACY, "FedCB2O with T_G", "FedCB2O")
+    yield _no_worse("Table 2", "the source class does not degrade", SOURCE, "FedCB2O with T_G", "FedCB2O")
+    yield _no_worse("Table 2", "nor does ASR", SUCCESS, "FedCB2O with T_G", "FedCB2O")
+    for other in ("with an earlier T_G", "with a later T_G"):
+        says = f"T_G = 30 strikes the best balance: better than {other.removeprefix('with ')} on the source class"
+        yield _more("Table 2", says, SOURCE, "FedCB2O with T_G", other)
+        yield _less("Table 2", "and in ASR", SUCCESS, "FedCB2O with T_G", other)
+    pictured = "FedCB2O of Fig. 6"
+    says = "FedCB2O does not exclude malicious peers"
+    yield from _bars("Fig. 6 (c)", says, "picked", pictured, (EQUAL[0], math.inf))
+    yield from _bars(
+        "Fig. 6 (c)", "it selects benign peers less than malicious ones", "picked", pictured, (1, math.inf)
+    )
+    yield from _bars("Fig. 6 (d)", "but gives malicious ones minimal weight", "share", pictured, MINIMAL)
+    for cluster, end in CLUSTERS.items():
+        yield _grown(f"Benign peers are selected less than in FedCBO{cluster}", f"benign_picked{end}", -math.inf, 0.0)
+    yield _grown("since their own average loss is larger", "loss", 0.0, math.inf)
 
-    def pairs(where: str, says: str, statistic: str, name: str, column: str, low: float, high: float) -> Claim:
-        return Claim(where, says, statistic, (name,), lambda v: v[name][column], low, high)
 
-    accuracy, source, success = METRICS
-    often = "frequency of malicious over that of benign peers of the cluster, "
-    shown = "FedCB2O" if pictured == "fedcb2o" else "FedCB2O with T_G"
-    weight = "mean weight of malicious over that of benign peers of the cluster, "
-    return [
-        more("(i)", "Oracle Max is better than Oracle Min overall", accuracy, "oracle-max", "oracle-min"),
-        alike("(i)", "and similar on the source class", source, "oracle-max", "oracle-min"),
-        alike("(i)", "and in ASR", success, "oracle-max", "oracle-min"),
-        alike("(ii)", "FedCBO is comparable to Oracle Max overall", accuracy, "fedcbo", "oracle-max"),
-        less("(ii)", "but degrades on the source class", source, "fedcbo", "oracle-max"),
-        more("(ii)", "with a high ASR", success, "fedcbo", "oracle-max"),
-        pairs(
-            "(ii), Fig. 6",
-            "It finds the clusters",
-            "weight on the other cluster, FedCBO",
-            "fedcbo",
-            "elsewhere",
-            *MINIMAL,
-        ),
-        pairs(
-            "(ii), Fig. 6",
-            "It selects malicious peers as often",
-            often + "FedCBO",
-            "fedcbo",
-            "malicious_picked",
-            *EQUAL,
-        ),
-        pairs(
-            "(ii), Fig. 6",
-            "and gives them nearly equal weight",
-            weight + "FedCBO",
-            "fedcbo",
-            "malicious_weight",
-            *EQUAL,
-        ),
-        more("(iii)", "FedCB2O is better than FedCBO on the source class", source, "fedcb2o", "fedcbo"),
-        less("(iii)", "and lower in ASR", success, "fedcb2o", "fedcbo"),
-        alike("(iii)", "comparable to Oracle Min on the source class", source, "fedcb2o", "oracle-min"),
-        alike("(iii)", "and in ASR", success, "fedcb2o", "oracle-min"),
-        alike("(iii)", "and very close to it overall", accuracy, "fedcb2o", "oracle-min"),
-        pairs(
-            "(iii)", "It finds the clusters", "weight on the other cluster, FedCB2O", "fedcb2o", "elsewhere", *MINIMAL
-        ),
-        more("Table 2", "T_G > 0 improves overall accuracy", accuracy, switched, "fedcb2o"),
-        alike("Table 2", "and the source class does not degrade", source, switched, "fedcb2o"),
-        alike("Table 2", "nor does ASR", success, switched, "fedcb2o"),
-        pairs(
-            "Fig. 6 (c)",
-            "FedCB2O does not exclude malicious peers: they are selected more often than benign ones",
-            often + shown,
-            pictured,
-            "malicious_picked",
-            1.0,
-            math.inf,
-        ),
-        pairs(
-            "Fig. 6 (d)",
-            "but gives them minimal weight",
-            weight + shown,
-            pictured,
-            "malicious_weight",
-            *MINIMAL,
-        ),
-        Claim(
-            "Fig. 6 (a, c)",
-            "Benign peers are selected less often than in FedCBO",
-            f"frequency of benign peers of the cluster, {shown} over FedCBO",
-            (pictured, "fedcbo"),
-            lambda v: v[pictured].picked / v["fedcbo"].picked,
-            -math.inf,
-            1.0,
-        ),
-    ]
+def _difference(where: str, says: str, metric: str, a: str, b: str, *, low: float, high: float) -> Claim:
+    """That the difference of two methods lies in a range."""
+    paper = float(PAPER[a][metric] - PAPER[b][metric]) if {a, b} <= {*PAPER} else math.nan
+    statistic = f"{NAMED[metric]}, {a} less {b}"
+    return Claim(where, says, statistic, (a, b), lambda v: v[a][metric] - v[b][metric], low, high, paper)
+
+
+_more = functools.partial(_difference, low=0.0, high=math.inf)
+_less = functools.partial(_difference, low=-math.inf, high=0.0)
+
+
+def _alike(where: str, says: str, metric: str, a: str, b: str) -> Claim:
+    """That two methods differ by no more than what the paper calls alike."""
+    return _difference(where, says, metric, a, b, low=-MARGIN[metric], high=MARGIN[metric])
+
+
+def _no_worse(where: str, says: str, metric: str, a: str, b: str) -> Claim:
+    """That a method is not worse than another by more than what the paper calls alike; better it may be."""
+    worse, better = ("high", "low") if metric == SUCCESS else ("low", "high")
+    sign = 1 if metric == SUCCESS else -1
+    return _difference(where, says, metric, a, b, **{worse: sign * MARGIN[metric], better: -sign * math.inf})
+
+
+def _second(says: str, metric: str) -> Claim:
+    """That at most one of the others is better than Oracle Max."""
+    others, sign = ["FedCBO", "Oracle Min", "FedCB2O"], -1 if metric == SUCCESS else 1
+
+    def ahead(v: pd.DataFrame) -> "pd.Series[float]":
+        v = sign * v.dropna()
+        best: pd.Series[float] = v["Oracle Max"] - v[others].apply(lambda row: row.nlargest(2).iloc[-1], axis="columns")
+        return best
+
+    return Claim(
+        "(i)",
+        says,
+        f"{NAMED[metric]}, Oracle Max better than the second best of the others by",
+        ("Oracle Max", *others),
+        lambda v: ahead(pd.DataFrame({name: v[name][metric] for name in ("Oracle Max", *others)})),
+        0.0,
+        math.inf,
+        float(ahead(PAPER.loc[[metric]]).iloc[0]),
+    )
+
+
+def _of(where: str, says: str, what: str, column: str, role: str, limits: tuple[float, float]) -> Claim:
+    """That what stands in a column lies in a range."""
+    return Claim(where, says, f"{what}, {role}", (role,), lambda v: _column(v[role], column), *limits)
+
+
+def _bars(where: str, says: str, bar: str, role: str, limits: tuple[float, float]) -> Iterator[Claim]:
+    """The same of two bars of Figure 6 for each cluster: that of malicious over that of benign peers."""
+    what = f"{'frequency' if bar == 'picked' else 'weight given'}, malicious over benign peers of the cluster"
+    for cluster, end in CLUSTERS.items():
+        yield _of(where, says + cluster, what, f"malicious_{bar}{end}", role, limits)
+
+
+def _grown(says: str, column: str, low: float, high: float) -> Claim:
+    """That a column of FedCB2O less that of FedCBO lies in a range."""
+    a, b = "FedCB2O of Fig. 6", "FedCBO"
+    what = (
+        "validation loss of benign agents, all rounds" if column == "loss" else "frequency, benign peers of the cluster"
+    )
+    return Claim(
+        "Fig. 6 (a, c)",
+        says,
+        f"{what}, {a} less {b}",
+        (a, b),
+        lambda v: _column(v[a], column) - _column(v[b], column),
+        low,
+        high,
+    )
+
+
+def _column(table: pd.DataFrame, name: str) -> "pd.Series[float]":
+    """A column, of NaN where the table has none."""
+    return table[name] if name in table else pd.Series(math.nan, table.index)
 
 
 def interval(each: "pd.Series[float]") -> tuple[float, float, float]:
@@ -205,53 +275,116 @@ def verdict(claim: Claim, low: float, high: float) -> str:
     """What an interval for the statistic says about the claim."""
     if claim.low <= low and high <= claim.high:
         return "held"
-    return "not held" if high < claim.low or low > claim.high else "within noise"
+    return "opposite" if high < claim.low or low > claim.high else "undecided"
 
 
-def told(known: Values, switched: str, pictured: str) -> str:
-    """The table of claims in Markdown."""
-    lines = ["| | The paper says | Statistic | In the paper | Here, mean and 95% interval | Verdict |"]
-    lines.append("| --- | --- | --- | ---: | ---: | --- |")
-    for claim in claims(switched, pictured):
-        if not set(claim.needs) <= set(known):
-            continue
-        mean, low, high = interval(claim.of(known))
-        paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
-        sign = "+" if paper else ""
-        here, a, b = (f"{round(value, 2) + 0.0:{sign}.2f}" for value in (mean, low, high))  # no "-0.00"
-        here = f"{here} [{a}, {b}]" if math.isfinite(low) else f"{here} (one seed)"
-        row = [claim.where, claim.says, claim.statistic, paper, here, f"**{verdict(claim, low, high)}**"]
-        lines.append("| " + " | ".join(row) + " |")
+def claims_table(known: Values) -> str:
+    """The claims in Markdown, a column for each choice of runs; what only repeats a column before it is ″."""
+    seeds, shown = max(map(len, known.values())), columns(known)
+    lines = [" | ".join(["| | The paper says | Statistic | In the paper", *shown]) + " |"]
+    lines.append("| --- | --- | --- | ---: |" + " ---: |" * len(shown))
+    for claim in claims():
+        cells, seen = [], set()
+        for stands in shown.values():
+            names = tuple(stands.get(role, "") for role in claim.needs)
+            here = {role: known[name] for role, name in stands.items()}
+            each = claim.of(here).dropna() if all(names) else pd.Series(dtype=float)
+            cells.append("″" if len(each) and names in seen else _cell(claim, each, seeds))
+            seen.add(names)
+        if any(cells):
+            paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
+            lines.append("| " + " | ".join([claim.where, claim.says, claim.statistic, paper, *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 
+def _cell(claim: Claim, each: "pd.Series[float]", seeds: int) -> str:
+    """The mean of a statistic, its interval and the verdict, and how many seeds it is of where others have more."""
+    if each.empty:
+        return ""
+    low, high = interval(each)[1:]
+    sign = "+" if " less " in claim.statistic or " by" in claim.statistic else ""
+    places = 2 if claim.statistic.startswith(tuple(NAMED.values())) else 3
+    here, a, b = (f"{round(value, places) + 0.0:{sign}.{places}f}" for value in interval(each))  # no "-0.00"
+    count = "" if len(each) == seeds and seeds > 1 else f" ({len(each)} seed{'s' * (len(each) > 1)})"
+    return here + (f" [{a}, {b}]" if math.isfinite(low) else "") + count + f" **{verdict(claim, low, high)}**"
+
+
+def metrics_table(known: Values) -> str:
+    """What each run reached, in percent: mean and interval over its seeds."""
+    lines = [" | ".join(["| ", *COLUMNS.values(), "Seeds |"]), "| --- |" + " ---: |" * (len(COLUMNS) + 1)]
+    for name, table in known.items():
+        cells = []
+        for column in COLUMNS if not name.endswith("-clean") else ():
+            mean, low, high = interval(_column(table, column))
+            cells.append("–" if math.isnan(mean) else f"{mean:.2f}")
+            cells[-1] += f" [{low:.2f}, {high:.2f}]" if math.isfinite(low) else ""
+        if cells:
+            lines.append("| " + " | ".join([f"`{name}`", *cells, str(len(table))]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"metrics": metrics_table, "claims": claims_table}
+TABLE = re.compile(r"(?P<mark>^<!-- claims: (?P<folder>\S+) (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
+
+
+def gathered(folders: Sequence[Path], into: Path) -> dict[str, Run]:
+    """The runs in some folders by what follows the prefix of their names, those of one name as one run, by links."""
+    for config in (path for folder in folders for path in sorted(folder.glob("*/config.toml"))):
+        run, there = Run(config.parent), into / config.parent.name
+        done = [s for s in run.seeds if (run.summary_of(s) or {"rounds": -1})["rounds"] >= run.config["rounds"]]
+        if not done:
+            continue
+        there.mkdir(exist_ok=True)
+        if not (there / "config.toml").exists():
+            (there / "config.toml").symlink_to(config.resolve())
+        for seed in done:
+            (there / f"seed-{seed}").symlink_to(config.parent.resolve() / f"seed-{seed}")
+    names = {path.name: re.search("fedcbo|fedcb2o|oracle", path.name) for path in into.iterdir()}
+    runs = {name[match.start() :]: Run(into / name) for name, match in names.items() if match}
+    return {name: runs[name] for name in sorted(runs, key=lambda name: (name.startswith("fedcb2o"), name))}
+
+
+def read_values(folder: Path) -> dict[str, pd.DataFrame]:
+    """What values.csv of a folder holds, by method."""
+    table = pd.read_csv(folder / "values.csv").set_index("seed")
+    return {str(name): mine.drop(columns="method") for name, mine in table.groupby("method", sort=False)}
+
+
+def rewritten(page: Path) -> str:
+    """The page with its tables as the values have them."""
+
+    def table(found: re.Match[str]) -> str:
+        return found["mark"] + TABLES[found["name"]](read_values(page.parent / found["folder"])) + "\n"
+
+    return TABLE.sub(table, page.read_text(encoding="utf-8"))
+
+
 def main() -> None:
-    """Read the runs, print the claims, and write all that there is to see."""
+    """Read the runs, print the tables, and write what there is to keep; or write the tables of pages anew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, help="the folder that holds the runs")
-    parser.add_argument("--out", type=Path, help="where tables and figures go")
+    parser.add_argument("folders", type=Path, nargs="*", help="folders that hold runs")
+    parser.add_argument("--out", type=Path, help="where values and figures go")
+    parser.add_argument("--page", type=Path, action="append", default=[], help="a page whose tables to write anew")
     arguments = parser.parse_args()
-    found = sorted(arguments.runs.glob("*-fedcbo"))
-    if len(found) != 1:
-        parser.error(f"{arguments.runs} must hold one run named PREFIX-fedcbo, found {len(found)}")
-    prefix = found[0].name.removesuffix("fedcbo")
-    runs = {each.name.removeprefix(prefix): Run(each) for each in sorted(arguments.runs.glob(f"{prefix}*"))}
-    runs = {name: run for name, run in runs.items() if not name.endswith("-clean")}
-    known = {name: values(run) for name, run in runs.items()}
-    switches = sorted(name for name in runs if name.startswith("fedcb2o-tg"))
-    switched = switches[0] if switches else "fedcb2o-tg"
-    pictured = switched if switched in runs else "fedcb2o"
-    table = told(known, switched, pictured)
-    print(table)
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "claims.md").write_text(table)
-        pd.concat(known, names=["method"]).round(4).replace(np.nan, None).to_csv(arguments.out / "values.csv")
-        order = [n for n in ("fedcbo", "oracle-min", "oracle-max", "fedcb2o") if n in runs]
-        shown = [runs[name] for name in [*order, *sorted(set(runs) - set(order))]]
-        (arguments.out / "table.md").write_text(render.to_markdown(compare(shown).T))
-        figures.curves(shown).savefig(arguments.out / "curves.png", dpi=130)
-        figures.figure6(runs["fedcbo"], runs[pictured]).savefig(arguments.out / "figure6.png", dpi=130)
+    with tempfile.TemporaryDirectory() as into:
+        runs = gathered(arguments.folders, Path(into))
+        known = {name: values(run).round(4) for name, run in runs.items()}
+        if arguments.folders and not columns(known):
+            parser.error(f"no finished runs PREFIX-fedcbo and PREFIX-fedcb2o, only {', '.join(runs) or 'none'}")
+        if known:
+            print(metrics_table(known), claims_table(known), sep="\n")
+        if known and arguments.out is not None:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            pd.concat(known, names=["method"]).to_csv(arguments.out / "values.csv")
+            stands = next(iter(columns(known).values()))
+            pictures = {
+                "curves": figures.curves([run for name, run in runs.items() if name in CURVES]),
+                "figure6": figures.figure6(*(runs[stands[role]] for role in ("FedCBO", "FedCB2O of Fig. 6"))),
+            }
+            for name, figure in pictures.items():
+                figure.savefig(arguments.out / f"{name}.png", dpi=130)
+    for page in arguments.page:
+        page.write_text(rewritten(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -25,11 +25,19 @@ from fedcb2o.report.grid_tables import (
     matrix,
     overview,
     regret_matrix,
+    tuning_table,
 )
 from fedcb2o.report.page import slug
+from fedcb2o.report.strengths import choices_of, chosen_table
 
 TABLE = re.compile(r"(?P<mark>^<!-- table: (?P<folder>\S+) (?P<name>\S+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
-WHOLE = {"regret": headline, "regret-difference": headline_differences, "overview": overview}
+WHOLE = {
+    "regret": headline,
+    "regret-difference": headline_differences,
+    "overview": overview,
+    "strengths": lambda view: chosen_table(choices_of(view.results), view.setting),
+    "tuning": lambda view: tuning_table(view.results),
+}
 
 
 def rewritten(page: Path) -> str:

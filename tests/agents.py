@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedcb2o import models
+from fedcb2o import models, norms
 from fedcb2o.data.shard import Shard
 from fedcb2o.experiments.run import rounds_of
 from fedcb2o.federated import algorithms
@@ -63,6 +63,40 @@ def convolutional() -> nn.Module:
 def wide() -> nn.Module:
     """So many parameters that they are mixed in several tiles."""
     return nn.Sequential(nn.Flatten(), nn.Linear(9, 700), nn.ReLU(), nn.Linear(700, CLASSES))
+
+
+def normed(statistics: norms.Statistics = "shared") -> nn.Module:
+    """With batch norms, one of which is frozen as a whole, and with a counter and a constant that are no parameters."""
+    frozen = nn.BatchNorm1d(6)
+    frozen.running_var.fill_(2.0)
+    module = nn.Sequential(
+        *(nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(27, 6), frozen.requires_grad_(False), nn.BatchNorm1d(6, affine=False, momentum=None), nn.ReLU()),
+        nn.Linear(6, CLASSES),
+    )
+    module.register_buffer("scale", torch.ones(3))
+    norms.keep_(module, statistics)
+    return module
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter that is trained, and that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.again = nn.Linear(9, 9), nn.Linear(9, 9, bias=False)
+        for p in self.parameters():
+            p.data = torch.linspace(-0.3, 0.3, p.numel()).cos().view(p.shape)
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(9, 2, bias=False), nn.Linear(2, 9, bias=False)
+        self.twice, self.head = nn.Linear(9, 2, bias=False), nn.Linear(9, CLASSES)
+        self.twice.weight = self.down.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.flatten(1)
+        h = (self.base(h) + self.up(self.down(h))).tanh()
+        found: Tensor = self.head((self.again(h) + self.up(self.twice(h))).relu())
+        return found
 
 
 @dataclass(frozen=True)
@@ -147,7 +181,10 @@ def block_of(
 
 def first_models(terms: Terms, size: int = len(CLUSTER)) -> Tensor:
     """A model for each agent, all different."""
-    return torch.from_numpy(stream(SEED, "theta").normal(size=(size, terms.dim)) * 0.3).float()
+    theta = torch.from_numpy(stream(SEED, "theta").normal(size=(size, terms.dim)) * 0.3).float()
+    count = sum(map(len, norms.statistics(terms.module, "shared").values()))
+    theta[:, :count] = 1 + theta[:, :count] ** 2  # variances are positive
+    return theta
 
 
 def together(
@@ -203,7 +240,12 @@ def chosen(choices: Choices, j: int) -> Chosen:
     return Chosen(asked, received, rows, weights, own_weight, before, f, choices.reductions.get(j))
 
 
-def oracle_agents(engine: Shared, make: Callable[[], nn.Module], options: reference.Options) -> list[reference.Agent]:
+def oracle_agents(
+    engine: Shared,
+    make: Callable[[], nn.Module],
+    options: reference.Options,
+    statistics: norms.Statistics = "shared",
+) -> list[reference.Agent]:
     """The agents of an engine, for the oracle: their true data turned by its own hands, poisoned as the engine says."""
     holdings, agents = engine.block.holdings, []
     for j, bad in enumerate(MALICIOUS):
@@ -217,5 +259,6 @@ def oracle_agents(engine: Shared, make: Callable[[], nn.Module], options: refere
             y = torch.where(y == 1, 2, y)
         own = "judged" if engine.attackers.own_model else "excluded"
         colluder = dataclasses.replace(reference.COLLUDER, budget=BUDGET, own_model=own)
-        agents.append(reference.Agent(module, x, y, seen, labels, bad, CLUSTER[j], colluder if bad else options))
+        algorithm = colluder if bad else options
+        agents.append(reference.Agent(module, x, y, seen, labels, bad, CLUSTER[j], algorithm, statistics=statistics))
     return agents

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from fedcb2o import models
+from fedcb2o import models, norms
 from fedcb2o.data.shard import Shard
 from fedcb2o.streams import stream
 from tests.tiny import empty_models
@@ -24,6 +24,16 @@ class Tied(nn.Module):
         return self.last(self.alike(self.again(self.twice(self.first(x.flatten(1))).tanh())).relu())
 
 
+def with_norms(input_shape, num_classes):
+    """With batch norms and a constant, for the digits."""
+    module = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3, stride=2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(36, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, num_classes)),
+    )
+    module.register_buffer("constant", torch.ones(5))
+    return module
+
+
 with torch.random.fork_rng():
     torch.manual_seed(3)
     NETWORKS = {
@@ -32,7 +42,18 @@ with torch.random.fork_rng():
         "cnn": models.cnn([1, 4, 4], 4, hidden=8),
         "resnet": models.resnet([1, 4, 4], 4, width=8),
         "tied": Tied(),
+        "norm": nn.Sequential(
+            *(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4)),
+        ),
+        "local": nn.Sequential(
+            *(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 6), nn.BatchNorm1d(6)),
+            *(nn.ReLU(), nn.Linear(6, 4)),
+        ),
+        "frozen": nn.Sequential(nn.Flatten(), nn.Linear(16, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 4)),
     }
+
+
+    norms.keep_(NETWORKS["local"], "local")
 
 
 def fresh(name):

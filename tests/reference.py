@@ -80,6 +80,7 @@ class Agent:
     malicious: bool = False
     cluster: int = 0
     algorithm: Options = FEDCB2O
+    statistics: Literal["shared", "local", "dropped"] = "shared"  # of batch norms
     met: set[int] = field(default_factory=set)  # whom it has asked so far, answered or not
     P: dict[int, float] = field(default_factory=dict)  # P^{j,i} of those who have answered
 
@@ -127,6 +128,10 @@ def local_update(agent: Agent, draw: np.random.Generator, training: Training) ->
     learning_rate = training.lambda2 * training.gamma
     optimiser = torch.optim.SGD(agent.module.parameters(), lr=learning_rate, momentum=training.momentum)
     agent.module.train()
+    for norm in batch_norms(agent.module):
+        assert norm.num_batches_tracked is not None
+        norm.num_batches_tracked.zero_()
+        norm.train(agent.statistics != "dropped" and not is_frozen(norm))
     step_losses = []
     for batch in batches(len(agent.train_y), draw, training):
         optimiser.zero_grad()
@@ -261,6 +266,14 @@ def colluding(agents: Sequence[Agent], j: int, M: int, draw: np.random.Generator
 def evaluate(model: nn.Module, agent: Agent, training: Training) -> Loss:
     """L_j and L_{j,c} of a model on agent j's validation data; what is no number counts as infinite."""
     model.eval()
+    if agent.statistics == "local":
+        for norm in [norm for norm in batch_norms(model) if not is_frozen(norm)]:
+            norm.reset_running_stats()
+            norm.momentum = None  # the mean over batches, of which there is one
+            norm.train()
+        with torch.no_grad():
+            model(agent.train_x)
+        model.eval()
     with torch.no_grad():
         logits = model(agent.validation_x).double()
     # `errors`: one number for each sample.
@@ -354,14 +367,38 @@ def normalised(mu: dict[int, float]) -> dict[int, float]:
 
 def mix(agent: Agent, j: int, published: Sequence[nn.Module], weights: dict[int, float], factor: float) -> None:
     """theta^j <- theta^j - factor (theta^j - m_j), m_j = sum_i w_i theta^i (eq:comp_csp, eq:local_agg_update)."""
-    models = [list(module.parameters()) for module in published]
+    models = [exchanged(module, agent) for module in published]
     with torch.no_grad():
-        for k, parameter in enumerate(agent.module.parameters()):
+        for k, parameter in enumerate(exchanged(agent.module, agent)):
             theta = models[j][k].double()
             m = torch.zeros_like(theta)
             for i, weight in weights.items():
                 m += weight * models[i][k].double()
             parameter.copy_(theta - factor * (theta - m))
+
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d
+
+
+def exchanged(module: nn.Module, agent: Agent) -> list[Tensor]:
+    """What of a network is its theta: all parameters that are trained and, where agents share them, statistics."""
+    found: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+    for norm in batch_norms(module):
+        if agent.statistics == "shared" and not is_frozen(norm):
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            found += [norm.running_mean, norm.running_var]
+    return found
+
+
+def is_frozen(norm: BatchNorm) -> bool:
+    """Whether its own parameters are not trained: then it is left as it is."""
+    return bool(norm.affine) and not norm.weight.requires_grad
+
+
+def batch_norms(module: nn.Module) -> list[BatchNorm]:
+    """Its batch norms."""
+    return [part for part in module.modules() if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d)]
 
 
 # ---- Particles on R^d: eq:dyn_micro2, eq:dyn_macro, eq:fedcbo_dynamic, eq:fedcb2o_dynamics ----

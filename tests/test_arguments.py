@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +48,21 @@ def numbers_of_numpy():
     assert torch.equal(several.x[0], plain.x)
 
 
+def warnings_are_the_callers():
+    attack = adversaries.static(100, (-1.0, 0.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        minimize(upper=lower, adversaries=attack)
+        fedcb2o.Search(2, upper=True, adversaries=attack)
+    assert {each.filename for each in caught} == {__file__}
+    assert len(caught) == 2
+
+
 SETTINGS = {
-    "seed": [None, "12", 1.5, [None], [1.5, 2], True],
+    "seed": ["12", 1.5, [None], [1.5, 2], True],
+    "x0": ["x", [[1.0, 2.0]], [1.0, None]],
+    "spread": ["x", -1.0, [1.0, 2.0, 3.0]],
+    "maxfev": [0, 1.5, "x"],
     "dim": ["2", 2.0, True, 0],
     "num_particles": [2.5, "5", True],
     "runs": [1.5, "2"],
@@ -100,6 +114,7 @@ CASES = [
     *(("Run", "", value, "a run is read from its folder's path, got a") for value in (None, 3)),
     *(("section", "", make, "got a Dataset") for make in (digits, lambda: {"name": digits()})),
     ("call", "", numbers_of_numpy, ""),
+    ("call", "", warnings_are_the_callers, ""),
     (
         "call",
         "",
@@ -108,6 +123,9 @@ CASES = [
     ),
     ("call", "", lambda: nearest(None, ["a"]), ""),
     ("call", "", lambda: named("rule", {"name": 3}, adversaries), "the rule must be a name or a function, got a int"),
+    *(("minimize", "upper", x0, "a point to start about is `x0`") for x0 in ([0.0, 0.0], np.zeros(2), torch.zeros(2))),
+    ("call", "", lambda: fedcb2o.Search(2, args=(1,)), "`args` is for functions"),
+    ("call", "", lambda: fedcb2o.from_point(lower, workers=4), "`workers` must be a function"),
     ("call", "", lambda: minimize(runs=10**20), "runs of 1 particles of 2 coordinates need about"),
     ("call", "", lambda: minimize(lower=lambda x: x.sum(-1).to_sparse()), "`lower` must return a dense tensor on cpu"),
     ("call", "", lambda: minimize(lower=lambda x: x.sum(-1).to("meta")), "a strided tensor on meta"),

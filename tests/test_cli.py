@@ -1,6 +1,8 @@
 """The command line and its twin in Python, as a user meets them: real processes, real files."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,16 +17,29 @@ import fedcb2o
 from fedcb2o.cli import runs, stops
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.tables import presets
-from tests.tiny import ENVIRONMENT, bits, here, tiny, write
+from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, here, tiny, write
 
 COMMANDS = {
-    (): ["run", "bench", "compare", "report", "presets", "minimize", "data", "peer"],
+    (): [
+        "run",
+        "bench",
+        "compare",
+        "report",
+        "track",
+        "presets",
+        "schema",
+        "minimize",
+        "data",
+        "peer",
+        "--install-completion",
+    ],
     ("run",): [
         "--set",
         "--seeds",
         "--out",
         "--data-dir",
         "--workers",
+        "--track",
         "--resume",
         "--clean-twin",
         "Example: fedcb2o run",
@@ -32,7 +47,9 @@ COMMANDS = {
     ("bench",): ["GRID", "--list", "--out", "--jobs", "--data-dir", "--resume", "Example: fedcb2o bench quick"],
     ("compare",): ["RUN...", "Folders of runs"],
     ("report",): ["RUN...", "--out"],
-    ("presets",): ["List the presets"],
+    ("presets",): ["List the presets", "[PRESET]"],
+    ("track",): ["RUN...", "--to", "TRACKER"],
+    ("schema",): ["--grid", "#:schema"],
     ("data",): ["emnist", "mnist", "fashion_mnist", "cifar10"],
     ("data", "emnist"): ["--from", "--data-dir"],
     ("data", "mnist"): ["--from", "--data-dir"],
@@ -97,6 +114,47 @@ def test_presets_are_a_line_each():
     assert done.status == 0
     assert [line.split()[0] for line in done.out.splitlines()] == list(presets())
     assert all(len(line.split()) > 3 for line in done.out.splitlines())
+
+
+def test_a_preset_is_printed_as_a_file_that_is_the_same_experiment(tmp_path):
+    (tmp_path / "copy.toml").write_text(here("presets", "digits-fedcb2o-tg5").out)
+    assert fedcb2o.load(tmp_path / "copy.toml").settings() == fedcb2o.load("digits-fedcb2o-tg5").settings()
+    assert "Did you mean `digits-fedcb2o`?" in here("presets", "digit-fedcb2o").one_line()
+
+
+def test_the_version_and_the_module_are_there():
+    assert fedcb2o.__version__ == version("fedcb2o")
+    done = command("-m", "fedcb2o", "--version", program=sys.executable)
+    assert (done.status, done.out.strip(), done.err) == (0, version("fedcb2o"), "")
+
+
+BASH = """
+eval "$(cat "$HOME/.bash_completions/fedcb2o.sh")"
+COMP_WORDS=($1 "$2") COMP_CWORD=${3:-1}
+_fedcb2o_completion fedcb2o
+printf '%s ' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_completion_is_installed_and_completes(tmp_path):
+    environment = {**ENVIRONMENT, "HOME": str(tmp_path), "PATH": f"{FEDCB2O.parent}:{os.environ['PATH']}"}
+    (tmp_path / "mine.toml").touch()
+
+    def bash(script, *words):
+        done = subprocess.run(
+            ["bash", "--norc", "-c", script, "bash", *words],
+            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "bash completion installed" in bash("fedcb2o --install-completion; true")
+    assert (tmp_path / ".bashrc").read_text().strip() == f"source '{tmp_path}/.bash_completions/fedcb2o.sh'"
+    assert bash(BASH, "fedcb2o", "pre") == "presets "
+    assert bash(BASH, "fedcb2o run", "digits-oracle-min", "2") == "digits-oracle-min digits-oracle-min-70 "
+    assert bash(BASH, "fedcb2o run", "m", "2") == "mine.toml "
+    assert bash(BASH, "fedcb2o track runs/mine --to", "t", "4") == "tensorboard "
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,10 @@ def test_help_reads_well():
         (["circle", "--num-particles", 10**9, "--no-figure"], "1,000,000,000 particles of 2 coordinates need about"),
         (["circle", "--runs", 10**20], "100,000,000,000,000,000,000 runs of 1 particles of 2 coordinates need about"),
         (["circle", "--adversary", "static", "--num-malicious", 10**12], "particles of 2 coordinates need about"),
-        (["circle", "--bounds=-1e308,1e308"], "infinite `bounds`, or ones too far apart, need an `initial` ensemble"),
+        (["circle", "--x0", "1,2,3"], "`x0` has 3 coordinates, `dim` is 2"),
+        (["circle", "--x0", "4,0", "--bounds=-3,3"], "`x0` = [4.0, 0.0] is not within the `bounds`"),
+        (["circle", "--spread", 0], "`spread` must be above 0"),
+        (["circle", "--maxfev", 0], "`maxfev` must be a whole number, at least 1"),
         (["circle", "--tol", "inf"], "--tol must be at least 0 and finite, got inf"),
         (["--lower", "minimise_mine:lower", "--dim", 0], "--dim must be at least 1, got 0"),
         (["--lower", "minimise_mine:lower", "--dim", -1], "--dim must be at least 1, got -1"),
@@ -327,6 +330,17 @@ def test_bad_input_is_one_line(words, line):
 def test_huge_numbers_are_numbers(words):
     done = here("minimize", "circle", "--maxiter", 1, "--num-particles", 20, "--no-figure", *words)
     assert (done.status, done.err.splitlines()[-1]) == (0, "Wrote runs/minimize-circle/result.json")
+
+
+def test_where_particles_start_and_how_many_are_judged(folder):
+    done = here("minimize", "circle", *SMALL, "--x0=-1,0.5", "--spread", 0.5, "--maxfev", 1000)
+    assert done.status == 0, done.err
+    table = read(folder / "runs" / "minimize-circle" / "result.json")
+    expected = fedcb2o.minimize(
+        CIRCLE.lower, CIRCLE.upper, 2, num_particles=40, maxiter=60, x0=[-1.0, 0.5], spread=0.5, maxfev=1000
+    )
+    assert (table["x"], table["nfev"]) == (expected.x.tolist(), 1000)
+    assert (table["settings"]["x0"], table["settings"]["spread"]) == ([-1.0, 0.5], 0.5)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ A block right after a comment `<!-- no test: reason -->` is left out.
 
 import functools
 import importlib
+import platform
 import re
 import subprocess
 import sys
@@ -55,6 +56,18 @@ def test_python_runs(page, tmp_path):
     script.write_text("\n".join(lines) + "\n", encoding="utf-8")
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="elsewhere rounding, and so the way to the answer, is another"
+)
+def test_the_first_result_of_the_tutorial_is_what_is_shown(capsys):
+    page = ROOT / "docs" / "particles.md"
+    (_, code), (_, shown) = next(blocks(page, "python")), next(blocks(page, "text"))
+    exec(code, {})
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[:-1] == shown.splitlines()[:-1]
+    assert printed.splitlines()[-1].startswith("seconds: ")
 
 
 @pytest.mark.parametrize(

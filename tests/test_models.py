@@ -168,12 +168,13 @@ def test_rows_begin_at_cache_lines():
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (nn.BatchNorm1d(3), r"keeps state outside its parameters \(running_mean\)"),
+        (nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)), "norm `0` keeps no statistics"),
         (nn.Linear(2, 2).double(), "all of type float32"),
-        (nn.Flatten(), "needs parameters"),
+        (nn.Flatten(), "needs parameters to train"),
+        (nn.Linear(2, 2).requires_grad_(False), "needs parameters to train"),
         (nn.Sequential(nn.Linear(2, 2), nn.ParameterList([torch.zeros(0)])), "none of them empty"),
     ],
-    ids=["buffers", "double", "none", "empty"],
+    ids=["batches", "double", "none", "frozen", "empty"],
 )
 def test_what_theta_would_not_describe_is_refused(network, message):
     with pytest.raises(ConfigError, match=message):

@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from fedcb2o.particles.adversaries import Adversary
     from fedcb2o.particles.minimize import CaptureWarning, minimize
     from fedcb2o.particles.objectives import from_numpy, from_point
+    from fedcb2o.particles.scipy_method import cb2o
+    from fedcb2o.particles.search import Search
     from fedcb2o.records import Run
     from fedcb2o.streams import stream
+    from fedcb2o.tracking import track
+
+    __version__: str
 
 __all__ = [
     "Adversary",
@@ -32,8 +37,10 @@ __all__ = [
     "FedCB2OError",
     "Run",
     "RunError",
+    "Search",
     "Shard",
     "bench",
+    "cb2o",
     "dataset",
     "from_numpy",
     "from_point",
@@ -43,6 +50,7 @@ __all__ = [
     "presets",
     "run",
     "stream",
+    "track",
 ]
 
 # Imported when first asked for: PyTorch takes a second, and the command line answers before and catches Ctrl-C.
@@ -58,12 +66,19 @@ _HOMES = {
     "particles.adversaries": ("Adversary",),
     "particles.minimize": ("CaptureWarning", "minimize"),
     "particles.objectives": ("from_numpy", "from_point"),
+    "particles.scipy_method": ("cb2o",),
+    "particles.search": ("Search",),
     "records": ("Run",),
     "streams": ("stream",),
+    "tracking": ("track",),
 }
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version  # which takes as long as all else here
+
+        return version("fedcb2o")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"fedcb2o.{home}"), name)

@@ -6,7 +6,7 @@ The paper's network (sec:experiments): two 5x5 convolutions with max pooling, th
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
+from fedcb2o import norms
 from fedcb2o.errors import ConfigError
 
 __all__ = ["cnn", "logistic", "mlp", "resnet"]
@@ -91,8 +92,8 @@ def resnet(input_shape: Sequence[int], num_classes: int, *, width: int = 16, blo
 
     He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2016), Section 4.2: three stages of `blocks`
     blocks with `width`, 2 `width` and 4 `width` channels, each stage at half the resolution of the one before. Group
-    normalisation (Wu and He, 2018) takes the place of batch normalisation, whose running averages are no parameters and
-    differ between agents; a group is 8 channels.
+    normalisation (Wu and He, 2018) takes the place of batch normalisation, whose statistics are no parameters and
+    differ between agents (`fedcb2o.norms`); a group is 8 channels.
     """
     channels, *_ = _image("resnet", input_shape)
     if width < 8 or width % 8:
@@ -148,60 +149,90 @@ def _check_widths(name: str, hidden: Sequence[int]) -> None:
         raise ConfigError(f"model `{name}`: `hidden` needs layers of 1 unit or more, got {list(hidden)}")
 
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of PyTorch's batch and instance norms
+def named(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a model's theta is made of, by name and in their order: the statistics that agents share, then
+    the parameters that are trained, those that are tied once. All else of a network is held once, and the same for all
+    agents.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return {**norms.statistics(module, "shared"), **trained}
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors that make a network an agent's, by name: theta, and the statistics that are its own."""
+    return {**named(module), **norms.statistics(module, "local")}
+
+
+def fill_(module: nn.Module, found: Mapping[str, Tensor]) -> None:
+    """Have a network be an agent's, by its `state`; raises ValueError where that is one of another network."""
+    mine = state(module)
+    if {name: each.shape for name, each in found.items()} != {name: each.shape for name, each in mine.items()}:
+        raise ValueError("it is the model of another network")
+    for name, tensor in mine.items():
+        tensor.detach().copy_(found[name])
 
 
 def dimension(module: nn.Module) -> int:
-    """d, the number of parameters of a module.
+    """d, the number of a model's parameters that are trained, and of statistics that agents share.
 
-    Raises ConfigError for a module that theta would not describe: one with buffers (batch statistics), with lazy
-    layers, with parameters of another type than float32, or with none at all.
+    Raises ConfigError for a module that theta would not describe: one with lazy layers, with parameters to be trained
+    of another type than float32 or with none, or with a norm that keeps no statistics.
     """
-    parameters = list(module.parameters())
-    if any(is_lazy(tensor) for tensor in (*parameters, *module.buffers())):
+    if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ConfigError(
             "the model has a lazy layer, which has no parameters yet: give its size, which follows from the shape of "
             "samples that the model's function is told"
         )
-    for name, _ in module.named_buffers():
-        if name.rpartition(".")[2] in STATISTICS:
-            raise ConfigError(
-                f"the model keeps state outside its parameters ({name}): use a norm without batch statistics"
-            )
+    norms.check(module)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if not trained or any(p.dtype != torch.float32 or not p.numel() for p in trained):
         raise ConfigError(
-            f"the model has the buffer `{name}`, which is no parameter, so that agents would not exchange it: make it "
-            "an nn.Parameter, or a plain attribute (self.name = tensor) if it never changes"
+            "the model needs parameters to train (requires_grad), all of type float32 and none of them empty"
         )
-    if not parameters or any(p.dtype != torch.float32 or not p.numel() for p in parameters):
-        raise ConfigError("the model needs parameters, all of type float32 and none of them empty")
-    return sum(p.numel() for p in parameters)
+    return sum(tensor.numel() for tensor in named(module).values())
 
 
 def head_of(module: nn.Module) -> tuple[int, int] | None:
     """The shape [C, h] of the weight of the last dense layer, where the network's parameters end in one with a bias."""
-    last = list(module.parameters())[-2:]
+    last = list(named(module).values())[-2:]
     dense = len(last) == 2 and last[0].ndim == 2 and last[1].shape == last[0].shape[:1]
     return (last[0].shape[0], last[0].shape[1]) if dense else None
 
 
 def flatten(module: nn.Module) -> Float[Tensor, " d"]:
-    """Theta of a module: a copy of its parameters one after the other, in the module's own order."""
-    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+    """Theta of a module: a copy of its tensors one after the other, in the order of `named`."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in named(module).values()])
 
 
 def bind_(module: nn.Module, theta: Float[Tensor, " d"]) -> None:
-    """Make the parameters of `module` views of `theta`: what trains the one trains the other."""
+    """Make the tensors of `module` views of `theta`: what trains the one trains the other."""
     start = 0
-    for p in module.parameters():
-        p.data = theta[start : start + p.numel()].view(p.shape)
-        start += p.numel()
+    for tensor in named(module).values():
+        tensor.data = theta[start : start + tensor.numel()].view(tensor.shape)
+        start += tensor.numel()
 
 
 def stacked(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
-    """The parameters of m networks, views of their models."""
-    sizes = [p.shape for p in module.parameters()]
+    """The tensors of m networks, views of their models."""
+    sizes = [tensor.shape for tensor in named(module).values()]
     parts = torch.split(thetas, [size.numel() for size in sizes], dim=1)
     return [part.view(len(part), *size) for part, size in zip(parts, sizes, strict=True)]
+
+
+def stacked_to_train(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
+    """The same for training: parameters that take gradients, and copies of the statistics, which a batched program
+    changes in place where they lie side by side; after these, room for those that are local."""
+    trained = [tensor.requires_grad for tensor in named(module).values()]
+    views = [
+        view.detach().requires_grad_() if takes else view.clone(memory_format=torch.contiguous_format)
+        for view, takes in zip(stacked(module, thetas), trained, strict=True)
+    ]
+    return [*views, *local_of(module, len(thetas))]
+
+
+def local_of(module: nn.Module, m: int) -> list[Float[Tensor, "m ..."]]:
+    """Room for the local statistics of m networks."""
+    return [each.expand(m, -1).contiguous() for each in norms.statistics(module, "local").values()]
 
 
 def are_several(x: Tensor) -> bool:
@@ -210,12 +241,12 @@ def are_several(x: Tensor) -> bool:
 
 
 def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:
-    """Whether every parameter of `module` still lies inside `theta`, at its place."""
+    """Whether every tensor of `module` that theta holds still lies inside `theta`, at its place."""
     place = theta.data_ptr()
-    for p in module.parameters():
-        if p.data_ptr() != place or not p.is_contiguous():
+    for tensor in named(module).values():
+        if tensor.data_ptr() != place or not tensor.is_contiguous():
             return False
-        place += p.numel() * p.element_size()
+        place += tensor.numel() * tensor.element_size()
     return place == theta.data_ptr() + theta.numel() * theta.element_size()
 
 

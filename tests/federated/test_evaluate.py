@@ -48,11 +48,14 @@ def test_models_are_judged_together_as_one_by_one(name, rows, together, monkeypa
     monkeypatch.setattr(evaluate, "IMAGES", 4)  # several parts, the last of them short
     module, (data,) = fresh(name), shards(1, 11)
     pool, rows = different(module, 5), torch.tensor(rows)
-    alone = evaluate.losses_of(module, pool, rows, data, 4, together=1)
-    found = evaluate.losses_of(module, pool, rows, data, 4, together=together)
+    (seen,) = (shard.x for shard in shards(2, 9)[1:])
+    reference = seen if name == "local" else None
+    alone = evaluate.losses_of(module, pool, rows, data, 4, together=1, reference=reference)
+    found = evaluate.losses_of(module, pool, rows, data, 4, together=together, reference=reference)
     for key in ("mean", "by_class", "entropy"):
         torch.testing.assert_close(getattr(found, key), getattr(alone, key), rtol=1e-5, atol=1e-6)
-    counts = [evaluate.confusion(module, pool, rows, data, 4, some) for some in (1, together)]
+    each = None if reference is None else [reference] * len(rows)
+    counts = [evaluate.confusion(module, pool, rows, data, 4, some, each) for some in (1, together)]
     assert torch.equal(*counts)
 
 

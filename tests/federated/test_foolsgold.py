@@ -161,10 +161,9 @@ def test_confidence_is_that_of_the_learning_rates():
 
 def test_a_network_without_a_last_dense_layer():
     (pool,) = pools(1)
+    theirs, me = (received(torch.tensor([i])) for i in (0, 2))
     with pytest.raises(ConfigError, match="the rule looks at the last dense layer, and this model does not end in one"):
-        foolsgold(
-            {}, Judged(0, pool, None, None, received(torch.tensor([0])), received(torch.tensor([2])), no_losses, local(before=5))
-        )
+        foolsgold({}, Judged(0, pool, None, None, theirs, me, no_losses, local(before=5)))
 
 
 # Rounds and runs

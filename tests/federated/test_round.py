@@ -2,6 +2,7 @@
 models that break."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from tests.agents import (
     MALICIOUS,
     SEED,
     TRAINING,
+    Adapted,
     chosen,
     convolutional,
     held,
     network,
+    normed,
     oracle_agents,
     run_rounds,
 )
@@ -32,13 +35,15 @@ from fedcb2o.federated.peers import Memory
 from fedcb2o.federated.types import Attack, Reduction, Weighed
 from fedcb2o.runtime.engine import rounds
 
+LARGE = dataclasses.replace(ours.TRAINING, batch_size=11)  # no batch has a single sample, which a batch norm refuses
 
-def compare(algorithm, options, *, num_rounds=6, make=network, **changes):
+
+def compare(algorithm, options, *, num_rounds=6, make=network, statistics="shared", **changes):
     """Run both, and hold every model, choice, weight and likelihood equal after every round."""
     engine = ours.together(algorithm, make(), **changes)
     terms = engine.terms
     options = dataclasses.replace(options, budget=BUDGET, validation_loss=terms.average)
-    agents = oracle_agents(engine, make, options)
+    agents = oracle_agents(engine, make, options, statistics)
     training = reference.Training(
         **{field.name: getattr(terms.training, field.name) for field in dataclasses.fields(reference.Training)}
     )
@@ -90,6 +95,21 @@ FEDCB2O = {
 @pytest.mark.parametrize("choice", FEDCB2O.values(), ids=FEDCB2O.keys())
 def test_fedcb2o_equals_the_oracle(choice):
     compare(algorithms.fedcb2o(**choice), dataclasses.replace(reference.FEDCB2O, **choice))
+
+
+@pytest.mark.parametrize("own_model", ["excluded", "judged"])
+@pytest.mark.parametrize("statistics", ["shared", "local", "dropped"])
+def test_batch_norms_equal_the_oracle(statistics, own_model):
+    """Agents who mix them, who estimate their own, and who leave them as they were."""
+    choice, make = {"own_model": own_model, "mixing_factor": 1.0}, functools.partial(normed, statistics)
+    options = dataclasses.replace(reference.FEDCB2O, **choice)
+    compare(algorithms.fedcb2o(**choice), options, make=make, statistics=statistics, training=LARGE, num_rounds=3)
+
+
+def test_adapters_on_a_frozen_base_equal_the_oracle():
+    """The base is the same for all, and no part of theta; what is tied counts once."""
+    compare(algorithms.fedcb2o(), reference.FEDCB2O, make=Adapted, num_rounds=3)
+    assert ours.together(algorithms.fedcb2o(), Adapted()).terms.dim == 2 * 9 + 9 * 2 + 9 * 4 + 4
 
 
 def test_defaults_are_the_papers():

@@ -84,7 +84,6 @@ def test_who_is_alone_drew_itself_or_knows_nothing():
     _, decided = sentinel({}, seen_by(pool, [1], [0.5], 0.5))
     assert decided.outcome.weights.tolist() == [1]
     assert sentinel({}, seen_by(pool, [0], [0.1], math.nan))[1].tolist() == [0, 0]
+    theirs, me = (received(torch.tensor([i])) for i in (0, 1))
     with pytest.raises(ConfigError, match="set `judges` = true"):
-        sentinel(
-            {}, Judged(0, models(2, 6), None, None, received(torch.tensor([0])), received(torch.tensor([1])), no_losses, None)
-        )
+        sentinel({}, Judged(0, models(2, 6), None, None, theirs, me, no_losses, None))

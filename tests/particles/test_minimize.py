@@ -381,6 +381,25 @@ def test_all_seeds_repeat_all_runs():
     assert torch.equal(fedcb2o.minimize(circle, G, 2, seed=result.seed, **settings).x, result.x)
 
 
+def test_a_generator_draws_the_seed():
+    settings = {"num_particles": 20, "maxiter": 5}
+    for make in (np.random.default_rng, np.random.RandomState, lambda seed: torch.Generator().manual_seed(seed)):
+        generator = make(1)
+        first, second = (fedcb2o.minimize(circle, G, 2, seed=generator, **settings) for _ in range(2))
+        assert not torch.equal(first.x, second.x)
+        assert torch.equal(fedcb2o.minimize(circle, G, 2, seed=make(1), **settings).x, first.x)
+        assert torch.equal(fedcb2o.minimize(circle, G, 2, seed=second.seed, **settings).x, second.x)
+    several = fedcb2o.minimize(circle, G, 2, seed=np.random.default_rng(1), runs=2, **settings)
+    assert several.seed[1] == several.seed[0] + 1
+
+
+def test_no_seed_is_another_one_each_time():
+    settings = {"num_particles": 20, "maxiter": 5}
+    first, second = (fedcb2o.minimize(circle, G, 2, seed=None, **settings) for _ in range(2))
+    assert first.seed != second.seed
+    assert torch.equal(fedcb2o.minimize(circle, G, 2, seed=first.seed, **settings).x, first.x)
+
+
 # ---- conventions of the result ----
 
 
@@ -527,6 +546,62 @@ def test_maxiter_0_judges_the_first_ensemble():
     # weights 1, 1, 1/4
     assert best.x.tolist() == pytest.approx([2 / 2.25, 0.5 / 2.25])
     assert best.lower.item() == pytest.approx(circle(best.x).item())
+
+
+def test_a_result_is_a_mapping():
+    result = fedcb2o.minimize(circle, G, 2, maxiter=3)
+    assert result["x"] is result.x
+    assert result.fun is result["fun"] is result.lower
+    assert list(dict(result)) == [*(field.name for field in dataclasses.fields(result)), "fun"]
+    assert "nit" in result
+    assert "clone" not in result
+    with pytest.raises(KeyError):
+        result["keys"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch": 7}, {"batch": 7, "record_every": 3}, {"batch": 7, "lambda2": 0.1}])
+def test_maxfev(settings):
+    common = {"num_particles": 20, "xtol": 0.0, "runs": 2, **settings}
+    for maxfev in range(60, 200, 7):
+        result = fedcb2o.minimize(circle, G, 2, maxfev=maxfev, **common)
+        assert max(result.nfev) <= maxfev
+        assert result.message[0] == f"another step would judge more than maxfev = {maxfev} particles"
+        further = fedcb2o.minimize(circle, G, 2, maxiter=int(result.nit[0]) + 1, **common)
+        assert max(further.nfev) > maxfev
+    assert fedcb2o.minimize(circle, G, 2, maxfev=60, maxiter=2, num_particles=20).message.startswith("maxiter")
+
+
+def test_further_arguments():
+    def about(x, centre, scale=1.0):
+        return scale * (x - centre).square().sum(-1)
+
+    found = fedcb2o.minimize(about, dim=2, args=(torch.tensor([1.0, 2.0]), 3.0))
+    torch.testing.assert_close(found.x, torch.tensor([1.0, 2.0]).double(), rtol=0, atol=0.01)
+    assert torch.equal(fedcb2o.minimize(about, None, 2, args=1.0, maxiter=5).x,
+                       fedcb2o.minimize(lambda x: about(x, 1.0), None, 2, maxiter=5).x)  # fmt: skip
+    both = fedcb2o.minimize([circle_of, circle_of], G_of, 2, args=(0.5,), maxiter=5)
+    plain = fedcb2o.minimize([lambda x: circle_of(x, 0.5)] * 2, lambda x: G_of(x, 0.5), 2, maxiter=5)
+    assert torch.equal(both.theta, plain.theta)
+    for adapter, function in (
+        (fedcb2o.from_numpy, lambda x, a: ((x - a) ** 2).sum(-1)),
+        (fedcb2o.from_point, lambda x, a: ((x - a) ** 2).sum()),
+    ):
+        adapted = fedcb2o.minimize(adapter(function), dim=2, args=(0.5,), maxiter=5)
+        torch.testing.assert_close(adapted.x, fedcb2o.minimize(about, dim=2, args=(0.5,), maxiter=5).x)
+    with pytest.raises(ConfigError, match="writes_into_it, writes into"):
+        fedcb2o.minimize(writes_into_it, dim=2, args=(2.0,))
+
+
+def writes_into_it(x, a):
+    return x.mul_(a).sum(-1)
+
+
+def circle_of(x, a):
+    return circle(x * a)
+
+
+def G_of(x, a):  # noqa: N802
+    return G(x + a)
 
 
 def test_repr_of_one_run():
@@ -718,6 +793,58 @@ def test_also_where_they_start(initial):
     assert (result.x.abs() <= 1).all()
 
 
+@pytest.mark.parametrize(
+    ("settings", "low", "high"),
+    [
+        ({"dim": 2}, [-3, -3], [3, 3]),
+        ({"x0": [1.0, -2.0]}, [-2, -5], [4, 1]),
+        ({"x0": 5, "dim": 2, "spread": 0.5}, [4.5, 4.5], [5.5, 5.5]),
+        ({"x0": np.array([1.0, 2.0]), "spread": [0.5, 1.0]}, [0.5, 1], [1.5, 3]),
+        ({"dim": 2, "spread": 10.0}, [-10, -10], [10, 10]),
+        # Between two bounds everywhere, or about x0 half as far as they lie apart.
+        ({"bounds": [(-1.0, 0.5), (10.0, 30.0)]}, [-1, 10], [0.5, 30]),
+        ({"bounds": [(-1.0, 0.5), (10.0, 30.0)], "x0": [-1.0, 25.0]}, [-1, 15], [-0.25, 30]),
+        ({"bounds": [(-1.0, 0.5), (10.0, 30.0)], "spread": 0.25}, [-0.5, 19.75], [0, 20.25]),
+        # One bound: as near to [-3, 3] as it allows.
+        ({"bounds": (0, None), "dim": 2}, [0, 0], [6, 6]),
+        ({"bounds": [(10.0, math.inf), (-math.inf, 1.0)]}, [10, -5], [16, 1]),
+        ({"bounds": [(-50, None), (None, None)]}, [-3, -3], [3, 3]),
+        ({"bounds": (-1e308, 1e308), "dim": 2}, [-3, -3], [3, 3]),
+        ({"bounds": [(None, -50), (-50, None)], "spread": 1.0}, [-52, -1], [-50, 1]),
+        ({"bounds": [(0, None), (None, 5)], "x0": [1.0, 4.0]}, [0, 1], [4, 5]),
+        ({"bounds": optimize.Bounds([0, -np.inf], [np.inf, np.inf])}, [0, -3], [6, 3]),
+        ({"bounds": optimize.Bounds(lb=0), "x0": [1.0, 1.0]}, [0, 0], [4, 4]),
+    ],
+    ids=str,
+)
+def test_where_particles_start(settings, low, high):
+    low, high = torch.tensor(low).double(), torch.tensor(high).double()
+    start = fedcb2o.minimize(circle, G, num_particles=2000, maxiter=0, **settings).theta
+    assert ((start >= low) & (start <= high)).all()
+    near = 0.01 * (high - low)
+    assert (start.amin(0) < low + near).all()
+    assert (start.amax(0) > high - near).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"x0": [-1.0, 0.0], "bounds": (0, None)}, r"`x0` = \[-1.0, 0.0\] is not within the `bounds`"),
+        ({"x0": [1.0, 0.0, 0.0], "dim": 2}, "`x0` has 3 coordinates, `dim` is 2"),
+        ({"x0": [[1.0, 0.0]]}, r"`x0` must be a point \[d\] .* and an ensemble is `initial`"),
+        ({"x0": [math.nan, 0.0]}, "`x0` must be a point"),
+        ({"x0": [0.0, 0.0], "initial": [[0.0, 1.0], [1.0, 0.0]]}, "`initial` says where particles start, and so do"),
+        ({"spread": 0.0, "dim": 2}, "`spread` must be above 0"),
+        ({"spread": [1.0, 1.0, 1.0], "dim": 2}, "`spread` must be above 0"),
+        ({"spread": -1.0, "x0": [0.0, 0.0]}, "`spread` must be above 0"),
+        ({"maxfev": 0, "dim": 2}, "`maxfev` must be a whole number, at least 1"),
+    ],
+)
+def test_starts_that_cannot_be(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        fedcb2o.minimize(circle, G, **settings)
+
+
 def test_half_open_bounds():
     start = np.random.default_rng(0).uniform(1, 2, (20, 2))
     result = fedcb2o.minimize(
@@ -737,7 +864,6 @@ def test_half_open_bounds():
         ([(0.0, 1.0), (0.0,)], 2),
         ([0.0, 1.0, 2.0], 2),
         ((0.0, math.nan), 2),
-        ((0.0, math.inf), 2),
         ([[(0.0, 1.0)]], 1),
         (optimize.Bounds([0, 0], [1, 1]), 3),
     ],

@@ -1,5 +1,6 @@
 """The built-in problems have the answers that they say, wrapped functions fit, and published rates are reached."""
 
+import concurrent.futures
 import math
 import warnings
 
@@ -151,6 +152,15 @@ def test_from_point():
     runs = fedcb2o.minimize(wrapped, fedcb2o.from_point(lambda x: x[-1]), 2, runs=2, num_particles=10, maxiter=4)
     plain = fedcb2o.minimize(objectives.circle, objectives.height, 2, runs=2, num_particles=10, maxiter=4)
     torch.testing.assert_close(runs.x, plain.x)
+
+
+def test_from_point_by_a_pool():
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        wrapped = fedcb2o.from_point(numpy_circle, workers=pool.map)
+        x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 3)))
+        torch.testing.assert_close(wrapped(x), objectives.circle(x))
+    arrays = fedcb2o.from_point(lambda x: x[:1])  # one number in an array, as many of SciPy's users return
+    torch.testing.assert_close(arrays(x), x[..., 0])
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,22 @@ def test_every_kind_of_algorithm_reproduces_the_simulation(name, tmp_path):
         assert_same(model_of(tmp_path / f"out-{j}"), models[j])
 
 
+@pytest.mark.parametrize("buffers", ["shared", "local"])
+def test_statistics_of_norms_reproduce_the_simulation_and_are_written(buffers, tmp_path):
+    path = "tests.networks:with_norms"
+    changes = {**CHANGES, "rounds": 2, "model": {"name": path, "buffers": buffers}, "training": {"batch_size": 7}}
+    settings, made = in_memory(tmp_path, 6, changes)
+    run_all(made)
+    models, _ = simulation_of(tmp_path / "simulation", settings)
+    simulated = fedcb2o.Run(tmp_path / "simulation")
+    for j in range(6):
+        assert_same(model_of(tmp_path / f"out-{j}"), models[j])
+        mine, theirs = agent.load_model(tmp_path / f"out-{j}", own=[path]), simulated.model(j)
+        assert mine.state_dict().keys() == theirs.state_dict().keys()
+        for name, tensor in theirs.state_dict().items():
+            assert tensor.equal(mine.state_dict()[name]) or name.endswith("num_batches_tracked"), name
+
+
 def test_a_graph_says_whom_an_agent_may_ask(tmp_path):
     changes = {**CHANGES, "rounds": 3, "agents": {**CHANGES["agents"], "budget": 2, "graph": {"name": "ring"}}}
     settings, made = in_memory(tmp_path, 6, changes)

@@ -1,15 +1,32 @@
-"""The verdicts of `benchmarks/claims.py`, by hand."""
+"""The verdicts of `benchmarks/claims.py`, by hand, and the published tables from the values that they were made of."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from benchmarks import claims
+from tests.report.synthetic import draw_run
+
+from fedcb2o.records import Run
+from fedcb2o.report.tables import LABELS, pair_statistics, spread
+
+PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 
 
 def claim(low, high):
     return claims.Claim("", "", "", (), lambda known: pd.Series(dtype=float), low, high)
+
+
+def that(says, *, statistic=""):
+    """The claim of these words."""
+    (found,) = (each for each in claims.claims() if each.says == says and statistic in each.statistic)
+    return found
+
+
+def table(**columns):
+    return pd.DataFrame(columns, index=range(len(next(iter(columns.values())))))
 
 
 def test_the_interval_is_students():
@@ -22,27 +39,70 @@ def test_the_interval_is_students():
 def test_one_seed_says_nothing():
     mean, low, high = claims.interval(pd.Series([5.0]))
     assert (mean, low, high) == (5.0, -math.inf, math.inf)
-    assert claims.verdict(claim(0.0, math.inf), low, high) == "within noise"
+    assert claims.verdict(claim(0.0, math.inf), low, high) == "undecided"
 
 
 def test_a_claim_is_held_by_the_whole_interval():
     positive, alike = claim(0.0, math.inf), claim(-8.0, 8.0)
     assert claims.verdict(positive, 0.5, 9.0) == "held"
-    assert claims.verdict(positive, -0.5, 9.0) == "within noise"
-    assert claims.verdict(positive, -9.0, -0.5) == "not held"
+    assert claims.verdict(positive, -0.5, 9.0) == "undecided"
+    assert claims.verdict(positive, -9.0, -0.5) == "opposite"
     assert claims.verdict(alike, -7.0, 3.0) == "held"
-    assert claims.verdict(alike, -9.0, 3.0) == "within noise"
-    assert claims.verdict(alike, 8.5, 20.0) == "not held"
+    assert claims.verdict(alike, -9.0, 3.0) == "undecided"
+    assert claims.verdict(alike, 8.5, 20.0) == "opposite"
+
+
+def test_what_does_not_degrade_may_improve():
+    source, success = that("the source class does not degrade"), that("nor does ASR")
+    assert claims.verdict(source, 9.0, 12.0) == claims.verdict(success, -12.0, -9.0) == "held"
+    assert claims.verdict(source, -12.0, -9.0) == claims.verdict(success, 9.0, 12.0) == "opposite"
+
+
+def test_margins_are_the_papers_words():
+    """Wide enough for every difference that the paper calls alike, by less than half a point, and for no other one."""
+    for metric, margin in claims.MARGIN.items():
+        named = [c for c in claims.claims() if c.statistic.startswith(claims.NAMED[metric]) and not math.isnan(c.paper)]
+        alike = [abs(c.paper) for c in named if (c.low, c.high) == (-margin, margin)]
+        apart = [abs(c.paper) for c in named if 0.0 in (c.low, c.high) and c.where in ("(ii)", "(iii)")]
+        assert margin - 0.5 < max(alike) <= margin < min(apart, default=math.inf)
+
+
+def test_the_paper_meets_its_own_claims():
+    for each in claims.claims():
+        assert math.isnan(each.paper) or claims.verdict(each, each.paper, each.paper) == "held", each.says
 
 
 def test_differences_are_between_runs_of_one_seed():
     known = {
-        "fedcbo": pd.DataFrame({"source_accuracy": [40.0, 20.0]}, index=[0, 1]),
-        "fedcb2o": pd.DataFrame({"source_accuracy": [30.0, 50.0]}, index=[1, 0]),
+        "FedCBO": pd.DataFrame({"source_accuracy": [40.0, 20.0, 7.0]}, index=[0, 1, 2]),
+        "FedCB2O": pd.DataFrame({"source_accuracy": [30.0, 50.0]}, index=[1, 0]),
     }
-    better = next(c for c in claims.claims("fedcb2o-tg5", "fedcb2o-tg5") if c.needs == ("fedcb2o", "fedcbo"))
-    assert better.of(known).to_dict() == {0: 10.0, 1: 10.0}
+    better = that("FedCB2O is significantly higher on the source class")
+    assert better.of(known).dropna().to_dict() == {0: 10.0, 1: 10.0}
     assert better.paper == pytest.approx(55.73 - 40.23)
+
+
+def test_second_best_lets_one_be_better():
+    known = {
+        "Oracle Max": table(attack_success_rate=[4.0, 4.0]),
+        "Oracle Min": table(attack_success_rate=[1.0, 3.0]),
+        "FedCB2O": table(attack_success_rate=[9.0, 2.0]),
+        "FedCBO": table(attack_success_rate=[30.0, 40.0]),
+    }
+    success = that("and in ASR", statistic="second best")
+    assert success.of(known).tolist() == [5.0, -1.0]  # behind one, ahead of 9; behind two, by 1 of the second
+    assert success.paper == pytest.approx(38.73 - 32.19)
+
+
+def test_columns_are_of_the_runs_that_there_are():
+    names = ["fedcbo", "fedcbo-alpha10", "fedcbo-paper", "oracle-max", "fedcb2o", "fedcb2o-paper", "fedcb2o-released"]
+    found = claims.columns(dict.fromkeys([*names, "fedcb2o-tg3", "fedcb2o-tg5", "fedcb2o-tg10"], pd.DataFrame()))
+    pairs = [(stands["FedCBO"], stands["FedCB2O"]) for stands in found.values()]
+    assert pairs[:2] == [("fedcbo-alpha10", "fedcb2o"), ("fedcbo", "fedcb2o")]
+    assert pairs[-1] == ("fedcbo-paper", "fedcb2o-paper")
+    first, last = next(iter(found.values())), list(found.values())[-1]
+    assert (first["with an earlier T_G"], first["with a later T_G"]) == ("fedcb2o-tg3", "fedcb2o-tg10")
+    assert (first["FedCB2O of Fig. 6"], last["FedCB2O of Fig. 6"]) == ("fedcb2o-tg5", "fedcb2o-paper")
 
 
 def test_weight_that_went_elsewhere_is_of_the_last_fifth():
@@ -54,3 +114,43 @@ def test_weight_that_went_elsewhere_is_of_the_last_fifth():
         agents=pd.DataFrame({"seed": 0, "agent": [0, 1, 2], "cluster": [0, 0, 1], "malicious": [False, True, False]}),
     )
     assert claims._elsewhere(run).to_dict() == pytest.approx({0: 0.3 / 1.5})
+
+
+def test_published_tables_are_recomputed_from_the_values_that_are_kept():
+    assert {found["folder"] for found in claims.TABLE.finditer(PAGE.read_text(encoding="utf-8"))}
+    assert claims.rewritten(PAGE) == PAGE.read_text(encoding="utf-8")
+
+
+def test_bars_are_by_cluster_and_seed(tmp_path):
+    run = draw_run(tmp_path / "fedcbo", benign=3, malicious=1, rounds=10)
+    found, bars = claims.values(run), pair_statistics(run).set_index(["seed", "cluster", "relation", "peer"])
+    for seed in run.seeds:
+        for cluster in (0, 1):
+            benign, malicious = (bars.loc[seed, cluster, "same", peer] for peer in ("benign", "malicious"))
+            mine = found.loc[seed].filter(like=f"_{cluster + 1}")
+            assert mine[f"benign_picked_{cluster + 1}"] == benign.frequency
+            assert mine[f"malicious_picked_{cluster + 1}"] == pytest.approx(malicious.frequency / benign.frequency)
+            assert mine[f"malicious_share_{cluster + 1}"] == pytest.approx(malicious.share / benign.share)
+
+
+def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
+    for seed, rounds in ((0, 10), (3, 10), (4, 8)):
+        draw_run(
+            tmp_path / f"by-{seed}" / "x-fedcbo", {"rounds": 10}, benign=3, malicious=1, rounds=rounds, seeds=[seed]
+        )
+    into = tmp_path / "into"
+    into.mkdir()
+    runs = claims.gathered(sorted(tmp_path.glob("by-*")), into)
+    assert {name: run.seeds for name, run in runs.items()} == {"fedcbo": (0, 3)}
+    whole = Run(tmp_path / "by-3" / "x-fedcbo")
+    pd.testing.assert_frame_equal(claims.values(runs["fedcbo"]).loc[[3]], claims.values(whole))
+
+
+def test_the_readmes_table_is_that_of_its_seeds():
+    values = pd.read_csv(PAGE.parent / "reproduction" / "digits" / "values.csv")
+    methods = ["fedcbo-alpha10", "fedcbo", "oracle-min", "oracle-max", "fedcb2o", "fedcb2o-paper", "fedcb2o-released"]
+    by_method = dict(list(values[values.seed < 10].groupby("method")))
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    for metric in ("accuracy", "source_accuracy", "attack_success_rate", "malicious_weight"):
+        cells = [spread(by_method[method][metric] / 100) for method in methods]
+        assert f"\n| {LABELS[metric]} | {' | '.join(cells)} |\n" in readme

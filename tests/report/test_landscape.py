@@ -109,3 +109,4 @@ def test_a_page_stands_alone(tmp_path, case):
     assert "<link" not in page
     assert "<title>a title &lt; with &amp; signs</title>" in page
     assert "▶" in page
+    assert 'alt="Particles on the landscape until t = ' in page

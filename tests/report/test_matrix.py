@@ -282,10 +282,10 @@ def test_the_page_and_its_files(view, tmp_path):
     assert matrices | {"report.html", "summary.csv", "cells.csv", "statistics.csv", "grid.toml"} <= names
     page = (tmp_path / "out" / "report.html").read_text()
     assert "partial" not in page
-    assert "http" not in page
+    assert "://" not in page
     for definition in ("best defence there", "train on true labels", "Student", "with the worst mean over seeds"):
         assert definition in page
-    assert "17.5 [-77.8, 112.8]" in page
+    assert "17.5 <small>[-77.8, 112.8]</small>" in page
     cells = pd.read_csv(tmp_path / "out" / "cells.csv").set_index(["defence", "attack", "seed", "metric"]).value
     assert cells[MEAN, FLIP, 0, "success"] == pytest.approx(0.8)
     assert cells[MEAN, "Attackers clean", 0, "accuracy"] == pytest.approx(0.95)

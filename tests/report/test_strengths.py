@@ -2,6 +2,7 @@
 
 import pandas as pd
 import pytest
+from benchmarks.pages import named
 from matplotlib.figure import Figure
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 
@@ -63,7 +64,9 @@ def test_the_page_says_how_many_choices_lie_at_an_end(folder, tmp_path):
 def test_a_report_can_be_made_again_with_its_strengths(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(grid_page, "heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
     report_grid(read_grid(folder), tmp_path / "once")
-    report_grid(read_grid(tmp_path / "once"), tmp_path / "twice")
+    again = read_grid(tmp_path / "once")
+    report_grid(again, tmp_path / "twice")
+    assert named(again, "strengths").to_csv() == (tmp_path / "once" / "matrices" / "strengths.csv").read_text()
     for name in ("strengths.csv", "strengths.json", "matrices/strengths.md"):
         assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
     assert "strengths = " not in (tmp_path / "once" / "report.html").read_text()

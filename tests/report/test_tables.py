@@ -79,13 +79,13 @@ def test_the_last_fifth_of_the_rounds():
 
 
 def test_spread():
-    assert spread(pd.Series([0.25, 0.75])) == "50.00 ± 35.36"
-    assert spread(pd.Series([0.25])) == "25.00"
+    assert spread(pd.Series([0.25, 0.75])) == "50.0 [-267.7, 367.7]"  # 12.706 * 35.355 / sqrt(2)
+    assert spread(pd.Series([0.25])) == "25.0"
     assert spread(pd.Series([math.nan])) == "–"
 
 
 def test_the_caption_tells_the_seeds_or_how_many_where_they_differ(attacked, tmp_path):
-    assert told_seeds([attacked]).endswith("mean ± standard deviation over seeds (0, 1).")
+    assert told_seeds([attacked]).endswith("mean and 95% interval over seeds (0, 1).")
     other = run_of(tmp_path / "other", {7: [scores([0.5] * 3, None, None)]}, title="Oracle")
     assert told_seeds([other]) == "Percent, at the last round of seed 7."
     assert told_seeds([attacked, other]).endswith("over seeds, as many as each has: FedCBO 2, Oracle 1.")
@@ -95,13 +95,13 @@ def test_compare_is_the_papers_table(attacked, tmp_path):
     other = run_of(tmp_path / "other", {0: [scores([0.5] * 3, None, None)]}, title="Oracle")
     table = compare([attacked, other])
     assert table.columns.tolist() == ["FedCBO", "Oracle"]
-    assert table.loc["Overall accuracy"].tolist() == ["50.00 ± 0.00", "50.00"]
-    assert table.loc["Source class accuracy"].tolist() == ["30.00 ± 14.14", "–"]
-    assert table.loc["Attack success rate"].tolist() == ["50.00 ± 35.36", "–"]
+    assert table.loc["Overall accuracy"].tolist() == ["50.0 [50.0, 50.0]", "50.0"]
+    assert table.loc["Source class accuracy"].tolist() == ["30.0 [-97.1, 157.1]", "–"]
+    assert table.loc["Attack success rate"].tolist() == ["50.0 [-267.7, 367.7]", "–"]
     assert "Net attack success" not in table.index
     worst = compare([attacked], over="worst")
-    assert worst.loc["Overall accuracy", "FedCBO"] == "37.50 ± 17.68"
-    assert worst.loc["Attack success rate", "FedCBO"] == "62.50 ± 17.68"
+    assert worst.loc["Overall accuracy", "FedCBO"] == "37.5 [-121.3, 196.3]"
+    assert worst.loc["Attack success rate", "FedCBO"] == "62.5 [-96.3, 221.3]"
 
 
 def test_runs_of_one_title_are_told_apart(attacked, tmp_path):
@@ -120,7 +120,7 @@ def test_net_attack_success_is_paired_by_seed(attacked, tmp_path):
     assert net_attack_success(attacked, [twin]).to_dict() == {1: 0.5}
     table = compare([twin, attacked])
     assert table.columns.tolist() == ["FedCBO"]
-    assert table.loc["Net attack success", "FedCBO"] == "50.00"
+    assert table.loc["Net attack success", "FedCBO"] == "50.0"
     assert compare([attacked, twin], twins=True).columns.tolist() == ["FedCBO", "FedCBO clean"]
     assert compare([twin]).columns.tolist() == ["FedCBO clean"]
 
@@ -128,12 +128,18 @@ def test_net_attack_success_is_paired_by_seed(attacked, tmp_path):
 def test_the_twin_is_found_beside_the_run_and_only_if_its_settings_match(attacked, tmp_path):
     assert twin_of(attacked) is None
     beside = clean_twin(tmp_path / "attacked-clean")
-    assert compare([attacked]).loc["Net attack success", "FedCBO"] == "50.00"
+    assert compare([attacked]).loc["Net attack success", "FedCBO"] == "50.0"
     assert twin_of(attacked) == beside
     write_toml(beside.folder / "config.toml", {**beside.config, "rounds": 3})
     assert twin_of(attacked) is None
     (beside.folder / "config.toml").unlink()
     assert twin_of(attacked) is None
+
+
+def test_nobody_has_a_malicious_weight_where_nobody_attacks(attacked, tmp_path):
+    calm = run_of(tmp_path / "calm", {0: [scores([1] * 3, [1] * 3, [0] * 3)]}, agents={"malicious_role": "benign"})
+    assert by_source_count(calm).malicious_weight.isna().all()
+    assert compare([attacked, calm]).loc["Malicious weight", "calm"] == "–"
 
 
 def test_by_source_count(attacked):
@@ -185,32 +191,42 @@ def test_an_incomplete_run_says_so(tmp_path):
     run = write_run(tmp_path / "half", config, agents=AGENTS, metrics=metrics, complete=False)
     expected = "FedCBO (half) is incomplete: 1 of 2 seeds begun, read from seed 0 at round 1 of 9"
     assert unfinished(run) == expected
-    assert compare([run]).loc["Overall accuracy", "FedCBO"] == "100.00"
+    assert compare([run]).loc["Overall accuracy", "FedCBO"] == "100.0"
 
 
-TABLE = pd.DataFrame({"A & B": ["1.00 ± 0.10", "–"], "FedCB2O (T_G = 30)": ["2.00", "x|y"]}, index=["50%", "b"])
+TABLE = pd.DataFrame({"A & B": ["1.0 [0.9, 1.1]", "–"], "FedCB2O (T_G = 30)": ["2.00", "x|y"]}, index=["50%", "b"])
 
 
 def test_markdown_latex_and_html():
     assert render.to_markdown(TABLE).splitlines() == [
         "|  | A & B | FedCB2O (T_G = 30) |",
         "| --- | ---: | ---: |",
-        "| 50% | 1.00 ± 0.10 | 2.00 |",
+        "| 50% | 1.0 [0.9, 1.1] | 2.00 |",
         "| b | – | x\\|y |",
     ]
     latex = render.to_latex(TABLE)
     assert r"& A \& B & FedCB2O ($T_G$ = 30) \\" in latex
-    assert r"50\% & 1.00 $\pm$ 0.10 & 2.00 \\" in latex
-    assert "<th>A &amp; B</th><th>FedCB2O (<i>T</i><sub>G</sub> = 30)</th>" in render.to_html(TABLE)
+    assert r"50\% & 1.0 [0.9, 1.1] & 2.00 \\" in latex
+    page = render.to_html(TABLE)
+    assert '<th scope="col">A &amp; B</th><th scope="col">FedCB2O (<i>T</i><sub>G</sub> = 30)</th>' in page
+    assert '<th scope="row">50%</th><td>1.0 <small>[0.9, 1.1]</small></td>' in page
+
+
+def test_a_cell_of_html_has_its_colour_and_a_line_for_each_part():
+    table = pd.DataFrame({"A": ["17.5 [-7.8, 11.8] (Trash) †", "best"]}, index=["a", "b"])
+    page = render.to_html(table, pd.DataFrame({"A": [0.5, -1.0]}))
+    parts = "17.5 † <small>[-7.8, 11.8]</small> <small>(Trash)</small>"
+    assert f'<td class="worse" style="--shade:0.50">{parts}</td>' in page
+    assert '<td class="better" style="--shade:1.00">best</td>' in page
 
 
 @pytest.mark.parametrize("runs", [1, 4, 5, 9])
 def test_no_number_is_cut_off_on_a_narrow_terminal(runs):
     rows = ["Overall accuracy", "Source class accuracy", "Attack success rate", "Net attack success"]
-    table = pd.DataFrame({f"FedCB2O (T_G = {i})": ["84.26 ± 10.18"] * 4 for i in range(runs)}, index=rows)
+    table = pd.DataFrame({f"FedCB2O (T_G = {i})": ["84.3 [74.1, 94.4]"] * 4 for i in range(runs)}, index=rows)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(render.to_rich(table))
-    assert console.export_text().count("84.26 ± 10.18") == 4 * runs
+    assert console.export_text().replace(" ", "").count("84.3[74.1,94.4]") == 4 * runs
 
 
 def test_readable_is_in_percent_and_counts_clusters_from_one():

@@ -13,12 +13,14 @@ import torch
 from tests.agents import (
     CLUSTER,
     TRAINING,
+    Adapted,
     attackers_of,
     block_of,
     convolutional,
     first_models,
     held,
     network,
+    normed,
     terms_of,
     wide,
 )
@@ -150,6 +152,17 @@ def test_agents_that_lack_classes(cluster, algorithm):
 @pytest.mark.parametrize("training", [{"precision": "bfloat16"}, {"local_steps": 3}], ids=str)
 def test_training(cluster, training):
     hold_equal(cluster, partial(algorithms.fedcb2o), training=dataclasses.replace(TRAINING, **training), counts=[3])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [normed, partial(normed, "local"), partial(normed, "dropped"), Adapted],
+    ids=["shared", "local", "dropped", "base"],
+)
+def test_statistics_and_what_is_frozen(cluster, make):
+    """Two agents at once, so that those of several models are computed in one program."""
+    training = dataclasses.replace(TRAINING, batch_size=11)  # a batch norm refuses a single sample
+    hold_equal(cluster, algorithms.fedcb2o, make=make, training=training, counts=[3])
 
 
 RULES = ["mean", "trimmed_mean", "geometric_median", "krum", "foolsgold", "fltrust", "monna", "flame", "sentinel"]

@@ -1,6 +1,7 @@
 """Two engines find the same: agents who share a pool on one machine, and agents in blocks with pools of their own who
 send each other bytes. The same choices, records and models, bit for bit, whatever the blocks and the order of rows."""
 
+import dataclasses
 import functools
 import json
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 from tests.agents import (
     CLUSTER,
+    TRAINING,
+    Adapted,
     attackers_of,
     block_of,
     convolutional,
     first_models,
     held,
     network,
+    normed,
     terms_of,
     wide,
 )
@@ -117,6 +121,12 @@ ALGORITHMS = {
 @pytest.mark.parametrize("participation", [1.0, 0.6])
 def test_every_algorithm(algorithm, participation):
     hold_equal(algorithm, count=5, participation=participation)
+
+
+@pytest.mark.parametrize("make", [normed, functools.partial(normed, "local"), Adapted], ids=["shared", "local", "base"])
+def test_statistics_and_what_is_frozen(make):
+    training = dataclasses.replace(TRAINING, batch_size=11)
+    hold_equal(algorithms.fedcb2o(own_model="judged"), make=make, training=training)
 
 
 @pytest.mark.parametrize("name", [name for name in rules.__all__ if name != "by_num_samples"])

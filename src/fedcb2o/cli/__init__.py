@@ -1,4 +1,4 @@
-"""The command line: run, bench, compare, report, presets, minimize, data, peer.
+"""The command line: run, bench, compare, report, track, presets, schema, minimize, data, peer.
 
 What a command needs is imported when it runs: help and mistakes answer before PyTorch would be there.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedcb2o.cli import data, minimizing, peers, runs
+from fedcb2o.cli import configurations, data, minimizing, peers, runs
 from fedcb2o.cli.stops import Stops
 from fedcb2o.errors import FedCB2OError
 from fedcb2o.output import kept, lost
@@ -20,12 +20,20 @@ app = typer.Typer(
     name="fedcb2o",
     help="Federated learning without a server that stays right when some participants attack it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
-for _function in (runs.run, runs.bench, runs.compare, runs.report, runs.presets, minimizing.minimize):
+for _function in (
+    runs.run,
+    runs.bench,
+    runs.compare,
+    runs.report,
+    runs.track,
+    configurations.presets,
+    configurations.schema,
+    minimizing.minimize,
+):
     app.command()(_function)
 for _get in (data.emnist, data.mnist, data.fashion_mnist, data.cifar10):
     data_app.command(_get.__name__)(_get)  # as in a configuration: with an underscore

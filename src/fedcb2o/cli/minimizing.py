@@ -55,6 +55,8 @@ def minimize(
     upper: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Your own G; without it, CBO.")] = None,
     dim: Annotated[int | None, typer.Option(help="d, for your own L.")] = None,
     bounds: Annotated[str | None, typer.Option(metavar="LOW,HIGH", help="Particles stay inside.")] = None,
+    x0: Annotated[str | None, typer.Option(metavar="X,Y,...", help="The point about which particles start.")] = None,
+    spread: Annotated[float | None, typer.Option(help="How far from it they start, in each coordinate.")] = None,
     target: Annotated[str | None, typer.Option(metavar="X,Y,...", help="The answer to your own problem.")] = None,
     num_particles: Annotated[int | None, typer.Option(help="N, of each cluster.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Weight parameter of exp(-alpha G).")] = None,
@@ -70,6 +72,7 @@ def minimize(
     quantile: Annotated[Quantile | None, typer.Option(help="q_beta, or averaged as in the paper.")] = None,
     batch: Annotated[int | None, typer.Option(help="Particles judged in a step, at random. Default: all.")] = None,
     maxiter: Annotated[int | None, typer.Option(help="Steps at most.")] = None,
+    maxfev: Annotated[int | None, typer.Option(help="Judged particles at most, in each run.")] = None,
     xtol: Annotated[float | None, typer.Option(help="Stop at this spread about the consensus point.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
     seed: Annotated[int | None, typer.Option(help="The seed; of several runs, the first.")] = None,
@@ -109,9 +112,8 @@ def minimize(
         for name, one in listed.items():
             print(f"{name:{max(map(len, listed))}}  {one.title}")
         return None
-    box, place, answer = (
-        _numbers(name, text) for name, text in (("--bounds", bounds), ("--at", at), ("--target", target))
-    )
+    points = (("--bounds", bounds), ("--at", at), ("--target", target), ("--x0", x0))
+    box, place, answer, about = (_numbers(name, text) for name, text in points)
     if box is not None and len(box) != 2:
         raise ConfigError(f"--bounds needs LOW,HIGH, such as -3,3, got {bounds!r}")
     chosen = minimizing.find_problem(problem, lower, upper, dim, target=answer, box=box)
@@ -120,6 +122,7 @@ def minimize(
         "num_particles": num_particles, "alpha": alpha, "beta": beta, "lambda1": lambda1, "sigma1": sigma1,
         "lambda2": lambda2, "sigma2": sigma2, "dt": dt, "delta_q": delta_q, "radius": radius, "batch": batch,
         "maxiter": maxiter, "xtol": xtol, "time_limit": time_limit, "seed": seed, "runs": runs, "bounds": box,
+        "x0": about, "spread": spread, "maxfev": maxfev,
     }  # fmt: skip
     asked |= {"noise": None if noise is None else noise.value, "quantile": None if quantile is None else quantile.value}
     given = {name: value for name, value in asked.items() if value is not None}

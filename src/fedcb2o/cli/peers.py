@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedcb2o.cli import complete
 from fedcb2o.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,7 +89,13 @@ def renew(
 
 def federation(
     experiment: Annotated[
-        str, typer.Argument(metavar="PRESET_OR_FILE.toml", help="What the members train.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="PRESET_OR_FILE.toml",
+            help="What the members train.",
+            show_default=False,
+            autocompletion=complete.presets,
+        ),
     ],
     member: Annotated[
         list[Path],

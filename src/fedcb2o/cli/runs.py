@@ -1,7 +1,7 @@
-"""The commands for runs and grids of them: run, bench, compare, report, presets."""
+"""The commands for runs and grids of them: run, bench, compare, report, track."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from fedcb2o.cli import complete
+from fedcb2o.cli.configurations import print_listed
 from fedcb2o.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,13 +44,27 @@ Cluster = Annotated[
         " at HOST:PORT.",
     ),
 ]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TRACKER",
+        autocompletion=complete.trackers,
+        help="Copy the records as they are written to tensorboard or mlflow, in the folder of the run, or to"
+        " tensorboard=DIR or mlflow=URI. Repeatable.",
+    ),
+]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
 
 
 def run(
     experiments: Annotated[
         list[str],
-        typer.Argument(metavar="PRESET_OR_FILE.toml...", help="Presets or configuration files.", show_default=False),
+        typer.Argument(
+            metavar="PRESET_OR_FILE.toml...",
+            help="Presets or configuration files.",
+            show_default=False,
+            autocompletion=complete.presets,
+        ),
     ],
     changes: Annotated[
         list[str] | None,
@@ -79,6 +95,7 @@ def run(
     blocks: Annotated[
         int | None, typer.Option(min=1, help="Spread the agents of each seed over a cluster, in so many blocks.")
     ] = None,
+    track: Track = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Say what was chosen for this machine.")] = False,
     clean_twin: Annotated[
@@ -124,6 +141,7 @@ def run(
                 watch=progress,
                 cluster=cluster,
                 blocks=blocks,
+                track=track,
             )
     folders = [folder for _, folder in chosen]
     print("Done. For a table: fedcb2o compare", *folders, file=sys.stderr)
@@ -157,7 +175,10 @@ def bench(
     grid: Annotated[
         str | None,
         typer.Argument(
-            metavar="GRID", help="A grid's file, GRID.toml, or a built-in one (--list).", show_default=False
+            metavar="GRID",
+            help="A grid's file, GRID.toml, or a built-in one (--list).",
+            show_default=False,
+            autocompletion=complete.grids,
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the built-in grids, a line each.")] = False,
@@ -166,6 +187,7 @@ def bench(
     data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on; what failed is tried again.")] = False,
     cluster: Cluster = None,
+    track: Track = None,
 ) -> Path | None:
     """Run a grid: every defence against every attack, each for all of its seeds.
 
@@ -175,11 +197,11 @@ def bench(
     from fedcb2o.experiments.grid import grids
 
     if list_:
-        _print_listed(grids())
+        print_listed(grids())
         return None
     if grid is None:
         raise ConfigError("which grid? Name its file, GRID.toml, or a built-in one (fedcb2o bench --list)")
-    done = run_grid(grid, out=out, jobs=jobs, data_dir=data_dir, resume=resume, cluster=cluster)
+    done = run_grid(grid, out=out, jobs=jobs, data_dir=data_dir, resume=resume, cluster=cluster, track=track)
     told = f"For the matrices: fedcb2o report {done.folder}"
     if done.failed:
         for title, error in done.failed.items():
@@ -197,7 +219,7 @@ def compare(
         typer.Option(help="What to show of the benign agents: their mean, the worst one, the mean of the worst tenth."),
     ] = Over.mean,
 ) -> None:
-    """Print one table over runs: the paper's Table 1, at the last round, mean ± standard deviation over seeds."""
+    """Print one table over runs: the paper's Table 1, at the last round, mean and 95% interval over seeds."""
     from fedcb2o.records import Run
 
     _print_table([Run(folder) for folder in runs], over)
@@ -247,14 +269,26 @@ def _print_table(runs: list["Run"], over: Over) -> None:
     console.print(to_rich(compare_runs(runs, over=over.value), caption=told_seeds(runs), width=console.width))
 
 
-def presets() -> None:
-    """List the presets, a line each."""
-    from fedcb2o.experiments.tables import presets as all_presets
+def track(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or of grids.", show_default=False)
+    ],
+    to: Annotated[
+        list[str],
+        typer.Option(
+            metavar="TRACKER",
+            autocompletion=complete.trackers,
+            help="tensorboard or mlflow, in the folder of the run; tensorboard=DIR or mlflow=URI. Repeatable.",
+            show_default=False,
+        ),
+    ],
+) -> list[Path]:
+    """Copy the records of runs and grids to TensorBoard or MLflow: what `--track` does while they are written.
 
-    _print_listed(all_presets())
+    Example: fedcb2o track runs/mine --to tensorboard, then: tensorboard --logdir runs/mine
+    """
+    from fedcb2o.tracking import track as copy
 
-
-def _print_listed(listed: Mapping[str, str]) -> None:
-    width = max(map(len, listed))
-    for name, description in listed.items():
-        print(f"{name:{width}}  {description}")
+    for folder in runs:
+        copy(folder, to)
+    return runs

@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from fedcb2o import data, models, plugins
+from fedcb2o import data, models, norms, plugins
 from fedcb2o.data import skews
 from fedcb2o.data.partition import Population, partition, rotate
 from fedcb2o.data.shard import Dataset, Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import Experiment
-from fedcb2o.federated import algorithms, attacks, data_poisoning, graphs
+from fedcb2o.federated import algorithms, attacks, data_poisoning, graphs, optimisers
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.block import Block, Layout
 from fedcb2o.federated.holdings import Holdings
@@ -221,6 +221,7 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
         module = make(shape, dataset.num_classes)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module")
+        norms.keep_(module, experiment.model.buffers)
         return nn.Sequential(models.ChannelsLast(), module) if experiment.layout == "channels_last" else module
 
     try:
@@ -240,6 +241,11 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
         raise ConfigError(
             f"the model `{name}` writes into the samples that it reads, or into its parameters, when it is evaluated, "
             "where others look at them after it: let it compute new ones (no `inplace=True` in its first layer)"
+        )
+    if state := norms.changed_by_training(module, features(x)):
+        raise ConfigError(
+            f"the model `{name}` changes its buffer `{state}` while it trains, which is neither a parameter nor the "
+            "statistics of a norm, so that agents could not exchange it: make it one of these, or leave it as it is"
         )
     expected = (len(x), dataset.num_classes)
     if not isinstance(outputs, Tensor) or outputs.shape != expected:
@@ -328,6 +334,7 @@ class Prepared:
         """All agents as one block."""
         everybody = range(self.terms.num_agents)
         holdings, layout = self.holdings(everybody, pool.device), self.layout(everybody, np.array(everybody), self.kept)
+        self.terms.module.to(pool.device)  # what of it is in no row
         return Block(self.terms, holdings, self.attackers, layout, pool)
 
 
@@ -350,7 +357,7 @@ def terms_of(
         budget=experiment.agents.budget,
         model=plugins.label(experiment.model.name),
         module=module_of(experiment, seed, dataset),
-        training=Training(**experiment.training.model_dump()),
+        training=training_of(experiment),
         algorithm=algorithm_of(experiment),
         average=experiment.agents.validation_loss,
         share=share,
@@ -359,6 +366,13 @@ def terms_of(
         participation=experiment.agents.participation,
         primitives=Primitives(experiment.linear or "torch", experiment.convolution or "grouped", experiment.together),
     )
+
+
+def training_of(experiment: Experiment) -> Training:
+    """How agents train."""
+    training = experiment.training
+    own = None if training.optimiser is None else training.optimiser.function("optimiser", optimisers)
+    return Training(**training.model_dump(exclude={"optimiser"}), optimiser=own)
 
 
 def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
@@ -440,6 +454,7 @@ def share_of(
     )
     layout = prepared.layout(agents, np.arange(len(agents)), len(agents))
     pool = torch.zeros(0, prepared.terms.dim, device=device)
+    prepared.terms.module.to(device)
     return Block(prepared.terms, prepared.holdings(agents, device), prepared.attackers, layout, pool)
 
 

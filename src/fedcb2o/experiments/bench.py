@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedcb2o import records
+from fedcb2o import records, tracking
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import arguments, away, strengths, tuning
@@ -54,6 +54,7 @@ def bench(
     resume: bool = False,
     watch: GridProgress | None = None,
     cluster: str | None = None,
+    track: str | Sequence[str] | None = None,
 ) -> Bench:
     """Run every cell of a grid for all of its seeds, and say what failed.
 
@@ -64,10 +65,13 @@ def bench(
     With a `cluster`, the address of one of Ray's, "auto" for the one that this machine is in or "local" for one of this
     machine alone, cells are run on its nodes, by default one for each of their processors; their files come back here.
 
+    With `track` the records of cells and floors are copied to trackers, as `run` has them.
+
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
     arguments.check_count("jobs", jobs)
     arguments.check_address(cluster)
+    targets = tracking.check(track)
     for name, path in (("out", out), ("data_dir", data_dir)):
         arguments.check_path(name, path)
     plan = load_grid(grid)
@@ -90,7 +94,12 @@ def bench(
         elsewhere, experiments = cluster if lacking else None, [cell.experiment for cell, _ in lacking]
         progress = watch or GridProgress()
         what = f"{plan.name}: {several(len(lacking), 'cell')}"
-        with away.joined(elsewhere, what, experiments, sets) as there, _workers(there, data) as (most, work), progress:
+        with (
+            away.joined(elsewhere, what, experiments, sets) as there,
+            _workers(there, data) as (most, work),
+            tracking.following(folder, targets),
+            progress,
+        ):
             jobs = bounded(jobs or min(most, len(ledger.cells)), len(ledger.cells), "cells", most)
             team = _Team(ledger, jobs, work, progress, lacking)
             team.run(trials)

@@ -20,12 +20,13 @@ from fedcb2o import data, models, plugins
 from fedcb2o.data import skews
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.tables import changed, extended, plain, preset, read
-from fedcb2o.federated import algorithms, attacks, graphs
+from fedcb2o.federated import algorithms, attacks, graphs, metrics, optimisers
 from fedcb2o.federated.local_update import Precision
 from fedcb2o.federated.terms import Convolution, Linear
 from fedcb2o.federated.types import THREAT, Attack, Threat
 from fedcb2o.models import Layout
-from fedcb2o.records import identity
+from fedcb2o.norms import Statistics
+from fedcb2o.records import RESERVED, identity, metric_name
 
 DEEPEST = 20  # parts of a key, of which the longest has 4
 SIMPLE = (str, int, float, list, tuple, date, time, type(None))
@@ -120,6 +121,17 @@ class AttackPart(Component):
         return {**super().resolved(kind, room), **data, **start}
 
 
+class ModelPart(Component):
+    """A network; `buffers` says what becomes of the statistics of its norms, which are no parameters."""
+
+    buffers: Statistics = "local"
+
+    def resolved(self, kind: str, room: Any) -> dict[str, Any]:
+        """The function's name and all of its keyword arguments, defaults among them, with `buffers`."""
+        kept = {} if self.buffers == "local" else {"buffers": self.buffers}
+        return {**super().resolved(kind, room), **kept}
+
+
 def _threat(attack: Component) -> Threat | None:
     return THREAT.of(plugins.resolve("attack", attack.name, attacks))
 
@@ -180,7 +192,7 @@ class AgentsPart(Part):
 
 
 class TrainingPart(Part):
-    """LocalUpdate: SGD with learning rate lambda2 * gamma (alg:FedCB2O)."""
+    """LocalUpdate: SGD, or another `optimiser`, with learning rate lambda2 * gamma (alg:FedCB2O)."""
 
     gamma: Annotated[float, Field(gt=0)] = 0.004
     lambda2: Annotated[float, Field(gt=0)] = 1.0
@@ -189,6 +201,12 @@ class TrainingPart(Part):
     local_epochs: Positive = 5
     local_steps: Positive | None = None
     precision: Precision = "float32"
+    optimiser: Component | None = None
+
+    @field_validator("optimiser", mode="before")
+    @classmethod
+    def _named(cls, component: Any) -> Any:
+        return named(component)
 
 
 class Experiment(Part):
@@ -209,10 +227,16 @@ class Experiment(Part):
     together: Annotated[int, Field(ge=1, le=2**31)] | None = None
     data: Component
     agents: AgentsPart
-    model: Component
+    model: ModelPart
     training: TrainingPart = TrainingPart()
     algorithm: Component
     attack: AttackPart | None = None
+    metrics: Annotated[tuple[Component, ...], Field(min_length=1, strict=False)] | None = None
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _named(cls, metrics: Any) -> Any:
+        return [named(each) for each in metrics] if isinstance(metrics, list | tuple) else metrics
 
     @field_validator("device")
     @classmethod
@@ -243,6 +267,9 @@ class Experiment(Part):
             self.agents.graph.function("graph", graphs)
         if self.agents.skew is not None:
             self.agents.skew.function("skew", skews)
+        if self.training.optimiser is not None:
+            self.training.optimiser.function("optimiser", optimisers)
+        self.own_metrics()
         algorithm = self.algorithm.function("algorithm", algorithms)()
         if not isinstance(algorithm, algorithms.Algorithm):
             raise ValueError(f"the algorithm returned a {type(algorithm).__name__}, expected an Algorithm")
@@ -273,7 +300,21 @@ class Experiment(Part):
             settings["agents"]["graph"] = self.agents.graph.resolved("graph", graphs)
         if self.agents.skew is not None:
             settings["agents"]["skew"] = self.agents.skew.resolved("skew", skews)
+        if self.training.optimiser is not None:
+            settings["training"]["optimiser"] = self.training.optimiser.resolved("optimiser", optimisers)
+        if self.metrics is not None:
+            settings["metrics"] = [each.resolved("metric", metrics) for each in self.metrics]
         return plain(settings)  # type: ignore[no-any-return]
+
+    def own_metrics(self) -> dict[str, Callable[..., Any]]:
+        """What is computed of each confusion matrix beside the paper's metrics, by the names of the functions."""
+        found: dict[str, Callable[..., Any]] = {}
+        for each in self.metrics or ():
+            name, metric = metric_name(plugins.label(each.name)), each.function("metric", metrics)
+            if name in (*RESERVED, *found):
+                raise ConfigError(f"`metrics` has one called `{name}`, as another column of the records: rename it")
+            found[name] = metric
+        return found
 
     def fingerprint(self, seed: int) -> str:
         """What a checkpoint of one seed belongs to: every setting that its state depends on."""

@@ -119,18 +119,10 @@ def make(folder: Path) -> None:
 
 def difference_of(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     """The first setting that two runs differ in, or None where they are one."""
-    told = [flat(records.identity(each)) for each in (there, here)]
-    old, new = (flat(records.canonical(each)) for each in told)
+    told = [records.flat(records.identity(each)) for each in (there, here)]
+    old, new = (records.flat(records.canonical(each)) for each in told)
     changed = [key for key in {**old, **new} if repr(old.get(key)) != repr(new.get(key))]  # True is not 1
     if not changed:
         return None
     was, now = ("not set" if (value := each.get(changed[0])) is None else repr(value) for each in told)
     return f"`{changed[0]}` is {was} there and {now} here"
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A table of tables as one, with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found

@@ -1,20 +1,29 @@
 """A round as lines of records: what agents lost and score, and whom they asked, received and trusted."""
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool
 
+from fedcb2o import plugins
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated import metrics
 from fedcb2o.federated.choices import Choices
 from fedcb2o.runtime.engine import Round
 
 
-def metrics_line(aim: metrics.Aim, malicious: Bool[np.ndarray, " N"], done: Round) -> dict[str, Any]:
-    """The line of a round in metrics.jsonl: what each agent lost, took in from malicious peers, and scores.
+def metrics_line(
+    aim: metrics.Aim,
+    malicious: Bool[np.ndarray, " N"],
+    done: Round,
+    own: Mapping[str, Callable[[torch.Tensor], Any]] | None = None,
+) -> dict[str, Any]:
+    """The line of a round in metrics.jsonl: what each agent lost, took in from malicious peers, and scores, by metrics
+    of the experiment's `own` too.
 
     `malicious_weight` is in m_j, before the mixing factor: the share in the new model is that times the factor.
     """
@@ -34,9 +43,24 @@ def metrics_line(aim: metrics.Aim, malicious: Bool[np.ndarray, " N"], done: Roun
         "source_accuracy": lambda j, c: aim.accuracy(c),
         "attack_success_rate": lambda j, c: aim.success(c, triggered.get(j)),
     }
+    for name, metric in (own or {}).items():
+        scores[name] = functools.partial(_scored, metric)
     for name, score in scores.items():
         line[name] = [score(j, done.confusion[j]) if j in done.confusion else None for j in range(len(malicious))]
     return line
+
+
+def _scored(metric: Callable[[torch.Tensor], Any], j: int, confusion: torch.Tensor) -> float | None:
+    """What a metric of the experiment's own makes of a confusion matrix; None where that is no finite number.
+
+    Raises ConfigError where it is no number at all.
+    """
+    found = metric(confusion.clone())
+    try:
+        number = float(found)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the {plugins.called('metric', metric)} returned no number: {found!r:.60}") from error
+    return number if math.isfinite(number) else None
 
 
 def _malicious_weights(choices: Choices, malicious: Bool[np.ndarray, " N"]) -> list[float | None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fedcb2o import models, plugins, records
+from fedcb2o import models, plugins, records, tracking
 from fedcb2o.data.shard import Dataset, features
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.experiments import arguments, away
@@ -60,6 +60,7 @@ def run(
     watch: Watch | None = None,
     cluster: str | None = None,
     blocks: int | None = None,
+    track: str | Sequence[str] | None = None,
 ) -> Run:
     """Run an experiment for each of its seeds and return its records.
 
@@ -75,6 +76,9 @@ def run(
     seed are spread over the nodes, which changes no bit either; `memory` is then what each node gives. What is lost
     with a part of the cluster is done again.
 
+    With `track` the records are copied to trackers as they are written: "tensorboard", "tensorboard=DIR", "mlflow" or
+    "mlflow=URI", one or several of them.
+
     Raises ConfigError, DataError or RunError, each with one line that says what to do.
     """
     arguments.check_count("workers", workers)
@@ -85,6 +89,7 @@ def run(
     if blocks is not None and cluster is None:
         raise ConfigError("`blocks` are those of a cluster: give it by --cluster, or leave `blocks` out")
     arguments.check_watch(watch)
+    targets = tracking.check(track)
     for name, path in (("out", out), ("data_dir", data_dir)):
         arguments.check_path(name, path)
     experiment = load(experiment)
@@ -118,11 +123,12 @@ def run(
         Progress() if watch is None else contextlib.nullcontext(watch) as watch,
     ):
         begin(folder, experiment, resume)
-        for seed in experiment.seeds:
-            if there is None or seed not in lacking:  # what has ended is looked at here
-                _run_on(prepared.pop(seed), folder / f"seed-{seed}", where, watch)
-        if there is not None:
-            _run_away(there, experiment, folder, lacking, watch)
+        with tracking.following(folder, targets):
+            for seed in experiment.seeds:
+                if there is None or seed not in lacking:  # what has ended is looked at here
+                    _run_on(prepared.pop(seed), folder / f"seed-{seed}", where, watch)
+            if there is not None:
+                _run_away(there, experiment, folder, lacking, watch)
     return Run(folder)
 
 
@@ -232,10 +238,11 @@ def run_seed(prepared: Prepared, folder: Path, where: "OneMachine | Spread", wat
                 watch.phase(experiment, seed, n + 1, f"{phase}{where.told(place, measured)}")
 
         measured: Mapping[str, Any] = {}
+        own = experiment.own_metrics()
         made = rounds_of(engine)(engine, memory, start, experiment.rounds, evaluated, tell)
         del saved, memory
         for done in made:
-            line = metrics_line(aim_of(experiment), engine.attackers.malicious, done)
+            line = metrics_line(aim_of(experiment), engine.attackers.malicious, done, own)
             log.append("metrics", line)
             log.append("pairs", pairs_line(done))
             seconds = dict(done.seconds)

@@ -13,7 +13,6 @@ from fedcb2o import records
 from fedcb2o.data.partition import rotate
 from fedcb2o.data.shard import features
 from fedcb2o.experiments.assemble import Prepared, aim_of, pool_of
-from fedcb2o.experiments.folder import flat
 from fedcb2o.experiments.primitives import ENVIRONMENT
 from fedcb2o.runtime import devices
 
@@ -69,8 +68,8 @@ def _versions(device: torch.device) -> dict[str, Any]:
 
 def changed_versions(folder: Path, device: torch.device) -> str:
     """What a seed began with, where it now is another: "torch 2.5.0, now 2.6.0"."""
-    path, now = folder / ENVIRONMENT, flat(_versions(device))
-    there = flat(records.read_json(path)) if path.exists() else now
+    path, now = folder / ENVIRONMENT, records.flat(_versions(device))
+    there = records.flat(records.read_json(path)) if path.exists() else now
     changed = {
         key.removeprefix("versions."): (there.get(key), new) for key, new in now.items() if there.get(key) != new
     }

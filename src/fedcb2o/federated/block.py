@@ -7,11 +7,13 @@ All agents of a simulation are one block, as are those of a machine in a cluster
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from fedcb2o import norms
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.holdings import Holdings
+from fedcb2o.federated.lists import Places
 from fedcb2o.federated.terms import Terms
 
 
@@ -58,3 +60,15 @@ class Block:
     def agents(self) -> Int[np.ndarray, " a"]:
         """Their ids, ascending."""
         return self.holdings.agents
+
+    def reference(self, k: int) -> Shaped[Tensor, "_k *features"] | None:
+        """The samples on which the agent in place k estimates the statistics of norms, where these are local: up to so
+        many of its training data, evenly spaced, without poison."""
+        if not self.terms.local:
+            return None
+        x = self.holdings.true(k).x
+        return x[:: -(-len(x) // norms.SEEN)]
+
+    def references(self, some: Places) -> list[Shaped[Tensor, "_k *features"]] | None:
+        """Those of agents in some places."""
+        return [x for k in some.tolist() if (x := self.reference(k)) is not None] if self.terms.local else None

@@ -4,6 +4,7 @@ Models and samples lie on one device, and what is found on the CPU: it moves the
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -13,18 +14,22 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
+from fedcb2o import norms
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.types import Losses
-from fedcb2o.models import bind_, rows_of, stacked
+from fedcb2o.models import bind_, local_of, rows_of, stacked, state
 
 TOGETHER = 2**21  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
 SEEN = 2**20  # numbers in the samples of several agents, once for each of their models, in one product: 4 MiB
 IMAGES = 128  # samples that go through a network at once: their activations stay near a core's cache
 
 Average = Literal["samples", "batches"]
+Reference = Shaped[Tensor, "k *features"]
+"""Samples of an agent's training data, on which it estimates the statistics of norms that are local."""
+
 Outputs = Callable[[Sequence[Tensor], Tensor], Tensor]
-"""The parameters of m networks [m, ...] and the samples of each [m, n, ...], or the same for all [1, n, ...] -> their
-outputs [m, n, C]."""
+"""The tensors of m networks [m, ...], as `state` has them, and the samples of each [m, n, ...], or the same for all
+[1, n, ...] -> their outputs [m, n, C]."""
 
 
 def logits(
@@ -33,11 +38,12 @@ def logits(
     rows: Int[Tensor, " m"],
     x: Shaped[Tensor, "n *features"],
     together: int | None = None,
+    reference: Reference | None = None,
 ) -> Float[Tensor, "m n C"]:
     """The outputs of m models, rows of `pool`, on the same n samples.
 
     So many of them are evaluated `together`, in one program; by default small dense networks, as many as 8 MiB hold.
-    Others are evaluated one by one, on views of their rows.
+    Others are evaluated one by one, on views of their rows. Local statistics are first estimated on a `reference`.
     """
     dim = pool.shape[1]
     dense = bool(dense_layers(module, dim))
@@ -49,12 +55,17 @@ def logits(
             at_once, parts = outputs_of(module, dim), (x,) if dense else torch.split(x, IMAGES)
             found = []
             for some in torch.split(rows, together):
-                parameters = stacked(module, rows_of(pool, some.tolist()))
-                found.append(torch.cat([at_once(parameters, features(part).unsqueeze(0)) for part in parts], 1))
+                tensors = [*stacked(module, rows_of(pool, some.tolist())), *local_of(module, len(some))]
+                if reference is not None:
+                    with norms.estimating(module):
+                        at_once(tensors, features(reference).unsqueeze(0))
+                found.append(torch.cat([at_once(tensors, features(part).unsqueeze(0)) for part in parts], 1))
             return torch.cat(found)
         outputs = []
         for row in rows.tolist():
             bind_(module, pool[row])
+            if reference is not None:
+                norms.estimate_(module, features(reference))
             outputs.append(torch.cat([module(features(some)) for some in torch.split(x, IMAGES)]))
         return torch.stack(outputs)
 
@@ -67,12 +78,16 @@ def outputs_of(module: nn.Module, dim: int) -> Outputs:
 
 
 def _vmapped(module: nn.Module) -> Outputs:
-    place = {id(p): i for i, p in enumerate(module.parameters())}
-    # Every place where a parameter stands, once: layers and parameters may be used several times.
+    place = {id(tensor): i for i, tensor in enumerate(state(module).values())}
+    # Every place where one of these tensors stands, once: layers and parameters may be used several times.
     slots = {
-        f"{prefix}.{name}".lstrip("."): place[id(p)]
+        f"{prefix}.{name}".lstrip("."): place[id(tensor)]
         for prefix, part in module.named_modules()
-        for name, p in part.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in itertools.chain(
+            part.named_parameters(recurse=False, remove_duplicate=False),
+            part.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        if id(tensor) in place
     }
 
     def one(values: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -123,16 +138,25 @@ def losses_of(
     average: Average = "samples",
     batch_size: int = 64,
     together: int | None = None,
+    reference: Reference | None = None,
 ) -> Losses:
     """The losses L_j and L_{j,c} of m models on one agent's data (eq:benignAgentObj); what is not a number counts as
     infinite.
 
     `average="batches"` takes the unweighted mean of the means of mini-batches, as the authors' released code does.
-    `together` is that of `logits`.
+    `together` and `reference` are those of `logits`.
     """
     one = validation.x.unsqueeze(0), validation.y.unsqueeze(0)
     each = losses_of_each(
-        module, pool, rows.unsqueeze(0), *one, num_classes, average=average, batch_size=batch_size, together=together
+        module,
+        pool,
+        rows.unsqueeze(0),
+        *one,
+        num_classes,
+        average=average,
+        batch_size=batch_size,
+        together=together,
+        references=None if reference is None else [reference],
     )
     return Losses(each.mean[0], each.by_class[0], each.present[0], each.entropy[0])
 
@@ -148,10 +172,13 @@ def losses_of_each(
     average: Average = "samples",
     batch_size: int = 64,
     together: int | None = None,
+    references: Sequence[Reference] | None = None,
 ) -> Losses:
     """`losses_of` for several agents: of m models for each, on its own n samples."""
     (a, m), n = rows.shape, y.shape[1]
-    outputs = _logits_of_each(module, pool, rows, x, together) if m else pool.new_zeros(a, 0, n, num_classes)
+    outputs = (
+        _logits_of_each(module, pool, rows, x, together, references) if m else pool.new_zeros(a, 0, n, num_classes)
+    )
     log_p = F.log_softmax(outputs, dim=-1)
     lost = -log_p.gather(-1, y.view(a, 1, n, 1).expand(a, m, n, 1)).squeeze(-1)
     certain = (log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # 0 * log 0 is 0
@@ -172,14 +199,16 @@ def _logits_of_each(
     rows: Int[Tensor, "a m"],
     x: Shaped[Tensor, "a n *features"],
     together: int | None,
+    references: Sequence[Reference] | None,
 ) -> Float[Tensor, "a m n C"]:
     """The outputs of m models for each agent on its own samples: those of several agents in one program too."""
     (a, m), dim = rows.shape, pool.shape[1]
     dense = bool(dense_layers(module, dim))
     size = ((TOGETHER // dim if dense else 1) if together is None else together) // m
     size = min(size, SEEN // max(1, m * x[0].numel())) if dense else size
-    if a == 1 or size < 2:
-        return torch.stack([logits(module, pool, row, one, together) for row, one in zip(rows, x, strict=True)])
+    if a == 1 or size < 2 or references is not None:
+        each = zip(rows, x, [None] * a if references is None else references, strict=True)
+        return torch.stack([logits(module, pool, row, one, together, reference) for row, one, reference in each])
     module.eval()
     with torch.no_grad():
         at_once, found = outputs_of(module, dim), []
@@ -199,13 +228,20 @@ def confusion(
     test: Shard,
     num_classes: int,
     together: int | None = None,
+    references: Sequence[Reference] | None = None,
 ) -> Int[Tensor, "m C C"]:
-    """How often each of m models takes a sample of class c (row) for class c' (column); `together` is that of `logits`.
+    """How often each of m models takes a sample of class c (row) for class c' (column); `together` is that of `logits`,
+    and each model has its own of `references`, where they are needed.
 
     A model that is not finite takes everything for class 0, as argmax does.
     """
     m = len(rows)
     counts = torch.zeros(m, num_classes * num_classes, dtype=torch.int64)
-    predicted = torch.cat([logits(module, pool, rows, x, together).argmax(-1) for x in torch.split(test.x, IMAGES)], 1)
+    if references is None:
+        parts = [logits(module, pool, rows, x, together).argmax(-1) for x in torch.split(test.x, IMAGES)]
+        predicted = torch.cat(parts, 1)
+    else:
+        each = zip(torch.split(rows, 1), references, strict=True)
+        predicted = torch.cat([logits(module, pool, row, test.x, 1, one).argmax(-1) for row, one in each])
     pairs = test.y.cpu() * num_classes + predicted.cpu()
     return counts.scatter_add_(1, pairs, torch.ones_like(pairs)).view(m, num_classes, num_classes)

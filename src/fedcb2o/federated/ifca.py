@@ -42,6 +42,7 @@ def adopt_(block: Block, some: Places, held: Int[np.ndarray, "N K"]) -> list[tup
                 block.holdings.true(k),
                 terms.num_classes,
                 together=terms.primitives.together,
+                reference=block.reference(k),
             )
         best = int(losses.mean.argmin())
         chosen.append((best, float(losses.mean[best])))

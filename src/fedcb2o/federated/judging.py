@@ -7,16 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedcb2o import plugins
-from fedcb2o.data.shard import Shard
+from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
 from fedcb2o.federated.evaluate import confusion, logits, losses_of_each
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.returned import changed_by
 from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received
+from fedcb2o.models import bind_
+from fedcb2o.norms import estimate_
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def judge(block: Block, some: Places, models: Received, change: Change | None = 
             average=terms.average,
             batch_size=terms.training.batch_size,
             together=terms.primitives.together,
+            references=block.references(some),
         )
 
 
@@ -87,12 +90,21 @@ def outputs_seen_by(block: Block, k: int) -> Callable[[Received], Outputs]:
     """What models [m] make of the validation data of the agent in place k, and their labels."""
 
     def outputs(models: Received) -> Outputs:
-        terms, (x, y) = block.terms, block.holdings.judged_on(np.array([k]))
+        terms, (x, y), reference = block.terms, block.holdings.judged_on(np.array([k])), block.reference(k)
         with plugins.blamed("model", terms.model):
-            found = logits(terms.module, block.pool, models.rows, x[0], terms.primitives.together)
+            found = logits(terms.module, block.pool, models.rows, x[0], terms.primitives.together, reference)
         return found.cpu(), y[0].cpu()
 
     return outputs
+
+
+def network_of(block: Block, k: int) -> nn.Module:
+    """The block's network with a copy of the model of the agent in place k, as that reads it, in evaluation mode."""
+    module, reference = block.terms.module.eval(), block.reference(k)
+    bind_(module, block.pool[int(block.layout.own[k])].clone())
+    if reference is not None:
+        estimate_(module, features(reference))
+    return module
 
 
 def tested(block: Block, some: Places, triggered: bool) -> list[Int[Tensor, "C C"]]:
@@ -106,6 +118,14 @@ def tested(block: Block, some: Places, triggered: bool) -> list[Int[Tensor, "C C
             test = changed_by(plugins.called("trigger", trigger), trigger, test)
         rows = torch.from_numpy(block.layout.own[members])
         with plugins.blamed("model", terms.model):
-            counts = confusion(terms.module, block.pool, rows, test, terms.num_classes, terms.primitives.together)
+            counts = confusion(
+                terms.module,
+                block.pool,
+                rows,
+                test,
+                terms.num_classes,
+                terms.primitives.together,
+                block.references(members),
+            )
         found |= dict(zip(members.tolist(), counts, strict=True))
     return [found[k] for k in some.tolist()]

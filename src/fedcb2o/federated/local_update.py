@@ -5,7 +5,7 @@ optimiser is fresh in every round: no momentum is carried over.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.sgd import sgd
 
+from fedcb2o import norms
 from fedcb2o.data.shard import Shard, features
+from fedcb2o.federated.optimisers import Optimiser, stepping
 from fedcb2o.models import bind_, is_bound
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -27,7 +29,8 @@ class Training:
     """How an agent trains: `local_epochs` passes over its data, or `local_steps` mini-batches where that is given.
 
     `precision="bfloat16"` computes products in that type, on float32 parameters: about twice as fast on processors
-    that have it. "tf32" lets CUDA devices round the factors of float32 products to 10 bits of mantissa.
+    that have it. "tf32" lets CUDA devices round the factors of float32 products to 10 bits of mantissa. An
+    `optimiser` takes the steps in place of SGD with momentum.
     """
 
     gamma: float
@@ -37,6 +40,7 @@ class Training:
     local_epochs: int
     local_steps: int | None = None
     precision: Precision = "float32"
+    optimiser: Optimiser | None = None
 
 
 def batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[np.ndarray, " b"]]:
@@ -64,7 +68,7 @@ def batches_of(
 def training_with(module: nn.Module, training: Training, draw: np.random.Generator, device: str) -> Iterator[None]:
     """Within it a module trains: it draws what it draws (dropout) from a generator of its own, and products on a CUDA
     device are rounded as `training.precision` says."""
-    module.train()
+    norms.train_(module)
     with torch.random.fork_rng(devices=[]), float32_products(training.precision == "tf32", device):
         # The second of these tells every kind of device there could be, which takes longer than a small network's step.
         seed = torch.default_generator.manual_seed if device == "cpu" else torch.random.manual_seed
@@ -113,9 +117,10 @@ def local_update_(
     `module` gives the network; its parameters are bound to `theta`. Not finite where training diverged.
     """
     bind_(module, theta)
-    parameters: list[Tensor] = list(module.parameters())
-    momentum: list[Tensor | None] = [None] * len(parameters)
+    parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     x, steps, losses = features(shard.x), batches_of(len(shard), training, [draw], theta.device), []
+    own, lr = training.optimiser, training.lambda2 * training.gamma
+    step = _sgd(parameters, lr, training.momentum) if own is None else stepping(own, parameters, lr)
     with training_with(module, training, draw, theta.device.type):
         for (chosen,) in steps:
             with products_in(training.precision, theta.device.type):
@@ -123,20 +128,30 @@ def local_update_(
             found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
             # Fused SGD reads memory as it lies, and a convolution in channels-last has gradients that lie otherwise.
             gradients = [gradient.contiguous() for gradient in found]
-            # The function behind torch.optim.SGD, whose class takes a second to import its compiler.
-            with torch.no_grad():
-                sgd(
-                    parameters,
-                    gradients,
-                    momentum,
-                    fused=True,
-                    weight_decay=0.0,
-                    momentum=training.momentum,
-                    lr=training.lambda2 * training.gamma,
-                    dampening=0.0,
-                    nesterov=False,
-                    maximize=False,
-                )
+            step(gradients)
             losses.append(loss.detach())
     assert is_bound(module, theta), "training moved a parameter out of its row"
     return float(mean_loss(losses))
+
+
+def _sgd(parameters: list[Tensor], lr: float, factor: float) -> Callable[[list[Tensor]], None]:
+    """What takes a step of SGD with momentum by gradients."""
+    momentum: list[Tensor | None] = [None] * len(parameters)
+
+    def step(gradients: list[Tensor]) -> None:
+        # The function behind torch.optim.SGD, whose class takes a second to import its compiler.
+        with torch.no_grad():
+            sgd(
+                parameters,
+                gradients,
+                momentum,
+                fused=True,
+                weight_decay=0.0,
+                momentum=factor,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+
+    return step

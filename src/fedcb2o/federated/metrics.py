@@ -1,9 +1,24 @@
-"""The paper's metrics (sec:experiments, Performance Metrics) from a confusion matrix of one agent's model."""
+"""The paper's metrics (sec:experiments, Performance Metrics) from a confusion matrix of one agent's model; and, in
+`__all__`, those that a configuration may add: functions of such a matrix, whose further arguments are keywords."""
 
 from dataclasses import dataclass
 
 from jaxtyping import Int
 from torch import Tensor
+
+__all__ = ["balanced_accuracy", "worst_class_accuracy"]
+
+
+def balanced_accuracy(confusion: Int[Tensor, "C C"]) -> float:
+    """The mean over the classes that the test set holds of the share predicted as what they are."""
+    counts = confusion.sum(1)
+    return float((confusion.diagonal()[counts > 0] / counts[counts > 0]).mean())
+
+
+def worst_class_accuracy(confusion: Int[Tensor, "C C"]) -> float:
+    """The least of these shares."""
+    counts = confusion.sum(1)
+    return float((confusion.diagonal()[counts > 0] / counts[counts > 0]).min())
 
 
 def accuracy(confusion: Int[Tensor, "C C"]) -> float:

@@ -14,7 +14,7 @@ from fedcb2o.data.shard import Shard
 from fedcb2o.federated.admit import believed, extents
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
-from fedcb2o.federated.evaluate import losses_of
+from fedcb2o.federated.evaluate import Reference, losses_of
 from fedcb2o.federated.lists import Lists, Places
 from fedcb2o.federated.returned import crafted_of, tried_of
 from fedcb2o.federated.types import Knowledge, Losses, View
@@ -114,13 +114,15 @@ def craft_(
         if not (finite[j] and finite[benign].any()):
             done.append(np.full(block.layout.each, np.nan))
             continue
-        data = block.holdings.true(k)
+        data, reference = block.holdings.true(k), block.reference(k)
 
-        def losses(models: Float[Tensor, "m d"], data: Shard = data) -> Losses:
+        def losses(models: Float[Tensor, "m d"], data: Shard = data, reference: Reference | None = reference) -> Losses:
             models = tried_of(craft, models, terms.dim).to(block.pool)
             rows, together = torch.arange(len(models)), terms.primitives.together
             with plugins.blamed("model", terms.model):
-                return losses_of(terms.module, models, rows, data, terms.num_classes, together=together)
+                return losses_of(
+                    terms.module, models, rows, data, terms.num_classes, together=together, reference=reference
+                )
 
         view = View(
             n=n,

@@ -27,7 +27,7 @@ from fedcb2o.federated.local_update import (
     products_in,
     training_with,
 )
-from fedcb2o.models import follow, rows_of, stacked
+from fedcb2o.models import follow, rows_of, stacked, stacked_to_train
 from fedcb2o.streams import streams
 
 SMALL = 2**19  # parameters of a team: with gradients and momentum 6 MiB
@@ -60,8 +60,9 @@ def train_(block: Block, some: Places, n: int) -> tuple[Float[np.ndarray, " a"],
     x, y = block.holdings.trained_on(some, n)
     draws = streams(terms.seed, "batches", n, agents=block.agents[some].tolist())
     with plugins.blamed("model", terms.model):
-        if len(some) == 1:
-            losses = [local_update_(pool[rows[0]], terms.module, Shard(x[0], y[0]), terms.training, draws[0])]
+        if len(some) == 1 or terms.training.optimiser is not None:  # which may look at a model as a whole
+            each = zip(rows, x, y, draws, strict=True)
+            losses = [local_update_(pool[i], terms.module, Shard(x, y), terms.training, draw) for i, x, y, draw in each]
         else:
             thetas = rows_of(pool, rows)
             losses = local_updates_(thetas, terms.module, x, y, terms.training, draws)
@@ -83,7 +84,8 @@ def local_updates_(
     A network that draws while it trains draws otherwise than one by one.
     """
     dim, device = thetas.shape[1], thetas.device
-    parameters = [view.detach().requires_grad_() for view in stacked(module, thetas)]
+    tensors = stacked_to_train(module, thetas)
+    parameters = [tensor for tensor in tensors if tensor.requires_grad]
     x, steps = features(x), batches_of(x.shape[1], training, draws, device)
     everyone = torch.arange(len(x), device=device).unsqueeze(1)
     outputs, losses, momentum = outputs_of(module, dim), [], list[Tensor]()
@@ -91,7 +93,7 @@ def local_updates_(
         for chosen in steps:
             labels = y[everyone, chosen]
             with products_in(training.precision, device.type):
-                found = outputs(parameters, x[everyone, chosen])
+                found = outputs(tensors, x[everyone, chosen])
                 each = F.cross_entropy(found.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
             loss = each.mean(1)
             gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True, materialize_grads=True)
@@ -103,4 +105,7 @@ def local_updates_(
                     momentum = [gradient.clone() for gradient in gradients]
                 torch._foreach_add_(parameters, momentum, alpha=-training.lambda2 * training.gamma)
             losses.append(loss.detach())
+    for view, tensor in zip(stacked(module, thetas), tensors, strict=False):  # local statistics are not kept
+        if not tensor.requires_grad:
+            view.copy_(tensor)
     return mean_loss(losses, (len(thetas),)).tolist()

@@ -12,7 +12,8 @@ from fedcb2o.federated import selection
 from fedcb2o.federated.algorithms import Algorithm
 from fedcb2o.federated.evaluate import Average
 from fedcb2o.federated.local_update import Training
-from fedcb2o.models import dimension, head_of
+from fedcb2o.models import dimension, head_of, named
+from fedcb2o.norms import are_local
 
 Linear = Literal["torch", "onednn"]
 Convolution = Literal["grouped", "unfolded"]
@@ -54,8 +55,13 @@ class Terms:
 
     @functools.cached_property
     def dim(self) -> int:
-        """d, the number of parameters of a model."""
+        """d, the length of a model."""
         return dimension(self.module)
+
+    @functools.cached_property
+    def local(self) -> bool:
+        """Whether each agent estimates statistics of its own for a model before it reads it."""
+        return are_local(self.module)
 
     @property
     def asked(self) -> int:
@@ -72,4 +78,4 @@ class Terms:
     @functools.cached_property
     def layers(self) -> tuple[torch.Size, ...]:
         """The shapes of the tensors that a model is made of, in their order."""
-        return tuple(p.shape for p in self.module.parameters())
+        return tuple(tensor.shape for tensor in named(self.module).values())

@@ -96,10 +96,11 @@ Outputs = tuple[Float[Tensor, "m n C"], Int[Tensor, " n"]]
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
-    `outputs_of` gives what models make of its validation data. `share` is the attackers' share that it assumes, `progress` how much of the run is over, from 0 to 1.
-    `before` is the row of the pool that holds the model which it began the round with, None where nobody asked to keep
-    it; `head` the shape [C, h] of the last dense layer's weight, where the network ends in one; `layers` the shapes of
-    the tensors that a model is made of, in their order. `contacts` and `draw` are made when they are asked for.
+    `outputs_of` gives what models make of its validation data. `share` is the attackers' share that it assumes,
+    `progress` how much of the run is over, from 0 to 1. `before` is the row of the pool that holds the model which it
+    began the round with, None where nobody asked to keep it; `head` the shape [C, h] of the last dense layer's weight,
+    where the network ends in one; `layers` the shapes of the tensors that a model is made of, in their order.
+    `contacts` and `draw` are made when they are asked for.
     """
 
     outputs_of: Callable[[Received], Outputs]
@@ -150,9 +151,7 @@ class Judged:
     def copied(self) -> "Judged":
         """The same with all but the models copied: who writes to it changes nothing for others."""
         losses, own = (None if each is None else each.copied() for each in (self.losses, self.own))
-        return dataclasses.replace(
-            self, losses=losses, own=own, received=self.received.copied(), me=self.me.copied()
-        )
+        return dataclasses.replace(self, losses=losses, own=own, received=self.received.copied(), me=self.me.copied())
 
     def itself(self) -> "Judged":
         """The same with the agent's own model as the only one received."""

@@ -79,11 +79,12 @@ def record(
 ) -> dict[str, Any]:
     """The result for a JSON file: settings, answers, V; the way there only of a single run. No ensembles."""
     error, many = errors(problem, result), isinstance(result.message, list)
+    hidden = ("callback", "adversaries", "args")
     table: dict[str, Any] = {
         "problem": problem.name,
         "title": problem.title,
         "dim": problem.dim,
-        "settings": {name: _plain(value) for name, value in settings.items() if name not in ("callback", "adversaries")}
+        "settings": {name: _plain(value) for name, value in settings.items() if name not in hidden}
         | {"num_particles": result.theta.shape[-2] // (1 if callable(problem.lower) else len(problem.lower))},
         "adversary": attack,
     }

@@ -17,7 +17,8 @@ from fedcb2o.particles import theory
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.minimize import CaptureWarning, minimize
 from fedcb2o.particles.objectives import Problem
-from fedcb2o.particles.result import Result, State
+from fedcb2o.particles.result import Result
+from fedcb2o.particles.state import State
 from fedcb2o.report.decay import Decay
 from fedcb2o.report.landscape import Scene
 

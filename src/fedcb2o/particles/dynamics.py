@@ -92,6 +92,18 @@ def judge(
         low = low.unsqueeze(0)
         up = None if up is None else up.unsqueeze(0)
         slope = None if slope is None else slope.unsqueeze(0)
+    return values_of(theta, low, up, slope, radius=radius)
+
+
+def values_of(
+    theta: Float[Tensor, "r n d"],
+    low: Float[Tensor, "r n"],
+    up: Float[Tensor, "r n"] | None,
+    slope: Float[Tensor, "r n d"] | None = None,
+    *,
+    radius: float = math.inf,
+) -> Values:
+    """L, G and the gradient of L of an ensemble as its Values: who is inside the ball B_R(0), who is excluded."""
     inside = None if radius == math.inf else theta.square().sum(-1) <= radius * radius
     if math.isfinite(theta.sum().item() + low.sum().item() + (0.0 if up is None else up.sum().item())):
         return Values(low, up, slope, inside)

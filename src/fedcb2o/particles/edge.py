@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.particles.dynamics import Values, judge
+from fedcb2o.particles.asking import Asking, Question
+from fedcb2o.particles.dynamics import Values
 from fedcb2o.particles.system import Cluster
 
 EDGE = 0.9  # of the way from the middle of the region to its side: the last tenth, and all that is beyond
@@ -28,7 +29,7 @@ def goes_on(
     walls: tuple[Tensor, Tensor] | None,
     delta_q: float,
     flat: bool,
-) -> Bool[Tensor, "r K"]:
+) -> Asking[Bool[Tensor, "r K"]]:
     """Whether a consensus point lies at the edge of the region where the particles were at the `start`, from the least
     to the largest coordinate, and L falls further out or, where L does not rise by more than delta_q, G does.
 
@@ -53,7 +54,7 @@ def goes_on(
     for k, size in itertools.product(range(len(clusters)), FURTHER):
         each, here = clusters[k], at_x[k]
         try:
-            there = judge(x[:, k, None] + size * steps[:, k], each.lower, each.upper, flat=flat)
+            there = yield Question(x[:, k, None] + size * steps[:, k], each.lower, each.upper, flat)
         except Exception:  # a user's function may fail outside of its domain
             continue
         if there.upper is None or here.upper is None:

@@ -15,38 +15,41 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
 
-from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import capture, settings
 from fedcb2o.particles.adversaries import Adversary
+from fedcb2o.particles.asking import Asking, answered
 from fedcb2o.particles.dynamics import Filter
-from fedcb2o.particles.objectives import Objective
-from fedcb2o.particles.result import Result, Shape, State, end_of, result_of
-from fedcb2o.particles.start import box_of, clusters_of, ensemble_of, groups_of, seeds_of, start_of
-from fedcb2o.particles.system import Look, System
-
-Schedule = float | Callable[[int], float]
+from fedcb2o.particles.objectives import Objective, with_args
+from fedcb2o.particles.result import Result, Shape, end_of, result_of
+from fedcb2o.particles.settings import Schedule
+from fedcb2o.particles.start import Seed, box_of, clusters_of, ensemble_of, groups_of, seeds_of, several, start_of
+from fedcb2o.particles.state import State, asks_to_stop
+from fedcb2o.particles.system import System
 
 
 class CaptureWarning(UserWarning):
     """Malicious particles may capture the consensus point under these settings."""
 
 
+@answered
 def minimize(
     lower: Objective | Sequence[Objective],
     upper: Objective | Sequence[Objective | None] | None = None,
     dim: int | None = None,
     *,
+    args: Any = (),
     bounds: Any = None,
+    x0: Any = None,
+    spread: Any = None,
     initial: Any = None,
     num_particles: int | Sequence[int] | None = None,
     runs: int | None = None,
-    seed: int | Sequence[int] = 0,
+    seed: Seed | Sequence[int] = 0,
     alpha: Schedule = 1000.0,
     beta: Schedule = 0.1,
     lambda1: float = 1.0,
@@ -63,13 +66,14 @@ def minimize(
     update: str = "batch",
     adversaries: Adversary | Sequence[Adversary] = (),
     maxiter: int = 2000,
+    maxfev: int | None = None,
     xtol: float = 1e-4,
     time_limit: float = math.inf,
     callback: Callable[[State], Any] | None = None,
     record_every: int = 10,
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
-) -> Result:
+) -> Asking[Result]:
     """Minimise G (`upper`) among the minimisers of L (`lower`), eq:bilevel_opt, by consensus-based optimisation.
 
     Both are functions of a whole ensemble, [..., d] -> [...], called once a step. Without G it is consensus-based
@@ -79,13 +83,18 @@ def minimize(
     Args:
         lower: L, or a sequence of K.
         upper: G, or a sequence of K, or None.
-        dim: d; read from `bounds` or `initial` where it is not given.
-        bounds: (low, high) for all coordinates, a pair for each, or a scipy.optimize.Bounds. Particles stay inside.
-        initial: an ensemble [n, d] or [runs, n, d], or a sampler (NumPy generator, n, d) -> [n, d]; by default
-            uniform in the bounds, without bounds uniform in [-3, 3]^d.
+        dim: d; read from `x0`, `bounds` or `initial` where it is not given.
+        args: what `lower`, `upper` and `gradient` get after the ensemble, a tuple or one value.
+        bounds: (low, high) for all coordinates, a pair for each, or a scipy.optimize.Bounds; None or infinity is no
+            bound. Particles stay inside.
+        x0: the point about which particles start; by default the middle of the bounds, else 0 or as near as they allow.
+        spread: they start uniformly in x0 +- spread, one number or one for each coordinate, within the bounds; by
+            default half of the way from bound to bound, else 3.
+        initial: in place of both, an ensemble [n, d] or [runs, n, d], or a sampler (NumPy generator, n, d) -> [n, d].
         num_particles: N, of each cluster; or one number a cluster. By default 200.
         runs: how many independent runs to take in one batch; each equals the run of its seed alone, bit by bit.
-        seed: of the first run (the next has seed + 1), or one for each.
+        seed: of the first run (the next has seed + 1), or one for each; a generator of NumPy or PyTorch that draws it,
+            or None for another one each time. The result has it.
         alpha: weight parameter of exp(-alpha G), a number or a function of the step n; `beta` and `sigma1` likewise.
         beta: share of the ensemble in the sub-level set Q_beta, in (0, 1].
         lambda1: drift to the consensus point.
@@ -102,6 +111,7 @@ def minimize(
         update: with `batch`, whether those of the "batch" move alone or "all" particles do.
         adversaries: malicious particles, one `Adversary` or several.
         maxiter: steps at most.
+        maxfev: particles judged at most in each run, as `nfev` counts; the first ensemble is judged in any case.
         xtol: stop where the root mean squared distance of the benign particles from the consensus point is no more.
         time_limit: stop after so many seconds.
         callback: called with the `State` before every step and at the end; True or StopIteration stops all runs.
@@ -119,9 +129,9 @@ def minimize(
         settings.positive(f"`{name}`", value, finite=False)
     for name, value in {"lambda2": lambda2, "sigma2": sigma2, "delta_q": delta_q, "xtol": xtol}.items():
         settings.not_negative(f"`{name}`", value)
-    dim, runs, batch = (
+    dim, runs, batch, maxfev = (
         None if value is None else settings.count(f"`{name}`", value)
-        for name, value in (("dim", dim), ("runs", runs), ("batch", batch))
+        for name, value in (("dim", dim), ("runs", runs), ("batch", batch), ("maxfev", maxfev))
     )
     record_every, maxiter = settings.count("`record_every`", record_every), settings.count("`maxiter`", maxiter, 0)
     settings.one_of({
@@ -129,24 +139,27 @@ def minimize(
         "`update`": (update, ("batch", "all")), "`dtype`": (dtype, (torch.float64, torch.float32)),
     })  # fmt: skip
     settings.functions("`lower`", lower)
+    settings.no_point("`upper`", upper)
     settings.functions("`upper`", upper, or_none=True)
     settings.functions("`gradient`", gradient, or_none=True)
     if callback is not None:
         settings.function("`callback`", callback)
     settings.check_room(runs or 1, 1, dim or 1)
     device = settings.device_of(device)
+    lower, upper, gradient = (with_args(each, args) for each in (lower, upper, gradient))
     groups = groups_of(adversaries)
-    shape = Shape(flat=runs is None and isinstance(seed, Integral), single=callable(lower))
+    shape = Shape(flat=runs is None and not several(seed), single=callable(lower))
     seeds = seeds_of(seed, runs)
     if initial is not None and not callable(initial):
         initial = ensemble_of(initial, len(seeds))
     clusters = clusters_of(lower, upper, gradient if lambda2 or sigma2 else False, num_particles, initial)
-    low, high = box_of(bounds, initial, dim)
-    theta = start_of(initial, low, high, clusters[-1].rows.stop, groups, seeds).to(device, dtype)
+    settings.check_room(len(seeds), clusters[-1].rows.stop, dim or 1)  # before there is a box of that many coordinates
+    walls, box = box_of(bounds, initial, x0, spread, dim)
+    theta = start_of(initial, box, clusters[-1].rows.stop, groups, seeds).to(device, dtype)
     if batch is not None and batch > theta.shape[1]:
         raise ConfigError(f"`batch` must be at most the number of particles, {theta.shape[1]}, got {batch}")
-    walls = None if bounds is None else (low.to(theta), high.to(theta))
     if walls is not None:
+        walls = walls[0].to(theta), walls[1].to(theta)
         theta[:, : clusters[-1].rows.stop].clamp_(*walls)
     if not sigma2 and theta.eq(theta[:, :1]).all(2).all(1).any():
         raise ConfigError("all particles start at one point, and agree before they have looked: spread `initial`")
@@ -154,46 +167,51 @@ def minimize(
     system = System(theta, clusters, groups, seeds, flat=shape.flat, bounds=walls)
 
     def filter_at(n: int) -> Filter:
-        return Filter(_at("alpha", alpha, n), _at("beta", beta, n), delta_q, radius, quantile == "averaged")
+        levels = settings.at_step("alpha", alpha, n), settings.at_step("beta", beta, n)
+        return Filter(*levels, delta_q, radius, averaged=quantile == "averaged")
 
     by = filter_at(0)
-    notes = _notes(system, by, _at("sigma1", sigma1, 0), lambda1, noise, batch)
+    notes = _notes(system, by, settings.at_step("sigma1", sigma1, 0), lambda1, noise, batch)
     _keep_freed_memory()
     started = time.monotonic()
     records, ends = [], []
-    with torch.no_grad():
-        for n in itertools.count():
-            if n > 0 and (callable(alpha) or callable(beta)):
-                by = filter_at(n)
-            late = time.monotonic() - started > time_limit
-            looking = late or n == maxiter or n % record_every == 0
-            look = system.look(by, batch, closely=looking)
-            reason = f"the time limit of {time_limit:g} s passed" if late else ""
-            reason = f"maxiter = {maxiter} steps were taken" if n == maxiter else reason
-            if callback is not None and _asks_to_stop(callback, shape, system, look, n, dt, looking):
-                looking, reason = True, "the callback stopped the run"
-            if looking:
-                whole = look if batch is None else system.look(by)
-                spread = system.spread(whole.m)
-                records.append((n, system.runs, whole.m, spread))
-                agreed = (spread <= xtol).all(1).cpu()
-                ending = torch.ones_like(agreed) if reason else agreed
-                if ending.any():
-                    ends.append(end_of(system, whole.m, spread, n, agreed, ending, reason))
-                    if ending.all():
-                        break
-                    kept = (~ending).nonzero().squeeze(1)
-                    system.keep(kept)
-                    look = look.of(kept)
-            system.advance_(
-                n, look, by, lambda1=lambda1, sigma1=_at("sigma1", sigma1, n), lambda2=lambda2, sigma2=sigma2, dt=dt,
-                noise=noise, batch_only=update == "batch", closely=looking,
-            )  # fmt: skip
-        seconds = time.monotonic() - started
-        return result_of(
-            ends, records, shape, clusters, seeds, start=(start.min, start.max), walls=walls, delta_q=delta_q, dt=dt,
-            xtol=xtol, notes=notes, seconds=seconds,
+    for n in itertools.count():
+        if n > 0 and (callable(alpha) or callable(beta)):
+            by = filter_at(n)
+        late = time.monotonic() - started > time_limit
+        looking = late or n == maxiter or n % record_every == 0
+        look = yield from system.look(by, batch, closely=looking)
+        reason = f"the time limit of {time_limit:g} s passed" if late else ""
+        reason = f"maxiter = {maxiter} steps were taken" if n == maxiter else reason
+        if callback is not None and asks_to_stop(callback, shape, system, look, n, dt, looking):
+            looking, reason = True, "the callback stopped the run"
+        if maxfev is not None and not reason:
+            further = system.price(batch) + (0 if batch is None else (1 + looking) * system.price())
+            if system.judged + further > maxfev:
+                looking, reason = True, f"another step would judge more than maxfev = {maxfev} particles"
+        if looking:
+            whole = look if batch is None else (yield from system.look(by))
+            spread = system.spread(whole.m)
+            records.append((n, system.runs, whole.m, spread))
+            agreed = (spread <= xtol).all(1).cpu()
+            ending = torch.ones_like(agreed) if reason else agreed
+            if ending.any():
+                ends.append(end_of(system, whole.m, spread, n, agreed, ending, reason))
+                if ending.all():
+                    break
+                kept = (~ending).nonzero().squeeze(1)
+                system.keep(kept)
+                look = look.of(kept)
+        system.advance_(
+            n, look, by, lambda1=lambda1, sigma1=settings.at_step("sigma1", sigma1, n), lambda2=lambda2, sigma2=sigma2,
+            dt=dt, noise=noise, batch_only=update == "batch", closely=looking,
         )  # fmt: skip
+    seconds = time.monotonic() - started
+    result = yield from result_of(
+        ends, records, shape, clusters, seeds, start=(start.min, start.max), walls=walls, delta_q=delta_q, dt=dt,
+        xtol=xtol, notes=notes, seconds=seconds,
+    )  # fmt: skip
+    return result
 
 
 def _keep_freed_memory() -> None:
@@ -202,49 +220,6 @@ def _keep_freed_memory() -> None:
     It keeps up to twice the largest block that was ever freed below 32 MiB (mallopt(3), M_MMAP_THRESHOLD).
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
-
-
-def _asks_to_stop(
-    callback: Callable[[State], Any], shape: Shape, system: System, look: Look, n: int, dt: float, closely: bool
-) -> bool:
-    own = look.batch is None
-    lower = [values.lower[:, each.rows] for each, values in zip(system.clusters, look.values, strict=True)]
-    upper = [
-        None if values.upper is None else values.upper[:, each.rows]
-        for each, values in zip(system.clusters, look.values, strict=True)
-    ]
-    state = State(
-        n=n,
-        t=n * dt,
-        x=shape.of(look.m),
-        theta=shape.of_runs(system.benign),
-        theta_m=shape.of_runs(system.malicious),
-        lower=shape.of_runs(torch.cat(lower, 1)) if own else None,
-        upper=shape.of_runs(torch.cat(upper, 1)) if own and upper[0] is not None else None,  # type: ignore[arg-type]
-        runs=system.runs,
-    )
-    with system.unwritten("the callback", callback, look.m, closely):
-        try:
-            told = callback(state)
-        except StopIteration:
-            told = True
-    try:
-        return told is not None and bool(told)
-    except RuntimeError as error:
-        raise ConfigError(f"`callback` must return whether to stop, True or False, or None: {error}") from error
-
-
-def _at(name: str, value: Schedule, n: int) -> float:
-    """A parameter at step n."""
-    if callable(value):
-        value = value(n)
-    if type(value) is not float:
-        value = settings.number(f"`{name}`", value, f" at step {n}")
-    if name == "beta":
-        consensus.check_beta(value)
-    elif not 0 <= value < math.inf:
-        raise ConfigError(f"`{name}` must be at least 0 and finite, got {value} at step {n}")
-    return value
 
 
 def _notes(system: System, by: Filter, sigma1: float, lambda1: float, noise: str, batch: int | None) -> tuple[str, ...]:
@@ -266,5 +241,5 @@ def _notes(system: System, by: Filter, sigma1: float, lambda1: float, noise: str
                 " sub-level set may have to hold malicious particles that are bad for L"
             )
     for note in open_to:
-        warnings.warn(note, CaptureWarning, stacklevel=3)
+        warnings.warn(note, CaptureWarning, stacklevel=4)
     return (*notes, *open_to)

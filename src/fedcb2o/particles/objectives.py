@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.particles import settings
 from fedcb2o.plugins import label, nearest
 
 Objective = Callable[[Tensor], Tensor]
@@ -23,15 +24,15 @@ Objective = Callable[[Tensor], Tensor]
 __all__ = ["Problem", "from_numpy", "from_point", "problem", "problems"]
 
 
-def from_numpy(function: Callable[[Any], Any]) -> Objective:
+def from_numpy(function: Callable[..., Any]) -> Callable[..., Tensor]:
     """An objective from a NumPy function of a whole ensemble, [..., d] -> [...]. Without gradient; on the CPU.
 
     The array is the function's own: it may write into it.
     """
 
     @functools.wraps(function)
-    def objective(x: Tensor) -> Tensor:
-        values = function(x.detach().cpu().numpy().copy())
+    def objective(x: Tensor, *args: Any) -> Tensor:
+        values = function(x.detach().cpu().numpy().copy(), *args)
         try:
             return torch.as_tensor(np.asarray(values), device=x.device)
         except (TypeError, ValueError) as error:
@@ -42,23 +43,43 @@ def from_numpy(function: Callable[[Any], Any]) -> Objective:
     return objective
 
 
-def from_point(function: Callable[[Any], Any]) -> Objective:
-    """An objective from a function of one point, a NumPy array [d] of its own -> a number. Called for each particle."""
+def from_point(function: Callable[..., Any], *, workers: Callable[..., Any] = map) -> Callable[..., Tensor]:
+    """An objective from a function of one point, as SciPy's are: a NumPy array [d] of its own -> a number.
+
+    It is called for each particle, by `workers`: the built-in `map`, or that of a pool of threads or processes.
+    """
+    settings.function("`workers`", workers)
 
     @functools.wraps(function)
-    def objective(x: Tensor) -> Tensor:
+    def objective(x: Tensor, *args: Any) -> Tensor:
         points = x.detach().cpu().numpy().copy().reshape(-1, x.shape[-1])
-        values = [_number(function, function(point)) for point in points]
+        values = list(workers(functools.partial(_value, function, args), points))
         return torch.tensor(values, dtype=x.dtype, device=x.device).reshape(x.shape[:-1])
 
     return objective
 
 
-def _number(function: Callable[[Any], Any], value: Any) -> float:
+def _value(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> float:
+    value = function(point, *args)
     try:
-        return float(value)
+        return float(np.asarray(value).item())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the function {label(function)} of a point must return a number: {error}") from error
+
+
+def with_args(objective: Any, args: Any) -> Any:
+    """The same objective, or each of several, that gets further arguments: objective(x, *args)."""
+    args = args if isinstance(args, tuple) else (args,)
+    if not args or objective is None:
+        return objective
+    if not callable(objective):
+        return [with_args(each, args) for each in objective]
+
+    @functools.wraps(objective)
+    def whole(x: Tensor) -> Any:
+        return objective(x, *args)
+
+    return whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,39 +1,22 @@
-"""What `minimize` hands out: the state that a callback sees, the result and the way there, in the user's shapes."""
+"""What `minimize` hands out: the result and the way there, in the user's shapes."""
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedcb2o.particles.dynamics import judge
+from fedcb2o.particles.asking import Asking, Question
 from fedcb2o.particles.edge import goes_on
 from fedcb2o.particles.system import Cluster, System
 
 AGREED = "consensus: spread at most xtol = {:g}"
 STUCK = (
     "the particles agreed at the edge of where they started, and L or G is less further out: let them start in a larger"
-    " box, by `bounds` or `initial`"
+    " box, by `spread`, `bounds` or `initial`"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """What a callback sees before step n: the consensus point `x`, the benign particles `theta` and their L and G.
-
-    Shapes as in the result, for the runs that have not stopped, which `runs` names. Every particle's L and G are those
-    of its own cluster; in a step that judges a random batch only, they are None. Copy what you keep: `theta` moves on.
-    """
-
-    n: int
-    t: float
-    x: Tensor
-    theta: Tensor
-    theta_m: Tensor
-    lower: Tensor | None
-    upper: Tensor | None
-    runs: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +33,15 @@ class History:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Result:
-    """The answer of `minimize`, in the manner of SciPy's OptimizeResult.
+class Result(Mapping[str, Any]):
+    """The answer of `minimize`, in the manner of SciPy's OptimizeResult: `result.x`, or `result["x"]`.
 
     With `runs`, every field of a run has that leading axis. With several clusters, `x` is [clusters, d] and `lower` and
     `upper` are [clusters].
 
     Attributes:
         x: the consensus point of the last ensemble, [d].
-        lower: L there.
+        lower: L there; also `fun`.
         upper: G there, or None where there is no G.
         success: whether the ensemble came to a consensus, its spread about x being at most `xtol`, and not at the edge
             of where it started while L, or G, is less further out.
@@ -91,6 +74,26 @@ class Result:
     notes: tuple[str, ...]
     seed: Any
     seconds: float
+
+    @property
+    def fun(self) -> Tensor:
+        """L at x, the first function's value, by SciPy's name."""
+        return self.lower
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (field.name for field in dataclasses.fields(self))
+        yield "fun"
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
     def __repr__(self) -> str:
         """The answer first; of many runs, how many succeeded."""
@@ -179,7 +182,7 @@ def result_of(
     xtol: float,
     notes: tuple[str, ...],
     seconds: float,
-) -> Result:
+) -> Asking[Result]:
     """What came of the runs, in their order, and in the shapes that the user asked for."""
     order = torch.cat([end.runs for end in ends]).argsort()
 
@@ -188,14 +191,17 @@ def result_of(
         return parts[0] if len(parts) == 1 else torch.cat(parts)[order.to(parts[0].device)]
 
     x = gather("m")
-    at_x = [judge(x[:, k : k + 1], each.lower, each.upper, flat=shape.flat) for k, each in enumerate(clusters)]
+    at_x = []
+    for k, each in enumerate(clusters):
+        at_x.append((yield Question(x[:, k : k + 1], each.lower, each.upper, shape.flat)))
     lower = torch.cat([values.lower for values in at_x], 1)
     upper = torch.cat([values.upper for values in at_x], 1) if at_x[0].upper is not None else None  # type: ignore[misc]
     success = gather("agreed")
     messages = [(AGREED.format(xtol) if agreed else end.reason) for end in ends for agreed in end.agreed.tolist()]
     messages = [messages[k] for k in order.tolist()]
     if success.any():
-        stuck = success & goes_on(x, at_x, start, clusters, walls=walls, delta_q=delta_q, flat=shape.flat).any(1).cpu()
+        further = yield from goes_on(x, at_x, start, clusters, walls=walls, delta_q=delta_q, flat=shape.flat)
+        stuck = success & further.any(1).cpu()
         messages = [STUCK if at_edge else told for told, at_edge in zip(messages, stuck.tolist(), strict=True)]
         success = success & ~stuck
     nit = torch.cat([torch.full_like(end.runs, end.n) for end in ends])[order]

@@ -8,9 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 
+from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
+
+Schedule = float | Callable[[int], float]
+"""A parameter, or a function of the step."""
 
 COPIES = 4  # of an ensemble in float64, about: the particles, as they were drawn, their noise, and a step's
 
@@ -51,6 +56,32 @@ def one_of(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
     for name, (value, known) in choices.items():
         if not any(value is each or (isinstance(value, str) and value == each) for each in known):
             raise ConfigError(f"{name} must be {' or '.join(map(repr, known))}, got {_shown(value)}")
+
+
+def at_step(name: str, value: Schedule, n: int) -> float:
+    """A parameter at step n, such as alpha; raises ConfigError where it is below 0 or infinite, or is no share."""
+    if callable(value):
+        value = value(n)
+    if type(value) is not float:
+        value = number(f"`{name}`", value, f" at step {n}")
+    if name == "beta":
+        consensus.check_beta(value)
+    elif not 0 <= value < torch.inf:
+        raise ConfigError(f"`{name}` must be at least 0 and finite, got {value} at step {n}")
+    return value
+
+
+def no_point(name: str, value: Any) -> None:
+    """Raise ConfigError where a point is given in place of a function."""
+    try:
+        numbers = np.asarray(value).dtype.kind in "iuf"
+    except (TypeError, ValueError, RuntimeError):
+        numbers = False
+    if numbers:
+        raise ConfigError(
+            f"{name} is G, a function, and got a point: a point to start about is `x0`, as in"
+            " minimize(lower, x0=[0.0, 0.0], spread=3.0)"
+        )
 
 
 def functions(name: str, value: Any, *, or_none: bool = False) -> None:

@@ -1,6 +1,7 @@
 """Where runs of `minimize` start: seeds, clusters, the box, and the first ensembles, checked."""
 
 import itertools
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,16 +16,39 @@ from fedcb2o.particles.objectives import Objective
 from fedcb2o.particles.system import Cluster
 from fedcb2o.streams import stream
 
+Seed = int | np.random.Generator | np.random.RandomState | torch.Generator | None
+Box = tuple[Tensor, Tensor]
+"""The low and the high ends, [d] each."""
+FAR = 3.0  # how far from their middle particles start where nothing is said
 
-def seeds_of(seed: int | Sequence[int], runs: int | None) -> list[int]:
+
+def several(seed: Any) -> bool:
+    """Whether these are seeds, one for each run."""
+    return isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes)
+
+
+def seeds_of(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
     """The seed of every run."""
-    if not isinstance(seed, Sequence | np.ndarray) or isinstance(seed, str | bytes):
-        first = settings.count("`seed`", seed, least=None)
+    if not several(seed):
+        first = _first(seed)
         return [first + run for run in range(runs or 1)]
-    seeds = [settings.count("`seed`", each, least=None) for each in seed]
+    seeds = [settings.count("`seed`", each, least=None) for each in seed]  # type: ignore[union-attr]
     if (runs is not None and len(seeds) != runs) or not seeds:
         raise ConfigError(f"`seed` names {len(seeds)} seeds for {runs} runs: give one for each, or the first alone")
     return seeds
+
+
+def _first(seed: Any) -> int:
+    """A seed as it is given, or drawn: from a generator, or anew."""
+    if seed is None:
+        return secrets.randbits(63)
+    if isinstance(seed, np.random.Generator):
+        return int(seed.integers(2**63))
+    if isinstance(seed, np.random.RandomState):
+        return int(seed.randint(2**63 - 1, dtype=np.int64))
+    if isinstance(seed, torch.Generator):
+        return int(torch.randint(2**63 - 1, (), generator=seed, device=seed.device))
+    return settings.count("`seed`", seed, least=None)
 
 
 def groups_of(adversaries: Adversary | Sequence[Adversary]) -> list[Adversary]:
@@ -89,20 +113,51 @@ def clusters_of(
     return [Cluster(*parts) for parts in zip(lowers, uppers, slopes, rows, strict=True)]
 
 
-def box_of(bounds: Any, initial: Any, dim: int | None) -> tuple[Tensor, Tensor]:
-    """The low and high ends [d] of the bounds, or of where particles start without bounds."""
-    if isinstance(initial, Tensor):
-        if dim not in (None, initial.shape[-1]):
-            raise ConfigError(f"`initial` has points of {initial.shape[-1]} coordinates, `dim` is {dim}")
-        dim = initial.shape[-1]
+def box_of(bounds: Any, initial: Any, x0: Any, spread: Any, dim: int | None) -> tuple[Box | None, Box]:
+    """The bounds, if there are any, infinite where a side is open, and the box where particles start.
+
+    That is x0 +- spread, as far as the bounds allow. Where both bounds of a coordinate are finite, it is by default
+    all of what is between them, else as near to [-3, 3] as it can be.
+    """
+    if initial is not None and not (x0 is None and spread is None):
+        raise ConfigError(
+            "`initial` says where particles start, and so do `x0` and `spread`: give the one or the other"
+        )
+    middle = None if x0 is None else _point("`x0`", x0, dim)
+    given = initial if middle is None else middle
+    if isinstance(given, Tensor):
+        if dim not in (None, given.shape[-1]):
+            has = f"`x0` has {len(given)}" if given is middle else f"`initial` has points of {given.shape[-1]}"
+            raise ConfigError(f"{has} coordinates, `dim` is {dim}")
+        dim = given.shape[-1]
+    low, high = _walls(bounds, dim)
+    closed = (high - low).isfinite()
+    half = (high - low) / 2
+    far = torch.where(closed, half, FAR) if spread is None else _point("`spread`", spread, len(low))
+    if len(far) != len(low) or not ((far > 0) & far.isfinite()).all():
+        raise ConfigError(f"`spread` must be above 0 and finite, one for all or one for each coordinate, got {spread}")
+    if middle is None:
+        middle = torch.where(closed, low + half, torch.zeros_like(low).clamp(low + far, high - far))
+        if spread is None:  # to the bit
+            far = far.masked_fill(closed, torch.inf)
+    if not ((low <= middle) & (middle <= high)).all():
+        raise ConfigError(f"`x0` = {middle.tolist()} is not within the `bounds`")
+    start = torch.maximum(low, middle - far), torch.minimum(high, middle + far)
+    return None if bounds is None else (low, high), start
+
+
+def _walls(bounds: Any, dim: int | None) -> Box:
+    """The low and high ends [d] of the bounds, infinite where there is none."""
     if bounds is None:
         if dim is None:
-            raise ConfigError("`dim` is not known: give it, or `bounds` for each coordinate, or an `initial` ensemble")
-        return torch.full((dim,), -3.0, dtype=torch.float64), torch.full((dim,), 3.0, dtype=torch.float64)
+            raise ConfigError(
+                "`dim` is not known: give it, or `x0`, or `bounds` for each coordinate, or an `initial` ensemble"
+            )
+        bounds = (None, None)
     if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
-        bounds = np.stack([np.atleast_1d(bounds.lb), np.atleast_1d(bounds.ub)], -1)
+        bounds = np.stack(np.broadcast_arrays(np.atleast_1d(bounds.lb), np.atleast_1d(bounds.ub)), -1)
         bounds = bounds[0] if len(bounds) == 1 else bounds
-    pairs = _array("`bounds`", bounds)
+    pairs = _array("`bounds`", _opened(bounds))
     if pairs.shape == (2,) and dim is not None:
         pairs = pairs.expand(dim, 2)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or dim not in (None, len(pairs)):
@@ -113,15 +168,33 @@ def box_of(bounds: Any, initial: Any, dim: int | None) -> tuple[Tensor, Tensor]:
     low, high = pairs.unbind(-1)
     if not (low < high).all():
         raise ConfigError("`bounds` must have every low below its high")
-    if initial is None and not (high - low).isfinite().all():
-        raise ConfigError("infinite `bounds`, or ones too far apart, need an `initial` ensemble or sampler")
     return low, high
 
 
-def start_of(
-    initial: Any, low: Tensor, high: Tensor, num_benign: int, adversaries: Sequence[Adversary], seeds: Sequence[int]
-) -> Tensor:
-    """The first ensemble of every run, [runs, n, d] in float64: the benign particles, then each adversary's."""
+def _opened(bounds: Any) -> Any:
+    """Bounds with infinity in place of None, which SciPy takes for none."""
+    if not isinstance(bounds, Sequence) or isinstance(bounds, str | bytes):
+        return bounds
+    if len(bounds) == 2 and any(each is None for each in bounds):
+        return [end if each is None else each for each, end in zip(bounds, (-np.inf, np.inf), strict=True)]
+    return [_opened(each) for each in bounds]
+
+
+def _point(name: str, value: Any, dim: int | None) -> Tensor:
+    """One number for each coordinate [d], or the same for all."""
+    point = _array(name, value)
+    if point.ndim > 1 or not point.isfinite().all():
+        got = f"the shape {[*point.shape]}, and an ensemble is `initial`" if point.ndim > 1 else f"{point.tolist()}"
+        raise ConfigError(f"{name} must be a point [d] of finite numbers, got {got}")
+    return point if point.ndim else point.expand(dim or 1)
+
+
+def start_of(initial: Any, box: Box, num_benign: int, adversaries: Sequence[Adversary], seeds: Sequence[int]) -> Tensor:
+    """The first ensemble of every run, [runs, n, d] in float64: the benign particles, then each adversary's.
+
+    Without `initial` they start uniformly in the `box`.
+    """
+    low, high = box
     dim = len(low)
     settings.check_room(len(seeds), num_benign + sum(each.num_particles for each in adversaries), dim)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.adversaries import Adversary, View
+from fedcb2o.particles.asking import Asking, Question
 from fedcb2o.particles.dynamics import (
     Filter,
     Values,
@@ -24,7 +25,6 @@ from fedcb2o.particles.dynamics import (
     consensus_step_,
     consensus_weights,
     gradient_step_,
-    judge,
 )
 from fedcb2o.particles.noise import Normals
 from fedcb2o.particles.objectives import Objective
@@ -110,8 +110,8 @@ class System:
             return (n - self.num_benign) / n
         return float(self.mass[self.num_benign :].sum())
 
-    def look(self, by: Filter, batch: int | None = None, closely: bool = False) -> Look:
-        """Judge all particles, or each run's next random batch, and find the consensus points.
+    def look(self, by: Filter, batch: int | None = None, closely: bool = False) -> Asking[Look]:
+        """Have all particles judged, or each run's next random batch, and find the consensus points.
 
         Looked at `closely`, functions that write into the particles by way of NumPy are noticed too.
 
@@ -126,7 +126,9 @@ class System:
         whole = rows is None or any(each.gradient for each in self.clusters)
         seen = theta if rows is None else _rows_of(theta, rows)
         judged = theta if whole else seen
-        values = [self._judge(judged, each, by, each.gradient, closely) for each in self.clusters]
+        values = []
+        for cluster in self.clusters:
+            values.append((yield self._question(judged, cluster, by, cluster.gradient, closely)))
         self.judged += len(self.clusters) * judged.shape[1]
         m = []
         for each in values:
@@ -135,6 +137,11 @@ class System:
             counted = each if rows is None or not whole else each.map(lambda part: _rows_of(part, rows))
             m.append(consensus_point(seen, counted, by, mass))
         return Look(values, torch.stack(m, 1) if len(m) > 1 else m[0].unsqueeze(1), rows, whole)
+
+    def price(self, batch: int | None = None) -> int:
+        """How many particles of each run the next look judges, each once for every cluster."""
+        whole = batch is None or any(each.gradient for each in self.clusters)
+        return len(self.clusters) * (self.theta.shape[1] if whole else batch)  # type: ignore[operator]
 
     def spread(self, m: Tensor) -> Tensor:
         """The root mean squared distance of each cluster's particles from its consensus point, [runs, clusters]."""
@@ -214,11 +221,10 @@ class System:
         rows, self._order = self._order[:, :size], self._order[:, size:]
         return rows
 
-    def _judge(
+    def _question(
         self, theta: Tensor, cluster: Cluster, by: Filter, gradient: Objective | bool = False, closely: bool = False
-    ) -> Values:
-        settings: dict[str, Any] = {"flat": self._flat, "radius": by.radius, "closely": closely}
-        return judge(theta, cluster.lower, cluster.upper, gradient=gradient, **settings)
+    ) -> Question:
+        return Question(theta, cluster.lower, cluster.upper, self._flat, gradient, by.radius, closely)
 
     def _plan(self) -> None:
         """Each cluster's particles, and their rows (None: all)."""
@@ -288,7 +294,7 @@ class System:
             mass = torch.cat([mass, self.mass[rows]])  # type: ignore[index]
         found = []
         for cluster, known in zip(self.clusters, look.values, strict=True):
-            values = known if look.whole else self._judge(self.theta, cluster, by)
+            values = known if look.whole else self._question(self.theta, cluster, by).answer()
             values = values.map(lambda part: part[:, rest].unsqueeze(1))
             others = self.theta[:, rest].unsqueeze(1)
             if values.bad is not None:
@@ -296,7 +302,9 @@ class System:
             if points is None:
                 found.append(consensus.point(consensus_weights(values, by, mass), others))
                 continue
-            there = self._judge(points, cluster, by).map(lambda part: part.unsqueeze(2).expand(-1, -1, size))
+            there = (
+                self._question(points, cluster, by).answer().map(lambda part: part.unsqueeze(2).expand(-1, -1, size))
+            )
             mu = consensus_weights(_joined(values, there), by, mass)
             found.append(consensus.point(mu[..., :-size], others) + mu[..., -size:].sum(-1, keepdim=True) * points)
         return torch.stack(found, 2)

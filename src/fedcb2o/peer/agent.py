@@ -165,8 +165,8 @@ def load_model(folder: Path | str, *, own: Collection[str] = ()) -> nn.Module:
     if not path.exists():
         raise RunError(f"there is no {path}: it is written after the last round")
     try:
-        module.load_state_dict(load_file(path))
-    except (SafetensorError, RuntimeError, OSError) as error:
+        models.fill_(module, load_file(path))
+    except (SafetensorError, ValueError, OSError) as error:
         raise records.damaged(path, str(error)) from error
     return module.eval()
 

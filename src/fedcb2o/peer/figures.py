@@ -7,22 +7,21 @@ import matplotlib as mpl
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap, PowerNorm
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from fedcb2o.peer.recorded import Line, Recorded
 from fedcb2o.report.figures import COLOURS, LINES, MARKERS, STYLE
+from fedcb2o.report.pictures import WEIGHTS, weight_bar, weight_norm
 
 WIDE, HIGH = 4.7, 3.2  # inches: two figures side by side on a wide page, one below the other on a narrow one
 ROWS, COLUMNS = 40, 240  # peers and columns that a figure shows at most
-GREY, AMBER = "#E4E4E7", "#F2B872"
-FATES = {"taken": COLOURS[0], "refused": COLOURS[1], "late": COLOURS[4], "no answer": "#C9C9CE"}
+GREY, AMBER = "#88888840", "#F2A03DB0"  # let light paper through, and dark
+FATES = {"taken": COLOURS[0], "refused": COLOURS[1], "late": COLOURS[4], "no answer": "#AAAAAA"}
 """What became of an agent's asking a peer, and how it is drawn."""
 SCORES = {"accuracy": "accuracy", "source_accuracy": "source class", "attack_success_rate": "attack success"}
-TICKS = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
-"""Of a scale of weights."""
 
 
 def fates(line: Line) -> dict[int, str]:
@@ -49,7 +48,8 @@ def busiest(recorded: Recorded) -> list[int]:
 @mpl.rc_context(STYLE)
 def scores(lines: Sequence[Line]) -> Figure | None:
     """Accuracy on the agent's own test set over the rounds; in a simulation the source class and the attack too."""
-    figure = _curves(lines, {name: [getattr(line, key) for line in lines] for key, name in SCORES.items()})
+    found = {name: [getattr(line, key) for line in lines] for key, name in SCORES.items()}
+    figure = _curves("Accuracy", lines, found)
     if figure is not None:
         figure.axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     return figure
@@ -59,6 +59,7 @@ def scores(lines: Sequence[Line]) -> Figure | None:
 def losses(lines: Sequence[Line]) -> Figure | None:
     """The loss in training, and the trained model's on the agent's own validation samples."""
     return _curves(
+        "Losses",
         lines,
         {
             "in training": [line.train_loss for line in lines],
@@ -72,7 +73,7 @@ def traffic(lines: Sequence[Line]) -> Figure | None:
     """Megabytes that came in and that went out, from the first round on."""
     incoming = np.cumsum([line.incoming / 1e6 for line in lines])
     outgoing = np.cumsum([line.sent / 1e6 for line in lines])
-    figure = _curves(lines, {"in": incoming.tolist(), "out": outgoing.tolist()})
+    figure = _curves("Bytes", lines, {"in": incoming.tolist(), "out": outgoing.tolist()})
     if figure is not None:
         figure.axes[0].set_ylabel("MB so far")
         figure.axes[0].set_ylim(bottom=0)
@@ -94,10 +95,10 @@ def phases(lines: Sequence[Line]) -> Figure | None:
         parts["between"] = rest
     figure, ax = _panel()
     edges, bottom = _edges(lines), np.zeros(len(lines))
-    for (name, height), colour in zip(parts.items(), [*COLOURS[: len(names)], "#D5D5DA"], strict=False):
+    for (name, height), colour in zip(parts.items(), [*COLOURS[: len(names)], "#AAAAAA"], strict=False):
         ax.stairs(bottom + height, edges, baseline=bottom, fill=True, color=colour, label=name.replace("$", r"\$"))
         bottom = bottom + height
-    ax.set_ylabel("seconds a round")
+    ax.set_title("Seconds of a round")
     _by_round(ax, lines)
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8.5, handlelength=1.2)
     return figure
@@ -117,6 +118,7 @@ def answers(recorded: Recorded) -> Figure | None:
         if count.any():
             ax.barh(np.arange(len(peers)), count, 0.7, left=left, color=FATES[fate], label=fate)
             left = left + count
+    ax.set_title("What became of asking")
     ax.set_xlabel("rounds in which it was asked")
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8.5, handlelength=1.2)
@@ -136,6 +138,7 @@ def speeds(recorded: Recorded, seconds: Mapping[int, Sequence[float]]) -> Figure
             ax.plot([low, high], [y, y], color=COLOURS[5], linewidth=4, alpha=0.55, solid_capstyle="round")
             ax.plot([middle], [y], "o", color=COLOURS[0], markersize=5)
     ax.set_xlim(left=0)
+    ax.set_title("How fast peers answered")
     ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.set_xlabel("seconds until its model was there and checked")
     return figure
@@ -159,15 +162,10 @@ def weights(recorded: Recorded) -> Figure | None:
     ax = figure.subplots()
     grid = np.append(_edges(lines)[:-1][starts], _edges(lines)[-1]), np.arange(len(peers) + 2) - 0.5
     blank = np.where(np.isfinite(mean) | (worst == 0), np.nan, worst)
-    ax.pcolormesh(*grid, blank, cmap=ListedColormap([GREY, AMBER]), vmin=1, vmax=2)
-    # A square root scale: else an agent's own weight hides those of its peers.
-    most = max(float(np.nan_to_num(mean).max()), 1e-9)
-    norm = PowerNorm(0.5, vmin=0, vmax=most, clip=True)
-    drawn = ax.pcolormesh(*grid, mean, cmap="Blues", norm=norm)
-    bar = figure.colorbar(
-        drawn, ax=ax, label="weight", aspect=12, pad=0.01, ticks=[tick for tick in TICKS if tick <= most]
-    )
-    bar.ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    marked = ListedColormap([GREY, AMBER])
+    ax.pcolormesh(*grid, blank, cmap=marked, vmin=1, vmax=2, rasterized=True)
+    drawn = ax.pcolormesh(*grid, mean, cmap=WEIGHTS, norm=weight_norm(), rasterized=True)
+    weight_bar(figure, ax, drawn, aspect=12, pad=0.01)
     names = [f"{recorded.about.name} (itself)", *map(recorded.about.name_of, peers)]
     ax.set_yticks(range(len(names)), [_short(name) for name in names], fontsize=9)
     ax.set_ylim(len(names) - 0.5, -0.5)
@@ -176,7 +174,12 @@ def weights(recorded: Recorded) -> Figure | None:
     ax.grid(visible=False)
     ax.set_facecolor("white")
     ax.spines[:].set_visible(True)
-    keys = [Patch(color=AMBER, label="refused"), Patch(color=GREY, label="asked, nothing taken")]
+    shares = [f"{name} {100 * share:.0f}%" for name, share in zip(names, np.nan_to_num(given).mean(1), strict=True)]
+    figure.set_label(f"Weight in the average, mean over {len(lines)} rounds: {', '.join(shares)}.")
+    keys = [
+        Patch(color=AMBER, label="refused", linewidth=0),
+        Patch(color=GREY, label="asked, nothing taken", linewidth=0),
+    ]
     figure.legend(handles=keys, loc="outside lower center", ncols=2, fontsize=8.5, handlelength=1.2)
     return figure
 
@@ -199,12 +202,13 @@ def weights_by_round(
     return given, marks
 
 
-def _curves(lines: Sequence[Line], values: Mapping[str, Sequence[float | None]]) -> Figure | None:
+def _curves(title: str, lines: Sequence[Line], values: Mapping[str, Sequence[float | None]]) -> Figure | None:
     """Values over the rounds; those of which there are none are left out."""
     shown = {name: column for name, column in values.items() if any(value is not None for value in column)}
     if not shown:
         return None
     figure, ax = _panel()
+    ax.set_title(title)
     rounds = np.array([line.round for line in lines])
     for i, (name, column) in enumerate(shown.items()):
         y = np.array([np.nan if value is None else value for value in column], dtype=float)

@@ -19,12 +19,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedcb2o import records
+from fedcb2o import models, records
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.experiments.folder import alone
 from fedcb2o.federated import metrics
+from fedcb2o.federated.block import Block
+from fedcb2o.federated.judging import network_of
 from fedcb2o.federated.peers import Memory
 from fedcb2o.peer import agent as agents
 from fedcb2o.peer.check import about
@@ -159,7 +161,7 @@ class Node:
                     company.compare()
                     self._remind(journal, downloads.mine(transport.alive(), HELLO_SECONDS))
                     yield from self._lines(engine, memory, log, coding, company, Tally(server, downloads))
-                self._keep(block.pool[0])
+                self._keep(block)
                 if left:  # else it came back when all was done, and has no model of a round to offer
                     self.watch.phase(self.done, "serving the others")
                     company.see_off(self.done, self.linger)
@@ -285,11 +287,9 @@ class Node:
                 f"one (fedcb2o peer renew --identity {self.identity.folder}), and go on with --resume"
             )
 
-    def _keep(self, theta: Tensor) -> None:
-        """Write the final model, by the names of the network's parameters."""
-        named = list(self.agent.terms.module.named_parameters())
-        parts = torch.split(theta, [parameter.numel() for _, parameter in named])
-        tensors = {name: part.view(parameter.shape) for (name, parameter), part in zip(named, parts, strict=True)}
+    def _keep(self, block: Block) -> None:
+        """Write the final model, by the names of what agents have of their own in the network."""
+        tensors = {name: tensor.detach() for name, tensor in models.state(network_of(block, 0)).items()}
         records.atomic_write(self.out / MODEL, lambda path: save_file(tensors, path))
 
     def _line(self, done: Round, engine: Among, tally: "Tally", company: Company) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import html
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
@@ -13,16 +12,11 @@ from matplotlib.figure import Figure
 from fedcb2o.errors import RunError
 from fedcb2o.peer import figures
 from fedcb2o.peer.recorded import Recorded
-from fedcb2o.records import atomic_write
-from fedcb2o.report.page import document, image
-from fedcb2o.report.render import html_text, to_html
+from fedcb2o.report.page import Page, new_page
+from fedcb2o.report.render import html_text
+from fedcb2o.report.web import framed, note, side_by_side
 
 REASONS = 8  # columns of a table; the rarer reasons are summed up in one more
-LOOK = (
-    "<style>.pair { display: flex; flex-wrap: wrap; gap: 0 1.2rem; } .pair > div { max-width: 100%; } "
-    "h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; } th { white-space: nowrap; } td, th { padding: .32rem .6rem; } "
-    ".scroll img { max-width: none; }</style>"
-)
 SCORES = "On this agent's own test samples, after it has mixed in what it received."
 PEERS = (
     "Taken: it came in time, passed every check and was judged. Late: nothing came in time, or the peer said that "
@@ -31,8 +25,8 @@ PEERS = (
     "alive: the last round in which its link was up."
 )
 WEIGHTS = (
-    "How much of each peer's model went into the average of each round; the first row is the agent's own model. White: "
-    "the peer was not asked. The scale is that of a square root, so that small weights are seen."
+    "How much of each peer's model went into the average of each round; the first row is the agent's own model. Blank: "
+    "the peer was not asked. The scale is that of a cube root, so that small weights are seen."
 )
 REFUSED = "In how many rounds a model was refused, by the reason; what is refused is never judged or mixed in."
 TURNED_AWAY = "Requests of others that this agent did not answer, by the reason."
@@ -51,51 +45,53 @@ def report(folder: Path, out: Path | None = None) -> Path:
     recorded = Recorded.read(folder)
     if not recorded.lines:
         raise RunError(f"{folder} holds no finished round yet, so there is nothing to report: let it go on first")
-    path = (out or folder) / "report.html"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"cannot make the folder {path.parent} ({error.strerror}): name another with --out") from error
-    atomic_write(path, document(f"fedcb2o: {recorded.about.name}", list(_body(recorded))).encode())
-    return path
+    page = new_page(out or folder)
+    _fill(page, recorded)
+    page.write("report.html", f"fedcb2o: {recorded.about.name}")
+    return page.paths[-1]
 
 
-def _body(recorded: Recorded) -> Iterable[str]:
-    lines, about = recorded.lines, recorded.about
-    seconds = seconds_of(recorded)
-    yield LOOK + f"<p>{_head(recorded)}</p>"
+def _fill(page: Page, recorded: Recorded) -> None:
+    lines, about, seconds = recorded.lines, recorded.about, seconds_of(recorded)
+    page.body.append(f"<p>{_head(recorded)}</p>")
     if recorded.proofs:
         told = ", ".join(sorted({proof.agent for proof in recorded.proofs}))
-        yield f'<p class="warning">There is proof of equivocation: {html_text(told)}. The files are named below.</p>'
-    yield "<h2>How good its model became</h2>"
-    yield _pair(("Accuracy", figures.scores(lines)), ("Losses", figures.losses(lines)))
-    yield f'<p class="note">{html_text(SCORES)}</p>'
-    yield "<h2>Who was asked, and who answered</h2>"
-    yield _pair(("What became of asking", figures.answers(recorded)), ("How fast", figures.speeds(recorded, seconds)))
-    yield _table(peers_table(recorded), PEERS)
+        page.body.append(
+            f'<p class="warning">There is proof of equivocation: {html_text(told)}. The files are named below.</p>'
+        )
+    page.heading("How good its model became")
+    _panels(page, "model", figures.scores(lines), figures.losses(lines))
+    page.body.append(note(SCORES))
+    page.heading("Who was asked, and who answered")
+    _panels(page, "asked", figures.answers(recorded), figures.speeds(recorded, seconds))
+    _table(page, peers_table(recorded), "Peers", PEERS)
     if (drawn := figures.weights(recorded)) is not None:
-        yield f'<h2>Weights</h2><div class="scroll">{image("Weights", drawn)[1]}</div>'
-        yield f'<p class="note">{html_text(WEIGHTS)}</p>'
-    yield "<h2>What was refused</h2>"
+        page.heading("Weights")
+        _panels(page, "weights", drawn)
+        page.body.append(note(WEIGHTS))
+    page.heading("What was refused")
     refused = refused_table(recorded)
-    yield "<p>Nothing.</p>" if refused.empty else _table(refused, REFUSED)
+    if refused.empty:
+        page.body.append("<p>Nothing.</p>")
+    else:
+        _table(page, refused, "What was refused", REFUSED)
     turned: Counter[str] = Counter()
     for line in lines:
         turned.update(line.turned_away)
     if turned:
         counts = pd.DataFrame({"requests": [f"{count:,}" for _, count in turned.most_common()]})
-        yield _table(
-            counts.set_axis(pd.Index([reason for reason, _ in turned.most_common()], name="reason")), TURNED_AWAY
-        )
+        reasons = pd.Index([reason for reason, _ in turned.most_common()], name="reason")
+        _table(page, counts.set_axis(reasons), "Requests turned away", TURNED_AWAY)
     if recorded.proofs:
         files = pd.DataFrame([[proof.agent, proof.round] for proof in recorded.proofs], columns=["agent", "round"])
-        yield "<h2>Proofs of equivocation</h2>"
-        yield _table(files.set_axis(pd.Index([proof.file for proof in recorded.proofs], name="file")), PROOFS)
-    yield "<h2>Bytes and seconds</h2>"
-    yield _pair(("Bytes", figures.traffic(lines)), ("Seconds of a round", figures.phases(lines)))
-    yield f'<p class="note">{html_text(_totals(recorded))}</p>'
+        page.heading("Proofs of equivocation")
+        proofs = files.set_axis(pd.Index([proof.file for proof in recorded.proofs], name="file"))
+        _table(page, proofs, "Proofs of equivocation", PROOFS)
+    page.heading("Bytes and seconds")
+    _panels(page, "traffic", figures.traffic(lines), figures.phases(lines))
     others = ", ".join(f"{name} ({each})" for each, name in sorted(about.names.items()) if each != about.id)
-    yield f"<p class='note'>Agents by their ids: {html_text(about.name)} ({about.id}, itself), {html_text(others)}.</p>"
+    page.body.append(note(_totals(recorded)))
+    page.body.append(note(f"Agents by their ids: {about.name} ({about.id}, itself), {others}."))
 
 
 def _head(recorded: Recorded) -> str:
@@ -189,11 +185,9 @@ def bytes_told(count: int) -> str:
     return f"{count} B"
 
 
-def _table(table: pd.DataFrame, caption: str) -> str:
-    return f'<div class="scroll">{to_html(table)}</div><p class="note">{html_text(caption)}</p>'
+def _table(page: Page, table: pd.DataFrame, name: str, caption: str) -> None:
+    page.body.append(framed(table, name) + note(caption))
 
 
-def _pair(*drawn: tuple[str, Figure | None]) -> str:
-    """Figures side by side, where there is room for it."""
-    shown = [f"<div><h3>{html_text(title)}</h3>{image(title, one)[1]}</div>" for title, one in drawn if one is not None]
-    return f'<div class="pair">{"".join(shown)}</div>'
+def _panels(page: Page, name: str, *drawn: Figure | None) -> None:
+    page.body.append(side_by_side([one for one in drawn if one is not None], name))

@@ -13,12 +13,13 @@ from fedcb2o.records.files import (
     read_json,
     run_again,
     sweep,
+    toml_of,
     write_json,
     write_toml,
 )
 from fedcb2o.records.lines import SEEDED, Records, read_lines
-from fedcb2o.records.run import EVALUATED, Run, read_config, seeds_in
-from fedcb2o.records.scores import last_fifth, last_round, summary
+from fedcb2o.records.run import EVALUATED, RESERVED, Run, metric_name, read_config, seeds_in
+from fedcb2o.records.scores import last_fifth, last_round, over_agents, summary
 from fedcb2o.records.sums import (
     CHECKPOINT,
     DESCRIBED,
@@ -26,6 +27,8 @@ from fedcb2o.records.sums import (
     LINES,
     Sums,
     canonical,
+    digest,
+    flat,
     identity,
     lines_of,
     read_cells,
@@ -42,6 +45,7 @@ __all__ = [
     "FREE",
     "KINDS",
     "LINES",
+    "RESERVED",
     "SEEDED",
     "DamagedError",
     "Records",
@@ -50,11 +54,15 @@ __all__ = [
     "atomic_write",
     "canonical",
     "damaged",
+    "digest",
+    "flat",
     "identity",
     "json_of",
     "last_fifth",
     "last_round",
     "lines_of",
+    "metric_name",
+    "over_agents",
     "parse_toml",
     "read_cells",
     "read_config",
@@ -67,6 +75,7 @@ __all__ = [
     "sum_of_bytes",
     "summary",
     "sweep",
+    "toml_of",
     "write_json",
     "write_sealed",
     "write_toml",

@@ -63,7 +63,12 @@ def json_of(content: Mapping[str, object]) -> bytes:
 
 def write_toml(path: Path, content: Mapping[str, object]) -> None:
     """Replace `path` by `content` as TOML, atomically; keys whose value is None are left out, as TOML has no null."""
-    atomic_write(path, tomli_w.dumps(without_none(content)).encode())
+    atomic_write(path, toml_of(content).encode())
+
+
+def toml_of(content: Mapping[str, object]) -> str:
+    """`content` as TOML; keys whose value is None are left out, as TOML has no null."""
+    return tomli_w.dumps(without_none(content))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -92,10 +92,11 @@ class Records:
             self._count(name, content)
 
 
-def read_lines(path: Path, *, damaged_ends: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_lines(path: Path, *, after: int = 0, damaged_ends: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The whole lines of a .jsonl file and what they say; a last one without its line end was never finished.
 
-    A damaged line raises RunError or, with `damaged_ends`, counts as the end of the file.
+    The first `after` lines are passed over. A damaged line raises RunError or, with `damaged_ends`, counts as the end
+    of the file.
     """
     if not path.exists():
         return
@@ -103,6 +104,8 @@ def read_lines(path: Path, *, damaged_ends: bool = False) -> Iterator[tuple[byte
         for number, text in enumerate(file, start=1):
             if not text.endswith(b"\n"):
                 return
+            if number <= after:
+                continue
             try:
                 line = json.loads(text)
                 if not isinstance(line["round"], int):

@@ -1,5 +1,6 @@
 """What a run has written so far, read from its folder."""
 
+import importlib
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,13 @@ METRICS = ("train_loss", "validation_loss", "malicious_weight", "answered")
 KINDS = {"name": str, "title": str, "description": str, "rounds": int, "seeds": list, "agents": dict}
 MENDED = "`fedcb2o run` of the experiment with this --out and --resume writes it anew"
 EVALUATED = ("accuracy", "source_accuracy", "attack_success_rate")
+RESERVED = ("seed", "round", "agent", *AGENTS, *METRICS, *EVALUATED)
+"""The columns of every run's records, which no metric of an experiment's own is called by."""
+
+
+def metric_name(label: str) -> str:
+    """What a metric of an experiment's own is called in its records: by its function, without the module."""
+    return label.rpartition(":")[2].rpartition(".")[2]
 
 
 @dataclass(frozen=True, init=False)
@@ -135,15 +143,19 @@ class Run:
 
         Accuracies and rates are fractions of 1, there only in rounds that were evaluated, for benign agents only.
         """
-        names = ["seed", "round", "agent", *AGENTS, *METRICS, *EVALUATED]
+        names = [*RESERVED, *self._own_metrics]
         tables = [self.records_of(seed) for seed in self.seeds]
         return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
+
+    @property
+    def _own_metrics(self) -> list[str]:
+        return [metric_name(str(each.get("name"))) for each in self.config.get("metrics", [])]
 
     def records_of(self, seed: int) -> pd.DataFrame:
         """The records of one seed, read anew."""
         agents = self._agents_of(seed)
         rounds: list[int] = []
-        columns: dict[str, list[float | None]] = {key: [] for key in METRICS + EVALUATED}
+        columns: dict[str, list[float | None]] = {key: [] for key in (*METRICS, *EVALUATED, *self._own_metrics)}
         path = self._file(seed, "metrics.jsonl")
         for _, line in read_lines(path):
             rounds.append(line["round"])
@@ -208,6 +220,28 @@ class Run:
             {"seed": seed, **line} for seed in self.seeds for _, line in read_lines(self._file(seed, "timing.jsonl"))
         ]
         return pd.DataFrame(lines) if lines else pd.DataFrame(columns=["seed", "round"])
+
+    def model(self, agent: int, *, seed: int | None = None, data_dir: str | PathLike[str] | None = None) -> Any:
+        """The model of an agent at the last checkpoint of a seed (by default the first), as the `nn.Module` that the
+        configuration names, in evaluation mode.
+
+        It reads samples as the agent's cluster sees them. The data set is made anew, from `data_dir` where it needs
+        one. Raises RunError where there is no checkpoint or no such agent.
+        """
+        return self._learned().model(self, agent, seed, data_dir)
+
+    def confusion(
+        self, agent: int, *, seed: int | None = None, data_dir: str | PathLike[str] | None = None
+    ) -> pd.DataFrame:
+        """How often that model takes a test sample of a class (row) for another (column): the confusion matrix, by the
+        names of the classes."""
+        found: pd.DataFrame = self._learned().confusion(self, agent, seed, data_dir)
+        return found
+
+    @staticmethod
+    def _learned() -> Any:
+        """What makes models of records: it knows how a round is made, which whoever reads records need not import."""
+        return importlib.import_module("fedcb2o.experiments.learned")
 
     def about(self, seed: int) -> dict[str, Any]:
         """agents.json of one seed: class names, clusters, angles, dimension, and a list over agents for each fact."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float
 
 from fedcb2o.records.run import EVALUATED
 
@@ -22,16 +23,22 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         mine = table[table.seed == seed]
         row: dict[str, Any] = {"seed": seed, "round": last["round"].iloc[0], "rounds": mine["round"].max()}
         for metric in EVALUATED:
-            values = np.sort(last[metric].dropna().to_numpy())
-            worst_first = values[::-1] if metric == "attack_success_rate" else values
-            tenth = worst_first[: math.ceil(len(values) / 10)]
-            row[metric] = values.mean() if len(values) else math.nan
-            row[f"{metric}_worst"] = worst_first[0] if len(values) else math.nan
-            row[f"{metric}_worst_tenth"] = tenth.mean() if len(values) else math.nan
+            for over, value in over_agents(metric, last[metric].dropna().to_numpy()).items():
+                row[metric if over == "mean" else f"{metric}_{over}"] = value
         row["malicious_weight"] = last_fifth(mine[~mine.malicious]).malicious_weight.mean()
         rows.append(row)
     columns = ["seed", "round", "rounds", *(m + end for m in EVALUATED for end in ("", "_worst", "_worst_tenth"))]
     return pd.DataFrame(rows, columns=[*columns, "malicious_weight"])
+
+
+def over_agents(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, float]:
+    """The mean, the worst and the mean of the worst tenth of what n benign agents have; NaN for nobody."""
+    ordered = np.sort(values)
+    worst_first = ordered[::-1] if metric == "attack_success_rate" else ordered
+    tenth = worst_first[: math.ceil(len(ordered) / 10)]
+    if not len(ordered):
+        return dict.fromkeys(("mean", "worst", "worst_tenth"), math.nan)
+    return {"mean": float(ordered.mean()), "worst": float(worst_first[0]), "worst_tenth": float(tenth.mean())}
 
 
 def last_round(table: pd.DataFrame) -> pd.DataFrame:

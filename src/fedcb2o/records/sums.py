@@ -196,6 +196,14 @@ def digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(canonical(identity(settings)), sort_keys=True).encode()).hexdigest()
 
 
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A table of tables as one, with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
 def write_sealed(path: Path, content: Mapping[str, object]) -> None:
     """Replace `path` by `content` as JSON with a sum of its own, atomically; NaN and infinities become null."""
     inner = plain(content)

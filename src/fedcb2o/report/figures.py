@@ -1,24 +1,26 @@
-"""Figures from records: selection and weights (the paper's Figure 6), curves, samples, weights between agents.
+"""Figures from records, of panels: selection and weights (the paper's Figure 6), curves, results by validation data.
 
-Each function returns a matplotlib Figure of its own and leaves no state behind. Colours are those of Okabe and Ito
-(2008), which colour-blind readers tell apart; lines differ in style and markers too.
+A panel draws on axes of its own, so that some are one figure in a file, and several, which wrap, on a page. Nothing
+leaves state behind. Colours are those of Okabe and Ito (2008), which colour-blind readers tell apart; lines differ in
+style and markers too.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import Run, last_fifth
+from fedcb2o.records import Run
 from fedcb2o.report.tables import LABELS, METRICS, by_source_count, labels, pair_statistics
 
 STYLE: dict[Any, Any] = {
@@ -45,178 +47,134 @@ KINDS = {
 }
 
 
-@mpl.rc_context(STYLE)
+@dataclass(frozen=True)
+class Panels:
+    """What draws each panel, in the order of rows; the width and height of one in inches, and how many a row has."""
+
+    each: Sequence[Callable[[Axes], None]]
+    size: tuple[float, float]
+    columns: int
+
+
 def figure6(*runs: Run) -> Figure:
     """The paper's Figure 6 (fig:avg_select_time_mul_weights), a row a run.
 
     How often benign agents received each kind of peer, and with what weight.
     """
-    figure = Figure(figsize=(9.5, 0.7 + 2.9 * len(runs)), layout="constrained")
-    axes = figure.subplots(len(runs), 2, squeeze=False, sharey="col")
-    panels = (("frequency", "how often received"), ("share", "weight given"))
-    for row, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
-        statistics = pair_statistics(run)
-        for column, (value, what) in enumerate(panels):
-            _pair_bars(axes[row, column], statistics, value)
-            letter = "abcdefghijklmnopqrstuvwxyz"[(2 * row + column) % 26]
-            axes[row, column].set_title(f"({letter}) {_title(run, label)}: {what}")
-        if len(statistics):
-            agents, peers = run.config.get("agents", {}), len(run.agents) / len(run.seeds) - 1
-            chance = agents.get("budget", np.nan) * agents.get("participation", 1.0) / peers
-            axes[row, 0].axhline(chance, color="0.35", linewidth=1, linestyle=LINES[2], label="at random", zorder=1.5)
-    for ax, what in zip(axes.T, ("share of rounds, per peer", "share of weight, per peer"), strict=True):
-        for each in ax:
-            each.set_ylabel(what)
-            each.yaxis.set_major_formatter(_percent())
-            each.margins(y=0.12)
-            each.set_ylim(bottom=0)
-    found = {label: handle for ax in axes[:, 0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    order = [name for name in (*(name for _, name in KINDS.values()), "at random") if name in found]
-    look: dict[str, Any] = {"ncols": len(order), "fontsize": 9, "handlelength": 1.4, "columnspacing": 1.6}
-    figure.legend([found[name] for name in order], order, loc="outside upper center", **look)
-    return figure
+    return together(figure6_panels(runs))
 
 
-@mpl.rc_context(STYLE)
 def curves(runs: Sequence[Run]) -> Figure:
     """Each metric over the rounds, mean over benign agents; the band is ± a standard deviation over seeds.
 
     A thin vertical line marks the round T_G from which a run uses its criterion.
     """
+    return together(curve_panels(runs))
+
+
+def source_counts(runs: Sequence[Run]) -> Figure | None:
+    """Source accuracy and attack success by how many source-class samples an agent validates on; None without any."""
+    panels = source_count_panels(runs)
+    return together(panels) if panels.each else None
+
+
+@mpl.rc_context(STYLE)
+def together(panels: Panels, one: Callable[[Axes], None] | None = None) -> Figure:
+    """A figure of all panels, or of one of them, above a legend of all that they draw."""
+    each = list(panels.each) if one is None else [one]
+    columns = min(panels.columns, len(each))
+    rows = -(-len(each) // columns)
+    width, height = panels.size
+    figure = Figure(figsize=(width * columns, height * rows + 0.1 + 0.2 * (len(each) == 1)), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for draw, ax in zip(each, axes, strict=True):
+        draw(ax)
+    found = {label: handle for ax in figure.axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    fit = int(13 * width * columns / (6 + max(map(len, found), default=0)))  # by characters
+    look: dict[str, Any] = {"ncols": max(1, min(len(found), fit)), "handlelength": 2.6, "columnspacing": 1.6}
+    if found:
+        order = sorted(found, key=lambda label: isinstance(found[label], Line2D))  # bars come before lines through them
+        figure.legend([found[label] for label in order], order, loc="outside lower center", fontsize=9, **look)
+    return figure
+
+
+def figure6_panels(runs: Sequence[Run]) -> Panels:
+    """For each run how often peers are received, and what weight they are given; see `figure6`."""
+    found = [pair_statistics(run) for run in runs]
+    panels: list[Callable[[Axes], None]] = []
+    for run, label, statistics in zip(runs, labels(runs), found, strict=True):
+        for value, what in (("frequency", "how often received"), ("share", "weight given")):
+            letter = "abcdefghijklmnopqrstuvwxyz"[len(panels) % 26]
+            chance = _chance(run) if value == "frequency" and len(statistics) else None
+            title = f"({letter}) {title_of(run, label)}: {what}"
+            panels.append(partial(_received, statistics, value, title, chance, _top(found, value)))
+    return Panels(panels, (4.75, 3.1), 2)
+
+
+def curve_panels(runs: Sequence[Run]) -> Panels:
+    """A panel for each metric over the rounds; see `curves`. Raises RunError if no round was evaluated yet."""
     tables = [run.records[~run.records.malicious.astype(bool)] for run in runs]
     shown = [metric for metric in METRICS if any(table[metric].notna().any() for table in tables)]
     if not shown:
         raise RunError("no round was evaluated yet: wait for the first `evaluate_every` rounds of the run")
-    figure = Figure(figsize=(max(5.0, 3.9 * len(shown)), 3.9), layout="constrained")
-    axes = figure.subplots(1, len(shown), squeeze=False)[0]
-    for ax, metric in zip(axes, shown, strict=True):
-        for i, (run, table, label) in enumerate(zip(runs, tables, labels(runs), strict=True)):
-            means = table.dropna(subset=metric).groupby(["round", "seed"])[metric].mean().unstack("seed")
-            if means.empty:
-                continue
-            middle, deviation = means.mean(axis="columns"), means.std(axis="columns", ddof=1).fillna(0.0)
-            x, colour = means.index.to_numpy(), COLOURS[i % len(COLOURS)]
-            look: dict[str, Any] = {"linestyle": LINES[i % len(LINES)], "marker": MARKERS[i % len(MARKERS)]}
-            every = max(1, len(x) // 8)
-            ax.plot(x, middle, color=colour, markersize=4.5, markevery=every, label=_title(run, label), **look)
-            ax.fill_between(x, middle - deviation, middle + deviation, color=colour, alpha=0.15, linewidth=0)
-        ax.set_title(LABELS[metric])
-        ax.set_xlabel("round")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.yaxis.set_major_formatter(_percent())
-        low, high = ax.get_ylim()
-        switches = sorted({_switch(run) for run in runs} - {0})
-        ax.set_ylim(max(low, 0), min(high, 1.005) + 0.05 * (high - low) * len(switches))
-        for i, switch in enumerate(switches):
-            ax.axvline(switch, color="0.35", linewidth=0.8)
-            where: dict[str, Any] = {
-                "xy": (switch, 1),
-                "xycoords": ("data", "axes fraction"),
-                "textcoords": "offset points",
-            }
-            ax.annotate(f"$T_G = {switch}$", xytext=(3, -2 - 10 * i), va="top", fontsize=8, color="0.35", **where)
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=min(len(runs), 5), handlelength=3)
-    return figure
+    return Panels([partial(_curves, runs, tables, metric) for metric in shown], (3.9, 3.8), 3)
 
 
-@mpl.rc_context(STYLE)
-def sample_images(run: Run) -> Figure | None:
-    """The same images as each cluster sees them, a row a cluster with its angle; None where the data are no images."""
-    images = run.samples(run.seeds[0]) if run.seeds else None
-    if images is None:
-        return None
-    clusters, count = images.shape[:2]
-    angles = run.about(run.seeds[0]).get("angles") or [None] * clusters
-    figure = Figure(figsize=(0.8 * count + 1.1, 0.8 * clusters + 0.1))
-    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0, hspace=0))
-    axes = figure.subplots(clusters, count, squeeze=False)
-    for c, row in enumerate(axes):
-        for ax, image in zip(row, images[c], strict=True):
-            ax.imshow(image, cmap="gray_r", vmin=0, vmax=images.max(), interpolation="nearest")
-            ax.set(xticks=[], yticks=[])
-            ax.spines[:].set(visible=True, color="0.85")
-        angle = "" if angles[c] is None else f"\n{angles[c]}°"
-        row[0].set_ylabel(f"cluster {c + 1}{angle}", rotation=0, ha="right", va="center", labelpad=8)
-    return figure
-
-
-@mpl.rc_context(STYLE)
-def weight_matrix(run: Run) -> Figure | None:
-    """The weight that each agent (row) gave to each peer (column), mean over the last fifth of rounds and over seeds.
-
-    Agents are ordered by cluster, benign ones first; the diagonal is an agent's weight of its own model. None
-    where nothing is recorded yet.
-    """
-    pairs = last_fifth(run.pairs)
-    if pairs.empty:
-        return None
-    seed = run.seeds[0]
-    agents = run.agents[run.agents.seed == seed].sort_values(["cluster", "malicious", "agent"])
-    groups = agents.groupby(["cluster", "malicious"], sort=True).size()
-    # Only seeds in which the same agents are malicious can be averaged.
-    same = run.agents.groupby("seed")[["cluster", "malicious"]].apply(lambda table: table.to_numpy().tolist())
-    pairs = pairs[pairs.seed.isin([s for s in run.seeds if same[s] == same[seed]])]
-    rounds = len(pairs[["seed", "round"]].drop_duplicates())
-    matrix = np.zeros((len(agents), len(agents)))
-    np.add.at(matrix, (pairs.agent, pairs.peer), pairs.weight.fillna(0) / rounds)
-    order = agents.agent.to_numpy()
-    figure = Figure(figsize=(7.2, 6.2), layout="constrained")
-    ax = figure.subplots()
-    # A square root scale: else an agent's own weight hides those of its peers.
-    norm = PowerNorm(0.5, vmin=0, vmax=max(matrix.max(), 1e-9))
-    drawn = ax.imshow(matrix[np.ix_(order, order)], cmap="Blues", norm=norm, interpolation="nearest")
-    bar = figure.colorbar(drawn, ax=ax, shrink=0.75, label="mean weight, last fifth of the rounds")
-    bar.ax.yaxis.set_major_formatter(_percent())
-    ends = np.cumsum(groups.to_numpy())
-    middles = ends - groups.to_numpy() / 2 - 0.5
-    names = [f"cluster {c + 1}\n{'malicious' if malicious else 'benign'}" for c, malicious in groups.index]
-    for end, (c, _), after in zip(ends[:-1], groups.index[:-1], groups.index[1:], strict=True):
-        width = 2.2 if c != after[0] else 0.9
-        ax.axhline(end - 0.5, color="black", linewidth=width)
-        ax.axvline(end - 0.5, color="black", linewidth=width)
-    many = len(groups) > 4
-    ax.set_xticks(middles, names, rotation=90 if many else 0, fontsize=9)
-    ax.set_yticks(middles, names, fontsize=9)
-    ax.set(xlabel="peer whose model is received", ylabel="agent that mixes it in")
-    ax.set_title(_title(run, run.title))
-    ax.tick_params(length=0)
-    ax.grid(visible=False)
-    ax.spines[:].set_visible(True)
-    return figure
-
-
-@mpl.rc_context(STYLE)
-def source_counts(runs: Sequence[Run]) -> Figure | None:
-    """Source accuracy and attack success by how many source-class samples an agent validates on; None without any."""
+def source_count_panels(runs: Sequence[Run]) -> Panels:
+    """A panel for each metric of the source class, none where no agent knows its count; see `source_counts`."""
     tables = [by_source_count(run) for run in runs]
     bins = sorted({str(name) for table in tables for name in table["samples"]})
     shown = [metric for metric in METRICS[1:] if any(table[metric].notna().any() for table in tables)]
-    if not bins or not shown:
-        return None
     wide = max(4.6, 0.2 * len(runs) * len(bins))  # inches, for the numbers on the bars
-    figure = Figure(figsize=(wide * len(shown) + 0.4, 3.6), layout="constrained")
-    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    panels = [partial(_counts, runs, tables, bins, metric) for metric in shown if bins]
+    return Panels(panels, (wide, 3.5), 2)
+
+
+def _curves(runs: Sequence[Run], tables: Sequence[pd.DataFrame], metric: str, ax: Axes) -> None:
+    for i, (run, table, label) in enumerate(zip(runs, tables, labels(runs), strict=True)):
+        means = table.dropna(subset=metric).groupby(["round", "seed"])[metric].mean().unstack("seed")
+        if means.empty:
+            continue
+        middle, deviation = means.mean(axis="columns"), means.std(axis="columns", ddof=1).fillna(0.0)
+        x, colour = means.index.to_numpy(), COLOURS[i % len(COLOURS)]
+        look: dict[str, Any] = {"linestyle": LINES[i % len(LINES)], "marker": MARKERS[i % len(MARKERS)]}
+        every = max(1, len(x) // 8)
+        ax.plot(x, middle, color=colour, markersize=4.5, markevery=every, label=title_of(run, label), **look)
+        ax.fill_between(x, middle - deviation, middle + deviation, color=colour, alpha=0.15, linewidth=0)
+    ax.set_title(LABELS[metric])
+    ax.set_xlabel("round")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.yaxis.set_major_formatter(percent())
+    low, high = ax.get_ylim()
+    switches = sorted({_switch(run) for run in runs} - {0})
+    ax.set_ylim(max(low, 0), min(high, 1.005) + 0.05 * (high - low) * len(switches))
+    for i, switch in enumerate(switches):
+        ax.axvline(switch, color="0.35", linewidth=0.8)
+        where: dict[str, Any] = {
+            "xy": (switch, 1),
+            "xycoords": ("data", "axes fraction"),
+            "textcoords": "offset points",
+        }
+        ax.annotate(f"$T_G = {switch}$", xytext=(3, -2 - 10 * i), va="top", fontsize=8, color="0.35", **where)
+
+
+def _counts(runs: Sequence[Run], tables: Sequence[pd.DataFrame], bins: list[str], metric: str, ax: Axes) -> None:
     width = 0.8 / len(runs)
-    for ax, metric in zip(axes, shown, strict=True):
-        for i, (run, table, label) in enumerate(zip(runs, tables, labels(runs), strict=True)):
-            values = table.set_index("samples")[metric].reindex(bins).to_numpy(float)
-            x = np.arange(len(bins)) + (i - (len(runs) - 1) / 2) * width
-            ax.bar(x, values, 0.92 * width, color=COLOURS[i % len(COLOURS)], label=_title(run, label))
-            _numbers(ax, x, values, values)  # a bar of height 0 is seen by its number, one of nobody by none
-        ax.set_title(LABELS[metric])
-        ax.set_xlim(-0.5, len(bins) - 0.5)
-        ax.set_ylim(0, max(ax.get_ylim()[1], 0.05))
-        ax.set_xticks(range(len(bins)), bins)
-        ax.tick_params(axis="x", length=0)
-        ax.set_xlabel("source-class samples in validation data")
-        ax.yaxis.set_major_formatter(_percent())
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=min(len(runs), 5))
-    return figure
+    for i, (run, table, label) in enumerate(zip(runs, tables, labels(runs), strict=True)):
+        values = table.set_index("samples")[metric].reindex(bins).to_numpy(float)
+        x = np.arange(len(bins)) + (i - (len(runs) - 1) / 2) * width
+        ax.bar(x, values, 0.92 * width, color=COLOURS[i % len(COLOURS)], label=title_of(run, label))
+        _numbers(ax, x, values, values)  # a bar of height 0 is seen by its number, one of nobody by none
+    ax.set_title(LABELS[metric])
+    ax.set_xlim(-0.5, len(bins) - 0.5)
+    ax.set_ylim(0, max(ax.get_ylim()[1], 0.05))
+    ax.set_xticks(range(len(bins)), bins)
+    ax.tick_params(axis="x", length=0)
+    ax.set_xlabel("source-class samples in validation data")
+    ax.yaxis.set_major_formatter(percent())
 
 
-def _pair_bars(ax: Axes, statistics: pd.DataFrame, value: str) -> None:
+def _received(statistics: pd.DataFrame, value: str, title: str, chance: float | None, top: float, ax: Axes) -> None:
     """Grouped bars of one run: a group a cluster of selecting agents, a bar a kind of peer; ± over seeds."""
     clusters = sorted(statistics.cluster.unique())
     kinds = [kind for kind in KINDS if ((statistics.peer == kind[0]) & (statistics.relation == kind[1])).any()]
@@ -238,6 +196,27 @@ def _pair_bars(ax: Axes, statistics: pd.DataFrame, value: str) -> None:
     )
     ax.set_xlim(-0.6, max(len(clusters), 1) - 0.4)
     ax.tick_params(axis="x", length=0)
+    if chance is not None:
+        ax.axhline(chance, color="0.35", linewidth=1, linestyle=LINES[2], label="at random", zorder=1.5)
+    ax.set_title(title)
+    ax.set_ylabel(f"share of {'rounds' if value == 'frequency' else 'weight'}, per peer")
+    ax.yaxis.set_major_formatter(percent())
+    ax.set_ylim(0, top)
+
+
+def _top(found: Sequence[pd.DataFrame], value: str) -> float:
+    """Where the axis of a value ends in all runs: above the highest bar with its deviation."""
+    ends = [0.05]
+    for statistics in found:
+        groups = statistics.groupby(["cluster", "peer", "relation"])[value]
+        ends.extend((groups.mean() + groups.std(ddof=1).fillna(0.0)).dropna())
+    return 1.14 * max(ends)
+
+
+def _chance(run: Run) -> float:
+    """How often choosing at random would receive a given peer."""
+    agents, peers = run.config.get("agents", {}), len(run.agents) / len(run.seeds) - 1
+    return float(agents.get("budget", np.nan) * agents.get("participation", 1.0) / peers)
 
 
 def _numbers(ax: Axes, x: Iterable[float], values: Iterable[float], tops: Iterable[float]) -> None:
@@ -250,7 +229,7 @@ def _numbers(ax: Axes, x: Iterable[float], values: Iterable[float], tops: Iterab
             ax.annotate(text, (at, top), xytext=(0, 2), textcoords="offset points", **look)
 
 
-def _percent() -> FuncFormatter:
+def percent() -> FuncFormatter:
     """Ticks of fractions in percent, with decimals only where they are needed."""
     return FuncFormatter(lambda value, _: f"{100 * value:g}%")
 
@@ -260,7 +239,7 @@ def _switch(run: Run) -> int:
     return int(run.config.get("algorithm", {}).get("criterion_from_round") or 0)
 
 
-def _title(run: Run, label: str) -> str:
+def title_of(run: Run, label: str) -> str:
     """A title for a figure, with T_G set as in the paper, and added where the run's title does not tell it."""
     if _switch(run) and "T_G" not in label:
         label += f" (T_G = {_switch(run)})"

@@ -25,6 +25,10 @@ MEASURES = [
 ]  # fmt: skip
 """What is measured in every run; beside these, `EVALUATED` in each cluster, such as accuracy_cluster_1."""
 
+DIGITS = 5
+"""Of a measure, which is a mean over agents and samples: more than any table shows, and few enough to keep the rows of
+large grids under version control."""
+
 UNTIMED = ("evaluate", "checkpoint")
 """The phases of a round that its seconds leave out."""
 
@@ -87,7 +91,7 @@ class GridResults:
 
     def summary_csv(self) -> str:
         """The rows as CSV: with grid.toml, all that a report needs."""
-        return self.rows.to_csv(index=False, float_format="%.10g")
+        return self.rows.to_csv(index=False, float_format=f"%.{DIGITS}g")
 
 
 def is_grid(folder: Path) -> bool:
@@ -175,7 +179,7 @@ def measures(folder: Path, rounds: int) -> dict[int, dict[str, float]]:
 
 def _measures(run: Run, seed: int, summary: Mapping[str, Any]) -> dict[str, float]:
     """One seed's measures, over benign agents: scores at the last round, what is received in the last fifth of the
-    rounds, seconds and megabytes over all rounds."""
+    rounds, seconds and megabytes over all rounds; to `DIGITS`."""
     known = run.records_of(seed)
     benign = known[~known.malicious.to_numpy()]
     last = benign[benign["round"].to_numpy() == summary["round"]]
@@ -190,7 +194,8 @@ def _measures(run: Run, seed: int, summary: Mapping[str, Any]) -> dict[str, floa
         "seconds": float(timing.sum(axis="columns").mean()),
         "megabytes": float(benign.answered.mean() * 4 * run.about(seed)["dim"] / 1e6),
     }
-    return {**scores, **_received(run, seed), **sent, **clusters}
+    found = {**scores, **_received(run, seed), **sent, **clusters}
+    return {name: float(f"{value:.{DIGITS}g}") for name, value in found.items() if value is not None}
 
 
 def _received(run: Run, seed: int) -> dict[str, float]:

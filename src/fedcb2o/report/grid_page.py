@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import tomli_w
-from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import EVALUATED
@@ -28,13 +28,14 @@ from fedcb2o.report.grid_tables import (
     tuning_rows,
     tuning_table,
 )
-from fedcb2o.report.heat_map import heat_map
+from fedcb2o.report.heat_map import darkness, heat_map
 from fedcb2o.report.matrix import CONFIDENCE, FLOORS, holm, paired, statistics, worst
 from fedcb2o.report.page import Page, flattened, new_page, slug
 from fedcb2o.report.quiet import quiet
 from fedcb2o.report.regret import regrets
-from fedcb2o.report.render import html_text, to_html
+from fedcb2o.report.render import html_text
 from fedcb2o.report.strengths import write_strengths
+from fedcb2o.report.web import framed, png
 
 DEFINITIONS = (
     "Rows are defences, columns attacks. Numbers are in percent, over benign agents, after the last round: the mean "
@@ -57,8 +58,8 @@ HEADLINE = (
     "What each defence loses at most by being chosen: its regret in its worst column, in points of percent; in "
     "accuracy, in the success of attacks, and in either."
 )
-CORRECTED = "Points of percent; an asterisk where it is not 0, after Holm's correction over a column."
-REGRET = "Points of percent behind the best defence of each column, paired by seeds. Darker is worse."
+CORRECTED = "Points of percent; an asterisk where it is not 0, after Holm's correction over"
+REGRET = "Points of percent behind the best defence of each column, paired by seeds. Deeper orange is worse."
 
 
 def report_grid(results: GridResults, out: Path) -> list[Path]:
@@ -74,11 +75,12 @@ def report_grid(results: GridResults, out: Path) -> list[Path]:
     page.body += [f"<p>{html_text(text)}</p>" for text in DEFINITIONS]
     for view in views:
         if view.setting:
-            page.body.append(f"<h1>{html_text(view.setting)}</h1>")
+            page.heading(view.setting, above=True)
         if view.rows.accuracy.notna().any():
             _write(page, view)
     if len(views) > 1:
         _write_across(page, results, views)
+    page.heading("How it was done", above=True)
     if "tuning" in results.table:
         _write_tuning(page, results)
     write_strengths(page, results)
@@ -122,37 +124,32 @@ def _write(page: Page, view: View) -> None:
     reference = view.results.reference
     page.table("Worst regret", f"{start}regret", headline(view), HEADLINE)
     if len(found := headline_differences(view)):
-        title, hint = f"Worst regret: difference to {reference}", f"Less that of {reference}. {CORRECTED}"
+        title, hint = f"Worst regret: difference to {reference}", f"Less that of {reference}. {CORRECTED} a column."
         page.table(title, f"{start}regret-difference", found, hint, fold=True)
     rivals = [value for value in RIVALS if _has(view, value)]
     for value in rivals:
         title, name = f"Regret: {measure(value).title.lower()}", f"{start}{_file(value)}-regret"
-        page.figure(title, name, _drawn_regret(view, value), REGRET)
-        page.table(f"{title}, as a table", name, regret_matrix(view, value), REGRET, fold=True)
+        _write_matrix(page, title, name, view, regret_matrix(view, value), _regrets(view, value), REGRET)
     page.table("Overview", f"{start}overview", overview(view), OVERVIEW)
     page.body += [f'<p class="warning">{html_text(sentence)}.</p>' for sentence in quiet(view.rows, view.attacks)]
     for value in DRAWN:
         if _has(view, value):
             what, name = measure(value), f"{start}{_file(value)}"
-            page.figure(what.title, name, _drawn(view, value), f"{what.caption} Darker is worse.")
-            page.table(f"{what.title} as a table", name, matrix(view, value), what.caption, fold=True)
+            hint = f"{what.caption} Deeper orange is worse."
+            _write_matrix(page, what.title, name, view, matrix(view, value), _measured(view, value), hint)
     for value in rivals:
-        title = f"{measure(value).title}: difference to {reference}"
         found = paired(view.rows, value, reference)
         if len(found):
-            name, told = f"{start}{_file(value)}-difference", f"Less that of {reference}, in points of percent"
-            hint = f"{told}. Violet is better, orange worse; bold: not 0, after Holm's correction over the matrix."
-            page.figure(title, name, _drawn_difference(view, value, found), hint)
-            hint = f"{told}, with intervals. An asterisk: not 0, after Holm's correction over the table."
-            page.table(f"{title}, as a table", name, differences(view, value), hint, fold=True)
-    page.body.append("<h2>More</h2>")
+            title = f"{measure(value).title}: difference to {reference}"
+            _write_difference(page, title, f"{start}{_file(value)}-difference", view, value, found)
+    page.heading("More")
     for value in _others(view):
         page.table(measure(value).title, f"{start}{_file(value)}", matrix(view, value), _caption(value), fold=True)
 
 
 def _write_across(page: Page, results: GridResults, views: Sequence[View]) -> None:
     """What defences are compared in, one column after the other, in all settings side by side."""
-    page.body.append("<h1>Across settings</h1>")
+    page.heading("Across settings", above=True)
     for value in RIVALS:
         for column in dict.fromkeys(name for view in views if _has(view, value) for name in view.columns(value)):
             name = f"matrices/across/{_file(value)}/{slug(column)}"
@@ -168,28 +165,37 @@ def _others(view: View) -> list[str]:
     return [name for name in names if view.has_tenth or not name.endswith("_worst_tenth")]
 
 
-def _drawn(view: View, value: str) -> Figure:
-    """A measure as a picture, with the worst attack; as dark as it is worse than the best value in it."""
+@dataclass(frozen=True)
+class Numbers:
+    """What a matrix shows: means, halves of their intervals, and how much worse than good each is (better below 0)."""
+
+    means: pd.DataFrame
+    halves: pd.DataFrame
+    shades: pd.DataFrame
+
+
+def _measured(view: View, value: str) -> Numbers:
+    """A measure with the worst attack; each mean is as bad as it is worse than the best value of all."""
     found, columns, at = statistics(view.rows, value), view.columns(value), {}
     if measure(value).worse != "neither":
         at = {WORST: view.worst(found, value)}
-    means, halves = _numbers(view, found, columns, at)
+    means, halves = _spread(view, found, columns, at)
     shades = means.max().max() - means if measure(value).worse == "low" else means.clip(lower=0.0)
-    return _heat_map(view, means, halves, shades, columns)
+    return Numbers(means, halves, shades)
 
 
-def _drawn_regret(view: View, value: str) -> Figure:
-    """The regrets in a measure as a picture, with the worst ones."""
+def _regrets(view: View, value: str) -> Numbers:
+    """The regrets in a measure, with the worst ones."""
     short, columns = view.short(value), view.columns(value)
     at = {
         title: worst(regrets(short), [name for name in columns if name not in aside], highest=True)
         for title, aside in view.worsts.items()
     }
-    means, halves = _numbers(view, regrets(short), columns, at)
-    return _heat_map(view, means, halves, means.clip(lower=0.0), columns)
+    means, halves = _spread(view, regrets(short), columns, at)
+    return Numbers(means, halves, means.clip(lower=0.0))
 
 
-def _numbers(
+def _spread(
     view: View, found: pd.DataFrame, columns: Sequence[str], at: Mapping[str, Mapping[str, str]]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Means and halves of intervals, defences by columns, then what stands in the column that is each one's worst."""
@@ -202,26 +208,33 @@ def _numbers(
     return tables[0], tables[1]
 
 
-def _heat_map(
-    view: View, means: pd.DataFrame, halves: pd.DataFrame, shades: pd.DataFrame, columns: Sequence[str]
-) -> Figure:
+def _write_matrix(
+    page: Page, title: str, name: str, view: View, table: pd.DataFrame, numbers: Numbers, hint: str
+) -> None:
+    """A matrix as a table with the colours of its picture, and the picture beside the page."""
+    page.table(title, name, table, hint, shades=darkness(numbers.shades))
+    means, columns = numbers.means, [str(name) for name in numbers.means if name not in view.worsts]
     failed, noted = (
         table.reindex(columns=means.columns, fill_value=False)
         for table in (view.failed(columns), view.exceeded(columns))
     )
-    apart = [*FLOORS.values(), *(str(name) for name in means if name not in columns)]
-    return heat_map(means, halves, shades, failed=failed, noted=noted, apart=apart)
+    apart = [*FLOORS.values(), *view.worsts]
+    drawn = heat_map(means, numbers.halves, numbers.shades, failed=failed, noted=noted, apart=apart)
+    page.file(f"{name}.png", png(drawn))
 
 
-def _drawn_difference(view: View, value: str, found: pd.DataFrame) -> Figure:
+def _write_difference(page: Page, title: str, name: str, view: View, value: str, found: pd.DataFrame) -> None:
+    """The differences to the reference in the same way."""
+    reference, lower = view.results.reference, measure(value).worse == "low"
     found = found.assign(sure=holm(found.p) < 1 - CONFIDENCE, half=found.high - found["mean"])
-    columns = view.columns(value)
     means, halves, sure = (
-        view.spread(found[field], columns).drop(index=view.results.reference) for field in ("mean", "half", "sure")
+        view.spread(found[field], view.columns(value)).drop(index=reference) for field in ("mean", "half", "sure")
     )
-    palette = "PuOr" if measure(value).worse == "low" else "PuOr_r"
-    bold = sure.eq(True)
-    return heat_map(means, halves, means, colours=palette, signed=True, bold=bold, apart=[*FLOORS.values()])
+    told = f"Less that of {reference}. {CORRECTED} the table. Violet is better, orange worse."
+    page.table(title, name, differences(view, value), told, shades=darkness(-means if lower else means))
+    colours, bold = "PuOr" if lower else "PuOr_r", sure.eq(True)
+    drawn = heat_map(means, halves, means, colours=colours, signed=True, bold=bold, apart=[*FLOORS.values()])
+    page.file(f"{name}.png", png(drawn))
 
 
 def _write_tuning(page: Page, results: GridResults) -> None:
@@ -243,7 +256,8 @@ def _write_tuning(page: Page, results: GridResults) -> None:
         page.table("Tuning", "matrices/tuning", tuning_table(results), told)
         page.file("tuning.csv", tuning_rows(results).to_csv(index=False))
     else:
-        page.body.append(f"<h2>Tuning</h2><p>{html_text(told)} Nothing is chosen yet.</p>")
+        page.heading("Tuning")
+        page.body.append(f"<p>{html_text(told)} Nothing is chosen yet.</p>")
 
 
 def _write_names(page: Page, results: GridResults) -> None:
@@ -251,13 +265,16 @@ def _write_names(page: Page, results: GridResults) -> None:
     for axis in ("settings", "defences", "attacks"):
         if entries := results.table.get(axis):
             changes = {name: {k: v for k, v in entry.items() if k not in CHOSEN} for name, entry in entries.items()}
-            table = pd.DataFrame({"what it changes": {name: changes_told(each) for name, each in changes.items()}})
-            page.body.append(f"<h2>{axis.capitalize()}</h2>{to_html(table.rename_axis(axis.capitalize()))}")
+            table = pd.DataFrame({"What it changes": {name: changes_told(each) for name, each in changes.items()}})
+            page.heading(axis.capitalize())
+            page.body.append(framed(table.rename_axis(axis[:-1].capitalize()), axis.capitalize()))
     lists = ("settings", "defences", "attacks", "tuning", "adversary", "set_aside")
     own = ("name", "title", "description", "reference", *lists)
     shared = flattened({key: value for key, value in results.table.items() if key not in own})
-    table = pd.DataFrame({"value": shared}).rename_axis("Key")
-    page.body.append(f"<details><summary>What all cells share</summary>{to_html(table)}</details>")
+    table = pd.DataFrame({"Value": shared}).rename_axis("Key")
+    page.body.append(
+        f"<details><summary>What all cells share</summary>{framed(table, 'What all cells share')}</details>"
+    )
 
 
 def _long(view: View) -> pd.DataFrame:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from fedcb2o.report import regret
 from fedcb2o.report.grid import GridResults
-from fedcb2o.report.matrix import CONFIDENCE, FLOORS, holm, mean_over, paired, scored, statistics, worst
+from fedcb2o.report.matrix import CONFIDENCE, FLOORS, holm, interval, mean_over, paired, scored, statistics, worst
 from fedcb2o.report.page import flattened
 
 WORST, SIGNIFICANT, EXCEEDED = "Worst", " *", " †"
@@ -168,7 +168,7 @@ def measure(value: str) -> Measure:
 def matrix(view: View, value: str) -> pd.DataFrame:
     """One measure: a row a defence, a column an attack, last its worst case; mean and 95% interval over seeds."""
     found, columns = statistics(view.rows, value), view.columns(value)
-    texts = _told(found, value, _interval)
+    texts = _told(found, value, interval)
     table = _marked(view, _texts(view, texts, columns), columns)
     if measure(value).worse != "neither":
         at = view.worst(found, value)
@@ -179,7 +179,7 @@ def matrix(view: View, value: str) -> pd.DataFrame:
 def regret_matrix(view: View, value: str) -> pd.DataFrame:
     """By how much each defence falls short of the best in each column, and in its worst ones; "best" where it is it."""
     short, columns = view.short(value), view.columns(value)
-    texts = _told(regret.regrets(short), value, _interval)
+    texts = _told(regret.regrets(short), value, interval)
     texts.update(pd.Series("best", index=pd.MultiIndex.from_frame(short[["best", "attack"]].drop_duplicates())))
     table = _marked(view, _texts(view, texts, columns), columns)
     for title, aside in view.worsts.items():
@@ -236,7 +236,7 @@ def across(results: GridResults, value: str, column: str) -> pd.DataFrame:
     for setting in results.settings:
         view = View(results, setting)
         found = statistics(view.rows[view.rows.attack == column], value)
-        texts = _told(found, value, _interval)
+        texts = _told(found, value, interval)
         columns[setting] = _marked(view, _texts(view, texts, [column]), [column])[column]
     return pd.DataFrame(columns, index=pd.Index(results.defences, name="Defence"))
 
@@ -256,7 +256,7 @@ def overview(view: View) -> pd.DataFrame:
     """A row a defence: accuracy without attack, in the mean over attacks, at the worst and of the worst tenth of the
     agents; success rates in the same way; what malicious models weigh, and what a round takes."""
     found = statistics(view.rows, "accuracy")
-    texts = _told(found, "accuracy", _interval)
+    texts = _told(found, "accuracy", interval)
     columns = {name: texts.xs(name, level="attack") for name in view.floors}
     for value, title in RIVALS.items():
         columns[f"{title}, mean over attacks"] = _over_attacks(view, value)
@@ -320,33 +320,28 @@ def _told(found: pd.DataFrame, value: str, told: Callable[..., str]) -> "pd.Seri
     return pd.Series([told(*row, digits) for row in rows], index=found.index, dtype=object)
 
 
-def _interval(mean: float, low: float, high: float, digits: int, sign: str = "") -> str:
-    form = f"{sign}z.{digits}f"
-    return f"{mean:{form}}" + ("" if pd.isna(low) else f" [{low:{form}}, {high:{form}}]")
-
-
 def _difference_told(found: pd.DataFrame, value: str) -> "pd.Series[Any]":
     """Differences as text, with a mark at those that are not 0 after a correction for how many they are."""
     sure = holm(found.p) < 1 - CONFIDENCE
-    return _told(found, value, partial(_interval, sign="+")) + sure.map({True: SIGNIFICANT, False: ""})
+    return _told(found, value, partial(interval, sign="+")) + sure.map({True: SIGNIFICANT, False: ""})
 
 
 def _with_column(found: pd.DataFrame) -> "pd.Series[Any]":
     """Regrets as text, each with the column that it is of."""
-    texts: pd.Series[Any] = _told(found, "accuracy", _interval) + " (" + found.attack + ")"
+    texts: pd.Series[Any] = _told(found, "accuracy", interval) + " (" + found.attack + ")"
     return texts
 
 
 def _at_worst(view: View, value: str) -> "pd.Series[Any]":
     """A measure under the attack that is worst in it, and which this is."""
     found = statistics(view.rows, value)
-    texts = _told(found, value, _interval)
+    texts = _told(found, value, interval)
     at = view.worst(found, value)
     return pd.Series([f"{texts[pair]} ({pair[1]})" for pair in at.items()], index=list(at), dtype=object)
 
 
 def _over_attacks(view: View, value: str) -> "pd.Series[Any]":
-    return _told(mean_over(view.rows, value, view.having(value)), value, _interval)
+    return _told(mean_over(view.rows, value, view.having(value)), value, interval)
 
 
 def _by_defence(view: View, columns: dict[str, "pd.Series[Any]"]) -> pd.DataFrame:

@@ -42,7 +42,7 @@ def heat_map(
     stand a little apart from the others.
     """
     values, names = means.to_numpy(float), list(means.columns)
-    spreads, dark = halves.to_numpy(float), _darkness(shades.to_numpy(float))
+    spreads, dark = halves.to_numpy(float), darkness(shades).to_numpy(float)
     parted = [i > 0 and (names[i] in apart) != (names[i - 1] in apart) for i in range(len(names))]
     x = [j + GAP * sum(parted[: j + 1]) for j in range(len(names))]
     inches = (x[-1] + 1) * WIDTH + 0.085 * max(map(len, _short(means.index))) + 0.6, (len(means) + 0.2) * HEIGHT
@@ -84,10 +84,9 @@ def _number(
         ax.text(x, y + 0.76, f"±{100 * half:.1f}", fontsize=6.5, **look)
 
 
-def _darkness(shades: np.ndarray) -> np.ndarray:
+def darkness(shades: pd.DataFrame) -> pd.DataFrame:
     """How far along the colours: from 0 to 1, with the sign of the shade."""
-    dark: np.ndarray = np.sign(shades) * np.interp(np.abs(shades), *SCALE)
-    return dark
+    return shades.map(lambda shade: np.sign(shade) * np.interp(abs(shade), *SCALE)).astype(float)
 
 
 def _luminance(colour: tuple[float, ...]) -> float:

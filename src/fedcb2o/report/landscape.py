@@ -26,6 +26,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from fedcb2o.report.decay import BENIGN, MALICIOUS, Decay, draw_decay, rounded
 from fedcb2o.report.figures import LINES, STYLE
+from fedcb2o.report.web import LOOK
 
 UPPER, TARGET, MINIMISERS = "#CC79A7", "#F0E442", "0.15"
 GREYS = ListedColormap(mpl.colormaps["Greys"](np.linspace(0.55, 0.0, 256)))  # dark is low, and black text still reads
@@ -135,20 +136,39 @@ def animate(scene: Scene, path: Path, *, frames: int = 48, fps: int = 12) -> Non
     player = re.sub(r"<link[^>]*>", "", player)  # icons from the network: the page stands alone
     for name, icon in _ICONS.items():
         player = player.replace(f'<i class="fa {name}"></i>', icon)
-    page = _PAGE.format(title=html.escape(scene.title.splitlines()[0]), player=player)
+    player = player.replace("<img ", f'<img alt="{html.escape(_told(scene), quote=True)}" ')
+    player = player.replace('type="range"', 'type="range" aria-label="Frame"')
+    page = _PAGE.format(title=html.escape(scene.title.splitlines()[0]), look=LOOK, player=player)
     path.write_text(page, encoding="utf-8")
 
 
-_PAGE = '<!DOCTYPE html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n{player}\n</html>\n'
-_ICONS = {
+def _told(scene: Scene) -> str:
+    """The animation in words: where the consensus points go, and where they should."""
+    ways = [f"from {_point(way[0])} to {_point(way[-1])}" for way in scene.m.swapaxes(0, 1)]
+    targets = "" if scene.target is None else f"; the target is {', '.join(map(_point, scene.target))}"
+    until = rounded(scene.times[-1])
+    return f"Particles on the landscape until t = {until}; the consensus point goes {', '.join(ways)}{targets}."
+
+
+def _point(point: np.ndarray) -> str:
+    return f"({', '.join(f'{value:.3g}' for value in point)})"
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{look}</style></head><body><h1>{title}</h1><main>
+{player}
+<style>.animation, .anim-slider {{ max-width: 100%; }}</style></main></body></html>
+"""
+_ICONS = {  # of letters that every font has
     "fa-minus": "−",
-    "fa-fast-backward": "⏮",
+    "fa-fast-backward": "|‹",
     "fa-step-backward": "‹",
     "fa-play fa-flip-horizontal": "◀",
-    "fa-pause": "⏸",
+    "fa-pause": "||",
     "fa-play": "▶",
     "fa-step-forward": "›",
-    "fa-fast-forward": "⏭",
+    "fa-fast-forward": "›|",
     "fa-plus": "+",
 }
 _PAPER = {"boxstyle": "square,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}

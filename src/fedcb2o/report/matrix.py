@@ -83,6 +83,12 @@ def worst(found: pd.DataFrame, attacks: Sequence[str], *, highest: bool) -> dict
     return {name: attacks[row.index(max(row) if highest else min(row))] for name, row in rows.items() if row}
 
 
+def interval(mean: float, low: float, high: float, digits: int = 1, sign: str = "") -> str:
+    """A mean with its interval, if there is one: "84.3 [83.9, 84.6]"."""
+    form = f"{sign}z.{digits}f"
+    return f"{mean:{form}}" + ("" if pd.isna(low) else f" [{low:{form}}, {high:{form}}]")
+
+
 def half_width(count: Any, deviation: Any) -> Any:
     """Half of Student's interval for the mean of so many values with this sample deviation; NaN for a single one."""
     return stdtrit(count - 1, (1 + CONFIDENCE) / 2) * deviation / np.sqrt(count)

@@ -1,8 +1,5 @@
 """All tables and figures of some runs as files, and one HTML page that holds them all and needs no other file."""
 
-import base64
-import html
-import io
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +12,9 @@ from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import Run, atomic_write, last_round, summary
-from fedcb2o.report.figures import curves, figure6, sample_images, source_counts, weight_matrix
-from fedcb2o.report.render import html_text, readable, to_html, to_latex, to_markdown
+from fedcb2o.report.figures import Panels, curve_panels, figure6_panels, source_count_panels, together
+from fedcb2o.report.pictures import sample_images, weight_matrix
+from fedcb2o.report.render import html_text, readable, to_latex, to_markdown
 from fedcb2o.report.tables import (
     METRICS,
     attacked,
@@ -29,6 +27,7 @@ from fedcb2o.report.tables import (
     unfinished,
     without_twins,
 )
+from fedcb2o.report.web import TOP, document, framed, heading, note, png, side_by_side
 
 OVERALL = (
     "Each number is the mean over benign agents. Net attack "
@@ -52,22 +51,9 @@ CURVES = "Mean over benign agents; the bands are ± a standard deviation over se
 SAMPLES = "The same images as the agents of each cluster see them."
 MATRIX = (
     "The weight that each agent (row) gives to each peer's model (column), mean over the last fifth of the rounds and "
-    "over seeds; on the diagonal, to its own model. Darker is more. Thick lines part clusters, thin ones benign from "
-    "malicious agents."
+    "over seeds; on the diagonal, to its own model. Deeper blue is more, on one scale for all, that of a cube root. "
+    "Thick lines part clusters, thin ones benign from malicious agents."
 )
-STYLE = """
-body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", sans-serif; color: #1d1d1f; background: #fff;
-       max-width: 62rem; margin: 3rem auto 6rem; padding: 0 1.5rem; }
-h1 { font-size: 1.7rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 3rem 0 .6rem; }
-p { max-width: 46rem; } .note { color: #6e6e73; font-size: .9rem; margin: .5rem 0 0; }
-.warning { border-left: 3px solid #D55E00; padding: .3rem 0 .3rem .8rem; margin: .6rem 0; }
-img { max-width: 100%; display: block; } .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; margin: .6rem 0; }
-th, td { padding: .32rem .9rem; text-align: right; vertical-align: top; border-bottom: 1px solid #ececee; }
-td { white-space: nowrap; } th { font-weight: 600; } tr > :first-child { text-align: left; padding-left: 0; }
-tbody th { font-weight: 400; } thead th { border-bottom: 1.5px solid #1d1d1f; }
-sub { font-size: .7em; line-height: 0; } details { margin: .5rem 0; } summary { cursor: pointer; }
-"""
 
 
 def report(runs: Sequence[Run], out: Path) -> list[Path]:
@@ -83,20 +69,22 @@ def report(runs: Sequence[Run], out: Path) -> list[Path]:
     page, names = new_page(out), labels(shown)
     for sentence in filter(None, [*map(unfinished, runs), *map(unchecked, runs), *map(_tuning, shown)]):
         page.body.append(f'<p class="warning">{html_text(sentence)}.</p>')
-    page.table("Results", "results", compare(ready), f"{told_seeds(ready)} {OVERALL}")
-    page.figure("Over the rounds", "curves", curves(shown), CURVES)
+    page.table("Results", "results", compare(ready), f"{told_seeds(ready)} {OVERALL}", turned=True)
+    page.panels("Over the rounds", "curves", curve_panels(shown), CURVES)
     under_attack = [run for run in shown if attacked(run)]
-    page.figure("Who is received, and with what weight", "figure6", figure6(*(under_attack or shown)), FIGURE6)
-    page.table("The worst benign agent", "worst", compare(ready, over="worst"), WORST)
+    page.panels("Who is received, and with what weight", "figure6", figure6_panels(under_attack or shown), FIGURE6)
+    page.table("The worst benign agent", "worst", compare(ready, over="worst"), WORST, turned=True)
     if any(_benign(run) > 10 for run in shown):  # of 10 agents the worst tenth is the worst one
-        page.table("The worst tenth of the benign agents", "worst-tenth", compare(ready, over="worst_tenth"), TENTH)
-    page.figure("By source-class samples in the validation data", "source-count", source_counts(shown), COUNTS)
+        tenth = compare(ready, over="worst_tenth")
+        page.table("The worst tenth of the benign agents", "worst-tenth", tenth, TENTH, turned=True)
+    title = "By source-class samples in the validation data"
+    page.panels(title, "source-count", source_count_panels(shown), COUNTS)
     counts = _stack(names, map(by_source_count, shown))
     if len(counts):
         page.table("The same as a table", "source-count", readable(counts, empty=METRICS), "In percent.", fold=True)
-    for i, (run, name) in enumerate(zip(shown, names, strict=True), start=1):
-        page.figure(f"Weights between agents: {name}", f"weights-{i}-{slug(name)}", weight_matrix(run), MATRIX)
-    page.figure("Samples", "samples", _samples(page, max(shown, key=_clusters)), SAMPLES)
+    drawn = {f"weights-{i}-{slug(names[i - 1])}": weight_matrix(run) for i, run in enumerate(shown, start=1)}
+    page.figures("Weights between agents", drawn, MATRIX)
+    page.figures("Samples", {"samples": _samples(page, max(shown, key=_clusters))}, SAMPLES)
     page.file("seeds.csv", _stack(names, [summary(run.records) for run in shown]).to_csv(index=False))
     page.file("pairs.csv", _stack(names, map(pair_statistics, shown)).to_csv(index=False))
     page.settings(names, shown)
@@ -121,6 +109,8 @@ class Page:
     out: Path
     body: list[str] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
+    contents: list[tuple[int, str, str]] = field(default_factory=list)
+    level: int = TOP
 
     def file(self, name: str, content: str | bytes) -> None:
         """Write a file, and make the folder that its name begins with, if any."""
@@ -128,22 +118,56 @@ class Page:
         atomic_write(self.out / name, content.encode() if isinstance(content, str) else content)
         self.paths.append(self.out / name)
 
-    def table(self, title: str, name: str, table: pd.DataFrame, caption: str, *, fold: bool = False) -> None:
-        """A table on the page, folded away if asked, and as CSV, Markdown and LaTeX."""
+    def heading(self, title: str, *, above: bool = False) -> None:
+        """A heading, which the contents list; those after one that stands `above` are below it."""
+        self.level = TOP if above else self.level
+        where = f"{slug(title)}-{len(self.contents) + 1}"
+        self.contents.append((self.level, title, where))
+        self.body.append(heading(self.level, title, where))
+        self.level += above
+
+    def table(
+        self,
+        title: str,
+        name: str,
+        table: pd.DataFrame,
+        caption: str,
+        *,
+        fold: bool = False,
+        turned: bool = False,
+        shades: pd.DataFrame | None = None,
+    ) -> None:
+        """A table on the page, and as CSV, Markdown and LaTeX; on the page folded away, `turned` on its side, or with
+        the `shades` of its cells, if asked."""
         self.file(f"{name}.csv", table.to_csv())
         self.file(f"{name}.md", to_markdown(table))
         self.file(f"{name}.tex", to_latex(table))
-        body = f'<div class="scroll">{to_html(table)}</div><p class="note">{html_text(caption)}</p>'
-        head = f"<details><summary>{html_text(title)}</summary>" if fold else f"<h2>{html_text(title)}</h2>"
-        self.body.append(head + body + "</details>" * fold)
+        shown = framed(table.T if turned else table, title, shades) + note(caption)
+        if fold:
+            self.body.append(f"<details><summary>{html_text(title)}</summary>{shown}</details>")
+        else:
+            self.heading(title)
+            self.body.append(shown)
 
-    def figure(self, title: str, name: str, figure: Figure | None, caption: str) -> None:
-        """A figure on the page and as PNG; nothing where there is none."""
-        if figure is None:
-            return
-        content, shown = image(title, figure)
-        self.file(f"{name}.png", content)
-        self.body.append(f'<h2>{html_text(title)}</h2>{shown}<p class="note">{html_text(caption)}</p>')
+    def figures(self, title: str, drawn: Mapping[str, Figure | None], caption: str) -> None:
+        """Figures on the page, side by side where there is room, and by their names as PNG; without those that are
+        none."""
+        there = {name: figure for name, figure in drawn.items() if figure is not None}
+        for name, figure in there.items():
+            self.file(f"{name}.png", png(figure))
+        if there:
+            self._show(title, list(there.values()), caption)
+
+    def panels(self, title: str, name: str, drawn: Panels, caption: str) -> None:
+        """Panels as one PNG, and on the page, where a narrow one shows them one below the other, as one figure each;
+        nothing where there are none."""
+        if drawn.each:
+            self.file(f"{name}.png", png(together(drawn)))
+            self._show(title, [together(drawn, one) for one in drawn.each], caption)
+
+    def _show(self, title: str, figures: Sequence[Figure], caption: str) -> None:
+        self.heading(title)
+        self.body.append(side_by_side(figures, slug(title)) + note(caption))
 
     def settings(self, names: Sequence[str], runs: Sequence[Run]) -> None:
         """What the runs were asked to do: first where they differ, then what they share."""
@@ -151,32 +175,17 @@ class Page:
         flat = flat.drop(index=["name", "title", "description"], errors="ignore")
         differ = flat.nunique(axis="columns") > 1
         if differ.any():
-            self.body.append(f'<h2>Settings that differ</h2><div class="scroll">{to_html(flat[differ])}</div>')
-        alike = flat.loc[~differ].iloc[:, :1].set_axis(["value"], axis="columns")
+            self.heading("Settings that differ")
+            self.body.append(framed(flat[differ].rename_axis("Key"), "Settings that differ"))
+        alike = flat.loc[~differ].iloc[:, :1].set_axis(["Value"], axis="columns").rename_axis("Key")
         kind = "All settings" if len(runs) == 1 else "Settings that all runs share"
-        self.body.append(f"<details><summary>{kind}</summary>{to_html(alike)}</details>")
-        self.body.append("<h2>Runs</h2>" + "".join(_about(run, name) for name, run in zip(names, runs, strict=True)))
+        self.body.append(f"<details><summary>{kind}</summary>{framed(alike, kind)}</details>")
+        self.heading("Runs")
+        self.body.append(framed(pd.DataFrame(map(_about, runs), index=pd.Index(names, name="Run")), "Runs"))
 
     def write(self, name: str, title: str) -> None:
         """Write the page itself."""
-        self.file(name, document(title, self.body))
-
-
-def image(title: str, figure: Figure) -> tuple[bytes, str]:
-    """A figure as PNG, and the same inside a page that needs no other file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=200)
-    data = base64.b64encode(buffer.getvalue()).decode()
-    width = round(100 * figure.get_figwidth())
-    return buffer.getvalue(), f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html_text(title)}">'
-
-
-def document(title: str, body: Sequence[str]) -> str:
-    """A whole page under its title, from the parts of its body, which are HTML."""
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
-    start = f'<!doctype html>\n<html lang="en"><head><title>{html.escape(title)}</title>{head}</head>'
-    inside = f"<h1>{html_text(title)}</h1>\n" + "\n".join(body)
-    return f"{start}\n<body>{inside}</body></html>\n"
+        self.file(name, document(title, self.body, self.contents))
 
 
 def new_page(out: Path) -> Page:
@@ -195,10 +204,13 @@ def _stack(names: Sequence[str], tables: Iterable[pd.DataFrame]) -> pd.DataFrame
     return table[["run", *table.columns.drop("run")]]
 
 
-def _about(run: Run, name: str) -> str:
-    seeds = ", ".join(map(str, run.seeds))
-    about = f"{run.config.get('description', '')} {len(run.agents) // max(len(run.seeds), 1)} agents, seeds {seeds}."
-    return f"<p><b>{html_text(name)}</b> ({html_text(run.folder.name)}). {html_text(about.strip())}</p>\n"
+def _about(run: Run) -> dict[str, str]:
+    return {
+        "What it is": str(run.config.get("description", "")),
+        "Agents": str(len(run.agents) // max(len(run.seeds), 1)),
+        "Seeds": ", ".join(map(str, run.seeds)),
+        "Folder": run.folder.name,
+    }
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

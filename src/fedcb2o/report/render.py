@@ -4,6 +4,7 @@ import html
 import re
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -11,6 +12,8 @@ from rich.text import Text
 
 from fedcb2o.report.tables import LABELS
 
+VALUE = re.compile(r"(\S+) (\[.*?\]|± \S+)( \(.*\))?( [*†])?")  # with its interval, the case it is of, and a mark
+LONG, TEXT = 40, ' class="text"'  # a column is prose where a cell without a value has more characters
 ENDS = {"_worst_tenth": ", worst tenth", "_worst": ", worst agent", "": ""}
 HEADINGS = {
     **{metric + end: label + words for metric, label in LABELS.items() for end, words in ENDS.items()},
@@ -81,14 +84,30 @@ def to_latex(table: pd.DataFrame) -> str:
     return "\n".join([begin, r"\toprule", head + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", ""])
 
 
-def to_html(table: pd.DataFrame) -> str:
-    """The table in HTML; the index is its first column."""
-    head = "".join(f"<th>{html_text(name)}</th>" for name in _head(table))
+def to_html(table: pd.DataFrame, shades: pd.DataFrame | None = None) -> str:
+    """The table in HTML; the index is its first column. `shades`, of the same cells, colour them: from 1, worst, to -1,
+    best."""
+    rows, dark = _rows(table), np.zeros(table.shape) if shades is None else shades.to_numpy(float)
+    prose = [any(len(row[i]) > LONG and not VALUE.fullmatch(row[i]) for row in rows) for i in range(table.shape[1] + 1)]
+    names = zip(_head(table), prose, strict=True)
+    head = "".join(f'<th scope="col"{TEXT * long}>{html_text(name)}</th>' for name, long in names)
     body = "".join(
-        f"<tr><th>{html_text(first)}</th>{''.join(f'<td>{html_text(cell)}</td>' for cell in rest)}</tr>\n"
-        for first, *rest in _rows(table)
+        f'<tr><th scope="row">{html_text(first)}</th>{"".join(map(_cell, rest, own, prose[1:]))}</tr>\n'
+        for (first, *rest), own in zip(rows, dark, strict=True)
     )
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n"
+
+
+def _cell(text: str, shade: float, prose: bool) -> str:
+    """A cell; of a value with its interval, and the case in which it is reached, each has a line of its own."""
+    look = (
+        f' class="{"worse" if shade > 0 else "better"}" style="--shade:{abs(shade):.2f}"' if abs(shade) > 0.005 else ""
+    )
+    if parts := VALUE.fullmatch(text):
+        value, interval, case, mark = (html_text(part or "") for part in parts.groups())
+        below = "".join(f" <small>{line}</small>" for line in (interval, case.strip()) if line)
+        return f"<td{look}>{value}{mark}{below}</td>"
+    return f"<td{look or TEXT * prose}>{html_text(text)}</td>"
 
 
 def html_text(text: str) -> str:
@@ -97,10 +116,10 @@ def html_text(text: str) -> str:
 
 
 def latex_text(text: str) -> str:
-    """Text for LaTeX, with the paper's T_G and ± set as they are there."""
+    """Text for LaTeX, with the paper's T_G set as it is there."""
     text = text.replace("\\", r"\textbackslash ")
     text = re.sub(r"([%&#_${}])", r"\\\1", text.replace("–", "--"))
-    return text.replace(r"T\_G", "$T_G$").replace("±", r"$\pm$")
+    return text.replace(r"T\_G", "$T_G$")
 
 
 def _longest_word(texts: Iterable[object]) -> int:

@@ -14,6 +14,7 @@ import pandas as pd
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import EVALUATED, FREE, Run, last_fifth, last_round, summary
+from fedcb2o.report.matrix import half_width, interval
 
 METRICS, ATTACK = EVALUATED, "attack_success_rate"
 LABELS = {
@@ -29,7 +30,7 @@ Over = Literal["mean", "worst", "worst_tenth"]
 def compare(runs: Sequence[Run], *, over: Over = "mean", twins: bool = False) -> pd.DataFrame:
     """The paper's Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G): a row a metric, a column a run, in percent.
 
-    Each is mean ± standard deviation over seeds (ddof = 1). The net attack success is the rate minus that of the clean
+    Each is the mean over seeds with Student's 95% interval. The net attack success is the rate minus that of the clean
     twin with the same seed at the same round; the twin is sought among `runs`, then beside the run in the folder of its
     name + "-clean". Twins get no column of their own unless `twins`. `over` says how agents are summed up: their mean,
     the worst one, or the worst tenth.
@@ -68,13 +69,16 @@ def by_source_count(run: Run) -> pd.DataFrame:
     """Results by how many source-class samples an agent validates on: 0, 1, 2, 3 or more.
 
     The criterion G is blind to the attack with none. Mean over all benign agents of all seeds; columns: samples,
-    agents (how many), the three metrics, and malicious_weight over the last fifth of the rounds.
+    agents (how many), the three metrics, and malicious_weight over the last fifth of the rounds, NaN where the
+    malicious agents do not attack.
     """
     last = last_round(run.records).dropna(subset="source_in_validation")
     late = last_fifth(run.records).groupby(["seed", "agent"]).malicious_weight.mean().rename("late")
     last = last.merge(late, on=["seed", "agent"])
     samples = last.source_in_validation.clip(upper=3).map(lambda count: "3 or more" if count == 3 else f"{count:.0f}")
     means = last.assign(malicious_weight=last.late).groupby(samples)[[*METRICS, "malicious_weight"]].mean()
+    if not attacked(run):
+        means["malicious_weight"] = math.nan
     means.insert(0, "agents", samples.value_counts())
     return means.rename_axis("samples").reset_index()
 
@@ -145,18 +149,19 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def spread(values: "pd.Series[float]") -> str:
-    """Mean ± standard deviation (ddof = 1) in percent: "84.26 ± 0.18"; "84.26" for one value, "–" for none."""
+    """Mean and interval in percent: "84.3 [83.9, 84.6]"; "84.3" for one value, "–" for none."""
     known = values.dropna() * 100
     if known.empty:
         return "–"
-    return f"{known.mean():.2f} ± {known.std(ddof=1):.2f}" if len(known) > 1 else f"{known.mean():.2f}"
+    mean, half = known.mean(), half_width(len(known), known.std(ddof=1))
+    return interval(mean, mean - half, mean + half)
 
 
 def told_seeds(runs: Sequence[Run]) -> str:
     """What the numbers of `compare` are over, as a sentence: which seeds, or how many of them where runs differ."""
     shown = without_twins(runs)
     seeds = [last_round(run.records).seed.unique().tolist() for run in shown]
-    over = "Percent, at the last round; mean ± standard deviation over seeds"
+    over = "Percent, at the last round; mean and 95% interval over seeds"
     if any(mine != seeds[0] for mine in seeds):
         counts = [f"{label} {len(mine)}" for label, mine in zip(labels(shown), seeds, strict=True)]
         return f"{over}, as many as each has: {', '.join(counts)}."

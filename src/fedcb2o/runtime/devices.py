@@ -12,12 +12,13 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from fedcb2o import norms
 from fedcb2o.data.shard import features
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.evaluate import IMAGES, outputs_of
 from fedcb2o.federated.local_update import float32_products
 from fedcb2o.federated.terms import Convolution
-from fedcb2o.models import flatten, stacked
+from fedcb2o.models import flatten, stacked_to_train
 from fedcb2o.runtime.primitives import by
 
 SHARE = 0.5  # of what a device's memory has left beside the pool: the rest is for evaluation, mixing and fragments
@@ -111,11 +112,12 @@ def bytes_of_training(module: nn.Module, x: Shaped[Tensor, "n *features"], convo
         return tensor
 
     few, theta = x[:2], flatten(module)
-    parameters = [view.requires_grad_() for view in stacked(module, theta.unsqueeze(0))]
+    tensors = stacked_to_train(module, theta.unsqueeze(0))
+    norms.train_(module)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with torch.random.fork_rng(devices=[]), by(convolution=convolution), hooks:
-        outputs_of(module.train(), len(theta))(parameters, features(few).unsqueeze(0))
-    ours = {p.data_ptr() for p in parameters}
+        outputs_of(module, len(theta))(tensors, features(few).unsqueeze(0))
+    ours = {tensor.data_ptr() for tensor in tensors}
     batch = sum(size for place, size in left.items() if place not in ours)
     return 6 * 4 * len(theta) + batch * max(2 * len(x), IMAGES) // max(1, len(few))
 
@@ -123,12 +125,13 @@ def bytes_of_training(module: nn.Module, x: Shaped[Tensor, "n *features"], convo
 def cannot_be_several(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> str:
     """Why a network cannot be computed several times at once, on samples like `x`; nothing where it can."""
     theta = flatten(module)
+    norms.train_(module)
     try:
         for several in (features(x).unsqueeze(0), torch.stack([features(x)] * 2)):  # the same samples, and their own
-            parameters = [p.requires_grad_() for p in stacked(module, torch.stack([theta, theta]))]
+            tensors = stacked_to_train(module, torch.stack([theta, theta]))
             with torch.random.fork_rng(devices=[]):
-                outputs = outputs_of(module.train(), len(theta))(parameters, several)
-            torch.autograd.grad(outputs.sum(), parameters, allow_unused=True)
+                outputs = outputs_of(module, len(theta))(tensors, several)
+            torch.autograd.grad(outputs.sum(), [each for each in tensors if each.requires_grad], allow_unused=True)
     except Exception as error:  # a user's network may fail in any way
         return str(error)
     return ""

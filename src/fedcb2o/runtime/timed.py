@@ -7,6 +7,7 @@ Beside the primitives, networks with convolutions read images with the channels 
 ("channels_last") faster, or as they come.
 """
 
+import copy
 import functools
 import statistics
 import time
@@ -18,11 +19,12 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedcb2o import norms
 from fedcb2o.data.shard import features
 from fedcb2o.federated.evaluate import outputs_of
 from fedcb2o.federated.local_update import Precision, float32_products, products_in
 from fedcb2o.federated.terms import Convolution, Linear
-from fedcb2o.models import ChannelsLast, Layout, flatten, row_stride, stacked
+from fedcb2o.models import ChannelsLast, Layout, flatten, row_stride, stacked_to_train
 from fedcb2o.runtime import onednn
 from fedcb2o.runtime.devices import repeatable
 from fedcb2o.runtime.primitives import by
@@ -80,7 +82,8 @@ def fastest_layout(module: nn.Module, x: Shaped[Tensor, "n *features"], precisio
         or any(isinstance(p, ChannelsLast) for p in parts)
     ):
         return "contiguous"
-    parameters = list(module.train().parameters())
+    norms.train_(module)
+    parameters = [p for p in module.parameters() if p.requires_grad]
 
     def step(network: nn.Module) -> None:
         torch.autograd.grad(network(features(x)).sum(), parameters, allow_unused=True)
@@ -102,19 +105,22 @@ def fastest_convolution(
     if together < 2 or not any(isinstance(part, nn.Conv2d) and part.groups == 1 for part in module.modules()):
         return "grouped"
     theta, team = flatten(module), min(together, TEAM)
-    outputs = outputs_of(module.train(), len(theta))
 
     def step(convolution: Convolution) -> None:
         with by(convolution=convolution), products_in(precision, device.type):
-            found = outputs(parameters, images)
+            found = outputs(tensors, images)
         torch.autograd.grad(found.sum(), parameters, allow_unused=True)
         torch.zeros(1, device=device).cpu()  # waits for the device
 
     tf32 = precision == "tf32"
     try:
         with repeatable(device), torch.random.fork_rng(devices=[]), float32_products(tf32, device.type):
+            there = copy.deepcopy(module).to(device)  # what of it is in no row
+            norms.train_(there)
+            outputs = outputs_of(there, len(theta))
             thetas = torch.empty(team, row_stride(len(theta)), device=device)[:, : len(theta)].copy_(theta)
-            parameters = [view.requires_grad_() for view in stacked(module, thetas)]
+            tensors = stacked_to_train(there, thetas)
+            parameters = [tensor for tensor in tensors if tensor.requires_grad]
             images = torch.stack([features(x.to(device))] * team)
             gain = _gain(lambda: step("grouped"), lambda: step("unfolded"), time.perf_counter)
     except Exception:  # the device may lack an operation, or memory

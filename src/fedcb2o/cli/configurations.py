@@ -1,0 +1,50 @@
+"""The commands about configurations: presets, schema."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from fedcb2o.cli import complete
+
+
+def presets(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[PRESET]", help="Print this one.", show_default=False, autocompletion=complete.presets),
+    ] = None,
+) -> None:
+    """List the presets, a line each, or print one as it resolves: a file that `fedcb2o run` takes.
+
+    Example: fedcb2o presets digits-fedcb2o > mine.toml
+    """
+    if name is None:
+        from fedcb2o.experiments.tables import presets as all_presets
+
+        print_listed(all_presets())
+        return
+    from fedcb2o.experiments.config import load
+    from fedcb2o.records import toml_of
+
+    print(toml_of(load(name).settings()), end="")
+
+
+def schema(
+    grid: Annotated[bool, typer.Option("--grid", help="That of a grid's file.")] = False,
+) -> None:
+    """Print the JSON Schema of a configuration, by which editors complete, explain and check it.
+
+    Example: fedcb2o schema > fedcb2o.schema.json, and in the first line of mine.toml: #:schema fedcb2o.schema.json
+    """
+    from fedcb2o.experiments.schema import grid_schema
+    from fedcb2o.experiments.schema import schema as experiment_schema
+
+    print(json.dumps(grid_schema() if grid else experiment_schema(), indent=1, ensure_ascii=False))
+
+
+def print_listed(listed: Mapping[str, str]) -> None:
+    """Print names and what each is, a line each."""
+    width = max(map(len, listed))
+    for name, description in listed.items():
+        print(f"{name:{width}}  {description}")

@@ -1,0 +1,11 @@
+"""Trackers: what TensorBoard or MLflow shows of a run or a grid, copied from its records.
+
+Records are what counts; a tracker has a copy of what `points` makes of them, by a writer of its own, while rounds are
+written (`following`) or afterwards (`track`). By default the copy lies in the folder of the run.
+"""
+
+from fedcb2o.tracking.copy import following, track
+from fedcb2o.tracking.points import Place, Point, points
+from fedcb2o.tracking.targets import check
+
+__all__ = ["Place", "Point", "check", "following", "points", "track"]

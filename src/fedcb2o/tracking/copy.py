@@ -1,0 +1,135 @@
+"""Copies records to trackers: what is there, and meanwhile or afterwards what comes."""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from fedcb2o import records
+from fedcb2o.errors import FedCB2OError, RunError
+from fedcb2o.records import Run, Sums
+from fedcb2o.tracking.points import Place, points
+from fedcb2o.tracking.targets import Writer, check, opened
+
+T = TypeVar("T")
+
+EVERY = 2.0  # seconds between two looks at the records of a run under way
+GRID = "grid.toml"
+
+
+class Copy:
+    """One tracker's copy of the records of a run or a grid; raises RunError where the tracker fails."""
+
+    def __init__(self, root: Path, target: str) -> None:
+        self.root, self.target = root, target
+        self.writer: Writer = self._by(lambda: opened(target, root))
+        self.rounds: dict[Place, int] = {}  # up to which round it is there
+        self.ended: set[Place] = set()
+
+    def go_on(self) -> None:
+        """Copy what has been written since it was last looked at."""
+        for place in places(self.root):
+            if place not in self.ended:
+                self._go_on(place)
+
+    def close(self) -> None:
+        """Say of the seeds that have not ended that nothing more comes."""
+        for place in self.rounds.keys() - self.ended:
+            self._end(place, complete=False)
+
+    def _go_on(self, place: Place) -> None:
+        sums = Sums.read(place.folder)  # first: what is complete by it has all lines
+        malicious = records.read_json(place.folder / "agents.json")["malicious"]
+        if place not in self.rounds:
+            self.rounds[place] = self._by(lambda: self.writer.begin(place))
+        found = []
+        for _, line in records.read_lines(place.folder / "metrics.jsonl", after=self.rounds[place]):
+            found += list(points(line, malicious))
+        if found:
+            self._by(lambda: self.writer.write(place, found))
+            self.rounds[place] = found[-1][0]
+        if sums is not None and sums.ended(place.settings().get("rounds", 0)):
+            self._end(place, complete=True)
+
+    def _end(self, place: Place, *, complete: bool) -> None:
+        self._by(lambda: self.writer.end(place, complete))
+        self.ended.add(place)
+
+    def _by(self, step: Callable[[], T]) -> T:
+        """What a step of the tracker's returns; whatever fails in it is a RunError of one line."""
+        try:
+            return step()
+        except FedCB2OError:
+            raise
+        except Exception as error:  # of a library, a disk or a server
+            told = " ".join(str(error).split())[:300]
+            raise RunError(f"cannot track {self.root} by {self.target}: {type(error).__name__}: {told}") from error
+
+
+def places(root: Path) -> Iterator[Place]:
+    """The seeds that have begun, of a run or of the cells and floors of a grid."""
+    names = [""]
+    if (root / GRID).exists():
+        path = root / "cells.json"
+        cells = records.read_cells(path) if path.exists() else []
+        names = [cell["folder"] for cell in cells if cell["kind"] != "tuning"]
+    for name in names:
+        if (root / name / "config.toml").exists():
+            for seed, folder in records.seeds_in(root / name).items():
+                if (folder / "agents.json").exists():
+                    yield Place(root / name, seed, name)
+
+
+def track(folder: str | Path, to: str | Sequence[str]) -> None:
+    """Copy the records of a run or a grid to trackers: "tensorboard", "tensorboard=DIR", "mlflow" or "mlflow=URI".
+
+    Without a place of its own the copy lies in the folder itself. What is there already is not there twice. Raises
+    ConfigError where an extra is missing, RunError where the folder is no run's, or the tracker fails.
+    """
+    targets, root = check(to), Path(folder)
+    if not (root / GRID).exists():
+        Run(root)  # raises where it is none
+    for target in targets:
+        copy = Copy(root, target)
+        copy.go_on()
+        copy.close()
+
+
+@contextlib.contextmanager
+def following(root: Path, targets: Sequence[str]) -> Iterator[None]:
+    """While in this block a run or a grid is written, copy it: by a thread, so that no tracker holds up a round.
+
+    Raises RunError where a tracker cannot be opened. One that fails later is told of, and the run goes on without it.
+    """
+    copies = [Copy(root, target) for target in targets]
+    if not copies:
+        yield
+        return
+    over = threading.Event()
+
+    def copy() -> None:
+        last = False
+        while copies and not last:
+            last = over.wait(EVERY)
+            for each in list(copies):
+                try:
+                    each.go_on()
+                    if last:
+                        each.close()
+                except Exception as error:
+                    copies.remove(each)
+                    print(
+                        f"Note: {error}. The run goes on without it; `fedcb2o track {root} --to {each.target}` copies "
+                        "the rest afterwards.",
+                        file=sys.stderr,
+                    )
+
+    thread = threading.Thread(target=copy, name="tracking", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,79 @@
+"""Whole runs of networks with batch norms, and of adapters on a frozen base."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.networks import with_norms
+from tests.tiny import bits_however, tiny
+from torch import nn
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import load, run
+
+
+class Adapter(nn.Module):
+    """A frozen dense layer, and what is added to it: one of low rank."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted(input_shape, num_classes, *, rank: int = 2):
+    return nn.Sequential(nn.Flatten(), Adapter(nn.Linear(64, 32), rank), nn.ReLU(), Adapter(nn.Linear(32, 10), rank))
+
+
+def counting(input_shape, num_classes):
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(64, 10)
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x):
+            if self.training:
+                self.calls += 1
+            return super().forward(x.flatten(1))
+
+    return Counting()
+
+
+SHARED = {"buffers": "shared"}
+
+
+def experiment(model, **more):
+    return tiny(model={"name": model, **more}, rounds=2)
+
+
+@pytest.mark.parametrize("buffers", ["shared", "local", "dropped"])
+def test_batch_norms_are_the_same_however_they_are_run(tmp_path, buffers):
+    bits_however(tmp_path, experiment(with_norms, buffers=buffers))
+    models = load_file(tmp_path / "one" / "seed-1000" / "checkpoint.safetensors")["models"]
+    parameters = sum(p.numel() for p in with_norms((1, 8, 8), 10).parameters())
+    assert models[:, parameters + 24 * (buffers == "shared") :].eq(0).all()
+    if buffers == "shared":  # they moved from what they begin with
+        assert not models[:, :4].eq(0).any()
+        assert not models[:, 4:8].eq(1).any()
+
+
+def test_a_frozen_base_is_no_part_of_what_agents_exchange(tmp_path):
+    bits_however(tmp_path, experiment(adapted, rank=3))
+    models = load_file(tmp_path / "one" / "seed-1000" / "checkpoint.safetensors")["models"]
+    assert models.shape[1] == -(-3 * (64 + 32 + 32 + 10) // 16) * 16
+
+
+def test_local_statistics_are_what_a_file_need_not_say():
+    said, silent, other = (load(experiment(with_norms, **each)) for each in ({"buffers": "local"}, {}, SHARED))
+    assert said.fingerprint(0) == silent.fingerprint(0) != other.fingerprint(0)
+    with pytest.raises(ConfigError, match=r"`model\.buffers`: input should be 'shared', 'local' or 'dropped'"):
+        load(experiment(with_norms, buffers="mixed"))
+
+
+def test_state_that_agents_could_not_exchange_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="counting` changes its buffer `calls` while it trains"):
+        run(experiment(counting), out=tmp_path)

@@ -1,0 +1,116 @@
+"""`scipy.optimize.minimize(f, x0, method=fedcb2o.cb2o)`: what SciPy gives a method, and what it expects of one."""
+
+import numpy as np
+import pytest
+from scipy import optimize
+
+import fedcb2o
+from fedcb2o.errors import ConfigError
+
+QUICK = {"num_particles": 40, "maxiter": 60}
+
+
+def quartic(x, a=1.0):
+    assert x.shape == (2,)
+    return float(((x - a) ** 4).sum())
+
+
+def circle(x):
+    return float((x @ x - 1) ** 2)
+
+
+def test_it_is_minimize_with_names_of_scipy():
+    found = optimize.minimize(
+        quartic, [0.0, 0.5], (0.5,), fedcb2o.cb2o, bounds=[(0, None), (-1, 1)], tol=1e-9, options={"seed": 4, **QUICK}
+    )
+    same = fedcb2o.minimize(
+        fedcb2o.from_point(quartic), x0=[0.0, 0.5], args=(0.5,), bounds=[(0, None), (-1, 1)], xtol=1e-9, seed=4, **QUICK
+    )
+    assert isinstance(found, optimize.OptimizeResult)
+    assert isinstance(found.x, np.ndarray)
+    assert np.array_equal(found.x, same.x.numpy())
+    assert found.fun == quartic(found.x, 0.5) == float(same.fun)
+    assert type(found.fun) is float
+    assert (found.nit, found.nfev, found.seed) == (60, 61 * 40, 4)
+    assert (found.success, found.status, found.message) == (False, 1, "maxiter = 60 steps were taken")
+    assert "upper" not in found
+
+
+def test_it_finds_the_minimum():
+    found = optimize.minimize(
+        optimize.rosen, [0.0, 0.0], method=fedcb2o.cb2o, options={"spread": 2.0, "alpha": 1e5, "seed": 1}
+    )
+    assert found.x == pytest.approx([1, 1], abs=0.1)
+
+
+def test_two_levels():
+    """What is allowed as the minimisers of `fun`."""
+    options = {"upper": lambda x: float(x[0]), "num_particles": 100, "dt": 0.03}
+    found = optimize.minimize(circle, [0.0, 0.0], method=fedcb2o.cb2o, options=options)
+    assert found.x == pytest.approx([-1, 0], abs=0.2)
+    assert found.success
+    assert found.status == 0
+    assert found.upper == found.x[0]
+
+
+def test_callbacks_of_both_kinds():
+    seen = []
+
+    def by_x(x):
+        seen.append(x)
+        return len(seen) == 3
+
+    def by_result(*, intermediate_result):
+        seen.append(intermediate_result)
+        if len(seen) == 3:
+            raise StopIteration
+
+    for callback in (by_x, by_result):
+        seen.clear()
+        found = optimize.minimize(quartic, [0.0, 0.0], method=fedcb2o.cb2o, callback=callback, options=QUICK)
+        assert (found.nit, found.message) == (2, "the callback stopped the run")
+    assert seen[2].x == pytest.approx(found.x)
+    assert seen[2].fun == found.fun
+
+
+def test_a_gradient_is_for_lambda2():
+    def slope(x, a):
+        return 4 * (x - a) ** 3
+
+    options = {"lambda2": 0.5, **QUICK}
+    found = optimize.minimize(quartic, [0.0, 0.0], 0.5, fedcb2o.cb2o, jac=slope, options=options)
+    plain = fedcb2o.minimize(
+        lambda x: (x - 0.5).pow(4).sum(-1), x0=[0.0, 0.0], gradient=lambda x: slope(x, 0.5), **options
+    )
+    assert found.x == pytest.approx(plain.x.numpy())
+    both = optimize.minimize(lambda x: (quartic(x), slope(x, 1.0)), [0.0, 0.0], method=fedcb2o.cb2o, jac=True,
+                             options=options)  # fmt: skip
+    assert both.nit == 60
+
+
+def test_as_the_local_method_of_basinhopping():
+    kwargs = {"method": fedcb2o.cb2o, "options": {**QUICK, "maxfev": 1000}}
+    found = optimize.basinhopping(quartic, [0.0, 0.0], niter=2, minimizer_kwargs=kwargs, rng=0)
+    assert found.fun < 0.1
+
+
+def test_disp_prints(capsys):
+    optimize.minimize(quartic, [0.0, 0.0], method=fedcb2o.cb2o, options={"disp": True, **QUICK})
+    assert "message: maxiter = 60 steps were taken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"options": {"maxitr": 3}}, "cb2o has no option `maxitr`. Did you mean `maxiter`?"),
+        ({"options": {"runs": 3}}, "cb2o has no option `runs`"),
+        ({"options": {"seed": [1, 2]}}, "cb2o takes one seed"),
+        ({"constraints": {"type": "eq", "fun": circle}}, "cb2o has bounds and no other constraints"),
+        ({"constraints": [{"type": "eq", "fun": circle}]}, "cb2o has bounds and no other constraints"),
+        ({"bounds": [(1, 2), (1, 2)]}, "`x0` = .* is not within the `bounds`"),
+        ({"options": {"lambda2": 1.0}}, "`lower` has no gradient by autograd"),
+    ],
+)
+def test_what_it_has_not_is_told(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        optimize.minimize(quartic, [0.0, 0.0], method=fedcb2o.cb2o, **arguments)

@@ -1,0 +1,155 @@
+"""Ask and tell come to what `minimize` comes to, bit for bit, and what is told is checked."""
+
+import concurrent.futures
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import fedcb2o
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.particles import adversaries
+from fedcb2o.particles.objectives import circle, height, paraboloid
+
+G = paraboloid(2.0, 0.0)
+
+
+def slope(x):
+    return 4 * (x.square().sum(-1, keepdim=True) - 1) * x
+
+
+def holed(x):
+    return torch.where(x[..., 0] > 1, torch.nan, circle(x))
+
+
+def far(x):
+    return (x - 9).square().sum(-1)
+
+
+def told(lower, upper, **settings):
+    """What a search comes to that is told the values of these functions, and how often it was."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fedcb2o.CaptureWarning)
+        search = fedcb2o.Search(upper=upper is not None, **settings)
+    times = 0
+    while not search.done:
+        x, times = search.ask(), times + 1
+        moving = settings.get("lambda2") and x.shape[-2] > 3  # the last ensemble is the last that has a gradient
+        search.tell(lower(x), None if upper is None else upper(x), slope(x) if moving else None)
+    return search.result, times
+
+
+CASES = {
+    "one run": (circle, G, {}),
+    "cbo": (circle, None, {}),
+    "runs that stop at different steps": (circle, G, {"runs": 3, "xtol": 0.3, "record_every": 1}),
+    "batches": (circle, G, {"batch": 13, "update": "all"}),
+    "bounds and schedules": (circle, G, {"bounds": [(-1, 2), (0, None)], "alpha": lambda n: 10.0 + n}),
+    "float32": (circle, G, {"dtype": torch.float32, "noise": "isotropic", "sigma1": 0.5}),
+    "gradient": (circle, G, {"lambda2": 0.1, "sigma2": 0.01}),
+    "attacked": (
+        circle, G,
+        {"adversaries": [adversaries.static(3, (-1.0, 0.0), mass=0.1), adversaries.random(4)], "radius": 9.0},
+    ),
+    "excluded": (holed, G, {"sigma1": 2.0}),
+    "at the edge": (far, None, {"dt": 0.1, "xtol": 0.01, "maxiter": 500}),
+    "maxfev": (circle, G, {"maxfev": 500}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_those_of_minimize(case):
+    lower, upper, settings = CASES[case]
+    settings = {"dim": 2, "num_particles": 40, "beta": 0.2, "maxiter": 40, "seed": 3, **settings}
+    if "gradient" in case:
+        settings["gradient"] = slope
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fedcb2o.CaptureWarning)
+        whole = fedcb2o.minimize(lower, upper, **settings)
+    settings.pop("gradient", None)
+    result, times = told(lower, upper, **settings)
+    assert times > 10
+    assert dict(result).keys() == dict(whole).keys()
+    for name in ("x", "lower", "upper", "spread", "theta", "theta_m"):
+        assert (result[name] is None) == (whole[name] is None)
+        if whole[name] is not None:
+            torch.testing.assert_close(result[name], whole[name], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(result.history.x, whole.history.x, rtol=0, atol=0, equal_nan=True)
+    for name in ("message", "notes", "seed"):
+        assert result[name] == whole[name]
+    for name in ("success", "nit", "nfev", "excluded"):
+        assert torch.equal(torch.as_tensor(result[name]), torch.as_tensor(whole[name]))
+    if case == "at the edge":
+        assert not result.success
+        assert "further out" in result.message
+
+
+def test_a_pool_of_workers():
+    """As one would: lists of numbers, of NumPy's points."""
+    search = fedcb2o.Search(x0=[0.0, 0.0], upper=True, num_particles=20, maxiter=6)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        while not search.done:
+            points = search.ask().numpy()
+            lower = list(pool.map(lambda x: float(((x**2).sum() - 1) ** 2), points))
+            search.tell(lower, points[:, 1])
+    plain = fedcb2o.minimize(circle, height, x0=[0.0, 0.0], num_particles=20, maxiter=6)
+    torch.testing.assert_close(search.result.x, plain.x)
+
+
+def test_told_again_it_goes_on_where_it_was():
+    log, settings = [], {"dim": 2, "num_particles": 20, "maxiter": 10, "seed": 5}
+    first = fedcb2o.Search(**settings)
+    for _ in range(6):
+        log.append(circle(first.ask()).tolist())
+        first.tell(log[-1])
+    again = fedcb2o.Search(**settings)
+    for values in log:
+        again.tell(values)
+    assert torch.equal(again.ask(), first.ask())
+
+
+def test_what_is_asked_is_the_callers():
+    search = fedcb2o.Search(2, num_particles=20)
+    before = search.ask()
+    search.ask().zero_()
+    assert torch.equal(search.ask(), before)
+    assert torch.is_grad_enabled()
+    assert search.result is None
+
+
+def test_what_does_not_fit_is_told_and_can_be_told_again():
+    search = fedcb2o.Search(2, num_particles=20, maxiter=0)
+    for wrong in (np.zeros(19), np.zeros((1, 20)), 0.0, ["x"] * 20, None):
+        with pytest.raises(ConfigError, match="`lower` must"):
+            search.tell(wrong)
+    with pytest.raises(ConfigError, match=r"`upper` is told and not asked for.*upper=True"):
+        search.tell(np.zeros(20), np.zeros(20))
+    with pytest.raises(ConfigError, match="`gradient` is told"):
+        search.tell(np.zeros(20), gradient=np.zeros((20, 2)))
+    search.tell(range(20))
+    search.tell([math.nan])  # the answer's L: nobody knows it
+    assert search.done
+    assert search.result.lower.isnan() or search.result.lower.isinf()
+    for call in (search.ask, lambda: search.tell([0.0])):
+        with pytest.raises(RunError, match="this search has ended: its answer is `result`"):
+            call()
+    with pytest.raises(ConfigError, match="`upper` must be told, of the shape"):
+        fedcb2o.Search(2, upper=True).tell(np.zeros(200))
+    with pytest.raises(ConfigError, match=r"`gradient` must be told, of the shape \[20, 2\]"):
+        fedcb2o.Search(2, lambda2=1.0, num_particles=20).tell(np.zeros(20))
+
+
+def test_nothing_but_nan_is_a_run_error():
+    search = fedcb2o.Search(2, num_particles=20)
+    with pytest.raises(RunError, match="all 20 particles have NaN"):
+        search.tell([math.nan] * 20)
+    with pytest.raises(RunError, match="this search has failed"):
+        search.ask()
+
+
+def test_an_adversary_that_asks_needs_functions():
+    search = fedcb2o.Search(2, num_particles=20, adversaries=adversaries.greedy(3))
+    with pytest.raises(ConfigError, match="an adversary asks what L and G are where no particle is"):
+        search.tell(circle(search.ask()))

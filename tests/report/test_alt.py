@@ -1,0 +1,61 @@
+"""What is said of a figure is what is drawn."""
+
+import math
+
+import pytest
+from matplotlib.figure import Figure
+from tests.report.synthetic import draw_run
+
+from fedcb2o.report import sample_images, source_counts, weight_matrix
+from fedcb2o.report.alt import told
+from fedcb2o.report.figures import percent
+
+
+def test_lines_begin_and_end():
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    left.plot([1, 2, 3, 4], [math.nan, 0.25, 0.1, 0.5], label="$T_G = 3$")
+    left.plot([1, 2], [0, 1])
+    left.axhline(0.5, label="at random")
+    left.set(title="Accuracy", xlabel="round")
+    left.yaxis.set_major_formatter(percent())
+    right.plot([1, 2, 3], [0.001234, 2, 1234], label="loss")
+    assert told(figure) == "Accuracy: T_G = 3 25% to 50% (round 2 to 4); at random 50%. loss 0.00123 to 1.23e+03."
+
+
+def test_bars_are_told_by_group():
+    figure = Figure()
+    ax = figure.subplots()
+    for name, heights in (("FedCBO", [0.5, math.nan]), ("FedCB2O", [0.25, 1.0])):
+        ax.bar([0, 1], heights, label=name)
+    ax.set_xticks([0, 1], ["none", "one"])
+    ax.set_title("Rate")
+    ax.yaxis.set_major_formatter(percent())
+    assert told(figure) == "Rate: none: FedCBO 50%, FedCB2O 25%; one: FedCB2O 100%."
+
+
+def test_very_many_bars_are_told_as_ranges():
+    figure = Figure()
+    ax = figure.subplots()
+    ax.barh(range(40), range(40), label="taken")
+    ax.set_xlabel("rounds")
+    assert told(figure) == "rounds: taken 0 to 39."
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return draw_run(tmp_path_factory.mktemp("run") / "run", rounds=5, seeds=(0,), benign=3, malicious=1, pull=0.0)
+
+
+def test_weights_are_told_by_who_gives_them_to_whom(run):
+    words = told(weight_matrix(run))
+    assert words.startswith("run, weights between agents. Benign agents of cluster 1 give ")
+    assert "0% to malicious ones of it" in words
+    assert "Benign agents of cluster 2" in words
+    shares = [int(word.strip("%")) for word in words.split(" give ")[1].split(".")[0].split() if word.endswith("%")]
+    assert sum(shares) == pytest.approx(100, abs=2)
+
+
+def test_every_figure_says_something(run):
+    assert told(sample_images(run)) == "10 sample images, the same in 2 clusters, each in its rotation."
+    assert told(source_counts([run])).startswith("Source class accuracy: 0: run ")

@@ -1,0 +1,197 @@
+"""Trackers: their own readers find in event files and in databases what the records hold."""
+
+import re
+import sys
+
+import pytest
+
+import fedcb2o
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.records import read_lines
+from fedcb2o.tracking import copy, points, targets
+from tests.tiny import StopError, here, stop_after, tiny, write
+
+LINE = {
+    "round": 3,
+    "train_loss": [1.0, 2.0, 9.0],
+    "malicious_weight": [0.2, None, None],
+    "accuracy": [0.5, 0.9, None],
+    "attack_success_rate": [0.1, 0.3, None],
+    "source_accuracy": [None, None, None],
+}
+
+
+def test_points_are_of_benign_agents():
+    assert list(points(LINE, [False, False, True])) == [
+        (3, "train_loss/mean", 1.5),
+        (3, "malicious_weight/mean", 0.2),
+        (3, "accuracy/mean", 0.7),
+        (3, "accuracy/worst", 0.5),
+        (3, "accuracy/worst_tenth", 0.5),
+        (3, "attack_success_rate/mean", pytest.approx(0.2)),
+        (3, "attack_success_rate/worst", 0.3),
+        (3, "attack_success_rate/worst_tenth", 0.3),
+    ]
+
+
+def scalars(folder):
+    """{(name, round): number} as TensorBoard reads a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    found = [(tag, each.step, each.value) for tag in events.Tags()["scalars"] for each in events.Scalars(tag)]
+    assert len({(tag, step) for tag, step, _ in found}) == len(found)
+    return {(tag, step): value for tag, step, value in found}
+
+
+def metrics(uri):
+    """{name of MLflow's run: ({(name, round): number}, params, status)} of all experiments of a database."""
+    from mlflow import MlflowClient
+
+    client, found = MlflowClient(uri), {}
+    for run in client.search_runs([each.experiment_id for each in client.search_experiments()]):
+        histories = [m for key in run.data.metrics for m in client.get_metric_history(run.info.run_id, key)]
+        numbers = {(each.key, each.step): each.value for each in histories}
+        assert len(numbers) == len(histories)
+        assert run.info.run_name not in found
+        found[run.info.run_name] = numbers, run.data.params, run.info.status
+    return found
+
+
+def expected(run, seed):
+    """{(name, round): number} of a seed, from its records."""
+    malicious = run.about(seed)["malicious"]
+    lines = [line for _, line in read_lines(run.folder / f"seed-{seed}" / "metrics.jsonl")]
+    return {(name, n): value for line in lines for n, name, value in points(line, malicious)}
+
+
+def rough(numbers):
+    return pytest.approx(numbers, rel=1e-6)  # TensorBoard has float32
+
+
+def test_a_run_is_followed_through_a_stop_and_a_resume(tmp_path):
+    out, experiment = tmp_path / "mine", tiny(seeds=[5, 7], rounds=4, checkpoint_every=3)
+    with pytest.raises(StopError):
+        fedcb2o.run(experiment, out=out, workers=1, track="tensorboard", watch=stop_after(2))
+    assert set(scalars(out / "tensorboard/seed-5")) == set(expected(fedcb2o.Run(out), 5))
+    run = fedcb2o.run(experiment, out=out, workers=1, track="tensorboard", resume=True)
+    for seed in (5, 7):
+        found = scalars(out / f"tensorboard/seed-{seed}")
+        assert found == rough(expected(run, seed))
+        assert {n for _, n in found} == {1, 2, 3, 4}
+    assert found["accuracy/mean", 4] == pytest.approx(run.summary_of(7)["accuracy"])
+    run.check()
+    longer = fedcb2o.run({**experiment, "rounds": 5}, out=out, workers=1, track="tensorboard", resume=True)
+    assert scalars(out / "tensorboard/seed-5") == rough(expected(longer, 5))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow and the libraries beneath
+def test_mlflow_follows_a_run_and_takes_no_round_twice(tmp_path):
+    out, experiment = tmp_path / "mine", tiny(seeds=[5, 7], rounds=3)
+    with pytest.raises(StopError):
+        fedcb2o.run(experiment, out=out, workers=1, track=["mlflow"], watch=stop_after(2))
+    uri = f"sqlite:///{out / 'mlflow.db'}"
+    assert [(name, status) for name, (_, _, status) in metrics(uri).items()] == [("mine seed 5", "KILLED")]
+    run = fedcb2o.run(experiment, out=out, workers=1, track=["mlflow"], resume=True)
+    fedcb2o.track(out, "mlflow")
+    found = metrics(uri)
+    assert set(found) == {"mine seed 5", "mine seed 7"}
+    for seed in (5, 7):
+        numbers, params, status = found[f"mine seed {seed}"]
+        assert numbers == rough(expected(run, seed))
+        assert (params["agents.budget"], params["algorithm.name"], params["seed"]) == ("3", "fedcb2o", str(seed))
+        assert status == "FINISHED"
+    assert not list(tmp_path.glob("mlruns"))
+    other = fedcb2o.run(tiny(rounds=1, training={"gamma": 0.06}), out=tmp_path / "other", workers=1)
+    assert here("track", other.folder, "--to", f"mlflow={uri}").status == 0
+    assert metrics(uri)["other seed 1000"][0] == rough(expected(other, 1000))
+    assert not list(other.folder.glob("mlflow.db"))
+
+
+def test_afterwards_by_the_command_line_and_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "tiny.toml", rounds=2)
+    for name, gamma in (("a", 0.05), ("b", 0.06)):
+        assert here("run", path, "--out", f"{name}/mine", "--set", f"training.gamma={gamma}").status == 0
+    run = fedcb2o.Run("a/mine")
+    assert (
+        here(
+            "track",
+            "a/mine",
+            "--to",
+            "tensorboard=logs",
+        ).status
+        == 0
+    )
+    assert here("track", "a/mine", "--to", "tensorboard=logs").status == 0
+    assert scalars("logs/mine/seed-1000") == rough(expected(run, 1000))
+    assert len(list((tmp_path / "logs/mine/seed-1000").glob("*tfevents*"))) == 1
+    line = here("track", "b/mine", "--to", "tensorboard=logs").one_line()
+    assert line == "logs/mine/seed-1000 holds the events of another run: name another folder, tensorboard=DIR"
+
+
+def test_a_grid_has_each_cell_and_floor(tmp_path):
+    shared = {key: value for key, value in tiny(rounds=1).items() if key not in ("name", "attack", "algorithm")}
+    grid = {
+        **shared,
+        "name": "small",
+        "attacks": {"Flip": {"attack": {"name": "label_flip", "source": 9, "target": 4}}},
+        "defences": {"Alone": {"algorithm": {"name": "local_training"}}},
+    }
+    done = fedcb2o.bench(grid, out=tmp_path / "grid", jobs=1, track="tensorboard")
+    assert not done.failed
+    found = {path.parent.relative_to(done.folder) for path in done.folder.rglob("*tfevents*")}
+    runs = {path.parent.relative_to(done.folder) for path in done.folder.rglob("agents.json")}
+    assert found == {"tensorboard" / path for path in runs}
+    assert len(found) == 3
+    for path in runs:
+        assert scalars(done.folder / "tensorboard" / path) == rough(
+            expected(fedcb2o.Run(done.folder / path.parent), 1000)
+        )
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        ("tensorbord", "there is no tracker 'tensorbord'. Did you mean `tensorboard`? These are"),
+        ("mlflow=", "'mlflow=' needs a place after the sign =, or neither"),
+    ],
+)
+def test_a_wrong_tracker_is_one_line_before_anything_runs(tmp_path, target, line):
+    path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
+    assert here("run", path, "--out", out, "--track", target).one_line().startswith(line)
+    assert not out.exists()
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setattr(targets, "find_spec", lambda name: None if name == "alembic" else sys)
+    assert targets.check("tensorboard") == ("tensorboard",)
+    told = "mlflow needs the extra, of which alembic is missing: pip install 'fedcb2o[mlflow]'"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        targets.check("mlflow")
+
+
+def test_a_tracker_that_fails_meanwhile_costs_no_run(tmp_path, monkeypatch, capsys):
+    class Broken:
+        def begin(self, place):
+            raise OSError("the server has gone")
+
+    monkeypatch.setattr(copy, "opened", lambda target, root: Broken())
+    run = fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=1, track="tensorboard")
+    assert run.complete
+    assert "by tensorboard: OSError: the server has gone. The run goes on without it; `fedcb2o track" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(RunError, match="the server has gone"):
+        fedcb2o.track(run.folder, "tensorboard")
+    with pytest.raises(RunError, match="there is no run in"):
+        fedcb2o.track(tmp_path / "nowhere", "tensorboard")
+
+
+def test_nothing_is_sent_by_mlflow_itself():
+    import mlflow.telemetry.utils
+
+    import fedcb2o.tracking.mlflow  # noqa: F401
+
+    assert mlflow.telemetry.utils.is_telemetry_disabled()
