@@ -1,11 +1,14 @@
 """The documentation site has a place for everything; `make docs` builds it, and says what is broken in it."""
 
+import inspect
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 import fedcb2o
+from fedcb2o.particles.result import Result
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPTS = sorted((DOCS / "gallery").glob("*.py"))
@@ -28,3 +31,7 @@ def test_a_tutorial_stands_on_the_start_page(page):
     start = (DOCS / "index.md").read_text(encoding="utf-8")
     assert f"(tutorials/{page.name})" in start
     assert f"\ntutorials/{page.stem}\n" in start
+
+
+def test_minimize_tells_what_it_returns_not_the_steps_that_it_takes():
+    assert inspect.signature(fedcb2o.minimize).return_annotation is get_type_hints(fedcb2o.minimize)["return"] is Result
