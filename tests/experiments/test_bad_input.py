@@ -341,8 +341,6 @@ def criterion_none(judged): return None
 def criterion_raises(judged): return judged.no_such_thing
 @together
 def criterion_local(judged): return judged.losses.mean + judged.local.share
-@together
-def criterion_under(judged): return judged.losses_under(lambda x: x).mean
 
 def selection_strangers(contacts, candidates, budget, draw): return candidates + 100
 def selection_twice(contacts, candidates, budget, draw): return candidates[[0, 0]]
@@ -403,7 +401,6 @@ WRONG_PARTS = {
     "criterion_none": "the criterion {part} returned a NoneType, expected a tensor",
     "criterion_raises": "the criterion `parts:criterion_raises` failed at line {line} of {folder}/parts.py: Attribut",
     "criterion_local": "the criterion `parts:criterion_local` failed at line {line} of {folder}/parts.py: " + SEVERAL,
-    "criterion_under": "the criterion `parts:criterion_under` failed at line {line} of {folder}/parts.py: " + SEVERAL,
     "selection_strangers": "the selection {part} chose [101, 102, 103, 104, 105], expected different ones of [1, ",
     "selection_twice": "the selection {part} chose [1, 1], expected different ones of [1, 2, 3, 4, 5]",
     "selection_many": "the selection {part} chose 4 peers, more than `budget` = 3: [1, 2, 3, 4]",
