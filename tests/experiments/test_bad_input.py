@@ -299,14 +299,7 @@ def model_raises(shape, classes): raise KeyError("boom")
 def model_no_arguments(): return dense(10)
 def model_outputs(shape, classes): return dense(classes - 1)
 def model_inputs(shape, classes): return dense(classes, 63)
-def model_batch_norm(shape, classes): return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
 def model_lazy(shape, classes): return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
-class Masked(nn.Sequential):
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.register_buffer("mask", torch.ones(64))
-
-def model_buffer(shape, classes): return Masked(nn.Flatten(), nn.Linear(64, classes))
 def model_double(shape, classes): return dense(classes).double()
 def model_nothing(shape, classes): return nn.Flatten()
 
@@ -320,7 +313,7 @@ class Detached(nn.Sequential):
 
 def model_train_raises(shape, classes): return Trains(nn.Flatten(), nn.Linear(64, classes))
 def model_train_detached(shape, classes): return Detached(nn.Flatten(), nn.Linear(64, classes))
-def model_train_one(shape, classes):  # a mini-batch of one sample, the last of 17
+def model_norm(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, classes))
 
 def attack_none(shard, draw): return None
@@ -379,14 +372,12 @@ WRONG_PARTS = {
     "model_no_arguments": "takes 0 positional arguments but 2 were given",
     "model_outputs": "returned (2, 9) for 2 samples, expected shape (2, 10)",
     "model_inputs": "the model `parts:model_inputs` cannot read samples of shape (1, 8, 8): ",
-    "model_batch_norm": "the model keeps state outside its parameters (1.running_mean): use a norm without batch ",
     "model_lazy": "the model has a lazy layer, which has no parameters yet: give its size",
-    "model_buffer": "the model has the buffer `mask`, which is no parameter, so that agents would not exchange it: ma",
-    "model_double": "the model needs parameters, all of type float32",
-    "model_nothing": "the model needs parameters, all of type float32",
+    "model_double": "the model needs parameters to train (requires_grad), all of type float32",
+    "model_nothing": "the model needs parameters to train (requires_grad), all of type float32",
     "model_train_raises": "the model `parts:model_train_raises` failed: KeyError: 'boom'",
     "model_train_detached": "the model `parts:model_train_detached` failed: RuntimeError: element 0 of tensors ",
-    "model_train_one": "the model `parts:model_train_one` failed: ValueError: Expected more than 1 value per channel ",
+    "model_norm": "the model's norm `1` keeps no statistics (track_running_stats=False)",
     "attack_none": "the attack {part} returned a NoneType, expected a fedcb2o.Shard",
     "attack_tuple": "the attack {part} returned a tuple, expected a fedcb2o.Shard",
     "attack_fewer": "the attack {part} returned samples of shape (5, 1, 8, 8) and type torch.float32, expected (30, ",
@@ -426,8 +417,6 @@ WRONG_PARTS = {
 def with_part(name: str) -> dict[str, object]:
     """The change to the tiny experiment that uses a part."""
     place = name if ":" in name else f"parts:{name}"
-    if name == "model_train_one":
-        return {"model": {"name": place}, "agents": {"benign_samples": 21}}
     match name.split("_")[0]:
         case "data" | "attack" as section:
             return {section: {"name": place}}

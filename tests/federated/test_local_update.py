@@ -45,6 +45,13 @@ def test_batches_cover_every_epoch_and_steps_cycle():
     assert [len(batch) for batch in batches(10, steps, stream(0, "x"))] == [4, 4, 2, 4, 4, 2, 4]
 
 
+def test_a_last_sample_joins_the_batch_before_it_where_norms_refuse_it_by_itself():
+    together = dataclasses.replace(TRAINING, singles=False)
+    assert [len(batch) for batch in batches(9, TRAINING, stream(0, "x"))][:3] == [4, 4, 1]
+    assert [len(batch) for batch in batches(9, together, stream(0, "x"))][:3] == [4, 5, 4]
+    assert [len(batch) for batch in batches(10, together, stream(0, "x"))][:3] == [4, 4, 2]
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_training_stays_in_the_row_and_touches_no_other(precision):
     module = models.cnn((1, 8, 8), 3, hidden=5)
