@@ -20,6 +20,7 @@ from fedcb2o.data import digits
 from fedcb2o.experiments import load
 from fedcb2o.particles import adversaries
 from fedcb2o.plugins import named, nearest
+from tests.names import steady
 from tests.tiny import ENVIRONMENT, tiny
 
 ROOT = Path(__file__).parents[1]
@@ -177,7 +178,7 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "case", range(len(CASES)), ids=[f"{kind} {name} {value!r:.30}" for kind, name, value, _ in CASES]
+    "case", range(len(CASES)), ids=[f"{kind} {name} {steady(value):.30}" for kind, name, value, _ in CASES]
 )
 def test_an_argument_that_cannot_be_is_told_in_a_line(outcomes, case):
     ours, text = outcomes[case]

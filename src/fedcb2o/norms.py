@@ -89,8 +89,8 @@ def estimate_(module: nn.Module, x: Float[Tensor, "n *features"]) -> None:
 
 
 def changed_by_training(module: nn.Module, x: Float[Tensor, "n *features"]) -> str:
-    """The name of a buffer that a network changes while it trains and that are no statistics of a norm; nothing where
-    there is none. The network is left as it was, in evaluation mode."""
+    """The name of a buffer that a network changes while it trains, other than the statistics of its norms; nothing
+    where there is none. The network is left as it was, in evaluation mode."""
     known = statistics(module, "shared", "local", "dropped").keys()
     counted = {name for name, _ in module.named_buffers() if name.endswith("num_batches_tracked")}
     others = [name for name, _ in module.named_buffers() if name not in known | counted]
@@ -113,6 +113,8 @@ def refuses_one(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
             module(x)
     except ValueError:
         return True
+    except Exception:  # whatever else a user's network does in training, training tells
+        return False
     return False
 
 

@@ -299,7 +299,19 @@ def model_raises(shape, classes): raise KeyError("boom")
 def model_no_arguments(): return dense(10)
 def model_outputs(shape, classes): return dense(classes - 1)
 def model_inputs(shape, classes): return dense(classes, 63)
+def model_batch_norm(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, classes))
 def model_lazy(shape, classes): return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+class Masked(nn.Sequential):
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.register_buffer("mask", torch.ones(64))
+
+    def forward(self, x):
+        if self.training: self.mask *= 0.9
+        return super().forward(x * self.mask.view(x.shape[1:]))
+
+def model_buffer(shape, classes): return Masked(nn.Flatten(), nn.Linear(64, classes))
 def model_double(shape, classes): return dense(classes).double()
 def model_nothing(shape, classes): return nn.Flatten()
 
@@ -313,8 +325,8 @@ class Detached(nn.Sequential):
 
 def model_train_raises(shape, classes): return Trains(nn.Flatten(), nn.Linear(64, classes))
 def model_train_detached(shape, classes): return Detached(nn.Flatten(), nn.Linear(64, classes))
-def model_norm(shape, classes):
-    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, classes))
+def model_train_one(shape, classes):  # mini-batches of one sample
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
 
 def attack_none(shard, draw): return None
 def attack_tuple(shard, draw): return shard.x, shard.y
@@ -329,8 +341,6 @@ def criterion_none(judged): return None
 def criterion_raises(judged): return judged.no_such_thing
 @together
 def criterion_local(judged): return judged.losses.mean + judged.local.share
-@together
-def criterion_under(judged): return judged.losses_under(lambda x: x).mean
 
 def selection_strangers(contacts, candidates, budget, draw): return candidates + 100
 def selection_twice(contacts, candidates, budget, draw): return candidates[[0, 0]]
@@ -372,12 +382,14 @@ WRONG_PARTS = {
     "model_no_arguments": "takes 0 positional arguments but 2 were given",
     "model_outputs": "returned (2, 9) for 2 samples, expected shape (2, 10)",
     "model_inputs": "the model `parts:model_inputs` cannot read samples of shape (1, 8, 8): ",
+    "model_batch_norm": "the model's norm `1` keeps no statistics (track_running_stats=False), so that what it ma",
     "model_lazy": "the model has a lazy layer, which has no parameters yet: give its size",
+    "model_buffer": "the model `parts:model_buffer` changes its buffer `mask` while it trains, which is neither a ",
     "model_double": "the model needs parameters to train (requires_grad), all of type float32",
     "model_nothing": "the model needs parameters to train (requires_grad), all of type float32",
     "model_train_raises": "the model `parts:model_train_raises` failed: KeyError: 'boom'",
     "model_train_detached": "the model `parts:model_train_detached` failed: RuntimeError: element 0 of tensors ",
-    "model_norm": "the model's norm `1` keeps no statistics (track_running_stats=False)",
+    "model_train_one": "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a sample by ",
     "attack_none": "the attack {part} returned a NoneType, expected a fedcb2o.Shard",
     "attack_tuple": "the attack {part} returned a tuple, expected a fedcb2o.Shard",
     "attack_fewer": "the attack {part} returned samples of shape (5, 1, 8, 8) and type torch.float32, expected (30, ",
@@ -389,7 +401,6 @@ WRONG_PARTS = {
     "criterion_none": "the criterion {part} returned a NoneType, expected a tensor",
     "criterion_raises": "the criterion `parts:criterion_raises` failed at line {line} of {folder}/parts.py: Attribut",
     "criterion_local": "the criterion `parts:criterion_local` failed at line {line} of {folder}/parts.py: " + SEVERAL,
-    "criterion_under": "the criterion `parts:criterion_under` failed at line {line} of {folder}/parts.py: " + SEVERAL,
     "selection_strangers": "the selection {part} chose [101, 102, 103, 104, 105], expected different ones of [1, ",
     "selection_twice": "the selection {part} chose [1, 1], expected different ones of [1, 2, 3, 4, 5]",
     "selection_many": "the selection {part} chose 4 peers, more than `budget` = 3: [1, 2, 3, 4]",
@@ -417,6 +428,8 @@ WRONG_PARTS = {
 def with_part(name: str) -> dict[str, object]:
     """The change to the tiny experiment that uses a part."""
     place = name if ":" in name else f"parts:{name}"
+    if name == "model_train_one":
+        return {"model": {"name": place}, "training": {"batch_size": 1}}
     match name.split("_")[0]:
         case "data" | "attack" as section:
             return {section: {"name": place}}

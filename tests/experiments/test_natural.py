@@ -10,10 +10,11 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 from tests.tiny import here
+from torch import nn
 
 import fedcb2o
 from fedcb2o import Dataset, models
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.assemble import prepare
 from fedcb2o.experiments.config import load
 
@@ -57,6 +58,10 @@ def numbers() -> Dataset:
 
 def mean_of_squares(outputs, targets):
     return (outputs - targets).square().mean(1)
+
+
+def normed(input_shape, num_outputs) -> nn.Module:
+    return nn.Sequential(nn.Linear(input_shape[0], 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, num_outputs))
 
 
 def natural(**changes: Any) -> dict[str, Any]:
@@ -132,6 +137,21 @@ def test_a_loss_of_ones_own(tmp_path):
     built_in, mine = run(tmp_path / "built-in", **NUMBERS), run(tmp_path / "mine", **own)
     assert torch.equal(last_models(built_in), last_models(mine))
     assert mine.config["training"]["loss"] == {"name": f"{ME}:mean_of_squares"}
+
+
+def test_with_statistics_of_norms_and_another_optimiser(tmp_path):
+    """An agent's statistics are those of its own samples, in its own test and on what tests everybody."""
+    network = {"name": normed, "buffers": "local"}
+    training = {"gamma": 0.05, "loss": "absolute_error", "optimiser": "adamw", "batch_size": 10}
+    done = run(tmp_path / "run", **{**NUMBERS, "model": network, "training": training}, rounds=3)
+    data, last = numbers(), done.records[done.records["round"] == 3]
+    for j in last.agent[~last.malicious]:
+        own = data.owners.test == j
+        with torch.no_grad():
+            loss = (done.model(j)(data.test.x[own]) - data.test.y[own]).abs().mean()
+        assert last.set_index("agent").test_loss[j] == pytest.approx(loss.item(), rel=1e-4)
+    with pytest.raises(RunError, match="has data without classes, so that there is nothing to confuse"):
+        done.confusion(0)
 
 
 def test_from_the_command_line(tmp_path):

@@ -1,5 +1,6 @@
 """LocalUpdate: one step by hand, batches, and theta trained in its row."""
 
+import dataclasses
 import math
 
 import pytest

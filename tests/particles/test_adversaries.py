@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tests.names import steady
 
 import fedcb2o
 from fedcb2o import Adversary, CaptureWarning, ConfigError
@@ -164,7 +165,7 @@ def test_greedy_is_better_than_chance(clusters):
         {"batch": 80},  # all of them, in a random order
         {"batch": 30, "lambda2": 0.1},
     ],
-    ids=str,
+    ids=steady,
 )
 def test_what_an_adversary_may_ask(upper, mass, settings):
     """`m_if` and `m_without` are the consensus points of ensembles that are really so."""
@@ -245,7 +246,7 @@ def test_without_mass_it_is_as_if_nobody_were_there():
         (0.0,),
         (0.0, 0.0, 0.0),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_moves_that_do_not_fit(answer):
     with pytest.raises(ConfigError, match="adversary's"):

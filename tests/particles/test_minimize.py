@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy import optimize
 from tests import reference
+from tests.names import steady
 
 import fedcb2o
 from fedcb2o import Adversary, CaptureWarning, ConfigError, RunError
@@ -467,7 +468,7 @@ def test_shapes_of_runs_and_clusters():
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 3])
-@pytest.mark.parametrize("settings", [{}, {"batch": 7}, {"batch": 7, "lambda2": 0.1, "update": "all"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"batch": 7}, {"batch": 7, "lambda2": 0.1, "update": "all"}], ids=steady)
 def test_nfev_is_what_the_objectives_saw(clusters, settings):
     seen = {"lower": 0, "upper": 0}
 
@@ -768,7 +769,7 @@ def test_initial_is_not_changed():
         (optimize.Bounds(-1, 2), 2, [-1, -1], [2, 2]),
         (optimize.Bounds([-1, 0], 2), 2, [-1, 0], [2, 2]),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_particles_stay_inside_the_bounds(bounds, dim, low, high):
     low, high = torch.tensor(low).double(), torch.tensor(high).double()
@@ -815,7 +816,7 @@ def test_also_where_they_start(initial):
         ({"bounds": optimize.Bounds([0, -np.inf], [np.inf, np.inf])}, [0, -3], [6, 3]),
         ({"bounds": optimize.Bounds(lb=0), "x0": [1.0, 1.0]}, [0, 0], [4, 4]),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_where_particles_start(settings, low, high):
     low, high = torch.tensor(low).double(), torch.tensor(high).double()
@@ -867,7 +868,7 @@ def test_half_open_bounds():
         ([[(0.0, 1.0)]], 1),
         (optimize.Bounds([0, 0], [1, 1]), 3),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_bounds_that_cannot_be(bounds, dim):
     with pytest.raises(ConfigError, match="`bounds`"):
@@ -1019,7 +1020,7 @@ def test_nobody_inside_the_radius():
         ({"gradient": [circle, circle], "lambda2": 1.0}, "`gradient` must be one for all or one for each of the 1"),
         ({"gradient": circle, "lambda2": 1.0}, "`gradient` must return a tensor of shape"),
     ],
-    ids=str,
+    ids=steady,
 )
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):

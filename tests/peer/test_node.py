@@ -130,6 +130,7 @@ def test_every_kind_of_algorithm_reproduces_the_simulation(name, tmp_path):
 def test_statistics_of_norms_reproduce_the_simulation_and_are_written(buffers, tmp_path):
     path = "tests.networks:with_norms"
     changes = {**CHANGES, "rounds": 2, "model": {"name": path, "buffers": buffers}, "training": {"batch_size": 7}}
+    changes["layout"] = "contiguous"
     settings, made = in_memory(tmp_path, 6, changes)
     run_all(made)
     models, _ = simulation_of(tmp_path / "simulation", settings)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedcb2o import records
-from fedcb2o.records import EVALUATED, over_agents
+from fedcb2o.records import EVALUATED, SOMETIMES, over_agents
 
 Point = tuple[int, str, float]
 """A round, counted from 1, the name of a number, and the number."""
@@ -42,7 +42,7 @@ def points(line: Mapping[str, Any], malicious: Sequence[bool]) -> Iterator[Point
         if not isinstance(values, list) or len(values) != len(malicious):
             continue
         known = [v for v, bad in zip(values, malicious, strict=True) if not bad and isinstance(v, int | float)]
-        if known and metric in EVALUATED:
+        if known and metric in (*EVALUATED, *SOMETIMES):
             for over, value in over_agents(metric, np.array(known, dtype=float)).items():
                 yield line["round"], f"{metric}/{over}", value
         elif known:
