@@ -78,3 +78,15 @@ def test_local_statistics_are_what_a_file_need_not_say():
 def test_state_that_agents_could_not_exchange_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="counting` changes its buffer `calls` while it trains"):
         run(experiment(counting), out=tmp_path)
+
+
+def test_a_batch_norm_is_never_given_a_sample_by_itself(tmp_path):
+    left = tiny(model={"name": with_norms}, agents={"benign_samples": 21}, training={"batch_size": 16}, rounds=1)
+    assert run(left, out=tmp_path / "left").records.train_loss.notna().all()  # 17 to train on: one batch
+    with pytest.raises(ConfigError, match=r"`training\.batch_size` must be 2 or more, got 1: the model's batch norms"):
+        run({**left, "training": {**left["training"], "batch_size": 1}}, out=tmp_path / "single")
+
+
+def test_a_network_in_place_of_a_function_is_told(tmp_path):
+    with pytest.raises(ConfigError, match=r"`model\.name` must be a function .input_shape, num_classes. that makes"):
+        run(tiny(model={"name": with_norms((1, 8, 8), 10)}), out=tmp_path / "run")

@@ -32,7 +32,7 @@ class Training:
     `precision="bfloat16"` computes products in that type, on float32 parameters: about twice as fast on processors
     that have it. "tf32" lets CUDA devices round the factors of float32 products to 10 bits of mantissa. An
     `optimiser` takes the steps in place of SGD with momentum. `loss` is what they minimise, by default the
-    cross-entropy.
+    cross-entropy. Where `singles` are refused, as by batch norms, a last batch of one sample joins the one before.
     """
 
     gamma: float
@@ -44,6 +44,7 @@ class Training:
     precision: Precision = "float32"
     optimiser: Optimiser | None = None
     loss: Loss | None = None
+    singles: bool = True
 
 
 def batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[np.ndarray, " b"]]:
@@ -57,6 +58,8 @@ def batches_of(
     """The same of some agents with n samples each, in each step; they move to the device at once."""
     full, rest = divmod(n, training.batch_size)
     epoch = [training.batch_size] * full + [rest] * (rest > 0)
+    if full and rest == 1 and not training.singles:
+        epoch[-2:] = [training.batch_size + 1]
     steps = training.local_epochs * len(epoch) if training.local_steps is None else training.local_steps
     epochs = -(-steps // max(1, len(epoch)))
     drawn = [draw.permutation(n) for draw in draws for _ in range(epochs)]
