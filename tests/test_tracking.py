@@ -164,6 +164,11 @@ def test_a_wrong_tracker_is_one_line_before_anything_runs(tmp_path, target, line
     assert not out.exists()
 
 
+def test_nowhere_to_copy_to_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="there is no tracker to copy to"):
+        fedcb2o.track(fedcb2o.run(tiny(rounds=1), out=tmp_path).folder, [])
+
+
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(targets, "find_spec", lambda name: None if name == "alembic" else sys)
     assert targets.check("tensorboard") == ("tensorboard",)

@@ -42,6 +42,17 @@ def failing(parameters, lr):
     return torch.optim.LBFGS(parameters, lr=lr)
 
 
+class Replacing:
+    """Steps by SGD into new tensors."""
+
+    def __init__(self, parameters, lr):
+        self.parameters, self.lr = parameters, lr
+
+    def step(self):
+        for p in self.parameters:
+            p.data = p.data - self.lr * p.grad
+
+
 @pytest.mark.parametrize("model", [{"name": "mlp"}, {"name": "cnn", "hidden": 8}, {"name": with_norms}])
 @pytest.mark.parametrize("buffers", ["shared", "local"])
 def test_a_model_is_what_the_records_say_of_it(tmp_path, model, buffers):
@@ -70,8 +81,9 @@ def test_a_model_is_what_the_records_say_of_it(tmp_path, model, buffers):
 
 def test_what_is_not_there(tmp_path):
     done = run(tiny(rounds=1), out=tmp_path)
-    with pytest.raises(RunError, match="has the agents 0 to 5, and not 6"):
-        done.model(6)
+    for wrong in (6, -1):
+        with pytest.raises(RunError, match=f"has the agents 0 to 5, and not {wrong}"):
+            done.model(wrong)
     with pytest.raises(RunError, match=r"holds the seeds \[1000\], and not 7"):
         done.confusion(0, seed=7)
     (tmp_path / "seed-1000" / "checkpoint.safetensors").unlink()
@@ -110,12 +122,15 @@ def test_an_optimiser_of_ones_own_in_a_run(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             load(tiny(training={"optimiser": wrong}))
-    for wrong, message in (
-        (nothing, "the optimiser `.*nothing` returned a NoneType, expected a torch.optim.Optimizer"),
-        (failing, "the optimiser `.*failing` failed: TypeError: .*closure"),
+    for name, wrong, message in (
+        ("before", nothing, "the optimiser `.*nothing` returned a NoneType, expected a torch.optim.Optimizer"),
+        ("before", {"name": "adamw", "beta1": 2.0}, "the optimiser `adamw` failed: ValueError: .*beta"),
+        ("step", failing, "the optimiser `.*failing` failed: TypeError: .*closure"),
+        ("new", Replacing, "the optimiser `.*Replacing` puts new tensors in the place of parameters"),
     ):
         with pytest.raises(ConfigError, match=message):
-            run(tiny(training={"optimiser": wrong}, rounds=1), out=tmp_path / wrong.__name__, workers=1)
+            run(tiny(training={"optimiser": wrong}, rounds=1), out=tmp_path / name, workers=1)
+    assert not (tmp_path / "before").exists()
 
 
 def test_metrics_of_ones_own_are_columns_of_the_records(tmp_path):
@@ -145,4 +160,5 @@ def test_metrics_of_ones_own_are_columns_of_the_records(tmp_path):
 )
 def test_metrics_that_cannot_be(tmp_path, chosen, message):
     with pytest.raises(ConfigError, match=message):
-        run({**tiny(rounds=1), "metrics": chosen}, out=tmp_path)
+        run({**tiny(rounds=1), "metrics": chosen}, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

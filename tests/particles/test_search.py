@@ -135,6 +135,8 @@ def test_what_does_not_fit_is_told_and_can_be_told_again():
     for call in (search.ask, lambda: search.tell([0.0])):
         with pytest.raises(RunError, match="this search has ended: its answer is `result`"):
             call()
+    with pytest.raises(ConfigError, match="`lower` is for functions, which Search has none of"):
+        fedcb2o.Search(2, lower=torch.sum)
     with pytest.raises(ConfigError, match="`upper` must be told, of the shape"):
         fedcb2o.Search(2, upper=True).tell(np.zeros(200))
     with pytest.raises(ConfigError, match=r"`gradient` must be told, of the shape \[20, 2\]"):

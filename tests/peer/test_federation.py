@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer.members import experiment, federated, identities
 from tests.tiny import here
+from torch import nn
 
 from fedcb2o.data.digits import digits
 from fedcb2o.errors import ConfigError
@@ -130,6 +131,11 @@ def test_the_hash_is_of_the_content_and_not_of_how_it_is_written(path):
     assert made.digest == hashlib.sha256(text.encode()).digest()
 
 
+def on_a_frozen_base(input_shape, num_classes, *, hidden: list[int]):
+    base = nn.Linear(64, 2**17).requires_grad_(False)
+    return nn.Sequential(nn.Flatten(), base, nn.AdaptiveAvgPool1d(2), nn.Linear(2, num_classes))
+
+
 def test_a_peer_may_ask_as_often_as_a_model_needs_and_not_much_more(eight):
     assert federated(eight[:2]).limits.answers_per_minute == 6000  # rounds as fast as they go
     assert federated(eight[:2], round_seconds=0.2).limits.answers_per_minute == 3000  # 5 rounds a second, 2 (1 + 4)
@@ -139,6 +145,8 @@ def test_a_peer_may_ask_as_often_as_a_model_needs_and_not_much_more(eight):
     for encoding, answers in (("float32", 12 * 2 * (9 + 5)), ("int8", 300)):
         made = federated(eight[:2], changes=wide, round_seconds=5.0, encoding=encoding)
         assert made.limits.answers_per_minute == answers
+    frozen = federated(eight[:2], changes={"model": {"name": on_a_frozen_base, "hidden": []}}, round_seconds=5.0)
+    assert frozen.limits.answers_per_minute == 300  # what is frozen is not sent
 
 
 def test_differing_keys_are_named(path, eight, tmp_path):

@@ -46,6 +46,15 @@ def metrics_line(
     return line
 
 
+def check_metrics(own: Mapping[str, Callable[[torch.Tensor], Any]], num_classes: int) -> None:
+    """Raises ConfigError for metrics of the experiment's own that make no number of a confusion matrix, before rounds
+    are done that would end with it, or where there are no classes to confuse."""
+    if own and num_classes < 2:
+        raise ConfigError("`metrics` look at which classes models predict, and the data have none: leave them out")
+    for metric in own.values():
+        _scored(metric, torch.ones(num_classes, num_classes, dtype=torch.int64))
+
+
 def _scored(metric: Callable[[torch.Tensor], Any], confusion: torch.Tensor) -> float | None:
     """What a metric of the experiment's own makes of a confusion matrix; None where that is no finite number.
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.plugins import blamed, called, label
+from fedcb2o.plugins import OWN, blamed
 
 __all__ = ["adamw"]
 
@@ -35,20 +35,26 @@ def adamw(
 def stepping(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> Callable[[Sequence[Tensor]], None]:
     """What takes a step of an optimiser, new for these parameters, by their gradients.
 
-    Raises ConfigError where the function returned something else.
+    Raises ConfigError where the function fails, or returned something else.
     """
-    made = optimiser(parameters, lr)
+    name = name_of(optimiser)
+    with blamed("optimiser", name):
+        made = optimiser(parameters, lr)
     if not callable(getattr(made, "step", None)):
-        raise ConfigError(
-            f"the {called('optimiser', optimiser)} returned a {type(made).__name__}, expected a torch.optim.Optimizer"
-        )
+        raise ConfigError(f"the optimiser `{name}` returned a {type(made).__name__}, expected a torch.optim.Optimizer")
 
     def step(gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        with blamed("optimiser", label(getattr(optimiser, "func", optimiser))):
+        with blamed("optimiser", name):
             made.step()
         for parameter in parameters:
             parameter.grad = None
 
     return step
+
+
+def name_of(optimiser: Optimiser) -> str:
+    """What messages call an optimiser, its keywords bound or not."""
+    function = getattr(optimiser, "func", optimiser)
+    return OWN.of(optimiser) or str(getattr(function, "__name__", type(function).__name__))

@@ -99,7 +99,12 @@ def _from_points(jac: Callable[..., Any]) -> Callable[..., Tensor]:
     """A gradient of a whole ensemble from that of a point."""
 
     def gradient(x: Tensor, *args: Any) -> Tensor:
-        return torch.from_numpy(np.stack([np.asarray(jac(point, *args), float) for point in x.numpy().copy()]))
+        slopes = [np.asarray(jac(point, *args), float) for point in x.numpy().copy()]
+        if wrong := [slope.shape for slope in slopes if slope.shape != x.shape[1:]]:
+            raise ConfigError(
+                f"`jac` must return the gradient at a point, of shape {[*x.shape[1:]]}, got {[*wrong[0]]}"
+            )
+        return torch.from_numpy(np.stack(slopes))
 
     return gradient
 

@@ -37,9 +37,9 @@ class Search:
         Args:
             dim: d; read from `x0`, `bounds` or `initial` where it is not given.
             upper: whether there is a G, so that `tell` takes its values too.
-            settings: any of `minimize`, but `args` and `gradient`.
+            settings: any of `minimize`, but `lower`, `args` and `gradient`.
         """
-        for name in ("args", "gradient"):
+        for name in ("lower", "args", "gradient"):
             if name in settings:
                 raise ConfigError(f"`{name}` is for functions, which Search has none of: leave it out")
         self.result: Result | None = None

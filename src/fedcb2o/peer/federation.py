@@ -19,7 +19,7 @@ import tomli_w
 import torch
 from pydantic import Field, ValidationError
 
-from fedcb2o import plugins, records
+from fedcb2o import models, plugins, records
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import config
@@ -250,7 +250,7 @@ def make(
     except ValueError as error:
         raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
     believed = largest(experiment, dataset)
-    dim = sum(each.numel() for each in module_of(experiment, experiment.seeds[0], dataset).parameters())
+    dim = models.dimension(module_of(experiment, experiment.seeds[0], dataset))
     table = {
         "protocol": PROTOCOL,
         "name": experiment.name,

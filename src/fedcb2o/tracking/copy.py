@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fedcb2o import records
-from fedcb2o.errors import FedCB2OError, RunError
+from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.records import Run, Sums
 from fedcb2o.tracking.points import Place, points
 from fedcb2o.tracking.targets import Writer, check, opened
@@ -92,6 +92,8 @@ def track(folder: str | Path, to: str | Sequence[str]) -> None:
     ConfigError where an extra is missing, RunError where the folder is no run's, or the tracker fails.
     """
     targets, root = check(to), Path(folder)
+    if not targets:
+        raise ConfigError("there is no tracker to copy to: name one, such as 'tensorboard' or 'mlflow'")
     if not (root / GRID).exists():
         Run(root)  # raises where it is none
     for target in targets:
