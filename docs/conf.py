@@ -21,7 +21,7 @@ nitpicky = True
 # Only names of this project must be found: other projects' pages are not looked at, so that a build needs no network.
 nitpick_ignore_regex = [("py:.*", r"(?!fedcb2o\.).*")]
 # ... and of these not the types of arguments that few ever give.
-rarely = (r"plugins\.F", r"(experiments|peer)\..*", r".*\._\w+")
+rarely = (r"plugins\.F", r"data\.shard\.Names", r"(experiments|peer)\..*", r".*\._\w+")
 nitpick_ignore_regex += [("py:class", rf"fedcb2o\.{name}") for name in rarely]
 
 # Pages: the same files that a forge shows, with its anchors, and notebooks beside them.
