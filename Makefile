@@ -47,7 +47,7 @@ docs: $(DOCS) ## Build the documentation site into build/docs/html; its notebook
 	@echo "open build/docs/html/index.html"
 
 linkcheck: $(DOCS) ## Look whether what the documentation links to elsewhere is there
-	$(SPHINX) --builder linkcheck --define nb_execution_mode=off docs build/docs/links
+	$(SPHINX) --builder linkcheck docs build/docs/links
 
 # Beside the packages of .venv, and before its own fedcb2o, which is that of this folder.
 wheel: $(STAMP) ## Build the wheel into dist, and use it from another folder

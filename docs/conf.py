@@ -59,6 +59,7 @@ html_title = "fedcb2o"
 html_static_path = ["_site/static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
+smartquotes = False  # --list is an option, and no dash
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
