@@ -9,6 +9,7 @@ part of a model: they begin each LocalUpdate at 0.
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Literal
 
@@ -86,6 +87,20 @@ def estimate_(module: nn.Module, x: Float[Tensor, "n *features"]) -> None:
     """Have a network's local statistics be those of samples as its parameters see them."""
     with estimating(module):
         module(x)
+
+
+def need_several(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
+    """Whether the norms of a network cannot train on one sample, such as `x`."""
+    if not any(isinstance(part, _BatchNorm) for part in _norms(module, "shared", "local").values()):
+        return False
+    tried = copy.deepcopy(module)
+    train_(tried)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            tried(x)
+    except ValueError:  # PyTorch's: more than one value for each channel
+        return True
+    return False
 
 
 def changed_by_training(module: nn.Module, x: Float[Tensor, "n *features"]) -> str:

@@ -43,6 +43,18 @@ def counting(input_shape, num_classes):
     return Counting()
 
 
+def failing(input_shape, num_classes):
+    class Failing(nn.Linear):
+        def forward(self, x):
+            if self.training:
+                raise IndexError("no such head")
+            return super().forward(x.flatten(1)) * self.scale
+
+    module = Failing(64, 10)
+    module.register_buffer("scale", torch.ones(1))
+    return module
+
+
 SHARED = {"buffers": "shared"}
 
 
@@ -78,3 +90,23 @@ def test_local_statistics_are_what_a_file_need_not_say():
 def test_state_that_agents_could_not_exchange_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="counting` changes its buffer `calls` while it trains"):
         run(experiment(counting), out=tmp_path)
+
+
+def test_a_network_that_cannot_train_is_told_before_a_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"the model `.*failing` failed: IndexError: no such head"):
+        run(experiment(failing), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_of_one_is_told_before_a_run_with_what_would_fit(tmp_path):
+    def changes(model, batch_size, samples):
+        sizes = {"benign_samples": samples, "malicious_samples": 18, "validation": 0.5}
+        return {**experiment(model), **tiny(model={"name": model}, agents=sizes, training={"batch_size": batch_size})}
+
+    # 9 benign samples and 18 of attackers: 9 leaves one in batches of 4 and 8, and 18 leaves 3 in those of 5
+    with pytest.raises(ConfigError, match=r"batch_size` = 4 leaves a batch of one .* on 9 samples, .*: take 5$"):
+        run(changes(with_norms, 4, 18), out=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"leaves a batch of one .* on 1 samples, .*: take a group norm"):
+        run(changes(with_norms, 4, 2), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    run({**changes(adapted, 4, 18), "rounds": 1}, out=tmp_path / "run")

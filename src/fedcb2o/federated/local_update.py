@@ -5,21 +5,22 @@ optimiser is fresh in every round: no momentum is carried over.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.sgd import sgd
 
 from fedcb2o import norms
 from fedcb2o.data.shard import Shard, features
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated.losses import Loss, of_samples
-from fedcb2o.federated.optimisers import Optimiser, stepping
+from fedcb2o.federated.optimisers import Optimiser, name_of, stepping
 from fedcb2o.models import bind_, is_bound
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -65,6 +66,25 @@ def batches_of(
         return ()
     orders = torch.from_numpy(np.concatenate(drawn).reshape(len(draws), epochs * n)).to(device)
     return torch.split(orders[:, : sum(widths)], widths, dim=1)
+
+
+def check_batches(
+    module: nn.Module, training: Training, x: Shaped[Tensor, "n *features"], sizes: Iterable[int]
+) -> None:
+    """Raises ConfigError where who trains on so many samples has a batch of one, of which a norm finds no variance."""
+    size, counts = training.batch_size, set(sizes)
+
+    def alone(b: int) -> list[int]:
+        return sorted(n for n in counts if min(n, b) == 1 or n % b == 1)
+
+    if not (bad := alone(size)) or not norms.need_several(module, features(x[:1])):
+        return
+    fits = next((b for b in range(size + 1, 4 * size + 8) if not alone(b)), None)
+    cure = "take a group norm, or give it other samples" if fits is None else f"take {fits}"
+    raise ConfigError(
+        f"`training.batch_size` = {size} leaves a batch of one to an agent that trains on {bad[0]} samples, of which "
+        f"the model's batch norm finds no variance: {cure}"
+    )
 
 
 @contextlib.contextmanager
@@ -137,6 +157,11 @@ def local_update_(
             gradients = [gradient.contiguous() for gradient in grads]
             step(gradients)
             losses.append(loss.detach())
+    if own is not None and not is_bound(module, theta):
+        raise ConfigError(
+            f"the optimiser `{name_of(own)}` puts new tensors in the place of parameters: let it write into those that "
+            "it is given, by `p.add_()` or `p.copy_()`"
+        )
     assert is_bound(module, theta), "training moved a parameter out of its row"
     return float(mean_loss(losses))
 
