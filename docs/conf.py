@@ -15,13 +15,14 @@ copyright = f"2026, {author}. Apache-2.0"
 release = version = importlib.metadata.version("fedcb2o")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-extensions += ["commands", "docstrings", "folders", "mathml"]  # in _site
+extensions += ["commands", "docstrings", "folders", "mathml", "wide"]  # in _site
 exclude_patterns = ["_site", "gallery", "benchmark", "reproduction", "figures"]
 nitpicky = True
 # Only names of this project must be found: other projects' pages are not looked at, so that a build needs no network.
 nitpick_ignore_regex = [("py:.*", r"(?!fedcb2o\.).*")]
 # ... and of these not the types of arguments that few ever give.
-nitpick_ignore_regex += [("py:class", rf"fedcb2o\.{name}") for name in (r"plugins\.F", r"(experiments|peer)\..*")]
+rarely = (r"plugins\.F", r"data\.shard\.Names", r"(experiments|peer)\..*", r".*\._\w+")
+nitpick_ignore_regex += [("py:class", rf"fedcb2o\.{name}") for name in rarely]
 
 # Pages: the same files that a forge shows, with its anchors, and notebooks beside them.
 myst_enable_extensions = ["dollarmath"]

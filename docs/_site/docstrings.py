@@ -1,4 +1,7 @@
-"""Docstrings are plain text in which `name` is code: a * or a | stands for itself, as in a * b and |x|."""
+"""Docstrings are plain text in which `name` is code, and so is what is indented after a blank line.
+
+A * or a | stands for itself, as in a * b and |x|.
+"""
 
 import re
 
@@ -6,9 +9,10 @@ from sphinx.application import Sphinx
 
 
 def plain(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Escape what would be markup, outside of `code`."""
-    text = re.split(r"(`+[^`]*`+)", "\n".join(lines))
+    """Say what is code, and escape what would be markup elsewhere."""
+    text = re.split(r"(`+[^`]*`+|(?<=\n\n)(?: {4}.*\n)+)", "\n".join(lines))
     text[::2] = [re.sub(r"([*|])", r"\\\1", part) for part in text[::2]]
+    text[1::2] = [f".. code-block:: python\n\n{part}" if part.endswith("\n") else part for part in text[1::2]]
     lines[:] = "".join(text).split("\n")
 
 

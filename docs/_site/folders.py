@@ -11,7 +11,7 @@ def without_links(app: Sphinx, page: nodes.document) -> None:
     """Put its text in the place of each link to a folder."""
     here = Path(app.env.doc2path(app.env.docname)).parent
     for link in list(page.findall(pending_xref)):
-        if link["reftype"] == "myst" and (here / link["reftarget"]).is_dir():
+        if link["refdomain"] is None and (here / link["reftarget"]).is_dir():
             link.replace_self(link.children)
 
 

@@ -1,15 +1,15 @@
-"""Every benign agent by itself: its accuracy, over the samples of the attacked class that it can judge by."""
+"""Every benign agent by itself: how many nines it takes for nines, over the rounds."""
 
 from matplotlib.figure import Figure
 
 import fedcb2o
 
-figure = Figure(figsize=(6.4, 4), layout="constrained")
-ax = figure.subplots()
-for name, colour in (("digits-fedcbo", "#D55E00"), ("digits-fedcb2o", "#0072B2")):
+figure = Figure(figsize=(9, 3.4), layout="constrained")
+for ax, name in zip(figure.subplots(1, 2, sharey=True), ("digits-fedcbo", "digits-fedcb2o"), strict=True):
     run = fedcb2o.run(name, out=f"runs/{name}", seeds=[0], resume=True)
-    last = run.records.query(f"round == {run.config['rounds']} and not malicious")
-    ax.plot(last.source_in_validation, last.source_accuracy, "o", color=colour, alpha=0.6, label=run.title)
-ax.set(xlabel="nines in the agent's validation data", ylabel="nines taken for nines", ylim=(0, 1.02))
-ax.legend()
+    for (_, sees), lines in run.records.query("not malicious").groupby(["agent", "source_in_validation"]):
+        colour = "#0072B2" if sees else "0.6"  # grey: it has no nine to judge by
+        ax.plot(lines["round"], lines.source_accuracy, color=colour, alpha=0.7)
+    ax.set(title=run.title, xlabel="round", ylim=(-0.02, 1.02))
+figure.axes[0].set_ylabel("nines taken for nines")
 figure.savefig("agents.png")

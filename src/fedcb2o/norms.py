@@ -9,7 +9,6 @@ part of a model: they begin each LocalUpdate at 0.
 """
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from typing import Literal
 
@@ -89,20 +88,6 @@ def estimate_(module: nn.Module, x: Float[Tensor, "n *features"]) -> None:
         module(x)
 
 
-def need_several(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
-    """Whether the norms of a network cannot train on one sample, such as `x`."""
-    if not any(isinstance(part, _BatchNorm) for part in _norms(module, "shared", "local").values()):
-        return False
-    tried = copy.deepcopy(module)
-    train_(tried)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            tried(x)
-    except ValueError:  # PyTorch's: more than one value for each channel
-        return True
-    return False
-
-
 def changed_by_training(module: nn.Module, x: Float[Tensor, "n *features"]) -> str:
     """The name of a buffer that a network changes while it trains, other than the statistics of its norms; nothing
     where there is none. The network is left as it was, in evaluation mode."""
@@ -111,16 +96,41 @@ def changed_by_training(module: nn.Module, x: Float[Tensor, "n *features"]) -> s
     others = [name for name, _ in module.named_buffers() if name not in known | counted]
     if not others:
         return ""
+    with _tried(module) as before:
+        module(x)
+        now = dict(module.named_buffers())
+        changed = [name for name in others if not torch.equal(now[name], before[name])]
+    return changed[0] if changed else ""
+
+
+def refuses_one(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
+    """Whether the norms of a network cannot train on this sample by itself, which may have no variance. The network is
+    left as it was, in evaluation mode."""
+    if not _norms(module, "shared", "local"):
+        return False
+    try:
+        with _tried(module):
+            module(x)
+    except ValueError:
+        return True
+    except Exception:  # whatever else a user's network does in training, training tells
+        return False
+    return False
+
+
+@contextlib.contextmanager
+def _tried(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Within it a network is in training, without gradients; after it all is as before, in evaluation mode. Its buffers
+    as they were before."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     train_(module)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        module(x)
-    now = dict(module.named_buffers())
-    changed = [name for name in others if not torch.equal(now[name], before[name])]
-    for name, buffer in now.items():
-        buffer.copy_(before[name])
-    module.eval()
-    return changed[0] if changed else ""
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield before
+    finally:
+        for name, buffer in module.named_buffers():
+            buffer.copy_(before[name])
+        module.eval()
 
 
 def _norms(module: nn.Module, *kinds: Statistics) -> dict[str, _NormBase]:

@@ -100,8 +100,9 @@ def resolve(kind: str, name: str | Function, room: types.ModuleType) -> Function
         if name in room.__all__ and callable(getattr(room, name)):
             return getattr(room, name)  # type: ignore[no-any-return]
         names = sorted(n for n in room.__all__ if callable(getattr(room, n)))
+        like = " To have none, leave it out." if name.lower() == "none" else nearest(name, names)
         raise ConfigError(
-            f"there is no {kind} `{name}`.{nearest(name, names)} Built in: {', '.join(names)};"
+            f"there is no {kind} `{name}`.{like} Built in: {', '.join(names)};"
             ' or name your own as "package.module:function"'
         )
     module_name, _, attribute = name.partition(":")

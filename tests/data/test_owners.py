@@ -112,7 +112,7 @@ def test_from_a_file(tmp_path):
     ("make", "message"),
     [
         (lambda: fedcb2o.dataset(X, Y, owner=OWNER[:3]), "`owner` names 3 owners, and there are 20 samples"),
-        (lambda: fedcb2o.dataset(X, Y, owner=X), "`owner` must hold one label for each sample"),
+        (lambda: fedcb2o.dataset(X, Y, owner=X), "`owner` must hold one owner for each sample"),
         (lambda: fedcb2o.dataset(X, Y, owner_test=OWNER), "`owner_test` goes with `owner` and `x_test`"),
         (
             lambda: fedcb2o.dataset(X, Y, owner=OWNER, x_test=X, y_test=Y, owner_test=["c"] * 20),
@@ -164,3 +164,8 @@ def test_an_owner_needs_test_samples():
     )
     with pytest.raises(DataError, match="owner 'b' has no test samples: give it some, or a test set for everybody"):
         natural(data, owners, **GIVEN)
+
+
+def test_a_data_set_is_told_in_a_line():
+    assert repr(fedcb2o.dataset(X, Y, owner=OWNER).owners) == "Owners(a: 9, b: 6)"
+    assert "\n" not in repr(fedcb2o.dataset(X, Y, owner=OWNER))

@@ -98,15 +98,13 @@ def test_a_network_that_cannot_train_is_told_before_a_run(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_batch_of_one_is_told_before_a_run_with_what_would_fit(tmp_path):
-    def changes(model, batch_size, samples):
-        sizes = {"benign_samples": samples, "malicious_samples": 18, "validation": 0.5}
-        return {**experiment(model), **tiny(model={"name": model}, agents=sizes, training={"batch_size": batch_size})}
+def test_a_batch_norm_is_never_given_a_sample_by_itself(tmp_path):
+    left = tiny(model={"name": with_norms}, agents={"benign_samples": 21}, training={"batch_size": 16}, rounds=1)
+    assert run(left, out=tmp_path / "left").records.train_loss.notna().all()  # 17 to train on: one batch
+    with pytest.raises(ConfigError, match=r"`training\.batch_size` must be 2 or more, got 1: the model's batch norms"):
+        run({**left, "training": {**left["training"], "batch_size": 1}}, out=tmp_path / "single")
 
-    # 9 benign samples and 18 of attackers: 9 leaves one in batches of 4 and 8, and 18 leaves 3 in those of 5
-    with pytest.raises(ConfigError, match=r"batch_size` = 4 leaves a batch of one .* on 9 samples, .*: take 5$"):
-        run(changes(with_norms, 4, 18), out=tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"leaves a batch of one .* on 1 samples, .*: take a group norm"):
-        run(changes(with_norms, 4, 2), out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    run({**changes(adapted, 4, 18), "rounds": 1}, out=tmp_path / "run")
+
+def test_a_network_in_place_of_a_function_is_told(tmp_path):
+    with pytest.raises(ConfigError, match=r"`model\.name` must be a function .input_shape, num_classes. that makes"):
+        run(tiny(model={"name": with_norms((1, 8, 8), 10)}), out=tmp_path / "run")

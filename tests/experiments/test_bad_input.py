@@ -325,7 +325,7 @@ class Detached(nn.Sequential):
 
 def model_train_raises(shape, classes): return Trains(nn.Flatten(), nn.Linear(64, classes))
 def model_train_detached(shape, classes): return Detached(nn.Flatten(), nn.Linear(64, classes))
-def model_train_one(shape, classes):  # a mini-batch of one sample, the last of 17
+def model_train_one(shape, classes):  # mini-batches of one sample
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
 
 def attack_none(shard, draw): return None
@@ -341,8 +341,6 @@ def criterion_none(judged): return None
 def criterion_raises(judged): return judged.no_such_thing
 @together
 def criterion_local(judged): return judged.losses.mean + judged.local.share
-@together
-def criterion_under(judged): return judged.losses_under(lambda x: x).mean
 
 def selection_strangers(contacts, candidates, budget, draw): return candidates + 100
 def selection_twice(contacts, candidates, budget, draw): return candidates[[0, 0]]
@@ -391,7 +389,7 @@ WRONG_PARTS = {
     "model_nothing": "the model needs parameters to train (requires_grad), all of type float32",
     "model_train_raises": "the model `parts:model_train_raises` failed: KeyError: 'boom'",
     "model_train_detached": "the model `parts:model_train_detached` failed: RuntimeError: element 0 of tensors ",
-    "model_train_one": "the model `parts:model_train_one` failed: ValueError: Expected more than 1 value per channel ",
+    "model_train_one": "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a sample by ",
     "attack_none": "the attack {part} returned a NoneType, expected a fedcb2o.Shard",
     "attack_tuple": "the attack {part} returned a tuple, expected a fedcb2o.Shard",
     "attack_fewer": "the attack {part} returned samples of shape (5, 1, 8, 8) and type torch.float32, expected (30, ",
@@ -403,7 +401,6 @@ WRONG_PARTS = {
     "criterion_none": "the criterion {part} returned a NoneType, expected a tensor",
     "criterion_raises": "the criterion `parts:criterion_raises` failed at line {line} of {folder}/parts.py: Attribut",
     "criterion_local": "the criterion `parts:criterion_local` failed at line {line} of {folder}/parts.py: " + SEVERAL,
-    "criterion_under": "the criterion `parts:criterion_under` failed at line {line} of {folder}/parts.py: " + SEVERAL,
     "selection_strangers": "the selection {part} chose [101, 102, 103, 104, 105], expected different ones of [1, ",
     "selection_twice": "the selection {part} chose [1, 1], expected different ones of [1, 2, 3, 4, 5]",
     "selection_many": "the selection {part} chose 4 peers, more than `budget` = 3: [1, 2, 3, 4]",
@@ -432,7 +429,7 @@ def with_part(name: str) -> dict[str, object]:
     """The change to the tiny experiment that uses a part."""
     place = name if ":" in name else f"parts:{name}"
     if name == "model_train_one":
-        return {"model": {"name": place}, "agents": {"benign_samples": 21}}
+        return {"model": {"name": place}, "training": {"batch_size": 1}}
     match name.split("_")[0]:
         case "data" | "attack" as section:
             return {section: {"name": place}}

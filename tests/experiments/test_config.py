@@ -169,6 +169,8 @@ WRONG = {
     # key = value: what the message holds
     # Unknown keys, with the nearest right one, in every section.
     "roundz=3": "there is no key `roundz`. Did you mean `rounds`?",
+    "training.lr=1": "there is no key `training.lr`. It is `training.gamma` here",
+    "attack.name=none": "there is no attack `none`. To have none, leave it out. Built in: ",
     "agents.bening=3": "there is no key `agents.bening`. Did you mean `agents.benign`?",
     "training.gama=1": "there is no key `training.gama`. Did you mean `training.gamma`?",
     "alpha=5": "there is no key `alpha`. Did you mean `algorithm.alpha`?",

@@ -200,7 +200,6 @@ WRONG = {
         {"settings": {"S": {"agents": {"budget": 99}}}},
         "the grid: setting `S`: `agents.budget` must be between 1 and num_agents - 1 = 5, got 99",
     ),
-    "seeds": ({"defences": {"A": {"seeds": [1]}}}, "the grid: defence `A`: there is no key `seeds` here."),
     "aside": ({"set_aside": ["ALIEN"]}, "`set_aside` names `ALIEN`. Did you mean `ALIE`? The grid has: "),
     "reference": ({"reference": "FedCBO"}, "`reference` names `FedCBO`. Did you mean `FedCB2O`? The grid has: "),
     "none": ({"attacks": {}}, "the grid: `attacks`: table should have at least 1 item"),

@@ -1,5 +1,6 @@
 """LocalUpdate: one step by hand, batches, and theta trained in its row."""
 
+import dataclasses
 import math
 
 import pytest
@@ -43,6 +44,13 @@ def test_batches_cover_every_epoch_and_steps_cycle():
     assert sorted(first) == list(range(10))
     steps = Training(gamma=0.5, lambda2=1.0, momentum=0.0, batch_size=4, local_epochs=3, local_steps=7)
     assert [len(batch) for batch in batches(10, steps, stream(0, "x"))] == [4, 4, 2, 4, 4, 2, 4]
+
+
+def test_a_last_sample_joins_the_batch_before_it_where_norms_refuse_it_by_itself():
+    together = dataclasses.replace(TRAINING, singles=False)
+    assert [len(batch) for batch in batches(9, TRAINING, stream(0, "x"))][:3] == [4, 4, 1]
+    assert [len(batch) for batch in batches(9, together, stream(0, "x"))][:3] == [4, 5, 4]
+    assert [len(batch) for batch in batches(10, together, stream(0, "x"))][:3] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -93,6 +93,7 @@ def _pair(where: str, part: Any) -> tuple[Any, Any]:
     if not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
         raise DataError(
             f"{where} must be (x, y), or a data set with a length and items (x, y), got a {type(part).__name__}"
+            + (": give its `.dataset`" if hasattr(part, "dataset") else "")
         )
     try:
         items = [(np.asarray(x), np.asarray(y)) for x, y in (part[k] for k in range(len(part)))]

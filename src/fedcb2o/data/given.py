@@ -18,7 +18,7 @@ def piece(name: str, x: Any, label: str, y: Any, *, numbers: bool = False) -> tu
     messages call them."""
     samples, found = samples_of(name, x), numbers_of(label, y) if numbers else labels_of(label, y)
     if len(samples) != len(found):
-        raise DataError(f"`{name}` holds {len(samples)} samples, and `{label}` {len(found)} labels")
+        raise DataError(f"`{name}` holds {len(samples)} samples, and `{label}` {len(found)} labels: each needs one")
     return samples, found
 
 
@@ -60,7 +60,8 @@ def numbers_of(name: str, y: Any) -> NDArray[np.float32]:
 
 def _finite(name: str, given: NDArray[Any]) -> NDArray[np.float32]:
     if given.dtype.kind not in "biuf":
-        raise DataError(f"`{name}` must hold numbers, got values of type {given.dtype}")
+        words = "; write words as numbers first" if given.dtype.kind in "OU" else ""
+        raise DataError(f"`{name}` must hold numbers, got values of type {given.dtype}{words}")
     with np.errstate(over="ignore"):
         found = given.astype(np.float32)
     if (bad := np.argwhere(~np.isfinite(found))).size:
@@ -72,11 +73,14 @@ def _finite(name: str, given: NDArray[Any]) -> NDArray[np.float32]:
     return found
 
 
-def labels_of(name: str, y: Any) -> NDArray[Any]:
-    """Labels as whole numbers, truth values or words."""
+def labels_of(name: str, y: Any, one: str = "label", many: str = "classes") -> NDArray[Any]:
+    """Labels as whole numbers, truth values or words; `one` and `many` are what messages call them."""
     labels = _array(name, y)
     if labels.ndim != 1:
-        raise DataError(f"`{name}` must hold one label for each sample, [n], got shape {labels.shape}")
+        cure = ""
+        if labels.ndim == 2:
+            cure = ": take its argmax along the rows" if labels.shape[1] > 1 else ": take its only column"
+        raise DataError(f"`{name}` must hold one {one} for each sample, [n], got shape {labels.shape}{cure}")
     if labels.dtype.kind in "bU":
         return labels
     if labels.dtype == object and all(isinstance(label, str) for label in labels):
@@ -84,7 +88,9 @@ def labels_of(name: str, y: Any) -> NDArray[Any]:
     whole = (abs(labels) < 2**63) & (labels == np.round(labels)) if labels.dtype.kind in "iuf" else np.array([False])
     if not whole.all():
         wrong = labels[np.flatnonzero(~whole)[0]] if labels.dtype.kind in "fu" else f"values of type {labels.dtype}"
-        raise DataError(f"`{name}` must hold classes, whole numbers or words, got {wrong}")
+        part = labels.dtype.kind == "f" and many == "classes" and bool(np.isfinite(wrong)) and wrong % 1
+        cure = "; numbers to be told need `numbers=True`" if part else ""
+        raise DataError(f"`{name}` must hold {many}, whole numbers or words, got {wrong}{cure}")
     return labels.astype(np.int64)
 
 
@@ -138,7 +144,7 @@ def owners_of(
 
 
 def _names(name: str, owner: Any, samples: int) -> NDArray[Any]:
-    found = labels_of(name, owner)
+    found = labels_of(name, owner, "owner", "owners")
     if len(found) != samples:
         raise DataError(f"`{name}` names {len(found)} owners, and there are {samples} samples")
     return found

@@ -21,6 +21,9 @@ class Shard:
     def __len__(self) -> int:
         return len(self.y)
 
+    def __repr__(self) -> str:
+        return f"Shard({len(self)} samples of shape {tuple(self.x.shape[1:])})"
+
     def part(self, chosen: Int[np.ndarray, " m"]) -> "Shard":
         """Some of the samples."""
         places = torch.from_numpy(chosen)
@@ -43,6 +46,12 @@ class Owners:
     pool: Int[Tensor, " n"]
     test: Int[Tensor, " t"]
     validates: Bool[Tensor, " n"]
+
+    def __repr__(self) -> str:
+        counts = torch.bincount(self.pool, minlength=len(self.names)).tolist()
+        few = [f"{name}: {count}" for name, count in zip(self.names, counts, strict=True)][:8]
+        more = len(self.names) - len(few)
+        return f"Owners({', '.join(few)}{f' and {more} more' if more else ''})"
 
 
 class Names(NamedTuple):

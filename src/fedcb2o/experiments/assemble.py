@@ -295,6 +295,11 @@ def own_names(experiment: Experiment) -> list[str]:
 def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
     """A freshly initialised network for the data; raises ConfigError where it does not fit them."""
     shape, name = list(dataset.pool.x.shape[1:]), plugins.label(experiment.model.name)
+    if isinstance(experiment.model.name, nn.Module):
+        raise ConfigError(
+            "`model.name` must be a function (input_shape, num_classes) that makes the network, and is a network: "
+            "let the function make it, since each process has its own"
+        )
     make = experiment.model.function("model", models)
 
     def made() -> nn.Module:
@@ -464,6 +469,8 @@ def terms_of(
     neighbours: tuple[Tensor, ...] | None,
 ) -> Terms:
     """The terms of an experiment for so many agents, whose samples look like a data set's."""
+    module, training = module_of(experiment, seed, dataset), training_of(experiment)
+    singles = not norms.refuses_one(module, features(dataset.pool.x[:1]))
     return Terms(
         seed=seed,
         num_agents=num_agents,
@@ -471,8 +478,8 @@ def terms_of(
         rounds=experiment.rounds,
         budget=experiment.agents.budget,
         model=plugins.label(experiment.model.name),
-        module=module_of(experiment, seed, dataset),
-        training=training_of(experiment),
+        module=module,
+        training=dataclasses.replace(training, singles=singles),
         algorithm=algorithm_of(experiment),
         average=experiment.agents.validation_loss,
         share=share,
@@ -513,6 +520,7 @@ def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
     )
     prepared = Prepared(experiment, seed, dataset, population, terms, attackers)
     _check_tested(experiment, prepared.test())
+    _check_batches(prepared)
     if (trigger := attackers.trigger) is not None:  # raises here, before a run begins, where samples cannot bear it
         changed_by(plugins.called("trigger", trigger), trigger, Shard(dataset.test.x[:1], dataset.test.y[:1]))
     return prepared
@@ -527,6 +535,22 @@ def _check_tested(experiment: Experiment, test: Shard) -> None:
             raise ConfigError(
                 f"the {experiment.evaluate_on} samples hold none of class {source} (`attack.source`), so that no "
                 "attack can be measured: take another class, or more samples"
+            )
+
+
+def _check_batches(prepared: Prepared) -> None:
+    """Raises ConfigError where an agent would train a network on a batch of one sample, which its norms refuse."""
+    if prepared.terms.training.singles:
+        return
+    if prepared.terms.training.batch_size == 1:
+        raise ConfigError(
+            "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a sample by itself"
+        )
+    for j, train in enumerate(prepared.population.train):
+        if len(train) == 1:
+            raise ConfigError(
+                f"agent {j} trains on a single sample, which the model's batch norms refuse: give it more, or take "
+                '`buffers` = "dropped" or a group norm'
             )
 
 

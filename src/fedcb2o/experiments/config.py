@@ -136,6 +136,9 @@ def _threat(attack: Component) -> Threat | None:
     return THREAT.of(plugins.resolve("attack", attack.name, attacks))
 
 
+ELSEWHERE = {"lr": "training.gamma", "learning_rate": "training.gamma"}
+"""Keys by what they are called elsewhere, where that is like nothing here."""
+
 KINDS = (
     ("data", "data set", data),
     ("model", "model", models),
@@ -385,7 +388,7 @@ def load(source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[s
     try:
         return Experiment.model_validate(table)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {first_problem(error, table)}") from error
+        raise ConfigError(f"{where}: {first_problem(error, table)}") from None  # which says no more, at length
 
 
 def first_problem(error: ValidationError, table: Mapping[str, Any]) -> str:
@@ -420,6 +423,8 @@ def _shown(value: Any) -> str:
 
 def _nearest_key(place: Sequence[str], table: Mapping[str, Any]) -> str:
     """' Did you mean `algorithm.alpha`?' for a key that is not there: the most like it of all sections."""
+    if place[-1] in ELSEWHERE:
+        return f" It is `{ELSEWHERE[place[-1]]}` here"
     keys = list(Experiment.model_fields)
     for section, part in (("agents", AgentsPart), ("training", TrainingPart)):
         keys += [f"{section}.{name}" for name in part.model_fields]

@@ -36,7 +36,6 @@ from fedcb2o.experiments.mend import has_ended, mended, sum_up
 from fedcb2o.experiments.primitives import ENVIRONMENT, primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
 from fedcb2o.experiments.surroundings import changed_versions, describe, keep
-from fedcb2o.federated.local_update import check_batches
 from fedcb2o.federated.optimisers import stepping
 from fedcb2o.federated.peers import Memory
 from fedcb2o.output import kept
@@ -153,8 +152,6 @@ def _ready(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
     if training.optimiser is not None:
         trained = [p for p in module.parameters() if p.requires_grad]
         stepping(training.optimiser, trained, training.lambda2 * training.gamma)
-    with plugins.blamed("model", plugins.label(experiment.model.name)):
-        check_batches(module, training, dataset.pool.x, map(len, prepared.population.train))
     check_metrics(experiment.own_metrics(), len(dataset.class_names))
     return prepared
 

@@ -5,13 +5,13 @@ optimiser is fresh in every round: no momentum is carried over.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.sgd import sgd
@@ -33,7 +33,7 @@ class Training:
     `precision="bfloat16"` computes products in that type, on float32 parameters: about twice as fast on processors
     that have it. "tf32" lets CUDA devices round the factors of float32 products to 10 bits of mantissa. An
     `optimiser` takes the steps in place of SGD with momentum. `loss` is what they minimise, by default the
-    cross-entropy.
+    cross-entropy. Where `singles` are refused, as by batch norms, a last batch of one sample joins the one before.
     """
 
     gamma: float
@@ -45,6 +45,7 @@ class Training:
     precision: Precision = "float32"
     optimiser: Optimiser | None = None
     loss: Loss | None = None
+    singles: bool = True
 
 
 def batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[np.ndarray, " b"]]:
@@ -58,6 +59,8 @@ def batches_of(
     """The same of some agents with n samples each, in each step; they move to the device at once."""
     full, rest = divmod(n, training.batch_size)
     epoch = [training.batch_size] * full + [rest] * (rest > 0)
+    if full and rest == 1 and not training.singles:
+        epoch[-2:] = [training.batch_size + 1]
     steps = training.local_epochs * len(epoch) if training.local_steps is None else training.local_steps
     epochs = -(-steps // max(1, len(epoch)))
     drawn = [draw.permutation(n) for draw in draws for _ in range(epochs)]
@@ -66,25 +69,6 @@ def batches_of(
         return ()
     orders = torch.from_numpy(np.concatenate(drawn).reshape(len(draws), epochs * n)).to(device)
     return torch.split(orders[:, : sum(widths)], widths, dim=1)
-
-
-def check_batches(
-    module: nn.Module, training: Training, x: Shaped[Tensor, "n *features"], sizes: Iterable[int]
-) -> None:
-    """Raises ConfigError where who trains on so many samples has a batch of one, of which a norm finds no variance."""
-    size, counts = training.batch_size, set(sizes)
-
-    def alone(b: int) -> list[int]:
-        return sorted(n for n in counts if min(n, b) == 1 or n % b == 1)
-
-    if not (bad := alone(size)) or not norms.need_several(module, features(x[:1])):
-        return
-    fits = next((b for b in range(size + 1, 4 * size + 8) if not alone(b)), None)
-    cure = "take a group norm, or give it other samples" if fits is None else f"take {fits}"
-    raise ConfigError(
-        f"`training.batch_size` = {size} leaves a batch of one to an agent that trains on {bad[0]} samples, of which "
-        f"the model's batch norm finds no variance: {cure}"
-    )
 
 
 @contextlib.contextmanager

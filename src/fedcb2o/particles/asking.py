@@ -5,9 +5,10 @@ So the steps are one generator, which functions answer (`answered`), or whoever 
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Generator
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -67,4 +68,8 @@ def answered(steps: Callable[P, Asking[T]]) -> Callable[P, T]:
                 result: T = end.value
                 return result
 
+    told = inspect.signature(steps)
+    outcome = get_args(told.return_annotation)[-1]
+    whole.__annotations__ = {**steps.__annotations__, "return": outcome}
+    whole.__dict__["__signature__"] = told.replace(return_annotation=outcome)
     return whole

@@ -209,7 +209,8 @@ def _asked(name: str, objective: Objective, theta: Tensor, copy: Tensor | None) 
     if values.shape != theta.shape[:-1]:
         raise ConfigError(
             f"`{name}` must return one value a particle: shape {[*theta.shape[:-1]]} for an ensemble of shape"
-            f" {[*theta.shape]}, got {[*values.shape]}; sum over the last axis, as in x.square().sum(-1)"
+            f" {[*theta.shape]}, got {[*values.shape]}; sum over the last axis, as in x.square().sum(-1),"
+            " or take a function of one point by fedcb2o.from_point"
         )
     if not values.is_floating_point():
         raise ConfigError(f"`{name}` must return floating-point numbers, got {values.dtype}")

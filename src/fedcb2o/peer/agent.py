@@ -35,7 +35,6 @@ from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.block import Block, Layout
 from fedcb2o.federated.holdings import Holdings
 from fedcb2o.federated.lists import Lists
-from fedcb2o.federated.local_update import check_batches
 from fedcb2o.federated.metrics import Aim
 from fedcb2o.federated.terms import Terms
 from fedcb2o.federated.types import Attack
@@ -227,7 +226,6 @@ def _made(
     holdings: Holdings,
     aim: Aim,
 ) -> Agent:
-    check_batches(terms.module, terms.training, dataset.pool.x, holdings.train.sizes.tolist())
     common = models.flatten(module_of(experiment, federation.seed, dataset))
     independent = experiment.agents.initialisation == "independent"
     first = models.flatten(module_of(experiment, federation.seed, dataset, me)) if independent else common

@@ -47,10 +47,10 @@ def readable(table: pd.DataFrame, *, empty: Sequence[str] = ()) -> pd.DataFrame:
 def to_rich(table: pd.DataFrame, *, title: str | None = None, caption: str | None = None, width: int = 80) -> Table:
     """The table for a terminal of `width` characters, the index first.
 
-    Where it does not fit, it is turned on its side, and if need be the spaces in its cells go.
+    Where it does not fit, it is turned on its side, and if need be intervals go on a line of their own.
     """
     if min(_least(table), _least(table.T)) > width:
-        table = table.map(lambda cell: str(cell).replace(" ", ""))
+        table = table.map(lambda cell: str(cell).replace(" [", "\n["))
     if _least(table) > width >= _least(table.T):
         table = table.T
     drawn = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
@@ -128,7 +128,8 @@ def _longest_word(texts: Iterable[object]) -> int:
 
 def _widths(table: pd.DataFrame) -> list[int]:
     """The least width of each column: no cell wraps, a heading does at its spaces."""
-    return [max([_longest_word([name]), *map(len, map(str, table[name]))]) for name in table]
+    cells = {name: [line for cell in table[name] for line in str(cell).splitlines()] for name in table}
+    return [max([_longest_word([name]), *map(len, lines)]) for name, lines in cells.items()]
 
 
 def _least(table: pd.DataFrame) -> int:
