@@ -171,7 +171,7 @@ def test_nowhere_to_copy_to_is_told(tmp_path):
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(targets, "find_spec", lambda name: None if name == "alembic" else sys)
-    assert targets.check("tensorboard") == ("tensorboard",)
+    assert targets.check("tensorboard") == targets.check(["tensorboard"] * 2) == ("tensorboard",)
     told = "mlflow needs the extra, of which alembic is missing: pip install 'fedcb2o[mlflow]'"
     with pytest.raises(ConfigError, match=re.escape(told)):
         targets.check("mlflow")

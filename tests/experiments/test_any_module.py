@@ -43,6 +43,18 @@ def counting(input_shape, num_classes):
     return Counting()
 
 
+def failing(input_shape, num_classes):
+    class Failing(nn.Linear):
+        def forward(self, x):
+            if self.training:
+                raise IndexError("no such head")
+            return super().forward(x.flatten(1)) * self.scale
+
+    module = Failing(64, 10)
+    module.register_buffer("scale", torch.ones(1))
+    return module
+
+
 SHARED = {"buffers": "shared"}
 
 
@@ -78,6 +90,12 @@ def test_local_statistics_are_what_a_file_need_not_say():
 def test_state_that_agents_could_not_exchange_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="counting` changes its buffer `calls` while it trains"):
         run(experiment(counting), out=tmp_path)
+
+
+def test_a_network_that_cannot_train_is_told_before_a_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"the model `.*failing` failed: IndexError: no such head"):
+        run(experiment(failing), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_batch_norm_is_never_given_a_sample_by_itself(tmp_path):

@@ -327,7 +327,9 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
             f"the model `{name}` writes into the samples that it reads, or into its parameters, when it is evaluated, "
             "where others look at them after it: let it compute new ones (no `inplace=True` in its first layer)"
         )
-    if state := norms.changed_by_training(module, features(x)):
+    with plugins.blamed("model", name):
+        state = norms.changed_by_training(module, features(x))
+    if state:
         raise ConfigError(
             f"the model `{name}` changes its buffer `{state}` while it trains, which is neither a parameter nor the "
             "statistics of a norm, so that agents could not exchange it: make it one of these, or leave it as it is"

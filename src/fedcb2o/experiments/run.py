@@ -30,12 +30,13 @@ from fedcb2o.experiments.assemble import (
 from fedcb2o.experiments.cluster import Spread, check_memory, several
 from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.folder import alone, begin, make, told_anew
-from fedcb2o.experiments.lines import metrics_line, pairs_line
+from fedcb2o.experiments.lines import check_metrics, metrics_line, pairs_line
 from fedcb2o.experiments.memory import Plan, bounded, plan, size
 from fedcb2o.experiments.mend import has_ended, mended, sum_up
 from fedcb2o.experiments.primitives import ENVIRONMENT, primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
 from fedcb2o.experiments.surroundings import changed_versions, describe, keep
+from fedcb2o.federated.optimisers import stepping
 from fedcb2o.federated.peers import Memory
 from fedcb2o.output import kept
 from fedcb2o.records import SEEDED, Records, Run, Sums, damaged
@@ -147,6 +148,11 @@ def _ready(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
             f"the model `{plugins.label(experiment.model.name)}` cannot be computed several times at once: leave out "
             f"`together` ({why})"
         )
+    training = prepared.terms.training
+    if training.optimiser is not None:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        stepping(training.optimiser, trained, training.lambda2 * training.gamma)
+    check_metrics(experiment.own_metrics(), len(dataset.class_names))
     return prepared
 
 

@@ -18,8 +18,9 @@ from torch.optim.sgd import sgd
 
 from fedcb2o import norms
 from fedcb2o.data.shard import Shard, features
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated.losses import Loss, of_samples
-from fedcb2o.federated.optimisers import Optimiser, stepping
+from fedcb2o.federated.optimisers import Optimiser, name_of, stepping
 from fedcb2o.models import bind_, is_bound
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -140,6 +141,11 @@ def local_update_(
             gradients = [gradient.contiguous() for gradient in grads]
             step(gradients)
             losses.append(loss.detach())
+    if own is not None and not is_bound(module, theta):
+        raise ConfigError(
+            f"the optimiser `{name_of(own)}` puts new tensors in the place of parameters: let it write into those that "
+            "it is given, by `p.add_()` or `p.copy_()`"
+        )
     assert is_bound(module, theta), "training moved a parameter out of its row"
     return float(mean_loss(losses))
 

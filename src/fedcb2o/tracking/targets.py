@@ -28,8 +28,8 @@ class Writer(Protocol):
 
 
 def check(targets: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The targets; raises ConfigError for one that there is not, or whose extra is missing."""
-    listed = () if targets is None else (targets,) if isinstance(targets, str) else tuple(targets)
+    """The targets, each once; raises ConfigError for one that there is not, or whose extra is missing."""
+    listed = () if targets is None else (targets,) if isinstance(targets, str) else tuple(dict.fromkeys(targets))
     for target in listed:
         kind, equals, where = target.partition("=") if isinstance(target, str) else (target, "", "")
         if kind not in NEEDED:
