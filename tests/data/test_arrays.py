@@ -12,6 +12,7 @@ from fedcb2o.errors import ConfigError, DataError
 
 X = np.arange(60.0).reshape(20, 3)
 Y = np.arange(20) % 2
+TORCHS = torch.utils.data.TensorDataset(torch.zeros(4, 2), torch.zeros(4))
 
 
 def test_labels_are_numbered_in_order_and_their_values_are_the_names():
@@ -96,6 +97,7 @@ def with_value(value: float) -> np.ndarray:
         (X[:, 0], Y, {}, r"`x` must hold samples \[n, features\] or images .* got shape \(20,\)"),
         (X[:0], Y[:0], {}, r"`x` must hold samples .* got shape \(0, 3\)"),
         ([[1], [2, 3]], [0, 1], {}, r"`x` cannot be read as an array \("),
+        (TORCHS, None, {}, r"`x` cannot be read as an array \(.*\); data sets of PyTorch's are for fedcb2o.datasets"),
         (X, Y[:-1], {}, "`x` holds 20 samples, and `y` 19 labels"),
         (X, Y[:, None], {}, r"`y` must hold one label for each sample, \[n\], got shape \(20, 1\)"),
         (X, np.eye(2)[Y % 2], {}, r"one label for each sample, \[n\], got shape \(20, 2\): take its argmax"),

@@ -1098,3 +1098,11 @@ def test_the_warning_points_at_the_caller():
         )
     assert [each.category for each in caught] == [CaptureWarning, CaptureWarning]
     assert len(result.notes) == 3
+
+
+def test_a_function_of_numpy_that_fails_on_tensors_is_told_its_cure():
+    with pytest.raises(TypeError) as caught:
+        fedcb2o.minimize(lambda x: np.sum(x**2), dim=2)
+    assert caught.value.__notes__ == [
+        "`lower` gets a tensor of points; a function of NumPy's goes through fedcb2o.from_numpy"
+    ]

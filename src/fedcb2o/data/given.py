@@ -100,7 +100,9 @@ def _array(name: str, values: Any) -> NDArray[Any]:
     try:
         return np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"`{name}` cannot be read as an array ({error})") from error
+        mapped = hasattr(values, "__getitem__") and not isinstance(values, list | tuple)
+        cure = "; data sets of PyTorch's are for fedcb2o.datasets" if mapped else ""
+        raise DataError(f"`{name}` cannot be read as an array ({error}){cure}") from error
 
 
 def _classes(labels: Sequence[NDArray[Any]], class_names: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:

@@ -198,7 +198,11 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _asked(name: str, objective: Objective, theta: Tensor, copy: Tensor | None) -> Tensor:
     """What an objective makes of an ensemble, checked: one number a particle, and nothing written."""
     before = writes(theta)
-    values: object = objective(theta)
+    try:
+        values: object = objective(theta)
+    except TypeError as error:
+        error.add_note(f"`{name}` gets a tensor of points; a function of NumPy's goes through fedcb2o.from_numpy")
+        raise
     if copy is not None or writes(theta) != before:
         check_unwritten(f"`{name}`", objective, theta, before, copy)
     if not isinstance(values, Tensor):
