@@ -24,7 +24,7 @@ FAR = 3.0  # how far from their middle particles start where nothing is said
 
 def several(seed: Any) -> bool:
     """Whether these are seeds, one for each run."""
-    return isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes)
+    return isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes) and np.ndim(seed) > 0
 
 
 def seeds_of(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
