@@ -110,7 +110,6 @@ def test_disp_prints(capsys):
         ({"bounds": [(1, 2), (1, 2)]}, "`x0` = .* is not within the `bounds`"),
         ({"options": {"lambda2": 1.0}}, "`lower` has no gradient by autograd"),
         ({"options": {"lambda2": 1.0}, "jac": np.sum}, r"`jac` must return the gradient .* of shape \[2\], got \[\]"),
-        ({"options": {"seed": np.array(3)}}, r"`seed` must be a whole number, got array\(3\)"),
     ],
 )
 def test_what_it_has_not_is_told(arguments, message):
