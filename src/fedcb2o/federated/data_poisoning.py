@@ -52,7 +52,7 @@ def random_labels(shard: Shard, draw: np.random.Generator, *, share: float = 1.0
 
     Biggio, Nelson and Laskov, "Support Vector Machines Under Adversarial Label Noise" (ACML 2011).
     """
-    hit = torch.from_numpy(draw.random(len(shard)) < _share(share))
+    hit = _hit(shard, draw, share)
     drawn = torch.from_numpy(draw.choice(np.unique(shard.y.numpy()), len(shard)))
     return Shard(shard.x, torch.where(hit, drawn, shard.y))
 
@@ -66,7 +66,7 @@ def shifted_labels(shard: Shard, draw: np.random.Generator, *, by: int = 1) -> S
 def spread_flip(shard: Shard, draw: np.random.Generator, *, target: int, share: float = 0.3) -> Shard:
     """Label a `share` of the samples of every class as `target`: against FedCB2O, whose G is the maximum over classes,
     and here none loses much."""
-    hit = torch.from_numpy(draw.random(len(shard)) < _share(share))
+    hit = _hit(shard, draw, share)
     return Shard(shard.x, torch.where(hit, target, shard.y))
 
 
@@ -128,7 +128,7 @@ def backdoor(
     pixels = pixels_of(shard.x.shape, size, corner, margin, pattern)
     if not 1 <= parts <= len(pixels):
         raise ConfigError(f"`parts` must be between 1 and {len(pixels)}, the pixels of the trigger, got {parts}")
-    hit = torch.from_numpy(draw.random(len(shard)) < _share(share))
+    hit = _hit(shard, draw, share)
     marked = stamp(shard.x, torch.tensor_split(pixels, parts)[me % parts], value)
     return _marked(shard, hit, marked, target)
 
@@ -150,7 +150,7 @@ def clean_label(
 
     As `signal`, with a patch in place of waves.
     """
-    hit = torch.from_numpy(draw.random(len(shard)) < _share(share)) & (shard.y == target)
+    hit = _hit(shard, draw, share) & (shard.y == target)
     marked = patch(shard.x, size=size, corner=corner, margin=margin, pattern=pattern, value=value)
     return _marked(shard, hit, marked, target)
 
@@ -172,7 +172,7 @@ def signal(
     2019), by others' implementations, which take 20 / 255 for `delta`: here it is stronger, for small images. With
     `clean` false it marks samples of all classes and labels them as the target.
     """
-    hit = torch.from_numpy(draw.random(len(shard)) < _share(share)) & ((shard.y == target) | (not clean))
+    hit = _hit(shard, draw, share) & ((shard.y == target) | (not clean))
     return _marked(shard, hit, waves(shard.x, delta=delta, frequency=frequency), target)
 
 
@@ -191,7 +191,7 @@ def blended(
     Chen, Liu, Li, Lu and Song, "Targeted Backdoor Attacks on Deep Learning Systems Using Data Poisoning" (2017), their
     blended injection, by others' implementations.
     """
-    hit = torch.from_numpy(draw.random(len(shard)) < _share(share))
+    hit = _hit(shard, draw, share)
     return _marked(shard, hit, blend(shard.x, opacity=opacity, number=number), target)
 
 
@@ -201,7 +201,8 @@ def _marked(shard: Shard, hit: Bool[Tensor, " n"], marked: Tensor, target: int) 
     return Shard(torch.where(wide, marked, shard.x), torch.where(hit, target, shard.y))
 
 
-def _share(share: float) -> float:
+def _hit(shard: Shard, draw: np.random.Generator, share: float) -> Bool[Tensor, " n"]:
+    """Which samples an attack takes, each with the probability `share`."""
     if not 0 <= share <= 1:
         raise ConfigError(f"`share` must be between 0 and 1, got {share}")
-    return share
+    return torch.from_numpy(draw.random(len(shard)) < share)
