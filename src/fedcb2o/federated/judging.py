@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import nn
+from torch import Tensor, nn
 
 from fedcb2o import plugins
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
-from fedcb2o.federated.evaluate import confusion, logits, losses_of_each, mean_losses
+from fedcb2o.federated.evaluate import Reference, confusion, logits, losses_of, losses_of_each, mean_losses
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.metrics import Score, Tested
 from fedcb2o.federated.returned import changed_by
+from fedcb2o.federated.terms import Terms
 from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received
 from fedcb2o.models import bind_
 from fedcb2o.norms import estimate_
@@ -74,6 +75,23 @@ def judge(block: Block, some: Places, models: Received, change: Change | None = 
             batch_size=terms.training.batch_size,
             together=terms.primitives.together,
             references=block.references(some),
+            loss=terms.training.loss,
+        )
+
+
+def losses_by(
+    terms: Terms, pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"], data: Shard, reference: Reference | None
+) -> Losses:
+    """The losses of models on what an agent trains on, whole; `reference` is its own."""
+    with plugins.blamed("model", terms.model):
+        return losses_of(
+            terms.module,
+            pool,
+            rows,
+            data,
+            terms.num_classes,
+            together=terms.primitives.together,
+            reference=reference,
             loss=terms.training.loss,
         )
 
