@@ -36,6 +36,7 @@ from fedcb2o.experiments.cluster import Spread
 from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.primitives import primitives_of
 from fedcb2o.experiments.run import OneMachine
+from fedcb2o.experiments.samples import dataset_of
 from fedcb2o.federated.peers import Memory
 from fedcb2o.runtime.cluster.holder import Holder
 from fedcb2o.runtime.cluster.start import LOCAL, QUIET
@@ -101,7 +102,7 @@ class Side:
 @contextlib.contextmanager
 def sides(experiment: Experiment, blocks: int, address: str) -> Iterator[tuple[Side, Side]]:
     """Both engines of a run, at its start: one machine's, and a cluster's."""
-    dataset = assemble.dataset_of(experiment, None)
+    dataset = dataset_of(experiment, None)
     prepared = assemble.prepare(experiment, 0, dataset)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 import fedcb2o
 from fedcb2o.experiments import assemble
 from fedcb2o.experiments.config import Experiment, load
+from fedcb2o.experiments.samples import dataset_of
 from fedcb2o.federated.local_update import float32_products
 from fedcb2o.runtime import devices
 from fedcb2o.runtime.convolution import conv2d
@@ -104,7 +105,7 @@ def agreement(changes: Mapping[str, Any]) -> tuple[float, float]:
 
 def work_of(experiment: Experiment) -> dict[str, float]:
     """Floating-point operations of a round, by its parts."""
-    prepared = assemble.prepare(experiment, 0, assemble.dataset_of(experiment, None))
+    prepared = assemble.prepare(experiment, 0, dataset_of(experiment, None))
     hidden, population = experiment.model.parameters["hidden"], prepared.population
     trained, validated = (sum(map(len, each)) for each in (population.train, population.validation))
     benign = int((~population.malicious).sum())

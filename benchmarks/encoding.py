@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float
 from fedcb2o.experiments import assemble
 from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.lines import metrics_line
+from fedcb2o.experiments.samples import aim_of, dataset_of
 from fedcb2o.federated.choices import Inbox
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Memory
@@ -89,14 +90,14 @@ def federation(attacked: bool, num_rounds: int) -> Experiment:
 
 def played(experiment: Experiment, seed: int, coding: Callable[[torch.Tensor], Coding]) -> dict[str, float]:
     """What benign agents score after the last round, and what was sent."""
-    prepared = assemble.prepare(experiment, seed, assemble.dataset_of(experiment, None))
+    prepared = assemble.prepare(experiment, seed, dataset_of(experiment, None))
     engine = Sent(prepared, coding)
     assemble.first_models_(
         engine.block.pool[: prepared.kept], prepared.experiment, prepared.seed, prepared.dataset, range(prepared.kept)
     )
     last, memory = experiment.rounds - 1, Memory.blank(prepared.terms.num_agents)
     *_, done = rounds(engine, memory, 0, experiment.rounds, lambda n: n == last)
-    line, attackers = metrics_line(assemble.aim_of(experiment), engine.attackers.malicious, done), engine.attackers
+    line, attackers = metrics_line(aim_of(experiment), engine.attackers.malicious, done), engine.attackers
     names = ("accuracy", "source_accuracy", "attack_success_rate")
     scores = {name: statistics.mean(line[name][j] for j in attackers.benign.tolist()) for name in names}
     return {**scores, "bytes": engine.bytes, "seconds": engine.seconds}

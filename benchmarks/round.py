@@ -28,6 +28,7 @@ from memory import family
 from fedcb2o.data.shard import Dataset, Shard, features
 from fedcb2o.experiments import assemble
 from fedcb2o.experiments.config import Experiment, load
+from fedcb2o.experiments.samples import dataset_of, shared_data
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.evaluate import logits
 from fedcb2o.federated.holdings import Holdings
@@ -95,7 +96,7 @@ def library(experiment: Experiment, dataset: Dataset, cores: int, options: argpa
     make = functools.partial(assemble.block_of, experiment, 0, dataset.names, dim)
     with arena.shared(assemble.specs_of(dataset, experiment.num_models, dim)) as shared:
         tensors = shared.tensors()
-        for name, tensor in assemble.shared_data(dataset).items():
+        for name, tensor in shared_data(dataset).items():
             tensors[name].copy_(tensor)
         block = prepared.block(tensors["models"][:, :dim])
         agents = range(prepared.terms.num_agents)
@@ -237,7 +238,7 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     print(f"{processor()}, {cores} cores; Python {platform.python_version()}, torch {torch.__version__}", flush=True)
     experiment = experiment_of(options.small, options.data_dir is not None)
-    dataset = assemble.dataset_of(experiment, options.data_dir)
+    dataset = dataset_of(experiment, options.data_dir)
     rates = {precision: [rate(dtype=dtype)] for precision, dtype in PRECISIONS.items()}
     with contextlib.ExitStack() as stack:
         sides = {

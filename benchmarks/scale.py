@@ -31,6 +31,7 @@ from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.lines import metrics_line, pairs_line
 from fedcb2o.experiments.memory import Plan
 from fedcb2o.experiments.run import _enter
+from fedcb2o.experiments.samples import aim_of, dataset_of
 from fedcb2o.federated.peers import Memory
 from fedcb2o.records import Records
 from fedcb2o.runtime.engine import rounds
@@ -88,7 +89,7 @@ def processor_seconds() -> float:
 
 def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, float]:
     """Processor seconds of a round by phase, the least of some rounds; `evaluate` apart."""
-    dataset = assemble.dataset_of(experiment, None)
+    dataset = dataset_of(experiment, None)
     prepared = assemble.prepare(experiment, 0, dataset)
     found: list[dict[str, float]] = []
     with ExitStack() as stack:
@@ -97,7 +98,7 @@ def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, fl
             engine.block.pool[: prepared.kept], prepared.experiment, 0, dataset, range(prepared.kept)
         )
         log = Records(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        memory, aim = Memory.blank(prepared.terms.num_agents), assemble.aim_of(experiment)
+        memory, aim = Memory.blank(prepared.terms.num_agents), aim_of(experiment)
         marks: list[float] = []
 
         def tell(n: int, phase: str) -> None:

@@ -38,6 +38,7 @@ from round import processor
 
 from fedcb2o.experiments import assemble
 from fedcb2o.experiments.config import load
+from fedcb2o.experiments.samples import dataset_of, population_of
 
 HOW = {
     "flwr": 'python -m pip install "flwr[simulation]==1.41.0"',
@@ -175,8 +176,8 @@ def child(options: argparse.Namespace, work: fedavg.Work) -> None:
 def prepare(work: fedavg.Work) -> None:
     """Leave the samples of each agent and the initial model for the sides, as the library deals them out."""
     experiment = load(fedavg.configuration(work, "float32"))
-    dataset = assemble.dataset_of(experiment, None)
-    population = assemble.population_of(experiment, 0, dataset)
+    dataset = dataset_of(experiment, None)
+    population = population_of(experiment, 0, dataset)
     torch.save([(dataset.pool.x[i], dataset.pool.y[i]) for i in population.train], work.folder / "shards.pt")
     torch.save(assemble.module_of(experiment, 0, dataset).state_dict(), work.folder / "model.pt")
 

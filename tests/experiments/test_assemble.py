@@ -7,8 +7,9 @@ from tests.data.made import contents, write
 from tests.tiny import empty_models, tiny
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.assemble import dataset_of, first_models_, pool_of, prepare
+from fedcb2o.experiments.assemble import first_models_, prepare
 from fedcb2o.experiments.config import load
+from fedcb2o.experiments.samples import dataset_of, pool_of
 
 SOME = [1, 3, 4]
 TABLE = {

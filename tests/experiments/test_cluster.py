@@ -17,8 +17,9 @@ from tests.tiny import ENVIRONMENT, here, tiny
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
-from fedcb2o.experiments.assemble import dataset_of, prepare
+from fedcb2o.experiments.assemble import prepare
 from fedcb2o.experiments.cluster import Spread
+from fedcb2o.experiments.samples import dataset_of
 from fedcb2o.models import row_stride
 from fedcb2o.runtime import machine
 

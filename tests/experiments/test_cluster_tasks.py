@@ -16,10 +16,10 @@ import fedcb2o
 from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import away, load, run
-from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.errand import stamps
 from fedcb2o.experiments.folder import alone
 from fedcb2o.experiments.mend import has_ended
+from fedcb2o.experiments.samples import dataset_of
 
 pytest.importorskip("ray")
 

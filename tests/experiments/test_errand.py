@@ -9,10 +9,10 @@ import pytest
 from tests.tiny import tiny
 
 from fedcb2o.experiments import run
-from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.config import load
 from fedcb2o.experiments.errand import FOLDER, Errand, Word, arrays_of, content, do, keep, stamps, types_of
 from fedcb2o.experiments.folder import alone, begin
+from fedcb2o.experiments.samples import dataset_of
 
 pytest.importorskip("ray")
 

@@ -12,8 +12,8 @@ from tests.tiny import FEDCB2O, bits, command, here, tiny, write
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import memory
-from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.config import load
+from fedcb2o.experiments.samples import dataset_of
 from fedcb2o.runtime import arena, checkpoint, machine
 
 

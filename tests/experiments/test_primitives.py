@@ -5,7 +5,7 @@ import torch
 from tests.tiny import here, tiny, write
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments import assemble, config, run
+from fedcb2o.experiments import assemble, config, run, samples
 from fedcb2o.experiments.primitives import primitives_of
 from fedcb2o.runtime import devices, onednn, timed
 
@@ -19,7 +19,7 @@ def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch)
     for together, expected in ((None, ("unfolded", 2)), (2, ("unfolded", 2)), (4, ("grouped", 4))):
         changes = {} if together is None else {"together": together}
         experiment = config.load(tiny(model=IMAGES, device="meta", **changes))
-        prepared = assemble.prepare(experiment, 1000, assemble.dataset_of(experiment, None))
+        prepared = assemble.prepare(experiment, 1000, samples.dataset_of(experiment, None))
         chosen = primitives_of(tmp_path, prepared)
         assert (chosen["convolution"], chosen["together"]) == expected
 

@@ -121,8 +121,8 @@ def federation(
     Who runs with the file agrees to it. It may be edited until then, and is the same file for all.
     """
     from fedcb2o.cli.runs import settings_of
-    from fedcb2o.experiments.assemble import dataset_of
     from fedcb2o.experiments.config import load
+    from fedcb2o.experiments.samples import dataset_of
     from fedcb2o.peer.federation import make, write
     from fedcb2o.peer.identity import Member
 

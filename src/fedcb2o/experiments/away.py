@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from fedcb2o import records
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import FedCB2OError, RunError
-from fedcb2o.experiments.assemble import own_names, shared_data
+from fedcb2o.experiments.assemble import own_names
 from fedcb2o.experiments.cluster import LEAST, check_device, need, note_others, several, unit
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.experiments.errand import Errand, Word, arrays_of, content, do, keep, stamps, told, types_of
 from fedcb2o.experiments.folder import alone, begin
 from fedcb2o.experiments.mend import has_ended
 from fedcb2o.experiments.progress import Watch
+from fedcb2o.experiments.samples import shared_data
 from fedcb2o.runtime import machine
 from fedcb2o.runtime.devices import on_cpu
 from fedcb2o.runtime.engine import LostError

@@ -19,7 +19,6 @@ from fedcb2o import records, tracking
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import arguments, away, strengths, tuning
-from fedcb2o.experiments.assemble import dataset_of
 from fedcb2o.experiments.cluster import several
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.experiments.errand import told
@@ -29,6 +28,7 @@ from fedcb2o.experiments.memory import bounded
 from fedcb2o.experiments.mend import has_ended
 from fedcb2o.experiments.pace import GridProgress, Pace
 from fedcb2o.experiments.run import run
+from fedcb2o.experiments.samples import dataset_of
 from fedcb2o.output import kept
 from fedcb2o.records import DamagedError
 from fedcb2o.runtime import machine

@@ -17,8 +17,9 @@ import torch
 
 from fedcb2o import models
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.assemble import Prepared, first_of, own_names, own_parts, share_of, shared_data
+from fedcb2o.experiments.assemble import Prepared, first_of, own_names, own_parts, share_of
 from fedcb2o.experiments.memory import PROCESS
+from fedcb2o.experiments.samples import shared_data
 from fedcb2o.federated.teams import teams
 from fedcb2o.runtime import machine
 from fedcb2o.runtime.devices import on_cpu

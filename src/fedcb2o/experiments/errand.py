@@ -21,9 +21,9 @@ from jaxtyping import UInt8
 from fedcb2o import records
 from fedcb2o.data.shard import Dataset, Names
 from fedcb2o.errors import FedCB2OError, RunError
-from fedcb2o.experiments.assemble import check_aim, dataset_from, shared_data
 from fedcb2o.experiments.config import Experiment
 from fedcb2o.experiments.folder import alone
+from fedcb2o.experiments.samples import check_aim, dataset_from, shared_data
 
 SOON = 1.0  # seconds after which it is told what rounds were done
 LAST = (records.CHECKPOINT, "sums.json")  # what says how far the other files go is written after them

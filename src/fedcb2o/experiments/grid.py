@@ -22,8 +22,8 @@ from pydantic import Field, PrivateAttr, ValidationError
 from fedcb2o import plugins, records
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import tables
-from fedcb2o.experiments.assemble import aim_of, trigger_of
 from fedcb2o.experiments.config import Experiment, Natural, Part, first_problem, load
+from fedcb2o.experiments.samples import aim_of, trigger_of
 from fedcb2o.federated import attacks
 from fedcb2o.records import identity
 

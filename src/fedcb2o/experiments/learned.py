@@ -10,8 +10,9 @@ from torch import nn
 
 from fedcb2o import models
 from fedcb2o.errors import RunError
-from fedcb2o.experiments.assemble import Prepared, dataset_of, digest_of, prepare
+from fedcb2o.experiments.assemble import Prepared, prepare
 from fedcb2o.experiments.config import load
+from fedcb2o.experiments.samples import dataset_of, digest_of
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.judging import network_of, tested
 from fedcb2o.records import Run

@@ -14,8 +14,8 @@ from pathlib import Path
 from fedcb2o import models
 from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.assemble import samples_of, shared_data
 from fedcb2o.experiments.config import Experiment
+from fedcb2o.experiments.samples import samples_of, shared_data
 from fedcb2o.federated.mixing import WIDE
 from fedcb2o.federated.teams import SMALL
 from fedcb2o.runtime import arena, checkpoint, machine

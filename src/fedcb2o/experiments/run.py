@@ -15,18 +15,7 @@ from fedcb2o import models, plugins, records, tracking
 from fedcb2o.data.shard import Dataset, features
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.experiments import arguments, away
-from fedcb2o.experiments.assemble import (
-    Prepared,
-    aim_of,
-    block_of,
-    dataset_of,
-    digest_of,
-    first_models_,
-    own_parts,
-    prepare,
-    shared_data,
-    specs_of,
-)
+from fedcb2o.experiments.assemble import Prepared, block_of, first_models_, own_parts, prepare, specs_of
 from fedcb2o.experiments.cluster import Spread, check_memory, several
 from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.folder import alone, begin, make, told_anew
@@ -35,6 +24,7 @@ from fedcb2o.experiments.memory import Plan, bounded, plan, size
 from fedcb2o.experiments.mend import has_ended, mended, sum_up
 from fedcb2o.experiments.primitives import ENVIRONMENT, primitives_of
 from fedcb2o.experiments.progress import Progress, Watch
+from fedcb2o.experiments.samples import aim_of, dataset_of, digest_of, shared_data
 from fedcb2o.experiments.surroundings import changed_versions, describe, keep
 from fedcb2o.federated.optimisers import stepping
 from fedcb2o.federated.peers import Memory

@@ -12,8 +12,9 @@ from safetensors.torch import save
 from fedcb2o import records
 from fedcb2o.data.partition import rotate
 from fedcb2o.data.shard import features
-from fedcb2o.experiments.assemble import Prepared, aim_of, pool_of
+from fedcb2o.experiments.assemble import Prepared
 from fedcb2o.experiments.primitives import ENVIRONMENT
+from fedcb2o.experiments.samples import aim_of, pool_of
 from fedcb2o.runtime import devices
 
 

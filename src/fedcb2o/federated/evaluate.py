@@ -248,13 +248,8 @@ def confusion(
     """
     m = len(rows)
     counts = torch.zeros(m, num_classes * num_classes, dtype=torch.int64)
-    if references is None:
-        parts = [logits(module, pool, rows, x, together).argmax(-1) for x in torch.split(test.x, IMAGES)]
-        predicted = torch.cat(parts, 1)
-    else:
-        each = zip(torch.split(rows, 1), references, strict=True)
-        predicted = torch.cat([logits(module, pool, row, test.x, 1, one).argmax(-1) for row, one in each])
-    pairs = test.y.cpu() * num_classes + predicted.cpu()
+    predicted = _tested(module, pool, rows, test, lambda outputs, _: outputs.argmax(-1), together, references)
+    pairs = test.y.cpu() * num_classes + predicted
     return counts.scatter_add_(1, pairs, torch.ones_like(pairs)).view(m, num_classes, num_classes)
 
 
@@ -269,14 +264,30 @@ def mean_losses(
 ) -> Float[Tensor, " m"]:
     """The mean loss of each of m models on test samples; what is not a number counts as infinite. `together` and
     `references` are those of `confusion`."""
-    alone = [] if references is None else zip(torch.split(rows, 1), references, strict=True)
+
+    def lost(outputs: Tensor, y: Tensor) -> Tensor:
+        return of_samples(loss, outputs, y.unsqueeze(0).expand(len(outputs), *y.shape), 2).double()
+
+    losses = _tested(module, pool, rows, test, lost, together, references)
+    return losses.mean(1).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _tested(
+    module: nn.Module,
+    pool: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    test: Shard,
+    measure: Callable[[Tensor, Tensor], Tensor],
+    together: int | None,
+    references: Sequence[Reference] | None,
+) -> Shaped[Tensor, "m n"]:
+    """What `measure` makes of the outputs [k, n, C] of models and of the targets [n], some test samples at a time."""
+    alone = [(rows, None)] if references is None else zip(torch.split(rows, 1), references, strict=True)
     found = []
-    for some, reference in alone if references is not None else [(rows, None)]:
-        total, size = torch.zeros(len(some), dtype=torch.float64), IMAGES if reference is None else len(test)
-        for x, y in zip(torch.split(test.x, size), torch.split(test.y, size), strict=True):
-            with torch.no_grad():
-                outputs = logits(module, pool, some, x, together, reference)
-                losses = of_samples(loss, outputs, y.unsqueeze(0).expand(len(some), *y.shape), 2)
-            total += losses.cpu().double().sum(1)
-        found.append(total / len(test))
-    return torch.cat(found).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    for some, reference in alone:
+        size = IMAGES if reference is None else len(test)  # what is estimated on a reference is, once
+        parts = zip(torch.split(test.x, size), torch.split(test.y, size), strict=True)
+        with torch.no_grad():
+            each = [measure(logits(module, pool, some, x, together, reference), y).cpu() for x, y in parts]
+        found.append(torch.cat(each, 1))
+    return torch.cat(found)

@@ -20,17 +20,9 @@ from fedcb2o import data, models, records
 from fedcb2o.data.partition import validates
 from fedcb2o.data.shard import Dataset, Shard
 from fedcb2o.errors import ConfigError, DataError, RunError
-from fedcb2o.experiments.assemble import (
-    aim_of,
-    checked,
-    dataset_of,
-    digest_of,
-    module_of,
-    neighbours_of,
-    prepare,
-    terms_of,
-)
+from fedcb2o.experiments.assemble import module_of, neighbours_of, prepare, terms_of
 from fedcb2o.experiments.config import Component, Experiment
+from fedcb2o.experiments.samples import aim_of, checked, dataset_of, digest_of
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.block import Block, Layout
 from fedcb2o.federated.holdings import Holdings

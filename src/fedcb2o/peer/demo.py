@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fedcb2o.errors import RunError
-from fedcb2o.experiments.assemble import dataset_of, population_of
 from fedcb2o.experiments.config import Experiment, load
+from fedcb2o.experiments.samples import dataset_of, population_of
 from fedcb2o.peer.federation import make, write
 from fedcb2o.peer.identity import Identity
 from fedcb2o.peer.recorded import Recorded

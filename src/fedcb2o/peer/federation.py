@@ -24,8 +24,8 @@ from fedcb2o.data.shard import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import config
 from fedcb2o.experiments.assemble import module_of, neighbours_of
-from fedcb2o.experiments.assemble import most_samples as largest
 from fedcb2o.experiments.config import Experiment, Part
+from fedcb2o.experiments.samples import most_samples as largest
 from fedcb2o.federated import algorithms
 from fedcb2o.peer import versions as chain
 from fedcb2o.peer.identity import Identity, Member, read_bounded, spoken
