@@ -3,13 +3,13 @@
 Fung, Yoon and Beschastnikh, "The Limitations of Federated Learning in Sybil Settings" (RAID 2020), Algorithm 1.
 """
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.federated.heads import heads
+from fedcb2o.federated.peers import recalled
 from fedcb2o.federated.types import Judged, State, remembers
 
 __all__ = ["foolsgold"]
@@ -27,11 +27,9 @@ def foolsgold(state: State, judged: Judged, *, confidence: float = 1.0) -> tuple
     everyone = judged.received.with_own(judged.me)
     rows = torch.cat([everyone.rows, torch.tensor([judged.local.before])])
     layers = heads(judged, rows).flatten(1)
-    ids, sums = state.get("ids", everyone.ids[:0]), state.get("sums", layers[:0])
-    known = torch.isin(ids, torch.cat([judged.local.contacts.ids, judged.me.ids]))
-    whose = torch.from_numpy(np.union1d(ids[known], everyone.ids))
+    whose, known, there = recalled(state, judged, everyone.ids)
     history = layers.new_zeros(len(whose), layers.shape[1])
-    history[torch.searchsorted(whose, ids[known])] = sums[known]
+    history[there] = state.get("sums", layers[:0])[known]
     here = torch.searchsorted(whose, everyone.ids)
     history[here] += layers[:-1] - layers[-1]
     return {"ids": whose, "sums": history}, learning_rates(history[here].double(), confidence)

@@ -17,12 +17,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fedcb2o import plugins
 from fedcb2o.federated import aggregate
 from fedcb2o.federated.algorithms import Clusters
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
-from fedcb2o.federated.evaluate import losses_of
+from fedcb2o.federated.judging import losses_by
 from fedcb2o.federated.lists import Lists, Places
 from fedcb2o.federated.rules import assuming
 from fedcb2o.federated.types import Reduction
@@ -31,22 +30,12 @@ from fedcb2o.federated.types import Reduction
 def adopt_(block: Block, some: Places, held: Int[np.ndarray, "N K"]) -> list[tuple[int, float]]:
     """Which of the models in the rows `held` that it may choose from fits each of some agents best, and its loss: that
     of the least on its true training data, of equals the first. It takes a copy."""
-    terms, chosen = block.terms, []
+    chosen = []
     for k in some.tolist():
-        rows = held[int(block.agents[k])]
-        with plugins.blamed("model", terms.model):
-            losses = losses_of(
-                terms.module,
-                block.pool,
-                torch.from_numpy(rows),
-                block.holdings.true(k),
-                terms.num_classes,
-                together=terms.primitives.together,
-                reference=block.reference(k),
-                loss=terms.training.loss,
-            )
-        best = int(losses.mean.argmin())
-        chosen.append((best, float(losses.mean[best])))
+        rows, data = held[int(block.agents[k])], block.holdings.true(k)
+        losses = losses_by(block.terms, block.pool, torch.from_numpy(rows), data, block.reference(k)).mean
+        best = int(losses.argmin())
+        chosen.append((best, float(losses[best])))
         block.pool[int(block.layout.own[k])] = block.pool[int(rows[best])]
     return chosen
 

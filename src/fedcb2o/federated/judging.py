@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import nn
+from torch import Tensor, nn
 
 from fedcb2o import plugins
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
-from fedcb2o.federated.evaluate import confusion, logits, losses_of_each, mean_losses
+from fedcb2o.federated.evaluate import Reference, confusion, logits, losses_of, losses_of_each, mean_losses
 from fedcb2o.federated.lists import Places
-from fedcb2o.federated.metrics import Score, Tested
+from fedcb2o.federated.metrics import Confusion, Score, Tested
 from fedcb2o.federated.returned import changed_by
+from fedcb2o.federated.terms import Terms
 from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received
 from fedcb2o.models import bind_
 from fedcb2o.norms import estimate_
@@ -78,6 +79,23 @@ def judge(block: Block, some: Places, models: Received, change: Change | None = 
         )
 
 
+def losses_by(
+    terms: Terms, pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"], data: Shard, reference: Reference | None
+) -> Losses:
+    """The losses of models on what an agent trains on, whole; `reference` is its own."""
+    with plugins.blamed("model", terms.model):
+        return losses_of(
+            terms.module,
+            pool,
+            rows,
+            data,
+            terms.num_classes,
+            together=terms.primitives.together,
+            reference=reference,
+            loss=terms.training.loss,
+        )
+
+
 def losses_seen_by(block: Block, k: int) -> Callable[[Received, Change | None], Losses]:
     """The losses of models [m] on the validation data of the agent in place k, or on those changed."""
 
@@ -113,12 +131,13 @@ def tested(block: Block, some: Places) -> list[Tested]:
     """How the models of agents in some places do on their test samples; on these with the trigger of a backdoor; and on
     those that test everybody, where agents have their own."""
     holdings, trigger = block.holdings, block.attackers.trigger
-    own, triggered, common = dict[int, Score](), dict[int, Score](), dict[int, Score]()
+    own, common = dict[int, Score](), dict[int, Score]()
+    triggered = dict[int, Confusion | None]()
     for members, test in holdings.tested_on(some):
         own |= _scored(block, members, test)
         if trigger is not None:
             marked = changed_by(plugins.called("trigger", trigger), trigger, test)
-            triggered |= _scored(block, members, marked)
+            triggered |= _confusions(block, members, marked)
     if (everybodys := holdings.common_test()) is not None:
         common = _scored(block, some, everybodys)
     return [Tested(own[k], triggered.get(k), common.get(k)) for k in some.tolist()]
@@ -126,12 +145,23 @@ def tested(block: Block, some: Places) -> list[Tested]:
 
 def _scored(block: Block, some: Places, test: Shard) -> dict[int, Score]:
     """How the models of agents in some places do on the same test samples, by these places."""
-    terms, rows, references = block.terms, torch.from_numpy(block.layout.own[some]), block.references(some)
-    together, loss, classes = terms.primitives.together, terms.training.loss, terms.num_classes
-    counts, losses = [None] * len(some), [None] * len(some)
+    terms, rows, losses = block.terms, torch.from_numpy(block.layout.own[some]), [None] * len(some)
+    if (loss := terms.training.loss) is not None:
+        with plugins.blamed("model", terms.model):
+            losses = mean_losses(
+                terms.module, block.pool, rows, test, loss, terms.primitives.together, block.references(some)
+            ).tolist()
+    counts = _confusions(block, some, test)
+    return {k: Score(counts[k], each) for k, each in zip(some.tolist(), losses, strict=True)}
+
+
+def _confusions(block: Block, some: Places, test: Shard) -> dict[int, Confusion | None]:
+    """For what classes these models take the samples; None where there are no classes."""
+    terms, rows = block.terms, torch.from_numpy(block.layout.own[some])
+    if terms.num_classes == 1:
+        return dict.fromkeys(some.tolist())
     with plugins.blamed("model", terms.model):
-        if classes > 1:
-            counts = [*confusion(terms.module, block.pool, rows, test, classes, together, references)]
-        if loss is not None:
-            losses = mean_losses(terms.module, block.pool, rows, test, loss, together, references).tolist()
-    return {k: Score(*each) for k, *each in zip(some.tolist(), counts, losses, strict=True)}
+        counts = confusion(
+            terms.module, block.pool, rows, test, terms.num_classes, terms.primitives.together, block.references(some)
+        )
+    return dict(zip(some.tolist(), counts, strict=True))

@@ -8,6 +8,9 @@ from torch import Tensor
 
 __all__ = ["balanced_accuracy", "worst_class_accuracy"]
 
+Confusion = Int[Tensor, "C C"]
+"""How often a model took samples of class c (row) for class c' (column)."""
+
 
 def balanced_accuracy(confusion: Int[Tensor, "C C"]) -> float:
     """The mean over the classes that the test set holds of the share predicted as what they are."""
@@ -23,20 +26,20 @@ def worst_class_accuracy(confusion: Int[Tensor, "C C"]) -> float:
 
 @dataclass(frozen=True)
 class Score:
-    """What one model did on test samples: how often it took class c (row) for class c' (column), None where there are
-    no classes, and its mean `loss`, None where that is the cross-entropy."""
+    """What one model did on test samples: for what classes it took them, None where there are no classes, and its mean
+    `loss`, None where that is the cross-entropy."""
 
-    confusion: Int[Tensor, "C C"] | None
+    confusion: Confusion | None
     loss: float | None
 
 
 @dataclass(frozen=True)
 class Tested:
-    """What an agent's model did in its test, on the same samples with the trigger of a backdoor, and on those that test
-    everybody, where agents have their own."""
+    """What an agent's model did in its test; for what classes it took the same samples with the trigger of a backdoor;
+    and what it did on those that test everybody, where agents have their own."""
 
     own: Score
-    triggered: Score | None = None
+    triggered: Confusion | None = None
     common: Score | None = None
 
 
@@ -95,11 +98,10 @@ def of(tested: Tested, aim: Aim) -> dict[str, float | None]:
     """All metrics of one agent's model by their names, None where one does not apply; those that are not there for
     every kind of data only where they are."""
     own, common = tested.own.confusion, tested.common
-    triggered = None if tested.triggered is None else tested.triggered.confusion
     found = {
         "accuracy": None if own is None else accuracy(own),
         "source_accuracy": None if own is None else aim.accuracy(own),
-        "attack_success_rate": None if own is None else aim.success(own, triggered),
+        "attack_success_rate": None if own is None else aim.success(own, tested.triggered),
     }
     others: dict[str, float | None] = {"test_loss": tested.own.loss}
     if common is not None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from fedcb2o.federated.lists import Lists, Places, rest
-from fedcb2o.federated.types import Contacts, State
+from fedcb2o.federated.types import Contacts, Judged, State
 
 
 @dataclass(frozen=True)
@@ -169,3 +170,14 @@ class Peers:
         starts = self.lists.starts[self.which[agents]]
         found: np.ndarray = self.lists.values[starts + places + (places >= self.without[agents])]
         return found
+
+
+def recalled(
+    state: State, judged: Judged, ids: Int[Tensor, " m"]
+) -> tuple[Int[Tensor, " k"], Bool[Tensor, " _s"], Int[Tensor, " _r"]]:
+    """Whom a rule with memory, which sees `ids` now, keeps something of, ascending: these, and those in its state whom
+    the agent has met; which in the state these are, and their places now. A peer under a new name has no past."""
+    kept = state.get("ids", ids[:0])
+    known = torch.isin(kept, torch.cat([judged.local.contacts.ids, judged.me.ids]))
+    whose = torch.from_numpy(np.union1d(kept[known], ids))
+    return whose, known, torch.searchsorted(whose, kept[known])

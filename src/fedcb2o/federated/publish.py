@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o import plugins
 from fedcb2o.data.shard import Shard
 from fedcb2o.federated.admit import believed, extents
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
-from fedcb2o.federated.evaluate import Reference, losses_of
+from fedcb2o.federated.evaluate import Reference
+from fedcb2o.federated.judging import losses_by
 from fedcb2o.federated.lists import Lists, Places
 from fedcb2o.federated.returned import crafted_of, tried_of
 from fedcb2o.federated.types import Knowledge, Losses, View
@@ -118,18 +118,7 @@ def craft_(
 
         def losses(models: Float[Tensor, "m d"], data: Shard = data, reference: Reference | None = reference) -> Losses:
             models = tried_of(craft, models, terms.dim).to(block.pool)
-            rows, together = torch.arange(len(models)), terms.primitives.together
-            with plugins.blamed("model", terms.model):
-                return losses_of(
-                    terms.module,
-                    models,
-                    rows,
-                    data,
-                    terms.num_classes,
-                    together=together,
-                    reference=reference,
-                    loss=terms.training.loss,
-                )
+            return losses_by(terms, models, torch.arange(len(models)), data, reference)
 
         view = View(
             n=n,

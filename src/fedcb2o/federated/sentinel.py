@@ -8,13 +8,13 @@ the text the abstract alone was at hand.
 
 import functools
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated.peers import recalled
 from fedcb2o.federated.types import Judged, Reduction, State, Weighed, remembers
 
 __all__ = ["sentinel"]
@@ -75,12 +75,10 @@ def _averages(
     state: State, judged: Judged, ids: Int[Tensor, " k"], losses: Float[Tensor, " k"]
 ) -> tuple[State, Float[Tensor, " k"]]:
     """What it keeps then, the sum and the number of each peer's losses, and their average for those that passed now."""
-    met = state.get("ids", ids[:0])
-    known = torch.isin(met, torch.cat([judged.local.contacts.ids, judged.me.ids]))
-    whose = torch.from_numpy(np.union1d(met[known], ids))
+    whose, known, there = recalled(state, judged, ids)
     sums = torch.zeros(2, len(whose), dtype=torch.float64)
     if known.any():
-        sums[:, torch.searchsorted(whose, met[known])] = state["sums"][:, known]
+        sums[:, there] = state["sums"][:, known]
     here = torch.searchsorted(whose, ids)
     sums[:, here] += torch.stack([losses, torch.ones_like(losses)])
     return {"ids": whose, "sums": sums}, sums[0, here] / sums[1, here]

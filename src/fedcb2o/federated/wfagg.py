@@ -7,13 +7,13 @@ known; of the text the abstract alone was at hand.
 
 import math
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregate import blocks
+from fedcb2o.federated.peers import recalled
 from fedcb2o.federated.robust_columns import coordinate_median
 from fedcb2o.federated.types import Judged, State, remembers
 
@@ -104,13 +104,10 @@ def _remembered(
     state: State, judged: Judged, ids: Int[Tensor, " m"]
 ) -> tuple[Int[Tensor, " k"], Float[Tensor, "k d"], Float[Tensor, "k 2 3"]]:
     """Whom the agent knows and meets now, the model that each sent last, and its last three moves; NaN where there is
-    none. A peer under a new name has no past."""
-    met = state.get("ids", ids[:0])
-    known = torch.isin(met, judged.local.contacts.ids)
-    whose = torch.from_numpy(np.union1d(met[known], ids))
+    none."""
+    whose, known, there = recalled(state, judged, ids)
     models = torch.full((len(whose), judged.pool.shape[1]), torch.nan)
     moves = torch.full((len(whose), 2, 3), torch.nan, dtype=torch.float64)
     if known.any():
-        there = torch.searchsorted(whose, met[known])
         models[there], moves[there] = state["models"][known], state["moves"][known]
     return whose, models, moves

@@ -122,14 +122,13 @@ class System:
         theta, mass = self.theta, self.mass
         rows = None if batch is None else self._next_batch(batch)
         mass = mass if mass is None or rows is None else mass[rows]
-        # The gradient is every particle's own affair; without it, those outside the batch need not be judged.
-        whole = rows is None or any(each.gradient for each in self.clusters)
+        whole = self._judges_all(batch)
         seen = theta if rows is None else _rows_of(theta, rows)
         judged = theta if whole else seen
         values = []
         for cluster in self.clusters:
             values.append((yield self._question(judged, cluster, by, cluster.gradient, closely)))
-        self.judged += len(self.clusters) * judged.shape[1]
+        self.judged += self.price(batch)
         m = []
         for each in values:
             if each.bad is not None:
@@ -140,8 +139,11 @@ class System:
 
     def price(self, batch: int | None = None) -> int:
         """How many particles of each run the next look judges, each once for every cluster."""
-        whole = batch is None or any(each.gradient for each in self.clusters)
-        return len(self.clusters) * (self.theta.shape[1] if whole else batch)  # type: ignore[operator]
+        return len(self.clusters) * (self.theta.shape[1] if self._judges_all(batch) else batch)  # type: ignore[operator]
+
+    def _judges_all(self, batch: int | None) -> bool:
+        # The gradient is every particle's own affair; without it, those outside the batch need not be judged.
+        return batch is None or any(each.gradient for each in self.clusters)
 
     def spread(self, m: Tensor) -> Tensor:
         """The root mean squared distance of each cluster's particles from its consensus point, [runs, clusters]."""

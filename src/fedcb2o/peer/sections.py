@@ -49,7 +49,8 @@ class Samples(Part):
 
     @model_validator(mode="after")
     def _classes_or_numbers(self) -> "Samples":
-        if (len(self.class_names) < 2 or self.target is not None) and (self.class_names or self.target is None):
+        fits = len(self.class_names) >= 2 if self.target is None else not self.class_names
+        if not fits:
             raise ValueError(
                 "`data` has two or more `class_names`, or none and the shape of numbers to be told, `target`"
             )

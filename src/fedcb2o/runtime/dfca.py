@@ -4,15 +4,14 @@ on one machine."""
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from jaxtyping import Int
 
 from fedcb2o.federated.admit import extents
 from fedcb2o.federated.dfca import running_averages, seen_by_agents
-from fedcb2o.federated.ifca import adopt_
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Memory, Met
 from fedcb2o.federated.round import ask
 from fedcb2o.runtime.engine import Clock, Round, Tell, evaluated_in, trained_and_published_
+from fedcb2o.runtime.ifca import adopted
 from fedcb2o.runtime.shared import Shared
 
 
@@ -25,12 +24,7 @@ def rounds(
     clusters, everybody = engine.terms.algorithm.clusters, np.arange(engine.terms.num_agents)
     assert clusters is not None
     held = len(everybody) + np.arange(clusters.rows(len(everybody))).reshape(len(everybody), -1)
-
-    def adopted() -> Int[np.ndarray, " N"]:
-        found = engine.each_agent(adopt_, everybody.tolist(), held)
-        return np.array([found[j][0] for j in everybody.tolist()])
-
-    chosen = adopted()
+    chosen, _ = adopted(engine, held)
     for n in range(start, stop):
         clock = Clock()
         losses, active = trained_and_published_(engine, n, tell, clock)
@@ -44,7 +38,8 @@ def rounds(
         whole = np.isfinite(extents(engine.block.pool, own.tolist()))
         engine.mix_rows_(running_averages(held, own, whole, chosen, inbox))
         clock.lap("mix")
-        before, chosen = chosen, adopted()
+        before = chosen
+        chosen, _ = adopted(engine, held)
         clock.lap("choose")
         tested = evaluated_in(engine, n, evaluated, tell, clock)
         seen = seen_by_agents(asked, inbox, before, chosen)

@@ -28,10 +28,13 @@ def rounds(
     if start == 0 and clusters.restarts > 1:
         _begin_well_(engine, tell)
     held = len(everybody) + np.arange(clusters.models)
-    chosen, _ = _adopted(engine, held)
+    each = np.tile(held, (len(everybody), 1))
+    chosen, _ = adopted(engine, each)
     for n in range(start, stop):
         clock = Clock()
-        losses, made, chosen = _round(engine, n, held, chosen, tell, clock)
+        losses, made = _round(engine, n, held, chosen, tell, clock)
+        chosen, _ = adopted(engine, each)
+        clock.lap("choose")
         tested = evaluated_in(engine, n, evaluated, tell, clock)
         seen = seen_by_agents(made, chosen)
         yield Round(n, losses, [seen], [memory], [everybody], tested, clock.seconds)
@@ -39,8 +42,9 @@ def rounds(
 
 def _round(
     engine: Shared, n: int, held: Int[np.ndarray, " K"], chosen: Chosen, tell: Tell, clock: Clock
-) -> tuple[Float[np.ndarray, " N"], Choices, Chosen]:
-    """One round for the models in the rows `held`: the training losses, the averages, and what agents choose then."""
+) -> tuple[Float[np.ndarray, " N"], Choices]:
+    """One round for the models in the rows `held`, of which agents have `chosen`: the training losses, and the averages
+    that these models are then."""
     clusters, terms = engine.terms.algorithm.clusters, engine.terms
     assert clusters is not None
     losses, _ = trained_and_published_(engine, n, tell, clock)
@@ -51,15 +55,13 @@ def _round(
     clock.lap("aggregate")
     engine.mix_rows_(mixture(made, held))
     clock.lap("mix")
-    chosen, _ = _adopted(engine, held)
-    clock.lap("choose")
-    return losses, made, chosen
+    return losses, made
 
 
-def _adopted(engine: Shared, held: Int[np.ndarray, " K"]) -> tuple[Chosen, float]:
-    """What each agent chooses, and the mean of their losses."""
+def adopted(engine: Shared, held: Int[np.ndarray, "N K"]) -> tuple[Chosen, float]:
+    """What each agent chooses of the models in the rows `held`, and the mean of their losses."""
     everybody = range(engine.terms.num_agents)
-    found = engine.each_agent(adopt_, everybody, np.tile(held, (len(everybody), 1)))
+    found = engine.each_agent(adopt_, everybody, held)
     chosen, losses = zip(*(found[j] for j in everybody), strict=True)
     return np.array(chosen), float(np.mean(losses))
 
@@ -71,10 +73,12 @@ def _begin_well_(engine: Shared, tell: Tell) -> None:
     sets = first + np.arange(clusters.rows(first)).reshape(clusters.restarts, clusters.models)
     begun, losses = engine.block.pool[first : first + sets.size].clone(), []
     for held in sets:
-        chosen, _ = _adopted(engine, held)
+        each = np.tile(held, (first, 1))
+        chosen, loss = adopted(engine, each)
         for n in range(clusters.trial):
-            *_, chosen = _round(engine, n, held, chosen, tell, Clock())
-        losses.append(_adopted(engine, held)[1])
+            _round(engine, n, held, chosen, tell, Clock())
+            chosen, loss = adopted(engine, each)
+        losses.append(loss)
     best = sets[int(np.nanargmin(losses))] - first
     engine.block.pool[first : first + sets.size] = begun
     engine.block.pool[first : first + clusters.models] = begun[best.tolist()]
