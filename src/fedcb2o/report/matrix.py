@@ -89,9 +89,9 @@ def interval(mean: float, low: float, high: float, digits: int = 1, sign: str = 
     return f"{mean:{form}}" + ("" if pd.isna(low) else f" [{low:{form}}, {high:{form}}]")
 
 
-def half_width(count: Any, deviation: Any) -> Any:
+def half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE) -> Any:
     """Half of Student's interval for the mean of so many values with this sample deviation; NaN for a single one."""
-    return stdtrit(count - 1, (1 + CONFIDENCE) / 2) * deviation / np.sqrt(count)
+    return stdtrit(count - 1, (1 + confidence) / 2) * deviation / np.sqrt(count)
 
 
 def summed_up(groups: Any) -> pd.DataFrame:
