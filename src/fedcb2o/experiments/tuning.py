@@ -64,7 +64,7 @@ def beyond(candidates: Sequence[Changes], scores: Sequence[float | None]) -> Cha
     known = [score for score in scores if score is not None]
     if not known:
         return None
-    best, flat = scores.index(max(known)), [tables.leaves(candidate) for candidate in candidates]
+    best, flat = scores.index(max(known)), [records.flat(candidate) for candidate in candidates]
     alike = [each for each in flat if each.keys() == flat[best].keys()]
     varied = [key for key, value in flat[best].items() if any(each[key] != value for each in alike)]
     if len(varied) != 1 or not all(type(each[varied[0]]) in (int, float) for each in alike):
@@ -78,7 +78,7 @@ def beyond(candidates: Sequence[Changes], scores: Sequence[float | None]) -> Cha
     after = float(f"{value * value / near if ratio else 2 * value - near:.4g}")
     if all(isinstance(each, int) for each in values):
         after = max(round(after), 1) if ratio else round(after)
-    return None if after in values else tables.changed(candidates[best], varied[0], after)
+    return None if after in values else tables.changed(candidates[best], varied[0].split("."), after)
 
 
 def freeze(folder: Path, plan: Grid, frozen: dict[str, Any], errors: Mapping[str, str]) -> dict[str, str]:
