@@ -13,10 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtr, stdtrit
 
-from fedcb2o.report.grid import GridResults, measured
-
-FLOORS = {"clean": "Attackers clean", "removed": "Attackers removed"}
-"""The columns of what a defence reaches without attack, by what malicious agents do."""
+from fedcb2o.report.grid import FLOORS, GridResults, measured
 
 OWN = ["defence", "floor", "seed"]
 STATISTICS = ["seeds", "mean", "deviation", "low", "high", "p"]
