@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import fedcb2o
+from fedcb2o.cli import complete
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.records import read_lines
 from fedcb2o.tracking import copy, points, targets
@@ -162,6 +163,10 @@ def test_a_wrong_tracker_is_one_line_before_anything_runs(tmp_path, target, line
     path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
     assert here("run", path, "--out", out, "--track", target).one_line().startswith(line)
     assert not out.exists()
+
+
+def test_a_shell_offers_every_tracker():
+    assert complete.trackers("") == [*targets.NEEDED]
 
 
 def test_nowhere_to_copy_to_is_told(tmp_path):

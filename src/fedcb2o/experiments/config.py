@@ -9,9 +9,10 @@ import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -146,6 +147,14 @@ KINDS = (
     ("attack", "attack", attacks),
 )
 
+INNER = (
+    ("agents", "graph", graphs),
+    ("agents", "skew", skews),
+    ("training", "optimiser", optimisers),
+    ("training", "loss", losses),
+)
+"""The keys of sections that name a function, if they are given, and where the built-in ones are."""
+
 
 class AgentsPart(Part):
     """Who takes part, what each holds, and how they meet (Section "Experiments", Dataset & Attack Setup).
@@ -268,14 +277,8 @@ class Experiment(Part):
             )
         self.data.function("data set", data)
         self.model.function("model", models)
-        if self.agents.graph is not None:
-            self.agents.graph.function("graph", graphs)
-        if self.agents.skew is not None:
-            self.agents.skew.function("skew", skews)
-        if self.training.optimiser is not None:
-            self.training.optimiser.function("optimiser", optimisers)
-        if self.training.loss is not None:
-            self.training.loss.function("loss", losses)
+        for _, key, room, component in self._inner():
+            component.function(key, room)
         self.own_metrics()
         algorithm = self.algorithm.function("algorithm", algorithms)()
         if not isinstance(algorithm, algorithms.Algorithm):
@@ -303,17 +306,17 @@ class Experiment(Part):
         for key, kind, room in KINDS:
             if (component := getattr(self, key)) is not None:
                 settings[key] = component.resolved(kind, room)
-        if self.agents.graph is not None:
-            settings["agents"]["graph"] = self.agents.graph.resolved("graph", graphs)
-        if self.agents.skew is not None:
-            settings["agents"]["skew"] = self.agents.skew.resolved("skew", skews)
-        if self.training.optimiser is not None:
-            settings["training"]["optimiser"] = self.training.optimiser.resolved("optimiser", optimisers)
-        if self.training.loss is not None:
-            settings["training"]["loss"] = self.training.loss.resolved("loss", losses)
+        for section, key, room, component in self._inner():
+            settings[section][key] = component.resolved(key, room)
         if self.metrics is not None:
             settings["metrics"] = [each.resolved("metric", metrics) for each in self.metrics]
         return plain(settings)  # type: ignore[no-any-return]
+
+    def _inner(self) -> Iterator[tuple[str, str, ModuleType, Component]]:
+        """Those of `INNER` that are given, each with its component."""
+        for section, key, room in INNER:
+            if (component := getattr(getattr(self, section), key)) is not None:
+                yield section, key, room, component
 
     def own_metrics(self) -> dict[str, Callable[..., Any]]:
         """What is computed of each confusion matrix beside the paper's metrics, by the names of the functions."""

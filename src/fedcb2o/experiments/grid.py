@@ -202,12 +202,10 @@ class Grid(Part):
         """The changes that make a run, in their order, each under the name by which a message knows it."""
         setting, defence, attack, candidate = place.setting, place.defence, str(place.attack), place.candidate
         parts = {f"setting `{setting}`": self.settings[setting]} if setting else {}
-        parts[f"defence `{defence}`"] = {
-            key: value for key, value in self.defences[defence].items() if key not in OWN_KEYS["defences"]
-        }
+        parts[f"defence `{defence}`"] = _changes("defences", self.defences[defence])
         if candidate is not None:
             parts[f"candidate {candidate + 1} of `{defence}`"] = self.candidates[defence][candidate]
-        parts[f"attack `{attack}`"] = {k: v for k, v in attacks[attack].items() if k != "strengths"}
+        parts[f"attack `{attack}`"] = _changes("attacks", attacks[attack])
         if place.strength is not None:
             parts[f"strength {place.strength + 1} of `{attack}`"] = self.strengths[attack][place.strength]
         return parts
@@ -235,6 +233,11 @@ class Grid(Part):
         if key not in self._loaded:
             self._loaded[key] = load(table)
         return self._loaded[key]
+
+
+def _changes(axis: str, entry: Changes) -> Changes:
+    """What an entry of an axis changes: all but what it holds beside."""
+    return {key: value for key, value in entry.items() if key not in OWN_KEYS[axis]}
 
 
 @dataclass(frozen=True)

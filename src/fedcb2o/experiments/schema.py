@@ -60,15 +60,14 @@ OWN = {"type": "string", "pattern": "^[^:]+:[^:]+$", "description": "a function 
 def schema() -> Schema:
     """The JSON Schema of an experiment's file."""
     table = _table({"extends": _extends(), **_fields(Experiment)})
-    needed = [name for name, field in Experiment.model_fields.items() if field.is_required() and name != "name"]
     own: Schema = {key: {"$ref": f"#/definitions/{key}.needs"} for key in SECTIONS}
-    own["agents"] = {"required": [name for name, field in AgentsPart.model_fields.items() if field.is_required()]}
+    own["agents"] = {"required": _required(AgentsPart)}
     return {
         "$schema": DRAFT,
         "title": "An experiment of fedcb2o",
         **table,
         "if": {"not": {"required": ["extends"]}},
-        "then": {"required": needed, "properties": own},
+        "then": {"required": _required(Experiment, "name"), "properties": own},
         "definitions": {**_definitions(), **{f"{key}.needs": _needs(key) for key in SECTIONS}},
     }
 
@@ -90,12 +89,15 @@ def grid_schema() -> Schema:
         }
         for axis in ("settings", "defences", "attacks")
     }
-    parts = {"tuning": _table(tuning, ["seeds", "attacks"]), "adversary": _table(_fields(AdversaryPart), ["seeds"])}
+    parts = {
+        "tuning": _table(tuning, _required(TuningPart)),
+        "adversary": _table(_fields(AdversaryPart), _required(AdversaryPart)),
+    }
     return {
         "$schema": DRAFT,
         "title": "A grid of fedcb2o",
         **_table({"extends": _extends(), **varied, "seeds": every["seeds"], **own, **axes, **parts}),
-        "required": ["defences", "attacks"],
+        "required": _required(Grid, "name", "shared"),
         "definitions": {**_definitions(), "changes": _table(varied)},
     }
 
@@ -116,6 +118,11 @@ def _fields(part: type[BaseModel], section: str = "") -> dict[str, Schema]:
         name: _explained(_field(name, field.rebuild_annotation(), field.get_default(), section), f"{section}{name}")
         for name, field in part.model_fields.items()
     }
+
+
+def _required(part: type[BaseModel], *given: str) -> list[str]:
+    """The keys of a section that it has to hold, but for those that are given otherwise."""
+    return [name for name, field in part.model_fields.items() if field.is_required() and name not in given]
 
 
 def _field(name: str, annotation: Any, default: Any, section: str) -> Schema:

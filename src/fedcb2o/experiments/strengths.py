@@ -13,6 +13,7 @@ from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import tables
 from fedcb2o.experiments.grid import Grid, Tried
+from fedcb2o.experiments.tuning import summaries
 
 FILE = "strengths.json"
 Choices = dict[Tried, dict[str, Any]]
@@ -76,11 +77,7 @@ def _asked(plan: Grid, key: Tried) -> dict[str, Any]:
 
 def _measured(folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
     """The harm that a strength does, and what it is by: accuracy and attack success rate of each seed."""
-    run, summaries = records.Run(folder), []
-    for seed in seeds:
-        if (summary := run.summary_of(seed)) is None:
-            raise records.damaged(folder / f"seed-{seed}" / "summary.json", "it is gone")
-        summaries.append(summary)
-    accuracy, rate = ([each[name] for each in summaries] for name in ("accuracy", "attack_success_rate"))
+    found = summaries(folder, seeds)
+    accuracy, rate = ([each[name] for each in found] for name in ("accuracy", "attack_success_rate"))
     harm = 1 - fmean(accuracy) if None in rate else fmean(rate)
     return {"harm": harm, "accuracy": accuracy, "attack_success_rate": None if None in rate else rate}

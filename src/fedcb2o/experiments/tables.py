@@ -87,14 +87,6 @@ def changed(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[s
     return {**table, head: value}
 
 
-def leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """{"agents": {"budget": 6}} as {("agents", "budget"): 6}."""
-    found: dict[tuple[str, ...], Any] = {}
-    for key, value in table.items():
-        found |= leaves(value, (*path, key)) if isinstance(value, Mapping) else {(*path, key): value}
-    return found
-
-
 def parse_value(text: str) -> Any:
     """The value in `--set key=value`: as in TOML, or a plain word as a string."""
     try:

@@ -47,15 +47,12 @@ def widened(plan: Grid, frozen: Mapping[str, Any]) -> Grid:
 
 def wider(folder: Path, plan: Grid, frozen: Mapping[str, Any], errors: Mapping[str, str]) -> Grid:
     """The grid with one more candidate for each defence whose best so far lies at an end; the same where none does."""
-    most, added = 0 if plan.tuning is None else plan.tuning.widen, dict(plan.widened)
+    most, found = 0 if plan.tuning is None else plan.tuning.widen, plan
     for defence in plan.candidates.keys() - frozen.keys():
-        mine = added.get(defence, [])
-        if len(mine) < most:
+        if len(plan.widened.get(defence, [])) < most:
             scores, _ = _trials(folder, plan, defence, errors)
-            following = beyond(plan.candidates[defence], means(scores))
-            if following is not None and _runs(plan, defence, following):
-                added[defence] = [*mine, following]
-    return plan if added == plan.widened else plan.model_copy(update={"widened": added})
+            found = _further(found, defence, means(scores)) or found
+    return found
 
 
 def beyond(candidates: Sequence[Changes], scores: Sequence[float | None]) -> Changes | None:
@@ -64,7 +61,7 @@ def beyond(candidates: Sequence[Changes], scores: Sequence[float | None]) -> Cha
     known = [score for score in scores if score is not None]
     if not known:
         return None
-    best, flat = scores.index(max(known)), [tables.leaves(candidate) for candidate in candidates]
+    best, flat = scores.index(max(known)), [records.flat(candidate) for candidate in candidates]
     alike = [each for each in flat if each.keys() == flat[best].keys()]
     varied = [key for key, value in flat[best].items() if any(each[key] != value for each in alike)]
     if len(varied) != 1 or not all(type(each[varied[0]]) in (int, float) for each in alike):
@@ -78,7 +75,7 @@ def beyond(candidates: Sequence[Changes], scores: Sequence[float | None]) -> Cha
     after = float(f"{value * value / near if ratio else 2 * value - near:.4g}")
     if all(isinstance(each, int) for each in values):
         after = max(round(after), 1) if ratio else round(after)
-    return None if after in values else tables.changed(candidates[best], varied[0], after)
+    return None if after in values else tables.changed(candidates[best], varied[0].split("."), after)
 
 
 def freeze(folder: Path, plan: Grid, frozen: dict[str, Any], errors: Mapping[str, str]) -> dict[str, str]:
@@ -95,10 +92,9 @@ def freeze(folder: Path, plan: Grid, frozen: dict[str, Any], errors: Mapping[str
         totals = means(scores)
         if known := [mean for mean in totals if mean is not None]:
             first = totals.index(max(known))
-            following = beyond(plan.candidates[defence], totals)
             frozen[defence] = {
                 "best": first,
-                "at_end": following is not None and _runs(plan, defence, following),
+                "at_end": _further(plan, defence, totals) is not None,
                 "scores": totals,
                 "by_attack": scores,
                 "asked": _asked(plan, defence),
@@ -129,18 +125,21 @@ def _trials(folder: Path, plan: Grid, defence: str, errors: Mapping[str, str]) -
     return scores, failed
 
 
-def _runs(plan: Grid, defence: str, candidate: Changes) -> bool:
-    """Whether a candidate is a valid one: a number may have reached the end of its range."""
-    number = len(plan.candidates[defence])
-    added = {**plan.widened, defence: [*plan.widened.get(defence, []), candidate]}
+def _further(plan: Grid, defence: str, scores: Sequence[float | None]) -> Grid | None:
+    """The grid with the candidate beyond a defence's best one; None where there is none, or it is not valid: a number
+    may have reached the end of its range."""
+    candidates = plan.candidates[defence]
+    if (following := beyond(candidates, scores)) is None:
+        return None
+    added = {**plan.widened, defence: [*plan.widened.get(defence, []), following]}
     more = plan.model_copy(update={"widened": added})
     try:
         for setting in plan.settings or [""]:
             for attack in plan.attacks:
-                more.experiment(setting, defence, attack, number)
+                more.experiment(setting, defence, attack, len(candidates))
     except ConfigError:
-        return False
-    return True
+        return None
+    return more
 
 
 def _asked(plan: Grid, defence: str) -> dict[str, Any]:
@@ -152,9 +151,15 @@ def _asked(plan: Grid, defence: str) -> dict[str, Any]:
 
 def _scores(folder: Path, seeds: Sequence[int]) -> list[float]:
     """Accuracy minus attack success rate, for each seed of a run."""
+    found = summaries(folder, seeds)
+    return [summary["accuracy"] - (summary["attack_success_rate"] or 0.0) for summary in found]
+
+
+def summaries(folder: Path, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """What each seed of a run that has ended came to; raises RunError where one does not say."""
     run, found = records.Run(folder), []
     for seed in seeds:
         if (summary := run.summary_of(seed)) is None:
             raise records.damaged(folder / f"seed-{seed}" / "summary.json", "it is gone")
-        found.append(summary["accuracy"] - (summary["attack_success_rate"] or 0.0))
+        found.append(summary)
     return found

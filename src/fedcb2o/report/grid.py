@@ -16,7 +16,6 @@ from fedcb2o.errors import RunError
 from fedcb2o.records import EVALUATED, Run, last_fifth, read_cells, read_sealed, read_toml
 
 KEYS = ["setting", "defence", "attack", "role", "floor", "seed"]
-ROLES = ("clean", "removed")
 ENDS = ("", "_worst", "_worst_tenth")
 MEASURES = [
     *(metric + end for metric in EVALUATED for end in ENDS),
@@ -28,6 +27,9 @@ MEASURES = [
 DIGITS = 5
 """Of a measure, which is a mean over agents and samples: more than any table shows, and few enough to keep the rows of
 large grids under version control."""
+
+FLOORS = {"clean": "Attackers clean", "removed": "Attackers removed"}
+"""The columns of what a defence reaches without attack, by what malicious agents do."""
 
 UNTIMED = ("evaluate", "checkpoint")
 """The phases of a round that its seconds leave out."""
@@ -133,8 +135,8 @@ def _from_runs(folder: Path, cells: list[dict[str, Any]], seeds: list[int]) -> p
         if cell["kind"] == "tuning":
             continue
         keys = {"setting": cell["setting"], "defence": cell["defence"], "attack": cell["attack"] or ""}
-        keys["role"] = cell["kind"] if cell["kind"] in ROLES else "attack"
-        keys["floor"] = cell["folder"].rpartition("/")[2] if cell["kind"] in ROLES else cell["floor"] or ""
+        keys["role"] = cell["kind"] if cell["kind"] in FLOORS else "attack"
+        keys["floor"] = cell["folder"].rpartition("/")[2] if cell["kind"] in FLOORS else cell["floor"] or ""
         measured = measures(folder / cell["folder"], cell["rounds"])
         for seed in seeds:
             if seed in measured:

@@ -10,7 +10,7 @@ import tomli_w
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import EVALUATED
-from fedcb2o.report.grid import KEYS, GridResults, measured
+from fedcb2o.report.grid import FLOORS, KEYS, GridResults, measured
 from fedcb2o.report.grid_tables import (
     MEASURES,
     RIVALS,
@@ -29,7 +29,7 @@ from fedcb2o.report.grid_tables import (
     tuning_table,
 )
 from fedcb2o.report.heat_map import darkness, heat_map
-from fedcb2o.report.matrix import CONFIDENCE, FLOORS, holm, paired, statistics, worst
+from fedcb2o.report.matrix import CONFIDENCE, holm, paired, statistics, worst
 from fedcb2o.report.page import Page, flattened, new_page, slug
 from fedcb2o.report.quiet import quiet
 from fedcb2o.report.regret import regrets

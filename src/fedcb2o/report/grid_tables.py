@@ -8,8 +8,8 @@ from typing import Any, Literal
 import pandas as pd
 
 from fedcb2o.report import regret
-from fedcb2o.report.grid import GridResults
-from fedcb2o.report.matrix import CONFIDENCE, FLOORS, holm, interval, mean_over, paired, scored, statistics, worst
+from fedcb2o.report.grid import FLOORS, GridResults
+from fedcb2o.report.matrix import CONFIDENCE, holm, interval, mean_over, paired, scored, statistics, worst
 from fedcb2o.report.page import flattened
 
 WORST, SIGNIFICANT, EXCEEDED = "Worst", " *", " †"

@@ -13,10 +13,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtr, stdtrit
 
-from fedcb2o.report.grid import GridResults, measured
-
-FLOORS = {"clean": "Attackers clean", "removed": "Attackers removed"}
-"""The columns of what a defence reaches without attack, by what malicious agents do."""
+from fedcb2o.report.grid import FLOORS, GridResults, measured
 
 OWN = ["defence", "floor", "seed"]
 STATISTICS = ["seeds", "mean", "deviation", "low", "high", "p"]
@@ -89,9 +86,9 @@ def interval(mean: float, low: float, high: float, digits: int = 1, sign: str = 
     return f"{mean:{form}}" + ("" if pd.isna(low) else f" [{low:{form}}, {high:{form}}]")
 
 
-def half_width(count: Any, deviation: Any) -> Any:
+def half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE) -> Any:
     """Half of Student's interval for the mean of so many values with this sample deviation; NaN for a single one."""
-    return stdtrit(count - 1, (1 + CONFIDENCE) / 2) * deviation / np.sqrt(count)
+    return stdtrit(count - 1, (1 + confidence) / 2) * deviation / np.sqrt(count)
 
 
 def summed_up(groups: Any) -> pd.DataFrame:

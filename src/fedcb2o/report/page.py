@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import Run, atomic_write, last_round, summary
+from fedcb2o.records import Run, atomic_write, flat, last_round, summary
 from fedcb2o.report.figures import Panels, curve_panels, figure6_panels, source_count_panels, together
 from fedcb2o.report.pictures import sample_images, weight_matrix
 from fedcb2o.report.render import html_text, readable, to_latex, to_markdown
@@ -171,13 +171,13 @@ class Page:
 
     def settings(self, names: Sequence[str], runs: Sequence[Run]) -> None:
         """What the runs were asked to do: first where they differ, then what they share."""
-        flat = pd.DataFrame({name: flattened(run.config) for name, run in zip(names, runs, strict=True)}).fillna("–")
-        flat = flat.drop(index=["name", "title", "description"], errors="ignore")
-        differ = flat.nunique(axis="columns") > 1
+        table = pd.DataFrame({name: flattened(run.config) for name, run in zip(names, runs, strict=True)}).fillna("–")
+        table = table.drop(index=["name", "title", "description"], errors="ignore")
+        differ = table.nunique(axis="columns") > 1
         if differ.any():
             self.heading("Settings that differ")
-            self.body.append(framed(flat[differ].rename_axis("Key"), "Settings that differ"))
-        alike = flat.loc[~differ].iloc[:, :1].set_axis(["Value"], axis="columns").rename_axis("Key")
+            self.body.append(framed(table[differ].rename_axis("Key"), "Settings that differ"))
+        alike = table.loc[~differ].iloc[:, :1].set_axis(["Value"], axis="columns").rename_axis("Key")
         kind = "All settings" if len(runs) == 1 else "Settings that all runs share"
         self.body.append(f"<details><summary>{kind}</summary>{framed(alike, kind)}</details>")
         self.heading("Runs")
@@ -213,12 +213,9 @@ def _about(run: Run) -> dict[str, str]:
     }
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flattened(config: Mapping[str, Any]) -> dict[str, str]:
     """{"agents": {"budget": 6}} as {"agents.budget": "6"}."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: str(value)}
-    return flat
+    return {key: str(value) for key, value in flat(config).items()}
 
 
 def _tuning(run: Run) -> str | None:

@@ -2,27 +2,24 @@
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 
-from fedcb2o.report.matrix import statistics
+from fedcb2o.report.matrix import CONFIDENCE, half_width, statistics
 
 HARMS = ("lost", "success")
 """The measures of what an attack does, in the columns of `scored` that there are: 0 or less is nothing."""
-SURE = 0.95
 
 
 def harm_bounds(rows: pd.DataFrame, attacks: Sequence[str]) -> pd.DataFrame:
     """For each attack the interval that no defence's harm leaves: how many there are, the largest `low` and the largest
-    `high` of Student's intervals that hold `SURE` all at once (Bonferroni), over defences and measures of harm.
+    `high` of Student's intervals that hold `CONFIDENCE` all at once (Bonferroni), over defences and measures of harm.
 
     What has a single seed has no interval, and is left out.
     """
     found = pd.concat([statistics(rows, name) for name in HARMS if name in rows])
     found = found[found.index.get_level_values("attack").isin(attacks)].dropna(subset="deviation")
     count = found.groupby("attack")["mean"].transform("size")
-    half = stdtrit(found.seeds - 1, 1 - (1 - SURE) / (2 * count)) * found.deviation / np.sqrt(found.seeds)
+    half = half_width(found.seeds, found.deviation, 1 - (1 - CONFIDENCE) / count)
     ends = pd.DataFrame({"low": found["mean"] - half, "high": found["mean"] + half}).groupby("attack")
     return ends.max().assign(intervals=ends.size()).reindex([name for name in attacks if name in ends.groups])
 
@@ -33,5 +30,6 @@ def quiet(rows: pd.DataFrame, attacks: Sequence[str]) -> Iterator[str]:
         if row.low <= 0:
             yield (
                 f"Under {name} nothing is shown to happen to anybody: of {row.intervals:.0f} intervals, which hold "
-                f"{100 * SURE:.0f}% all at once, none lies above 0, and none reaches beyond {100 * row.high:.1f} points"
+                f"{100 * CONFIDENCE:.0f}% all at once, none lies above 0, and none reaches beyond "
+                f"{100 * row.high:.1f} points"
             )

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fedcb2o.report.tables import LABELS
 
-VALUE = re.compile(r"(\S+) (\[.*?\]|± \S+)( \(.*\))?( [*†])?")  # with its interval, the case it is of, and a mark
+VALUE = re.compile(r"(\S+) (\[.*?\])( \(.*\))?( [*†])?")  # with its interval, the case it is of, and a mark
 LONG, TEXT = 40, ' class="text"'  # a column is prose where a cell without a value has more characters
 ENDS = {"_worst_tenth": ", worst tenth", "_worst": ", worst agent", "": ""}
 HEADINGS = {
