@@ -131,6 +131,13 @@ ALGORITHMS = {
     "FedCBO": partial(algorithms.fedcbo),
     "DFedAvgM": partial(algorithms.dfedavgm),
     "alone": partial(algorithms.local_training),
+    "sub-level set": partial(
+        algorithms.fedcb2o,
+        criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
+        **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
+        selection={"name": "prob_sampling", "newcomers": 0.4},
+    ),
+    "median": partial(algorithms.fedcb2o, tested=2.0, point="median", own_model="judged", mixing_factor=1.0),
     "everyone": partial(algorithms.fedcb2o, selection="everyone", own_model="judged", beta=0.4),
     "itself too": partial(algorithms.fedcb2o, own_model="judged", own_candidate=True, mixing_factor=1.0),
     "patches": partial(algorithms.fedcb2o, criterion={"name": "trigger_sensitivity"}, own_model="judged"),
