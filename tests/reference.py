@@ -61,6 +61,7 @@ class Options:
     newcomers: float | None = None  # the share of M that goes to peers never asked; None: all of it, as in Algorithm 2
     judged_at: float = 1.0  # the share of the way to a peer's model after which it is judged
     tested: float | None = None  # Q: what loses no more than the own model by so many standard errors, too
+    ball: float | None = None  # Q: nobody who is farther from the own model than so many times its norm
     z: float = 0.0  # so many standard errors of a class loss are no gap
     against: Literal["own", "majority"] = "own"  # majority: or the median over Q, where that is more
     likelihood: Literal["loss", "loss+criterion"] = "loss"
@@ -202,10 +203,12 @@ def local_aggregations(
             gap = options.criterion == "class_loss_gap" and n >= options.criterion_from_round
             if options.counts_from == "second":
                 at_hand = [i for i in at_hand if i == j or i in met_before]
-            Q = sublevel_set(losses, at_hand, j, options)
+            outside = [i for i in received if not is_within(published[i], published[j], agent, options.ball)]
+            Q = sublevel_set(losses, [i for i in at_hand if i not in outside], j, options)
             G = {}
             for i in sorted({*received, j}):  # line 5
                 G[i] = class_loss_gap(losses, i, j, num_classes, options, Q) if gap else losses[i].mean
+                G[i] = math.inf if i in outside else G[i]
             for i in received:  # line 4
                 worse = max(G[i], 0.0) if gap and options.likelihood == "loss+criterion" else 0.0
                 update_likelihood(agent, i, losses[i].mean + worse)
@@ -335,6 +338,16 @@ def on_the_way(own: nn.Module, peer: nn.Module, agent: Agent, share: float) -> n
         for tensor, start in zip(exchanged(there, agent), exchanged(own, agent), strict=True):
             tensor.copy_(start + share * (tensor - start))
     return there
+
+
+def is_within(peer: nn.Module, own: nn.Module, agent: Agent, radius: float | None) -> bool:
+    """Whether a peer's model lies in the ball about the own one, whose radius is in units of its norm."""
+    if radius is None:
+        return True
+    with torch.no_grad():
+        pairs = list(zip(exchanged(peer, agent), exchanged(own, agent), strict=True))
+        apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+        return math.sqrt(apart) <= radius * math.sqrt(sum(float(b.double().square().sum()) for _, b in pairs))
 
 
 def standard_error(losses: dict[int, Loss], i: int, j: int) -> float:

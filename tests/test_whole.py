@@ -130,7 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
         "agents": {**FEW, "budget": 2},
         "training": FAST,
         "algorithm": {
-            **{"name": "fedcb2o", "tested": 2.0, "judged_at": 0.4, "criterion_from_round": 2, **MIXED},
+            **{"name": "fedcb2o", "tested": 2.0, "judged_at": 0.4, "criterion_from_round": 2, "ball": 0.4, **MIXED},
             **{"criterion": {"name": "class_loss_gap", "z": 0.5}, "likelihood": "loss+criterion"},
         },
     },

@@ -135,6 +135,7 @@ ALGORITHMS = {
         algorithms.fedcb2o,
         criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
         **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
+        ball=1.0,
         selection={"name": "prob_sampling", "newcomers": 0.4},
     ),
     "median": partial(algorithms.fedcb2o, tested=2.0, point="median", own_model="judged", mixing_factor=1.0),

@@ -116,6 +116,7 @@ ALGORITHMS = {
     "sub-level set": algorithms.fedcb2o(
         criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
         **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
+        ball=1.0,
         selection={"name": "prob_sampling", "newcomers": 0.4},
     ),
     "sub-level set, patches": algorithms.fedcb2o(

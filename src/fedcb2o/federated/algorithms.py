@@ -91,6 +91,7 @@ def fedcb2o(
     delta_q: float | None = None,
     quantile: Literal["plain", "averaged"] | None = None,
     tested: float | None = None,
+    ball: float | None = None,
     judged_at: float = 1.0,
     own_model: OwnModel = "excluded",
     own_candidate: bool = False,
@@ -116,8 +117,8 @@ def fedcb2o(
     What else there is goes beyond the paper (docs/equations.md). `judged_at` is the share of the way to a peer's model
     after which it is judged: below 1 by what a step towards it does. `tested` widens the sub-level set by what does not
     lose more than the own model by so many standard errors, or is one by itself. `likelihood` "loss+criterion" counts
-    G, where it is above 0, beside L in a peer's record (eq:update_sampling_likelihood). `counts_from` and `point` are
-    those of `rules.by_criterion`.
+    G, where it is above 0, beside L in a peer's record (eq:update_sampling_likelihood). `ball`, `counts_from` and
+    `point` are those of `rules.by_criterion`.
     """
     _check("alpha", alpha, alpha >= 0, "0 or more")
     _check("beta", beta, beta is None or 0 < beta <= 1, "above 0 and at most 1")
@@ -125,6 +126,7 @@ def fedcb2o(
     if beta is None and (delta_q is not None or quantile is not None):
         raise ConfigError("`delta_q` and `quantile` go with a `beta`: they are about the level of its sub-level set")
     _check("tested", tested, tested is None or 0 <= tested < math.inf, "0 or more")
+    _check("ball", ball, ball is None or ball > 0, "above 0")
     _check("judged_at", judged_at, 0 < judged_at <= 1, "above 0 and at most 1")
     _check("kappa", kappa, kappa >= 0, "0 or more")
     _check("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
@@ -147,6 +149,7 @@ def fedcb2o(
             sublevel=sublevel,
             own_model=own,
             tested=tested,
+            ball=ball,
             counts_from=counts_from,
             point=point,
         )

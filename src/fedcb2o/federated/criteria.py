@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.aggregate import gram
+from fedcb2o.federated.aggregate import relative_distances
 from fedcb2o.federated.paired import error_by_class
 from fedcb2o.federated.returned import values_of
 from fedcb2o.federated.types import TOGETHER, Criterion, Judged, Losses, together
@@ -148,11 +148,7 @@ def _painted(x: Shaped[Tensor, "n *features"], *, tiles: int, i: float, j: float
 
 def distance(judged: Judged) -> Float[Tensor, " m"]:
     """How far a model is from the own one, in units of the own one's norm."""
-    everyone = judged.received.with_own(judged.me)
-    products = gram(judged.pool, everyone.rows, last=1)
-    to_own, squares = products[:-1, -1], products.diagonal()
-    far = (squares[:-1] - 2 * to_own + squares[-1]).clamp(min=0).sqrt()
-    return _or_infinite(far / squares[-1].sqrt())
+    return _or_infinite(relative_distances(judged.pool, judged.received.with_own(judged.me).rows))
 
 
 # Combinations

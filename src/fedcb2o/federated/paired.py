@@ -8,8 +8,9 @@ from fedcb2o.federated.types import Losses
 
 
 def error(losses: Losses, own: Losses) -> Float[Tensor, "*a m"]:
-    """That of L_i - L_j: the deviation of the differences over the samples, by the root of their number; 0 where there
-    is only one sample, NaN for a model whose losses are not finite."""
+    """That of L_i - L_j, by which a sub-level set (eq:clustered_csp) can be tested: the deviation of the differences
+    over the samples, by the root of their number; 0 where there is only one sample, NaN for a model whose losses are
+    not finite."""
     differences = losses.each - own.each
     n = differences.shape[-1]
     squares = (differences - differences.mean(-1, keepdim=True)).square().sum(-1)
@@ -17,9 +18,9 @@ def error(losses: Losses, own: Losses) -> Float[Tensor, "*a m"]:
 
 
 def error_by_class(losses: Losses, own: Losses) -> Float[Tensor, "*a m C"]:
-    """That of L_{j,c}(theta_i) - L_{j,c}(theta_j), by a variance within classes that is the same in all, since an agent
-    has few samples of each; 0 where no class has two, infinite where the agent holds none of a class, and NaN for a
-    model whose losses are not finite."""
+    """That of L_{j,c}(theta_i) - L_{j,c}(theta_j), by which a gap (eq:robust_criterion_G_LF) can be tested: by a
+    variance within classes that is the same in all, since an agent has few samples of each; 0 where no class has two,
+    infinite where the agent holds none of a class, and NaN for a model whose losses are not finite."""
     gaps = losses.by_class - own.by_class
     labels = losses.labels.unsqueeze(-2).expand(losses.each.shape)
     within = (losses.each - own.each - gaps.gather(-1, labels)).square().sum(-1, keepdim=True)

@@ -24,6 +24,7 @@ from fedcb2o.federated import lfighter as _lfighter
 from fedcb2o.federated import lightyear as _lightyear
 from fedcb2o.federated import sentinel as _sentinel
 from fedcb2o.federated import wfagg as _wfagg
+from fedcb2o.federated.aggregate import relative_distances
 from fedcb2o.federated.heads import heads
 from fedcb2o.federated.paired import error
 from fedcb2o.federated.returned import mixing_of, values_of
@@ -64,6 +65,7 @@ def by_criterion(
     sublevel: Sublevel | None,
     own_model: OwnModel,
     tested: float | None = None,
+    ball: float | None = None,
     counts_from: Meeting = "first",
     point: Literal["mean", "median"] = "mean",
 ) -> Weighed:
@@ -74,7 +76,9 @@ def by_criterion(
     the most trusted peer, as in the authors' released code.
 
     Beyond the paper: with `tested`, models count, too, whose loss exceeds the own one's by at most so many standard
-    errors, on the same samples; without a `sublevel` these alone. With counts_from="second" a model counts from the
+    errors, on the same samples; without a `sublevel` these alone. With `ball` nobody counts who is farther from the own
+    model than so many times its norm, and the criterion takes them for infinitely bad: the ball B_R of eq:Q_beta, about
+    the own model, for who cannot tell by losses yet. With counts_from="second" a model counts from the
     second time on that its agent was asked. With point="median" m_j is the weighted median of each coordinate.
     """
     assert judged.losses is not None
@@ -87,6 +91,13 @@ def by_criterion(
         members[..., :-1] = judged.received.ids != judged.me.ids  # it may have drawn itself: it counts once
     if counts_from == "second":
         members[..., :-1] &= torch.isin(judged.received.ids, judged.local.contacts.ids)
+    far = torch.zeros_like(judged.received.ids, dtype=torch.bool)
+    if ball is not None:
+        for outside, rows in zip(
+            far.view(-1, m), judged.received.with_own(judged.me).rows.view(-1, m + 1), strict=True
+        ):
+            outside[:] = ~(relative_distances(judged.pool, rows) <= ball)
+        members[..., :-1] &= ~far
     counted = members.clone()
     if sublevel is not None:
         lower = torch.cat([judged.losses.mean, judged.own.mean], -1)
@@ -97,7 +108,7 @@ def by_criterion(
         bound = judged.own.mean + tested * error(judged.losses, judged.own).nan_to_num(nan=0.0)
         near = torch.cat([judged.losses.mean <= bound, torch.ones_like(members[..., -1:])], -1)
         counted = members & (near if sublevel is None else near | counted)
-    values = values_of(criterion, dataclasses.replace(judged, among=counted[..., :-1]))
+    values = values_of(criterion, dataclasses.replace(judged, among=counted[..., :-1])).masked_fill(far, torch.inf)
     itself = values.new_zeros(*values.shape[:-1], 1)
     if own_model == "judged":
         itself = values_of(criterion, judged.itself())
@@ -114,7 +125,8 @@ def by_criterion(
 
 
 def weighted_median(x: Float[Tensor, "k b"], weights: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
-    """The weighted median of each column: the least of its numbers that, with all below it, have half of the weight."""
+    """The weighted median of each column, in place of the mean of eq:comp_csp: the least of its numbers that, with all
+    below it, have half of the weight."""
     ordered, order = x.sort(dim=0, stable=True)
     below = weights.to(x.device)[order].cumsum(0)
     place = (below < weights.sum().to(x.device) / 2 - 1e-9).sum(0, keepdim=True)

@@ -32,7 +32,8 @@ def weigh_(
     record: Float[np.ndarray, " m"] | None,
 ) -> dict[int, State]:
     """Fill in what `alike` agents of a part make of what they received; what their rules keep. To the losses that go
-    on `record`, in the order of the inbox, their criteria add, where the algorithm counts these."""
+    on `record` (eq:update_sampling_likelihood), in the order of the inbox, their criteria add, where the algorithm
+    counts these."""
     algorithm, judged, those, where = block.terms.algorithm, alike.judged, alike.those, alike.where
     choices.factor[those] = algorithm.factor(block.terms.training.gamma)
     if judged.own is not None:
