@@ -19,7 +19,7 @@ from torch import Tensor
 from fedcb2o import consensus, plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregate, criteria, pre_steps, rules, selection
-from fedcb2o.federated.rules import Meeting, OwnModel
+from fedcb2o.federated.sublevel import Meeting, OwnModel, Sublevel
 from fedcb2o.federated.types import REMEMBERS, TOGETHER, Judged, Select, Weighed, together
 from fedcb2o.plugins import Named
 
@@ -117,8 +117,8 @@ def fedcb2o(
     What else there is goes beyond the paper (docs/equations.md). `judged_at` is the share of the way to a peer's model
     after which it is judged: below 1 by what a step towards it does. `tested` widens the sub-level set by what does not
     lose more than the own model by so many standard errors, or is one by itself. `likelihood` "loss+criterion" counts
-    G, where it is above 0, beside L in a peer's record (eq:update_sampling_likelihood). `ball`, `counts_from` and
-    `point` are those of `rules.by_criterion`.
+    G, where it is above 0, beside L in a peer's record (eq:update_sampling_likelihood). `ball` and
+    `counts_from` are those of `Sublevel`, `point` that of `rules.by_criterion`.
     """
     _check("alpha", alpha, alpha >= 0, "0 or more")
     _check("beta", beta, beta is None or 0 < beta <= 1, "above 0 and at most 1")
@@ -131,10 +131,11 @@ def fedcb2o(
     _check("kappa", kappa, kappa >= 0, "0 or more")
     _check("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
     _check("criterion_from_round", criterion_from_round, criterion_from_round >= 0, "0 or more")
-    sublevel = None
+    level = None
     if beta is not None:
         averaged = quantile == "averaged"
-        sublevel = functools.partial(consensus.sublevel_mask, beta=beta, delta_q=delta_q or 0.0, averaged=averaged)
+        level = functools.partial(consensus.sublevel_mask, beta=beta, delta_q=delta_q or 0.0, averaged=averaged)
+    sublevel = Sublevel(level, tested, ball, counts_from)
     robust, average = plugins.named("criterion", criterion, criteria), functools.partial(criteria.average_loss)
 
     def weigh(judged: Judged) -> Weighed:
@@ -142,17 +143,7 @@ def fedcb2o(
         own = own_model
         if own == "trusted" and now.func is criteria.average_loss:  # a loss, unlike a gap, can judge the own model
             own = "judged"
-        decided = rules.by_criterion(
-            judged,
-            now,
-            alpha=alpha,
-            sublevel=sublevel,
-            own_model=own,
-            tested=tested,
-            ball=ball,
-            counts_from=counts_from,
-            point=point,
-        )
+        decided = rules.by_criterion(judged, now, alpha=alpha, sublevel=sublevel, own_model=own, point=point)
         return decided if now is robust else dataclasses.replace(decided, values=None)  # L is not counted twice
 
     several = criteria.judges_together(robust) and counts_from == "first" and point == "mean"

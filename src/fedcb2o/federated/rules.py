@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o import consensus, plugins
@@ -24,10 +24,9 @@ from fedcb2o.federated import lfighter as _lfighter
 from fedcb2o.federated import lightyear as _lightyear
 from fedcb2o.federated import sentinel as _sentinel
 from fedcb2o.federated import wfagg as _wfagg
-from fedcb2o.federated.aggregate import relative_distances
 from fedcb2o.federated.heads import heads
-from fedcb2o.federated.paired import error
 from fedcb2o.federated.returned import mixing_of, values_of
+from fedcb2o.federated.sublevel import OwnModel, Sublevel
 from fedcb2o.federated.types import Criterion, Judged, Received, Reduction, Weighed, together
 
 ROOMS = (robust, robust_columns, _lfighter, _foolsgold, _lightyear, _wfagg, _sentinel, _flame)
@@ -36,11 +35,6 @@ __getattr__ = plugins.found_in(*ROOMS)
 
 VALUES = ("losses", "entropies", "num_samples", "progress", "n", "draw", "heads")
 """What a robust rule may look at beside the models: values for each of them, t/T, the round, a generator of its own."""
-
-OwnModel = Literal["excluded", "judged", "trusted"]
-Meeting = Literal["first", "second"]
-Sublevel = Callable[[Float[Tensor, " m"]], Bool[Tensor, " m"]]
-"""The losses of some models -> which are in the sub-level set."""
 
 
 @together
@@ -62,53 +56,20 @@ def by_criterion(
     criterion: Criterion,
     *,
     alpha: float,
-    sublevel: Sublevel | None,
+    sublevel: Sublevel,
     own_model: OwnModel,
-    tested: float | None = None,
-    ball: float | None = None,
-    counts_from: Meeting = "first",
     point: Literal["mean", "median"] = "mean",
 ) -> Weighed:
     """The weights mu_j = exp(-alpha G), normalised, of the received models and, last, the agent's own (eq:comp_csp).
 
-    With a `sublevel`, only models in the sub-level set of the average loss count (eq:clustered_csp). The own model is
-    `"excluded"` as in Algorithm 2, `"judged"` by the criterion like a peer's, or `"trusted"`: it counts as much as
-    the most trusted peer, as in the authors' released code.
-
-    Beyond the paper: with `tested`, models count, too, whose loss exceeds the own one's by at most so many standard
-    errors, on the same samples; without a `sublevel` these alone. With `ball` nobody counts who is farther from the own
-    model than so many times its norm, and the criterion takes them for infinitely bad: the ball B_R of eq:Q_beta, about
-    the own model, for who cannot tell by losses yet. With counts_from="second" a model counts from the
-    second time on that its agent was asked. With point="median" m_j is the weighted median of each coordinate.
+    Only models in the `sublevel` set of the average loss count (eq:clustered_csp); outside of its ball G is infinite.
+    The own model is `"excluded"` as in Algorithm 2, `"judged"` by the criterion like a peer's, or `"trusted"`: it
+    counts as much as the most trusted peer, as in the authors' released code. With point="median", beyond the paper,
+    m_j is the weighted median of each coordinate.
     """
-    assert judged.losses is not None
-    assert judged.own is not None
-    m = judged.received.ids.shape[-1]
-    members = torch.ones(*judged.received.ids.shape[:-1], m + 1, dtype=torch.bool)
-    if own_model == "excluded":
-        members[..., -1] = False
-    else:
-        members[..., :-1] = judged.received.ids != judged.me.ids  # it may have drawn itself: it counts once
-    if counts_from == "second":
-        members[..., :-1] &= torch.isin(judged.received.ids, judged.local.contacts.ids)
-    far = torch.zeros_like(judged.received.ids, dtype=torch.bool)
-    if ball is not None:
-        for outside, rows in zip(
-            far.view(-1, m), judged.received.with_own(judged.me).rows.view(-1, m + 1), strict=True
-        ):
-            outside[:] = ~(relative_distances(judged.pool, rows) <= ball)
-        members[..., :-1] &= ~far
-    counted = members.clone()
-    if sublevel is not None:
-        lower = torch.cat([judged.losses.mean, judged.own.mean], -1)
-        for each, some, losses in zip(*(x.view(-1, m + 1) for x in (counted, members, lower)), strict=True):
-            if some.any():
-                each[some] = sublevel(losses[some])
-    if tested is not None:
-        bound = judged.own.mean + tested * error(judged.losses, judged.own).nan_to_num(nan=0.0)
-        near = torch.cat([judged.losses.mean <= bound, torch.ones_like(members[..., -1:])], -1)
-        counted = members & (near if sublevel is None else near | counted)
-    values = values_of(criterion, dataclasses.replace(judged, among=counted[..., :-1])).masked_fill(far, torch.inf)
+    outside = sublevel.outside(judged)
+    counted = sublevel.counted(judged, own_model, outside)
+    values = values_of(criterion, dataclasses.replace(judged, among=counted[..., :-1])).masked_fill(outside, torch.inf)
     itself = values.new_zeros(*values.shape[:-1], 1)
     if own_model == "judged":
         itself = values_of(criterion, judged.itself())
