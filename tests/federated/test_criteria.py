@@ -114,8 +114,8 @@ def test_the_gap_to_the_majority_is_to_the_median_of_the_sub_level_set_where_tha
 
 @pytest.mark.parametrize("z", [-1.0, INF, float("nan")])
 def test_z_must_be_a_number_of_standard_errors(z):
-    with pytest.raises(ConfigError, match="`z` of class_loss_gap must be 0 or more"):
-        criteria.class_loss_gap(judged([[1.0]], [1.0]), z=z)
+    with pytest.raises(ConfigError, match=r"criterion `class_loss_gap`: `z` = .*(greater than|finite)"):
+        algorithms.fedcb2o(criterion={"name": "class_loss_gap", "z": z})
 
 
 def test_worst_class_loss():

@@ -68,8 +68,8 @@ def test_whose_likelihood_is_nothing_leaves_room_for_newcomers():
 
 @pytest.mark.parametrize("newcomers", [0.0, -0.5, 1.5])
 def test_newcomers_are_a_share(newcomers):
-    with pytest.raises(ConfigError, match="`newcomers` of prob_sampling must be above 0 and at most 1"):
-        prob_sampling(NOBODY, torch.arange(3), 2, stream(0, "x"), newcomers=newcomers)
+    with pytest.raises(ConfigError, match=f"selection `prob_sampling`: `newcomers` = {newcomers}: .* (greater|less)"):
+        selection.named({"name": "prob_sampling", "newcomers": newcomers})
 
 
 def test_a_likelihood_that_underflows_is_never_drawn_and_never_first_again():

@@ -117,8 +117,8 @@ def fedcb2o(
     What else there is goes beyond the paper (docs/equations.md). `judged_at` is the share of the way to a peer's model
     after which it is judged: below 1 by what a step towards it does. `tested` widens the sub-level set by what does not
     lose more than the own model by so many standard errors, or is one by itself. `likelihood` "loss+criterion" counts
-    G, where it is above 0, beside L in a peer's record (eq:update_sampling_likelihood). `ball` and
-    `counts_from` are those of `Sublevel`, `point` that of `rules.by_criterion`.
+    G, where it is above 0, beside L in a peer's record (eq:update_sampling_likelihood). `ball` and `counts_from` are
+    those of `Sublevel`, `point` that of `rules.by_criterion`.
     """
     _check("alpha", alpha, alpha >= 0, "0 or more")
     _check("beta", beta, beta is None or 0 < beta <= 1, "above 0 and at most 1")
@@ -144,7 +144,8 @@ def fedcb2o(
         if own == "trusted" and now.func is criteria.average_loss:  # a loss, unlike a gap, can judge the own model
             own = "judged"
         decided = rules.by_criterion(judged, now, alpha=alpha, sublevel=sublevel, own_model=own, point=point)
-        return decided if now is robust else dataclasses.replace(decided, values=None)  # L is not counted twice
+        twice = now.func is criteria.average_loss  # no G yet: L is not counted twice
+        return dataclasses.replace(decided, values=None) if twice else decided
 
     several = criteria.judges_together(robust) and counts_from == "first" and point == "mean"
     return Algorithm(

@@ -6,7 +6,6 @@ them are in nats, whatever the other models are: so the agent's own model can be
 
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Shaped
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from fedcb2o import plugins
@@ -50,7 +49,7 @@ def class_loss_gap(
     judged: Judged,
     *,
     absent: Literal["masked", "zero"] = "masked",
-    z: float = 0.0,
+    z: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0,
     against: Literal["own", "majority"] = "own",
 ) -> Float[Tensor, "*a m"]:
     """The paper's G_j: max over classes c of L_{j,c}(theta) - L_{j,c}(theta^j) (eq:robust_criterion_G_LF).
@@ -64,8 +63,6 @@ def class_loss_gap(
     the gap is to the median of L_{j,c} over the sub-level set and the own model, where that is more than the own one's:
     what most lose by mixing is held against nobody.
     """
-    if not 0 <= z < math.inf:
-        raise ConfigError(f"`z` of class_loss_gap must be 0 or more, got {z}")
     losses, own = _losses(judged)
     expected = own.by_class.clamp(max=MOST)
     if against == "majority":

@@ -82,16 +82,15 @@ def decide(
     states = dict(enumerate(memory.states))
     for alike in judged:  # lines 5 and 6: G^i, and m_j by the weights mu_j^i = exp(-alpha G^i)
         states |= weigh_(choices, block, some, alike, P, states, L)
-    new_P = (
-        remember(  # line 4: P_{n+1}^{j,i} <- (1 - zeta) P_n^{j,i} + zeta exp(-kappa L_j^i), where G may count as well
-            P.take(benign),
-            asked.take(benign),
-            inbox.ids.take(benign),
-            None if L is None else L[inbox.ids.places(benign)],
-            kappa=algorithm.kappa,
-            zeta=algorithm.zeta,
-            first_contact=algorithm.first_contact,
-        )
+    # Line 4: P_{n+1}^{j,i} <- (1 - zeta) P_n^{j,i} + zeta exp(-kappa L_j^i); after line 5, since G may count as well.
+    new_P = remember(
+        P.take(benign),
+        asked.take(benign),
+        inbox.ids.take(benign),
+        None if L is None else L[inbox.ids.places(benign)],
+        kappa=algorithm.kappa,
+        zeta=algorithm.zeta,
+        first_contact=algorithm.first_contact,
     )
     weigh_by_samples_(choices, block, some, colluders, inbox, n)
     return memory.after(benign, new_P, list(states.values())), choices

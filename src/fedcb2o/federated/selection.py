@@ -8,11 +8,12 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from fedcb2o import plugins
@@ -52,7 +53,7 @@ def prob_sampling(
     budget: int,
     draws: Sequence[np.random.Generator],
     *,
-    newcomers: float | None = None,
+    newcomers: Annotated[float, Field(gt=0, le=1)] | None = None,
 ) -> Lists:
     """ProbSampling (alg:localAggregation): peers never asked come first, then draws by the likelihood P_n^j.
 
@@ -64,8 +65,6 @@ def prob_sampling(
     rest to others by their likelihood; where these are too few, newcomers fill it up. So who takes a new identity in
     every round does not fill A_n.
     """
-    if newcomers is not None and not 0 < newcomers <= 1:
-        raise ConfigError(f"`newcomers` of prob_sampling must be above 0 and at most 1, got {newcomers}")
     owner = met.ids.owners
     among, places = peers.find(owner, met.ids.values)
     owner, likelihood = owner[among], met.likelihood[among]
