@@ -57,6 +57,16 @@ class Options:
     own_model: Literal["excluded", "judged", "trusted"] = "excluded"  # released code: trusted
     lambda1: float = 10.0
     mixing_factor: float | None = None  # None: lambda1 * gamma; released code: 1
+    # Beyond the paper.
+    newcomers: float | None = None  # the share of M that goes to peers never asked; None: all of it, as in Algorithm 2
+    judged_at: float = 1.0  # the share of the way to a peer's model after which it is judged
+    tested: float | None = None  # Q: what loses no more than the own model by so many standard errors, too
+    ball: float | None = None  # Q: nobody who is farther from the own model than so many times its norm
+    z: float = 0.0  # so many standard errors of a class loss are no gap
+    against: Literal["own", "majority"] = "own"  # majority: or the median over Q, where that is more
+    likelihood: Literal["loss", "loss+criterion"] = "loss"
+    counts_from: Literal["first", "second"] = "first"  # meeting
+    point: Literal["mean", "median"] = "mean"
 
 
 FEDCB2O = Options()
@@ -87,10 +97,12 @@ class Agent:
 
 @dataclass(frozen=True)
 class Loss:
-    """L_j(theta) and, for each class c that agent j holds, L_{j,c}(theta)."""
+    """L_j(theta) and, for each class c that agent j holds, L_{j,c}(theta), and the loss of each sample by itself."""
 
     mean: float
     by_class: dict[int, float]
+    errors: list[float] = field(default_factory=list, compare=False)
+    labels: list[int] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True)
@@ -174,6 +186,7 @@ def local_aggregations(
             continue
         options = agent.algorithm
         asked = select(agents, j, stream(seed, "select", n, j))  # line 1: A_n
+        met_before = set(agent.met)
         agent.met |= set(asked)
         received = [i for i in asked if answers[i]]  # line 2
         # The models that m_j may hold; j is among them once, whether it sampled itself or is always counted.
@@ -185,14 +198,22 @@ def local_aggregations(
             weights = normalised(values)
         else:
             for i in sorted({*received, j}):  # line 3
-                losses[i] = evaluate(published[i], agent, training)
-            for i in received:  # line 4
-                update_likelihood(agent, i, losses[i].mean)
+                there = on_the_way(published[j], published[i], agent, options.judged_at)
+                losses[i] = evaluate(there, agent, training)
             gap = options.criterion == "class_loss_gap" and n >= options.criterion_from_round
-            values = {}
-            for i in at_hand:  # line 5
-                values[i] = class_loss_gap(losses, i, j, num_classes, options) if gap else losses[i].mean
-            weights = consensus_weights(values, losses, j, options, trusted=gap and options.own_model == "trusted")
+            if options.counts_from == "second":
+                at_hand = [i for i in at_hand if i == j or i in met_before]
+            outside = [i for i in received if not is_within(published[i], published[j], agent, options.ball)]
+            Q = sublevel_set(losses, [i for i in at_hand if i not in outside], j, options)
+            G = {}
+            for i in sorted({*received, j}):  # line 5
+                G[i] = class_loss_gap(losses, i, j, num_classes, options, Q) if gap else losses[i].mean
+                G[i] = math.inf if i in outside else G[i]
+            for i in received:  # line 4
+                worse = max(G[i], 0.0) if gap and options.likelihood == "loss+criterion" else 0.0
+                update_likelihood(agent, i, losses[i].mean + worse)
+            values = {i: G[i] for i in at_hand}
+            weights = consensus_weights(values, Q, j, options, trusted=gap and options.own_model == "trusted")
 
         if weights:
             factor = training.gamma * options.lambda1 if options.mixing_factor is None else options.mixing_factor
@@ -237,17 +258,39 @@ def prob_sampling(agent: Agent, candidates: list[int], M: int, draw: np.random.G
     # Line 1: P = 0 means "never selected" (rem:sampling_likelihood_init). The record is kept apart from P, which
     # underflows to 0 for a garbage model and stays unknown for a peer that never answers.
     S = [i for i in candidates if i not in agent.met]
+    if agent.algorithm.newcomers is not None:
+        return with_newcomers(agent, S, [i for i in candidates if i in agent.met], M, draw)
     if S:
         return pick(S, M, draw) if len(S) > M else S  # line 2: no top-up
-    # Line 4. Peers that were asked and never answered are as good as the mean of those who did.
-    known = [agent.P[i] for i in candidates if i in agent.P]
-    unknown = sum(known) / len(known) if known else 1.0
-    p = np.array([agent.P.get(i, unknown) for i in candidates])
+    # Line 4
+    return likely(agent, candidates, M, draw)
+
+
+def likely(agent: Agent, candidates: list[int], M: int, draw: np.random.Generator) -> list[int]:
+    """M of those who were met, by their likelihood."""
+    p = np.array(likelihoods(agent, candidates))
     if p.sum() == 0:
         return []
     p = p / p.sum()
     k = sum(float(value) > 0 for value in p)  # no more than k different ones can be drawn
     return [int(i) for i in draw.choice(candidates, size=min(M, k), replace=False, p=p)]
+
+
+def likelihoods(agent: Agent, candidates: list[int]) -> list[float]:
+    """P^{j,i}; peers that were asked and never answered are as good as the mean of those who did."""
+    known = [agent.P[i] for i in candidates if i in agent.P]
+    unknown = sum(known) / len(known) if known else 1.0
+    return [agent.P.get(i, unknown) for i in candidates]
+
+
+def with_newcomers(agent: Agent, S: list[int], met: list[int], M: int, draw: np.random.Generator) -> list[int]:
+    """At most the share `newcomers` of M for S, who were never asked, and more where those who were met leave room."""
+    assert agent.algorithm.newcomers is not None
+    share = math.ceil(agent.algorithm.newcomers * M - 1e-9)
+    can_be_drawn = sum(P > 0 for P in likelihoods(agent, met))
+    size = max(share, M - can_be_drawn)
+    fresh = pick(S, size, draw) if len(S) > size else S
+    return fresh + likely(agent, met, M - len(fresh), draw)
 
 
 def colluding(agents: Sequence[Agent], j: int, M: int, draw: np.random.Generator) -> list[int]:
@@ -285,7 +328,48 @@ def evaluate(model: nn.Module, agent: Agent, training: Training) -> Loss:
         mean = mean_of([mean_of(errors[start : start + size]) for start in range(0, len(errors), size)])
     labels = [int(y) for y in agent.validation_y]
     by_class = {c: mean_of([e for e, y in zip(errors, labels, strict=True) if y == c]) for c in sorted(set(labels))}
-    return Loss(mean, by_class)
+    return Loss(mean, by_class, errors, labels)
+
+
+def on_the_way(own: nn.Module, peer: nn.Module, agent: Agent, share: float) -> nn.Module:
+    """A network that lies so far on the way from the own model to a peer's."""
+    there = copy.deepcopy(peer)
+    with torch.no_grad():
+        for tensor, start in zip(exchanged(there, agent), exchanged(own, agent), strict=True):
+            tensor.copy_(start + share * (tensor - start))
+    return there
+
+
+def is_within(peer: nn.Module, own: nn.Module, agent: Agent, radius: float | None) -> bool:
+    """Whether a peer's model lies in the ball about the own one, whose radius is in units of its norm."""
+    if radius is None:
+        return True
+    with torch.no_grad():
+        pairs = list(zip(exchanged(peer, agent), exchanged(own, agent), strict=True))
+        apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+        return math.sqrt(apart) <= radius * math.sqrt(sum(float(b.double().square().sum()) for _, b in pairs))
+
+
+def standard_error(losses: dict[int, Loss], i: int, j: int) -> float:
+    """Of L_i - L_j over the same samples."""
+    differences = [a - b for a, b in zip(losses[i].errors, losses[j].errors, strict=True)]
+    n = len(differences)
+    if n == 1:
+        return 0.0
+    mean = sum(differences) / n
+    return math.sqrt(sum((each - mean) ** 2 for each in differences) / (n - 1) / n)
+
+
+def standard_error_of_class(losses: dict[int, Loss], i: int, j: int, c: int, labels: list[int]) -> float:
+    """Of L_{j,c}(theta^i) - L_{j,c}(theta^j), by the variance of the differences within classes, pooled."""
+    total, degrees = 0.0, 0
+    for each in set(labels):
+        of_class = [k for k, y in enumerate(labels) if y == each]
+        differences = [losses[i].errors[k] - losses[j].errors[k] for k in of_class]
+        mean = sum(differences) / len(differences)
+        total += sum((difference - mean) ** 2 for difference in differences)
+        degrees += len(differences) - 1
+    return math.sqrt(total / max(1, degrees) / labels.count(c))
 
 
 def mean_of(numbers: list[float]) -> float:
@@ -307,7 +391,9 @@ def update_likelihood(agent: Agent, i: int, loss: float) -> None:
 MOST = (2 - 2**-23) * 2.0**127  # what a float32 can be: better than a model that is broken by this is any other
 
 
-def class_loss_gap(losses: dict[int, Loss], i: int, j: int, num_classes: int, options: Options) -> float:
+def class_loss_gap(
+    losses: dict[int, Loss], i: int, j: int, num_classes: int, options: Options, Q: Sequence[int] = ()
+) -> float:
     """G_j(theta^i; theta^j) = max_c (L_{j,c}(theta^i) - L_{j,c}(theta^j)) (eq:robust_criterion_G_LF)."""
     if i == j:
         return 0.0 if all(math.isfinite(loss) for loss in losses[j].by_class.values()) else math.inf
@@ -320,23 +406,41 @@ def class_loss_gap(losses: dict[int, Loss], i: int, j: int, num_classes: int, op
         elif theirs[c] == math.inf:  # whatever its own loss is: inf - inf is no number
             differences.append(math.inf)
         else:
-            differences.append(theirs[c] - min(own[c], MOST))
+            expected = min(own[c], MOST)
+            if options.against == "majority":
+                of_most = sorted(losses[k].by_class[c] for k in {*Q, j})
+                expected = max(expected, of_most[(len(of_most) - 1) // 2])
+            gap = theirs[c] - expected
+            if options.z > 0:
+                gap = max(0.0, gap - options.z * standard_error_of_class(losses, i, j, c, losses[j].labels))
+            differences.append(gap)
     return max(differences)
 
 
 # ---- lines 6 and 7: the consensus point ----
 
 
-def consensus_weights(
-    G: dict[int, float], losses: dict[int, Loss], j: int, options: Options, *, trusted: bool
-) -> dict[int, float]:
-    """mu_j^i / sum_i mu_j^i of eq:comp_csp or, with beta, of eq:clustered_csp; empty where there are none."""
-    counted = list(G)
-    if options.beta is not None and counted:
-        L = [losses[i].mean for i in counted]
+def sublevel_set(losses: dict[int, Loss], at_hand: list[int], j: int, options: Options) -> list[int]:
+    """Q_beta of eq:clustered_csp, where there is a beta, of the models at hand; or all of them."""
+    if options.beta is None and options.tested is None:
+        return at_hand
+    Q: set[int] = set()
+    if options.beta is not None and at_hand:
+        L = [losses[i].mean for i in at_hand]
         averaged = options.quantile == "averaged"
         q_beta = averaged_level(options.beta, L, [1.0] * len(L)) if averaged else quantile(L, options.beta)
-        counted = [i for i in counted if losses[i].mean <= q_beta + options.delta_q]
+        Q |= {i for i in at_hand if losses[i].mean <= q_beta + options.delta_q}
+    if options.tested is not None:
+        for i in at_hand:
+            if losses[i].mean <= losses[j].mean + options.tested * standard_error(losses, i, j):
+                Q.add(i)
+    return [i for i in at_hand if i in Q]
+
+
+def consensus_weights(
+    G: dict[int, float], counted: list[int], j: int, options: Options, *, trusted: bool
+) -> dict[int, float]:
+    """mu_j^i / sum_i mu_j^i of eq:comp_csp or, of those in Q_beta, of eq:clustered_csp; empty where there are none."""
     # exp(-alpha G) underflows for all at once when all are bad; a common factor cancels.
     judged = [i for i in counted if i != j] if trusted else counted
     lowest = min((G[i] for i in judged if math.isfinite(G[i])), default=math.inf)
@@ -367,6 +471,9 @@ def normalised(mu: dict[int, float]) -> dict[int, float]:
 
 def mix(agent: Agent, j: int, published: Sequence[nn.Module], weights: dict[int, float], factor: float) -> None:
     """theta^j <- theta^j - factor (theta^j - m_j), m_j = sum_i w_i theta^i (eq:comp_csp, eq:local_agg_update)."""
+    if agent.algorithm.point == "median" and agent.algorithm.criterion != "num_samples":
+        mix_by_median(agent, j, published, weights, factor)
+        return
     models = [exchanged(module, agent) for module in published]
     with torch.no_grad():
         for k, parameter in enumerate(exchanged(agent.module, agent)):
@@ -375,6 +482,25 @@ def mix(agent: Agent, j: int, published: Sequence[nn.Module], weights: dict[int,
             for i, weight in weights.items():
                 m += weight * models[i][k].double()
             parameter.copy_(theta - factor * (theta - m))
+
+
+def mix_by_median(
+    agent: Agent, j: int, published: Sequence[nn.Module], weights: dict[int, float], factor: float
+) -> None:
+    """The same with the weighted median of each coordinate for m_j."""
+    models = [exchanged(module, agent) for module in published]
+    with torch.no_grad():
+        for k, parameter in enumerate(exchanged(agent.module, agent)):
+            theta = models[j][k].double().flatten()
+            m = torch.zeros_like(theta)
+            for x in range(len(theta)):
+                below = 0.0
+                for value, weight in sorted((float(models[i][k].flatten()[x]), w) for i, w in weights.items()):
+                    below += weight
+                    m[x] = value
+                    if below >= 0.5 - 1e-9:
+                        break
+            parameter.copy_((theta - factor * (theta - m)).view(parameter.shape))
 
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d

@@ -35,6 +35,7 @@ from tests.reference import (
     quantile,
     run_round,
     select,
+    sublevel_set,
     update_likelihood,
 )
 
@@ -266,7 +267,8 @@ def plain_weights(
 ) -> dict[int, float]:
     losses = {i: Loss((L or G)[i], {}) for i in G}
     trusted = options.get("own_model") == "trusted"
-    return consensus_weights(G, losses, j, replace(FEDCB2O, **options), trusted=trusted)  # type: ignore[arg-type]
+    known = replace(FEDCB2O, **options)  # type: ignore[arg-type]
+    return consensus_weights(G, sublevel_set(losses, list(G), j, known), j, known, trusted=trusted)
 
 
 def test_weights_neither_underflow_nor_overflow():

@@ -114,6 +114,32 @@ CASES: dict[str, dict[str, Any]] = {
         "training": FAST,
         "algorithm": {"name": "fedcb2o", "criterion_from_round": 2, **MIXED},
     },
+    "the sub-level set by a test, judged half-way": {
+        "rounds": 6,
+        "algorithm": {
+            **{"name": "fedcb2o", "beta": 0.5, "tested": 1.0, "judged_at": 0.5, "alpha": 2.0, "own_model": "judged"},
+            **{
+                "criterion": {"name": "class_loss_gap", "z": 1.0, "against": "majority"},
+                "likelihood": "loss+criterion",
+            },
+            **{"selection": {"name": "prob_sampling", "newcomers": 0.3}, "mixing_factor": 1.0},
+        },
+    },
+    "a test alone, a CNN, T_G, sybils": {
+        "model": CNN,
+        "agents": {**FEW, "budget": 2},
+        "training": FAST,
+        "algorithm": {
+            **{"name": "fedcb2o", "tested": 2.0, "judged_at": 0.4, "criterion_from_round": 2, "ball": 0.4, **MIXED},
+            **{"criterion": {"name": "class_loss_gap", "z": 0.5}, "likelihood": "loss+criterion"},
+        },
+    },
+    "the weighted median, from the second meeting": {
+        "algorithm": {
+            **{"name": "fedcb2o", "beta": 0.75, "counts_from": "second", "point": "median", **MIXED, "alpha": 2.0},
+            **{"selection": {"name": "prob_sampling", "newcomers": 0.5}},
+        },
+    },
     "logistic": {"model": {"name": "logistic"}, "algorithm": {"name": "fedcb2o", **MIXED}},
 }
 BUILT_IN: dict[str, dict[str, Any]] = {

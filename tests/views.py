@@ -36,6 +36,12 @@ def no_losses(models, change):
     pytest.fail("losses")
 
 
+def losses(mean, by_class, present) -> Losses:
+    """Losses of models on one sample of each class that is present."""
+    labels, entropy = present.nonzero().flatten(), torch.zeros(len(mean), dtype=torch.float64)
+    return Losses(mean, by_class, present, entropy, by_class[:, present], labels)
+
+
 def judged(by_class, own_by_class, present=None, n=0) -> Judged:
     """A round's view with given class losses; the mean loss is their mean over the classes that are present."""
     by_class = torch.tensor(by_class, dtype=torch.float64).reshape(-1, len(own_by_class))
@@ -45,8 +51,8 @@ def judged(by_class, own_by_class, present=None, n=0) -> Judged:
     return Judged(
         n,
         torch.zeros(m + 1, 2),
-        Losses(by_class[:, present].mean(1), by_class, present, torch.zeros(m, dtype=torch.float64)),
-        Losses(own[:, present].mean(1), own, present, torch.zeros(1, dtype=torch.float64)),
+        losses(by_class[:, present].mean(1), by_class, present),
+        losses(own[:, present].mean(1), own, present),
         received(torch.arange(m)),
         received(torch.tensor([m])),
         no_losses,

@@ -190,7 +190,11 @@ def options_of(settings: dict[str, Any]) -> reference.Options:
     chosen = {key: value for key, value in settings["algorithm"].items() if key != "name"}
     if isinstance(chosen["criterion"], dict):
         table = chosen["criterion"]
-        chosen["criterion"], chosen["absent"] = table["name"], table.get("absent", "masked")
+        chosen["criterion"] = table["name"]
+        chosen |= {key: value for key, value in table.items() if key != "name"}
+    if isinstance(chosen.get("selection"), dict):
+        table = chosen["selection"]
+        chosen["selection"], chosen["newcomers"] = table["name"], table["newcomers"]
     if chosen["mixing_factor"] == "lambda1*gamma":
         chosen["mixing_factor"] = None
     agents = settings["agents"]

@@ -12,6 +12,7 @@ from tests.views import judged
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, criteria
+from fedcb2o.federated.paired import error, error_by_class
 from fedcb2o.federated.types import TOGETHER, Judged, Losses, together
 from fedcb2o.streams import stream
 
@@ -31,7 +32,7 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
     def losses_of(models, change):
         seen = x if change is None else change(x)
         mean = 1 + thetas[models.rows].double() @ seen.double().mean(0).flatten()
-        return Losses(mean, by_class[models.rows], torch.tensor([True, True]), torch.zeros(len(mean)).double())
+        return views.losses(mean, by_class[models.rows], torch.tensor([True, True]))
 
     every = torch.arange(m + 1) if rows is None else rows
     received, me = views.received(every[:-1]), views.received(every[-1:])
@@ -60,6 +61,61 @@ def test_an_absent_class_is_masked_or_zero():
     view = judged([[1.0, 0.0], [0.25, 0.0]], [0.75, 0.0], present=[True, False])
     assert criteria.class_loss_gap(view).tolist() == [0.25, -0.5]
     assert criteria.class_loss_gap(view, absent="zero").tolist() == [0.25, 0.0]
+
+
+def sampled(each, own, labels, **more):
+    """A view with the losses of each sample; three classes, of which the last is absent."""
+    labels = torch.tensor(labels)
+    counts = torch.bincount(labels, minlength=3)
+
+    def losses(rows):
+        rows = torch.tensor(rows, dtype=torch.float64)
+        by_class = torch.stack([rows[:, labels == c].sum(1) / max(1, int(counts[c])) for c in range(3)], 1)
+        return Losses(rows.mean(1), by_class, counts > 0, torch.zeros(len(rows)).double(), rows, labels)
+
+    return dataclasses.replace(
+        judged([[0.0] * 3] * len(each), [0.0] * 3), losses=losses(each), own=losses([own]), **more
+    )
+
+
+def test_standard_errors_by_hand():
+    """Differences 1, 3 of class 0 and 5, 5, 8 of class 1: within classes 2 + 6 squares and 3 degrees of freedom."""
+    view = sampled([[2.0, 5.0, 5.0, 6.0, 8.0], [1.0, 2.0, 0.0, 1.0, 0.0]], [1.0, 2.0, 0.0, 1.0, 0.0], [0, 0, 1, 1, 1])
+    variance = (2.0 + 6.0) / 3
+    expected = [[math.sqrt(variance / 2), math.sqrt(variance / 3), INF], [0.0, 0.0, INF]]
+    assert error_by_class(view.losses, view.own).tolist() == [pytest.approx(row) for row in expected]
+    over_all = math.sqrt((3.4**2 + 1.4**2 + 0.6**2 * 2 + 3.6**2) / 4 / 5)
+    assert error(view.losses, view.own).tolist() == pytest.approx([over_all, 0.0])
+    gaps = [2 - 1.5 * expected[0][0], 6 - 1.5 * expected[0][1]]
+    assert criteria.class_loss_gap(view, z=1.5).tolist() == pytest.approx([max(gaps), 0.0])
+    assert criteria.class_loss_gap(view, z=99.0).tolist() == [0.0, 0.0]
+    alone = sampled([[3.0, 1.0]], [1.0, 2.0], [0, 1])  # one sample of each class: nothing is known of their spread
+    assert criteria.class_loss_gap(alone, z=9.0).tolist() == [2.0]
+
+
+def test_what_is_not_finite_is_no_gap_of_honest_models():
+    view = sampled([[1.0, 1.0, INF], [1.0, 2.0, 0.0]], [0.0, 2.0, 0.0], [0, 0, 1])
+    assert criteria.class_loss_gap(view, z=2.0).tolist() == [INF, 0.0]
+    broken = sampled([[1.0, 1.0, 1.0], [INF, 2.0, 0.0]], [INF, 1.0, 0.0], [0, 0, 1])
+    assert criteria.class_loss_gap(broken, z=2.0).tolist() == [1.0, INF]
+    assert criteria.class_loss_gap(broken, z=2.0, against="majority").isfinite().tolist() == [True, False]
+
+
+def test_the_gap_to_the_majority_is_to_the_median_of_the_sub_level_set_where_that_is_more():
+    """Class 0: own 1, received 2, 4, 9: the lower median of the four is 2; class 1: own 5, received 1, 1, 1."""
+    view = judged([[2.0, 1.0], [4.0, 1.0], [9.0, 1.0]], [1.0, 5.0])
+    assert criteria.class_loss_gap(view).tolist() == [1.0, 3.0, 8.0]
+    assert criteria.class_loss_gap(view, against="majority").tolist() == [0.0, 2.0, 7.0]
+    some = dataclasses.replace(view, among=torch.tensor([False, True, True]))  # 1, 4, 9
+    assert criteria.class_loss_gap(some, against="majority").tolist() == [-2.0, 0.0, 5.0]
+    nobody = dataclasses.replace(view, among=torch.tensor([False, False, False]))
+    assert criteria.class_loss_gap(nobody, against="majority").equal(criteria.class_loss_gap(view))
+
+
+@pytest.mark.parametrize("z", [-1.0, INF, float("nan")])
+def test_z_must_be_a_number_of_standard_errors(z):
+    with pytest.raises(ConfigError, match=r"criterion `class_loss_gap`: `z` = .*(greater than|finite)"):
+        algorithms.fedcb2o(criterion={"name": "class_loss_gap", "z": z})
 
 
 def test_worst_class_loss():
@@ -125,7 +181,7 @@ def test_tiles_leave_no_pixel_out(tiles, dtype):
 
     def keep(models, change):
         painted.add_(change(x))
-        return Losses(*(torch.zeros(2, *shape).double() for shape in ((), (2,))), view.losses.present, torch.zeros(2))
+        return views.losses(*(torch.zeros(2, *shape).double() for shape in ((), (2,))), view.losses.present)
 
     criteria.trigger_sensitivity(dataclasses.replace(view, losses_of=keep), tiles=tiles, values=[0.2])
     assert painted.unique().tolist() == pytest.approx([51.0 if dtype == torch.uint8 else 0.2])
@@ -204,7 +260,7 @@ def test_the_criterion_begins_with_t_g(own_model):
     always = algorithms.fedcb2o(criterion="distance", own_model=own_model)
     for n in range(4):
         view = dataclasses.replace(random_view(), n=n)
-        assert algorithm.weigh(view).equal((always if n >= 2 else average).weigh(view))
+        assert algorithm.weigh(view).outcome.equal((always if n >= 2 else average).weigh(view).outcome)
 
 
 # Combinations

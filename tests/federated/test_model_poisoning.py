@@ -7,12 +7,12 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
+from tests import views
 from tests.views import BENIGN, FELLOWS, ten_models, view_of
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import attacks
 from fedcb2o.federated.model_poisoning import alie_z
-from fedcb2o.federated.types import Losses
 from fedcb2o.streams import stream
 
 
@@ -141,7 +141,7 @@ def test_gap_aware_goes_to_the_bound_and_no_farther():
     def losses(thetas):
         one = (thetas - mean).square().sum(1).double()
         by_class = torch.stack([one, 2 * one, 100 * one], 1)
-        return Losses(one, by_class, torch.tensor([True, True, False]), torch.zeros_like(one))
+        return views.losses(one, by_class, torch.tensor([True, True, False]))
 
     far = float((models[4] - mean).square().sum())
     for bound in (0.01, 0.5, far):

@@ -9,7 +9,7 @@ from tests.views import judged
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Met
-from fedcb2o.federated.rules import by_num_samples
+from fedcb2o.federated.rules import by_num_samples, weighted_median
 from fedcb2o.federated.selection import remember
 
 INF, NAN = float("inf"), float("nan")
@@ -19,7 +19,7 @@ INF, NAN = float("inf"), float("nan")
 def test_all_peers_huge_still_gives_weights(own_model):
     """In the first rounds every peer may be bad: the least bad one counts, and nothing is 0 / 0."""
     view = judged([[1e6, 1e6], [1e300, 0.0], [1e6, 1e6]], [0.5, 0.5])
-    mu = algorithms.fedcb2o(own_model=own_model).weigh(view)
+    mu = algorithms.fedcb2o(own_model=own_model).weigh(view).outcome
     expected = {"excluded": [0.5, 0, 0.5, 0], "judged": [0, 0, 0, 1], "trusted": [1 / 3, 0, 1 / 3, 1 / 3]}
     assert mu.tolist() == pytest.approx(expected[own_model])
 
@@ -27,7 +27,7 @@ def test_all_peers_huge_still_gives_weights(own_model):
 @pytest.mark.parametrize(("own_model", "kept"), [("excluded", 0.0), ("judged", 1.0), ("trusted", 0.0)])
 def test_nobody_to_be_trusted_keeps_the_model(own_model, kept):
     view = judged([[INF, 1.0], [2.0, INF]], [0.5, 0.5])
-    mu = algorithms.fedcb2o(own_model=own_model).weigh(view)
+    mu = algorithms.fedcb2o(own_model=own_model).weigh(view).outcome
     assert mu[:2].tolist() == [0.0, 0.0]
     assert mu.sum().item() == kept
 
@@ -35,7 +35,7 @@ def test_nobody_to_be_trusted_keeps_the_model(own_model, kept):
 @pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
 @pytest.mark.parametrize("beta", [None, 0.5])
 def test_nobody_answered(own_model, beta):
-    mu = algorithms.fedcb2o(own_model=own_model, beta=beta).weigh(judged([], [0.5, 0.5]))
+    mu = algorithms.fedcb2o(own_model=own_model, beta=beta).weigh(judged([], [0.5, 0.5])).outcome
     assert mu[:-1].tolist() == []
     assert mu.sum().item() == (own_model != "excluded")
     assert by_num_samples(judged([], [0.5, 0.5]), own_model="excluded").tolist() == []
@@ -63,11 +63,12 @@ def test_a_value_that_is_no_finite_number_has_no_weight(own_model, bad, case, co
 
     named = {"name": "largest", "of": [criterion, criterion]} if combined else criterion
     options = {"alpha": 2.0, "beta": beta, "own_model": own_model}
-    mu = algorithms.fedcb2o(criterion=named, **options).weigh(view).tolist()
+    mu = algorithms.fedcb2o(criterion=named, **options).weigh(view).outcome.tolist()
     G = dict(enumerate(values)) | ({} if own_model == "excluded" else {4: 1.125})
     losses = {i: reference.Loss(loss, {}) for i, loss in enumerate([1.0, 0.5, 2.0, 3.0, 1.5]) if i in G}
     known = reference.Options(**options)
-    expected = reference.consensus_weights(G, losses, 4, known, trusted=own_model == "trusted")
+    Q = reference.sublevel_set(losses, list(G), 4, known)
+    expected = reference.consensus_weights(G, Q, 4, known, trusted=own_model == "trusted")
     assert mu == pytest.approx([expected.get(i, 0.0) for i in range(5)])
     assert [mu[i] for i, value in enumerate(values) if value == bad or value != value] == [0.0] * values.count(bad)
     if own_model == "trusted":
@@ -78,9 +79,30 @@ def test_a_value_that_is_no_finite_number_has_no_weight(own_model, bad, case, co
 def test_an_agent_whose_model_is_broken_trusts_those_that_are_not(criterion):
     view = judged([[1.0, 2.0], [INF, 1.0], [1.0, 2.0]], [INF, INF])
     for own_model, own in (("excluded", 0.0), ("judged", 0.0), ("trusted", None)):
-        mu = algorithms.fedcb2o(criterion=criterion, own_model=own_model).weigh(view)
+        mu = algorithms.fedcb2o(criterion=criterion, own_model=own_model).weigh(view).outcome
         assert mu[0] == mu[2] > 0 == mu[1]
         assert own is None or mu[3] == own
+
+
+def test_the_weighted_median_by_hand():
+    x = torch.tensor([[1.0, 9.0, 2.0], [5.0, 5.0, 2.0], [9.0, 1.0, 7.0]])
+    assert weighted_median(x, torch.tensor([0.2, 0.2, 0.6]).double()).tolist() == [9.0, 1.0, 7.0]
+    assert weighted_median(x, torch.tensor([0.3, 0.3, 0.4]).double()).tolist() == [5.0, 5.0, 2.0]
+    assert weighted_median(x, torch.tensor([0.5, 0.25, 0.25]).double()).tolist() == [1.0, 5.0, 2.0]
+    assert weighted_median(x[:1], torch.tensor([1.0]).double()).tolist() == [1.0, 9.0, 2.0]
+
+
+def test_a_test_widens_the_sub_level_set():
+    """One sample of each of four classes: differences 1, 1, 1, 1 have no error, and 0, 0, 0, 2 one of 0.5."""
+    view = judged([[2.0] * 4, [1.0, 1.0, 1.0, 3.0], [0.5] * 4], [1.0] * 4)
+    for tested, members in ((0.0, [2, 3]), (0.5, [2, 3]), (1.5, [1, 2, 3]), (99.0, [1, 2, 3])):
+        mu = algorithms.fedcb2o(alpha=0.0, own_model="judged", tested=tested).weigh(view).outcome
+        assert mu.nonzero().flatten().tolist() == members
+    both = {"alpha": 0.0, "own_model": "judged", "tested": 0.0, "criterion": "worst_class_loss"}
+    mu = algorithms.fedcb2o(beta=1.0, **both).weigh(view).outcome
+    assert mu.tolist() == [0.25] * 4
+    mu = algorithms.fedcb2o(tested=0.0, alpha=0.0).weigh(view).outcome  # the own model does not count
+    assert mu.tolist() == [0.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("kappa", [0.0, 2.0])

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated import selection
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Met, Peers
@@ -40,6 +41,35 @@ def test_the_first_pass_has_no_top_up(n, budget, counts):
         contacts = after(contacts, asked, asked, torch.ones(len(asked)))
     assert found == counts
     assert contacts.ids.tolist() == list(range(1, n))
+
+
+@pytest.mark.parametrize(
+    ("met", "unmet", "counts"),  # of eight asked, at most a quarter newcomers, rounded up
+    [(0, 20, (0, 8)), (3, 20, (3, 5)), (20, 20, (6, 2)), (20, 1, (7, 1)), (20, 0, (8, 0)), (2, 3, (2, 3))],
+)
+def test_newcomers_are_a_share_at_most_unless_there_is_room(met, unmet, counts):
+    known = torch.arange(1, 1 + met)
+    contacts = after(NOBODY, known, known, torch.ones(met))
+    for seed in range(5):
+        chosen = prob_sampling(
+            contacts, torch.arange(1, 1 + met + unmet), 8, stream(seed, "x"), newcomers=0.25
+        ).tolist()
+        assert chosen == sorted(set(chosen))
+        assert (sum(i <= met for i in chosen), sum(i > met for i in chosen)) == counts
+
+
+def test_whose_likelihood_is_nothing_leaves_room_for_newcomers():
+    contacts = after(NOBODY, range(1, 6), range(1, 6), [0.1, INF, INF, INF, INF])
+    chosen = prob_sampling(contacts, torch.arange(1, 20), 4, stream(0, "x"), newcomers=0.25).tolist()
+    assert chosen[0] == 1
+    assert all(i > 5 for i in chosen[1:])
+    assert len(chosen) == 4
+
+
+@pytest.mark.parametrize("newcomers", [0.0, -0.5, 1.5])
+def test_newcomers_are_a_share(newcomers):
+    with pytest.raises(ConfigError, match=f"selection `prob_sampling`: `newcomers` = {newcomers}: .* (greater|less)"):
+        selection.named({"name": "prob_sampling", "newcomers": newcomers})
 
 
 def test_a_likelihood_that_underflows_is_never_drawn_and_never_first_again():
@@ -115,28 +145,29 @@ def test_who_is_asked_costs_nothing_for_those_who_are_not(select):
     assert not set(asked[0].tolist()) & {5}
 
 
-SELECTIONS = {name: getattr(selection, name) for name in selection.__all__}
+SELECTIONS = {name: (getattr(selection, name), {}) for name in selection.__all__}
+SELECTIONS["newcomers"] = (selection.prob_sampling, {"newcomers": 0.4})
 
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_many_ask_whom_each_asks_alone(name, shared):
     """Agents that met differently many, until each met all: the draws, and the contacts, of one agent alone."""
-    select, everybody, count = SELECTIONS[name], np.arange(12), 5
+    (select, more), everybody, count = SELECTIONS[name], np.arange(12), 5
     some = [everybody] if shared else [everybody[everybody % 4 != j % 4] for j in range(count)]
     own = np.arange(count)
     peers = Peers.of(some, np.zeros_like(own) if shared else None, but=own)
     met, rule = Met.nobody(count), {"kappa": 2.0, "zeta": 0.5, "first_contact": "average"}
     for n in range(8):
         draws = [streams(n, "x", agents=own.tolist()) for _ in range(2)]
-        asked = select.at_once(met, peers, 3, draws[0])
+        asked = select.at_once(met, peers, 3, draws[0], **more)
         there = stream(n, "answers").random(len(asked.values)) < 0.7
         answered = asked.only(there)
         lost = answered.having(stream(n, "losses").random(len(answered.values)))
         after = remember(met, asked, answered, lost.values, **rule)
         for j in own.tolist():
             ids = torch.from_numpy(some[0 if shared else j])
-            alone = select(met[j], ids[ids != j], 3, draws[1][j])
+            alone = select(met[j], ids[ids != j], 3, draws[1][j], **more)
             assert alone.tolist() == asked[j].tolist()
             those, one = asked.having(there)[j], met.take(np.array([j]))
             mine = remember(one, Lists.of([alone.numpy()]), Lists.of([alone.numpy()[those]]), lost[j], **rule)

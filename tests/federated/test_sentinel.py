@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from tests import views
 from tests.views import local, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.sentinel import layers_of, sentinel
-from fedcb2o.federated.types import Contacts, Judged, Losses
+from fedcb2o.federated.types import Contacts, Judged
 
 LAYERS = (torch.Size([2, 2]), torch.Size([2]))
 OWN = torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, 3.0])
@@ -17,7 +18,7 @@ OWN = torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, 3.0])
 def losses_of(*means):
     m = len(means)
     mean = torch.tensor(means, dtype=torch.float64)
-    return Losses(mean, torch.zeros(m, 2).double(), torch.ones(2, dtype=torch.bool), torch.zeros(m).double())
+    return views.losses(mean, torch.zeros(m, 2).double(), torch.ones(2, dtype=torch.bool))
 
 
 def seen_by(pool, ids, losses, own_loss, met=(), layers=LAYERS):

@@ -28,6 +28,7 @@ def by_rule(name, **more):
     return {"name": "by_rule", "rule": {"name": name}, **more}
 
 
+TESTED_GAP = {"name": "class_loss_gap", "z": 1.0, "against": "majority"}
 RUNS = {
     "dense": tiny(rounds=2, agents={"participation": 0.8}),
     "convolutions": tiny(rounds=2, model=IMAGES, training={"momentum": 0.0}),
@@ -39,6 +40,10 @@ RUNS = {
         algorithm={"criterion": "trigger_sensitivity", "own_model": "judged"},
     ),
     "distance": tiny(rounds=2, algorithm={"criterion": "distance", "own_model": "judged"}),
+    "half-way": tiny(
+        rounds=2, algorithm={"tested": 1.0, "judged_at": 0.5, "own_model": "judged", "criterion": TESTED_GAP}
+    ),
+    "weighted median": tiny(rounds=2, algorithm={"tested": 1.0, "own_model": "judged", "point": "median"}),
     "noise": tiny(rounds=2, attack={"name": "gaussian_noise"}, algorithm=by_rule("trimmed_mean")),
     "broken": tiny(rounds=2, attack={"name": "not_finite"}, algorithm=by_rule("krum", pre_step="nnm")),
     "farthest": tiny(rounds=2, attack={"name": "min_max"}, algorithm=by_rule("geometric_median")),

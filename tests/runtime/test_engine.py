@@ -113,6 +113,23 @@ ALGORITHMS = {
     "largest": algorithms.fedcb2o(
         criterion={"name": "largest", "of": ["class_loss_gap", "distance"]}, own_model="judged", mixing_factor=1.0
     ),
+    "sub-level set": algorithms.fedcb2o(
+        criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
+        **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
+        ball=1.0,
+        selection={"name": "prob_sampling", "newcomers": 0.4},
+    ),
+    "sub-level set, patches": algorithms.fedcb2o(
+        criterion={"name": "trigger_sensitivity"}, tested=2.0, judged_at=0.3, own_model="judged", mixing_factor=1.0
+    ),
+    "median, second meeting": algorithms.fedcb2o(
+        tested=2.0,
+        point="median",
+        counts_from="second",
+        own_model="judged",
+        mixing_factor=1.0,
+        selection={"name": "prob_sampling", "newcomers": 0.4},
+    ),
     "patches": algorithms.fedcb2o(criterion={"name": "trigger_sensitivity"}, own_model="judged", mixing_factor=1.0),
 }
 

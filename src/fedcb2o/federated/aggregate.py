@@ -173,6 +173,13 @@ def gram(
     return matrix
 
 
+def relative_distances(pool: Float[Tensor, "p d"], rows: Int[Tensor, " k"]) -> Float[Tensor, " m"]:
+    """How far models are from the last one, in units of its norm."""
+    products = gram(pool, rows, last=1)
+    to_last, squares = products[:-1, -1], products.diagonal()
+    return (squares[:-1] - 2 * to_last + squares[-1]).clamp(min=0).sqrt() / squares[-1].sqrt()
+
+
 def gram_and_mixing(
     rule: Callable[..., Any], pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"], mixing: Mixing | None
 ) -> tuple[Float[Tensor, "m m"], Float[Tensor, "r m"] | None]:

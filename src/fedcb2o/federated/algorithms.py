@@ -19,11 +19,14 @@ from torch import Tensor
 from fedcb2o import consensus, plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregate, criteria, pre_steps, rules, selection
-from fedcb2o.federated.rules import OwnModel
-from fedcb2o.federated.types import REMEMBERS, TOGETHER, Judged, Select, together
+from fedcb2o.federated.sublevel import Meeting, OwnModel, Sublevel
+from fedcb2o.federated.types import REMEMBERS, TOGETHER, Judged, Select, Weighed, together
 from fedcb2o.plugins import Named
 
 __all__ = ["by_rule", "dfca", "dfedavgm", "fedcb2o", "fedcbo", "ifca", "local_training"]
+
+
+Likelihood = Literal["loss", "loss+criterion"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Algorithm:
     """How a benign agent aggregates (alg:localAggregation).
 
     `weigh` is a rule: normalised weights of the received models and, last, of the agent's own; `judges` says whether
-    it needs losses. `mixing_factor` is lambda1 * gamma, or replaces it; `own_candidate` lets an agent draw itself.
+    it needs losses, of models or of what lies so far (`judged_at`) on the way to them. `mixing_factor` is lambda1 *
+    gamma, or replaces it; `own_candidate` lets an agent draw itself. `likelihood` says what a peer's record counts.
     `keeps_before` says that it looks at the model before the round, `remembers` that `weigh` has a memory, and `admits`
     raises ConfigError for a budget that it does not go with. `clusters` are those of IFCA and DFCA, and else None.
     """
@@ -65,6 +69,8 @@ class Algorithm:
     own_candidate: bool = False
     kappa: float = 2.0
     zeta: float = 0.5
+    likelihood: Likelihood = "loss"
+    judged_at: float = 1.0
     first_contact: str = "average"
     keeps_before: bool = False
     remembers: bool = False
@@ -84,11 +90,17 @@ def fedcb2o(
     beta: float | None = None,
     delta_q: float | None = None,
     quantile: Literal["plain", "averaged"] | None = None,
+    tested: float | None = None,
+    ball: float | None = None,
+    judged_at: float = 1.0,
     own_model: OwnModel = "excluded",
     own_candidate: bool = False,
+    counts_from: Meeting = "first",
+    point: Literal["mean", "median"] = "mean",
     selection: Named = "prob_sampling",
     kappa: float = 2.0,
     zeta: float = 0.5,
+    likelihood: Likelihood = "loss",
     first_contact: Literal["average", "whole"] = "average",
     lambda1: float = 10.0,
     mixing_factor: float | Literal["lambda1*gamma"] = "lambda1*gamma",
@@ -101,37 +113,52 @@ def fedcb2o(
     and alpha = 2. The exact consensus point (eq:clustered_csp) is selection = "everyone", own_model = "judged"
     and a `beta`, in the practical form of the text after eq:q_beta; with quantile = "averaged" and a `delta_q` it has
     the level of eq:Q_beta.
+
+    What else there is goes beyond the paper (docs/equations.md). `judged_at` is the share of the way to a peer's model
+    after which it is judged: below 1 by what a step towards it does. `tested` widens the sub-level set by what does not
+    lose more than the own model by so many standard errors, or is one by itself. `likelihood` "loss+criterion" counts
+    G, where it is above 0, beside L in a peer's record (eq:update_sampling_likelihood). `ball` and `counts_from` are
+    those of `Sublevel`, `point` that of `rules.by_criterion`.
     """
     _check("alpha", alpha, alpha >= 0, "0 or more")
     _check("beta", beta, beta is None or 0 < beta <= 1, "above 0 and at most 1")
     _check("delta_q", delta_q, delta_q is None or 0 <= delta_q < math.inf, "0 or more")
     if beta is None and (delta_q is not None or quantile is not None):
         raise ConfigError("`delta_q` and `quantile` go with a `beta`: they are about the level of its sub-level set")
+    _check("tested", tested, tested is None or 0 <= tested < math.inf, "0 or more")
+    _check("ball", ball, ball is None or ball > 0, "above 0")
+    _check("judged_at", judged_at, 0 < judged_at <= 1, "above 0 and at most 1")
     _check("kappa", kappa, kappa >= 0, "0 or more")
     _check("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
     _check("criterion_from_round", criterion_from_round, criterion_from_round >= 0, "0 or more")
-    sublevel = None
+    level = None
     if beta is not None:
         averaged = quantile == "averaged"
-        sublevel = functools.partial(consensus.sublevel_mask, beta=beta, delta_q=delta_q or 0.0, averaged=averaged)
+        level = functools.partial(consensus.sublevel_mask, beta=beta, delta_q=delta_q or 0.0, averaged=averaged)
+    sublevel = Sublevel(level, tested, ball, counts_from)
     robust, average = plugins.named("criterion", criterion, criteria), functools.partial(criteria.average_loss)
 
-    def weigh(judged: Judged) -> Float[Tensor, "*a k"]:
+    def weigh(judged: Judged) -> Weighed:
         now = robust if judged.n >= criterion_from_round else average
         own = own_model
         if own == "trusted" and now.func is criteria.average_loss:  # a loss, unlike a gap, can judge the own model
             own = "judged"
-        return rules.by_criterion(judged, now, alpha=alpha, sublevel=sublevel, own_model=own)
+        decided = rules.by_criterion(judged, now, alpha=alpha, sublevel=sublevel, own_model=own, point=point)
+        twice = now.func is criteria.average_loss  # no G yet: L is not counted twice
+        return dataclasses.replace(decided, values=None) if twice else decided
 
+    several = criteria.judges_together(robust) and counts_from == "first" and point == "mean"
     return Algorithm(
         select=_selections.named(selection),
-        weigh=together(weigh) if criteria.judges_together(robust) else weigh,
+        weigh=together(weigh) if several else weigh,
         judges=True,
         lambda1=_check("lambda1", lambda1, lambda1 > 0, "above 0"),
         mixing_factor=None if isinstance(mixing_factor, str) else _check_factor(mixing_factor),
         own_candidate=own_candidate,
         kappa=kappa,
         zeta=zeta,
+        likelihood=likelihood,
+        judged_at=judged_at,
         first_contact=first_contact,
     )
 

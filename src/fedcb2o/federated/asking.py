@@ -41,7 +41,7 @@ def asked_by_benign(block: Block, some: Places, met: Met, n: int) -> Lists:
         streams(terms.seed, "select", n, agents=agents.tolist()),
     )
     if (several := AT_ONCE.of(select)) is not None:
-        return several(met, peers, budget, draws)
+        return several(met, peers, budget, draws, **getattr(select, "keywords", {}))
     asked, names = [], also_looks_at(select)
     for k, (contacts, draw) in enumerate(zip(met, draws, strict=True)):
         more = {"n": n, "me": int(agents[k])}

@@ -6,6 +6,7 @@ Models and samples lie on one device, and what is found on the CPU: it moves the
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,6 +29,16 @@ Average = Literal["samples", "batches"]
 Reference = Shaped[Tensor, "k *features"]
 """Samples of an agent's training data, on which it estimates the statistics of norms that are local."""
 
+
+@dataclass(frozen=True)
+class Towards:
+    """Where models are looked at: after `share` of the way to them from an agent's `own`, a row of the pool (or one
+    for each of several agents)."""
+
+    own: Int[Tensor, "*a"]
+    share: float
+
+
 Outputs = Callable[[Sequence[Tensor], Tensor], Tensor]
 """The tensors of m networks [m, ...], as `state` has them, and the samples of each [m, n, ...], or the same for all
 [1, n, ...] -> their outputs [m, n, C], or of another shape from the third axis on."""
@@ -40,8 +51,9 @@ def logits(
     x: Shaped[Tensor, "n *features"],
     together: int | None = None,
     reference: Reference | None = None,
+    towards: Towards | None = None,
 ) -> Float[Tensor, "m n *C"]:
-    """The outputs of m models, rows of `pool`, on the same n samples.
+    """The outputs of m models, rows of `pool`, or of the models on the way `towards` them, on the same n samples.
 
     So many of them are evaluated `together`, in one program; by default small dense networks, as many as 8 MiB hold.
     Others are evaluated one by one, on views of their rows. Local statistics are first estimated on a `reference`.
@@ -56,7 +68,8 @@ def logits(
             at_once, parts = outputs_of(module, dim), (x,) if dense else torch.split(x, IMAGES)
             found = []
             for some in torch.split(rows, together):
-                tensors = [*stacked(module, rows_of(pool, some.tolist())), *local_of(module, len(some))]
+                models = _on_the_way(pool, rows_of(pool, some.tolist()), towards)
+                tensors = [*stacked(module, models), *local_of(module, len(some))]
                 if reference is not None:
                     with norms.estimating(module):
                         at_once(tensors, features(reference).unsqueeze(0))
@@ -64,11 +77,18 @@ def logits(
             return torch.cat(found)
         outputs = []
         for row in rows.tolist():
-            bind_(module, pool[row])
+            bind_(module, _on_the_way(pool, pool[row], towards))
             if reference is not None:
                 norms.estimate_(module, features(reference))
             outputs.append(torch.cat([module(features(some)) for some in torch.split(x, IMAGES)]))
         return torch.stack(outputs)
+
+
+def _on_the_way(
+    pool: Float[Tensor, "p d"], models: Float[Tensor, "*m d"], towards: Towards | None
+) -> Float[Tensor, "*m d"]:
+    """The models themselves, or where the way `towards` them leads from one model."""
+    return models if towards is None else torch.lerp(pool[towards.own], models, towards.share)
 
 
 def outputs_of(module: nn.Module, dim: int) -> Outputs:
@@ -161,7 +181,7 @@ def losses_of(
         references=None if reference is None else [reference],
         loss=loss,
     )
-    return Losses(each.mean[0], each.by_class[0], each.present[0], each.entropy[0])
+    return each[0]
 
 
 def losses_of_each(
@@ -177,13 +197,14 @@ def losses_of_each(
     together: int | None = None,
     references: Sequence[Reference] | None = None,
     loss: Loss | None = None,
+    towards: Towards | None = None,
 ) -> Losses:
-    """`losses_of` for several agents: of m models for each, on its own n samples. Without classes (`num_classes` 1) all
-    samples count as one, and there is no entropy of predictions: NaN."""
+    """`losses_of` for several agents: of m models for each, or on the way `towards` them, on its own n samples. Without
+    classes (`num_classes` 1) all samples count as one, and there is no entropy of predictions: NaN."""
     (a, m), n = rows.shape, y.shape[1]
-    outputs = (
-        _logits_of_each(module, pool, rows, x, together, references) if m else pool.new_zeros(a, 0, n, num_classes)
-    )
+    outputs = pool.new_zeros(a, 0, n, num_classes)
+    if m:
+        outputs = _logits_of_each(module, pool, rows, x, together, references, towards)
     certain = lost = outputs.new_full((a, m, n), torch.nan)
     if num_classes > 1:
         log_p = F.log_softmax(outputs, dim=-1)
@@ -201,7 +222,7 @@ def losses_of_each(
     counts = F.one_hot(y, num_classes).sum(1)
     by_class = losses.new_zeros(a, m, num_classes).scatter_add_(-1, y.unsqueeze(1).expand(a, m, n), losses)
     by_class /= counts.clamp(min=1).unsqueeze(1)
-    return Losses(mean=mean, by_class=by_class, present=counts > 0, entropy=entropy)
+    return Losses(mean, by_class, counts > 0, entropy, losses, y)
 
 
 def _logits_of_each(
@@ -211,6 +232,7 @@ def _logits_of_each(
     x: Shaped[Tensor, "a n *features"],
     together: int | None,
     references: Sequence[Reference] | None,
+    towards: Towards | None,
 ) -> Float[Tensor, "a m n *C"]:
     """The outputs of m models for each agent on its own samples: those of several agents in one program too."""
     (a, m), dim = rows.shape, pool.shape[1]
@@ -218,13 +240,19 @@ def _logits_of_each(
     size = ((TOGETHER // dim if dense else 1) if together is None else together) // m
     size = min(size, SEEN // max(1, m * x[0].numel())) if dense else size
     if a == 1 or size < 2 or references is not None:
-        each = zip(rows, x, [None] * a if references is None else references, strict=True)
-        return torch.stack([logits(module, pool, row, one, together, reference) for row, one, reference in each])
+        froms = [None] * a if towards is None else [Towards(own, towards.share) for own in towards.own]
+        each = zip(rows, x, [None] * a if references is None else references, froms, strict=True)
+        return torch.stack(
+            [logits(module, pool, row, one, together, reference, way) for row, one, reference, way in each]
+        )
     module.eval()
     with torch.no_grad():
         at_once, found = outputs_of(module, dim), []
-        for some, seen in zip(torch.split(rows, size), torch.split(x, size), strict=True):
-            parameters = stacked(module, pool.index_select(0, some.flatten().to(pool.device)))
+        starts = rows[:, 0] if towards is None else towards.own
+        for some, own, seen in zip(*(torch.split(each, size) for each in (rows, starts, x)), strict=True):
+            way = None if towards is None else Towards(own.repeat_interleave(m), towards.share)
+            models = pool.index_select(0, some.flatten().to(pool.device))
+            parameters = stacked(module, _on_the_way(pool, models, way))
             seen = features(seen).repeat_interleave(m, 0)
             parts = (seen,) if dense else torch.split(seen, IMAGES, 1)
             outputs = torch.cat([at_once(parameters, part) for part in parts], 1)

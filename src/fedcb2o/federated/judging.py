@@ -13,7 +13,15 @@ from fedcb2o import plugins
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Inbox
-from fedcb2o.federated.evaluate import Reference, confusion, logits, losses_of, losses_of_each, mean_losses
+from fedcb2o.federated.evaluate import (
+    Reference,
+    Towards,
+    confusion,
+    logits,
+    losses_of,
+    losses_of_each,
+    mean_losses,
+)
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.metrics import Confusion, Score, Tested
 from fedcb2o.federated.returned import changed_by
@@ -36,8 +44,8 @@ class Alike:
 def judged_alike(
     block: Block, some: Places, those: Places, inbox: Inbox, n: int
 ) -> tuple[list[Alike], Float[np.ndarray, " m"] | None]:
-    """Line 3 for `those` of a part of agents: what each looks at, and its losses of all that it received, where the
-    algorithm judges."""
+    """Line 3 for `those` of a part of agents: what each looks at, and in the order of the inbox the losses of all that
+    they received, where the algorithm judges; NaN of what others did."""
     found, losses = [], np.full(len(inbox.rows), np.nan)
     for alike, where, received in inbox.alike(those, block.holdings.validation.sizes[some]):
         me, both = themselves(block, some[alike], n), None
@@ -47,7 +55,7 @@ def judged_alike(
         theirs, own = (None, None) if both is None else (both.part(slice(None, -1)), both.part(slice(-1, None)))
         losses_of = functools.partial(judge, block, some[alike])
         found.append(Alike(alike, where, Judged(n, block.pool, theirs, own, received, me, losses_of, None)))
-    return found, losses[inbox.ids.places(those)] if block.terms.algorithm.judges else None
+    return found, losses if block.terms.algorithm.judges else None
 
 
 def themselves(block: Block, some: Places, n: int) -> Received:
@@ -58,8 +66,10 @@ def themselves(block: Block, some: Places, n: int) -> Received:
 
 def judge(block: Block, some: Places, models: Received, change: Change | None = None) -> Losses:
     """The losses of models [a, m] on the validation data of agents in some places, which hold equally many
-    (alg:localAggregation, line 3), or on these as a criterion changes them."""
+    (alg:localAggregation, line 3), or on these as a criterion changes them: of the models themselves or, where the
+    algorithm has `judged_at` below 1, of what lies so far on the way to them from the own one."""
     terms, (x, y) = block.terms, block.holdings.judged_on(some)
+    own, share = torch.from_numpy(block.layout.own[some]), terms.algorithm.judged_at
     if change is not None:
         seen = [changed_by("criterion", change, Shard(*one)) for one in zip(x, y, strict=True)]
         x = torch.stack([each.x for each in seen])
@@ -76,6 +86,7 @@ def judge(block: Block, some: Places, models: Received, change: Change | None = 
             together=terms.primitives.together,
             references=block.references(some),
             loss=terms.training.loss,
+            towards=None if share == 1 else Towards(own, share),
         )
 
 

@@ -79,17 +79,18 @@ def decide(
     benign, colluders = roles(block, some, active)
     P = known(block, memory.met, n)
     judged, L = judged_alike(block, some, benign, inbox, n)  # line 3: L_j^i, i in A_n
-    new_P = remember(  # line 4: P_{n+1}^{j,i} <- (1 - zeta) P_n^{j,i} + zeta exp(-kappa L_j^i)
+    states = dict(enumerate(memory.states))
+    for alike in judged:  # lines 5 and 6: G^i, and m_j by the weights mu_j^i = exp(-alpha G^i)
+        states |= weigh_(choices, block, some, alike, P, states, L)
+    # Line 4: P_{n+1}^{j,i} <- (1 - zeta) P_n^{j,i} + zeta exp(-kappa L_j^i); after line 5, since G may count as well.
+    new_P = remember(
         P.take(benign),
         asked.take(benign),
         inbox.ids.take(benign),
-        L,
+        None if L is None else L[inbox.ids.places(benign)],
         kappa=algorithm.kappa,
         zeta=algorithm.zeta,
         first_contact=algorithm.first_contact,
     )
-    states = dict(enumerate(memory.states))
-    for alike in judged:  # lines 5 and 6: G^i, and m_j by the weights mu_j^i = exp(-alpha G^i)
-        states |= weigh_(choices, block, some, alike, P, states)
     weigh_by_samples_(choices, block, some, colluders, inbox, n)
     return memory.after(benign, new_P, list(states.values())), choices

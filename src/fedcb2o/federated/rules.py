@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o import consensus, plugins
@@ -26,6 +26,7 @@ from fedcb2o.federated import sentinel as _sentinel
 from fedcb2o.federated import wfagg as _wfagg
 from fedcb2o.federated.heads import heads
 from fedcb2o.federated.returned import mixing_of, values_of
+from fedcb2o.federated.sublevel import OwnModel, Sublevel
 from fedcb2o.federated.types import Criterion, Judged, Received, Reduction, Weighed, together
 
 ROOMS = (robust, robust_columns, _lfighter, _foolsgold, _lightyear, _wfagg, _sentinel, _flame)
@@ -34,10 +35,6 @@ __getattr__ = plugins.found_in(*ROOMS)
 
 VALUES = ("losses", "entropies", "num_samples", "progress", "n", "draw", "heads")
 """What a robust rule may look at beside the models: values for each of them, t/T, the round, a generator of its own."""
-
-OwnModel = Literal["excluded", "judged", "trusted"]
-Sublevel = Callable[[Float[Tensor, " m"]], Bool[Tensor, " m"]]
-"""The losses of some models -> which are in the sub-level set."""
 
 
 @together
@@ -55,37 +52,47 @@ def by_samples(received: Received, me: Received | None) -> Float[Tensor, "*a k"]
 
 
 def by_criterion(
-    judged: Judged, criterion: Criterion, *, alpha: float, sublevel: Sublevel | None, own_model: OwnModel
-) -> Float[Tensor, "*a k"]:
+    judged: Judged,
+    criterion: Criterion,
+    *,
+    alpha: float,
+    sublevel: Sublevel,
+    own_model: OwnModel,
+    point: Literal["mean", "median"] = "mean",
+) -> Weighed:
     """The weights mu_j = exp(-alpha G), normalised, of the received models and, last, the agent's own (eq:comp_csp).
 
-    With a `sublevel`, only models in the sub-level set of the average loss count (eq:clustered_csp). The own model is
-    `"excluded"` as in Algorithm 2, `"judged"` by the criterion like a peer's, or `"trusted"`: it counts as much as
-    the most trusted peer, as in the authors' released code.
+    Only models in the `sublevel` set of the average loss count (eq:clustered_csp); outside of its ball G is infinite.
+    The own model is `"excluded"` as in Algorithm 2, `"judged"` by the criterion like a peer's, or `"trusted"`: it
+    counts as much as the most trusted peer, as in the authors' released code. With point="median", beyond the paper,
+    m_j is the weighted median of each coordinate.
     """
-    assert judged.losses is not None
-    assert judged.own is not None
-    values = values_of(criterion, judged)
+    outside = sublevel.outside(judged)
+    counted = sublevel.counted(judged, own_model, outside)
+    values = values_of(criterion, dataclasses.replace(judged, among=counted[..., :-1])).masked_fill(outside, torch.inf)
     itself = values.new_zeros(*values.shape[:-1], 1)
-    members = torch.ones(*values.shape[:-1], values.shape[-1] + 1, dtype=torch.bool)
-    if own_model == "excluded":
-        members[..., -1] = False
-    else:
-        members[..., :-1] = judged.received.ids != judged.me.ids  # it may have drawn itself: it counts once
-    counted = members.clone()
-    if sublevel is not None:
-        lower = torch.cat([judged.losses.mean, judged.own.mean], -1)
-        k = lower.shape[-1]
-        for each, some, losses in zip(counted.view(-1, k), members.view(-1, k), lower.view(-1, k), strict=True):
-            if some.any():
-                each[some] = sublevel(losses[some])
     if own_model == "judged":
         itself = values_of(criterion, judged.itself())
     elif own_model == "trusted":
         peers = counted[..., :-1]
         best = torch.cat([values.masked_fill(~peers, torch.inf), torch.full_like(itself, torch.inf)], -1)
         itself = torch.where(peers.any(-1, keepdim=True), best.amin(-1, keepdim=True), itself)
-    return consensus.weights(torch.cat([values, itself], -1), alpha, counted)
+    mu = consensus.weights(torch.cat([values, itself], -1), alpha, counted)
+    if point == "mean" or not mu.any():
+        return Weighed(mu, values=values)
+    rows, some = judged.received.with_own(judged.me).rows, mu > 0
+    median = functools.partial(weighted_median, weights=mu[some])
+    return Weighed(Reduction(rows[some], median, weights=mu[some]), values=values)
+
+
+def weighted_median(x: Float[Tensor, "k b"], weights: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
+    """The weighted median of each column, in place of the mean of eq:comp_csp: the least of its numbers that, with all
+    below it, have half of the weight."""
+    ordered, order = x.sort(dim=0, stable=True)
+    below = weights.to(x.device)[order].cumsum(0)
+    place = (below < weights.sum().to(x.device) / 2 - 1e-9).sum(0, keepdim=True)
+    median: Float[Tensor, "1 b"] = ordered.gather(0, place)
+    return median[0]
 
 
 def by_form(

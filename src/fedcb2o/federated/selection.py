@@ -5,13 +5,15 @@ Those here are made for several agents at once.
 """
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from fedcb2o import plugins
@@ -23,8 +25,9 @@ from fedcb2o.plugins import Declaration, Named
 
 __all__ = ["everyone", "prob_sampling", "uniform"]
 
-SelectEach = Callable[[Met, Peers, int, Sequence[np.random.Generator]], Lists]
-"""A selection for several agents: (whom they met, whom they may ask, budget, a draw for each) -> whom they ask."""
+SelectEach = Callable[..., Lists]
+"""A selection for several agents: (whom they met, whom they may ask, budget, a draw for each) -> whom they ask; its
+further arguments are keywords."""
 
 
 AT_ONCE = Declaration[SelectEach]("at_once")
@@ -36,30 +39,53 @@ def at_once(each: SelectEach) -> Select:
 
     @functools.wraps(each)
     def select(
-        contacts: Contacts, candidates: Int[Tensor, " c"], budget: int, draw: np.random.Generator
+        contacts: Contacts, candidates: Int[Tensor, " c"], budget: int, draw: np.random.Generator, **more: Any
     ) -> Int[Tensor, " s"]:
-        return torch.from_numpy(each(Met.of([contacts]), Peers.of([candidates.numpy()]), budget, [draw])[0])
+        return torch.from_numpy(each(Met.of([contacts]), Peers.of([candidates.numpy()]), budget, [draw], **more)[0])
 
     return AT_ONCE(each)(select)
 
 
 @at_once
-def prob_sampling(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> Lists:
+def prob_sampling(
+    met: Met,
+    peers: Peers,
+    budget: int,
+    draws: Sequence[np.random.Generator],
+    *,
+    newcomers: Annotated[float, Field(gt=0, le=1)] | None = None,
+) -> Lists:
     """ProbSampling (alg:localAggregation): peers never asked come first, then draws by the likelihood P_n^j.
 
     There is no top-up: while somebody has not been met, A_n is `budget` of those, or all of them if they are fewer.
     A peer whose likelihood underflowed to 0 is never drawn, so A_n may be smaller than the budget; one that was
     asked and never answered counts as an average one.
+
+    With `newcomers`, beyond the paper, at most that share of the budget, rounded up, goes to peers never asked, and the
+    rest to others by their likelihood; where these are too few, newcomers fill it up. So who takes a new identity in
+    every round does not fill A_n.
     """
     owner = met.ids.owners
     among, places = peers.find(owner, met.ids.values)
     owner, likelihood = owner[among], met.likelihood[among]
     sizes, counts = np.bincount(owner, minlength=len(met)), peers.counts
     starts, unmet = sizes.cumsum() - sizes, counts - sizes
+    each = list(zip(starts.tolist(), sizes.tolist(), unmet.tolist(), draws, strict=True))
+    if newcomers is not None:
+        most, fresh, known = math.ceil(newcomers * budget - 1e-9), [], []
+        for a, size, left, draw in each:
+            P = likelihood[a : a + size]
+            fill = budget - int((_filled(P) > 0).sum())  # what those who were met leave free
+            fresh.append(_choose(left, max(most, fill), draw))
+            known.append(_likely(P, budget - len(fresh[-1]), draw))
+        ranks, kept = Lists.of(fresh), Lists.of(known)
+        new = peers.at(ranks.owners, ranks.values + _met_before(ranks, Lists(places, sizes)))
+        old = peers.at(kept.owners, places[starts[kept.owners] + kept.values])
+        return _merged(ranks.having(new), kept.having(old))
     ranks = Lists.of(
         [
             _choose(left, budget, draw) if left else _likely(likelihood[a : a + size], budget, draw)
-            for a, size, left, draw in zip(starts.tolist(), sizes.tolist(), unmet.tolist(), draws, strict=True)
+            for a, size, left, draw in each
         ]
     )
     asker = ranks.owners
@@ -113,9 +139,14 @@ def colluding(fellows: Peers, benign: Peers, budget: int, draws: Sequence[np.ran
             for n, others, draw in zip(near, far, draws, strict=True)
         ]
     )
-    owners = first.owners, then.owners
-    ids = np.concatenate([fellows.at(owners[0], first.values), benign.at(owners[1], then.values)])
-    return Lists(ids[np.lexsort((ids, np.concatenate(owners)))], first.sizes + then.sizes)
+    near_ids, far_ids = fellows.at(first.owners, first.values), benign.at(then.owners, then.values)
+    return _merged(first.having(near_ids), then.having(far_ids))
+
+
+def _merged(some: Lists, others: Lists) -> Lists:
+    """The numbers of both, ascending, of each."""
+    values, owners = np.concatenate([some.values, others.values]), np.concatenate([some.owners, others.owners])
+    return Lists(values[np.lexsort((values, owners))], some.sizes + others.sizes)
 
 
 EXTRA = ("n", "me")
@@ -151,14 +182,21 @@ def _choose(
 
 def _likely(likelihood: Float[np.ndarray, " k"], budget: int, draw: np.random.Generator) -> Int[np.ndarray, " s"]:
     """The places of `budget` peers, drawn by their likelihood."""
-    if (unknown := np.isnan(likelihood)).any():
-        mean = 1.0 if unknown.all() else float(torch.from_numpy(likelihood).nanmean())
-        likelihood = np.where(unknown, mean, likelihood)
+    likelihood = _filled(likelihood)
     total = float(torch.from_numpy(likelihood).sum())
     if not total > 0:
         return np.zeros(0, np.int64)
     p = likelihood / total
     return _choose(len(p), min(budget, int((p > 0).sum())), draw, p)
+
+
+def _filled(likelihood: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
+    """The likelihood, of those who never answered that of an average one."""
+    unknown = np.isnan(likelihood)
+    if not unknown.any():
+        return likelihood
+    mean = 1.0 if unknown.all() else float(torch.from_numpy(likelihood).nanmean())
+    return np.where(unknown, mean, likelihood)
 
 
 def remember(

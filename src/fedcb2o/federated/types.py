@@ -22,25 +22,33 @@ class Losses:
     with an axis over them.
 
     `by_class` is zero where the agent holds no sample of a class; `present` says where it holds one. `entropy` is the
-    mean entropy of a model's predictions, in nats; NaN for a model that is not finite.
+    mean entropy of a model's predictions, in nats; NaN for a model that is not finite. `each` is the loss of each
+    sample, and `labels` are their classes, so that models can be compared on the same samples; without classes all 0.
     """
 
     mean: Float[Tensor, "*a m"]
     by_class: Float[Tensor, "*a m C"]
     present: Bool[Tensor, "*a C"]
     entropy: Float[Tensor, "*a m"]
+    each: Float[Tensor, "*a m n"]
+    labels: Int[Tensor, "*a n"]
 
     def __getitem__(self, k: int) -> "Losses":
         """Those of one of several agents."""
-        return Losses(self.mean[k], self.by_class[k], self.present[k], self.entropy[k])
+        return Losses(*(values[k] for values in self._parts))
 
     def copied(self) -> "Losses":
         """The same, whoever writes to it."""
-        return Losses(self.mean.clone(), self.by_class.clone(), self.present.clone(), self.entropy.clone())
+        return Losses(*(values.clone() for values in self._parts))
 
     def part(self, some: slice) -> "Losses":
         """Those of some of the models."""
-        return Losses(self.mean[..., some], self.by_class[..., some, :], self.present, self.entropy[..., some])
+        mean, entropy = self.mean[..., some], self.entropy[..., some]
+        return Losses(mean, self.by_class[..., some, :], self.present, entropy, self.each[..., some, :], self.labels)
+
+    @property
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.mean, self.by_class, self.present, self.entropy, self.each, self.labels
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,8 @@ class Judged:
 
     `pool` holds the models in its rows. `losses` are the received models' losses on the agent's validation data, and
     `own` those of its own model (m = 1); both are None where the algorithm does not judge. `me` is the agent itself as
-    if it was received. `losses_of` gives the losses of any models on its validation data, or on those changed. What is
+    if it was received. `among` says which received models are in the sub-level set, None where all are asked about.
+    `losses_of` gives the losses of any models on its validation data, or on those changed. What is
     declared `together` gets several agents in one, with an axis over them in losses, ids, rows and numbers of samples,
     and an error where it looks at `local`, since `knows` is then None.
     """
@@ -142,20 +151,24 @@ class Judged:
     me: Received
     losses_of: Callable[[Received, Change | None], Losses]
     knows: Local | None
+    among: Bool[Tensor, "*a m"] | None = None
 
     def one(self, k: int, losses_of: Callable[[Received, Change | None], Losses], knows: Local) -> "Judged":
         """The view of one of several agents."""
         losses, own = (None if each is None else each[k] for each in (self.losses, self.own))
-        return Judged(self.n, self.pool, losses, own, self.received[k], self.me[k], losses_of, knows)
+        among = None if self.among is None else self.among[k]
+        return Judged(self.n, self.pool, losses, own, self.received[k], self.me[k], losses_of, knows, among)
 
     def copied(self) -> "Judged":
         """The same with all but the models copied: who writes to it changes nothing for others."""
         losses, own = (None if each is None else each.copied() for each in (self.losses, self.own))
-        return dataclasses.replace(self, losses=losses, own=own, received=self.received.copied(), me=self.me.copied())
+        received, me, among = self.received.copied(), self.me.copied(), self.among
+        among = None if among is None else among.clone()
+        return dataclasses.replace(self, losses=losses, own=own, received=received, me=me, among=among)
 
     def itself(self) -> "Judged":
         """The same with the agent's own model as the only one received."""
-        return dataclasses.replace(self, losses=self.own, received=self.me)
+        return dataclasses.replace(self, losses=self.own, received=self.me, among=None)
 
     @property
     def local(self) -> Local:
@@ -220,11 +233,13 @@ class Reduction:
 class Weighed:
     """What a rule decided that also says how: `outcome` are weights of the received models and, if it counts, of the
     own one [m or m + 1], or a reduction. `before` is the weight of the model before the round; where it has one, all
-    sum to 1. `f` is the number of attackers that the rule assumed, where it assumes one."""
+    sum to 1. `f` is the number of attackers that the rule assumed, where it assumes one. `values` are those of the
+    criterion, where there is one, that a peer's record may count beside its losses; of several agents [a, m]."""
 
-    outcome: Float[Tensor, " k"] | Reduction
+    outcome: Float[Tensor, "*a k"] | Reduction
     before: float | None = None
     f: int | None = None
+    values: Float[Tensor, "*a m"] | None = None
 
 
 Rule = Callable[[Judged], Float[Tensor, " k"] | Weighed]

@@ -4,6 +4,7 @@ them."""
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -22,15 +23,25 @@ from fedcb2o.streams import stream
 
 
 def weigh_(
-    choices: Choices, block: Block, some: Places, alike: Alike, met: Met, states: Mapping[int, State]
+    choices: Choices,
+    block: Block,
+    some: Places,
+    alike: Alike,
+    met: Met,
+    states: Mapping[int, State],
+    record: Float[np.ndarray, " m"] | None,
 ) -> dict[int, State]:
-    """Fill in what `alike` agents of a part make of what they received; what their rules keep."""
+    """Fill in what `alike` agents of a part make of what they received; what their rules keep. To the losses that go
+    on `record` (eq:update_sampling_likelihood), in the order of the inbox, their criteria add, where the algorithm
+    counts these."""
     algorithm, judged, those, where = block.terms.algorithm, alike.judged, alike.those, alike.where
     choices.factor[those] = algorithm.factor(block.terms.training.gamma)
     if judged.own is not None:
         choices.own_loss[those] = judged.own.mean.flatten().numpy()
     if TOGETHER.of(algorithm.weigh):
-        mu, own = weights_of(algorithm.weigh, algorithm.weigh(judged), tuple(judged.received.ids.shape))
+        decided = _weighed(algorithm.weigh(judged))
+        _count_(record, where, decided, algorithm)
+        mu, own = weights_of(algorithm.weigh, decided.outcome, tuple(judged.received.ids.shape))
         choices.weights[where], choices.own_weight[those] = mu.flatten().numpy(), own.numpy()
         return {}
     kept = {}
@@ -41,9 +52,22 @@ def weigh_(
             kept[k], decided = state_of(algorithm.weigh, algorithm.weigh(states[k], view))
         else:
             decided = algorithm.weigh(view)
-        decided = decided if isinstance(decided, Weighed) else Weighed(decided)
+        decided = _weighed(decided)
+        _count_(record, there, decided, algorithm)
         _fill_(choices, k, there, decided, algorithm, int(view.me.rows))
     return kept
+
+
+def _weighed(decided: Any) -> Weighed:
+    return decided if isinstance(decided, Weighed) else Weighed(decided)
+
+
+def _count_(
+    record: Float[np.ndarray, " m"] | None, where: Int[np.ndarray, " k"], decided: Weighed, algorithm: Algorithm
+) -> None:
+    """Add the values of the criterion, as far as they are above 0, to what goes on record of these models."""
+    if algorithm.likelihood == "loss+criterion" and record is not None and decided.values is not None:
+        record[where] += decided.values.clamp(min=0).flatten().numpy()
 
 
 def _fill_(choices: Choices, k: int, where: Places, decided: Weighed, algorithm: Algorithm, own_row: int) -> None:
