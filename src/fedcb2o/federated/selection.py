@@ -25,6 +25,8 @@ from fedcb2o.plugins import Declaration, Named
 
 __all__ = ["everyone", "prob_sampling", "uniform"]
 
+NONE = np.zeros(0, np.int64)
+
 SelectEach = Callable[..., Lists]
 """A selection for several agents: (whom they met, whom they may ask, budget, a draw for each) -> whom they ask; its
 further arguments are keywords."""
@@ -70,27 +72,20 @@ def prob_sampling(
     owner, likelihood = owner[among], met.likelihood[among]
     sizes, counts = np.bincount(owner, minlength=len(met)), peers.counts
     starts, unmet = sizes.cumsum() - sizes, counts - sizes
-    each = list(zip(starts.tolist(), sizes.tolist(), unmet.tolist(), draws, strict=True))
-    if newcomers is not None:
-        most, fresh, known = math.ceil(newcomers * budget - 1e-9), [], []
-        for a, size, left, draw in each:
-            P = likelihood[a : a + size]
-            fill = budget - int((_filled(P) > 0).sum())  # what those who were met leave free
-            fresh.append(_choose(left, max(most, fill), draw))
-            known.append(_likely(P, budget - len(fresh[-1]), draw))
-        ranks, kept = Lists.of(fresh), Lists.of(known)
-        new = peers.at(ranks.owners, ranks.values + _met_before(ranks, Lists(places, sizes)))
-        old = peers.at(kept.owners, places[starts[kept.owners] + kept.values])
-        return _merged(ranks.having(new), kept.having(old))
-    ranks = Lists.of(
-        [
-            _choose(left, budget, draw) if left else _likely(likelihood[a : a + size], budget, draw)
-            for a, size, left, draw in each
-        ]
-    )
-    asker = ranks.owners
-    chosen = ranks.values + _met_before(ranks, Lists(places, sizes)) * (unmet > 0)[asker]
-    return ranks.having(peers.at(asker, chosen))
+    fresh, known = [], []
+    for a, size, left, draw in zip(starts.tolist(), sizes.tolist(), unmet.tolist(), draws, strict=True):
+        P = likelihood[a : a + size]
+        most, rest = (budget, 0 if left else budget) if newcomers is None else (_room(P, newcomers, budget), budget)
+        fresh.append(_choose(left, most, draw))
+        known.append(_likely(P, rest - len(fresh[-1]), draw) if rest else NONE)
+    new, old = Lists.of(fresh), Lists.of(known)
+    new_ids = peers.at(new.owners, new.values + _met_before(new, Lists(places, sizes)))
+    return _merged(new.having(new_ids), old.having(peers.at(old.owners, places[starts[old.owners] + old.values])))
+
+
+def _room(P: Float[np.ndarray, " k"], newcomers: float, budget: int) -> int:
+    """How many may be newcomers: a share of the budget, or what those who were met leave free of it."""
+    return max(math.ceil(newcomers * budget - 1e-9), budget - int((_filled(P) > 0).sum()))
 
 
 def _met_before(ranks: Lists, places: Lists) -> Int[np.ndarray, " s"]:
