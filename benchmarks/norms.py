@@ -5,8 +5,8 @@
 
 A small network with batch norms whose statistics are local, shared or dropped, and one with group norms, on digits as
 in the preset digits-fedcb2o-trusted. Each line is an algorithm and what becomes of statistics; the numbers are means
-over seeds, of benign agents after the last round, in percent. The attack on statistics publishes what an attacker learnt
-from true labels, with its shared statistics multiplied: where there are none, nothing is attacked.
+over seeds, of benign agents after the last round, in percent. The attack on statistics publishes what an attacker
+learnt from true labels, with its shared statistics multiplied: where there are none, nothing is attacked.
 """
 
 import argparse

@@ -70,7 +70,7 @@ def test_every_variant_is_what_its_name_says(found):
     agents = experiment.agents
     split, *others = AGENTS[ending]
     if (method, ending) == ("fedcb2o", ""):
-        split = "random" if size == "diabetes" else "released"  # which is by classes
+        split = "released"
     assert (agents.split, agents.validation_loss, agents.colluders_own_model) == (split, *others)
     if size.startswith("emnist"):
         linear = ending == "-released"
