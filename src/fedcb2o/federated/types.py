@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -78,18 +78,19 @@ class Received:
 
     def __getitem__(self, k: int) -> "Received":
         """What one of several agents received."""
-        return Received(*(each[k] for each in self._parts))
+        return Received(*(each[k] for each in self.columns))
 
     def copied(self) -> "Received":
         """The same, whoever writes to it."""
-        return Received(*(each.clone() for each in self._parts))
+        return Received(*(each.clone() for each in self.columns))
 
     def with_own(self, me: "Received") -> "Received":
         """These and, last, the agent's own."""
-        return Received(*(torch.cat(pair, -1) for pair in zip(self._parts, me._parts, strict=True)))
+        return Received(*(torch.cat(pair, -1) for pair in zip(self.columns, me.columns, strict=True)))
 
     @property
-    def _parts(self) -> tuple[Tensor, ...]:
+    def columns(self) -> tuple[Tensor, ...]:
+        """All that it holds, each with a place for every model."""
         return self.ids, self.rows, self.num_samples, self.round
 
 
@@ -99,19 +100,32 @@ Change = Callable[[Tensor], Tensor]
 Outputs = tuple[Float[Tensor, "m n *C"], Shaped[Tensor, "n *target"]]
 """What m models make of n samples, before the softmax, and the labels of these, or what else is to be told."""
 
+Slopes = tuple[Float[Tensor, "m C n *features"], Float[Tensor, "n *features"], Shaped[Tensor, "n *target"]]
+"""The gradients of each output of m models with respect to n samples, these samples as a network reads them, and their
+labels."""
+
+
+class OutputsOf(Protocol):
+    """What models make of samples, or of these as `change` makes them."""
+
+    def __call__(self, models: Received, change: Change | None = None) -> Outputs:
+        """Their outputs, and the labels."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
-    `outputs_of` gives what models make of its validation data. `share` is the attackers' share that it assumes,
+    `outputs_of` gives what models make of its validation data, or of these changed, and `slopes_of` how that depends on
+    so many of them, spread over all. `share` is the attackers' share that it assumes,
     `progress` how much of the run is over, from 0 to 1. `before` is the row of the pool that holds the model which it
     began the round with, None where nobody asked to keep it; `head` the shape [C, h] of the last dense layer's weight,
     where the network ends in one; `layers` the shapes of the tensors that a model is made of, in their order.
     `contacts` and `draw` are made when they are asked for.
     """
 
-    outputs_of: Callable[[Received], Outputs]
+    outputs_of: OutputsOf
+    slopes_of: Callable[[Received, int], Slopes]
     share: float = 0.0
     progress: float = 0.0
     before: int | None = None
