@@ -22,7 +22,7 @@ from fedcb2o.federated import perturbations
 from fedcb2o.federated.aggregate import relative_distances
 from fedcb2o.federated.paired import error_by_class, error_of
 from fedcb2o.federated.returned import values_of
-from fedcb2o.federated.types import TOGETHER, Criterion, Judged, Losses, Received, together
+from fedcb2o.federated.types import TOGETHER, Criterion, Judged, Losses, together
 
 __all__ = [
     "average_loss",
@@ -149,38 +149,28 @@ def perturbation_gap(
     judged: Judged,
     *,
     pixels: Annotated[int, Field(ge=1)] = 6,
-    strength: Annotated[float, Field(gt=0, le=1)] = 1.0,
     samples: Annotated[int, Field(ge=1)] = 4,
     z: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0,
-    against: Literal["own", "majority"] = "own",
 ) -> Float[Tensor, " m"]:
     """How much more the average loss rises under the universal perturbation that is worst for a model than the own
-    model's rises under the one that is worst for that: for backdoors, whatever their trigger, with own_model =
-    "judged".
+    model's does under the one worst for that: for backdoors whose trigger nobody knows, with own_model = "judged".
 
-    A perturbation changes the same pixels of all images, at most so many, by at most `strength` of their range, which
-    at 1 paints them black or white. The worst is sought to first order as `perturbations.worst` does, with gradients on
-    so many `samples`: C times these are evaluated once for each model, and all validation samples twice. What
-    exceeds `z` standard errors of the mean difference counts, and less than 0 is 0. With against="majority" the gap is
-    to the median over the sub-level set and the own model, where that is more than the own one's rise. Models are looked
-    at whole, whatever `judged_at` is, and those outside of the sub-level set, which have no weight, not at all: 0.
+    A perturbation paints at most so many `pixels` black or white, the same in all images (`perturbations.worst`), and
+    is sought by gradients on so many `samples`. Only what exceeds `z` standard errors of the mean difference over all
+    validation samples counts, and less than 0 is 0. Models are looked at whole, whatever `judged_at` is, since half a
+    step dilutes a backdoor; those outside of the sub-level set, which have no weight, not at all: they have 0.
     """
     _losses(judged)
     seen = judged.received.rows != judged.me.rows
     if judged.among is not None:
         seen &= judged.among
     gap = torch.zeros(len(seen), dtype=torch.float64)
-    if not seen.any():
-        return gap
-    some = Received(*(column[seen] for column in judged.received.columns)).with_own(judged.me)
-    rises = perturbations.rises(judged.local, some, pixels=pixels, strength=strength, samples=samples)
-    means = rises.mean(-1)
-    expected = means[-1:].nan_to_num(nan=MOST, posinf=MOST)
-    if against == "majority":
-        expected = expected.fmax(means.nanmedian())
-    above = means[:-1] - expected
-    error = error_of(rises[:-1] - rises[-1:])
-    gap[seen] = _or_infinite(torch.where(error.isfinite(), (above - z * error).clamp(min=0), above))
+    if seen.any():
+        some = judged.received[seen].with_own(judged.me)
+        rises = perturbations.rises(judged.local, some, pixels, samples)
+        above = rises[:-1].mean(-1) - rises[-1].mean().nan_to_num(nan=MOST, posinf=MOST)
+        error = error_of(rises[:-1] - rises[-1])
+        gap[seen] = _or_infinite(torch.where(error.isfinite(), (above - z * error).clamp(min=0), above))
     return gap
 
 

@@ -27,7 +27,7 @@ from fedcb2o.federated.lists import Places
 from fedcb2o.federated.metrics import Confusion, Score, Tested
 from fedcb2o.federated.returned import changed_by
 from fedcb2o.federated.terms import Terms
-from fedcb2o.federated.types import Change, Judged, Losses, Outputs, OutputsOf, Received, Slopes
+from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received, Slopes
 from fedcb2o.models import bind_
 from fedcb2o.norms import estimate_
 
@@ -118,7 +118,7 @@ def losses_seen_by(block: Block, k: int) -> Callable[[Received, Change | None], 
     return losses
 
 
-def outputs_seen_by(block: Block, k: int) -> OutputsOf:
+def outputs_seen_by(block: Block, k: int) -> Callable[..., Outputs]:
     """What models [m] make of the validation data of the agent in place k, or of those changed, and their labels."""
 
     def outputs(models: Received, change: Change | None = None) -> Outputs:

@@ -1,8 +1,8 @@
-"""Universal perturbations: the same few pixels of all images changed so that a model takes these for another class.
+"""Universal perturbations: few pixels, the same in all images, that make a model take these for another class.
 
 Moosavi-Dezfooli, Fawzi, Fawzi and Frossard, "Universal adversarial perturbations" (CVPR 2017). A backdoor is a short
-way to one class from all others, so the trigger is sought class by class, as Neural Cleanse does (Wang, Yao, Shan, Li,
-Viswanath, Zheng and Zhao, IEEE S&P 2019); but by one step of first order, since there is little time in a round.
+way from all classes to one, so that a trigger is sought for every class, as in Wang, Yao, Shan, Li, Viswanath, Zheng
+and Zhao, "Neural Cleanse" (IEEE S&P 2019); but in one step of first order, since a round has little time.
 """
 
 import functools
@@ -13,50 +13,49 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.triggers import painted
 from fedcb2o.federated.types import Local, Received, Slopes
 
 
-def rises(
-    local: Local, models: Received, *, pixels: int, strength: float, samples: int
-) -> Float[Tensor, "m n"]:
-    """How much the loss of each of an agent's validation samples rises under the perturbation worst for each model."""
-    slopes, x, y = local.slopes_of(models, samples)
-    if y.is_floating_point() or slopes.shape[1] < 2 or x.ndim < 3:
-        raise ConfigError(
-            f"the criterion perturbs images of classes, and the samples have shape {tuple(x.shape[1:])} and "
-            f"{slopes.shape[1]} outputs: take another"
-        )
+def rises(local: Local, models: Received, pixels: int, samples: int) -> Float[Tensor, "m n"]:
+    """How much the loss of each of an agent's validation samples rises under the perturbation worst for each model,
+    found on some of them."""
+    found = local.slopes_of(models, samples)
     before = _losses(*local.outputs_of(models))
     after = []
-    for i, change in enumerate(worst((slopes, x, y), pixels, strength)):
-        one = Received(*(column[i : i + 1] for column in models.columns))
-        after.append(_losses(*local.outputs_of(one, functools.partial(perturbed, change=change))))
+    for i, ways in enumerate(worst(found, pixels)):
+        after.append(_losses(*local.outputs_of(models[i : i + 1], functools.partial(painted, ways=ways))))
     return torch.cat(after) - before
 
 
-def worst(seen: Slopes, pixels: int, strength: float) -> Float[Tensor, "m *features"]:
-    """The change of so many pixels, by at most `strength`, that to first order raises a class above that of the
-    label most, over all classes; of a pixel's channels each goes its own way."""
-    slopes, x, y = seen
-    to_class = slopes - slopes[:, y, torch.arange(len(y))].unsqueeze(1)  # of z_c - z_y, 0 where c is y
-    up, down = ((to_class * ((x + way).clamp(0, 1) - x)).mean(2) for way in (strength, -strength))
-    gains = torch.maximum(up, down).clamp(min=0)  # [m, C, ..., height, width]
-    of_pixels = gains.flatten(2, -3).sum(2) if gains.ndim > 4 else gains
-    most = of_pixels.flatten(2).topk(min(pixels, of_pixels[0, 0].numel()), -1)
-    target = most.values.sum(-1).argmax(1)
-    each = torch.arange(len(target))
-    chosen = torch.zeros(len(target), of_pixels[0, 0].numel()).scatter_(1, most.indices[each, target], 1.0)
-    signs = torch.where(up >= down, strength, -strength)[each, target] * (gains[each, target] > 0)
-    return signs * chosen.view(-1, *[1] * (signs.ndim - 3), *x.shape[-2:])
+def worst(found: Slopes, pixels: int) -> Float[Tensor, "m *features"]:
+    """Which pixels of all images to paint, at most so many, 1 for white and -1 for black: for each model what to first
+    order raises the output of one class most above that of the label, of all classes. Each channel of a pixel goes its
+    own way."""
+    slopes, x, y = found
+    if y.is_floating_point() or x.ndim < 3:
+        raise ConfigError(
+            f"the criterion looks for pixels that change the class of images, and the samples have shape "
+            f"{tuple(x.shape[1:])}{' and no classes' * y.is_floating_point()}: take another"
+        )
+    apart = slopes - slopes[:, y, torch.arange(len(y))].unsqueeze(1)  # of z_c - z_y: 0 where c is the label y
+    whiter, blacker = (apart * (1 - x)).mean(2), (apart * -x).mean(2)
+    gains = torch.maximum(whiter, blacker).clamp(min=0)  # [m, C, *features]
+    m, channels, side = len(gains), tuple(range(2, gains.ndim - 2)), x.shape[-2:]
+    by_pixel = (gains.sum(channels) if channels else gains).flatten(2)
+    most = by_pixel.topk(min(pixels, side.numel()), -1)
+    best = torch.arange(m), most.values.sum(-1).argmax(1)
+    chosen = torch.zeros(m, side.numel()).scatter_(1, most.indices[best], 1.0)
+    ways = torch.where(whiter >= blacker, 1.0, -1.0) * (gains > 0)
+    return ways[best] * chosen.view(m, *[1] * len(channels), *side)
 
 
-def perturbed(x: Shaped[Tensor, "n *features"], *, change: Float[Tensor, "*features"]) -> Shaped[Tensor, "n *features"]:
-    """Images to whose pixels a change was added, cut off at black and white."""
-    return painted(x, lambda pixels: pixels + change.to(pixels.device))
+def painted(x: Shaped[Tensor, "n *features"], *, ways: Float[Tensor, "*features"]) -> Shaped[Tensor, "n *features"]:
+    """Images with pixels white where the way is 1, and black where it is -1."""
+    white = torch.full_like(x, 255 if x.dtype == torch.uint8 else 1)
+    return torch.where(ways > 0, white, x.masked_fill(ways < 0, 0))
 
 
 def _losses(outputs: Float[Tensor, "m n C"], labels: Int[Tensor, " n"]) -> Float[Tensor, "m n"]:
     """The cross-entropy of each sample; what is not a number counts as infinite."""
-    losses = F.cross_entropy(outputs.double().transpose(1, 2), labels.expand(len(outputs), -1), reduction="none")
+    losses = F.cross_entropy(outputs.double().mT, labels.expand(len(outputs), -1), reduction="none")
     return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -76,21 +76,20 @@ class Received:
     num_samples: Float[Tensor, "*a m"]
     round: Int[Tensor, "*a m"]
 
-    def __getitem__(self, k: int) -> "Received":
-        """What one of several agents received."""
-        return Received(*(each[k] for each in self.columns))
+    def __getitem__(self, k: int | slice | Bool[Tensor, " m"]) -> "Received":
+        """What one of several agents received, or some of what one did."""
+        return Received(*(each[k] for each in self._parts))
 
     def copied(self) -> "Received":
         """The same, whoever writes to it."""
-        return Received(*(each.clone() for each in self.columns))
+        return Received(*(each.clone() for each in self._parts))
 
     def with_own(self, me: "Received") -> "Received":
         """These and, last, the agent's own."""
-        return Received(*(torch.cat(pair, -1) for pair in zip(self.columns, me.columns, strict=True)))
+        return Received(*(torch.cat(pair, -1) for pair in zip(self._parts, me._parts, strict=True)))
 
     @property
-    def columns(self) -> tuple[Tensor, ...]:
-        """All that it holds, each with a place for every model."""
+    def _parts(self) -> tuple[Tensor, ...]:
         return self.ids, self.rows, self.num_samples, self.round
 
 
@@ -105,13 +104,6 @@ Slopes = tuple[Float[Tensor, "m C n *features"], Float[Tensor, "n *features"], S
 labels."""
 
 
-class OutputsOf(Protocol):
-    """What models make of samples, or of these as `change` makes them."""
-
-    def __call__(self, models: Received, change: Change | None = None) -> Outputs:
-        """Their outputs, and the labels."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
@@ -124,7 +116,7 @@ class Local:
     `contacts` and `draw` are made when they are asked for.
     """
 
-    outputs_of: OutputsOf
+    outputs_of: Callable[..., Outputs]  # of models, and of a change or None
     slopes_of: Callable[[Received, int], Slopes]
     share: float = 0.0
     progress: float = 0.0
