@@ -108,12 +108,12 @@ labels."""
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
-    `outputs_of` gives what models make of its validation data, or of these changed, and `slopes_of` how that depends on
-    so many of them, spread over all. `share` is the attackers' share that it assumes,
-    `progress` how much of the run is over, from 0 to 1. `before` is the row of the pool that holds the model which it
-    began the round with, None where nobody asked to keep it; `head` the shape [C, h] of the last dense layer's weight,
-    where the network ends in one; `layers` the shapes of the tensors that a model is made of, in their order.
-    `contacts` and `draw` are made when they are asked for.
+    `outputs_of` gives what models make of its validation data, or of these changed, and `slopes_of` the gradients of
+    that with respect to so many of them, spread over all. `share` is the attackers' share that it assumes, `progress`
+    how much of the run is over, from 0 to 1. `before` is the row of the pool that holds the model which it began the
+    round with, None where nobody asked to keep it; `head` the shape [C, h] of the last dense layer's weight, where the
+    network ends in one; `layers` the shapes of the tensors that a model is made of, in their order. `contacts` and
+    `draw` are made when they are asked for.
     """
 
     outputs_of: Callable[..., Outputs]  # of models, and of a change or None
