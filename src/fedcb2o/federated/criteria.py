@@ -153,7 +153,8 @@ def perturbation_gap(
     z: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0,
 ) -> Float[Tensor, " m"]:
     """How much more the average loss rises under the universal perturbation that is worst for a model than the own
-    model's does under the one worst for that: for backdoors whose trigger nobody knows, with own_model = "judged".
+    model's does under the one worst for that, in place of the gap of eq:robust_criterion_G_LF: for backdoors whose
+    trigger nobody knows, with own_model = "judged".
 
     A perturbation paints at most so many `pixels` black or white, the same in all images (`perturbations.worst`), and
     is sought by gradients on so many `samples`. Only what exceeds `z` standard errors of the mean difference over all
