@@ -45,7 +45,7 @@ def waves(
     if 2 * frequency % width == 0:
         raise ConfigError(f"waves of `frequency` {frequency:g} are 0 in every one of {width} columns: take another")
     wave = delta * torch.sin(2 * math.pi * frequency / width * torch.arange(width, dtype=torch.float64))
-    return painted(x, lambda pixels: pixels + wave.to(pixels.device))
+    return _painted(x, lambda pixels: pixels + wave.to(pixels.device))
 
 
 def blend(x: Shaped[Tensor, "n *features"], *, opacity: float = 0.2, number: int = 0) -> Shaped[Tensor, "n *features"]:
@@ -58,7 +58,7 @@ def blend(x: Shaped[Tensor, "n *features"], *, opacity: float = 0.2, number: int
     if not 0 <= opacity <= 1:
         raise ConfigError(f"`opacity` must be between 0 and 1, got {opacity}")
     pattern = torch.from_numpy(stream(number, "blend").random(tuple(x.shape[-2:])))
-    return painted(x, lambda pixels: torch.lerp(pixels, pattern.to(pixels.device).expand_as(pixels), opacity))
+    return _painted(x, lambda pixels: torch.lerp(pixels, pattern.to(pixels.device).expand_as(pixels), opacity))
 
 
 def pixels_of(shape: Sequence[int], size: int, corner: str, margin: int, pattern: str) -> Int[Tensor, " p"]:
@@ -93,7 +93,7 @@ def stamp(x: Shaped[Tensor, "n *features"], pixels: Int[Tensor, " p"], value: fl
     return marked.view(x.shape)
 
 
-def painted(x: Shaped[Tensor, "n *features"], paint: Callable[[Tensor], Tensor]) -> Shaped[Tensor, "n *features"]:
+def _painted(x: Shaped[Tensor, "n *features"], paint: Callable[[Tensor], Tensor]) -> Shaped[Tensor, "n *features"]:
     """Images as `paint` makes their pixels, in float64 from 0 to 1, and cuts off what is beyond."""
     scale = 255 if x.dtype == torch.uint8 else 1
     painted = paint(x.double() / scale).clamp(0, 1) * scale
