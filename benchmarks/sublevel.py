@@ -1,14 +1,14 @@
 """What each thing that Algorithm 2 leaves out is worth to attackers, and where they capture the consensus point.
 
-    .venv/bin/python benchmarks/sublevel.py --out docs/benchmark/sublevel    # the runs that are not there yet: 25 minutes
-    .venv/bin/python benchmarks/sublevel.py --out docs/benchmark/sublevel --page docs/sublevel.md \\
-        --figure docs/figures/sublevel.svg    # and the page's tables and figure, from what is there
+    .venv/bin/python -m benchmarks.sublevel --out docs/benchmark/sublevel    # runs what is not there yet, half an hour
+    .venv/bin/python -m benchmarks.sublevel --out docs/benchmark/sublevel --page docs/sublevel.md --figures docs/figures
 
 Digits, two unknown clusters of 10, 25 rounds, seeds 3000 to 3004 on tuning images. `runs.csv` has a line a run: what it
 reached, and of the rounds in which the attack is on and everybody has been asked once, of agents that received a full
 budget: `share`, that of attackers among the models received; `n3`, in how many cases three of these were attackers;
-`weight3`, their mean weight in m_j; `chance3`, how often they alone would be in Q_beta by chance. Flips count only where
-they come from the own cluster: L sees the others. Tables stand below a comment, `<!-- sublevel: NAME -->`.
+`weight3`, their mean weight in m_j; `chance3`, how often Q_beta would hold no benign model of the own cluster by chance.
+Flips count only where they come from the own cluster, since L sees the others. Tables of the page stand below a comment,
+`<!-- sublevel: NAME -->`.
 """
 
 import argparse
@@ -29,6 +29,7 @@ MET = 5  # from this round on everybody has been asked once
 FLIP = {"name": "label_flip", "source": 3, "target": 8}
 ATTACKS: dict[str, dict[str, Any]] = {
     "none": {},
+    "removed": {},
     "flip": FLIP,
     "trash": {"name": "trash"},
     "sybils": {**FLIP, "from_round": 12, "sybils": True},
@@ -66,9 +67,9 @@ class Setting:
 
     def experiment(self, seeds: list[int]) -> fedcb2o.Experiment:
         """The runs of these seeds."""
-        agents = {"benign": 10 - self.malicious, "malicious": self.malicious}
-        if self.attack == "none":
-            agents["malicious_role"] = "clean"  # type: ignore[assignment]
+        agents: dict[str, Any] = {"benign": 10 - self.malicious, "malicious": self.malicious}
+        if role := {"none": "clean", "removed": "removed"}.get(self.attack):
+            agents |= {"malicious_role": role}
         table = {
             "name": "sublevel",
             "extends": "digits-fedcb2o",
@@ -77,7 +78,7 @@ class Setting:
             "evaluate_on": "tuning",
             "evaluate_every": ROUNDS,
             "checkpoint_every": ROUNDS,
-            "agents": {**self.changes.get("agents", {}), **agents},
+            "agents": agents | self.changes.get("agents", {}),
             "algorithm": {"own_model": "excluded", **self.changes.get("algorithm", {})},
         }
         return fedcb2o.load(table | ({"attack": attack} if (attack := ATTACKS[self.attack]) else {}))
@@ -90,10 +91,13 @@ def settings() -> Iterator[Setting]:
     ablation["with all four"] = {key: value for each in BACK.values() for key, value in each.items()}
     for left in BACK:
         ablation[f"without {left}"] = {k: v for name, each in BACK.items() if name != left for k, v in each.items()}
-    for attack in ATTACKS:
+    for attack in shown.COLUMNS:
         for name, algorithm in ablation.items():
             yield Setting(name, attack, 3, {"algorithm": algorithm})
         yield Setting("the combination", attack, 3, COMBINATION)
+    for malicious in (2, 4, 6):
+        for own, beta in (("excluded", 0.25), ("excluded", 1.0), ("judged", 0.25), ("judged", 1.0)):
+            yield border("removed", malicious, own, beta)
     for attack in ("flip", "trash"):
         for malicious in range(1, 7):
             for beta in shown.BETAS:
@@ -103,21 +107,24 @@ def settings() -> Iterator[Setting]:
         for malicious in (2, 4, 6):
             yield border(attack, malicious, "judged", 0.5, places=2)
             yield border(attack, malicious, "excluded", 0.25, delta_q=0.1)
-    for beta in (0.25, 0.5, 1.0):
-        for places in (1, 2, 3, 4, 6):
-            yield border("sybils", 3, "excluded", beta, places=places)
-            if beta > 0.25 and places % 2 == 0:
-                yield border("sybils", 3, "judged", beta, places=places)
+    for beta in shown.BETAS:
+        for places in range(1, BUDGET + 1):
+            yield border("sybils", 6, "excluded", beta, places=places)
+            if places % 2 == 0 and beta in (0.5, 1.0):
+                yield border("sybils", 6, "judged", beta, places=places)
 
 
 def border(attack: str, malicious: int, own: str, beta: float, *, places: int = 0, delta_q: float = 0.0) -> Setting:
-    """A setting of the border, with at most so many places for newcomers where any are given."""
+    """A setting of the border, with at most so many places for newcomers where any are given; sybils in one cluster, so
+    that they take just these."""
     algorithm: dict[str, Any] = {"own_model": own, "beta": beta}
     if places:
         algorithm["selection"] = {"name": "prob_sampling", "newcomers": places / BUDGET}
     if delta_q:
         algorithm["delta_q"] = delta_q
-    return Setting(shown.named(own, beta, places, delta_q), attack, malicious, {"algorithm": algorithm})
+    agents = {"num_clusters": 1, "benign": 7, "malicious_samples": 100} if attack == "sybils" else {}
+    changes = {"agents": agents, "algorithm": algorithm}
+    return Setting(shown.named(own, beta, places, delta_q), attack, malicious, changes)
 
 
 def lines(setting: Setting, run: fedcb2o.Run) -> pd.DataFrame:
@@ -149,8 +156,8 @@ def lines(setting: Setting, run: fedcb2o.Run) -> pd.DataFrame:
 
 
 def alone(f: int, near: int, k: int) -> float:
-    """The probability that the k lowest losses of `near` models, those of the own cluster, are all of the f attackers
-    among them, every order being as likely; where they are fewer than k, of all of them."""
+    """The probability that f attackers have the k lowest losses of `near` models, those of the own cluster, where every
+    order is as likely; where there are fewer than k, all of them count."""
     k = min(k, near)
     return math.comb(f, k) / math.comb(near, k) if f else 0.0
 
@@ -175,15 +182,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder of runs.csv")
     parser.add_argument("--page", type=Path, help="the page whose tables to write anew")
-    parser.add_argument("--figure", type=Path)
+    parser.add_argument("--figures", type=Path, help="the folder of its figures")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     measure(arguments.out / "runs.csv")
     known = pd.read_csv(arguments.out / "runs.csv")
     if arguments.page:
         arguments.page.write_text(shown.rewritten(arguments.page, known), encoding="utf-8")
-    if arguments.figure:
-        shown.draw(known).savefig(arguments.figure, metadata={"Date": None})
+    if arguments.figures:
+        for name, draw in {"omissions": shown.draw_omissions, "border": shown.draw_border}.items():
+            draw(known).savefig(arguments.figures / f"sublevel-{name}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
