@@ -1,14 +1,14 @@
 """What each thing that Algorithm 2 leaves out is worth to attackers, and where they capture the consensus point.
 
-    .venv/bin/python -m benchmarks.sublevel --out docs/benchmark/sublevel    # runs what is not there yet, half an hour
+    .venv/bin/python -m benchmarks.sublevel --out docs/benchmark/sublevel    # runs what is not there yet, 40 minutes
     .venv/bin/python -m benchmarks.sublevel --out docs/benchmark/sublevel --page docs/sublevel.md --figures docs/figures
 
 Digits, two unknown clusters of 10, 25 rounds, seeds 3000 to 3004 on tuning images. `runs.csv` has a line a run: what it
 reached, and of the rounds in which the attack is on and everybody has been asked once, of agents that received a full
 budget: `share`, that of attackers among the models received; `n3`, in how many cases three of these were attackers;
-`weight3`, their mean weight in m_j; `chance3`, how often Q_beta would hold no benign model of the own cluster by chance.
-Flips count only where they come from the own cluster, since L sees the others. Tables of the page stand below a comment,
-`<!-- sublevel: NAME -->`.
+`weight3`, the mean weight of attackers in m_j then; `chance3`, how often Q_beta would hold no benign model of the own
+cluster by chance. Flips count only where they come from the own cluster, since L sees the others. Tables of the page
+stand below a comment, `<!-- sublevel: NAME -->`.
 """
 
 import argparse
@@ -21,10 +21,12 @@ from typing import Any
 
 import pandas as pd
 from benchmarks import sublevel_shown as shown
+from benchmarks.sublevel_shown import BUDGET
+from matplotlib import rc_context
 
 import fedcb2o
 
-ROUNDS, BUDGET, SEEDS = 25, 6, (3000, 3001, 3002, 3003, 3004)
+ROUNDS, SEEDS = 25, (3000, 3001, 3002, 3003, 3004)
 MET = 5  # from this round on everybody has been asked once
 FLIP = {"name": "label_flip", "source": 3, "target": 8}
 ATTACKS: dict[str, dict[str, Any]] = {
@@ -78,14 +80,14 @@ class Setting:
             "evaluate_on": "tuning",
             "evaluate_every": ROUNDS,
             "checkpoint_every": ROUNDS,
-            "agents": agents | self.changes.get("agents", {}),
+            "agents": {"budget": BUDGET} | agents | self.changes.get("agents", {}),
             "algorithm": {"own_model": "excluded", **self.changes.get("algorithm", {})},
         }
         return fedcb2o.load(table | ({"attack": attack} if (attack := ATTACKS[self.attack]) else {}))
 
 
 def settings() -> Iterator[Setting]:
-    """All that is run: the ablation, then the border by the attackers' number and, of sybils, by the newcomers' share."""
+    """All that is run: the ablation, then the border by the attackers' number and, of sybils, the newcomers' share."""
     ablation = {"Algorithm 2": {}, **{f"with {name}": each for name, each in BACK.items()}}
     ablation["with weight from the second meeting"] = {"counts_from": "second"}
     ablation["with all four"] = {key: value for each in BACK.values() for key, value in each.items()}
@@ -96,8 +98,9 @@ def settings() -> Iterator[Setting]:
             yield Setting(name, attack, 3, {"algorithm": algorithm})
         yield Setting("the combination", attack, 3, COMBINATION)
     for malicious in (2, 4, 6):
-        for own, beta in (("excluded", 0.25), ("excluded", 1.0), ("judged", 0.25), ("judged", 1.0)):
-            yield border("removed", malicious, own, beta)
+        for own in ("excluded", "judged"):
+            for beta in shown.BETAS:
+                yield border("removed", malicious, own, beta)
     for attack in ("flip", "trash"):
         for malicious in range(1, 7):
             for beta in shown.BETAS:
@@ -129,7 +132,7 @@ def border(attack: str, malicious: int, own: str, beta: float, *, places: int = 
 
 def lines(setting: Setting, run: fedcb2o.Run) -> pd.DataFrame:
     """A line for each seed of a run."""
-    last = run.records[~run.records.malicious & (run.records["round"] == ROUNDS)].groupby("seed")
+    last = run.records[~run.records.malicious & (run.records["round"] == run.records["round"].max())].groupby("seed")
     found = last[["accuracy", "source_accuracy", "attack_success_rate"]].mean() * 100
     who = run.agents.set_index(["seed", "agent"])[["malicious", "cluster"]]
     pairs = run.pairs.join(who, on=["seed", "agent"]).join(who.add_suffix("_peer"), on=["seed", "peer"])
@@ -138,7 +141,9 @@ def lines(setting: Setting, run: fedcb2o.Run) -> pd.DataFrame:
     own, same = pairs.agent == pairs.peer, pairs.cluster == pairs.cluster_peer
     counted = pairs.malicious_peer & (same if setting.attack != "trash" else True)
     each = (
-        pairs.assign(m=~own, f=counted, near=same & ~own, mass=pairs.weight * pairs.malicious_peer, any=pairs.malicious_peer)
+        pairs.assign(
+            m=~own, f=counted, near=same & ~own, mass=pairs.weight * pairs.malicious_peer, any=pairs.malicious_peer
+        )
         .groupby(["seed", "round", "agent"])[["m", "f", "near", "mass", "any"]]
         .sum()
         .query(f"m == {BUDGET}")
@@ -146,16 +151,18 @@ def lines(setting: Setting, run: fedcb2o.Run) -> pd.DataFrame:
     algorithm = setting.changes.get("algorithm", {})
     itself = int(algorithm.get("own_model", "excluded") != "excluded")
     k = math.ceil(algorithm.get("beta", 1.0) * (BUDGET + itself) - 1e-9)
-    each["chance"] = [alone(f, near + itself, k) for f, near in zip(each.f, each.near, strict=True)]
+    each["chance"] = [captured(f, near + itself, k) for f, near in zip(each.f, each.near, strict=True)]
     found["share"] = each["any"].groupby("seed").mean() / BUDGET
     for f in range(BUDGET + 1):
         some = each[each.f == f].groupby("seed")
         found[f"n{f}"], found[f"weight{f}"], found[f"chance{f}"] = some.size(), some.mass.mean(), some.chance.mean()
-    keys = {"defence": setting.defence, "attack": setting.attack, "malicious": setting.malicious}
-    return found.reset_index().assign(**keys)[[*keys, "seed", *found.columns]]
+    found = found.reset_index()
+    for name in ("malicious", "attack", "defence"):
+        found.insert(0, name, getattr(setting, name))
+    return found
 
 
-def alone(f: int, near: int, k: int) -> float:
+def captured(f: int, near: int, k: int) -> float:
     """The probability that f attackers have the k lowest losses of `near` models, those of the own cluster, where every
     order is as likely; where there are fewer than k, all of them count."""
     k = min(k, near)
@@ -191,7 +198,8 @@ def main() -> None:
         arguments.page.write_text(shown.rewritten(arguments.page, known), encoding="utf-8")
     if arguments.figures:
         for name, draw in {"omissions": shown.draw_omissions, "border": shown.draw_border}.items():
-            draw(known).savefig(arguments.figures / f"sublevel-{name}.svg", metadata={"Date": None})
+            with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+                draw(known).savefig(arguments.figures / f"sublevel-{name}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

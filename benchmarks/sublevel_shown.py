@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from fedcb2o.report.tables import spread
 
 BETAS = (0.25, 0.5, 0.75, 1.0)
 BUDGET = 6
+BORDER = {"flip": "flips of the own cluster", "trash": "random models", "sybils": "sybils"}
+EVEN = (2, 4, 6)  # attackers in a cluster of ten
 FEW = 20  # cases below which a mean of rounds is not shown
 COLUMNS = {"none": "Without attack", "trash": "Random models", "flip": "Label flip", "sybils": "Sybils"}
 TABLE = re.compile(r"(?P<mark>^<!-- sublevel: (?P<name>\S+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
 BAR: dict[str, Any] = {"markersize": 5, "capsize": 2, "elinewidth": 1}
-
-Series = "pd.Series[float]"
 
 
 def named(own: str, beta: float, places: int = 0, delta_q: float = 0.0) -> str:
@@ -41,9 +41,10 @@ def ablated(known: pd.DataFrame) -> pd.DataFrame:
 def omissions(known: pd.DataFrame) -> pd.DataFrame:
     """What Algorithm 2 reaches with each part put back, and all without each: accuracy, and attack success."""
     table: dict[str, dict[str, str]] = {}
-    for defence, rows in ablated(known).groupby("defence", sort=False):
-        by = {str(attack): mine.set_index("seed") for attack, mine in rows.groupby("attack")}
-        first = by["none"].accuracy if not table else first
+    mine = ablated(known)
+    first = mine[(mine.attack == "none") & (mine.defence == "Algorithm 2")].set_index("seed").accuracy
+    for defence, rows in mine.groupby("defence", sort=False):
+        by = {str(attack): some.set_index("seed") for attack, some in rows.groupby("attack")}
         cells = table.setdefault(str(defence), {})
         for attack, title in COLUMNS.items():
             cells[title] = told(by[attack].accuracy)
@@ -54,16 +55,36 @@ def omissions(known: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(table).T
 
 
-def border(known: pd.DataFrame, attack: str, value: str) -> pd.DataFrame:
-    """What is reached, by the number of attackers in a cluster of ten."""
+def random_models(known: pd.DataFrame) -> pd.DataFrame:
+    """Accuracy under random models, by the number of attackers in a cluster of ten, and behind it how much more that is
+    than with the attackers removed."""
     table: dict[str, dict[str, str]] = {}
-    mine = known[(known.attack == attack) & known.defence.str.startswith("own model")]
-    for (defence, malicious), rows in mine.groupby(["defence", "malicious"]):
-        table.setdefault(str(defence), {})[str(malicious)] = told(rows[value])
-    if attack == "trash":
-        for (defence, malicious), rows in known[known.attack == "removed"].groupby(["defence", "malicious"]):
-            table.setdefault(f"{defence}, attackers removed", {})[str(malicious)] = told(rows[value])
-    return pd.DataFrame(table).T.fillna("")[["2", "4", "6"]].rename(columns="{} of 10".format)
+    lines = [named(own, beta) for own in ("excluded", "judged") for beta in BETAS]
+    for name in [*lines, named("excluded", 0.25, delta_q=0.1), named("judged", 0.5, places=2)]:
+        for malicious in EVEN:
+            reached, without = (accuracy(known, attack, name, malicious) for attack in ("trash", "removed"))
+            cell = told(reached) + (f" / {told(reached - without)}" if len(without) else "")
+            table.setdefault(name, {})[f"{malicious} of 10"] = cell
+    return pd.DataFrame(table).T
+
+
+def removed(known: pd.DataFrame) -> pd.DataFrame:
+    """Accuracy with the attackers removed, and behind it how much more that is than without a set."""
+    table: dict[str, dict[str, str]] = {}
+    for own in ("excluded", "judged"):
+        for beta in BETAS:
+            for malicious in EVEN:
+                each, plain = (accuracy(known, "removed", named(own, b), malicious) for b in (beta, 1.0))
+                cell = told(each) + (f" / {told(each - plain)}" if beta < 1 else "")
+                table.setdefault(named(own, beta), {})[f"{10 - malicious} agents"] = cell
+    return pd.DataFrame(table).T
+
+
+def accuracy(known: pd.DataFrame, attack: str, defence: str, malicious: int) -> "pd.Series[float]":
+    """What some runs reached, by their seeds."""
+    mine = (known.attack == attack) & (known.defence == defence) & (known.malicious == malicious)
+    found: pd.Series[float] = known[mine].set_index("seed").accuracy
+    return found
 
 
 def rounds(known: pd.DataFrame) -> pd.DataFrame:
@@ -80,7 +101,7 @@ def rounds(known: pd.DataFrame) -> pd.DataFrame:
 
 
 def newcomers(known: pd.DataFrame) -> pd.DataFrame:
-    """What sybils reach by the places that newcomers have: their mean weight in a round, and in the end their success."""
+    """What sybils reach by the places that newcomers have: their weight in a round, and in the end their success."""
     table: dict[str, dict[str, str]] = {}
     for own in ("excluded", "judged"):
         for beta in BETAS:
@@ -99,8 +120,8 @@ TABLES: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
     "omissions": omissions,
     "rounds": rounds,
     "newcomers": newcomers,
-    "flip": lambda known: border(known, "flip", "attack_success_rate"),
-    "trash": lambda known: border(known, "trash", "accuracy"),
+    "random-models": random_models,
+    "removed": removed,
 }
 
 
@@ -133,22 +154,24 @@ def by_count(rows: pd.DataFrame, what: str) -> dict[int, "pd.Series[float]"]:
 
 def weight(rows: pd.DataFrame) -> "pd.Series[float]":
     """The attackers' mean weight in a round of each run, in percent."""
-    n, each = ([rows[f"{what}{f}"].fillna(0) for f in range(BUDGET + 1)] for what in ("n", "weight"))
-    return 100 * sum(a * b for a, b in zip(n, each, strict=True)) / sum(n)
+    columns = range(BUDGET + 1)
+    n = rows[[f"n{f}" for f in columns]].fillna(0).to_numpy()
+    sums = (n * rows[[f"weight{f}" for f in columns]].fillna(0).to_numpy()).sum(1)
+    return pd.Series(100 * sums / n.sum(1), rows.index)
 
 
 def draw_omissions(known: pd.DataFrame) -> Figure:
     """What Algorithm 2 reaches with each part put back, and all without each: dots with intervals over seeds."""
     mine = ablated(known)
     names = list(dict.fromkeys(mine.defence))
-    with rc_context(STYLE | {"svg.hashsalt": "omissions", "axes.grid.axis": "x"}):
+    with rc_context(STYLE | {"axes.grid.axis": "x"}):
         figure = Figure(figsize=(11, 4), layout="constrained")
         for ax, (attack, title) in zip(figure.subplots(1, 4, sharey=True), COLUMNS.items(), strict=True):
             value = "accuracy" if attack in ("none", "trash") else "attack_success_rate"
             for i, name in enumerate(names):
                 some = mine[(mine.attack == attack) & (mine.defence == name)][value]
-                colour = {"with": 0, "without": 1}.get(name.removesuffix(" all four").split()[0], 7)
-                points(ax, [i], [some], color=COLOURS[7 if name == "with all four" else colour], marker="o", across=True)
+                colour = 7 if name == "with all four" else {"with": 0, "without": 1}.get(name.split()[0], 7)
+                points(ax, {i: some}, across=True, color=COLOURS[colour], marker="o")
             ax.set_title(title)
             ax.set_xlabel(called(value))
             ax.set_xlim((90, 100) if attack == "none" else (0, 100))
@@ -159,65 +182,72 @@ def draw_omissions(known: pd.DataFrame) -> Figure:
 
 def draw_border(known: pd.DataFrame) -> Figure:
     """The border of capture: above in a round, below after all of them."""
-    with rc_context(STYLE | {"svg.hashsalt": "border"}):
+    with rc_context(STYLE):
         figure = Figure(figsize=(11, 7), layout="constrained")
         above, below = figure.subplots(2, 3)
-        for i, beta in enumerate(BETAS):
-            look = {"color": COLOURS[i], "marker": MARKERS[i]}
-            k = math.ceil(beta * BUDGET)
-            for ax, attack, at in zip(above, ("flip", "trash"), (k, BUDGET - k + 1), strict=False):
-                found = by_count(of_border(known, attack, "excluded", beta), "weight")
-                points(ax, found, found.values(), **look)
-                ax.plot(at, 105, marker="v", color=COLOURS[i], clip_on=False)
-            chance = by_count(of_border(known, "flip", "excluded", beta), "chance")
-            above[0].plot(list(chance), [each.mean() for each in chance.values()], color=COLOURS[i], linestyle=":")
-            sybils = of_border(known, "sybils", "excluded", beta)
-            some = [(places, weight(rows)) for places, rows in sybils.groupby("places")]
-            points(above[2], *unzipped(some), **look)
-            for ax, attack in zip(below, ("flip", "trash", "sybils"), strict=True):
-                for own, line in (("judged", "-"), ("excluded", ":")):
-                    rows = of_border(known, attack, own, beta)
-                    key = "places" if attack == "sybils" else "malicious"
-                    value = "accuracy" if attack == "trash" else "attack_success_rate"
-                    some = [
-                        (places if attack == "sybils" else 100 * each.share.mean(), each[value])
-                        for places, each in rows.groupby(key)
-                    ]
-                    points(ax, *unzipped(some), **look, linestyle=line)
-                    ax.set_ylabel(called(value))
         titles = ("(a) Label flip", "(b) Random models", "(c) Sybils that flip")
-        for ax, title, who in zip(above, titles, ("flips of the own cluster", "random models", "sybils"), strict=True):
+        for ax, attack, title in zip(above, BORDER, titles, strict=True):
+            draw_round(ax, known, attack)
             ax.set_title(title, pad=14)
-            ax.set_xlabel(f"{who} among the {BUDGET} received")
-            ax.set_ylabel("their weight in m_j, percent")
-        for ax in below[:2]:
-            ax.set_xlabel("attackers among the received, percent")
-        below[2].set_xlabel(f"places for newcomers, of {BUDGET}")
+        for ax, attack in zip(below, BORDER, strict=True):
+            draw_end(ax, known, attack)
         for ax in figure.axes:
             ax.set_ylim(0, 100)
-        handles = [
-            Line2D([], [], color=COLOURS[i], marker=MARKERS[i], markersize=5, label=f"beta = {beta:g}")
-            for i, beta in enumerate(BETAS)
-        ]
-        handles.append(Line2D([], [], color="0.3", linestyle=":", label="(a) above: by chance; below: own model excluded"))
+        handles = [Line2D([], [], label=f"beta = {beta:g}", markersize=5, **look(i)) for i, beta in enumerate(BETAS)]
+        dotted = "(a) above: by chance; below: own model excluded"
+        handles.append(Line2D([], [], color="0.3", linestyle=":", label=dotted))
         figure.legend(handles=handles, loc="outside lower center", ncols=5)
         return figure
 
 
-def unzipped(pairs: list[tuple[float, Any]]) -> tuple[list[float], list[Any]]:
-    """The places and the values of points."""
-    return [at for at, _ in pairs], [values for _, values in pairs]
+def draw_round(ax: Axes, known: pd.DataFrame, attack: str) -> None:
+    """The attackers' weight in a round by how many are received, own model excluded, and where the window for each beta
+    begins to close; of flips also how often there would be no benign model of the own cluster in Q_beta by chance."""
+    for i, beta in enumerate(BETAS):
+        rows = of_border(known, attack, "excluded", beta)
+        if attack == "sybils":
+            points(ax, {places: weight(each) for places, each in rows.groupby("places")}, **look(i))
+            continue
+        points(ax, by_count(rows, "weight"), **look(i))
+        k = math.ceil(beta * BUDGET)
+        ax.plot(k if attack == "flip" else BUDGET - k + 1, 105, clip_on=False, **(look(i) | {"marker": "v"}))
+        if attack == "flip":
+            chance = by_count(rows, "chance")
+            ax.plot(list(chance), [each.mean() for each in chance.values()], color=COLOURS[i], linestyle=":")
+    ax.set_xlabel(f"{BORDER[attack]} among the {BUDGET} received")
+    ax.set_ylabel("their weight in m_j, percent")
 
 
-def points(ax: Axes, at: Iterable[float], values: Iterable["pd.Series[float]"], *, across: bool = False, **look: Any) -> None:
-    """Means with intervals over seeds, one above the other or, `across`, from left to right."""
-    values = list(values)
-    middle = [each.mean() for each in values]
-    half = [float(half_width(len(each), each.std(ddof=1))) for each in values]
+def draw_end(ax: Axes, known: pd.DataFrame, attack: str) -> None:
+    """What is reached after all rounds by the attackers' share among the models received, or the sybils' places: own
+    model judged, and dotted excluded."""
+    value = "accuracy" if attack == "trash" else "attack_success_rate"
+    for own, line in (("judged", "-"), ("excluded", ":")):
+        for i, beta in enumerate(BETAS):
+            rows = of_border(known, attack, own, beta)
+            if attack == "sybils":
+                found = {places: each[value] for places, each in rows.groupby("places")}
+            else:
+                found = {100 * each.share.mean(): each[value] for _, each in rows.groupby("malicious")}
+            points(ax, found, linestyle=line, **look(i))
+    sybils = attack == "sybils"
+    ax.set_xlabel(f"places for newcomers, of {BUDGET}" if sybils else "attackers among the received, percent")
+    ax.set_ylabel(called(value))
+
+
+def look(i: int) -> dict[str, Any]:
+    """Colour and marker of the i-th beta."""
+    return {"color": COLOURS[i], "marker": MARKERS[i]}
+
+
+def points(ax: Axes, values: Mapping[Any, "pd.Series[float]"], *, across: bool = False, **look: Any) -> None:
+    """Means with intervals over seeds, by where they stand from left to right or, `across`, from top to bottom."""
+    middle = [each.mean() for each in values.values()]
+    half = [float(half_width(len(each), each.std(ddof=1))) for each in values.values()]
     if across:
-        ax.errorbar(middle, list(at), xerr=half, **look, **BAR)
+        ax.errorbar(middle, list(values), xerr=half, **look, **BAR)
     else:
-        ax.errorbar(list(at), middle, yerr=half, **look, **BAR)
+        ax.errorbar(list(values), middle, yerr=half, **look, **BAR)
 
 
 def called(value: str) -> str:
