@@ -72,7 +72,7 @@ ATTACKS: dict[str, Tables] = {
 }
 STUDIES = {
     "digits": Study(
-        {"extends": "digits-fedcb2o", "agents": {"benign": 7, "malicious": 3}},
+        {"extends": "digits-fedcb2o-trusted", "agents": {"benign": 7, "malicious": 3}},
         {
             **ATTACKS,
             "skew, none": {"agents": {**CLEAN, **DIRICHLET}},
@@ -81,7 +81,7 @@ STUDIES = {
     ),
     "fashion": Study(
         {
-            "extends": "emnist-small-fedcb2o",
+            "extends": "emnist-small-fedcb2o-trusted",
             "rounds": 20,
             "data": {"name": "fashion_mnist", "train_per_class": 600, "test_per_class": 200},
             "agents": {
