@@ -220,28 +220,32 @@ def _levels(rows: pd.DataFrame) -> np.ndarray:
     return np.array([[1 if sign == "+" else -1 for sign in levels] for levels in rows.levels])
 
 
-def print_tables(study: str) -> None:
-    """Main effects, a column a setting and value, and the interactions that hold after Holm's correction."""
+def tables(study: str) -> list[str]:
+    """As lines of Markdown, main effects, a column a setting and value, and where there are enough rows to tell them
+    apart the interactions that hold after Holm's correction over those of a column."""
     rows = measured(study)
-    columns: dict[str, Any] = {}
+    columns: dict[str, tuple[pd.DataFrame, str]] = {}
     for setting, value in itertools.product(STUDIES[study].settings, ("accuracy", "success")):
         here = rows[rows.setting == setting].reset_index(drop=True)
-        if here[value].isna().any() or setting.endswith("none") and value == "success":
-            continue
-        columns[f"{setting}: {value}"] = here, value
-    effects = {name: main_effects(here, value) for name, (here, value) in columns.items()}
-    print("| |", " | ".join(effects), "|")
-    print("|---|" + "---:|" * len(effects))
-    for factor in FACTORS:
-        found = (each.loc[factor] for each in effects.values())
-        print(f"| {factor} |", " | ".join(f"{f['mean']:+.1f} [{f.low:+.1f}, {f.high:+.1f}]" for f in found), "|")
+        attacked = not setting.endswith("none") and here.success.notna().all()
+        if value == "accuracy" or attacked:
+            columns[f"{setting}: {value}"] = here, value
+    effects = [main_effects(*column) for column in columns.values()]
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    lines += [f"| {factor} | {' | '.join(_cell(each.loc[factor]) for each in effects)} |" for factor in FACTORS]
     if STUDIES[study].rows < 32:
-        return  # too few to tell interactions apart
-    print("\n| | interaction | effect |\n|---|---|---:|")
-    for name, (here, value) in columns.items():
-        found = interactions(here, value)
-        for pair, each in found[holm(found.p) < 0.05].sort_values("mean", key=abs, ascending=False).iterrows():
-            print(f"| {name} | {pair} | {each['mean']:+.1f} [{each.low:+.1f}, {each.high:+.1f}] |")
+        return lines
+    lines += ["", "| | both | effect |", "|---|---|---:|"]
+    for name, column in columns.items():
+        found = interactions(*column)
+        found = found[holm(found.p) < 0.05].sort_values("mean", key=abs, ascending=False)
+        lines += [f"| {name} | {pair} | {_cell(each)} |" for pair, each in found.iterrows()]
+    return lines
+
+
+def _cell(effect: "pd.Series[float]") -> str:
+    """An effect with its interval."""
+    return f"{effect['mean']:+.1f} [{effect.low:+.1f}, {effect.high:+.1f}]"
 
 
 def main() -> None:
@@ -252,7 +256,7 @@ def main() -> None:
     asked = parser.parse_args()
     if not asked.tables:
         run_missing(asked.study)
-    print_tables(asked.study)
+    print("\n".join(tables(asked.study)))
 
 
 if __name__ == "__main__":
