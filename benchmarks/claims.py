@@ -56,7 +56,8 @@ PAPER = pd.DataFrame(  # tab:baselines, and tab:FedCB2O_T_G with T_G = 30, 20 an
 MARGIN = {ACCURACY: 0.5, SOURCE: 8.5, SUCCESS: 8.0}
 EQUAL = (2 / 3, 3 / 2)  # "comparable", "nearly equal", of a ratio that the paper shows in a figure alone
 MINIMAL = (-math.inf, 0.1)  # "minimal", of such a ratio
-CURVES = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", "fedcb2o", "fedcb2o-released", "fedcb2o-paper")
+VARIANTS = ("-trusted", "-released", "-paper", "")  # the last, the default, is not the paper's Algorithm 2
+CURVES = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", *(f"fedcb2o{variant}" for variant in VARIANTS))
 CLUSTERS = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}
 
 Values = Mapping[str, pd.DataFrame]
@@ -112,12 +113,12 @@ def _elsewhere(run: Run) -> "pd.Series[float]":
 
 def columns(known: Values) -> dict[str, dict[str, str]]:
     """Under a heading each, which runs stand for those of the paper: each variant of FedCB2O beside its FedCBO if it
-    has one, and the default variant beside the FedCBO of each alpha.
+    has one, and the others beside the FedCBO of each alpha.
 
     Of the runs with T_G > 0 the middle one is for T_G = 30, and in Figure 6, which is without where there is none.
     """
     found = {}
-    for variant in ("", "-released", "-paper"):
+    for variant in VARIANTS:
         fedcb2o = f"fedcb2o{variant}"
         own = [f"fedcbo{variant}"] if variant and f"fedcbo{variant}" in known else ["fedcbo-alpha10", "fedcbo"]
         later = {int(match[1]): name for name in known if (match := re.fullmatch(rf"{fedcb2o}-tg(\d+)", name))}

@@ -55,7 +55,7 @@ def large_experiment(agents: int, budget: int, epochs: int, samples: int) -> Exp
         "agents.benign": agents // 2 - 1, "agents.malicious": 1, "agents.budget": budget,
         "agents.benign_samples": samples, "agents.malicious_samples": samples * 4 // 5,
     }  # fmt: skip
-    return load("emnist-fedcb2o", fixed)
+    return load("emnist-fedcb2o-trusted", fixed)
 
 
 @dataclass

@@ -41,7 +41,7 @@ def experiment_of(small: bool, **changes: Any) -> Experiment:
     """The paper's full size on random images, or a small one."""
     data = {"name": random_images, "per_class": 20 if small else 900, "test_per_class": 2 if small else 296}
     fixed = {"data": data, "seeds": [0], "evaluate_every": 1, "checkpoint_every": 10**6}
-    return load("emnist-fedcb2o", {**fixed, **(SMALL if small else {}), **changes})
+    return load("emnist-fedcb2o-trusted", {**fixed, **(SMALL if small else {}), **changes})
 
 
 def rates(device: torch.device, precision: str, small: bool) -> dict[str, float]:

@@ -85,7 +85,7 @@ def federation(attacked: bool, num_rounds: int) -> Experiment:
     """8 agents, 2 of whom attack or train on true labels."""
     role = {"agents.malicious_role": "attack" if attacked else "clean"}
     size = {"agents.num_clusters": 1, "agents.benign": 6, "agents.malicious": 2, "agents.budget": 4}
-    return load("digits-fedcb2o", {**role, **size, "rounds": num_rounds, "evaluate_every": num_rounds})
+    return load("digits-fedcb2o-trusted", {**role, **size, "rounds": num_rounds, "evaluate_every": num_rounds})
 
 
 def played(experiment: Experiment, seed: int, coding: Callable[[torch.Tensor], Coding]) -> dict[str, float]:

@@ -114,7 +114,7 @@ def run(agents: int, rounds: int, workers: int | None, folder: Path, resume: boo
         few = {"name": random_images, "per_class": 20 * agents // 47 + 1, "test_per_class": 1}
         changes |= {"data": few, "agents.benign_samples": 20, "agents.malicious_samples": 16, "agents.budget": 4}
         changes["checkpoint_every"] = rounds
-    experiment = load("emnist-fedcb2o", changes)
+    experiment = load("emnist-fedcb2o-trusted", changes)
     fedcb2o.run(experiment, out=folder, workers=workers, memory=memory, resume=resume, watch=_silent)
 
 

@@ -4,9 +4,9 @@
     .venv/bin/python benchmarks/norms.py --out runs/norms --seeds 0-9
 
 A small network with batch norms whose statistics are local, shared or dropped, and one with group norms, on digits as
-in the preset digits-fedcb2o. Each line is an algorithm and what becomes of statistics; the numbers are means over
-seeds, of benign agents after the last round, in percent. The attack on statistics publishes what an attacker learnt
-from true labels, with its shared statistics multiplied: where there are none, nothing is attacked.
+in the preset digits-fedcb2o-trusted. Each line is an algorithm and what becomes of statistics; the numbers are means
+over seeds, of benign agents after the last round, in percent. The attack on statistics publishes what an attacker
+learnt from true labels, with its shared statistics multiplied: where there are none, nothing is attacked.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def experiment(algorithm: str, setting: str, attack: str, rounds: int) -> dict[s
     shared = statistics(module([1, 8, 8], 10), "shared").values() if model.get("buffers") == "shared" else ()
     attacks = {"flip": {}, "statistics": {"name": poisoned_statistics, "count": sum(map(len, shared))}}
     return {
-        "extends": "digits-fedcb2o",
+        "extends": "digits-fedcb2o-trusted",
         "name": re.sub(r"\W+", "-", f"{algorithm}-{setting}-{attack}").lower(),
         "rounds": rounds,
         "evaluate_every": rounds,

@@ -65,7 +65,7 @@ def experiment_of(small: bool, real: bool) -> Experiment:
     changes = {"agents.benign": 7, "agents.malicious": 3, "agents.budget": 4, "linear": linear}
     if not real:
         changes["data"] = {"name": random_images, **({"test_per_class": 4} if small else {})}
-    return load("emnist-fedcb2o", changes | (SMALL if small else {}))
+    return load("emnist-fedcb2o-trusted", changes | (SMALL if small else {}))
 
 
 @dataclass(frozen=True)

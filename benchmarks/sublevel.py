@@ -74,7 +74,7 @@ class Setting:
             agents |= {"malicious_role": role}
         table = {
             "name": "sublevel",
-            "extends": "digits-fedcb2o",
+            "extends": "digits-fedcb2o-trusted",
             "seeds": seeds,
             "rounds": ROUNDS,
             "evaluate_on": "tuning",

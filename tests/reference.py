@@ -47,7 +47,7 @@ class Options:
     zeta: float = 0.5
     first_contact: Literal["average", "whole"] = "average"  # released code: whole
     validation_loss: Literal["samples", "batches"] = "samples"  # released code: batches
-    criterion: Literal["class_loss_gap", "average_loss", "num_samples"] = "class_loss_gap"
+    criterion: Literal["class_loss_gap", "perturbation_gap", "average_loss", "num_samples"] = "class_loss_gap"
     criterion_from_round: int = 0  # T_G
     absent: Literal["masked", "zero"] = "masked"  # released code: zero
     alpha: float = 10.0
@@ -62,7 +62,9 @@ class Options:
     judged_at: float = 1.0  # the share of the way to a peer's model after which it is judged
     tested: float | None = None  # Q: what loses no more than the own model by so many standard errors, too
     ball: float | None = None  # Q: nobody who is farther from the own model than so many times its norm
-    z: float = 0.0  # so many standard errors of a class loss are no gap
+    z: float = 0.0  # so many standard errors, of a class loss or of a rise, are no gap
+    pixels: int = 6  # that the perturbation worst for a model paints
+    samples: int = 4  # on which it is sought
     against: Literal["own", "majority"] = "own"  # majority: or the median over Q, where that is more
     likelihood: Literal["loss", "loss+criterion"] = "loss"
     counts_from: Literal["first", "second"] = "first"  # meeting
@@ -200,14 +202,17 @@ def local_aggregations(
             for i in sorted({*received, j}):  # line 3
                 there = on_the_way(published[j], published[i], agent, options.judged_at)
                 losses[i] = evaluate(there, agent, training)
-            gap = options.criterion == "class_loss_gap" and n >= options.criterion_from_round
+            gap = options.criterion.endswith("_gap") and n >= options.criterion_from_round
             if options.counts_from == "second":
                 at_hand = [i for i in at_hand if i == j or i in met_before]
             outside = [i for i in received if not is_within(published[i], published[j], agent, options.ball)]
             Q = sublevel_set(losses, [i for i in at_hand if i not in outside], j, options)
             G = {}
             for i in sorted({*received, j}):  # line 5
-                G[i] = class_loss_gap(losses, i, j, num_classes, options, Q) if gap else losses[i].mean
+                if gap and options.criterion == "perturbation_gap":
+                    G[i] = perturbation_gap(published[i], published[j], agent) if i in Q and i != j else 0.0
+                else:
+                    G[i] = class_loss_gap(losses, i, j, num_classes, options, Q) if gap else losses[i].mean
                 G[i] = math.inf if i in outside else G[i]
             for i in received:  # line 4
                 worse = max(G[i], 0.0) if gap and options.likelihood == "loss+criterion" else 0.0
@@ -415,6 +420,66 @@ def class_loss_gap(
                 gap = max(0.0, gap - options.z * standard_error_of_class(losses, i, j, c, losses[j].labels))
             differences.append(gap)
     return max(differences)
+
+
+def perturbation_gap(peer: nn.Module, own: nn.Module, agent: Agent) -> float:
+    """How much more the loss rises under the perturbation worst for a peer's model than the own one's under its own."""
+    differences = [a - b for a, b in zip(worst_rises(peer, agent), worst_rises(own, agent), strict=True)]
+    n, mean = len(differences), mean_of(differences)
+    error = math.sqrt(sum((each - mean) ** 2 for each in differences) / max(1, n - 1) / n)
+    return max(0.0, mean - agent.algorithm.z * error)
+
+
+def worst_rises(model: nn.Module, agent: Agent) -> list[float]:
+    """How much the loss of each validation sample rises where the worst pixels are painted."""
+    x, y = agent.validation_x, agent.validation_y
+    there = x.clone()
+    for channel, row, column, colour in worst_pixels(model, agent):
+        there[:, channel, row, column] = colour
+    model.eval()
+    with torch.no_grad():
+        before, after = (F.cross_entropy(model(each).double(), y, reduction="none").tolist() for each in (x, there))
+    return [b - a for a, b in zip(before, after, strict=True)]
+
+
+def worst_pixels(model: nn.Module, agent: Agent) -> list[tuple[int, int, int, float]]:
+    """The pixels (with their channels) that, painted black (0) or white (1), to first order raise the output of one
+    class most above that of the label, of all classes."""
+    x, y = agent.validation_x, agent.validation_y
+    count = min(agent.algorithm.samples, len(y))
+    places = [k * len(y) // count for k in range(count)]
+    model.eval()
+    best, found = -math.inf, list[tuple[int, int, int, float]]()
+    for c in range(model(x[:1]).shape[1]):
+        gain: dict[tuple[int, int], float] = {}
+        colours: dict[tuple[int, int], list[tuple[int, int, int, float]]] = {}
+        slope = []
+        for k in places:
+            image = x[k : k + 1].clone().requires_grad_()
+            outputs = model(image)[0]
+            slope.append(torch.autograd.grad(outputs[c] - outputs[y[k]], image)[0][0].tolist())
+        channels, height, width = x.shape[1:]
+        for row in range(height):
+            for column in range(width):
+                gain[row, column], colours[row, column] = 0.0, []
+                for channel in range(channels):
+                    by_colour = {
+                        colour: mean_of(
+                            [
+                                s[channel][row][column] * (colour - float(x[k, channel, row, column]))
+                                for s, k in zip(slope, places, strict=True)
+                            ]
+                        )
+                        for colour in (1.0, 0.0)
+                    }
+                    colour = max(by_colour, key=lambda each: by_colour[each])
+                    if by_colour[colour] > 0:
+                        gain[row, column] += by_colour[colour]
+                        colours[row, column].append((channel, row, column, colour))
+        most = sorted(gain, key=lambda pixel: -gain[pixel])[: agent.algorithm.pixels]
+        if (total := sum(gain[pixel] for pixel in most)) > best:
+            best, found = total, [each for pixel in most for each in colours[pixel]]
+    return found
 
 
 # ---- lines 6 and 7: the consensus point ----

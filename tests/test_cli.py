@@ -117,8 +117,8 @@ def test_presets_are_a_line_each():
 
 
 def test_a_preset_is_printed_as_a_file_that_is_the_same_experiment(tmp_path):
-    (tmp_path / "copy.toml").write_text(here("presets", "digits-fedcb2o-tg5").out)
-    assert fedcb2o.load(tmp_path / "copy.toml").settings() == fedcb2o.load("digits-fedcb2o-tg5").settings()
+    (tmp_path / "copy.toml").write_text(here("presets", "digits-fedcb2o-trusted-tg5").out)
+    assert fedcb2o.load(tmp_path / "copy.toml").settings() == fedcb2o.load("digits-fedcb2o-trusted-tg5").settings()
     assert "Did you mean `digits-fedcb2o`?" in here("presets", "digit-fedcb2o").one_line()
 
 

@@ -91,6 +91,13 @@ def test_the_configuration_in_full_is_the_preset_of_the_papers_text():
     assert (shown.seeds, shown.rounds) == (preset.seeds, preset.rounds)
 
 
+def test_the_default_is_what_the_page_says():
+    tables = [tomllib.loads(block) for _, block in blocks(ROOT / "docs" / "configuration.md", "toml")]
+    (shown,) = (table for table in tables if "judged_at" in table.get("algorithm", {}))
+    config = importlib.import_module("fedcb2o.experiments.config")
+    assert config.load({"name": "shown", **shown}).fingerprint(0) == config.load("digits-fedcb2o").fingerprint(0)
+
+
 def labels(text: str | None) -> list[str]:
     """The paper's labels in a text, whole ones: eq:lem:laplace_LG is one, and eq:beta is not in eq:beta_QQLP."""
     return re.findall(r"\b(?:alg|eq|fig|lem|prop|rem|sec|tab|thm)(?::\w+)+", text or "")

@@ -140,6 +140,14 @@ CASES: dict[str, dict[str, Any]] = {
             **{"selection": {"name": "prob_sampling", "newcomers": 0.5}},
         },
     },
+    "the gap of the worst perturbations": {
+        "attack": {"name": "label_flip", "source": 9, "target": 4, "from_round": 1},
+        "algorithm": {
+            **{"name": "fedcb2o", "tested": 2.0, "judged_at": 0.5, "own_model": "judged", "alpha": 1.0},
+            **{"criterion": {"name": "perturbation_gap", "pixels": 3, "samples": 3, "z": 0.5}, "mixing_factor": 1.0},
+            "likelihood": "loss+criterion",
+        },
+    },
     "logistic": {"model": {"name": "logistic"}, "algorithm": {"name": "fedcb2o", **MIXED}},
 }
 BUILT_IN: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Accuracy and attack success over the rounds, with and without the paper's criterion."""
+"""Accuracy and attack success over the rounds, by FedCBO and by FedCB2O."""
 
 import fedcb2o
 from fedcb2o.report import curves

@@ -16,7 +16,7 @@ grid = {
     },
     "defences": {
         "FedCB2O": {},
-        "FedCB2O, own model judged": {"algorithm": {"own_model": "judged"}},
+        "FedCB2O, own model trusted": {"algorithm": {"own_model": "trusted"}},
         "Mean": {"algorithm": {"name": "by_rule", "rule": "mean"}},
     },
 }

@@ -26,26 +26,34 @@ def test_every_preset_is_valid_and_says_what_it_is(name):
 
 VARIANTS = {  # as docs/configuration.md has them side by side
     "": {"own_candidate": False, "first_contact": "average"},
+    "-trusted": {"own_candidate": False, "first_contact": "average", "own_model": "trusted"},
     "-paper": {"own_candidate": False, "first_contact": "average", "own_model": "excluded", "alpha": 10.0},
     "-released": {"own_candidate": True, "first_contact": "whole"},
 }
 METHODS = {
-    ("", "fedcb2o"): {"own_model": "trusted", "criterion": "class_loss_gap"},
+    ("", "fedcb2o"): load("digits-fedcb2o").settings()["algorithm"],  # one default for all data
     ("", "fedcbo"): {"own_model": "judged"},
+    ("-trusted", "fedcb2o"): {"criterion": "class_loss_gap"},
     ("-paper", "fedcb2o"): {"criterion": "class_loss_gap"},
     ("-released", "fedcb2o"): {
         "own_model": "trusted", "alpha": 2.0, "criterion": {"name": "class_loss_gap", "absent": "zero"},
     },
     ("-released", "fedcbo"): {"own_model": "judged", "alpha": 10.0},
 }  # fmt: skip
-FACTORS = {"": 1.0, "-paper": 0.04, "-released": 1.0}
+FACTORS = {"": 1.0, "-trusted": 1.0, "-paper": 0.04, "-released": 1.0}
 AGENTS = {  # split, validation loss, whether colluders count their own model
     "": ("random", "samples", True),
+    "-trusted": ("random", "samples", True),
     "-paper": ("random", "samples", False),
     "-released": ("released", "batches", True),
 }
-TOLD = {"": "default variant", "-paper": "the paper's text to the letter", "-released": "the authors' released code"}
-VARIANT = re.compile(r"(.*)-(fedcb2?o)(|-paper|-released)(?:-tg(.+))?")
+TOLD = {
+    "": "default variant",
+    "-trusted": "own model trusted",
+    "-paper": "the paper's text to the letter",
+    "-released": "the authors' released code",
+}
+VARIANT = re.compile(r"(.*)-(fedcb2?o)(|-trusted|-paper|-released)(?:-tg(.+))?")
 OF_A_VARIANT = [found for name in presets() if (found := VARIANT.fullmatch(name))]
 
 
@@ -60,7 +68,10 @@ def test_every_variant_is_what_its_name_says(found):
     algorithm = experiment.algorithm.function("algorithm", algorithms)()
     assert algorithm.factor(experiment.training.gamma) == pytest.approx(FACTORS[ending])
     agents = experiment.agents
-    assert (agents.split, agents.validation_loss, agents.colluders_own_model) == AGENTS[ending]
+    split, *others = AGENTS[ending]
+    if (method, ending) == ("fedcb2o", ""):
+        split = "released"
+    assert (agents.split, agents.validation_loss, agents.colluders_own_model) == (split, *others)
     if size.startswith("emnist"):
         linear = ending == "-released"
         assert experiment.settings()["model"]["dense_activation"] == ("none" if linear else "relu")

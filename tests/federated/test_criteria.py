@@ -22,17 +22,28 @@ INF = math.inf
 NEEDED = {name: {"of": ["class_loss_gap", "trigger_sensitivity"]} for name in ("largest", "weighted_sum")}
 
 
-RELATIVE = ("class_loss_gap", "distance", "largest", "trigger_sensitivity", "weighted_sum")
+RELATIVE = ("class_loss_gap", "distance", "largest", "perturbation_gap", "trigger_sensitivity", "weighted_sum")
 
 
 def brightness_judges(thetas, x, rows=None, by_class=None):
-    """A view in which a model's loss on an image is the product of the two, plus 1; the last model is the own one."""
+    """A view in which a model's loss on an image is the product of the two, plus 1, or as far as its outputs tell their
+    difference, the label being the first; the last model is the own one."""
     m, by_class = len(thetas) - 1, torch.ones(len(thetas), 2).double() if by_class is None else by_class
 
     def losses_of(models, change):
         seen = x if change is None else change(x)
         mean = 1 + thetas[models.rows].double() @ seen.double().mean(0).flatten()
         return views.losses(mean, by_class[models.rows], torch.tensor([True, True]))
+
+    def outputs_of(models, change=None):
+        seen = (x if change is None else change(x)).double()
+        second = thetas[models.rows].double() @ seen.flatten(1).T
+        return torch.stack([torch.zeros_like(second), second], -1), torch.zeros(len(x), dtype=torch.int64)
+
+    def slopes_of(models, count):
+        few = x[:count].float()
+        second = thetas[models.rows].view(-1, 1, *x.shape[1:]).expand(-1, len(few), *x.shape[1:])
+        return torch.stack([torch.zeros_like(second), second], 1), few, torch.zeros(len(few), dtype=torch.int64)
 
     every = torch.arange(m + 1) if rows is None else rows
     received, me = views.received(every[:-1]), views.received(every[-1:])
@@ -45,6 +56,7 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         received=received,
         me=me,
         losses_of=losses_of,
+        knows=views.local(outputs_of=outputs_of, slopes_of=slopes_of),
     )
 
 
@@ -173,6 +185,39 @@ def test_a_trigger_across_tiles_lies_whole_in_one_that_overlaps():
     assert criteria.trigger_sensitivity(view, overlap=True).tolist() == [4.0]
 
 
+def rise(difference):
+    """Of the loss where an image without any difference between its two classes comes to have one."""
+    return math.log((1 + math.exp(difference)) / 2)
+
+
+def test_a_trigger_anywhere_is_a_gap_and_a_clean_model_has_none():
+    thetas = torch.full((5, 4, 4), 0.125)
+    thetas[0, 3, 3] = thetas[0, 0, 2] = 4.0  # a trigger of two pixels far apart
+    thetas[1, :, 0] = 1.0  # one of four
+    thetas[2] = -thetas[4]  # the trigger is for nobody: all that is painted speaks for the label
+    view = brightness_judges(thetas.flatten(1), torch.zeros(3, 1, 4, 4))
+    two = [rise(8) - rise(0.25), rise(2) - rise(0.25), 0.0, 0.0]
+    assert criteria.perturbation_gap(view, pixels=2).tolist() == pytest.approx(two, abs=1e-6)
+    four = [rise(8.25) - rise(0.5), rise(4) - rise(0.5), 0.0, 0.0]
+    assert criteria.perturbation_gap(view, pixels=4).tolist() == pytest.approx(four, abs=1e-6)
+    some = dataclasses.replace(view, among=torch.tensor([False, True, True, True]))
+    assert criteria.perturbation_gap(some, pixels=2).tolist() == pytest.approx([0.0, *two[1:]], abs=1e-6)
+
+
+def test_a_gap_of_perturbations_counts_as_far_as_it_is_sure():
+    """The trigger whitens what is white already in half of the images: rises of 2 log(...) there and of 0 here."""
+    thetas = torch.zeros(2, 4)
+    thetas[0, 3] = 4.0
+    x = torch.zeros(2, 1, 2, 2)
+    x[1, 0, 1, 1] = 1.0
+    view = brightness_judges(thetas, x)
+    rises = torch.tensor([rise(4), 0.0]).double()
+    mean, error = float(rises.mean()), float(rises.std() / math.sqrt(2))
+    for z in (0.0, 0.5, 9.0):
+        expected = max(0.0, mean - z * error)
+        assert criteria.perturbation_gap(view, pixels=1, z=z).tolist() == pytest.approx([expected], abs=1e-6)
+
+
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_tiles_leave_no_pixel_out(tiles, dtype):
@@ -205,6 +250,7 @@ def test_an_infinite_loss_is_not_trusted():
     thetas = torch.tensor([[INF, 0.0], [1.0, 1.0], [0.0, 1.0]])
     view = brightness_judges(thetas, torch.ones(1, 1, 1, 2))
     assert criteria.trigger_sensitivity(view, tiles=1).tolist() == [INF, 0.0]
+    assert criteria.perturbation_gap(view).tolist() == [INF, 0.0]
     assert criteria.distance(view).tolist() == [INF, 1.0]
 
 

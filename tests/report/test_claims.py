@@ -95,14 +95,15 @@ def test_second_best_lets_one_be_better():
 
 
 def test_columns_are_of_the_runs_that_there_are():
-    names = ["fedcbo", "fedcbo-alpha10", "fedcbo-paper", "oracle-max", "fedcb2o", "fedcb2o-paper", "fedcb2o-released"]
-    found = claims.columns(dict.fromkeys([*names, "fedcb2o-tg3", "fedcb2o-tg5", "fedcb2o-tg10"], pd.DataFrame()))
+    names = ["fedcbo", "fedcbo-alpha10", "fedcbo-paper", "oracle-max", *(f"fedcb2o{each}" for each in claims.VARIANTS)]
+    switched = [f"fedcb2o-trusted-tg{start}" for start in (3, 5, 10)]
+    found = claims.columns(dict.fromkeys([*names, *switched], pd.DataFrame()))
     pairs = [(stands["FedCBO"], stands["FedCB2O"]) for stands in found.values()]
-    assert pairs[:2] == [("fedcbo-alpha10", "fedcb2o"), ("fedcbo", "fedcb2o")]
-    assert pairs[-1] == ("fedcbo-paper", "fedcb2o-paper")
+    assert pairs[:2] == [("fedcbo-alpha10", "fedcb2o-trusted"), ("fedcbo", "fedcb2o-trusted")]
+    assert pairs[-3:] == [("fedcbo-paper", "fedcb2o-paper"), ("fedcbo-alpha10", "fedcb2o"), ("fedcbo", "fedcb2o")]
     first, last = next(iter(found.values())), list(found.values())[-1]
-    assert (first["with an earlier T_G"], first["with a later T_G"]) == ("fedcb2o-tg3", "fedcb2o-tg10")
-    assert (first["FedCB2O of Fig. 6"], last["FedCB2O of Fig. 6"]) == ("fedcb2o-tg5", "fedcb2o-paper")
+    assert (first["with an earlier T_G"], first["with a later T_G"]) == ("fedcb2o-trusted-tg3", "fedcb2o-trusted-tg10")
+    assert (first["FedCB2O of Fig. 6"], last["FedCB2O of Fig. 6"]) == ("fedcb2o-trusted-tg5", "fedcb2o")
 
 
 def test_weight_that_went_elsewhere_is_of_the_last_fifth():
@@ -148,7 +149,8 @@ def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
 
 def test_the_readmes_table_is_that_of_its_seeds():
     values = pd.read_csv(PAGE.parent / "reproduction" / "digits" / "values.csv")
-    methods = ["fedcbo-alpha10", "fedcbo", "oracle-min", "oracle-max", "fedcb2o", "fedcb2o-paper", "fedcb2o-released"]
+    methods = ["fedcbo-alpha10", "fedcbo", "oracle-min", "oracle-max"]
+    methods += ["fedcb2o-trusted", "fedcb2o-paper", "fedcb2o-released"]
     by_method = dict(list(values[values.seed < 10].groupby("method")))
     readme = (PAGE.parents[1] / "README.md").read_text()
     for metric in ("accuracy", "source_accuracy", "attack_success_rate", "malicious_weight"):

@@ -39,6 +39,12 @@ RUNS = {
         attack=BACKDOOR,
         algorithm={"criterion": "trigger_sensitivity", "own_model": "judged"},
     ),
+    "a backdoor, perturbations": tiny(
+        rounds=2,
+        model=IMAGES,
+        attack=BACKDOOR,
+        algorithm={"criterion": {"name": "perturbation_gap", "z": 0.5}, "own_model": "judged"},
+    ),
     "distance": tiny(rounds=2, algorithm={"criterion": "distance", "own_model": "judged"}),
     "half-way": tiny(
         rounds=2, algorithm={"tested": 1.0, "judged_at": 0.5, "own_model": "judged", "criterion": TESTED_GAP}

@@ -109,7 +109,7 @@ def run(
 ) -> list[Path]:
     """Run experiments, each for all of its seeds.
 
-    Example: fedcb2o run digits-fedcb2o --set algorithm.alpha=5 --seeds 0,1,2 --out runs/mine
+    Example: fedcb2o run digits-fedcb2o --set algorithm.alpha=10 --seeds 0,1,2 --out runs/mine
     """
     from fedcb2o.experiments.config import load
     from fedcb2o.experiments.progress import Progress

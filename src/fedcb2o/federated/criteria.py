@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated import perturbations
 from fedcb2o.federated.aggregate import relative_distances
-from fedcb2o.federated.paired import error_by_class
+from fedcb2o.federated.paired import error_by_class, error_of
 from fedcb2o.federated.returned import values_of
 from fedcb2o.federated.types import TOGETHER, Criterion, Judged, Losses, together
 
@@ -29,6 +30,7 @@ __all__ = [
     "class_loss_gap",
     "distance",
     "largest",
+    "perturbation_gap",
     "trigger_sensitivity",
     "weighted_sum",
     "worst_class_loss",
@@ -121,13 +123,13 @@ def trigger_sensitivity(
     starts = [k / 2 for k in range(0, 2 * tiles - 1, 1 if overlap else 2)]
     most = torch.full_like(losses.mean, -torch.inf)
     for i, j, value in itertools.product(starts, starts, values):
-        change = functools.partial(_painted, tiles=tiles, i=i, j=j, value=value)
+        change = functools.partial(_tiled, tiles=tiles, i=i, j=j, value=value)
         rise = judged.losses_of(everyone, change).mean - base
         most = torch.maximum(most, _or_infinite(rise[..., :-1] - rise[..., -1:].clamp(max=MOST)))
     return most
 
 
-def _painted(x: Shaped[Tensor, "n *features"], *, tiles: int, i: float, j: float, value: float) -> Tensor:
+def _tiled(x: Shaped[Tensor, "n *features"], *, tiles: int, i: float, j: float, value: float) -> Tensor:
     """Images with one brightness in the tile that begins i tiles from the top and j from the left."""
     if x.ndim < 3 or tiles > min(x.shape[-2:]):
         raise ConfigError(
@@ -141,6 +143,36 @@ def _painted(x: Shaped[Tensor, "n *features"], *, tiles: int, i: float, j: float
     )
     x[..., rows, columns] = round(255 * value) if x.dtype == torch.uint8 else value
     return x
+
+
+def perturbation_gap(
+    judged: Judged,
+    *,
+    pixels: Annotated[int, Field(ge=1)] = 6,
+    samples: Annotated[int, Field(ge=1)] = 4,
+    z: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0,
+) -> Float[Tensor, " m"]:
+    """How much more the average loss rises under the universal perturbation that is worst for a model than the own
+    model's does under the one worst for that, in place of the gap of eq:robust_criterion_G_LF: for backdoors whose
+    trigger nobody knows, with own_model = "judged".
+
+    A perturbation paints at most so many `pixels` black or white, the same in all images (`perturbations.worst`), and
+    is sought by gradients on so many `samples`. Only what exceeds `z` standard errors of the mean difference over all
+    validation samples counts, and less than 0 is 0. Models are looked at whole, whatever `judged_at` is, since half a
+    step dilutes a backdoor; those outside of the sub-level set, which have no weight, not at all: they have 0.
+    """
+    _losses(judged)
+    seen = judged.received.rows != judged.me.rows
+    if judged.among is not None:
+        seen &= judged.among
+    gap = torch.zeros(len(seen), dtype=torch.float64)
+    if seen.any():
+        some = judged.received[seen].with_own(judged.me)
+        rises = perturbations.rises(judged.local, some, pixels, samples)
+        above = rises[:-1].mean(-1) - rises[-1].mean().nan_to_num(nan=MOST, posinf=MOST)
+        error = error_of(rises[:-1] - rises[-1])
+        gap[seen] = _or_infinite(torch.where(error.isfinite(), (above - z * error).clamp(min=0), above))
+    return gap
 
 
 def distance(judged: Judged) -> Float[Tensor, " m"]:

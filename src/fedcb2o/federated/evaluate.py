@@ -5,7 +5,7 @@ Models and samples lie on one device, and what is found on the CPU: it moves the
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,30 +58,64 @@ def logits(
     So many of them are evaluated `together`, in one program; by default small dense networks, as many as 8 MiB hold.
     Others are evaluated one by one, on views of their rows. Local statistics are first estimated on a `reference`.
     """
-    dim = pool.shape[1]
-    dense = bool(dense_layers(module, dim))
-    if together is None:
-        together = TOGETHER // dim if dense else 1
-    module.eval()
+    parts = (x,) if dense_layers(module, pool.shape[1]) else torch.split(x, IMAGES)
     with torch.no_grad():
-        if together >= 2:
-            at_once, parts = outputs_of(module, dim), (x,) if dense else torch.split(x, IMAGES)
-            found = []
-            for some in torch.split(rows, together):
-                models = _on_the_way(pool, rows_of(pool, some.tolist()), towards)
-                tensors = [*stacked(module, models), *local_of(module, len(some))]
-                if reference is not None:
-                    with norms.estimating(module):
-                        at_once(tensors, features(reference).unsqueeze(0))
-                found.append(torch.cat([at_once(tensors, features(part).unsqueeze(0)) for part in parts], 1))
-            return torch.cat(found)
-        outputs = []
+        found = [
+            torch.cat([network(features(part).unsqueeze(0)) for part in parts], 1)
+            for _, network in _networks(module, pool, rows, together, reference, towards)
+        ]
+    return torch.cat(found)
+
+
+def slopes(
+    module: nn.Module,
+    pool: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    x: Shaped[Tensor, "n *features"],
+    together: int | None = None,
+    reference: Reference | None = None,
+) -> Float[Tensor, "m C n *features"]:
+    """The gradients of each output of m models with respect to the n samples, as a network reads these: C times the
+    work of `logits`, whose `together` and `reference` they are."""
+    found = []
+    for k, network in _networks(module, pool, rows, together, reference):
+        with torch.enable_grad():
+            seen = features(x).expand(k, *x.shape).clone().requires_grad_()
+            outputs = network(seen)
+            sums = [outputs[..., c].sum() for c in range(outputs.shape[-1])]
+            found.append(torch.stack([torch.autograd.grad(each, seen, retain_graph=True)[0] for each in sums], 1))
+    return torch.cat(found)
+
+
+def _networks(
+    module: nn.Module,
+    pool: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    together: int | None,
+    reference: Reference | None,
+    towards: Towards | None = None,
+) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
+    """The models of `logits`, k at a time: k, and how they are computed on samples, the same for all [1, n, ...] or of
+    each [k, n, ...]. The next are bound where these were."""
+    dim = pool.shape[1]
+    if together is None:
+        together = TOGETHER // dim if dense_layers(module, dim) else 1
+    module.eval()
+    if together < 2:
         for row in rows.tolist():
             bind_(module, _on_the_way(pool, pool[row], towards))
             if reference is not None:
                 norms.estimate_(module, features(reference))
-            outputs.append(torch.cat([module(features(some)) for some in torch.split(x, IMAGES)]))
-        return torch.stack(outputs)
+            yield 1, lambda x: module(x[0]).unsqueeze(0)
+        return
+    at_once = outputs_of(module, dim)
+    for some in torch.split(rows, together):
+        models = _on_the_way(pool, rows_of(pool, some.tolist()), towards)
+        tensors = [*stacked(module, models), *local_of(module, len(some))]
+        if reference is not None:
+            with norms.estimating(module):
+                at_once(tensors, features(reference).unsqueeze(0))
+        yield len(some), functools.partial(at_once, tensors)
 
 
 def _on_the_way(

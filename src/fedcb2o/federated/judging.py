@@ -21,12 +21,13 @@ from fedcb2o.federated.evaluate import (
     losses_of,
     losses_of_each,
     mean_losses,
+    slopes,
 )
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.metrics import Confusion, Score, Tested
 from fedcb2o.federated.returned import changed_by
 from fedcb2o.federated.terms import Terms
-from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received
+from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received, Slopes
 from fedcb2o.models import bind_
 from fedcb2o.norms import estimate_
 
@@ -117,16 +118,37 @@ def losses_seen_by(block: Block, k: int) -> Callable[[Received, Change | None], 
     return losses
 
 
-def outputs_seen_by(block: Block, k: int) -> Callable[[Received], Outputs]:
-    """What models [m] make of the validation data of the agent in place k, and their labels."""
+def outputs_seen_by(block: Block, k: int) -> Callable[..., Outputs]:
+    """What models [m] make of the validation data of the agent in place k, or of those changed, and their labels."""
 
-    def outputs(models: Received) -> Outputs:
-        terms, (x, y), reference = block.terms, block.holdings.judged_on(np.array([k])), block.reference(k)
+    def outputs(models: Received, change: Change | None = None) -> Outputs:
+        terms, seen, reference = block.terms, _validation(block, k), block.reference(k)
+        if change is not None:
+            seen = changed_by("criterion", change, seen)
         with plugins.blamed("model", terms.model):
-            found = logits(terms.module, block.pool, models.rows, x[0], terms.primitives.together, reference)
-        return found.cpu(), y[0].cpu()
+            found = logits(terms.module, block.pool, models.rows, seen.x, terms.primitives.together, reference)
+        return found.cpu(), seen.y.cpu()
 
     return outputs
+
+
+def slopes_seen_by(block: Block, k: int) -> Callable[[Received, int], Slopes]:
+    """The gradients of what models [m] make of so many of the validation samples of the agent in place k, or of all."""
+
+    def found(models: Received, count: int) -> Slopes:
+        terms, seen, reference = block.terms, _validation(block, k), block.reference(k)
+        count = min(count, len(seen))
+        few = seen.part(np.arange(count) * len(seen) // max(1, count))
+        with plugins.blamed("model", terms.model):
+            made = slopes(terms.module, block.pool, models.rows, few.x, terms.primitives.together, reference)
+        return made.cpu(), features(few.x).cpu(), few.y.cpu()
+
+    return found
+
+
+def _validation(block: Block, k: int) -> Shard:
+    x, y = block.holdings.judged_on(np.array([k]))
+    return Shard(x[0], y[0])
 
 
 def network_of(block: Block, k: int) -> nn.Module:

@@ -11,7 +11,11 @@ def error(losses: Losses, own: Losses) -> Float[Tensor, "*a m"]:
     """That of L_i - L_j, by which a sub-level set (eq:clustered_csp) can be tested: the deviation of the differences
     over the samples, by the root of their number; 0 where there is only one sample, NaN for a model whose losses are
     not finite."""
-    differences = losses.each - own.each
+    return error_of(losses.each - own.each)
+
+
+def error_of(differences: Float[Tensor, "*a n"]) -> Float[Tensor, "*a"]:
+    """That of the mean of n differences: their deviation by the root of their number, 0 for one alone."""
     n = differences.shape[-1]
     squares = (differences - differences.mean(-1, keepdim=True)).square().sum(-1)
     return (squares / max(1, n - 1) / n).sqrt()

@@ -76,8 +76,8 @@ class Received:
     num_samples: Float[Tensor, "*a m"]
     round: Int[Tensor, "*a m"]
 
-    def __getitem__(self, k: int) -> "Received":
-        """What one of several agents received."""
+    def __getitem__(self, k: int | slice | Bool[Tensor, " m"]) -> "Received":
+        """What one of several agents received, or some of what one did."""
         return Received(*(each[k] for each in self._parts))
 
     def copied(self) -> "Received":
@@ -99,19 +99,25 @@ Change = Callable[[Tensor], Tensor]
 Outputs = tuple[Float[Tensor, "m n *C"], Shaped[Tensor, "n *target"]]
 """What m models make of n samples, before the softmax, and the labels of these, or what else is to be told."""
 
+Slopes = tuple[Float[Tensor, "m C n *features"], Float[Tensor, "n *features"], Shaped[Tensor, "n *target"]]
+"""The gradients of each output of m models with respect to n samples, these samples as a network reads them, and their
+labels."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
-    `outputs_of` gives what models make of its validation data. `share` is the attackers' share that it assumes,
-    `progress` how much of the run is over, from 0 to 1. `before` is the row of the pool that holds the model which it
-    began the round with, None where nobody asked to keep it; `head` the shape [C, h] of the last dense layer's weight,
-    where the network ends in one; `layers` the shapes of the tensors that a model is made of, in their order.
-    `contacts` and `draw` are made when they are asked for.
+    `outputs_of` gives what models make of its validation data, or of these changed, and `slopes_of` the gradients of
+    that with respect to so many of them, spread over all. `share` is the attackers' share that it assumes, `progress`
+    how much of the run is over, from 0 to 1. `before` is the row of the pool that holds the model which it began the
+    round with, None where nobody asked to keep it; `head` the shape [C, h] of the last dense layer's weight, where the
+    network ends in one; `layers` the shapes of the tensors that a model is made of, in their order. `contacts` and
+    `draw` are made when they are asked for.
     """
 
-    outputs_of: Callable[[Received], Outputs]
+    outputs_of: Callable[..., Outputs]  # of models, and of a change or None
+    slopes_of: Callable[[Received, int], Slopes]
     share: float = 0.0
     progress: float = 0.0
     before: int | None = None

@@ -1,0 +1,87 @@
+"""Universal perturbations by hand, and the gradients that they are found by against differences."""
+
+import pytest
+import torch
+from tests.views import models
+from torch import nn
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated.evaluate import logits, slopes
+from fedcb2o.federated.perturbations import painted, worst
+from fedcb2o.models import logistic, mlp
+
+LABELS = torch.tensor([0, 1])
+
+
+def linear(weights, x, labels=LABELS):
+    """The slopes of one model, whose outputs are products of an image with the weights of each class."""
+    weights = torch.tensor(weights)
+    shape = (1, len(weights), len(x), *x.shape[1:])
+    return weights.view(1, -1, 1, *x.shape[1:]).expand(shape), x, labels
+
+
+def test_the_pixels_that_raise_one_class_above_the_label_most():
+    """Above class 0 and 1 in turn: class 2 by a white third pixel and a black first, (1 + 1) / 2 and (2 + 2) / 2."""
+    x = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 2, 2).repeat(2, 1, 1, 1)
+    weights = [[0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, -0.5], [-2.0, 0.25, 1.0, 0.0]]
+    assert worst(linear(weights, x), 1).tolist() == [[[[-1.0, 0.0], [0.0, 0.0]]]]
+    assert worst(linear(weights, x), 2).tolist() == [[[[-1.0, 0.0], [1.0, 0.0]]]]
+    assert worst(linear(weights, x), 9).tolist() == [[[[-1.0, 1.0], [1.0, 0.0]]]]  # the last: 0.5 for one, -0.5 for one
+
+
+def test_where_nothing_is_gained_nothing_is_painted():
+    x = torch.zeros(2, 1, 1, 3)
+    assert worst(linear([[0.0, 0.0, 0.0], [-1.0, -1.0, -1.0]], x, torch.tensor([0, 0])), 2).tolist() == [[[[0, 0, 0]]]]
+
+
+def test_the_channels_of_a_pixel_go_their_own_way():
+    x = torch.full((1, 2, 1, 2), 0.5)
+    weights = [[0.0] * 4, [3.0, 1.0, -2.0, 4.0]]  # 2.5 in the first pixel, and in the second
+    assert worst(linear(weights, x, torch.tensor([0])), 1).tolist() == [[[[1.0, 0.0]], [[-1.0, 0.0]]]]
+    weights[1][3] = 5.0
+    assert worst(linear(weights, x, torch.tensor([0])), 1).tolist() == [[[[0.0, 1.0]], [[0.0, 1.0]]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_painted_pixels_are_black_and_white_and_others_as_they_were(dtype):
+    white = 255 if dtype == torch.uint8 else 1
+    x = torch.tensor([[[[3, 3, 3]]]]).to(dtype)
+    found = painted(x, ways=torch.tensor([[[1.0, -1.0, 0.0]]]))
+    assert found.dtype == dtype
+    assert found.tolist() == [[[[white, 0, 3]]]]
+    assert x.tolist() == [[[[3, 3, 3]]]]
+
+
+@pytest.mark.parametrize(
+    ("x", "y"), [(torch.zeros(2, 5), LABELS), (torch.zeros(2, 1, 2, 2), torch.zeros(2))], ids=["table", "numbers"]
+)
+def test_samples_without_pixels_or_classes_are_told(x, y):
+    with pytest.raises(ConfigError, match=r"looks for pixels that change the class of images, .*: take another"):
+        worst((torch.zeros(1, 2, *x.shape), x, y), 1)
+
+
+NETWORKS = {
+    "logistic": lambda: logistic((1, 4, 4), 3),
+    "dense": lambda: mlp((1, 4, 4), 3, hidden=(5,)),
+    "convolutions": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
+}
+
+
+@pytest.mark.parametrize("together", [None, 1, 2])
+@pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
+def test_slopes_are_what_outputs_change_by(make, together):
+    module = make()
+    dim = sum(p.numel() for p in module.parameters())
+    pool, rows = 0.3 * models(5, dim, dtype=torch.float32), torch.tensor([3, 0, 4])
+    x = models(2, 16, seed=1, dtype=torch.float32).view(2, 1, 4, 4)
+    found = slopes(module, pool, rows, x, together)
+    assert found.shape == (3, 3, 2, 1, 4, 4)
+    assert not found.requires_grad
+    step = 1e-3
+    for row, column in ((0, 0), (2, 3)):
+        there = [x.clone(), x.clone()]
+        there[0][..., row, column] -= step
+        there[1][..., row, column] += step
+        low, high = (logits(module, pool, rows, each, together) for each in there)
+        change = (high - low).transpose(1, 2) / (2 * step)
+        torch.testing.assert_close(found[..., 0, row, column], change, rtol=1e-2, atol=2e-3)
