@@ -42,20 +42,6 @@ BACK: dict[str, dict[str, Any]] = {  # what Algorithm 2 leaves out, put back
     "the own model": {"own_model": "judged"},
     "newcomers at most a third": {"selection": {"name": "prob_sampling", "newcomers": 1 / 3}},
 }
-COMBINATION = {  # docs/configuration.md, "Beyond the paper"
-    "agents": {"split": "released"},
-    "algorithm": {
-        "alpha": 5.0,
-        "own_model": "judged",
-        "judged_at": 0.5,
-        "beta": 0.5,
-        "tested": 2.0,
-        "criterion": {"name": "class_loss_gap", "z": 2.0, "against": "majority"},
-        "selection": {"name": "prob_sampling", "newcomers": 0.33},
-        "likelihood": "loss+criterion",
-        "first_contact": "whole",
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -74,14 +60,14 @@ class Setting:
             agents |= {"malicious_role": role}
         table = {
             "name": "sublevel",
-            "extends": "digits-fedcb2o-trusted",
+            "extends": self.changes.get("extends", "digits-fedcb2o-trusted"),
             "seeds": seeds,
             "rounds": ROUNDS,
             "evaluate_on": "tuning",
             "evaluate_every": ROUNDS,
             "checkpoint_every": ROUNDS,
             "agents": {"budget": BUDGET} | agents | self.changes.get("agents", {}),
-            "algorithm": {"own_model": "excluded", **self.changes.get("algorithm", {})},
+            "algorithm": self.changes.get("algorithm", {}),
         }
         return fedcb2o.load(table | ({"attack": attack} if (attack := ATTACKS[self.attack]) else {}))
 
@@ -95,8 +81,8 @@ def settings() -> Iterator[Setting]:
         ablation[f"without {left}"] = {k: v for name, each in BACK.items() if name != left for k, v in each.items()}
     for attack in shown.COLUMNS:
         for name, algorithm in ablation.items():
-            yield Setting(name, attack, 3, {"algorithm": algorithm})
-        yield Setting("the combination", attack, 3, COMBINATION)
+            yield Setting(name, attack, 3, {"algorithm": {"own_model": "excluded"} | algorithm})
+        yield Setting("the default", attack, 3, {"extends": "digits-fedcb2o"})
     for malicious in (2, 4, 6):
         for own in ("excluded", "judged"):
             for beta in shown.BETAS:

@@ -219,8 +219,8 @@ def draw_round(ax: Axes, known: pd.DataFrame, attack: str) -> None:
 
 
 def draw_end(ax: Axes, known: pd.DataFrame, attack: str) -> None:
-    """What is reached after all rounds by the attackers' share among the models received, or the sybils' places: own
-    model judged, and dotted excluded."""
+    """What is reached after all rounds by the attackers' share among the models received, with the window's ends, or by
+    the sybils' places: own model judged, and dotted excluded."""
     value = "accuracy" if attack == "trash" else "attack_success_rate"
     for own, line in (("judged", "-"), ("excluded", ":")):
         for i, beta in enumerate(BETAS):
@@ -230,9 +230,15 @@ def draw_end(ax: Axes, known: pd.DataFrame, attack: str) -> None:
             else:
                 found = {100 * each.share.mean(): each[value] for _, each in rows.groupby("malicious")}
             points(ax, found, linestyle=line, **look(i))
-    sybils = attack == "sybils"
-    ax.set_xlabel(f"places for newcomers, of {BUDGET}" if sybils else "attackers among the received, percent")
     ax.set_ylabel(called(value))
+    if attack == "sybils":
+        ax.set_xlabel(f"places for newcomers, of {BUDGET}")
+        return
+    ax.set_xlabel("attackers among the received, percent")
+    ax.set_xlim(0, 70)
+    for i in (0, 1) if attack == "flip" else (1, 2):  # the others lie beyond
+        at = BETAS[i] if attack == "flip" else 1 - BETAS[i]
+        ax.plot(100 * at, 105, clip_on=False, **(look(i) | {"marker": "v"}))
 
 
 def look(i: int) -> dict[str, Any]:
