@@ -150,7 +150,7 @@ def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
 def test_the_readmes_table_is_that_of_its_seeds():
     values = pd.read_csv(PAGE.parent / "reproduction" / "digits" / "values.csv")
     methods = ["fedcbo-alpha10", "fedcbo", "oracle-min", "oracle-max"]
-    methods += ["fedcb2o-trusted", "fedcb2o-paper", "fedcb2o-released"]
+    methods += ["fedcb2o", "fedcb2o-trusted", "fedcb2o-paper", "fedcb2o-released"]
     by_method = dict(list(values[values.seed < 10].groupby("method")))
     readme = (PAGE.parents[1] / "README.md").read_text()
     for metric in ("accuracy", "source_accuracy", "attack_success_rate", "malicious_weight"):
