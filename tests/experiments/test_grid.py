@@ -152,7 +152,9 @@ def test_every_entry_of_the_built_in_grids_is_valid(name):
 
 
 DEFAULT = {"FedCB2O, sub-level set": "", "FedCB2O, sub-level set and perturbations": "-perturbations"}
-OF_THE_DEFAULT = [(name, *each) for name in grids() for each in DEFAULT.items() if each[0] in _built_in(name)["defences"]]
+OF_THE_DEFAULT = [
+    (name, *each) for name in grids() for each in DEFAULT.items() if each[0] in _built_in(name)["defences"]
+]
 
 
 @pytest.mark.parametrize(("name", "defence", "ending"), [*OF_THE_DEFAULT, ("ablation", "FedCB2O", "")])
