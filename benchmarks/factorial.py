@@ -3,10 +3,11 @@
     .venv/bin/python benchmarks/factorial.py digits      # measure what is missing, about an hour on two quiet cores
     .venv/bin/python benchmarks/factorial.py digits --tables
 
-Every seed runs a half of a design of resolution IV: a Hadamard matrix of order 16 and its negative, 32 runs, whose
-columns are given to factors, and turned, by the seed. So within each seed a main effect is orthogonal to the others and
-to interactions, and is the mean over seeds of what they found, with Student's interval. Interactions of two factors,
-which a seed alone confounds, are fitted over all seeds by least squares. All runs of all settings share the seeds.
+Every seed runs a fractional factorial of resolution IV: a Hadamard matrix of order 16 folded over, that is with its
+negative, 32 runs, whose columns are given to factors, and turned, by the seed. So within each seed a main effect is
+orthogonal to the others and to interactions of two, and is the mean over seeds of what they found, with Student's
+interval. Interactions of two factors, which a seed alone confounds, are fitted over all seeds by least squares. All
+settings share the seeds. On Fashion-MNIST a seed runs four of the 32, and main effects are fitted too.
 Effects are those of the second level against the first, in percent of benign agents' accuracy or attack success after
 the last round.
 """
