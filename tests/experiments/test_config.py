@@ -57,6 +57,16 @@ VARIANT = re.compile(r"(.*)-(fedcb2?o)(|-trusted|-paper|-released)(?:-tg(.+))?")
 OF_A_VARIANT = [found for name in presets() if (found := VARIANT.fullmatch(name))]
 
 
+@pytest.mark.parametrize("data", ["digits", "emnist-small", "emnist"])
+def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(data):
+    with_one_more, default = (load(f"{data}-fedcb2o{ending}").settings() for ending in ("-perturbations", ""))
+    gap = default["algorithm"].pop("criterion")
+    criterion = with_one_more["algorithm"].pop("criterion")
+    assert criterion == {"name": "largest", "of": [gap, "perturbation_gap"]}
+    assert with_one_more["algorithm"] == default["algorithm"]
+    assert with_one_more["agents"] == default["agents"]
+
+
 @pytest.mark.parametrize("found", OF_A_VARIANT, ids=lambda found: found[0])
 def test_every_variant_is_what_its_name_says(found):
     name, size, method, ending, switch = found[0], *found.groups()
