@@ -151,6 +151,20 @@ def test_every_entry_of_the_built_in_grids_is_valid(name):
             plan.experiment(*first[:axis], entry, *first[axis + 1 :])
 
 
+DEFAULT = {"FedCB2O, sub-level set": "", "FedCB2O, sub-level set and perturbations": "-perturbations"}
+OF_THE_DEFAULT = [
+    (name, *each) for name in grids() for each in DEFAULT.items() if each[0] in _built_in(name)["defences"]
+]
+
+
+@pytest.mark.parametrize(("name", "defence", "ending"), [*OF_THE_DEFAULT, ("ablation", "FedCB2O", "")])
+def test_what_grids_have_of_the_default_is_its_preset(name, defence, ending):
+    plan, preset = _read(_built_in(name)), fedcb2o.load(f"digits-fedcb2o{ending}").settings()
+    found = plan.experiment(next(iter(plan.settings), ""), defence, next(iter(plan.attacks))).settings()
+    assert found["algorithm"] == preset["algorithm"]
+    assert found["agents"]["split"] == preset["agents"]["split"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(grids()))
 def test_every_cell_of_the_built_in_grids_is_valid(name):

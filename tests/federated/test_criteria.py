@@ -40,7 +40,7 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         second = thetas[models.rows].double() @ seen.flatten(1).T
         return torch.stack([torch.zeros_like(second), second], -1), torch.zeros(len(x), dtype=torch.int64)
 
-    def slopes_of(models, count):
+    def gradients_of(models, count):
         few = x[:count].float()
         second = thetas[models.rows].view(-1, 1, *x.shape[1:]).expand(-1, len(few), *x.shape[1:])
         return torch.stack([torch.zeros_like(second), second], 1), few, torch.zeros(len(few), dtype=torch.int64)
@@ -56,7 +56,7 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         received=received,
         me=me,
         losses_of=losses_of,
-        knows=views.local(outputs_of=outputs_of, slopes_of=slopes_of),
+        knows=views.local(outputs_of=outputs_of, gradients_of=gradients_of),
     )
 
 

@@ -6,7 +6,7 @@ from tests.views import models
 from torch import nn
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.evaluate import logits, slopes
+from fedcb2o.federated.evaluate import gradients, logits
 from fedcb2o.federated.perturbations import painted, worst
 from fedcb2o.models import logistic, mlp
 
@@ -14,7 +14,7 @@ LABELS = torch.tensor([0, 1])
 
 
 def linear(weights, x, labels=LABELS):
-    """The slopes of one model, whose outputs are products of an image with the weights of each class."""
+    """The gradients of one model, whose outputs are products of an image with the weights of each class."""
     weights = torch.tensor(weights)
     shape = (1, len(weights), len(x), *x.shape[1:])
     return weights.view(1, -1, 1, *x.shape[1:]).expand(shape), x, labels
@@ -69,12 +69,12 @@ NETWORKS = {
 
 @pytest.mark.parametrize("together", [None, 1, 2])
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
-def test_slopes_are_what_outputs_change_by(make, together):
+def test_gradients_are_what_outputs_change_by(make, together):
     module = make()
     dim = sum(p.numel() for p in module.parameters())
     pool, rows = 0.3 * models(5, dim, dtype=torch.float32), torch.tensor([3, 0, 4])
     x = models(2, 16, seed=1, dtype=torch.float32).view(2, 1, 4, 4)
-    found = slopes(module, pool, rows, x, together)
+    found = gradients(module, pool, rows, x, together)
     assert found.shape == (3, 3, 2, 1, 4, 4)
     assert not found.requires_grad
     step = 1e-3

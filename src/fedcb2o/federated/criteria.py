@@ -61,7 +61,7 @@ def class_loss_gap(
     Where the own model's loss is infinite, any other is less by `MOST`: an agent whose model is broken trusts others.
 
     Two changes go beyond the paper. With a `z` above 0 only what exceeds so many standard errors of a class counts, and
-    less than 0 is 0: the largest of many noisy differences is positive for honest models too. With against="majority"
+    less than 0 is 0: the largest of many noisy differences is positive for benign models too. With against="majority"
     the gap is to the median of L_{j,c} over the sub-level set and the own model, where that is more than the own one's:
     what most lose by mixing is held against nobody.
     """

@@ -67,7 +67,7 @@ def logits(
     return torch.cat(found)
 
 
-def slopes(
+def gradients(
     module: nn.Module,
     pool: Float[Tensor, "p d"],
     rows: Int[Tensor, " m"],

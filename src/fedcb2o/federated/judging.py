@@ -17,17 +17,17 @@ from fedcb2o.federated.evaluate import (
     Reference,
     Towards,
     confusion,
+    gradients,
     logits,
     losses_of,
     losses_of_each,
     mean_losses,
-    slopes,
 )
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.metrics import Confusion, Score, Tested
 from fedcb2o.federated.returned import changed_by
 from fedcb2o.federated.terms import Terms
-from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received, Slopes
+from fedcb2o.federated.types import Change, Gradients, Judged, Losses, Outputs, Received
 from fedcb2o.models import bind_
 from fedcb2o.norms import estimate_
 
@@ -132,15 +132,15 @@ def outputs_seen_by(block: Block, k: int) -> Callable[..., Outputs]:
     return outputs
 
 
-def slopes_seen_by(block: Block, k: int) -> Callable[[Received, int], Slopes]:
+def gradients_seen_by(block: Block, k: int) -> Callable[[Received, int], Gradients]:
     """The gradients of what models [m] make of so many of the validation samples of the agent in place k, or of all."""
 
-    def found(models: Received, count: int) -> Slopes:
+    def found(models: Received, count: int) -> Gradients:
         terms, seen, reference = block.terms, _validation(block, k), block.reference(k)
         count = min(count, len(seen))
         few = seen.part(np.arange(count) * len(seen) // max(1, count))
         with plugins.blamed("model", terms.model):
-            made = slopes(terms.module, block.pool, models.rows, few.x, terms.primitives.together, reference)
+            made = gradients(terms.module, block.pool, models.rows, few.x, terms.primitives.together, reference)
         return made.cpu(), features(few.x).cpu(), few.y.cpu()
 
     return found

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.types import Local, Received, Slopes
+from fedcb2o.federated.types import Gradients, Local, Received
 
 
 def rises(local: Local, models: Received, pixels: int, samples: int) -> Float[Tensor, "m n"]:
     """How much the loss of each of an agent's validation samples rises under the perturbation worst for each model,
     found on some of them."""
-    found = local.slopes_of(models, samples)
+    found = local.gradients_of(models, samples)
     before = _losses(*local.outputs_of(models))
     after = []
     for i, ways in enumerate(worst(found, pixels)):
@@ -27,17 +27,17 @@ def rises(local: Local, models: Received, pixels: int, samples: int) -> Float[Te
     return torch.cat(after) - before
 
 
-def worst(found: Slopes, pixels: int) -> Float[Tensor, "m *features"]:
+def worst(found: Gradients, pixels: int) -> Float[Tensor, "m *features"]:
     """Which pixels of all images to paint, at most so many, 1 for white and -1 for black: for each model what to first
     order raises the output of one class most above that of the label, of all classes. Each channel of a pixel goes its
     own way."""
-    slopes, x, y = found
+    gradients, x, y = found
     if y.is_floating_point() or x.ndim < 3:
         raise ConfigError(
             f"the criterion looks for pixels that change the class of images, and the samples have shape "
             f"{tuple(x.shape[1:])}{' and no classes' * y.is_floating_point()}: take another"
         )
-    apart = slopes - slopes[:, y, torch.arange(len(y))].unsqueeze(1)  # of z_c - z_y: 0 where c is the label y
+    apart = gradients - gradients[:, y, torch.arange(len(y))].unsqueeze(1)  # of z_c - z_y: 0 where c is the label y
     whiter, blacker = (apart * (1 - x)).mean(2), (apart * -x).mean(2)
     gains = torch.maximum(whiter, blacker).clamp(min=0)  # [m, C, *features]
     m, channels, side = len(gains), tuple(range(2, gains.ndim - 2)), x.shape[-2:]

@@ -99,7 +99,7 @@ Change = Callable[[Tensor], Tensor]
 Outputs = tuple[Float[Tensor, "m n *C"], Shaped[Tensor, "n *target"]]
 """What m models make of n samples, before the softmax, and the labels of these, or what else is to be told."""
 
-Slopes = tuple[Float[Tensor, "m C n *features"], Float[Tensor, "n *features"], Shaped[Tensor, "n *target"]]
+Gradients = tuple[Float[Tensor, "m C n *features"], Float[Tensor, "n *features"], Shaped[Tensor, "n *target"]]
 """The gradients of each output of m models with respect to n samples, these samples as a network reads them, and their
 labels."""
 
@@ -108,7 +108,7 @@ labels."""
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
-    `outputs_of` gives what models make of its validation data, or of these changed, and `slopes_of` the gradients of
+    `outputs_of` gives what models make of its validation data, or of these changed, and `gradients_of` the gradients of
     that with respect to so many of them, spread over all. `share` is the attackers' share that it assumes, `progress`
     how much of the run is over, from 0 to 1. `before` is the row of the pool that holds the model which it began the
     round with, None where nobody asked to keep it; `head` the shape [C, h] of the last dense layer's weight, where the
@@ -117,7 +117,7 @@ class Local:
     """
 
     outputs_of: Callable[..., Outputs]  # of models, and of a change or None
-    slopes_of: Callable[[Received, int], Slopes]
+    gradients_of: Callable[[Received, int], Gradients]
     share: float = 0.0
     progress: float = 0.0
     before: int | None = None

@@ -13,7 +13,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated.algorithms import Algorithm
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
-from fedcb2o.federated.judging import Alike, losses_seen_by, outputs_seen_by, slopes_seen_by, themselves
+from fedcb2o.federated.judging import Alike, gradients_seen_by, losses_seen_by, outputs_seen_by, themselves
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.peers import Met
 from fedcb2o.federated.returned import columns_by, state_of, weights_of
@@ -101,7 +101,7 @@ def _local(block: Block, k: int, n: int, contacts: Callable[[], Contacts]) -> Lo
     terms, before = block.terms, block.layout.before
     return Local(
         outputs_of=outputs_seen_by(block, k),
-        slopes_of=slopes_seen_by(block, k),
+        gradients_of=gradients_seen_by(block, k),
         share=terms.share,
         progress=n / terms.rounds,
         before=None if before is None else int(before[k]),
