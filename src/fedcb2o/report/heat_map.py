@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 from fedcb2o.report.figures import STYLE
 
 WIDTH, HEIGHT, GAP = 0.56, 0.42, 0.25  # of a cell in inches, and of a gap between columns in cells
-LONGEST = 32  # characters of a name
+LONGEST = 40  # characters of a name
 SCALE = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0), (0.0, 0.28, 0.5, 0.75, 0.9, 1.0)  # points that are worse, and how dark
 
 
