@@ -157,7 +157,7 @@ OF_THE_DEFAULT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "defence", "ending"), [*OF_THE_DEFAULT, ("ablation", "FedCB2O", "")])
+@pytest.mark.parametrize(("name", "defence", "ending"), OF_THE_DEFAULT)
 def test_what_grids_have_of_the_default_is_its_preset(name, defence, ending):
     plan, preset = _read(_built_in(name)), fedcb2o.load(f"digits-fedcb2o{ending}").settings()
     found = plan.experiment(next(iter(plan.settings), ""), defence, next(iter(plan.attacks))).settings()
