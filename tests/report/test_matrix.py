@@ -430,7 +430,7 @@ def test_a_heat_map_of_twenty_by_twenty_has_a_number_in_every_cell():
     assert texts.count("failed") == 1
     assert f"{100 * means.iloc[0, 0]:.1f}" in texts
     assert sum(text.endswith("†") for text in texts) == (means > 0.9).to_numpy().sum()
-    assert max(len(label.get_text().replace("\\", "")) for label in figure.axes[0].get_yticklabels()) == 32
+    assert max(len(label.get_text().replace("\\", "")) for label in figure.axes[0].get_yticklabels()) == 40
     assert len(figure.axes[0].patches) == 400
     signed = heat_map(means - 0.5, means / 10, means - 0.5, signed=True, bold=means > 0.5)
     bold = [text.get_text() for text in signed.axes[0].texts if text.get_weight() == "bold"]
