@@ -30,6 +30,7 @@ from scipy import linalg, stats
 
 import fedcb2o
 from fedcb2o.experiments.tables import over
+from fedcb2o.report.matrix import half_width, holm, interval
 
 RAW = Path(__file__).parents[1] / "docs" / "benchmark" / "factorial"
 FLIP = {"name": "label_flip", "source": 3, "target": 8}
@@ -58,7 +59,8 @@ FACTORS: dict[str, tuple[Tables, Tables]] = {
 
 
 class Study(NamedTuple):
-    """What is measured: the tables that all runs share, those of each setting, and how many seeds do which rows."""
+    """What is measured: the tables that all runs share, those of each setting, and how many rows of its
+    design a seed runs."""
 
     shared: Tables
     settings: dict[str, Tables]
@@ -179,7 +181,7 @@ def main_effects(rows: pd.DataFrame, value: str) -> pd.DataFrame:
         here = (rows.seed == seed).to_numpy()
         x, y = levels[here], rows[value].to_numpy()[here]
         each.append([y[column > 0].mean() - y[column < 0].mean() for column in x.T])
-    mean, half = np.mean(each, 0), stats.t.ppf(0.975, len(each) - 1) * stats.sem(each, 0)
+    mean, half = np.mean(each, 0), half_width(len(each), np.std(each, 0, ddof=1))
     return pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half}, index=names)
 
 
@@ -204,12 +206,6 @@ def _fitted(x: np.ndarray, rows: pd.DataFrame, value: str, names: list[str]) -> 
     mean, error = (2 * each[: x.shape[1]] for each in (found, error))
     half, p = stats.t.ppf(0.975, freedom) * error, 2 * stats.t.sf(abs(mean / error), freedom)
     return pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half, "p": p}, index=names)
-
-
-def holm(p: "pd.Series[float]") -> "pd.Series[float]":
-    """P-values after Holm's correction."""
-    ordered = p.sort_values()
-    return (ordered * np.arange(len(p), 0, -1)).cummax().clip(upper=1).reindex(p.index)
 
 
 def _levels(rows: pd.DataFrame) -> np.ndarray:
@@ -240,8 +236,7 @@ def tables(study: str) -> list[str]:
 
 
 def _cell(effect: "pd.Series[float]") -> str:
-    """An effect with its interval."""
-    return f"{effect['mean']:+.1f} [{effect.low:+.1f}, {effect.high:+.1f}]"
+    return interval(effect["mean"], effect.low, effect.high, sign="+")
 
 
 def main() -> None:

@@ -47,11 +47,6 @@ def test_a_pair_is_told_from_the_others() -> None:
     assert both["mean"].drop(f"{names[0]} x {names[2]}").to_numpy() == pytest.approx(0, abs=1e-9)
 
 
-def test_holms_correction_by_hand() -> None:
-    found = factorial.holm(pd.Series([0.04, 0.01, 0.03], index=["a", "b", "c"]))
-    assert found.to_dict() == pytest.approx({"a": 0.06, "b": 0.03, "c": 0.06})
-
-
 @pytest.mark.parametrize("study", factorial.STUDIES)
 def test_the_log_has_its_tables(study: str) -> None:
     text = LOG.read_text()
