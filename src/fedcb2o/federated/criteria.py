@@ -20,7 +20,7 @@ from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import perturbations
 from fedcb2o.federated.aggregate import relative_distances
-from fedcb2o.federated.paired import error_by_class, error_of
+from fedcb2o.federated.paired import beyond, error_by_class, error_of
 from fedcb2o.federated.returned import values_of
 from fedcb2o.federated.types import TOGETHER, Criterion, Judged, Losses, together
 
@@ -71,9 +71,7 @@ def class_loss_gap(
         expected = expected.fmax(_median(losses, own, judged.among).clamp(max=MOST))
     gap = losses.by_class - expected
     if z > 0:
-        error = error_by_class(losses, own)
-        finite = error.isfinite() & losses.present.unsqueeze(-2)
-        gap = torch.where(finite, (gap - z * error).clamp(min=0), gap)
+        gap = beyond(gap, z, error_by_class(losses, own))
     return gap.masked_fill(~losses.present.unsqueeze(-2), 0.0 if absent == "zero" else -torch.inf).amax(-1)
 
 
@@ -170,8 +168,7 @@ def perturbation_gap(
         some = judged.received[seen].with_own(judged.me)
         rises = perturbations.rises(judged.local, some, pixels, samples)
         above = rises[:-1].mean(-1) - rises[-1].mean().nan_to_num(nan=MOST, posinf=MOST)
-        error = error_of(rises[:-1] - rises[-1])
-        gap[seen] = _or_infinite(torch.where(error.isfinite(), (above - z * error).clamp(min=0), above))
+        gap[seen] = _or_infinite(beyond(above, z, error_of(rises[:-1] - rises[-1])))
     return gap
 
 

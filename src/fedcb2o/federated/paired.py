@@ -1,6 +1,7 @@
 """How sure an agent is that it loses more by a received model than by its own: standard errors of the difference, on
 the same samples."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -34,3 +35,8 @@ def error_by_class(losses: Losses, own: Losses) -> Float[Tensor, "*a m C"]:
         -1, losses.labels, losses.each.new_ones(losses.labels.shape)
     )
     return (variance / counts.unsqueeze(-2)).sqrt().masked_fill(~losses.present.unsqueeze(-2), float("inf"))
+
+
+def beyond(gaps: Float[Tensor, "*k"], z: float, errors: Float[Tensor, "*k"]) -> Float[Tensor, "*k"]:
+    """What of the gaps exceeds `z` standard errors, at least 0; a gap whose error is not finite stays."""
+    return torch.where(errors.isfinite(), (gaps - z * errors).clamp(min=0), gaps)
