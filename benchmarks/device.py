@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from limits import multiplications
@@ -28,6 +28,7 @@ from fedcb2o.experiments import assemble
 from fedcb2o.experiments.config import Experiment, load
 from fedcb2o.experiments.samples import dataset_of
 from fedcb2o.federated.local_update import float32_products
+from fedcb2o.federated.terms import Convolution
 from fedcb2o.runtime import devices
 from fedcb2o.runtime.convolution import conv2d
 
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, mps, ... or cpu (default cuda)")
     parser.add_argument("--rounds", type=int, help="rounds to time after the first (default 3, small 1)")
     parser.add_argument("--together", type=int, help="agents in one program (default: what the memory takes; CPU: 4)")
-    parser.add_argument("--convolution", choices=("grouped", "unfolded"), help="(default: the faster; CPU: grouped)")
+    parser.add_argument("--convolution", choices=get_args(Convolution), help="(default: the fastest; CPU: grouped)")
     parser.add_argument("--small", action="store_true", help="a quick check with few agents and a small network")
     options = parser.parse_args()
     try:

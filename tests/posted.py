@@ -17,7 +17,7 @@ from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.metrics import Tested
 from fedcb2o.federated.mixing import mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
-from fedcb2o.federated.teams import teams
+from fedcb2o.federated.teams import teams_of
 from fedcb2o.federated.terms import Terms
 from fedcb2o.streams import stream
 from tests.agents import Held, block_of, first_models
@@ -37,7 +37,7 @@ class Posted:
             block.pool[torch.from_numpy(block.layout.own)] = theta[list(agents)]
             self.blocks.append(block)
             costs = block.holdings.train.sizes.tolist()
-            for team in teams(terms.module, terms.dim, costs, terms.primitives.together):
+            for team in teams_of(terms, costs):
                 self.where.append((b, np.array(team)))
                 self.parts.append(block.agents[team])
 

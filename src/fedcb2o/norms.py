@@ -118,6 +118,16 @@ def refuses_one(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
     return False
 
 
+def are_apart(module: nn.Module, x: Float[Tensor, "2 *features"]) -> bool:
+    """Whether what a network makes of one of two samples in training is the same without the other. Not so where it
+    draws. The network is left as it was, in evaluation mode."""
+    try:
+        with _tried(module):
+            return torch.allclose(module(x)[:1], module(x[:1]), rtol=1e-4, atol=1e-6)
+    except Exception:  # whatever else a user's network does in training, training tells
+        return False
+
+
 @contextlib.contextmanager
 def _tried(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Within it a network is in training, without gradients; after it all is as before, in evaluation mode. Its buffers

@@ -31,7 +31,9 @@ def test_a_choice_that_this_pytorch_lacks_is_an_error(tmp_path, monkeypatch):
 
 
 def test_another_way_is_an_error():
-    with pytest.raises(ConfigError, match="`convolution`: input should be 'grouped' or 'unfolded', got 'winograd'"):
+    with pytest.raises(
+        ConfigError, match="`convolution`: input should be 'grouped', 'unfolded' or 'mixed', got 'winograd'"
+    ):
         run(tiny(convolution="winograd"))
 
 

@@ -6,7 +6,8 @@ from tests.networks import NETWORKS, different, fresh, shards
 from tests.tiny import empty_models
 from torch import nn
 
-from fedcb2o import models
+from fedcb2o import models, norms
+from fedcb2o.data.shard import Shard
 from fedcb2o.federated.local_update import Training, local_update_
 from fedcb2o.federated.teams import local_updates_, teams
 from fedcb2o.streams import stream
@@ -33,6 +34,22 @@ def test_a_team_learns_what_each_learns_alone(name, changes):
     assert losses == pytest.approx(one_by_one, rel=1e-5)
 
 
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in {"norm", "local"}])
+def test_so_does_a_team_of_unlike_numbers_of_samples(name, changes):
+    module, training = fresh(name), Training(**{**TRAINING.__dict__, **changes})
+    counts = [9, 10, 12, 12]  # three batches of 4 an epoch
+    mine, data = different(module, 4), shards(4, 12)
+    alone = mine.clone()
+    held = [Shard(shard.x[:count], shard.y[:count]) for shard, count in zip(data, counts, strict=True)]
+    one_by_one = [local_update_(alone[j], module, held[j], training, stream(5, "batches", j)) for j in range(4)]
+    for shard, count in zip(data, counts, strict=True):
+        shard.x[count:], shard.y[count:] = 7.0, 0  # nobody reads them
+    losses = local_updates_(mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(4)], counts)
+    torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6)
+    assert losses == pytest.approx(one_by_one, rel=1e-5)
+
+
 def test_who_trains_together():
     small = fresh("mlp")
     d = models.dimension(small)
@@ -43,6 +60,14 @@ def test_who_trains_together():
     assert teams(other, models.dimension(other), [8, 8]) == [[0], [1]]
     assert teams(other, models.dimension(other), [8, 8, 9, 8], together=2) == [[0, 1], [3], [2]]
     assert teams(small, d, [8, 8, 8], together=1) == [[0], [1], [2]]
+    assert teams(small, d, [8, 5, 9, 6], together=3, batch=4) == [[1, 3, 0], [2]]
+
+
+def test_samples_that_meet_in_training_train_with_equally_many_only():
+    x = torch.rand(2, 1, 4, 4)
+    normed = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 4))
+    drawing = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, 4))
+    assert [norms.are_apart(module, x) for module in (fresh("cnn"), normed, drawing)] == [True, False, False]
 
 
 @pytest.mark.parametrize("name", NETWORKS)

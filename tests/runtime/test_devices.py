@@ -1,6 +1,7 @@
-"""Models and data on another device: the same code computed on the CPU under a pretended one, which refuses what mixes
-devices, and several agents in one program on the CPU itself."""
+"""Models and data on another device: a GPU where there is one, the same code computed on the CPU under a pretended
+device, which refuses what mixes devices, and several agents in one program on the CPU itself."""
 
+import contextlib
 import json
 
 import pytest
@@ -33,6 +34,8 @@ RUNS = {
     "dense": tiny(rounds=2, agents={"participation": 0.8}),
     "convolutions": tiny(rounds=2, model=IMAGES, training={"momentum": 0.0}),
     "unfolded": tiny(rounds=2, model=IMAGES, convolution="unfolded"),
+    "mixed": tiny(rounds=2, model=IMAGES, convolution="mixed"),
+    "unlike numbers": tiny(rounds=2, model=IMAGES, agents={"split": "released", "benign": 4, "benign_samples": 40}),
     "two by two": tiny(rounds=2, model=IMAGES, together=2, training={"local_steps": 2}),
     "a backdoor, tiles": tiny(
         rounds=2,
@@ -74,12 +77,22 @@ def lines(folder, name):
     return [json.loads(line) for line in (folder / "seed-1000" / name).read_text().splitlines()]
 
 
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+DEVICES = ["meta", pytest.param("cuda", marks=no_gpu)]
+
+
+def on(device, monkeypatch):
+    """Within it a device is there: a real one, or the pretended one."""
+    return pretended(monkeypatch) if device == "meta" else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch, name):
+def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch, name, device):
     experiment = RUNS[name]
     run({**experiment, "together": None}, out=tmp_path / "cpu", workers=1)
-    with pretended(monkeypatch):
-        run({**experiment, "device": "meta"}, out=tmp_path / "device")
+    with on(device, monkeypatch):
+        run({**experiment, "device": device}, out=tmp_path / "device")
     for file in ("metrics.jsonl", "pairs.jsonl"):
         for found, expected in zip(lines(tmp_path / "device", file), lines(tmp_path / "cpu", file), strict=True):
             for key in expected:
@@ -97,7 +110,7 @@ def test_a_round_waits_for_the_device_a_few_times_only(tmp_path, monkeypatch):
             run(tiny(device="meta", rounds=1, **changes), out=tmp_path / f"run{len(list(tmp_path.iterdir()))}")
         return mode.waits
 
-    for convolution in ("grouped", "unfolded"):
+    for convolution in ("grouped", "unfolded", "mixed"):
         assert waits(model=IMAGES, convolution=convolution) == waits(model=IMAGES)
     once = waits()
     assert set(once) == {"transfer"}
@@ -105,17 +118,20 @@ def test_a_round_waits_for_the_device_a_few_times_only(tmp_path, monkeypatch):
     assert once.total() < 25
 
 
-def test_a_run_on_a_device_is_resumed_and_repeated_to_the_bit(tmp_path, monkeypatch):
-    experiment = {**RUNS["convolutions"], "device": "meta", "rounds": 3}
-    with pretended(monkeypatch):
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("convolution", ["grouped", "unfolded", "mixed"])
+def test_a_run_on_a_device_is_resumed_and_repeated_to_the_bit(tmp_path, monkeypatch, device, convolution):
+    experiment = {**RUNS["convolutions"], "device": device, "rounds": 3, "convolution": convolution}
+    with on(device, monkeypatch):
         run(experiment, out=tmp_path / "whole")
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "parts", watch=stop_after(1))
         monkeypatch.setattr(devices, "memory_of", lambda device: 1)  # how many at once is on record
         run(experiment, out=tmp_path / "parts", resume=True)
+        name = devices.name_of(torch.device(device))
     assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
     told = json.loads((tmp_path / "parts/seed-1000/environment.json").read_text())
-    assert (told["device"], told["together"], told["workers"]) == ("a pretended device", 6, 1)
+    assert (told["device"], told["together"], told["workers"]) == (name, 6, 1)
 
 
 def dropout(shape, classes):

@@ -272,7 +272,8 @@ def terms_of(
 ) -> Terms:
     """The terms of an experiment for so many agents, whose samples look like a data set's."""
     module, training = module_of(experiment, seed, dataset), training_of(experiment)
-    singles = not norms.refuses_one(module, features(dataset.pool.x[:1]))
+    x = features(dataset.pool.x[:2])
+    singles, apart = not norms.refuses_one(module, x[:1]), norms.are_apart(module, x)
     return Terms(
         seed=seed,
         num_agents=num_agents,
@@ -281,7 +282,7 @@ def terms_of(
         budget=experiment.agents.budget,
         model=plugins.label(experiment.model.name),
         module=module,
-        training=dataclasses.replace(training, singles=singles),
+        training=dataclasses.replace(training, singles=singles, apart=apart),
         algorithm=algorithm_of(experiment),
         average=experiment.agents.validation_loss,
         share=share,

@@ -20,7 +20,7 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.assemble import Prepared, first_of, own_names, own_parts, share_of
 from fedcb2o.experiments.memory import PROCESS
 from fedcb2o.experiments.samples import shared_data
-from fedcb2o.federated.teams import teams
+from fedcb2o.federated.teams import teams_of
 from fedcb2o.runtime import machine
 from fedcb2o.runtime.devices import on_cpu
 from fedcb2o.runtime.machine import gib
@@ -202,7 +202,7 @@ def _why_fewer(blocks: int, most: int, prepared: Prepared, costs: Sequence[int])
         return f"there {'is' if most == 1 else 'are'} {several(most, unit(prepared.experiment.device))}"
     if blocks == terms.num_agents:
         return f"there are {several(blocks, 'agent')}"
-    if blocks == len(teams(terms.module, terms.dim, costs, terms.primitives.together)):
+    if blocks == len(teams_of(terms, costs)):
         return "agents who train in one program stay together (--set together=1 has each train alone)"
     return "more would not end sooner"
 

@@ -34,6 +34,7 @@ class Training:
     that have it. "tf32" lets CUDA devices round the factors of float32 products to 10 bits of mantissa. An
     `optimiser` takes the steps in place of SGD with momentum. `loss` is what they minimise, by default the
     cross-entropy. Where `singles` are refused, as by batch norms, a last batch of one sample joins the one before.
+    Where samples are `apart`, what the network makes of one in training does not depend on those beside it.
     """
 
     gamma: float
@@ -46,24 +47,33 @@ class Training:
     optimiser: Optimiser | None = None
     loss: Loss | None = None
     singles: bool = True
+    apart: bool = False
 
 
 def batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[np.ndarray, " b"]]:
     """The sample numbers of each mini-batch of one LocalUpdate (alg:FedCB2O): every epoch anew, the last short."""
-    return [chosen[0].numpy() for chosen in batches_of(n, training, [draw], torch.device("cpu"))]
+    return [chosen[0].numpy() for chosen in batches_of([n], training, [draw], torch.device("cpu"))]
 
 
 def batches_of(
-    n: int, training: Training, draws: Sequence[np.random.Generator], device: torch.device
+    counts: Sequence[int], training: Training, draws: Sequence[np.random.Generator], device: torch.device
 ) -> tuple[Int[Tensor, "a b"], ...]:
-    """The same of some agents with n samples each, in each step; they move to the device at once."""
+    """The same of some agents with so many samples each, in equally many steps; they move to the device at once.
+
+    The last batch of an epoch is as wide as the widest of theirs: who has fewer samples repeats one at its end.
+    """
+    n = max(counts)
     full, rest = divmod(n, training.batch_size)
     epoch = [training.batch_size] * full + [rest] * (rest > 0)
     if full and rest == 1 and not training.singles:
         epoch[-2:] = [training.batch_size + 1]
     steps = training.local_epochs * len(epoch) if training.local_steps is None else training.local_steps
     epochs = -(-steps // max(1, len(epoch)))
-    drawn = [draw.permutation(n) for draw in draws for _ in range(epochs)]
+    drawn = [
+        np.pad(draw.permutation(count), (0, n - count), "edge") if count < n else draw.permutation(n)
+        for count, draw in zip(counts, draws, strict=True)
+        for _ in range(epochs)
+    ]
     widths = (epoch * epochs)[:steps]
     if not widths:
         return ()
@@ -125,7 +135,7 @@ def local_update_(
     """
     bind_(module, theta)
     parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-    x, steps, losses = features(shard.x), batches_of(len(shard), training, [draw], theta.device), []
+    x, steps, losses = features(shard.x), batches_of([len(shard)], training, [draw], theta.device), []
     own, lr = training.optimiser, training.lambda2 * training.gamma
     step = _sgd(parameters, lr, training.momentum) if own is None else stepping(own, parameters, lr)
     with training_with(module, training, draw, theta.device.type):

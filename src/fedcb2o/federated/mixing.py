@@ -96,7 +96,7 @@ def mix_(pool: Float[Tensor, "p d"], by: Mixture, start: int, stop: int, *, copi
 def sparse(w: Mixture, num_rows: int) -> Tensor:
     """W for a pool of so many rows."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta state|invariant checks are)")
         starts, columns, values = map(torch.from_numpy, (w.starts, w.columns, w.values))
         size = (len(w.own), num_rows)
         return torch.sparse_csr_tensor(starts, columns, values, size, dtype=torch.float32, check_invariants=False)

@@ -1,8 +1,8 @@
 """LocalUpdate of several agents at once (alg:FedCB2O): one batched program in place of one for each agent.
 
 On a CPU that pays for small dense networks, where calls cost more than their arithmetic; on other devices for any. It
-takes agents with equally many samples. Bits may depend on who is trained together, so `teams` decides that once, from
-the population alone.
+takes agents who train in equally many steps. Bits may depend on who is trained together, so `teams` decides that once,
+from the population alone.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.admit import extents
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.evaluate import dense_layers, outputs_of
+from fedcb2o.federated.holdings import Samples
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.local_update import (
     Training,
@@ -27,6 +28,7 @@ from fedcb2o.federated.local_update import (
     training_with,
 )
 from fedcb2o.federated.losses import cross_entropy, of_samples
+from fedcb2o.federated.terms import Terms
 from fedcb2o.models import follow, rows_of, stacked, stacked_to_train
 from fedcb2o.streams import streams
 
@@ -34,19 +36,30 @@ SMALL = 2**19  # parameters of a team: with gradients and momentum 6 MiB
 MOST = 64  # agents of a team, so that there are enough teams for the workers
 
 
-def teams(module: nn.Module, dim: int, num_samples: Sequence[int], together: int | None = None) -> list[list[int]]:
-    """Which agents train together: those with equally many samples, at most so many of them `together`; by default
-    as many as there is room for near the core of small dense networks, and of others each alone."""
+def teams_of(terms: Terms, num_samples: Sequence[int]) -> list[list[int]]:
+    """The `teams` of a run's agents."""
+    training, together = terms.training, terms.primitives.together
+    batch = training.batch_size if together is not None and training.apart else 1
+    return teams(terms.module, terms.dim, num_samples, together, batch)
+
+
+def teams(
+    module: nn.Module, dim: int, num_samples: Sequence[int], together: int | None = None, batch: int = 1
+) -> list[list[int]]:
+    """Which agents train together: those with equally many batches of this size, at most so many of them `together`; by
+    default as many as there is room for near the core of small dense networks, and of others each alone. The fewer
+    samples an agent has, the earlier in its team."""
     size = together or (max(1, min(MOST, SMALL // dim)) if dense_layers(module, dim) else 1)
     alike: dict[int, list[int]] = {}
     for j, count in enumerate(num_samples):
-        alike.setdefault(count, []).append(j)
-    return [same[i : i + size] for same in alike.values() for i in range(0, len(same), size)]
+        alike.setdefault(-(-count // batch), []).append(j)
+    ordered = [sorted(same, key=lambda j: num_samples[j]) for same in alike.values()]
+    return [same[i : i + size] for same in ordered for i in range(0, len(same), size)]
 
 
 def train_(block: Block, some: Places, n: int) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"]]:
-    """LocalUpdate in round n for agents in some places, which hold equally many samples (alg:FedCB2O, line 3): their
-    mean training losses, and the extents of their models then.
+    """LocalUpdate in round n for agents in some places, a team (alg:FedCB2O, line 3): their mean training losses, and
+    the extents of their models then.
 
     What an attacker began with lies where it will craft, and what each agent began with where a rule looks for it.
     """
@@ -57,18 +70,35 @@ def train_(block: Block, some: Places, n: int) -> tuple[Float[np.ndarray, " a"],
             pool[layout.crafts[k]] = pool[row]
         if layout.before is not None:
             pool[layout.before[k]] = pool[row]
-    x, y = block.holdings.trained_on(some, n)
+    counts, (x, y) = block.holdings.train.sizes[some].tolist(), _trained_on(block, some, n)
     draws = streams(terms.seed, "batches", n, agents=block.agents[some].tolist())
     with plugins.blamed("model", terms.model):
         if len(some) == 1 or terms.training.optimiser is not None:  # which may look at a model as a whole
-            each = zip(rows, x, y, draws, strict=True)
-            losses = [local_update_(pool[i], terms.module, Shard(x, y), terms.training, draw) for i, x, y, draw in each]
+            losses = [
+                local_update_(pool[i], terms.module, Shard(x[:count], y[:count]), terms.training, draw)
+                for i, x, y, count, draw in zip(rows, x, y, counts, draws, strict=True)
+            ]
         else:
             thetas = rows_of(pool, rows)
-            losses = local_updates_(thetas, terms.module, x, y, terms.training, draws)
+            losses = local_updates_(thetas, terms.module, x, y, terms.training, draws, counts)
             if not follow(rows):
                 torch._foreach_copy_([pool[row] for row in rows], thetas.unbind())
     return np.array(losses), extents(pool, rows)
+
+
+def _trained_on(block: Block, some: Places, n: int) -> Samples:
+    """What a team trains on. Who holds fewer samples than its last has others after them, which nobody reads."""
+    sizes = block.holdings.train.sizes[some]
+    assert (np.diff(sizes) >= 0).all(), "a team is in the order of its numbers of samples"
+    most = int(sizes[-1])
+    parts = [block.holdings.trained_on(some[sizes == size], n) for size in dict.fromkeys(sizes.tolist())]
+    if len(parts) == 1:
+        return parts[0]
+
+    def filled(part: Tensor) -> Tensor:
+        return torch.cat([part, part[:, :1].expand(-1, most - part.shape[1], *part.shape[2:])], 1)
+
+    return torch.cat([filled(x) for x, _ in parts]), torch.cat([filled(y) for _, y in parts])
 
 
 def local_updates_(
@@ -78,24 +108,37 @@ def local_updates_(
     y: Shaped[Tensor, "a n *target"],
     training: Training,
     draws: Sequence[np.random.Generator],
+    counts: Sequence[int] | None = None,
 ) -> list[float]:
-    """Train the models of a team in place, each on its own samples; the mean of the mini-batch losses of each.
+    """Train the models of a team in place, each on its own samples, of which it has all n or the first of so many
+    `counts`; the mean of the mini-batch losses of each.
 
     A network that draws while it trains draws otherwise than one by one.
     """
     dim, device = thetas.shape[1], thetas.device
     tensors = stacked_to_train(module, thetas)
+    apart = device.type != "cpu"  # GPUs read and write at several times the rate what lies in one piece
+    if apart:
+        tensors = [tensor.detach().contiguous().requires_grad_(tensor.requires_grad) for tensor in tensors]
     parameters = [tensor for tensor in tensors if tensor.requires_grad]
-    x, steps = features(x), batches_of(x.shape[1], training, draws, device)
+    counts = counts or [x.shape[1]] * len(x)
+    x, steps = features(x), batches_of(counts, training, draws, device)
     everyone = torch.arange(len(x), device=device).unsqueeze(1)
+    lacking = torch.tensor([[max(counts) - count] for count in counts]).to(device)
+    last = -(-max(counts) // training.batch_size) if min(counts) < max(counts) else 0  # the epoch's step of unlike ones
     outputs, losses, momentum = outputs_of(module, dim), [], list[Tensor]()
     with training_with(module, training, draws[0], device.type):
-        for chosen in steps:
+        for step, chosen in enumerate(steps, 1):
             labels = y[everyone, chosen]
             with products_in(training.precision, device.type):
                 found = outputs(tensors, x[everyone, chosen])
                 each = of_samples(training.loss or cross_entropy, found, labels, 2)
-            loss = each.mean(1)
+            if last and step % last == 0:
+                width = chosen.shape[1]
+                repeated = torch.arange(width, device=device) >= width - lacking
+                loss = each.masked_fill(repeated, 0.0).sum(1) / (width - lacking).squeeze(1)
+            else:
+                loss = each.mean(1)
             gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True, materialize_grads=True)
             with torch.no_grad():
                 if momentum:
@@ -106,6 +149,6 @@ def local_updates_(
                 torch._foreach_add_(parameters, momentum, alpha=-training.lambda2 * training.gamma)
             losses.append(loss.detach())
     for view, tensor in zip(stacked(module, thetas), tensors, strict=False):  # local statistics are not kept
-        if not tensor.requires_grad:
-            view.copy_(tensor)
+        if apart or not tensor.requires_grad:
+            view.copy_(tensor.detach())
     return mean_loss(losses, (len(thetas),)).tolist()

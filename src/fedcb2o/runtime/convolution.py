@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from fedcb2o.models import are_several
 
+FEW = 8  # channels: what reads fewer has no form for the units that devices have for products of matrices
+
 
 def conv2d(
     input: Tensor,
@@ -24,9 +26,11 @@ def conv2d(
     padding: str | int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
+    *,
+    channels: int | None = None,
 ) -> Tensor:
     """What takes the place of `F.conv2d`: unfolded where `torch.func.vmap` computes several networks, on images of
-    their own, and the convolution has no groups itself."""
+    their own, and the convolution has no groups itself; of those only what reads fewer `channels` than these."""
     steps, apart = _pair(stride), _pair(dilation)
     known = padding == "valid" or (padding == "same" and steps == (1, 1)) or not isinstance(padding, str)
     if not (known and groups == 1 and input.ndim == 4 and are_several(input) and are_several(weight)):
@@ -35,6 +39,8 @@ def conv2d(
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if channels is not None and weight.shape[1] >= channels:
+        return F.conv2d(input, weight, bias, stride, padding, dilation)
     if padding == "same":
         reach = [d * (k - 1) for d, k in zip(apart, weight.shape[2:], strict=True)]
         margins = [(r // 2, r - r // 2) for r in reach]

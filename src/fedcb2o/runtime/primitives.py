@@ -2,11 +2,12 @@
 
 A dense layer's y = x W^T + b and its derivatives g W and g^T x are done by PyTorch's own products ("torch") or by those
 of oneDNN ("onednn"), which is faster on some processors. Convolutions of several networks at once are one with a group
-for each network ("grouped"), or one batched product ("unfolded"). Either way agrees with the other to rounding and not
-to the bit.
+for each network ("grouped"), one batched product ("unfolded"), or that where they read few channels ("mixed"). Any way
+agrees with the others to rounding and not to the bit.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedcb2o.federated.terms import Convolution, Linear
 from fedcb2o.runtime import onednn
-from fedcb2o.runtime.convolution import conv2d
+from fedcb2o.runtime.convolution import FEW, conv2d
 
 
 def by(linear: Linear = "torch", convolution: Convolution = "grouped") -> contextlib.AbstractContextManager[Any]:
@@ -24,8 +25,8 @@ def by(linear: Linear = "torch", convolution: Convolution = "grouped") -> contex
     ours: dict[Any, Callable[..., Any]] = {}
     if linear == "onednn":
         ours[F.linear] = onednn.linear
-    if convolution == "unfolded":
-        ours[F.conv2d] = conv2d
+    if convolution != "grouped":
+        ours[F.conv2d] = conv2d if convolution == "unfolded" else functools.partial(conv2d, channels=FEW)
     return _InPlaceOf(ours) if ours else contextlib.nullcontext()
 
 

@@ -25,7 +25,7 @@ from fedcb2o.federated.metrics import Tested
 from fedcb2o.federated.mixing import Mixture, mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
 from fedcb2o.federated.round import ask, decide
-from fedcb2o.federated.teams import teams
+from fedcb2o.federated.teams import teams_of
 from fedcb2o.models import row_stride, rows_of
 from fedcb2o.runtime import primitives
 from fedcb2o.runtime.shown import JUDGES, only_shown
@@ -48,8 +48,7 @@ class Shared:
         self.costs = block.holdings.train.sizes.tolist()
         alone = self.terms.dim >= LARGE and block.pool.device.type == "cpu"
         self.tasks = len(self.costs) if alone else workers.count  # no more of them at once
-        together = self.terms.primitives.together
-        self.parts = [np.array(team) for team in teams(self.terms.module, self.terms.dim, self.costs, together)]
+        self.parts = [np.array(team) for team in teams_of(self.terms, self.costs)]
         costs = [sum(self.costs[j] for j in part.tolist()) for part in self.parts]
         self.shares = blocks(range(len(self.parts)), costs, self.tasks)
         self.few = blocks(range(len(self.parts)), costs, workers.count)  # for what takes less than a task's way

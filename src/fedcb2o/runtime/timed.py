@@ -35,6 +35,7 @@ from fedcb2o.runtime.workers import one_thread
 # another, `resnet` 0.86 to 1.26, plain convolutions 1.3 to 1.7 (docs/log.md).
 AHEAD = 1.05
 FAR_AHEAD = 1.3
+AHEAD_OF_GROUPED = 1.1  # on a GPU, which runs share less
 REPEATS = 11  # turns
 TEAM = 16  # agents of a team that is timed: enough to fill a device
 
@@ -101,10 +102,11 @@ def fastest_convolution(
     module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision, device: torch.device, together: int
 ) -> Convolution:
     """How a device computes a network with convolutions faster for so many agents, or for a team of `TEAM`: tried on a
-    training step of theirs with a batch like `x`. "grouped" unless the other is clearly faster, and can be tried."""
+    training step of theirs with a batch like `x`. "grouped" unless another is clearly faster, and can be tried."""
     if together < 2 or not any(isinstance(part, nn.Conv2d) and part.groups == 1 for part in module.modules()):
         return "grouped"
     theta, team = flatten(module), min(together, TEAM)
+    others: tuple[Convolution, ...] = ("unfolded", "mixed")
 
     def step(convolution: Convolution) -> None:
         with by(convolution=convolution), products_in(precision, device.type):
@@ -122,7 +124,9 @@ def fastest_convolution(
             tensors = stacked_to_train(there, thetas)
             parameters = [tensor for tensor in tensors if tensor.requires_grad]
             images = torch.stack([features(x.to(device))] * team)
-            gain = _gain(lambda: step("grouped"), lambda: step("unfolded"), time.perf_counter)
+            grouped = functools.partial(step, "grouped")
+            gains = {way: _gain(grouped, functools.partial(step, way), time.perf_counter) for way in others}
     except Exception:  # the device may lack an operation, or memory
         return "grouped"
-    return "unfolded" if gain > FAR_AHEAD else "grouped"
+    best = max(others, key=lambda way: gains[way])
+    return best if gains[best] > AHEAD_OF_GROUPED else "grouped"

@@ -22,7 +22,7 @@ from fedcb2o.federated.metrics import Tested
 from fedcb2o.federated.peers import Memory
 from fedcb2o.federated.publish import outbox
 from fedcb2o.federated.round import decide
-from fedcb2o.federated.teams import teams
+from fedcb2o.federated.teams import teams_of
 from fedcb2o.federated.types import State
 from fedcb2o.models import row_stride
 from fedcb2o.runtime.cluster.actors import Actors
@@ -40,8 +40,8 @@ class Cluster:
         self.block, self.terms, self.attackers = block, block.terms, block.attackers
         self.shares, nodes = Shares.of(block, shares), [sorted({*on}).index(node) for node in on]
         self.actors = Actors(actors, self.shares, np.array(nodes), 4 * self.terms.dim)
-        costs, together = block.holdings.train.sizes.tolist(), self.terms.primitives.together
-        self.parts = [np.array(team) for team in teams(self.terms.module, self.terms.dim, costs, together)]
+        costs = block.holdings.train.sizes.tolist()
+        self.parts = [np.array(team) for team in teams_of(self.terms, costs)]
         homes = self.shares.owner[[block.layout.own[part[0]] for part in self.parts]]
         self.at = [np.flatnonzero(homes == b).tolist() for b in range(len(actors))]  # which parts are each actor's
         self.good, self.outbox = np.zeros(block.layout.inbox, dtype=bool), outbox(block, 0)  # until all publish

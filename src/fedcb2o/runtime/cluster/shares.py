@@ -8,7 +8,7 @@ from jaxtyping import Int
 
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.block import Block, Layout
-from fedcb2o.federated.teams import teams
+from fedcb2o.federated.teams import teams_of
 from fedcb2o.federated.terms import Terms
 from fedcb2o.runtime.workers import blocks
 
@@ -16,7 +16,7 @@ from fedcb2o.runtime.workers import blocks
 def shared_out(terms: Terms, costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
     """The agents in at most a block for each of these speeds, so that all take about as long. Who trains together stays
     together, and who would be last with anybody has nobody."""
-    groups = teams(terms.module, terms.dim, costs, terms.primitives.together)
+    groups = teams_of(terms, costs)
     work = [sum(costs[j] for j in group) for group in groups]
     shares = blocks(range(len(groups)), work, len(speeds), speeds)
     return [sorted(j for g in share for j in groups[g]) for share in shares]
