@@ -29,7 +29,7 @@ from fedcb2o.federated.local_update import (
 )
 from fedcb2o.federated.losses import cross_entropy, of_samples
 from fedcb2o.federated.terms import Terms
-from fedcb2o.models import follow, rows_of, stacked, stacked_to_train
+from fedcb2o.models import follow, in_one_piece, rows_of, stacked, stacked_to_train
 from fedcb2o.streams import streams
 
 SMALL = 2**19  # parameters of a team: with gradients and momentum 6 MiB
@@ -87,21 +87,21 @@ def train_(block: Block, some: Places, n: int) -> tuple[Float[np.ndarray, " a"],
 
 
 def _trained_on(block: Block, some: Places, n: int) -> Samples:
-    """What a team trains on. Who holds fewer samples than another has others after them, which nobody reads."""
+    """What a team trains on. Who holds fewer samples than another has zeros after them, which nobody reads."""
     sizes = block.holdings.train.sizes[some]
     alike = [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
-    if len(alike) == 1:
-        return block.holdings.trained_on(some, n)
-    xs, ys = zip(*(block.holdings.trained_on(some[those], n) for those in alike), strict=True)
-    order = torch.from_numpy(np.concatenate(alike).argsort())
+    parts = [block.holdings.trained_on(some[those], n) for those in alike]
+    if len(parts) == 1:
+        return parts[0]
 
-    def filled(part: Tensor) -> Tensor:
-        return torch.cat([part, part[:, :1].expand(-1, int(sizes.max()) - part.shape[1], *part.shape[2:])], 1)
+    def whole(each: Sequence[Tensor]) -> Tensor:
+        found = each[-1].new_zeros(len(some), *each[-1].shape[1:])  # the last have the most
+        for those, part in zip(alike, each, strict=True):
+            found[torch.from_numpy(those), : part.shape[1]] = part
+        return found
 
-    def whole(parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([filled(part) for part in parts])[order]
-
-    return whole(xs), whole(ys)
+    x, y = zip(*parts, strict=True)
+    return whole(x), whole(y)
 
 
 def local_updates_(
@@ -120,9 +120,9 @@ def local_updates_(
     """
     dim, device = thetas.shape[1], thetas.device
     tensors = stacked_to_train(module, thetas)
-    copied = device.type != "cpu"  # GPUs read and write at several times the rate what lies in one piece
+    copied = device.type != "cpu"
     if copied:
-        tensors = [tensor.detach().contiguous().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        tensors = in_one_piece(tensors)
     parameters = [tensor for tensor in tensors if tensor.requires_grad]
     counts = counts or [x.shape[1]] * len(x)
     x, steps = features(x), batches_of(counts, training, draws, device)
