@@ -9,7 +9,8 @@ lies in a range: a difference is positive, or within what the paper calls alike.
 what is computed from the runs of one seed, with Student's interval at 95%. The claim *held* where the whole interval
 lies in the range, it is the *opposite* where none of it does, and else *undecided*.
 
-`--out` gets values.csv, which holds what each run reached with each seed, the curves and Figure 6. Tables are made of
+`--out` gets values.csv, which holds what each run reached with each seed, curves.csv, what it had reached in each round
+with an evaluation, the curves and Figure 6. Tables are made of
 values.csv alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!-- claims: FOLDER claims
 -->`, the folder seen from the page. A test holds pages to this.
 """
@@ -58,6 +59,7 @@ EQUAL = (2 / 3, 3 / 2)  # "comparable", "nearly equal", of a ratio that the pape
 MINIMAL = (-math.inf, 0.1)  # "minimal", of such a ratio
 VARIANTS = ("-trusted", "-released", "-paper", "")  # the last, the default, is not the paper's Algorithm 2
 CURVES = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", *(f"fedcb2o{variant}" for variant in VARIANTS))
+MOST = 7  # runs in one picture; of more, those of CURVES
 CLUSTERS = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}
 
 Values = Mapping[str, pd.DataFrame]
@@ -99,6 +101,12 @@ def values(run: Run) -> pd.DataFrame:
         columns[f"malicious_picked_{cluster + 1}"] = malicious.frequency / benign.frequency
         columns[f"malicious_share_{cluster + 1}"] = malicious.share / benign.share
     return table.assign(**columns)
+
+
+def curve(run: Run) -> pd.DataFrame:
+    """What benign agents of a run reached in each round with an evaluation, in percent, a row for each seed."""
+    found = run.records[~run.records.malicious].groupby(["seed", "round"])[list(METRICS)].mean()
+    return (100 * found.dropna()).round(2)
 
 
 def _elsewhere(run: Run) -> "pd.Series[float]":
@@ -377,9 +385,12 @@ def main() -> None:
         if known and arguments.out is not None:
             arguments.out.mkdir(parents=True, exist_ok=True)
             pd.concat(known, names=["method"]).to_csv(arguments.out / "values.csv")
+            pd.concat({name: curve(run) for name, run in runs.items()}, names=["method"]).to_csv(
+                arguments.out / "curves.csv"
+            )
             stands = next(iter(columns(known).values()))
             pictures = {
-                "curves": figures.curves([run for name, run in runs.items() if name in CURVES]),
+                "curves": figures.curves([run for name, run in runs.items() if name in CURVES or len(runs) <= MOST]),
                 "figure6": figures.figure6(*(runs[stands[role]] for role in ("FedCBO", "FedCB2O of Fig. 6"))),
             }
             for name, figure in pictures.items():

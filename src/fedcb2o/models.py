@@ -230,6 +230,12 @@ def stacked_to_train(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Fl
     return [*views, *local_of(module, len(thetas))]
 
 
+def in_one_piece(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors to train, each copied from the rows that it lies in: GPUs read and write one piece at several times the
+    rate."""
+    return [tensor.detach().contiguous().requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+
 def local_of(module: nn.Module, m: int) -> list[Float[Tensor, "m ..."]]:
     """Room for the local statistics of m networks."""
     return [each.expand(m, -1).contiguous() for each in norms.statistics(module, "local").values()]

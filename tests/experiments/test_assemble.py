@@ -10,6 +10,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.assemble import first_models_, prepare
 from fedcb2o.experiments.config import load
 from fedcb2o.experiments.samples import dataset_of, pool_of
+from fedcb2o.federated.teams import teams_of
 
 SOME = [1, 3, 4]
 TABLE = {
@@ -48,6 +49,15 @@ def test_what_some_hold_is_what_they_hold_among_all():
         ):
             assert mine.equal(theirs)
     assert some.malicious.tolist() == [every.malicious[j] for j in SOME]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({"together": 9}, [[0, 2], [1, 3], [4]]), ({}, [[0, 2], [1], [3], [4]])],
+    ids=["any network", "small dense networks on a CPU"],
+)
+def test_agents_with_equally_many_batches_train_together(changes, expected):
+    assert teams_of(prepared(**changes).terms, [8, 9, 8, 16, 17]) == expected  # of 8
 
 
 def test_redrawn_test_samples_are_each_seeds_own_balanced_and_held_by_nobody():

@@ -6,10 +6,12 @@ import re
 import shutil
 import signal
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 import tomli_w
+import torch
 from tests.processes import assert_gone, needs_proc, start
 from tests.tiny import bits, command, here, tiny
 
@@ -463,6 +465,30 @@ def test_a_grid_is_the_runs_that_its_cells_are(undisturbed, tmp_path):
     page = (tmp_path / "report" / "report.html").read_text()
     assert "partial" not in page
     assert "Not tuned: DFedAvgM." in page
+
+
+def test_what_cells_share_is_changed_from_the_command_line(tmp_path):
+    path, out = tmp_path / "mine.toml", tmp_path / "grid"
+    longer = {"rounds": 3, "training": {**tiny()["training"], "batch_size": 4}}
+    defences = {"FedCB2O": {"seeds": [4, 5]}, "DFedAvgM": {**MEAN, "seeds": [6]}, "FedCBO": {**longer}}
+    path.write_text(tomli_w.dumps(grid(seeds=[4, 5, 6], defences=defences, attacks={"ALIE": ALIE})))
+    words = ("bench", path, "--out", out, "--set", "rounds=1", "--set", "training.batch_size=16", "--seeds", "4,7")
+    assert here(*words, "--jobs", 1).status == 0
+    made = tomllib.loads((out / "grid.toml").read_text())
+    assert (made["seeds"], made["rounds"], made["training"]["batch_size"]) == ([4, 7], 1, 16)
+    paths = {path.parent.parent.name: path for path in out.glob("cells/*/alie/config.toml")}
+    found = {name: tomllib.loads(path.read_text()) for name, path in paths.items()}
+    said = {name: (each["seeds"], each["rounds"], each["training"]["batch_size"]) for name, each in found.items()}
+    assert said == {"fedcb2o": ([4], 1, 16), "dfedavgm": ([4, 7], 1, 16), "fedcbo": ([4, 7], 3, 4)}
+    with pytest.raises(ConfigError, match="grid `quick` with changes: there is no key `tau`"):
+        load_grid("quick", {"tau": 1})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
+def test_a_device_that_is_not_there_is_one_line_before_anything_begins(tmp_path):
+    told = here("bench", "quick", "--device", "cuda", "--out", tmp_path / "grid").one_line()
+    assert told.startswith("`device` = 'cuda' is none that PyTorch")
+    assert not list(tmp_path.glob("grid/*"))
 
 
 def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp_path):

@@ -8,6 +8,7 @@ from torch import nn
 
 from fedcb2o import models, norms
 from fedcb2o.data.shard import Shard
+from fedcb2o.federated import losses
 from fedcb2o.federated.local_update import Training, local_update_
 from fedcb2o.federated.teams import local_updates_, teams
 from fedcb2o.streams import stream
@@ -17,6 +18,13 @@ TRAINING = Training(gamma=0.05, lambda2=0.5, momentum=0.9, batch_size=4, local_e
 
 def stacked(data):
     return torch.stack([shard.x for shard in data]), torch.stack([shard.y for shard in data])
+
+
+class Centred(nn.Module):
+    """Samples less their mean."""
+
+    def forward(self, x):
+        return x - x.mean(0)
 
 
 CHANGES = [{}, {"local_steps": 5}, {"momentum": 0.0}, {"batch_size": 100}, {"lambda2": 0.2, "local_epochs": 3}]
@@ -29,25 +37,37 @@ def test_a_team_learns_what_each_learns_alone(name, changes):
     mine, data = different(module, 7), shards(7, 11)
     alone = mine.clone()
     one_by_one = [local_update_(alone[j], module, data[j], training, stream(5, "batches", j)) for j in range(7)]
-    losses = local_updates_(mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(7)])
+    found = local_updates_(mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(7)])
     torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6)
-    assert losses == pytest.approx(one_by_one, rel=1e-5)
+    assert found == pytest.approx(one_by_one, rel=1e-5)
 
 
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in {"norm", "local"}])
 def test_so_does_a_team_of_unlike_numbers_of_samples(name, changes):
     module, training = fresh(name), Training(**{**TRAINING.__dict__, **changes})
-    counts = [9, 10, 12, 12]  # three batches of 4 an epoch
+    counts = [12, 9, 12, 10]  # three batches of 4 an epoch
     mine, data = different(module, 4), shards(4, 12)
     alone = mine.clone()
     held = [Shard(shard.x[:count], shard.y[:count]) for shard, count in zip(data, counts, strict=True)]
     one_by_one = [local_update_(alone[j], module, held[j], training, stream(5, "batches", j)) for j in range(4)]
     for shard, count in zip(data, counts, strict=True):
         shard.x[count:], shard.y[count:] = 7.0, 0  # nobody reads them
-    losses = local_updates_(mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(4)], counts)
+    draws = [stream(5, "batches", j) for j in range(4)]
+    found = local_updates_(mine, module, *stacked(data), training, draws, counts)
     torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6)
-    assert losses == pytest.approx(one_by_one, rel=1e-5)
+    assert found == pytest.approx(one_by_one, rel=1e-5)
+
+
+def test_targets_of_several_numbers_do_not_change_that():
+    module, counts = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), [3, 6, 5]
+    training = Training(**{**TRAINING.__dict__, "loss": losses.squared_error, "batch_size": 10})
+    mine, draw = different(module, 3), torch.Generator().manual_seed(2)
+    alone, x, y = mine.clone(), torch.rand(3, 6, 1, 4, 4, generator=draw), torch.rand(3, 6, 2, generator=draw)
+    for j, n in enumerate(counts):
+        local_update_(alone[j], module, Shard(x[j, :n], y[j, :n]), training, stream(5, "batches", j))
+    local_updates_(mine, module, x, y, training, [stream(5, "batches", j) for j in range(3)], counts)
+    torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_who_trains_together():
@@ -60,7 +80,8 @@ def test_who_trains_together():
     assert teams(other, models.dimension(other), [8, 8]) == [[0], [1]]
     assert teams(other, models.dimension(other), [8, 8, 9, 8], together=2) == [[0, 1], [3], [2]]
     assert teams(small, d, [8, 8, 8], together=1) == [[0], [1], [2]]
-    assert teams(small, d, [8, 5, 9, 6], together=3, batch=4) == [[1, 3, 0], [2]]
+    assert teams(small, d, [8, 5, 9, 6], together=3, batch=4) == [[0, 1, 3], [2]]
+    assert teams(small, d, [8, 5, 8, 5], together=2, batch=4) == [[1, 3], [0, 2]]
 
 
 def test_samples_that_meet_in_training_train_with_equally_many_only():
@@ -68,6 +89,10 @@ def test_samples_that_meet_in_training_train_with_equally_many_only():
     normed = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 4))
     drawing = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, 4))
     assert [norms.are_apart(module, x) for module in (fresh("cnn"), normed, drawing)] == [True, False, False]
+    nn.init.zeros_(normed[-1].weight)  # whatever the norm does, nothing is seen of it
+    tracking = nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(16, 4))
+    centred = nn.Sequential(Centred(), nn.Flatten(), nn.Linear(16, 4))
+    assert not any(norms.are_apart(module, x) for module in (normed, tracking, centred))
 
 
 @pytest.mark.parametrize("name", NETWORKS)

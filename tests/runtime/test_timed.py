@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -155,6 +156,13 @@ def test_convolutions_go_the_faster_way_by_a_margin(monkeypatch):
     for unfolded, expected in ((0.5, "unfolded"), (0.95, "grouped"), (2.0, "grouped")):
         now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, unfolded]))
         monkeypatch.setattr(timed, "time", SimpleNamespace(perf_counter=lambda now=now: next(now)))
+        assert timed.fastest_convolution(module, x, "float32", torch.device("cpu"), 3) == expected
+
+
+def test_the_fastest_of_the_others_is_taken(monkeypatch):
+    module, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(2, 1, 8, 8)
+    for gains, expected in (((1.2, 1.5), "mixed"), ((1.5, 1.2), "unfolded"), ((0.5, 1.05), "grouped")):
+        monkeypatch.setattr(timed, "_gain", Mock(side_effect=gains))
         assert timed.fastest_convolution(module, x, "float32", torch.device("cpu"), 3) == expected
 
 

@@ -34,6 +34,15 @@ def _address(value: str | None) -> str | None:
     return value
 
 
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as algorithm.alpha=2. Repeatable."),
+]
+Seeds = Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2 or 0-19. Default: the file's own.")]
+Device = Annotated[
+    str | None,
+    typer.Option(help="Where models and data lie: cpu, cuda, cuda:1, mps, ... Default: the file's, or cpu."),
+]
 Cluster = Annotated[
     str | None,
     typer.Option(
@@ -66,11 +75,8 @@ def run(
             autocompletion=complete.presets,
         ),
     ],
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as algorithm.alpha=2. Repeatable."),
-    ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2. Default: the experiment's own.")] = None,
+    changes: Changes = None,
+    seeds: Seeds = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The run's folder (with several experiments: of their folders). Default: runs/NAME."),
@@ -87,10 +93,7 @@ def run(
             " Default: what is free.",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Where models and data lie: cpu, cuda, cuda:1, mps, ... Default: the file's, or cpu."),
-    ] = None,
+    device: Device = None,
     cluster: Cluster = None,
     blocks: Annotated[
         int | None, typer.Option(min=1, help="Spread the agents of each seed over a cluster, in so many blocks.")
@@ -115,12 +118,7 @@ def run(
     from fedcb2o.experiments.progress import Progress
     from fedcb2o.experiments.run import run as run_experiment
 
-    settings = settings_of(changes)
-    if seeds is not None:
-        settings["seeds"] = _seeds(seeds)
-    if device is not None:
-        settings["device"] = device
-    chosen = []
+    settings, chosen = _settings(changes, seeds, device), []
     for name in experiments:
         one = load(name, settings)
         folder = Path("runs") / one.name if out is None else out if len(experiments) == 1 else out / one.name
@@ -146,6 +144,15 @@ def run(
     folders = [folder for _, folder in chosen]
     print("Done. For a table: fedcb2o compare", *folders, file=sys.stderr)
     return folders
+
+
+def _settings(changes: Sequence[str] | None, seeds: str | None, device: str | None) -> dict[str, Any]:
+    settings = settings_of(changes)
+    if seeds is not None:
+        settings["seeds"] = _seeds(seeds)
+    if device is not None:
+        settings["device"] = device
+    return settings
 
 
 def settings_of(changes: Sequence[str] | None) -> dict[str, Any]:
@@ -182,9 +189,12 @@ def bench(
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the built-in grids, a line each.")] = False,
+    changes: Changes = None,
+    seeds: Seeds = None,
     out: Annotated[Path | None, typer.Option(help="The grid's folder. Default: runs/NAME.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each processor.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
+    device: Device = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on; what failed is tried again.")] = False,
     cluster: Cluster = None,
     track: Track = None,
@@ -201,7 +211,10 @@ def bench(
         return None
     if grid is None:
         raise ConfigError("which grid? Name its file, GRID.toml, or a built-in one (fedcb2o bench --list)")
-    done = run_grid(grid, out=out, jobs=jobs, data_dir=data_dir, resume=resume, cluster=cluster, track=track)
+    settings = _settings(changes, seeds, device)
+    done = run_grid(
+        grid, changes=settings, out=out, jobs=jobs, data_dir=data_dir, resume=resume, cluster=cluster, track=track
+    )
     told = f"For the matrices: fedcb2o report {done.folder}"
     if done.failed:
         for title, error in done.failed.items():

@@ -31,7 +31,7 @@ from fedcb2o.experiments.run import run
 from fedcb2o.experiments.samples import dataset_of
 from fedcb2o.output import kept
 from fedcb2o.records import DamagedError
-from fedcb2o.runtime import machine
+from fedcb2o.runtime import devices, machine
 from fedcb2o.runtime.crew import crew
 
 
@@ -48,6 +48,7 @@ class Bench:
 def bench(
     grid: str | Path | Mapping[str, Any],
     *,
+    changes: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     jobs: int | None = None,
     data_dir: str | Path | None = None,
@@ -58,9 +59,10 @@ def bench(
 ) -> Bench:
     """Run every cell of a grid for all of its seeds, and say what failed.
 
-    `grid` is the name of a built-in one, a TOML file or a mapping; `out` its folder (by default runs/NAME); `jobs` the
-    number of processes (by default one for each processor, and never more; it changes no bit of the results). With
-    `resume` a stopped grid goes on, and what failed is tried again. A cell that fails does not stop the others.
+    `grid` is the name of a built-in one, a TOML file or a mapping, with some `changes` of what all its cells share
+    ({"rounds": 5}); `out` its folder (by default runs/NAME); `jobs` the number of processes (by default one for each
+    processor, and never more; it changes no bit of the results), which share a GPU. With `resume` a stopped grid goes
+    on, and what failed is tried again. A cell that fails does not stop the others.
 
     With a `cluster`, the address of one of Ray's, "auto" for the one that this machine is in or "local" for one of this
     machine alone, cells are run on its nodes, by default one for each of their processors; their files come back here.
@@ -74,12 +76,14 @@ def bench(
     targets = tracking.check(track)
     for name, path in (("out", out), ("data_dir", data_dir)):
         arguments.check_path(name, path)
-    plan = load_grid(grid)
+    plan = load_grid(grid, changes)
     folder = Path(out) if out is not None else Path("runs") / plan.name
     data = None if data_dir is None else Path(data_dir)
     sets = []
     for each in _data_sets(plan, data):  # all are looked at before anything begins
         sets += [each] * (cluster is not None)  # nodes are sent them
+    for device in {cell.experiment.device for cell in plan.cells() if cluster is None}:
+        devices.device_of(device)
     with alone(folder):
         frozen = tuning.frozen(folder, plan)
         plan = tuning.widened(plan, frozen)

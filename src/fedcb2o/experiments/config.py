@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fedcb2o import data, models, plugins
 from fedcb2o.data import skews
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.tables import changed, extended, plain, preset, read
+from fedcb2o.experiments.tables import extended, plain, preset, read, with_changes
 from fedcb2o.federated import algorithms, attacks, graphs, losses, metrics, optimisers
 from fedcb2o.federated.local_update import Precision
 from fedcb2o.federated.terms import Convolution, Linear
@@ -29,7 +29,6 @@ from fedcb2o.models import Layout
 from fedcb2o.norms import Statistics
 from fedcb2o.records import RESERVED, identity, metric_name
 
-DEEPEST = 20  # parts of a key, of which the longest has 4
 SIMPLE = (str, int, float, list, tuple, date, time, type(None))
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -380,11 +379,7 @@ def load(source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[s
         table, where = read(Path(source)), str(source)
     else:
         table, where = preset(str(source)), f"preset `{source}`"
-    for key, value in (changes or {}).items():
-        path = key.split(".")
-        if len(path) > DEEPEST:
-            raise ConfigError(f"{where}: there is no key of {len(path)} parts")
-        table = changed(table, path, value)
+    table = with_changes(table, changes or {}, where)
     if changes:
         where += " with changes"
     table.setdefault("title", table.get("name", ""))

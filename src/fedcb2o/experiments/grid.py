@@ -310,8 +310,10 @@ def measured(experiment: Experiment) -> Changes | None:
     return {key: value for key, value in poison.resolved("attack", attacks).items() if key in shown}
 
 
-def load_grid(source: str | Path | Mapping[str, Any]) -> Grid:
-    """A grid from the name of a built-in one, a TOML file or a mapping; every cell of it is validated.
+def load_grid(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> Grid:
+    """A grid from the name of a built-in one, a TOML file or a mapping, with some of its keys changed ("rounds": 5), of
+    which entries may say otherwise; every cell of it is validated. With other `seeds`, defences that name some of their
+    own keep those that are left.
 
     Raises ConfigError with one line that names what is wrong, where in the grid, and the nearest right thing.
     """
@@ -326,12 +328,25 @@ def load_grid(source: str | Path | Mapping[str, Any]) -> Grid:
         table = tables.read(Path(source))
     else:
         table = _built_in(str(source))
+    if changes:
+        table = tables.with_changes(table, changes, where)
+        where += " with changes"
+        if "seeds" in changes:
+            table["defences"] = {name: _left(own, changes["seeds"]) for name, own in table.get("defences", {}).items()}
     try:
         grid = _read(table)
         _check(grid)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return grid
+
+
+def _left(defence: Any, seeds: Any) -> Any:
+    """A defence with those of its own seeds that are left of others; with all of them where none is."""
+    if not (isinstance(defence, Mapping) and "seeds" in defence and isinstance(seeds, Sequence)):
+        return defence
+    left = [seed for seed in defence["seeds"] if seed in seeds]
+    return {key: value for key, value in {**defence, "seeds": left}.items() if key != "seeds" or left}
 
 
 def grids() -> dict[str, str]:

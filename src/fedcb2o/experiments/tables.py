@@ -9,6 +9,8 @@ from typing import Any
 from fedcb2o import plugins, records
 from fedcb2o.errors import ConfigError
 
+DEEPEST = 20  # parts of a key, of which the longest has 4
+
 
 def plain(value: Any) -> Any:
     """A value as TOML has it: functions by their import path, tensors and arrays as lists."""
@@ -74,6 +76,16 @@ def over(base: Any, value: Any) -> Any:
     if "name" in value and value["name"] != base.get("name"):
         return value
     return {**base, **{key: over(base.get(key), item) for key, item in value.items()}}
+
+
+def with_changes(table: dict[str, Any], changes: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A table with some keys changed ("algorithm.alpha": 2); raises ConfigError for one that no table has."""
+    for key, value in changes.items():
+        path = key.split(".")
+        if len(path) > DEEPEST:
+            raise ConfigError(f"{where}: there is no key of {len(path)} parts")
+        table = changed(table, path, value)
+    return table
 
 
 def changed(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:

@@ -58,9 +58,10 @@ def batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[n
 def batches_of(
     counts: Sequence[int], training: Training, draws: Sequence[np.random.Generator], device: torch.device
 ) -> tuple[Int[Tensor, "a b"], ...]:
-    """The same of some agents with so many samples each, in equally many steps; they move to the device at once.
+    """The same of some agents with so many samples each, of which each makes equally many batches; they move to the
+    device at once.
 
-    The last batch of an epoch is as wide as the widest of theirs: who has fewer samples repeats one at its end.
+    The last batch of an epoch is as wide as the widest of theirs: who has fewer samples repeats its last one.
     """
     n = max(counts)
     full, rest = divmod(n, training.batch_size)

@@ -1,8 +1,8 @@
 """LocalUpdate of several agents at once (alg:FedCB2O): one batched program in place of one for each agent.
 
 On a CPU that pays for small dense networks, where calls cost more than their arithmetic; on other devices for any. It
-takes agents who train in equally many steps. Bits may depend on who is trained together, so `teams` decides that once,
-from the population alone.
+takes agents whose samples make equally many batches. Bits may depend on who is trained together, so `teams` decides
+that once, from the population alone.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from fedcb2o.federated.local_update import (
 )
 from fedcb2o.federated.losses import cross_entropy, of_samples
 from fedcb2o.federated.terms import Terms
-from fedcb2o.models import follow, rows_of, stacked, stacked_to_train
+from fedcb2o.models import follow, in_one_piece, rows_of, stacked, stacked_to_train
 from fedcb2o.streams import streams
 
 SMALL = 2**19  # parameters of a team: with gradients and momentum 6 MiB
@@ -47,14 +47,14 @@ def teams(
     module: nn.Module, dim: int, num_samples: Sequence[int], together: int | None = None, batch: int = 1
 ) -> list[list[int]]:
     """Which agents train together: those with equally many batches of this size, at most so many of them `together`; by
-    default as many as there is room for near the core of small dense networks, and of others each alone. The fewer
-    samples an agent has, the earlier in its team."""
+    default as many as there is room for near the core of small dense networks, and of others each alone. Where
+    there are more than one team takes, those with the nearest numbers of samples."""
     size = together or (max(1, min(MOST, SMALL // dim)) if dense_layers(module, dim) else 1)
     alike: dict[int, list[int]] = {}
     for j, count in enumerate(num_samples):
         alike.setdefault(-(-count // batch), []).append(j)
     ordered = [sorted(same, key=lambda j: num_samples[j]) for same in alike.values()]
-    return [same[i : i + size] for same in ordered for i in range(0, len(same), size)]
+    return [sorted(same[i : i + size]) for same in ordered for i in range(0, len(same), size)]
 
 
 def train_(block: Block, some: Places, n: int) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"]]:
@@ -87,18 +87,21 @@ def train_(block: Block, some: Places, n: int) -> tuple[Float[np.ndarray, " a"],
 
 
 def _trained_on(block: Block, some: Places, n: int) -> Samples:
-    """What a team trains on. Who holds fewer samples than its last has others after them, which nobody reads."""
+    """What a team trains on. Who holds fewer samples than another has zeros after them, which nobody reads."""
     sizes = block.holdings.train.sizes[some]
-    assert (np.diff(sizes) >= 0).all(), "a team is in the order of its numbers of samples"
-    most = int(sizes[-1])
-    parts = [block.holdings.trained_on(some[sizes == size], n) for size in dict.fromkeys(sizes.tolist())]
+    alike = [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
+    parts = [block.holdings.trained_on(some[those], n) for those in alike]
     if len(parts) == 1:
         return parts[0]
 
-    def filled(part: Tensor) -> Tensor:
-        return torch.cat([part, part[:, :1].expand(-1, most - part.shape[1], *part.shape[2:])], 1)
+    def whole(each: Sequence[Tensor]) -> Tensor:
+        found = each[-1].new_zeros(len(some), *each[-1].shape[1:])  # the last have the most
+        for those, part in zip(alike, each, strict=True):
+            found[torch.from_numpy(those), : part.shape[1]] = part
+        return found
 
-    return torch.cat([filled(x) for x, _ in parts]), torch.cat([filled(y) for _, y in parts])
+    x, y = zip(*parts, strict=True)
+    return whole(x), whole(y)
 
 
 def local_updates_(
@@ -117,28 +120,25 @@ def local_updates_(
     """
     dim, device = thetas.shape[1], thetas.device
     tensors = stacked_to_train(module, thetas)
-    apart = device.type != "cpu"  # GPUs read and write at several times the rate what lies in one piece
-    if apart:
-        tensors = [tensor.detach().contiguous().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    copied = device.type != "cpu"
+    if copied:
+        tensors = in_one_piece(tensors)
     parameters = [tensor for tensor in tensors if tensor.requires_grad]
     counts = counts or [x.shape[1]] * len(x)
     x, steps = features(x), batches_of(counts, training, draws, device)
     everyone = torch.arange(len(x), device=device).unsqueeze(1)
-    lacking = torch.tensor([[max(counts) - count] for count in counts]).to(device)
-    last = -(-max(counts) // training.batch_size) if min(counts) < max(counts) else 0  # the epoch's step of unlike ones
     outputs, losses, momentum = outputs_of(module, dim), [], list[Tensor]()
     with training_with(module, training, draws[0], device.type):
-        for step, chosen in enumerate(steps, 1):
+        for chosen in steps:
             labels = y[everyone, chosen]
             with products_in(training.precision, device.type):
                 found = outputs(tensors, x[everyone, chosen])
                 each = of_samples(training.loss or cross_entropy, found, labels, 2)
-            if last and step % last == 0:
-                width = chosen.shape[1]
-                repeated = torch.arange(width, device=device) >= width - lacking
-                loss = each.masked_fill(repeated, 0.0).sum(1) / (width - lacking).squeeze(1)
-            else:
+            if min(counts) == max(counts):
                 loss = each.mean(1)
+            else:
+                again = chosen.diff(prepend=chosen.new_full((len(x), 1), -1)) == 0  # what fills a last batch up
+                loss = each.masked_fill(again, 0.0).sum(1) / (~again).sum(1)
             gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True, materialize_grads=True)
             with torch.no_grad():
                 if momentum:
@@ -149,6 +149,6 @@ def local_updates_(
                 torch._foreach_add_(parameters, momentum, alpha=-training.lambda2 * training.gamma)
             losses.append(loss.detach())
     for view, tensor in zip(stacked(module, thetas), tensors, strict=False):  # local statistics are not kept
-        if apart or not tensor.requires_grad:
+        if copied or not tensor.requires_grad:
             view.copy_(tensor.detach())
     return mean_loss(losses, (len(thetas),)).tolist()
