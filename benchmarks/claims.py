@@ -4,10 +4,11 @@
     .venv/bin/python benchmarks/claims.py --page docs/claims.md    # the page's tables, from the values beside it
 
 A folder holds runs named PREFIX-fedcbo, PREFIX-fedcb2o and so on, as presets are; where several are given, runs of one
-name are one with all of their seeds, and seeds that have not run to their end are left out. A claim is that a statistic
-lies in a range: a difference is positive, or within what the paper calls alike. The statistic is the mean over seeds of
-what is computed from the runs of one seed, with Student's interval at 95%. The claim *held* where the whole interval
-lies in the range, it is the *opposite* where none of it does, and else *undecided*.
+name are one with all of their seeds, and seeds that have not run to their end are left out. Of runs of one name that
+were computed on different devices figures show the one with the most seeds. A claim is that a statistic lies in a
+range: a difference is positive, or within what the paper calls alike. The statistic is the mean over seeds of what is
+computed from the runs of one seed, with Student's interval at 95%. The claim *held* where the whole interval lies in
+the range, it is the *opposite* where none of it does, and else *undecided*.
 
 `--out` gets values.csv, which holds what each run reached with each seed, curves.csv, what it had reached in each round
 with an evaluation, the curves and Figure 6. Tables are made of
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedcb2o.records import Run, last_fifth, summary
+from fedcb2o.records import Run, digest, last_fifth, summary
 from fedcb2o.report import figures
 from fedcb2o.report.matrix import half_width
 from fedcb2o.report.tables import attacked, pair_statistics
@@ -336,21 +337,26 @@ TABLES = {"metrics": metrics_table, "claims": claims_table}
 TABLE = re.compile(r"(?P<mark>^<!-- claims: (?P<folder>\S+) (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
 
 
-def gathered(folders: Sequence[Path], into: Path) -> dict[str, Run]:
-    """The runs in some folders by what follows the prefix of their names, those of one name as one run, by links."""
+def gathered(folders: Sequence[Path], into: Path) -> dict[str, list[Run]]:
+    """The runs in some folders by what follows the prefix of their names, those of one name and of the same settings as
+    one run, by links, the one with the most seeds first."""
     for config in (path for folder in folders for path in sorted(folder.glob("*/config.toml"))):
-        run, there = Run(config.parent), into / config.parent.name
+        run = Run(config.parent)
+        there = into / digest(run.config) / config.parent.name
         done = [s for s in run.seeds if (run.summary_of(s) or {"rounds": -1})["rounds"] >= run.config["rounds"]]
         if not done:
             continue
-        there.mkdir(exist_ok=True)
+        there.mkdir(parents=True, exist_ok=True)
         if not (there / "config.toml").exists():
             (there / "config.toml").symlink_to(config.resolve())
         for seed in done:
             (there / f"seed-{seed}").symlink_to(config.parent.resolve() / f"seed-{seed}")
-    names = {path.name: re.search("fedcbo|fedcb2o|oracle", path.name) for path in into.iterdir()}
-    runs = {name[match.start() :]: Run(into / name) for name, match in names.items() if match}
-    return {name: runs[name] for name in sorted(runs, key=lambda name: (name.startswith("fedcb2o"), name))}
+    runs: dict[str, list[Run]] = {}
+    for path in sorted(into.glob("*/*")):
+        if match := re.search("fedcbo|fedcb2o|oracle", path.name):
+            runs.setdefault(path.name[match.start() :], []).append(Run(path))
+    ordered = {name: sorted(each, key=lambda run: -len(run.seeds)) for name, each in runs.items()}
+    return {name: ordered[name] for name in sorted(ordered, key=lambda name: (name.startswith("fedcb2o"), name))}
 
 
 def read_values(folder: Path) -> dict[str, pd.DataFrame]:
@@ -377,7 +383,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as into:
         runs = gathered(arguments.folders, Path(into))
-        known = {name: values(run).round(4) for name, run in runs.items()}
+        known = {name: pd.concat(map(values, each)).sort_index().round(4) for name, each in runs.items()}
         if arguments.folders and not columns(known):
             parser.error(f"no finished runs PREFIX-fedcbo and PREFIX-fedcb2o, only {', '.join(runs) or 'none'}")
         if known:
@@ -385,13 +391,13 @@ def main() -> None:
         if known and arguments.out is not None:
             arguments.out.mkdir(parents=True, exist_ok=True)
             pd.concat(known, names=["method"]).to_csv(arguments.out / "values.csv")
-            pd.concat({name: curve(run) for name, run in runs.items()}, names=["method"]).to_csv(
-                arguments.out / "curves.csv"
-            )
+            curves = {name: pd.concat(map(curve, each)).sort_index() for name, each in runs.items()}
+            pd.concat(curves, names=["method"]).to_csv(arguments.out / "curves.csv")
+            shown = {name: each[0] for name, each in runs.items()}
             stands = next(iter(columns(known).values()))
             pictures = {
-                "curves": figures.curves([run for name, run in runs.items() if name in CURVES or len(runs) <= MOST]),
-                "figure6": figures.figure6(*(runs[stands[role]] for role in ("FedCBO", "FedCB2O of Fig. 6"))),
+                "curves": figures.curves([run for name, run in shown.items() if name in CURVES or len(runs) <= MOST]),
+                "figure6": figures.figure6(*(shown[stands[role]] for role in ("FedCBO", "FedCB2O of Fig. 6"))),
             }
             for name, figure in pictures.items():
                 figure.savefig(arguments.out / f"{name}.png", dpi=130)

@@ -135,16 +135,15 @@ def test_bars_are_by_cluster_and_seed(tmp_path):
 
 
 def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
-    for seed, rounds in ((0, 10), (3, 10), (4, 8)):
-        draw_run(
-            tmp_path / f"by-{seed}" / "x-fedcbo", {"rounds": 10}, benign=3, malicious=1, rounds=rounds, seeds=[seed]
-        )
+    for seed, rounds, more in ((0, 10, {}), (3, 10, {}), (4, 8, {}), (5, 10, {"device": "cuda"})):
+        settings = {"rounds": 10, **more}
+        draw_run(tmp_path / f"by-{seed}" / "x-fedcbo", settings, benign=3, malicious=1, rounds=rounds, seeds=[seed])
     into = tmp_path / "into"
     into.mkdir()
     runs = claims.gathered(sorted(tmp_path.glob("by-*")), into)
-    assert {name: run.seeds for name, run in runs.items()} == {"fedcbo": (0, 3)}
+    assert {name: [run.seeds for run in each] for name, each in runs.items()} == {"fedcbo": [(0, 3), (5,)]}
     whole = Run(tmp_path / "by-3" / "x-fedcbo")
-    pd.testing.assert_frame_equal(claims.values(runs["fedcbo"]).loc[[3]], claims.values(whole))
+    pd.testing.assert_frame_equal(claims.values(runs["fedcbo"][0]).loc[[3]], claims.values(whole))
 
 
 def test_the_readmes_table_is_that_of_its_seeds():
