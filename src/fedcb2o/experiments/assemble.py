@@ -273,7 +273,8 @@ def terms_of(
     """The terms of an experiment for so many agents, whose samples look like a data set's."""
     module, training = module_of(experiment, seed, dataset), training_of(experiment)
     x = features(dataset.pool.x[:2])
-    singles, apart = not norms.refuses_one(module, x[:1]), norms.are_apart(module, x)
+    several = experiment.together is not None or not devices.on_cpu(experiment.device)  # one program for any network
+    singles, apart = not norms.refuses_one(module, x[:1]), several and norms.are_apart(module, x)
     return Terms(
         seed=seed,
         num_agents=num_agents,
