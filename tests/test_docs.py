@@ -1,4 +1,5 @@
-"""The documentation tells the truth: its Python runs, its TOML is valid, its table of equations finds its functions.
+"""The documentation tells the truth: its Python runs, its TOML is valid, its links lead somewhere, its table of equations
+finds its functions.
 
 A function has its labels in its own docstring; the module's counts where the table names a module.
 
@@ -130,3 +131,23 @@ def test_equation_has_its_function(equation, function):
     for module, name in targets:
         lacking = missing(equation, module, name)
         assert not lacking, f"the docstring of {module}{':' * bool(name)}{name} does not name {lacking}"
+
+
+def anchors(text: str) -> set[str]:
+    """What a forge and the site call a page's headings."""
+    headings = re.findall(
+        r"^#{1,6} (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each) for each in headings]
+    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_and_headings_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        if "://" not in target:
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there.read_text(encoding="utf-8")), target
