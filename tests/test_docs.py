@@ -1,5 +1,5 @@
-"""The documentation tells the truth: its Python runs, its TOML is valid, its links lead somewhere, its table of equations
-finds its functions.
+"""The documentation tells the truth: its Python runs, its TOML is valid, its links lead somewhere, its table of
+equations finds its functions.
 
 A function has its labels in its own docstring; the module's counts where the table names a module.
 
