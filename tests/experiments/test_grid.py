@@ -482,6 +482,9 @@ def test_what_cells_share_is_changed_from_the_command_line(tmp_path):
     assert said == {"fedcb2o": ([4], 1, 16), "dfedavgm": ([4, 7], 1, 16), "fedcbo": ([4, 7], 3, 4)}
     with pytest.raises(ConfigError, match="grid `quick` with changes: there is no key `tau`"):
         load_grid("quick", {"tau": 1})
+    for wrong in ({"defences": 3}, {"defences": {"FedCB2O": {"seeds": 3}}}):
+        with pytest.raises(ConfigError, match=r"^the grid with changes: "):
+            load_grid(grid(**wrong), {"seeds": [4]})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")

@@ -331,8 +331,8 @@ def load_grid(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any]
     if changes:
         table = tables.with_changes(table, changes, where)
         where += " with changes"
-        if "seeds" in changes:
-            table["defences"] = {name: _left(own, changes["seeds"]) for name, own in table.get("defences", {}).items()}
+        if "seeds" in changes and isinstance(defences := table.get("defences"), Mapping):
+            table["defences"] = {name: _left(own, changes["seeds"]) for name, own in defences.items()}
     try:
         grid = _read(table)
         _check(grid)
@@ -343,7 +343,7 @@ def load_grid(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any]
 
 def _left(defence: Any, seeds: Any) -> Any:
     """A defence with those of its own seeds that are left of others; with all of them where none is."""
-    if not (isinstance(defence, Mapping) and "seeds" in defence and isinstance(seeds, Sequence)):
+    if not (isinstance(defence, Mapping) and isinstance(defence.get("seeds"), list) and isinstance(seeds, Sequence)):
         return defence
     left = [seed for seed in defence["seeds"] if seed in seeds]
     return {key: value for key, value in {**defence, "seeds": left}.items() if key != "seeds" or left}
