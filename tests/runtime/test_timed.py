@@ -68,6 +68,36 @@ def test_a_run_keeps_its_dense_layers_when_it_is_resumed(tmp_path, monkeypatch):
     assert told_of(tmp_path / "probed")["linear"] == "onednn"
 
 
+def test_bfloat16_is_for_devices_that_have_it(monkeypatch):
+    cpu = torch.device("cpu")
+    assert 0 < timed._gain_of_bfloat16(cpu) < math.inf
+    assert timed._gain_of_bfloat16(META) == 0.0  # no number comes from there
+    for gain, expected in ((2.0, "bfloat16"), (0.5, "bfloat16"), (0.01, "float32")):
+        monkeypatch.setattr(timed, "_gain_of_bfloat16", lambda _, gain=gain: gain)
+        assert timed.precision_of("bfloat16", cpu) == expected
+    monkeypatch.setattr(timed, "_gain_of_bfloat16", lambda _: pytest.fail("timed"))
+    assert timed.precision_of("float32", cpu) == "float32"
+
+
+@pytest.mark.parametrize(("began", "later"), [(0.01, 2.0), (2.0, 0.01)], ids=["without", "with"])
+def test_a_run_keeps_its_precision_when_it_is_resumed(tmp_path, monkeypatch, capsys, began, later):
+    experiment = tiny(rounds=2, training={"precision": "bfloat16"})
+    takes = "float32" if began < 1 else "bfloat16"
+    monkeypatch.setattr(timed, "_gain_of_bfloat16", lambda _: began)
+    run(tiny(rounds=2, training={"precision": takes}), out=tmp_path / "given", workers=1)
+    with pytest.raises(StopError):
+        run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
+    told = capsys.readouterr().err
+    assert ("tiny seed 1000 trains in float32: bfloat16 is far slower here" in told) == (takes == "float32")
+    monkeypatch.setattr(timed, "_gain_of_bfloat16", lambda _: later)
+    run(experiment, out=tmp_path / "probed", workers=2, resume=True)
+    told = capsys.readouterr().err
+    assert ("began in bfloat16, which is far slower here than float32" in told) == (takes == "bfloat16")
+    probed, given = bits(tmp_path / "probed"), bits(tmp_path / "given")
+    assert {name for name in probed if probed[name] != given[name]} <= {"config.toml"}
+    assert told_of(tmp_path / "probed")["precision"] == takes
+
+
 def test_small_models_are_not_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(timed, "fastest_linear", lambda: pytest.fail("timed"))
     run(tiny(rounds=1), out=tmp_path / "run", workers=1)

@@ -29,7 +29,7 @@ from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.block import Block, Layout
 from fedcb2o.federated.holdings import Holdings
 from fedcb2o.federated.lists import Lists
-from fedcb2o.federated.local_update import Training
+from fedcb2o.federated.local_update import Precision, Training
 from fedcb2o.federated.returned import changed_by
 from fedcb2o.federated.terms import Convolution, Linear, Primitives, Terms
 from fedcb2o.runtime import devices
@@ -206,15 +206,27 @@ class Prepared:
         pool, chosen = pool_of(self.experiment, self.dataset), self.population.tuning
         return Shard(pool.x[chosen], pool.y[chosen])
 
-    def by(self, linear: Linear, layout: models.Layout, convolution: Convolution, together: int | None) -> "Prepared":
+    def by(
+        self,
+        precision: Precision,
+        linear: Linear,
+        layout: models.Layout,
+        convolution: Convolution,
+        together: int | None,
+    ) -> "Prepared":
         """The same, computed by these primitives."""
-        experiment = self.experiment.model_copy(
-            update={"linear": linear, "layout": layout, "convolution": convolution, "together": together}
-        )
+        how = {"linear": linear, "layout": layout, "convolution": convolution, "together": together}
+        training = self.experiment.training.model_copy(update={"precision": precision})
+        experiment = self.experiment.model_copy(update={**how, "training": training})
         module = self.terms.module
         if layout == "channels_last" and self.experiment.layout != layout:
             module = nn.Sequential(models.ChannelsLast(), module)
-        terms = dataclasses.replace(self.terms, module=module, primitives=Primitives(linear, convolution, together))
+        terms = dataclasses.replace(
+            self.terms,
+            module=module,
+            training=dataclasses.replace(self.terms.training, precision=precision),
+            primitives=Primitives(linear, convolution, together),
+        )
         return dataclasses.replace(self, experiment=experiment, terms=terms)
 
     def holdings(self, agents: Sequence[int], device: torch.device) -> Holdings:

@@ -19,8 +19,8 @@ UNCHOSEN = {"linear": "torch", "layout": "contiguous", "convolution": "grouped",
 
 
 def primitives_of(folder: Path, prepared: Prepared) -> dict[str, Any]:
-    """The experiment's `linear`, `layout`, `convolution` and `together` for a seed, whose folder may tell what it began
-    with.
+    """The experiment's `linear`, `layout`, `convolution`, `together` and `training.precision` for a seed, whose folder
+    may tell what it began with.
 
     Raises RunError where this PyTorch lacks one.
     """
@@ -42,7 +42,7 @@ def primitives_of(folder: Path, prepared: Prepared) -> dict[str, Any]:
     def layout() -> models.Layout:
         if device.type != "cpu" or experiment.together is not None:  # vmap knows no other for some layers
             return "contiguous"
-        return timed.fastest_layout(module, x, experiment.training.precision)
+        return timed.fastest_layout(module, x, precision)
 
     def room(convolution: Convolution) -> int:
         pool = 4 * experiment.num_models * models.row_stride(dim)
@@ -54,9 +54,12 @@ def primitives_of(folder: Path, prepared: Prepared) -> dict[str, Any]:
         most = room("unfolded")
         if (experiment.together or 1) > most:
             return "grouped"
-        return timed.fastest_convolution(module, x, experiment.training.precision, device, experiment.together or most)
+        return timed.fastest_convolution(module, x, precision, device, experiment.together or most)
 
+    asked = experiment.training.precision
+    precision = timed.precision_of(asked, device) if began is None else began.get("precision", asked)
     chosen = {
+        "precision": precision,
         "linear": kept("linear", linear),
         "layout": kept("layout", layout),
         "convolution": kept("convolution", convolution),

@@ -30,7 +30,7 @@ from fedcb2o.federated.optimisers import stepping
 from fedcb2o.federated.peers import Memory
 from fedcb2o.output import kept
 from fedcb2o.records import SEEDED, Records, Run, Sums, damaged
-from fedcb2o.runtime import arena, checkpoint, devices, dfca, ifca, machine, onednn, workers
+from fedcb2o.runtime import arena, checkpoint, devices, dfca, ifca, machine, onednn, timed, workers
 from fedcb2o.runtime.engine import LostError, Round, rounds
 from fedcb2o.runtime.shared import Shared
 
@@ -196,8 +196,8 @@ def run_seed(prepared: Prepared, folder: Path, where: "OneMachine | Spread", wat
     chosen = primitives_of(folder, prepared)
     if not (folder / ENVIRONMENT).exists():  # a start that is killed from here on has chosen for the next one
         keep(folder, seed, place.processes, chosen, device)
-    prepared = prepared.by(**chosen)
     _say(watch, prepared, place, chosen, device)
+    prepared = prepared.by(**chosen)
     with contextlib.ExitStack() as stack:
         stack.enter_context(devices.repeatable(device))
         stack.enter_context(_room(device))
@@ -274,6 +274,10 @@ def _say(watch: Watch, prepared: Prepared, place: Plan, chosen: Mapping[str, Any
             watch.say(f"{start}: {place}")
         done_by = f"large dense layers by {chosen['linear']}, images {chosen['layout']}"
         watch.say(f"{start}: processes {place.processes}{where}, {done_by}")
+    if (asked := prepared.experiment.training.precision) != chosen["precision"]:
+        print(f"Note: {start} trains in {chosen['precision']}: {asked} is far slower here.", file=sys.stderr)
+    elif asked != timed.precision_of(asked, device):  # it began elsewhere, and keeps to that
+        print(f"Note: {start} began in {asked}, which is far slower here than float32.", file=sys.stderr)
     if place.folder is not None:
         print(f"Note: {start}: {place}.", file=sys.stderr)
 

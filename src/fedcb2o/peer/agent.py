@@ -31,6 +31,7 @@ from fedcb2o.federated.metrics import Aim
 from fedcb2o.federated.terms import Terms
 from fedcb2o.federated.types import Attack
 from fedcb2o.peer.federation import Federation, make, read
+from fedcb2o.runtime import timed
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,8 @@ def _made(
     holdings: Holdings,
     aim: Aim,
 ) -> Agent:
+    precision = timed.precision_of(terms.training.precision, torch.device("cpu"))
+    terms = dataclasses.replace(terms, training=dataclasses.replace(terms.training, precision=precision))
     common = models.flatten(module_of(experiment, federation.seed, dataset))
     independent = experiment.agents.initialisation == "independent"
     first = models.flatten(module_of(experiment, federation.seed, dataset, me)) if independent else common
