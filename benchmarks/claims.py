@@ -11,9 +11,10 @@ computed from the runs of one seed, with Student's interval at 95%. The claim *h
 the range, it is the *opposite* where none of it does, and else *undecided*.
 
 `--out` gets values.csv, which holds what each run reached with each seed, curves.csv, what it had reached in each round
-with an evaluation, the curves and Figure 6. Tables are made of
-values.csv alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!-- claims: FOLDER claims
--->`, the folder seen from the page. A test holds pages to this.
+with an evaluation, the curves and Figure 6. With `--keep` what the two files have of other seeds stays, so that seeds
+can be added where the runs of the others are gone; the pictures, which need runs, stay as they are then. Tables are
+made of values.csv alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!-- claims:
+FOLDER claims -->`, the folder seen from the page. A test holds pages to this.
 """
 
 import argparse
@@ -356,13 +357,32 @@ def gathered(folders: Sequence[Path], into: Path) -> dict[str, list[Run]]:
         if match := re.search("fedcbo|fedcb2o|oracle", path.name):
             runs.setdefault(path.name[match.start() :], []).append(Run(path))
     ordered = {name: sorted(each, key=lambda run: -len(run.seeds)) for name, each in runs.items()}
-    return {name: ordered[name] for name in sorted(ordered, key=lambda name: (name.startswith("fedcb2o"), name))}
+    return {name: ordered[name] for name in sorted(ordered, key=_place)}
 
 
 def read_values(folder: Path) -> dict[str, pd.DataFrame]:
     """What values.csv of a folder holds, by method."""
-    table = pd.read_csv(folder / "values.csv").set_index("seed")
+    return _by_method(folder / "values.csv", ["seed"])
+
+
+def _by_method(path: Path, keys: list[str]) -> dict[str, pd.DataFrame]:
+    table = pd.read_csv(path).set_index(keys)
     return {str(name): mine.drop(columns="method") for name, mine in table.groupby("method", sort=False)}
+
+
+def added(path: Path, new: Values) -> dict[str, pd.DataFrame]:
+    """The values of a file, and new ones, which replace those of the same method and seed; in the order of methods."""
+    keys = list(next(iter(new.values())).index.names)
+    found = _by_method(path, keys) if path.exists() else {}
+    for name, mine in new.items():
+        old = found.get(name, mine.iloc[:0])
+        old = old[~old.index.get_level_values("seed").isin(mine.index.get_level_values("seed"))]
+        found[name] = pd.concat([old, mine]).sort_index()
+    return dict(sorted(found.items(), key=lambda each: _place(each[0])))
+
+
+def _place(name: str) -> tuple[bool, str]:
+    return name.startswith("fedcb2o"), name
 
 
 def rewritten(page: Path) -> str:
@@ -379,11 +399,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="*", help="folders that hold runs")
     parser.add_argument("--out", type=Path, help="where values and figures go")
+    parser.add_argument("--keep", action="store_true", help="with --out: keep what it has of other seeds")
     parser.add_argument("--page", type=Path, action="append", default=[], help="a page whose tables to write anew")
     arguments = parser.parse_args()
+    if arguments.keep and (arguments.out is None or not (arguments.out / "values.csv").exists()):
+        parser.error("--keep adds to the values.csv of --out, and there is none")
     with tempfile.TemporaryDirectory() as into:
         runs = gathered(arguments.folders, Path(into))
         known = {name: pd.concat(map(values, each)).sort_index().round(4) for name, each in runs.items()}
+        curves = {name: pd.concat(map(curve, each)).sort_index() for name, each in runs.items()}
+        if runs and arguments.keep:
+            known = added(arguments.out / "values.csv", known)
+            curves = added(arguments.out / "curves.csv", curves)
         if arguments.folders and not columns(known):
             parser.error(f"no finished runs PREFIX-fedcbo and PREFIX-fedcb2o, only {', '.join(runs) or 'none'}")
         if known:
@@ -391,8 +418,8 @@ def main() -> None:
         if known and arguments.out is not None:
             arguments.out.mkdir(parents=True, exist_ok=True)
             pd.concat(known, names=["method"]).to_csv(arguments.out / "values.csv")
-            curves = {name: pd.concat(map(curve, each)).sort_index() for name, each in runs.items()}
             pd.concat(curves, names=["method"]).to_csv(arguments.out / "curves.csv")
+        if known and arguments.out is not None and not arguments.keep:
             shown = {name: each[0] for name, each in runs.items()}
             stands = next(iter(columns(known).values()))
             pictures = {

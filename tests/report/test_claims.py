@@ -146,6 +146,27 @@ def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
     pd.testing.assert_frame_equal(claims.values(runs["fedcbo"][0]).loc[[3]], claims.values(whole))
 
 
+def test_seeds_are_added_to_values_whose_runs_are_gone(tmp_path, monkeypatch):
+    for by, seed in (("a", 0), ("b", 1), ("c", 2), ("again", 1)):
+        for name in ("x-fedcbo", "x-fedcb2o"):
+            draw_run(tmp_path / by / name, {"rounds": 10}, rounds=10, seeds=[seed], hit=len(by) / 10 + seed / 20)
+
+    def kept(out, *words):
+        monkeypatch.setattr("sys.argv", ["claims.py", "--out", str(tmp_path / out), *map(str, words)])
+        claims.main()
+        return {path.name: path.read_bytes() for path in (tmp_path / out).iterdir()}
+
+    a, b, c, again = (tmp_path / by for by in ("a", "b", "c", "again"))
+    whole, part = kept("whole", a, b, c), kept("part", a, b)
+    pictures = {name: part[name] for name in ("curves.png", "figure6.png")}
+    assert kept("part", c, "--keep") == {**whole, **pictures}
+    replaced = kept("part", again, "--keep")
+    assert replaced == {**kept("other", a, again, c), **pictures}
+    assert replaced["values.csv"] != whole["values.csv"]
+    with pytest.raises(SystemExit):
+        kept("none", a, "--keep")
+
+
 def test_the_readmes_table_is_that_of_its_seeds():
     values = pd.read_csv(PAGE.parent / "reproduction" / "digits" / "values.csv")
     methods = ["fedcbo-alpha10", "fedcbo", "oracle-min", "oracle-max"]
