@@ -372,7 +372,7 @@ def _by_method(path: Path, keys: list[str]) -> dict[str, pd.DataFrame]:
 
 def added(path: Path, new: Values) -> dict[str, pd.DataFrame]:
     """The values of a file, and new ones, which replace those of the same method and seed; in the order of methods."""
-    keys = list(next(iter(new.values())).index.names)
+    keys = [str(key) for key in next(iter(new.values())).index.names]
     found = _by_method(path, keys) if path.exists() else {}
     for name, mine in new.items():
         old = found.get(name, mine.iloc[:0])
