@@ -206,6 +206,16 @@ def test_splits_by_class_by_hand(split, fraction, expected):
     assert sorted(holds(population, 0)) == list(range(20))
 
 
+@pytest.mark.parametrize("split", ["random", "stratified", "released"])
+def test_without_hold_out_all_samples_may_validate(split):
+    settings = SMALL | {"split": split, "hold_out": False}
+    half, whole = (partition(LABELS, **(settings | {"validation": fraction})) for fraction in (0.5, 1.0))
+    for j in (~whole.malicious).nonzero().flatten().tolist():
+        assert sorted(whole.train[j].tolist()) == sorted(whole.validation[j].tolist()) == sorted(half.train[j].tolist())
+    few = partition(LABELS, **(settings | {"benign_samples": 8, "validation": 0.1, "split": "released"}))
+    assert all(len(v) == len(t) for v, t in zip(few.validation, few.train, strict=True) if len(v))  # classes of < 10
+
+
 def test_which_samples_of_a_class_validate_differs_by_agent_and_seed():
     settings = SMALL | {"split": "stratified", "benign": 1, "malicious": 0, "benign_samples": 200}
     picked = [
@@ -228,8 +238,9 @@ def test_which_samples_of_a_class_validate_differs_by_agent_and_seed():
         ({"benign_samples": 1}, "`benign_samples` must be at least 2, got 1"),
         ({"malicious_samples": 0}, "`malicious_samples` must be at least 1, got 0"),
         ({"tuning_size": -1}, "`tuning_size` must be at least 0, got -1"),
-        ({"validation": 0.0}, "`validation` .* between 0 and 1, got 0.0"),
-        ({"validation": 1.0}, "`validation` .* between 0 and 1, got 1.0"),
+        ({"validation": 0.0}, "`validation` .* above 0 and at most 1, got 0.0"),
+        ({"validation": 1.5}, "`validation` .* above 0 and at most 1, got 1.5"),
+        ({"validation": 1.0}, "leaves agent 0 no training data .* set another fraction or `hold_out` = false"),
         ({"validation": float("nan")}, "`validation` .* got nan"),
         ({"validation": 0.01}, "`validation` = 0.01 with `split` = 'random' leaves agent 0 no validation data"),
         ({"validation": 0.99}, "leaves agent 0 no training data among its 20 samples"),

@@ -67,6 +67,13 @@ def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(d
     assert with_one_more["agents"] == default["agents"]
 
 
+@pytest.mark.parametrize("data", ["digits", "emnist-small", "emnist"])
+def test_the_presets_that_hold_nothing_out_are_the_default_but_for_that_and_alpha(data):
+    nothing, default = (load(f"{data}-fedcb2o{ending}").settings() for ending in ("-all-data", ""))
+    assert nothing["algorithm"] == {**default["algorithm"], "alpha": 1.0}
+    assert nothing["agents"] == {**default["agents"], "hold_out": False, "validation": 1.0}
+
+
 @pytest.mark.parametrize("found", OF_A_VARIANT, ids=lambda found: found[0])
 def test_every_variant_is_what_its_name_says(found):
     name, size, method, ending, switch = found[0], *found.groups()
@@ -244,7 +251,8 @@ WRONG = {
     "agents.budget=6": "`agents.budget` must be between 1 and num_agents - 1 = 5, got 6",
     "agents.participation=0": "`agents.participation`: input should be greater than 0, got 0",
     "agents.participation=1.5": "`agents.participation`: input should be less than or equal to 1, got 1.5",
-    "agents.validation=1": "`agents.validation`: input should be less than 1, got 1",
+    "agents.validation=1": "`agents.validation` = 1 leaves nothing to train on: take less, or set `agents.hold_out` = fa",
+    "agents.validation=1.5": "`agents.validation`: input should be less than or equal to 1, got 1.5",
     "agents.malicious=-1": "`agents.malicious`: input should be greater than or equal to 0, got -1",
     "training.gamma=-0.1": "`training.gamma`: input should be greater than 0, got -0.1",
     "training.gamma=nan": "`training.gamma`: input should be a finite number, got nan",

@@ -153,7 +153,11 @@ def test_every_entry_of_the_built_in_grids_is_valid(name):
             plan.experiment(*first[:axis], entry, *first[axis + 1 :])
 
 
-DEFAULT = {"FedCB2O, sub-level set": "", "FedCB2O, sub-level set and perturbations": "-perturbations"}
+DEFAULT = {
+    "FedCB2O, sub-level set": "",
+    "FedCB2O, sub-level set and perturbations": "-perturbations",
+    "FedCB2O, all data": "-all-data",
+}
 OF_THE_DEFAULT = [
     (name, *each) for name in grids() for each in DEFAULT.items() if each[0] in _built_in(name)["defences"]
 ]
@@ -164,7 +168,9 @@ def test_what_grids_have_of_the_default_is_its_preset(name, defence, ending):
     plan, preset = _read(_built_in(name)), fedcb2o.load(f"digits-fedcb2o{ending}").settings()
     found = plan.experiment(next(iter(plan.settings), ""), defence, next(iter(plan.attacks))).settings()
     assert found["algorithm"] == preset["algorithm"]
-    assert found["agents"]["split"] == preset["agents"]["split"]
+    assert found["agents"]["hold_out"] == preset["agents"]["hold_out"]
+    key = "split" if found["agents"]["hold_out"] else "validation"  # where all samples validate nothing is split
+    assert found["agents"][key] == preset["agents"][key]
 
 
 @pytest.mark.slow

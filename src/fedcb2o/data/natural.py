@@ -58,9 +58,9 @@ def natural(
         holds = kept[mine] & (not bad[agent])
         if not bad[agent]:
             if not brought:
-                holds = validates(labels[mine], agent, validation, split, seed, name=name)
-            if holds.all() or not holds.any():
-                what = "training" if holds.all() else "validation"
+                holds = validates(labels[mine], agent, validation, split, seed, hold_out=hold_out, name=name)
+            if (hold_out and holds.all()) or not holds.any():
+                what = "validation" if not holds.any() else "training"
                 raise DataError(f"{name} is left without {what} samples: give it some, or leave it out")
             if not (len(test[owner]) or common):
                 raise DataError(f"{name} has no test samples: give it some, or a test set for everybody")

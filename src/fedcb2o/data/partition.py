@@ -68,11 +68,11 @@ def partition(
       single sample stays in training.
     - "released": int(validation * n_c) of each class do, and where that is 0 the whole class (the authors' code).
 
-    `hold_out=False` trains on the validation data too. `remove_malicious` leaves malicious agents out and changes
-    nothing else: neither it nor the number of clusters changes what an agent of cluster 0 holds. `tuning` are up to
-    `tuning_size` other samples of the pool, in random order. Raises ConfigError for clusters that cannot be filled,
-    a skew that does not give every agent its number of samples, or a split that leaves one without training or
-    validation data.
+    `hold_out=False` trains on the validation data too, which may be all then. `remove_malicious` leaves malicious
+    agents out and changes nothing else: neither it nor the number of clusters changes what an agent of cluster 0 holds.
+    `tuning` are up to `tuning_size` other samples of the pool, in random order. Raises ConfigError for clusters that
+    cannot be filled, a skew that does not give every agent its number of samples, or a split that leaves one without
+    training or validation data.
     """
     _check_clusters(num_clusters)
     for name, value, least in (
@@ -84,9 +84,9 @@ def partition(
     ):
         if value < least:
             raise ConfigError(f"`{name}` must be at least {least}, got {value}")
-    if not 0 < validation < 1:
+    if not 0 < validation <= 1:
         raise ConfigError(
-            f"`validation` is the fraction of a benign agent's samples, between 0 and 1, got {validation}"
+            f"`validation` is the fraction of a benign agent's samples, above 0 and at most 1, got {validation}"
         )
     if split not in SPLITS:
         raise ConfigError(f"`split` must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -114,7 +114,9 @@ def partition(
             if bad and remove_malicious:
                 continue
             agent = c * len(sizes) + i  # in the full population, so that removal changes nobody's split
-            holds = np.zeros(len(share), bool) if bad else validates(y[share], agent, validation, split, seed)
+            holds = np.zeros(len(share), bool)
+            if not bad:
+                holds = validates(y[share], agent, validation, split, seed, hold_out=hold_out)
             order = (share[~holds], share[holds])
             cluster.append(c)
             roles.append(bad)
@@ -146,12 +148,19 @@ def rotate(x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int) ->
 
 
 def validates(
-    y: NDArray[np.integer], agent: int, fraction: float, split: str, seed: int, *, name: str | None = None
+    y: NDArray[np.integer],
+    agent: int,
+    fraction: float,
+    split: str,
+    seed: int,
+    *,
+    hold_out: bool = True,
+    name: str | None = None,
 ) -> NDArray[np.bool_]:
     """Which of an agent's samples, labelled `y`, are validation data, as `partition` has it; messages call it so."""
     order = stream(seed, "split", agent).permutation(len(y))
     holds = np.zeros(len(y), bool)
-    if split == "random":
+    if split == "random" or fraction == 1:
         holds[order[: round(fraction * len(y))]] = True
     else:
         for c in np.unique(y):
@@ -160,11 +169,12 @@ def validates(
             stratified = min(max(round(fraction * n_c), 1), n_c - 1)
             released = int(fraction * n_c) or n_c
             holds[members[: stratified if split == "stratified" else released]] = True
-    for what, there in (("training", not holds.all()), ("validation", holds.any())):
+    for what, there in (("training", not (hold_out and holds.all())), ("validation", holds.any())):
         if not there:
+            cure = "set another fraction" + (" or `hold_out` = false" if what == "training" else "")
             raise ConfigError(
                 f"`validation` = {fraction} with `split` = {split!r} leaves {name or f'agent {agent}'} no {what} data"
-                f" among its {len(y)} samples; set another fraction, or give it more samples"
+                f" among its {len(y)} samples; {cure}, or give it more samples"
             )
     return holds
 

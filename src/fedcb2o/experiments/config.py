@@ -173,7 +173,7 @@ class AgentsPart(Part):
     benign_samples: Positive | None = None
     malicious_samples: Positive | None = None
     skew: Component | None = None
-    validation: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    validation: Annotated[float, Field(gt=0, le=1)] = 0.2
     split: Literal["random", "stratified", "released"] = "random"
     hold_out: bool = True
     validation_loss: Literal["samples", "batches"] = "samples"
@@ -262,6 +262,11 @@ class Experiment(Part):
         if not 1 <= self.agents.budget <= max(1, n - 1):
             raise ValueError(
                 f"`agents.budget` must be between 1 and num_agents - 1 = {n - 1}, got {self.agents.budget}"
+            )
+        if self.agents.validation == 1 and self.agents.hold_out:
+            raise ValueError(
+                "`agents.validation` = 1 leaves nothing to train on: take less, or set `agents.hold_out` = false to "
+                "train on all of it, too"
             )
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"`seeds` must differ, got {list(self.seeds)}")

@@ -66,7 +66,9 @@ def own(federation: Federation, me: int, dataset: Dataset) -> Agent:
     if len(owners := dataset.names.owners) > 1:
         raise DataError(f"the data have {len(owners)} owners, {_few(owners)}: an organisation brings its own alone")
     agents = experiment.agents
-    holds = validates(dataset.labels(dataset.pool).numpy(), me, agents.validation, agents.split, seed)
+    holds = validates(
+        dataset.labels(dataset.pool).numpy(), me, agents.validation, agents.split, seed, hold_out=agents.hold_out
+    )
     if dataset.owners is not None and dataset.owners.validates.any():  # it brought samples for that
         holds = dataset.owners.validates.numpy()
     validation = np.flatnonzero(holds)
