@@ -125,6 +125,18 @@ CASES: dict[str, dict[str, Any]] = {
             **{"selection": {"name": "prob_sampling", "newcomers": 0.3}, "mixing_factor": 1.0},
         },
     },
+    "the same, nothing held out": {
+        "rounds": 6,
+        "agents": {"benign_samples": 30, "hold_out": False, "validation": 1.0},
+        "algorithm": {
+            **{"name": "fedcb2o", "beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged"},
+            **{
+                "criterion": {"name": "class_loss_gap", "z": 1.0, "against": "majority"},
+                "likelihood": "loss+criterion",
+            },
+            **{"selection": {"name": "prob_sampling", "newcomers": 0.3}, "mixing_factor": 1.0, "alpha": 1.0},
+        },
+    },
     "a test alone, a CNN, T_G, sybils": {
         "model": CNN,
         "agents": {**FEW, "budget": 2},

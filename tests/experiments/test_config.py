@@ -251,7 +251,7 @@ WRONG = {
     "agents.budget=6": "`agents.budget` must be between 1 and num_agents - 1 = 5, got 6",
     "agents.participation=0": "`agents.participation`: input should be greater than 0, got 0",
     "agents.participation=1.5": "`agents.participation`: input should be less than or equal to 1, got 1.5",
-    "agents.validation=1": "`agents.validation` = 1 leaves nothing to train on: take less, or set `agents.hold_out` = fa",
+    "agents.validation=1": "`agents.validation` = 1 leaves nothing to train on: take less, or set `agents.hold_out`",
     "agents.validation=1.5": "`agents.validation`: input should be less than or equal to 1, got 1.5",
     "agents.malicious=-1": "`agents.malicious`: input should be greater than or equal to 0, got -1",
     "training.gamma=-0.1": "`training.gamma`: input should be greater than 0, got -0.1",
