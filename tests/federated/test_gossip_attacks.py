@@ -29,6 +29,13 @@ def test_dissensus_undoes_what_averaging_brings():
         close(average, models[i])
 
 
+def test_echo_gives_back_what_it_got_and_the_poison():
+    models, found = ten_models(), crafted("echo", scale=0.5)
+    poison = models[4] - models[BENIGN].mean(0)  # the attacker is number 4
+    for k, i in enumerate([*BENIGN, 7, 8]):
+        close(found[k], models[i] + 0.5 * poison)
+
+
 def test_equivocation_tells_two_stories():
     models = ten_models()
     found = crafted("equivocation", z=2.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedcb2o.federated.aggregate import gram
 from fedcb2o.federated.types import View, knows
 
-__all__ = ["dissensus", "equivocation", "spectral"]
+__all__ = ["dissensus", "echo", "equivocation", "spectral"]
 
 
 @knows("benign", each_receiver=True)
@@ -24,6 +24,15 @@ def dissensus(view: View, draw: np.random.Generator, *, eps: float = 1.0) -> Flo
     """
     mean, push = view.benign().mean(0), eps * view.num_benign / view.num_fellows
     return torch.stack([torch.lerp(mean, view.model_of(i), 1 + push) for i in view.receivers.tolist()])
+
+
+@knows("benign", each_receiver=True, on_poisoned_data=True)
+def echo(view: View, draw: np.random.Generator, *, scale: float = 1.0) -> Float[Tensor, "r d"]:
+    """To each receiver its own model, moved by `scale` times what its poisoned model differs by from the mean of the
+    benign ones of its cluster. No paper's: for receivers that judge by samples which their model was trained on, and
+    so knows by heart."""
+    poison = scale * (view.own - view.benign().mean(0))
+    return torch.stack([view.model_of(i) + poison for i in view.receivers.tolist()])
 
 
 @knows("benign", each_receiver=True)
