@@ -263,6 +263,7 @@ NEEDED: dict[str, Table] = {
     "rarest_flip": {"target": 3},
     "spread_flip": {"target": 3},
     "boosting": {"data": FLIP},
+    "echo": {"data": FLIP},
     "gap_aware": {"data": FLIP},
     "slow_drift": {"data": FLIP},
 }
@@ -270,7 +271,7 @@ EVERY_ATTACK = (
     "label_flips", "random_labels", "spread_flip", "rarest_flip", "shifted_labels", "backdoor", "clean_label",
     "feature_noise", "sign_flip", "gaussian_noise", "trash", "boosting", "free_rider", "not_finite", "alie", "ipm",
     "min_max", "min_sum", "mimic", "dissensus", "equivocation", "gap_aware", "slow_drift", "signal", "blended",
-    "hybrid_sparse", "spectral",
+    "hybrid_sparse", "spectral", "echo",
 )  # fmt: skip
 ATTACKS: dict[str, Table] = {
     "random_labels, a share": {"name": "random_labels", "share": 0.4},

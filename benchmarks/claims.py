@@ -373,7 +373,7 @@ def _by_method(path: Path, keys: list[str]) -> dict[str, pd.DataFrame]:
 def added(path: Path, new: Values) -> dict[str, pd.DataFrame]:
     """The values of a file, and new ones, which replace those of the same method and seed; in the order of methods."""
     keys = [str(key) for key in next(iter(new.values())).index.names]
-    found = _by_method(path, keys) if path.exists() else {}
+    found = _by_method(path, keys) if path.exists() else {}  # curves.csv may not be there, and is not made then
     for name, mine in new.items():
         old = found.get(name, mine.iloc[:0])
         old = old[~old.index.get_level_values("seed").isin(mine.index.get_level_values("seed"))]
@@ -404,6 +404,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.keep and (arguments.out is None or not (arguments.out / "values.csv").exists()):
         parser.error("--keep adds to the values.csv of --out, and there is none")
+    if arguments.keep and not arguments.folders:
+        parser.error("--keep adds runs, and no folder of any is given")
     with tempfile.TemporaryDirectory() as into:
         runs = gathered(arguments.folders, Path(into))
         known = {name: pd.concat(map(values, each)).sort_index().round(4) for name, each in runs.items()}
@@ -418,7 +420,8 @@ def main() -> None:
         if known and arguments.out is not None:
             arguments.out.mkdir(parents=True, exist_ok=True)
             pd.concat(known, names=["method"]).to_csv(arguments.out / "values.csv")
-            pd.concat(curves, names=["method"]).to_csv(arguments.out / "curves.csv")
+            if (arguments.out / "curves.csv").exists() or not arguments.keep:
+                pd.concat(curves, names=["method"]).to_csv(arguments.out / "curves.csv")
         if known and arguments.out is not None and not arguments.keep:
             shown = {name: each[0] for name, each in runs.items()}
             stands = next(iter(columns(known).values()))

@@ -39,6 +39,7 @@ from round import processor
 from fedcb2o.experiments import assemble
 from fedcb2o.experiments.config import load
 from fedcb2o.experiments.samples import dataset_of, population_of
+from fedcb2o.runtime import timed
 
 HOW = {
     "flwr": 'python -m pip install "flwr[simulation]==1.41.0"',
@@ -77,10 +78,11 @@ def threads_pay(work: fedavg.Work) -> tuple[bool, str]:
 def kinds(cores: int) -> dict[str, Kind]:
     """All sides by name."""
     ways = [(1, 1), (1, cores), (cores, 1)] if cores > 1 else [(1, 1)]
+    bfloat16 = timed.precision_of("bfloat16", torch.device("cpu")) == "bfloat16"  # else a run is in float32
     told = {(p, t): f"{p} process{'es' * (p > 1)}, {t} thread{'s' * (t > 1)}" for p, t in ways}
     return {
         OURS: Kind(functools.partial(fedavg.library, precision="float32")),
-        BFLOAT16: Kind(functools.partial(fedavg.library, precision="bfloat16")),
+        **({BFLOAT16: Kind(functools.partial(fedavg.library, precision="bfloat16"))} if bfloat16 else {}),
         **{f"plain, {told[p, t]}": Kind(functools.partial(fedavg.plain, processes=p, threads=t)) for p, t in ways},
         f"Flower, {cores} actor{'s' * (cores > 1)}": Kind(fedavg.flower, "flwr"),
         **{f"pfl, {told[p, t]}": Kind(functools.partial(fedavg.pfl, processes=p, threads=t), "pfl") for p, t in ways},

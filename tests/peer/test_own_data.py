@@ -1,6 +1,7 @@
 """Peers with data of their own kinds: owners of a simulation, samples brought for validation, numbers for classes."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ import fedcb2o
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.experiments.config import load
 from fedcb2o.peer import agent, federation
+from fedcb2o.peer.folder import begin
 from fedcb2o.peer.node import Node
+from fedcb2o.runtime import timed
 
 SLOPES = torch.tensor([[1.0], [-2.0], [0.5]])
 LINES = natural(
@@ -44,6 +47,30 @@ def line(j: int, **more: object) -> fedcb2o.Dataset:
 def agreed(who):
     experiment = {key: value for key, value in LINES.items() if value is not None}
     return federation.make(experiment, [each.member for each in who], dataset=line(0), most_samples=100)
+
+
+def test_with_nothing_held_out_an_organisation_trains_on_all_and_judges_by_all(tmp_path):
+    settings = {**{key: value for key, value in LINES.items() if value is not None}}
+    settings["agents"] = {**settings["agents"], "hold_out": False, "validation": 1.0}
+    who, brought = members.identities(tmp_path, 3), line(0)
+    train, test = ((part.x.numpy(), part.y.numpy()) for part in (brought.pool, brought.test))
+    plain = fedcb2o.datasets({"mine": {"train": train, "test": test}}, numbers=True)  # nothing brought for validation
+    made = federation.make(settings, [each.member for each in who], dataset=plain, most_samples=100)
+    holdings = agent.own(made, 1, plain).holdings
+    assert sorted(holdings.train[0].tolist()) == sorted(holdings.validation[0].tolist()) == [*range(len(plain.pool))]
+
+
+def test_a_peer_without_bfloat16_trains_in_float32_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(timed, "_gain_of_bfloat16", lambda _: 0.02)
+    settings = load({**EXPERIMENT, "training": {**EXPERIMENT["training"], "precision": "bfloat16"}})
+    who = members.identities(tmp_path, 4)
+    made = federation.make(settings, [each.member for each in who], dataset=with_global())
+    node = Node(made, who[0], out=tmp_path / "out", simulate=settings, connect=joining(Wire(), 0), **QUIET)
+    assert node.agent.terms.training.precision == "float32"
+    (tmp_path / "out").mkdir()
+    begin(tmp_path / "out", made, who[0], node.agent, resume=False)
+    assert "trains in float32: bfloat16 is far slower here" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "agent.json").read_text())["precision"] == "float32"
 
 
 def test_peers_do_what_a_simulation_of_owners_does(tmp_path):

@@ -161,7 +161,7 @@ def test_pre_steps(name, pre_step):
     hold_equal(algorithms.by_rule(rule=name, pre_step=pre_step, selection="everyone"), share=0.4)
 
 
-POISONED = {"boosting", "gap_aware", "slow_drift"}
+POISONED = {"boosting", "echo", "gap_aware", "slow_drift"}
 
 
 ON_MODELS = [name for name in attacks.__all__ if hasattr(getattr(attacks, name), "threat")]

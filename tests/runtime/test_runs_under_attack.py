@@ -23,6 +23,7 @@ NEEDED = {
     "rarest_flip": {"target": 3},
     "spread_flip": {"target": 3},
     "boosting": {"data": FLIP},
+    "echo": {"data": FLIP},
     "gap_aware": {"data": FLIP},
     "slow_drift": {"data": FLIP},
 }
@@ -52,7 +53,7 @@ def test_each_attack_runs(tmp_path, name):
     assert done.complete
     benign = done.records[~done.records.malicious]
     assert benign.accuracy.notna().all()
-    flips = name in FLIPS | {"boosting", "gap_aware", "slow_drift"}
+    flips = name in FLIPS | {"boosting", "echo", "gap_aware", "slow_drift"}
     assert benign.source_accuracy.notna().all() == flips
     assert benign.attack_success_rate.notna().all() == (flips or name in ON_TARGET)
     assert ("craft" in done.timing) == (name not in ON_DATA)

@@ -71,6 +71,18 @@ def test_a_run_keeps_its_dense_layers_when_it_is_resumed(tmp_path, monkeypatch):
 def test_bfloat16_is_for_devices_that_have_it(monkeypatch):
     cpu = torch.device("cpu")
     assert 0 < timed._gain_of_bfloat16(cpu) < math.inf
+    seen = []
+
+    def gain(default, other, _):
+        default()
+        other()
+        return 7.0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(timed, "_gain", gain)
+        patched.setattr(torch, "matmul", lambda x, _: seen.append(x.dtype) or x)
+        assert timed._gain_of_bfloat16.__wrapped__(cpu) == 7.0
+    assert seen == [torch.float32, torch.bfloat16]
     assert timed._gain_of_bfloat16(META) == 0.0  # no number comes from there
     for gain, expected in ((2.0, "bfloat16"), (0.5, "bfloat16"), (0.01, "float32")):
         monkeypatch.setattr(timed, "_gain_of_bfloat16", lambda _, gain=gain: gain)
@@ -92,7 +104,9 @@ def test_a_run_keeps_its_precision_when_it_is_resumed(tmp_path, monkeypatch, cap
     monkeypatch.setattr(timed, "_gain_of_bfloat16", lambda _: later)
     run(experiment, out=tmp_path / "probed", workers=2, resume=True)
     told = capsys.readouterr().err
-    assert ("began in bfloat16, which is far slower here than float32" in told) == (takes == "bfloat16")
+    slower = "" if takes == "float32" else ", though bfloat16 is far slower here"
+    assert f"tiny seed 1000 began in {takes}, and keeps to it{slower}.\n" in told
+    assert "trains in" not in told
     probed, given = bits(tmp_path / "probed"), bits(tmp_path / "given")
     assert {name for name in probed if probed[name] != given[name]} <= {"config.toml"}
     assert told_of(tmp_path / "probed")["precision"] == takes

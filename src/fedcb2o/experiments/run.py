@@ -274,10 +274,12 @@ def _say(watch: Watch, prepared: Prepared, place: Plan, chosen: Mapping[str, Any
             watch.say(f"{start}: {place}")
         done_by = f"large dense layers by {chosen['linear']}, images {chosen['layout']}"
         watch.say(f"{start}: processes {place.processes}{where}, {done_by}")
-    if (asked := prepared.experiment.training.precision) != chosen["precision"]:
-        print(f"Note: {start} trains in {chosen['precision']}: {asked} is far slower here.", file=sys.stderr)
-    elif asked != timed.precision_of(asked, device):  # it began elsewhere, and keeps to that
-        print(f"Note: {start} began in {asked}, which is far slower here than float32.", file=sys.stderr)
+    asked, used = prepared.experiment.training.precision, chosen["precision"]
+    if used != (here := timed.precision_of(asked, device)):
+        slower = f", though {used} is far slower here" if used == asked else ""
+        print(f"Note: {start} began in {used}, and keeps to it{slower}.", file=sys.stderr)
+    elif here != asked:
+        print(f"Note: {start} trains in {here}: {asked} is far slower here.", file=sys.stderr)
     if place.folder is not None:
         print(f"Note: {start}: {place}.", file=sys.stderr)
 

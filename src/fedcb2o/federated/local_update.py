@@ -31,7 +31,7 @@ class Training:
     """How an agent trains: `local_epochs` passes over its data, or `local_steps` mini-batches where that is given.
 
     `precision="bfloat16"` computes products in that type, on float32 parameters: about twice as fast on processors
-    that have it, a hundred times as slow on others, for which runs take float32. "tf32" lets CUDA devices round the
+    that have it, tens of times as slow on others, for which runs take float32. "tf32" lets CUDA devices round the
     factors of float32 products to 10 bits of mantissa. An `optimiser` takes the steps in place of SGD with momentum.
     `loss` is what they minimise, by default the cross-entropy. Where `singles` are refused, as by batch norms, a last
     batch of one sample joins the one before.

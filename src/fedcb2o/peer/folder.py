@@ -1,6 +1,7 @@
 """The folder of a peer's run: one agent of one federation writes to it, and signs nowhere else."""
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def begin(out: Path, federation: Federation, identity: Identity, agent: Agent, *
         "rounds": federation.rounds,
         "class_names": list(federation.class_names),
         "dim": agent.terms.dim,
+        "precision": agent.terms.training.precision,
         "num_samples": int(agent.holdings.train.sizes[0]),
         "validation_samples": int(agent.holdings.validation.sizes[0]),
     }
@@ -54,6 +56,8 @@ def begin(out: Path, federation: Federation, identity: Identity, agent: Agent, *
             )
     elif {inside.name for inside in out.iterdir()} - {f"{FEDERATION}.tmp", "agent.json", "agent.json.tmp"}:
         raise RunError(f"{out} is not empty and holds no peer's run: choose another --out")
+    if (asked := federation.experiment.training.precision) != who["precision"]:
+        print(f"Note: {who['name']} trains in {who['precision']}: {asked} is far slower here.", file=sys.stderr)
     _claim(out, federation, identity)
     records.sweep(out)
     records.write_json(out / "agent.json", who)

@@ -4,7 +4,7 @@ Two ways agree to rounding and not to the bit, so a choice must not be a matter 
 default is taken only where it is clearly faster.
 
 Beside the primitives, networks with convolutions read images with the channels of a pixel side by side
-("channels_last") faster, or as they come, and products in bfloat16 take a hundred times as long as in float32 where a
+("channels_last") faster, or as they come, and products in bfloat16 take tens of times as long as in float32 where a
 processor has no instructions for them.
 """
 
@@ -36,7 +36,7 @@ from fedcb2o.runtime.workers import one_thread
 # another, `resnet` 0.86 to 1.26, plain convolutions 1.3 to 1.7 (docs/log.md).
 AHEAD = 1.05
 FAR_AHEAD = 1.3
-FAR_BEHIND = 1 / 3  # of bfloat16: 1.4 to 2 where a processor has it, 0.01 on one that lacks it
+FAR_BEHIND = 1 / 3  # of bfloat16: about 2 where a processor has it, 0.02 to 0.03 on one that lacks it
 AHEAD_OF_GROUPED = 1.1  # on a GPU, which runs share less; the paper's network lay below, with "mixed"
 REPEATS = 11  # turns
 TEAM = 16  # agents of a team that is timed: enough to fill a device
@@ -70,7 +70,9 @@ def precision_of(asked: Precision, device: torch.device) -> Precision:
 @functools.cache
 def _gain_of_bfloat16(device: torch.device) -> float:
     """How many times as fast as in float32 a product is in bfloat16, tried on one thread in half a second at most; 0
-    where the device has none."""
+    where the device has none, or is a GPU that imitates it."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return 0.0
 
     def product(x: Shaped[Tensor, "n n"]) -> None:
         torch.matmul(x, x)[0, 0].cpu()  # waits for the device
@@ -78,7 +80,7 @@ def _gain_of_bfloat16(device: torch.device) -> float:
     try:
         full = torch.ones(256, 256, device=device)
         half = full.to(torch.bfloat16)
-        with one_thread():
+        with repeatable(device), one_thread():
             return _gain(lambda: product(full), lambda: product(half), time.perf_counter)
     except (RuntimeError, TypeError):
         return 0.0
