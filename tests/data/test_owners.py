@@ -72,10 +72,6 @@ def test_with_nothing_held_out_owners_train_on_all_and_judge_by_what_they_brough
     people = natural(data, data.owners, **(GIVEN | {"hold_out": False, "validation": 1.0}))
     assert rows(data, people.train[0]) == rows(data, people.validation[0]) == [*range(8)]
     assert (rows(data, people.train[1]), rows(data, people.validation[1])) == ([8, 9, 10, 11, 12, 13], [12, 13])
-    only = fedcb2o.datasets(
-        {"south": {"train": (X[:0], Y[:0]), "validation": (X[:4], Y[:4])}}, test=(X[15:], Y[15:]), test_share=0.0
-    )
-    assert rows(only, natural(only, only.owners, **(GIVEN | {"hold_out": False, "benign": 1})).train[0]) == [0, 1, 2, 3]
 
 
 def test_attackers_and_who_takes_part_are_drawn():
