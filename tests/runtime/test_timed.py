@@ -135,10 +135,17 @@ def views(input_shape, num_classes):
 
 def test_images_lie_the_faster_way_by_a_margin(monkeypatch):
     x = torch.zeros(2, 1, 8, 8)
+    monkeypatch.setattr(timed, "_overruns", lambda: False)
     for last, expected in ((0.5, "channels_last"), (0.8, "contiguous"), (2.0, "contiguous")):
         now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, last]))  # before and after, one way and the other
         monkeypatch.setattr(timed.time, "thread_time", lambda now=now: next(now))
         assert timed.fastest_layout(convolutions((1, 8, 8), 10), x, "float32") == expected
+
+
+def test_where_gradients_overrun_their_memory_the_other_way_is_not_tried(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(timed, "_gain", lambda *_: pytest.fail("timed"))
+    assert timed.fastest_layout(convolutions((1, 8, 8), 10), torch.zeros(2, 1, 8, 8), "float32") == "contiguous"
 
 
 @pytest.mark.parametrize("size", [8, 28])

@@ -99,6 +99,12 @@ def _gain(default: Callable[[], Any], other: Callable[[], Any], clock: Callable[
     return statistics.median(slow / fast if fast > 0 else 1.0 for slow, fast in turns[1:])
 
 
+def _overruns() -> bool:
+    """Whether gradients of convolutions with the channels of a pixel side by side may write past their memory here:
+    oneDNN's do so for some narrow networks on processors with AVX2 and no AVX-512 (PyTorch 2.13, docs/log.md)."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
 def fastest_layout(module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision) -> Layout:
     """How a network with convolutions reads a batch like `x` faster here, tried on one thread: with the channels of an
     image one after the other, or those of a pixel where that is clearly faster and it can read them so."""
@@ -107,6 +113,7 @@ def fastest_layout(module: nn.Module, x: Shaped[Tensor, "n *features"], precisio
         x.ndim != 4
         or not any(isinstance(p, nn.Conv2d) for p in parts)
         or any(isinstance(p, ChannelsLast) for p in parts)
+        or _overruns()
     ):
         return "contiguous"
     norms.train_(module)
