@@ -313,27 +313,36 @@ def test_a_batch_equals_its_runs(case, dtype):
         assert len(set(together.nit.tolist())) > 1
     for run in (0, 2):
         alone = fedcb2o.minimize(lower, upper, dim, seed=seeds[run], **settings)
-        same(together, alone, run)
+        same(together, alone, run, bit_by_bit if dtype == torch.float64 or WIDE else nearly)
+
+
+# With AVX2 alone PyTorch computes the last numbers of a tensor by other functions than the rest, and in float32 these
+# round differently: which numbers are last depends on the number of runs.
+WIDE = torch.backends.cpu.get_cpu_capability() != "AVX2"
 
 
 def bit_by_bit(one, other):
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def same(together, alone, run):
+def nearly(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def same(together, alone, run, alike=bit_by_bit):
     """Every number of one run, bit by bit."""
     for name in ("x", "lower", "upper", "spread", "theta", "theta_m"):
         batched, single = getattr(together, name), getattr(alone, name)
         assert (batched is None) == (single is None)
         if single is not None:
-            bit_by_bit(batched[run], single)
+            alike(batched[run], single)
     for name in ("success", "nit", "nfev", "excluded", "seed"):
         assert getattr(together, name)[run] == getattr(alone, name), name
     assert together.message[run] == alone.message
     records = len(alone.history.n)
     assert torch.equal(together.history.n[:records], alone.history.n)
-    bit_by_bit(together.history.x[:records, run], alone.history.x)
-    bit_by_bit(together.history.spread[:records, run], alone.history.spread)
+    alike(together.history.x[:records, run], alone.history.x)
+    alike(together.history.spread[:records, run], alone.history.spread)
     assert together.history.x[records:, run].isnan().all()
 
 
