@@ -13,6 +13,8 @@ from fedcb2o.federated.local_update import Training, local_update_
 from fedcb2o.federated.teams import local_updates_, teams
 from fedcb2o.streams import stream
 
+# With AVX2 alone more is rounded, and batch norms of four samples amplify it.
+WIDE = torch.backends.cpu.get_cpu_capability() != "AVX2"
 TRAINING = Training(gamma=0.05, lambda2=0.5, momentum=0.9, batch_size=4, local_epochs=2)
 
 
@@ -38,7 +40,7 @@ def test_a_team_learns_what_each_learns_alone(name, changes):
     alone = mine.clone()
     one_by_one = [local_update_(alone[j], module, data[j], training, stream(5, "batches", j)) for j in range(7)]
     found = local_updates_(mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(7)])
-    torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-5)  # norms of four samples amplify rounding
+    torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6 if WIDE else 1e-5)
     assert found == pytest.approx(one_by_one, rel=1e-5)
 
 
