@@ -59,7 +59,7 @@ PAPER = pd.DataFrame(  # tab:baselines, and tab:FedCB2O_T_G with T_G = 30, 20 an
 MARGIN = {ACCURACY: 0.5, SOURCE: 8.5, SUCCESS: 8.0}
 EQUAL = (2 / 3, 3 / 2)  # "comparable", "nearly equal", of a ratio that the paper shows in a figure alone
 MINIMAL = (-math.inf, 0.1)  # "minimal", of such a ratio
-VARIANTS = ("-trusted", "-released", "-paper", "")  # the last, the default, is not the paper's Algorithm 2
+VARIANTS = ("-trusted", "-released", "-paper", "-held-out", "")  # the last two are not the paper's Algorithm 2
 CURVES = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", *(f"fedcb2o{variant}" for variant in VARIANTS))
 MOST = 7  # runs in one picture; of more, those of CURVES
 CLUSTERS = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}

@@ -82,6 +82,7 @@ def settings() -> Iterator[Setting]:
     for attack in shown.COLUMNS:
         for name, algorithm in ablation.items():
             yield Setting(name, attack, 3, {"algorithm": {"own_model": "excluded"} | algorithm})
+        yield Setting("the default, held out", attack, 3, {"extends": "digits-fedcb2o-held-out"})
         yield Setting("the default", attack, 3, {"extends": "digits-fedcb2o"})
     for malicious in (2, 4, 6):
         for own in ("excluded", "judged"):

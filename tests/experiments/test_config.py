@@ -62,16 +62,16 @@ def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(d
     with_one_more, default = (load(f"{data}-fedcb2o{ending}").settings() for ending in ("-perturbations", ""))
     gap = default["algorithm"].pop("criterion")
     criterion = with_one_more["algorithm"].pop("criterion")
-    assert criterion == {"name": "largest", "of": [gap, "perturbation_gap"]}
+    assert criterion == {"name": "largest", "of": [gap, {"name": "perturbation_gap", "scale": 5.0}]}
     assert with_one_more["algorithm"] == default["algorithm"]
     assert with_one_more["agents"] == default["agents"]
 
 
 @pytest.mark.parametrize("data", ["digits", "emnist-small", "emnist"])
-def test_the_presets_that_hold_nothing_out_are_the_default_but_for_that_and_alpha(data):
-    nothing, default = (load(f"{data}-fedcb2o{ending}").settings() for ending in ("-all-data", ""))
-    assert nothing["algorithm"] == {**default["algorithm"], "alpha": 1.0}
-    assert nothing["agents"] == {**default["agents"], "hold_out": False, "validation": 1.0}
+def test_the_presets_that_hold_out_are_the_default_but_for_that_and_alpha(data):
+    held, default = (load(f"{data}-fedcb2o{ending}").settings() for ending in ("-held-out", ""))
+    assert held["algorithm"] == {**default["algorithm"], "alpha": 5.0}
+    assert held["agents"] == {**load(f"{data}-fedcb2o-released").settings()["agents"], "validation_loss": "samples"}
 
 
 @pytest.mark.parametrize("found", OF_A_VARIANT, ids=lambda found: found[0])
@@ -87,7 +87,7 @@ def test_every_variant_is_what_its_name_says(found):
     agents = experiment.agents
     split, *others = AGENTS[ending]
     if (method, ending) == ("fedcb2o", ""):
-        split = "released"
+        assert (agents.hold_out, agents.validation) == (False, 1.0)
     assert (agents.split, agents.validation_loss, agents.colluders_own_model) == (split, *others)
     if size.startswith("emnist"):
         linear = ending == "-released"

@@ -154,9 +154,9 @@ def test_every_entry_of_the_built_in_grids_is_valid(name):
 
 
 DEFAULT = {
-    "FedCB2O, sub-level set": "",
-    "FedCB2O, sub-level set and perturbations": "-perturbations",
-    "FedCB2O, all data": "-all-data",
+    "FedCB2O, all data": "",
+    "FedCB2O, all data and perturbations": "-perturbations",
+    "FedCB2O, sub-level set": "-held-out",
 }
 OF_THE_DEFAULT = [
     (name, *each) for name in grids() for each in DEFAULT.items() if each[0] in _built_in(name)["defences"]

@@ -99,8 +99,10 @@ def test_columns_are_of_the_runs_that_there_are():
     switched = [f"fedcb2o-trusted-tg{start}" for start in (3, 5, 10)]
     found = claims.columns(dict.fromkeys([*names, *switched], pd.DataFrame()))
     pairs = [(stands["FedCBO"], stands["FedCB2O"]) for stands in found.values()]
+    assert len(pairs) == 2 * len(claims.VARIANTS) - 1  # the text has a FedCBO of its own
     assert pairs[:2] == [("fedcbo-alpha10", "fedcb2o-trusted"), ("fedcbo", "fedcb2o-trusted")]
-    assert pairs[-3:] == [("fedcbo-paper", "fedcb2o-paper"), ("fedcbo-alpha10", "fedcb2o"), ("fedcbo", "fedcb2o")]
+    assert ("fedcbo-paper", "fedcb2o-paper") in pairs
+    assert pairs[-2:] == [("fedcbo-alpha10", "fedcb2o"), ("fedcbo", "fedcb2o")]
     first, last = next(iter(found.values())), list(found.values())[-1]
     assert (first["with an earlier T_G"], first["with a later T_G"]) == ("fedcb2o-trusted-tg3", "fedcb2o-trusted-tg10")
     assert (first["FedCB2O of Fig. 6"], last["FedCB2O of Fig. 6"]) == ("fedcb2o-trusted-tg5", "fedcb2o")
@@ -170,7 +172,7 @@ def test_seeds_are_added_to_values_whose_runs_are_gone(tmp_path, monkeypatch):
 def test_the_readmes_table_is_that_of_its_seeds():
     values = pd.read_csv(PAGE.parent / "reproduction" / "digits" / "values.csv")
     methods = ["fedcbo-alpha10", "fedcbo", "oracle-min", "oracle-max"]
-    methods += ["fedcb2o", "fedcb2o-trusted", "fedcb2o-paper", "fedcb2o-released"]
+    methods += ["fedcb2o", "fedcb2o-held-out", "fedcb2o-paper", "fedcb2o-released"]
     by_method = dict(list(values[values.seed < 10].groupby("method")))
     readme = (PAGE.parents[1] / "README.md").read_text()
     for metric in ("accuracy", "source_accuracy", "attack_success_rate", "malicious_weight"):

@@ -38,7 +38,7 @@ STYLE: dict[Any, Any] = {
 }
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
-MARKERS = "osD^vPX*"
+MARKERS = "osD^vPX*h"  # nine beside eight colours, so that a colour that comes again has another marker
 KINDS = {
     ("benign", "same"): ("#0072B2", "benign, same cluster"),
     ("malicious", "same"): ("#D55E00", "malicious, same cluster"),
