@@ -62,6 +62,7 @@ class Options:
     judged_at: float = 1.0  # the share of the way to a peer's model after which it is judged
     tested: float | None = None  # Q: what loses no more than the own model by so many standard errors, too
     ball: float | None = None  # Q: nobody who is farther from the own model than so many times its norm
+    apart: float | None = None  # Q: nobody who is nearer to it than so many times what it moved in its LocalUpdate
     z: float = 0.0  # so many standard errors, of a class loss or of a rise, are no gap
     pixels: int = 6  # that the perturbation worst for a model paints
     samples: int = 4  # on which it is sought
@@ -95,6 +96,7 @@ class Agent:
     statistics: Literal["shared", "local", "dropped"] = "shared"  # of batch norms
     met: set[int] = field(default_factory=set)  # whom it has asked so far, answered or not
     P: dict[int, float] = field(default_factory=dict)  # P^{j,i} of those who have answered
+    before: nn.Module | None = None  # the model that it began the round with
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ def local_updates(agents: Sequence[Agent], n: int, *, seed: int, training: Train
 
 def local_update(agent: Agent, draw: np.random.Generator, training: Training) -> list[float]:
     """tau epochs (or steps) of mini-batch SGD; the loss of each step."""
+    agent.before = copy.deepcopy(agent.module)
     # A fresh optimiser: no momentum is carried over from the last round.
     learning_rate = training.lambda2 * training.gamma
     optimiser = torch.optim.SGD(agent.module.parameters(), lr=learning_rate, momentum=training.momentum)
@@ -206,6 +209,7 @@ def local_aggregations(
             if options.counts_from == "second":
                 at_hand = [i for i in at_hand if i == j or i in met_before]
             outside = [i for i in received if not is_within(published[i], published[j], agent, options.ball)]
+            outside += [i for i in received if not is_apart(published[i], published[j], agent, options.apart)]
             Q = sublevel_set(losses, [i for i in at_hand if i not in outside], j, options)
             G = {}
             for i in sorted({*received, j}):  # line 5
@@ -350,9 +354,23 @@ def is_within(peer: nn.Module, own: nn.Module, agent: Agent, radius: float | Non
     if radius is None:
         return True
     with torch.no_grad():
-        pairs = list(zip(exchanged(peer, agent), exchanged(own, agent), strict=True))
-        apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-        return math.sqrt(apart) <= radius * math.sqrt(sum(float(b.double().square().sum()) for _, b in pairs))
+        norm = math.sqrt(sum(float(b.double().square().sum()) for b in exchanged(own, agent)))
+        return distance(peer, own, agent) <= radius * norm
+
+
+def is_apart(peer: nn.Module, own: nn.Module, agent: Agent, share: float | None) -> bool:
+    """Whether a peer's model is as far from the own one as that share of what this moved in its LocalUpdate."""
+    if share is None:
+        return True
+    assert agent.before is not None
+    return distance(peer, own, agent) >= share * distance(agent.before, own, agent)
+
+
+def distance(one: nn.Module, other: nn.Module, agent: Agent) -> float:
+    """Between two models, as agents exchange them."""
+    with torch.no_grad():
+        pairs = zip(exchanged(one, agent), exchanged(other, agent), strict=True)
+        return math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs))
 
 
 def standard_error(losses: dict[int, Loss], i: int, j: int) -> float:

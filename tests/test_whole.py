@@ -129,7 +129,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rounds": 6,
         "agents": {"benign_samples": 30, "hold_out": False, "validation": 1.0},
         "algorithm": {
-            **{"name": "fedcb2o", "beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged"},
+            **{"name": "fedcb2o", "beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "apart": 1.2},
             **{
                 "criterion": {"name": "class_loss_gap", "z": 1.0, "against": "majority"},
                 "likelihood": "loss+criterion",

@@ -68,9 +68,9 @@ def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(d
 
 
 @pytest.mark.parametrize("data", ["digits", "emnist-small", "emnist"])
-def test_the_presets_that_hold_out_are_the_default_but_for_that_and_alpha(data):
+def test_the_presets_that_hold_out_are_the_default_but_for_that_and_what_it_takes(data):
     held, default = (load(f"{data}-fedcb2o{ending}").settings() for ending in ("-held-out", ""))
-    assert held["algorithm"] == {**default["algorithm"], "alpha": 5.0}
+    assert default["algorithm"] == {**held["algorithm"], "alpha": 1.0, "apart": 0.75}
     assert held["agents"] == {**load(f"{data}-fedcb2o-released").settings()["agents"], "validation_loss": "samples"}
 
 

@@ -154,8 +154,8 @@ def test_every_entry_of_the_built_in_grids_is_valid(name):
 
 
 DEFAULT = {
-    "FedCB2O, all data": "",
-    "FedCB2O, all data and perturbations": "-perturbations",
+    "FedCB2O, all data, apart": "",
+    "FedCB2O, all data, apart and perturbations": "-perturbations",
     "FedCB2O, sub-level set": "-held-out",
 }
 OF_THE_DEFAULT = [

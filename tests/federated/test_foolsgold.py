@@ -106,8 +106,9 @@ def seen_by(me, ids, pool, before, met, n=0):
     """What agent `me` looks at that received the models of `ids`; it began the round with the model in a row."""
     none = torch.zeros(0, dtype=torch.float64)
     contacts = Contacts(torch.tensor(met, dtype=torch.int64), none.new_ones(len(met)))
-    knows = local(contacts_of=lambda: contacts, head=(C, H), before=before)
-    return Judged(n, pool, None, None, received(torch.tensor(ids)), received(torch.tensor([me])), no_losses, knows)
+    knows, began = local(contacts_of=lambda: contacts, head=(C, H)), torch.tensor(before)
+    theirs, mine = received(torch.tensor(ids)), received(torch.tensor([me]))
+    return Judged(n, pool, None, None, theirs, mine, no_losses, knows, before=began)
 
 
 def pools(count):
@@ -163,7 +164,7 @@ def test_a_network_without_a_last_dense_layer():
     (pool,) = pools(1)
     theirs, me = (received(torch.tensor([i])) for i in (0, 2))
     with pytest.raises(ConfigError, match="the rule looks at the last dense layer, and this model does not end in one"):
-        foolsgold({}, Judged(0, pool, None, None, theirs, me, no_losses, local(before=5)))
+        foolsgold({}, Judged(0, pool, None, None, theirs, me, no_losses, local(), before=torch.tensor(5)))
 
 
 # Rounds and runs

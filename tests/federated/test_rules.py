@@ -1,5 +1,7 @@
 """The weights that a criterion gives: where everybody is bad, nobody is to be trusted, or nobody answered."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,25 @@ def test_a_test_widens_the_sub_level_set():
     assert mu.tolist() == [0.25] * 4
     mu = algorithms.fedcb2o(tested=0.0, alpha=0.0).weigh(view).outcome  # the own model does not count
     assert mu.tolist() == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_who_is_hardly_apart_from_the_own_model_does_not_count():
+    """The own model moved by 5, from (3, 0) to (3, 5): half of that is 2.5. Its own sample cannot tell the others."""
+    view = judged([[1.0]] * 4, [1.0])
+    pool = torch.tensor([[3.0, 5.1], [3.0, 7.6], [0.6, 5.0], [30.0, 5.0], [3.0, 5.0], [3.0, 0.0]])
+    view = dataclasses.replace(view, pool=pool, before=torch.tensor(5))
+    weigh = {"alpha": 0.0, "own_model": "judged"}
+    for given, members in (
+        ({"apart": 0.5}, [1, 3, 4]),
+        ({"apart": 0.45}, [1, 2, 3, 4]),
+        ({"apart": 0.5, "ball": 1.0}, [1, 4]),  # 5.8 about (3, 5)
+        ({}, [0, 1, 2, 3, 4]),
+    ):
+        decided = algorithms.fedcb2o(**weigh, **given).weigh(view)
+        assert decided.outcome.nonzero().flatten().tolist() == members
+        assert [i for i in range(4) if decided.values[i] == INF] == [i for i in range(4) if i not in members]
+    assert algorithms.fedcb2o(apart=0.5).keeps_before
+    assert not algorithms.fedcb2o(ball=1.0).keeps_before
 
 
 @pytest.mark.parametrize("kappa", [0.0, 2.0])

@@ -136,6 +136,7 @@ ALGORITHMS = {
         criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
         **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
         ball=1.0,
+        apart=1.2,
         selection={"name": "prob_sampling", "newcomers": 0.4},
     ),
     "median": partial(algorithms.fedcb2o, tested=2.0, point="median", own_model="judged", mixing_factor=1.0),
@@ -190,7 +191,7 @@ def test_pre_steps(cluster, rule, pre_step):
 @remembers(before=True)
 def steady(state, judged):
     """Whoever was here before counts as often as it was; it also keeps its model, and looks at the one before."""
-    assert not judged.pool[judged.local.before].equal(judged.theta)
+    assert not judged.pool[judged.before].equal(judged.theta)
     assert not state or not state["theta"].equal(judged.theta)
     seen = state.get("seen", torch.zeros(len(CLUSTER))).clone()
     seen[judged.received.ids] += 1

@@ -117,6 +117,7 @@ ALGORITHMS = {
         criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
         **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
         ball=1.0,
+        apart=1.2,
         selection={"name": "prob_sampling", "newcomers": 0.4},
     ),
     "sub-level set, patches": algorithms.fedcb2o(
@@ -211,7 +212,7 @@ def test_a_rule_with_memory_keeps_it_from_round_to_round():
     @remembers(before=True)
     def steady(state, judged):
         """Whoever was here before counts as often as it was; `before` is a row of the pool."""
-        assert not judged.pool[judged.local.before].equal(judged.theta)
+        assert not judged.pool[judged.before].equal(judged.theta)
         seen = state.get("seen", torch.zeros(len(CLUSTER))).clone()
         seen[judged.received.ids] += 1
         weights = seen[judged.received.ids].double()

@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_told(tmp_path, changes, message):
 def momentum(state, judged):
     """Whoever is nearest to where the own model was; it keeps a row of the pool as it is."""
     models = judged.pool[judged.received.rows]
-    far = (models - state.get("last", judged.pool[judged.local.before])).norm(dim=1)
+    far = (models - state.get("last", judged.pool[judged.before])).norm(dim=1)
     return {"zeta": judged.theta[:1], "last": judged.theta, "alpha": far}, torch.softmax(-far.double(), 0)
 
 

@@ -92,6 +92,7 @@ def fedcb2o(
     quantile: Literal["plain", "averaged"] | None = None,
     tested: float | None = None,
     ball: float | None = None,
+    apart: float | None = None,
     judged_at: float = 1.0,
     own_model: OwnModel = "excluded",
     own_candidate: bool = False,
@@ -117,8 +118,8 @@ def fedcb2o(
     What else there is goes beyond the paper (docs/equations.md). `judged_at` is the share of the way to a peer's model
     after which it is judged: below 1 by what a step towards it does. `tested` widens the sub-level set by what does not
     lose more than the own model by so many standard errors, or is one by itself. `likelihood` "loss+criterion" counts
-    G, where it is above 0, beside L in a peer's record (eq:update_sampling_likelihood). `ball` and `counts_from` are
-    those of `Sublevel`, `point` that of `rules.by_criterion`.
+    G, where it is above 0, beside L in a peer's record (eq:update_sampling_likelihood). `ball`, `apart` and
+    `counts_from` are those of `Sublevel`, `point` that of `rules.by_criterion`.
     """
     _check("alpha", alpha, alpha >= 0, "0 or more")
     _check("beta", beta, beta is None or 0 < beta <= 1, "above 0 and at most 1")
@@ -127,6 +128,7 @@ def fedcb2o(
         raise ConfigError("`delta_q` and `quantile` go with a `beta`: they are about the level of its sub-level set")
     _check("tested", tested, tested is None or 0 <= tested < math.inf, "0 or more")
     _check("ball", ball, ball is None or ball > 0, "above 0")
+    _check("apart", apart, apart is None or 0 < apart < math.inf, "above 0")
     _check("judged_at", judged_at, 0 < judged_at <= 1, "above 0 and at most 1")
     _check("kappa", kappa, kappa >= 0, "0 or more")
     _check("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
@@ -135,7 +137,7 @@ def fedcb2o(
     if beta is not None:
         averaged = quantile == "averaged"
         level = functools.partial(consensus.sublevel_mask, beta=beta, delta_q=delta_q or 0.0, averaged=averaged)
-    sublevel = Sublevel(level, tested, ball, counts_from)
+    sublevel = Sublevel(level, tested, ball, apart, counts_from)
     robust, average = plugins.named("criterion", criterion, criteria), functools.partial(criteria.average_loss)
 
     def weigh(judged: Judged) -> Weighed:
@@ -160,6 +162,7 @@ def fedcb2o(
         likelihood=likelihood,
         judged_at=judged_at,
         first_contact=first_contact,
+        keeps_before=apart is not None,
     )
 
 

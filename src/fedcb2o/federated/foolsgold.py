@@ -25,7 +25,8 @@ def foolsgold(state: State, judged: Judged, *, confidence: float = 1.0) -> tuple
     the last layer, in memory and in each checkpoint.
     """
     everyone = judged.received.with_own(judged.me)
-    rows = torch.cat([everyone.rows, torch.tensor([judged.local.before])])
+    assert judged.before is not None
+    rows = torch.cat([everyone.rows, judged.before.view(1)])
     layers = heads(judged, rows).flatten(1)
     whose, known, there = recalled(state, judged, everyone.ids)
     history = layers.new_zeros(len(whose), layers.shape[1])

@@ -55,7 +55,9 @@ def judged_alike(
             losses[where] = both.mean[:, :-1].flatten().numpy()
         theirs, own = (None, None) if both is None else (both.part(slice(None, -1)), both.part(slice(-1, None)))
         losses_of = functools.partial(judge, block, some[alike])
-        found.append(Alike(alike, where, Judged(n, block.pool, theirs, own, received, me, losses_of, None)))
+        began = None if block.layout.before is None else torch.from_numpy(block.layout.before[some[alike]])
+        judged = Judged(n, block.pool, theirs, own, received, me, losses_of, None, before=began)
+        found.append(Alike(alike, where, judged))
     return found, losses if block.terms.algorithm.judges else None
 
 

@@ -62,7 +62,7 @@ def by_criterion(
 ) -> Weighed:
     """The weights mu_j = exp(-alpha G), normalised, of the received models and, last, the agent's own (eq:comp_csp).
 
-    Only models in the `sublevel` set of the average loss count (eq:clustered_csp); outside of its ball G is infinite.
+    Only models in the `sublevel` set of the average loss count (eq:clustered_csp); G of those `outside` is infinite.
     The own model is `"excluded"` as in Algorithm 2, `"judged"` by the criterion like a peer's, or `"trusted"`: it
     counts as much as the most trusted peer, as in the authors' released code. With point="median", beyond the paper,
     m_j is the weighted median of each coordinate.
@@ -112,8 +112,8 @@ def by_form(
     if m == 0:
         return Weighed(torch.zeros(0, dtype=torch.float64))
     seen = judged.received.with_own(judged.me) if own_model == "judged" or "own" in last else judged.received
-    before = [judged.local.before] if "before" in last else []
-    rows = torch.cat([seen.rows, torch.tensor(before, dtype=torch.int64)])
+    before = judged.before if "before" in last else None
+    rows = seen.rows if before is None else torch.cat([seen.rows, before.view(1)])
     f = math.ceil(judged.local.share * m - 1e-9)
     mixing = None if pre_step is None else _mixing(pre_step, f, len(rows) - len(last), judged)
     g, p = aggregate.gram_and_mixing(rule, judged.pool, rows, mixing)
@@ -122,7 +122,7 @@ def by_form(
     assumed = rule.keywords.get("f")
     if isinstance(outcome, Reduction):
         return Weighed(dataclasses.replace(outcome, rows=rows[outcome.rows]), f=assumed)
-    return Weighed(outcome[: len(seen.ids)], before=float(outcome[-1]) if before else None, f=assumed)
+    return Weighed(outcome[: len(seen.ids)], before=None if before is None else float(outcome[-1]), f=assumed)
 
 
 def also_looks_at(rule: functools.partial[Any]) -> tuple[str, ...]:

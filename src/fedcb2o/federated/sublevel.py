@@ -25,23 +25,33 @@ class Sublevel:
     Beyond the paper: with `tested`, models count, too, whose loss exceeds the own one's by at most so many standard
     errors, on the same samples; without a `level` these alone. With `ball` nobody counts who is farther from the own
     model than so many times its norm: the ball B_R of eq:Q_beta, about the own model, for who cannot tell by losses
-    yet. With counts_from="second" a model counts from the second time on that its agent was asked.
+    yet. With `apart` nobody counts who is nearer to the own model than so many times what that has moved in its
+    LocalUpdate: who trained by himself is not so near, and by the samples that it trained on the own model, and what
+    hardly differs from it, is better than all others. With counts_from="second" a model counts from the second time on
+    that its agent was asked.
     """
 
     level: Level | None = None
     tested: float | None = None
     ball: float | None = None
+    apart: float | None = None
     counts_from: Meeting = "first"
 
     def outside(self, judged: Judged) -> Bool[Tensor, "*a m"]:
-        """Which received models lie outside of the ball."""
-        far = torch.zeros_like(judged.received.ids, dtype=torch.bool)
-        if self.ball is not None:
-            everyone, m = judged.received.with_own(judged.me).rows, far.shape[-1]
-            each = everyone.view(-1, m + 1)
-            for some, rows in zip(far.view(len(each), m), each, strict=True):
-                some[:] = ~(relative_distances(judged.pool, rows) <= self.ball)
-        return far
+        """Which received models lie outside of the ball, or are hardly apart from the own one."""
+        outside = torch.zeros_like(judged.received.ids, dtype=torch.bool)
+        if self.ball is None and self.apart is None:
+            return outside
+        m, own = outside.shape[-1], judged.me.rows.view(-1, 1)
+        before = own[:, :0] if judged.before is None else judged.before.view(-1, 1)
+        each = torch.cat([judged.received.rows.view(len(own), m), before, own], 1)
+        for some, rows in zip(outside.view(len(each), m), each, strict=True):
+            distances = relative_distances(judged.pool, rows)
+            if self.ball is not None:
+                some |= ~(distances[:m] <= self.ball)
+            if self.apart is not None:
+                some |= distances[:m] < self.apart * distances[m]
+        return outside
 
     def counted(self, judged: Judged, own_model: OwnModel, outside: Bool[Tensor, "*a m"]) -> Bool[Tensor, "*a k"]:
         """Which of the received models and, last, the agent's own one are in the set (eq:clustered_csp)."""

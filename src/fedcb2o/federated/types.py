@@ -110,8 +110,7 @@ class Local:
 
     `outputs_of` gives what models make of its validation data, or of these changed, and `gradients_of` the gradients of
     that with respect to so many of them, spread over all. `share` is the attackers' share that it assumes, `progress`
-    how much of the run is over, from 0 to 1. `before` is the row of the pool that holds the model which it began the
-    round with, None where nobody asked to keep it; `head` the shape [C, h] of the last dense layer's weight, where the
+    how much of the run is over, from 0 to 1. `head` is the shape [C, h] of the last dense layer's weight, where the
     network ends in one; `layers` the shapes of the tensors that a model is made of, in their order. `contacts` and
     `draw` are made when they are asked for.
     """
@@ -120,7 +119,6 @@ class Local:
     gradients_of: Callable[[Received, int], Gradients]
     share: float = 0.0
     progress: float = 0.0
-    before: int | None = None
     head: tuple[int, int] | None = None
     layers: tuple[torch.Size, ...] = ()
     contacts_of: Callable[[], Contacts]
@@ -144,6 +142,8 @@ class Judged:
     `pool` holds the models in its rows. `losses` are the received models' losses on the agent's validation data, and
     `own` those of its own model (m = 1); both are None where the algorithm does not judge. `me` is the agent itself as
     if it was received. `among` says which received models are in the sub-level set, None where all are asked about.
+    `before` is the row of the pool that holds the model which it began the round with, None where nobody asked to keep
+    it.
     `losses_of` gives the losses of any models on its validation data, or on those changed. What is
     declared `together` gets several agents in one, with an axis over them in losses, ids, rows and numbers of samples,
     and an error where it looks at `local`, since `knows` is then None.
@@ -158,19 +158,20 @@ class Judged:
     losses_of: Callable[[Received, Change | None], Losses]
     knows: Local | None
     among: Bool[Tensor, "*a m"] | None = None
+    before: Int[Tensor, "*a"] | None = None
 
     def one(self, k: int, losses_of: Callable[[Received, Change | None], Losses], knows: Local) -> "Judged":
         """The view of one of several agents."""
         losses, own = (None if each is None else each[k] for each in (self.losses, self.own))
-        among = None if self.among is None else self.among[k]
-        return Judged(self.n, self.pool, losses, own, self.received[k], self.me[k], losses_of, knows, among)
+        among, before = (None if each is None else each[k] for each in (self.among, self.before))
+        return Judged(self.n, self.pool, losses, own, self.received[k], self.me[k], losses_of, knows, among, before)
 
     def copied(self) -> "Judged":
         """The same with all but the models copied: who writes to it changes nothing for others."""
         losses, own = (None if each is None else each.copied() for each in (self.losses, self.own))
-        received, me, among = self.received.copied(), self.me.copied(), self.among
-        among = None if among is None else among.clone()
-        return dataclasses.replace(self, losses=losses, own=own, received=received, me=me, among=among)
+        among, before = (None if each is None else each.clone() for each in (self.among, self.before))
+        received, me = self.received.copied(), self.me.copied()
+        return dataclasses.replace(self, losses=losses, own=own, received=received, me=me, among=among, before=before)
 
     def itself(self) -> "Judged":
         """The same with the agent's own model as the only one received."""
@@ -270,7 +271,7 @@ REMEMBERS = Declaration[Remembers]("remembers")
 
 def remembers(*, before: bool = False) -> Callable[[F], F]:
     """Declares a rule with memory, (state, judged) -> (state, weights); `before`: it looks at the model that the agent
-    began the round with, the row `judged.local.before` of the pool."""
+    began the round with, the row `judged.before` of the pool."""
     return REMEMBERS(Remembers(before))
 
 

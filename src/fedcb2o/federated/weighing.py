@@ -98,13 +98,12 @@ def _shown(made: Reduction, rows: Int[np.ndarray, " m"], own: int) -> tuple[Floa
 
 def _local(block: Block, k: int, n: int, contacts: Callable[[], Contacts]) -> Local:
     """What the agent in place k of the block knows beside what it receives."""
-    terms, before = block.terms, block.layout.before
+    terms = block.terms
     return Local(
         outputs_of=outputs_seen_by(block, k),
         gradients_of=gradients_seen_by(block, k),
         share=terms.share,
         progress=n / terms.rounds,
-        before=None if before is None else int(before[k]),
         head=terms.head,
         layers=terms.layers,
         contacts_of=contacts,
