@@ -209,14 +209,16 @@ def local_aggregations(
             if options.counts_from == "second":
                 at_hand = [i for i in at_hand if i == j or i in met_before]
             outside = [i for i in received if not is_within(published[i], published[j], agent, options.ball)]
-            outside += [i for i in received if not is_apart(published[i], published[j], agent, options.apart)]
-            Q = sublevel_set(losses, [i for i in at_hand if i not in outside], j, options)
+            peers = [i for i in received if i != j]
+            near = [i for i in peers if not is_apart(published[i], published[j], agent, options.apart)]
+            Q = sublevel_set(losses, [i for i in at_hand if i not in [*outside, *near]], j, options)
             G = {}
             for i in sorted({*received, j}):  # line 5
                 if gap and options.criterion == "perturbation_gap":
                     G[i] = perturbation_gap(published[i], published[j], agent) if i in Q and i != j else 0.0
                 else:
                     G[i] = class_loss_gap(losses, i, j, num_classes, options, Q) if gap else losses[i].mean
+                G[i] = max(G[i], 2.0) if i in near else G[i]
                 G[i] = math.inf if i in outside else G[i]
             for i in received:  # line 4
                 worse = max(G[i], 0.0) if gap and options.likelihood == "loss+criterion" else 0.0

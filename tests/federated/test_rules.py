@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests import reference
-from tests.views import judged
+from tests.views import judged, received
 
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.lists import Lists
@@ -113,15 +113,19 @@ def test_who_is_hardly_apart_from_the_own_model_does_not_count():
     pool = torch.tensor([[3.0, 5.1], [3.0, 7.6], [0.6, 5.0], [30.0, 5.0], [3.0, 5.0], [3.0, 0.0]])
     view = dataclasses.replace(view, pool=pool, before=torch.tensor(5))
     weigh = {"alpha": 0.0, "own_model": "judged"}
-    for given, members in (
-        ({"apart": 0.5}, [1, 3, 4]),
-        ({"apart": 0.45}, [1, 2, 3, 4]),
-        ({"apart": 0.5, "ball": 1.0}, [1, 4]),  # 5.8 about (3, 5)
-        ({}, [0, 1, 2, 3, 4]),
+    for given, members, values in (
+        ({"apart": 0.5}, [1, 3, 4], [2.0, 0.0, 2.0, 0.0]),
+        ({"apart": 0.45}, [1, 2, 3, 4], [2.0, 0.0, 0.0, 0.0]),
+        ({"apart": 0.5, "ball": 1.0}, [1, 4], [2.0, 0.0, 2.0, INF]),  # 5.8 about (3, 5)
+        ({}, [0, 1, 2, 3, 4], [0.0] * 4),
     ):
         decided = algorithms.fedcb2o(**weigh, **given).weigh(view)
         assert decided.outcome.nonzero().flatten().tolist() == members
-        assert [i for i in range(4) if decided.values[i] == INF] == [i for i in range(4) if i not in members]
+        assert decided.values.tolist() == values
+    itself = dataclasses.replace(view, received=received(torch.tensor([4, 1, 2, 3])))  # it drew itself
+    excluded = algorithms.fedcb2o(alpha=0.0, apart=0.5, own_model="excluded", own_candidate=True).weigh(itself)
+    assert excluded.outcome.nonzero().flatten().tolist() == [0, 1, 3]
+    assert excluded.values.tolist() == [0.0, 0.0, 2.0, 0.0]
     assert algorithms.fedcb2o(apart=0.5).keeps_before
     assert not algorithms.fedcb2o(ball=1.0).keeps_before
 

@@ -26,7 +26,7 @@ from fedcb2o.federated import sentinel as _sentinel
 from fedcb2o.federated import wfagg as _wfagg
 from fedcb2o.federated.heads import heads
 from fedcb2o.federated.returned import mixing_of, values_of
-from fedcb2o.federated.sublevel import OwnModel, Sublevel
+from fedcb2o.federated.sublevel import NEAR, OwnModel, Sublevel
 from fedcb2o.federated.types import Criterion, Judged, Received, Reduction, Weighed, together
 
 ROOMS = (robust, robust_columns, _lfighter, _foolsgold, _lightyear, _wfagg, _sentinel, _flame)
@@ -62,14 +62,15 @@ def by_criterion(
 ) -> Weighed:
     """The weights mu_j = exp(-alpha G), normalised, of the received models and, last, the agent's own (eq:comp_csp).
 
-    Only models in the `sublevel` set of the average loss count (eq:clustered_csp); G of those `outside` is infinite.
-    The own model is `"excluded"` as in Algorithm 2, `"judged"` by the criterion like a peer's, or `"trusted"`: it
-    counts as much as the most trusted peer, as in the authors' released code. With point="median", beyond the paper,
-    m_j is the weighted median of each coordinate.
+    Only models in the `sublevel` set of the average loss count (eq:clustered_csp). G is infinite outside of its ball,
+    and at least `NEAR` of who is hardly apart from the own model. This is `"excluded"` as in Algorithm 2, `"judged"` by
+    the criterion like a peer's, or `"trusted"`: it counts as much as the most trusted peer, as in the authors' released
+    code. With point="median", beyond the paper, m_j is the weighted median of each coordinate.
     """
-    outside = sublevel.outside(judged)
-    counted = sublevel.counted(judged, own_model, outside)
-    values = values_of(criterion, dataclasses.replace(judged, among=counted[..., :-1])).masked_fill(outside, torch.inf)
+    outside, near = sublevel.outside(judged), sublevel.near(judged)
+    counted = sublevel.counted(judged, own_model, outside | near)
+    values = values_of(criterion, dataclasses.replace(judged, among=counted[..., :-1]))
+    values = torch.where(near, values.clamp(min=NEAR), values).masked_fill(outside, torch.inf)
     itself = values.new_zeros(*values.shape[:-1], 1)
     if own_model == "judged":
         itself = values_of(criterion, judged.itself())

@@ -14,6 +14,9 @@ from fedcb2o.federated.types import Judged
 
 OwnModel = Literal["excluded", "judged", "trusted"]
 Meeting = Literal["first", "second"]
+NEAR = 2.0
+"""G of who is hardly apart from the own model, in nats: about as much as is lost by a model of ten classes that knows
+nothing. It is on record, as G is, but not for ever, since benign peers may be near after a round or two."""
 Level = Callable[[Float[Tensor, " m"]], Bool[Tensor, " m"]]
 """The losses of some models -> which do not exceed the level."""
 
@@ -26,9 +29,8 @@ class Sublevel:
     errors, on the same samples; without a `level` these alone. With `ball` nobody counts who is farther from the own
     model than so many times its norm: the ball B_R of eq:Q_beta, about the own model, for who cannot tell by losses
     yet. With `apart` nobody counts who is nearer to the own model than so many times what that has moved in its
-    LocalUpdate: who trained by himself is not so near, and by the samples that it trained on the own model, and what
-    hardly differs from it, is better than all others. With counts_from="second" a model counts from the second time on
-    that its agent was asked.
+    LocalUpdate: by the samples that it trained on the own model, and what hardly differs from it, is better than all
+    others. With counts_from="second" a model counts from the second time on that its agent was asked.
     """
 
     level: Level | None = None
@@ -38,26 +40,33 @@ class Sublevel:
     counts_from: Meeting = "first"
 
     def outside(self, judged: Judged) -> Bool[Tensor, "*a m"]:
-        """Which received models lie outside of the ball, or are hardly apart from the own one."""
+        """Which received models lie outside of the ball."""
         outside = torch.zeros_like(judged.received.ids, dtype=torch.bool)
-        if self.ball is None and self.apart is None:
-            return outside
-        m, own = outside.shape[-1], judged.me.rows.view(-1, 1)
-        before = own[:, :0] if judged.before is None else judged.before.view(-1, 1)
-        each = torch.cat([judged.received.rows.view(len(own), m), before, own], 1)
-        for some, rows in zip(outside.view(len(each), m), each, strict=True):
-            distances = relative_distances(judged.pool, rows)
-            if self.ball is not None:
-                some |= ~(distances[:m] <= self.ball)
-            if self.apart is not None:
-                some |= distances[:m] < self.apart * distances[m]
+        if self.ball is not None:
+            everyone, m = judged.received.with_own(judged.me).rows, outside.shape[-1]
+            each = everyone.view(-1, m + 1)
+            for some, rows in zip(outside.view(len(each), m), each, strict=True):
+                some[:] = ~(relative_distances(judged.pool, rows) <= self.ball)
         return outside
 
-    def counted(self, judged: Judged, own_model: OwnModel, outside: Bool[Tensor, "*a m"]) -> Bool[Tensor, "*a k"]:
-        """Which of the received models and, last, the agent's own one are in the set (eq:clustered_csp)."""
+    def near(self, judged: Judged) -> Bool[Tensor, "*a m"]:
+        """Which models of peers are hardly apart from the own one."""
+        near = torch.zeros_like(judged.received.ids, dtype=torch.bool)
+        if self.apart is not None:
+            assert judged.before is not None
+            everyone, m = judged.received.with_own(judged.me).rows, near.shape[-1]
+            each = torch.cat([judged.before.view(-1, 1), everyone.view(-1, m + 1)], -1)
+            for some, rows in zip(near.view(len(each), m), each, strict=True):
+                distances = relative_distances(judged.pool, rows)
+                some[:] = distances[1:] < self.apart * distances[0]
+        return near & (judged.received.ids != judged.me.ids)
+
+    def counted(self, judged: Judged, own_model: OwnModel, out: Bool[Tensor, "*a m"]) -> Bool[Tensor, "*a k"]:
+        """Which of the received models and, last, the agent's own one are in the set (eq:clustered_csp); none that is
+        `out` for its distance."""
         assert judged.losses is not None
         assert judged.own is not None
-        received = ~outside
+        received = ~out
         if own_model != "excluded":
             received &= judged.received.ids != judged.me.ids  # it may have drawn itself: it counts once
         if self.counts_from == "second":
