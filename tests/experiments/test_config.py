@@ -28,10 +28,12 @@ VARIANTS = {  # as docs/configuration.md has them side by side
     "": {"own_candidate": False, "first_contact": "average"},
     "-trusted": {"own_candidate": False, "first_contact": "average", "own_model": "trusted"},
     "-paper": {"own_candidate": False, "first_contact": "average", "own_model": "excluded", "alpha": 10.0},
+    "-held-out": {"own_candidate": False, "first_contact": "average"},
     "-released": {"own_candidate": True, "first_contact": "whole"},
 }
 METHODS = {
     ("", "fedcb2o"): load("digits-fedcb2o").settings()["algorithm"],  # one default for all data
+    ("-held-out", "fedcb2o"): load("digits-fedcb2o-held-out").settings()["algorithm"],
     ("", "fedcbo"): {"own_model": "judged"},
     ("-trusted", "fedcb2o"): {"criterion": "class_loss_gap"},
     ("-paper", "fedcb2o"): {"criterion": "class_loss_gap"},
@@ -40,20 +42,22 @@ METHODS = {
     },
     ("-released", "fedcbo"): {"own_model": "judged", "alpha": 10.0},
 }  # fmt: skip
-FACTORS = {"": 1.0, "-trusted": 1.0, "-paper": 0.04, "-released": 1.0}
+FACTORS = {"": 1.0, "-trusted": 1.0, "-paper": 0.04, "-held-out": 1.0, "-released": 1.0}
 AGENTS = {  # split, validation loss, whether colluders count their own model
     "": ("random", "samples", True),
     "-trusted": ("random", "samples", True),
     "-paper": ("random", "samples", False),
+    "-held-out": ("released", "samples", True),
     "-released": ("released", "batches", True),
 }
 TOLD = {
     "": "default variant",
     "-trusted": "own model trusted",
     "-paper": "the paper's text to the letter",
+    "-held-out": "validation data held out",
     "-released": "the authors' released code",
 }
-VARIANT = re.compile(r"(.*)-(fedcb2?o)(|-trusted|-paper|-released)(?:-tg(.+))?")
+VARIANT = re.compile(r"(.*)-(fedcb2?o)(|-trusted|-paper|-held-out|-released)(?:-tg(.+))?")
 OF_A_VARIANT = [found for name in presets() if (found := VARIANT.fullmatch(name))]
 
 
@@ -93,7 +97,7 @@ def test_every_variant_is_what_its_name_says(found):
         linear = ending == "-released"
         assert experiment.settings()["model"]["dense_activation"] == ("none" if linear else "relu")
     assert TOLD[ending] in experiment.description
-    assert ending.strip("-") in experiment.title
+    assert ending.strip("-").replace("-", " ") in experiment.title
     assert ("T_G" in experiment.title) == (switch is not None)
     assert f"T_G = {switch}" in experiment.title or switch is None
 

@@ -1,6 +1,7 @@
 """The weights that a criterion gives: where everybody is bad, nobody is to be trusted, or nobody answered."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tests import reference
 from tests.views import judged, received
 
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Met
@@ -128,6 +130,13 @@ def test_who_is_hardly_apart_from_the_own_model_does_not_count():
     assert excluded.values.tolist() == [0.0, 0.0, 2.0, 0.0]
     assert algorithms.fedcb2o(apart=0.5).keeps_before
     assert not algorithms.fedcb2o(ball=1.0).keeps_before
+
+
+@pytest.mark.parametrize("option", ["apart", "ball"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_distances_that_are_none(option, value):
+    with pytest.raises(ConfigError, match=f"`{option}` must be above 0, got {value}"):
+        algorithms.fedcb2o(**{option: value})
 
 
 @pytest.mark.parametrize("kappa", [0.0, 2.0])

@@ -146,3 +146,32 @@ def test_a_configuration_is_written_whole(tmp_path):
     assert changed.settings()["attack"]["data"]["target"] == 5
     run(experiment, out=tmp_path, workers=1)
     run(tmp_path / "config.toml", out=tmp_path, workers=1, resume=True)
+
+
+def test_who_sends_a_receivers_own_model_back_gets_little_weight_for_it(tmp_path):
+    changes = {"rounds": 6, "seeds": [0], "agents.benign": 7, "agents.malicious": 3}
+    weights = {}
+    for apart in (0.75, 1e-9):
+        experiment = load(
+            "digits-fedcb2o",
+            {**changes, "attack": {"name": "dissensus", "eps": 0.1}, "algorithm.apart": apart, "name": f"near-{apart}"},
+        )
+        done = run(experiment, out=tmp_path / f"{apart}", workers=1)
+        bad = done.agents.set_index(["seed", "agent"]).malicious
+        pairs = done.pairs.join(bad, on=["seed", "agent"]).join(bad.rename("from_bad"), on=["seed", "peer"])
+        weights[apart] = pairs[~pairs.malicious.astype(bool) & pairs.from_bad.astype(bool)].weight
+        assert len(weights[apart]) > 50
+    assert (weights[0.75] > 0).mean() < 0.4 < (weights[1e-9] > 0).mean()
+    assert weights[0.75].mean() < 0.5 * weights[1e-9].mean()
+
+
+def test_benign_peers_that_begin_alike_go_on_exchanging(tmp_path):
+    """With many samples alike all move alike in the first round, and are near each other; later they are not."""
+    team = {"agents.num_clusters": 1, "agents.benign": 4, "agents.malicious": 0, "agents.budget": 3}
+    experiment = load("digits-fedcb2o", {**team, "agents.benign_samples": 200, "rounds": 3, "seeds": [0]})
+    done = run(experiment, out=tmp_path, workers=1)
+    received = done.pairs[done.pairs.agent != done.pairs.peer].groupby("round")
+    assert received.size().tolist() == [12, 12, 12]
+    first, *_, last = received.weight.sum()
+    assert first < 1.0
+    assert last > 2.0

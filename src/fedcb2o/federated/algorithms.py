@@ -128,7 +128,7 @@ def fedcb2o(
         raise ConfigError("`delta_q` and `quantile` go with a `beta`: they are about the level of its sub-level set")
     _check("tested", tested, tested is None or 0 <= tested < math.inf, "0 or more")
     _check("ball", ball, ball is None or ball > 0, "above 0")
-    _check("apart", apart, apart is None or 0 < apart < math.inf, "above 0")
+    _check("apart", apart, apart is None or apart > 0, "above 0")
     _check("judged_at", judged_at, 0 < judged_at <= 1, "above 0 and at most 1")
     _check("kappa", kappa, kappa >= 0, "0 or more")
     _check("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
