@@ -155,7 +155,6 @@ def test_every_entry_of_the_built_in_grids_is_valid(name):
 
 DEFAULT = {
     "FedCB2O, all data, apart": "",
-    "FedCB2O, all data, apart and perturbations": "-perturbations",
     "FedCB2O, sub-level set": "-held-out",
 }
 OF_THE_DEFAULT = [
