@@ -196,7 +196,7 @@ def _part(part: Any) -> Part:
     scale = table.pop("scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0:
         raise ConfigError(f"the `scale` of a criterion must be a number above 0, got {scale!r}")
-    return Part(plugins.named("criterion", table, sys.modules[__name__]), scale)
+    return Part(plugins.named("criterion", table, sys.modules[__name__]), float(scale))
 
 
 def _parts(of: Sequence[Any]) -> tuple[Part, ...]:
