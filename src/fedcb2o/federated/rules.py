@@ -67,7 +67,7 @@ def by_criterion(
     the criterion like a peer's, or `"trusted"`: it counts as much as the most trusted peer, as in the authors' released
     code. With point="median", beyond the paper, m_j is the weighted median of each coordinate.
     """
-    outside, near = sublevel.outside(judged), sublevel.near(judged)
+    outside, near = sublevel.by_distance(judged)
     counted = sublevel.counted(judged, own_model, outside | near)
     values = values_of(criterion, dataclasses.replace(judged, among=counted[..., :-1]))
     values = torch.where(near, values.clamp(min=NEAR), values).masked_fill(outside, torch.inf)

@@ -39,27 +39,25 @@ class Sublevel:
     apart: float | None = None
     counts_from: Meeting = "first"
 
-    def outside(self, judged: Judged) -> Bool[Tensor, "*a m"]:
-        """Which received models lie outside of the ball."""
-        outside = torch.zeros_like(judged.received.ids, dtype=torch.bool)
-        if self.ball is not None:
-            everyone, m = judged.received.with_own(judged.me).rows, outside.shape[-1]
-            each = everyone.view(-1, m + 1)
-            for some, rows in zip(outside.view(len(each), m), each, strict=True):
-                some[:] = ~(relative_distances(judged.pool, rows) <= self.ball)
-        return outside
-
-    def near(self, judged: Judged) -> Bool[Tensor, "*a m"]:
-        """Which models of peers are hardly apart from the own one."""
-        near = torch.zeros_like(judged.received.ids, dtype=torch.bool)
+    def by_distance(self, judged: Judged) -> tuple[Bool[Tensor, "*a m"], Bool[Tensor, "*a m"]]:
+        """Which received models lie outside of the ball, and which of peers are hardly apart from the own one."""
+        ids = judged.received.ids
+        outside, near = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+        if self.ball is None and self.apart is None:
+            return outside, near
+        m = ids.shape[-1]
+        everyone = judged.received.with_own(judged.me).rows.view(-1, m + 1)
         if self.apart is not None:
             assert judged.before is not None
-            everyone, m = judged.received.with_own(judged.me).rows, near.shape[-1]
-            each = torch.cat([judged.before.view(-1, 1), everyone.view(-1, m + 1)], -1)
-            for some, rows in zip(near.view(len(each), m), each, strict=True):
-                distances = relative_distances(judged.pool, rows)
-                some[:] = distances[1:] < self.apart * distances[0]
-        return near & (judged.received.ids != judged.me.ids)
+            everyone = torch.cat([judged.before.view(-1, 1), everyone], -1)
+        a = len(everyone)
+        for far, close, rows in zip(outside.view(a, m), near.view(a, m), everyone, strict=True):
+            distances = relative_distances(judged.pool, rows)
+            if self.ball is not None:
+                far[:] = ~(distances[len(distances) - m :] <= self.ball)
+            if self.apart is not None:
+                close[:] = distances[1:] < self.apart * distances[0]
+        return outside, near & (ids != judged.me.ids)
 
     def counted(self, judged: Judged, own_model: OwnModel, out: Bool[Tensor, "*a m"]) -> Bool[Tensor, "*a k"]:
         """Which of the received models and, last, the agent's own one are in the set (eq:clustered_csp); none that is

@@ -143,10 +143,9 @@ class Judged:
     `own` those of its own model (m = 1); both are None where the algorithm does not judge. `me` is the agent itself as
     if it was received. `among` says which received models are in the sub-level set, None where all are asked about.
     `before` is the row of the pool that holds the model which it began the round with, None where nobody asked to keep
-    it.
-    `losses_of` gives the losses of any models on its validation data, or on those changed. What is
-    declared `together` gets several agents in one, with an axis over them in losses, ids, rows and numbers of samples,
-    and an error where it looks at `local`, since `knows` is then None.
+    it. `losses_of` gives the losses of any models on its validation data, or on those changed. What is declared
+    `together` gets several agents in one, with an axis over them in losses, ids, rows and numbers of samples, and an
+    error where it looks at `local`, since `knows` is then None.
     """
 
     n: int
