@@ -71,7 +71,7 @@ def demo(out: Path, *, rounds: int = 30, console: Console | None = None) -> dict
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} is not empty: remove it, or choose another --out")
-    experiment = load("digits-fedcb2o-trusted", {**EXPERIMENT, "rounds": rounds})
+    experiment = load("digits-fedcb2o", {**EXPERIMENT, "rounds": rounds})
     agents, federation = prepared(out, experiment)
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
