@@ -289,7 +289,9 @@ def check(
             print(f"names {part}, code that would run here: read it, then --own {part}")
     if data is not None:
         held = agent.own(agreed, me, agent.data_of(data, agreed, data_dir)).holdings
-        print(f"the data fit: {held.train.sizes[0]} samples train, {held.validation.sizes[0]} judge others' models")
+        which = "others" if agreed.experiment.agents.hold_out else "of them"
+        judging = f"{held.validation.sizes[0]} {which} judge others' models"
+        print(f"the data fit: {held.train.sizes[0]} samples train, {judging}, {len(held.test)} test")
     found = checking.check(agreed, mine, seconds=seconds, listen=True if listen is None else listen)
     print("\n".join(checking.lines(found)))
     if any(each.wrong for each in found):

@@ -59,7 +59,7 @@ class Agent:
 
 
 def own(federation: Federation, me: int, dataset: Dataset) -> Agent:
-    """An agent with an organisation's own data, of which a part is kept for judging models; raises DataError or
+    """An agent with an organisation's own data, by a part of which, or all, it judges models; raises DataError or
     ConfigError where they do not fit the federation."""
     experiment, seed = _alone(federation.experiment), federation.seed
     dataset = _fitting(federation, dataset)

@@ -57,13 +57,13 @@ def scores(lines: Sequence[Line]) -> Figure | None:
 
 @mpl.rc_context(STYLE)
 def losses(lines: Sequence[Line]) -> Figure | None:
-    """The loss in training, and the trained model's on the agent's own validation samples."""
+    """The loss in training, and the trained model's on the samples by which the agent judges others' models."""
     return _curves(
         "Losses",
         lines,
         {
             "in training": [line.train_loss for line in lines],
-            "on own validation samples": [line.own_loss for line in lines],
+            "on the samples that judge": [line.own_loss for line in lines],
         },
     )
 

@@ -100,7 +100,7 @@ def _head(recorded: Recorded) -> str:
     of = f" of {about.rounds}" if about.rounds else ""
     told = [
         f"Agent {about.id} of run <code>{html.escape(about.run[:16])}</code>, version {about.version} of its "
-        f"federation, with {about.num_samples:,} samples for training, {about.validation_samples:,} for judging.",
+        f"federation: {about.num_samples:,} samples train, {about.validation_samples:,} judge others' models.",
         f"Rounds done: {last.round}{of}.",
     ]
     found = {
