@@ -4,9 +4,10 @@ r"""Seconds that a round takes with each of a grid's defences, which take turns 
         --defence "FedCB2O, all data" --defence "FedCB2O, all data, apart"     # two minutes
     .venv/bin/python benchmarks/defences.py quick                              # all defences of the grid `quick`
 
-Attackers train cleanly, nothing is evaluated but the last round, and the first round of a turn is not counted. A line a
-defence: the median over the turns, the least, and both as ratios to the first defence. Other programs on the machine
-make a turn take up to twice as long; the ratio of the least bears that best.
+Attackers train cleanly, nothing is evaluated but the last round, and the first round of a turn is not counted. What a
+grid tunes is at the experiment's value. A line a defence: the median over the turns, the least, and both as ratios to
+the first defence. Other programs on the machine make a turn take up to twice as long; the ratio of the least bears that
+best.
 """
 
 import argparse
@@ -17,9 +18,8 @@ from pathlib import Path
 
 import fedcb2o
 from fedcb2o.experiments.grid import Grid, load_grid
+from fedcb2o.report.grid import UNTIMED
 from fedcb2o.runtime.workers import one_thread
-
-PARTS = ("train", "aggregate", "mix")
 
 
 def seconds(grid: Grid, defence: str, rounds: int, data_dir: Path | None) -> float:
@@ -32,7 +32,8 @@ def seconds(grid: Grid, defence: str, rounds: int, data_dir: Path | None) -> flo
     with tempfile.TemporaryDirectory() as folder, one_thread():
         fedcb2o.run(fedcb2o.load(settings), out=Path(folder) / "run", workers=1, data_dir=data_dir)
         lines = next(Path(folder).rglob("timing.jsonl")).read_text(encoding="utf-8").splitlines()
-    return float(statistics.median(sum(json.loads(line)[part] for part in PARTS) for line in lines[1:]))
+    took = [{part: s for part, s in json.loads(line).items() if part not in ("round", *UNTIMED)} for line in lines[1:]]
+    return statistics.median(sum(parts.values()) for parts in took)
 
 
 def main() -> None:
@@ -45,13 +46,16 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     given = parser.parse_args()
     grid = load_grid(given.grid)
-    took: dict[str, list[float]] = {name: [] for name in given.defence or grid.defences}
+    names = given.defence or [*grid.defences]
+    if unknown := [name for name in names if name not in grid.defences]:
+        parser.error(f"no defence {unknown[0]!r} in this grid: {'; '.join(grid.defences)}")
+    took: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(given.turns):
-        for name, turns in took.items():
-            turns.append(seconds(grid, name, given.rounds, given.data_dir))
-    median, least = ({name: of(turns) for name, turns in took.items()} for of in (statistics.median, min))
+        for name, each in took.items():
+            each.append(seconds(grid, name, given.rounds, given.data_dir))
+    median, least = ({name: of(each) for name, each in took.items()} for of in (statistics.median, min))
     first, width = next(iter(took)), max(map(len, took))
-    print(f"{'seconds a round':{width}}  median   least    ratios")
+    print(f"{'seconds a round':{width}}  median   least    ratios of both")
     for name in took:
         ratios = "  ".join(f"{each[name] / each[first]:.2f}" for each in (median, least))
         print(f"{name:{width}}  {median[name]:.4f}  {least[name]:.4f}  {ratios}")

@@ -289,7 +289,7 @@ def check(
             print(f"names {part}, code that would run here: read it, then --own {part}")
     if data is not None:
         held = agent.own(agreed, me, agent.data_of(data, agreed, data_dir)).holdings
-        which = "others" if agreed.experiment.agents.hold_out else "of them"
+        which = "more" if agreed.experiment.agents.hold_out else "of them"
         judging = f"{held.validation.sizes[0]} {which} judge others' models"
         print(f"the data fit: {held.train.sizes[0]} samples train, {judging}, {len(held.test)} test")
     found = checking.check(agreed, mine, seconds=seconds, listen=True if listen is None else listen)
