@@ -66,6 +66,7 @@ class Options:
     z: float = 0.0  # so many standard errors, of a class loss or of a rise, are no gap
     pixels: int = 6  # that the perturbation worst for a model paints
     samples: int = 4  # on which it is sought
+    steps: int = 1  # in which it is sought
     against: Literal["own", "majority"] = "own"  # majority: or the median over Q, where that is more
     likelihood: Literal["loss", "loss+criterion"] = "loss"
     counts_from: Literal["first", "second"] = "first"  # meeting
@@ -215,7 +216,7 @@ def local_aggregations(
             G = {}
             for i in sorted({*received, j}):  # line 5
                 if gap and options.criterion == "perturbation_gap":
-                    G[i] = perturbation_gap(published[i], published[j], agent) if i in Q and i != j else 0.0
+                    G[i] = perturbation_gap(published, Q, i, j, agent) if i in Q and i != j else 0.0
                 else:
                     G[i] = class_loss_gap(losses, i, j, num_classes, options, Q) if gap else losses[i].mean
                 G[i] = max(G[i], 2.0) if i in near else G[i]
@@ -442,9 +443,15 @@ def class_loss_gap(
     return max(differences)
 
 
-def perturbation_gap(peer: nn.Module, own: nn.Module, agent: Agent) -> float:
-    """How much more the loss rises under the perturbation worst for a peer's model than the own one's under its own."""
-    differences = [a - b for a, b in zip(worst_rises(peer, agent), worst_rises(own, agent), strict=True)]
+def perturbation_gap(published: dict[int, nn.Module], Q: list[int], i: int, j: int, agent: Agent) -> float:
+    """How much more the loss rises under the perturbation worst for a peer's model than the own one's under its own, or
+    against the majority than the median model's of those in Q, where that rises more."""
+    rises = {k: worst_rises(published[k], agent) for k in {*Q, j}}
+    expected = rises[j]
+    if agent.algorithm.against == "majority":
+        middle = sorted(rises.values(), key=mean_of)[(len(rises) - 1) // 2]
+        expected = max(expected, middle, key=mean_of)
+    differences = [a - b for a, b in zip(rises[i], expected, strict=True)]
     n, mean = len(differences), mean_of(differences)
     error = math.sqrt(sum((each - mean) ** 2 for each in differences) / max(1, n - 1) / n)
     return max(0.0, mean - agent.algorithm.z * error)
@@ -464,42 +471,64 @@ def worst_rises(model: nn.Module, agent: Agent) -> list[float]:
 
 def worst_pixels(model: nn.Module, agent: Agent) -> list[tuple[int, int, int, float]]:
     """The pixels (with their channels) that, painted black (0) or white (1), to first order raise the output of one
-    class most above that of the label, of all classes."""
-    x, y = agent.validation_x, agent.validation_y
-    count = min(agent.algorithm.samples, len(y))
+    class most above that of the label: a part of them in each step, with those before painted. Of the classes the one
+    for which that is most, or with several steps the one whose pixels raise the loss most of these samples."""
+    x, y, options = agent.validation_x, agent.validation_y, agent.algorithm
+    count = min(options.samples, len(y))
     places = [k * len(y) // count for k in range(count)]
     model.eval()
     best, found = -math.inf, list[tuple[int, int, int, float]]()
     for c in range(model(x[:1]).shape[1]):
-        gain: dict[tuple[int, int], float] = {}
-        colours: dict[tuple[int, int], list[tuple[int, int, int, float]]] = {}
-        slope = []
-        for k in places:
-            image = x[k : k + 1].clone().requires_grad_()
-            outputs = model(image)[0]
-            slope.append(torch.autograd.grad(outputs[c] - outputs[y[k]], image)[0][0].tolist())
-        channels, height, width = x.shape[1:]
-        for row in range(height):
-            for column in range(width):
-                gain[row, column], colours[row, column] = 0.0, []
-                for channel in range(channels):
-                    by_colour = {
-                        colour: mean_of(
-                            [
-                                s[channel][row][column] * (colour - float(x[k, channel, row, column]))
-                                for s, k in zip(slope, places, strict=True)
-                            ]
-                        )
-                        for colour in (1.0, 0.0)
-                    }
-                    colour = max(by_colour, key=lambda each: by_colour[each])
-                    if by_colour[colour] > 0:
-                        gain[row, column] += by_colour[colour]
-                        colours[row, column].append((channel, row, column, colour))
-        most = sorted(gain, key=lambda pixel: -gain[pixel])[: agent.algorithm.pixels]
-        if (total := sum(gain[pixel] for pixel in most)) > best:
-            best, found = total, [each for pixel in most for each in colours[pixel]]
+        seen, chosen, pixels = x[places].clone(), list[tuple[int, int, int, float]](), set[tuple[int, int]]()
+        for step in range(1, options.steps + 1):
+            gain, colours = gains_of_pixels(model, seen, y[places], c)
+            by_gain = sorted((pixel for pixel in gain if pixel not in pixels), key=lambda pixel: -gain[pixel])
+            so_far = [math.ceil(options.pixels * s / options.steps) for s in (step - 1, step)]
+            most = [pixel for pixel in by_gain[: so_far[1] - so_far[0]] if gain[pixel] > 0]
+            pixels |= {*most}
+            chosen += [each for pixel in most for each in colours[pixel]]
+            for channel, row, column, colour in chosen:
+                seen[:, channel, row, column] = colour
+            total = sum(gain[pixel] for pixel in most)
+        if options.steps > 1:
+            with torch.no_grad():
+                total = F.cross_entropy(model(seen).double(), y[places]).item()
+        if total > best:
+            best, found = total, chosen
     return found
+
+
+def gains_of_pixels(
+    model: nn.Module, x: Tensor, y: Tensor, c: int
+) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], list[tuple[int, int, int, float]]]]:
+    """By how much to first order each pixel, painted in all these images, raises the output of class c above that of
+    the label, and what colours its channels get for that."""
+    gain: dict[tuple[int, int], float] = {}
+    colours: dict[tuple[int, int], list[tuple[int, int, int, float]]] = {}
+    slope = []
+    for k in range(len(x)):
+        image = x[k : k + 1].clone().requires_grad_()
+        outputs = model(image)[0]
+        slope.append(torch.autograd.grad(outputs[c] - outputs[y[k]], image)[0][0].tolist())
+    channels, height, width = x.shape[1:]
+    for row in range(height):
+        for column in range(width):
+            gain[row, column], colours[row, column] = 0.0, []
+            for channel in range(channels):
+                by_colour = {
+                    colour: mean_of(
+                        [
+                            s[channel][row][column] * (colour - float(image[channel, row, column]))
+                            for s, image in zip(slope, x, strict=True)
+                        ]
+                    )
+                    for colour in (1.0, 0.0)
+                }
+                colour = max(by_colour, key=lambda each: by_colour[each])
+                if by_colour[colour] > 0:
+                    gain[row, column] += by_colour[colour]
+                    colours[row, column].append((channel, row, column, colour))
+    return gain, colours
 
 
 # ---- lines 6 and 7: the consensus point ----

@@ -160,6 +160,16 @@ CASES: dict[str, dict[str, Any]] = {
             "likelihood": "loss+criterion",
         },
     },
+    "the gap of perturbations sought in steps": {
+        "attack": {"name": "label_flip", "source": 9, "target": 4, "from_round": 1},
+        "algorithm": {
+            **{"name": "fedcb2o", "beta": 0.75, "judged_at": 0.5, "own_model": "judged", "alpha": 1.0},
+            "criterion": {
+                **{"name": "perturbation_gap", "pixels": 5, "samples": 3, "steps": 2, "z": 0.5, "against": "majority"}
+            },
+            "mixing_factor": 1.0,
+        },
+    },
     "logistic": {"model": {"name": "logistic"}, "algorithm": {"name": "fedcb2o", **MIXED}},
 }
 BUILT_IN: dict[str, dict[str, Any]] = {

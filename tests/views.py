@@ -25,7 +25,8 @@ def local(**known) -> Local:
     nobody = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
     given = {
         "outputs_of": lambda models, change=None: None,
-        "gradients_of": lambda models, count: None,
+        "samples_of": lambda count: None,
+        "gradients_of": lambda models, x, of=None: None,
         "contacts_of": lambda: nobody,
         "draw_of": lambda: stream(0, "judged"),
     }

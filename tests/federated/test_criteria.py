@@ -40,10 +40,15 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         second = thetas[models.rows].double() @ seen.flatten(1).T
         return torch.stack([torch.zeros_like(second), second], -1), torch.zeros(len(x), dtype=torch.int64)
 
-    def gradients_of(models, count):
+    def samples_of(count):
         few = x[:count].float()
-        second = thetas[models.rows].view(-1, 1, *x.shape[1:]).expand(-1, len(few), *x.shape[1:])
-        return torch.stack([torch.zeros_like(second), second], 1), few, torch.zeros(len(few), dtype=torch.int64)
+        return few, torch.zeros(len(few), dtype=torch.int64)
+
+    def gradients_of(models, x, of=None):
+        seen = x.clone().requires_grad_()
+        second = (seen.flatten(2) * thetas[models.rows].view(len(models.rows), 1, -1)).sum(-1)
+        outputs = torch.stack([torch.zeros_like(second), second], -1)
+        return outputs.detach(), None if of is None else torch.autograd.grad(of(outputs).sum(), seen)[0]
 
     every = torch.arange(m + 1) if rows is None else rows
     received, me = views.received(every[:-1]), views.received(every[-1:])
@@ -56,7 +61,7 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         received=received,
         me=me,
         losses_of=losses_of,
-        knows=views.local(outputs_of=outputs_of, gradients_of=gradients_of),
+        knows=views.local(outputs_of=outputs_of, samples_of=samples_of, gradients_of=gradients_of),
     )
 
 
@@ -202,6 +207,23 @@ def test_a_trigger_anywhere_is_a_gap_and_a_clean_model_has_none():
     assert criteria.perturbation_gap(view, pixels=4).tolist() == pytest.approx(four, abs=1e-6)
     some = dataclasses.replace(view, among=torch.tensor([False, True, True, True]))
     assert criteria.perturbation_gap(some, pixels=2).tolist() == pytest.approx([0.0, *two[1:]], abs=1e-6)
+    assert criteria.perturbation_gap(view, pixels=2, steps=2).tolist() == pytest.approx(two, abs=1e-6)
+
+
+def test_what_most_models_rise_by_is_no_gap_to_the_majority():
+    thetas = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]])  # the own one is the last, and the third in the middle
+    view = brightness_judges(thetas, torch.zeros(1, 1, 1, 1))
+    own = [rise(4), rise(3), rise(2), rise(1)]
+    assert criteria.perturbation_gap(view).tolist() == pytest.approx(own, abs=1e-6)
+    most = [rise(4) - rise(2), rise(3) - rise(2), 0.0, 0.0]
+    assert criteria.perturbation_gap(view, against="majority").tolist() == pytest.approx(most, abs=1e-6)
+    some = dataclasses.replace(
+        view, among=torch.tensor([True, False, True, True])
+    )  # of 4, 2, 1 and 0: the lower of two
+    few = [rise(4) - rise(1), 0.0, rise(2) - rise(1), 0.0]
+    assert criteria.perturbation_gap(some, against="majority").tolist() == pytest.approx(few, abs=1e-6)
+    surer = brightness_judges(thetas.flip(0), torch.zeros(1, 1, 1, 1))  # the own one rises most
+    assert criteria.perturbation_gap(surer, against="majority").tolist() == [0.0] * 4
 
 
 def test_a_gap_of_perturbations_counts_as_far_as_it_is_sure():

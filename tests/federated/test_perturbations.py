@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests import views
 from tests.views import models
 from torch import nn
 
@@ -13,33 +14,43 @@ from fedcb2o.models import logistic, mlp
 LABELS = torch.tensor([0, 1])
 
 
-def linear(weights, x, labels=LABELS):
-    """The gradients of one model, whose outputs are products of an image with the weights of each class."""
+def linear(weights, x, pixels, labels=LABELS, steps=1):
+    """The worst ways of one model, whose outputs are products of an image with the weights of each class."""
     weights = torch.tensor(weights)
-    shape = (1, len(weights), len(x), *x.shape[1:])
-    return weights.view(1, -1, 1, *x.shape[1:]).expand(shape), x, labels
+
+    def gradients_of(models, x, of=None):
+        seen = x.clone().requires_grad_()
+        outputs = seen.flatten(2) @ weights.T
+        return outputs.detach(), None if of is None else torch.autograd.grad(of(outputs).sum(), seen)[0]
+
+    known = views.local(samples_of=lambda count: (x, labels), gradients_of=gradients_of)
+    return worst(known, views.received(torch.tensor([0])), len(weights), pixels, len(x), steps)
 
 
 def test_the_pixels_that_raise_one_class_above_the_label_most():
     """Above class 0 and 1 in turn: class 2 by a white third pixel and a black first, (1 + 1) / 2 and (2 + 2) / 2."""
     x = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 2, 2).repeat(2, 1, 1, 1)
     weights = [[0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, -0.5], [-2.0, 0.25, 1.0, 0.0]]
-    assert worst(linear(weights, x), 1).tolist() == [[[[-1.0, 0.0], [0.0, 0.0]]]]
-    assert worst(linear(weights, x), 2).tolist() == [[[[-1.0, 0.0], [1.0, 0.0]]]]
-    assert worst(linear(weights, x), 9).tolist() == [[[[-1.0, 1.0], [1.0, 0.0]]]]  # the last: 0.5 for one, -0.5 for one
+    assert linear(weights, x, 1).tolist() == [[[[-1.0, 0.0], [0.0, 0.0]]]]
+    assert linear(weights, x, 2).tolist() == [[[[-1.0, 0.0], [1.0, 0.0]]]]
+    assert linear(weights, x, 9).tolist() == [[[[-1.0, 1.0], [1.0, 0.0]]]]  # the last: 0.5 for one, -0.5 for one
+    for pixels in (1, 2, 9):  # what is linear is found in steps as in one
+        assert torch.equal(linear(weights, x, pixels, steps=2), linear(weights, x, pixels))
 
 
 def test_where_nothing_is_gained_nothing_is_painted():
     x = torch.zeros(2, 1, 1, 3)
-    assert worst(linear([[0.0, 0.0, 0.0], [-1.0, -1.0, -1.0]], x, torch.tensor([0, 0])), 2).tolist() == [[[[0, 0, 0]]]]
+    for steps in (1, 2):
+        found = linear([[0.0, 0.0, 0.0], [-1.0, -1.0, -1.0]], x, 2, torch.tensor([0, 0]), steps)
+        assert found.tolist() == [[[[0, 0, 0]]]]
 
 
 def test_the_channels_of_a_pixel_go_their_own_way():
     x = torch.full((1, 2, 1, 2), 0.5)
     weights = [[0.0] * 4, [3.0, 1.0, -2.0, 4.0]]  # 2.5 in the first pixel, and in the second
-    assert worst(linear(weights, x, torch.tensor([0])), 1).tolist() == [[[[1.0, 0.0]], [[-1.0, 0.0]]]]
+    assert linear(weights, x, 1, torch.tensor([0])).tolist() == [[[[1.0, 0.0]], [[-1.0, 0.0]]]]
     weights[1][3] = 5.0
-    assert worst(linear(weights, x, torch.tensor([0])), 1).tolist() == [[[[0.0, 1.0]], [[0.0, 1.0]]]]
+    assert linear(weights, x, 1, torch.tensor([0])).tolist() == [[[[0.0, 1.0]], [[0.0, 1.0]]]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
@@ -57,7 +68,23 @@ def test_painted_pixels_are_black_and_white_and_others_as_they_were(dtype):
 )
 def test_samples_without_pixels_or_classes_are_told(x, y):
     with pytest.raises(ConfigError, match=r"looks for pixels that change the class of images, .*: take another"):
-        worst((torch.zeros(1, 2, *x.shape), x, y), 1)
+        linear([[0.0], [0.0]], x, 1, y)
+
+
+def test_steps_find_pixels_that_count_only_together():
+    """Class 1 is raised where its first pixel is white, by 1.2, and 2 where both of its are, by 9; to first order 1
+    by 1.2 and 2 by 1. After the first step the second pixel of class 2 is worth 8."""
+
+    def gradients_of(models, x, of=None):
+        seen = x.clone().requires_grad_()
+        a, b, c = seen.flatten(2).unbind(-1)
+        outputs = torch.stack([torch.zeros_like(a), 1.2 * a, b + 8 * b * c], -1)
+        return outputs.detach(), None if of is None else torch.autograd.grad(of(outputs).sum(), seen)[0]
+
+    known = views.local(samples_of=lambda count: (torch.zeros(1, 1, 1, 3), LABELS[:1]), gradients_of=gradients_of)
+    models = views.received(torch.tensor([0]))
+    assert worst(known, models, 3, 2, 1, 1).tolist() == [[[[1.0, 0.0, 0.0]]]]
+    assert worst(known, models, 3, 2, 1, 2).tolist() == [[[[0.0, 1.0, 1.0]]]]
 
 
 NETWORKS = {
@@ -73,15 +100,20 @@ def test_gradients_are_what_outputs_change_by(make, together):
     module = make()
     dim = sum(p.numel() for p in module.parameters())
     pool, rows = 0.3 * models(5, dim, dtype=torch.float32), torch.tensor([3, 0, 4])
-    x = models(2, 16, seed=1, dtype=torch.float32).view(2, 1, 4, 4)
-    found = gradients(module, pool, rows, x, together)
-    assert found.shape == (3, 3, 2, 1, 4, 4)
+    x = models(6, 16, seed=1, dtype=torch.float32).view(3, 2, 1, 4, 4)
+    outputs, found = gradients(module, pool, rows, x, lambda outputs: outputs[..., 0] - outputs[..., 1], together)
+    assert found.shape == x.shape
     assert not found.requires_grad
+    alone, none = gradients(module, pool, rows, x, None, together)
+    assert none is None
+    torch.testing.assert_close(alone, outputs)
     step = 1e-3
-    for row, column in ((0, 0), (2, 3)):
-        there = [x.clone(), x.clone()]
-        there[0][..., row, column] -= step
-        there[1][..., row, column] += step
-        low, high = (logits(module, pool, rows, each, together) for each in there)
-        change = (high - low).transpose(1, 2) / (2 * step)
-        torch.testing.assert_close(found[..., 0, row, column], change, rtol=1e-2, atol=2e-3)
+    for i in range(3):
+        torch.testing.assert_close(outputs[i : i + 1], logits(module, pool, rows[i : i + 1], x[i], together))
+        for row, column in ((0, 0), (2, 3)):
+            there = [x[i].clone(), x[i].clone()]
+            there[0][..., row, column] -= step
+            there[1][..., row, column] += step
+            low, high = (logits(module, pool, rows[i : i + 1], each, together)[0] for each in there)
+            change = ((high - low) / (2 * step)) @ torch.tensor([1.0, -1.0, 0.0])
+            torch.testing.assert_close(found[i, :, 0, row, column], change, rtol=1e-2, atol=2e-3)

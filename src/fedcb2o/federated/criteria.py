@@ -148,16 +148,22 @@ def perturbation_gap(
     *,
     pixels: Annotated[int, Field(ge=1)] = 6,
     samples: Annotated[int, Field(ge=1)] = 4,
+    steps: Annotated[int, Field(ge=1)] = 1,
     z: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0,
+    against: Literal["own", "majority"] = "own",
 ) -> Float[Tensor, " m"]:
     """How much more the average loss rises under the universal perturbation that is worst for a model than the own
     model's does under the one worst for that, in place of the gap of eq:robust_criterion_G_LF: for backdoors whose
     trigger nobody knows, with own_model = "judged".
 
     A perturbation paints at most so many `pixels` black or white, the same in all images (`perturbations.worst`), and
-    is sought by gradients on so many `samples`. Only what exceeds `z` standard errors of the mean difference over all
-    validation samples counts, and less than 0 is 0. Models are looked at whole, whatever `judged_at` is, since half a
-    step dilutes a backdoor; those outside of the sub-level set, which have no weight, not at all: they have 0.
+    is sought for every class by gradients on so many `samples`, in so many `steps`: in one, the worst class is chosen
+    to first order; in more, gradients are taken anew where pixels are painted, and it is chosen by the loss. With
+    against="majority" the rise is compared with the median one of the sub-level set and the own model, where that is
+    more than the own one's: what most models rise by is held against nobody. Only what exceeds `z` standard errors of
+    the mean difference over all validation samples counts, and less than 0 is 0. Models are looked at whole, whatever
+    `judged_at` is, since half a step dilutes a backdoor; those outside of the sub-level set, which have no weight, not
+    at all: they have 0.
     """
     _losses(judged)
     seen = judged.received.rows != judged.me.rows
@@ -166,9 +172,14 @@ def perturbation_gap(
     gap = torch.zeros(len(seen), dtype=torch.float64)
     if seen.any():
         some = judged.received[seen].with_own(judged.me)
-        rises = perturbations.rises(judged.local, some, pixels, samples)
-        above = rises[:-1].mean(-1) - rises[-1].mean().nan_to_num(nan=MOST, posinf=MOST)
-        gap[seen] = _or_infinite(beyond(above, z, error_of(rises[:-1] - rises[-1])))
+        rises = perturbations.rises(judged.local, some, pixels, samples, steps)
+        means = rises.mean(-1)
+        expected = len(means) - 1
+        if against == "majority":
+            middle = int(means.argsort()[(len(means) - 1) // 2])
+            expected = middle if means[middle] > means[-1] else expected
+        above = means[:-1] - means[expected].nan_to_num(nan=MOST, posinf=MOST)
+        gap[seen] = _or_infinite(beyond(above, z, error_of(rises[:-1] - rises[expected])))
     return gap
 
 

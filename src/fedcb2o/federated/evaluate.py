@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fedcb2o import norms
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.losses import Loss, of_samples
-from fedcb2o.federated.types import Losses
+from fedcb2o.federated.types import Gradients, Losses
 from fedcb2o.models import bind_, local_of, rows_of, stacked, state
 
 TOGETHER = 2**21  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
@@ -71,20 +71,21 @@ def gradients(
     module: nn.Module,
     pool: Float[Tensor, "p d"],
     rows: Int[Tensor, " m"],
-    x: Shaped[Tensor, "n *features"],
+    x: Float[Tensor, "m n *features"],
+    of: Callable[[Float[Tensor, "k n *C"]], Float[Tensor, "k n"]] | None,
     together: int | None = None,
     reference: Reference | None = None,
-) -> Float[Tensor, "m C n *features"]:
-    """The gradients of each output of m models with respect to the n samples, as a network reads these: C times the
-    work of `logits`, whose `together` and `reference` they are."""
-    found = []
+) -> Gradients:
+    """What m models make of n samples each, and the gradients with respect to each sample of what `of` makes of its
+    outputs; without `of` none. Their `together` and `reference` are those of `logits`."""
+    outputs, found, rest = [], [], x
     for k, network in _networks(module, pool, rows, together, reference):
-        with torch.enable_grad():
-            seen = features(x).expand(k, *x.shape).clone().requires_grad_()
-            outputs = network(seen)
-            sums = [outputs[..., c].sum() for c in range(outputs.shape[-1])]
-            found.append(torch.stack([torch.autograd.grad(each, seen, retain_graph=True)[0] for each in sums], 1))
-    return torch.cat(found)
+        seen, rest = rest[:k].clone(), rest[k:]
+        with torch.set_grad_enabled(of is not None):
+            outputs.append(network(seen.requires_grad_(of is not None)))
+            if of is not None:
+                found.append(torch.autograd.grad(of(outputs[-1]).sum(), seen)[0])
+    return torch.cat(outputs).detach(), torch.cat(found) if found else None
 
 
 def _networks(

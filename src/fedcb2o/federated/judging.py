@@ -134,16 +134,28 @@ def outputs_seen_by(block: Block, k: int) -> Callable[..., Outputs]:
     return outputs
 
 
-def gradients_seen_by(block: Block, k: int) -> Callable[[Received, int], Gradients]:
-    """The gradients of what models [m] make of so many of the validation samples of the agent in place k, or of all."""
+def samples_seen_by(block: Block, k: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """So many of the validation samples of the agent in place k, spread over all, or all; and their labels."""
 
-    def found(models: Received, count: int) -> Gradients:
-        terms, seen, reference = block.terms, _validation(block, k), block.reference(k)
+    def some(count: int) -> tuple[Tensor, Tensor]:
+        seen = _validation(block, k)
         count = min(count, len(seen))
         few = seen.part(np.arange(count) * len(seen) // max(1, count))
+        return features(few.x).cpu(), few.y.cpu()
+
+    return some
+
+
+def gradients_seen_by(block: Block, k: int) -> Callable[..., Gradients]:
+    """What models [m] of the agent in place k make of samples, and `gradients` with respect to these."""
+
+    def found(models: Received, x: Tensor, of: Callable[[Tensor], Tensor] | None = None) -> Gradients:
+        terms, reference = block.terms, block.reference(k)
         with plugins.blamed("model", terms.model):
-            made = gradients(terms.module, block.pool, models.rows, few.x, terms.primitives.together, reference)
-        return made.cpu(), features(few.x).cpu(), few.y.cpu()
+            outputs, slopes = gradients(
+                terms.module, block.pool, models.rows, x.to(block.pool), of, terms.primitives.together, reference
+            )
+        return outputs.cpu(), None if slopes is None else slopes.cpu()
 
     return found
 

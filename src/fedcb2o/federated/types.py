@@ -99,24 +99,25 @@ Change = Callable[[Tensor], Tensor]
 Outputs = tuple[Float[Tensor, "m n *C"], Shaped[Tensor, "n *target"]]
 """What m models make of n samples, before the softmax, and the labels of these, or what else is to be told."""
 
-Gradients = tuple[Float[Tensor, "m C n *features"], Float[Tensor, "n *features"], Shaped[Tensor, "n *target"]]
-"""The gradients of each output of m models with respect to n samples, these samples as a network reads them, and their
-labels."""
+Gradients = tuple[Float[Tensor, "m n *C"], Float[Tensor, "m n *features"] | None]
+"""The outputs of m models for n samples each, and the gradients of what was asked of them with respect to these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
-    `outputs_of` gives what models make of its validation data, or of these changed, and `gradients_of` the gradients of
-    that with respect to so many of them, spread over all. `share` is the attackers' share that it assumes, `progress`
-    how much of the run is over, from 0 to 1. `head` is the shape [C, h] of the last dense layer's weight, where the
-    network ends in one; `layers` the shapes of the tensors that a model is made of, in their order. `contacts` and
-    `draw` are made when they are asked for.
+    `outputs_of` gives what models make of its validation data, or of these changed. `samples_of` gives so many of
+    these, spread over all, as a network reads them, with their labels; `gradients_of` what models make of samples of
+    their own, and the gradients with respect to each sample of what a function makes of its outputs. `share` is the
+    attackers' share that it assumes, `progress` how much of the run is over, from 0 to 1. `head` is the shape [C, h] of
+    the last dense layer's weight, where the network ends in one; `layers` the shapes of the tensors that a model is
+    made of, in their order. `contacts` and `draw` are made when they are asked for.
     """
 
     outputs_of: Callable[..., Outputs]  # of models, and of a change or None
-    gradients_of: Callable[[Received, int], Gradients]
+    samples_of: Callable[[int], tuple[Tensor, Tensor]]
+    gradients_of: Callable[..., Gradients]  # of models, and of samples [m, n, *features], by outputs -> [m, n] or None
     share: float = 0.0
     progress: float = 0.0
     head: tuple[int, int] | None = None

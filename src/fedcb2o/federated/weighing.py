@@ -13,7 +13,14 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated.algorithms import Algorithm
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.choices import Choices, Inbox
-from fedcb2o.federated.judging import Alike, gradients_seen_by, losses_seen_by, outputs_seen_by, themselves
+from fedcb2o.federated.judging import (
+    Alike,
+    gradients_seen_by,
+    losses_seen_by,
+    outputs_seen_by,
+    samples_seen_by,
+    themselves,
+)
 from fedcb2o.federated.lists import Places
 from fedcb2o.federated.peers import Met
 from fedcb2o.federated.returned import columns_by, state_of, weights_of
@@ -101,6 +108,7 @@ def _local(block: Block, k: int, n: int, contacts: Callable[[], Contacts]) -> Lo
     terms = block.terms
     return Local(
         outputs_of=outputs_seen_by(block, k),
+        samples_of=samples_seen_by(block, k),
         gradients_of=gradients_seen_by(block, k),
         share=terms.share,
         progress=n / terms.rounds,
