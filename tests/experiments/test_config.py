@@ -66,7 +66,8 @@ def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(d
     with_one_more, default = (load(f"{data}-fedcb2o{ending}").settings() for ending in ("-perturbations", ""))
     gap = default["algorithm"].pop("criterion")
     criterion = with_one_more["algorithm"].pop("criterion")
-    assert criterion == {"name": "largest", "of": [gap, {"name": "perturbation_gap", "scale": 5.0}]}
+    sought = {"name": "perturbation_gap", "pixels": 16, "steps": 2, "against": "majority", "scale": 5.0}
+    assert criterion == {"name": "largest", "of": [gap, sought]}
     assert with_one_more["algorithm"] == default["algorithm"]
     assert with_one_more["agents"] == default["agents"]
 
