@@ -443,7 +443,7 @@ def class_loss_gap(
     return max(differences)
 
 
-def perturbation_gap(published: dict[int, nn.Module], Q: list[int], i: int, j: int, agent: Agent) -> float:
+def perturbation_gap(published: list[nn.Module], Q: list[int], i: int, j: int, agent: Agent) -> float:
     """How much more the loss rises under the perturbation worst for a peer's model than the own one's under its own, or
     against the majority than the median model's of those in Q, where that rises more."""
     rises = {k: worst_rises(published[k], agent) for k in {*Q, j}}

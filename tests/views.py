@@ -25,8 +25,9 @@ def local(**known) -> Local:
     nobody = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
     given = {
         "outputs_of": lambda models, change=None: None,
-        "samples_of": lambda count: None,
-        "gradients_of": lambda models, x, of=None: None,
+        "some_samples": lambda count: None,
+        "outputs_at": lambda models, x: None,
+        "gradients_of": lambda models, x, of: None,
         "contacts_of": lambda: nobody,
         "draw_of": lambda: stream(0, "judged"),
     }

@@ -40,15 +40,17 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         second = thetas[models.rows].double() @ seen.flatten(1).T
         return torch.stack([torch.zeros_like(second), second], -1), torch.zeros(len(x), dtype=torch.int64)
 
-    def samples_of(count):
+    def some_samples(count):
         few = x[:count].float()
         return few, torch.zeros(len(few), dtype=torch.int64)
 
-    def gradients_of(models, x, of=None):
+    def outputs_at(models, x):
+        second = (x.flatten(2) * thetas[models.rows].view(len(models.rows), 1, -1)).sum(-1)
+        return torch.stack([torch.zeros_like(second), second], -1)
+
+    def gradients_of(models, x, of):
         seen = x.clone().requires_grad_()
-        second = (seen.flatten(2) * thetas[models.rows].view(len(models.rows), 1, -1)).sum(-1)
-        outputs = torch.stack([torch.zeros_like(second), second], -1)
-        return outputs.detach(), None if of is None else torch.autograd.grad(of(outputs).sum(), seen)[0]
+        return torch.autograd.grad(of(outputs_at(models, seen)).sum(), seen)[0]
 
     every = torch.arange(m + 1) if rows is None else rows
     received, me = views.received(every[:-1]), views.received(every[-1:])
@@ -61,7 +63,9 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         received=received,
         me=me,
         losses_of=losses_of,
-        knows=views.local(outputs_of=outputs_of, samples_of=samples_of, gradients_of=gradients_of),
+        knows=views.local(
+            outputs_of=outputs_of, some_samples=some_samples, outputs_at=outputs_at, gradients_of=gradients_of
+        ),
     )
 
 
@@ -217,11 +221,14 @@ def test_what_most_models_rise_by_is_no_gap_to_the_majority():
     assert criteria.perturbation_gap(view).tolist() == pytest.approx(own, abs=1e-6)
     most = [rise(4) - rise(2), rise(3) - rise(2), 0.0, 0.0]
     assert criteria.perturbation_gap(view, against="majority").tolist() == pytest.approx(most, abs=1e-6)
-    some = dataclasses.replace(
-        view, among=torch.tensor([True, False, True, True])
-    )  # of 4, 2, 1 and 0: the lower of two
+    # Those that count are 4, 2, 1 and the own one's 0, and the median is the lower of two.
+    some = dataclasses.replace(view, among=torch.tensor([True, False, True, True]))
     few = [rise(4) - rise(1), 0.0, rise(2) - rise(1), 0.0]
     assert criteria.perturbation_gap(some, against="majority").tolist() == pytest.approx(few, abs=1e-6)
+    broken = brightness_judges(torch.tensor([[INF], [INF], [INF], [2.0], [1.0]]), torch.zeros(1, 1, 1, 1))
+    assert criteria.perturbation_gap(broken, against="majority").tolist() == pytest.approx(
+        [INF, INF, INF, rise(2) - rise(1)], abs=1e-6
+    )
     surer = brightness_judges(thetas.flip(0), torch.zeros(1, 1, 1, 1))  # the own one rises most
     assert criteria.perturbation_gap(surer, against="majority").tolist() == [0.0] * 4
 
@@ -238,6 +245,19 @@ def test_a_gap_of_perturbations_counts_as_far_as_it_is_sure():
     for z in (0.0, 0.5, 9.0):
         expected = max(0.0, mean - z * error)
         assert criteria.perturbation_gap(view, pixels=1, z=z).tolist() == pytest.approx([expected], abs=1e-6)
+
+
+def test_the_error_is_that_of_the_difference_to_the_median_model():
+    """Each of two pixels is black in one image, and white in the other: painted white, only the first one's loss
+    rises."""
+    thetas = torch.tensor([[4.0, 0.0], [0.0, 2.0], [1.0, 0.0]])
+    view = brightness_judges(thetas, torch.tensor([[[[0.0, 1.0]]], [[[1.0, 0.0]]]]))
+    rises = torch.tensor([[rise(4), 0.0], [0.0, rise(2)], [rise(1), 0.0]]).double()
+    difference = rises[0] - rises[1]
+    mean, error = float(difference.mean()), float(difference.std() / math.sqrt(2))
+    for z in (0.0, 0.1):
+        found = criteria.perturbation_gap(view, pixels=1, z=z, against="majority")
+        assert found.tolist() == pytest.approx([max(0.0, mean - z * error), 0.0], abs=1e-6)
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5])

@@ -7,24 +7,33 @@ from tests.views import models
 from torch import nn
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.evaluate import gradients, logits
+from fedcb2o.federated.evaluate import gradients, logits, logits_of_own
 from fedcb2o.federated.perturbations import painted, worst
 from fedcb2o.models import logistic, mlp
 
 LABELS = torch.tensor([0, 1])
 
 
+def seeing(outputs_of, x, labels):
+    """What an agent knows of one model, whose outputs are a function of images [n, pixels]."""
+
+    def outputs_at(models, x):
+        return outputs_of(x.flatten(2))
+
+    def gradients_of(models, x, of):
+        seen = x.clone().requires_grad_()
+        return torch.autograd.grad(of(outputs_at(models, seen)).sum(), seen)[0]
+
+    return views.local(some_samples=lambda count: (x, labels), outputs_at=outputs_at, gradients_of=gradients_of)
+
+
+ONE = views.received(torch.tensor([0]))
+
+
 def linear(weights, x, pixels, labels=LABELS, steps=1):
     """The worst ways of one model, whose outputs are products of an image with the weights of each class."""
     weights = torch.tensor(weights)
-
-    def gradients_of(models, x, of=None):
-        seen = x.clone().requires_grad_()
-        outputs = seen.flatten(2) @ weights.T
-        return outputs.detach(), None if of is None else torch.autograd.grad(of(outputs).sum(), seen)[0]
-
-    known = views.local(samples_of=lambda count: (x, labels), gradients_of=gradients_of)
-    return worst(known, views.received(torch.tensor([0])), len(weights), pixels, len(x), steps)
+    return worst(seeing(lambda x: x @ weights.T, x, labels), ONE, len(weights), pixels, len(x), steps)
 
 
 def test_the_pixels_that_raise_one_class_above_the_label_most():
@@ -72,19 +81,53 @@ def test_samples_without_pixels_or_classes_are_told(x, y):
 
 
 def test_steps_find_pixels_that_count_only_together():
-    """Class 1 is raised where its first pixel is white, by 1.2, and 2 where both of its are, by 9; to first order 1
-    by 1.2 and 2 by 1. After the first step the second pixel of class 2 is worth 8."""
+    """Class 1 is raised where its first pixel is white, by 1.2, and 2 where both of its are, by 9; to first order 1 by
+    1.2 and 2 by 1. After the first step the second pixel of class 2 is worth 8."""
 
-    def gradients_of(models, x, of=None):
-        seen = x.clone().requires_grad_()
-        a, b, c = seen.flatten(2).unbind(-1)
-        outputs = torch.stack([torch.zeros_like(a), 1.2 * a, b + 8 * b * c], -1)
-        return outputs.detach(), None if of is None else torch.autograd.grad(of(outputs).sum(), seen)[0]
+    def outputs_of(x):
+        a, b, c = x.unbind(-1)
+        return torch.stack([torch.zeros_like(a), 1.2 * a, b + 8 * b * c], -1)
 
-    known = views.local(samples_of=lambda count: (torch.zeros(1, 1, 1, 3), LABELS[:1]), gradients_of=gradients_of)
-    models = views.received(torch.tensor([0]))
-    assert worst(known, models, 3, 2, 1, 1).tolist() == [[[[1.0, 0.0, 0.0]]]]
-    assert worst(known, models, 3, 2, 1, 2).tolist() == [[[[0.0, 1.0, 1.0]]]]
+    known = seeing(outputs_of, torch.zeros(1, 1, 1, 3), LABELS[:1])
+    assert worst(known, ONE, 3, 2, 1, 1).tolist() == [[[[1.0, 0.0, 0.0]]]]
+    assert worst(known, ONE, 3, 2, 1, 2).tolist() == [[[[0.0, 1.0, 1.0]]]]
+    assert worst(known, ONE, 3, 2, 1, 9).tolist() == [[[[0.0, 1.0, 1.0]]]]
+
+
+def test_with_steps_the_class_is_chosen_by_the_loss_and_no_pixel_twice():
+    """To first order class 1 gains 3 by the first pixel and 2 gains 1 by the second; painted they gain 0.5 and 1. Where
+    the first is white, black would gain class 1 as much again as it cost."""
+
+    def outputs_of(x):
+        a, b = x.unbind(-1)
+        return torch.stack([torch.zeros_like(a), 3 * a - 2.5 * a**2, b], -1)
+
+    known = seeing(outputs_of, torch.zeros(1, 1, 1, 2), LABELS[:1])
+    assert worst(known, ONE, 3, 1, 1, 1).tolist() == [[[[1.0, 0.0]]]]
+    assert worst(known, ONE, 3, 1, 1, 2).tolist() == [[[[0.0, 1.0]]]]
+    alone = seeing(lambda x: outputs_of(x)[..., :2], torch.zeros(1, 1, 1, 2), LABELS[:1])
+    assert worst(alone, ONE, 2, 2, 1, 2).tolist() == [[[[1.0, 0.0]]]]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_model_whose_gradients_are_not_finite_hides_nothing(steps):
+    """Its first pixel is black in all images, and its gradient there beyond float32."""
+
+    def outputs_of(x):
+        a, b = x.unbind(-1)
+        return torch.stack([torch.zeros_like(a), 1e38 * a * 10 + b], -1)
+
+    found = worst(seeing(outputs_of, torch.zeros(1, 1, 1, 2), LABELS[:1]), ONE, 2, 1, 1, steps)
+    assert found.isnan().all()
+
+
+def test_classes_beyond_what_goes_through_at_once_are_sought_as_well():
+    x, classes = torch.zeros(3, 1, 1, 2), 100
+    weights = torch.zeros(classes, 2)
+    weights[97, 1] = 2.0
+    weights[5, 0] = 1.0
+    for steps in (1, 2):
+        assert linear(weights.tolist(), x, 1, torch.tensor([0, 1, 2]), steps).tolist() == [[[[0.0, 1.0]]]]
 
 
 NETWORKS = {
@@ -101,12 +144,10 @@ def test_gradients_are_what_outputs_change_by(make, together):
     dim = sum(p.numel() for p in module.parameters())
     pool, rows = 0.3 * models(5, dim, dtype=torch.float32), torch.tensor([3, 0, 4])
     x = models(6, 16, seed=1, dtype=torch.float32).view(3, 2, 1, 4, 4)
-    outputs, found = gradients(module, pool, rows, x, lambda outputs: outputs[..., 0] - outputs[..., 1], together)
+    outputs = logits_of_own(module, pool, rows, x, together)
+    found = gradients(module, pool, rows, x, lambda outputs: outputs[..., 0] - outputs[..., 1], together)
     assert found.shape == x.shape
     assert not found.requires_grad
-    alone, none = gradients(module, pool, rows, x, None, together)
-    assert none is None
-    torch.testing.assert_close(alone, outputs)
     step = 1e-3
     for i in range(3):
         torch.testing.assert_close(outputs[i : i + 1], logits(module, pool, rows[i : i + 1], x[i], together))

@@ -46,7 +46,10 @@ RUNS = {
         rounds=2,
         model=IMAGES,
         attack=BACKDOOR,
-        algorithm={"criterion": {"name": "perturbation_gap", "z": 0.5}, "own_model": "judged"},
+        algorithm={
+            "criterion": {"name": "perturbation_gap", "steps": 2, "z": 0.5, "against": "majority"},
+            "own_model": "judged",
+        },
     ),
     "distance": tiny(rounds=2, algorithm={"criterion": "distance", "own_model": "judged"}),
     "half-way": tiny(

@@ -124,7 +124,10 @@ ALGORITHMS = {
         criterion={"name": "trigger_sensitivity"}, tested=2.0, judged_at=0.3, own_model="judged", mixing_factor=1.0
     ),
     "perturbations": algorithms.fedcb2o(
-        criterion={"name": "perturbation_gap", "pixels": 2, "z": 0.5}, beta=0.6, own_model="judged", mixing_factor=1.0
+        criterion={"name": "perturbation_gap", "pixels": 3, "steps": 2, "z": 0.5, "against": "majority"},
+        beta=0.6,
+        own_model="judged",
+        mixing_factor=1.0,
     ),
     "median, second meeting": algorithms.fedcb2o(
         tested=2.0,

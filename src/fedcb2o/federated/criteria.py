@@ -176,8 +176,8 @@ def perturbation_gap(
         means = rises.mean(-1)
         expected = len(means) - 1
         if against == "majority":
-            middle = int(means.argsort()[(len(means) - 1) // 2])
-            expected = middle if means[middle] > means[-1] else expected
+            middle = int(means.argsort(stable=True)[(len(means) - 1) // 2])
+            expected = middle if means[-1] < means[middle] < torch.inf else expected
         above = means[:-1] - means[expected].nan_to_num(nan=MOST, posinf=MOST)
         gap[seen] = _or_infinite(beyond(above, z, error_of(rises[:-1] - rises[expected])))
     return gap

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from fedcb2o import norms
+from fedcb2o import norms, plugins
 from fedcb2o.data.shard import Shard, features
 from fedcb2o.federated.losses import Loss, of_samples
-from fedcb2o.federated.types import Gradients, Losses
+from fedcb2o.federated.types import Losses, Slope
 from fedcb2o.models import bind_, local_of, rows_of, stacked, state
 
 TOGETHER = 2**21  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
@@ -67,25 +67,43 @@ def logits(
     return torch.cat(found)
 
 
+def logits_of_own(
+    module: nn.Module,
+    pool: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    x: Float[Tensor, "m n *features"],
+    together: int | None = None,
+    reference: Reference | None = None,
+) -> Float[Tensor, "m n *C"]:
+    """The outputs of m models on n samples each, otherwise as `logits`."""
+    found, rest = [], x
+    with torch.no_grad():
+        for k, network in _networks(module, pool, rows, together, reference):
+            found.append(network(rest[:k]))
+            rest = rest[k:]
+    return torch.cat(found)
+
+
 def gradients(
     module: nn.Module,
     pool: Float[Tensor, "p d"],
     rows: Int[Tensor, " m"],
     x: Float[Tensor, "m n *features"],
-    of: Callable[[Float[Tensor, "k n *C"]], Float[Tensor, "k n"]] | None,
+    of: Slope,
     together: int | None = None,
     reference: Reference | None = None,
-) -> Gradients:
-    """What m models make of n samples each, and the gradients with respect to each sample of what `of` makes of its
-    outputs; without `of` none. Their `together` and `reference` are those of `logits`."""
-    outputs, found, rest = [], [], x
-    for k, network in _networks(module, pool, rows, together, reference):
-        seen, rest = rest[:k].clone(), rest[k:]
-        with torch.set_grad_enabled(of is not None):
-            outputs.append(network(seen.requires_grad_(of is not None)))
-            if of is not None:
-                found.append(torch.autograd.grad(of(outputs[-1]).sum(), seen)[0])
-    return torch.cat(outputs).detach(), torch.cat(found) if found else None
+) -> Float[Tensor, "m n *features"]:
+    """The gradients, with respect to each of n samples of each of m models, of what `of` makes of its outputs, which
+    are those of `logits_of_own`."""
+    found, rest = [], x
+    with torch.enable_grad():
+        for k, network in _networks(module, pool, rows, together, reference):
+            seen, rest = rest[:k].detach().clone().requires_grad_(), rest[k:]
+            outputs = network(seen)
+            with plugins.blamed("function of", "gradients_of"):
+                total = of(outputs).sum()
+            found.append(torch.autograd.grad(total, seen)[0])
+    return torch.cat(found)
 
 
 def _networks(

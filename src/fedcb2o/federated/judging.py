@@ -19,6 +19,7 @@ from fedcb2o.federated.evaluate import (
     confusion,
     gradients,
     logits,
+    logits_of_own,
     losses_of,
     losses_of_each,
     mean_losses,
@@ -27,7 +28,7 @@ from fedcb2o.federated.lists import Places
 from fedcb2o.federated.metrics import Confusion, Score, Tested
 from fedcb2o.federated.returned import changed_by
 from fedcb2o.federated.terms import Terms
-from fedcb2o.federated.types import Change, Gradients, Judged, Losses, Outputs, Received
+from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received, Slope
 from fedcb2o.models import bind_
 from fedcb2o.norms import estimate_
 
@@ -134,7 +135,7 @@ def outputs_seen_by(block: Block, k: int) -> Callable[..., Outputs]:
     return outputs
 
 
-def samples_seen_by(block: Block, k: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+def some_samples_of(block: Block, k: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     """So many of the validation samples of the agent in place k, spread over all, or all; and their labels."""
 
     def some(count: int) -> tuple[Tensor, Tensor]:
@@ -146,16 +147,26 @@ def samples_seen_by(block: Block, k: int) -> Callable[[int], tuple[Tensor, Tenso
     return some
 
 
-def gradients_seen_by(block: Block, k: int) -> Callable[..., Gradients]:
-    """What models [m] of the agent in place k make of samples, and `gradients` with respect to these."""
+def outputs_seen_at(block: Block, k: int) -> Callable[[Received, Tensor], Tensor]:
+    """What models [m] of the agent in place k make of samples of their own."""
 
-    def found(models: Received, x: Tensor, of: Callable[[Tensor], Tensor] | None = None) -> Gradients:
-        terms, reference = block.terms, block.reference(k)
+    def outputs(models: Received, x: Tensor) -> Tensor:
+        terms, pool, reference = block.terms, block.pool, block.reference(k)
         with plugins.blamed("model", terms.model):
-            outputs, slopes = gradients(
-                terms.module, block.pool, models.rows, x.to(block.pool), of, terms.primitives.together, reference
-            )
-        return outputs.cpu(), None if slopes is None else slopes.cpu()
+            together = terms.primitives.together
+            return logits_of_own(terms.module, pool, models.rows, x.to(pool.device), together, reference).cpu()
+
+    return outputs
+
+
+def gradients_seen_by(block: Block, k: int) -> Callable[[Received, Tensor, Slope], Tensor]:
+    """The `gradients` of models [m] of the agent in place k at samples of their own."""
+
+    def found(models: Received, x: Tensor, of: Slope) -> Tensor:
+        terms, pool, reference = block.terms, block.pool, block.reference(k)
+        with plugins.blamed("model", terms.model):
+            together = terms.primitives.together
+            return gradients(terms.module, pool, models.rows, x.to(pool.device), of, together, reference).cpu()
 
     return found
 

@@ -14,59 +14,79 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated.evaluate import IMAGES
 from fedcb2o.federated.types import Local, Received
 
 
 def rises(local: Local, models: Received, pixels: int, samples: int, steps: int) -> Float[Tensor, "m n"]:
     """How much the loss of each of an agent's validation samples rises under the perturbation worst for each model,
-    found on some of them."""
+    found on some of them; infinitely where a model's gradients are not finite, so that none can be found."""
     outputs, labels = local.outputs_of(models)
     found, after = worst(local, models, outputs.shape[-1], pixels, samples, steps), []
     for i, ways in enumerate(found):
-        after.append(_losses(*local.outputs_of(models[i : i + 1], functools.partial(painted, ways=ways))))
+        losses = _losses(*local.outputs_of(models[i : i + 1], functools.partial(painted, ways=ways)))
+        after.append(losses if ways.isfinite().all() else torch.full_like(losses, torch.inf))
     return torch.cat(after) - _losses(outputs, labels)
 
 
 def worst(
     local: Local, models: Received, num_classes: int, pixels: int, samples: int, steps: int
 ) -> Float[Tensor, "m *features"]:
-    """Which pixels of all images to paint, at most so many, 1 for white and -1 for black, for each model. Each channel
-    of a pixel goes its own way.
+    """Which pixels of all images to paint, at most so many, 1 for white and -1 for black, for each model; NaN where its
+    gradients are not finite. Each channel of a pixel goes its own way.
 
     For each class these are sought that to first order raise its output most above that of the label, in so many steps
-    a part of them, each by the gradients where those before are painted. Of the classes the one counts whose pixels
-    raise the loss most of the samples that they are sought on, with one step to first order.
+    a part of them, each by the gradients where those before are painted. Of the classes that one counts whose pixels
+    raise the loss of the samples that they are sought on to the most; with one step, whose do most to first order.
     """
-    x, y = local.samples_of(samples)
+    x, y = local.some_samples(samples)
     if y.is_floating_point() or x.ndim < 3:
         raise ConfigError(
             f"the criterion looks for pixels that change the class of images, and the samples have shape "
             f"{tuple(x.shape[1:])}{' and no classes' * y.is_floating_point()}: take another"
         )
-    m, n, side, channels = len(models.rows), len(y), x.shape[-2:], tuple(range(2, x.ndim - 1))
-    pixels, labels = min(pixels, side.numel()), y.repeat(num_classes)
-    above = functools.partial(_above, labels=labels, classes=torch.arange(num_classes).repeat_interleave(n))
-    ways = torch.zeros(m, num_classes, *x.shape[1:])
-    chosen = torch.zeros(m, num_classes, side.numel(), dtype=torch.bool)
-    for step in range(steps):
-        images = painted(x, ways=ways.unsqueeze(2))  # [m, C, n, *features]
-        _, slopes = local.gradients_of(models, images.flatten(1, 2), above)
-        assert slopes is not None
-        slopes = slopes.view_as(images)
+    at_once = max(1, IMAGES // max(1, len(y)))
+    parts = torch.split(torch.arange(num_classes), at_once)
+    found = [_worst_for(local, models, classes, x, y, pixels, steps) for classes in parts]
+    ways, worth = (torch.cat(each, 1) for each in zip(*found, strict=True))
+    return ways[torch.arange(len(ways)), worth.argmax(1)]
+
+
+def _worst_for(
+    local: Local,
+    models: Received,
+    classes: Int[Tensor, " c"],
+    x: Float[Tensor, "n *features"],
+    y: Int[Tensor, " n"],
+    pixels: int,
+    steps: int,
+) -> tuple[Float[Tensor, "m c *features"], Float[Tensor, "m c"]]:
+    """For each model and each of some classes: which pixels to paint, and how bad they are; NaN, and infinitely, where
+    gradients are not finite."""
+    m, c, n, side, channels = len(models.rows), len(classes), len(y), x.shape[-2:], tuple(range(2, x.ndim - 1))
+    above = functools.partial(_above, labels=y.repeat(c), classes=classes.repeat_interleave(n))
+    ways, finite = torch.zeros(m, c, *x.shape[1:]), torch.ones(m, c, dtype=torch.bool)
+    chosen, worth = torch.zeros(m, c, side.numel(), dtype=torch.bool), torch.zeros(m, c, dtype=torch.float64)
+    pixels = min(pixels, side.numel())
+    parts = min(steps, pixels)
+    for part in range(parts):
+        images = painted(x, ways=ways.unsqueeze(2))  # [m, c, n, *features]
+        slopes = local.gradients_of(models, images.flatten(1, 2), above).view_as(images)
+        finite &= slopes.isfinite().flatten(2).all(2)
         whiter, blacker = (slopes * (1 - images)).mean(2), (slopes * -images).mean(2)
         gains = torch.maximum(whiter, blacker).clamp(min=0)
         by_pixel = (gains.sum(channels) if channels else gains).flatten(2).masked_fill(chosen, 0.0)
-        most = by_pixel.topk(math.ceil(pixels * (step + 1) / steps) - math.ceil(pixels * step / steps), -1)
+        most = by_pixel.topk(math.ceil(pixels * (part + 1) / parts) - math.ceil(pixels * part / parts), -1)
         new = torch.zeros_like(chosen).scatter_(2, most.indices, most.values > 0)
         chosen |= new
-        here = new.view(m, num_classes, *[1] * len(channels), *side)
+        here = new.view(m, c, *[1] * len(channels), *side)
         ways += torch.where(whiter >= blacker, 1.0, -1.0) * (gains > 0) * here
-    if steps == 1:
-        worth = most.values.sum(-1)
-    else:
-        outputs, _ = local.gradients_of(models, painted(x, ways=ways.unsqueeze(2)).flatten(1, 2))
-        worth = _losses(outputs, labels).view(m, num_classes, n).mean(-1)
-    return ways[torch.arange(m), worth.argmax(1)]
+        worth = most.values.sum(-1).double()
+    if steps > 1:
+        outputs = local.outputs_at(models, painted(x, ways=ways.unsqueeze(2)).flatten(1, 2))
+        worth = _losses(outputs, y.repeat(c)).view(m, c, n).mean(-1)
+    ways[~finite] = torch.nan
+    return ways, worth.masked_fill(~finite, torch.inf)
 
 
 def painted(x: Shaped[Tensor, "..."], *, ways: Float[Tensor, "..."]) -> Shaped[Tensor, "..."]:

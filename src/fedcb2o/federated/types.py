@@ -98,26 +98,27 @@ Change = Callable[[Tensor], Tensor]
 
 Outputs = tuple[Float[Tensor, "m n *C"], Shaped[Tensor, "n *target"]]
 """What m models make of n samples, before the softmax, and the labels of these, or what else is to be told."""
-
-Gradients = tuple[Float[Tensor, "m n *C"], Float[Tensor, "m n *features"] | None]
-"""The outputs of m models for n samples each, and the gradients of what was asked of them with respect to these."""
+Slope = Callable[[Float[Tensor, "k n *C"]], Float[Tensor, "k n"]]
+"""The outputs of some models for samples of their own, on the device of the run -> a number of each sample, which no
+other's outputs change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
-    `outputs_of` gives what models make of its validation data, or of these changed. `samples_of` gives so many of
-    these, spread over all, as a network reads them, with their labels; `gradients_of` what models make of samples of
-    their own, and the gradients with respect to each sample of what a function makes of its outputs. `share` is the
-    attackers' share that it assumes, `progress` how much of the run is over, from 0 to 1. `head` is the shape [C, h] of
-    the last dense layer's weight, where the network ends in one; `layers` the shapes of the tensors that a model is
-    made of, in their order. `contacts` and `draw` are made when they are asked for.
+    `outputs_of` gives what models make of its validation data, or of these changed. `some_samples` gives so many of
+    these, spread over all, as a network reads them, with their labels; `outputs_at` what models make of samples of
+    their own, and `gradients_of` how what a `Slope` makes of that changes with each sample. `share` is the attackers'
+    share that it assumes, `progress` how much of the run is over, from 0 to 1. `head` is the shape [C, h] of the last
+    dense layer's weight, where the network ends in one; `layers` the shapes of the tensors that a model is made of, in
+    their order. `contacts` and `draw` are made when they are asked for.
     """
 
     outputs_of: Callable[..., Outputs]  # of models, and of a change or None
-    samples_of: Callable[[int], tuple[Tensor, Tensor]]
-    gradients_of: Callable[..., Gradients]  # of models, and of samples [m, n, *features], by outputs -> [m, n] or None
+    some_samples: Callable[[int], tuple[Float[Tensor, "k *features"], Shaped[Tensor, "k *target"]]]
+    outputs_at: Callable[[Received, Float[Tensor, "m k *features"]], Float[Tensor, "m k *C"]]
+    gradients_of: Callable[[Received, Float[Tensor, "m k *features"], Slope], Float[Tensor, "m k *features"]]
     share: float = 0.0
     progress: float = 0.0
     head: tuple[int, int] | None = None

@@ -17,8 +17,9 @@ from fedcb2o.federated.judging import (
     Alike,
     gradients_seen_by,
     losses_seen_by,
+    outputs_seen_at,
     outputs_seen_by,
-    samples_seen_by,
+    some_samples_of,
     themselves,
 )
 from fedcb2o.federated.lists import Places
@@ -108,7 +109,8 @@ def _local(block: Block, k: int, n: int, contacts: Callable[[], Contacts]) -> Lo
     terms = block.terms
     return Local(
         outputs_of=outputs_seen_by(block, k),
-        samples_of=samples_seen_by(block, k),
+        some_samples=some_samples_of(block, k),
+        outputs_at=outputs_seen_at(block, k),
         gradients_of=gradients_seen_by(block, k),
         share=terms.share,
         progress=n / terms.rounds,
