@@ -67,6 +67,7 @@ class Options:
     pixels: int = 6  # that the perturbation worst for a model paints
     samples: int = 4  # on which it is sought
     steps: int = 1  # in which it is sought
+    blend: float = 0.0  # the share of noise in these samples
     against: Literal["own", "majority"] = "own"  # majority: or the median over Q, where that is more
     likelihood: Literal["loss", "loss+criterion"] = "loss"
     counts_from: Literal["first", "second"] = "first"  # meeting
@@ -216,7 +217,9 @@ def local_aggregations(
             G = {}
             for i in sorted({*received, j}):  # line 5
                 if gap and options.criterion == "perturbation_gap":
-                    G[i] = perturbation_gap(published, Q, i, j, agent) if i in Q and i != j else 0.0
+                    G[i] = 0.0
+                    if i in Q and i != j:
+                        G[i] = perturbation_gap(published, Q, i, j, agent, stream(seed, "rule", n, j))
                 else:
                     G[i] = class_loss_gap(losses, i, j, num_classes, options, Q) if gap else losses[i].mean
                 G[i] = max(G[i], 2.0) if i in near else G[i]
@@ -443,10 +446,19 @@ def class_loss_gap(
     return max(differences)
 
 
-def perturbation_gap(published: list[nn.Module], Q: list[int], i: int, j: int, agent: Agent) -> float:
+def perturbation_gap(
+    published: list[nn.Module], Q: list[int], i: int, j: int, agent: Agent, draw: np.random.Generator
+) -> float:
     """How much more the loss rises under the perturbation worst for a peer's model than the own one's under its own, or
     against the majority than the median model's of those in Q, where that rises more."""
-    rises = {k: worst_rises(published[k], agent) for k in {*Q, j}}
+    x, y, options = agent.validation_x, agent.validation_y, agent.algorithm
+    count = min(options.samples, len(y))
+    places = [k * len(y) // count for k in range(count)]
+    some = x[places]
+    if options.blend > 0:
+        noise = torch.from_numpy(draw.random(tuple(some.shape))).float()
+        some = (1 - options.blend) * some + options.blend * noise
+    rises = {k: worst_rises(published[k], agent, some, y[places]) for k in {*Q, j}}
     expected = rises[j]
     if agent.algorithm.against == "majority":
         middle = sorted(rises.values(), key=mean_of)[(len(rises) - 1) // 2]
@@ -457,11 +469,11 @@ def perturbation_gap(published: list[nn.Module], Q: list[int], i: int, j: int, a
     return max(0.0, mean - agent.algorithm.z * error)
 
 
-def worst_rises(model: nn.Module, agent: Agent) -> list[float]:
-    """How much the loss of each validation sample rises where the worst pixels are painted."""
+def worst_rises(model: nn.Module, agent: Agent, some: Tensor, labels: Tensor) -> list[float]:
+    """How much the loss of each validation sample rises where the worst pixels are painted, sought on some samples."""
     x, y = agent.validation_x, agent.validation_y
     there = x.clone()
-    for channel, row, column, colour in worst_pixels(model, agent):
+    for channel, row, column, colour in worst_pixels(model, agent.algorithm, some, labels):
         there[:, channel, row, column] = colour
     model.eval()
     with torch.no_grad():
@@ -469,19 +481,16 @@ def worst_rises(model: nn.Module, agent: Agent) -> list[float]:
     return [b - a for a, b in zip(before, after, strict=True)]
 
 
-def worst_pixels(model: nn.Module, agent: Agent) -> list[tuple[int, int, int, float]]:
+def worst_pixels(model: nn.Module, options: Options, x: Tensor, y: Tensor) -> list[tuple[int, int, int, float]]:
     """The pixels (with their channels) that, painted black (0) or white (1), to first order raise the output of one
     class most above that of the label: a part of them in each step, with those before painted. Of the classes the one
     for which that is most, or with several steps the one whose pixels raise the loss most of these samples."""
-    x, y, options = agent.validation_x, agent.validation_y, agent.algorithm
-    count = min(options.samples, len(y))
-    places = [k * len(y) // count for k in range(count)]
     model.eval()
     best, found = -math.inf, list[tuple[int, int, int, float]]()
     for c in range(model(x[:1]).shape[1]):
-        seen, chosen, pixels = x[places].clone(), list[tuple[int, int, int, float]](), set[tuple[int, int]]()
+        seen, chosen, pixels = x.clone(), list[tuple[int, int, int, float]](), set[tuple[int, int]]()
         for step in range(1, options.steps + 1):
-            gain, colours = gains_of_pixels(model, seen, y[places], c)
+            gain, colours = gains_of_pixels(model, seen, y, c)
             by_gain = sorted((pixel for pixel in gain if pixel not in pixels), key=lambda pixel: -gain[pixel])
             so_far = [math.ceil(options.pixels * s / options.steps) for s in (step - 1, step)]
             most = [pixel for pixel in by_gain[: so_far[1] - so_far[0]] if gain[pixel] > 0]
@@ -492,7 +501,7 @@ def worst_pixels(model: nn.Module, agent: Agent) -> list[tuple[int, int, int, fl
             total = sum(gain[pixel] for pixel in most)
         if options.steps > 1:
             with torch.no_grad():
-                total = F.cross_entropy(model(seen).double(), y[places]).item()
+                total = F.cross_entropy(model(seen).double(), y).item()
         if total > best:
             best, found = total, chosen
     return found

@@ -165,7 +165,8 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {
             **{"name": "fedcb2o", "beta": 0.75, "judged_at": 0.5, "own_model": "judged", "alpha": 1.0},
             "criterion": {
-                **{"name": "perturbation_gap", "pixels": 5, "samples": 3, "steps": 2, "z": 0.5, "against": "majority"}
+                **{"name": "perturbation_gap", "pixels": 5, "samples": 3, "steps": 2, "z": 0.5, "against": "majority"},
+                "blend": 0.25,
             },
             "mixing_factor": 1.0,
         },

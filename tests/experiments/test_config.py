@@ -67,6 +67,7 @@ def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(d
     gap = default["algorithm"].pop("criterion")
     criterion = with_one_more["algorithm"].pop("criterion")
     sought = {"name": "perturbation_gap", "pixels": 16, "steps": 2, "against": "majority", "scale": 5.0}
+    sought |= {} if data == "digits" else {"blend": 0.5}  # black all around the letters, and units with ReLU
     assert criterion == {"name": "largest", "of": [gap, sought]}
     assert with_one_more["algorithm"] == default["algorithm"]
     assert with_one_more["agents"] == default["agents"]

@@ -1,5 +1,6 @@
 """Universal perturbations by hand, and the gradients that they are found by against differences."""
 
+import numpy as np
 import pytest
 import torch
 from tests import views
@@ -14,7 +15,7 @@ from fedcb2o.models import logistic, mlp
 LABELS = torch.tensor([0, 1])
 
 
-def seeing(outputs_of, x, labels):
+def seeing(outputs_of, x, labels, **known):
     """What an agent knows of one model, whose outputs are a function of images [n, pixels]."""
 
     def outputs_at(models, x):
@@ -24,7 +25,9 @@ def seeing(outputs_of, x, labels):
         seen = x.clone().requires_grad_()
         return torch.autograd.grad(of(outputs_at(models, seen)).sum(), seen)[0]
 
-    return views.local(some_samples=lambda count: (x, labels), outputs_at=outputs_at, gradients_of=gradients_of)
+    return views.local(
+        some_samples=lambda count: (x, labels), outputs_at=outputs_at, gradients_of=gradients_of, **known
+    )
 
 
 ONE = views.received(torch.tensor([0]))
@@ -107,6 +110,18 @@ def test_with_steps_the_class_is_chosen_by_the_loss_and_no_pixel_twice():
     assert worst(known, ONE, 3, 1, 1, 2).tolist() == [[[[0.0, 1.0]]]]
     alone = seeing(lambda x: outputs_of(x)[..., :2], torch.zeros(1, 1, 1, 2), LABELS[:1])
     assert worst(alone, ONE, 2, 2, 1, 2).tolist() == [[[[1.0, 0.0]]]]
+
+
+def test_noise_finds_what_units_that_are_off_hide():
+    """Class 1 is raised by two white pixels together, through a unit that is off where both are black: no gradient."""
+
+    def outputs_of(x):
+        a, b, _ = x.unbind(-1)
+        return torch.stack([torch.zeros_like(a), 9 * torch.relu(a + b - 0.25)], -1)
+
+    known = seeing(outputs_of, torch.zeros(1, 1, 1, 3), LABELS[:1], draw_of=lambda: np.random.default_rng(0))
+    assert not worst(known, ONE, 2, 2, 1, 2).any()
+    assert worst(known, ONE, 2, 2, 1, 2, blend=0.5).tolist() == [[[[1.0, 1.0, 0.0]]]]
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -149,6 +149,7 @@ def perturbation_gap(
     pixels: Annotated[int, Field(ge=1)] = 6,
     samples: Annotated[int, Field(ge=1)] = 4,
     steps: Annotated[int, Field(ge=1)] = 1,
+    blend: Annotated[float, Field(ge=0, lt=1)] = 0.0,
     z: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0,
     against: Literal["own", "majority"] = "own",
 ) -> Float[Tensor, " m"]:
@@ -159,11 +160,12 @@ def perturbation_gap(
     A perturbation paints at most so many `pixels` black or white, the same in all images (`perturbations.worst`), and
     is sought for every class by gradients on so many `samples`, in so many `steps`: in one, the worst class is chosen
     to first order; in more, gradients are taken anew where pixels are painted, and it is chosen by the loss. With
-    against="majority" the rise is compared with the median one of the sub-level set and the own model, where that is
-    more than the own one's: what most models rise by is held against nobody. Only what exceeds `z` standard errors of
-    the mean difference over all validation samples counts, and less than 0 is 0. Models are looked at whole, whatever
-    `judged_at` is, since half a step dilutes a backdoor; those outside of the sub-level set, which have no weight, not
-    at all: they have 0.
+    `blend` above 0 these samples are blended with so much uniform noise: where images are black, as around a letter,
+    units of a network with ReLU may all be off, and gradients 0. With against="majority" the rise is compared with the
+    median one of the sub-level set and the own model, where that is more than the own one's: what most models rise by
+    is held against nobody. Only what exceeds `z` standard errors of the mean difference over all validation samples
+    counts, and less than 0 is 0. Models are looked at whole, whatever `judged_at` is, since half a step dilutes a
+    backdoor; those outside of the sub-level set, which have no weight, not at all: they have 0.
     """
     _losses(judged)
     seen = judged.received.rows != judged.me.rows
@@ -172,7 +174,7 @@ def perturbation_gap(
     gap = torch.zeros(len(seen), dtype=torch.float64)
     if seen.any():
         some = judged.received[seen].with_own(judged.me)
-        rises = perturbations.rises(judged.local, some, pixels, samples, steps)
+        rises = perturbations.rises(judged.local, some, pixels, samples, steps, blend)
         means = rises.mean(-1)
         expected = len(means) - 1
         if against == "majority":

@@ -18,11 +18,11 @@ from fedcb2o.federated.evaluate import IMAGES
 from fedcb2o.federated.types import Local, Received
 
 
-def rises(local: Local, models: Received, pixels: int, samples: int, steps: int) -> Float[Tensor, "m n"]:
+def rises(local: Local, models: Received, pixels: int, samples: int, steps: int, blend: float) -> Float[Tensor, "m n"]:
     """How much the loss of each of an agent's validation samples rises under the perturbation worst for each model,
     found on some of them; infinitely where a model's gradients are not finite, so that none can be found."""
     outputs, labels = local.outputs_of(models)
-    found, after = worst(local, models, outputs.shape[-1], pixels, samples, steps), []
+    found, after = worst(local, models, outputs.shape[-1], pixels, samples, steps, blend), []
     for i, ways in enumerate(found):
         losses = _losses(*local.outputs_of(models[i : i + 1], functools.partial(painted, ways=ways)))
         after.append(losses if ways.isfinite().all() else torch.full_like(losses, torch.inf))
@@ -30,14 +30,15 @@ def rises(local: Local, models: Received, pixels: int, samples: int, steps: int)
 
 
 def worst(
-    local: Local, models: Received, num_classes: int, pixels: int, samples: int, steps: int
+    local: Local, models: Received, num_classes: int, pixels: int, samples: int, steps: int, blend: float = 0.0
 ) -> Float[Tensor, "m *features"]:
     """Which pixels of all images to paint, at most so many, 1 for white and -1 for black, for each model; NaN where its
     gradients are not finite. Each channel of a pixel goes its own way.
 
     For each class these are sought that to first order raise its output most above that of the label, in so many steps
     a part of them, each by the gradients where those before are painted. Of the classes that one counts whose pixels
-    raise the loss of the samples that they are sought on to the most; with one step, whose do most to first order.
+    raise the loss of the samples that they are sought on to the most; with one step, whose do most to first order. The
+    samples are blended with a share `blend` of uniform noise.
     """
     x, y = local.some_samples(samples)
     if y.is_floating_point() or x.ndim < 3:
@@ -45,6 +46,8 @@ def worst(
             f"the criterion looks for pixels that change the class of images, and the samples have shape "
             f"{tuple(x.shape[1:])}{' and no classes' * y.is_floating_point()}: take another"
         )
+    if blend > 0:
+        x = torch.lerp(x, torch.from_numpy(local.draw.random(tuple(x.shape))).to(x), blend)
     at_once = max(1, IMAGES // max(1, len(y)))
     parts = torch.split(torch.arange(num_classes), at_once)
     found = [_worst_for(local, models, classes, x, y, pixels, steps) for classes in parts]
