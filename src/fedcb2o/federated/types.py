@@ -98,6 +98,7 @@ Change = Callable[[Tensor], Tensor]
 
 Outputs = tuple[Float[Tensor, "m n *C"], Shaped[Tensor, "n *target"]]
 """What m models make of n samples, before the softmax, and the labels of these, or what else is to be told."""
+
 Slope = Callable[[Float[Tensor, "k n *C"]], Float[Tensor, "k n"]]
 """The outputs of some models for samples of their own, on the device of the run -> a number of each sample, which no
 other's outputs change."""
