@@ -13,8 +13,9 @@ the range, it is the *opposite* where none of it does, and else *undecided*.
 `--out` gets values.csv, which holds what each run reached with each seed, curves.csv, what it had reached in each round
 with an evaluation, the curves and Figure 6. With `--keep` what the two files have of other seeds stays, so that seeds
 can be added where the runs of the others are gone; the pictures, which need runs, stay as they are then. Tables are
-made of values.csv alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!-- claims:
-FOLDER claims -->`, the folder seen from the page. A test holds pages to this.
+made of these files alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!-- claims:
+FOLDER claims -->`, the folder seen from the page. A test holds pages to this. `later_metrics` and `later_claims` are
+the same of the mean over all evaluations in the second half of the rounds, which moves less than the last one.
 """
 
 import argparse
@@ -334,7 +335,6 @@ def metrics_table(known: Values) -> str:
     return "\n".join(lines) + "\n"
 
 
-TABLES = {"metrics": metrics_table, "claims": claims_table}
 TABLE = re.compile(r"(?P<mark>^<!-- claims: (?P<folder>\S+) (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
 
 
@@ -365,6 +365,13 @@ def read_values(folder: Path) -> dict[str, pd.DataFrame]:
     return _by_method(folder / "values.csv", ["seed"])
 
 
+def read_later(folder: Path) -> dict[str, pd.DataFrame]:
+    """The mean, for each seed, of what curves.csv of a folder holds of the second half of the rounds, by method."""
+    found = _by_method(folder / "curves.csv", ["seed", "round"])
+    half = max(int(table.index.get_level_values("round").max()) for table in found.values()) / 2
+    return {name: table.query(f"round > {half}").groupby("seed").mean() for name, table in found.items()}
+
+
 def _by_method(path: Path, keys: list[str]) -> dict[str, pd.DataFrame]:
     table = pd.read_csv(path).set_index(keys)
     return {str(name): mine.drop(columns="method") for name, mine in table.groupby("method", sort=False)}
@@ -385,11 +392,20 @@ def _place(name: str) -> tuple[bool, str]:
     return name.startswith("fedcb2o"), name
 
 
+TABLES = {
+    "metrics": (read_values, metrics_table),
+    "claims": (read_values, claims_table),
+    "later_metrics": (read_later, metrics_table),
+    "later_claims": (read_later, claims_table),
+}
+
+
 def rewritten(page: Path) -> str:
     """The page with its tables as the values have them."""
 
     def table(found: re.Match[str]) -> str:
-        return found["mark"] + TABLES[found["name"]](read_values(page.parent / found["folder"])) + "\n"
+        read, shown = TABLES[found["name"]]
+        return found["mark"] + shown(read(page.parent / found["folder"])) + "\n"
 
     return TABLE.sub(table, page.read_text(encoding="utf-8"))
 

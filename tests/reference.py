@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 from fedcb2o.streams import stream
 
+CANDIDATES = 12  # classes that perturbations are sought for after the first step
+MEASURED = 256  # validation samples, at most, on which it is measured what they do
+
 
 @dataclass(frozen=True)
 class Training:
@@ -452,8 +455,7 @@ def perturbation_gap(
     """How much more the loss rises under the perturbation worst for a peer's model than the own one's under its own, or
     against the majority than the median model's of those in Q, where that rises more."""
     x, y, options = agent.validation_x, agent.validation_y, agent.algorithm
-    count = min(options.samples, len(y))
-    places = [k * len(y) // count for k in range(count)]
+    places = spread(options.samples, len(y))
     some = x[places]
     if options.blend > 0:
         noise = torch.from_numpy(draw.random(tuple(some.shape))).float()
@@ -470,8 +472,10 @@ def perturbation_gap(
 
 
 def worst_rises(model: nn.Module, agent: Agent, some: Tensor, labels: Tensor) -> list[float]:
-    """How much the loss of each validation sample rises where the worst pixels are painted, sought on some samples."""
-    x, y = agent.validation_x, agent.validation_y
+    """How much the loss of each validation sample, or of `MEASURED` of them, rises where the worst pixels are painted,
+    sought on some samples."""
+    measured = spread(MEASURED, len(agent.validation_y))
+    x, y = agent.validation_x[measured], agent.validation_y[measured]
     there = x.clone()
     for channel, row, column, colour in worst_pixels(model, agent.algorithm, some, labels):
         there[:, channel, row, column] = colour
@@ -481,30 +485,38 @@ def worst_rises(model: nn.Module, agent: Agent, some: Tensor, labels: Tensor) ->
     return [b - a for a, b in zip(before, after, strict=True)]
 
 
+def spread(count: int, n: int) -> list[int]:
+    """So many places spread over n, or all."""
+    count = min(count, n)
+    return [k * n // count for k in range(count)]
+
+
 def worst_pixels(model: nn.Module, options: Options, x: Tensor, y: Tensor) -> list[tuple[int, int, int, float]]:
     """The pixels (with their channels) that, painted black (0) or white (1), to first order raise the output of one
-    class most above that of the label: a part of them in each step, with those before painted. Of the classes the one
-    for which that is most, or with several steps the one whose pixels raise the loss most of these samples."""
+    class most above that of the label: a part of them in each step, with those before painted, and after the first step
+    for the `CANDIDATES` classes only for which that was most. Of the classes the one for which that is most, or with
+    several steps the one whose pixels raise the loss most of these samples."""
     model.eval()
-    best, found = -math.inf, list[tuple[int, int, int, float]]()
-    for c in range(model(x[:1]).shape[1]):
-        seen, chosen, pixels = x.clone(), list[tuple[int, int, int, float]](), set[tuple[int, int]]()
-        for step in range(1, options.steps + 1):
-            gain, colours = gains_of_pixels(model, seen, y, c)
-            by_gain = sorted((pixel for pixel in gain if pixel not in pixels), key=lambda pixel: -gain[pixel])
-            so_far = [math.ceil(options.pixels * s / options.steps) for s in (step - 1, step)]
+    classes = list(range(model(x[:1]).shape[1]))
+    seen, worth = {c: x.clone() for c in classes}, dict[int, float]()
+    chosen: dict[int, list[tuple[int, int, int, float]]] = {c: [] for c in classes}
+    for step in range(1, options.steps + 1):
+        if step == 2:
+            classes = sorted(sorted(classes, key=lambda c: -worth[c])[:CANDIDATES])
+        so_far = [math.ceil(options.pixels * s / options.steps) for s in (step - 1, step)]
+        for c in classes:
+            gain, colours = gains_of_pixels(model, seen[c], y, c)
+            painted = {(row, column) for _, row, column, _ in chosen[c]}
+            by_gain = sorted((pixel for pixel in gain if pixel not in painted), key=lambda pixel: -gain[pixel])
             most = [pixel for pixel in by_gain[: so_far[1] - so_far[0]] if gain[pixel] > 0]
-            pixels |= {*most}
-            chosen += [each for pixel in most for each in colours[pixel]]
-            for channel, row, column, colour in chosen:
-                seen[:, channel, row, column] = colour
-            total = sum(gain[pixel] for pixel in most)
-        if options.steps > 1:
-            with torch.no_grad():
-                total = F.cross_entropy(model(seen).double(), y).item()
-        if total > best:
-            best, found = total, chosen
-    return found
+            chosen[c] += [each for pixel in most for each in colours[pixel]]
+            for channel, row, column, colour in chosen[c]:
+                seen[c][:, channel, row, column] = colour
+            worth[c] = sum(gain[pixel] for pixel in most)
+    if options.steps > 1:
+        with torch.no_grad():
+            worth = {c: F.cross_entropy(model(seen[c]).double(), y).item() for c in classes}
+    return chosen[max(classes, key=lambda c: worth[c])]
 
 
 def gains_of_pixels(

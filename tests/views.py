@@ -24,7 +24,7 @@ def local(**known) -> Local:
     """What an agent knows that met nobody."""
     nobody = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
     given = {
-        "outputs_of": lambda models, change=None: None,
+        "outputs_of": lambda models, change=None, count=None: None,
         "some_samples": lambda count: None,
         "outputs_at": lambda models, x: None,
         "gradients_of": lambda models, x, of: None,

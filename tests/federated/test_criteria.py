@@ -35,7 +35,7 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         mean = 1 + thetas[models.rows].double() @ seen.double().mean(0).flatten()
         return views.losses(mean, by_class[models.rows], torch.tensor([True, True]))
 
-    def outputs_of(models, change=None):
+    def outputs_of(models, change=None, count=None):
         seen = (x if change is None else change(x)).double()
         second = thetas[models.rows].double() @ seen.flatten(1).T
         return torch.stack([torch.zeros_like(second), second], -1), torch.zeros(len(x), dtype=torch.int64)

@@ -8,6 +8,7 @@ from tests.views import models
 from torch import nn
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated import perturbations
 from fedcb2o.federated.evaluate import gradients, logits, logits_of_own
 from fedcb2o.federated.perturbations import painted, worst
 from fedcb2o.models import logistic, mlp
@@ -110,6 +111,24 @@ def test_with_steps_the_class_is_chosen_by_the_loss_and_no_pixel_twice():
     assert worst(known, ONE, 3, 1, 1, 2).tolist() == [[[[0.0, 1.0]]]]
     alone = seeing(lambda x: outputs_of(x)[..., :2], torch.zeros(1, 1, 1, 2), LABELS[:1])
     assert worst(alone, ONE, 2, 2, 1, 2).tolist() == [[[[1.0, 0.0]]]]
+
+
+@pytest.mark.parametrize("candidates", [2, 3])
+def test_only_the_classes_best_in_the_first_step_are_looked_into_further(monkeypatch, candidates):
+    """To first order classes 1, 2 and 3 gain 3, 2 and 1 by the first pixel, which in fact gain nothing, 1 and 5."""
+
+    def outputs_of(x):
+        a = x[..., 0]
+        return torch.stack([torch.zeros_like(a), 3 * a - 3 * a**2, 2 * a - a**2, a + 4 * a**2], -1)
+
+    # A second way of telling the classes apart: the pixel that each of them gains by in the second step.
+    def and_then(x):
+        return outputs_of(x) + 0.1 * torch.cat([torch.zeros_like(x[..., :1]), x[..., 1:]], -1)
+
+    monkeypatch.setattr(perturbations, "CANDIDATES", candidates)
+    known = seeing(and_then, torch.zeros(1, 1, 1, 4), LABELS[:1])
+    second = {2: [0, 1, 0], 3: [0, 0, 1]}[candidates]
+    assert worst(known, ONE, 4, 2, 1, 2).tolist() == [[[[1.0, *second]]]]
 
 
 def test_noise_finds_what_units_that_are_off_hide():

@@ -159,13 +159,14 @@ def perturbation_gap(
 
     A perturbation paints at most so many `pixels` black or white, the same in all images (`perturbations.worst`), and
     is sought for every class by gradients on so many `samples`, in so many `steps`: in one, the worst class is chosen
-    to first order; in more, gradients are taken anew where pixels are painted, and it is chosen by the loss. With
-    `blend` above 0 these samples are blended with so much uniform noise: where images are black, as around a letter,
-    units of a network with ReLU may all be off, and gradients 0. With against="majority" the rise is compared with the
-    median one of the sub-level set and the own model, where that is more than the own one's: what most models rise by
-    is held against nobody. Only what exceeds `z` standard errors of the mean difference over all validation samples
-    counts, and less than 0 is 0. Models are looked at whole, whatever `judged_at` is, since half a step dilutes a
-    backdoor; those outside of the sub-level set, which have no weight, not at all: they have 0.
+    to first order; in more, gradients are taken anew where pixels are painted, for the classes that promise most, and
+    it is chosen by the loss. With `blend` above 0 these samples are blended with so much uniform noise: where images
+    are black, as around a letter, units of a network with ReLU may all be off, and gradients 0. With against="majority"
+    the rise is compared with the median one of the sub-level set and the own model, where that is more than the own
+    one's: what most models rise by is held against nobody. Only what exceeds `z` standard errors of the mean difference
+    over the validation samples, 256 at most, counts, and less than 0 is 0. Models are looked at whole, whatever
+    `judged_at` is, since half a step dilutes a backdoor; those outside of the sub-level set, which have no weight, not
+    at all: they have 0.
     """
     _losses(judged)
     seen = judged.received.rows != judged.me.rows

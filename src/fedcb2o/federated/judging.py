@@ -122,10 +122,11 @@ def losses_seen_by(block: Block, k: int) -> Callable[[Received, Change | None], 
 
 
 def outputs_seen_by(block: Block, k: int) -> Callable[..., Outputs]:
-    """What models [m] make of the validation data of the agent in place k, or of those changed, and their labels."""
+    """What models [m] make of the validation data of the agent in place k, or of so many of them, or of those changed,
+    and their labels."""
 
-    def outputs(models: Received, change: Change | None = None) -> Outputs:
-        terms, seen, reference = block.terms, _validation(block, k), block.reference(k)
+    def outputs(models: Received, change: Change | None = None, count: int | None = None) -> Outputs:
+        terms, seen, reference = block.terms, _validation(block, k, count), block.reference(k)
         if change is not None:
             seen = changed_by("criterion", change, seen)
         with plugins.blamed("model", terms.model):
@@ -139,9 +140,7 @@ def some_samples_of(block: Block, k: int) -> Callable[[int], tuple[Tensor, Tenso
     """So many of the validation samples of the agent in place k, spread over all, or all; and their labels."""
 
     def some(count: int) -> tuple[Tensor, Tensor]:
-        seen = _validation(block, k)
-        count = min(count, len(seen))
-        few = seen.part(np.arange(count) * len(seen) // max(1, count))
+        few = _validation(block, k, count)
         return features(few.x).cpu(), few.y.cpu()
 
     return some
@@ -171,9 +170,13 @@ def gradients_seen_by(block: Block, k: int) -> Callable[[Received, Tensor, Slope
     return found
 
 
-def _validation(block: Block, k: int) -> Shard:
+def _validation(block: Block, k: int, count: int | None = None) -> Shard:
+    """The validation data of the agent in place k, or so many of them, spread over all, if there are more."""
     x, y = block.holdings.judged_on(np.array([k]))
-    return Shard(x[0], y[0])
+    data = Shard(x[0], y[0])
+    if count is None or count >= len(data):
+        return data
+    return data.part(np.arange(count) * len(data) // max(1, count))
 
 
 def network_of(block: Block, k: int) -> nn.Module:

@@ -6,6 +6,7 @@ and Zhao, "Neural Cleanse" (IEEE S&P 2019); but in one step of first order or a 
 """
 
 import functools
+import itertools
 import math
 
 import torch
@@ -17,14 +18,18 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated.evaluate import IMAGES
 from fedcb2o.federated.types import Local, Received
 
+CANDIDATES = 12  # classes that are looked into further after the first step
+MEASURED = 256  # validation samples at most, on which rises are measured: enough for what triggers do
+
 
 def rises(local: Local, models: Received, pixels: int, samples: int, steps: int, blend: float) -> Float[Tensor, "m n"]:
-    """How much the loss of each of an agent's validation samples rises under the perturbation worst for each model,
-    found on some of them; infinitely where a model's gradients are not finite, so that none can be found."""
-    outputs, labels = local.outputs_of(models)
+    """How much the loss of each of an agent's validation samples, or of `MEASURED` of them, rises under the
+    perturbation worst for each model, found on fewer; infinitely where a model's gradients are not finite, so that none
+    can be found."""
+    outputs, labels = local.outputs_of(models, count=MEASURED)
     found, after = worst(local, models, outputs.shape[-1], pixels, samples, steps, blend), []
     for i, ways in enumerate(found):
-        losses = _losses(*local.outputs_of(models[i : i + 1], functools.partial(painted, ways=ways)))
+        losses = _losses(*local.outputs_of(models[i : i + 1], functools.partial(painted, ways=ways), MEASURED))
         after.append(losses if ways.isfinite().all() else torch.full_like(losses, torch.inf))
     return torch.cat(after) - _losses(outputs, labels)
 
@@ -36,9 +41,10 @@ def worst(
     gradients are not finite. Each channel of a pixel goes its own way.
 
     For each class these are sought that to first order raise its output most above that of the label, in so many steps
-    a part of them, each by the gradients where those before are painted. Of the classes that one counts whose pixels
-    raise the loss of the samples that they are sought on to the most; with one step, whose do most to first order. The
-    samples are blended with a share `blend` of uniform noise.
+    a part of them, each by the gradients where those before are painted. After the first step the `CANDIDATES` classes
+    go on whose pixels do most to first order. Of these that one counts whose pixels raise the loss of the samples that
+    they are sought on to the most; with one step, whose do most to first order. The samples are blended with a share
+    `blend` of uniform noise.
     """
     x, y = local.some_samples(samples)
     if y.is_floating_point() or x.ndim < 3:
@@ -48,48 +54,52 @@ def worst(
         )
     if blend > 0:
         x = torch.lerp(x, torch.from_numpy(local.draw.random(tuple(x.shape))).to(x), blend)
-    at_once = max(1, IMAGES // max(1, len(y)))
-    parts = torch.split(torch.arange(num_classes), at_once)
-    found = [_worst_for(local, models, classes, x, y, pixels, steps) for classes in parts]
-    ways, worth = (torch.cat(each, 1) for each in zip(*found, strict=True))
-    return ways[torch.arange(len(ways)), worth.argmax(1)]
+    pixels = min(pixels, x.shape[-2:].numel())
+    ends = [math.ceil(pixels * step / steps) for step in range(steps + 1)]
+    parts = torch.split(torch.arange(num_classes), max(1, IMAGES // max(1, len(y))))
+    none = torch.zeros(len(models.rows), 1, *x.shape[1:])
+    first = [_further(local, models, x, y, none.expand(-1, len(part), *x.shape[1:]), part, ends[1]) for part in parts]
+    ways, worth = (torch.cat(each, 1) for each in zip(*first, strict=True))
+    best = worth.argsort(dim=1, descending=True, stable=True)[:, : CANDIDATES if steps > 1 else 1]
+    found = []
+    for i, classes in enumerate(best.sort(1).values):
+        alone, candidates = models[i : i + 1], ways[i : i + 1, classes]
+        for before, end in itertools.pairwise(ends[1:]):
+            if end > before:
+                candidates, _ = _further(local, alone, x, y, candidates, classes, end - before)
+        outputs = local.outputs_at(alone, painted(x, ways=candidates.unsqueeze(2)).flatten(1, 2))
+        losses = _losses(outputs, y.repeat(len(classes))).view(len(classes), -1).mean(1)
+        losses[candidates[0].isnan().flatten(1).any(1)] = torch.inf
+        found.append(candidates[0, losses.argmax()])
+    return torch.stack(found)
 
 
-def _worst_for(
+def _further(
     local: Local,
     models: Received,
-    classes: Int[Tensor, " c"],
     x: Float[Tensor, "n *features"],
     y: Int[Tensor, " n"],
-    pixels: int,
-    steps: int,
+    ways: Float[Tensor, "m c *features"],
+    classes: Int[Tensor, " c"],
+    more: int,
 ) -> tuple[Float[Tensor, "m c *features"], Float[Tensor, "m c"]]:
-    """For each model and each of some classes: which pixels to paint, and how bad they are; NaN, and infinitely, where
-    gradients are not finite."""
-    m, c, n, side, channels = len(models.rows), len(classes), len(y), x.shape[-2:], tuple(range(2, x.ndim - 1))
-    above = functools.partial(_above, labels=y.repeat(c), classes=classes.repeat_interleave(n))
-    ways, finite = torch.zeros(m, c, *x.shape[1:]), torch.ones(m, c, dtype=torch.bool)
-    chosen, worth = torch.zeros(m, c, side.numel(), dtype=torch.bool), torch.zeros(m, c, dtype=torch.float64)
-    pixels = min(pixels, side.numel())
-    parts = min(steps, pixels)
-    for part in range(parts):
-        images = painted(x, ways=ways.unsqueeze(2))  # [m, c, n, *features]
-        slopes = local.gradients_of(models, images.flatten(1, 2), above).view_as(images)
-        finite &= slopes.isfinite().flatten(2).all(2)
-        whiter, blacker = (slopes * (1 - images)).mean(2), (slopes * -images).mean(2)
-        gains = torch.maximum(whiter, blacker).clamp(min=0)
-        by_pixel = (gains.sum(channels) if channels else gains).flatten(2).masked_fill(chosen, 0.0)
-        most = by_pixel.topk(math.ceil(pixels * (part + 1) / parts) - math.ceil(pixels * part / parts), -1)
-        new = torch.zeros_like(chosen).scatter_(2, most.indices, most.values > 0)
-        chosen |= new
-        here = new.view(m, c, *[1] * len(channels), *side)
-        ways += torch.where(whiter >= blacker, 1.0, -1.0) * (gains > 0) * here
-        worth = most.values.sum(-1).double()
-    if steps > 1:
-        outputs = local.outputs_at(models, painted(x, ways=ways.unsqueeze(2)).flatten(1, 2))
-        worth = _losses(outputs, y.repeat(c)).view(m, c, n).mean(-1)
-    ways[~finite] = torch.nan
-    return ways, worth.masked_fill(~finite, torch.inf)
+    """For each model and each of some classes: so many `more` pixels to paint where some are, and what these do to
+    first order; NaN and infinitely where gradients are not finite."""
+    side, channels = x.shape[-2:], tuple(range(2, x.ndim - 1))
+    above = functools.partial(_above, labels=y.repeat(len(classes)), classes=classes.repeat_interleave(len(y)))
+    images = painted(x, ways=ways.unsqueeze(2))  # [m, c, n, *features]
+    slopes = local.gradients_of(models, images.flatten(1, 2), above).view_as(images)
+    whiter, blacker = (slopes * (1 - images)).mean(2), (slopes * -images).mean(2)
+    gains = torch.maximum(whiter, blacker).clamp(min=0)
+    taken = (ways != 0).amax(channels) if channels else ways != 0
+    by_pixel = (gains.sum(channels) if channels else gains).masked_fill(taken, 0.0).flatten(2)
+    most = by_pixel.topk(more, -1)
+    chosen = torch.zeros_like(by_pixel, dtype=torch.bool).scatter_(2, most.indices, most.values > 0)
+    here = chosen.view(*ways.shape[:2], *[1] * len(channels), *side)
+    after = ways + torch.where(whiter >= blacker, 1.0, -1.0) * (gains > 0) * here
+    after[~slopes.isfinite().flatten(2).all(2)] = torch.nan
+    worth = most.values.sum(-1)
+    return after, worth.masked_fill(after.isnan().flatten(2).any(2), torch.inf)
 
 
 def painted(x: Shaped[Tensor, "..."], *, ways: Float[Tensor, "..."]) -> Shaped[Tensor, "..."]:

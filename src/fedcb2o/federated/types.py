@@ -108,15 +108,15 @@ other's outputs change."""
 class Local:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
-    `outputs_of` gives what models make of its validation data, or of these changed. `some_samples` gives so many of
-    these, spread over all, as a network reads them, with their labels; `outputs_at` what models make of samples of
-    their own, and `gradients_of` how what a `Slope` makes of that changes with each sample. `share` is the attackers'
-    share that it assumes, `progress` how much of the run is over, from 0 to 1. `head` is the shape [C, h] of the last
-    dense layer's weight, where the network ends in one; `layers` the shapes of the tensors that a model is made of, in
-    their order. `contacts` and `draw` are made when they are asked for.
+    `outputs_of` gives what models make of its validation data, or of so many, or of these changed. `some_samples` gives
+    so many of these, spread over all, as a network reads them, with their labels; `outputs_at` what models make of
+    samples of their own, and `gradients_of` how what a `Slope` makes of that changes with each sample. `share` is the
+    attackers' share that it assumes, `progress` how much of the run is over, from 0 to 1. `head` is the shape [C, h] of
+    the last dense layer's weight, where the network ends in one; `layers` the shapes of the tensors that a model is
+    made of, in their order. `contacts` and `draw` are made when they are asked for.
     """
 
-    outputs_of: Callable[..., Outputs]  # of models, and of a change or None
+    outputs_of: Callable[..., Outputs]  # of models, of a change or None, and at how many
     some_samples: Callable[[int], tuple[Float[Tensor, "k *features"], Shaped[Tensor, "k *target"]]]
     outputs_at: Callable[[Received, Float[Tensor, "m k *features"]], Float[Tensor, "m k *C"]]
     gradients_of: Callable[[Received, Float[Tensor, "m k *features"], Slope], Float[Tensor, "m k *features"]]
