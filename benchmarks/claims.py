@@ -323,10 +323,12 @@ def _cell(claim: Claim, each: "pd.Series[float]", seeds: int) -> str:
 
 def metrics_table(known: Values) -> str:
     """What each run reached, in percent: mean and interval over its seeds."""
-    lines = [" | ".join(["| ", *COLUMNS.values(), "Seeds |"]), "| --- |" + " ---: |" * (len(COLUMNS) + 1)]
+    shown = [column for column in COLUMNS if any(column in table for table in known.values())]
+    lines = [" | ".join(["| ", *(COLUMNS[column] for column in shown), "Seeds |"])]
+    lines.append("| --- |" + " ---: |" * (len(shown) + 1))
     for name, table in known.items():
         cells = []
-        for column in COLUMNS if not name.endswith("-clean") else ():
+        for column in shown if not name.endswith("-clean") else ():
             mean, low, high = interval(_column(table, column))
             cells.append("–" if math.isnan(mean) else f"{mean:.2f}")
             cells[-1] += f" [{low:.2f}, {high:.2f}]" if math.isfinite(low) else ""

@@ -503,7 +503,8 @@ def worst_pixels(model: nn.Module, options: Options, x: Tensor, y: Tensor) -> li
     for step in range(1, options.steps + 1):
         if step == 2:
             classes = sorted(sorted(classes, key=lambda c: -worth[c])[:CANDIDATES])
-        so_far = [math.ceil(options.pixels * s / options.steps) for s in (step - 1, step)]
+        pixels = min(options.pixels, x[0, 0].numel())
+        so_far = [math.ceil(pixels * s / options.steps) for s in (step - 1, step)]
         for c in classes:
             gain, colours = gains_of_pixels(model, seen[c], y, c)
             painted = {(row, column) for _, row, column, _ in chosen[c]}

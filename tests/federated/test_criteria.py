@@ -11,7 +11,7 @@ from tests.views import judged
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
-from fedcb2o.federated import algorithms, criteria
+from fedcb2o.federated import algorithms, criteria, perturbations
 from fedcb2o.federated.paired import error, error_by_class
 from fedcb2o.federated.types import TOGETHER, Judged, Losses, together
 from fedcb2o.streams import stream
@@ -36,9 +36,9 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         return views.losses(mean, by_class[models.rows], torch.tensor([True, True]))
 
     def outputs_of(models, change=None, count=None):
-        seen = (x if change is None else change(x)).double()
+        seen = (x if change is None else change(x))[:count].double()
         second = thetas[models.rows].double() @ seen.flatten(1).T
-        return torch.stack([torch.zeros_like(second), second], -1), torch.zeros(len(x), dtype=torch.int64)
+        return torch.stack([torch.zeros_like(second), second], -1), torch.zeros(len(seen), dtype=torch.int64)
 
     def some_samples(count):
         few = x[:count].float()
@@ -212,6 +212,15 @@ def test_a_trigger_anywhere_is_a_gap_and_a_clean_model_has_none():
     some = dataclasses.replace(view, among=torch.tensor([False, True, True, True]))
     assert criteria.perturbation_gap(some, pixels=2).tolist() == pytest.approx([0.0, *two[1:]], abs=1e-6)
     assert criteria.perturbation_gap(view, pixels=2, steps=2).tolist() == pytest.approx(two, abs=1e-6)
+
+
+def test_rises_are_measured_on_so_many_samples_and_no_more(monkeypatch):
+    view = brightness_judges(torch.tensor([[4.0], [0.0]]), torch.tensor([0.0, 0.5, 1.0, 1.0]).view(4, 1, 1, 1))
+    by_sample = torch.tensor([rise(4), rise(4) - rise(2), 0.0, 0.0])
+    for measured, found in ((2, by_sample[:2]), (4, by_sample), (9, by_sample)):
+        monkeypatch.setattr(perturbations, "MEASURED", measured)
+        expected = float(found.mean())
+        assert criteria.perturbation_gap(view, z=0.0).tolist() == pytest.approx([expected], abs=1e-6)
 
 
 def test_what_most_models_rise_by_is_no_gap_to_the_majority():

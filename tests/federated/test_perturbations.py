@@ -121,14 +121,36 @@ def test_only_the_classes_best_in_the_first_step_are_looked_into_further(monkeyp
         a = x[..., 0]
         return torch.stack([torch.zeros_like(a), 3 * a - 3 * a**2, 2 * a - a**2, a + 4 * a**2], -1)
 
-    # A second way of telling the classes apart: the pixel that each of them gains by in the second step.
-    def and_then(x):
+    def and_a_pixel_of_its_own(x):
         return outputs_of(x) + 0.1 * torch.cat([torch.zeros_like(x[..., :1]), x[..., 1:]], -1)
 
     monkeypatch.setattr(perturbations, "CANDIDATES", candidates)
-    known = seeing(and_then, torch.zeros(1, 1, 1, 4), LABELS[:1])
+    known = seeing(and_a_pixel_of_its_own, torch.zeros(1, 1, 1, 4), LABELS[:1])
     second = {2: [0, 1, 0], 3: [0, 0, 1]}[candidates]
     assert worst(known, ONE, 4, 2, 1, 2).tolist() == [[[[1.0, *second]]]]
+
+
+def test_a_pixel_is_taken_whichever_of_its_channels_is_painted():
+    """In the second channel white gains class 1 half, and black would gain it as much again as it cost."""
+
+    def outputs_of(x):
+        a = x[..., 2]
+        return torch.stack([torch.zeros_like(a), 3 * a - 2.5 * a**2], -1)
+
+    known = seeing(outputs_of, torch.zeros(1, 2, 1, 2), LABELS[:1])
+    assert worst(known, ONE, 2, 2, 1, 2).tolist() == [[[[0.0, 0.0]], [[1.0, 0.0]]]]
+
+
+def test_of_classes_whose_pixels_do_the_same_the_first_counts():
+    def outputs_of(x):
+        a, b = x.unbind(-1)
+        return torch.stack([torch.zeros_like(a), a, 2 * b - b**2], -1)
+
+    for candidates in (2, 3):
+        known = seeing(outputs_of, torch.zeros(1, 1, 1, 2), LABELS[:1])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(perturbations, "CANDIDATES", candidates)
+            assert worst(known, ONE, 3, 1, 1, 2).tolist() == [[[[1.0, 0.0]]]]
 
 
 def test_noise_finds_what_units_that_are_off_hide():

@@ -169,6 +169,26 @@ def test_seeds_are_added_to_values_whose_runs_are_gone(tmp_path, monkeypatch):
         kept("none", a, "--keep")
 
 
+def test_the_second_half_is_the_mean_of_its_evaluations(tmp_path):
+    lines = ["method,seed,round,accuracy,source_accuracy,attack_success_rate"]
+    for name, higher in (("fedcbo", 0), ("fedcb2o", 4)):
+        rounds = (5, 10, 11, 15, 20) if higher else (5, 10, 11, 15)
+        lines += [f"{name},{seed},{n},{n + higher},{seed},9.0" for seed in (0, 1) for n in rounds]
+    (tmp_path / "curves.csv").write_text("\n".join(lines) + "\n")
+    found = claims.read_later(tmp_path)
+    assert found["fedcbo"].accuracy.to_dict() == {0: 13.0, 1: 13.0}  # after round 10 of 20
+    assert found["fedcb2o"].source_accuracy.to_dict() == {0: 0.0, 1: 1.0}
+    table = claims.claims_table(found)
+    assert "source class accuracy, FedCB2O less FedCBO | +15.50 | +0.00 [+0.00, +0.00] **held** |" in table
+    assert "Fig. 6" not in table  # curves know nothing of weights
+    page = tmp_path / "page.md"
+    marks = {name: f"<!-- claims: . later_{name} -->\n\n" for name in ("metrics", "claims")}
+    page.write_text("".join(marks.values()))
+    metrics = claims.metrics_table(found)
+    assert "| `fedcbo` | 13.00 [13.00, 13.00] | 0.50 [-5.85, 6.85] | 9.00 [9.00, 9.00] | 2 |\n" in metrics
+    assert claims.rewritten(page) == f"{marks['metrics']}{metrics}\n{marks['claims']}{table}\n"
+
+
 def test_the_readmes_table_is_that_of_its_seeds():
     values = pd.read_csv(PAGE.parent / "reproduction" / "digits" / "values.csv")
     methods = ["fedcbo-alpha10", "fedcbo", "oracle-min", "oracle-max"]

@@ -24,7 +24,7 @@ MEASURED = 256  # validation samples at most, on which rises are measured: enoug
 
 def rises(local: Local, models: Received, pixels: int, samples: int, steps: int, blend: float) -> Float[Tensor, "m n"]:
     """How much the loss of each of an agent's validation samples, or of `MEASURED` of them, rises under the
-    perturbation worst for each model, found on fewer; infinitely where a model's gradients are not finite, so that none
+    perturbation worst for each model, found on some; infinitely where a model's gradients are not finite, so that none
     can be found."""
     outputs, labels = local.outputs_of(models, count=MEASURED)
     found, after = worst(local, models, outputs.shape[-1], pixels, samples, steps, blend), []
@@ -55,23 +55,24 @@ def worst(
     if blend > 0:
         x = torch.lerp(x, torch.from_numpy(local.draw.random(tuple(x.shape))).to(x), blend)
     pixels = min(pixels, x.shape[-2:].numel())
-    ends = [math.ceil(pixels * step / steps) for step in range(steps + 1)]
-    parts = torch.split(torch.arange(num_classes), max(1, IMAGES // max(1, len(y))))
-    none = torch.zeros(len(models.rows), 1, *x.shape[1:])
-    first = [_further(local, models, x, y, none.expand(-1, len(part), *x.shape[1:]), part, ends[1]) for part in parts]
-    ways, worth = (torch.cat(each, 1) for each in zip(*first, strict=True))
-    best = worth.argsort(dim=1, descending=True, stable=True)[:, : CANDIDATES if steps > 1 else 1]
+    ends = sorted({math.ceil(pixels * step / steps) for step in range(1, steps + 1)})
+    every = torch.arange(num_classes)
+    none = torch.zeros(len(models.rows), num_classes, *x.shape[1:])
+    ways, worth = _further(local, models, x, y, none, every, ends[0])
+    if steps == 1:
+        return ways[torch.arange(len(ways)), worth.argmax(1)]
+    some = [(slice(None), every)]
+    if num_classes > CANDIDATES:  # of each model its own
+        best = worth.argsort(dim=1, descending=True, stable=True)[:, :CANDIDATES].sort(1).values
+        some = [(slice(i, i + 1), classes) for i, classes in enumerate(best)]
     found = []
-    for i, classes in enumerate(best.sort(1).values):
-        alone, candidates = models[i : i + 1], ways[i : i + 1, classes]
-        for before, end in itertools.pairwise(ends[1:]):
-            if end > before:
-                candidates, _ = _further(local, alone, x, y, candidates, classes, end - before)
-        outputs = local.outputs_at(alone, painted(x, ways=candidates.unsqueeze(2)).flatten(1, 2))
-        losses = _losses(outputs, y.repeat(len(classes))).view(len(classes), -1).mean(1)
-        losses[candidates[0].isnan().flatten(1).any(1)] = torch.inf
-        found.append(candidates[0, losses.argmax()])
-    return torch.stack(found)
+    for these, classes in some:
+        candidates = ways[these, classes]
+        for before, end in itertools.pairwise(ends):
+            candidates, _ = _further(local, models[these], x, y, candidates, classes, end - before)
+        worth = _losses_at(local, models[these], x, y, candidates)
+        found.append(candidates[torch.arange(len(candidates)), worth.argmax(1)])
+    return torch.cat(found)
 
 
 def _further(
@@ -86,20 +87,44 @@ def _further(
     """For each model and each of some classes: so many `more` pixels to paint where some are, and what these do to
     first order; NaN and infinitely where gradients are not finite."""
     side, channels = x.shape[-2:], tuple(range(2, x.ndim - 1))
-    above = functools.partial(_above, labels=y.repeat(len(classes)), classes=classes.repeat_interleave(len(y)))
-    images = painted(x, ways=ways.unsqueeze(2))  # [m, c, n, *features]
-    slopes = local.gradients_of(models, images.flatten(1, 2), above).view_as(images)
-    whiter, blacker = (slopes * (1 - images)).mean(2), (slopes * -images).mean(2)
-    gains = torch.maximum(whiter, blacker).clamp(min=0)
-    taken = (ways != 0).amax(channels) if channels else ways != 0
-    by_pixel = (gains.sum(channels) if channels else gains).masked_fill(taken, 0.0).flatten(2)
-    most = by_pixel.topk(more, -1)
-    chosen = torch.zeros_like(by_pixel, dtype=torch.bool).scatter_(2, most.indices, most.values > 0)
-    here = chosen.view(*ways.shape[:2], *[1] * len(channels), *side)
-    after = ways + torch.where(whiter >= blacker, 1.0, -1.0) * (gains > 0) * here
-    after[~slopes.isfinite().flatten(2).all(2)] = torch.nan
-    worth = most.values.sum(-1)
-    return after, worth.masked_fill(after.isnan().flatten(2).any(2), torch.inf)
+    after, worth = [], []
+    for before, part in zip(ways.split(_at_once(y), 1), classes.split(_at_once(y)), strict=True):
+        above = functools.partial(_above, labels=y.repeat(len(part)), classes=part.repeat_interleave(len(y)))
+        images = painted(x, ways=before.unsqueeze(2))  # [m, c, n, *features]
+        slopes = local.gradients_of(models, images.flatten(1, 2), above).view_as(images)
+        whiter, blacker = (slopes * (1 - images)).mean(2), (slopes * -images).mean(2)
+        gains = torch.maximum(whiter, blacker).clamp(min=0)
+        taken = (before != 0).amax(channels) if channels else before != 0
+        by_pixel = (gains.sum(channels) if channels else gains).masked_fill(taken, 0.0).flatten(2)
+        most = by_pixel.topk(more, -1)
+        chosen = torch.zeros_like(by_pixel, dtype=torch.bool).scatter_(2, most.indices, most.values > 0)
+        here = chosen.view(*before.shape[:2], *[1] * len(channels), *side)
+        found = before + torch.where(whiter >= blacker, 1.0, -1.0) * (gains > 0) * here
+        broken = ~slopes.isfinite().flatten(2).all(2)
+        found[broken] = torch.nan
+        after.append(found)
+        worth.append(most.values.sum(-1).masked_fill(broken, torch.inf))
+    return torch.cat(after, 1), torch.cat(worth, 1)
+
+
+def _losses_at(
+    local: Local,
+    models: Received,
+    x: Float[Tensor, "n *features"],
+    y: Int[Tensor, " n"],
+    ways: Float[Tensor, "m c *features"],
+) -> Float[Tensor, "m c"]:
+    """The mean loss of each model where the pixels of each class are painted, infinite where these are NaN."""
+    found = []
+    for part in ways.split(_at_once(y), 1):
+        outputs = local.outputs_at(models, painted(x, ways=part.unsqueeze(2)).flatten(1, 2))
+        found.append(_losses(outputs, y.repeat(part.shape[1])).view(*part.shape[:2], len(y)).mean(2))
+    return torch.cat(found, 1).masked_fill(ways.isnan().flatten(2).any(2), torch.inf)
+
+
+def _at_once(y: Int[Tensor, " n"]) -> int:
+    """The classes whose images go through a network at once."""
+    return max(1, IMAGES // max(1, len(y)))
 
 
 def painted(x: Shaped[Tensor, "..."], *, ways: Float[Tensor, "..."]) -> Shaped[Tensor, "..."]:
