@@ -88,7 +88,7 @@ def _further(
     first order; NaN and infinitely where gradients are not finite."""
     side, channels = x.shape[-2:], tuple(range(2, x.ndim - 1))
     after, worth = [], []
-    for before, part in zip(ways.split(_at_once(y), 1), classes.split(_at_once(y)), strict=True):
+    for before, part in zip(torch.split(ways, _at_once(y), 1), torch.split(classes, _at_once(y)), strict=True):
         above = functools.partial(_above, labels=y.repeat(len(part)), classes=part.repeat_interleave(len(y)))
         images = painted(x, ways=before.unsqueeze(2))  # [m, c, n, *features]
         slopes = local.gradients_of(models, images.flatten(1, 2), above).view_as(images)
@@ -116,7 +116,7 @@ def _losses_at(
 ) -> Float[Tensor, "m c"]:
     """The mean loss of each model where the pixels of each class are painted, infinite where these are NaN."""
     found = []
-    for part in ways.split(_at_once(y), 1):
+    for part in torch.split(ways, _at_once(y), 1):
         outputs = local.outputs_at(models, painted(x, ways=part.unsqueeze(2)).flatten(1, 2))
         found.append(_losses(outputs, y.repeat(part.shape[1])).view(*part.shape[:2], len(y)).mean(2))
     return torch.cat(found, 1).masked_fill(ways.isnan().flatten(2).any(2), torch.inf)
