@@ -25,6 +25,7 @@ import torch
 from limits import NUM_CLASSES, multiplications, rate
 from memory import family
 
+from fedcb2o import models
 from fedcb2o.data.shard import Dataset, Shard, features
 from fedcb2o.experiments import assemble
 from fedcb2o.experiments.config import Experiment, load
@@ -61,8 +62,12 @@ def random_images(*, per_class: int = 250, test_per_class: int = 296) -> Dataset
 
 def experiment_of(small: bool, real: bool) -> Experiment:
     """The speed setting, made from the preset of the paper's full size."""
-    linear = timed.fastest_linear()
-    changes = {"agents.benign": 7, "agents.malicious": 3, "agents.budget": 4, "linear": linear}
+    probed, images = models.cnn((1, 28, 28), NUM_CLASSES), torch.zeros(64, 1, 28, 28)
+    by = {
+        "linear": timed.fastest_linear(),
+        "convolution": timed.fastest_convolution_of_one(probed, images, "float32"),
+    }
+    changes = {"agents.benign": 7, "agents.malicious": 3, "agents.budget": 4, **by}
     if not real:
         changes["data"] = {"name": random_images, **({"test_per_class": 4} if small else {})}
     return load("emnist-fedcb2o-trusted", changes | (SMALL if small else {}))
@@ -156,7 +161,7 @@ def ready(block: Block) -> None:
     """Have a worker make its block and take a step on a copy of a model, before a round is timed."""
     terms, theta = block.terms, block.pool[:1].clone()
     shard, training = shard_of(block.holdings, 0), dataclasses.replace(terms.training, local_steps=1)
-    with primitives.by(terms.primitives.linear):
+    with primitives.by(terms.primitives.linear, terms.primitives.convolution):
         local_update_(theta[0], terms.module, shard, training, stream(terms.seed, "ready"))
         logits(terms.module, theta, torch.tensor([0]), shard.x[:100])
 
@@ -255,7 +260,8 @@ def main() -> None:
             f" tau = {terms.training.local_epochs}, batches of {terms.training.batch_size},"
             f" {'EMNIST' if options.data_dir else 'random images'}"
         )
-        print(f"library: {cores} process{'es' * (cores > 1)} of 1 thread, dense layers by {terms.primitives.linear}")
+        by = f"dense layers by {terms.primitives.linear}, convolutions {terms.primitives.convolution}"
+        print(f"library: {cores} process{'es' * (cores > 1)} of 1 thread, {by}")
         loop, told = fastest(plain.make(work_of(block, experiment)), terms, cores)
         print(f"plain loop: {loop.name}, the fastest of these on less work ({told})", flush=True)
         theirs = []

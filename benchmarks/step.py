@@ -25,6 +25,7 @@ from fedcb2o.runtime import machine, onednn, primitives, timed
 from fedcb2o.streams import stream
 
 BATCH = 64
+PLAIN = "torch", "grouped"
 STEPS = 5  # of one LocalUpdate that is timed
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = {
@@ -38,7 +39,9 @@ PARTS = {
 }
 
 
-def library(shard: Shard, module: nn.Module, precision: str, linear: primitives.Linear) -> Callable[[], None]:
+def library(
+    shard: Shard, module: nn.Module, precision: str, linear: primitives.Linear, convolution: primitives.Convolution
+) -> Callable[[], None]:
     """Some steps of LocalUpdate."""
     theta = models.flatten(module)
     training = Training(
@@ -46,7 +49,7 @@ def library(shard: Shard, module: nn.Module, precision: str, linear: primitives.
     )
 
     def steps() -> None:
-        with primitives.by(linear):
+        with primitives.by(linear, convolution):
             local_update_(theta, module, shard, training, stream(0, "step"))
 
     return steps
@@ -96,10 +99,11 @@ def main() -> None:
     flop = 2.0 * BATCH * sum(multiplications(options.hidden))
     machine.keep_memory()
     sides = {
-        (precision, linear): library(shard, module, precision, linear)
+        (precision, linear, convolution): library(shard, module, precision, linear, convolution)
         for precision in PRECISIONS
         for linear in ("torch", "onednn")
-        if linear == "torch" or (precision == "float32" and onednn.available())
+        for convolution in ("grouped", "fourier")
+        if (linear == "torch" or onednn.available()) and (precision == "float32" or (linear, convolution) == PLAIN)
     }
     loops = {precision: loop(shard, options.hidden, precision) for precision in PRECISIONS}
     rates = {precision: products(dtype) for precision, dtype in PRECISIONS.items()}
@@ -117,19 +121,22 @@ def main() -> None:
             for name, (_, product) in found.items():
                 clock((precision, name), product)
     print(f"torch {torch.__version__}, one thread, dense layer of {options.hidden}, {flop / 1e9:.2f} GFLOP a step")
-    print(f"fastest linear by the probe: {timed.fastest_linear()}")
+    convolution = timed.fastest_convolution_of_one(module, x[:BATCH], "float32")
+    print(f"fastest by the probe, in float32: linear {timed.fastest_linear()}, convolution {convolution}")
     for precision, found in rates.items():
         best, name = max((count / seconds[precision, name], name) for name, (count, _) in found.items())
         limit, usual = flop / best, seconds["plain", precision] / STEPS
         print(f"\n{precision}: limit {1e3 * limit:.1f} ms, at {best / 1e9:.0f} GFLOP/s ({name})")
-        lines = {f"library, {linear}": seconds[p, linear] / STEPS for p, linear in sides if p == precision}
+        lines = {
+            f"library, {linear}, {way}": seconds[p, linear, way] / STEPS for p, linear, way in sides if p == precision
+        }
         for told, value in {"plain PyTorch": usual, **lines}.items():
             print(
-                f"  {told:<16} {1e3 * value:6.1f} ms, {value / limit:.2f} times the limit,"
+                f"  {told:<24} {1e3 * value:6.1f} ms, {value / limit:.2f} times the limit,"
                 f" {usual / value:.2f} times as fast as plain"
             )
-        for (p, linear), steps in sides.items():
-            if p == precision:
+        for (p, linear, way), steps in sides.items():
+            if p == precision and way == "grouped":  # spectra are products like those of dense layers
                 shares = parts(steps, max(3, options.repeats // 3))
                 print(f"  {linear}: " + ", ".join(f"{part} {1e3 * value:.1f}" for part, value in shares.items()))
 

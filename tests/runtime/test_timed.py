@@ -17,7 +17,7 @@ from torch import nn
 from fedcb2o import models
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
-from fedcb2o.runtime import onednn, timed
+from fedcb2o.runtime import fourier, onednn, timed
 
 IMAGES = {"name": "cnn", "hidden": 4}
 META = torch.device("meta")
@@ -266,9 +266,48 @@ def test_a_run_keeps_its_convolutions_when_it_is_resumed(tmp_path, monkeypatch):
     assert told_of(tmp_path / "probed")["convolution"] == "unfolded"
 
 
-def test_nothing_is_timed_on_the_cpu(tmp_path, monkeypatch):
+def test_on_the_cpu_only_agents_one_by_one_may_go_another_way(tmp_path, monkeypatch):
     monkeypatch.setattr(timed, "fastest_convolution", lambda *_: pytest.fail("timed"))
-    for changes in ({}, {"together": 3}):
+    asked = []
+    monkeypatch.setattr(timed, "fastest_convolution_of_one", lambda *given: asked.append(given) or "fourier")
+    for changes, expected in (({}, "fourier"), ({"together": 3}, "grouped"), ({"convolution": "grouped"}, "grouped")):
         folder = tmp_path / str(changes)
         run(tiny(model=IMAGES, rounds=1, **changes), out=folder, workers=1)
-        assert told_of(folder)["convolution"] == "grouped"
+        assert told_of(folder)["convolution"] == expected
+    ((_, x, precision),) = asked
+    assert (x.shape[1:], precision) == ((1, 8, 8), "float32")
+
+
+def test_convolutions_of_one_network_go_by_spectra_by_a_margin(monkeypatch):
+    x = torch.zeros(8, 1, 28, 28)
+    module = models.cnn((1, 28, 28), 10, hidden=4)
+    before = models.flatten(module)
+    for spectra, expected in ((0.7, "fourier"), (0.8, "grouped"), (2.0, "grouped")):
+        now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, spectra]))
+        monkeypatch.setattr(timed, "time", SimpleNamespace(thread_time=lambda now=now: next(now)))
+        assert timed.fastest_convolution_of_one(module, x, "float32") == expected
+    assert torch.equal(models.flatten(module), before)
+    monkeypatch.setattr(timed, "_gain", lambda *_: pytest.fail("timed"))
+    strided = models.cnn((1, 28, 28), 10, hidden=4, down="stride")
+    for other, seen, precision in (
+        (models.mlp((1, 8, 8), 10), x, "float32"),
+        (strided, x, "float32"),
+        (module, x, "bfloat16"),
+        (module, x[:, :, :8, :8], "float32"),  # which it cannot read
+    ):
+        assert timed.fastest_convolution_of_one(other, seen, precision) == "grouped"
+
+
+def test_a_run_by_spectra_finds_what_it_finds_by_pytorch(tmp_path, monkeypatch):
+    monkeypatch.setattr(fourier, "FEWER", 0)
+    experiment = tiny(model={"name": "cnn", "hidden": 8}, evaluate_every=3)
+    for convolution in ("grouped", "fourier"):
+        run({**experiment, "convolution": convolution}, out=tmp_path / convolution, workers=1)
+    with pytest.raises(StopError):
+        run({**experiment, "convolution": "fourier"}, out=tmp_path / "resumed", workers=1, watch=stop_after(1))
+    run({**experiment, "convolution": "fourier"}, out=tmp_path / "resumed", workers=1, resume=True)
+    grouped, spectra, resumed = (bits(tmp_path / name) for name in ("grouped", "fourier", "resumed"))
+    assert spectra == resumed
+    assert spectra["checkpoint models"] != grouped["checkpoint models"]
+    found = [load_file(tmp_path / name / "seed-1000/checkpoint.safetensors") for name in ("grouped", "fourier")]
+    torch.testing.assert_close(found[0]["models"], found[1]["models"], rtol=1e-3, atol=1e-5)

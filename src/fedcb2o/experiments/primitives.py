@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fedcb2o import models, records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.assemble import Prepared
@@ -49,8 +51,9 @@ def primitives_of(folder: Path, prepared: Prepared) -> dict[str, Any]:
         return min(experiment.agents.num_agents, devices.most_together(device, pool, module, x, convolution))
 
     def convolution() -> Convolution:
-        if device.type == "cpu":  # by groups is about twice as fast
-            return "grouped"
+        if device.type == "cpu":  # several at once are about twice as fast by groups
+            laid = nn.Sequential(models.ChannelsLast(), module) if layout_here == "channels_last" else module
+            return timed.fastest_convolution_of_one(laid, x, precision) if experiment.together is None else "grouped"
         most = room("unfolded")
         if (experiment.together or 1) > most:
             return "grouped"
@@ -58,10 +61,11 @@ def primitives_of(folder: Path, prepared: Prepared) -> dict[str, Any]:
 
     asked = experiment.training.precision
     precision = timed.precision_of(asked, device) if began is None else began.get("precision", asked)
+    layout_here = kept("layout", layout)
     chosen = {
         "precision": precision,
         "linear": kept("linear", linear),
-        "layout": kept("layout", layout),
+        "layout": layout_here,
         "convolution": kept("convolution", convolution),
     }
     # On the CPU small dense networks alone.

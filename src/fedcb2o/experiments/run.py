@@ -269,7 +269,9 @@ def _say(watch: Watch, prepared: Prepared, place: Plan, chosen: Mapping[str, Any
     if isinstance(watch, Progress):
         where = "" if device.type == "cpu" else f" on {device}"
         if chosen["together"] is not None:
-            where += f", {chosen['together']} agents at once, convolutions {chosen['convolution']}"
+            where += f", {chosen['together']} agents at once"
+        if chosen["together"] is not None or chosen["convolution"] != "grouped":
+            where += f", convolutions {chosen['convolution']}"
         if place.folder is None:  # else a note says it
             watch.say(f"{start}: {place}")
         done_by = f"large dense layers by {chosen['linear']}, images {chosen['layout']}"

@@ -16,7 +16,7 @@ from fedcb2o.models import dimension, head_of, named
 from fedcb2o.norms import are_local
 
 Linear = Literal["torch", "onednn"]
-Convolution = Literal["grouped", "unfolded", "mixed"]
+Convolution = Literal["grouped", "unfolded", "mixed", "fourier"]
 
 
 @dataclass(frozen=True)

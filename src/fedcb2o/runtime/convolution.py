@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from fedcb2o.models import are_several
 
+Margins = Sequence[tuple[int, int]]  # of zeros before and after an image, from top to bottom and from left to right
+
 FEW = 8  # channels: what reads fewer has no form for the units that devices have for products of matrices
 
 
@@ -31,7 +33,7 @@ def conv2d(
 ) -> Tensor:
     """What takes the place of `F.conv2d`: unfolded where `torch.func.vmap` computes several networks, on images of
     their own, and the convolution has no groups itself; of those only what reads fewer `channels` than these."""
-    steps, apart = _pair(stride), _pair(dilation)
+    steps, apart = pair(stride), pair(dilation)
     known = padding == "valid" or (padding == "same" and steps == (1, 1)) or not isinstance(padding, str)
     if not (known and groups == 1 and input.ndim == 4 and are_several(input) and are_several(weight)):
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
@@ -41,16 +43,20 @@ def conv2d(
         input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if channels is not None and weight.shape[1] >= channels:
         return F.conv2d(input, weight, bias, stride, padding, dilation)
+    return _unfolded(input, weight, bias, steps, margins_of(padding, weight, apart), apart)
+
+
+def pair(value: int | Sequence[int]) -> tuple[int, int]:
+    """What holds for both directions, for each."""
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+
+
+def margins_of(padding: str | int | Sequence[int], weight: Tensor, apart: tuple[int, int] = (1, 1)) -> Margins:
+    """The zeros that a convolution's `padding` stands for, pixels of its kernel being so far `apart`."""
     if padding == "same":
         reach = [d * (k - 1) for d, k in zip(apart, weight.shape[2:], strict=True)]
-        margins = [(r // 2, r - r // 2) for r in reach]
-    else:
-        margins = [(p, p) for p in _pair(0 if isinstance(padding, str) else padding)]
-    return _unfolded(input, weight, bias, steps, margins, apart)
-
-
-def _pair(value: int | Sequence[int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+        return [(r // 2, r - r // 2) for r in reach]
+    return [(p, p) for p in pair(0 if isinstance(padding, str) else padding)]
 
 
 def _unfolded(
@@ -58,7 +64,7 @@ def _unfolded(
     weight: Float[Tensor, "O C k l"],
     bias: Float[Tensor, " O"] | None,
     stride: tuple[int, int],
-    margins: Sequence[tuple[int, int]],
+    margins: Margins,
     dilation: tuple[int, int],
 ) -> Float[Tensor, "n O h w"]:
     (top, bottom), (left, right) = margins

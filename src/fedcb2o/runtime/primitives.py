@@ -15,8 +15,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fedcb2o.federated.terms import Convolution, Linear
-from fedcb2o.runtime import onednn
-from fedcb2o.runtime.convolution import FEW, conv2d
+from fedcb2o.runtime import convolution as unfolded
+from fedcb2o.runtime import fourier, onednn
+
+CONVOLUTIONS: dict[Convolution, Callable[..., Any]] = {
+    "grouped": F.conv2d,
+    "unfolded": unfolded.conv2d,
+    "mixed": functools.partial(unfolded.conv2d, channels=unfolded.FEW),
+    "fourier": fourier.conv2d,
+}
 
 
 def by(linear: Linear = "torch", convolution: Convolution = "grouped") -> contextlib.AbstractContextManager[Any]:
@@ -26,7 +33,7 @@ def by(linear: Linear = "torch", convolution: Convolution = "grouped") -> contex
     if linear == "onednn":
         ours[F.linear] = onednn.linear
     if convolution != "grouped":
-        ours[F.conv2d] = conv2d if convolution == "unfolded" else functools.partial(conv2d, channels=FEW)
+        ours[F.conv2d] = CONVOLUTIONS[convolution]
     return _InPlaceOf(ours) if ours else contextlib.nullcontext()
 
 

@@ -1,0 +1,166 @@
+"""A convolution by products of spectra is the convolution, and its derivatives."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedcb2o import models
+from fedcb2o.runtime import fourier, primitives
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+SIZES = [((14, 14), (5, 5)), ((7, 9), (4, 2)), ((6, 6), (6, 6)), ((9, 8), (1, 5)), ((5, 5), (11, 7))]
+
+
+class Counted(TorchDispatchMode):
+    """Within it `convolutions` counts those that PyTorch computes as such."""
+
+    convolutions = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.convolutions += func is torch.ops.aten.convolution.default
+        return func(*args, **(kwargs or {}))
+
+
+def counted(compute):
+    with Counted() as mode, primitives.by(convolution="fourier"):
+        found = compute()
+    return found, mode.convolutions
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """By spectra whatever they take, where there is a result."""
+
+    def some(images, weight, margins):
+        return min(fourier._after(images[2:], weight[2:], margins)) > 0
+
+    monkeypatch.setattr(fourier, "_pay", some)
+
+
+@pytest.mark.parametrize(("shape", "kernel"), SIZES)
+@pytest.mark.parametrize("padding", [0, 2, (3, 1), "same", "valid", 7])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_any_convolution_and_its_gradients(always, shape, kernel, padding, channels_last):
+    x, weight, bias = drawn(5, 8, *shape), drawn(9, 8, *kernel, seed=1), drawn(9, seed=2)
+    inputs = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    seen = x.to(memory_format=torch.channels_last) if channels_last else x
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    try:
+        expected = F.conv2d(*exact, padding=padding)
+    except RuntimeError:  # the kernel is larger than the image, whoever computes it
+        with pytest.raises(RuntimeError, match="greater than actual input size"):
+            counted(lambda: F.conv2d(seen, weight, bias, padding=padding))
+        return
+    y, convolutions = counted(lambda: F.conv2d(seen, weight, bias, padding=padding))
+    assert convolutions == 0
+    assert y.stride() == F.conv2d(seen, weight, bias, padding=padding).stride()
+    g = drawn(*y.shape, seed=3)
+    found, wanted = torch.autograd.grad(y, inputs, g), torch.autograd.grad(expected, exact, g.double())
+    for one, other in zip((y, *found), (expected, *wanted), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=2e-6 * other.abs().max().item())
+
+
+def test_by_hand(always):
+    # An image of one pixel that is 1, at (1, 2), shows the kernel turned about it.
+    x, weight = torch.zeros(1, 8, 4, 5), torch.zeros(8, 8, 3, 3)
+    x[0, 3, 1, 2] = 1.0
+    weight[6, 3] = torch.arange(1.0, 10).view(3, 3)
+    y, convolutions = counted(lambda: F.conv2d(x, weight, padding=1))
+    expected = torch.zeros(1, 8, 4, 5)
+    expected[0, 6, 0:3, 1:4] = torch.tensor([[9.0, 8, 7], [6, 5, 4], [3, 2, 1]])
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)
+    assert convolutions == 0
+
+
+def test_the_papers_second_convolution_takes_a_quarter_of_the_multiplications():
+    """64 images of 32 channels to 64: 25 * 14^2 * 64 * 32 * 64 = 642,252,800; on 16 x 9 frequencies 4 * 144 * 64 * 32 *
+    64 = 75,497,472 in products, and 18 * h * w + 9 * 32 * 2 * w for each of 2,048 images, 2,048 kernels and 4,096
+    results: 11,592 * 6,144 + 3,330 * 2,048 = 78,041,088. Together 153,538,560, 4.18 times fewer."""
+    taken = lambda: fourier._pay((64, 32, 14, 14), (64, 32, 5, 5), [(2, 2), (2, 2)])  # noqa: E731
+    for fewer, expected in ((4.18, True), (4.19, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fourier, "FEWER", fewer)
+            assert taken() == expected
+
+
+@pytest.mark.parametrize(
+    ("convolve", "x"),
+    [
+        (nn.Conv2d(32, 64, 5, padding=2, stride=2), drawn(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2, dilation=2), drawn(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2, groups=2), drawn(16, 32, 14, 14)),
+        (nn.Conv2d(1, 64, 5, padding=2), drawn(16, 1, 14, 14)),
+        (nn.Conv2d(32, 2, 5, padding=2), drawn(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 1), drawn(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2), drawn(32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2).double(), drawn(16, 32, 14, 14).double()),
+        (nn.Conv2d(32, 64, 5, padding=2), drawn(0, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2, padding_mode="circular", groups=4), drawn(16, 32, 14, 14)),
+    ],
+)
+def test_others_are_pytorchs_to_the_bit(convolve, x):
+    y, convolutions = counted(lambda: convolve(x))
+    assert convolutions == 1
+    assert torch.equal(y, convolve(x))
+
+
+def test_several_networks_and_bfloat16_are_pytorchs():
+    x, weights = drawn(16, 32, 14, 14), drawn(3, 64, 32, 5, 5)
+    several = torch.func.vmap(lambda weight: F.conv2d(x, weight))
+    assert counted(lambda: several(weights))[1] == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        y, convolutions = counted(lambda: F.conv2d(x, weights[0]))
+    assert (y.dtype, convolutions) == (torch.bfloat16, 1)
+
+
+def test_errors_are_pytorchs():
+    x, weight = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5)
+    for changes in ({"padding": "some"}, {"weight": drawn(64, 31, 5, 5)}, {"bias": drawn(3)}):
+        told = []
+        for convolution in ("grouped", "fourier"):
+            with pytest.raises(RuntimeError) as caught, primitives.by(convolution=convolution):
+                F.conv2d(**{"input": x, "weight": weight, **changes})
+            told.append(str(caught.value))
+        assert told[0] == told[1]
+
+
+def test_a_network_repeats_its_bits_and_finds_what_pytorch_finds():
+    module, x = models.cnn((1, 28, 28), 10, hidden=8), drawn(16, 1, 28, 28)
+    parameters = list(module.parameters())
+
+    def step():
+        return torch.autograd.grad(module(x).square().sum(), parameters)
+
+    (first, convolutions), (again, _), plain = counted(step), counted(step), step()
+    assert convolutions == 1  # the first, of one channel
+    for one, other, expected in zip(first, again, plain, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_gradients_of_what_asks_for_them():
+    x, weight, bias = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1), drawn(64, seed=2)
+    g = drawn(16, 64, 14, 14, seed=3)
+    all_of_them = [x.clone(), weight.clone(), bias.clone()]
+    wanted = torch.autograd.grad(F.conv2d(*(t.requires_grad_() for t in all_of_them), padding=2), all_of_them, g)
+    for asked in itertools.product([False, True], repeat=3):
+        inputs = [t.detach().clone().requires_grad_(a) for t, a in zip((x, weight, bias), asked, strict=True)]
+        y, convolutions = counted(functools.partial(F.conv2d, *inputs, padding=2))
+        assert convolutions == 0
+        assert y.requires_grad == any(asked)
+        if any(asked):
+            y.backward(g)
+        for tensor, expected, a in zip(inputs, wanted, asked, strict=True):
+            assert (tensor.grad is not None) == a
+            if a:
+                torch.testing.assert_close(tensor.grad, expected, rtol=1e-3, atol=2e-6 * expected.abs().max().item())
