@@ -21,8 +21,8 @@ Convolution = Literal["grouped", "unfolded", "mixed", "fourier"]
 
 @dataclass(frozen=True)
 class Primitives:
-    """How products are computed, which changes bits alone: dense layers, the convolutions of several networks at once,
-    and how many agents train or models are evaluated `together`, in one program."""
+    """How products are computed, which changes bits alone: dense layers, convolutions (of one network, or of several at
+    once), and how many agents train or models are evaluated `together`, in one program."""
 
     linear: Linear = "torch"
     convolution: Convolution = "grouped"

@@ -2,8 +2,9 @@
 
 A dense layer's y = x W^T + b and its derivatives g W and g^T x are done by PyTorch's own products ("torch") or by those
 of oneDNN ("onednn"), which is faster on some processors. Convolutions of several networks at once are one with a group
-for each network ("grouped"), one batched product ("unfolded"), or that where they read few channels ("mixed"). Any way
-agrees with the others to rounding and not to the bit.
+for each network ("grouped"), one batched product ("unfolded"), or that where they read few channels ("mixed"); those of
+one network on a processor are PyTorch's own, or products of spectra ("fourier"). Any way agrees with the others to
+rounding and not to the bit.
 """
 
 import contextlib
@@ -27,8 +28,8 @@ CONVOLUTIONS: dict[Convolution, Callable[..., Any]] = {
 
 
 def by(linear: Linear = "torch", convolution: Convolution = "grouped") -> contextlib.AbstractContextManager[Any]:
-    """Within it, large dense layers of any network, in float32, go through what `linear` names, and convolutions of
-    several networks at once are done as `convolution` says."""
+    """Within it, large dense layers of any network, in float32, go through what `linear` names, and convolutions are
+    done as `convolution` says."""
     ours: dict[Any, Callable[..., Any]] = {}
     if linear == "onednn":
         ours[F.linear] = onednn.linear
