@@ -28,8 +28,7 @@ from fedcb2o.streams import stream
 BATCH = 64
 PLAIN = "torch", "grouped"
 STEPS = 5  # of one LocalUpdate that is timed
-ALL = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PRECISIONS = {name: dtype for name, dtype in ALL.items() if timed.precision_of(name, torch.device("cpu")) == name}
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PARTS = {
     "convolutions forward": ("mkldnn_convolution",),
     "convolutions backward": ("convolution_backward",),
@@ -100,15 +99,17 @@ def main() -> None:
     module = models.cnn((1, 28, 28), NUM_CLASSES, hidden=options.hidden)
     flop = 2.0 * BATCH * sum(multiplications(options.hidden))
     machine.keep_memory()
+    here = torch.device("cpu")
+    precisions = {name: dtype for name, dtype in PRECISIONS.items() if timed.precision_of(name, here) == name}
     sides = {
         (precision, linear, convolution): library(shard, module, precision, linear, convolution)
-        for precision in PRECISIONS
+        for precision in precisions
         for linear in ("torch", "onednn")
         for convolution in ("grouped", "fourier")
         if (linear == "torch" or onednn.available()) and (precision == "float32" or (linear, convolution) == PLAIN)
     }
-    loops = {precision: loop(shard, options.hidden, precision) for precision in PRECISIONS}
-    rates = {precision: products(dtype) for precision, dtype in PRECISIONS.items()}
+    loops = {precision: loop(shard, options.hidden, precision) for precision in precisions}
+    rates = {precision: products(dtype) for precision, dtype in precisions.items()}
     seconds: dict[object, float] = {}
 
     def clock(key: object, work: Callable[[], object]) -> None:

@@ -63,7 +63,12 @@ def test_any_convolution_and_its_gradients(always, shape, kernel, padding, chann
         return
     y, convolutions = counted(lambda: F.conv2d(seen, weight, bias, padding=padding))
     assert convolutions == 0
-    assert y.stride() == F.conv2d(seen, weight, bias, padding=padding).stride()
+    for kernels in (weight, weight.to(memory_format=torch.channels_last)):
+        both = [counted(lambda w=kernels: F.conv2d(seen, w, bias, padding=padding))[0] for _ in range(2)]
+        plain = F.conv2d(seen, kernels, bias, padding=padding)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            assert both[0].is_contiguous(memory_format=layout) == plain.is_contiguous(memory_format=layout)
+        assert torch.equal(*both)
     g = drawn(*y.shape, seed=3)
     found, wanted = torch.autograd.grad(y, inputs, g), torch.autograd.grad(expected, exact, g.double())
     for one, other in zip((y, *found), (expected, *wanted), strict=True):
@@ -100,7 +105,7 @@ def test_the_papers_second_convolution_takes_a_quarter_of_the_multiplications():
         (nn.Conv2d(32, 64, 5, padding=2, dilation=2), drawn(16, 32, 14, 14)),
         (nn.Conv2d(32, 64, 5, padding=2, groups=2), drawn(16, 32, 14, 14)),
         (nn.Conv2d(1, 64, 5, padding=2), drawn(16, 1, 14, 14)),
-        (nn.Conv2d(32, 2, 5, padding=2), drawn(16, 32, 14, 14)),
+        (nn.Conv2d(32, 1, 5, padding=2), drawn(16, 32, 14, 14)),
         (nn.Conv2d(32, 64, 1), drawn(16, 32, 14, 14)),
         (nn.Conv2d(32, 64, 5, padding=2), drawn(32, 14, 14)),
         (nn.Conv2d(32, 64, 5, padding=2).double(), drawn(16, 32, 14, 14).double()),
@@ -114,24 +119,100 @@ def test_others_are_pytorchs_to_the_bit(convolve, x):
     assert torch.equal(y, convolve(x))
 
 
-def test_several_networks_and_bfloat16_are_pytorchs():
-    x, weights = drawn(16, 32, 14, 14), drawn(3, 64, 32, 5, 5)
-    several = torch.func.vmap(lambda weight: F.conv2d(x, weight))
-    assert counted(lambda: several(weights))[1] == 1
+def test_several_networks_bfloat16_and_other_devices_are_pytorchs():
+    images, weights, biases = drawn(3, 16, 32, 14, 14), drawn(3, 64, 32, 5, 5), drawn(3, 64)
+    x, weight = images[0], weights[0]
+    for several, over in (
+        (lambda weight: F.conv2d(x, weight), weights),
+        (lambda x: F.conv2d(x, weight), images),
+        (lambda bias: F.conv2d(x, weight, bias), biases),
+    ):
+        assert counted(functools.partial(torch.func.vmap(several), over))[1] == 1
     with torch.autocast("cpu", torch.bfloat16):
-        y, convolutions = counted(lambda: F.conv2d(x, weights[0]))
+        y, convolutions = counted(lambda: F.conv2d(x, weight))
     assert (y.dtype, convolutions) == (torch.bfloat16, 1)
+    assert counted(lambda: F.conv2d(x.to("meta"), weight.to("meta")))[1] == 1
 
 
 def test_errors_are_pytorchs():
     x, weight = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5)
-    for changes in ({"padding": "some"}, {"weight": drawn(64, 31, 5, 5)}, {"bias": drawn(3)}):
+    for changes in (
+        {"padding": "some"},
+        {"padding": -1},
+        {"padding": (1, 2, 3)},
+        {"stride": (1, 1, 1)},
+        {"dilation": (1, 1, 1)},
+        {"weight": drawn(64, 31, 5, 5)},
+        {"weight": drawn(64, 32, 15, 5)},
+        {"weight": drawn(64, 32, 5)},
+        {"bias": drawn(3)},
+        {"bias": drawn(1)},
+        {"bias": drawn(64).double()},
+    ):
         told = []
         for convolution in ("grouped", "fourier"):
             with pytest.raises(RuntimeError) as caught, primitives.by(convolution=convolution):
                 F.conv2d(**{"input": x, "weight": weight, **changes})
             told.append(str(caught.value))
         assert told[0] == told[1]
+
+
+def test_a_number_that_is_not_finite_stays_in_its_image():
+    x, weight = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1)
+    x[3, 5, 2, 2] = torch.inf
+    y, convolutions = counted(lambda: F.conv2d(x, weight, padding=2))
+    finite = y.isfinite().flatten(1)
+    assert not finite[3].any()
+    assert finite[:3].all()
+    assert finite[4:].all()
+    weight[7, 0, 0, 0] = torch.nan
+    finite = counted(lambda: F.conv2d(x[:3], weight, padding=2))[0].isfinite()
+    assert convolutions == 0
+    assert not finite[:, 7].any()
+    assert finite[:, :7].all()
+    assert finite[:, 8:].all()
+
+
+def test_second_derivatives():
+    """Of what a convolution says of an image's gradient, as a network of scores asks."""
+    x, weight, bias = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1) / 30, drawn(64, seed=2)
+
+    def found():
+        inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = F.conv2d(*inputs, padding=2).tanh().sum()
+        slope, *_ = torch.autograd.grad(y, inputs[0], create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), inputs)
+
+    seconds, convolutions = counted(found)
+    assert convolutions == 0
+    for one, other in zip(seconds, found(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * other.abs().max().item())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_other_ways_to_differentiate():
+    x, weight = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1)
+
+    def loss(weight):
+        return F.conv2d(x, weight, padding=2).square().mean()
+
+    by_grad, convolutions = counted(lambda: torch.func.grad(loss)(weight))
+    assert convolutions == 0
+    torch.testing.assert_close(by_grad, torch.func.grad(loss)(weight), rtol=1e-3, atol=1e-5)
+    (_, along), _ = counted(lambda: torch.func.jvp(loss, (weight,), (weight,)))
+    torch.testing.assert_close(along, 2 * loss(weight), rtol=1e-4, atol=0)  # the loss is a square of the weight
+
+
+def test_training_after_inference():
+    x, weight = drawn(16, 32, 13, 13), drawn(64, 32, 5, 5, seed=1).requires_grad_()
+    fourier._tables.cache_clear()
+    with torch.inference_mode():
+        first, _ = counted(lambda: F.conv2d(x, weight))
+    y, convolutions = counted(lambda: F.conv2d(x, weight))
+    y.sum().backward()
+    assert convolutions == 0
+    assert torch.equal(first, y)
+    assert weight.grad is not None
 
 
 def test_a_network_repeats_its_bits_and_finds_what_pytorch_finds():

@@ -70,6 +70,23 @@ def test_a_layer_that_is_used_twice_trains_right():
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_second_derivatives(layout):
+    """Of what a layer says of a sample's gradient, as a network of scores asks."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(6, WIDE[0], generator=draw), torch.randn(WIDE[1], WIDE[0], generator=draw) / 30
+    found = []
+    for linear in ("torch", "onednn"):
+        inputs = [t.clone().requires_grad_() for t in (x, weight, torch.zeros(WIDE[1]))]
+        with primitives.by(linear):
+            seen = LAYOUTS[layout](inputs[0])
+            energy = F.linear(seen, *inputs[1:]).tanh().sum()
+            slope, *_ = torch.autograd.grad(energy, inputs[0], create_graph=True)
+            found.append(torch.autograd.grad(slope.square().sum(), inputs))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-3)
+    assert all(g.abs().max() > 0.1 for g in found[0])
+
+
 def test_several_networks_at_once_are_pytorchs():
     module = nn.Sequential(nn.Linear(1100, 1000), nn.Tanh(), nn.Linear(1000, 2))
     thetas = torch.stack([models.flatten(module)] * 2)

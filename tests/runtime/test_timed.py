@@ -1,5 +1,6 @@
 """What is faster is chosen by a margin, from what a run does, and kept when it is resumed."""
 
+import copy
 import itertools
 import json
 import math
@@ -276,10 +277,13 @@ def test_on_the_cpu_only_agents_one_by_one_may_go_another_way(tmp_path, monkeypa
         assert told_of(folder)["convolution"] == expected
     ((_, x, precision),) = asked
     assert (x.shape[1:], precision) == ((1, 8, 8), "float32")
+    monkeypatch.setattr(timed, "fastest_layout", lambda *_: "channels_last")
+    run(tiny(model={"name": convolutions}, rounds=1), out=tmp_path / "last", workers=1)
+    assert isinstance(asked[-1][0][0], models.ChannelsLast)  # timed as it is computed
 
 
 def test_convolutions_of_one_network_go_by_spectra_by_a_margin(monkeypatch):
-    x = torch.zeros(8, 1, 28, 28)
+    x = torch.rand(8, 1, 28, 28)
     module = models.cnn((1, 28, 28), 10, hidden=4)
     before = models.flatten(module)
     for spectra, expected in ((0.7, "fourier"), (0.8, "grouped"), (2.0, "grouped")):
@@ -296,6 +300,18 @@ def test_convolutions_of_one_network_go_by_spectra_by_a_margin(monkeypatch):
         (module, x[:, :, :8, :8], "float32"),  # which it cannot read
     ):
         assert timed.fastest_convolution_of_one(other, seen, precision) == "grouped"
+
+
+def test_what_is_timed_by_spectra_leaves_no_trace():
+    module = nn.Sequential(models.cnn((1, 28, 28), 10, hidden=4), nn.BatchNorm1d(10), nn.Dropout())
+    x, before, threads = torch.rand(8, 1, 28, 28), copy.deepcopy(module.state_dict()), torch.get_num_threads()
+    drawn = torch.get_rng_state()
+    timed.fastest_convolution_of_one(module, x, "float32")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.get_num_threads() == threads
+    module.held = module(x)  # of which there is no copy
+    assert timed.fastest_convolution_of_one(module, x, "float32") == "grouped"
 
 
 def test_a_run_by_spectra_finds_what_it_finds_by_pytorch(tmp_path, monkeypatch):

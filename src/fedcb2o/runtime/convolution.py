@@ -33,7 +33,7 @@ def conv2d(
 ) -> Tensor:
     """What takes the place of `F.conv2d`: unfolded where `torch.func.vmap` computes several networks, on images of
     their own, and the convolution has no groups itself; of those only what reads fewer `channels` than these."""
-    steps, apart = pair(stride), pair(dilation)
+    steps, apart = _pair(stride), _pair(dilation)
     known = padding == "valid" or (padding == "same" and steps == (1, 1)) or not isinstance(padding, str)
     if not (known and groups == 1 and input.ndim == 4 and are_several(input) and are_several(weight)):
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
@@ -46,8 +46,7 @@ def conv2d(
     return _unfolded(input, weight, bias, steps, margins_of(padding, weight, apart), apart)
 
 
-def pair(value: int | Sequence[int]) -> tuple[int, int]:
-    """What holds for both directions, for each."""
+def _pair(value: int | Sequence[int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
@@ -56,7 +55,7 @@ def margins_of(padding: str | int | Sequence[int], weight: Tensor, apart: tuple[
     if padding == "same":
         reach = [d * (k - 1) for d, k in zip(apart, weight.shape[2:], strict=True)]
         return [(r // 2, r - r // 2) for r in reach]
-    return [(p, p) for p in pair(0 if isinstance(padding, str) else padding)]
+    return [(p, p) for p in _pair(0 if isinstance(padding, str) else padding)]
 
 
 def _unfolded(

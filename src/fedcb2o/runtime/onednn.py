@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fedcb2o.models import are_several
@@ -37,18 +36,18 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        y = _times(weight, x).T
+        y = _times(weight, x.contiguous()).T
         return y.contiguous() if bias is None else torch.add(y, bias, out=y.new_empty(y.shape))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needed, g = ctx.needs_input_grad, g.contiguous()
+        if torch.is_grad_enabled():  # it is to be differentiated again, and oneDNN's products cannot
+            return g @ weight, g.T @ x, g.sum(0) if needed[2] else None
         return (
             _times(g, weight.T) if needed[0] else None,
-            _times(g.T, x.T) if needed[1] else None,
+            _times(g.T, x.contiguous().T) if needed[1] else None,
             g.sum(0) if needed[2] else None,
         )

@@ -32,7 +32,7 @@ from fedcb2o.runtime.primitives import by
 from fedcb2o.runtime.workers import one_thread
 
 # How many times as fast the other way must be. A ratio that is measured again scatters by a tenth, or more on a busy
-# machine, so each lies where no network of `models` was seen: dense layers 0.84 to 0.95 on one processor and 1.17 on
+# machine, so each lies where few networks of `models` were seen: dense layers 0.84 to 0.95 on one processor and 1.17 on
 # another, `resnet` 0.86 to 1.26, plain convolutions 1.3 to 1.7, the paper's by spectra 1.7 to 2 (docs/log.md).
 AHEAD = 1.05
 FAR_AHEAD = 1.3
@@ -135,12 +135,10 @@ def fastest_convolution_of_one(
     module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision
 ) -> Convolution:
     """How a processor computes the convolutions of one network faster, tried on a training step with a batch like `x`
-    on one thread: "grouped", as PyTorch does, unless some are clearly faster by spectra ("fourier")."""
+    on one thread: "grouped", as PyTorch does, unless some are clearly faster by spectra ("fourier"). It takes as long
+    as two dozen steps, or hardly any time where spectra would not be used."""
     if not any(isinstance(part, nn.Conv2d) for part in module.modules()):
         return "grouped"
-    there = copy.deepcopy(module)
-    norms.train_(there)
-    parameters = [p for p in there.parameters() if p.requires_grad]
 
     def outputs(convolution: Convolution) -> Tensor:
         with by(convolution=convolution), products_in(precision, "cpu"):
@@ -151,11 +149,14 @@ def fastest_convolution_of_one(
         torch.autograd.grad(outputs(convolution).sum(), parameters, allow_unused=True)
 
     try:
+        there = copy.deepcopy(module)  # what of it is in no row
+        norms.train_(there)
+        parameters = [p for p in there.parameters() if p.requires_grad]
         with one_thread(), torch.random.fork_rng(devices=[]):
             if torch.equal(outputs("grouped"), outputs("fourier")):  # none is done by spectra
                 return "grouped"
             gain = _gain(lambda: step("grouped"), lambda: step("fourier"), time.thread_time)
-    except Exception:  # a user's network may do what one of the two cannot
+    except Exception:  # a user's network may have no copy, or look at how its images lie
         return "grouped"
     return "fourier" if gain > FAR_AHEAD else "grouped"
 
