@@ -4,11 +4,22 @@ import copy
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedcb2o import models, norms
 from fedcb2o.data.shard import Shard
 from fedcb2o.streams import stream
 from tests.tiny import empty_models
+
+
+class Seen(TorchDispatchMode):
+    """Within it `convolutions` counts those that PyTorch computes as such."""
+
+    convolutions = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.convolutions += func is torch.ops.aten.convolution.default
+        return func(*args, **(kwargs or {}))
 
 
 class Tied(nn.Module):

@@ -34,6 +34,11 @@ class ChannelsLast(nn.Module):
         return x if x.device.type != "cpu" or are_several(x) else x.to(memory_format=torch.channels_last)
 
 
+def laid_out(module: nn.Module, layout: Layout) -> nn.Module:
+    """A network that reads images in this layout, whatever theirs is."""
+    return nn.Sequential(ChannelsLast(), module) if layout == "channels_last" else module
+
+
 def cnn(
     input_shape: Sequence[int],
     num_classes: int,

@@ -7,26 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.networks import Seen
 from torch import nn
 from torch.func import vmap
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedcb2o import models
 from fedcb2o.federated.evaluate import outputs_of
 from fedcb2o.runtime import primitives
 from fedcb2o.runtime.convolution import FEW
 from fedcb2o.streams import stream
-
-
-class Seen(TorchDispatchMode):
-    """Within it `convolutions` counts those that PyTorch computes as such."""
-
-    convolutions = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.convolutions += func is torch.ops.aten.convolution.default
-        return func(*args, **(kwargs or {}))
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):

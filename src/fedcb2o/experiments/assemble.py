@@ -109,7 +109,7 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
         if not isinstance(module, nn.Module):
             raise ConfigError(f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module")
         norms.keep_(module, experiment.model.buffers)
-        return nn.Sequential(models.ChannelsLast(), module) if experiment.layout == "channels_last" else module
+        return models.laid_out(module, experiment.layout or "contiguous")
 
     try:
         module = models.initialise(made, stream(seed, "model", *key))
@@ -219,8 +219,8 @@ class Prepared:
         training = self.experiment.training.model_copy(update={"precision": precision})
         experiment = self.experiment.model_copy(update={**how, "training": training})
         module = self.terms.module
-        if layout == "channels_last" and self.experiment.layout != layout:
-            module = nn.Sequential(models.ChannelsLast(), module)
+        if layout != self.experiment.layout:  # which it is laid out in
+            module = models.laid_out(module, layout)
         terms = dataclasses.replace(
             self.terms,
             module=module,

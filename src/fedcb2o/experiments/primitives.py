@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from fedcb2o import models, records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.assemble import Prepared
@@ -52,8 +50,8 @@ def primitives_of(folder: Path, prepared: Prepared) -> dict[str, Any]:
 
     def convolution() -> Convolution:
         if device.type == "cpu":  # several at once are about twice as fast by groups
-            laid = nn.Sequential(models.ChannelsLast(), module) if layout_here == "channels_last" else module
-            return timed.fastest_convolution_of_one(laid, x, precision) if experiment.together is None else "grouped"
+            laid_out = models.laid_out(module, layout_here)
+            return "grouped" if experiment.together else timed.fastest_convolution_of_one(laid_out, x, precision)
         most = room("unfolded")
         if (experiment.together or 1) > most:
             return "grouped"

@@ -25,7 +25,7 @@ from fedcb2o.data.shard import features
 from fedcb2o.federated.evaluate import outputs_of
 from fedcb2o.federated.local_update import Precision, float32_products, products_in
 from fedcb2o.federated.terms import Convolution, Linear
-from fedcb2o.models import ChannelsLast, Layout, flatten, in_one_piece, row_stride, stacked_to_train
+from fedcb2o.models import ChannelsLast, Layout, flatten, in_one_piece, laid_out, row_stride, stacked_to_train
 from fedcb2o.runtime import onednn
 from fedcb2o.runtime.devices import repeatable
 from fedcb2o.runtime.primitives import by
@@ -122,7 +122,7 @@ def fastest_layout(module: nn.Module, x: Shaped[Tensor, "n *features"], precisio
     def step(network: nn.Module) -> None:
         torch.autograd.grad(network(features(x)).sum(), parameters, allow_unused=True)
 
-    last = nn.Sequential(ChannelsLast(), module)
+    last = laid_out(module, "channels_last")
     try:
         with one_thread(), torch.random.fork_rng(devices=[]), products_in(precision, "cpu"):
             gain = _gain(lambda: step(module), lambda: step(last), time.thread_time)
