@@ -5,15 +5,15 @@
 
 A folder holds runs named PREFIX-fedcbo, PREFIX-fedcb2o and so on, as presets are; where several are given, runs of one
 name are one with all of their seeds, and seeds that have not run to their end are left out. Of runs of one name that
-were computed on different devices figures show the one with the most seeds. A claim is that a statistic lies in a
+were computed on different devices Figure 6 shows the one with the most seeds. A claim is that a statistic lies in a
 range: a difference is positive, or within what the paper calls alike. The statistic is the mean over seeds of what is
 computed from the runs of one seed, with Student's interval at 95%. The claim *held* where the whole interval lies in
 the range, it is the *opposite* where none of it does, and else *undecided*.
 
 `--out` gets values.csv, which holds what each run reached with each seed, curves.csv, what it had reached in each round
-with an evaluation, the curves and Figure 6. With `--keep` what the two files have of other seeds stays, so that seeds
-can be added where the runs of the others are gone; the pictures, which need runs, stay as they are then. Tables are
-made of these files alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!-- claims:
+with an evaluation, a picture of these, and Figure 6. With `--keep` what the two files have of other seeds stays, so
+that seeds can be added where the runs of the others are gone; Figure 6, which needs runs, stays as it is then. Tables
+are made of these files alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!-- claims:
 FOLDER claims -->`, the folder seen from the page. A test holds pages to this. `later_metrics` and `later_claims` are
 the same of the mean over all evaluations in the second half of the rounds, which moves less than the last one.
 """
@@ -62,7 +62,7 @@ EQUAL = (2 / 3, 3 / 2)  # "comparable", "nearly equal", of a ratio that the pape
 MINIMAL = (-math.inf, 0.1)  # "minimal", of such a ratio
 VARIANTS = ("-trusted", "-released", "-paper", "-held-out", "")  # the last two are not the paper's Algorithm 2
 CURVES = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", *(f"fedcb2o{variant}" for variant in VARIANTS))
-MOST = 7  # runs in one picture; of more, those of CURVES
+MOST = len(figures.COLOURS)  # methods in one picture; of more, those of CURVES
 CLUSTERS = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}
 
 Values = Mapping[str, pd.DataFrame]
@@ -110,6 +110,16 @@ def curve(run: Run) -> pd.DataFrame:
     """What benign agents of a run reached in each round with an evaluation, in percent, a row for each seed."""
     found = run.records[~run.records.malicious].groupby(["seed", "round"])[list(METRICS)].mean()
     return (100 * found.dropna()).round(2)
+
+
+def pictured(found: Values) -> list[figures.Line]:
+    """The lines of a picture of `curve`s, a method each, with T_G where its name tells it."""
+    names = [name for name in found if name in CURVES or len(found) <= MOST]
+    switches = {name: re.search(r"-tg(\d+)$", name) for name in names}
+    return [
+        figures.Line(name, (found[name] / 100).reset_index(), int(match[1]) if (match := switches[name]) else 0)
+        for name in names
+    ]
 
 
 def _elsewhere(run: Run) -> "pd.Series[float]":
@@ -440,15 +450,12 @@ def main() -> None:
             pd.concat(known, names=["method"]).to_csv(arguments.out / "values.csv")
             if (arguments.out / "curves.csv").exists() or not arguments.keep:
                 pd.concat(curves, names=["method"]).to_csv(arguments.out / "curves.csv")
+                drawn = figures.together(figures.curve_panels(pictured(curves)))
+                drawn.savefig(arguments.out / "curves.png", dpi=130)
         if known and arguments.out is not None and not arguments.keep:
-            shown = {name: each[0] for name, each in runs.items()}
             stands = next(iter(columns(known).values()))
-            pictures = {
-                "curves": figures.curves([run for name, run in shown.items() if name in CURVES or len(runs) <= MOST]),
-                "figure6": figures.figure6(*(shown[stands[role]] for role in ("FedCBO", "FedCB2O of Fig. 6"))),
-            }
-            for name, figure in pictures.items():
-                figure.savefig(arguments.out / f"{name}.png", dpi=130)
+            bars = figures.figure6(*(runs[stands[role]][0] for role in ("FedCBO", "FedCB2O of Fig. 6")))
+            bars.savefig(arguments.out / "figure6.png", dpi=130)
     for page in arguments.page:
         page.write_text(rewritten(page), encoding="utf-8")
 

@@ -10,6 +10,7 @@ from benchmarks import claims
 from tests.report.synthetic import draw_run
 
 from fedcb2o.records import Run
+from fedcb2o.report import figures
 from fedcb2o.report.tables import LABELS, pair_statistics, spread
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
@@ -160,13 +161,28 @@ def test_seeds_are_added_to_values_whose_runs_are_gone(tmp_path, monkeypatch):
 
     a, b, c, again = (tmp_path / by for by in ("a", "b", "c", "again"))
     whole, part = kept("whole", a, b, c), kept("part", a, b)
-    pictures = {name: part[name] for name in ("curves.png", "figure6.png")}
-    assert kept("part", c, "--keep") == {**whole, **pictures}
+    bars = {"figure6.png": part["figure6.png"]}  # which needs runs
+    assert kept("part", c, "--keep") == {**whole, **bars}
     replaced = kept("part", again, "--keep")
-    assert replaced == {**kept("other", a, again, c), **pictures}
-    assert replaced["values.csv"] != whole["values.csv"]
+    assert replaced == {**kept("other", a, again, c), **bars}
+    assert all(replaced[name] != whole[name] for name in ("values.csv", "curves.csv", "curves.png"))
     with pytest.raises(SystemExit):
         kept("none", a, "--keep")
+
+
+def test_the_picture_has_all_methods_or_the_main_ones_and_marks_the_switch():
+    index = pd.MultiIndex.from_product([(0, 1), (5, 10)], names=["seed", "round"])
+    one = pd.DataFrame({"accuracy": [50.0, 60.0, 70.0, 80.0]}, index=index)
+    few = claims.pictured(dict.fromkeys(["fedcbo", "fedcb2o-released", "fedcb2o-released-tg5"], one))
+    assert [(line.name, line.switch) for line in few] == [
+        ("fedcbo", 0),
+        ("fedcb2o-released", 0),
+        ("fedcb2o-released-tg5", 5),
+    ]
+    ax = figures.together(figures.curve_panels(few)).axes[0]
+    assert ax.lines[0].get_ydata() == pytest.approx([0.6, 0.7])
+    many = claims.pictured(dict.fromkeys([*claims.CURVES, "fedcb2o-released-tg5", "fedcbo-clean"], one))
+    assert [line.name for line in many] == list(claims.CURVES)
 
 
 def test_the_second_half_is_the_mean_of_its_evaluations(tmp_path):

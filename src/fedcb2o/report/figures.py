@@ -48,6 +48,18 @@ KINDS = {
 
 
 @dataclass(frozen=True)
+class Line:
+    """What is drawn over the rounds under one name.
+
+    `table` has a row an evaluation, with its `round`, `seed` and metrics as fractions of 1; `switch` is T_G, 0 for none.
+    """
+
+    name: str
+    table: pd.DataFrame
+    switch: int = 0
+
+
+@dataclass(frozen=True)
 class Panels:
     """What draws each panel, in the order of rows; the width and height of one in inches, and how many a row has."""
 
@@ -69,7 +81,7 @@ def curves(runs: Sequence[Run]) -> Figure:
 
     A thin vertical line marks the round T_G from which a run uses its criterion.
     """
-    return together(curve_panels(runs))
+    return together(curve_panels(lines_of(runs)))
 
 
 def source_counts(runs: Sequence[Run]) -> Figure | None:
@@ -111,13 +123,20 @@ def figure6_panels(runs: Sequence[Run]) -> Panels:
     return Panels(panels, (4.75, 3.1), 2)
 
 
-def curve_panels(runs: Sequence[Run]) -> Panels:
+def lines_of(runs: Sequence[Run]) -> list[Line]:
+    """What benign agents of each run reached, under its title."""
+    benign = (run.records[~run.records.malicious.astype(bool)] for run in runs)
+    named = zip(runs, labels(runs), benign, strict=True)
+    return [Line(title_of(run, label), table, _switch(run)) for run, label, table in named]
+
+
+def curve_panels(lines: Sequence[Line]) -> Panels:
     """A panel for each metric over the rounds; see `curves`. Raises RunError if no round was evaluated yet."""
-    tables = [run.records[~run.records.malicious.astype(bool)] for run in runs]
+    tables = [line.table for line in lines]
     shown = [m for m in (*METRICS, *SOMETIMES) if any(m in table and table[m].notna().any() for table in tables)]
     if not shown:
         raise RunError("no round was evaluated yet: wait for the first `evaluate_every` rounds of the run")
-    return Panels([partial(_curves, runs, tables, metric) for metric in shown], (3.9, 3.8), 3)
+    return Panels([partial(_curves, lines, metric) for metric in shown], (3.9, 3.8), 3)
 
 
 def source_count_panels(runs: Sequence[Run]) -> Panels:
@@ -130,9 +149,9 @@ def source_count_panels(runs: Sequence[Run]) -> Panels:
     return Panels(panels, (wide, 3.5), 2)
 
 
-def _curves(runs: Sequence[Run], tables: Sequence[pd.DataFrame], metric: str, ax: Axes) -> None:
-    for i, (run, table, label) in enumerate(zip(runs, tables, labels(runs), strict=True)):
-        known = table.reindex(columns=["round", "seed", metric]).dropna(subset=metric)
+def _curves(lines: Sequence[Line], metric: str, ax: Axes) -> None:
+    for i, line in enumerate(lines):
+        known = line.table.reindex(columns=["round", "seed", metric]).dropna(subset=metric)
         means = known.groupby(["round", "seed"])[metric].mean().unstack("seed")
         if means.empty:
             continue
@@ -140,7 +159,7 @@ def _curves(runs: Sequence[Run], tables: Sequence[pd.DataFrame], metric: str, ax
         x, colour = means.index.to_numpy(), COLOURS[i % len(COLOURS)]
         look: dict[str, Any] = {"linestyle": LINES[i % len(LINES)], "marker": MARKERS[i % len(MARKERS)]}
         every = max(1, len(x) // 8)
-        ax.plot(x, middle, color=colour, markersize=4.5, markevery=every, label=title_of(run, label), **look)
+        ax.plot(x, middle, color=colour, markersize=4.5, markevery=every, label=line.name, **look)
         ax.fill_between(x, middle - deviation, middle + deviation, color=colour, alpha=0.15, linewidth=0)
     ax.set_title(LABELS[metric])
     ax.set_xlabel("round")
@@ -149,7 +168,7 @@ def _curves(runs: Sequence[Run], tables: Sequence[pd.DataFrame], metric: str, ax
     if not metric.endswith("loss"):
         ax.yaxis.set_major_formatter(percent())
         bottom, top = max(low, 0), min(high, 1.005)
-    switches = sorted({_switch(run) for run in runs} - {0})
+    switches = sorted({line.switch for line in lines} - {0})
     ax.set_ylim(bottom, top + 0.05 * (high - low) * len(switches))
     for i, switch in enumerate(switches):
         ax.axvline(switch, color="0.35", linewidth=0.8)
