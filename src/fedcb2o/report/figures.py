@@ -51,7 +51,7 @@ KINDS = {
 class Line:
     """What is drawn over the rounds under one name.
 
-    `table` has a row an evaluation, with its `round`, `seed` and metrics as fractions of 1; `switch` is T_G, 0 for none.
+    `table` has a row an evaluation: its `round`, `seed`, and metrics as fractions of 1; `switch` is T_G, 0 for none.
     """
 
     name: str
