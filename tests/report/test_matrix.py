@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import matplotlib as mpl
 import numpy as np
@@ -447,6 +448,24 @@ def test_the_command_reports_a_grid(tmp_path, monkeypatch):
     assert "Attackers" in done.out
     assert re.search(r"The page is out/report.html; the matrices .* are in out/matrices", done.out)
     assert "reported by itself" in here("report", "grid", "grid").one_line()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_command_compares_with_whom_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results = read_grid(make_grid(tmp_path / "grid"))
+    ours, theirs = (
+        differences(View(replace(results, table={**results.table, "reference": each}), ""), "accuracy")
+        for each in (MEDIAN, MEAN)
+    )
+    for reference, expected in ((MEDIAN, ours), (MEAN, theirs)):
+        assert here("report", "grid", "--out", "out", "--reference", reference).status == 0
+        assert (tmp_path / "out/matrices/accuracy-difference.csv").read_text() == expected.to_csv()
+    assert list(theirs.index) == [MEDIAN]
+    assert (
+        "has no defence `Medain`. Did you mean `Median`?" in here("report", "grid", "--reference", "Medain").one_line()
+    )
+    assert "is for the folder of a grid" in here("report", "grid/" + KINDS["cell"], "--reference", MEAN).one_line()
 
 
 def test_a_folder_without_results_is_one_line(tmp_path):

@@ -241,6 +241,10 @@ def compare(
 def report(
     runs: Runs,
     out: Annotated[Path, typer.Option(help="Where tables, figures and report.html go.")] = Path("report"),
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="DEFENCE", help="Of a grid: whom the others are compared with. Default: the grid's."),
+    ] = None,
 ) -> Path:
     """Write tables, figures and one page over runs or, of a grid's folder, its matrices; and print the table."""
     from fedcb2o.records import Run
@@ -248,8 +252,10 @@ def report(
     from fedcb2o.report import report as write_report
 
     if any(map(is_grid, runs)):
-        _report_grid(runs, out)
+        _report_grid(runs, out, reference)
         return out
+    if reference is not None:
+        raise ConfigError("`--reference` is for the folder of a grid, whose differences are to one of its defences")
     opened = [Run(folder) for folder in runs]
     write_report(opened, out)
     _print_table(opened, Over.mean)
@@ -257,12 +263,12 @@ def report(
     return out
 
 
-def _report_grid(folders: list[Path], out: Path) -> None:
+def _report_grid(folders: list[Path], out: Path, reference: str | None) -> None:
     from fedcb2o.report import briefs, grid_notes, read_grid, report_grid, to_rich
 
     if len(folders) > 1:
         raise ConfigError("the folder of a grid is reported by itself: give it alone")
-    results, console = read_grid(folders[0]), Console()
+    results, console = read_grid(folders[0], reference), Console()
     report_grid(results, out)
     for sentence in grid_notes(results):
         print(f"Note: {sentence}.", file=sys.stderr)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedcb2o.errors import RunError
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.plugins import nearest
 from fedcb2o.records import EVALUATED, Run, last_fifth, read_cells, read_sealed, read_toml
 
 KEYS = ["setting", "defence", "attack", "role", "floor", "seed"]
@@ -101,12 +102,18 @@ def is_grid(folder: Path) -> bool:
     return (folder / "grid.toml").is_file()
 
 
-def read_grid(folder: Path) -> GridResults:
+def read_grid(folder: Path, reference: str | None = None) -> GridResults:
     """What a grid's folder holds so far: its runs or, where there are none, its summary.csv.
 
-    Raises RunError where it holds neither, or cannot be read.
+    `reference` is the defence that the others are compared with, if not the grid's own. Raises RunError where the
+    folder holds neither, or cannot be read, and ConfigError where the grid has no such defence.
     """
     table = _toml(folder / "grid.toml")
+    if reference is not None:
+        if reference not in table["defences"]:
+            like, known = nearest(reference, table["defences"]), ", ".join(table["defences"])
+            raise ConfigError(f"{folder} has no defence `{reference}`.{like} It has: {known}")
+        table["reference"] = reference
     tuned = read_sealed(folder / "tuning.json") if (folder / "tuning.json").is_file() else {}
     chosen = {defence: choice for defence, choice in tuned.items() if defence in table["defences"]}
     if (folder / "cells.json").is_file():
