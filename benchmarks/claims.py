@@ -377,11 +377,11 @@ def read_values(folder: Path) -> dict[str, pd.DataFrame]:
     return _by_method(folder / "values.csv", ["seed"])
 
 
-def read_later(folder: Path) -> dict[str, pd.DataFrame]:
-    """The mean, for each seed, of what curves.csv of a folder holds of the second half of the rounds, by method."""
+def read_later(folder: Path, after: float = 0.5) -> dict[str, pd.DataFrame]:
+    """The mean, for each seed, of what curves.csv of a folder holds beyond a share of the rounds, by method."""
     found = _by_method(folder / "curves.csv", ["seed", "round"])
-    half = max(int(table.index.get_level_values("round").max()) for table in found.values()) / 2
-    return {name: table.query(f"round > {half}").groupby("seed").mean() for name, table in found.items()}
+    start = after * max(int(table.index.get_level_values("round").max()) for table in found.values())
+    return {name: table.query(f"round > {start}").groupby("seed").mean() for name, table in found.items()}
 
 
 def _by_method(path: Path, keys: list[str]) -> dict[str, pd.DataFrame]:
