@@ -12,10 +12,13 @@ the range, it is the *opposite* where none of it does, and else *undecided*.
 
 `--out` gets values.csv, which holds what each run reached with each seed, curves.csv, what it had reached in each round
 with an evaluation, a picture of these, and Figure 6. With `--keep` what the two files have of other seeds stays, so
-that seeds can be added where the runs of the others are gone; Figure 6, which needs runs, stays as it is then. Tables
-are made of these files alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!-- claims:
-FOLDER claims -->`, the folder seen from the page. A test holds pages to this. `later_metrics` and `later_claims` are
-the same of the mean over all evaluations in the second half of the rounds, which moves less than the last one.
+that seeds can be added where the runs of the others are gone; Figure 6, which needs runs, stays as it is then. Where
+`--out` has no curves.csv, `--keep` makes none, and no picture of it. Without runs `--out` draws that picture anew.
+
+Tables are made of these files alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!--
+claims: FOLDER claims -->`, the folder seen from the page. A test holds pages to this. `later_metrics` and
+`later_claims` are the same of the mean over all evaluations in the second half of the rounds, which moves less than the
+last one.
 """
 
 import argparse
@@ -112,12 +115,12 @@ def curve(run: Run) -> pd.DataFrame:
     return (100 * found.dropna()).round(2)
 
 
-def pictured(found: Values) -> list[figures.Line]:
+def pictured(found: Values) -> list[figures.Curve]:
     """The lines of a picture of `curve`s, a method each, with T_G where its name tells it."""
     names = [name for name in found if name in CURVES or len(found) <= MOST]
     switches = {name: re.search(r"-tg(\d+)$", name) for name in names}
     return [
-        figures.Line(name, (found[name] / 100).reset_index(), int(match[1]) if (match := switches[name]) else 0)
+        figures.Curve(name, (found[name] / 100).reset_index(), int(match[1]) if (match := switches[name]) else 0)
         for name in names
     ]
 
@@ -377,7 +380,7 @@ def read_values(folder: Path) -> dict[str, pd.DataFrame]:
     return _by_method(folder / "values.csv", ["seed"])
 
 
-def read_later(folder: Path, after: float = 0.5) -> dict[str, pd.DataFrame]:
+def read_mean(folder: Path, after: float = 0.5) -> dict[str, pd.DataFrame]:
     """The mean, for each seed, of what curves.csv of a folder holds beyond a share of the rounds, by method."""
     found = _by_method(folder / "curves.csv", ["seed", "round"])
     start = after * max(int(table.index.get_level_values("round").max()) for table in found.values())
@@ -407,8 +410,8 @@ def _place(name: str) -> tuple[bool, str]:
 TABLES = {
     "metrics": (read_values, metrics_table),
     "claims": (read_values, claims_table),
-    "later_metrics": (read_later, metrics_table),
-    "later_claims": (read_later, claims_table),
+    "later_metrics": (read_mean, metrics_table),
+    "later_claims": (read_mean, claims_table),
 }
 
 
@@ -420,6 +423,12 @@ def rewritten(page: Path) -> str:
         return found["mark"] + shown(read(page.parent / found["folder"])) + "\n"
 
     return TABLE.sub(table, page.read_text(encoding="utf-8"))
+
+
+def draw(folder: Path) -> None:
+    """The picture of a folder's curves.csv, beside it."""
+    curves = _by_method(folder / "curves.csv", ["seed", "round"])
+    figures.together(figures.curve_panels(pictured(curves))).savefig(folder / "curves.png", dpi=130)
 
 
 def main() -> None:
@@ -450,12 +459,15 @@ def main() -> None:
             pd.concat(known, names=["method"]).to_csv(arguments.out / "values.csv")
             if (arguments.out / "curves.csv").exists() or not arguments.keep:
                 pd.concat(curves, names=["method"]).to_csv(arguments.out / "curves.csv")
-                drawn = figures.together(figures.curve_panels(pictured(curves)))
-                drawn.savefig(arguments.out / "curves.png", dpi=130)
+                draw(arguments.out)
         if known and arguments.out is not None and not arguments.keep:
             stands = next(iter(columns(known).values()))
             bars = figures.figure6(*(runs[stands[role]][0] for role in ("FedCBO", "FedCB2O of Fig. 6")))
             bars.savefig(arguments.out / "figure6.png", dpi=130)
+    if arguments.out is not None and not arguments.folders:
+        if not (arguments.out / "curves.csv").exists():
+            parser.error("--out without runs draws what is in its curves.csv, and there is none")
+        draw(arguments.out)
     for page in arguments.page:
         page.write_text(rewritten(page), encoding="utf-8")
 

@@ -1,11 +1,11 @@
 """The intervals that pages quote in their sentences: of what each is, and whether it still comes out.
 
-    .venv/bin/python benchmarks/quotes.py            # computes all again; tells those that differ or are not known
-    .venv/bin/python benchmarks/quotes.py "3.6 [3."  # what the quotes that begin so are of
+    .venv/bin/python -m benchmarks.quotes            # computes all again; tells those that differ or are not known
+    .venv/bin/python -m benchmarks.quotes "3.6 [3."  # what the quotes that begin so are of
 
-docs/quotes.csv has a line for each, made of the values that are kept beside the pages: `of` is what the interval is of,
-and `less` what is taken from it, seed by seed. Both are a folder of docs with a grid's `summary.csv`, its setting if it
-has several, a defence, a value and a column:
+docs/quotes.csv has a line for each, made of the values that are kept beside the pages; of equal quotes on a page the
+first line is the first one's. `of` is what the interval is of, and `less` what is taken from it, seed by seed. Both are
+a folder of docs with a grid's `summary.csv`, its setting if it has several, a defence, a value and a column:
 
     benchmark/digits | FedCBO | accuracy | Trash                       a measure, in percent where it is a share
     benchmark/digits | FedCBO | accuracy | mean                        its mean over all attacks that have one
@@ -14,20 +14,21 @@ has several, a defence, a value and a column:
 
 or a folder of `benchmarks/claims.py`, a method, a metric, and `last` for the last round, `later` for the mean of the
 evaluations in the second half of the rounds or `all` for that of all evaluations. Means and Student's intervals at 95%
-are over the seeds that both have, and of these over those from the first to the last of `seeds` where it names two. A
-line without `of` says in `note` why there is nothing to compute. A test holds pages to this, and wants a line for each
-interval that they quote.
+are over the seeds that both have. A line without `of` says in `note` why there is nothing to compute. A test holds
+pages to this, and wants a line for each interval that they quote, but in tables that are held by a test of their own.
 """
 
 import argparse
 import functools
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
-from claims import interval, read_later, read_values
+from benchmarks.claims import interval, read_mean, read_values
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.report import read_grid
@@ -35,21 +36,26 @@ from fedcb2o.report.grid_tables import View, contests, measure
 from fedcb2o.report.regret import minimax
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("../README.md", "benchmark.md", "claims.md", "criteria.md")
+PAGES = ("../README.md", "benchmark.md", "claims.md", "configuration.md", "criteria.md")
 NUMBER = r"-?\d+(?:\.\d+)?"
 QUOTE = re.compile(rf"(?<![\d.])({NUMBER})%? \[({NUMBER}), ({NUMBER})\]")
 """An interval in a sentence, such as 3.6 [3.1, 4.2]."""
+BRACKET = re.compile(r"\[[-+−\d.,]+ ?%?(?:, ?|; ?| to | ?– ?)[-+−\d.,]+ ?%?\]")
+"""What may be one that is written otherwise."""
+HELD = re.compile(r"^<!-- .*-->\n\n(?:^\|.*\n)+", re.MULTILINE)
+"""A table below a comment that says what holds it."""
+READ = {"last": read_values, "later": read_mean, "all": functools.partial(read_mean, after=0.0)}
 
 
 def sentences(page: Path) -> str:
-    """A page without its tables and commands, on one line."""
+    """A page without its commands, what is set as code, and tables that are held elsewhere, on one line."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return " ".join(line.strip() for line in text.splitlines() if not line.lstrip().startswith("|"))
+    return " ".join(re.sub(r"`[^`]*`", "``", HELD.sub("", text)).split())
 
 
-def quoted(page: Path) -> set[str]:
-    """The intervals that a page's sentences quote."""
-    return {found[0].replace("%", "") for found in QUOTE.finditer(sentences(page))}
+def quoted(text: str) -> list[str]:
+    """The intervals that sentences quote, one after the other."""
+    return [found[0].replace("%", "") for found in QUOTE.finditer(text)]
 
 
 def listed(docs: Path) -> pd.DataFrame:
@@ -57,75 +63,107 @@ def listed(docs: Path) -> pd.DataFrame:
     return pd.read_csv(docs / "quotes.csv", dtype=str, keep_default_na=False)
 
 
-def recomputed(docs: Path, of: str, less: str, seeds: str, decimals: int = 1) -> str:
-    """What a line of quotes.csv is of, as it is quoted. Raises ConfigError where that names nothing that is kept."""
+def recomputed(docs: Path, of: str, less: str = "", decimals: int = 1) -> str:
+    """What a line of quotes.csv is of, as it is to be quoted: with more decimals where 0 lies in the interval, and that
+    would not be seen.
+
+    Raises ConfigError where a term names nothing that is kept, or the two are in other units.
+    """
     each, scale = term(docs, of)
     if less:
-        each = each - term(docs, less)[0]
-    if seeds:
-        first, last = map(int, seeds.split("-"))
-        each = each[(each.index >= first) & (each.index <= last)]
-    mean, low, high = (f"{scale * value:z.{decimals}f}" for value in interval(each))
-    return f"{mean} [{low}, {high}]"
+        other, unit = term(docs, less)
+        if unit != scale:
+            raise ConfigError(f"{of!r} and {less!r} are in other units")
+        each = each - other
+    mean, low, high = (scale * value for value in interval(each))
+    if low < 0 < high:
+        while 0 in (round(low, decimals), round(high, decimals)):
+            decimals += 1
+    return f"{mean:z.{decimals}f} [{low:z.{decimals}f}, {high:z.{decimals}f}]"
 
 
 @functools.cache
 def term(docs: Path, of: str) -> tuple["pd.Series[float]", float]:
-    """For each seed, what a term names; and by what it is multiplied when it is quoted."""
+    """For each seed, what a term names; and by what it is multiplied when it is quoted. Files are read once."""
     try:
         folder, *setting, who, value, column = of.split(" | ")
         if (docs / folder / "values.csv").is_file():
-            read = {"last": read_values, "later": read_later, "all": functools.partial(read_later, after=0.0)}[column]
-            return read(docs / folder)[who][value], 1.0
-        view = _view(docs / folder, *setting)
+            if setting:
+                raise ValueError("claims have no setting")
+            return READ[column](docs / folder)[who][value], 1.0
+        (where,) = setting or [""]
         name = value.removesuffix(" regret")
         scale = 100.0 if name == "regret" or measure(name).percent else 1.0
-        found = _by_seed(view, who, value, column)
-    except (KeyError, ValueError, RunError) as error:
+        found = _by_seed(docs / folder, where, who, value, column)
+    except (KeyError, ValueError, OSError, RunError) as error:
         raise ConfigError(f"{of!r} is nothing that is kept ({error})") from error
     if found.empty:
         raise ConfigError(f"{of!r} has no value")
     return found, scale
 
 
-@functools.cache
-def _view(folder: Path, setting: str = "") -> View:
-    return View(read_grid(folder), setting)
-
-
-def _by_seed(view: View, who: str, value: str, column: str) -> "pd.Series[float]":
+def _by_seed(folder: Path, setting: str, who: str, value: str, column: str) -> "pd.Series[float]":
+    view = _view(folder, setting)
     if value == "regret":
-        rows, among = contests(view)[column]
-        at, value = minimax(rows, among).attack[who], "regret"
+        rows, among = _contests(folder, setting)[column]
+        column = minimax(rows, among).attack[who]
     elif value.endswith(" regret"):
-        rows, at, value = view.short(value.removesuffix(" regret")), column, "regret"
+        rows, value = _short(folder, setting, value.removesuffix(" regret")), "regret"
     elif column == "mean":
         mine = view.rows[(view.rows.defence == who) & view.rows.attack.isin(view.having(value))]
         return mine.pivot(index="seed", columns="attack", values=value).mean(axis="columns", skipna=False).dropna()
     else:
-        rows, at = view.rows, column
-    return rows[(rows.defence == who) & (rows.attack == at)].set_index("seed")[value].dropna()
+        rows = view.rows
+    return rows[(rows.defence == who) & (rows.attack == column)].set_index("seed")[value].dropna()
+
+
+@functools.cache
+def _view(folder: Path, setting: str) -> View:
+    return View(read_grid(folder), setting)
+
+
+@functools.cache
+def _contests(folder: Path, setting: str) -> dict[str, tuple[pd.DataFrame, list[str]]]:
+    return contests(_view(folder, setting))
+
+
+@functools.cache
+def _short(folder: Path, setting: str, value: str) -> pd.DataFrame:
+    return _view(folder, setting).short(value)
 
 
 def faults(docs: Path) -> Iterator[str]:
     """What is wrong: intervals that no line tells, lines that no page quotes, and those that do not come out."""
     lines = listed(docs)
+    yield from (f"{page}: none of its quotes are looked at" for page in sorted({*lines.page} - {*PAGES}))
     for page in PAGES:
-        here, mine = quoted(docs / page), lines[lines.page == page]
-        yield from (f"{page}: {quote} is not listed" for quote in sorted(here - {*mine.quote}))
-        for line in mine.itertuples():
-            if line.quote not in here:
-                yield f"{page}: {line.quote} is listed, and not quoted"
-            elif line.of:
-                decimals = len(line.quote.split(" ")[0].partition(".")[2])
-                try:
-                    found = recomputed(docs, line.of, line.less, line.seeds, decimals)
-                except ConfigError as error:
-                    found = str(error)
-                if found != line.quote:
-                    yield f"{page}: {line.quote} is {found}: {line.of}{' less ' * bool(line.less)}{line.less}"
-            elif not line.note:
-                yield f"{page}: {line.quote} has nothing to compute it of, and no note why"
+        text, left = sentences(docs / page), defaultdict(list)
+        for line in lines[lines.page == page].itertuples():
+            left[line.quote].append(line)
+        for quote in quoted(text):
+            found = _fault(docs, left[quote].pop(0)) if left[quote] else "is not listed, or not so often"
+            if found:
+                yield f"{page}: {quote} {found}"
+        for quote in (line.quote for each in left.values() for line in each):
+            yield f"{page}: {quote} is listed, and not quoted, or not so often"
+        for found in BRACKET.findall(QUOTE.sub("", text)):
+            yield f"{page}: {found} may be an interval, and is not written as one: 1.0 [0.0, 2.0]"
+
+
+def _fault(docs: Path, line: Any) -> str:
+    """What is wrong with a line, if anything."""
+    if not line.of:
+        return "" if line.note else "has nothing to compute it of, and no note why"
+    try:
+        found = recomputed(docs, line.of, line.less, len(line.quote.split(" ")[0].partition(".")[2]))
+    except ConfigError as error:
+        return str(error)
+    return "" if found == line.quote else f"is {found}: {_told(line)}"
+
+
+def _told(line: Any) -> str:
+    """Of what a line is, in words."""
+    return (f"{line.of} less {line.less}" if line.less else line.of) or line.note
 
 
 def main() -> None:
@@ -135,9 +173,10 @@ def main() -> None:
     wanted = parser.parse_args().quote
     lines = listed(DOCS)
     if wanted is not None:
-        for line in lines[lines.quote.str.startswith(wanted)].itertuples():
-            of = f"{line.of}{' less ' * bool(line.less)}{line.less}{', seeds ' * bool(line.seeds)}{line.seeds}"
-            print(f"{line.page}: {line.quote}: {of or line.note}")
+        mine = lines[lines.quote.str.startswith(wanted)]
+        if mine.empty:
+            parser.error(f"no quote begins with {wanted!r}")
+        print(*(f"{line.page}: {line.quote}: {_told(line)}" for line in mine.itertuples()), sep="\n")
         return
     found = list(faults(DOCS))
     print(*found, f"{len(lines)} quotes, {len(found)} faults", sep="\n")

@@ -173,16 +173,24 @@ def test_seeds_are_added_to_values_whose_runs_are_gone(tmp_path, monkeypatch):
 def test_the_picture_has_all_methods_or_the_main_ones_and_marks_the_switch():
     index = pd.MultiIndex.from_product([(0, 1), (5, 10)], names=["seed", "round"])
     one = pd.DataFrame({"accuracy": [50.0, 60.0, 70.0, 80.0]}, index=index)
-    few = claims.pictured(dict.fromkeys(["fedcbo", "fedcb2o-released", "fedcb2o-released-tg5"], one))
-    assert [(line.name, line.switch) for line in few] == [
-        ("fedcbo", 0),
-        ("fedcb2o-released", 0),
-        ("fedcb2o-released-tg5", 5),
-    ]
-    ax = figures.together(figures.curve_panels(few)).axes[0]
+    eight = [*claims.CURVES[:6], "fedcb2o-released-tg10", "fedcbo-clean"]
+    drawn = claims.pictured(dict.fromkeys(eight, one))
+    assert [curve.name for curve in drawn] == eight
+    assert {curve.name: curve.switch for curve in drawn if curve.switch} == {"fedcb2o-released-tg10": 10}
+    ax = figures.together(figures.curve_panels(drawn)).axes[0]
     assert ax.lines[0].get_ydata() == pytest.approx([0.6, 0.7])
-    many = claims.pictured(dict.fromkeys([*claims.CURVES, "fedcb2o-released-tg5", "fedcbo-clean"], one))
-    assert [line.name for line in many] == list(claims.CURVES)
+    nine = claims.pictured(dict.fromkeys([*eight, "fedcb2o"], one))
+    assert [curve.name for curve in nine] == [*claims.CURVES[:6], "fedcb2o"]
+
+
+def test_the_picture_is_drawn_anew_without_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["claims.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        claims.main()
+    lines = ["method,seed,round,accuracy,source_accuracy,attack_success_rate", "fedcbo,0,5,1,2,3", "fedcbo,0,10,4,5,6"]
+    (tmp_path / "curves.csv").write_text("\n".join(lines) + "\n")
+    claims.main()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["curves.csv", "curves.png"]
 
 
 def test_the_second_half_is_the_mean_of_its_evaluations(tmp_path):
@@ -191,7 +199,7 @@ def test_the_second_half_is_the_mean_of_its_evaluations(tmp_path):
         rounds = (5, 10, 11, 15, 20) if higher else (5, 10, 11, 15)
         lines += [f"{name},{seed},{n},{n + higher},{seed},9.0" for seed in (0, 1) for n in rounds]
     (tmp_path / "curves.csv").write_text("\n".join(lines) + "\n")
-    found = claims.read_later(tmp_path)
+    found = claims.read_mean(tmp_path)
     assert found["fedcbo"].accuracy.to_dict() == {0: 13.0, 1: 13.0}  # after round 10 of 20
     assert found["fedcb2o"].source_accuracy.to_dict() == {0: 0.0, 1: 1.0}
     table = claims.claims_table(found)

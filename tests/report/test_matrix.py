@@ -465,6 +465,7 @@ def test_the_command_compares_with_whom_it_is_told(tmp_path, monkeypatch):
     assert (
         "has no defence `Medain`. Did you mean `Median`?" in here("report", "grid", "--reference", "Medain").one_line()
     )
+    assert "has no defence ``" in here("report", "grid", "--reference", "").one_line()
     assert "is for the folder of a grid" in here("report", "grid/" + KINDS["cell"], "--reference", MEAN).one_line()
 
 

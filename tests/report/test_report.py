@@ -10,6 +10,7 @@ from tests.report.synthetic import draw_run, write_run
 
 from fedcb2o.errors import RunError
 from fedcb2o.report import curves, figure6, pair_statistics, report, sample_images, source_counts, weight_matrix
+from fedcb2o.report.figures import curves_of
 
 SMALL = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
 
@@ -55,6 +56,12 @@ def test_figure6_shows_the_statistics(runs):
         assert heights == pytest.approx([expected[relation, peer, c] for relation, peer in order for c in (0, 1)])
     at_random = figure.axes[0].lines[-1].get_ydata()[0]
     assert at_random == pytest.approx(6 / 7)
+
+
+def test_a_curve_is_of_benign_agents_under_the_title_of_its_run(runs):
+    found = curves_of(runs)
+    assert [(curve.name, curve.switch) for curve in found] == [("FedCBO", 0), ("FedCB2O ($T_G = 30$)", 5)]
+    assert not any(curve.table.malicious.any() for curve in found)
 
 
 def test_curves_are_the_mean_over_benign_agents_and_mark_the_switch(runs):

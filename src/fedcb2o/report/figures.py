@@ -48,10 +48,11 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """What is drawn over the rounds under one name.
 
-    `table` has a row an evaluation: its `round`, `seed`, and metrics as fractions of 1; `switch` is T_G, 0 for none.
+    `table` has rows of a `round`, a `seed` and metrics as fractions of 1, of which the mean over rows is drawn for each
+    round and seed; `switch` is T_G, 0 for none.
     """
 
     name: str
@@ -81,7 +82,7 @@ def curves(runs: Sequence[Run]) -> Figure:
 
     A thin vertical line marks the round T_G from which a run uses its criterion.
     """
-    return together(curve_panels(lines_of(runs)))
+    return together(curve_panels(curves_of(runs)))
 
 
 def source_counts(runs: Sequence[Run]) -> Figure | None:
@@ -123,14 +124,14 @@ def figure6_panels(runs: Sequence[Run]) -> Panels:
     return Panels(panels, (4.75, 3.1), 2)
 
 
-def lines_of(runs: Sequence[Run]) -> list[Line]:
+def curves_of(runs: Sequence[Run]) -> list[Curve]:
     """What benign agents of each run reached, under its title."""
     benign = (run.records[~run.records.malicious.astype(bool)] for run in runs)
     named = zip(runs, labels(runs), benign, strict=True)
-    return [Line(title_of(run, label), table, _switch(run)) for run, label, table in named]
+    return [Curve(title_of(run, label), table, _switch(run)) for run, label, table in named]
 
 
-def curve_panels(lines: Sequence[Line]) -> Panels:
+def curve_panels(lines: Sequence[Curve]) -> Panels:
     """A panel for each metric over the rounds; see `curves`. Raises RunError if no round was evaluated yet."""
     tables = [line.table for line in lines]
     shown = [m for m in (*METRICS, *SOMETIMES) if any(m in table and table[m].notna().any() for table in tables)]
@@ -149,7 +150,7 @@ def source_count_panels(runs: Sequence[Run]) -> Panels:
     return Panels(panels, (wide, 3.5), 2)
 
 
-def _curves(lines: Sequence[Line], metric: str, ax: Axes) -> None:
+def _curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:
     for i, line in enumerate(lines):
         known = line.table.reindex(columns=["round", "seed", metric]).dropna(subset=metric)
         means = known.groupby(["round", "seed"])[metric].mean().unstack("seed")

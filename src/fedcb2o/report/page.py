@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import Run, atomic_write, flat, last_round, summary
-from fedcb2o.report.figures import Panels, curve_panels, figure6_panels, lines_of, source_count_panels, together
+from fedcb2o.report.figures import Panels, curve_panels, curves_of, figure6_panels, source_count_panels, together
 from fedcb2o.report.pictures import sample_images, weight_matrix
 from fedcb2o.report.render import html_text, readable, to_latex, to_markdown
 from fedcb2o.report.tables import (
@@ -70,7 +70,7 @@ def report(runs: Sequence[Run], out: Path) -> list[Path]:
     for sentence in filter(None, [*map(unfinished, runs), *map(unchecked, runs), *map(_tuning, shown)]):
         page.body.append(f'<p class="warning">{html_text(sentence)}.</p>')
     page.table("Results", "results", compare(ready), f"{told_seeds(ready)} {OVERALL}", turned=True)
-    page.panels("Over the rounds", "curves", curve_panels(lines_of(shown)), CURVES)
+    page.panels("Over the rounds", "curves", curve_panels(curves_of(shown)), CURVES)
     under_attack = [run for run in shown if attacked(run)]
     page.panels("Who is received, and with what weight", "figure6", figure6_panels(under_attack or shown), FIGURE6)
     page.table("The worst benign agent", "worst", compare(ready, over="worst"), WORST, turned=True)
