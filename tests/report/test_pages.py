@@ -8,14 +8,26 @@ from benchmarks.pages import TABLE, named, rewritten
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, make_grid
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.grid import load_grid
 from fedcb2o.report import read_grid, report_grid
 
-PAGES = [page for page in sorted((Path(__file__).parents[2] / "docs").glob("*.md")) if TABLE.search(page.read_text())]
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if TABLE.search(page.read_text())]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_published_tables_are_recomputed_from_the_values_that_are_kept(page):
     assert rewritten(page) == page.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted(DOCS.glob("benchmark/*/grid.toml")), ids=lambda file: file.parent.name)
+def test_a_grid_that_is_kept_can_be_run_again(file):
+    grid, rows = load_grid(str(file)), read_grid(file.parent).rows
+    assert grid.name == file.parent.name
+    assert set(rows.defence) == set(grid.defences)
+    assert set(rows.attack) - {""} == set(grid.attacks)
+    assert set(rows.seed) == set(grid.seeds)
 
 
 def test_a_table_is_written_below_its_comment_once(tmp_path):
