@@ -214,7 +214,7 @@ def test_a_network_repeats_its_bits_and_finds_what_pytorch_finds():
     assert convolutions == 1  # the first, of one channel
     for one, other, expected in zip(first, again, plain, strict=True):
         assert torch.equal(one, other)
-        # In norm: rounding otherwise, a pooling may take another of two near values, and a few gradients differ by more.
+        # In norm: rounded otherwise, a pooling may take another of two near values, which a few gradients show.
         assert (one - expected).norm() < 1e-3 * expected.norm()
 
 
