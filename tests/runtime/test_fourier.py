@@ -206,6 +206,8 @@ def test_training_after_inference():
 def test_a_network_repeats_its_bits_and_finds_what_pytorch_finds():
     module, x = models.cnn((1, 28, 28), 10, hidden=8), drawn(16, 1, 28, 28)
     parameters = list(module.parameters())
+    # Always the same: of 120 random networks three have a pooling that takes the other of two near values, for rounding.
+    nn.utils.vector_to_parameters(drawn(sum(p.numel() for p in parameters), seed=1) / 20, parameters)
 
     def step():
         return torch.autograd.grad(module(x).square().sum(), parameters)
@@ -214,8 +216,7 @@ def test_a_network_repeats_its_bits_and_finds_what_pytorch_finds():
     assert convolutions == 1  # the first, of one channel
     for one, other, expected in zip(first, again, plain, strict=True):
         assert torch.equal(one, other)
-        # In norm: rounded otherwise, a pooling may take another of two near values, which a few gradients show.
-        assert (one - expected).norm() < 1e-3 * expected.norm()
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
 def test_gradients_of_what_asks_for_them():
