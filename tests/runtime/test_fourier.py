@@ -206,7 +206,7 @@ def test_training_after_inference():
 def test_a_network_repeats_its_bits_and_finds_what_pytorch_finds():
     module, x = models.cnn((1, 28, 28), 10, hidden=8), drawn(16, 1, 28, 28)
     parameters = list(module.parameters())
-    # Always the same: of 120 random networks three have a pooling that takes the other of two near values, for rounding.
+    # Always the same: rounding makes a pooling of three in 120 random networks take the other of two near values.
     nn.utils.vector_to_parameters(drawn(sum(p.numel() for p in parameters), seed=1) / 20, parameters)
 
     def step():
