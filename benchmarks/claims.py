@@ -18,11 +18,12 @@ that seeds can be added where the runs of the others are gone; Figure 6, which n
 Tables are made of these files alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!--
 claims: FOLDER claims -->`, the folder seen from the page. A test holds pages to this. `later_metrics` and
 `later_claims` are the same of the mean over all evaluations in the second half of the rounds, which moves less than the
-last one.
+last one; `glance` has the main claims in several folders, written `A,B`, beside each other.
 """
 
 import argparse
 import functools
+import itertools
 import math
 import re
 import tempfile
@@ -322,6 +323,29 @@ def claims_table(known: Values) -> str:
     return "\n".join(lines) + "\n"
 
 
+def glance_table(*folders: Path) -> str:
+    """The claims of the text and of Table 2 in Markdown, in several folders beside each other: for FedCB2O as the
+    authors released it and as it is by default, each beside the first FedCBO that `columns` has for it."""
+    shown: dict[str, tuple[dict[str, pd.DataFrame], int]] = {}
+    for fedcb2o, folder in itertools.product(("fedcb2o-released", "fedcb2o"), folders):
+        known = read_values(folder)
+        stands = next(each for each in columns(known).values() if each["FedCB2O"] == fedcb2o)
+        here = {role: known[name] for role, name in stands.items()}
+        shown[f"`{folder.name}`: `{stands['FedCBO']}`, `{fedcb2o}`"] = here, max(map(len, known.values()))
+    lines = [" | ".join(["| | The paper says | In the paper", *shown]) + " |"]
+    lines.append("| --- | --- | ---: |" + " ---: |" * len(shown))
+    for claim in claims():
+        if not claim.where.startswith(("Settings", "Fig.")):
+            cells = [
+                _cell(claim, claim.of(here).dropna(), seeds) if here.keys() >= {*claim.needs} else ""
+                for here, seeds in shown.values()
+            ]
+            if any(cells):
+                paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
+                lines.append("| " + " | ".join([claim.where, claim.says, paper, *cells]) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def _cell(claim: Claim, each: "pd.Series[float]", seeds: int) -> str:
     """The mean of a statistic, its interval and the verdict, and how many seeds it is of where others have more."""
     if each.empty:
@@ -407,11 +431,12 @@ def _place(name: str) -> tuple[bool, str]:
     return name.startswith("fedcb2o"), name
 
 
-TABLES = {
-    "metrics": (read_values, metrics_table),
-    "claims": (read_values, claims_table),
-    "later_metrics": (read_mean, metrics_table),
-    "later_claims": (read_mean, claims_table),
+TABLES: dict[str, Callable[..., str]] = {
+    "metrics": lambda folder: metrics_table(read_values(folder)),
+    "claims": lambda folder: claims_table(read_values(folder)),
+    "later_metrics": lambda folder: metrics_table(read_mean(folder)),
+    "later_claims": lambda folder: claims_table(read_mean(folder)),
+    "glance": glance_table,
 }
 
 
@@ -419,8 +444,8 @@ def rewritten(page: Path) -> str:
     """The page with its tables as the values have them."""
 
     def table(found: re.Match[str]) -> str:
-        read, shown = TABLES[found["name"]]
-        return found["mark"] + shown(read(page.parent / found["folder"])) + "\n"
+        folders = (page.parent / folder for folder in found["folder"].split(","))
+        return found["mark"] + TABLES[found["name"]](*folders) + "\n"
 
     return TABLE.sub(table, page.read_text(encoding="utf-8"))
 

@@ -222,3 +222,22 @@ def test_the_readmes_table_is_that_of_its_seeds():
     for metric in ("accuracy", "source_accuracy", "attack_success_rate", "malicious_weight"):
         cells = [spread(by_method[method][metric] / 100) for method in methods]
         assert f"\n| {LABELS[metric]} | {' | '.join(cells)} |\n" in readme
+
+
+def test_sizes_stand_beside_each_other_at_a_glance(tmp_path):
+    for size, ahead in (("small", (3.0, 5.0)), ("large", (-1.0, 1.0))):
+        (tmp_path / size).mkdir()
+        rows = ["method,seed,accuracy,source_accuracy,attack_success_rate,elsewhere,malicious_picked_1"]
+        for method, gain in (("fedcbo", (0.0, 0.0)), ("fedcb2o", ahead), ("fedcb2o-released", ahead[:1])):
+            rows += [f"{method},{seed},80,{40 + each},9,0,1" for seed, each in enumerate(gain)]
+        (tmp_path / size / "values.csv").write_text("\n".join(rows) + "\n")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- claims: small,large glance -->\n\n")
+    heading, _, *rows = claims.rewritten(page).splitlines()[2:]
+    pairs = [f"`{size}`: `fedcbo`, `{name}`" for name in ("fedcb2o-released", "fedcb2o") for size in ("small", "large")]
+    assert heading.split(" | ")[-4:] == [*pairs[:3], pairs[3] + " |"]
+    says = "| (iii) | FedCB2O is significantly higher on the source class | +15.50 | "
+    one = "+3.00 (1 seed) **undecided** | -1.00 (1 seed) **undecided** | "
+    both = "+4.00 [-8.71, +16.71] **undecided** | +0.00 [-12.71, +12.71] **undecided** |"  # t = 12.706
+    assert says + one + both in rows
+    assert not any("Fig. 6" in row or "Oracle" in row for row in rows)
