@@ -27,7 +27,7 @@ import itertools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -307,48 +307,48 @@ def verdict(claim: Claim, low: float, high: float) -> str:
 def claims_table(known: Values) -> str:
     """The claims in Markdown, a column for each choice of runs; what only repeats a column before it is ″."""
     seeds, shown = max(map(len, known.values())), columns(known)
-    lines = [" | ".join(["| | The paper says | Statistic | In the paper", *shown]) + " |"]
-    lines.append("| --- | --- | --- | ---: |" + " ---: |" * len(shown))
-    for claim in claims():
-        cells, seen = [], set()
+
+    def cells(claim: Claim) -> Iterator[str]:
+        seen = set()
         for stands in shown.values():
             names = tuple(stands.get(role, "") for role in claim.needs)
-            here = {role: known[name] for role, name in stands.items()}
-            each = claim.of(here).dropna() if all(names) else pd.Series(dtype=float)
-            cells.append("″" if len(each) and names in seen else _cell(claim, each, seeds))
+            cell = _cell(claim, {role: known[name] for role, name in stands.items()}, seeds)
+            yield "″" if cell and names in seen else cell
             seen.add(names)
-        if any(cells):
-            paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
-            lines.append("| " + " | ".join([claim.where, claim.says, claim.statistic, paper, *cells]) + " |")
-    return "\n".join(lines) + "\n"
+
+    return _rows(claims(), shown, cells)
 
 
 def glance_table(*folders: Path) -> str:
     """The claims of the text and of Table 2 in Markdown, in several folders beside each other: for FedCB2O as the
     authors released it and as it is by default, each beside the first FedCBO that `columns` has for it."""
-    shown: dict[str, tuple[dict[str, pd.DataFrame], int]] = {}
-    for fedcb2o, folder in itertools.product(("fedcb2o-released", "fedcb2o"), folders):
-        known = read_values(folder)
-        stands = next(each for each in columns(known).values() if each["FedCB2O"] == fedcb2o)
-        here = {role: known[name] for role, name in stands.items()}
-        shown[f"`{folder.name}`: `{stands['FedCBO']}`, `{fedcb2o}`"] = here, max(map(len, known.values()))
-    lines = [" | ".join(["| | The paper says | In the paper", *shown]) + " |"]
-    lines.append("| --- | --- | ---: |" + " ---: |" * len(shown))
-    for claim in claims():
-        if not claim.where.startswith(("Settings", "Fig.")):
-            cells = [
-                _cell(claim, claim.of(here).dropna(), seeds) if here.keys() >= {*claim.needs} else ""
-                for here, seeds in shown.values()
-            ]
-            if any(cells):
-                paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
-                lines.append("| " + " | ".join([claim.where, claim.says, paper, *cells]) + " |")
+    known = {folder.name: read_values(folder) for folder in folders}
+    shown: dict[str, tuple[Values, int]] = {}
+    for fedcb2o, (size, here) in itertools.product(("fedcb2o-released", "fedcb2o"), known.items()):
+        stands = next(each for each in columns(here).values() if each["FedCB2O"] == fedcb2o)
+        by_role = {role: here[name] for role, name in stands.items()}
+        shown[f"`{size}`: `{stands['FedCBO']}`, `{fedcb2o}`"] = by_role, max(map(len, here.values()))
+    main = (claim for claim in claims() if not claim.where.startswith(("Settings", "Fig.")))
+    return _rows(main, shown, lambda claim: (_cell(claim, here, seeds) for here, seeds in shown.values()))
+
+
+def _rows(told: Iterable[Claim], shown: Iterable[str], cells: Callable[[Claim], Iterable[str]]) -> str:
+    """Claims in Markdown, with a column for each heading of `shown`; of those that have anything in a cell."""
+    headings = [*shown]
+    lines = [" | ".join(["| | The paper says | Statistic | In the paper", *headings]) + " |"]
+    lines.append("| --- | --- | --- | ---: |" + " ---: |" * len(headings))
+    for claim in told:
+        found = [*cells(claim)]
+        if any(found):
+            paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
+            lines.append("| " + " | ".join([claim.where, claim.says, claim.statistic, paper, *found]) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(claim: Claim, each: "pd.Series[float]", seeds: int) -> str:
-    """The mean of a statistic, its interval and the verdict, and how many seeds it is of where others have more."""
-    if each.empty:
+def _cell(claim: Claim, runs: Values, seeds: int) -> str:
+    """The mean of a statistic, its interval and the verdict, and how many seeds it is of where others have more;
+    nothing where the runs do not tell."""
+    if not runs.keys() >= {*claim.needs} or (each := claim.of(runs).dropna()).empty:
         return ""
     low, high = interval(each)[1:]
     sign = "+" if " less " in claim.statistic or " by" in claim.statistic else ""
