@@ -34,8 +34,7 @@ from pathlib import Path
 import pandas as pd
 
 from fedcb2o.records import Run, digest, last_fifth, summary
-from fedcb2o.report import figures
-from fedcb2o.report.matrix import half_width
+from fedcb2o.report import figures, matrix
 from fedcb2o.report.tables import attacked, pair_statistics
 
 ACCURACY, SOURCE, SUCCESS = METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
@@ -293,7 +292,7 @@ def interval(each: "pd.Series[float]") -> tuple[float, float, float]:
     mean = float(known.mean())
     if len(known) < 2:
         return mean, -math.inf, math.inf
-    half = float(half_width(len(known), known.std(ddof=1)))
+    half = float(matrix.half_width(len(known), known.std(ddof=1)))
     return mean, mean - half, mean + half
 
 
@@ -350,12 +349,11 @@ def _cell(claim: Claim, runs: Values, seeds: int) -> str:
     nothing where the runs do not tell."""
     if not runs.keys() >= {*claim.needs} or (each := claim.of(runs).dropna()).empty:
         return ""
-    low, high = interval(each)[1:]
+    mean, low, high = interval(each)
     sign = "+" if " less " in claim.statistic or " by" in claim.statistic else ""
     places = 2 if claim.statistic.startswith(tuple(NAMED.values())) else 3
-    here, a, b = (f"{round(value, places) + 0.0:{sign}.{places}f}" for value in interval(each))  # no "-0.00"
     count = "" if len(each) == seeds and seeds > 1 else f" ({len(each)} seed{'s' * (len(each) > 1)})"
-    return here + (f" [{a}, {b}]" if math.isfinite(low) else "") + count + f" **{verdict(claim, low, high)}**"
+    return matrix.interval(mean, low, high, places, sign) + count + f" **{verdict(claim, low, high)}**"
 
 
 def metrics_table(known: Values) -> str:
@@ -367,8 +365,7 @@ def metrics_table(known: Values) -> str:
         cells = []
         for column in shown if not name.endswith("-clean") else ():
             mean, low, high = interval(_column(table, column))
-            cells.append("–" if math.isnan(mean) else f"{mean:.2f}")
-            cells[-1] += f" [{low:.2f}, {high:.2f}]" if math.isfinite(low) else ""
+            cells.append("–" if math.isnan(mean) else matrix.interval(mean, low, high, digits=2))
         if cells:
             lines.append("| " + " | ".join([f"`{name}`", *cells, str(len(table))]) + " |")
     return "\n".join(lines) + "\n"

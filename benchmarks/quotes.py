@@ -31,7 +31,7 @@ import pandas as pd
 from benchmarks.claims import interval, read_mean, read_values
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.report import read_grid
+from fedcb2o.report import matrix, read_grid
 from fedcb2o.report.grid_tables import View, contests, measure
 from fedcb2o.report.regret import minimax
 
@@ -64,8 +64,7 @@ def listed(docs: Path) -> pd.DataFrame:
 
 
 def recomputed(docs: Path, of: str, less: str = "", decimals: int = 1) -> str:
-    """What a line of quotes.csv is of, as it is to be quoted: with more decimals where 0 lies in the interval, and that
-    would not be seen.
+    """What a line of quotes.csv is of, as it is to be quoted.
 
     Raises ConfigError where a term names nothing that is kept, or the two are in other units.
     """
@@ -76,10 +75,7 @@ def recomputed(docs: Path, of: str, less: str = "", decimals: int = 1) -> str:
             raise ConfigError(f"{of!r} and {less!r} are in other units")
         each = each - other
     mean, low, high = (scale * value for value in interval(each))
-    if low < 0 < high:
-        while 0 in (round(low, decimals), round(high, decimals)):
-            decimals += 1
-    return f"{mean:z.{decimals}f} [{low:z.{decimals}f}, {high:z.{decimals}f}]"
+    return matrix.interval(mean, low, high, decimals)
 
 
 @functools.cache

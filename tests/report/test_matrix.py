@@ -27,7 +27,7 @@ from fedcb2o.report.grid_tables import (
     tuning_table,
 )
 from fedcb2o.report.heat_map import heat_map
-from fedcb2o.report.matrix import holm, mean_over, paired, scored, statistics
+from fedcb2o.report.matrix import holm, interval, mean_over, paired, scored, statistics
 
 # Two clusters of two benign agents and a malicious one; the benign are 0, 1, 3 and 4.
 AGENTS = {
@@ -197,6 +197,22 @@ def test_holms_correction_and_students_p():
     rows = pd.DataFrame({"defence": "a", "attack": ["b"] * 3 + ["c"] * 3 + ["d"] * 3 + ["e"]})
     found = statistics(rows.assign(value=[1.0, 2, 3, 0, 0, 0, 2, 2, 2, 1]), "value").droplevel("defence")
     assert found.p.to_dict() == pytest.approx({"b": 0.0741799, "c": 1, "d": 0, "e": math.nan}, rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("ends", "digits", "text"),
+    [
+        ((0.44, -0.0134, 0.8934), 1, "0.44 [-0.01, 0.89]"),  # 0 lies in it, which "0.4 [0.0, 0.9]" does not show
+        ((-0.3, -0.604, 0.004), 1, "-0.300 [-0.604, 0.004]"),
+        ((0.45, 0.0066, 0.8934), 1, "0.5 [0.0, 0.9]"),  # here it does not
+        ((0.45, 0.0, 0.9), 1, "0.5 [0.0, 0.9]"),
+        ((0.0, -1e-17, 1e-17), 2, "0.00 [0.00, 0.00]"),
+        ((0.2, -math.inf, math.inf), 1, "0.2"),
+        ((0.2, math.nan, math.nan), 1, "0.2"),
+    ],
+)
+def test_whether_0_lies_in_an_interval_can_be_seen(ends, digits, text):
+    assert interval(*ends, digits=digits) == text
 
 
 @pytest.mark.parametrize(("f", "exceeded"), [(0, 0.75), (1, 0.0), (None, math.nan)])

@@ -47,8 +47,8 @@ DEFINITIONS = (
     "says what it may cost to have chosen it, whatever comes.",
     "The worst attack on a defence is that with the worst mean over seeds. Differences between defences are paired: "
     "with equal seeds agents hold equal samples. Intervals are Student's, of 95%, over seeds; images of one picture "
-    "that are turned for several clusters are one value of a seed. An interval at a worst column takes that column as "
-    "given.",
+    "that are turned for several clusters are one value of a seed. Decimals are added where 0 lies in an interval and "
+    "would not be seen. An interval at a worst column takes that column as given.",
     "Where a dagger (†) stands, a benign agent received more malicious models in a round than its rule assumes.",
 )
 DRAWN = ("accuracy", "attack_success_rate", "lost", "success", "source_accuracy", "malicious_weight")

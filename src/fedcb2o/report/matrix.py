@@ -6,6 +6,7 @@ Values are fractions of 1, seconds or megabytes; a deviation is a sample's (ddof
 mean.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from fedcb2o.report.grid import FLOORS, GridResults, measured
 OWN = ["defence", "floor", "seed"]
 STATISTICS = ["seeds", "mean", "deviation", "low", "high", "p"]
 CONFIDENCE = 0.95
+NOTHING = 1e-9
+"""What floats err by: an end of an interval that is nearer to 0 is 0."""
 
 
 def scored(results: GridResults, setting: str) -> pd.DataFrame:
@@ -81,9 +84,13 @@ def worst(found: pd.DataFrame, attacks: Sequence[str], *, highest: bool) -> dict
 
 
 def interval(mean: float, low: float, high: float, digits: int = 1, sign: str = "") -> str:
-    """A mean with its interval, if there is one: "84.3 [83.9, 84.6]"."""
+    """A mean with its interval, if there is one: "84.3 [83.9, 84.6]"; with more decimals where 0 lies in the interval,
+    and that would not be seen: "0.44 [-0.01, 0.89]"."""
+    if low < -NOTHING and high > NOTHING:
+        while 0 in (round(low, digits), round(high, digits)):
+            digits += 1
     form = f"{sign}z.{digits}f"
-    return f"{mean:{form}}" + ("" if pd.isna(low) else f" [{low:{form}}, {high:{form}}]")
+    return f"{mean:{form}}" + (f" [{low:{form}}, {high:{form}}]" if math.isfinite(low) else "")
 
 
 def half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE) -> Any:
