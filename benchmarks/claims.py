@@ -66,6 +66,7 @@ MINIMAL = (-math.inf, 0.1)  # "minimal", of such a ratio
 VARIANTS = ("-trusted", "-released", "-paper", "-held-out", "")  # the last two are not the paper's Algorithm 2
 CURVES = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", *(f"fedcb2o{variant}" for variant in VARIANTS))
 MOST = len(figures.COLOURS)  # methods in one picture; of more, those of CURVES
+JUDGED_ALIKE = "FedCBO, judging by samples of the same kind"
 CLUSTERS = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}
 
 Values = Mapping[str, pd.DataFrame]
@@ -139,17 +140,24 @@ def columns(known: Values) -> dict[str, dict[str, str]]:
     """Under a heading each, which runs stand for those of the paper: each variant of FedCB2O beside its FedCBO if it
     has one, and the others beside the FedCBO of each alpha.
 
-    Of the runs with T_G > 0 the middle one is for T_G = 30, and in Figure 6, which is without where there is none.
+    The default holds nothing out, so first it stands beside a FedCBO and oracles that do not either, if there are any:
+    their names end in how many samples an agent has. Beside others its validation loss is of samples that it trains on,
+    theirs is not, so these are not compared. Of the runs with T_G > 0 the middle one is for T_G = 30, and in Figure 6,
+    which is without where there is none.
     """
     found = {}
     for variant in VARIANTS:
         fedcb2o = f"fedcb2o{variant}"
+        whole = {match[0]: match[1] for name in known if not variant and (match := re.fullmatch(r"fedcbo(-\d+)", name))}
         own = [f"fedcbo{variant}"] if variant and f"fedcbo{variant}" in known else ["fedcbo-alpha10", "fedcbo"]
         later = {int(match[1]): name for name in known if (match := re.fullmatch(rf"{fedcb2o}-tg(\d+)", name))}
         switched = [later[start] for start in sorted(later)]
-        for fedcbo in own if fedcb2o in known else []:
+        for fedcbo in [*whole, *own] if fedcb2o in known else []:
+            end = whole.get(fedcbo, "")
             stands = {"FedCBO": fedcbo, "FedCB2O": fedcb2o, "FedCBO without attack": f"{fedcbo}-clean"}
-            stands |= {"Oracle Min": "oracle-min", "Oracle Max": "oracle-max"}
+            stands |= {"Oracle Min": f"oracle-min{end}", "Oracle Max": f"oracle-max{end}"}
+            if variant or fedcbo in whole:
+                stands[JUDGED_ALIKE] = fedcbo
             if fedcbo == "fedcbo-alpha10":
                 stands["FedCBO with alpha = 2"] = "fedcbo"
             if switched:
@@ -267,14 +275,14 @@ def _bars(where: str, says: str, bar: str, role: str, limits: tuple[float, float
 def _grown(says: str, column: str, low: float, high: float) -> Claim:
     """That a column of FedCB2O less that of FedCBO lies in a range."""
     a, b = "FedCB2O of Fig. 6", "FedCBO"
-    what = (
-        "validation loss of benign agents, all rounds" if column == "loss" else "frequency, benign peers of the cluster"
-    )
+    what, needs = "frequency, benign peers of the cluster", (a, b)
+    if column == "loss":
+        what, needs = "validation loss of benign agents, all rounds", (a, b, JUDGED_ALIKE)
     return Claim(
         "Fig. 6 (a, c)",
         says,
         f"{what}, {a} less {b}",
-        (a, b),
+        needs,
         lambda v: _column(v[a], column) - _column(v[b], column),
         low,
         high,
@@ -304,16 +312,16 @@ def verdict(claim: Claim, low: float, high: float) -> str:
 
 
 def claims_table(known: Values) -> str:
-    """The claims in Markdown, a column for each choice of runs; what only repeats a column before it is ″."""
+    """The claims in Markdown, a column for each choice of runs; what only repeats the cell before it is ″."""
     seeds, shown = max(map(len, known.values())), columns(known)
 
     def cells(claim: Claim) -> Iterator[str]:
-        seen = set()
+        before: tuple[str, ...] = ()
         for stands in shown.values():
             names = tuple(stands.get(role, "") for role in claim.needs)
             cell = _cell(claim, {role: known[name] for role, name in stands.items()}, seeds)
-            yield "″" if cell and names in seen else cell
-            seen.add(names)
+            yield "″" if cell and names == before else cell
+            before = names
 
     return _rows(claims(), shown, cells)
 

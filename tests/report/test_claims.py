@@ -109,6 +109,28 @@ def test_columns_are_of_the_runs_that_there_are():
     assert (first["FedCB2O of Fig. 6"], last["FedCB2O of Fig. 6"]) == ("fedcb2o-trusted-tg5", "fedcb2o")
 
 
+def test_what_holds_nothing_out_stands_beside_its_like_first():
+    names = ["fedcbo", "fedcbo-70", "fedcbo-alpha10", "fedcb2o", "fedcb2o-held-out", "oracle-max", "oracle-max-70"]
+    found = claims.columns(dict.fromkeys(names, pd.DataFrame()))
+    default = [stands for stands in found.values() if stands["FedCB2O"] == "fedcb2o"]
+    oracles = [(stands["FedCBO"], stands["Oracle Max"]) for stands in default]
+    assert oracles == [("fedcbo-70", "oracle-max-70"), ("fedcbo-alpha10", "oracle-max"), ("fedcbo", "oracle-max")]
+    held_out = [stands for stands in found.values() if stands["FedCB2O"] == "fedcb2o-held-out"]
+    assert [stands["FedCBO"] for stands in held_out] == ["fedcbo-alpha10", "fedcbo"]
+    loss = that("since their own average loss is larger")
+    compared = [{*loss.needs} <= {*stands} for stands in (*default, *held_out)]  # of samples that were trained on
+    assert compared == [True, False, False, True, True]
+
+
+def test_only_the_cell_before_is_repeated():
+    names = ["fedcbo", "fedcbo-70", "fedcbo-alpha10", "fedcb2o", "fedcb2o-held-out", "oracle-min", "oracle-max"]
+    known = dict.fromkeys(names, table(**{metric: [50.0, 50.0] for metric in claims.METRICS}))
+    text = claims.claims_table(known)
+    (row,) = (row for row in text.splitlines() if "overall accuracy, Oracle Min less Oracle Max" in row)
+    cell = "+0.00 [+0.00, +0.00] **held**"
+    assert [each.strip() for each in row.split("|")[5:-1]] == [cell, "″", "", cell, "″"]
+
+
 def test_weight_that_went_elsewhere_is_of_the_last_fifth():
     # Agents 0 and 1 of cluster 0, agent 2 of cluster 1; all benign but 1. Ten rounds: the last two count.
     rows = [(0, n, 0, 2, 1.0) for n in range(1, 9)] + [(0, n, 0, 1, 0.6) for n in (9, 10)]
@@ -215,7 +237,7 @@ def test_the_second_half_is_the_mean_of_its_evaluations(tmp_path):
 
 def test_the_readmes_table_is_that_of_its_seeds():
     values = pd.read_csv(PAGE.parent / "reproduction" / "digits" / "values.csv")
-    methods = ["fedcbo-alpha10", "fedcbo", "oracle-min", "oracle-max"]
+    methods = ["fedcbo-alpha10", "fedcbo", "fedcbo-70", "oracle-min", "oracle-max"]
     methods += ["fedcb2o", "fedcb2o-held-out", "fedcb2o-paper", "fedcb2o-released"]
     by_method = dict(list(values[values.seed < 10].groupby("method")))
     readme = (PAGE.parents[1] / "README.md").read_text()
