@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from fedcb2o.records import Run, digest, last_fifth, summary
@@ -94,13 +95,17 @@ def values(run: Run) -> pd.DataFrame:
     weight given to peers that went to the other cluster, both over the last fifth of the rounds; `loss` is the mean
     validation loss of benign agents over all rounds. Of Figure 6, for benign agents of cluster c: `benign_picked_c` is
     how often they receive a benign peer of their cluster, `malicious_picked_c` and `malicious_share_c` the bars of
-    malicious peers of their cluster over those of benign ones, of the frequency and of the weight given.
+    malicious peers of their cluster over those of benign ones, of the frequency and of the weight given. Of FedCBO
+    `malicious_loss` is by how much more loss malicious peers have than benign ones of the same cluster that the same
+    benign agent judged in the same round, mean over agents and rounds.
     """
     table = 100 * summary(run.records).set_index("seed")[[*METRICS, "malicious_weight"]]
     if not attacked(run):
         return table[[*METRICS]]
     columns = {"loss": run.records[~run.records.malicious].groupby("seed").validation_loss.mean()}
     columns["elsewhere"] = _elsewhere(run)
+    if run.config["algorithm"]["name"] == "fedcbo":
+        columns["malicious_loss"] = _malicious_loss(run)
     same = pair_statistics(run).query("relation == 'same'").set_index(["peer", "cluster", "seed"]).sort_index()
     for cluster in sorted(same.index.unique("cluster")):
         benign, malicious = (same.loc[(peer, cluster)] for peer in ("benign", "malicious"))
@@ -126,14 +131,34 @@ def pictured(found: Values) -> list[figures.Curve]:
     ]
 
 
+def _given(run: Run) -> pd.DataFrame:
+    """The pairs of benign agents and others, with the cluster of each (`cluster`, `there`) and the peer's role."""
+    pairs = run.pairs[run.pairs.agent != run.pairs.peer]
+    who = run.agents.set_index(["seed", "agent"])[["cluster", "malicious"]]
+    peers = who.rename(columns={"cluster": "there", "malicious": "hostile"})
+    pairs = pairs.join(who, on=["seed", "agent"]).join(peers, on=["seed", "peer"])
+    return pairs[~pairs.malicious.astype(bool)]
+
+
 def _elsewhere(run: Run) -> "pd.Series[float]":
     """For each seed, the share of the weight that benign agents late in the run gave to peers of the other cluster."""
-    pairs = last_fifth(run.pairs[run.pairs.agent != run.pairs.peer])
-    who = run.agents.set_index(["seed", "agent"])[["cluster", "malicious"]]
-    pairs = pairs.join(who, on=["seed", "agent"]).join(who.cluster.rename("there"), on=["seed", "peer"])
-    pairs = pairs[~pairs.malicious.astype(bool)]
+    pairs = last_fifth(_given(run))
     given = pairs.groupby("seed").weight.sum()
     return pairs[pairs.cluster != pairs.there].groupby("seed").weight.sum().reindex(given.index, fill_value=0.0) / given
+
+
+def _malicious_loss(run: Run) -> "pd.Series[float]":
+    """`malicious_loss` for each seed. FedCBO weighs the models that an agent received by exp(-alpha L), up to a factor,
+    so the losses in its judgement are -log(weight) / alpha, up to a term that falls out of their differences."""
+    pairs = _given(run).query("cluster == there and weight > 0")
+    pairs = pairs.assign(loss=-np.log(pairs.weight) / run.config["algorithm"]["alpha"])
+    loss = (
+        pairs.groupby(["seed", "round", "agent", "hostile"])
+        .loss.mean()
+        .unstack("hostile")
+        .reindex(columns=[False, True])
+    )
+    return (loss[True] - loss[False]).groupby("seed").mean()
 
 
 def columns(known: Values) -> dict[str, dict[str, str]]:
@@ -207,6 +232,9 @@ def claims() -> Iterator[Claim]:
     pictured = "FedCB2O of Fig. 6"
     says = "FedCB2O does not exclude malicious peers"
     yield from _bars("Fig. 6 (c)", says, "picked", pictured, (EQUAL[0], math.inf))
+    says = "since malicious agents train models with smaller average losses than benign ones"
+    what = "average loss, malicious less benign peers of the cluster"
+    yield _of("Fig. 6 (c)", says, what, "malicious_loss", "FedCBO", (-math.inf, 0.0))
     yield from _bars(
         "Fig. 6 (c)", "it selects benign peers less than malicious ones", "picked", pictured, (1, math.inf)
     )

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 from benchmarks import claims
@@ -140,6 +141,20 @@ def test_weight_that_went_elsewhere_is_of_the_last_fifth():
         agents=pd.DataFrame({"seed": 0, "agent": [0, 1, 2], "cluster": [0, 0, 1], "malicious": [False, True, False]}),
     )
     assert claims._elsewhere(run).to_dict() == pytest.approx({0: 0.3 / 1.5})
+
+
+def test_weights_of_fedcbo_tell_how_losses_differ():
+    # Agents 0 and 1 benign and 2 malicious in cluster 0, agent 3 in cluster 1; each agent's weights have a factor.
+    losses = [(1, 0, 1, 0.5, 3.0), (1, 0, 2, 0.7, 3.0), (1, 0, 3, 0.1, 3.0), (2, 0, 2, 9.0, 1.0)]
+    losses += [(2, 1, 0, 0.4, 0.2), (2, 1, 2, 0.3, 0.2), (2, 2, 0, 0.1, 1.0), (2, 2, 1, 0.2, 1.0)]
+    pairs = pd.DataFrame(losses, columns=["round", "agent", "peer", "loss", "factor"]).assign(seed=0)
+    malicious = [False, False, True, False]
+    run = SimpleNamespace(
+        pairs=pairs.assign(weight=pairs.factor * np.exp(-10 * pairs.loss)),
+        agents=pd.DataFrame({"seed": 0, "agent": range(4), "cluster": [0, 0, 0, 1], "malicious": malicious}),
+        config={"algorithm": {"name": "fedcbo", "alpha": 10.0}},
+    )
+    assert claims._malicious_loss(run).to_dict() == pytest.approx({0: (0.2 - 0.1) / 2})
 
 
 def test_published_tables_are_recomputed_from_the_values_that_are_kept():
