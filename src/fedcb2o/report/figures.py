@@ -38,7 +38,7 @@ STYLE: dict[Any, Any] = {
 }
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
-MARKERS = "osD^vPX*h"  # nine beside eight colours, so that a colour that comes again has another marker
+MARKERS = "osD^vPX*<"  # nine beside eight colours, so that a colour that comes again has another marker
 KINDS = {
     ("benign", "same"): ("#0072B2", "benign, same cluster"),
     ("malicious", "same"): ("#D55E00", "malicious, same cluster"),
@@ -158,7 +158,8 @@ def _curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:
             continue
         middle, deviation = means.mean(axis="columns"), means.std(axis="columns", ddof=1).fillna(0.0)
         x, colour = means.index.to_numpy(), COLOURS[i % len(COLOURS)]
-        look: dict[str, Any] = {"linestyle": LINES[i % len(LINES)], "marker": MARKERS[i % len(MARKERS)]}
+        line_style = LINES[(i + i // len(COLOURS)) % len(LINES)]  # another one when a colour comes again
+        look: dict[str, Any] = {"linestyle": line_style, "marker": MARKERS[i % len(MARKERS)]}
         every = max(1, len(x) // 8)
         ax.plot(x, middle, color=colour, markersize=4.5, markevery=every, label=line.name, **look)
         ax.fill_between(x, middle - deviation, middle + deviation, color=colour, alpha=0.15, linewidth=0)
