@@ -68,6 +68,8 @@ VARIANTS = ("-trusted", "-released", "-paper", "-held-out", "")  # the last two 
 CURVES = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", *(f"fedcb2o{variant}" for variant in VARIANTS))
 MOST = len(figures.COLOURS)  # methods in one picture; of more, those of CURVES
 JUDGED_ALIKE = "FedCBO, judging by samples of the same kind"
+"""What stands for FedCBO where it holds validation data out as FedCB2O does, or neither does: only then are losses of
+one kind."""
 CLUSTERS = {" (cluster 1)": "_1", " (cluster 2)": "_2", " (both clusters)": ""}
 
 Values = Mapping[str, pd.DataFrame]
@@ -239,9 +241,12 @@ def claims() -> Iterator[Claim]:
         "Fig. 6 (c)", "it selects benign peers less than malicious ones", "picked", pictured, (1, math.inf)
     )
     yield from _bars("Fig. 6 (d)", "but gives malicious ones minimal weight", "share", pictured, MINIMAL)
+    what = "frequency, benign peers of the cluster"
     for cluster, end in CLUSTERS.items():
-        yield _grown(f"Benign peers are selected less than in FedCBO{cluster}", f"benign_picked{end}", -math.inf, 0.0)
-    yield _grown("since their own average loss is larger", "loss", 0.0, math.inf)
+        says = f"Benign peers are selected less than in FedCBO{cluster}"
+        yield _grown(says, what, f"benign_picked{end}", -math.inf, 0.0)
+    says, what = "since their own average loss is larger", "validation loss of benign agents, all rounds"
+    yield _grown(says, what, "loss", 0.0, math.inf, JUDGED_ALIKE)
 
 
 def _difference(where: str, says: str, metric: str, a: str, b: str, *, low: float, high: float) -> Claim:
@@ -300,17 +305,14 @@ def _bars(where: str, says: str, bar: str, role: str, limits: tuple[float, float
         yield _of(where, says + cluster, what, f"malicious_{bar}{end}", role, limits)
 
 
-def _grown(says: str, column: str, low: float, high: float) -> Claim:
-    """That a column of FedCB2O less that of FedCBO lies in a range."""
+def _grown(says: str, what: str, column: str, low: float, high: float, *also: str) -> Claim:
+    """That a column of FedCB2O less that of FedCBO lies in a range, where runs stand for `also`, too."""
     a, b = "FedCB2O of Fig. 6", "FedCBO"
-    what, needs = "frequency, benign peers of the cluster", (a, b)
-    if column == "loss":
-        what, needs = "validation loss of benign agents, all rounds", (a, b, JUDGED_ALIKE)
     return Claim(
         "Fig. 6 (a, c)",
         says,
         f"{what}, {a} less {b}",
-        needs,
+        (a, b, *also),
         lambda v: _column(v[a], column) - _column(v[b], column),
         low,
         high,
