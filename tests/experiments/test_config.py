@@ -211,6 +211,7 @@ WRONG = {
     "agents.hiden=5": "there is no key `agents.hiden`. Did you mean `model.hidden`?",
     "agents.seed=5": "there is no key `agents.seed`. Did you mean `seeds`?",
     "algorithm.alfa=1": "algorithm `fedcb2o` has no parameter `alfa`. Did you mean `alpha`?",
+    "algorithm={name='fedcbo',alfa=1}": "algorithm `fedcbo` has no parameter `alfa`. Did you mean `alpha`?",
     "algorithm.criterion={name='class_loss_gap',absnt='zero'}": "has no parameter `absnt`. Did you mean `absent`?",
     "algorithm.criterion={nam='class_loss_gap'}": "the criterion has no `name`",
     "model.hiden=3": "model `mlp` has no parameter `hiden`. Did you mean `hidden`?",

@@ -168,6 +168,7 @@ def fedcb2o(
 
 fedcbo = functools.partial(fedcb2o, criterion="average_loss")
 """FedCBO (Carrillo et al. 2024; eq:fedcbo_dynamic) with ProbSampling: FedCB2O with the average loss for G."""
+vars(fedcbo)["__name__"] = "fedcbo"  # as errors call it
 
 
 def dfedavgm(*, selection: Named = "uniform", own_model: Literal["excluded", "judged"] = "judged") -> Algorithm:
