@@ -144,10 +144,11 @@ def test_who_is_to_be_killed_is_and_nobody_else(crash, monkeypatch, tmp_path, wh
     other = subprocess.Popen([sys.executable, "-c", SLEEPER])
     command = started(
         crash, monkeypatch, tmp_path,
-        "import subprocess, sys; child = [sys.executable, '-c', 'import time; time.sleep(20)', 'work_for'];"
+        "import subprocess, sys; child = [sys.executable, '-c', 'import time; time.sleep(20)', 'work_' 'for'];"
         "sys.exit(subprocess.Popen(child).wait() and 0)",
     )  # fmt: skip
-    while len(crash.living(command.mark)) < 2:
+    # The child is a worker by its command line, which it has once it is no longer a copy of its parent, who is none.
+    while not any("work_for" in line for line in crash.living(command.mark).values()):
         time.sleep(0.01)
     try:
         assert command.kill(who) == who
