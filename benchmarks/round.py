@@ -62,7 +62,8 @@ def random_images(*, per_class: int = 250, test_per_class: int = 296) -> Dataset
 
 def experiment_of(small: bool, real: bool) -> Experiment:
     """The speed setting, made from the preset of the paper's full size."""
-    probed, images = models.cnn((1, 28, 28), NUM_CLASSES), torch.zeros(64, 1, 28, 28)
+    hidden = {"hidden": SMALL["model.hidden"]} if small else {}
+    probed, images = models.cnn((1, 28, 28), NUM_CLASSES, **hidden), torch.zeros(64, 1, 28, 28)
     by = {
         "linear": timed.fastest_linear(),
         "convolution": timed.fastest_convolution_of_one(probed, images, "float32"),
