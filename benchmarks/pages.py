@@ -1,9 +1,10 @@
 """The tables of a page that are a grid's: made again from the results that are kept beside it.
 
-    .venv/bin/python benchmarks/pages.py docs/benchmark.md      # writes the tables anew where the results have changed
+    .venv/bin/python -m benchmarks.pages docs/benchmark.md      # writes the tables anew where the results have changed
 
 A table stands below a comment that says which it is, by the folder of the grid's `summary.csv` beside the page and the
-table's name in the report: `<!-- table: benchmark/digits unknown-clusters/regret -->`. A test holds pages to this.
+table's name in the report: `<!-- table: benchmark/digits unknown-clusters/regret -->`. So do those of
+`benchmarks/parts.py`, which no report has. A test holds pages to this.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import re
 from pathlib import Path
 
 import pandas as pd
+from benchmarks.parts import FAMILIES, parts_table
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.report import read_grid, to_markdown
@@ -37,6 +39,7 @@ WHOLE = {
     "overview": overview,
     "strengths": lambda view: chosen_table(choices_of(view.results), view.setting),
     "tuning": lambda view: tuning_table(view.results),
+    **{f"parts-{name}": functools.partial(parts_table, family=family) for name, family in FAMILIES.items()},
 }
 
 
@@ -51,7 +54,7 @@ def rewritten(page: Path) -> str:
 
 
 def named(results: GridResults, name: str) -> pd.DataFrame:
-    """A table of a grid's report by its name there; raises ConfigError where there is none."""
+    """A table of a grid's report by its name there, or one of its parts; raises ConfigError where there is none."""
     *where, last = name.split("/")
     if where[:1] == ["across"]:
         value = where[1].replace("-", "_")
