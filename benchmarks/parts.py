@@ -26,7 +26,7 @@ LOOKS = 4
 
 @dataclass(frozen=True)
 class Family:
-    """Differences to one defence: what the names of those with a part more or less begin with, and whether it is more."""
+    """Differences to one defence: what the names of those with a part more or less begin with, and which it is."""
 
     base: str
     prefix: str
