@@ -18,7 +18,8 @@ that seeds can be added where the runs of the others are gone; Figure 6, which n
 Tables are made of these files alone; on a page they stand below a comment, `<!-- claims: FOLDER metrics -->` or `<!--
 claims: FOLDER claims -->`, the folder seen from the page. A test holds pages to this. `later_metrics` and
 `later_claims` are the same of the mean over all evaluations in the second half of the rounds, which moves less than the
-last one; `glance` has the main claims in several folders, written `A,B`, beside each other.
+last one; `rounds` has what curves.csv has, beside the paper; `glance` has the main claims in several folders, written
+`A,B`, beside each other.
 """
 
 import argparse
@@ -409,6 +410,21 @@ def metrics_table(known: Values) -> str:
     return "\n".join(lines) + "\n"
 
 
+def rounds_table(folder: Path) -> str:
+    """What runs had reached in each round with an evaluation, in percent, the mean over seeds; and last the paper's."""
+    found = {name: table.groupby("round").mean() for name, table in _by_round(folder).items()}
+    heads = [f"`{name}`, {NAMED[metric]}" for name in found for metric in METRICS]
+    lines = [" | ".join(["| Round", *heads]) + " |", "| ---: |" + " ---: |" * len(heads)]
+    for each in sorted(set().union(*(table.index for table in found.values()))):
+        cells = [float(table[metric].get(each, math.nan)) for table in found.values() for metric in METRICS]
+        lines.append(" | ".join([f"| {each}", *("" if math.isnan(cell) else f"{cell:.2f}" for cell in cells)]) + " |")
+    paper = [
+        PAPER["FedCBO" if name.startswith("fedcbo") else "FedCB2O"][metric] for name in found for metric in METRICS
+    ]
+    lines.append(" | ".join(["| 150, the paper", *(f"{cell:.2f}" for cell in paper)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
 TABLE = re.compile(r"(?P<mark>^<!-- claims: (?P<folder>\S+) (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
 
 
@@ -441,9 +457,13 @@ def read_values(folder: Path) -> dict[str, pd.DataFrame]:
 
 def read_mean(folder: Path, after: float = 0.5) -> dict[str, pd.DataFrame]:
     """The mean, for each seed, of what curves.csv of a folder holds beyond a share of the rounds, by method."""
-    found = _by_method(folder / "curves.csv", ["seed", "round"])
+    found = _by_round(folder)
     start = after * max(int(table.index.get_level_values("round").max()) for table in found.values())
     return {name: table.query(f"round > {start}").groupby("seed").mean() for name, table in found.items()}
+
+
+def _by_round(folder: Path) -> dict[str, pd.DataFrame]:
+    return _by_method(folder / "curves.csv", ["seed", "round"])
 
 
 def _by_method(path: Path, keys: list[str]) -> dict[str, pd.DataFrame]:
@@ -471,6 +491,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "claims": lambda folder: claims_table(read_values(folder)),
     "later_metrics": lambda folder: metrics_table(read_mean(folder)),
     "later_claims": lambda folder: claims_table(read_mean(folder)),
+    "rounds": rounds_table,
     "glance": glance_table,
 }
 
@@ -487,8 +508,7 @@ def rewritten(page: Path) -> str:
 
 def draw(folder: Path) -> None:
     """The picture of a folder's curves.csv, beside it."""
-    curves = _by_method(folder / "curves.csv", ["seed", "round"])
-    figures.together(figures.curve_panels(pictured(curves))).savefig(folder / "curves.png", dpi=130)
+    figures.together(figures.curve_panels(pictured(_by_round(folder)))).savefig(folder / "curves.png", dpi=130)
 
 
 def main() -> None:

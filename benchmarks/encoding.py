@@ -27,6 +27,7 @@ from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.peers import Memory
 from fedcb2o.models import flatten
 from fedcb2o.peer.coding import Coding, Int8, Raw
+from fedcb2o.report.matrix import half_width, interval
 from fedcb2o.runtime.engine import rounds
 from fedcb2o.runtime.shared import Shared
 from fedcb2o.runtime.workers import Here
@@ -114,17 +115,23 @@ def main() -> None:
 
 
 def table(seeds: int, num_rounds: int) -> None:
-    """Print a line for each federation and coding: means over seeds, and how far seeds differ."""
+    """Print a line for each federation and coding: means over seeds, with Student's intervals at 95%."""
     for attacked, (name, coding) in itertools.product((False, True), CODINGS.items()):
         experiment = federation(attacked, num_rounds)
         found = [played(experiment, seed, coding) for seed in range(seeds)]
         told = {key: [each[key] for each in found] for key in found[0]}
         scores = ", ".join(
-            f"{key.replace('_', ' ')} {100 * statistics.mean(told[key]):.2f} ± {100 * statistics.pstdev(told[key]):.2f}"
+            f"{key.replace('_', ' ')} {mean_told(told[key])}"
             for key in ("accuracy", "source_accuracy", "attack_success_rate")
         )
         size = statistics.mean(told["bytes"]) / 1e6
         print(f"{'label flip' if attacked else 'no attack':<10} {name:<18} {size:6.2f} MB sent, {scores}", flush=True)
+
+
+def mean_told(each: Sequence[float]) -> str:
+    """The mean of shares, in percent, with its interval if there are several."""
+    mean, half = np.mean(each), half_width(len(each), np.std(each, ddof=1)) if len(each) > 1 else np.nan
+    return interval(*(100 * float(end) for end in (mean, mean - half, mean + half)))
 
 
 if __name__ == "__main__":

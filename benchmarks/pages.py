@@ -21,6 +21,7 @@ from fedcb2o.report.grid import GridResults
 from fedcb2o.report.grid_tables import (
     View,
     across,
+    against_floors,
     differences,
     headline,
     headline_differences,
@@ -35,6 +36,7 @@ from fedcb2o.report.strengths import choices_of, chosen_table
 TABLE = re.compile(r"(?P<mark>^<!-- table: (?P<folder>\S+) (?P<name>\S+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
 WHOLE = {
     "regret": headline,
+    "floors": against_floors,
     "regret-difference": headline_differences,
     "overview": overview,
     "strengths": lambda view: chosen_table(choices_of(view.results), view.setting),

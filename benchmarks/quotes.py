@@ -2,6 +2,7 @@
 
     .venv/bin/python -m benchmarks.quotes            # computes all again; tells those that differ or are not known
     .venv/bin/python -m benchmarks.quotes "3.6 [3."  # what the quotes that begin so are of
+    .venv/bin/python -m benchmarks.quotes --mark     # writes the degree signs anew
 
 docs/quotes.csv has a line for each, made of the values that are kept beside the pages; of equal quotes on a page the
 first line is the first one's. `of` is what the interval is of, and `less` what is taken from it, seed by seed. Both are
@@ -14,11 +15,14 @@ a folder of docs with a grid's `summary.csv`, its setting if it has several, a d
 
 or a folder of `benchmarks/claims.py`, a method, a metric, and `last` for the last round, `later` for the mean of the
 evaluations in the second half of the rounds or `all` for that of all evaluations. Means and Student's intervals at 95%
-are over the seeds that both have. A line without `of` says in `note` why there is nothing to compute. A test holds
-pages to this, and wants a line for each interval that they quote, but in tables that are held by a test of their own.
+are over the seeds that both have. A degree sign follows a difference in a grid that is told, as 0 is not in its
+interval, but not after Holm's correction over all differences of this grid that are quoted. A line without `of` says in
+`note` why there is nothing to compute. A test holds pages to this, and wants a line for each interval that they quote,
+but in tables that are held by a test of their own.
 """
 
 import argparse
+import contextlib
 import functools
 import re
 import sys
@@ -33,34 +37,75 @@ from benchmarks.claims import interval, read_mean, read_values
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.report import matrix, read_grid
 from fedcb2o.report.grid_tables import View, contests, measure
+from fedcb2o.report.matrix import CONFIDENCE, holm, summed_up
 from fedcb2o.report.regret import minimax
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("../README.md", "benchmark.md", "claims.md", "configuration.md", "criteria.md")
 NUMBER = r"-?\d+(?:\.\d+)?"
-QUOTE = re.compile(rf"(?<![\d.])({NUMBER})%? \[({NUMBER}), ({NUMBER})\]")
+MARK = "°"
+QUOTE = re.compile(rf"(?<![\d.])({NUMBER})%?\s+\[({NUMBER}),\s+({NUMBER})\]({MARK}?)")
 """An interval in a sentence, such as 3.6 [3.1, 4.2]."""
 BRACKET = re.compile(r"\[[-+−\d.,]+ ?%?(?:, ?|; ?| to | ?– ?)[-+−\d.,]+ ?%?\]")
 """What may be one that is written otherwise."""
 HELD = re.compile(r"^<!-- .*-->\n\n(?:^\|.*\n)+", re.MULTILINE)
 """A table below a comment that says what holds it."""
+COMMANDS = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`]*`")
 READ = {"last": read_values, "later": read_mean, "all": functools.partial(read_mean, after=0.0)}
 
 
 def sentences(page: Path) -> str:
     """A page without its commands, what is set as code, and tables that are held elsewhere, on one line."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return " ".join(re.sub(r"`[^`]*`", "``", HELD.sub("", text)).split())
+    return " ".join(CODE.sub("``", HELD.sub("", COMMANDS.sub("", page.read_text(encoding="utf-8")))).split())
 
 
 def quoted(text: str) -> list[str]:
     """The intervals that sentences quote, one after the other."""
-    return [found[0].replace("%", "") for found in QUOTE.finditer(text)]
+    return [_plain(found) for found in QUOTE.finditer(text)]
+
+
+def _plain(found: re.Match[str]) -> str:
+    return f"{found[1]} [{found[2]}, {found[3]}]"
 
 
 def listed(docs: Path) -> pd.DataFrame:
     """The lines of quotes.csv."""
     return pd.read_csv(docs / "quotes.csv", dtype=str, keep_default_na=False)
+
+
+def told_alone(docs: Path) -> set[tuple[str, str]]:
+    """The differences, `of` and `less`, that are told by themselves, but not among all of their grid that are quoted."""
+    p: dict[tuple[str, ...], float] = {}
+    lines = {(line.of, line.less) for line in listed(docs).itertuples() if line.less}
+    for of, less in lines:
+        folder = of.partition(" | ")[0]
+        if (docs / folder / "summary.csv").is_file():
+            with contextlib.suppress(ConfigError):  # which `faults` tells
+                each = (term(docs, of)[0] - term(docs, less)[0]).dropna()
+                p[folder, *sorted((of, less))] = float(summed_up(each.groupby(lambda _: "all")).p.iloc[0])
+    if not p:
+        return set()
+    found = pd.Series(p, index=pd.MultiIndex.from_tuples(p, names=["folder", "one", "other"]))
+    corrected = found.groupby("folder").transform(holm)
+    alone = {tuple(pair) for _, *pair in found.index[(found < 1 - CONFIDENCE) & (corrected >= 1 - CONFIDENCE)]}
+    return {line for line in lines if tuple(sorted(line)) in alone}
+
+
+def remarked(docs: Path, page: Path) -> str:
+    """The page with the degree signs where they belong."""
+    text, alone, left = page.read_text(encoding="utf-8"), told_alone(docs), defaultdict(list)
+    for line in listed(docs).itertuples():
+        if docs / line.page == page:
+            left[line.quote].append((line.of, line.less) in alone)
+    apart = [found.span() for pattern in (HELD, COMMANDS, CODE) for found in pattern.finditer(text)]
+
+    def mark(found: re.Match[str]) -> str:
+        if any(start <= found.start() < end for start, end in apart) or not left[_plain(found)]:
+            return found[0]
+        return found[0].removesuffix(MARK) + MARK * left[_plain(found)].pop(0)
+
+    return QUOTE.sub(mark, text)
 
 
 def recomputed(docs: Path, of: str, less: str = "", decimals: int = 1) -> str:
@@ -130,14 +175,17 @@ def _short(folder: Path, setting: str, value: str) -> pd.DataFrame:
 
 def faults(docs: Path) -> Iterator[str]:
     """What is wrong: intervals that no line tells, lines that no page quotes, and those that do not come out."""
-    lines = listed(docs)
+    lines, alone = listed(docs), told_alone(docs)
     yield from (f"{page}: none of its quotes are looked at" for page in sorted({*lines.page} - {*PAGES}))
     for page in PAGES:
         text, left = sentences(docs / page), defaultdict(list)
         for line in lines[lines.page == page].itertuples():
             left[line.quote].append(line)
-        for quote in quoted(text):
-            found = _fault(docs, left[quote].pop(0)) if left[quote] else "is not listed, or not so often"
+        for each in QUOTE.finditer(text):
+            line = left[quote].pop(0) if left[quote := _plain(each)] else None
+            found = _fault(docs, line) if line else "is not listed, or not so often"
+            if not found and bool(each[4]) != ((line.of, line.less) in alone):
+                found = f"has {MARK}, and is told" if each[4] else f"lacks {MARK}: it is told by itself alone"
             if found:
                 yield f"{page}: {quote} {found}"
         for quote in (line.quote for each in left.values() for line in each):
@@ -166,8 +214,14 @@ def main() -> None:
     """Tell what some quotes are of, or what is wrong with any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("quote", nargs="?", help="how a quote begins")
-    wanted = parser.parse_args().quote
-    lines = listed(DOCS)
+    parser.add_argument("--mark", action="store_true", help="write the degree signs anew")
+    given = parser.parse_args()
+    wanted, lines = given.quote, listed(DOCS)
+    if given.mark:
+        for page in PAGES:
+            path = DOCS / page
+            path.write_text(remarked(DOCS, path), encoding="utf-8")
+        return
     if wanted is not None:
         mine = lines[lines.quote.str.startswith(wanted)]
         if mine.empty:

@@ -279,3 +279,19 @@ def test_sizes_stand_beside_each_other_at_a_glance(tmp_path):
     both = "+4.00 [-8.71, +16.71] **undecided** | +0.00 [-12.71, +12.71] **undecided** |"  # t = 12.706
     assert says + statistic + one + both in rows
     assert not any("Fig. 6" in row or "Oracle" in row for row in rows)
+
+
+def test_rounds_stand_beside_the_papers_last(tmp_path):
+    lines = [
+        "method,seed,round,accuracy,source_accuracy,attack_success_rate",
+        "fedcbo-released,0,10,70.0,20.0,60.0",
+        "fedcbo-released,1,10,72.0,22.0,64.0",
+        "fedcbo-released,0,20,80.0,30.0,50.0",
+        "fedcb2o-released,0,20,81.0,50.0,40.0",
+    ]
+    (tmp_path / "curves.csv").write_text("\n".join(lines) + "\n")
+    assert claims.rounds_table(tmp_path).splitlines()[2:] == [
+        "| 10 | 71.00 | 21.00 | 62.00 |  |  |  |",
+        "| 20 | 80.00 | 30.00 | 50.00 | 81.00 | 50.00 | 40.00 |",
+        "| 150, the paper | 84.26 | 40.23 | 55.23 | 82.79 | 55.73 | 38.73 |",
+    ]

@@ -18,6 +18,7 @@ from fedcb2o.records import summary, write_json, write_toml
 from fedcb2o.report import grid_notes, grid_page, read_grid, report_grid
 from fedcb2o.report.grid_tables import (
     View,
+    against_floors,
     differences,
     headline,
     headline_differences,
@@ -184,6 +185,16 @@ def test_the_headline_is_the_worst_regret_with_and_without_what_is_set_aside(tmp
     assert headline_differences(view).loc[MEAN, "Accuracy, worst"] == "+27.0 [-23.8, +77.8]"
 
 
+def test_the_most_that_an_attack_does_is_told_against_the_better_floor_too(tmp_path):
+    view = View(read_grid(make_grid(tmp_path / "grid", set_aside=[NOISE])), "")
+    assert against_floors(view).loc[MEDIAN].to_dict() == {
+        "Accuracy lost, worst": "27.5 [-67.8, 122.8] (Noise)",  # 0.85 - 0.5 and 0.9 - 0.7
+        "Accuracy lost, worst but Noise": "12.5 [-19.3, 44.3] (Label flip)",  # 0.85 - 0.7 and 0.9 - 0.8
+        "Attack success, net, worst": "17.5 [-77.8, 112.8] (Label flip)",  # 0.3 - 0.05 and 0.15 - 0.05
+        "Attack success, net, worst but Noise": "17.5 [-77.8, 112.8] (Label flip)",
+    }
+
+
 def test_a_defence_that_lacks_a_column_has_no_worst_regret(tmp_path):
     cells = {key: scores for key, scores in CELLS.items() if key[:2] != (MEAN, NOISE)}
     view = View(read_grid(make_grid(tmp_path / "grid", cells=cells)), "")
@@ -222,6 +233,8 @@ def test_more_malicious_models_than_a_rule_assumes_are_marked(tmp_path, f, excee
     assert attacked.malicious_most.tolist() == [1.0] * 4  # agents 0, 1 and 3 receive one, agent 4 none
     assert attacked.f_exceeded.tolist() == pytest.approx([exceeded] * 4, nan_ok=True)
     assert (matrix(view, "accuracy").loc[MEDIAN, FLIP][-1] == "†") is (f == 0)
+    worst = headline(view).loc[MEAN, ["Accuracy, worst", "Either, worst"]]
+    assert [text.endswith(") †") for text in worst] == [f == 0] * 2
 
 
 def test_source_accuracy_is_there_where_an_attack_has_a_source(view):

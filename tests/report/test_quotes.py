@@ -151,3 +151,33 @@ def test_code_and_tables_that_are_held_are_left_out_and_what_may_be_an_interval_
         "+3.6 [+3.1, +4.2]",
     ):
         assert "may be an interval" in "".join(listed_faults(docs, monkeypatch, written)), written
+
+
+def test_what_is_told_alone_and_not_among_all_that_are_quoted_has_a_degree_sign(docs, monkeypatch, tmp_path):
+    (tmp_path / "grid").mkdir()
+    (tmp_path / "grid" / "grid.toml").write_bytes((docs / "grid" / "grid.toml").read_bytes())
+    rows = pd.read_csv(docs / "grid" / "summary.csv", keep_default_na=False)
+    rows.loc[(rows.attack == NOISE) & (rows.defence == MEDIAN), "accuracy"] = [0.5, 0.61]  # 0.4 and 0.41 more: p 0.008
+    rows.loc[(rows.attack == FLIP) & (rows.defence == MEDIAN), "accuracy"] = [0.7, 1.012]  # 0.1 and 0.112 more: p 0.036
+    rows.to_csv(tmp_path / "grid" / "summary.csv", index=False)
+    terms = (CELL.replace(FLIP, NOISE), CELL, CELL.replace("accuracy", "attack_success_rate"))
+    lines = [
+        (quotes.recomputed(tmp_path, of, of.replace(MEDIAN, MEAN)), of, of.replace(MEDIAN, MEAN), "") for of in terms
+    ]
+    (clear, open_, untold), page = (line[0] for line in lines), tmp_path / "page.md"
+    assert listed_faults(tmp_path, monkeypatch, f"{clear}, {open_}", *lines[:2]) == []  # Holm: 0.016 and 0.036
+    twice = (lines[1][0], lines[1][2], lines[1][1], "")  # the other way round it is the same difference
+    assert quotes.told_alone(tmp_path) == set()
+    assert listed_faults(tmp_path, monkeypatch, f"{clear}, {open_}, {untold}\n", *lines) == [
+        f"{open_} lacks °: it is told by itself alone"  # 0.024 and 0.072 of three
+    ]
+    assert listed_faults(tmp_path, monkeypatch, f"{clear}°, {open_}°, {untold}", *lines) == [
+        f"{clear} has °, and is told"
+    ]
+    assert quotes.remarked(tmp_path, page) == f"{clear}, {open_}°, {untold}"
+    page.write_text(f"`{open_}` {clear}, {untold}\n\n```\n{open_}\n```\n\n- {open_}")
+    assert quotes.remarked(tmp_path, page) == page.read_text() + "°"
+    pd.DataFrame([twice], columns=["quote", "of", "less", "note"]).assign(page="page.md").to_csv(
+        tmp_path / "quotes.csv"
+    )
+    assert quotes.told_alone(tmp_path) == set()

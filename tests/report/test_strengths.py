@@ -1,18 +1,23 @@
 """What a report shows of the strengths that were tried."""
 
+import tomllib
+from itertools import product
+from pathlib import Path
+
 import pandas as pd
 import pytest
 from benchmarks.pages import named
 from matplotlib.figure import Figure
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 
-from fedcb2o.records import write_sealed
+from fedcb2o.records import read_sealed, write_sealed
 from fedcb2o.report import grid_page
 from fedcb2o.report.grid import read_grid
 from fedcb2o.report.grid_page import report_grid
 from fedcb2o.report.page import new_page
 from fedcb2o.report.strengths import chosen_table, tried_table, write_strengths
 
+DOCS = Path(__file__).parents[2] / "docs"
 STRENGTHS = [{}, {"attack": {"z": 2.0}}, {"attack": {"z": 8.0}}]
 
 
@@ -70,3 +75,14 @@ def test_a_report_can_be_made_again_with_its_strengths(folder, tmp_path, monkeyp
     for name in ("strengths.csv", "strengths.json", "matrices/strengths.md"):
         assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
     assert "strengths = " not in (tmp_path / "once" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("file", sorted(DOCS.glob("benchmark/*/strengths.json")), ids=lambda file: file.parent.name)
+def test_kept_choices_are_over_what_the_grid_lists(file):
+    grid = tomllib.loads((file.parent / "grid.toml").read_text())
+    strengths = {name: attack["strengths"] for name, attack in grid["attacks"].items() if "strengths" in attack}
+    asked = {(each["defence"], each["attack"]): each["asked"] for each in read_sealed(file)["choices"]}
+    assert asked == {
+        (defence, attack): {"seeds": grid["adversary"]["seeds"], "strengths": listed}
+        for defence, (attack, listed) in product(grid["defences"], strengths.items())
+    }

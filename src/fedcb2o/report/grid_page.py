@@ -17,6 +17,7 @@ from fedcb2o.report.grid_tables import (
     WORST,
     View,
     across,
+    against_floors,
     changes_told,
     differences,
     headline,
@@ -57,6 +58,10 @@ OVERVIEW = "A defence for which an attack is missing or failed has neither mean 
 HEADLINE = (
     "What each defence loses at most by being chosen: its regret in its worst column, in points of percent; in "
     "accuracy, in the success of attacks, and in either."
+)
+FLOOR = (
+    "The most that an attack takes from a defence, and the most that one achieves, against the better of its own two "
+    "floors: where even the best of a column lost much, its regret is 0, and this is not."
 )
 CORRECTED = "Points of percent; an asterisk where it is not 0, after Holm's correction over"
 REGRET = "Points of percent behind the best defence of each column, paired by seeds. Deeper orange is worse."
@@ -123,6 +128,7 @@ def _write(page: Page, view: View) -> None:
     start = f"matrices/{slug(view.setting)}/" if view.setting else "matrices/"
     reference = view.results.reference
     page.table("Worst regret", f"{start}regret", headline(view), HEADLINE)
+    page.table("Worst against the own floor", f"{start}floors", against_floors(view), FLOOR, fold=True)
     if len(found := headline_differences(view)):
         title, hint = f"Worst regret: difference to {reference}", f"Less that of {reference}. {CORRECTED} a column."
         page.table(title, f"{start}regret-difference", found, hint, fold=True)

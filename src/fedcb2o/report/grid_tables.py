@@ -190,8 +190,28 @@ def regret_matrix(view: View, value: str) -> pd.DataFrame:
 
 def headline(view: View) -> pd.DataFrame:
     """A row a defence: its worst regret in accuracy, in attack success rate and in whichever of both is worse, and the
-    same without what the grid sets aside; with paired intervals."""
-    columns = {title: _with_column(regret.minimax(short, among)) for title, (short, among) in contests(view).items()}
+    same without what the grid sets aside; with paired intervals, and a mark where a rule received more malicious models
+    than it assumes in that column."""
+    exceeded, columns = view.exceeded([*view.floors, *view.attacks]), dict[str, "pd.Series[Any]"]()
+    for title, (short, among) in contests(view).items():
+        found = regret.minimax(short, among)
+        noted = [
+            bool(exceeded.at[name, at if at in exceeded else at.rpartition(", ")[0]])
+            for name, at in found.attack.items()
+        ]
+        columns[title] = _with_column(found) + pd.Series(noted, found.index).map({True: EXCEEDED, False: ""})
+    return _by_defence(view, columns)
+
+
+def against_floors(view: View) -> pd.DataFrame:
+    """A row a defence: the most that an attack takes from it, and the most that one achieves, against the better of its
+    own two floors; and the same without what the grid sets aside."""
+    columns = {}
+    for value in ("lost", "success"):
+        for each, aside in view.worsts.items():
+            among = [name for name in view.having(value) if name not in aside]
+            if among:
+                columns[f"{measure(value).title}, {each[0].lower()}{each[1:]}"] = _at_worst(view, value, among)
     return _by_defence(view, columns)
 
 
@@ -260,9 +280,11 @@ def overview(view: View) -> pd.DataFrame:
     columns = {name: texts.xs(name, level="attack") for name in view.floors}
     for value, title in RIVALS.items():
         columns[f"{title}, mean over attacks"] = _over_attacks(view, value)
-        columns[f"{title}, worst attack"] = _at_worst(view, value)
+        columns[f"{title}, worst attack"] = _at_worst(view, value, view.having(value))
         if view.has_tenth:
-            columns[f"{title}, worst attack, worst tenth of the agents"] = _at_worst(view, f"{value}_worst_tenth")
+            columns[f"{title}, worst attack, worst tenth of the agents"] = _at_worst(
+                view, f"{value}_worst_tenth", view.having(value)
+            )
     columns["Weight of malicious models"] = _over_attacks(view, "malicious_weight")
     columns["Seconds a round"] = _over_attacks(view, "seconds")
     columns["Megabytes a round"] = _over_attacks(view, "megabytes")
@@ -332,11 +354,11 @@ def _with_column(found: pd.DataFrame) -> "pd.Series[Any]":
     return texts
 
 
-def _at_worst(view: View, value: str) -> "pd.Series[Any]":
-    """A measure under the attack that is worst in it, and which this is."""
+def _at_worst(view: View, value: str, attacks: Sequence[str]) -> "pd.Series[Any]":
+    """A measure under that of some attacks which is worst in it, and which this is."""
     found = statistics(view.rows, value)
     texts = _told(found, value, interval)
-    at = view.worst(found, value)
+    at = worst(found, attacks, highest=measure(value).worse == "high")
     return pd.Series([f"{texts[pair]} ({pair[1]})" for pair in at.items()], index=list(at), dtype=object)
 
 
