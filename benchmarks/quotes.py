@@ -75,7 +75,7 @@ def listed(docs: Path) -> pd.DataFrame:
 
 
 def told_alone(docs: Path) -> set[tuple[str, str]]:
-    """The differences, `of` and `less`, that are told by themselves, but not among all of their grid that are quoted."""
+    """The differences, `of` and `less`, that are told by themselves, not among all of their grid that are quoted."""
     p: dict[tuple[str, ...], float] = {}
     lines = {(line.of, line.less) for line in listed(docs).itertuples() if line.less}
     for of, less in lines:
