@@ -411,8 +411,13 @@ def metrics_table(known: Values) -> str:
 
 
 def rounds_table(folder: Path) -> str:
-    """What runs had reached in each round with an evaluation, in percent, the mean over seeds; and last the paper's."""
-    found = {name: table.groupby("round").mean() for name, table in _by_round(folder).items()}
+    """What FedCBO and FedCB2O had reached in each round with an evaluation, in percent, the mean over seeds; and last
+    the paper's."""
+    found = {
+        name: table.groupby("round").mean()
+        for name, table in _by_round(folder).items()
+        if name.startswith(("fedcbo", "fedcb2o"))
+    }
     heads = [f"`{name}`, {NAMED[metric]}" for name in found for metric in METRICS]
     lines = [" | ".join(["| Round", *heads]) + " |", "| ---: |" + " ---: |" * len(heads)]
     for each in sorted(set().union(*(table.index for table in found.values()))):

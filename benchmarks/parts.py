@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from fedcb2o.errors import ConfigError
 from fedcb2o.report import read_grid
 from fedcb2o.report.grid import GridResults
 from fedcb2o.report.grid_tables import RIVALS, SIGNIFICANT, View, measure
@@ -55,8 +56,13 @@ FAMILIES = {
 
 
 def gains(results: GridResults, family: Family) -> pd.DataFrame:
-    """By (setting, part, value, attack) the statistics over seeds of what a part gains, and whether it `stays`."""
+    """By (setting, part, value, attack) the statistics over seeds of what a part gains, and whether it `stays`.
+
+    Raises ConfigError where the grid has not the defences of the family.
+    """
     parts, found = family.parts(results), {}
+    if not {family.base, *parts} <= {*results.defences}:
+        raise ConfigError(f"{results.folder} has no {family.base!r} with a part more or less")
     for setting in results.settings:
         rows = scored(results, setting)
         rows = rows[rows.defence.isin([family.base, *parts])]

@@ -15,10 +15,10 @@ a folder of docs with a grid's `summary.csv`, its setting if it has several, a d
 
 or a folder of `benchmarks/claims.py`, a method, a metric, and `last` for the last round, `later` for the mean of the
 evaluations in the second half of the rounds or `all` for that of all evaluations. Means and Student's intervals at 95%
-are over the seeds that both have. A degree sign follows a difference in a grid that is told, as 0 is not in its
-interval, but not after Holm's correction over all differences of this grid that are quoted. A line without `of` says in
-`note` why there is nothing to compute. A test holds pages to this, and wants a line for each interval that they quote,
-but in tables that are held by a test of their own.
+are over the seeds that both have. A degree sign follows a difference that is told, as 0 is not in its interval, but
+not after Holm's correction over all differences of its folder that are quoted. A line without `of` says in `note` why
+there is nothing to compute. A test holds pages to this, and wants a line for each interval that they quote, but in
+tables that are held by a test of their own.
 """
 
 import argparse
@@ -75,15 +75,15 @@ def listed(docs: Path) -> pd.DataFrame:
 
 
 def told_alone(docs: Path) -> set[tuple[str, str]]:
-    """The differences, `of` and `less`, that are told by themselves, not among all of their grid that are quoted."""
+    """The differences, `of` and `less`, that are told by themselves, not among all of their folder that are quoted."""
     p: dict[tuple[str, ...], float] = {}
     lines = {(line.of, line.less) for line in listed(docs).itertuples() if line.less}
     for of, less in lines:
-        folder = of.partition(" | ")[0]
-        if (docs / folder / "summary.csv").is_file():
-            with contextlib.suppress(ConfigError):  # which `faults` tells
-                each = (term(docs, of)[0] - term(docs, less)[0]).dropna()
-                p[folder, *sorted((of, less))] = float(summed_up(each.groupby(lambda _: "all")).p.iloc[0])
+        with contextlib.suppress(ConfigError):  # which `faults` tells
+            each = (term(docs, of)[0] - term(docs, less)[0]).dropna()
+            if len(each) > 1:
+                chance = float(summed_up(each.groupby(lambda _: "all")).p.iloc[0])
+                p[of.partition(" | ")[0], *sorted((of, less))] = chance
     if not p:
         return set()
     found = pd.Series(p, index=pd.MultiIndex.from_tuples(p, names=["folder", "one", "other"]))
@@ -92,9 +92,9 @@ def told_alone(docs: Path) -> set[tuple[str, str]]:
     return {line for line in lines if tuple(sorted(line)) in alone}
 
 
-def remarked(docs: Path, page: Path) -> str:
-    """The page with the degree signs where they belong."""
-    text, alone, left = page.read_text(encoding="utf-8"), told_alone(docs), defaultdict(list)
+def remarked(docs: Path, page: Path, alone: set[tuple[str, str]]) -> str:
+    """The page with the degree signs where they belong, at what is told alone."""
+    text, left = page.read_text(encoding="utf-8"), defaultdict(list)
     for line in listed(docs).itertuples():
         if docs / line.page == page:
             left[line.quote].append((line.of, line.less) in alone)
@@ -218,9 +218,10 @@ def main() -> None:
     given = parser.parse_args()
     wanted, lines = given.quote, listed(DOCS)
     if given.mark:
+        alone = told_alone(DOCS)
         for page in PAGES:
             path = DOCS / page
-            path.write_text(remarked(DOCS, path), encoding="utf-8")
+            path.write_text(remarked(DOCS, path, alone), encoding="utf-8")
         return
     if wanted is not None:
         mine = lines[lines.quote.str.startswith(wanted)]

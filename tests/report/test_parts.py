@@ -7,6 +7,7 @@ import pytest
 from benchmarks.parts import FAMILIES, Family, gains, parts_table
 from tests.report.test_matrix import FLIP, MEDIAN, NOISE, make_grid
 
+from fedcb2o.errors import ConfigError
 from fedcb2o.report import read_grid
 from fedcb2o.report.grid_tables import View
 
@@ -48,6 +49,11 @@ def test_a_table_has_what_the_whole_reaches_and_then_what_parts_gain(results):
     assert table.loc[MEDIAN, FLIP].startswith("75.0 [")
     assert table.loc["AvgM", NOISE] == "+40.5 [+34.1, +46.9] *"
     assert table.loc["AvgM", f"{FLIP}, success"] == "+42.5 [-52.8, +137.8]"
+
+
+def test_a_grid_without_the_parts_is_an_error(results):
+    with pytest.raises(ConfigError, match="has no 'FedCB2O, sub-level set' with a part more or less"):
+        gains(results, FAMILIES["half"])
 
 
 def test_the_page_counts_what_stays():

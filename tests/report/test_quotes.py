@@ -166,18 +166,16 @@ def test_what_is_told_alone_and_not_among_all_that_are_quoted_has_a_degree_sign(
     ]
     (clear, open_, untold), page = (line[0] for line in lines), tmp_path / "page.md"
     assert listed_faults(tmp_path, monkeypatch, f"{clear}, {open_}", *lines[:2]) == []  # Holm: 0.016 and 0.036
-    twice = (lines[1][0], lines[1][2], lines[1][1], "")  # the other way round it is the same difference
-    assert quotes.told_alone(tmp_path) == set()
+    _, less, of, _ = lines[1]
+    twice = (quotes.recomputed(tmp_path, of, less), of, less, "")  # the other way round it is the same difference
+    assert listed_faults(tmp_path, monkeypatch, f"{clear}, {open_}, {twice[0]}", *lines[:2], twice) == []
     assert listed_faults(tmp_path, monkeypatch, f"{clear}, {open_}, {untold}\n", *lines) == [
         f"{open_} lacks °: it is told by itself alone"  # 0.024 and 0.072 of three
     ]
     assert listed_faults(tmp_path, monkeypatch, f"{clear}°, {open_}°, {untold}", *lines) == [
         f"{clear} has °, and is told"
     ]
-    assert quotes.remarked(tmp_path, page) == f"{clear}, {open_}°, {untold}"
+    alone = quotes.told_alone(tmp_path)
+    assert quotes.remarked(tmp_path, page, alone) == f"{clear}, {open_}°, {untold}"
     page.write_text(f"`{open_}` {clear}, {untold}\n\n```\n{open_}\n```\n\n- {open_}")
-    assert quotes.remarked(tmp_path, page) == page.read_text() + "°"
-    pd.DataFrame([twice], columns=["quote", "of", "less", "note"]).assign(page="page.md").to_csv(
-        tmp_path / "quotes.csv"
-    )
-    assert quotes.told_alone(tmp_path) == set()
+    assert quotes.remarked(tmp_path, page, alone) == page.read_text() + "°"

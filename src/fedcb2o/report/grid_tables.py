@@ -172,7 +172,7 @@ def matrix(view: View, value: str) -> pd.DataFrame:
     table = _marked(view, _texts(view, texts, columns), columns)
     if measure(value).worse != "neither":
         at = view.worst(found, value)
-        table[WORST] = [texts[name, at[name]] if name in at else "–" for name in table.index]
+        table[WORST] = [table.at[name, at[name]] if name in at else "–" for name in table.index]
     return table.rename_axis(columns=None)
 
 
@@ -184,7 +184,7 @@ def regret_matrix(view: View, value: str) -> pd.DataFrame:
     table = _marked(view, _texts(view, texts, columns), columns)
     for title, aside in view.worsts.items():
         found = regret.minimax(short, [name for name in columns if name not in aside])
-        table[title] = _with_column(found).reindex(table.index).fillna("–")
+        table[title] = _with_column(view, found).reindex(table.index).fillna("–")
     return table.rename_axis(columns=None)
 
 
@@ -192,15 +192,8 @@ def headline(view: View) -> pd.DataFrame:
     """A row a defence: its worst regret in accuracy, in attack success rate and in whichever of both is worse, and the
     same without what the grid sets aside; with paired intervals, and a mark where a rule received more malicious models
     than it assumes in that column."""
-    exceeded, columns = view.exceeded([*view.floors, *view.attacks]), dict[str, "pd.Series[Any]"]()
-    for title, (short, among) in contests(view).items():
-        found = regret.minimax(short, among)
-        noted = [
-            bool(exceeded.at[name, at if at in exceeded else at.rpartition(", ")[0]])
-            for name, at in found.attack.items()
-        ]
-        columns[title] = _with_column(found) + pd.Series(noted, found.index).map({True: EXCEEDED, False: ""})
-    return _by_defence(view, columns)
+    found = {title: regret.minimax(short, among) for title, (short, among) in contests(view).items()}
+    return _by_defence(view, {title: _with_column(view, each) for title, each in found.items()})
 
 
 def against_floors(view: View) -> pd.DataFrame:
@@ -348,18 +341,22 @@ def _difference_told(found: pd.DataFrame, value: str) -> "pd.Series[Any]":
     return _told(found, value, partial(interval, sign="+")) + sure.map({True: SIGNIFICANT, False: ""})
 
 
-def _with_column(found: pd.DataFrame) -> "pd.Series[Any]":
-    """Regrets as text, each with the column that it is of."""
+def _with_column(view: View, found: pd.DataFrame) -> "pd.Series[Any]":
+    """Statistics of defences as text, each with the column that it is of, and a mark where a rule received more
+    malicious models there than it assumes."""
+    exceeded = view.exceeded([*view.floors, *view.attacks])
     texts: pd.Series[Any] = _told(found, "accuracy", interval) + " (" + found.attack + ")"
-    return texts
+    columns = [at if at in exceeded else at.rpartition(", ")[0] for at in found.attack]  # "Label flip, accuracy"
+    noted = [bool(exceeded.at[name, column]) for name, column in zip(found.index, columns, strict=True)]
+    return texts + pd.Series(noted, found.index).map({True: EXCEEDED, False: ""})
 
 
 def _at_worst(view: View, value: str, attacks: Sequence[str]) -> "pd.Series[Any]":
     """A measure under that of some attacks which is worst in it, and which this is."""
     found = statistics(view.rows, value)
-    texts = _told(found, value, interval)
     at = worst(found, attacks, highest=measure(value).worse == "high")
-    return pd.Series([f"{texts[pair]} ({pair[1]})" for pair in at.items()], index=list(at), dtype=object)
+    rows = found.loc[list(at.items())].reset_index("attack")
+    return _with_column(view, rows) if len(rows) else pd.Series(dtype=object)
 
 
 def _over_attacks(view: View, value: str) -> "pd.Series[Any]":
