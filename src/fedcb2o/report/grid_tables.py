@@ -172,7 +172,7 @@ def matrix(view: View, value: str) -> pd.DataFrame:
     table = _marked(view, _texts(view, texts, columns), columns)
     if measure(value).worse != "neither":
         at = view.worst(found, value)
-        table[WORST] = [table.at[name, at[name]] if name in at else "–" for name in table.index]
+        table[WORST] = [str(table.at[name, at[name]]) if name in at else "–" for name in table.index]
     return table.rename_axis(columns=None)
 
 
