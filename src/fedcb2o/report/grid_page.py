@@ -128,7 +128,8 @@ def _write(page: Page, view: View) -> None:
     start = f"matrices/{slug(view.setting)}/" if view.setting else "matrices/"
     reference = view.results.reference
     page.table("Worst regret", f"{start}regret", headline(view), HEADLINE)
-    page.table("Worst against the own floor", f"{start}floors", against_floors(view), FLOOR, fold=True)
+    if len(found := against_floors(view)):
+        page.table("Worst against the own floor", f"{start}floors", found, FLOOR, fold=True)
     if len(found := headline_differences(view)):
         title, hint = f"Worst regret: difference to {reference}", f"Less that of {reference}. {CORRECTED} a column."
         page.table(title, f"{start}regret-difference", found, hint, fold=True)
