@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.report import read_grid
 from fedcb2o.report.grid import GridResults
 from fedcb2o.report.grid_tables import RIVALS, SIGNIFICANT, View, measure
@@ -97,10 +97,13 @@ def main() -> None:
     """Tell how many differences of each family stay, and which, the clearest first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("grid", type=Path)
-    results = read_grid(parser.parse_args().grid)
-    for name, family in FAMILIES.items():
-        found = gains(results, family).sort_values("p")
-        stay = found[found.stays]
+    try:
+        results = read_grid(parser.parse_args().grid)
+        all_gains = {name: gains(results, family) for name, family in FAMILIES.items()}
+    except (ConfigError, RunError) as error:
+        parser.error(str(error))
+    for name, found in all_gains.items():
+        stay = found[found.stays].sort_values("p")
         print(f"{name}: {len(stay)} of {len(found)} stay")
         for (setting, value, part, attack), one in stay.iterrows():
             print(f"  {setting} | {part} | {RIVALS[value].lower()} | {attack}: {_told(one, '+')}, p = {one.p:.1g}")
