@@ -1,23 +1,31 @@
-"""The tables of a page that are a grid's: made again from the results that are kept beside it.
+"""The tables and pictures of a page that are a grid's: made again from the results that are kept beside it.
 
-    .venv/bin/python -m benchmarks.pages docs/benchmark.md      # writes the tables anew where the results have changed
+    .venv/bin/python -m benchmarks.pages docs/benchmark.md README.md    # writes anew what results have changed
 
 A table stands below a comment that says which it is, by the folder of the grid's `summary.csv` beside the page and the
-table's name in the report: `<!-- table: benchmark/digits unknown-clusters/regret -->`. So do those of
-`benchmarks/parts.py`, which no report has. A test holds pages to this.
+table's name in the report: `<!-- table: benchmark/rules 3-of-10/regret -->`. So do those of
+`benchmarks/parts.py`, which no report has. A picture of a matrix of regrets stands below such a comment, too, `<!--
+picture: benchmark/attacks accuracy-regret -->`; its file says what table it was drawn of. A test holds pages to this.
 """
 
 import argparse
 import functools
+import hashlib
+import io
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 from benchmarks.parts import FAMILIES, parts_table
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.report import read_grid, to_markdown
 from fedcb2o.report.grid import GridResults
+from fedcb2o.report.grid_page import regret_picture
 from fedcb2o.report.grid_tables import (
     View,
     across,
@@ -34,6 +42,10 @@ from fedcb2o.report.page import slug
 from fedcb2o.report.strengths import choices_of, chosen_table
 
 TABLE = re.compile(r"(?P<mark>^<!-- table: (?P<folder>\S+) (?P<name>\S+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
+PICTURE = re.compile(
+    r"^<!-- picture: (?P<folder>\S+) (?P<name>\S+)-regret -->\n\n!\[[^]]*\]\((?P<file>\S+)\)", re.MULTILINE
+)
+DOTS, DRAWN_OF = 120, "Drawn of"  # of a picture, an inch; where its file says of which table
 WHOLE = {
     "regret": headline,
     "floors": against_floors,
@@ -62,10 +74,7 @@ def named(results: GridResults, name: str) -> pd.DataFrame:
         value = where[1].replace("-", "_")
         attack = next(each for each in View(results, results.settings[0]).columns(value) if slug(each) == last)
         return across(results, value, attack)
-    setting = next((each for each in results.settings if slug(each) == "/".join(where)), None)
-    if setting is None:
-        raise ConfigError(f"{results.folder} has no table {name}")
-    view, value = View(results, setting), last.replace("-", "_")
+    view, value = _view(results, name), last.replace("-", "_")
     if last in WHOLE:
         return WHOLE[last](view)
     if value.endswith("_regret"):
@@ -75,12 +84,59 @@ def named(results: GridResults, name: str) -> pd.DataFrame:
     return matrix(view, value)
 
 
+def _view(results: GridResults, name: str) -> View:
+    where = name.rpartition("/")[0]
+    setting = next((each for each in results.settings if slug(each) == where), None)
+    if setting is None:
+        raise ConfigError(f"{results.folder} has no table {name}")
+    return View(results, setting)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture on a page: its file, and the regrets in `value` that it shows."""
+
+    file: Path
+    view: View
+    value: str
+
+    def digest(self) -> str:
+        """Of the table that it shows: what its file says it was drawn of."""
+        return hashlib.sha256(to_markdown(regret_matrix(self.view, self.value)).encode()).hexdigest()
+
+    def draw(self) -> None:
+        """Write the file, in 256 colours, unless it was drawn of the same table."""
+        if drawn_of(self.file) == self.digest():
+            return
+        buffer, told = io.BytesIO(), PngInfo()
+        regret_picture(self.view, self.value).savefig(buffer, format="png", dpi=DOTS)
+        told.add_text(DRAWN_OF, self.digest())
+        Image.open(buffer).convert("RGB").quantize(256).save(self.file, optimize=True, pnginfo=told)
+
+
+def pictures(page: Path) -> Iterator[Picture]:
+    """The pictures of a page that are a grid's."""
+    for found in PICTURE.finditer(page.read_text(encoding="utf-8")):
+        view = _view(read_grid(page.parent / found["folder"]), found["name"])
+        yield Picture(page.parent / found["file"], view, found["name"].rpartition("/")[2].replace("-", "_"))
+
+
+def drawn_of(file: Path) -> str:
+    """The digest of the table that a picture was drawn of; nothing where there is none."""
+    if not file.exists():
+        return ""
+    with Image.open(file) as image:
+        return str(image.info.get(DRAWN_OF, ""))
+
+
 def main() -> None:
-    """Write the tables of the pages that are named anew."""
+    """Write the tables and pictures of the pages that are named anew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", type=Path, nargs="+")
     for page in parser.parse_args().pages:
         page.write_text(rewritten(page), encoding="utf-8")
+        for picture in pictures(page):
+            picture.draw()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from tests.tiny import here
 from fedcb2o.errors import RunError
 from fedcb2o.records import summary, write_json, write_toml
 from fedcb2o.report import grid_notes, grid_page, read_grid, report_grid
+from fedcb2o.report.grid_page import regret_picture
 from fedcb2o.report.grid_tables import (
     View,
     against_floors,
@@ -235,6 +236,9 @@ def test_more_malicious_models_than_a_rule_assumes_are_marked(tmp_path, f, excee
     assert (matrix(view, "accuracy").loc[MEDIAN, FLIP][-1] == "†") is (f == 0)
     worst = headline(view).loc[MEAN, ["Accuracy, worst", "Either, worst"]]
     assert [text.endswith(") †") for text in worst] == [f == 0] * 2
+    drawn = [text.get_text() for text in regret_picture(view, "accuracy").axes[0].texts]
+    cells = view.exceeded(view.columns("accuracy")).to_numpy().sum()
+    assert sum(text.endswith("†") for text in drawn) == cells + (f == 0) * 2  # and where each is worst
 
 
 def test_source_accuracy_is_there_where_an_attack_has_a_source(view):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from benchmarks.pages import TABLE, named, rewritten
+from benchmarks.pages import PICTURE, TABLE, drawn_of, named, pictures, rewritten
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, make_grid
 
 from fedcb2o.errors import ConfigError
@@ -12,12 +12,20 @@ from fedcb2o.experiments.grid import load_grid
 from fedcb2o.report import read_grid, report_grid
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if TABLE.search(page.read_text())]
+ALL = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [page for page in ALL if TABLE.search(page.read_text())]
+DRAWN = [page for page in ALL if PICTURE.search(page.read_text())]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_published_tables_are_recomputed_from_the_values_that_are_kept(page):
     assert rewritten(page) == page.read_text()
+
+
+@pytest.mark.parametrize("page", DRAWN, ids=lambda page: page.name)
+def test_published_pictures_are_drawn_of_the_values_that_are_kept(page):
+    for picture in pictures(page):
+        assert drawn_of(picture.file) == picture.digest(), picture.file
 
 
 @pytest.mark.slow
@@ -49,6 +57,26 @@ def test_every_table_of_a_report_has_its_name(tmp_path):
     for path in (tmp_path / "report" / "matrices").rglob("*.csv"):
         found = named(results, str(path.relative_to(tmp_path / "report" / "matrices").with_suffix("")))
         assert found.to_csv() == path.read_text(), path
+
+
+def test_a_picture_is_drawn_anew_when_its_values_have_changed(tmp_path):
+    report_grid(read_grid(make_grid(tmp_path / "grid")), tmp_path / "report")
+    page, picture = tmp_path / "page.md", tmp_path / "picture.png"
+    page.write_text("Before\n\n<!-- picture: report accuracy-regret -->\n\n![Accuracy,\nbehind](picture.png)\n")
+    found = next(pictures(page))
+    assert drawn_of(picture) == ""
+    found.draw()
+    first = picture.read_bytes()
+    assert drawn_of(picture) == found.digest()
+    found.draw()
+    assert picture.read_bytes() == first
+    rows = (tmp_path / "report" / "summary.csv").read_text()
+    (tmp_path / "report" / "summary.csv").write_text(rows.replace(",0.7,", ",0.3,"))
+    changed = next(pictures(page))
+    assert drawn_of(picture) != changed.digest()
+    changed.draw()
+    assert drawn_of(picture) == changed.digest()
+    assert picture.read_bytes() != first
 
 
 def test_settings_stand_side_by_side_and_what_there_is_not_is_told(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import tomli_w
+from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import EVALUATED
@@ -174,11 +175,15 @@ def _others(view: View) -> list[str]:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a matrix shows: means, halves of their intervals, and how much worse than good each is (better below 0)."""
+    """What a matrix shows: means, halves of their intervals, and how much worse than good each is (better below 0).
+
+    `at` says of each column of worst values where each defence has its own.
+    """
 
     means: pd.DataFrame
     halves: pd.DataFrame
     shades: pd.DataFrame
+    at: Mapping[str, Mapping[str, str]]
 
 
 def _measured(view: View, value: str) -> Numbers:
@@ -188,7 +193,7 @@ def _measured(view: View, value: str) -> Numbers:
         at = {WORST: view.worst(found, value)}
     means, halves = _spread(view, found, columns, at)
     shades = means.max().max() - means if measure(value).worse == "low" else means.clip(lower=0.0)
-    return Numbers(means, halves, shades)
+    return Numbers(means, halves, shades, at)
 
 
 def _regrets(view: View, value: str) -> Numbers:
@@ -199,7 +204,7 @@ def _regrets(view: View, value: str) -> Numbers:
         for title, aside in view.worsts.items()
     }
     means, halves = _spread(view, regrets(short), columns, at)
-    return Numbers(means, halves, means.clip(lower=0.0))
+    return Numbers(means, halves, means.clip(lower=0.0), at)
 
 
 def _spread(
@@ -220,14 +225,24 @@ def _write_matrix(
 ) -> None:
     """A matrix as a table with the colours of its picture, and the picture beside the page."""
     page.table(title, name, table, hint, shades=darkness(numbers.shades))
+    page.file(f"{name}.png", png(_picture(view, numbers)))
+
+
+def regret_picture(view: View, value: str) -> Figure:
+    """The regrets in a measure, with the worst ones, as the report draws them."""
+    return _picture(view, _regrets(view, value))
+
+
+def _picture(view: View, numbers: Numbers) -> Figure:
     means, columns = numbers.means, [str(name) for name in numbers.means if name not in view.worsts]
     failed, noted = (
         table.reindex(columns=means.columns, fill_value=False)
         for table in (view.failed(columns), view.exceeded(columns))
     )
+    for title, those in numbers.at.items():
+        noted[title] = [name in those and bool(noted.at[name, those[name]]) for name in noted.index]
     apart = [*FLOORS.values(), *view.worsts]
-    drawn = heat_map(means, numbers.halves, numbers.shades, failed=failed, noted=noted, apart=apart)
-    page.file(f"{name}.png", png(drawn))
+    return heat_map(means, numbers.halves, numbers.shades, failed=failed, noted=noted, apart=apart)
 
 
 def _write_difference(page: Page, title: str, name: str, view: View, value: str, found: pd.DataFrame) -> None:
