@@ -4,10 +4,12 @@
 
 Enough is known of a defence whose worst regret is above the lowest one's by a paired interval that excludes 0 in every
 contest of the headline (accuracy, attack success, either; with and without what the grid sets aside), and that is the
-best in no column and not the reference. Such a defence may have the `seeds` of this run in the grid's file.
+best in no column and not the reference. Such a defence may have the `seeds` of this run in the grid's file. Where some
+have more seeds than others, all are judged by those that all have.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from fedcb2o.report import read_grid
@@ -17,8 +19,9 @@ from fedcb2o.report.regret import minimax, minimax_differences
 
 
 def contenders(results: GridResults) -> set[str]:
-    """The defences that need all seeds."""
-    found = {results.reference}
+    """The defences that need all seeds, by those that all have."""
+    found, seeds = {results.reference}, common(results)
+    results = replace(results, rows=results.rows[results.rows.seed.isin(seeds)])
     for view in (View(results, setting) for setting in results.settings):
         for value in RIVALS:
             found |= set(view.short(value).best)
@@ -29,12 +32,17 @@ def contenders(results: GridResults) -> set[str]:
     return found
 
 
+def common(results: GridResults) -> list[int]:
+    """The seeds that were run with every defence."""
+    return sorted(set.intersection(*results.rows.groupby("defence").seed.agg(set)))
+
+
 def main() -> None:
     """Print who needs all seeds, and the line for each of the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     results = read_grid(parser.parse_args().folder)
-    found, seeds = contenders(results), sorted(set(results.rows.seed))
+    found, seeds = contenders(results), common(results)
     print("All seeds:", *(name for name in results.defences if name in found), sep="\n  ")
     print(f"seeds = {seeds}:", *(name for name in results.defences if name not in found), sep="\n  ")
 

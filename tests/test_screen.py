@@ -1,5 +1,6 @@
 """Which defences need all seeds of a grid (benchmarks/screen.py)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,3 +28,9 @@ def results(lost):
 def test_who_is_clearly_behind_needs_no_more_seeds_unless_it_is_best_somewhere():
     lost = {"A": (0.01, 0.01), "close": (0.011, 0.011), "far": (0.2, 0.02), "best at y": (0.3, 0.0)}
     assert contenders(results(lost)) == {"A", "close", "best at y"}
+
+
+def test_who_has_fewer_seeds_may_be_best_somewhere_all_the_same():
+    given = results({"A": (0.01, 0.01), "far": (0.2, 0.02), "best at y": (0.3, 0.0)})
+    few = given.rows[(given.rows.defence != "best at y") | (given.rows.seed < 2)]
+    assert contenders(replace(given, rows=few)) == {"A", "best at y"}

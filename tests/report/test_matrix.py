@@ -433,7 +433,7 @@ def test_the_candidates_and_the_choice_are_on_the_page(tmp_path):
     (folder / "tuning.json").write_text(json.dumps(choice))
     results = read_grid(folder)
     rows = tuning_table(results).reset_index().to_numpy().tolist()
-    assert rows == [[MEDIAN, "algorithm.alpha = 1.0", "50.00", "yes, at an end"], [MEDIAN, "nothing", "failed", ""]]
+    assert rows == [[MEDIAN, "algorithm.alpha = 1.0", "50.00", "yes, at an end"], [MEDIAN, "unchanged", "failed", ""]]
     assert "tuning.json" in {path.name for path in report_grid(results, tmp_path / "out")}
     raw = (tmp_path / "out" / "tuning.csv").read_text().splitlines()
     assert raw[1:] == [f"{MEDIAN},algorithm.alpha = 1.0,{FLIP},9,0.5"]

@@ -37,7 +37,7 @@ CHOICES = [choice(MEDIAN, NOISE, 1), choice(MEDIAN, FLIP, 2, [0.25, 0.5]), choic
 def test_what_was_chosen_is_told_for_each_defence_and_attack():
     table = chosen_table(CHOICES, "")
     assert table.loc[MEDIAN].to_dict() == {NOISE: "z = 2.0", FLIP: "z = 8.0"}
-    assert table.loc[MEAN].to_dict() == {NOISE: "nothing", FLIP: "–"}
+    assert table.loc[MEAN].to_dict() == {NOISE: "unchanged", FLIP: "–"}
 
 
 def test_everything_tried_is_kept():
@@ -48,7 +48,7 @@ def test_everything_tried_is_kept():
     assert second[[f"{name}_seed_{s}" for name in ("accuracy", "attack_success_rate") for s in (7, 8)]].tolist() == [
         0.5, 0.7, 0.25, 0.5,
     ]  # fmt: skip
-    assert table[table.chosen == "yes"].strength.tolist() == ["z = 2.0", "z = 8.0", "nothing"]
+    assert table[table.chosen == "yes"].strength.tolist() == ["z = 2.0", "z = 8.0", "unchanged"]
 
 
 @pytest.fixture

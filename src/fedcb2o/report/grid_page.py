@@ -45,8 +45,8 @@ DEFINITIONS = (
     "To every attacked run belong two floors, the same run without attack: in one its malicious agents train on true "
     "labels, in the other they are removed. An attack's rate is the share of source samples, or of those of all other "
     "classes, that are taken for the target; of a backdoor, with its trigger. It has none where it has no target.",
-    "The regret of a defence in a column is by how much it falls short of the best defence there; its worst regret "
-    "says what it may cost to have chosen it, whatever comes.",
+    "The regret of a defence in a column is by how much it falls short of the best defence there, sought among those "
+    "with the most seeds; its worst regret says what it may cost to have chosen it, whatever comes.",
     "The worst attack on a defence is that with the worst mean over seeds. Differences between defences are paired: "
     "with equal seeds agents hold equal samples. Intervals are Student's, of 95%, over seeds; images of one picture "
     "that are turned for several clusters are one value of a seed. Decimals are added where 0 lies in an interval and "

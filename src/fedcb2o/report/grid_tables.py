@@ -314,7 +314,7 @@ def tuning_rows(results: GridResults) -> pd.DataFrame:
 def changes_told(changes: object) -> str:
     """Changes over an experiment on one line: "algorithm.alpha = 2, agents.budget = 4"."""
     assert isinstance(changes, dict)
-    return ", ".join(f"{key} = {value}" for key, value in flattened(changes).items()) or "nothing"
+    return ", ".join(f"{key} = {value}" for key, value in flattened(changes).items()) or "unchanged"
 
 
 def _texts(view: View, texts: "pd.Series[Any]", columns: Sequence[str]) -> pd.DataFrame:
