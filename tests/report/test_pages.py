@@ -24,7 +24,9 @@ def test_published_tables_are_recomputed_from_the_values_that_are_kept(page):
 
 @pytest.mark.parametrize("page", DRAWN, ids=lambda page: page.name)
 def test_published_pictures_are_drawn_of_the_values_that_are_kept(page):
-    for picture in pictures(page):
+    found = list(pictures(page))
+    assert len(found) == page.read_text().count("figures/benchmark-")
+    for picture in found:
         assert drawn_of(picture.file) == picture.digest(), picture.file
 
 
