@@ -3,9 +3,9 @@
     .venv/bin/python -m benchmarks.pages docs/benchmark.md README.md    # writes anew what results have changed
 
 A table stands below a comment that says which it is, by the folder of the grid's `summary.csv` beside the page and the
-table's name in the report: `<!-- table: benchmark/rules 3-of-10/regret -->`. So do those of
-`benchmarks/parts.py`, which no report has. A picture of a matrix of regrets stands below such a comment, too, `<!--
-picture: benchmark/attacks accuracy-regret -->`; its file says what table it was drawn of. A test holds pages to this.
+table's name in the report: `<!-- table: benchmark/rules 3-of-10/regret -->`. So do those of `benchmarks/parts.py`,
+which no report has. A picture of a matrix of regrets stands below such a comment, too, `<!-- picture: benchmark/attacks
+accuracy-regret -->`; its file says what table it was drawn of. A test holds pages to this.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import functools
 import hashlib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,7 @@ WHOLE = {
 
 def rewritten(page: Path) -> str:
     """The page with its tables as the results have them."""
-    results = functools.cache(lambda folder: read_grid(page.parent / folder))
+    results = _beside(page)
 
     def table(found: re.Match[str]) -> str:
         return found["mark"] + to_markdown(named(results(found["folder"]), found["name"])) + "\n"
@@ -82,6 +82,11 @@ def named(results: GridResults, name: str) -> pd.DataFrame:
     if value.endswith("_difference"):
         return differences(view, value.removesuffix("_difference"))
     return matrix(view, value)
+
+
+def _beside(page: Path) -> Callable[[str], GridResults]:
+    """What reads the grids of a page by their folders, each once."""
+    return functools.cache(lambda folder: read_grid(page.parent / folder))
 
 
 def _view(results: GridResults, name: str) -> View:
@@ -116,8 +121,9 @@ class Picture:
 
 def pictures(page: Path) -> Iterator[Picture]:
     """The pictures of a page that are a grid's."""
+    results = _beside(page)
     for found in PICTURE.finditer(page.read_text(encoding="utf-8")):
-        view = _view(read_grid(page.parent / found["folder"]), found["name"])
+        view = _view(results(found["folder"]), found["name"])
         yield Picture(page.parent / found["file"], view, found["name"].rpartition("/")[2].replace("-", "_"))
 
 
