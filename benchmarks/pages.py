@@ -139,7 +139,10 @@ def main() -> None:
     """Write the tables and pictures of the pages that are named anew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", type=Path, nargs="+")
-    for page in parser.parse_args().pages:
+    given: list[Path] = parser.parse_args().pages
+    if missing := [str(page) for page in given if not page.is_file()]:
+        parser.error(f"there is no page {', '.join(missing)}")
+    for page in given:
         page.write_text(rewritten(page), encoding="utf-8")
         for picture in pictures(page):
             picture.draw()
