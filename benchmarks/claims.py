@@ -166,7 +166,7 @@ def _malicious_loss(run: Run) -> "pd.Series[float]":
 
 def columns(known: Values) -> dict[str, dict[str, str]]:
     """Under a heading each, which runs stand for those of the paper: each variant of FedCB2O beside its FedCBO if it
-    has one, and the others beside the FedCBO of each alpha.
+    has one, and the others, and those whose FedCBO has fewer seeds than they, beside the FedCBO of each alpha.
 
     The default holds nothing out, so first it stands beside a FedCBO and oracles that do not either, if there are any:
     their names end in how many samples an agent has. Beside others its validation loss is of samples that it trains on,
@@ -177,7 +177,9 @@ def columns(known: Values) -> dict[str, dict[str, str]]:
     for variant in VARIANTS:
         fedcb2o = f"fedcb2o{variant}"
         whole = {match[0]: match[1] for name in known if not variant and (match := re.fullmatch(r"fedcbo(-\d+)", name))}
-        own = [f"fedcbo{variant}"] if variant and f"fedcbo{variant}" in known else ["fedcbo-alpha10", "fedcbo"]
+        own = [f"fedcbo{variant}"] if variant and f"fedcbo{variant}" in known else []
+        if not own or len(known[own[0]]) < len(known.get(fedcb2o, ())):
+            own += ["fedcbo-alpha10", "fedcbo"]
         later = {int(match[1]): name for name in known if (match := re.fullmatch(rf"{fedcb2o}-tg(\d+)", name))}
         switched = [later[start] for start in sorted(later)]
         for fedcbo in [*whole, *own] if fedcb2o in known else []:

@@ -110,6 +110,13 @@ def test_columns_are_of_the_runs_that_there_are():
     assert (first["FedCB2O of Fig. 6"], last["FedCB2O of Fig. 6"]) == ("fedcb2o-trusted-tg5", "fedcb2o")
 
 
+@pytest.mark.parametrize(("seeds", "beside"), [(2, ["fedcbo-released", "fedcbo"]), (3, ["fedcbo-released"])])
+def test_a_fedcbo_with_fewer_seeds_does_not_hide_the_other(seeds, beside):
+    known = {name: table(loss=[0.0] * 3) for name in ("fedcbo", "fedcb2o-released")}
+    known["fedcbo-released"] = table(loss=[0.0] * seeds)
+    assert [stands["FedCBO"] for stands in claims.columns(known).values()] == beside
+
+
 def test_what_holds_nothing_out_stands_beside_its_like_first():
     names = ["fedcbo", "fedcbo-70", "fedcbo-alpha10", "fedcb2o", "fedcb2o-held-out", "oracle-max", "oracle-max-70"]
     found = claims.columns(dict.fromkeys(names, pd.DataFrame()))
