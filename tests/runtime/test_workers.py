@@ -361,6 +361,14 @@ def test_an_arena_holds_zeros_shared_and_aligned_and_is_removed():
     assert first["models"][1, 2] == 7  # a mapping outlives its file
 
 
+def test_an_arena_that_is_gone_is_not_made_again(tmp_path):
+    with arena.shared(SPECS, tmp_path) as shared:
+        pass
+    with pytest.raises(FileNotFoundError):  # a worker that starts while its run ends is late, and is heard by nobody
+        shared.tensors()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_arena_is_removed_after_an_error():
     with pytest.raises(KeyError), arena.shared(SPECS) as shared:
         raise KeyError

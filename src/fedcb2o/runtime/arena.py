@@ -30,9 +30,14 @@ class Arena:
     specs: Specs
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors, shared with every process that maps the file; they live on after the file is unlinked."""
+        """The tensors, shared with every process that maps the file; they live on after the file is unlinked.
+
+        Raises FileNotFoundError where it is by now, as in a worker that starts while its run ends; `torch.from_file`
+        makes a file that is not there, so it is given one that is open.
+        """
         size = _places(self.specs)[1]
-        storage = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
+        with self.path.open("rb+") as file:
+            storage = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=size, dtype=torch.uint8)
         found = {}
         for name, start in _places(self.specs)[0].items():
             dtype, shape = self.specs[name]
