@@ -32,8 +32,8 @@ class Arena:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors, shared with every process that maps the file; they live on after the file is unlinked.
 
-        Raises FileNotFoundError where it is by now, as in a worker that starts while its run ends; `torch.from_file`
-        makes a file that is not there, so it is given one that is open.
+        Raises FileNotFoundError where that has happened, as to a worker that starts while its run ends: the file is
+        opened here, since `torch.from_file` makes one that is not there.
         """
         size = _places(self.specs)[1]
         with self.path.open("rb+") as file:
