@@ -283,6 +283,7 @@ def test_on_the_cpu_only_agents_one_by_one_may_go_another_way(tmp_path, monkeypa
 
 
 def test_convolutions_of_one_network_go_by_spectra_by_a_margin(monkeypatch):
+    torch.manual_seed(0)  # with one draw of twenty nothing gets through so few hidden units, however it is computed
     x = torch.rand(8, 1, 28, 28)
     module = models.cnn((1, 28, 28), 10, hidden=4)
     before = models.flatten(module)
