@@ -125,14 +125,16 @@ def bits(folder: Path, seed: int = 1000) -> dict[str, bytes]:
 
 
 def bits_however(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes]:
-    """The bits of a run, which are the same for one process as for three that are interrupted after a round and
-    resumed. These stay for the next run of three."""
+    """The bits of a run, which are the same for one process, and for three that go on after a round, be it theirs or
+    one process's. These three stay for the next such run."""
     run(experiment, out=folder / "one", workers=1)
+    found = bits(folder / "one")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "processors", lambda: 3)  # on fewer, fewer of them would work
-        with pytest.raises(StopError):
-            run(experiment, out=folder / "three", workers=3, watch=stop_after(1))
-        run(experiment, out=folder / "three", workers=3, resume=True)
-    found = bits(folder / "one")
-    assert bits(folder / "three") == found
+        for first in (3, 1):
+            out = folder / f"after {first}"
+            with pytest.raises(StopError):
+                run(experiment, out=out, workers=first, watch=stop_after(1))
+            run(experiment, out=out, workers=3, resume=True)
+            assert bits(out) == found
     return found
