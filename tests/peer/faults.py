@@ -8,7 +8,7 @@ import time
 
 def lease(seconds: float) -> None:
     """A link is down after fewer seconds without a sign of life."""
-    from fedcb2o.peer import transport
+    from fedcb2o.peer.wire import transport
 
     transport.LEASE = seconds
 
@@ -30,7 +30,7 @@ def clock(hours: float) -> None:
 
     time.time = lambda: now() + 3600 * hours
     time.time_ns = lambda: int(time.time() * 1e9)
-    from fedcb2o.peer import identity
+    from fedcb2o.peer.membership import identity
 
     identity.datetime = Wrong
 

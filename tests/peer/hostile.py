@@ -21,11 +21,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import zenoh
 
-from fedcb2o import models
-from fedcb2o.peer.agent import network
-from fedcb2o.peer.federation import Federation, read
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.protocol import (
+from fedcb2o.nn import architectures
+from fedcb2o.peer.membership.federation import Federation, read
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.node.agent import network
+from fedcb2o.peer.wire.protocol import (
     CHUNK,
     REQUEST_LENGTH,
     SIGNATURE,
@@ -43,7 +43,7 @@ from fedcb2o.peer.protocol import (
     read_offer,
     read_request,
 )
-from fedcb2o.peer.transport import Zenoh, _key, _linked
+from fedcb2o.peer.wire.transport import Zenoh, _key, _linked
 
 HEAD = 26  # bytes of an answer in which there is nothing
 LATE = "late"  # a peer that gives nothing in time counts as late, and nothing more is said
@@ -61,7 +61,7 @@ class Liar:
     def __init__(self, federation: Federation, identity: Identity, log: Path, lies: Sequence[Sequence[str]]) -> None:
         self.federation, self.identity, self.lies = federation, identity, lies
         self.me = federation.id_of(identity.member)
-        self.dim = len(models.flatten(network(federation)))
+        self.dim = len(architectures.flatten(network(federation)))
         self.transport = Zenoh(federation, identity)
         self.content: dict[bytes, tuple[str, bytes]] = {}  # by the digest of a manifest: the lie, and what is sent
         self.stolen: dict[int, bytes] = {}  # manifests of others

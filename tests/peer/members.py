@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.tiny import tiny
 
-from fedcb2o.data.digits import digits
-from fedcb2o.peer import federation
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import Identity
+from fedcb2o.data.sets._digits import digits
+from fedcb2o.peer.membership import federation
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity
 
 
 def free_ports(n: int) -> list[int]:

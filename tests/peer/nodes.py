@@ -20,14 +20,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.peer.nodes", "fedcb2o.peer.node", "fedcb2o.data.digits", "sklearn.datasets"])
+FORKED.set_forkserver_preload(["tests.peer.nodes", "fedcb2o.peer.node.node", "fedcb2o.data.sets._digits", "sklearn.datasets"])
 
 
 def _run(federation: Path, identity: Path, out: Path, simulate: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """One node, in its process; what it says goes to node.log, in a line each."""
     from fedcb2o.errors import FedCB2OError
-    from fedcb2o.experiments.config import load
-    from fedcb2o.peer.node import Node
+    from fedcb2o.experiments.config.settings import load
+    from fedcb2o.peer.node.node import Node
 
     log = out.with_suffix(".log").open("a", buffering=1)
     os.dup2(log.fileno(), 1)

@@ -18,12 +18,12 @@ from tests.tiny import here
 from typer.testing import CliRunner
 
 from fedcb2o.cli import app
-from fedcb2o.peer import check as checking
-from fedcb2o.peer.check import Found, about, check, lines
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.protocol import Answer, Status, hello, read_request
-from fedcb2o.peer.transport import Reply, Zenoh
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.node import preflight as checking
+from fedcb2o.peer.node.preflight import Found, about, check, lines
+from fedcb2o.peer.wire.protocol import Answer, Status, hello, read_request
+from fedcb2o.peer.wire.transport import Reply, Zenoh
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.admit import BOUND
-from fedcb2o.peer.coding import BLOCK, STEEPEST, WINDOW, Coding, Int8, Raw
+from fedcb2o.peer.wire.compression import BLOCK, STEEPEST, WINDOW, Coding, Int8, Raw
 
 DIM = 3 * BLOCK + 5  # the last block is not full
 

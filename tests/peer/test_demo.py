@@ -14,15 +14,17 @@ import torch
 from tests.peer.folders import line, write_node
 from tests.processes import living, needs_proc
 
-from fedcb2o.data import breast_cancer
+from fedcb2o.data.sets import _breast_cancer
 from fedcb2o.errors import RunError
-from fedcb2o.experiments.config import load
-from fedcb2o.peer import demo, federation, protocol
-from fedcb2o.peer.coding import Raw
-from fedcb2o.peer.download import unfit
-from fedcb2o.peer.garbage import EQUIVOCATES, KINDS, Liar
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.protocol import Kind, Request, Status
+from fedcb2o.experiments.config.settings import load
+from fedcb2o.peer.membership import federation
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.node import demo
+from fedcb2o.peer.node.byzantine_peer import EQUIVOCATES, KINDS, Liar
+from fedcb2o.peer.wire import protocol
+from fedcb2o.peer.wire.client import unfit
+from fedcb2o.peer.wire.compression import Raw
+from fedcb2o.peer.wire.protocol import Kind, Request, Status
 
 DIM = 300_000  # two chunks
 ME, LIAR = 0, 1
@@ -38,7 +40,7 @@ def parties(tmp_path_factory):
     ]
     changes = {"agents.num_clusters": 1, "agents.benign": 2, "agents.malicious": 0, "agents.budget": 1, "rounds": 40}
     experiment = load("digits-fedcb2o", changes)
-    return federation.make(experiment, [each.member for each in both], dataset=breast_cancer()), both
+    return federation.make(experiment, [each.member for each in both], dataset=_breast_cancer()), both
 
 
 def asked(liar, kind, **keys):
@@ -162,9 +164,9 @@ def test_a_folder_that_holds_anything_is_left_alone(tmp_path):
 def test_a_signal_leaves_no_process(tmp_path):
     script = f"""
         import sys
-        from fedcb2o.cli.stops import Stops
+        from fedcb2o.cli.signals import Stops
         from pathlib import Path
-        from fedcb2o.peer import demo
+        from fedcb2o.peer.node import demo
 
         stops = Stops()
         demo.RUN = (sys.executable, "-c", "import time; time.sleep(100)")

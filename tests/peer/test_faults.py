@@ -23,7 +23,7 @@ from tests.peer.nodes import FORKED, Nodes, nodes, wait_for
 from tests.peer.proxy import Proxy
 from tests.tiny import ENVIRONMENT, FEDCB2O
 
-from fedcb2o.peer.identity import Identity
+from fedcb2o.peer.membership.identity import Identity
 
 CHANGES = {
     "rounds": 20,

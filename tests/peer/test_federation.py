@@ -18,14 +18,14 @@ from tests.peer.members import experiment, federated, identities
 from tests.tiny import here
 from torch import nn
 
-from fedcb2o.data.digits import digits
+from fedcb2o.data.sets._digits import digits
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.assemble import algorithm_of
-from fedcb2o.experiments.config import load
-from fedcb2o.experiments.tables import presets
-from fedcb2o.peer import certificates, federation
-from fedcb2o.peer.federation import amended, make, read, sign, write
-from fedcb2o.peer.identity import Identity, Member
+from fedcb2o.experiments.config.build import algorithm_of
+from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.config.tables import presets
+from fedcb2o.peer.membership import certificates, federation
+from fedcb2o.peer.membership.federation import amended, make, read, sign, write
+from fedcb2o.peer.membership.identity import Identity, Member
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from tests.peer import hostile
 from tests.peer.nodes import FORKED, Nodes, nodes
 from tests.tiny import here
 
-from fedcb2o.peer.federation import read
-from fedcb2o.peer.ledger import Ledger, check_proof
+from fedcb2o.peer.membership.federation import read
+from fedcb2o.peer.wire.equivocation import Ledger, check_proof
 
 STALLS = [["never", "chunks never"], ["busy"] * 2, ["after the deadline", "busy"]]
 """Last, and with a pause, since who keeps a node waiting is not asked for a while."""

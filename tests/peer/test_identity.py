@@ -20,8 +20,8 @@ from tests.peer.members import free_ports, identities
 from tests.tiny import ENVIRONMENT, here
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer import certificates
-from fedcb2o.peer.identity import Identity, Member
+from fedcb2o.peer.membership import certificates
+from fedcb2o.peer.membership.identity import Identity, Member
 
 ENDPOINT = "127.0.0.1:7447"
 

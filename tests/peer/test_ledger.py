@@ -14,11 +14,11 @@ from tests.peer.members import federated, identities
 
 from fedcb2o import cli
 from fedcb2o.errors import DataError, RunError
-from fedcb2o.peer import ledger as room
-from fedcb2o.peer.federation import Federation, amended, write
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.ledger import Journal, Ledger, Proof, check_proof
-from fedcb2o.peer.protocol import NONE, Manifest, read_manifest
+from fedcb2o.peer.membership.federation import Federation, amended, write
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.wire import equivocation as room
+from fedcb2o.peer.wire.equivocation import Journal, Ledger, Proof, check_proof
+from fedcb2o.peer.wire.protocol import NONE, Manifest, read_manifest
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from tests.peer.folders import NAMES, line
 
-from fedcb2o.peer.live import Live
+from fedcb2o.peer.report.live_table import Live
 
 ROUNDS = [
     line(1, (1, 0.25, 1000, 0.5), (2, 1.0, 2000, 0.1), refused={"3": "signature"}),

@@ -16,17 +16,18 @@ from tests.peer.nodes import nodes
 from tests.peer.wire import Wire
 
 import fedcb2o
-from fedcb2o.data.digits import digits
+from fedcb2o.data.sets._digits import digits
 from fedcb2o.errors import ConfigError, DataError, RunError
-from fedcb2o.experiments.config import load
-from fedcb2o.peer import agent, federation
-from fedcb2o.peer.coding import Raw
-from fedcb2o.peer.company import Company
-from fedcb2o.peer.download import FAILED, Downloads, _Fetch
-from fedcb2o.peer.ledger import Journal, Ledger
-from fedcb2o.peer.node import Node
-from fedcb2o.peer.offers import Offers
-from fedcb2o.peer.serve import Server
+from fedcb2o.experiments.config.settings import load
+from fedcb2o.peer.membership import federation
+from fedcb2o.peer.node import agent
+from fedcb2o.peer.node.node import Node
+from fedcb2o.peer.node.peer_monitor import Company
+from fedcb2o.peer.node.publisher import Offers
+from fedcb2o.peer.wire.client import FAILED, Downloads, _Fetch
+from fedcb2o.peer.wire.compression import Raw
+from fedcb2o.peer.wire.equivocation import Journal, Ledger
+from fedcb2o.peer.wire.server import Server
 
 CHANGES = {"rounds": 5, "agents": {"num_clusters": 2, "benign": 2, "malicious": 1, "budget": 3}}
 QUIET = {"gather": 10.0, "linger": 5.0}

@@ -13,11 +13,12 @@ from tests.peer.wire import Wire
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, DataError
-from fedcb2o.experiments.config import load
-from fedcb2o.peer import agent, federation
-from fedcb2o.peer.folder import begin
-from fedcb2o.peer.node import Node
-from fedcb2o.runtime import timed
+from fedcb2o.experiments.config.settings import load
+from fedcb2o.kernels import autotune
+from fedcb2o.peer.membership import federation
+from fedcb2o.peer.node import agent
+from fedcb2o.peer.node.node import Node
+from fedcb2o.peer.node.run_directory import begin
 
 SLOPES = torch.tensor([[1.0], [-2.0], [0.5]])
 LINES = natural(
@@ -61,7 +62,7 @@ def test_with_nothing_held_out_an_organisation_trains_on_all_and_judges_by_all(t
 
 
 def test_a_peer_without_bfloat16_trains_in_float32_and_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(timed, "_gain_of_bfloat16", lambda _: 0.02)
+    monkeypatch.setattr(autotune, "_gain_of_bfloat16", lambda _: 0.02)
     settings = load({**EXPERIMENT, "training": {**EXPERIMENT["training"], "precision": "bfloat16"}})
     who = members.identities(tmp_path, 4)
     made = federation.make(settings, [each.member for each in who], dataset=with_global())

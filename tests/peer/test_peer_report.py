@@ -8,10 +8,10 @@ import pytest
 from tests.peer.folders import draw_node, line, write_node
 
 from fedcb2o.errors import RunError
-from fedcb2o.peer import figures
-from fedcb2o.peer.recorded import LONGEST, Recorded
-from fedcb2o.peer.report import bytes_told, peers_table, refused_table, report
-from fedcb2o.report.web import SORT
+from fedcb2o.peer.report import figures
+from fedcb2o.peer.report.node_page import bytes_told, peers_table, refused_table, report
+from fedcb2o.peer.report.peer_records import LONGEST, Recorded
+from fedcb2o.report.html import SORT
 
 OWN = ("#", "data:image/png;base64,")  # what a page may link to
 

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer.members import federated, identities
 
-from fedcb2o.peer import protocol, serve, transport
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.protocol import (
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.wire import protocol, server, transport
+from fedcb2o.peer.wire.protocol import (
     CHUNK,
     NONE,
     Answer,
@@ -466,7 +466,7 @@ def test_the_pages_numbers_are_the_codes():
         "chunks of a model": protocol.MOST_CHUNKS,
         "digests beside a manifest": protocol.MOST_SEEN,
         "a hello": protocol.MOST_HELLO,
-        "nonces remembered": serve.NONCES,
+        "nonces remembered": server.NONCES,
     }
     assert f"{protocol.MOST_MANIFEST:,}" in PAGE
     for most in (protocol.MOST_MANIFEST, protocol.MOST_OFFER, protocol.MOST_HELLO, CHUNK):

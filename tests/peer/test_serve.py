@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from tests.peer.members import federated, identities
 
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.ledger import Ledger
-from fedcb2o.peer.protocol import (
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.protocol import (
     NONE,
     Answer,
     Kind,
@@ -24,7 +24,7 @@ from fedcb2o.peer.protocol import (
     read_manifest,
     read_offer,
 )
-from fedcb2o.peer.serve import NONCES, PENDING, TOLD, Server, Snapshot
+from fedcb2o.peer.wire.server import NONCES, PENDING, TOLD, Server, Snapshot
 
 ME = 0
 

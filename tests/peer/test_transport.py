@@ -21,11 +21,11 @@ from tests.peer.wire import Wire
 from tests.tiny import ENVIRONMENT
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.peer import federation as federations
-from fedcb2o.peer import transport
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.transport import MOST_ANSWER, MOST_ANSWERS, MOST_REQUEST, Hear, Reply, Transport, Zenoh
+from fedcb2o.peer.membership import federation as federations
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.wire import transport
+from fedcb2o.peer.wire.transport import MOST_ANSWER, MOST_ANSWERS, MOST_REQUEST, Hear, Reply, Transport, Zenoh
 
 
 @pytest.fixture(scope="module")
@@ -397,8 +397,8 @@ def test_a_program_that_forgets_to_close_ends_in_silence(organisations: Any, tmp
     who, federation = organisations
     federations.write(federation, tmp_path / "federation.toml")
     program = (
-        "import sys, time; from fedcb2o.peer import federation; from fedcb2o.peer.identity import Identity;"
-        "from fedcb2o.peer.transport import Zenoh;"
+        "import sys, time; from fedcb2o.peer.membership import federation; from fedcb2o.peer.membership.identity import Identity;"
+        "from fedcb2o.peer.wire.transport import Zenoh;"
         "one = Zenoh(federation.read(sys.argv[1]), Identity.read(sys.argv[2])); one.serve(lambda request, reply: None);"
         "two = one.ask(1, b'?', 60.0); time.sleep(0.3); raise KeyboardInterrupt"
     )

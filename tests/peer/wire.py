@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from queue import Empty, Queue
 
-from fedcb2o.peer.transport import MOST_ANSWERS, Hear
+from fedcb2o.peer.wire.transport import MOST_ANSWERS, Hear
 
 
 class Wire:

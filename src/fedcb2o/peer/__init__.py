@@ -7,30 +7,23 @@ the extra: pip install 'fedcb2o[peer]'.
 import importlib
 from typing import TYPE_CHECKING
 
-from fedcb2o.peer import extra
+from fedcb2o.peer import _optional
 
 if TYPE_CHECKING:
-    from fedcb2o.peer.agent import load_model
-    from fedcb2o.peer.federation import Federation
-    from fedcb2o.peer.identity import Identity, Member
-    from fedcb2o.peer.node import Node
+    from fedcb2o.peer.membership.federation import Federation, amended, make, read, sign, write
+    from fedcb2o.peer.membership.identity import Identity, Member
+    from fedcb2o.peer.node.agent import load_model
+    from fedcb2o.peer.node.node import Node
 
-__all__ = ["Federation", "Identity", "Member", "Node", "load_model"]
+__all__ = ["Federation", "Identity", "Member", "Node", "amended", "load_model", "make", "read", "sign", "write"]
 
-_HOMES = {
-    "agent": ("load_model",),
-    "federation": ("Federation",),
-    "identity": ("Identity", "Member"),
-    "node": ("Node",),
-}
-
-extra.need()
+_optional.need()
 
 
 def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"fedcb2o.peer.{home}"), name)
+    if name in __all__:
+        room = "node" if name in ("Node", "load_model") else "membership"
+        return getattr(importlib.import_module(f"fedcb2o.peer.{room}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.ledger import Ledger
-from fedcb2o.peer.protocol import (
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.federation_schema import Limits
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.protocol import (
     CHUNK,
     REQUEST_LENGTH,
     SIGNS_REQUEST,
@@ -33,7 +34,6 @@ from fedcb2o.peer.protocol import (
     read_manifest,
     read_request,
 )
-from fedcb2o.peer.sections import Limits
 
 Reply: TypeAlias = Callable[[bytes], None]
 Content: TypeAlias = Callable[[], tuple[Status, Bytes]]

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fedcb2o.errors import RunError
-from fedcb2o.experiments.config import Experiment, load
-from fedcb2o.experiments.samples import dataset_of, population_of
-from fedcb2o.peer.federation import make, write
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.recorded import Recorded
+from fedcb2o.experiments.config.datasets import dataset_of, population_of
+from fedcb2o.experiments.config.settings import Experiment, load
+from fedcb2o.peer.membership.federation import make, write
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.report.peer_records import Recorded
 from fedcb2o.records import write_toml
 
 ORGANISATIONS = tuple(f"hospital-{letter}" for letter in "abcdefgh")
@@ -117,7 +117,7 @@ def _started(agent: Agent, federation: Path, out: Path) -> "subprocess.Popen[byt
     words: Sequence[object] = (*RUN, federation, "--identity", agent.keys, "--simulate", out / "experiment.toml")
     words = [*words, "--out", agent.out, "--linger", LINGER_SECONDS]
     if agent.kind == GARBAGE:
-        words = [sys.executable, "-m", "fedcb2o.peer.garbage", federation, agent.keys]
+        words = [sys.executable, "-m", "fedcb2o.peer.node.byzantine_peer", federation, agent.keys]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with agent.log.open("wb") as log:
         return subprocess.Popen(

@@ -24,13 +24,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.federated.admit import extents, within
-from fedcb2o.peer import protocol
-from fedcb2o.peer.coding import Coding
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.ledger import Ledger
-from fedcb2o.peer.protocol import Answer, Kind, Manifest, Request, Status
-from fedcb2o.peer.transport import Transport
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.wire import protocol
+from fedcb2o.peer.wire.compression import Coding
+from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.protocol import Answer, Kind, Manifest, Request, Status
+from fedcb2o.peer.wire.transport import Transport
 
 IN_FLIGHT = 4  # chunks of a model that are asked for at once
 TRIES = 3  # at a peer from which nothing comes

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from fedcb2o import records
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer import certificates
+from fedcb2o.peer.membership import certificates
 
 MOST = 2**16
 """The bytes of the largest file of an organisation."""

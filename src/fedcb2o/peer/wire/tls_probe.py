@@ -7,8 +7,8 @@ from datetime import datetime
 
 from cryptography import x509
 
-from fedcb2o.peer.certificates import parsed
-from fedcb2o.peer.identity import Identity, Member
+from fedcb2o.peer.membership.certificates import parsed
+from fedcb2o.peer.membership.identity import Identity, Member
 
 PATIENCE = 5.0
 """Seconds for a connection, and for each message of a handshake."""

@@ -19,34 +19,35 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedcb2o import models, records
-from fedcb2o.data.shard import Dataset
+from fedcb2o import records
+from fedcb2o.data._dataset import Dataset
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.config import Experiment
-from fedcb2o.experiments.folder import alone
+from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.experiments.runs.run_directory import alone
 from fedcb2o.federated import metrics
 from fedcb2o.federated.block import Block
 from fedcb2o.federated.judging import network_of
 from fedcb2o.federated.peers import Memory
-from fedcb2o.peer import agent as agents
-from fedcb2o.peer.check import about
-from fedcb2o.peer.coding import Coding, Int8, Raw
-from fedcb2o.peer.company import Company
-from fedcb2o.peer.download import HELLO_SECONDS, MISSED, NOT_YET, Downloads, StoppedError
-from fedcb2o.peer.engine import Among
-from fedcb2o.peer.federation import Federation, read
-from fedcb2o.peer.folder import begin
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.ledger import SIGNED, Journal, Ledger
-from fedcb2o.peer.offers import Offers
-from fedcb2o.peer.protocol import Manifest
-from fedcb2o.peer.serve import Server
-from fedcb2o.peer.transport import Transport, Zenoh
-from fedcb2o.peer.watch import Silent, Watch
-from fedcb2o.records.sums import header_of
-from fedcb2o.runtime import checkpoint
-from fedcb2o.runtime.engine import Round, rounds
-from fedcb2o.runtime.workers import one_thread
+from fedcb2o.nn import architectures
+from fedcb2o.parallel.executors import one_thread
+from fedcb2o.peer.membership.federation import Federation, read
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.node import agent as agents
+from fedcb2o.peer.node.engine import Among
+from fedcb2o.peer.node.observer import Silent, Watch
+from fedcb2o.peer.node.peer_monitor import Company
+from fedcb2o.peer.node.preflight import about
+from fedcb2o.peer.node.publisher import Offers
+from fedcb2o.peer.node.run_directory import begin
+from fedcb2o.peer.wire.client import HELLO_SECONDS, MISSED, NOT_YET, Downloads, StoppedError
+from fedcb2o.peer.wire.compression import Coding, Int8, Raw
+from fedcb2o.peer.wire.equivocation import SIGNED, Journal, Ledger
+from fedcb2o.peer.wire.protocol import Manifest
+from fedcb2o.peer.wire.server import Server
+from fedcb2o.peer.wire.transport import Transport, Zenoh
+from fedcb2o.records.checksums import header_of
+from fedcb2o.simulation import checkpoint
+from fedcb2o.simulation.rounds import Round, rounds
 
 MODEL = "model.safetensors"
 TWICE = "this identity is running already (never run it twice): stop that one first"
@@ -289,7 +290,7 @@ class Node:
 
     def _keep(self, block: Block) -> None:
         """Write the final model, by the names of what agents have of their own in the network."""
-        tensors = {name: tensor.detach() for name, tensor in models.state(network_of(block, 0)).items()}
+        tensors = {name: tensor.detach() for name, tensor in architectures.state(network_of(block, 0)).items()}
         records.atomic_write(self.out / MODEL, lambda path: save_file(tensors, path))
 
     def _line(self, done: Round, engine: Among, tally: "Tally", company: Company) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from fedcb2o.experiments.config import Part
+from fedcb2o.experiments.config.settings import Part
 
 AGENTS = ("budget", "validation", "split", "hold_out", "validation_loss", "initialisation", "graph")
 """The keys of an experiment's [agents] that peers agree on: the others make up who is there, which is known here."""

@@ -24,9 +24,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedcb2o import records
 from fedcb2o.errors import DataError, RunError
-from fedcb2o.peer.certificates import LABEL
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.protocol import (
+from fedcb2o.peer.membership.certificates import LABEL
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.versions import members_of
+from fedcb2o.peer.wire.protocol import (
     MOST_SEEN,
     NONE,
     SIGNS_MANIFEST,
@@ -36,7 +37,6 @@ from fedcb2o.peer.protocol import (
     read_manifest,
     signed_by_member,
 )
-from fedcb2o.peer.versions import members_of
 from fedcb2o.records.files import fsync, unwritable
 
 KEPT = 8  # manifests of each agent beyond the lag

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from fedcb2o.peer.recorded import Line, Recorded
+from fedcb2o.peer.report.peer_records import Line, Recorded
+from fedcb2o.report.agent_figures import WEIGHTS, weight_bar, weight_norm
 from fedcb2o.report.figures import COLOURS, LINES, MARKERS, STYLE
-from fedcb2o.report.pictures import WEIGHTS, weight_bar, weight_norm
 
 WIDE, HIGH = 4.7, 3.2  # inches: two figures side by side on a wide page, one below the other on a narrow one
 ROWS, COLUMNS = 40, 240  # peers and columns that a figure shows at most

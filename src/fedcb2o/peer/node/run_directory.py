@@ -7,11 +7,11 @@ from typing import Any
 
 from fedcb2o import records
 from fedcb2o.errors import RunError
-from fedcb2o.peer.agent import Agent
-from fedcb2o.peer.federation import Federation, read, write
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.ledger import SIGNED
-from fedcb2o.peer.versions import members_of
+from fedcb2o.peer.membership.federation import Federation, read, write
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.membership.versions import members_of
+from fedcb2o.peer.node.agent import Agent
+from fedcb2o.peer.wire.equivocation import SIGNED
 
 FEDERATION = "federation.toml"
 RUNS = "runs.toml"  # beside the keys: where they sign for which run

@@ -10,11 +10,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
-from fedcb2o.peer import figures
-from fedcb2o.peer.recorded import Recorded
+from fedcb2o.peer.report import figures
+from fedcb2o.peer.report.peer_records import Recorded
+from fedcb2o.report.html import framed, note, side_by_side
 from fedcb2o.report.page import Page, new_page
-from fedcb2o.report.render import html_text
-from fedcb2o.report.web import framed, note, side_by_side
+from fedcb2o.report.table_formats import html_text
 
 REASONS = 8  # columns of a table; the rarer reasons are summed up in one more
 SCORES = "On this agent's own test samples, after it has mixed in what it received."

@@ -19,18 +19,26 @@ import tomli_w
 import torch
 from pydantic import Field, ValidationError
 
-from fedcb2o import models, plugins, records
-from fedcb2o.data.shard import Dataset
+from fedcb2o import plugins, records
+from fedcb2o.data._dataset import Dataset
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments import config
-from fedcb2o.experiments.assemble import module_of, neighbours_of
-from fedcb2o.experiments.config import Experiment, Part
-from fedcb2o.experiments.samples import most_samples as largest
+from fedcb2o.experiments.config.build import module_of, neighbours_of
+from fedcb2o.experiments.config.datasets import most_samples as largest
+from fedcb2o.experiments.config.settings import Experiment, Part, settings
 from fedcb2o.federated import algorithms
-from fedcb2o.peer import versions as chain
-from fedcb2o.peer.identity import Identity, Member, read_bounded, spoken
-from fedcb2o.peer.sections import AGENTS, PRIMITIVES, Limits, Samples, Settings, check_plain, parts_of
-from fedcb2o.peer.versions import Version
+from fedcb2o.nn import architectures
+from fedcb2o.peer.membership import versions as chain
+from fedcb2o.peer.membership.federation_schema import (
+    AGENTS,
+    PRIMITIVES,
+    Limits,
+    Samples,
+    Settings,
+    check_plain,
+    parts_of,
+)
+from fedcb2o.peer.membership.identity import Identity, Member, read_bounded, spoken
+from fedcb2o.peer.membership.versions import Version
 
 PROTOCOL: Final = 1
 MOST = 2**20
@@ -128,7 +136,7 @@ class Federation(Part):
             **settings["agents"],
         }
         once = {"name": self.name, "seeds": [self.seed], "rounds": self.rounds, "data": {"name": brought}}
-        experiment = config.load({**settings, **once, "agents": agents})
+        experiment = settings.load({**settings, **once, "agents": agents})
         _check_possible(experiment)
         return experiment
 
@@ -232,7 +240,7 @@ def make(
 
     `options` are the other keys of a `Federation`. Raises ConfigError where members or options do not fit.
     """
-    experiment = config.load(experiment)
+    experiment = settings.load(experiment)
     agents = experiment.agents
     if agents.num_agents != len(members):
         raise ConfigError(
@@ -250,7 +258,7 @@ def make(
     except ValueError as error:
         raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
     believed = largest(experiment, dataset)
-    dim = models.dimension(module_of(experiment, experiment.seeds[0], dataset))
+    dim = architectures.dimension(module_of(experiment, experiment.seeds[0], dataset))
     table = {
         "protocol": PROTOCOL,
         "name": experiment.name,

@@ -1,7 +1,7 @@
 """A member that sends garbage: a stand-in for a hostile organisation, for the demo and for tests.
 
 It has a valid identity, so that its answers arrive; what is in them is wrong in another way in every round, and towards
-the end it tells every peer something else. As a process, `python -m fedcb2o.peer.garbage FEDERATION.toml IDENTITY`, it
+the end it tells every peer something else. As a process, `python -m fedcb2o.peer.node.byzantine_peer FEDERATION.toml IDENTITY`, it
 lives until its standard input ends.
 """
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcb2o import models
-from fedcb2o.peer.agent import network
-from fedcb2o.peer.federation import Federation, read
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.protocol import CHUNK, NONE, Answer, Kind, MalformedError, Manifest, Request, Status, offer
-from fedcb2o.peer.protocol import read_request as parsed
-from fedcb2o.peer.transport import Zenoh
+from fedcb2o.nn import architectures
+from fedcb2o.peer.membership.federation import Federation, read
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.node.agent import network
+from fedcb2o.peer.wire.protocol import CHUNK, NONE, Answer, Kind, MalformedError, Manifest, Request, Status, offer
+from fedcb2o.peer.wire.protocol import read_request as parsed
+from fedcb2o.peer.wire.transport import Zenoh
 
 KINDS = ("random bytes", "NaN", "unsigned", "another size", "1e38", "other chunks", "another run", "another agent's")
 EACH = "another model for each"
@@ -88,7 +88,7 @@ def main(federation: str, folder: str) -> None:
     agreed, identity = read(federation), Identity.read(Path(folder))
     transport = Zenoh(agreed, identity)
     try:
-        transport.serve(Liar(agreed, identity, len(models.flatten(network(agreed)))).hear)
+        transport.serve(Liar(agreed, identity, len(architectures.flatten(network(agreed)))).hear)
         sys.stdin.read()
     finally:
         transport.close()

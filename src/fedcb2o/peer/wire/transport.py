@@ -24,8 +24,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import zenoh
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import Identity, Member
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity, Member
 
 Reply: TypeAlias = Callable[[bytes], None]
 Hear: TypeAlias = Callable[[bytes, Reply], None]

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from fedcb2o.peer.check import disagrees
-from fedcb2o.peer.download import HELLO_SECONDS, Downloads, StoppedError
-from fedcb2o.peer.transport import Transport
-from fedcb2o.peer.watch import Watch
+from fedcb2o.peer.node.observer import Watch
+from fedcb2o.peer.node.preflight import disagrees
+from fedcb2o.peer.wire.client import HELLO_SECONDS, Downloads, StoppedError
+from fedcb2o.peer.wire.transport import Transport
 
 SETTLED = 0.2  # seconds between two looks at who is there
 REJOIN = 3.0  # seconds in which who is there is reached

@@ -24,9 +24,9 @@ from fedcb2o.federated.mixing import mix_, mixture
 from fedcb2o.federated.publish import craft_, outbox
 from fedcb2o.federated.round import ask
 from fedcb2o.federated.teams import train_
-from fedcb2o.peer.download import Arrival, Downloads
-from fedcb2o.peer.offers import Offers
-from fedcb2o.runtime import primitives
+from fedcb2o.kernels import dispatch
+from fedcb2o.peer.node.publisher import Offers
+from fedcb2o.peer.wire.client import Arrival, Downloads
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Among:
     def each(self, function: Callable[..., T], *common: Any, own: Sequence[Sequence[Any]] = ()) -> list[T]:
         """What a function finds for the agent; whom it asks, among those that are there."""
         block = self._among(self.may_ask(int(common[0]))) if function is ask else self.block
-        with primitives.by(self.terms.primitives.linear, self.terms.primitives.convolution):
+        with dispatch.by(self.terms.primitives.linear, self.terms.primitives.convolution):
             call = functools.partial(function, block, ONE, *(each[0] for each in own), *common)
             found: Any = call()
             if function is train_ and self._diverged(int(common[0]), *found):

@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedcb2o import data, models, records
-from fedcb2o.data.partition import validates
-from fedcb2o.data.shard import Dataset, Shard
+from fedcb2o import data, records
+from fedcb2o.data._dataset import Dataset, Shard
+from fedcb2o.data._partition import validates
 from fedcb2o.errors import ConfigError, DataError, RunError
-from fedcb2o.experiments.assemble import module_of, neighbours_of, prepare, terms_of
-from fedcb2o.experiments.config import Component, Experiment
-from fedcb2o.experiments.samples import aim_of, checked, dataset_of, digest_of
+from fedcb2o.experiments.config.build import module_of, neighbours_of, prepare, terms_of
+from fedcb2o.experiments.config.datasets import aim_of, checked, dataset_of, digest_of
+from fedcb2o.experiments.config.settings import Component, Experiment
 from fedcb2o.federated.attackers import Attackers
 from fedcb2o.federated.block import Block, Layout
 from fedcb2o.federated.holdings import Holdings
@@ -30,8 +30,9 @@ from fedcb2o.federated.lists import Lists
 from fedcb2o.federated.metrics import Aim
 from fedcb2o.federated.terms import Terms
 from fedcb2o.federated.types import Attack
-from fedcb2o.peer.federation import Federation, make, read
-from fedcb2o.runtime import timed
+from fedcb2o.kernels import autotune
+from fedcb2o.nn import architectures
+from fedcb2o.peer.membership.federation import Federation, make, read
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Agent:
         layout = Layout.of(np.zeros(1, np.int64), 1, self.holdings.malicious, each, self.terms.algorithm.keeps_before)
         rows = layout.inbox + self.terms.asked
         # Not zeros: memory is taken for those rows alone that are written to, and none is read before.
-        pool = torch.empty(rows, models.row_stride(self.terms.dim))[:, : self.terms.dim]
+        pool = torch.empty(rows, architectures.row_stride(self.terms.dim))[:, : self.terms.dim]
         return Block(self.terms, self.holdings, self.attackers, layout, pool)
 
 
@@ -167,7 +168,7 @@ def load_model(folder: Path | str, *, own: Collection[str] = ()) -> nn.Module:
     if not path.exists():
         raise RunError(f"there is no {path}: it is written after the last round")
     try:
-        models.fill_(module, load_file(path))
+        architectures.fill_(module, load_file(path))
     except (SafetensorError, ValueError, OSError) as error:
         raise records.damaged(path, str(error)) from error
     return module.eval()
@@ -221,9 +222,9 @@ def _made(
     holdings: Holdings,
     aim: Aim,
 ) -> Agent:
-    precision = timed.precision_of(terms.training.precision, torch.device("cpu"))
+    precision = autotune.precision_of(terms.training.precision, torch.device("cpu"))
     terms = dataclasses.replace(terms, training=dataclasses.replace(terms.training, precision=precision))
-    common = models.flatten(module_of(experiment, federation.seed, dataset))
+    common = architectures.flatten(module_of(experiment, federation.seed, dataset))
     independent = experiment.agents.initialisation == "independent"
-    first = models.flatten(module_of(experiment, federation.seed, dataset, me)) if independent else common
+    first = architectures.flatten(module_of(experiment, federation.seed, dataset, me)) if independent else common
     return Agent(terms, attackers, holdings, aim, first, common, digest_of(dataset))

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from fedcb2o.errors import RunError
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import Identity, Member
-from fedcb2o.peer.ledger import Ledger
-from fedcb2o.peer.probe import Probed, probe
-from fedcb2o.peer.protocol import Kind, MalformedError, Request, Status, read_answer, read_hello
-from fedcb2o.peer.serve import Server
-from fedcb2o.peer.transport import Transport, Zenoh
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity, Member
+from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.protocol import Kind, MalformedError, Request, Status, read_answer, read_hello
+from fedcb2o.peer.wire.server import Server
+from fedcb2o.peer.wire.tls_probe import Probed, probe
+from fedcb2o.peer.wire.transport import Transport, Zenoh
 
 CLOCK = 60.0
 """Seconds by which clocks may differ before it is told."""

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.peer.coding import Coding
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import Identity
-from fedcb2o.peer.ledger import Journal
-from fedcb2o.peer.protocol import Bytes, Manifest
-from fedcb2o.peer.serve import Server, Snapshot
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.wire.compression import Coding
+from fedcb2o.peer.wire.equivocation import Journal
+from fedcb2o.peer.wire.protocol import Bytes, Manifest
+from fedcb2o.peer.wire.server import Server, Snapshot
 
 
 class Offers:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeAlias, TypeVar
 
-from fedcb2o.peer.federation import Federation
-from fedcb2o.peer.identity import Member
+from fedcb2o.peer.membership.federation import Federation
+from fedcb2o.peer.membership.identity import Member
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 Sign: TypeAlias = Callable[[bytes], bytes]

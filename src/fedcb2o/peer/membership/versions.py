@@ -17,8 +17,8 @@ from pydantic import Field
 
 from fedcb2o import records
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config import Part
-from fedcb2o.peer.identity import Identity, Member
+from fedcb2o.experiments.config.settings import Part
+from fedcb2o.peer.membership.identity import Identity, Member
 
 CONTEXT = b"fedcb2o federation 1\n"
 """What precedes the hash in what members sign, so that it can be taken for nothing else."""
