@@ -17,9 +17,10 @@ import tempfile
 from pathlib import Path
 
 import fedcb2o
-from fedcb2o.experiments.grid import Grid, load_grid
-from fedcb2o.report.grid import UNTIMED
-from fedcb2o.runtime.workers import one_thread
+from fedcb2o.experiments.grid.definition import Grid
+from fedcb2o.experiments.grid.loading import load_grid
+from fedcb2o.parallel.executors import one_thread
+from fedcb2o.report.grid_results import UNTIMED
 
 
 def seconds(grid: Grid, defence: str, rounds: int, data_dir: Path | None) -> float:

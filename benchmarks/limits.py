@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from fedcb2o.runtime import onednn, primitives
+from fedcb2o.kernels import dispatch, onednn
 
 NUM_CLASSES = 47
 Product = tuple[float, Callable[[], torch.Tensor]]
@@ -27,7 +27,7 @@ def products(dtype: torch.dtype = torch.float32) -> dict[str, Product]:
     convolution, square = 2.0 * 64 * 14 * 14 * 64 * 25 * 32, 2.0 * 2048**3
 
     def by_onednn() -> torch.Tensor:
-        with primitives.by("onednn"):
+        with dispatch.by("onednn"):
             return F.linear(a, b)
 
     found: dict[str, Product] = {

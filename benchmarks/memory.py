@@ -96,7 +96,7 @@ def run(agents: int, rounds: int, workers: int | None, folder: Path, resume: boo
     What needs torch is imported here: the process that watches has nothing to do with the run's memory.
     """
     import fedcb2o
-    from fedcb2o.experiments.config import load
+    from fedcb2o.experiments.config.settings import load
 
     malicious = agents * 15 // 100
     changes = {
@@ -127,7 +127,7 @@ def random_images(*, per_class: int = 900, test_per_class: int = 10):
     import numpy as np
     import torch
 
-    from fedcb2o.data.shard import Dataset, Shard
+    from fedcb2o.data._dataset import Dataset, Shard
 
     draw, classes = np.random.default_rng(0), 47
     y = torch.arange(classes).repeat(per_class)
@@ -138,7 +138,7 @@ def random_images(*, per_class: int = 900, test_per_class: int = 10):
 
 def bytes_of(size: str) -> int:
     """The bytes of a size such as 12GiB."""
-    from fedcb2o.experiments.memory import size as bytes_of
+    from fedcb2o.experiments.runs.memory_plan import size as bytes_of
 
     return bytes_of(size)
 

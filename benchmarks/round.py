@@ -25,22 +25,23 @@ import torch
 from limits import NUM_CLASSES, multiplications, rate
 from memory import family
 
-from fedcb2o import models
-from fedcb2o.data.shard import Dataset, Shard, features
-from fedcb2o.experiments import assemble
-from fedcb2o.experiments.config import Experiment, load
-from fedcb2o.experiments.samples import dataset_of, shared_data
-from fedcb2o.federated.block import Block
-from fedcb2o.federated.evaluate import logits
-from fedcb2o.federated.holdings import Holdings
+from fedcb2o.data._dataset import Dataset, Shard, features
+from fedcb2o.experiments.config import build
+from fedcb2o.experiments.config.datasets import dataset_of, shared_data
+from fedcb2o.experiments.config.settings import Experiment, load
+from fedcb2o.federated.agent_data import Holdings
+from fedcb2o.federated.agent_group import Block
+from fedcb2o.federated.contacts import Memory
+from fedcb2o.federated.inference import logits
 from fedcb2o.federated.local_update import local_update_
-from fedcb2o.federated.peers import Memory
-from fedcb2o.federated.terms import Terms
-from fedcb2o.runtime import arena, primitives, timed
-from fedcb2o.runtime.engine import Round, rounds
-from fedcb2o.runtime.shared import Shared
-from fedcb2o.runtime.workers import Processes
-from fedcb2o.streams import stream
+from fedcb2o.federated.run_spec import Terms
+from fedcb2o.kernels import autotune, dispatch
+from fedcb2o.nn import architectures
+from fedcb2o.parallel import shared_memory
+from fedcb2o.parallel.executors import Processes
+from fedcb2o.rng import stream
+from fedcb2o.simulation.local_engine import Shared
+from fedcb2o.simulation.rounds import Round, rounds
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL = {
@@ -63,10 +64,10 @@ def random_images(*, per_class: int = 250, test_per_class: int = 296) -> Dataset
 def experiment_of(small: bool, real: bool) -> Experiment:
     """The speed setting, made from the preset of the paper's full size."""
     hidden = {"hidden": SMALL["model.hidden"]} if small else {}
-    probed, images = models.cnn((1, 28, 28), NUM_CLASSES, **hidden), torch.zeros(64, 1, 28, 28)
+    probed, images = architectures.cnn((1, 28, 28), NUM_CLASSES, **hidden), torch.zeros(64, 1, 28, 28)
     by = {
-        "linear": timed.fastest_linear(),
-        "convolution": timed.fastest_convolution_of_one(probed, images, "float32"),
+        "linear": autotune.fastest_linear(),
+        "convolution": autotune.fastest_convolution_of_one(probed, images, "float32"),
     }
     changes = {"agents.benign": 7, "agents.malicious": 3, "agents.budget": 4, **by}
     if not real:
@@ -97,16 +98,16 @@ class Library:
 @contextlib.contextmanager
 def library(experiment: Experiment, dataset: Dataset, cores: int, options: argparse.Namespace) -> Iterator[Library]:
     """A side of the library: `cores` processes that share its models."""
-    prepared = assemble.prepare(experiment, 0, dataset)
+    prepared = build.prepare(experiment, 0, dataset)
     dim = prepared.terms.dim
-    make = functools.partial(assemble.block_of, experiment, 0, dataset.names, dim)
-    with arena.shared(assemble.specs_of(dataset, experiment.num_models, dim)) as shared:
+    make = functools.partial(build.block_of, experiment, 0, dataset.names, dim)
+    with shared_memory.shared(build.specs_of(dataset, experiment.num_models, dim)) as shared:
         tensors = shared.tensors()
         for name, tensor in shared_data(dataset).items():
             tensors[name].copy_(tensor)
         block = prepared.block(tensors["models"][:, :dim])
         agents = range(prepared.terms.num_agents)
-        assemble.first_models_(block.pool[: len(agents)], prepared.experiment, prepared.seed, prepared.dataset, agents)
+        build.first_models_(block.pool[: len(agents)], prepared.experiment, prepared.seed, prepared.dataset, agents)
         workers: Processes[Block] = Processes(cores, shared, make)
         engine, memory = Shared(block, workers), Memory.blank(len(agents))
         made = rounds(engine, memory, 0, options.rounds, lambda n: options.evaluate)
@@ -162,7 +163,7 @@ def ready(block: Block) -> None:
     """Have a worker make its block and take a step on a copy of a model, before a round is timed."""
     terms, theta = block.terms, block.pool[:1].clone()
     shard, training = shard_of(block.holdings, 0), dataclasses.replace(terms.training, local_steps=1)
-    with primitives.by(terms.primitives.linear, terms.primitives.convolution):
+    with dispatch.by(terms.primitives.linear, terms.primitives.convolution):
         local_update_(theta[0], terms.module, shard, training, stream(terms.seed, "ready"))
         logits(terms.module, theta, torch.tensor([0]), shard.x[:100])
 

@@ -26,16 +26,16 @@ from limits import rate
 from memory import family
 
 import fedcb2o
-from fedcb2o.experiments import assemble
-from fedcb2o.experiments.config import Experiment, load
-from fedcb2o.experiments.lines import metrics_line, pairs_line
-from fedcb2o.experiments.memory import Plan
-from fedcb2o.experiments.run import _enter
-from fedcb2o.experiments.samples import aim_of, dataset_of
-from fedcb2o.federated.peers import Memory
+from fedcb2o.experiments.config import build
+from fedcb2o.experiments.config.datasets import aim_of, dataset_of
+from fedcb2o.experiments.config.settings import Experiment, load
+from fedcb2o.experiments.runs.local_backend import _enter
+from fedcb2o.experiments.runs.memory_plan import Plan
+from fedcb2o.experiments.runs.round_records import metrics_line, pairs_line
+from fedcb2o.federated.contacts import Memory
+from fedcb2o.parallel.executors import one_thread
 from fedcb2o.records import Records
-from fedcb2o.runtime.engine import rounds
-from fedcb2o.runtime.workers import one_thread
+from fedcb2o.simulation.rounds import rounds
 
 FEATURES, CLASSES, SAMPLES = 20, 10, 20
 PHASES = ("train", "aggregate", "mix", "records")
@@ -90,11 +90,11 @@ def processor_seconds() -> float:
 def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, float]:
     """Processor seconds of a round by phase, the least of some rounds; `evaluate` apart."""
     dataset = dataset_of(experiment, None)
-    prepared = assemble.prepare(experiment, 0, dataset)
+    prepared = build.prepare(experiment, 0, dataset)
     found: list[dict[str, float]] = []
     with ExitStack() as stack:
         engine = _enter(stack, prepared, Plan(count, 0, 0))
-        assemble.first_models_(
+        build.first_models_(
             engine.block.pool[: prepared.kept], prepared.experiment, 0, dataset, range(prepared.kept)
         )
         log = Records(Path(stack.enter_context(tempfile.TemporaryDirectory())))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from benchmarks.kappa import admits, exact, least, rules, shown, upper
+from paper.kappa import admits, exact, least, rules, shown, upper
 
 PAGE = Path(__file__).parents[1] / "docs" / "robustness.md"
 ROWS = [

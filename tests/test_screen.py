@@ -1,13 +1,13 @@
-"""Which defences need all seeds of a grid (benchmarks/screen.py)."""
+"""Which defences need all seeds of a grid (paper/screen.py)."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from benchmarks.screen import contenders
+from paper.screen import contenders
 
-from fedcb2o.report.grid import KEYS, MEASURES, GridResults
+from fedcb2o.report.grid_results import KEYS, MEASURES, GridResults
 
 
 def results(lost):

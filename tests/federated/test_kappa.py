@@ -1,14 +1,14 @@
-"""The search for the robustness coefficient of rules, `benchmarks/kappa.py`: it finds what is known, and no more."""
+"""The search for the robustness coefficient of rules, `paper/kappa.py`: it finds what is known, and no more."""
 
 import functools
 
 import pytest
 import torch
-from benchmarks import kappa
+from paper import kappa
 
 from fedcb2o.federated import pre_steps, robust
 from fedcb2o.federated.aggregate import apply
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The verdicts of `benchmarks/claims.py`, by hand, and the published tables from the values that they were made of."""
+"""The verdicts of `paper/claims.py`, by hand, and the published tables from the values that they were made of."""
 
 import math
 from pathlib import Path
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from benchmarks import claims
+from paper import claims
 from tests.report.synthetic import draw_run
 
 from fedcb2o.records import Run

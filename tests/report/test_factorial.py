@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from benchmarks import factorial
+from paper import factorial
 
 LOG = Path(__file__).parents[2] / "docs" / "log.md"
 

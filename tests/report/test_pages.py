@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from benchmarks.pages import PICTURE, TABLE, drawn_of, named, pictures, rewritten
+from paper.pages import PICTURE, TABLE, drawn_of, named, pictures, rewritten
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, make_grid
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.grid import load_grid
+from fedcb2o.experiments.grid.loading import load_grid
 from fedcb2o.report import read_grid, report_grid
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.parts import FAMILIES, Family, gains, parts_table
+from paper.parts import FAMILIES, Family, gains, parts_table
 from tests.report.test_matrix import FLIP, MEDIAN, NOISE, make_grid
 
 from fedcb2o.errors import ConfigError

@@ -2,7 +2,7 @@
 
 import pandas as pd
 import pytest
-from benchmarks import quotes
+from paper import quotes
 from scipy import stats
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from benchmarks.pages import named
 from matplotlib.figure import Figure
+from paper.pages import named
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 
 from fedcb2o.records import read_sealed, write_sealed
 from fedcb2o.report import grid_page
-from fedcb2o.report.grid import read_grid
+from fedcb2o.report.attack_strengths import chosen_table, tried_table, write_strengths
 from fedcb2o.report.grid_page import report_grid
+from fedcb2o.report.grid_results import read_grid
 from fedcb2o.report.page import new_page
-from fedcb2o.report.strengths import chosen_table, tried_table, write_strengths
 
 DOCS = Path(__file__).parents[2] / "docs"
 STRENGTHS = [{}, {"attack": {"z": 2.0}}, {"attack": {"z": 8.0}}]

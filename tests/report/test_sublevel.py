@@ -1,12 +1,12 @@
-"""The counts of `benchmarks/sublevel.py` by hand, and its page from the values that are kept."""
+"""The counts of `paper/sublevel.py` by hand, and its page from the values that are kept."""
 
 import itertools
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from benchmarks import sublevel
-from benchmarks import sublevel_shown as shown
+from paper import sublevel
+from paper import sublevel_page as shown
 
 import fedcb2o
 

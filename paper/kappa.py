@@ -1,6 +1,6 @@
 """The robustness coefficient of the rules, from below: how far an adversary can push what comes out.
 
-    .venv/bin/python benchmarks/kappa.py [--sizes 11,2 11,4] [--only RULE ...] [--steps 500] [--seed 0] [--markdown]
+    .venv/bin/python paper/kappa.py [--sizes 11,2 11,4] [--only RULE ...] [--steps 500] [--seed 0] [--markdown]
 
 A rule R of n models is (f, kappa)-robust if for all x_1, ..., x_n and every set S of n - f of them
 ||R(x) - mean_S||^2 <= kappa 1/|S| sum_{i in S} ||x_i - mean_S||^2 (Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and
@@ -27,7 +27,7 @@ from torch import Tensor
 from fedcb2o.federated import pre_steps, robust, robust_columns
 from fedcb2o.federated.aggregate import decide, form_of
 from fedcb2o.federated.types import Reduction
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 UNBOUNDED = 1e6  # what is beyond grows on: the search stops there
 LEAST_SPREAD = 1e-8  # of the models in S: what is nearer to each other counts as equal

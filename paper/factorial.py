@@ -1,7 +1,7 @@
 """What each choice that FedCB2O leaves open does, and which of them act together: a factorial on tuning images.
 
-    .venv/bin/python benchmarks/factorial.py digits      # measure what is missing, about an hour on two quiet cores
-    .venv/bin/python benchmarks/factorial.py digits --tables
+    .venv/bin/python paper/factorial.py digits      # measure what is missing, about an hour on two quiet cores
+    .venv/bin/python paper/factorial.py digits --tables
 
 Every seed runs a fractional factorial of resolution IV: a Hadamard matrix of order 16 folded over, that is with its
 negative, 32 runs, whose columns are given to factors, and turned, by the seed. So within each seed a main effect is
@@ -29,8 +29,8 @@ import pandas as pd
 from scipy import linalg, stats
 
 import fedcb2o
-from fedcb2o.experiments.tables import over
-from fedcb2o.report.matrix import half_width, holm, interval
+from fedcb2o.experiments.config.tables import over
+from fedcb2o.report.statistics import half_width, holm, interval
 
 RAW = Path(__file__).parents[1] / "docs" / "benchmark" / "factorial"
 FLIP = {"name": "label_flip", "source": 3, "target": 8}

@@ -1,9 +1,9 @@
 """The tables and pictures of a page that are a grid's: made again from the results that are kept beside it.
 
-    .venv/bin/python -m benchmarks.pages docs/benchmark.md README.md    # writes anew what results have changed
+    .venv/bin/python -m paper.pages docs/benchmark.md README.md    # writes anew what results have changed
 
 A table stands below a comment that says which it is, by the folder of the grid's `summary.csv` beside the page and the
-table's name in the report: `<!-- table: benchmark/rules 3-of-10/regret -->`. So do those of `benchmarks/parts.py`,
+table's name in the report: `<!-- table: benchmark/rules 3-of-10/regret -->`. So do those of `paper/parts.py`,
 which no report has. A picture of a matrix of regrets stands below such a comment, too, `<!-- picture: benchmark/attacks
 accuracy-regret -->`; its file says what table it was drawn of. A test holds pages to this.
 """
@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from benchmarks.parts import FAMILIES, parts_table
+from paper.parts import FAMILIES, parts_table
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.report import read_grid, to_markdown
-from fedcb2o.report.grid import GridResults
+from fedcb2o.report.attack_strengths import choices_of, chosen_table
 from fedcb2o.report.grid_page import regret_picture
+from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import (
     View,
     across,
@@ -39,7 +40,6 @@ from fedcb2o.report.grid_tables import (
     tuning_table,
 )
 from fedcb2o.report.page import slug
-from fedcb2o.report.strengths import choices_of, chosen_table
 
 TABLE = re.compile(r"(?P<mark>^<!-- table: (?P<folder>\S+) (?P<name>\S+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
 PICTURE = re.compile(

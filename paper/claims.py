@@ -1,7 +1,7 @@
 """The paper's empirical claims, each with its statistic, an interval over seeds and a verdict.
 
-    .venv/bin/python benchmarks/claims.py runs/claims --out docs/reproduction/digits    # the values, and figures
-    .venv/bin/python benchmarks/claims.py --page docs/claims.md    # the page's tables, from the values beside it
+    .venv/bin/python paper/claims.py runs/claims --out docs/reproduction/digits    # the values, and figures
+    .venv/bin/python paper/claims.py --page docs/claims.md    # the page's tables, from the values beside it
 
 A folder holds runs named PREFIX-fedcbo, PREFIX-fedcb2o and so on, as presets are; where several are given, runs of one
 name are one with all of their seeds, and seeds that have not run to their end are left out. Of runs of one name that
@@ -36,7 +36,7 @@ import numpy as np
 import pandas as pd
 
 from fedcb2o.records import Run, digest, last_fifth, summary
-from fedcb2o.report import figures, matrix
+from fedcb2o.report import figures, statistics
 from fedcb2o.report.tables import attacked, pair_statistics
 
 ACCURACY, SOURCE, SUCCESS = METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
@@ -333,7 +333,7 @@ def interval(each: "pd.Series[float]") -> tuple[float, float, float]:
     mean = float(known.mean())
     if len(known) < 2:
         return mean, -math.inf, math.inf
-    half = float(matrix.half_width(len(known), known.std(ddof=1)))
+    half = float(statistics.half_width(len(known), known.std(ddof=1)))
     return mean, mean - half, mean + half
 
 
@@ -394,7 +394,7 @@ def _cell(claim: Claim, runs: Values, seeds: int) -> str:
     sign = "+" if " less " in claim.statistic or " by" in claim.statistic else ""
     places = 2 if claim.statistic.startswith(tuple(NAMED.values())) else 3
     count = "" if len(each) == seeds and seeds > 1 else f" ({len(each)} seed{'s' * (len(each) > 1)})"
-    return matrix.interval(mean, low, high, places, sign) + count + f" **{verdict(claim, low, high)}**"
+    return statistics.interval(mean, low, high, places, sign) + count + f" **{verdict(claim, low, high)}**"
 
 
 def metrics_table(known: Values) -> str:
@@ -406,7 +406,7 @@ def metrics_table(known: Values) -> str:
         cells = []
         for column in shown if not name.endswith("-clean") else ():
             mean, low, high = interval(_column(table, column))
-            cells.append("–" if math.isnan(mean) else matrix.interval(mean, low, high, digits=2))
+            cells.append("–" if math.isnan(mean) else statistics.interval(mean, low, high, digits=2))
         if cells:
             lines.append("| " + " | ".join([f"`{name}`", *cells, str(len(table))]) + " |")
     return "\n".join(lines) + "\n"

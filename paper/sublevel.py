@@ -1,7 +1,7 @@
 """What each thing that Algorithm 2 leaves out is worth to attackers, and where they capture the consensus point.
 
-    .venv/bin/python -m benchmarks.sublevel --out docs/benchmark/sublevel    # runs what is not there yet, 40 minutes
-    .venv/bin/python -m benchmarks.sublevel --out docs/benchmark/sublevel --page docs/sublevel.md --figures docs/figures
+    .venv/bin/python -m paper.sublevel --out docs/benchmark/sublevel    # runs what is not there yet, 40 minutes
+    .venv/bin/python -m paper.sublevel --out docs/benchmark/sublevel --page docs/sublevel.md --figures docs/figures
 
 Digits, two unknown clusters of 10, 25 rounds, seeds 3000 to 3004 on tuning images. `runs.csv` has a line a run: what it
 reached, and of the rounds in which the attack is on and everybody has been asked once, of agents that received a full
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from benchmarks import sublevel_shown as shown
-from benchmarks.sublevel_shown import BUDGET
 from matplotlib import rc_context
+from paper import sublevel_page as shown
+from paper.sublevel_page import BUDGET
 
 import fedcb2o
 

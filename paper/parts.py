@@ -1,12 +1,12 @@
 """What each part of FedCB2O is worth in the grid `ablation`: the differences with it and without it.
 
-    .venv/bin/python -m benchmarks.parts docs/benchmark/ablation    # how many stay after correction, and which
+    .venv/bin/python -m paper.parts docs/benchmark/ablation    # how many stay after correction, and which
 
 There are three families of differences: of the whole, with half of the samples held out and with all data, with a part
 left out; and of Algorithm 2 with a part added. A difference is what the part gains, paired by seeds: in accuracy, or by
 how much fewer of an attack's tries succeed. It stays where its p-value is below 5% after Holm's correction over all of
 its family, both settings and both measures together, and Bonferroni's for the times that the seeds were looked at.
-`benchmarks/pages.py` puts the tables on a page, by the names `SETTING/parts-FAMILY`.
+`paper/pages.py` puts the tables on a page, by the names `SETTING/parts-FAMILY`.
 """
 
 import argparse
@@ -17,9 +17,9 @@ import pandas as pd
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.report import read_grid
-from fedcb2o.report.grid import GridResults
+from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import RIVALS, SIGNIFICANT, View, measure
-from fedcb2o.report.matrix import CONFIDENCE, holm, interval, paired, scored, statistics
+from fedcb2o.report.statistics import CONFIDENCE, holm, interval, paired, scored, statistics
 
 LOOKS = 4
 """How often the results were looked at while seeds were added: with five, eight, ten and twenty."""

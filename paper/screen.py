@@ -1,6 +1,6 @@
 """Which defences of a grid need all of its seeds, and for which the few that were run say enough.
 
-    .venv/bin/python benchmarks/screen.py runs/digits
+    .venv/bin/python paper/screen.py runs/digits
 
 Enough is known of a defence whose worst regret is above the lowest one's by a paired interval that excludes 0 in every
 contest of the headline (accuracy, attack success, either; with and without what the grid sets aside), and that is the
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedcb2o.report import read_grid
-from fedcb2o.report.grid import GridResults
+from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import RIVALS, View, contests
 from fedcb2o.report.regret import minimax, minimax_differences
 

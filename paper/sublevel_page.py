@@ -1,4 +1,4 @@
-"""The tables and figures of docs/sublevel.md, from the values that benchmarks/sublevel.py keeps beside it."""
+"""The tables and figures of docs/sublevel.md, from the values that paper/sublevel.py keeps beside it."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 
 from fedcb2o.report import to_markdown
 from fedcb2o.report.figures import COLOURS, MARKERS, STYLE
-from fedcb2o.report.matrix import half_width
+from fedcb2o.report.statistics import half_width
 from fedcb2o.report.tables import spread
 
 BETAS = (0.25, 0.5, 0.75, 1.0)

@@ -1,7 +1,7 @@
 """When malicious particles capture the consensus point, and what cures it: the tables and figures of docs/particles.md.
 
-    .venv/bin/python benchmarks/capture.py [--num-particles 10000] [--runs 3] [--figure docs/figures/capture.png]
-    .venv/bin/python benchmarks/capture.py --runs 10 --border docs/figures/capture-border.png
+    .venv/bin/python paper/capture.py [--num-particles 10000] [--runs 3] [--figure docs/figures/capture.png]
+    .venv/bin/python paper/capture.py --runs 10 --border docs/figures/capture-border.png
 
 L = (|x|^2 - 1)^2, G = |x - (2, 0)|^2, target (1, 0). Isotropic noise, lambda1 = 1, sigma1 = 0.5, alpha = 1000,
 beta = 0.05 unless it is varied, dt = 0.01, 600 steps, start N(0, I). Attackers stand at (-1, 0), a minimiser of L that

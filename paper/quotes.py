@@ -1,8 +1,8 @@
 """The intervals that pages quote in their sentences: of what each is, and whether it still comes out.
 
-    .venv/bin/python -m benchmarks.quotes            # computes all again; tells those that differ or are not known
-    .venv/bin/python -m benchmarks.quotes "3.6 [3."  # what the quotes that begin so are of
-    .venv/bin/python -m benchmarks.quotes --mark     # writes the degree signs anew
+    .venv/bin/python -m paper.quotes            # computes all again; tells those that differ or are not known
+    .venv/bin/python -m paper.quotes "3.6 [3."  # what the quotes that begin so are of
+    .venv/bin/python -m paper.quotes --mark     # writes the degree signs anew
 
 docs/quotes.csv has a line for each, made of the values that are kept beside the pages; of equal quotes on a page the
 first line is the first one's. `of` is what the interval is of, and `less` what is taken from it, seed by seed. Both are
@@ -13,7 +13,7 @@ a folder of docs with a grid's `summary.csv`, its setting if it has several, a d
     benchmark/digits | FedCBO | accuracy regret | Trash                by how much it is behind the best of the column
     benchmark/digits | FedCBO | regret | Either, worst but Backdoor    the same in the worst column of a contest
 
-or a folder of `benchmarks/claims.py`, a method, a metric, and `last` for the last round, `later` for the mean of the
+or a folder of `paper/claims.py`, a method, a metric, and `last` for the last round, `later` for the mean of the
 evaluations in the second half of the rounds or `all` for that of all evaluations. Means and Student's intervals at 95%
 are over the seeds that both have. A degree sign follows a difference that is told, as 0 is not in its interval, but
 not after Holm's correction over all differences of its folder that are quoted. A line without `of` says in `note` why
@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from benchmarks.claims import interval, read_mean, read_values
+from paper.claims import interval, read_mean, read_values
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.report import matrix, read_grid
+from fedcb2o.report import read_grid, statistics
 from fedcb2o.report.grid_tables import View, contests, measure
-from fedcb2o.report.matrix import CONFIDENCE, holm, summed_up
 from fedcb2o.report.regret import minimax
+from fedcb2o.report.statistics import CONFIDENCE, holm, summed_up
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("../README.md", "benchmark.md", "claims.md", "configuration.md", "criteria.md")
@@ -120,7 +120,7 @@ def recomputed(docs: Path, of: str, less: str = "", decimals: int = 1) -> str:
             raise ConfigError(f"{of!r} and {less!r} are in other units")
         each = each - other
     mean, low, high = (scale * value for value in interval(each))
-    return matrix.interval(mean, low, high, decimals)
+    return statistics.interval(mean, low, high, decimals)
 
 
 @functools.cache
