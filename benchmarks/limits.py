@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -57,3 +58,18 @@ def rate(world: object = None, dtype: torch.dtype = torch.float32) -> dict[str, 
             best[name] = count / min(seconds)
     torch.set_num_threads(before)
     return best
+
+
+def family(root: int) -> list[int]:
+    """The process `root` and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+        children.setdefault(parent, []).append(int(path.parent.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found

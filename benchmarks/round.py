@@ -22,8 +22,7 @@ from pathlib import Path
 import numpy as np
 import plain
 import torch
-from limits import NUM_CLASSES, multiplications, rate
-from memory import family
+from limits import NUM_CLASSES, family, multiplications, rate
 
 from fedcb2o.data._dataset import Dataset, Shard, features
 from fedcb2o.experiments.config import build

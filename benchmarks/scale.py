@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from limits import rate
-from memory import family
+from limits import family, rate
 
 import fedcb2o
 from fedcb2o.experiments.config import build
