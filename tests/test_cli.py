@@ -14,9 +14,9 @@ import pytest
 import tomli_w
 
 import fedcb2o
-from fedcb2o.cli import runs, stops
+from fedcb2o.cli import runs, signals
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.tables import presets
+from fedcb2o.experiments.config.tables import presets
 from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, here, tiny, write
 
 COMMANDS = {
@@ -71,9 +71,9 @@ def test_help_reads_well(words):
 
 
 def test_a_signal_that_was_swallowed_is_heard_again_a_few_seconds_later(monkeypatch):
-    monkeypatch.setattr(stops, "DEAF", 0.3)
+    monkeypatch.setattr(signals, "DEAF", 0.3)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
-    stop = stops.Stops()
+    stop = signals.Stops()
     try:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)

@@ -11,9 +11,10 @@ import pytest
 import tomli_w
 
 from fedcb2o.errors import RunError
-from fedcb2o.experiments import load, run, surroundings
+from fedcb2o.experiments import load, run
+from fedcb2o.experiments.runs import provenance
 from fedcb2o.records import Records, Run, Sums
-from fedcb2o.records.sums import FREE, sum_of
+from fedcb2o.records.checksums import FREE, sum_of
 from tests.tiny import here, write
 
 SEED = "seed-1000"
@@ -279,7 +280,7 @@ def test_samples_that_cannot_be_made_again_as_they_were_may_be_removed(copy, mon
     samples = out / SEED / "samples.safetensors"
     samples.write_bytes(b"no")
     with monkeypatch.context() as other:  # another version of what writes them
-        other.setattr(surroundings, "save", lambda tensors: b"other")
+        other.setattr(provenance, "save", lambda tensors: b"other")
         assert "remove it to do without pictures" in resume(path, out).one_line()
         samples.unlink()
         assert resume(path, out).status == 0

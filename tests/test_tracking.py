@@ -6,10 +6,10 @@ import sys
 import pytest
 
 import fedcb2o
-from fedcb2o.cli import complete
+from fedcb2o.cli import completion
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.records import read_lines
-from fedcb2o.tracking import copy, points, targets
+from fedcb2o.tracking import points, sync, trackers
 from tests.tiny import StopError, here, stop_after, tiny, write
 
 LINE = {
@@ -166,7 +166,7 @@ def test_a_wrong_tracker_is_one_line_before_anything_runs(tmp_path, target, line
 
 
 def test_a_shell_offers_every_tracker():
-    assert complete.trackers("") == [*targets.NEEDED]
+    assert completion.trackers("") == [*trackers.NEEDED]
 
 
 def test_nowhere_to_copy_to_is_told(tmp_path):
@@ -175,11 +175,11 @@ def test_nowhere_to_copy_to_is_told(tmp_path):
 
 
 def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setattr(targets, "find_spec", lambda name: None if name == "alembic" else sys)
-    assert targets.check("tensorboard") == targets.check(["tensorboard"] * 2) == ("tensorboard",)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None if name == "alembic" else sys)
+    assert trackers.check("tensorboard") == trackers.check(["tensorboard"] * 2) == ("tensorboard",)
     told = "mlflow needs the extra, of which alembic is missing: pip install 'fedcb2o[mlflow]'"
     with pytest.raises(ConfigError, match=re.escape(told)):
-        targets.check("mlflow")
+        trackers.check("mlflow")
 
 
 def test_a_tracker_that_fails_meanwhile_costs_no_run(tmp_path, monkeypatch, capsys):
@@ -187,7 +187,7 @@ def test_a_tracker_that_fails_meanwhile_costs_no_run(tmp_path, monkeypatch, caps
         def begin(self, place):
             raise OSError("the server has gone")
 
-    monkeypatch.setattr(copy, "opened", lambda target, root: Broken())
+    monkeypatch.setattr(sync, "opened", lambda target, root: Broken())
     run = fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=1, track="tensorboard")
     assert run.complete
     told = capsys.readouterr().err

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from tests.report.synthetic import draw_run
 
 from fedcb2o.report import sample_images, source_counts, weight_matrix
-from fedcb2o.report.alt import told
+from fedcb2o.report.alt_text import told
 from fedcb2o.report.figures import percent
 
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from fedcb2o.report.decay import Decay
-from fedcb2o.report.landscape import Scene, animate, landscape
+from fedcb2o.report.particle_figures import Scene, animate, landscape
 
 
 def scene(*, dim=2, clusters=1, runs=1, malicious=3, upper=True, target=True, band=True, frames=8):

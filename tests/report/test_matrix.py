@@ -29,7 +29,7 @@ from fedcb2o.report.grid_tables import (
     tuning_table,
 )
 from fedcb2o.report.heat_map import heat_map
-from fedcb2o.report.matrix import holm, interval, mean_over, paired, scored, statistics
+from fedcb2o.report.statistics import holm, interval, mean_over, paired, scored, statistics
 
 # Two clusters of two benign agents and a malicious one; the benign are 0, 1, 3 and 4.
 AGENTS = {

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedcb2o.report.quiet import harm_bounds, quiet
+from fedcb2o.report.ineffective_attacks import harm_bounds, quiet
 
 
 def rows(**harm):

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from fedcb2o.cli import configurations, data, minimizing, peers, runs
-from fedcb2o.cli.stops import Stops
+from fedcb2o.cli import configurations, data, peers, runs
+from fedcb2o.cli.minimize import command
+from fedcb2o.cli.signals import Stops
 from fedcb2o.errors import FedCB2OError
-from fedcb2o.output import kept, lost
-from fedcb2o.runtime import machine
+from fedcb2o.parallel import resources
+from fedcb2o.safe_stdio import kept, lost
 
 app = typer.Typer(
     name="fedcb2o",
@@ -32,7 +33,7 @@ for _function in (
     runs.track,
     configurations.presets,
     configurations.schema,
-    minimizing.minimize,
+    command.minimize,
 ):
     app.command()(_function)
 for _get in (data.emnist, data.mnist, data.fashion_mnist, data.cifar10):
@@ -70,7 +71,7 @@ def _version(wanted: bool) -> bool:
 def _root(
     _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    machine.check()
+    resources.check()
 
 
 @kept()
@@ -107,9 +108,9 @@ def main() -> None:
         what = error.filename or "cannot write the output"
         _leave(f"Error: {what}: {error.strerror or error}", 2)
     except Exception as error:
-        if not machine.is_full(error):
+        if not resources.is_full(error):
             raise
-        _leave(f"Error: memory is full ({_one_line(error)}): {machine.MORE}", 2)
+        _leave(f"Error: memory is full ({_one_line(error)}): {resources.MORE}", 2)
     finally:
         stops.forget()
 

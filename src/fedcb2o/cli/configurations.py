@@ -6,13 +6,15 @@ from typing import Annotated
 
 import typer
 
-from fedcb2o.cli import complete
+from fedcb2o.cli import completion
 
 
 def presets(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[PRESET]", help="Print this one.", show_default=False, autocompletion=complete.presets),
+        typer.Argument(
+            metavar="[PRESET]", help="Print this one.", show_default=False, autocompletion=completion.presets
+        ),
     ] = None,
 ) -> None:
     """List the presets, a line each, or print one as it resolves: a file that `fedcb2o run` takes.
@@ -20,11 +22,11 @@ def presets(
     Example: fedcb2o presets digits-fedcb2o > mine.toml
     """
     if name is None:
-        from fedcb2o.experiments.tables import presets as all_presets
+        from fedcb2o.experiments.config.tables import presets as all_presets
 
         print_listed(all_presets())
         return
-    from fedcb2o.experiments.config import load
+    from fedcb2o.experiments.config.settings import load
     from fedcb2o.records import toml_of
 
     print(toml_of(load(name).settings()), end="")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedcb2o.cli import complete
+from fedcb2o.cli import completion
 from fedcb2o.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedcb2o.peer.federation import Federation
+    from fedcb2o.peer.membership.federation import Federation
 
 
 class Encoding(StrEnum):
@@ -49,7 +49,7 @@ def identity(
     days: Days = 397,
 ) -> Path:
     """Make an organisation's keys and certificates, and NAME.member.toml, the public half to send to the others."""
-    from fedcb2o.peer.identity import Identity
+    from fedcb2o.peer.membership.identity import Identity
 
     made = Identity.make(out, name=name, endpoint=endpoint, days=days)
     print(f"{made.folder} holds the keys of {name}: keep it to yourself. Its fingerprint, to be read to the others:")
@@ -73,7 +73,7 @@ def renew(
     ] = None,
 ) -> Path:
     """Make a new TLS certificate, which the others need not be told of; it counts when `peer run` starts again."""
-    from fedcb2o.peer.identity import Identity
+    from fedcb2o.peer.membership.identity import Identity
 
     mine = Identity.read(identity)
     if out is None:
@@ -94,7 +94,7 @@ def federation(
             metavar="PRESET_OR_FILE.toml",
             help="What the members train.",
             show_default=False,
-            autocompletion=complete.presets,
+            autocompletion=completion.presets,
         ),
     ],
     member: Annotated[
@@ -121,10 +121,10 @@ def federation(
     Who runs with the file agrees to it. It may be edited until then, and is the same file for all.
     """
     from fedcb2o.cli.runs import settings_of
-    from fedcb2o.experiments.config import load
-    from fedcb2o.experiments.samples import dataset_of
-    from fedcb2o.peer.federation import make, write
-    from fedcb2o.peer.identity import Member
+    from fedcb2o.experiments.config.datasets import dataset_of
+    from fedcb2o.experiments.config.settings import load
+    from fedcb2o.peer.membership.federation import make, write
+    from fedcb2o.peer.membership.identity import Member
 
     if out.exists():
         raise ConfigError(f"{out} is there: choose another --out, or `fedcb2o peer amend` it")
@@ -159,8 +159,8 @@ def amend(
     ] = None,
 ) -> Path:
     """Write the next version, with other members; it counts when more than half of those so far signed it."""
-    from fedcb2o.peer.federation import amended, read, write
-    from fedcb2o.peer.identity import Member
+    from fedcb2o.peer.membership.federation import amended, read, write
+    from fedcb2o.peer.membership.identity import Member
 
     if out.exists():
         raise ConfigError(f"{out} is there: choose another --out")
@@ -183,8 +183,8 @@ def sign(
     ] = None,
 ) -> Path:
     """Agree to a new version of a federation: add this member's signature to the file, or look at it before."""
-    from fedcb2o.peer import federation
-    from fedcb2o.peer.identity import Identity
+    from fedcb2o.peer.membership import federation
+    from fedcb2o.peer.membership.identity import Identity
 
     if identity is None and merge:
         raise ConfigError("--merge changes the file: give --identity too")
@@ -224,8 +224,8 @@ def proof(
     ] = None,
 ) -> None:
     """Check, offline, a file that shows that a member signed two different models for one round."""
-    from fedcb2o.peer.federation import read
-    from fedcb2o.peer.ledger import check_proof
+    from fedcb2o.peer.membership.federation import read
+    from fedcb2o.peer.wire.equivocation import check_proof
 
     print(check_proof(file, None if federation is None else read(federation)))
 
@@ -235,7 +235,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where report.html goes. Default: into that folder.")] = None,
 ) -> Path:
     """Write one agent's page: accuracy, whom it asked, who answered how fast, weights, what was refused, bytes."""
-    from fedcb2o.peer.report import report as write_report
+    from fedcb2o.peer.report.node_page import report as write_report
 
     path = write_report(folder, out)
     print(path)
@@ -249,9 +249,9 @@ def demo(
     """Run eight organisations on this machine, a process each: two flip labels, one sends garbage."""
     from rich.console import Console
 
-    from fedcb2o.peer.demo import TOLD
-    from fedcb2o.peer.demo import demo as run_demo
-    from fedcb2o.report.render import to_rich
+    from fedcb2o.peer.node.demo import TOLD
+    from fedcb2o.peer.node.demo import demo as run_demo
+    from fedcb2o.report.table_formats import to_rich
 
     console = Console()
     for title, table in run_demo(out, rounds=rounds).items():
@@ -276,10 +276,10 @@ def check(
     Before it, the run's id to be compared with the others, and with --data whether these data fit. Ends with exit
     status 1 where something is wrong.
     """
-    from fedcb2o.peer import agent
-    from fedcb2o.peer import check as checking
-    from fedcb2o.peer.federation import read
-    from fedcb2o.peer.identity import Identity
+    from fedcb2o.peer.membership.federation import read
+    from fedcb2o.peer.membership.identity import Identity
+    from fedcb2o.peer.node import agent
+    from fedcb2o.peer.node import preflight as checking
 
     agreed, mine = read(file, own=own or []), Identity.read(identity)
     me = agreed.id_of(mine.member)
@@ -324,12 +324,12 @@ def run(
 
     Example: fedcb2o peer run federation.toml --identity keys --data my_hospital:dataset --out runs/hospital-a
     """
-    from fedcb2o.experiments.config import load
-    from fedcb2o.peer.agent import data_of
-    from fedcb2o.peer.federation import read
-    from fedcb2o.peer.live import Live
-    from fedcb2o.peer.node import Node
-    from fedcb2o.peer.recorded import Recorded
+    from fedcb2o.experiments.config.settings import load
+    from fedcb2o.peer.membership.federation import read
+    from fedcb2o.peer.node.agent import data_of
+    from fedcb2o.peer.node.node import Node
+    from fedcb2o.peer.report.live_table import Live
+    from fedcb2o.peer.report.peer_records import Recorded
 
     if (data is None) == (simulate is None):
         raise ConfigError(

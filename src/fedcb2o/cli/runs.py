@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fedcb2o.cli import complete
+from fedcb2o.cli import completion
 from fedcb2o.cli.configurations import print_listed
 from fedcb2o.errors import ConfigError
 
@@ -28,7 +28,7 @@ class Over(StrEnum):
 def _address(value: str | None) -> str | None:
     """The address of a cluster, which is looked at before all else: what follows may have been meant."""
     if value is not None:
-        from fedcb2o.experiments.arguments import check_address
+        from fedcb2o.experiments.config.arguments import check_address
 
         check_address(value)
     return value
@@ -57,7 +57,7 @@ Track = Annotated[
     list[str] | None,
     typer.Option(
         metavar="TRACKER",
-        autocompletion=complete.trackers,
+        autocompletion=completion.trackers,
         help="Copy the records as they are written to tensorboard or mlflow, in the folder of the run, or to"
         " tensorboard=DIR or mlflow=URI. Repeatable.",
     ),
@@ -72,7 +72,7 @@ def run(
             metavar="PRESET_OR_FILE.toml...",
             help="Presets or configuration files.",
             show_default=False,
-            autocompletion=complete.presets,
+            autocompletion=completion.presets,
         ),
     ],
     changes: Changes = None,
@@ -114,9 +114,9 @@ def run(
 
     Example: fedcb2o run digits-fedcb2o --set algorithm.alpha=10 --seeds 0,1,2 --out runs/mine
     """
-    from fedcb2o.experiments.config import load
-    from fedcb2o.experiments.progress import Progress
-    from fedcb2o.experiments.run import run as run_experiment
+    from fedcb2o.experiments.config.settings import load
+    from fedcb2o.experiments.runs.progress import Progress
+    from fedcb2o.experiments.runs.runner import run as run_experiment
 
     settings, chosen = _settings(changes, seeds, device), []
     for name in experiments:
@@ -157,7 +157,7 @@ def _settings(changes: Sequence[str] | None, seeds: str | None, device: str | No
 
 def settings_of(changes: Sequence[str] | None) -> dict[str, Any]:
     """The settings in texts KEY=VALUE."""
-    from fedcb2o.experiments.tables import parse_value
+    from fedcb2o.experiments.config.tables import parse_value
 
     settings = {}
     for change in changes or []:
@@ -185,7 +185,7 @@ def bench(
             metavar="GRID",
             help="A grid's file, GRID.toml, or a built-in one (--list).",
             show_default=False,
-            autocompletion=complete.grids,
+            autocompletion=completion.grids,
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the built-in grids, a line each.")] = False,
@@ -203,8 +203,8 @@ def bench(
 
     Example: fedcb2o bench quick --out runs/quick, then: fedcb2o report runs/quick
     """
-    from fedcb2o.experiments.bench import bench as run_grid
-    from fedcb2o.experiments.grid import grids
+    from fedcb2o.experiments.grid.grid_runner import bench as run_grid
+    from fedcb2o.experiments.grid.loading import grids
 
     if list_:
         print_listed(grids())
@@ -296,7 +296,7 @@ def track(
         list[str],
         typer.Option(
             metavar="TRACKER",
-            autocompletion=complete.trackers,
+            autocompletion=completion.trackers,
             help="tensorboard or mlflow, in the folder of the run; tensorboard=DIR or mlflow=URI. Repeatable.",
             show_default=False,
         ),

@@ -4,31 +4,19 @@ A record is lost only with the round it belongs to: `lines` are appended whole, 
 failed write leaves what was there. `docs/runs.md` describes every file and every name in it.
 """
 
-from fedcb2o.records.files import (
-    KINDS,
-    DamagedError,
-    atomic_write,
-    damaged,
-    json_of,
-    read_json,
-    run_again,
-    sweep,
-    toml_of,
-    write_json,
-    write_toml,
-)
-from fedcb2o.records.lines import SEEDED, Records, read_lines
-from fedcb2o.records.run import EVALUATED, RESERVED, SOMETIMES, Run, metric_name, read_config, seeds_in
-from fedcb2o.records.scores import last_fifth, last_round, over_agents, summary
-from fedcb2o.records.sums import (
+from fedcb2o.records._summary import last_fifth, last_round, over_agents, summary
+from fedcb2o.records.checksums import (
     CHECKPOINT,
     DESCRIBED,
     FREE,
     LINES,
+    Sum,
     Sums,
     canonical,
     digest,
     flat,
+    header_of,
+    header_sum,
     identity,
     lines_of,
     read_cells,
@@ -36,9 +24,29 @@ from fedcb2o.records.sums import (
     sum_of_bytes,
     write_sealed,
 )
+from fedcb2o.records.files import (
+    KINDS,
+    DamagedError,
+    atomic_write,
+    damaged,
+    fsync,
+    json_of,
+    plain,
+    read_json,
+    run_again,
+    sweep,
+    toml_of,
+    unreadable,
+    unwritable,
+    write_json,
+    write_toml,
+)
+from fedcb2o.records.jsonl import SEEDED, Records, read_lines
+from fedcb2o.records.run import AGENTS, EVALUATED, RESERVED, SOMETIMES, Run, metric_name, read_config, seeds_in
 from fedcb2o.records.toml import parse_toml, read_toml
 
 __all__ = [
+    "AGENTS",
     "CHECKPOINT",
     "DESCRIBED",
     "EVALUATED",
@@ -51,12 +59,16 @@ __all__ = [
     "DamagedError",
     "Records",
     "Run",
+    "Sum",
     "Sums",
     "atomic_write",
     "canonical",
     "damaged",
     "digest",
     "flat",
+    "fsync",
+    "header_of",
+    "header_sum",
     "identity",
     "json_of",
     "last_fifth",
@@ -65,6 +77,7 @@ __all__ = [
     "metric_name",
     "over_agents",
     "parse_toml",
+    "plain",
     "read_cells",
     "read_config",
     "read_json",
@@ -77,6 +90,8 @@ __all__ = [
     "summary",
     "sweep",
     "toml_of",
+    "unreadable",
+    "unwritable",
     "write_json",
     "write_sealed",
     "write_toml",

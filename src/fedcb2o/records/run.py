@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fedcb2o.errors import RunError
+from fedcb2o.records.checksums import FILE as SUMS
+from fedcb2o.records.checksums import Sums
 from fedcb2o.records.files import DamagedError, damaged, read_json, run_again, unreadable
-from fedcb2o.records.lines import read_lines
-from fedcb2o.records.sums import FILE as SUMS
-from fedcb2o.records.sums import Sums
+from fedcb2o.records.jsonl import read_lines
 from fedcb2o.records.toml import read_toml
 
 AGENTS = ("cluster", "malicious", "num_samples", "source_in_validation")
@@ -248,7 +248,7 @@ class Run:
     @staticmethod
     def _learned() -> Any:
         """What makes models of records: it knows how a round is made, which whoever reads records need not import."""
-        return importlib.import_module("fedcb2o.experiments.learned")
+        return importlib.import_module("fedcb2o.experiments.runs.trained_models")
 
     def about(self, seed: int) -> dict[str, Any]:
         """agents.json of one seed: class names, clusters, angles, dimension, and a list over agents for each fact."""

@@ -1,13 +1,13 @@
 """From records to tables, figures and one page; it reads records and never trains."""
 
 from fedcb2o.records import summary
+from fedcb2o.report.agent_figures import sample_images, weight_matrix
 from fedcb2o.report.figures import curves, figure6, source_counts
-from fedcb2o.report.grid import is_grid, read_grid
 from fedcb2o.report.grid_page import grid_notes, report_grid
+from fedcb2o.report.grid_results import is_grid, read_grid
 from fedcb2o.report.grid_tables import briefs
 from fedcb2o.report.page import report
-from fedcb2o.report.pictures import sample_images, weight_matrix
-from fedcb2o.report.render import readable, to_html, to_latex, to_markdown, to_rich
+from fedcb2o.report.table_formats import readable, to_html, to_latex, to_markdown, to_rich
 from fedcb2o.report.tables import (
     by_source_count,
     compare,

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import EVALUATED
-from fedcb2o.report.grid import FLOORS, KEYS, GridResults, measured
+from fedcb2o.report.attack_strengths import write_strengths
+from fedcb2o.report.grid_results import FLOORS, KEYS, GridResults, measured
 from fedcb2o.report.grid_tables import (
     MEASURES,
     RIVALS,
@@ -31,13 +32,12 @@ from fedcb2o.report.grid_tables import (
     tuning_table,
 )
 from fedcb2o.report.heat_map import darkness, heat_map
-from fedcb2o.report.matrix import CONFIDENCE, holm, paired, statistics, worst
+from fedcb2o.report.html import framed, png
+from fedcb2o.report.ineffective_attacks import quiet
 from fedcb2o.report.page import Page, flattened, new_page, slug
-from fedcb2o.report.quiet import quiet
 from fedcb2o.report.regret import regrets
-from fedcb2o.report.render import html_text
-from fedcb2o.report.strengths import write_strengths
-from fedcb2o.report.web import framed, png
+from fedcb2o.report.statistics import CONFIDENCE, holm, paired, statistics, worst
+from fedcb2o.report.table_formats import html_text
 
 DEFINITIONS = (
     "Rows are defences, columns attacks. Numbers are in percent, over benign agents, after the last round: the mean "

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pandas as pd
 
 from fedcb2o.report import regret
-from fedcb2o.report.grid import FLOORS, GridResults
-from fedcb2o.report.matrix import CONFIDENCE, holm, interval, mean_over, paired, scored, statistics, worst
+from fedcb2o.report.grid_results import FLOORS, GridResults
 from fedcb2o.report.page import flattened
+from fedcb2o.report.statistics import CONFIDENCE, holm, interval, mean_over, paired, scored, statistics, worst
 
 WORST, SIGNIFICANT, EXCEEDED = "Worst", " *", " †"
 RIVALS = {"accuracy": "Accuracy", "attack_success_rate": "Attack success"}

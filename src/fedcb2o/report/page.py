@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import Run, atomic_write, flat, last_round, summary
+from fedcb2o.report.agent_figures import sample_images, weight_matrix
 from fedcb2o.report.figures import Panels, curve_panels, curves_of, figure6_panels, source_count_panels, together
-from fedcb2o.report.pictures import sample_images, weight_matrix
-from fedcb2o.report.render import html_text, readable, to_latex, to_markdown
+from fedcb2o.report.html import TOP, document, framed, heading, note, png, side_by_side
+from fedcb2o.report.table_formats import html_text, readable, to_latex, to_markdown
 from fedcb2o.report.tables import (
     METRICS,
     attacked,
@@ -27,7 +28,6 @@ from fedcb2o.report.tables import (
     unfinished,
     without_twins,
 )
-from fedcb2o.report.web import TOP, document, framed, heading, note, png, side_by_side
 
 OVERALL = (
     "Each number is the mean over benign agents. Net attack "

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from fedcb2o.report.matrix import summed_up, worst
+from fedcb2o.report.statistics import summed_up, worst
 
 
 def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import EVALUATED, FREE, SOMETIMES, Run, last_fifth, last_round, summary
-from fedcb2o.report.matrix import half_width, interval
+from fedcb2o.report.statistics import half_width, interval
 
 METRICS, ATTACK = EVALUATED, "attack_success_rate"
 LABELS = {

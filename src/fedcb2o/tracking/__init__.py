@@ -4,8 +4,8 @@ Records are what counts; a tracker has a copy of what `points` makes of them, by
 written (`following`) or afterwards (`track`). By default the copy lies in the folder of the run.
 """
 
-from fedcb2o.tracking.copy import following, track
-from fedcb2o.tracking.points import Place, Point, points
-from fedcb2o.tracking.targets import check
+from fedcb2o.tracking.scalars import Place, Point, points
+from fedcb2o.tracking.sync import following, track
+from fedcb2o.tracking.trackers import check
 
 __all__ = ["Place", "Point", "check", "following", "points", "track"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedcb2o import records
-from fedcb2o.tracking.points import Place, Point
+from fedcb2o.tracking.scalars import Place, Point
 
 # Nothing is sent but to whom the user named, and a server that is away does not hold up a run for minutes. Whoever
 # wants it otherwise sets these.

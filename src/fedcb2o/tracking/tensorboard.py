@@ -13,7 +13,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fedcb2o import records
 from fedcb2o.errors import RunError
-from fedcb2o.tracking.points import Place, Point
+from fedcb2o.tracking.scalars import Place, Point
 
 EVENTS = "*tfevents*"
 OF = "of.json"  # whose events a folder holds: of a run with which settings

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from fedcb2o.report.matrix import CONFIDENCE, half_width, statistics
+from fedcb2o.report.statistics import CONFIDENCE, half_width, statistics
 
 HARMS = ("lost", "success")
 """The measures of what an attack does, in the columns of `scored` that there are: 0 or less is nothing."""

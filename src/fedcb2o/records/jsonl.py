@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fedcb2o.records.checksums import Sum
 from fedcb2o.records.files import atomic_write, damaged, fsync, plain, unwritable
-from fedcb2o.records.sums import Sum
 
 NAMES = ("metrics", "pairs", "timing")
 SEEDED = ("metrics", "pairs")

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtr, stdtrit
 
-from fedcb2o.report.grid import FLOORS, GridResults, measured
+from fedcb2o.report.grid_results import FLOORS, GridResults, measured
 
 OWN = ["defence", "floor", "seed"]
 STATISTICS = ["seeds", "mean", "deviation", "low", "high", "p"]

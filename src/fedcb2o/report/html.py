@@ -15,8 +15,8 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from fedcb2o.report.alt import told
-from fedcb2o.report.render import html_text, to_html
+from fedcb2o.report.alt_text import told
+from fedcb2o.report.table_formats import html_text, to_html
 
 LOOK = """
 :root { color-scheme: light dark; --ink: #1d1d1f; --paper: #fff; --dim: #62626a; --line: #e4e4e8;

@@ -10,8 +10,8 @@ from typing import TypeVar
 from fedcb2o import records
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.records import Run, Sums
-from fedcb2o.tracking.points import Place, points
-from fedcb2o.tracking.targets import Writer, check, opened
+from fedcb2o.tracking.scalars import Place, points
+from fedcb2o.tracking.trackers import Writer, check, opened
 
 T = TypeVar("T")
 

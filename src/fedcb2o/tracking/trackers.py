@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.plugins import nearest
-from fedcb2o.tracking.points import Place, Point
+from fedcb2o.tracking.scalars import Place, Point
 
 NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 """The extras, and the modules that they bring."""

@@ -26,7 +26,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from fedcb2o.report.decay import BENIGN, MALICIOUS, Decay, draw_decay, rounded
 from fedcb2o.report.figures import LINES, STYLE
-from fedcb2o.report.web import LOOK
+from fedcb2o.report.html import LOOK
 
 UPPER, TARGET, MINIMISERS = "#CC79A7", "#F0E442", "0.15"
 GREYS = ListedColormap(mpl.colormaps["Greys"](np.linspace(0.55, 0.0, 256)))  # dark is low, and black text still reads

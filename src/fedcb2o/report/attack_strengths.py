@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from fedcb2o.records import read_sealed
-from fedcb2o.report.grid import GridResults
+from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import changes_told
 from fedcb2o.report.page import Page, slug
 
