@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.sgd import sgd
 
-from fedcb2o import norms
-from fedcb2o.data.shard import Shard, features
+from fedcb2o.data._dataset import Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.losses import Loss, of_samples
 from fedcb2o.federated.optimisers import Optimiser, name_of, stepping
-from fedcb2o.models import bind_, is_bound
+from fedcb2o.nn import batch_norm
+from fedcb2o.nn.parameters import bind_, is_bound
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 
@@ -87,7 +87,7 @@ def batches_of(
 def training_with(module: nn.Module, training: Training, draw: np.random.Generator, device: str) -> Iterator[None]:
     """Within it a module trains: it draws what it draws (dropout) from a generator of its own, and products on a CUDA
     device are rounded as `training.precision` says."""
-    norms.train_(module)
+    batch_norm.train_(module)
     with torch.random.fork_rng(devices=[]), float32_products(training.precision == "tf32", device):
         # The second of these tells every kind of device there could be, which takes longer than a small network's step.
         seed = torch.default_generator.manual_seed if device == "cpu" else torch.random.manual_seed

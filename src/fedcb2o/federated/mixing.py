@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from fedcb2o.federated.choices import Choices
+from fedcb2o.federated.decisions import Choices
 from fedcb2o.federated.types import Reduction
-from fedcb2o.models import follow, row_stride
+from fedcb2o.nn.parameters import follow, row_stride
 
 TILE = 2048  # columns of the models that are mixed at once: N of them stay in a core's cache
 WIDE = 8192  # the same where rules work on columns, which costs some calls for each block

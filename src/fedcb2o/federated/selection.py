@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.lists import Lists
-from fedcb2o.federated.peers import Met, Peers
+from fedcb2o.federated.contacts import Met, Peers
+from fedcb2o.federated.ragged import Lists
 from fedcb2o.federated.types import Contacts, Select
 from fedcb2o.plugins import Declaration, Named
 

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from fedcb2o.data.shard import Shard
+from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.peers import Peers
+from fedcb2o.federated.contacts import Peers
 from fedcb2o.federated.types import Change, Columns, ColumnsAt, Craft, Criterion, Judged, Poison, Select, State
 from fedcb2o.plugins import OWN, called
 

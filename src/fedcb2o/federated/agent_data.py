@@ -13,12 +13,12 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from fedcb2o import plugins
-from fedcb2o.data.partition import rotate
-from fedcb2o.data.shard import Shard
-from fedcb2o.federated.lists import Lists, Places
-from fedcb2o.federated.returned import check_labels, poisoned_of
+from fedcb2o.data._dataset import Shard
+from fedcb2o.data._partition import rotate
+from fedcb2o.federated.plugin_outputs import check_labels, poisoned_of
+from fedcb2o.federated.ragged import Lists, Places
 from fedcb2o.federated.types import Attack
-from fedcb2o.streams import streams
+from fedcb2o.rng import streams
 
 Samples = tuple[Shaped[Tensor, "a n *features"], Shaped[Tensor, "a n *target"]]
 """Equally many samples of each of some agents, and their labels, or what else is to be told of them."""

@@ -8,7 +8,7 @@ from tests.agents import run_rounds
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.returned import row_weights_of, state_of, weights_of
+from fedcb2o.federated.plugin_outputs import row_weights_of, state_of, weights_of
 from fedcb2o.federated.types import Attack, Judged, together
 from fedcb2o.plugins import OWN
 

@@ -9,16 +9,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.data.shard import Shard
-from fedcb2o.federated.admit import believed, extents
-from fedcb2o.federated.block import Block
-from fedcb2o.federated.choices import Inbox
-from fedcb2o.federated.evaluate import Reference
-from fedcb2o.federated.judging import losses_by
-from fedcb2o.federated.lists import Lists, Places
-from fedcb2o.federated.returned import crafted_of, tried_of
+from fedcb2o.data._dataset import Shard
+from fedcb2o.federated.admission import believed, extents
+from fedcb2o.federated.agent_group import Block
+from fedcb2o.federated.decisions import Inbox
+from fedcb2o.federated.inference import Reference
+from fedcb2o.federated.plugin_outputs import crafted_of, tried_of
+from fedcb2o.federated.ragged import Lists, Places
 from fedcb2o.federated.types import Knowledge, Losses, View
-from fedcb2o.streams import stream
+from fedcb2o.federated.validation import losses_by
+from fedcb2o.rng import stream
 
 Look = Callable[[list[int]], Float[Tensor, "m d"]]
 """The ids of some agents -> the models that they trained in this round: what an attacker may see, as it declared."""

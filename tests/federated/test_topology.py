@@ -9,8 +9,8 @@ from tests.tiny import tiny
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
-from fedcb2o.federated import graphs
-from fedcb2o.streams import stream
+from fedcb2o.federated import topology
+from fedcb2o.rng import stream
 
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
 
@@ -19,7 +19,7 @@ def test_graphs_link_whom_they_say():
     cluster = torch.tensor([0] * 6 + [1] * 6)
 
     def made(name, **parameters):
-        found = graphs.neighbours(functools.partial(getattr(graphs, name), **parameters), cluster, stream(0, "graph"))
+        found = topology.neighbours(functools.partial(getattr(topology, name), **parameters), cluster, stream(0, "graph"))
         assert all(i in found[j].tolist() for i, near in enumerate(found) for j in near.tolist())
         assert all(i not in near.tolist() for i, near in enumerate(found))
         return [len(near) for near in found], found

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.federated.lists import Lists, Places, rest
+from fedcb2o.federated.ragged import Lists, Places, rest
 from fedcb2o.federated.types import Contacts, Judged, State
 
 

@@ -6,12 +6,12 @@ from tests.networks import NETWORKS, different, fresh, shards
 from tests.tiny import empty_models
 from torch import nn
 
-from fedcb2o import models, norms
-from fedcb2o.data.shard import Shard
+from fedcb2o.data._dataset import Shard
 from fedcb2o.federated import losses
+from fedcb2o.federated.batched_training import local_updates_, teams
 from fedcb2o.federated.local_update import Training, local_update_
-from fedcb2o.federated.teams import local_updates_, teams
-from fedcb2o.streams import stream
+from fedcb2o.nn import architectures, batch_norm, parameters
+from fedcb2o.rng import stream
 
 # With AVX2 alone more is rounded, and batch norms of four samples amplify it.
 WIDE = torch.backends.cpu.get_cpu_capability() != "AVX2"
@@ -74,13 +74,13 @@ def test_targets_of_several_numbers_do_not_change_that():
 
 def test_who_trains_together():
     small = fresh("mlp")
-    d = models.dimension(small)
+    d = parameters.dimension(small)
     assert teams(small, d, [35, 35, 205, 35]) == [[0, 1, 3], [2]]
     assert sorted(map(len, teams(small, d, [8] * 150))) == [22, 64, 64]
-    assert teams(models.mlp([1, 28, 28], 10, hidden=[1000]), 10**6, [8, 8]) == [[0], [1]]  # too large to gain by it
+    assert teams(architectures.mlp([1, 28, 28], 10, hidden=[1000]), 10**6, [8, 8]) == [[0], [1]]  # too large to gain by it
     other = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 4))
-    assert teams(other, models.dimension(other), [8, 8]) == [[0], [1]]
-    assert teams(other, models.dimension(other), [8, 8, 9, 8], together=2) == [[0, 1], [3], [2]]
+    assert teams(other, parameters.dimension(other), [8, 8]) == [[0], [1]]
+    assert teams(other, parameters.dimension(other), [8, 8, 9, 8], together=2) == [[0, 1], [3], [2]]
     assert teams(small, d, [8, 8, 8], together=1) == [[0], [1], [2]]
     assert teams(small, d, [8, 5, 9, 6], together=3, batch=4) == [[0, 1, 3], [2]]
     assert teams(small, d, [8, 5, 8, 5], together=2, batch=4) == [[1, 3], [0, 2]]
@@ -90,11 +90,11 @@ def test_samples_that_meet_in_training_train_with_equally_many_only():
     x = torch.rand(2, 1, 4, 4)
     normed = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 4))
     drawing = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, 4))
-    assert [norms.are_apart(module, x) for module in (fresh("cnn"), normed, drawing)] == [True, False, False]
+    assert [batch_norm.are_apart(module, x) for module in (fresh("cnn"), normed, drawing)] == [True, False, False]
     nn.init.zeros_(normed[-1].weight)  # whatever the norm does, nothing is seen of it
     tracking = nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(16, 4))
     centred = nn.Sequential(Centred(), nn.Flatten(), nn.Linear(16, 4))
-    assert not any(norms.are_apart(module, x) for module in (normed, tracking, centred))
+    assert not any(batch_norm.are_apart(module, x) for module in (normed, tracking, centred))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -118,7 +118,7 @@ def test_a_network_that_draws_draws_for_each_agent_and_again_alike():
     begun, data = different(module, 1).expand(3, -1), shards(1, 8) * 3
     found = []
     for _ in range(2):
-        mine = empty_models(3, models.dimension(module))
+        mine = empty_models(3, parameters.dimension(module))
         mine[:] = begun
         before = torch.random.get_rng_state()
         local_updates_(mine, module, *stacked(data), TRAINING, [stream(5, "batches", 0) for _ in range(3)])

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from fedcb2o import norms, plugins
-from fedcb2o.data.shard import Shard, features
+from fedcb2o import plugins
+from fedcb2o.data._dataset import Shard, features
 from fedcb2o.federated.losses import Loss, of_samples
 from fedcb2o.federated.types import Losses, Slope
-from fedcb2o.models import bind_, local_of, rows_of, stacked, state
+from fedcb2o.nn import batch_norm
+from fedcb2o.nn.parameters import bind_, local_of, rows_of, stacked, state
 
 TOGETHER = 2**21  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
 SEEN = 2**20  # numbers in the samples of several agents, once for each of their models, in one product: 4 MiB
@@ -124,7 +125,7 @@ def _networks(
         for row in rows.tolist():
             bind_(module, _on_the_way(pool, pool[row], towards))
             if reference is not None:
-                norms.estimate_(module, features(reference))
+                batch_norm.estimate_(module, features(reference))
             yield 1, lambda x: module(x[0]).unsqueeze(0)
         return
     at_once = outputs_of(module, dim)
@@ -132,7 +133,7 @@ def _networks(
         models = _on_the_way(pool, rows_of(pool, some.tolist()), towards)
         tensors = [*stacked(module, models), *local_of(module, len(some))]
         if reference is not None:
-            with norms.estimating(module):
+            with batch_norm.estimating(module):
                 at_once(tensors, features(reference).unsqueeze(0))
         yield len(some), functools.partial(at_once, tensors)
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from fedcb2o.federated.peers import Peers
+from fedcb2o.federated.contacts import Peers
 from fedcb2o.federated.types import Attack, Knowledge
 
 

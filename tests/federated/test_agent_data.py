@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from fedcb2o.data.shard import Shard
+from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.holdings import Holdings
-from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.agent_data import Holdings
+from fedcb2o.federated.ragged import Lists
 from fedcb2o.federated.types import Attack
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 CLASSES, SEED, FROM = 5, 11, 3
 AGENTS, CLUSTER, MALICIOUS = [1, 4, 6, 9], [0, 3, 1, 2], [False, True, False, True]

@@ -27,13 +27,14 @@ from tests.agents import (
     run_rounds,
 )
 
-from fedcb2o import knows, models
+from fedcb2o import knows
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.federated import algorithms, attacks, judging
+from fedcb2o.federated import algorithms, attacks, validation
 from fedcb2o.federated.aggregate import form
-from fedcb2o.federated.peers import Memory
+from fedcb2o.federated.contacts import Memory
 from fedcb2o.federated.types import Attack, Reduction, Weighed
-from fedcb2o.runtime.engine import rounds
+from fedcb2o.nn import parameters
+from fedcb2o.simulation.rounds import rounds
 
 LARGE = dataclasses.replace(ours.TRAINING, batch_size=11)  # no batch has a single sample, which a batch norm refuses
 
@@ -67,8 +68,8 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
                 likelihood = dict(zip(met.ids[known].tolist(), met.likelihood[known].tolist(), strict=True))
                 assert likelihood == pytest.approx(agents[j].P, rel=2e-5)
             theta = ours.models_of(engine)[j]
-            torch.testing.assert_close(theta, models.flatten(agents[j].module), rtol=1e-4, atol=2e-5)
-            models.bind_(agents[j].module, theta.clone())  # a ReLU at its kink magnifies rounding
+            torch.testing.assert_close(theta, parameters.flatten(agents[j].module), rtol=1e-4, atol=2e-5)
+            parameters.bind_(agents[j].module, theta.clone())  # a ReLU at its kink magnifies rounding
 
 
 FEDCB2O = {
@@ -137,7 +138,7 @@ def test_dfedavgm_equals_the_oracle(own_model):
 
 def test_a_rule_without_losses_equals_the_oracle_and_nothing_is_evaluated(monkeypatch):
     for name in ("losses_of", "losses_of_each"):
-        monkeypatch.setattr(judging, name, lambda *judged, **more: pytest.fail("a model was evaluated"))
+        monkeypatch.setattr(validation, name, lambda *judged, **more: pytest.fail("a model was evaluated"))
     compare(algorithms.by_rule(rule="by_num_samples", judges=False), reference.DFEDAVGM)
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from fedcb2o.federated import selection
 from fedcb2o.federated.algorithms import Algorithm
-from fedcb2o.federated.evaluate import Average
+from fedcb2o.federated.inference import Average
 from fedcb2o.federated.local_update import Training
-from fedcb2o.models import dimension, head_of, named
-from fedcb2o.norms import are_local
+from fedcb2o.nn.batch_norm import are_local
+from fedcb2o.nn.parameters import dimension, head_of, named
 
 Linear = Literal["torch", "onednn"]
 Convolution = Literal["grouped", "unfolded", "mixed", "fourier"]

@@ -10,14 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool
 
-from fedcb2o.federated.asking import asked_by_benign, asked_by_colluders, known, roles
-from fedcb2o.federated.block import Block
-from fedcb2o.federated.choices import Choices, Inbox
-from fedcb2o.federated.judging import judged_alike
-from fedcb2o.federated.lists import Lists, Places
-from fedcb2o.federated.peers import Memory, Met
+from fedcb2o.federated.agent_group import Block
+from fedcb2o.federated.consensus_weights import weigh_, weigh_by_samples_
+from fedcb2o.federated.contacts import Memory, Met
+from fedcb2o.federated.decisions import Choices, Inbox
+from fedcb2o.federated.peer_sampling import asked_by_benign, asked_by_colluders, known, roles
+from fedcb2o.federated.ragged import Lists, Places
 from fedcb2o.federated.selection import remember
-from fedcb2o.federated.weighing import weigh_, weigh_by_samples_
+from fedcb2o.federated.validation import judged_alike
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated.peers import Memory, Met, Peers
+from fedcb2o.federated.contacts import Memory, Met, Peers
 from fedcb2o.federated.types import Contacts
 
 ascending = st.lists(st.integers(0, 12), max_size=6, unique=True).map(sorted)

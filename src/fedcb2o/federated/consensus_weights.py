@@ -10,10 +10,15 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated.agent_group import Block
 from fedcb2o.federated.algorithms import Algorithm
-from fedcb2o.federated.block import Block
-from fedcb2o.federated.choices import Choices, Inbox
-from fedcb2o.federated.judging import (
+from fedcb2o.federated.contacts import Met
+from fedcb2o.federated.decisions import Choices, Inbox
+from fedcb2o.federated.plugin_outputs import columns_by, state_of, weights_of
+from fedcb2o.federated.ragged import Places
+from fedcb2o.federated.rules import by_samples
+from fedcb2o.federated.types import TOGETHER, Contacts, Local, Reduction, State, Weighed
+from fedcb2o.federated.validation import (
     Alike,
     gradients_seen_by,
     losses_seen_by,
@@ -22,12 +27,7 @@ from fedcb2o.federated.judging import (
     some_samples_of,
     themselves,
 )
-from fedcb2o.federated.lists import Places
-from fedcb2o.federated.peers import Met
-from fedcb2o.federated.returned import columns_by, state_of, weights_of
-from fedcb2o.federated.rules import by_samples
-from fedcb2o.federated.types import TOGETHER, Contacts, Local, Reduction, State, Weighed
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 
 def weigh_(

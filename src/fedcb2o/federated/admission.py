@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.models import rows_of
+from fedcb2o.nn.parameters import rows_of
 
 BOUND = 1e6  # models with larger numbers are not received
 COPIED = 2**19  # numbers of small models that are looked at in one call

@@ -13,12 +13,11 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from fedcb2o import plugins
-from fedcb2o.data.shard import Shard, features
-from fedcb2o.federated.admit import extents
-from fedcb2o.federated.block import Block
-from fedcb2o.federated.evaluate import dense_layers, outputs_of
-from fedcb2o.federated.holdings import Samples
-from fedcb2o.federated.lists import Places
+from fedcb2o.data._dataset import Shard, features
+from fedcb2o.federated.admission import extents
+from fedcb2o.federated.agent_data import Samples
+from fedcb2o.federated.agent_group import Block
+from fedcb2o.federated.inference import dense_layers, outputs_of
 from fedcb2o.federated.local_update import (
     Training,
     batches_of,
@@ -28,9 +27,10 @@ from fedcb2o.federated.local_update import (
     training_with,
 )
 from fedcb2o.federated.losses import cross_entropy, of_samples
-from fedcb2o.federated.terms import Terms
-from fedcb2o.models import follow, in_one_piece, rows_of, stacked, stacked_to_train
-from fedcb2o.streams import streams
+from fedcb2o.federated.ragged import Places
+from fedcb2o.federated.run_spec import Terms
+from fedcb2o.nn.parameters import follow, in_one_piece, rows_of, stacked, stacked_to_train
+from fedcb2o.rng import streams
 
 SMALL = 2**19  # parameters of a team: with gradients and momentum 6 MiB
 MOST = 64  # agents of a team, so that there are enough teams for the workers

@@ -21,12 +21,12 @@ from tests.agents import (
 
 from fedcb2o import knows
 from fedcb2o.federated import algorithms, rules
-from fedcb2o.federated.peers import Memory
-from fedcb2o.federated.publish import Outbox, craft_, outbox
+from fedcb2o.federated.contacts import Memory
+from fedcb2o.federated.publishing import Outbox, craft_, outbox
 from fedcb2o.federated.types import Attack
-from fedcb2o.runtime.engine import rounds
-from fedcb2o.runtime.shared import Shared
-from fedcb2o.runtime.workers import Here
+from fedcb2o.parallel.executors import Here
+from fedcb2o.simulation.local_engine import Shared
+from fedcb2o.simulation.rounds import rounds
 
 
 def engine_of(attack, algorithm=None):
@@ -50,7 +50,7 @@ def test_each_receiver_has_its_own_row_and_fellows_have_the_true_models(monkeypa
     def equal(judged):
         return by_samples(judged.received, judged.me)
 
-    monkeypatch.setattr("fedcb2o.federated.weighing.by_samples", by_samples)
+    monkeypatch.setattr("fedcb2o.federated.consensus_weights.by_samples", by_samples)
     algorithm = algorithms.by_rule(rule=equal, selection="everyone", judges=False)
     engine = engine_of(Attack(craft=numbered, threat=numbered.threat), algorithm)
     run_rounds(engine)

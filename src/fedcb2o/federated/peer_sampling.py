@@ -4,12 +4,12 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 
-from fedcb2o.federated.block import Block
-from fedcb2o.federated.lists import Lists, Places
-from fedcb2o.federated.peers import Met, Peers
-from fedcb2o.federated.returned import asked_of
+from fedcb2o.federated.agent_group import Block
+from fedcb2o.federated.contacts import Met, Peers
+from fedcb2o.federated.plugin_outputs import asked_of
+from fedcb2o.federated.ragged import Lists, Places
 from fedcb2o.federated.selection import AT_ONCE, also_looks_at, colluding
-from fedcb2o.streams import streams
+from fedcb2o.rng import streams
 
 
 def roles(block: Block, some: Places, active: Bool[np.ndarray, " N"]) -> tuple[Places, Places]:

@@ -15,9 +15,9 @@ from fedcb2o import records
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.asking import asked_by_benign, known, roles
-from fedcb2o.federated.lists import Lists
-from fedcb2o.federated.peers import Met
+from fedcb2o.federated.contacts import Met
+from fedcb2o.federated.peer_sampling import asked_by_benign, known, roles
+from fedcb2o.federated.ragged import Lists
 
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
 

@@ -8,15 +8,15 @@ from tests.agents import held, network
 from tests.networks import NETWORKS, different, fresh, shards
 from torch import nn
 
-from fedcb2o import models
-from fedcb2o.data.shard import Shard
-from fedcb2o.federated import evaluate
-from fedcb2o.federated.evaluate import confusion, losses_of
+from fedcb2o.data._dataset import Shard
+from fedcb2o.federated import inference
+from fedcb2o.federated.inference import confusion, losses_of
+from fedcb2o.nn import parameters
 
 
 def test_a_model_that_is_no_number_has_infinite_losses():
     module = network()
-    pool = torch.zeros(3, models.dimension(module))
+    pool = torch.zeros(3, parameters.dimension(module))
     pool[1] = torch.nan
     pool[2] = 3e38
     shard = held().samples
@@ -28,7 +28,7 @@ def test_a_model_that_is_no_number_has_infinite_losses():
 
 def test_batch_means_by_hand():
     module = network()
-    pool = torch.randn(2, models.dimension(module), generator=torch.Generator().manual_seed(0))
+    pool = torch.randn(2, parameters.dimension(module), generator=torch.Generator().manual_seed(0))
     shard = held().samples
     part = dataclasses.replace(shard, x=shard.x[:11], y=shard.y[:11])
     one_by_one = torch.stack(
@@ -45,17 +45,17 @@ def test_batch_means_by_hand():
 @pytest.mark.parametrize("rows", [[1, 2, 3, 4], [4, 0, 2], [3]])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_models_are_judged_together_as_one_by_one(name, rows, together, monkeypatch):
-    monkeypatch.setattr(evaluate, "IMAGES", 4)  # several parts, the last of them short
+    monkeypatch.setattr(inference, "IMAGES", 4)  # several parts, the last of them short
     module, (data,) = fresh(name), shards(1, 11)
     pool, rows = different(module, 5), torch.tensor(rows)
     (seen,) = (shard.x for shard in shards(2, 9)[1:])
     reference = seen if name == "local" else None
-    alone = evaluate.losses_of(module, pool, rows, data, 4, together=1, reference=reference)
-    found = evaluate.losses_of(module, pool, rows, data, 4, together=together, reference=reference)
+    alone = inference.losses_of(module, pool, rows, data, 4, together=1, reference=reference)
+    found = inference.losses_of(module, pool, rows, data, 4, together=together, reference=reference)
     for key in ("mean", "by_class", "entropy"):
         torch.testing.assert_close(getattr(found, key), getattr(alone, key), rtol=1e-5, atol=1e-6)
     each = None if reference is None else [reference] * len(rows)
-    counts = [evaluate.confusion(module, pool, rows, data, 4, some, each) for some in (1, together)]
+    counts = [inference.confusion(module, pool, rows, data, 4, some, each) for some in (1, together)]
     assert torch.equal(*counts)
 
 
@@ -64,12 +64,12 @@ def test_large_samples_are_judged_agent_by_agent(monkeypatch):
     module = nn.Sequential(nn.Flatten(), nn.Linear(6, 3))
     pool, rows = torch.randn(9, 21), torch.randint(9, (5, 4))
     x, y = torch.rand(5, 7, 6), torch.randint(3, (5, 7))
-    whole, seen, baddbmm = evaluate.losses_of_each(module, pool, rows, x, y, 3), [], torch.baddbmm
+    whole, seen, baddbmm = inference.losses_of_each(module, pool, rows, x, y, 3), [], torch.baddbmm
     monkeypatch.setattr(torch, "baddbmm", lambda bias, h, weight: seen.append(len(h)) or baddbmm(bias, h, weight))
     for most, counts in ((2 * 4 * 7 * 6, [8, 8, 4]), (1, [4] * 5)):
         seen.clear()
-        monkeypatch.setattr(evaluate, "SEEN", most)
-        torch.testing.assert_close(evaluate.losses_of_each(module, pool, rows, x, y, 3).by_class, whole.by_class)
+        monkeypatch.setattr(inference, "SEEN", most)
+        torch.testing.assert_close(inference.losses_of_each(module, pool, rows, x, y, 3).by_class, whole.by_class)
         assert seen == counts
 
 
@@ -77,7 +77,7 @@ def test_large_samples_are_judged_agent_by_agent(monkeypatch):
 def test_confusion_counts_each_sample_once(wrap):
     """Three models that always answer the class of their largest bias, evaluated together and one by one."""
     module = wrap(nn.Flatten(), nn.Linear(2, 3))
-    pool = torch.zeros(4, models.dimension(module))
+    pool = torch.zeros(4, parameters.dimension(module))
     for row, answer in ((0, 2), (1, 0), (3, 1)):
         pool[row, 6 + answer] = 1.0  # 6 weights, then 3 biases
     test = Shard(torch.rand(150, 2), torch.tensor([0] * 20 + [1] * 50 + [2] * 80))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tests.tiny import empty_models
 
-from fedcb2o.federated import admit
-from fedcb2o.federated.admit import BOUND, Message, believed, extents, refusal, within
-from fedcb2o.streams import stream
+from fedcb2o.federated import admission
+from fedcb2o.federated.admission import BOUND, Message, believed, extents, refusal, within
+from fedcb2o.rng import stream
 
 DIM = 6
 
@@ -87,7 +87,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_extents_of_any_rows(name, copied, monkeypatch):
     """However many of them are looked at in one call."""
-    monkeypatch.setattr(admit, "COPIED", copied)
+    monkeypatch.setattr(admission, "COPIED", copied)
     pool, rows = empty_models(7, 11), ROWS[name]
     pool.copy_(torch.from_numpy(stream(0, "pool").normal(size=(7, 11))))
     pool[3, 10], pool[4, 0], pool[6] = -1e30, math.nan, 0.0

@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from fedcb2o import norms
-from fedcb2o.federated.attackers import Attackers
-from fedcb2o.federated.holdings import Holdings
-from fedcb2o.federated.lists import Places
-from fedcb2o.federated.terms import Terms
+from fedcb2o.federated.adversary import Attackers
+from fedcb2o.federated.agent_data import Holdings
+from fedcb2o.federated.ragged import Places
+from fedcb2o.federated.run_spec import Terms
+from fedcb2o.nn import batch_norm
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Block:
         if not self.terms.local:
             return None
         x = self.holdings.true(k).x
-        return x[:: -(-len(x) // norms.SEEN)]
+        return x[:: -(-len(x) // batch_norm.SEEN)]
 
     def references(self, some: Places) -> list[Shaped[Tensor, "_k *features"]] | None:
         """Those of agents in some places."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from fedcb2o.federated.lists import Lists, Places
+from fedcb2o.federated.ragged import Lists, Places
 from fedcb2o.federated.types import Received, Reduction
 
 

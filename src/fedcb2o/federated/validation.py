@@ -10,10 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fedcb2o import plugins
-from fedcb2o.data.shard import Shard, features
-from fedcb2o.federated.block import Block
-from fedcb2o.federated.choices import Inbox
-from fedcb2o.federated.evaluate import (
+from fedcb2o.data._dataset import Shard, features
+from fedcb2o.federated.agent_group import Block
+from fedcb2o.federated.decisions import Inbox
+from fedcb2o.federated.inference import (
     Reference,
     Towards,
     confusion,
@@ -24,13 +24,13 @@ from fedcb2o.federated.evaluate import (
     losses_of_each,
     mean_losses,
 )
-from fedcb2o.federated.lists import Places
 from fedcb2o.federated.metrics import Confusion, Score, Tested
-from fedcb2o.federated.returned import changed_by
-from fedcb2o.federated.terms import Terms
+from fedcb2o.federated.plugin_outputs import changed_by
+from fedcb2o.federated.ragged import Places
+from fedcb2o.federated.run_spec import Terms
 from fedcb2o.federated.types import Change, Judged, Losses, Outputs, Received, Slope
-from fedcb2o.models import bind_
-from fedcb2o.norms import estimate_
+from fedcb2o.nn.batch_norm import estimate_
+from fedcb2o.nn.parameters import bind_
 
 
 @dataclass(frozen=True)
