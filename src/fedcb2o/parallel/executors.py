@@ -1,0 +1,156 @@
+"""Who does the work of a round: this process, or several that share the models.
+
+Every computation has one intra-op thread, here as there, so that the number of workers changes no bit.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from fedcb2o import safe_stdio
+from fedcb2o.parallel.process_pool import crew, serve
+from fedcb2o.parallel.resources import keep_memory
+from fedcb2o.parallel.shared_memory import Arena
+
+World = TypeVar("World")
+Result = TypeVar("Result")
+
+
+@runtime_checkable
+class Workers(Protocol):
+    """Runs functions of a world; the order of the results is that of the tasks."""
+
+    @property
+    def count(self) -> int:
+        """How many work at once."""
+        ...
+
+    def map(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> list[Result]:
+        """`function(world, *task)` for every task."""
+        ...
+
+
+@dataclass(frozen=True)
+class Here(Generic[World]):
+    """Work in this process."""
+
+    world: World
+    count: int = 1
+
+    def map(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> list[Result]:
+        """`function(world, *task)` for every task, one after the other."""
+        with one_thread():
+            return [function(self.world, *task) for task in tasks]
+
+
+@dataclass(frozen=True)
+class Processes(Generic[World]):
+    """Work in `count` processes; each makes the world once, from the tensors that all of them share."""
+
+    count: int
+    arena: Arena
+    make: Callable[[dict[str, torch.Tensor]], World]
+
+    def __post_init__(self) -> None:
+        """What follows is done by the code that this process has now."""
+        crew().renew()
+
+    def map(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> list[Result]:
+        """`function(world, *task)` for every task, as workers come free.
+
+        Raises RunError where a worker cannot start or dies (often for want of memory).
+        """
+        work = [(self.arena, self.make, function, task) for task in tasks]
+        found: dict[int, Result] = {}
+        crew().work(self.count, _work, enumerate(work), found.__setitem__)
+        return [found[k] for k in range(len(work))]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One intra-op thread in this process while it works, then as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def blocks(
+    agents: Sequence[int], costs: Sequence[int], count: int, speeds: Sequence[float] | None = None
+) -> list[list[int]]:
+    """Agents in `count` blocks that take about as long as each other, dearest first (longest processing time): that is
+    their cost, by the speed of who works on them where `speeds` differ. None is empty but those of who is too slow."""
+    shares: list[list[int]] = [[] for _ in range(min(count, len(agents)))]
+    loads, speeds = [0] * len(shares), speeds or [1.0] * len(shares)
+    for agent in sorted(agents, key=lambda a: -costs[a]):
+        first = min(range(len(shares)), key=lambda b: (loads[b] + costs[agent]) / speeds[b])
+        shares[first].append(agent)
+        loads[first] += costs[agent]
+    return shares
+
+
+# What follows runs in a worker, which knows the world of one run at a time.
+
+_current: dict[Path, Any] = {}
+
+
+def _work(arena: Arena, make: Callable[..., Any], function: Callable[..., Result], task: tuple[Any, ...]) -> Result:
+    world = _current.get(arena.path)
+    if world is None:
+        _forget()
+        world = _current[arena.path] = make(arena.tensors())
+    return function(world, *task)
+
+
+def _forget() -> None:
+    """Let go of the worlds whose arena is gone: a mapping keeps a file's memory after its name."""
+    for path in list(_current):
+        if not path.exists():
+            _current.pop(path, None)
+            gc.collect()
+
+
+def work_for(parent: int, pipe: Connection) -> None:
+    """What a worker does: watch whether the process that started it lives, and serve it."""
+    safe_stdio.keep()
+    if sys.stderr is not None:
+        faulthandler.enable()
+    torch.set_num_threads(1)
+    keep_memory()
+    over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(parent, over), daemon=True)
+    watch.start()
+    atexit.register(_stop, watch, over)
+    serve(pipe)
+
+
+def _stop(watch: threading.Thread, over: threading.Event) -> None:
+    """End the watch before Python ends: PyTorch lets go of the interpreter while it gives mapped memory back, and a
+    thread that finds it gone then takes the whole process down."""
+    over.set()
+    watch.join()
+
+
+def _watch(parent: int, over: threading.Event) -> None:
+    """Give the memory of a run back soon after it ended, and end this process soon after its parent did, leaving no
+    arena behind."""
+    while os.getppid() == parent:
+        if over.wait(0.1):
+            return
+        _forget()
+    for path in list(_current):
+        path.unlink(missing_ok=True)
+    os._exit(1)

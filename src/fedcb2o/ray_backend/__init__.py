@@ -1,0 +1,1 @@
+"""The package `ray_backend`."""

@@ -1,0 +1,247 @@
+"""Models and data on another device: a GPU where there is one, the same code computed on the CPU under a pretended
+device, which refuses what mixes devices, and several agents in one program on the CPU itself."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+from tests.pretend import pretended
+from tests.tiny import StopError, bits, here, stop_after, tiny, write
+from torch import nn
+
+import fedcb2o
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.experiments import run
+from fedcb2o.federated.local_update import float32_products
+from fedcb2o.kernels import autotune, devices
+
+IMAGES = {"name": "cnn", "hidden": 4}
+
+
+BACKDOOR = {"name": "backdoor", "target": 4}
+
+
+FLIP = {"name": "label_flip", "source": 9, "target": 4}
+
+
+def by_rule(name, **more):
+    return {"name": "by_rule", "rule": {"name": name}, **more}
+
+
+TESTED_GAP = {"name": "class_loss_gap", "z": 1.0, "against": "majority"}
+RUNS = {
+    "dense": tiny(rounds=2, agents={"participation": 0.8}),
+    "convolutions": tiny(rounds=2, model=IMAGES, training={"momentum": 0.0}),
+    "unfolded": tiny(rounds=2, model=IMAGES, convolution="unfolded"),
+    "mixed": tiny(rounds=2, model=IMAGES, convolution="mixed"),
+    "unlike numbers": tiny(rounds=2, model=IMAGES, agents={"split": "released", "benign": 4, "benign_samples": 40}),
+    "two by two": tiny(rounds=2, model=IMAGES, together=2, training={"local_steps": 2}),
+    "a backdoor, tiles": tiny(
+        rounds=2,
+        attack=BACKDOOR,
+        algorithm={"criterion": "trigger_sensitivity", "own_model": "judged"},
+    ),
+    "a backdoor, perturbations": tiny(
+        rounds=2,
+        model=IMAGES,
+        attack=BACKDOOR,
+        algorithm={
+            "criterion": {"name": "perturbation_gap", "steps": 2, "z": 0.5, "against": "majority"},
+            "own_model": "judged",
+        },
+    ),
+    "distance": tiny(rounds=2, algorithm={"criterion": "distance", "own_model": "judged"}),
+    "half-way": tiny(
+        rounds=2, algorithm={"tested": 1.0, "judged_at": 0.5, "own_model": "judged", "criterion": TESTED_GAP}
+    ),
+    "weighted median": tiny(rounds=2, algorithm={"tested": 1.0, "own_model": "judged", "point": "median"}),
+    "noise": tiny(rounds=2, attack={"name": "gaussian_noise"}, algorithm=by_rule("trimmed_mean")),
+    "broken": tiny(rounds=2, attack={"name": "not_finite"}, algorithm=by_rule("krum", pre_step="nnm")),
+    "farthest": tiny(rounds=2, attack={"name": "min_max"}, algorithm=by_rule("geometric_median")),
+    "for each receiver": tiny(rounds=2, attack={"name": "dissensus"}, algorithm=by_rule("clipped_gossip")),
+    "aware of the gap": tiny(rounds=2, attack={"name": "gap_aware", "data": FLIP}),
+    "drift": tiny(rounds=2, attack={"name": "slow_drift", "data": FLIP}, algorithm=by_rule("bulyan")),
+    "heads": tiny(rounds=2, algorithm=by_rule("lfighter")),
+    "before": tiny(rounds=2, algorithm=by_rule("norm_clipping")),
+    "a memory": tiny(rounds=2, algorithm=by_rule("foolsgold", judges=False)),
+    "a coordinator": tiny(rounds=2, algorithm={"name": "ifca", "models": 2}),
+}
+
+
+def close(found, expected):
+    """Whether two records say the same, numbers to rounding."""
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(close, found, expected))
+    return found == (pytest.approx(expected, rel=1e-3, abs=1e-4) if isinstance(expected, float) else expected)
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (folder / "seed-1000" / name).read_text().splitlines()]
+
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+DEVICES = ["meta", pytest.param("cuda", marks=no_gpu)]
+
+
+def on(device, monkeypatch):
+    """Within it a device is there: a real one, or the pretended one."""
+    return pretended(monkeypatch) if device == "meta" else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch, name, device):
+    experiment = RUNS[name]
+    run({**experiment, "together": None}, out=tmp_path / "cpu", workers=1)
+    with on(device, monkeypatch):
+        run({**experiment, "device": device}, out=tmp_path / "device")
+    for file in ("metrics.jsonl", "pairs.jsonl"):
+        for found, expected in zip(lines(tmp_path / "device", file), lines(tmp_path / "cpu", file), strict=True):
+            for key in expected:
+                assert close(found[key], expected[key]), key
+    models = [
+        torch.frombuffer(bytearray(bits(tmp_path / side)["checkpoint models"]), dtype=torch.float32)
+        for side in ("device", "cpu")
+    ]
+    torch.testing.assert_close(*models, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def test_a_round_waits_for_the_device_a_few_times_only(tmp_path, monkeypatch):
+    def waits(**changes):
+        with pretended(monkeypatch) as mode:
+            run(tiny(device="meta", rounds=1, **changes), out=tmp_path / f"run{len(list(tmp_path.iterdir()))}")
+        return mode.waits
+
+    for convolution in ("grouped", "unfolded", "mixed"):
+        assert waits(model=IMAGES, convolution=convolution) == waits(model=IMAGES)
+    once = waits()
+    assert set(once) == {"transfer"}
+    assert waits(training={"local_epochs": 3}) == once  # no wait in a step
+    assert once.total() < 25
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("convolution", ["grouped", "unfolded", "mixed"])
+def test_a_run_on_a_device_is_resumed_and_repeated_to_the_bit(tmp_path, monkeypatch, device, convolution):
+    experiment = {**RUNS["convolutions"], "device": device, "rounds": 3, "convolution": convolution}
+    with on(device, monkeypatch):
+        run(experiment, out=tmp_path / "whole")
+        with pytest.raises(StopError):
+            run(experiment, out=tmp_path / "parts", watch=stop_after(1))
+        monkeypatch.setattr(devices, "memory_of", lambda device: 1)  # how many at once is on record
+        run(experiment, out=tmp_path / "parts", resume=True)
+        name = devices.name_of(torch.device(device))
+    assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
+    told = json.loads((tmp_path / "parts/seed-1000/environment.json").read_text())
+    assert (told["device"], told["together"], told["workers"]) == (name, 6, 1)
+
+
+def dropout(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, classes))
+
+
+TOGETHER = {
+    "convolutions": tiny(rounds=2, model=IMAGES, together=3, training={"precision": "bfloat16"}),
+    "unfolded": tiny(rounds=2, model=IMAGES, together=3, convolution="unfolded"),
+    "residual": tiny(rounds=2, model={"name": "resnet", "width": 8}, together=8, training={"batch_size": 16}),
+    "dropout": tiny(rounds=2, model={"name": dropout}, together=4),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_several_in_one_program_repeat_their_bits(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(autotune, "_gain_of_bfloat16", lambda _: 1.0)  # in bfloat16 on any processor
+    experiment = TOGETHER[name]
+    run(experiment, out=tmp_path / "whole", workers=1)
+    with pytest.raises(StopError):
+        run(experiment, out=tmp_path / "parts", workers=2, watch=stop_after(1))
+    run(experiment, out=tmp_path / "parts", workers=1, resume=True)
+    assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
+
+
+def stubborn(shape, classes):
+    class Stubborn(nn.Linear):
+        def forward(self, x):
+            x = x.flatten(1)
+            return super().forward(x if float(x.sum() * self.weight.sum()) > 0 else -x)
+
+    return Stubborn(64, classes)
+
+
+def test_a_network_that_cannot_be_several_trains_one_by_one(tmp_path, monkeypatch):
+    with pytest.raises(
+        ConfigError, match=r"`.*stubborn` cannot be computed several times at once: leave out `together`"
+    ):
+        run(tiny(model={"name": stubborn}, together=4), out=tmp_path / "run")
+    module, x = stubborn((1, 8, 8), 10), torch.zeros(4, 1, 8, 8)
+    assert devices.most_together(torch.device("cpu"), 0, module, x) == 1
+
+
+def test_how_many_train_at_once_is_what_the_memory_takes(monkeypatch):
+    monkeypatch.setattr(devices, "memory_of", lambda device: 2**30)
+    module, x = nn.Sequential(nn.Flatten(), nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 10)), torch.rand(8, 1, 8, 8)
+    each = devices.bytes_of_training(module, x)
+    d = sum(p.numel() for p in module.parameters())
+    assert 24 * d < each < 24 * d + 4 * 128 * (64 + 2 * 1000 + 10)
+    assert devices.bytes_of_training(module, torch.rand(128, 1, 8, 8)) - 24 * d == 2 * (each - 24 * d)
+    assert devices.most_together(torch.device("cpu"), 2**29, module, x) == 2**28 // each
+    assert devices.most_together(torch.device("cpu"), 2**30, module, x) == 1
+
+
+def test_the_patches_count_as_memory():
+    module, x = nn.Sequential(nn.Conv2d(4, 8, 5, padding=2), nn.Flatten(), nn.Linear(512, 10)), torch.rand(64, 4, 8, 8)
+    more = devices.bytes_of_training(module, x, "unfolded") - devices.bytes_of_training(module, x)
+    patches, images = 4 * 64 * 64 * 100, 4 * 64 * 4 * 64
+    assert 2 * (patches - images) <= more < 2 * patches + 2**20
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:3", "mps", "quantum", "meta"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
+def test_a_device_that_is_not_there_is_one_line(tmp_path, name):
+    path = write(tmp_path / "tiny.toml")
+    told = here("run", path, "--out", tmp_path / "run", "--device", name).one_line()
+    assert told.startswith(f"`device` = '{name}' is none that PyTorch")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_cpu_by_name_is_the_default(tmp_path):
+    path = write(tmp_path / "tiny.toml", rounds=1)
+    assert here("run", path, "--out", tmp_path / "run", "--device", "cpu").status == 0
+    assert "device" not in (tmp_path / "run/config.toml").read_text()
+
+
+def test_what_does_not_go_with_a_device_is_an_error(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r'"tf32" needs a CUDA device, and `device` is "cpu"'):
+        fedcb2o.load(tiny(training={"precision": "tf32"}))
+    assert fedcb2o.load(tiny(training={"precision": "tf32"}, device="cuda:1")).training.precision == "tf32"
+    with pretended(monkeypatch):
+        with pytest.raises(ConfigError, match="one process works on `device` = 'meta', and `workers` is 2"):
+            run(tiny(device="meta"), out=tmp_path / "run", workers=2)
+        run(tiny(device="meta", rounds=1), out=tmp_path / "run")
+    with pytest.raises(RunError, match=r"holds another run \(`device` is 'meta' there and not set here\)"):
+        run(tiny(), out=tmp_path / "run", resume=True)
+
+
+def test_a_full_device_is_one_line(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("fedcb2o.federated.batched_training.local_updates_", full)
+    with pretended(monkeypatch), pytest.raises(RunError, match=r"meta is out of memory: .* by `together`"):
+        run(tiny(device="meta"), out=tmp_path / "run")
+
+
+def test_float32_products_are_rounded_only_where_that_is_asked_for():
+    def now():
+        return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+
+    before = now()
+    with float32_products(False, "cuda"):
+        assert now() == ("ieee", "ieee")
+        with float32_products(True, "cuda"):
+            assert now() == ("tf32", "tf32")
+        assert now() == ("ieee", "ieee")
+    with float32_products(True, "cpu"):
+        assert now() == before
+    assert now() == before

@@ -1,0 +1,237 @@
+"""A convolution by products of spectra is the convolution, and its derivatives."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from tests.networks import Seen
+from torch import nn
+from torch.nn import functional as F
+
+from fedcb2o.kernels import dispatch, fft_conv
+from fedcb2o.nn import architectures
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+SIZES = [((14, 14), (5, 5)), ((7, 9), (4, 2)), ((6, 6), (6, 6)), ((9, 8), (1, 5)), ((5, 5), (11, 7))]
+
+
+def counted(compute):
+    with Seen() as mode, dispatch.by(convolution="fourier"):
+        found = compute()
+    return found, mode.convolutions
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """By spectra whatever they take, where there is a result."""
+
+    def some(images, weight, margins):
+        return min(fft_conv._after(images[2:], weight[2:], margins)) > 0
+
+    monkeypatch.setattr(fft_conv, "_pay", some)
+
+
+@pytest.mark.parametrize(("shape", "kernel"), SIZES)
+@pytest.mark.parametrize("padding", [0, 2, (3, 1), "same", "valid", 7])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_any_convolution_and_its_gradients(always, shape, kernel, padding, channels_last):
+    x, weight, bias = drawn(5, 8, *shape), drawn(9, 8, *kernel, seed=1), drawn(9, seed=2)
+    inputs = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    seen = x.to(memory_format=torch.channels_last) if channels_last else x
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    try:
+        expected = F.conv2d(*exact, padding=padding)
+    except RuntimeError:  # the kernel is larger than the image, whoever computes it
+        with pytest.raises(RuntimeError, match="greater than actual input size"):
+            counted(lambda: F.conv2d(seen, weight, bias, padding=padding))
+        return
+    y, convolutions = counted(lambda: F.conv2d(seen, weight, bias, padding=padding))
+    assert convolutions == 0
+    for kernels in (weight, weight.to(memory_format=torch.channels_last)):
+        both = [counted(lambda w=kernels: F.conv2d(seen, w, bias, padding=padding))[0] for _ in range(2)]
+        plain = F.conv2d(seen, kernels, bias, padding=padding)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            assert both[0].is_contiguous(memory_format=layout) == plain.is_contiguous(memory_format=layout)
+        assert torch.equal(*both)
+    g = drawn(*y.shape, seed=3)
+    found, wanted = torch.autograd.grad(y, inputs, g), torch.autograd.grad(expected, exact, g.double())
+    for one, other in zip((y, *found), (expected, *wanted), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=2e-6 * other.abs().max().item())
+
+
+def test_by_hand(always):
+    # An image of one pixel that is 1, at (1, 2), shows the kernel turned about it.
+    x, weight = torch.zeros(1, 8, 4, 5), torch.zeros(8, 8, 3, 3)
+    x[0, 3, 1, 2] = 1.0
+    weight[6, 3] = torch.arange(1.0, 10).view(3, 3)
+    y, convolutions = counted(lambda: F.conv2d(x, weight, padding=1))
+    expected = torch.zeros(1, 8, 4, 5)
+    expected[0, 6, 0:3, 1:4] = torch.tensor([[9.0, 8, 7], [6, 5, 4], [3, 2, 1]])
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)
+    assert convolutions == 0
+
+
+def test_the_papers_second_convolution_takes_a_quarter_of_the_multiplications():
+    """64 images of 32 channels to 64: 25 * 14^2 * 64 * 32 * 64 = 642,252,800; on 16 x 9 frequencies 4 * 144 * 64 * 32 *
+    64 = 75,497,472 in products, and 18 * h * w + 9 * 32 * 2 * w for each of 2,048 images, 2,048 kernels and 4,096
+    results: 11,592 * 6,144 + 3,330 * 2,048 = 78,041,088. Together 153,538,560, 4.18 times fewer."""
+    for fewer, expected in ((4.18, True), (4.19, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fft_conv, "FEWER", fewer)
+            assert fft_conv._pay((64, 32, 14, 14), (64, 32, 5, 5), [(2, 2), (2, 2)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("convolve", "x"),
+    [
+        (nn.Conv2d(32, 64, 5, padding=2, stride=2), drawn(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2, dilation=2), drawn(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2, groups=2), drawn(16, 32, 14, 14)),
+        (nn.Conv2d(1, 64, 5, padding=2), drawn(16, 1, 14, 14)),
+        (nn.Conv2d(32, 1, 5, padding=2), drawn(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 1), drawn(16, 32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2), drawn(32, 14, 14)),
+        (nn.Conv2d(32, 64, 5, padding=2).double(), drawn(16, 32, 14, 14).double()),
+        (nn.Conv2d(32, 64, 5, padding=2), drawn(0, 32, 14, 14)),
+    ],
+)
+def test_others_are_pytorchs_to_the_bit(convolve, x):
+    y, convolutions = counted(lambda: convolve(x))
+    assert convolutions == 1
+    assert torch.equal(y, convolve(x))
+
+
+def test_several_networks_bfloat16_and_other_devices_are_pytorchs():
+    images, weights, biases = drawn(3, 16, 32, 14, 14), drawn(3, 64, 32, 5, 5), drawn(3, 64)
+    x, weight = images[0], weights[0]
+    for several, over in (
+        (lambda weight: F.conv2d(x, weight), weights),
+        (lambda x: F.conv2d(x, weight), images),
+        (lambda bias: F.conv2d(x, weight, bias), biases),
+    ):
+        assert counted(functools.partial(torch.func.vmap(several), over))[1] == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        y, convolutions = counted(lambda: F.conv2d(x, weight))
+    assert (y.dtype, convolutions) == (torch.bfloat16, 1)
+    assert counted(lambda: F.conv2d(x.to("meta"), weight.to("meta")))[1] == 1
+
+
+def test_errors_are_pytorchs():
+    x, weight = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5)
+    for changes in (
+        {"padding": "some"},
+        {"padding": -1},
+        {"padding": (1, 2, 3)},
+        {"stride": (1, 1, 1)},
+        {"dilation": (1, 1, 1)},
+        {"weight": drawn(64, 31, 5, 5)},
+        {"weight": drawn(64, 32, 15, 5)},
+        {"weight": drawn(64, 32, 5)},
+        {"bias": drawn(3)},
+        {"bias": drawn(1)},
+        {"bias": drawn(64).double()},
+    ):
+        told = []
+        for convolution in ("grouped", "fourier"):
+            with pytest.raises(RuntimeError) as caught, dispatch.by(convolution=convolution):
+                F.conv2d(**{"input": x, "weight": weight, **changes})
+            told.append(str(caught.value))
+        assert told[0] == told[1]
+
+
+def test_a_number_that_is_not_finite_stays_in_its_image():
+    x, weight = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1)
+    x[3, 5, 2, 2] = torch.inf
+    y, convolutions = counted(lambda: F.conv2d(x, weight, padding=2))
+    finite = y.isfinite().flatten(1)
+    assert not finite[3].any()
+    assert finite[:3].all()
+    assert finite[4:].all()
+    weight[7, 0, 0, 0] = torch.nan
+    finite = counted(lambda: F.conv2d(x[:3], weight, padding=2))[0].isfinite()
+    assert convolutions == 0
+    assert not finite[:, 7].any()
+    assert finite[:, :7].all()
+    assert finite[:, 8:].all()
+
+
+def test_second_derivatives():
+    """Of what a convolution says of an image's gradient, as a network of scores asks."""
+    x, weight, bias = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1) / 30, drawn(64, seed=2)
+
+    def found():
+        inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = F.conv2d(*inputs, padding=2).tanh().sum()
+        slope, *_ = torch.autograd.grad(y, inputs[0], create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), inputs)
+
+    seconds, convolutions = counted(found)
+    assert convolutions == 0
+    for one, other in zip(seconds, found(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * other.abs().max().item())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_other_ways_to_differentiate():
+    x, weight = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1)
+
+    def loss(weight):
+        return F.conv2d(x, weight, padding=2).square().mean()
+
+    by_grad, convolutions = counted(lambda: torch.func.grad(loss)(weight))
+    assert convolutions == 0
+    torch.testing.assert_close(by_grad, torch.func.grad(loss)(weight), rtol=1e-3, atol=1e-5)
+    (_, along), _ = counted(lambda: torch.func.jvp(loss, (weight,), (weight,)))
+    torch.testing.assert_close(along, 2 * loss(weight), rtol=1e-4, atol=0)  # the loss is a square of the weight
+
+
+def test_training_after_inference():
+    x, weight = drawn(16, 32, 13, 13), drawn(64, 32, 5, 5, seed=1).requires_grad_()
+    fft_conv._tables.cache_clear()
+    with torch.inference_mode():
+        first, _ = counted(lambda: F.conv2d(x, weight))
+    y, convolutions = counted(lambda: F.conv2d(x, weight))
+    y.sum().backward()
+    assert convolutions == 0
+    assert torch.equal(first, y)
+    assert weight.grad is not None
+
+
+def test_a_network_repeats_its_bits_and_finds_what_pytorch_finds():
+    module, x = architectures.cnn((1, 28, 28), 10, hidden=8), drawn(16, 1, 28, 28)
+    parameters = list(module.parameters())
+    # Always the same: rounding makes a pooling of three in 120 random networks take the other of two near values.
+    nn.utils.vector_to_parameters(drawn(sum(p.numel() for p in parameters), seed=1) / 20, parameters)
+
+    def step():
+        return torch.autograd.grad(module(x).square().sum(), parameters)
+
+    (first, convolutions), (again, _), plain = counted(step), counted(step), step()
+    assert convolutions == 1  # the first, of one channel
+    for one, other, expected in zip(first, again, plain, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_gradients_of_what_asks_for_them():
+    x, weight, bias = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1), drawn(64, seed=2)
+    g = drawn(16, 64, 14, 14, seed=3)
+    all_of_them = [x.clone(), weight.clone(), bias.clone()]
+    wanted = torch.autograd.grad(F.conv2d(*(t.requires_grad_() for t in all_of_them), padding=2), all_of_them, g)
+    for asked in itertools.product([False, True], repeat=3):
+        inputs = [t.detach().clone().requires_grad_(a) for t, a in zip((x, weight, bias), asked, strict=True)]
+        y, convolutions = counted(functools.partial(F.conv2d, *inputs, padding=2))
+        assert convolutions == 0
+        assert y.requires_grad == any(asked)
+        if any(asked):
+            y.backward(g)
+        for tensor, expected, a in zip(inputs, wanted, asked, strict=True):
+            assert (tensor.grad is not None) == a
+            if a:
+                torch.testing.assert_close(tensor.grad, expected, rtol=1e-3, atol=2e-6 * expected.abs().max().item())

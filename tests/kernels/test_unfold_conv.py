@@ -1,0 +1,167 @@
+"""Convolutions of several networks as batched products: the same numbers to rounding as each network's own, for any
+network."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.networks import Seen
+from torch import nn
+from torch.func import vmap
+from torch.nn import functional as F
+
+from fedcb2o.federated.inference import outputs_of
+from fedcb2o.kernels import dispatch
+from fedcb2o.kernels.unfold_conv import FEW
+from fedcb2o.nn import architectures, parameters
+from fedcb2o.rng import stream
+
+
+def drawn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def of_each(convolve, x, parameters):
+    """What several networks find, their gradients, and how many convolutions PyTorch computed."""
+    inputs = [t.clone().requires_grad_() for t in (x, *parameters)]
+    with Seen() as seen, dispatch.by(convolution="unfolded"):
+        y = vmap(convolve)(*inputs)
+    return y, torch.autograd.grad(y, inputs, drawn(*y.shape, seed=9).to(y.dtype)), seen.convolutions
+
+
+def agree(convolve, x, parameters):
+    """Several networks at once find what each finds by itself, and its gradients, without a convolution."""
+    y, found, convolutions = of_each(convolve, x, parameters)
+    assert convolutions == 0
+    assert y.is_contiguous()
+    for i, g in enumerate(drawn(*y.shape, seed=9)):
+        inputs = [t[i].clone().requires_grad_() for t in (x, *parameters)]
+        alone = convolve(*inputs)
+        torch.testing.assert_close(y[i], alone)
+        torch.testing.assert_close([gradient[i] for gradient in found], list(torch.autograd.grad(alone, inputs, g)))
+
+
+def one_or_two(least, most):
+    sizes = st.integers(least, most)
+    return sizes | st.tuples(sizes) | st.tuples(sizes, sizes)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@given(
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=one_or_two(1, 3),
+    padding=one_or_two(0, 4) | st.sampled_from(["same", "valid"]),
+    dilation=one_or_two(1, 2),
+    bias=st.booleans(),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3)),
+    image=st.tuples(st.integers(7, 9), st.integers(7, 9)),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_convolution_and_its_gradients_agree_with_each_networks_own(
+    kernel, stride, padding, dilation, bias, sizes, image
+):
+    m, n, into, out = sizes
+    if padding == "same":
+        stride = 1
+    x, weight = drawn(m, n, into, *image), drawn(m, out, into, *kernel, seed=1)
+    parameters = [weight, drawn(m, out, seed=2)] if bias else [weight]
+    agree(
+        lambda x, weight, bias=None: F.conv2d(x, weight, bias, stride, padding, dilation),
+        x,
+        parameters,
+    )
+
+
+def test_a_layer_is_found_whatever_its_margins_are_filled_with():
+    for mode in ("zeros", "reflect", "circular"):
+        layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode).double()
+        agree(
+            lambda x, weight, bias, layer=layer: torch.func.functional_call(layer, {"weight": weight, "bias": bias}, x),
+            drawn(2, 4, 2, 6, 6),
+            [drawn(2, 3, 2, 3, 3, seed=1), drawn(2, 3, seed=2)],
+        )
+
+
+def test_by_hand():
+    x = torch.tensor([[[[[1.0, 2.0], [3.0, 4.0]]]], [[[[5.0, 6.0], [7.0, 8.0]]]]])  # two networks, an image of 2x2 each
+    weight = torch.tensor([[[[[1.0, 0.0], [0.0, 10.0]]]], [[[[0.0, 1.0], [1.0, 0.0]]]]])
+    y, (_, by_weight), _ = of_each(F.conv2d, x, [weight])
+    assert y.flatten().tolist() == [41.0, 13.0]
+    g = drawn(2, 1, 1, 1, 1, seed=9).float()
+    torch.testing.assert_close(by_weight, g * x)
+
+
+OTHERS = {
+    "the same images": lambda x, w: vmap(F.conv2d, (None, 0))(x[0], w),
+    "the same weights": lambda x, w: vmap(F.conv2d, (0, None))(x, w[0]),
+    "one network": lambda x, w: F.conv2d(x[0], w[0]),
+    "one image": lambda x, w: vmap(F.conv2d)(x[:, 0], w),
+    "groups": lambda x, w: vmap(lambda x, w: F.conv2d(input=x, weight=w, groups=2))(torch.cat([x, x], 2), w),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_else_is_pytorchs_to_the_bit(name):
+    x, weight = drawn(2, 3, 2, 5, 5), drawn(2, 4, 2, 3, 3, seed=1)
+    expected = OTHERS[name](x, weight)
+    with Seen() as seen, dispatch.by(convolution="unfolded"):
+        found = OTHERS[name](x, weight)
+    assert seen.convolutions == 1
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("padding", ["same", "nonsense"])
+def test_what_pytorch_refuses_is_refused_alike(padding):
+    told = []
+    for convolution in ("grouped", "unfolded"):
+        with pytest.raises(RuntimeError) as caught, dispatch.by(convolution=convolution):
+            vmap(lambda x, w: F.conv2d(x, w, stride=2, padding=padding))(drawn(2, 3, 2, 5, 5), drawn(2, 4, 2, 3, 3))
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
+def test_products_are_in_bfloat16_where_that_is_asked_for():
+    x, weight = (drawn(2, *shape, dtype=torch.float32) for shape in ((8, 3, 9, 9), (5, 3, 3, 3)))
+    bias = drawn(2, 5, seed=2, dtype=torch.float32)
+    exact, gradients, _ = of_each(F.conv2d, x, [weight, bias])
+    with torch.autocast("cpu", torch.bfloat16):
+        y, found, convolutions = of_each(F.conv2d, x, [weight, bias])
+    assert (y.dtype, convolutions) == (torch.bfloat16, 0)
+    assert [gradient.dtype for gradient in found] == [torch.float32] * 3
+    for rough, fine in zip((y.float(), *found), (exact, *gradients), strict=True):
+        assert 1e-5 < (rough - fine).norm() / fine.norm() < 2e-2
+
+
+class Views(nn.Sequential):
+    def forward(self, x):
+        x = self[0](x)
+        return self[1](x.view(len(x), -1))
+
+
+NETWORKS = {
+    "cnn": lambda shape: architectures.cnn(shape, 10, hidden=8),
+    "resnet": lambda shape: architectures.resnet(shape, 10, width=8),
+    "views": lambda shape: Views(nn.Conv2d(shape[0], 4, 3), nn.Linear(4 * math.prod(n - 2 for n in shape[1:]), 10)),
+}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("way", ["unfolded", "mixed"])
+def test_networks_agree_to_rounding(name, shared, way):
+    module = parameters.initialise(lambda: NETWORKS[name]((3, 8, 8)), stream(0, "test"))
+    thetas = parameters.flatten(module) + 0.01 * drawn(3, 1, dtype=torch.float32)
+    x = drawn(1 if shared else 3, 5, 3, 8, 8, dtype=torch.float32)
+    found = []
+    for convolution in ("grouped", way):
+        leaves = [p.requires_grad_() for p in parameters.stacked(module, thetas)]
+        with Seen() as seen, dispatch.by(convolution=convolution):
+            y = outputs_of(module, thetas.shape[1])(leaves, x)
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
+    most = sum(isinstance(part, nn.Conv2d) and part.in_channels >= FEW for part in module.modules())
+    first = 1 if shared else 0  # on the same images the first layer has m times the channels
+    assert seen.convolutions == first + (most if way == "mixed" else 0)
+    for other, grouped in zip(*found, strict=True):
+        torch.testing.assert_close(other, grouped, rtol=1e-4, atol=1e-4 * float(grouped.abs().max()))

@@ -1,0 +1,324 @@
+"""A cluster finds the same as one machine, bit for bit: agents in blocks, each in an actor with a pool of its own."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from tests.agents import (
+    CLUSTER,
+    TRAINING,
+    Adapted,
+    attackers_of,
+    block_of,
+    convolutional,
+    first_models,
+    held,
+    network,
+    normed,
+    terms_of,
+    wide,
+)
+from tests.simulation.test_rounds import POISONED, flip, found_by
+from torch import nn
+
+from fedcb2o.errors import RunError
+from fedcb2o.federated import algorithms, attacks, topology
+from fedcb2o.federated.agent_group import Block
+from fedcb2o.federated.contacts import Memory
+from fedcb2o.federated.run_spec import Primitives
+from fedcb2o.federated.types import Attack, remembers
+from fedcb2o.nn.memory_layout import ChannelsLast
+from fedcb2o.parallel.executors import Here
+from fedcb2o.rng import stream
+from fedcb2o.simulation.local_engine import Shared
+from fedcb2o.simulation.rounds import LostError, rounds
+
+pytest.importorskip("ray")
+
+import ray
+
+from fedcb2o.ray_backend import connect, placement
+from fedcb2o.ray_backend.actors import lost
+from fedcb2o.ray_backend.engine import Cluster
+from fedcb2o.ray_backend.sharding import shared_out
+from fedcb2o.ray_backend.worker import Holder
+
+EVERYBODY = range(len(CLUSTER))
+COUNTS = [1, 2, 3, 7]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Ray on this machine, and seven actors, of which a run takes some."""
+    jaxtyping.config.update("jaxtyping_disable", True)  # as in the test of two engines
+    with connect.joined(connect.LOCAL, 200 * 2**20, 8), placement.actors(placement.nodes() * 7) as actors:
+        yield actors
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What to run, which each process makes for itself."""
+
+    algorithm: Callable[..., Any]
+    attack: Callable[[], Attack]
+    network: Callable[[], torch.nn.Module]
+    own_model: bool
+    skewed: bool
+    changes: dict[str, Any]
+
+    def block(self, tensors: Any = None, agents: Any = EVERYBODY) -> Block:
+        terms, holds = terms_of(self.algorithm(), self.network(), **self.changes), held()
+        if self.skewed:  # nobody has the classes of its own number, and some have many samples and others few
+            parts = [
+                [each[(holds.samples.y[each] != j % 4).numpy()][: len(each) - j] for j, each in enumerate(lists)]
+                for lists in (holds.train, holds.validation)
+            ]
+            holds = dataclasses.replace(holds, train=parts[0], validation=parts[1])
+        return block_of(terms, attackers_of(self.attack(), own_model=self.own_model), holds, agents)
+
+    def first(self, tensors: Any, theta: torch.Tensor, ids: Any) -> None:
+        theta.copy_(first_models(self.block().terms)[list(ids)])
+
+
+def flipped(**more: Any) -> Attack:
+    return Attack(poison=flip, **more)
+
+
+def crafting(name: str) -> Attack:
+    craft = getattr(attacks, name)
+    return Attack(craft=craft, threat=craft.threat, poison=flip if name in POISONED else None)
+
+
+def clustered(actors, scene: Scene, count: int, nodes: int = 2) -> Cluster:
+    """The engine of at most so many blocks, on so many nodes by what it is told, before its first round."""
+    block = scene.block()
+    shares = shared_out(block.terms, block.holdings.train.sizes.tolist(), [1.0] * count)
+    on = [f"node {b % nodes}" for b in range(len(shares))]
+    engine = Cluster(block, shares, actors[: len(shares)], on)
+    engine.begin(scene.block, {}, {})
+    engine.begin_models(scene.first)
+    return engine
+
+
+def hold_equal(
+    actors, algorithm, attack=flipped, make=network, rounds=2, own_model=True, skewed=False, counts=COUNTS, **changes
+):
+    """Run on one machine and on clusters, and hold all that they find equal."""
+    known = {"primitives": Primitives(together=2), "most_samples": 17, **changes}
+    scene = Scene(algorithm, attack, make, own_model, skewed, known)
+    here = scene.block()
+    here.pool[: len(CLUSTER)] = first_models(here.terms)
+    mine, models = found_by(Shared(here, Here(here)), rounds), here.pool[: len(CLUSTER)]
+    for count in counts:
+        engine = clustered(actors, scene, count)
+        for n, (one, other) in enumerate(zip(mine, found_by(engine, rounds), strict=True)):
+            assert one[0] == other[0], (count, n)
+            assert one[1] == other[1], (count, n)
+            assert one[2].keys() == other[2].keys(), (count, n)
+        theirs = torch.cat(list(engine.models()))[:, : here.terms.dim]
+        assert torch.equal(models.view(torch.int32), theirs.contiguous().view(torch.int32)), count
+
+
+ALGORITHMS = {
+    "FedCB2O": partial(algorithms.fedcb2o),
+    "FedCBO": partial(algorithms.fedcbo),
+    "DFedAvgM": partial(algorithms.dfedavgm),
+    "alone": partial(algorithms.local_training),
+    "sub-level set": partial(
+        algorithms.fedcb2o,
+        criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
+        **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
+        ball=1.0,
+        apart=1.2,
+        selection={"name": "prob_sampling", "newcomers": 0.4},
+    ),
+    "median": partial(algorithms.fedcb2o, tested=2.0, point="median", own_model="judged", mixing_factor=1.0),
+    "everyone": partial(algorithms.fedcb2o, selection="everyone", own_model="judged", beta=0.4),
+    "itself too": partial(algorithms.fedcb2o, own_model="judged", own_candidate=True, mixing_factor=1.0),
+    "patches": partial(algorithms.fedcb2o, criterion={"name": "trigger_sensitivity"}, own_model="judged"),
+    "T_G": partial(algorithms.fedcb2o, criterion_from_round=1),
+}
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.6])
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_every_algorithm(cluster, algorithm, participation):
+    hold_equal(cluster, algorithm, participation=participation, rounds=3)
+
+
+@pytest.mark.parametrize("algorithm", [algorithms.fedcb2o, algorithms.fedcbo, algorithms.dfedavgm])
+def test_agents_that_lack_classes(cluster, algorithm):
+    hold_equal(cluster, partial(algorithm), partial(flipped), skewed=True, counts=[3])
+
+
+@pytest.mark.parametrize("training", [{"precision": "bfloat16"}, {"local_steps": 3}], ids=str)
+def test_training(cluster, training):
+    hold_equal(cluster, partial(algorithms.fedcb2o), training=dataclasses.replace(TRAINING, **training), counts=[3])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [normed, partial(normed, "local"), partial(normed, "dropped"), Adapted],
+    ids=["shared", "local", "dropped", "base"],
+)
+def test_statistics_and_what_is_frozen(cluster, make):
+    """Two agents at once, so that those of several models are computed in one program."""
+    training = dataclasses.replace(TRAINING, batch_size=11)  # a batch norm refuses a single sample
+    hold_equal(cluster, algorithms.fedcb2o, make=make, training=training, counts=[3])
+
+
+RULES = ["mean", "trimmed_mean", "geometric_median", "krum", "foolsgold", "fltrust", "monna", "flame", "sentinel"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_under_an_attack_that_looks_at_others(cluster, rule):
+    hold_equal(cluster, partial(algorithms.by_rule, rule=rule, judges=True), partial(crafting, "alie"), share=0.4)
+
+
+@pytest.mark.parametrize(("rule", "pre_step"), [("trimmed_mean", "nnm"), ("monna", "bucketing")])
+def test_pre_steps(cluster, rule, pre_step):
+    algorithm = partial(algorithms.by_rule, rule=rule, pre_step=pre_step, selection="everyone")
+    hold_equal(cluster, algorithm, share=0.4, counts=[3])
+
+
+@remembers(before=True)
+def steady(state, judged):
+    """Whoever was here before counts as often as it was; it also keeps its model, and looks at the one before."""
+    assert not judged.pool[judged.before].equal(judged.theta)
+    assert not state or not state["theta"].equal(judged.theta)
+    seen = state.get("seen", torch.zeros(len(CLUSTER))).clone()
+    seen[judged.received.ids] += 1
+    weights = seen[judged.received.ids].double()
+    return {"seen": seen, "theta": judged.theta.clone()}, weights / weights.sum().clamp(min=1)
+
+
+def by_steady():
+    return algorithms.by_rule(rule=steady, judges=False)
+
+
+def test_a_rule_with_memory(cluster):
+    hold_equal(cluster, by_steady, rounds=4, participation=0.6)
+
+
+def test_what_rules_keep_stays_with_the_agents(cluster):
+    """It comes when it is looked at, as it is after the last round, and another cluster goes on from it."""
+    scene = Scene(by_steady, flipped, network, True, False, {"primitives": Primitives(together=2)})
+    engine, again = clustered(cluster[:3], scene, 3), clustered(cluster[3:5], scene, 2)
+    first, _, third = rounds(engine, Memory.blank(len(CLUSTER)), 0, 3, lambda n: False)
+    with pytest.raises(AssertionError, match="another round"):
+        dict(first.memory.states[0])
+    states = [dict(state) for state in third.memory.states]
+    assert [int(state["seen"].sum()) if state else 0 for state in states] == [9, 9, 9, 0, 0, 9, 9, 0, 0]
+    again.fill_(torch.cat(list(engine.models())))
+    (there,) = rounds(again, Memory(third.memory.met, tuple(states)), 3, 4, lambda n: False)
+    (here,) = rounds(engine, third.memory, 3, 4, lambda n: False)
+    for mine, theirs in zip(here.memory.states, there.memory.states, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(mine[name].equal(theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 7])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_no_byte_goes_that_was_not_asked_for(cluster, count, nodes):
+    known = {"primitives": Primitives(together=1)}
+    engine = clustered(cluster, Scene(algorithms.dfedavgm, flipped, wide, True, False, known), count, nodes)
+    homes = {int(j): b for b, agents in enumerate(engine.shares.agents) for j in agents}
+    for done in rounds(engine, Memory.blank(len(CLUSTER)), 0, 2, lambda n: False):
+        received = [(homes[j], int(i)) for j in EVERYBODY for i in done.choices.received[j]]
+        between = {(b, i) for b, i in received if homes[i] != b}
+        moved = {(b % nodes, i) for b, i in between if homes[i] % nodes != b % nodes}
+        assert engine.actors.lent == len(between) * 4 * engine.terms.dim
+        assert engine.actors.moved == len(moved) * 4 * engine.terms.dim
+        engine.actors.lent = engine.actors.moved = 0
+
+
+def test_an_error_of_an_actor_is_no_loss(cluster):
+    """It would come again. An actor that is asked for a row which it has not says so to whoever takes it."""
+    engine = clustered(cluster, Scene(algorithms.dfedavgm, flipped, network, True, False, {}), 2)
+    refs = [engine.actors.actors[0].lend.remote(np.array([10**6, 10**6 + 1]))]
+    told = r"^work on the cluster failed \(.*Error: .*\)$"
+    with pytest.raises(RunError, match=told) as raised:
+        engine.actors.get(refs)
+    with pytest.raises(RunError, match=told) as there:
+        engine.actors.do(Holder.receive, [None, ([np.zeros(1, np.int64)],)], [[], refs])
+    assert raised.type is there.type is RunError
+
+
+@ray.remote
+def raising(error: Exception) -> None:
+    raise error
+
+
+FULL = ray.exceptions.ObjectStoreFullError("no room")
+GONE = ray.exceptions.WorkerCrashedError()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (FULL, RunError, r"^Ray's store or disk is full on a node \(ObjectStoreFullError: no room\): take more nodes"),
+        (GONE, LostError, r"^a part of the cluster is lost \(WorkerCrashedError: .*\)$"),
+    ],
+)
+def test_a_full_store_is_no_loss_and_what_ray_lost_is_one(cluster, error, kind, told):
+    """Here, and where a task or an actor meets it."""
+    with pytest.raises(RunError, match=told) as here, lost():
+        raise error
+    with pytest.raises(RunError, match=told) as there, lost():
+        ray.get(raising.remote(error))
+    assert here.type is there.type is kind
+
+
+@pytest.mark.parametrize(
+    "name", ["alie", "dissensus", "equivocation", "mimic", "not_finite", "gap_aware", "slow_drift"]
+)
+def test_attacks_on_models(cluster, name):
+    """Also those that look at others' models, and those that send each receiver another."""
+    attack = partial(crafting, name)
+    hold_equal(cluster, partial(algorithms.fedcb2o, own_model="judged", mixing_factor=1.0), attack, rounds=3)
+
+
+def backdoor() -> Attack:
+    return Attack(poison=partial(attacks.backdoor, target=3, size=1))
+
+
+def sleepers() -> Attack:
+    return Attack(craft=attacks.trash, threat=attacks.trash.threat, from_round=1)
+
+
+OTHERS = {
+    "sybils": partial(flipped, sybils=True, from_round=1),
+    "lies": partial(flipped, claims=10**9),
+    "backdoor": backdoor,
+    "sleepers": sleepers,
+    "none": Attack,
+}
+
+
+@pytest.mark.parametrize("attack", OTHERS.values(), ids=OTHERS)
+def test_other_attacks(cluster, attack):
+    hold_equal(cluster, partial(algorithms.dfedavgm), attack, own_model=False, rounds=3, counts=[3])
+
+
+@pytest.mark.parametrize("name", ["ring", "same_cluster", "random_regular"])
+def test_graphs(cluster, name):
+    graph = partial(getattr(topology, name), **({"degree": 4} if name == "random_regular" else {}))
+    near = topology.neighbours(graph, torch.tensor(CLUSTER), stream(0, "graph"))
+    hold_equal(cluster, partial(algorithms.fedcb2o, mixing_factor=1.0), neighbours=near, participation=0.8)
+
+
+def channels_last() -> nn.Module:
+    return nn.Sequential(ChannelsLast(), convolutional())
+
+
+@pytest.mark.parametrize("make", [convolutional, channels_last, wide])
+@pytest.mark.parametrize("rule", ["mean", "geometric_median"])
+def test_other_networks(cluster, make, rule):
+    hold_equal(cluster, partial(algorithms.by_rule, rule=rule), partial(crafting, "dissensus"), make)

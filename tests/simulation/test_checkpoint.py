@@ -1,0 +1,354 @@
+"""Checkpoints: saved whole, read whole or not at all, and only by the run that they belong to."""
+
+import json
+import math
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, here, write
+
+from fedcb2o.data import sets
+from fedcb2o.data._dataset import Dataset
+from fedcb2o.errors import RunError
+from fedcb2o.experiments import load
+from fedcb2o.federated.contacts import Memory, Met
+from fedcb2o.federated.ragged import Lists
+from fedcb2o.records import Sums
+from fedcb2o.simulation import checkpoint
+
+MODELS = torch.arange(12.0).view(3, 4) / 7
+MET = Met(Lists(np.array([0, 2, 1]), np.array([0, 2, 1])), np.array([0.25, np.nan, 5e-324]))
+MEMORY = Memory(MET, ({}, {}, {}))
+STATES = (
+    {"sums": torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3), "ids": torch.tensor([3, 2**40])},
+    {},
+    {
+        "seen": torch.tensor([True, False, True]),
+        "nobody": torch.zeros(0, dtype=torch.int64),
+        "no rows": torch.zeros(0, 5),
+        "a.b": torch.tensor([math.nan, math.inf, -0.0]),
+        **{
+            f"of {dtype}": torch.arange(3).to(dtype)
+            for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32)
+        },
+    },
+)
+STATEFUL = Memory(MET, STATES)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same to the bit, in type and shape too."""
+    alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return alike and (not a.numel() or a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8)))
+
+
+def assert_same_memory(found: Memory, expected: Memory) -> None:
+    assert found.met.ids.values.tolist() == expected.met.ids.values.tolist()
+    assert found.met.ids.sizes.tolist() == expected.met.ids.sizes.tolist()
+    assert found.met.likelihood.tobytes() == expected.met.likelihood.tobytes()
+    assert len(found.states) == len(expected.states)
+    for mine, theirs in zip(found.states, expected.states, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(same(mine[name], theirs[name]) for name in theirs), (mine, theirs)
+
+
+@pytest.mark.parametrize("memory", [MEMORY, STATEFUL, Memory.blank(3)], ids=["contacts", "states", "nothing"])
+def test_what_is_saved_is_loaded(tmp_path, memory):
+    checkpoint.save(tmp_path, 5, [MODELS], memory, "mine")
+    found = torch.zeros(3, 4)
+    rounds, remembered = checkpoint.load_(tmp_path, found, "mine")
+    assert rounds == 5
+    assert found.equal(MODELS)
+    assert_same_memory(remembered, memory)
+
+
+def test_a_state_may_be_a_number(tmp_path):
+    memory = Memory(MET, ({}, {"n": torch.tensor(3), "mean": torch.tensor(2.5, dtype=torch.float64)}, {}))
+    checkpoint.save(tmp_path, 5, [MODELS], memory, "mine")
+    _, remembered = checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine")
+    assert_same_memory(remembered, memory)
+
+
+def test_models_in_parts_are_the_same_file(tmp_path):
+    checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
+    whole = (tmp_path / checkpoint.FILE).read_bytes()
+    apart = torch.zeros(3, 16)[:, :4].copy_(MODELS)  # rows that do not follow each other in memory
+    for parts in (MODELS.split(1), [MODELS[:2], MODELS[2:]], [MODELS[:0], MODELS], iter(apart.split(2))):
+        checkpoint.save(tmp_path, 5, parts, STATEFUL, "mine")
+        assert (tmp_path / checkpoint.FILE).read_bytes() == whole
+
+
+def test_some_rows_are_loaded(tmp_path):
+    checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
+    for rows in (slice(1, 3), slice(0, 1), slice(None, None, 2), slice(2, 2)):
+        found = torch.full_like(MODELS[rows], math.nan)
+        rounds, remembered = checkpoint.load_(tmp_path, found, "mine", rows)
+        assert rounds == 5
+        assert found.equal(MODELS[rows])
+        assert_same_memory(remembered, STATEFUL)
+    with pytest.raises(RunError, match="is damaged"):
+        checkpoint.load_(tmp_path, torch.zeros(2, 4), "mine", slice(2, 4))
+
+
+def test_other_programs_can_read_the_file(tmp_path):
+    checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
+    tensors = load_file(tmp_path / checkpoint.FILE)
+    states = {f"state.{j}.{name}": each for j, state in enumerate(STATES) for name, each in state.items()}
+    assert tensors.keys() == {"models", "met", "ids", "likelihood", *states}
+    assert tensors["models"].equal(MODELS)
+    assert (tensors["met"].tolist(), tensors["ids"].tolist()) == ([0, 2, 1], [0, 2, 1])
+    assert tensors["likelihood"].numpy().tobytes() == MET.likelihood.tobytes()
+    assert all(same(tensors[name], each) for name, each in states.items())
+    with safe_open(tmp_path / checkpoint.FILE, framework="pt") as file:
+        header = file.metadata()
+        assert all(file.get_tensor(name).data_ptr() % each.element_size() == 0 for name, each in tensors.items())
+    assert header.keys() == {"rounds", "fingerprint", "lines", "sums"}
+    assert (header["rounds"], header["fingerprint"]) == ("5", "mine")
+
+
+def test_a_checkpoint_of_before_rules_had_a_memory_is_loaded(tmp_path):
+    """As the library wrote it until then, by another way."""
+    tensors = {
+        "models": MODELS,
+        "met": torch.from_numpy(MET.ids.sizes),
+        "ids": torch.from_numpy(MET.ids.values),
+        "likelihood": torch.from_numpy(MET.likelihood),
+    }
+    sums = {name: f"{t.dtype} {zlib.crc32(t.numpy().tobytes())}" for name, t in tensors.items()}
+    header = {"rounds": "5", "fingerprint": "mine", "sums": json.dumps({"rounds": 5, **sums})}
+    save_file(tensors, tmp_path / checkpoint.FILE, metadata=header)
+    found = torch.zeros(3, 4)
+    rounds, remembered = checkpoint.load_(tmp_path, found, "mine")
+    assert rounds == 5
+    assert found.equal(MODELS)
+    assert_same_memory(remembered, MEMORY)
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine") is None
+    (tmp_path / f"{checkpoint.FILE}.tmp").write_bytes(b"half")
+    assert checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine") is None
+
+
+def test_another_fingerprint_or_shape_is_refused(tmp_path):
+    checkpoint.save(tmp_path, 5, [torch.ones(3, 4)], MEMORY, "mine")
+    models = torch.zeros(3, 4)
+    with pytest.raises(RunError, match=r"of another configuration: choose another --out"):
+        checkpoint.load_(tmp_path, models, "yours")
+    assert not models.any()
+    with pytest.raises(RunError, match="is damaged"):
+        checkpoint.load_(tmp_path, torch.zeros(3, 5), "mine")
+
+
+@pytest.mark.parametrize("states", [({}, {}, {}), ({}, {"sums": torch.ones(2)}, {})], ids=["contacts", "states"])
+def test_every_flipped_byte_and_every_truncation_is_found(tmp_path, states):
+    checkpoint.save(tmp_path, 5, [torch.arange(12.0).view(3, 4)], Memory(MET, states), "mine")
+    path = tmp_path / checkpoint.FILE
+    whole = path.read_bytes()
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+    assert names == {"models", "met", "ids", "likelihood", *(["state.1.sums"] if any(states) else [])}
+    expected = checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine")
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        models = torch.zeros(3, 4)
+        try:
+            found = checkpoint.load_(tmp_path, models, "mine")
+        except RunError:
+            assert not models.any(), at
+        else:  # a change that means the same, if any
+            assert models.equal(torch.arange(12.0).view(3, 4)), at
+            assert found is not None
+            assert found[0] == expected[0], at
+            assert_same_memory(found[1], expected[1])
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(RunError, match="is damaged"):
+            checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine")
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A run that lacks its last two rounds, and its bits if it were whole."""
+    path = write(tmp_path / "tiny.toml", rounds=4, evaluate_every=9)
+    assert here("run", path, "--out", tmp_path / "whole", "--workers", 1).status == 0
+    short = write(tmp_path / "short.toml", rounds=2, evaluate_every=9)
+    return path, short, tmp_path / "run", bits(tmp_path / "whole")
+
+
+def stop(short, out):
+    """Two rounds, as if the machine had stopped after the checkpoint."""
+    assert here("run", short, "--out", out, "--workers", 1).status == 0
+    seed = out / "seed-1000"
+    (seed / "summary.json").unlink()
+    Sums.begin(seed, 1000, load(str(short)).settings(), 2)
+
+
+def resume(path, out):
+    return here("run", path, "--out", out, "--workers", 1, "--resume")
+
+
+def without_scores(found):
+    """The bits but for the metrics, which a run of fewer rounds evaluates in its last."""
+    return {name: content for name, content in found.items() if name != "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "garbage"])
+def test_a_damaged_checkpoint_is_one_line_and_the_cure_works(stopped, damage):
+    path, short, out, expected = stopped
+    stop(short, out)
+    file = out / "seed-1000" / checkpoint.FILE
+    whole = file.read_bytes()
+    broken = {
+        "flip": whole[:-100] + bytes([whole[-100] ^ 4]) + whole[-99:],
+        "truncate": whole[: len(whole) // 2],
+        "empty": b"",
+        "garbage": b"garbage" * 1000,
+    }
+    file.write_bytes(broken[damage])
+    metrics = (out / "seed-1000/metrics.jsonl").read_bytes()
+    assert "is damaged" in resume(path, out).one_line()
+    assert (out / "seed-1000/metrics.jsonl").read_bytes() == metrics
+    (out / "seed-1000").rename(out / "away")  # what the message says
+    assert resume(path, out).status == 0
+    assert bits(out) == expected
+
+
+def test_half_written_files_of_a_killed_run_do_not_count(stopped):
+    path, short, out, expected = stopped
+    stop(short, out)
+    (out / "seed-1000/checkpoint.safetensors.tmp").write_bytes(b"half")
+    (out / "config.toml.tmp").write_bytes(b"half")
+    with (out / "seed-1000/metrics.jsonl").open("ab") as file:
+        file.write(b'{"round": 3, "train_loss": [0.')
+    with (out / "seed-1000/pairs.jsonl").open("ab") as file:
+        file.write(b"\0\0\0\0\0\n")
+    assert resume(path, out).status == 0
+    assert without_scores(bits(out)) == without_scores(expected)
+    assert not list(out.rglob("*.tmp"))
+
+
+def test_a_run_killed_before_its_first_file_can_start_again(stopped):
+    path, _, out, expected = stopped
+    out.mkdir()
+    (out / "config.toml.tmp").write_bytes(b"half")
+    assert here("run", path, "--out", out, "--workers", 1).status == 0
+    assert bits(out) == expected
+
+
+def test_a_flip_in_what_a_checkpoint_belongs_to_is_damage(stopped):
+    path, short, out, _ = stopped
+    stop(short, out)
+    file = out / "seed-1000" / checkpoint.FILE
+    file.write_bytes(file.read_bytes().replace(b"batch_size", b"batch_sizf", 1))
+    assert "is damaged: its header does not add up" in resume(path, out).one_line()
+
+
+def test_lost_metrics_are_told_and_not_made_up(stopped):
+    path, short, out, _ = stopped
+    stop(short, out)
+    (out / "seed-1000/metrics.jsonl").write_text("garbage\n")
+    lacks = "metrics.jsonl is damaged: it lacks rounds before the checkpoint's round 2, or has some twice"
+    assert lacks in resume(path, out).one_line()
+
+
+def test_another_configuration_is_refused_by_the_setting_that_differs(stopped):
+    path, short, out, expected = stopped
+    stop(short, out)
+    other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3")
+    assert other.one_line() == (
+        f"{out} holds another run (`algorithm.alpha` is 2.0 there and 3 here): choose another --out"
+    )
+    # Its configuration exchanged behind its back: the checkpoint itself knows.
+    config = out / "config.toml"
+    config.write_text(config.read_text().replace("alpha = 2.0", "alpha = 3"))
+    other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3")
+    assert "seed-1000 holds another seed or another run, by its sums.json" in other.one_line()
+    Sums.forget(out / "seed-1000")
+    other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3")
+    assert "is the checkpoint of another configuration" in other.one_line()
+    config.write_text(config.read_text().replace("alpha = 3", "alpha = 2.0"))
+    assert resume(path, out).status == 0
+    assert without_scores(bits(out)) == without_scores(expected)
+
+
+def test_another_data_set_behind_the_same_name_is_refused(stopped, monkeypatch):
+    path, short, out, _ = stopped
+    stop(short, out)
+
+    def changed(*, data_dir: None = None, test_per_class: int = 24) -> Dataset:
+        digits = made(test_per_class=test_per_class)
+        digits.pool.x[0, 0, 0, 0] += 0.5
+        return digits
+
+    made = sets.digits
+    monkeypatch.setattr(sets, "digits", changed)
+    assert "is the checkpoint of another configuration" in resume(path, out).one_line()
+
+
+def test_fewer_rounds_than_there_are_is_refused(stopped):
+    path, short, out, _ = stopped
+    stop(short, out)
+    fewer = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=1")
+    assert "holds this run with `rounds` = 2: it can only be made longer" in fewer.one_line()
+
+
+# Full disks. RLIMIT_FSIZE limits every file of a process, so that writing fails as on a full disk.
+
+LIMITED = """
+import resource, runpy, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+sys.argv[:] = sys.argv[2:]
+from fedcb2o.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("limit", "file"), [(6_000, "metrics.jsonl"), (100_000, "checkpoint.safetensors")])
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, limit, file):
+    # A checkpoint of 6 agents has 4 kB with 1 hidden unit, 150 kB with 80; a line of metrics half a kB.
+    hidden, rounds = (80, 2) if file == "checkpoint.safetensors" else (1, 16)
+    path = write(tmp_path / "tiny.toml", rounds=rounds, model={"hidden": [hidden]})
+    out = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(limit), "fedcb2o", "run", path, "--out", out, "--workers", "1"],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if not line.startswith("tiny seed")]
+    assert done.returncode == 2, done.stderr
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith(f"Error: cannot write {out}/seed-1000/{file}: ")
+    assert said[0].endswith("make room (or mend the folder) and give the command again, that of a run with --resume")
+    for text in (out / "seed-1000/metrics.jsonl").read_text().splitlines():
+        json.loads(text)
+    assert not list(out.rglob("*.tmp"))
+    assert resume(path, out).status == 0
+    assert here("run", path, "--out", tmp_path / "whole", "--workers", 1).status == 0
+    assert bits(out) == bits(tmp_path / "whole")
+
+
+def test_a_full_standard_output_is_one_line(tmp_path):
+    with open("/dev/full", "w") as full:  # noqa: PTH123 (a device)
+        done = command("presets", stdout=full)
+    assert done.one_line() == "cannot write the output: No space left on device"
+    path = write(tmp_path / "tiny.toml", rounds=1)
+    assert here("run", path, "--out", tmp_path / "run", "--workers", 1).status == 0
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = command("compare", tmp_path / "run", stdout=full)
+    assert done.one_line() == "cannot write the output: No space left on device"
+
+
+def test_a_reader_that_left_is_no_error():
+    reader = subprocess.Popen([FEDCB2O, "presets"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    reader.stdout.close()
+    assert reader.stderr.read() == b""
+    assert reader.wait(timeout=60) == 1
+    reader.stderr.close()

@@ -1,0 +1,132 @@
+"""The same seed and settings give the same bits: whatever the workers, interrupted or not, alone or among others."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from tests.tiny import StopError, bits, stop_after, tiny
+from torch import nn
+
+import fedcb2o
+from fedcb2o.experiments import run
+from fedcb2o.kernels import autotune
+
+
+def with_dropout(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.5), nn.Linear(8, classes))
+
+
+VARIANTS = {
+    "fedcb2o": tiny(agents={"participation": 0.7}),
+    "convolutions": tiny(rounds=2, model={"name": "cnn", "hidden": 4}, algorithm={"criterion": "average_loss"}),
+    "dropout": tiny(model={"name": with_dropout}, agents={"initialisation": "independent"}),
+    # So large that each agent is a task of its own and mixing has several tiles.
+    "large": tiny(rounds=2, model={"hidden": [2000]}, training={"precision": "bfloat16"}),
+    "onednn": tiny(rounds=2, linear="onednn", model={"hidden": [1100, 1000]}),
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Every variant with 1, 2 and 3 workers; all with as many after each other, since the same workers then go on."""
+    folder = tmp_path_factory.mktemp("workers")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(autotune, "_gain_of_bfloat16", lambda _: 1.0)  # in bfloat16 on any processor
+        for workers in (1, 2, 3):
+            for variant, experiment in VARIANTS.items():
+                run(experiment, out=folder / f"{variant}-{workers}", workers=workers)
+    return folder
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_number_of_workers_changes_no_bit(done, variant, workers):
+    assert bits(done / f"{variant}-{workers}") == bits(done / f"{variant}-1")
+
+
+@pytest.mark.parametrize(("checkpoint_every", "first", "second"), [(1, 1, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1)])
+def test_an_interruption_changes_no_bit(tmp_path, checkpoint_every, first, second):
+    experiment = {**VARIANTS["fedcb2o"], "rounds": 8, "checkpoint_every": checkpoint_every}
+    run(experiment, out=tmp_path / "whole", workers=1)
+    for rounds in (2, 4, 7):  # before the first checkpoint of every three rounds, on one, and after one
+        with pytest.raises(StopError):
+            run(experiment, out=tmp_path / "parts", workers=first, resume=rounds > 2, watch=stop_after(rounds))
+    run(experiment, out=tmp_path / "parts", workers=second, resume=True)
+    assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
+
+
+def test_other_seeds_of_the_run_change_no_bit(tmp_path):
+    run(tiny(), out=tmp_path / "alone", seeds=[1001], workers=1)
+    run(tiny(), out=tmp_path / "both", seeds=[1000, 1001], workers=1)
+    alone, both = bits(tmp_path / "alone", 1001), bits(tmp_path / "both", 1001)
+    del alone["config.toml"], both["config.toml"]
+    assert both == alone
+    assert bits(tmp_path / "both")["checkpoint models"] != both["checkpoint models"]
+
+
+def test_how_often_is_evaluated_and_saved_changes_no_model(tmp_path):
+    run(tiny(rounds=4), out=tmp_path / "often", workers=1)
+    run(tiny(rounds=4, evaluate_every=3, checkpoint_every=3), out=tmp_path / "seldom", workers=1)
+    often, seldom = bits(tmp_path / "often"), bits(tmp_path / "seldom")
+    for name in ("checkpoint models", "checkpoint likelihood", "pairs.jsonl"):
+        assert seldom[name] == often[name]
+    lines = [json.loads(text) for text in (tmp_path / "seldom/seed-1000/metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines if "accuracy" in line] == [3, 4]
+
+
+def test_a_finished_run_can_be_taken_further(tmp_path):
+    run(tiny(rounds=2), out=tmp_path / "further", workers=1)
+    run(tiny(rounds=4), out=tmp_path / "further", workers=1, resume=True)
+    run(tiny(rounds=4), out=tmp_path / "at once", workers=1)
+    assert bits(tmp_path / "further") == bits(tmp_path / "at once")
+
+
+def test_the_clean_twin_holds_the_same_samples_and_starts_alike(tmp_path):
+    attacked = run(tiny(rounds=1), out=tmp_path / "attacked", workers=1)
+    clean = run(tiny(rounds=1, agents={"malicious_role": "clean"}), out=tmp_path / "clean", workers=1)
+    assert clean.about(1000) == attacked.about(1000)
+    first, second = ({"train": r.records["train_loss"][~r.agents["malicious"]].tolist()} for r in (attacked, clean))
+    assert first == second
+    models = [
+        load_file(tmp_path / name / "seed-1000/checkpoint.safetensors")["models"] for name in ("attacked", "clean")
+    ]
+    assert not models[0].equal(models[1])
+
+
+# A crowd of the smallest models
+
+
+def points(*, samples: int) -> fedcb2o.Dataset:
+    draw = np.random.default_rng(0)
+    y = draw.integers(3, size=samples + 30)
+    x = draw.normal(size=(3, 4))[y] + draw.normal(size=(len(y), 4))
+    return fedcb2o.dataset(x[30:], y[30:], x_test=x[:30], y_test=y[:30])
+
+
+def many(num: int, **changes):
+    """Agents of the smallest model, 3 of 10 malicious."""
+    agents = {"num_clusters": 1, "benign": num * 7 // 10, "malicious": num * 3 // 10, "budget": 4}
+    agents |= {"benign_samples": 5, "malicious_samples": 4}
+    changed = {"data": {"name": points, "samples": 5 * num}, "agents": agents, "rounds": 2, "evaluate_every": 9}
+    changed |= {"model": {"name": "logistic"}, "attack": {"name": "label_flip", "source": 1, "target": 2}}
+    return tiny(**{**changed, **changes})
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("crowd")
+    run(many(2000), out=folder, workers=1)
+    return folder
+
+
+def test_two_processes_find_the_bits_of_one(crowd, tmp_path):
+    fedcb2o.run(many(2000), out=tmp_path, workers=2)
+    assert bits(tmp_path) == bits(crowd)
+
+
+def test_a_crowd_goes_on_from_its_checkpoint(crowd, tmp_path):
+    fedcb2o.run(many(2000, rounds=1), out=tmp_path, workers=1)
+    fedcb2o.run(many(2000), out=tmp_path, workers=1, resume=True)
+    found, whole = (load_file(folder / "seed-1000/checkpoint.safetensors") for folder in (tmp_path, crowd))
+    assert all(tensor.numpy().tobytes() == whole[name].numpy().tobytes() for name, tensor in found.items())

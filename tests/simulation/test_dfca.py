@@ -1,0 +1,162 @@
+"""DFCA in whole rounds against plain loops; what is on record; the same bits always."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests import agents as ours
+from tests import reference
+from tests.agents import BAD, CLUSTER, GOOD, SEED, chosen, network, oracle_agents
+from tests.simulation.test_ifca import PLAIN, TEAM, true_data
+from tests.tiny import bits_however, tiny
+from torch.nn import functional as F
+
+from fedcb2o import knows
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import load, run
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.contacts import Memory
+from fedcb2o.federated.types import Attack
+from fedcb2o.nn import parameters
+from fedcb2o.rng import stream
+from fedcb2o.simulation import dfca
+
+K = 3
+DFCA = {"name": "dfca", "models": 2}
+
+
+# The oracle: plain loops, K networks for each agent
+
+
+def best_of(engine, held):
+    """For each agent, which of its K networks has the least loss on its own training data."""
+    best = []
+    for j, own in enumerate(held):
+        x, y = true_data(engine, j)
+        with torch.no_grad():
+            losses = [float(F.cross_entropy(module(x), y)) for module in own]
+        best.append(losses.index(min(losses)))
+    return best
+
+
+def oracle_round(engine, agents, held, n, asked, published):
+    """Eq. (7): each agent averages each of its K networks with what came for it, its own one trained where it did."""
+    best = best_of(engine, held)
+    for agent, own, k in zip(agents, held, best, strict=True):
+        agent.module = copy.deepcopy(own[k])
+    reference.local_updates(agents, n, seed=SEED, training=PLAIN)
+    online = stream(SEED, "online", n).random(len(agents)) < engine.terms.participation
+    trained = [parameters.flatten(agent.module).double() for agent in agents]
+    for j, own in enumerate(held):
+        for k, module in enumerate(own):
+            parts = [trained[j] if best[j] == k else parameters.flatten(module).double()]
+            parts += [published(i, j, trained[i]) for i in asked[j] if online[i] and best[i] == k]
+            parameters.bind_(module, (sum(parts) / len(parts)).float())
+    return best, online
+
+
+def engine_of(attack=ours.FLIP, **changes):
+    """All agents, each with K models so alike that not everybody chooses the same."""
+    engine = ours.together(algorithms.dfca(models=K), attack=attack, collude=False, **changes)
+    kept = held_of(engine)
+    kept[:] = torch.from_numpy(stream(SEED, "theta").normal(size=(K, engine.terms.dim)) * 0.3).float()
+    kept.copy_(kept[:, :1].lerp(kept, 0.1))
+    return engine
+
+
+def held_of(engine):
+    """The models that agents hold, K each."""
+    count = len(CLUSTER)
+    return engine.block.pool[count : count * (1 + K)].view(count, K, -1)
+
+
+def compare(engine, published=lambda i, j, theta: theta, num_rounds=4):
+    """Run both, and hold all models and every weight equal after every round."""
+    held = [[network() for _ in range(K)] for _ in CLUSTER]
+    for own, thetas in zip(held, held_of(engine), strict=True):
+        for module, theta in zip(own, thetas, strict=True):
+            parameters.bind_(module, theta.clone())
+    agents, seen = oracle_agents(engine, network, reference.FEDCB2O), []
+    for done in dfca.rounds(engine, Memory.blank(len(CLUSTER)), 0, num_rounds, lambda n: False, lambda n, phase: None):
+        asked = [chosen(done.choices, j).asked for j in range(len(CLUSTER))]
+        best, online = oracle_round(engine, agents, held, done.n, asked, published)
+        seen.append(best)
+        for own, thetas in zip(held, held_of(engine), strict=True):
+            for module, theta in zip(own, thetas, strict=True):
+                torch.testing.assert_close(theta, parameters.flatten(module), rtol=1e-4, atol=2e-5)
+                parameters.bind_(module, theta.clone())  # a ReLU at its kink magnifies rounding
+        for j, k in enumerate(best_of(engine, held)):
+            mixed = chosen(done.choices, j)
+            assert ours.models_of(engine)[j].equal(held_of(engine)[j, k]), (done.n, j)
+            assert len(mixed.asked) == (3 if online[j] else 0)
+            assert mixed.ids == [i for i in mixed.asked if online[i]]
+            there = [i for i in mixed.ids if best[i] == k]
+            assert mixed.weights == pytest.approx([(i in there) / (1 + len(there)) for i in mixed.ids])
+            assert mixed.own_weight == pytest.approx(1 / (1 + len(there)))
+    return seen
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_rounds_equal_the_plain_loops(participation):
+    seen = compare(engine_of(participation=participation))
+    assert len(set(seen[0])) > 1
+
+
+def test_what_attackers_publish_is_averaged_by_whom_they_deceive():
+    @knows(each_receiver=True)
+    def numbered(view, draw):
+        return torch.stack([torch.full_like(view.own, view.agent / 10 + i) for i in view.receivers.tolist()])
+
+    def published(i, j, theta):
+        return torch.full_like(theta, i / 10 + j) if i in BAD and j in GOOD else theta
+
+    compare(engine_of(attack=Attack(craft=numbered, threat=numbered.threat)), published, num_rounds=2)
+
+
+def test_what_is_not_finite_never_arrives():
+    engine = engine_of(attack=Attack(craft=lambda view, draw: torch.full_like(view.own, torch.nan)))
+    for done in dfca.rounds(engine, Memory.blank(len(CLUSTER)), 0, 3, lambda n: False, lambda n, phase: None):
+        received = [i for j in GOOD for i in chosen(done.choices, j).ids]
+        assert received
+        assert not set(received) & set(BAD)
+        assert held_of(engine).isfinite().all()
+
+
+# Runs
+
+VARIANTS = {
+    "few take part": tiny(agents={**TEAM, "participation": 0.6}, algorithm=DFCA),
+    "a graph": tiny(agents={**TEAM, "graph": "ring"}, algorithm=DFCA, attack={"name": "alie"}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
+    bits_however(tmp_path, VARIANTS[variant])
+
+
+@pytest.mark.parametrize("initialisation", ["common", "independent"])
+def test_what_is_kept_and_on_record(tmp_path, initialisation):
+    experiment = tiny(rounds=1, agents={**TEAM, "initialisation": initialisation, "budget": 1}, algorithm=DFCA)
+    assert load(experiment).num_models == 8 + 8 * 2
+    done = run(experiment, out=tmp_path, workers=1)
+    saved = load_file(tmp_path / "seed-1000/checkpoint.safetensors")["models"]
+    assert len(saved) == 8 + 8 * 2
+    held = saved[8:].view(8, 2, -1)
+    assert all(any(theta.equal(each) for each in own) for theta, own in zip(saved[:8], held, strict=True))
+    assert all(not own[0].equal(own[1]) for own in held)
+    # In one round with one peer, most agents have a model that nobody trained: the first one, which all have or not.
+    rows = {tuple(theta[:8].tolist()) for theta in held.flatten(0, 1)}
+    assert (len(rows) == 16) == (initialisation == "independent")
+    (line,) = [json.loads(text) for text in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()]
+    for weights, own in zip(line["weights"], line["own"], strict=True):
+        assert sum(weights) + own == pytest.approx(1, abs=1e-4)
+    benign = done.records[~done.records.malicious]
+    assert benign.accuracy.notna().all()
+
+
+def test_what_does_not_fit_is_told(tmp_path):
+    with pytest.raises(ConfigError, match="`models` must be 1 or more, got 0"):
+        run(tiny(agents=TEAM, algorithm={"name": "dfca", "models": 0}), out=tmp_path, workers=1)

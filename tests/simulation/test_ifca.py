@@ -1,0 +1,299 @@
+"""IFCA in whole rounds against plain loops; what is on record; a model that nobody chooses; the same bits always."""
+
+import copy
+import functools
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests import agents as ours
+from tests import reference
+from tests.agents import BAD, CLUSTER, GOOD, SEED, chosen, network, oracle_agents, run_rounds
+from tests.tiny import bits_however, tiny
+from torch.nn import functional as F
+
+from fedcb2o import knows
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import load, run
+from fedcb2o.federated import aggregation, algorithms
+from fedcb2o.federated.aggregation import base
+from fedcb2o.federated.contacts import Memory
+from fedcb2o.federated.types import Attack
+from fedcb2o.nn import parameters
+from fedcb2o.rng import stream
+from fedcb2o.simulation import ifca
+
+PLAIN = reference.Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=2)
+
+
+TEAM = {"benign": 2, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
+
+
+IFCA = {"name": "ifca", "models": 2}
+
+
+# The oracle: plain loops, an `nn.Module` for each agent and each of the K models
+
+
+def true_data(engine, j):
+    samples, mine = engine.block.holdings.samples, engine.block.holdings.train[j]
+    return torch.rot90(samples.x[mine], 2 * CLUSTER[j], (-2, -1)), samples.y[mine]
+
+
+def best_of(engine, centres):
+    """For each agent, the model with the least loss on its own training data, before anybody poisons them."""
+    best = []
+    for j in range(len(CLUSTER)):
+        x, y = true_data(engine, j)
+        with torch.no_grad():
+            losses = [float(F.cross_entropy(centre(x), y)) for centre in centres]
+        best.append(losses.index(min(losses)))
+    return best
+
+
+def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
+    """A round of IFCA: each agent trains the model that it chooses; model k becomes the average of those that chose it.
+
+    Gives whose models make up each of the K, with their weights.
+    """
+    best = best_of(engine, centres)
+    for agent, k in zip(agents, best, strict=True):
+        agent.module = copy.deepcopy(centres[k])
+    reference.local_updates(agents, n, seed=SEED, training=PLAIN)
+    online = stream(SEED, "online", n).random(len(agents)) < engine.terms.participation
+    made = []
+    for k, centre in enumerate(centres):
+        members = [j for j in range(len(agents)) if best[j] == k and online[j]]
+        size = {j: len(agents[j].train_y) if engine.terms.algorithm.clusters.by_samples else 1 for j in members}
+        weights = {j: size[j] / sum(size.values()) for j in members}
+        if members:
+            theta = sum(weights[j] * published(j, parameters.flatten(agents[j].module)).double() for j in members)
+            parameters.bind_(centre, theta.float())
+        made.append(weights)
+    return made
+
+
+def engine_of(num_models, weights="equal", attack=ours.FLIP, settings=None, **changes):
+    """All agents and a coordinator, which holds models so alike that not everybody chooses the same."""
+    algorithm = algorithms.ifca(models=num_models, weights=weights, **(settings or {}))
+    engine = ours.together(algorithm, attack=attack, collude=False, **changes)
+    kept = len(kept_of(engine))
+    kept_of(engine)[:] = torch.from_numpy(stream(SEED, "theta").normal(size=(kept, engine.terms.dim)) * 0.3).float()
+    centres = centres_of(engine)
+    centres.copy_(centres[0].lerp(centres, 0.1))
+    return engine
+
+
+def kept_of(engine):
+    """The models of the agents and then the coordinator's, in the engine's pool."""
+    return engine.block.pool[: len(CLUSTER) + engine.terms.algorithm.clusters.rows(len(CLUSTER))]
+
+
+def centres_of(engine):
+    return kept_of(engine)[len(CLUSTER) :]
+
+
+def modules_of(engine):
+    made = []
+    for theta in centres_of(engine):
+        made.append(network())
+        parameters.bind_(made[-1], theta.clone())
+    return made
+
+
+def one_by_one(engine, count):
+    """Some rounds, each when it is asked for."""
+    return ifca.rounds(engine, Memory.blank(len(CLUSTER)), 0, count, lambda n: False, lambda n, phase: None)
+
+
+def compare(engine, published=lambda j, theta: theta, num_rounds=5):
+    """Run both, and hold the K models, each agent's model and every weight equal after every round."""
+    centres = modules_of(engine)
+    agents = oracle_agents(engine, network, reference.FEDCB2O)
+    seen = [best_of(engine, centres)]
+    for done in one_by_one(engine, num_rounds):
+        made = oracle_round(engine, agents, centres, done.n, published)
+        for k, centre in enumerate(centres):
+            held = centres_of(engine)[k]
+            torch.testing.assert_close(held, parameters.flatten(centre), rtol=1e-4, atol=2e-5)
+            parameters.bind_(centre, held.clone())  # a ReLU at its kink magnifies rounding
+        seen.append(best_of(engine, centres))
+        for j, k in enumerate(seen[-1]):
+            mixed = chosen(done.choices, j)
+            assert ours.models_of(engine)[j].equal(centres_of(engine)[k]), (done.n, j)
+            found = dict(zip(mixed.ids, mixed.weights, strict=True))
+            assert j not in found
+            assert mixed.own_weight == pytest.approx(made[k].get(j, 0.0))
+            assert found == pytest.approx({i: w for i, w in made[k].items() if i != j})
+            assert len(mixed.asked) == 0
+    return seen
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("weights", ["equal", "samples"])
+@pytest.mark.parametrize("num_models", [1, 3])
+def test_rounds_equal_the_plain_loops(num_models, weights, participation):
+    seen = compare(engine_of(num_models, weights, participation=participation))
+    assert len(set(seen[0])) == (1 if num_models == 1 else 2)
+
+
+@pytest.mark.parametrize("each_receiver", [False, True])
+def test_what_attackers_publish_is_averaged(each_receiver):
+    """The coordinator stands in the place of the first benign agent."""
+
+    @knows(each_receiver=each_receiver)
+    def numbered(view, draw):
+        many = [torch.full_like(view.own, view.agent / 10 + i) for i in view.receivers.tolist()]
+        return torch.stack(many) if each_receiver else many[0]
+
+    def published(j, theta):
+        return torch.full_like(theta, j / 10) if j in BAD else theta
+
+    assert GOOD[0] == 0
+    engine = engine_of(3, attack=Attack(craft=numbered, threat=numbered.threat))
+    compare(engine, published, num_rounds=3)
+
+
+def test_attackers_choose_by_their_true_data_and_begin_with_what_they_chose():
+    seen = {}
+
+    @knows()
+    def watch(view, draw):
+        seen[view.agent] = view.before.clone()
+        return view.own
+
+    engine = engine_of(3, attack=Attack(craft=watch, threat=watch.threat))
+    centres = centres_of(engine).clone()
+    expected = best_of(engine, modules_of(engine))
+    assert len(set(expected)) == 2
+    run_rounds(engine)
+    assert sorted(seen) == BAD
+    assert all(before.equal(centres[expected[j]]) for j, before in seen.items())
+
+
+def test_what_is_not_finite_never_arrives():
+    broken = Attack(craft=lambda view, draw: torch.full_like(view.own, torch.nan))
+    engine = engine_of(3, attack=broken)
+    for done in one_by_one(engine, 3):
+        assert not set(done.choices.received.values.tolist()) & set(BAD)
+        assert kept_of(engine).isfinite().all()
+
+
+def test_a_model_that_nobody_chooses_stays():
+    engine = engine_of(3)
+    centres_of(engine)[-1] *= 100
+    before = centres_of(engine)[-1].clone()
+    seen = compare(engine, num_rounds=3)
+    assert all(2 not in best for best in seen)
+    assert centres_of(engine)[-1].equal(before)
+
+
+def test_an_average_of_nobody_online_stays():
+    engine = engine_of(2, participation=1e-9)
+    before = centres_of(engine).clone()
+    (done,) = run_rounds(engine)
+    assert centres_of(engine).equal(before)
+    assert len(done.choices.received.values) == 0
+    assert not done.choices.own_weight.any()
+
+
+@pytest.mark.parametrize("rule", ["trimmed_mean", "krum", {"name": "trimmed_mean", "f": 1}])
+def test_a_robust_rule_takes_the_place_of_the_average(rule):
+    engine = engine_of(3, settings={"rule": rule}, share=0.4)
+    before, best = modules_of(engine), best_of(engine, modules_of(engine))
+    agents = oracle_agents(engine, network, reference.FEDCB2O)
+    oracle_round(engine, agents, modules_of(engine), 0)
+    (done,) = run_rounds(engine)
+    assert len(set(best)) == 2
+    for k in set(best):
+        members = [parameters.flatten(agents[j].module) for j in range(len(CLUSTER)) if best[j] == k]
+        f = 1 if rule != "trimmed_mean" and rule != "krum" else math.ceil(0.4 * len(members))
+        used = getattr(aggregation, rule if isinstance(rule, str) else rule["name"])
+        expected = base.apply(functools.partial(used, f=f), torch.stack(members))
+        torch.testing.assert_close(centres_of(engine)[k], expected, rtol=1e-4, atol=2e-5)
+        assert not expected.equal(parameters.flatten(before[k]))
+    weights = [chosen(done.choices, j).weights for j in GOOD]
+    assert all(math.isnan(w) for each in weights for w in each) == (rule != "krum")
+    assert rule != "krum" or all(max([*each, 0.0]) in (0.0, 1.0) for each in weights)
+
+
+def test_of_several_starts_the_one_that_fits_best_is_taken():
+    several = {"restarts": 3, "trial": 2}
+    engine = engine_of(2, settings=several)
+    centres_of(engine)[2:] *= torch.linspace(1.0, 0.5, 4).unsqueeze(1)  # sets that differ
+    sets, losses, ends = centres_of(engine).clone().view(3, 2, -1), [], []
+    for centres in sets:
+        one = engine_of(2)
+        centres_of(one).copy_(centres)
+        run_rounds(one, 2)
+        found = modules_of(one)
+        best, each = best_of(one, found), []
+        for j, k in enumerate(best):
+            x, y = true_data(one, j)
+            with torch.no_grad():
+                each.append(float(F.cross_entropy(found[k](x), y)))
+        losses.append(sum(each) / len(each))
+        ends.append(centres_of(one).clone())
+    best = losses.index(min(losses))
+    run_rounds(engine, 2)
+    assert centres_of(engine)[:2].equal(ends[best])
+    assert centres_of(engine)[2:].equal(sets.flatten(0, 1)[2:])
+    assert sorted(losses)[1] - min(losses) > 1e-3
+
+
+# Runs
+
+VARIANTS = {
+    "robust restarts": tiny(agents=TEAM, algorithm={**IFCA, "rule": "trimmed_mean", "restarts": 2, "trial": 1}),
+    "few take part": tiny(agents={**TEAM, "participation": 0.6}, algorithm=IFCA),
+    "crafted": tiny(agents=TEAM, algorithm={**IFCA, "weights": "samples"}, attack={"name": "alie"}),
+    "large": tiny(rounds=2, agents=TEAM, model={"hidden": [2000]}, algorithm={**IFCA, "models": 3}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
+    bits_however(tmp_path, VARIANTS[variant])
+
+
+def test_what_is_kept_and_on_record(tmp_path):
+    experiment = tiny(agents=TEAM, algorithm=IFCA)
+    assert load(experiment).num_models == 8 + 2
+    assert load(tiny(agents=TEAM, algorithm=IFCA, attack={"name": "alie"})).num_models == 8 + 2 + 4
+    done = run(experiment, out=tmp_path, workers=1)
+    saved = load_file(tmp_path / "seed-1000/checkpoint.safetensors")["models"]
+    assert len(saved) == 8 + 2
+    assert all(any(theta.equal(centre) for centre in saved[8:]) for theta in saved[:8])
+    assert not saved[8].equal(saved[9])
+    lines = [json.loads(text) for text in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()]
+    for line in lines:
+        for j, (ids, weights, own) in enumerate(zip(line["ids"], line["weights"], line["own"], strict=True)):
+            assert j not in ids
+            assert sum(weights) + own == pytest.approx(1, abs=1e-4)
+    benign = done.records[~done.records.malicious]
+    assert benign.malicious_weight.gt(0).any()
+    assert benign.accuracy.notna().all()
+    assert "choose" in done.timing
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"name": "ifca"}, "algorithm `ifca` needs the parameter `models`"),
+        ({"name": "ifca", "models": 0}, "`models` must be 1 or more, got 0"),
+        ({"name": "ifca", "models": 2.5}, "algorithm `ifca`: `models` = 2.5: Input should be a valid integer"),
+        ({"name": "ifca", "models": 2, "weights": "sample"}, "algorithm `ifca`: `weights` = 'sample': Input should be"),
+        ({"name": "ifca", "models": 2, "restarts": 0}, "`restarts` must be 1 or more, got 0"),
+        ({"name": "ifca", "models": 2, "rule": "fltrust"}, "the `rule` of ifca looks at models alone"),
+        ({"name": "ifca", "models": 2, "rule": "sageflow"}, "the `rule` of ifca looks at models alone"),
+        ({"name": "ifca", "models": 2, "rule": "mean", "weights": "samples"}, '`weights` = "samples" goes without'),
+        ({"name": "icfa", "models": 2}, "there is no algorithm `icfa`. Did you mean `ifca`?"),
+    ],
+)
+def test_what_does_not_fit_is_told(tmp_path, algorithm, message):
+    with pytest.raises(ConfigError) as caught:
+        run(tiny(agents=TEAM, algorithm=algorithm), out=tmp_path, workers=1)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,240 @@
+"""Two engines find the same: agents who share a pool on one machine, and agents in blocks with pools of their own who
+send each other bytes. The same choices, records and models, bit for bit, whatever the blocks and the order of rows."""
+
+import dataclasses
+import functools
+import json
+
+import jaxtyping
+import pytest
+import torch
+from tests.agents import (
+    CLUSTER,
+    TRAINING,
+    Adapted,
+    attackers_of,
+    block_of,
+    convolutional,
+    first_models,
+    held,
+    network,
+    normed,
+    terms_of,
+    wide,
+)
+from tests.posted import Posted
+
+from fedcb2o.experiments.runs.round_records import metrics_line, pairs_line
+from fedcb2o.federated import aggregation, algorithms, attacks, topology
+from fedcb2o.federated.contacts import Memory
+from fedcb2o.federated.metrics import Aim
+from fedcb2o.federated.run_spec import Primitives
+from fedcb2o.federated.types import Attack, remembers
+from fedcb2o.parallel.executors import Here
+from fedcb2o.rng import stream
+from fedcb2o.simulation.local_engine import Shared
+from fedcb2o.simulation.rounds import Engine, rounds
+
+EVERYBODY = range(len(CLUSTER))
+
+
+BLOCKS = {
+    "each alone": [[j] for j in EVERYBODY],
+    "three by three": [[0, 4, 8], [1, 2, 5], [3, 6, 7]],
+    "all": [list(EVERYBODY)],
+}
+
+
+def flip(shard, draw):
+    return attacks.label_flip(shard, draw, source=1, target=2)
+
+
+def found_by(engine: Engine, count: int) -> list[tuple[str, dict, dict]]:
+    """The records of some rounds, what agents chose and remember, to the bit."""
+    found = []
+    for done in rounds(engine, Memory.blank(len(CLUSTER)), 0, count, lambda n: n == count - 1):
+        choices, memory = done.choices, done.memory
+        lines = metrics_line(Aim((1,), (2,)), engine.attackers.malicious, done), pairs_line(done)
+        arrays = {
+            "asked": choices.asked.values,
+            "received": choices.received.values,
+            **{name: getattr(choices, name) for name in ("weights", "own_weight", "factor", "own_loss", "before", "f")},
+            "met": memory.met.ids.values,
+            "sizes": memory.met.ids.sizes,
+            "likelihood": memory.met.likelihood,
+            **{f"{j} {name}": each.numpy() for j, state in enumerate(memory.states) for name, each in state.items()},
+        }
+        found.append((json.dumps(lines), {name: each.tobytes() for name, each in arrays.items()}, choices.reductions))
+    return found
+
+
+FLIP = Attack(poison=flip)
+
+
+@pytest.fixture(autouse=True)
+def unchecked():
+    """Shapes are checked by all other tests; here that would take two thirds of the time."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def hold_equal(algorithm, attack=FLIP, make=network, count=2, own_model=True, **changes):
+    """Run both engines, with every choice of blocks, and hold all that they find equal."""
+    attackers, holds, ours = attackers_of(attack, own_model=own_model), held(), {}
+    for name, blocks in BLOCKS.items():
+        together = None if name == "all" else 1  # who trains in one program may change bits
+        terms = functools.partial(terms_of, algorithm, primitives=Primitives(together=together), most_samples=17)
+        if together not in ours:
+            of_shared = terms(make(), **changes)
+            block = block_of(of_shared, attackers, holds)
+            block.pool[: len(CLUSTER)] = first_models(of_shared)
+            ours[together] = found_by(Shared(block, Here(block)), count), block.pool[: len(CLUSTER)]
+        posted = Posted(terms(make(), **changes), attackers, holds, blocks)
+        theirs, (mine, models) = found_by(posted, count), ours[together]
+        for n, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            assert one[0] == other[0], (name, n)
+            assert one[1] == other[1], (name, n)
+            assert one[2].keys() == other[2].keys(), (name, n)
+        assert torch.equal(models.view(torch.int32), posted.models.view(torch.int32)), name
+
+
+ALGORITHMS = {
+    "FedCB2O": algorithms.fedcb2o(),
+    "FedCB2O, as released": algorithms.fedcb2o(
+        own_model="trusted", own_candidate=True, first_contact="whole", mixing_factor=1.0, alpha=2.0
+    ),
+    "own model judged": algorithms.fedcb2o(own_model="judged", own_candidate=True, mixing_factor=1.0),
+    "T_G": algorithms.fedcb2o(criterion_from_round=2),
+    "exact": algorithms.fedcb2o(selection="everyone", own_model="judged", beta=0.4, delta_q=0.01, quantile="averaged"),
+    "FedCBO": algorithms.fedcbo(),
+    "DFedAvgM": algorithms.dfedavgm(),
+    "alone": algorithms.local_training(),
+    "largest": algorithms.fedcb2o(
+        criterion={"name": "largest", "of": ["class_loss_gap", "distance"]}, own_model="judged", mixing_factor=1.0
+    ),
+    "sub-level set": algorithms.fedcb2o(
+        criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
+        **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
+        ball=1.0,
+        apart=1.2,
+        selection={"name": "prob_sampling", "newcomers": 0.4},
+    ),
+    "sub-level set, patches": algorithms.fedcb2o(
+        criterion={"name": "trigger_sensitivity"}, tested=2.0, judged_at=0.3, own_model="judged", mixing_factor=1.0
+    ),
+    "perturbations": algorithms.fedcb2o(
+        criterion={"name": "perturbation_gap", "pixels": 3, "steps": 2, "z": 0.5, "against": "majority"},
+        beta=0.6,
+        own_model="judged",
+        mixing_factor=1.0,
+    ),
+    "median, second meeting": algorithms.fedcb2o(
+        tested=2.0,
+        point="median",
+        counts_from="second",
+        own_model="judged",
+        mixing_factor=1.0,
+        selection={"name": "prob_sampling", "newcomers": 0.4},
+    ),
+    "patches": algorithms.fedcb2o(criterion={"name": "trigger_sensitivity"}, own_model="judged", mixing_factor=1.0),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+@pytest.mark.parametrize("participation", [1.0, 0.6])
+def test_every_algorithm(algorithm, participation):
+    hold_equal(algorithm, count=5, participation=participation)
+
+
+@pytest.mark.parametrize("make", [normed, functools.partial(normed, "local"), Adapted], ids=["shared", "local", "base"])
+def test_statistics_and_what_is_frozen(make):
+    training = dataclasses.replace(TRAINING, batch_size=11)
+    hold_equal(algorithms.fedcb2o(own_model="judged"), make=make, training=training)
+
+
+@pytest.mark.parametrize("name", [name for name in aggregation.__all__ if name != "by_num_samples"])
+def test_every_rule_under_an_attack_that_looks_at_others(name):
+    attack = Attack(craft=functools.partial(attacks.alie, z=0.5), threat=attacks.alie.threat)
+    hold_equal(algorithms.by_rule(rule=name, judges=True), attack, share=0.4)
+
+
+@pytest.mark.parametrize("pre_step", ["nnm", "bucketing"])
+@pytest.mark.parametrize("name", ["mean", "trimmed_mean", "monna"])
+def test_pre_steps(name, pre_step):
+    hold_equal(algorithms.by_rule(rule=name, pre_step=pre_step, selection="everyone"), share=0.4)
+
+
+POISONED = {"boosting", "echo", "gap_aware", "slow_drift"}
+
+
+ON_MODELS = [name for name in attacks.__all__ if hasattr(getattr(attacks, name), "threat")]
+
+
+@pytest.mark.parametrize("name", ON_MODELS)
+def test_every_attack_on_models(name):
+    """Also those that look at others' models, and those that send each receiver another."""
+    craft = getattr(attacks, name)
+    attack = Attack(craft=craft, threat=craft.threat, poison=flip if name in POISONED else None)
+    hold_equal(algorithms.fedcb2o(own_model="judged", mixing_factor=1.0), attack, count=3)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        Attack(poison=lambda shard, draw: attacks.random_labels(shard, draw)),
+        Attack(poison=lambda shard, draw: attacks.backdoor(shard, draw, 0, target=3, size=1)),
+        Attack(poison=flip, sybils=True, from_round=1),
+        Attack(poison=flip, claims=10**9),
+        Attack(craft=attacks.trash, threat=attacks.trash.threat, from_round=2),
+        Attack(),
+    ],
+    ids=["random labels", "backdoor", "sybils", "lies", "sleepers", "none"],
+)
+def test_other_attacks(attack):
+    hold_equal(algorithms.fedcb2o(own_model="trusted", mixing_factor=1.0), attack, count=4)
+    hold_equal(algorithms.dfedavgm(), attack, own_model=False)
+
+
+@pytest.mark.parametrize("name", topology.__all__)
+def test_every_graph(name):
+    graph = functools.partial(getattr(topology, name), **({"degree": 4} if name == "random_regular" else {}))
+    near = topology.neighbours(graph, torch.tensor(CLUSTER), stream(0, "graph"))
+    hold_equal(algorithms.fedcb2o(mixing_factor=1.0, own_model="trusted"), neighbours=near, count=3, participation=0.8)
+
+
+@pytest.mark.parametrize("make", [convolutional, wide], ids=["convolutions", "several tiles"])
+@pytest.mark.parametrize("rule", ["mean", "trimmed_mean", "geometric_median", "fltrust"])
+def test_other_networks(make, rule):
+    dissensus = Attack(craft=attacks.dissensus, threat=attacks.dissensus.threat)
+    hold_equal(algorithms.by_rule(rule=rule), dissensus, make)
+    hold_equal(algorithms.fedcb2o(mixing_factor=1.0), dissensus, make)
+
+
+def test_a_rule_with_memory_keeps_it_from_round_to_round():
+    @remembers(before=True)
+    def steady(state, judged):
+        """Whoever was here before counts as often as it was; `before` is a row of the pool."""
+        assert not judged.pool[judged.before].equal(judged.theta)
+        seen = state.get("seen", torch.zeros(len(CLUSTER))).clone()
+        seen[judged.received.ids] += 1
+        weights = seen[judged.received.ids].double()
+        return {"seen": seen}, weights / weights.sum().clamp(min=1)
+
+    algorithm = algorithms.by_rule(rule=steady, judges=False)
+    hold_equal(algorithm, count=4)
+    terms = terms_of(algorithm, network())
+    block = block_of(terms, attackers_of())
+    block.pool[: len(CLUSTER)] = first_models(terms)
+    *_, done = rounds(Shared(block, Here(block)), Memory.blank(len(CLUSTER)), 0, 4, lambda n: False)
+    assert [int(state["seen"].sum()) if state else 0 for state in done.memory.states] == [
+        12,
+        12,
+        12,
+        0,
+        0,
+        12,
+        12,
+        0,
+        0,
+    ]

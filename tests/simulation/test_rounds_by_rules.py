@@ -1,0 +1,243 @@
+"""Whole rounds by robust rules: what comes out is the rule of what was received; the same bits always."""
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+from tests import agents as ours
+from tests.agents import GOOD, SEED, chosen, held, run_rounds
+from tests.tiny import StopError, bits, bits_however, stop_after, tiny
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import run
+from fedcb2o.federated import aggregation, algorithms
+from fedcb2o.federated.aggregation import preaggregation, robust_rule
+from fedcb2o.federated.aggregation.base import FORM, apply, form_of
+from fedcb2o.federated.batched_training import train_
+from fedcb2o.federated.types import Attack, Received, Weighed, remembers, together
+from fedcb2o.federated.validation import losses_seen_by
+from fedcb2o.rng import stream
+
+ROBUST = [name for name in aggregation.__all__ if FORM.of(getattr(aggregation, name)) is not None]
+
+
+TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
+
+
+SHARE = 0.4
+
+
+def by_rule(name, **more):
+    return {"name": "by_rule", "rule": name, **more}
+
+
+def one_round(algorithm, attack=None, **changes):
+    """The models before the round and after LocalUpdate, the engine after the whole round, and what each chose."""
+    engines = [ours.together(algorithm, attack=attack or Attack(), share=SHARE, **changes) for _ in range(2)]
+    before = ours.models_of(engines[0]).clone()
+    engines[0].each(train_, 0)
+    (done,) = run_rounds(engines[1])
+    mixed = [chosen(done.choices, j) for j in range(len(before))]
+    return before, ours.models_of(engines[0]).clone(), engines[1], mixed
+
+
+@pytest.mark.parametrize("own_model", ["judged", "excluded"])
+@pytest.mark.parametrize("name", ROBUST)
+def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
+    rule = getattr(aggregation, name)
+    form = form_of(rule)
+    algorithm = algorithms.by_rule(rule=name, own_model=own_model, mixing_factor=0.75, judges=True)
+    before, trained, engine, mixed = one_round(algorithm)
+    for j in GOOD:
+        f = math.ceil(SHARE * len(mixed[j].ids))
+        last = list(form.last)
+        rows = [trained[i] for i in mixed[j].ids]
+        if own_model == "judged" or "own" in last:
+            rows.append(trained[j])
+        rows += [before[j] for each in last if each == "before"]
+        x = torch.stack(rows)
+        received = mixed[j].ids + [j] * (len(x) - len(mixed[j].ids) - ("before" in last))
+        whole = torch.tensor(received)
+        engine.block.pool[: len(trained)], after = trained, ours.models_of(engine).clone()
+        losses = losses_seen_by(engine.block, j)(Received(whole, whole, torch.ones(len(whole)).double(), whole), None)
+        ours.models_of(engine).copy_(after)
+        given = {
+            "losses": losses.mean,
+            "entropies": losses.entropy,
+            "num_samples": torch.tensor([float(len(held().train[i])) for i in received]),
+            "progress": 0.0,
+            "draw": stream(SEED, "rule", 0, j),
+            "heads": torch.cat([x[:, -28:-4].view(len(x), 4, 6), x[:, -4:].view(len(x), 4, 1)], -1),
+        }
+        bound = functools.partial(rule, f=f) if form.largest else functools.partial(rule)
+        try:
+            expected = apply(bound, x, None, *(given[one] for one in robust_rule.also_looks_at(bound)))
+        except ConfigError:  # it trusts none of them: then an agent keeps its model
+            assert name == "sageflow"
+            expected = trained[j]
+        torch.testing.assert_close(after[j], trained[j].lerp(expected, 0.75), rtol=1e-5, atol=1e-6)
+        assert mixed[j].f == pytest.approx(
+            math.nan if form.largest is None else min(f, form.largest(len(x))), nan_ok=True
+        )
+
+
+@pytest.mark.parametrize("pre_step", ["nnm", {"name": "bucketing", "size": 2}])
+@pytest.mark.parametrize("name", ["mean", "krum", "trimmed_mean", "bulyan", "monna"])
+def test_a_pre_step_goes_before_the_rule(name, pre_step):
+    algorithm = algorithms.by_rule(rule=name, pre_step=pre_step, selection="everyone")
+    _, trained, engine, mixed = one_round(algorithm)
+    rule = getattr(aggregation, name)
+    for j in GOOD:
+        f = math.ceil(SHARE * len(mixed[j].ids))
+        x = torch.cat([trained[mixed[j].ids], trained[j : j + 1]])
+        own = len(form_of(rule).last)
+        mixing = functools.partial(preaggregation.nnm, f=f)
+        if pre_step != "nnm":
+            mixing = preaggregation.bucketing(len(x) - own, stream(SEED, "rule", 0, j), size=2)
+        bound = functools.partial(rule, f=f) if form_of(rule).largest else rule
+        torch.testing.assert_close(ours.models_of(engine)[j], apply(bound, x, mixing=mixing), rtol=1e-5, atol=1e-6)
+
+
+def test_with_nothing_trimmed_the_trimmed_mean_is_the_mean_and_dfedavgm():
+    trimmed = algorithms.by_rule(rule={"name": "trimmed_mean", "f": 0})
+    _, _, a, mixed = one_round(trimmed)
+    _, _, b, weighed = one_round(algorithms.by_rule(rule="mean"))
+    torch.testing.assert_close(ours.models_of(a), ours.models_of(b), rtol=1e-5, atol=1e-6)
+    assert [one.f for one in mixed if not math.isnan(one.f)] == [0] * len(GOOD)
+    assert all(math.isnan(weight) for j in GOOD for weight in mixed[j].weights)
+    assert all(len(set(one.weights)) == 1 for one in (weighed[j] for j in GOOD))
+
+
+def test_a_reduction_that_is_nearly_an_average_shows_its_weights():
+    everyone = {"name": "sentinel", "similarity": 0.0}  # they began apart
+    _, trained, engine, mixed = one_round(algorithms.by_rule(rule=everyone))
+    for j in GOOD:
+        assert sum(mixed[j].weights) + mixed[j].own_weight == pytest.approx(1)
+        assert mixed[j].own_weight > 0
+        assert not torch.equal(ours.models_of(engine)[j], trained[j])
+    before, trained, engine, mixed = one_round(algorithms.by_rule(rule={"name": "flame", "noise": 0.0}))
+    for j in GOOD:  # what is missing to 1 is that of the model before the round
+        rest = 1 - sum(mixed[j].weights) - mixed[j].own_weight
+        average = sum(w * trained[i] for w, i in zip(mixed[j].weights, mixed[j].ids, strict=True))
+        average += mixed[j].own_weight * trained[j] + rest * before[j]
+        torch.testing.assert_close(ours.models_of(engine)[j], average, rtol=1e-5, atol=1e-6)
+        assert 0 < rest < 1
+
+
+def test_who_trains_alone_keeps_its_model():
+    _, trained, engine, mixed = one_round(algorithms.local_training())
+    assert torch.equal(ours.models_of(engine)[GOOD], trained[GOOD])
+    assert all(len(mixed[j].asked) == 0 for j in GOOD)
+
+
+VARIANTS = {
+    "trimmed_mean": tiny(agents=TEAM, algorithm=by_rule("trimmed_mean", pre_step="nnm", selection="prob_sampling")),
+    "bulyan": tiny(agents={**TEAM, "participation": 0.6}, algorithm=by_rule("bulyan")),
+    "fltrust": tiny(agents=TEAM, algorithm=by_rule("fltrust"), attack={"name": "alie"}),
+    "lfighter": tiny(agents=TEAM, algorithm=by_rule("lfighter")),
+    "flame": tiny(agents=TEAM, model={"hidden": [400]}, algorithm=by_rule({"name": "flame", "noise": 0.01})),
+    "sentinel": tiny(agents=TEAM, model={"hidden": [400]}, algorithm=by_rule("sentinel", selection="prob_sampling")),
+    "wfagg": tiny(agents=TEAM, algorithm=by_rule({"name": "wfagg", "transient": 0}), attack={"name": "alie"}),
+    "lightyear": tiny(agents=TEAM, algorithm=by_rule("lightyear"), attack={"name": "alie"}),
+    "a graph and sybils": tiny(
+        agents={**TEAM, "graph": {"name": "small_world", "near": 2, "p": 0.3}},
+        attack={"name": "label_flip", "source": 9, "target": 4, "sybils": True},
+    ),
+    "several tiles": tiny(rounds=2, agents=TEAM, model={"hidden": [2000]}, algorithm=by_rule("meamed")),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
+    bits_however(tmp_path, VARIANTS[variant])
+
+
+def test_what_is_on_record_of_a_rule(tmp_path):
+    done = run(tiny(agents=TEAM, algorithm=by_rule("trimmed_mean")), out=tmp_path, workers=1)
+    lines = [json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()]
+    assert [line["f"] for line in lines] == [[2, 2, 2, None, None] * 2] * 3  # 2 = ceil(0.4 * 4) of 5 models
+    benign = done.records[~done.records.malicious]
+    assert benign.malicious_weight.isna().all()  # a rule by columns has no weights
+    assert benign.accuracy.notna().all()
+    pairs = done.pairs[done.pairs.agent.isin([0, 1, 2])]
+    assert pairs.weight.isna().all()
+    krum = run(tiny(agents=TEAM, algorithm=by_rule("krum")), out=tmp_path / "krum", workers=1)
+    assert krum.records[~krum.records.malicious].malicious_weight.notna().all()
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": by_rule("kurm")}, "there is no rule `kurm`. Did you mean `krum`?"),
+        (
+            {"algorithm": by_rule({"name": "krum", "f": 3})},
+            "`f` = 3 attackers are more than krum admits among 5 models",
+        ),
+        ({"algorithm": by_rule({"name": "krum", "f": -1})}, "`f`, the number of attackers to assume, must be a whole"),
+        (
+            {"algorithm": by_rule("mean", pre_step={"name": "nnm", "f": 3})},
+            "`f` = 3 attackers are more than nnm admits",
+        ),
+        (
+            {"algorithm": by_rule("sageflow", pre_step="nnm")},
+            "a `pre_step` mixes models, and the rule looks at entropies",
+        ),
+        ({"algorithm": by_rule("by_num_samples", pre_step="nnm")}, "`own_model` and `pre_step` go with robust rules"),
+        ({"algorithm": by_rule("mean", pre_step="krum")}, "there is no pre-step `krum`"),
+    ],
+)
+def test_what_does_not_fit_is_told(tmp_path, changes, message):
+    with pytest.raises(ConfigError) as caught:
+        run(tiny(**{"agents": TEAM, **changes}), out=tmp_path, workers=1)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# Rules with memory
+
+
+@remembers(before=True)
+def momentum(state, judged):
+    """Whoever is nearest to where the own model was; it keeps a row of the pool as it is."""
+    models = judged.pool[judged.received.rows]
+    far = (models - state.get("last", judged.pool[judged.before])).norm(dim=1)
+    return {"zeta": judged.theta[:1], "last": judged.theta, "alpha": far}, torch.softmax(-far.double(), 0)
+
+
+@remembers()
+def shrinking(state, judged):
+    weights = torch.full((len(judged.received.ids),), 0.7 / max(1, len(judged.received.ids)))
+    return {}, Weighed(weights, before=0.3)
+
+
+@remembers()
+@together
+def both(state, judged):
+    return state, torch.zeros(judged.received.ids.shape)
+
+
+def test_what_a_rule_keeps_is_a_copy_whatever_the_workers_and_stops(tmp_path):
+    experiment = tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": momentum, "judges": False})
+    run(experiment, out=tmp_path / "one", workers=1)
+    run(experiment, out=tmp_path / "two", workers=2)
+    with pytest.raises(StopError):
+        run(experiment, out=tmp_path / "parts", workers=1, watch=stop_after(1))
+    run(experiment, out=tmp_path / "parts", workers=1, resume=True)
+    assert bits(tmp_path / "one") == bits(tmp_path / "two") == bits(tmp_path / "parts")
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (shrinking, "the rule gave weight to the model before the round, and did not declare to look at it"),
+        (both, "a rule with a memory is asked for one agent at a time"),
+    ],
+)
+def test_a_memory_that_does_not_fit_is_told(tmp_path, rule, message):
+    with pytest.raises(ConfigError, match=message):
+        run(tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": rule, "judges": False}), out=tmp_path, workers=1)
