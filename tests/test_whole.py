@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import fedcb2o
-from fedcb2o.federated import perturbations
+from fedcb2o.federated.criteria import universal_perturbation
 from tests import reference
 from tests.whole import Done, Whole, turned
 
@@ -201,7 +201,7 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
 def test_a_run_equals_plain_loops_from_the_file_to_its_scores(changes, tmp_path, monkeypatch):
-    for module in (perturbations, reference):
+    for module in (universal_perturbation, reference):
         monkeypatch.setattr(module, "CANDIDATES", 4)  # of 10 classes
         monkeypatch.setattr(module, "MEASURED", 7)  # of more samples
     hold(changes, tmp_path, SMOOTH)

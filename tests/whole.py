@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedcb2o import models
-from fedcb2o.data.digits import digits
-from fedcb2o.data.shard import Dataset, Shard
-from fedcb2o.streams import stream
+from fedcb2o.data._dataset import Dataset, Shard
+from fedcb2o.data.sets._digits import digits
+from fedcb2o.nn import architectures, parameters
+from fedcb2o.rng import stream
 from tests import reference
 
 # What a file leaves out, as docs/configuration.md has it.
@@ -218,7 +218,7 @@ def first_model(settings: dict[str, Any], seed: int, j: int, shape: list[int], n
     chosen = {key: value for key, value in settings["model"].items() if key != "name"}
     make = NETWORKS[settings["model"]["name"]]
     key = (j,) if settings["agents"]["initialisation"] == "independent" else ()
-    return models.initialise(lambda: make(shape, num_classes, **chosen), stream(seed, "model", *key))
+    return parameters.initialise(lambda: make(shape, num_classes, **chosen), stream(seed, "model", *key))
 
 
 def smooth_mlp(input_shape: Sequence[int], num_classes: int, *, hidden: int = 12) -> nn.Module:
@@ -239,9 +239,9 @@ def smooth_cnn(input_shape: Sequence[int], num_classes: int, *, width: int = 6) 
 
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
-    "logistic": models.logistic,
-    "mlp": models.mlp,
-    "cnn": models.cnn,
+    "logistic": architectures.logistic,
+    "mlp": architectures.mlp,
+    "cnn": architectures.cnn,
     "tests.whole:smooth_mlp": smooth_mlp,
     "tests.whole:smooth_cnn": smooth_cnn,
 }

@@ -7,9 +7,9 @@ import pytest
 @pytest.fixture(scope="module")
 def cluster():
     """Ray on this machine with four processors, which the runs of a module use."""
-    from fedcb2o.runtime.cluster import start
+    from fedcb2o.ray_backend import connect
 
     jaxtyping.config.update("jaxtyping_disable", True)
-    with start.joined(start.LOCAL, 200 * 2**20, 4):
-        yield start.LOCAL
+    with connect.joined(connect.LOCAL, 200 * 2**20, 4):
+        yield connect.LOCAL
     jaxtyping.config.update("jaxtyping_disable", False)

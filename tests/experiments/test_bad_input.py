@@ -15,7 +15,7 @@ from torch import nn
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
-from fedcb2o.experiments.tables import parse_value
+from fedcb2o.experiments.config.tables import parse_value
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,17 +17,17 @@ from tests.tiny import ENVIRONMENT, here, tiny
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
-from fedcb2o.experiments.assemble import prepare
-from fedcb2o.experiments.cluster import Spread
-from fedcb2o.experiments.samples import dataset_of
-from fedcb2o.models import row_stride
-from fedcb2o.runtime import machine
+from fedcb2o.experiments.config.build import prepare
+from fedcb2o.experiments.config.datasets import dataset_of
+from fedcb2o.experiments.runs.cluster_backend import Spread
+from fedcb2o.nn.parameters import row_stride
+from fedcb2o.parallel import resources
 
 pytest.importorskip("ray")
 
 import ray
 
-from fedcb2o.runtime.cluster import places, start
+from fedcb2o.ray_backend import connect, placement
 
 FILES = ("metrics.jsonl", "pairs.jsonl", "summary.json", "checkpoint.safetensors", "agents.json")
 
@@ -82,8 +82,8 @@ def gone() -> bool:
 
 
 def test_a_run_goes_on_after_an_actor_is_killed(cluster, undisturbed, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.run"], "PAUSE", 0.5)
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.run"], "LOSSES", 1)  # from one checkpoint
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.seed_run"], "PAUSE", 0.5)
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.seed_run"], "LOSSES", 1)  # from one checkpoint
     killed = []
 
     def kill(experiment, seed, line):
@@ -101,8 +101,8 @@ def test_a_run_goes_on_after_an_actor_is_killed(cluster, undisturbed, tmp_path, 
 
 
 def test_it_gives_up_after_some_losses(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.run"], "LOSSES", 1)
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.run"], "PAUSE", 0.0)
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.seed_run"], "LOSSES", 1)
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.seed_run"], "PAUSE", 0.0)
     with pytest.raises(RunError, match="has gone on 1 times, and gives up: --resume goes on"):
         run(
             spread() | {"checkpoint_every": 4}, out=tmp_path / "run", cluster=cluster, blocks=2,
@@ -131,30 +131,30 @@ def test_what_cannot_be(cluster, tmp_path, given, told):
 
 @pytest.mark.parametrize("blocks", [None, 3])
 def test_too_little_memory_is_told_before_a_cluster_is_joined(tmp_path, monkeypatch, blocks):
-    monkeypatch.setattr(start, "joined", lambda *_: pytest.fail("it could be told at once"))
+    monkeypatch.setattr(connect, "joined", lambda *_: pytest.fail("it could be told at once"))
     with pytest.raises(RunError, match=r"each process needs 0.25 GiB or more, and `memory` is 1.0 MiB"):
         run(spread(), out=tmp_path / "run", cluster="auto", blocks=blocks, memory="1MiB")
 
 
-def node(name: str, processors: int, speed: float = 1.0, *, memory: int = 2**34, store: int = 2**33) -> places.Node:
-    return places.Node(name, name, processors, memory, store, speed=speed)
+def node(name: str, processors: int, speed: float = 1.0, *, memory: int = 2**34, store: int = 2**33) -> placement.Node:
+    return placement.Node(name, name, processors, memory, store, speed=speed)
 
 
-def names(nodes: list[places.Node]) -> str:
+def names(nodes: list[placement.Node]) -> str:
     return "".join(each.name for each in nodes)
 
 
 def test_nodes_take_blocks_by_what_they_do_in_the_same_time():
-    assert places.speeds([2.0, 2.2, 3.0, 4.0]) == [1.0, 1.0, 2 / 3, 0.5]
-    assert names(places.spread(6, [node("a", 4), node("b", 2)])) == "aabaab"
-    assert names(places.spread(6, [node("a", 4), node("b", 4, 0.5)])) == "aabaab"
-    assert names(places.spread(5, [node("a", 2), node("b", 4, 0.1)])) == "aabbb"
-    many = places.spread(20, [node("a", 9), node("b", 7, 0.6), node("c", 8, 0.3)])
-    assert all(names(many).startswith(names(places.spread(k, [*dict.fromkeys(many)]))) for k in range(20))
+    assert placement.speeds([2.0, 2.2, 3.0, 4.0]) == [1.0, 1.0, 2 / 3, 0.5]
+    assert names(placement.spread(6, [node("a", 4), node("b", 2)])) == "aabaab"
+    assert names(placement.spread(6, [node("a", 4), node("b", 4, 0.5)])) == "aabaab"
+    assert names(placement.spread(5, [node("a", 2), node("b", 4, 0.1)])) == "aabbb"
+    many = placement.spread(20, [node("a", 9), node("b", 7, 0.6), node("c", 8, 0.3)])
+    assert all(names(many).startswith(names(placement.spread(k, [*dict.fromkeys(many)]))) for k in range(20))
 
 
 def placed(
-    monkeypatch, nodes: list[places.Node], blocks: int | None = None, memory: int | None = None, **changes: object
+    monkeypatch, nodes: list[placement.Node], blocks: int | None = None, memory: int | None = None, **changes: object
 ):
     """Where 4 agents of as many samples each go, three of them benign."""
     agents = {
@@ -167,7 +167,7 @@ def placed(
     }
     experiment = load({**tiny(agents=agents), "together": 1, **changes})
     prepared = prepare(experiment, 1000, dataset_of(experiment, None))
-    monkeypatch.setattr(places, "nodes", lambda own, device: nodes)
+    monkeypatch.setattr(placement, "nodes", lambda own, device: nodes)
     return Spread("auto", blocks, memory).place(prepared, Path()), prepared
 
 
@@ -233,10 +233,10 @@ def test_a_node_that_cannot_hold_what_is_its_own(monkeypatch, nodes, memory, tol
 
 
 def test_a_block_on_a_gpu_is_where_one_is(cluster, monkeypatch):
-    assert places.nodes(device="cuda") == []
+    assert placement.nodes(device="cuda") == []
     (known,) = ray.nodes()
     monkeypatch.setattr(ray, "nodes", lambda: [known, {**known, "Resources": {**known["Resources"], "GPU": 3.0}}])
-    (found,) = places.nodes(device="cuda")
+    (found,) = placement.nodes(device="cuda")
     assert (found.processors, found.speed) == (3, 1.0)
     with pytest.raises(RunError, match="no node of the cluster has GPUs, which `device` = 'cuda' needs"):
         placed(monkeypatch, [], device="cuda")
@@ -244,9 +244,9 @@ def test_a_block_on_a_gpu_is_where_one_is(cluster, monkeypatch):
 
 @pytest.mark.slow
 def test_unequal_speeds_change_no_bit(cluster, undisturbed, tmp_path, monkeypatch):
-    (here,) = places.nodes()
+    (here,) = placement.nodes()
     two = [dataclasses.replace(here, name=name, processors=2, speed=s) for name, s in (("fast", 1.0), ("slow", 0.3))]
-    monkeypatch.setattr(places, "nodes", lambda own, device: two)
+    monkeypatch.setattr(placement, "nodes", lambda own, device: two)
     run(spread(), out=tmp_path / "run", cluster=cluster, blocks=4)
     assert whole(tmp_path / "run") == undisturbed
 
@@ -285,8 +285,8 @@ def test_no_cluster_to_be_joined(nobody, monkeypatch):
     def found(address: str) -> str:
         raise ConnectionError("Could not find any running Ray instance.")
 
-    monkeypatch.setattr(start.services, "canonicalize_bootstrap_address", found)
-    with pytest.raises(RunError, match="this machine is in no cluster: `ray start`"), start.joined("auto"):
+    monkeypatch.setattr(connect.services, "canonicalize_bootstrap_address", found)
+    with pytest.raises(RunError, match="this machine is in no cluster: `ray start`"), connect.joined("auto"):
         pass
 
 
@@ -303,7 +303,7 @@ def test_a_stop_while_ray_starts_waits_until_it_can_be_ended(nobody, monkeypatch
     monkeypatch.setattr(ray, "shutdown", lambda: done.append("ended"))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), start.joined("local"):
+        with pytest.raises(KeyboardInterrupt), connect.joined("local"):
             done.append("entered")
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
@@ -314,7 +314,7 @@ def test_a_stop_while_ray_starts_waits_until_it_can_be_ended(nobody, monkeypatch
 @pytest.mark.parametrize("name", ["none.invalid", "first..example"])
 def test_a_name_that_is_not_known(nobody, name):
     told = rf"no cluster can be reached at '{name}:6379' \(.*\): check the name '{name}'"
-    with pytest.raises(RunError, match=told), start.joined(f"{name}:6379"):
+    with pytest.raises(RunError, match=told), connect.joined(f"{name}:6379"):
         pass
 
 
@@ -330,17 +330,17 @@ def test_what_listens_is_no_cluster(nobody):
         server.start()
         with (
             pytest.raises(RunError, match=rf"what listens at '{address}' is no cluster of Ray's"),
-            start.joined(address),
+            connect.joined(address),
         ):
             pass
         server.join()
-    with pytest.raises(RunError, match=rf"no cluster can be reached at '{address}' \(.*refused"), start.joined(address):
+    with pytest.raises(RunError, match=rf"no cluster can be reached at '{address}' \(.*refused"), connect.joined(address):
         pass
 
 
 @pytest.mark.parametrize("words", [("--cluster",), ("--cluster", "--blocks", "2"), ("--cluster", "local")])
 def test_an_address_left_out_is_this_machine(tmp_path, monkeypatch, words):
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.run"], "run", given := Mock())
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.runner"], "run", given := Mock())
     assert here("run", "digits-fedcb2o", *words).status == 0
     assert given.call_args.kwargs["cluster"] == "local"
     assert given.call_args.kwargs["blocks"] == (2 if "--blocks" in words else None)
@@ -348,20 +348,20 @@ def test_an_address_left_out_is_this_machine(tmp_path, monkeypatch, words):
 
 def test_nothing_is_left_to_do(cluster, tmp_path, monkeypatch):
     run(spread(1), out=tmp_path / "run", workers=1)
-    monkeypatch.setattr(start, "joined", lambda *_: pytest.fail("there is nothing to do there"))
+    monkeypatch.setattr(connect, "joined", lambda *_: pytest.fail("there is nothing to do there"))
     run(spread(1), out=tmp_path / "run", cluster=cluster, blocks=2, resume=True)
 
 
 def test_another_ray(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, start.__name__)
-    monkeypatch.delattr(start.__name__)
+    monkeypatch.delitem(sys.modules, connect.__name__)
+    monkeypatch.delattr(connect.__name__)
     monkeypatch.setitem(sys.modules, "ray._raylet", None)
     with pytest.raises(ConfigError, match=rf"Ray {ray.__version__} lacks what a cluster needs of it \(.*_raylet"):
         run(spread(), out=tmp_path / "run", cluster="local", blocks=2)
 
 
 def test_no_ray(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedcb2o.experiments.cluster.find_spec", lambda name: None)
+    monkeypatch.setattr("fedcb2o.experiments.runs.cluster_backend.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'fedcb2o\[cluster\]'"):
         run(spread(), out=tmp_path / "run", cluster="local")
 
@@ -375,7 +375,7 @@ from beside_own import gap, told  # what lies beside goes with it
 
 def digits():
     told(__file__, "data-")
-    return fedcb2o.data.digits()
+    return fedcb2o.data.sets._digits()
 
 def mlp(shape, classes):
     torch.rand(1)
@@ -481,7 +481,7 @@ def test_own_parts_that_a_node_cannot_import(cluster, tmp_path, own):
 
 
 def test_other_versions_on_a_node(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "version", lambda name: "0.0")
+    monkeypatch.setattr(placement, "version", lambda name: "0.0")
     with pytest.raises(
         RunError, match=r"node \S+ of the cluster has fedcb2o \S+ \(\w+\), here 0.0 \(\w+\), torch .* must be the same"
     ):
@@ -492,7 +492,7 @@ def test_other_versions_on_a_node(cluster, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [{"blocks": 2}, {}])
 def test_processors_of_another_kind_are_told_once(cluster, tmp_path, monkeypatch, capsys, given):
-    monkeypatch.setattr(machine, "model", lambda: "Abacus")
+    monkeypatch.setattr(resources, "model", lambda: "Abacus")
     run(spread(1), out=tmp_path / "run", cluster=cluster, **given)
     told = capsys.readouterr().err
     assert (
@@ -502,14 +502,14 @@ def test_processors_of_another_kind_are_told_once(cluster, tmp_path, monkeypatch
 
 
 def test_nodes_that_do_not_answer_are_named(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "ANSWER", 0.0)
+    monkeypatch.setattr(placement, "ANSWER", 0.0)
     with pytest.raises(RunError, match=rf"did not answer within 0 seconds: {socket.gethostname()}; see `ray status`"):
         run(spread(1), out=tmp_path / "run", cluster=cluster, blocks=2)
 
 
 @pytest.mark.slow
 def test_processors_that_others_have(cluster, tmp_path, monkeypatch):
-    with places.actors(places.nodes() * 4):
-        monkeypatch.setattr(places, "PATIENCE", 1.0)
+    with placement.actors(placement.nodes() * 4):
+        monkeypatch.setattr(placement, "PATIENCE", 1.0)
         with pytest.raises(RunError, match="2 of 2 blocks found no free processor on the cluster in 1 seconds"):
             run(spread(), out=tmp_path / "run", cluster=cluster, blocks=2)

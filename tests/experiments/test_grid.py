@@ -17,10 +17,12 @@ from tests.tiny import bits, command, here, tiny
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments import tuning
-from fedcb2o.experiments.bench import _prepare
-from fedcb2o.experiments.grid import _built_in, _read, grids, load_grid, without_attack
-from fedcb2o.experiments.pace import Pace, duration
+from fedcb2o.experiments.grid import tuning
+from fedcb2o.experiments.grid.baseline import without_attack
+from fedcb2o.experiments.grid.loading import _built_in, _read
+from fedcb2o.experiments.grid.eta import Pace, duration
+from fedcb2o.experiments.grid.grid_runner import _prepare
+from fedcb2o.experiments.grid.loading import grids, load_grid
 
 FLIP = {"attack": {"name": "label_flip", "source": 9, "target": 4}}
 ALIE = {"attack": {"name": "alie"}}

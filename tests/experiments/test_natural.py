@@ -13,10 +13,11 @@ from tests.tiny import here
 from torch import nn
 
 import fedcb2o
-from fedcb2o import Dataset, models
+from fedcb2o import Dataset
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.assemble import prepare
-from fedcb2o.experiments.config import load
+from fedcb2o.experiments.config.build import prepare
+from fedcb2o.experiments.config.settings import load
+from fedcb2o.nn import architectures, parameters
 
 SIZES = {"east": 30, "north": 17, "south": 24, "west": 12}
 ME = "tests.experiments.test_natural"
@@ -85,12 +86,12 @@ def test_each_agent_is_scored_on_its_own_and_on_what_tests_everybody(tmp_path):
     assert about["cluster"] == [0] * 4
     assert sum(about["malicious"]) == 1
     assert about["num_tested"] == [round(0.25 * SIZES[name]) for name in sorted(SIZES)]
-    module = models.mlp([2], 2, hidden=[4])
+    module = architectures.mlp([2], 2, hidden=[4])
     for j, theta in enumerate(last_models(done)):
         row = last.iloc[j]
         held = SIZES[about["names"][j]] - about["num_tested"][j]
         assert row.num_samples == (held if row.malicious else held - round(0.2 * held))
-        models.bind_(module, theta.clone())
+        parameters.bind_(module, theta.clone())
         right = module(data.test.x).argmax(1) == data.test.y
         own, everybodys = (data.owners.test == k for k in (j, -1))
         if row.malicious:
@@ -110,10 +111,10 @@ def test_numbers_are_learnt_by_the_loss_that_is_named(tmp_path):
     assert rows.accuracy.isna().all()
     first, last = (rows[rows["round"] == n].test_loss.mean() for n in (5, 30))
     assert last < first / 2
-    module, final = models.mlp([2], 1, hidden=[4]), rows[rows["round"] == 30].set_index("agent")
+    module, final = architectures.mlp([2], 1, hidden=[4]), rows[rows["round"] == 30].set_index("agent")
     for j, theta in enumerate(last_models(done)):
         if j in final.index:
-            models.bind_(module, theta.clone())
+            parameters.bind_(module, theta.clone())
             own = data.owners.test == j
             loss = (module(data.test.x[own]) - data.test.y[own]).square().mean()
             assert final.test_loss[j] == pytest.approx(loss.item(), rel=1e-5)

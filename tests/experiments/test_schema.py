@@ -9,9 +9,11 @@ from tests.test_docs import ROOT, blocks
 from tests.tiny import here, tiny
 
 import fedcb2o
-from fedcb2o.experiments import grid, schema, tables
-from fedcb2o.experiments.config import AgentsPart, Experiment, TrainingPart
-from fedcb2o.experiments.descriptions import described
+from fedcb2o.experiments import schema
+from fedcb2o.experiments.config import tables
+from fedcb2o.experiments.config.descriptions import described
+from fedcb2o.experiments.config.settings import AgentsPart, Experiment, TrainingPart
+from fedcb2o.experiments.grid.loading import grids
 
 PACKAGE = ROOT / "src" / "fedcb2o" / "experiments"
 
@@ -44,7 +46,7 @@ def test_every_preset_is_valid_as_it_is_written_and_as_it_resolves(experiments):
 
 
 def test_every_grid_is_valid_and_a_slip_in_an_entry_is_not(grids):
-    for name in grid.grids():
+    for name in grids():
         assert wrong(grids, tomllib.loads((PACKAGE / "grids" / f"{name}.toml").read_text())) == [], name
     entry = {"extends": "digits-fedcb2o", "attacks": {"Flip": {"attack": {"name": "label_flip"}}}}
     assert wrong(grids, {**entry, "defences": {"A": {"algorithm": {"alpha": 2}, "tune": [{"rounds": 3}]}}}) == []

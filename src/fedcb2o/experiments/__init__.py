@@ -1,7 +1,7 @@
 """Experiments: what is run, on which data, with which seeds."""
 
-from fedcb2o.experiments.config import Experiment, load
-from fedcb2o.experiments.run import run
-from fedcb2o.experiments.tables import presets
+from fedcb2o.experiments.config.settings import Experiment, load
+from fedcb2o.experiments.config.tables import presets
+from fedcb2o.experiments.runs.runner import run
 
 __all__ = ["Experiment", "load", "presets", "run"]

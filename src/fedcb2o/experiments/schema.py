@@ -14,41 +14,33 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
-from fedcb2o import data, models, plugins
-from fedcb2o.data import skews
-from fedcb2o.experiments.config import KINDS, AgentsPart, Component, Experiment, TrainingPart
-from fedcb2o.experiments.descriptions import described
-from fedcb2o.experiments.grid import OWN_KEYS, VARIED, AdversaryPart, Grid, TuningPart
-from fedcb2o.experiments.tables import presets
-from fedcb2o.federated import (
-    algorithms,
-    attacks,
-    criteria,
-    graphs,
-    losses,
-    metrics,
-    optimisers,
-    pre_steps,
-    rules,
-    selection,
-)
+from fedcb2o import plugins
+from fedcb2o.data import sets, skews
+from fedcb2o.experiments.config.descriptions import described
+from fedcb2o.experiments.config.settings import KINDS, AgentsPart, Component, Experiment, TrainingPart
+from fedcb2o.experiments.config.tables import presets
+from fedcb2o.experiments.grid.definition import OWN_KEYS, VARIED, AdversaryPart, Grid, TuningPart
+from fedcb2o.federated import aggregation, algorithms, attacks, losses, metrics, optimisers, selection, topology
+from fedcb2o.federated.aggregation import preaggregation
+from fedcb2o.federated.criteria import combinations
+from fedcb2o.nn import architectures
 
 Schema = dict[str, Any]
 
 ROOMS: Mapping[str, ModuleType] = {
-    "data": data,
-    "model": models,
+    "data": sets,
+    "model": architectures,
     "algorithm": algorithms,
     "attack": attacks,
     "skew": skews,
-    "graph": graphs,
+    "graph": topology,
     "optimiser": optimisers,
     "loss": losses,
     "metric": metrics,
     "criterion": criteria,
-    "rule": rules,
+    "rule": aggregation,
     "selection": selection,
-    "pre_step": pre_steps,
+    "pre_step": preaggregation,
 }
 """Where the functions are that a key names."""
 
@@ -244,7 +236,7 @@ def _functions(key: str) -> dict[str, Callable[..., Any]]:
 def _parameters(function: Callable[..., Any]) -> dict[str, Schema]:
     found: dict[str, Schema] = {}
     for name, parameter in plugins.parameters(function).items():
-        if parameter.annotation is criteria.Parts:
+        if parameter.annotation is combinations.Parts:
             found[name] = {"type": "array", "items": _choice("criterion", "part"), "minItems": 1}
         elif name in ROOMS and parameter.annotation in (plugins.Named, plugins.Named | None):
             found[name] = _choice(name)

@@ -1,0 +1,413 @@
+"""From an experiment and a data set to the block that its rounds work on."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from fedcb2o import plugins
+from fedcb2o.data._dataset import Dataset, Names, Shard, features
+from fedcb2o.data._partition import Population
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config.datasets import (
+    aim_of,
+    dataset_from,
+    most_samples,
+    pool_of,
+    population_of,
+    shared_data,
+    trigger_of,
+)
+from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.federated import algorithms, losses, optimisers, topology
+from fedcb2o.federated.adversary import Attackers
+from fedcb2o.federated.agent_data import Holdings
+from fedcb2o.federated.agent_group import Block, Layout
+from fedcb2o.federated.local_update import Precision, Training
+from fedcb2o.federated.plugin_outputs import changed_by
+from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.run_spec import Convolution, Linear, Primitives, Terms
+from fedcb2o.kernels import devices
+from fedcb2o.nn import batch_norm, memory_layout, parameters
+from fedcb2o.rng import stream
+
+
+def neighbours_of(experiment: Experiment, seed: int, cluster: Int[Tensor, " N"]) -> tuple[Tensor, ...] | None:
+    """Whom each agent may ask, where not everybody."""
+    if experiment.agents.graph is None:
+        return None
+    graph = experiment.agents.graph.function("graph", topology)
+    return topology.neighbours(graph, cluster, stream(seed, "graph"))
+
+
+def algorithm_of(experiment: Experiment) -> algorithms.Algorithm:
+    """The algorithm that an experiment names. What a user's own makes of its parts fails under its name."""
+    make = experiment.algorithm.function("algorithm", algorithms)
+    algorithm: algorithms.Algorithm = make()
+    if (name := plugins.OWN.of(make)) is None:
+        return algorithm
+    select, weigh = (plugins.own("algorithm", name, each) for each in (algorithm.select, algorithm.weigh))
+    return dataclasses.replace(algorithm, select=select, weigh=weigh)
+
+
+JUDGE = {"criterion": "criterion", "rule": "rule", "pre_step": "pre-step"}
+"""The parts of an algorithm that are shown models, by their keys in a configuration."""
+
+
+def own_parts(experiment: Experiment) -> dict[str, list[str]]:
+    """The users' functions that an experiment names, of those that are shown models, by kind."""
+    settings = experiment.settings()
+    found: dict[str, list[str]] = {}
+
+    def look(kind: str, part: Any) -> None:
+        if isinstance(part, str):
+            if ":" in part and part not in found.setdefault(kind, []):
+                found[kind].append(part)
+        elif isinstance(part, Mapping):
+            look(kind, part.get("name"))
+            for key, value in part.items():
+                if key in JUDGE or key == "of":  # "of": the parts of a combination
+                    look(JUDGE.get(key, kind), value)
+        elif isinstance(part, Sequence):
+            for each in part:
+                look(kind, each)
+
+    for kind in ("attack", "algorithm", "model"):
+        look(kind, settings.get(kind))
+    return found
+
+
+def own_names(experiment: Experiment) -> list[str]:
+    """All that an experiment names as "module:function", and what merely looks so, such as the device "cuda:1"."""
+
+    def names(part: Any) -> Iterator[str]:
+        if isinstance(part, str):
+            yield from [part] if ":" in part else []
+        elif isinstance(part, Mapping | Sequence):
+            for each in part.values() if isinstance(part, Mapping) else part:
+                yield from names(each)
+
+    return sorted(set(names(experiment.settings())))
+
+
+def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
+    """A freshly initialised network for the data; raises ConfigError where it does not fit them."""
+    shape, name = list(dataset.pool.x.shape[1:]), plugins.label(experiment.model.name)
+    if isinstance(experiment.model.name, nn.Module):
+        raise ConfigError(
+            "`model.name` must be a function (input_shape, num_classes) that makes the network, and is a network: "
+            "let the function make it, since each process has its own"
+        )
+    make = experiment.model.function("model", architectures)
+
+    def made() -> nn.Module:
+        module = make(shape, dataset.num_outputs)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module")
+        batch_norm.keep_(module, experiment.model.buffers)
+        return memory_layout.laid_out(module, experiment.layout or "contiguous")
+
+    try:
+        module = parameters.initialise(made, stream(seed, "model", *key))
+    except (RuntimeError, MemoryError) as error:  # too large for this machine
+        raise ConfigError(f"the model `{name}` cannot be made: {error}") from error
+    parameters.dimension(module)
+    x = dataset.pool.x[:2].clone()
+    before = parameters.flatten(module), x.clone()
+    try:
+        with torch.no_grad():
+            outputs = module.eval()(features(x))
+    except (Exception, SystemExit) as error:  # a user's network may fail in any way
+        laid = ' with `layout` = "channels_last"' if experiment.layout == "channels_last" else ""
+        raise ConfigError(f"the model `{name}` cannot read samples of shape {tuple(shape)}{laid}: {error}") from error
+    if not (torch.equal(x, before[1]) and torch.equal(parameters.flatten(module), before[0])):
+        raise ConfigError(
+            f"the model `{name}` writes into the samples that it reads, or into its parameters, when it is evaluated, "
+            "where others look at them after it: let it compute new ones (no `inplace=True` in its first layer)"
+        )
+    with plugins.blamed("model", name):
+        state = batch_norm.changed_by_training(module, features(x))
+    if state:
+        raise ConfigError(
+            f"the model `{name}` changes its buffer `{state}` while it trains, which is neither a parameter nor the "
+            "statistics of a norm, so that agents could not exchange it: make it one of these, or leave it as it is"
+        )
+    axes = 2 if dataset.class_names else 1  # without classes the loss says what an output may be
+    expected = (len(x), dataset.num_classes)[:axes]
+    found = tuple(outputs.shape) if isinstance(outputs, Tensor) else ()
+    if found[:axes] != expected or (dataset.class_names and len(found) != axes):
+        got = found if isinstance(outputs, Tensor) else type(outputs).__name__
+        told = f"{expected}" if dataset.class_names else f"({len(x)}, ...)"
+        raise ConfigError(f"the model `{name}` returned {got} for {expected[0]} samples, expected shape {told}")
+    _check_loss(experiment, outputs, dataset.pool.y[:2])
+    return module
+
+
+def loss_of(experiment: Experiment) -> losses.Loss | None:
+    """The loss that an experiment names, if it is not the plain cross-entropy."""
+    loss = experiment.training.loss
+    return None if loss is None else loss.function("loss", losses)
+
+
+def _check_loss(experiment: Experiment, outputs: Tensor, y: Tensor) -> None:
+    """Raises ConfigError where the loss cannot compare what a network says of samples with what is so."""
+    part, loss = experiment.training.loss, loss_of(experiment)
+    if part is None or loss is None:
+        return
+    try:
+        losses.of_samples(loss, outputs, y, 1)
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"the loss `{plugins.label(part.name)}` cannot compare outputs of shape {tuple(outputs.shape)} and type "
+            f"{outputs.dtype} with targets of shape {tuple(y.shape)} and type {y.dtype}: {error}"
+        ) from error
+
+
+def first_models_(
+    theta: Float[Tensor, "a d"], experiment: Experiment, seed: int, dataset: Dataset, ids: Sequence[int]
+) -> None:
+    """Fill the rows of `theta` with the initial models theta_0^j of some agents: one for all agents, or each its own.
+    Those of clusters, whose ids follow the agents', differ, but where each agent has them and all begin alike."""
+    independent, first = experiment.agents.initialisation == "independent", experiment.agents.num_agents
+    clusters = algorithm_of(experiment).clusters
+    theta[:] = parameters.flatten(module_of(experiment, seed, dataset))
+    for row, j in enumerate(ids):
+        if j >= first and clusters is not None and clusters.each and not independent:
+            j = first + (j - first) % clusters.models
+        if independent or j >= first:
+            theta[row] = parameters.flatten(module_of(experiment, seed, dataset, j))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One seed of an experiment, made once: the terms of its rounds, and who holds what of its data set."""
+
+    experiment: Experiment
+    seed: int
+    dataset: Dataset
+    population: Population
+    terms: Terms
+    attackers: Attackers
+
+    @property
+    def kept(self) -> int:
+        """The rows of a pool that outlive a round: of the agents' models, then of those of clusters."""
+        clusters, agents = self.terms.algorithm.clusters, self.terms.num_agents
+        return agents + (0 if clusters is None else clusters.rows(agents))
+
+    def test(self) -> Shard:
+        """The samples that agents are scored on."""
+        if self.experiment.evaluate_on == "test":
+            return self.dataset.test
+        pool, chosen = pool_of(self.experiment, self.dataset), self.population.tuning
+        return Shard(pool.x[chosen], pool.y[chosen])
+
+    def by(
+        self,
+        precision: Precision,
+        linear: Linear,
+        layout: memory_layout.Layout,
+        convolution: Convolution,
+        together: int | None,
+    ) -> "Prepared":
+        """The same, computed by these primitives."""
+        how = {"linear": linear, "layout": layout, "convolution": convolution, "together": together}
+        training = self.experiment.training.model_copy(update={"precision": precision})
+        experiment = self.experiment.model_copy(update={**how, "training": training})
+        module = self.terms.module
+        if layout != self.experiment.layout:  # which it is laid out in
+            module = memory_layout.laid_out(module, layout)
+        terms = dataclasses.replace(
+            self.terms,
+            module=module,
+            training=dataclasses.replace(self.terms.training, precision=precision),
+            primitives=Primitives(linear, convolution, together),
+        )
+        return dataclasses.replace(self, experiment=experiment, terms=terms)
+
+    def holdings(self, agents: Sequence[int], device: torch.device) -> Holdings:
+        """What some agents, ascending, hold."""
+        population, attackers, ids = self.population, self.attackers, np.array(agents)
+        train, validation = (
+            Lists.of([each[j].numpy() for j in agents]) for each in (population.train, population.validation)
+        )
+        return Holdings(
+            agents=ids,
+            samples=pool_of(self.experiment, self.dataset).to(device),
+            test=self.test().to(device),
+            train=train,
+            validation=validation,
+            cluster=attackers.cluster[ids],
+            num_clusters=attackers.num_clusters,
+            num_classes=self.dataset.num_classes,
+            malicious=attackers.malicious[ids],
+            attack=attackers.attack,
+            seed=self.seed,
+            **_tests(population, self.dataset, agents),
+        )
+
+    def layout(self, agents: Sequence[int], own: Int[np.ndarray, " a"], kept: int) -> Layout:
+        """Where in a pool the models of some agents lie, of which the first `kept` rows outlive a round."""
+        attack, before = self.attackers.attack, self.terms.algorithm.keeps_before
+        each = attack.num_published(1, len(self.attackers.benign))
+        return Layout.of(own, kept, self.attackers.malicious[np.array(agents)], each, before)
+
+    def block(self, pool: Float[Tensor, "rows d"]) -> Block:
+        """All agents as one block."""
+        everybody = range(self.terms.num_agents)
+        holdings, layout = self.holdings(everybody, pool.device), self.layout(everybody, np.array(everybody), self.kept)
+        self.terms.module.to(pool.device)  # what of it is in no row
+        return Block(self.terms, holdings, self.attackers, layout, pool)
+
+
+def _tests(population: Population, dataset: Dataset, agents: Sequence[int]) -> dict[str, Any]:
+    """Which test samples are the agents' own, and which everybody's, where agents bring their own."""
+    if population.tests is None or dataset.owners is None:
+        return {}
+    common = np.flatnonzero(dataset.owners.test.numpy() < 0)
+    return {"tests": Lists.of([population.tests[j].numpy() for j in agents]), "common": common}
+
+
+def terms_of(
+    experiment: Experiment,
+    seed: int,
+    dataset: Dataset,
+    *,
+    num_agents: int,
+    share: float,
+    most_samples: int,
+    neighbours: tuple[Tensor, ...] | None,
+) -> Terms:
+    """The terms of an experiment for so many agents, whose samples look like a data set's."""
+    module, training = module_of(experiment, seed, dataset), training_of(experiment)
+    x = features(dataset.pool.x[:2])
+    several = experiment.together is not None or not devices.on_cpu(experiment.device)  # one program for any network
+    singles, apart = not batch_norm.refuses_one(module, x[:1]), several and batch_norm.are_apart(module, x)
+    return Terms(
+        seed=seed,
+        num_agents=num_agents,
+        num_classes=dataset.num_classes,
+        rounds=experiment.rounds,
+        budget=experiment.agents.budget,
+        model=plugins.label(experiment.model.name),
+        module=module,
+        training=dataclasses.replace(training, singles=singles, apart=apart),
+        algorithm=algorithm_of(experiment),
+        average=experiment.agents.validation_loss,
+        share=share,
+        most_samples=most_samples,
+        neighbours=neighbours,
+        participation=experiment.agents.participation,
+        primitives=Primitives(experiment.linear or "torch", experiment.convolution or "grouped", experiment.together),
+    )
+
+
+def training_of(experiment: Experiment) -> Training:
+    """How agents train."""
+    training = experiment.training
+    own = None if training.optimiser is None else training.optimiser.function("optimiser", optimisers)
+    return Training(**training.model_dump(exclude={"optimiser", "loss"}), optimiser=own, loss=loss_of(experiment))
+
+
+def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
+    """One seed of an experiment; raises ConfigError where it does not fit its data."""
+    agents, population = experiment.agents, population_of(experiment, seed, dataset)
+    attackers = Attackers(
+        attack=experiment.attack_made,
+        malicious=population.malicious.numpy(),
+        cluster=population.cluster.numpy(),
+        num_clusters=population.num_clusters,
+        collude=agents.malicious_role in ("attack", "clean") and algorithm_of(experiment).clusters is None,
+        own_model=agents.colluders_own_model,
+        trigger=trigger_of(experiment),
+    )
+    terms = terms_of(
+        experiment,
+        seed,
+        dataset,
+        num_agents=len(population.cluster),
+        share=agents.share,
+        most_samples=most_samples(experiment, dataset),
+        neighbours=neighbours_of(experiment, seed, population.cluster),
+    )
+    prepared = Prepared(experiment, seed, dataset, population, terms, attackers)
+    _check_tested(experiment, prepared.test())
+    _check_batches(prepared)
+    if (trigger := attackers.trigger) is not None:  # raises here, before a run begins, where samples cannot bear it
+        changed_by(plugins.called("trigger", trigger), trigger, Shard(dataset.test.x[:1], dataset.test.y[:1]))
+    return prepared
+
+
+def _check_tested(experiment: Experiment, test: Shard) -> None:
+    """Raises ConfigError where there is nothing to score on."""
+    if not len(test):
+        raise ConfigError('`evaluate_on` = "tuning" needs pool samples that no agent holds, and there is none')
+    for source in aim_of(experiment).sources:
+        if not torch.eq(test.y, source).any():
+            raise ConfigError(
+                f"the {experiment.evaluate_on} samples hold none of class {source} (`attack.source`), so that no "
+                "attack can be measured: take another class, or more samples"
+            )
+
+
+def _check_batches(prepared: Prepared) -> None:
+    """Raises ConfigError where an agent would train a network on a batch of one sample, which its norms refuse."""
+    if prepared.terms.training.singles:
+        return
+    if prepared.terms.training.batch_size == 1:
+        raise ConfigError(
+            "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a sample by itself"
+        )
+    for j, train in enumerate(prepared.population.train):
+        if len(train) == 1:
+            raise ConfigError(
+                f"agent {j} trains on a single sample, which the model's batch norms refuse: give it more, or take "
+                '`buffers` = "dropped" or a group norm'
+            )
+
+
+def specs_of(dataset: Dataset, num_models: int, dim: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors that the processes of a run share: the models, in rows of whole cache lines, and the data."""
+    tensors = {name: (t.dtype, tuple(t.shape)) for name, t in shared_data(dataset).items()}
+    return {"models": (torch.float32, (num_models, parameters.row_stride(dim))), **tensors}
+
+
+def block_of(experiment: Experiment, seed: int, names: Names, dim: int, tensors: dict[str, Tensor]) -> Block:
+    """The block of all agents of one seed, from the tensors that its processes share. Where the models lie on another
+    device than the CPU, so do the samples."""
+    return prepare(experiment, seed, dataset_from(names, tensors)).block(tensors["models"][:, :dim])
+
+
+def share_of(
+    experiment: Experiment,
+    seed: int,
+    names: Names,
+    tensors: Mapping[str, Tensor],
+    agents: Sequence[int],
+) -> Block:
+    """The block of some agents of one seed, from the tensors of the data set, and a pool that has no rows yet."""
+    prepared, device = (
+        prepare(experiment, seed, dataset_from(names, tensors)),
+        devices.device_of(experiment.device),
+    )
+    layout = prepared.layout(agents, np.arange(len(agents)), len(agents))
+    pool = torch.zeros(0, prepared.terms.dim, device=device)
+    prepared.terms.module.to(device)
+    return Block(prepared.terms, prepared.holdings(agents, device), prepared.attackers, layout, pool)
+
+
+def first_of(
+    experiment: Experiment,
+    seed: int,
+    names: Names,
+    tensors: Mapping[str, Tensor],
+    theta: Float[Tensor, "a d"],
+    ids: Sequence[int],
+) -> None:
+    """As `first_models_`, from the tensors of the data set."""
+    first_models_(theta, experiment, seed, dataset_from(names, tensors), ids)

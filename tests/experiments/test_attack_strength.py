@@ -1,0 +1,155 @@
+"""Strengths of attacks: what runs they need, which is taken against whom, and a grid of them run for real."""
+
+import json
+
+import pytest
+import tomli_w
+from tests.experiments.test_grid import ALIE, FLIP, MEAN, grid
+from tests.tiny import here
+
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.experiments.grid import attack_strength
+from fedcb2o.experiments.grid.loading import load_grid
+from fedcb2o.records import Run
+
+Z = [{"attack": {"z": z}} for z in (0.5, 2.0)]
+LATE = {**FLIP, "strengths": [{}, {"attack": {"from_round": 1}}]}
+
+
+def strong(**changes):
+    """A grid with two strengths of two attacks; one defence has two candidates."""
+    candidates = [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 5.0}}]
+    table = {
+        "attacks": {"Label flip": LATE, "ALIE": {**ALIE, "strengths": Z}},
+        "defences": {"FedCB2O": {"tune": candidates}, "DFedAvgM": MEAN},
+        "tuning": {"seeds": [1001], "attacks": ["ALIE"]},
+        "adversary": {"seeds": [1002, 1003]},
+    }
+    return grid(**{**table, **changes})
+
+
+def test_probes_are_every_strength_against_every_defence_as_it_will_be_run():
+    plan = load_grid(strong())
+    probes = plan.probes({"FedCB2O": 1})
+    assert [probe.folder for probe in probes] == [
+        f"strengths/{defence}/{attack}/{number}"
+        for defence in ("fedcb2o", "dfedavgm")
+        for attack in ("label-flip", "alie")
+        for number in (1, 2)
+    ]
+    assert {(probe.experiment.seeds, probe.experiment.evaluate_on) for probe in probes} == {((1002, 1003), "tuning")}
+    assert [probe.experiment.attack.from_round for probe in probes[:2]] == [0, 1]
+    assert [probe.experiment.attack.parameters["z"] for probe in probes[2:4]] == [0.5, 2.0]
+    assert probes[3].experiment.algorithm.parameters["alpha"] == 5.0
+    assert probes[3].place.title == "FedCB2O, ALIE, strength 2"
+    assert load_grid(grid()).probes() == []
+
+
+def test_the_worst_strength_is_in_the_cell_of_its_defence_alone_and_in_no_folder():
+    plan = load_grid(strong())
+    before, after = plan.cells(), plan.cells({}, {("", "DFedAvgM", "ALIE"): 1})
+    assert [cell.folder for cell in before] == [cell.folder for cell in after]
+    found = {cell.folder: cell.experiment.attack for cell in after}
+    assert found["cells/dfedavgm/alie"].parameters == {"z": 2.0}
+    assert found["cells/fedcb2o/alie"].parameters == {}
+
+
+def test_each_setting_has_an_adversary_of_its_own_unless_one_is_named():
+    settings = {"One": {}, "Two": {"agents": {"budget": 2}}}
+    apart = load_grid(strong(settings=settings))
+    assert {probe.place.setting for probe in apart.probes()} == {"One", "Two"}
+    named = load_grid(strong(settings=settings, adversary={"seeds": [7], "setting": "Two"}))
+    assert {probe.place.setting for probe in named.probes()} == {"Two"}
+    cells = named.cells({}, {("Two", "DFedAvgM", "ALIE"): 1})
+    taken = [cell.experiment.attack.parameters.get("z") for cell in cells if cell.folder.endswith("dfedavgm/alie")]
+    assert taken == [2.0, 2.0]
+
+
+WRONG = {
+    "no section": ({"adversary": None}, "`strengths` of attack `ALIE` need a section [adversary] with `seeds`"),
+    "nothing": ({"attacks": {"ALIE": ALIE}}, "[adversary] is for attacks with several strengths, and none has"),
+    "seeds": ({"adversary": {"seeds": [1000]}}, "`adversary.seeds` must differ from `seeds`, and both hold 1000"),
+    "key": ({"adversary": {"sedes": [1]}}, "adversary: there is no key `sedes` here. Did you mean `seeds`?"),
+    "setting": ({"adversary": {"seeds": [1], "setting": "S"}}, "`adversary.setting` names `S`."),
+    "list": ({"attacks": {"ALIE": {**ALIE, "strengths": []}}}, "attack `ALIE`: `strengths` must be a list of tables"),
+    "entry": (
+        {"attacks": {"ALIE": {**ALIE, "strengths": [{"atack": {}}]}}},
+        "strength 1 of `ALIE`: there is no key `atack` here. Did you mean `attack`?",
+    ),
+    "parameter": (
+        {"attacks": {"ALIE": {**ALIE, "strengths": [{}, {"attack": {"zz": 1}}]}}},
+        "strength 2 of `ALIE`: attack `alie` has no parameter `zz`. Did you mean `z`?",
+    ),
+    "aim": (
+        {"attacks": {"Label flip": {**FLIP, "strengths": [{}, {"attack": {"target": 5}}]}, "ALIE": ALIE}},
+        "strength 2 of `Label flip` changes what its floor is, so that strengths cannot be compared",
+    ),
+    "population": (
+        {"attacks": {"ALIE": {**ALIE, "strengths": [{"agents": {"malicious": 2}}]}}},
+        "strength 1 of `ALIE` changes what its floor is",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_told_with_its_place(case):
+    table = {key: value for key, value in strong(**case[0]).items() if value is not None}
+    with pytest.raises(ConfigError) as error:
+        load_grid(table)
+    assert case[1] in str(error.value)
+
+
+def probe(folder, defence, attack, number, scores):
+    for seed, (accuracy, rate) in zip((1002, 1003), scores, strict=True):
+        inside = folder / "strengths" / defence / attack / str(number) / f"seed-{seed}"
+        inside.mkdir(parents=True)
+        (inside.parent / "config.toml").write_text("")
+        summary = {"rounds": 1, "accuracy": accuracy, "attack_success_rate": rate}
+        (inside / "summary.json").write_text(json.dumps(summary))
+
+
+def test_what_harms_most_is_taken_and_everything_kept(tmp_path):
+    plan = load_grid(strong())
+    for defence in ("fedcb2o", "dfedavgm"):
+        probe(tmp_path, defence, "label-flip", 1, [(0.5, 0.25), (0.5, 0.25)])  # by its rate, whatever the accuracy
+        probe(tmp_path, defence, "label-flip", 2, [(0.9, 0.5), (0.9, 0.125)])
+        probe(tmp_path, defence, "alie", 1, [(0.75, None), (0.5, None)])
+        probe(tmp_path, defence, "alie", 2, [(0.75, None), (0.75, None)])
+    errors = {f"strengths/dfedavgm/alie/{k}": "too much" for k in (1, 2)} | {"strengths/fedcb2o/alie/1": "too much"}
+    chosen = attack_strength.frozen(tmp_path, plan)
+    assert attack_strength.freeze(tmp_path, plan, chosen, errors) == {
+        ("", "DFedAvgM", "ALIE"): "it could be run at no strength; DFedAvgM, ALIE, strength 2: too much"
+    }
+    assert attack_strength.worst(chosen) == {
+        ("", "FedCB2O", "Label flip"): 1, ("", "FedCB2O", "ALIE"): 1, ("", "DFedAvgM", "Label flip"): 1,
+    }  # fmt: skip
+    assert attack_strength.frozen(tmp_path, plan) == chosen
+    flip, alie = (chosen["", "FedCB2O", attack]["tried"] for attack in ("Label flip", "ALIE"))
+    assert flip[1] == {"harm": 0.3125, "accuracy": [0.9, 0.9], "attack_success_rate": [0.5, 0.125]}
+    assert alie == [{"harm": None}, {"harm": 0.25, "accuracy": [0.75, 0.75], "attack_success_rate": None}]
+    other = strong(attacks={"Label flip": LATE, "ALIE": {**ALIE, "strengths": Z[:1]}})
+    with pytest.raises(RunError, match="what was chosen for `ALIE` against `FedCB2O` over other strengths or seeds"):
+        attack_strength.frozen(tmp_path, load_grid(other))
+
+
+def test_a_grid_runs_each_defence_under_what_was_worst_for_it(tmp_path):
+    path, out = tmp_path / "mine.toml", tmp_path / "out"
+    attacks = {"ALIE": {"attack": {"name": "alie", "estimated_from": "benign", "z": 0.0}}}
+    attacks["ALIE"]["strengths"] = [{}, {"attack": {"z": 500.0}}]
+    path.write_text(tomli_w.dumps(strong(name="mine", attacks=attacks, adversary={"seeds": [1002]})))
+    assert here("bench", path, "--out", out, "--jobs", 1).status == 0
+    chosen = json.loads((out / "strengths.json").read_text())["choices"]
+    assert {line["defence"] for line in chosen} == {"FedCB2O", "DFedAvgM"}
+    for line in chosen:
+        attack = Run(out / "cells" / line["defence"].lower() / "alie").config["attack"]
+        assert attack["z"] == (0.0, 500.0)[line["worst"]]
+        assert line["tried"][line["worst"]]["harm"] == max(each["harm"] for each in line["tried"])
+        for number, each in enumerate(line["tried"], start=1):
+            probed = Run(out / "strengths" / line["defence"].lower() / "alie" / str(number))
+            assert each["accuracy"] == [probed.summary_of(1002)["accuracy"]]
+    before = {p: p.read_bytes() for p in out.rglob("summary.json")}
+    assert here("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
+    (out / "strengths.json").unlink()  # what is lost is chosen again from its runs
+    assert here("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
+    assert json.loads((out / "strengths.json").read_text())["choices"] == chosen
+    assert {p: p.read_bytes() for p in out.rglob("summary.json")} == before

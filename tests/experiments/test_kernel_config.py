@@ -1,0 +1,53 @@
+"""The primitives of a run are those that it asks for, or fit its memory, and are told."""
+
+import pytest
+import torch
+from tests.tiny import here, tiny, write
+
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.experiments import run
+from fedcb2o.experiments.config import build, datasets
+from fedcb2o.experiments.config.settings import settings
+from fedcb2o.experiments.runs.kernel_config import primitives_of
+from fedcb2o.kernels import autotune, devices, onednn
+
+IMAGES = {"name": "cnn", "hidden": 4}
+
+
+def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "device_of", lambda _: torch.device("meta"))
+    monkeypatch.setattr(autotune, "fastest_convolution", lambda *_: "unfolded")
+    monkeypatch.setattr(devices, "most_together", lambda *given: 2 if given[-1] == "unfolded" else 5)
+    for together, expected in ((None, ("unfolded", 2)), (2, ("unfolded", 2)), (4, ("grouped", 4))):
+        changes = {} if together is None else {"together": together}
+        experiment = settings.load(tiny(model=IMAGES, device="meta", **changes))
+        prepared = build.prepare(experiment, 1000, datasets.dataset_of(experiment, None))
+        chosen = primitives_of(tmp_path, prepared)
+        assert (chosen["convolution"], chosen["together"]) == expected
+
+
+def test_a_choice_that_this_pytorch_lacks_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(onednn, "available", lambda: False)
+    with pytest.raises(RunError, match="needs oneDNN, which this PyTorch lacks"):
+        run(tiny(linear="onednn"), out=tmp_path / "run", workers=1)
+
+
+def test_another_way_is_an_error():
+    with pytest.raises(
+        ConfigError, match="`convolution`: input should be 'grouped', 'unfolded', 'mixed' or 'fourier', got 'winograd'"
+    ):
+        run(tiny(convolution="winograd"))
+
+
+def test_verbose_says_what_was_chosen(tmp_path):
+    path = write(tmp_path / "tiny.toml", rounds=1)
+    done = here("run", path, "--out", tmp_path / "run", "--workers", 1, "--verbose")
+    assert "tiny seed 1000: processes 1, large dense layers by torch" in done.err
+    path = write(path, rounds=1, model=IMAGES, together=3, convolution="unfolded")
+    done = here("run", path, "--out", tmp_path / "more", "--workers", 1, "--verbose")
+    assert (
+        "tiny seed 1000: processes 1, 3 agents at once, convolutions unfolded, large dense layers by torch" in done.err
+    )
+    path = write(path, rounds=1, model=IMAGES, convolution="fourier")
+    done = here("run", path, "--out", tmp_path / "spectra", "--workers", 1, "--verbose")
+    assert "tiny seed 1000: processes 1, convolutions fourier, large dense layers by torch" in done.err

@@ -1,0 +1,277 @@
+"""What a run needs of memory: how many processes work and where the models lie, said before anything is written."""
+
+import functools
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from tests.processes import needs_proc
+from tests.tiny import FEDCB2O, bits, command, here, tiny, write
+
+import fedcb2o
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.experiments.config.datasets import dataset_of
+from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.runs import memory_plan
+from fedcb2o.parallel import resources, shared_memory
+from fedcb2o.simulation import checkpoint
+
+
+def planned(tmp_path, given, count=1, **changes):
+    """The plan of 6 agents with 100,000 parameters each."""
+    experiment = load(tiny(**changes))
+    return memory_plan.plan(experiment, dataset_of(experiment, None), 100_000, count, given, tmp_path)
+
+
+def test_models_go_to_memory_or_to_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_plan, "PROCESS", 0)
+    whole = planned(tmp_path, 10**9)
+    assert whole.models == 6 * 4 * 100_000
+    assert (whole.folder, whole.columns) == (None, None)
+    assert planned(tmp_path, whole.rest + whole.models).folder is None
+    on_disk = planned(tmp_path, whole.rest + whole.models - 1)
+    assert on_disk.folder == tmp_path
+    assert 4 * 6 * on_disk.columns <= whole.models / 2
+    assert "in memory" in str(whole)
+    assert f"on disk, in {tmp_path}" in str(on_disk)
+
+
+def test_what_fits_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_plan, "PROCESS", 0)
+    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    whole = planned(tmp_path, 10**9)
+    with pytest.raises(
+        RunError, match=r"^6 agents need .* of memory, or on disk .* that are free: 3 agents would fit$"
+    ):
+        planned(tmp_path, whole.rest + whole.models // 2)
+    with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
+        planned(tmp_path, 1000)
+
+
+def test_what_is_too_small_to_mix_in_is_said(tmp_path, monkeypatch):
+    """Neither a disk without end nor models that would fit are a promise where mixing has no room."""
+    monkeypatch.setattr(memory_plan, "PROCESS", 0)
+    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18))
+    rest = planned(tmp_path, 10**9).rest
+    assert planned(tmp_path, rest + 8 * 6 * memory_plan.WIDE).columns == memory_plan.WIDE
+    with pytest.raises(RunError, match=r": 5 agents would fit$"):
+        planned(tmp_path, rest + 8 * 6 * memory_plan.WIDE - 1)
+
+
+@pytest.fixture
+def eight(monkeypatch):
+    """A machine of eight processors, and work for all of them; processes take nothing but their training."""
+    monkeypatch.setattr(memory_plan, "WORTH", 0.0)
+    monkeypatch.setattr(memory_plan, "PROCESS", 0)
+    monkeypatch.setattr(memory_plan.machine, "processors", lambda: 8)
+
+
+def test_as_many_processes_work_as_there_is_work_and_room_for(tmp_path, eight, monkeypatch):
+    many = {"agents": {"benign": 9}}
+    assert planned(tmp_path, 10**9, None).processes == 6
+    assert planned(tmp_path, 10**9, None, **many).processes == 8
+    assert planned(tmp_path, 10**9, 3, **many).processes == 3
+    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    three = planned(tmp_path, 10**9, 3, **many)
+    enough = three.models + three.rest
+    assert planned(tmp_path, enough, None, **many) == three
+    assert planned(tmp_path, enough - 1, None, **many).processes == 2
+    monkeypatch.setattr(memory_plan, "WORTH", 1e99)
+    assert planned(tmp_path, 10**9, None, **many).processes == 1
+
+
+def test_up_to_half_of_the_processes_are_given_for_memory(tmp_path, eight, monkeypatch):
+    many = {"agents": {"benign": 60}}
+    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18))
+    eight_of_them, five, four = (planned(tmp_path, 10**10, count, **many) for count in (8, 5, 4))
+    assert planned(tmp_path, eight_of_them.models + eight_of_them.rest - 1, None, **many).processes == 7
+    assert planned(tmp_path, five.models + five.rest, None, **many) == five
+    below = planned(tmp_path, four.models + four.rest, None, **many)
+    assert (below.processes, below.folder) == (5, tmp_path)
+    asked = planned(tmp_path, five.models + five.rest - 1, 5, **many)
+    assert (asked.processes, asked.folder) == (5, tmp_path)
+
+
+def test_processes_that_would_fit_are_named(tmp_path, eight, monkeypatch):
+    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    two = planned(tmp_path, 10**9, 2)
+    with pytest.raises(RunError, match=r": --workers 2 would fit$"):
+        planned(tmp_path, two.models + two.rest, 5)
+    with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
+        planned(tmp_path, 1000, 5)
+    with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
+        planned(tmp_path, 1000, None)
+
+
+def test_small_models_lie_in_memory_with_no_more_processes_than_it_has_room_for(tmp_path, eight, monkeypatch):
+    one = planned(tmp_path, 10**9, 1)
+    assert one.models < one.rest
+    monkeypatch.setattr(memory_plan.machine, "free_memory", lambda: one.models)
+    assert planned(tmp_path, None, None) == one
+    assert planned(tmp_path, None, 4) == planned(tmp_path, 10**9, 4)
+
+
+def test_all_that_takes_memory_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_plan, "PROCESS", 0)
+    training = 12 * memory_plan.SMALL  # of small dense networks so many numbers at once
+    data = planned(tmp_path, 10**9).rest - training
+    assert planned(tmp_path, 10**9, together=50).rest == data + 12 * 6 * 100_000
+    assert planned(tmp_path, 10**9, count=2).rest == 2 * (data + training)  # the data as they were read, and shared
+
+
+def test_a_checkpoint_that_is_there_needs_no_more_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_plan, "PROCESS", 0)
+    whole = planned(tmp_path, 10**9)
+    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * whole.models))
+    given = whole.rest + whole.models - 1
+    with pytest.raises(RunError, match="would fit"):
+        planned(tmp_path, given)
+    (tmp_path / checkpoint.FILE).touch()
+    assert planned(tmp_path, given).folder == tmp_path
+
+
+def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
+    """It is given back before it is looked how much there is."""
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    left = shared / f"{shared_memory.PREFIX}1-0{shared_memory.SUFFIX}"
+    left.touch()
+    monkeypatch.setattr(shared_memory, "_folders", lambda: [shared])
+    monkeypatch.setattr(memory_plan.machine, "free_memory", lambda: 1000 if left.exists() else 10**10)
+    assert planned(tmp_path, None).folder is None
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "processors", "expected"), [(40, 2, 2), (2, 2, 2), (40, 8, 6), (6, 8, 6), (1, 8, 1), (2, 1, 1)]
+)
+def test_no_more_processes_work_than_there_are_processors_and_agents(monkeypatch, capsys, asked, processors, expected):
+    monkeypatch.setattr(resources, "processors", lambda: processors)
+    assert memory_plan.bounded(asked, 6, "agents") == expected
+    note = f"Note: {expected} processes work, not {asked}: there are {processors} processors and 6 agents.\n"
+    assert capsys.readouterr().err == ("" if asked == expected else note)
+
+
+def test_forty_processes_are_asked_for_and_one_works(tmp_path, monkeypatch):
+    monkeypatch.setattr(resources, "processors", lambda: 1)
+    fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=40)
+    assert json.loads((tmp_path / "run/seed-1000/environment.json").read_text())["workers"] == 1
+
+
+@pytest.mark.parametrize("asked", [0, -1])
+def test_fewer_than_one_process_is_refused(tmp_path, asked):
+    with pytest.raises(ConfigError, match="`workers` must be a whole number, at least 1"):
+        fedcb2o.run(tiny(), out=tmp_path / "run", workers=asked)
+    assert not (tmp_path / "run").exists()
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("limit", "changes", "words"),
+    [
+        ("-v 700000", (), "PyTorch takes 1.00 GiB: raise it"),
+        ("-v 2000000", ("model.hidden=[400000]",), "a process may map"),
+        ("-n 8", (), "cannot start a worker process (Too many open files): raise `ulimit -n`, or try with fewer"),
+    ],
+)
+def test_what_a_limit_forbids_is_one_line(tmp_path, limit, changes, words):
+    path = write(tmp_path / "tiny.toml")
+    given = [word for change in changes for word in ("--set", change)]
+    arguments = ["run", path, "--out", tmp_path / "run", "--workers", 2, *given]
+    said = command("-c", f'ulimit {limit}; exec "$0" "$@"', FEDCB2O, *arguments, program="sh").one_line()
+    assert words in said
+
+
+def test_full_memory_is_one_line(tmp_path, monkeypatch):
+    errors = (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."))
+    there = Exception("Traceback ...: MemoryError\n\nThe above exception was the direct cause")  # a worker's
+    blamed = [(ConfigError("the model `own` failed"), cause) for cause in (*errors, there)]
+    for error, cause in [*((error, None) for error in errors), *blamed]:
+
+        def fail(*given, error=error, cause=cause, **more):
+            raise error from cause
+
+        monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.local_backend"], "first_models_", fail)
+        assert "memory is full" in here("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run").one_line()
+
+
+def test_models_that_a_killed_run_left_on_disk_go_before_the_next(tmp_path):
+    fedcb2o.run(tiny(rounds=1), out=tmp_path, workers=1)
+    left = tmp_path / "seed-1000" / f"{shared_memory.PREFIX}1-0{shared_memory.SUFFIX}"
+    left.write_bytes(b"models")
+    fedcb2o.run(tiny(rounds=2), out=tmp_path, workers=1, resume=True)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24G", 24 * 2**30),
+        ("24Gi", 24 * 2**30),
+        ("24g", 24 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("1.5 MB", 1_500_000),
+        ("2M", 2**21),
+        ("3 MiB", 3 * 2**20),
+        ("5KiB", 5120),
+        ("5K", 5120),
+        ("5kB", 5000),
+        ("5KB", 5000),
+        ("0.5TB", 5 * 10**11),
+        ("1T", 2**40),
+        ("7", 7),
+        ("7 bytes", 7),
+        ("7B", 7),
+        (7, 7),
+    ],
+)
+def test_sizes(text, expected):
+    assert memory_plan.size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["24 gigs", "-1GiB", "GiB", "", "24iB", "1e9", "1,5GB", "24 G B"])
+def test_what_is_no_size_is_one_line(tmp_path, text):
+    with pytest.raises(ConfigError, match="needs a size such as 24GiB"):
+        memory_plan.size(text)
+    said = here("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run", f"--memory={text}").one_line()
+    assert "needs a size such as 24GiB" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_which_size_is_which_is_in_the_help():
+    told = " ".join(here("run", "--help").out.replace("│", " ").split())
+    assert "24GiB or 24G (1024^3 bytes each), or 24GB (1000^3)" in told
+
+
+def test_what_is_refused_writes_nothing_and_the_next_command_may_use_its_folder(tmp_path):
+    path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
+    said = here("run", path, "--set", "rounds=4", "--out", out, "--memory", "1MiB", "--workers", 1).one_line()
+    assert "need" in said
+    assert not out.exists()
+    with pytest.raises(RunError, match=r"agents need .* of 1\.0 MiB of memory"):
+        fedcb2o.run(path, out=out, memory="1MiB")
+    assert not out.exists()
+    assert here("run", path, "--set", "agents.budget=2", "--out", out).status == 0
+
+
+def test_what_is_done_needs_no_memory(tmp_path):
+    done = fedcb2o.run(tiny(), out=tmp_path)
+    again = fedcb2o.run(tiny(), out=tmp_path, memory="1MiB", resume=True)
+    assert again.records.equals(done.records)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("algorithm", [{}, {"name": "by_rule", "rule": "trimmed_mean"}])
+def test_models_on_disk_have_the_same_bits(tmp_path, monkeypatch, workers, algorithm):
+    changes = {"model": {"hidden": [300]}, "rounds": 2, **({"algorithm": algorithm} if algorithm else {})}
+    fedcb2o.run(tiny(**changes), out=tmp_path / "memory", workers=workers)
+    chosen = functools.partial(memory_plan.Plan, workers, 0, 0, columns=4100)
+    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.local_backend"], "plan", lambda *given: chosen(folder=given[-1]))
+    made, shared = [], shared_memory.shared
+    monkeypatch.setattr(shared_memory, "shared", lambda specs, folder: made.append(folder) or shared(specs, folder))
+    fedcb2o.run(tiny(**changes), out=tmp_path / "disk", workers=workers)
+    assert made == [tmp_path / "disk/seed-1000"]
+    assert not list(tmp_path.rglob("*.arena"))
+    assert bits(tmp_path / "disk") == bits(tmp_path / "memory")

@@ -1,0 +1,93 @@
+"""What a node does for a run, without a cluster: what it tells, what it sends, and what it leaves."""
+
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.tiny import tiny
+
+from fedcb2o.experiments import run
+from fedcb2o.experiments.config.datasets import dataset_of
+from fedcb2o.experiments.config.settings import load
+from fedcb2o.experiments.runs.remote_job import FOLDER, Errand, Word, arrays_of, content, do, keep, stamps, types_of
+from fedcb2o.experiments.runs.run_directory import alone, begin
+
+pytest.importorskip("ray")
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch) -> Path:
+    """The folder for temporary ones."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr("fedcb2o.experiments.runs.remote_job.SOON", 0.0)
+    (tmp_path / "temporary").mkdir()
+    return tmp_path / "temporary"
+
+
+def done(folder: Path, *, watched: bool = True, **changes: object) -> list[Word]:
+    """What is heard of a run that goes on from the files in a folder."""
+    experiment = load(tiny(**changes))
+    folder.mkdir(exist_ok=True)
+    begin(folder, experiment, resume=True)
+    dataset = dataset_of(experiment, None)
+    errand = Errand(experiment, dataset.names, types_of(dataset), None, 0.0, watched, str(folder))
+    files = {str(path.relative_to(folder)): content(path) for path in stamps(folder)}
+    return list(do(errand, files, arrays_of(dataset)))
+
+
+def test_rounds_are_told_and_only_changed_files_come_back(tmp_path, temporary):
+    run(tiny(rounds=1), out=tmp_path / "one", workers=1)
+    words = done(tmp_path / "one", rounds=6)
+    assert [line["round"] for word in words for _, line in word.lines] == [2, 3, 4, 5, 6]
+    sent = Counter(Path(name).name for word in words for name in word.files)
+    assert sent["checkpoint.safetensors"] > 1
+    assert sent["summary.json"] == 1
+    assert not {"config.toml", "agents.json", "environment.json"} & sent.keys()
+    assert [word.ended is not None for word in words] == [False] * (len(words) - 1) + [True]
+    for word in words:
+        keep(tmp_path / "one", word.files)
+    run(tiny(rounds=6), out=tmp_path / "two", workers=1)
+    for name in ("metrics.jsonl", "checkpoint.safetensors", "summary.json"):
+        assert (tmp_path / "one" / "seed-1000" / name).read_bytes() == (
+            tmp_path / "two" / "seed-1000" / name
+        ).read_bytes()
+    assert not list(temporary.iterdir())
+
+
+def test_who_does_not_watch_hears_of_files_alone(tmp_path):
+    words = done(tmp_path / "run", watched=False)
+    assert not any(word.lines for word in words)
+    assert all(word.files for word in words)
+    assert words[-1].ended[1] is None
+
+
+def test_only_the_files_of_a_run_go_there(tmp_path):
+    run(tiny(rounds=1), out=tmp_path / "one", workers=1)
+    there = {path.name for path in stamps(tmp_path)}
+    for name in ("fedcb2o-1-2.arena", "checkpoint.safetensors.tmp", "notes.md"):
+        (tmp_path / "one" / "seed-1000" / name).touch()
+    assert there == {path.name for path in stamps(tmp_path)}
+    assert there > {"config.toml", "checkpoint.safetensors", "metrics.jsonl", "sums.json"}
+
+
+def test_errors_and_notes_name_the_folder_at_home(tmp_path):
+    run(tiny(rounds=1), out=tmp_path / "one", seeds=[1000], workers=1)
+    seed = tmp_path / "one" / "seed-1000"
+    (seed / "agents.json").write_text("nothing")
+    (seed / "metrics.jsonl").write_text("nothing")
+    (last,) = done(tmp_path / "one", rounds=2)
+    assert last.said == f"Note: {seed / 'agents.json'} was damaged or lost; it is made again.\n"
+    assert last.ended[1].startswith(f"{seed / 'metrics.jsonl'} is damaged")
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path, temporary):
+    left, young, held = (temporary / f"{FOLDER}{name}" for name in ("left", "young", "held"))
+    for folder in (left, young, held):
+        (folder / "run").mkdir(parents=True)
+        if folder != young:
+            os.utime(folder, (0, 0))
+    with alone(held):
+        done(tmp_path / "nothing", rounds=1)
+    assert set(temporary.iterdir()) == {young, held}

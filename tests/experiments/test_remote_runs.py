@@ -1,0 +1,226 @@
+"""Grids and seeds as independent work on a cluster: the files of one machine, heard of meanwhile, and hardly lost."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.experiments.test_grid import tuned
+from tests.experiments.user_functions import broken
+from tests.processes import needs_proc
+from tests.tiny import here, tiny, write
+
+import fedcb2o
+from fedcb2o import records
+from fedcb2o.errors import RunError
+from fedcb2o.experiments import load, run
+from fedcb2o.experiments.config.datasets import dataset_of
+from fedcb2o.experiments.runs import remote_runs
+from fedcb2o.experiments.runs.recovery import has_ended
+from fedcb2o.experiments.runs.remote_job import stamps
+from fedcb2o.experiments.runs.run_directory import alone
+
+pytest.importorskip("ray")
+
+from fedcb2o.ray_backend import connect, tasks
+from fedcb2o.ray_backend.tasks import Task, Tasks
+
+SAID = ("environment.json", "timing.jsonl", "cells.json", "sums.json")  # they tell seconds, or sums of what does
+SEEDS = [1000, 1001, 1002]
+
+
+def bits(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in stamps(folder) if path.name not in SAID}
+
+
+def slow_loss(told: Path) -> dict[str, object]:
+    """An algorithm whose criterion tells in a folder which process came to which round, and takes some time."""
+    return {"criterion": {"name": "tests.experiments.user_functions:slow_loss", "folder": str(told), "seconds": 0.1}}
+
+
+def until(there, seconds: float) -> bool:
+    """Whether something comes true in time."""
+    end = time.monotonic() + seconds
+    while not (found := there()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def rounds_by(folder: Path) -> dict[int, list[int]]:
+    """The rounds that each process came to."""
+    found: dict[int, list[int]] = {}
+    for n, process in sorted(tuple(map(int, path.name.split("-"))) for path in folder.iterdir()):
+        found.setdefault(process, []).append(n)
+    return found
+
+
+@pytest.fixture
+def told(tmp_path) -> Path:
+    """A folder for what own parts tell."""
+    (tmp_path / "told").mkdir()
+    return tmp_path / "told"
+
+
+def halves(told: Path) -> dict[str, object]:
+    return {"name": "tests.experiments.user_functions:halves", "folder": str(told)}
+
+
+def test_a_grid_is_that_of_one_machine_and_its_data_are_loaded_once(cluster, tmp_path, told, monkeypatch):
+    plan = tuned(data=halves(told))
+    fedcb2o.bench(plan, out=tmp_path / "one", jobs=1)
+    for path in told.iterdir():
+        path.unlink()
+    done = fedcb2o.bench(plan, out=tmp_path / "many", cluster=cluster)
+    assert bits(tmp_path / "one") == bits(tmp_path / "many")
+    assert [path.name.rpartition("-")[2] for path in told.iterdir()] == [str(os.getpid())]
+    monkeypatch.setattr(connect, "joined", lambda *_: pytest.fail("nothing is left to do there"))
+    assert not done.failed
+    assert not fedcb2o.bench(plan, out=tmp_path / "many", cluster=cluster, resume=True).failed
+
+
+def test_seeds_go_on_from_those_of_one_machine_and_their_rounds_are_told(cluster, tmp_path, told, monkeypatch):
+    heard: dict[str, list[tuple[int, object]]] = {"one": [], "many": []}
+
+    def watch(where: str):
+        return lambda experiment, seed, line: heard[where].append((seed, experiment.seeds, line))
+
+    plan = tiny(data=halves(told))
+    run(plan, out=tmp_path / "one", seeds=SEEDS, workers=1, watch=watch("one"))
+    run({**plan, "rounds": 1}, out=tmp_path / "many", seeds=SEEDS[:2], workers=1, watch=watch("many"))
+    run(plan, out=tmp_path / "many", seeds=SEEDS, cluster=cluster, resume=True, watch=watch("many"))
+    assert bits(tmp_path / "one") == bits(tmp_path / "many")
+    assert len(list(told.iterdir())) == 3
+    one, many = ([(seed, line) for seed, _, line in sorted(heard[w], key=lambda each: each[0])] for w in heard)
+    assert one == many
+    assert {seeds for _, seeds, _ in heard["many"]} == {tuple(SEEDS[:2]), tuple(SEEDS)}
+    monkeypatch.setattr(connect, "joined", lambda *_: pytest.fail("nothing is left to do there"))
+    run(plan, out=tmp_path / "many", seeds=SEEDS, cluster=cluster, resume=True)
+
+
+def test_no_other_process_writes_to_a_folder_while_its_run_is_away(cluster, tmp_path):
+    """And a run is not begun where one does."""
+    experiment, folders = load(tiny()), [tmp_path / "mine", tmp_path / "other"]
+    during, ended = list[bool](), dict[int, tuple[str | None, bool]]()
+
+    def busy(folder: Path) -> bool:
+        try:
+            with alone(folder):
+                return False
+        except RunError:
+            return True
+
+    def heard(k: int, result: tuple[float, str | None]) -> None:
+        ended[k] = result[1], busy(folders[k])
+
+    sets = [(experiment.data, dataset_of(experiment, None))]
+    with alone(folders[1]), remote_runs.joined(cluster, "one run", [experiment], sets) as there:
+        runs = [(k, (experiment, folder)) for k, folder in enumerate(folders)]
+        there.work(2, runs, heard, lambda: during.append(busy(folders[0])))
+    assert during[0]
+    assert ended[0] == (None, False)
+    assert ended[1] == (f"another process is writing to {folders[1]}: wait for it, or choose another --out", True)
+
+
+def test_seeds_that_fail_are_told_in_the_end(cluster, tmp_path):
+    """Seed 1001 is damaged, and 1000 cannot go on; 1002 runs to its end."""
+    run(tiny(rounds=2), out=tmp_path / "run", seeds=[1000, 1001], workers=1)
+    damaged = [tmp_path / "run" / f"seed-{seed}" / "metrics.jsonl" for seed in (1000, 1001)]
+    for path in damaged:
+        path.write_text("nothing\n")
+    settings = write(tmp_path / "tiny.toml")
+    done = here("run", settings, "--out", tmp_path / "run", "--seeds", "1000-1002", "--cluster", cluster, "--resume")
+    told = done.one_line()
+    assert told.startswith("2 of 3 seeds failed, which --resume tries again: seed 1000: ")
+    assert f"{damaged[0]} is damaged" in told
+    assert f"; seed 1001: {damaged[1]} is damaged" in told
+    assert has_ended(tmp_path / "run" / "seed-1002", 3, whole=True)
+
+
+def test_what_work_raises_is_told_after_what_it_yields(cluster, monkeypatch):
+    monkeypatch.setattr(tasks, "PAUSE", 0.0)
+    heard: list[object] = []
+
+    def failed(ticket: str, error: RunError) -> bool:
+        heard.append((type(error), str(error)))
+        return heard.count(0) < 2
+
+    Tasks().work(2, ["one"], lambda _: Task(broken, (0,)), lambda _, number: heard.append(number), failed)
+    assert heard == [0, 1, (RunError, "work on the cluster failed (ValueError: out of numbers)")] * 2
+
+
+def test_what_failed_begins_anew_after_a_pause_in_which_the_others_go_on(cluster, monkeypatch):
+    monkeypatch.setattr(tasks, "PAUSE", 4.0)
+    times: dict[str, float] = {}
+
+    def begun(ticket: str, number: int) -> None:
+        if ticket == "bad" and number == 0:
+            times["again" if "failed" in times else "first"] = time.monotonic()
+
+    def failed(ticket: str, error: RunError) -> bool:
+        if ticket != "bad":
+            times["others"] = time.monotonic()
+        elif "failed" not in times:
+            times["failed"] = time.monotonic()
+            return True
+        return False
+
+    Tasks().work(2, ["bad", *map(str, range(4))], lambda _: Task(broken, (0,)), begun, failed)
+    assert times["again"] - times["failed"] >= 4
+    assert times["others"] < times["again"]
+
+
+@needs_proc
+def test_a_run_whose_process_is_killed_goes_on_from_what_came_back(cluster, tmp_path, told, monkeypatch, capfd):
+    monkeypatch.setattr(remote_runs, "EVERY", 0.0)
+    monkeypatch.setattr(tasks, "PAUSE", 0.5)
+    kept = []
+
+    def kill(experiment, seed, line):
+        (process,) = rounds_by(told)
+        if line["round"] >= 4 and not kept:
+            kept.append(line["round"])
+            os.kill(process, signal.SIGKILL)
+
+    run(
+        tiny(rounds=12, algorithm=slow_loss(told)),
+        out=tmp_path / "run",
+        cluster=cluster,
+        watch=lambda *each: kept or kill(*each),
+    )
+    first, second = rounds_by(told).values()
+    assert first[0] == 0
+    assert min(second) >= kept[0]
+    assert f"{tmp_path / 'run' / 'seed-1000'} goes on from what had come back" in capfd.readouterr().err
+    run(tiny(rounds=12, algorithm=slow_loss(told)), out=tmp_path / "one", workers=1)
+    assert bits(tmp_path / "run") == bits(tmp_path / "one")
+
+
+@needs_proc
+def test_it_gives_up_after_some_losses(cluster, tmp_path, told, monkeypatch):
+    monkeypatch.setattr(remote_runs, "AGAIN", 1)
+    monkeypatch.setattr(tasks, "PAUSE", 0.5)
+
+    def kill(experiment, seed, line):
+        for process in rounds_by(told):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    with pytest.raises(RunError, match=r"a part of the cluster is lost .* has gone on 1 times, and gives up"):
+        run(tiny(rounds=40, algorithm=slow_loss(told)), out=tmp_path / "run", cluster=cluster, watch=kill)
+    assert len(rounds_by(told)) == 2
+
+
+@needs_proc
+def test_what_is_interrupted_keeps_what_came_back_and_leaves_no_task(cluster, tmp_path, told, monkeypatch):
+    monkeypatch.setattr(remote_runs, "EVERY", 0.0)
+
+    def stop(experiment, seed, line):
+        if line["round"] >= 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(rounds=200, algorithm=slow_loss(told)), out=tmp_path / "run", cluster=cluster, watch=stop)
+    assert until(lambda: not any(Path(f"/proc/{process}").exists() for process in rounds_by(told)), 20)
+    assert records.Run(tmp_path / "run").records["round"].max() >= 3

@@ -1,0 +1,164 @@
+"""From a run back to networks and what they take samples for; and an optimiser and metrics of one's own."""
+
+import pytest
+import torch
+from tests.networks import with_norms
+from tests.tiny import empty_models, tiny
+from torch import nn
+
+import fedcb2o
+from fedcb2o.data._dataset import Shard, features
+from fedcb2o.data._partition import rotate
+from fedcb2o.data.sets._digits import digits
+from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.experiments import load, run
+from fedcb2o.federated.local_update import Training, local_update_
+from fedcb2o.federated.optimisers import adamw
+from fedcb2o.nn import architectures, parameters
+from fedcb2o.rng import stream
+
+
+def share_of_nines(confusion, *, times: float = 1.0):
+    return times * confusion[9].sum() / confusion.sum()
+
+
+def undefined(confusion):
+    return float("nan")
+
+
+def a_word(confusion):
+    return "good"
+
+
+def heavy(parameters, lr, *, momentum: float):
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=True)
+
+
+def nothing(parameters, lr):
+    return None
+
+
+def failing(parameters, lr):
+    return torch.optim.LBFGS(parameters, lr=lr)
+
+
+class Replacing:
+    """Steps by SGD into new tensors."""
+
+    def __init__(self, parameters, lr):
+        self.parameters, self.lr = parameters, lr
+
+    def step(self):
+        for p in self.parameters:
+            p.data = p.data - self.lr * p.grad
+
+
+@pytest.mark.parametrize("model", [{"name": "mlp"}, {"name": "cnn", "hidden": 8}, {"name": with_norms}])
+@pytest.mark.parametrize("buffers", ["shared", "local"])
+def test_a_model_is_what_the_records_say_of_it(tmp_path, model, buffers):
+    layout = "channels_last" if model["name"] == "cnn" else None
+    done = run(tiny(model={**model, "buffers": buffers}, seeds=[3, 4], rounds=2, layout=layout), out=tmp_path)
+    dataset = digits()
+    for seed in (3, 4):
+        last = done.records[(done.records["round"] == 2) & (done.records.seed == seed)].set_index("agent")
+        for j in (0, 1, 3, 4):  # the benign ones of two clusters
+            network = done.model(j, seed=seed)
+            assert isinstance(network, nn.Module)
+            assert not network.training
+            with torch.no_grad():
+                found = network(features(rotate(dataset.test.x, int(last.cluster[j]), 2))).argmax(1)
+            accuracy = float((found == dataset.test.y).float().mean())
+            assert accuracy == pytest.approx(last.accuracy[j], abs=1e-6)
+            confusion = done.confusion(j, seed=seed)
+            assert list(confusion.columns) == list(confusion.index) == list(dataset.class_names)
+            assert confusion.to_numpy().trace() / len(dataset.test) == pytest.approx(last.accuracy[j])
+            nines = confusion.loc["9"]
+            assert nines["4"] / nines.sum() == pytest.approx(last.attack_success_rate[j])
+    first, other = (parameters.flatten(done.model(0, **chosen)) for chosen in ({}, {"seed": 4}))
+    assert first.equal(parameters.flatten(done.model(0, seed=3)))
+    assert not first.equal(other)
+
+
+def test_what_is_not_there(tmp_path):
+    done = run(tiny(rounds=1), out=tmp_path)
+    for wrong in (6, -1):
+        with pytest.raises(RunError, match=f"has the agents 0 to 5, and not {wrong}"):
+            done.model(wrong)
+    with pytest.raises(RunError, match=r"holds the seeds \[1000\], and not 7"):
+        done.confusion(0, seed=7)
+    (tmp_path / "seed-1000" / "checkpoint.safetensors").unlink()
+    with pytest.raises(RunError, match=r"there is no .*checkpoint\.safetensors"):
+        done.model(0)
+
+
+@pytest.mark.parametrize("own", [adamw, lambda parameters, lr: heavy(parameters, lr, momentum=0.8)])
+def test_an_optimiser_steps_as_in_a_plain_loop(own):
+    draw = stream(0, "data")
+    x, y = torch.from_numpy(draw.normal(size=(30, 6))).float(), torch.from_numpy(draw.integers(3, size=30))
+    module, alone = (parameters.initialise(lambda: architectures.mlp([6], 3, hidden=[4]), stream(0, "model")) for _ in range(2))
+    rows = empty_models(2, parameters.dimension(module))
+    rows[1] = parameters.flatten(module)
+    training = Training(gamma=0.1, lambda2=0.5, momentum=0.9, batch_size=30, local_epochs=4, optimiser=own)
+    local_update_(rows[1], module, Shard(x, y), training, stream(0, "batches"))
+    optimiser = own(list(alone.parameters()), 0.05)
+    for _ in range(4):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(alone(x), y).backward()
+        optimiser.step()
+    torch.testing.assert_close(rows[1], parameters.flatten(alone))
+    assert not rows[0].any()
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_an_optimiser_of_ones_own_in_a_run(tmp_path):
+    training = {"optimiser": {"name": heavy, "momentum": 0.9}}
+    done = run(tiny(training=training, rounds=2), out=tmp_path, workers=1)
+    assert done.config["training"]["optimiser"] == {"name": f"{__name__}:heavy", "momentum": 0.9}
+    built_in = load(tiny(training={"optimiser": "adamw"})).settings()["training"]["optimiser"]
+    assert built_in["weight_decay"] == 0.01
+    for wrong, message in (
+        ({"name": heavy}, "optimiser `heavy` needs the parameter `momentum`"),
+        ({"name": "adam"}, "there is no optimiser `adam`. Did you mean `adamw`?"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(tiny(training={"optimiser": wrong}))
+    for name, wrong, message in (
+        ("before", nothing, "the optimiser `.*nothing` returned a NoneType, expected a torch.optim.Optimizer"),
+        ("before", {"name": "adamw", "beta1": 2.0}, "the optimiser `adamw` failed: ValueError: .*beta"),
+        ("step", failing, "the optimiser `.*failing` failed: TypeError: .*closure"),
+        ("new", Replacing, "the optimiser `.*Replacing` puts new tensors in the place of parameters"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(tiny(training={"optimiser": wrong}, rounds=1), out=tmp_path / name, workers=1)
+    assert not (tmp_path / "before").exists()
+
+
+def test_metrics_of_ones_own_are_columns_of_the_records(tmp_path):
+    chosen = [{"name": share_of_nines, "times": 2.0}, "worst_class_accuracy", "balanced_accuracy", undefined]
+    experiment = {**tiny(rounds=2), "evaluate_every": 2, "metrics": chosen}
+    done = fedcb2o.Run(run(experiment, out=tmp_path).folder)
+    test, benign = digits().test.y, ~done.records.malicious
+    last = done.records[benign & (done.records["round"] == 2)]
+    assert last.share_of_nines.to_numpy() == pytest.approx(2 * float((test == 9).float().mean()))
+    assert done.records[~benign | (done.records["round"] == 1)].share_of_nines.isna().all()
+    shares = done.confusion(0).to_numpy().diagonal() / done.confusion(0).to_numpy().sum(1)
+    mine = last[last.agent == 0]
+    assert mine.worst_class_accuracy.item() == pytest.approx(shares.min())
+    assert mine.balanced_accuracy.item() == pytest.approx(shares.mean(), abs=1e-6)
+    assert done.records.undefined.isna().all()
+    assert "metrics" not in load(tiny()).settings()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ([a_word], "the metric `.*a_word` returned no number: 'good'"),
+        (["balanced_accuracy", "balanced_accuracy"], "`metrics` has one called `balanced_accuracy`, as another column"),
+        (["accuracy"], "there is no metric `accuracy`"),
+        ([], "`metrics`: .*at least 1 item"),
+    ],
+)
+def test_metrics_that_cannot_be(tmp_path, chosen, message):
+    with pytest.raises(ConfigError, match=message):
+        run({**tiny(rounds=1), "metrics": chosen}, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

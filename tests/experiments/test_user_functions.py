@@ -1,0 +1,578 @@
+"""Users' functions that do wrong without raising anything: each is one line that names it, or harms nobody.
+
+The cases run in one process of their own, as a user's: without the run-time checks of the tests.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny import ENVIRONMENT, Done, bits, tiny, write
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import run
+from fedcb2o.federated.criteria import class_loss_gap
+
+ROOT = Path(__file__).parents[2]
+
+PARTS = """
+import os, sys
+import numpy as np
+import torch
+from torch import nn
+
+import fedcb2o
+from fedcb2o import Dataset, Shard
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.aggregation.base import form
+from fedcb2o.federated.attacks.data_poisoning import triggered_by
+from fedcb2o.federated.types import Reduction, Weighed, remembers, together
+
+nan = float("nan")
+
+
+# Criteria
+
+def gap(judged): return (judged.losses.by_class - judged.own.by_class).amax(-1)
+def criterion_plain(judged): return gap(judged)
+def criterion_list(judged): return gap(judged).tolist()
+def criterion_numpy(judged): return gap(judged).numpy()[::-1][::-1]
+def criterion_grad(judged): return gap(judged).requires_grad_() * 1.0
+def criterion_expanded(judged): return gap(judged).unsqueeze(-1).expand(-1, 2)[:, 0]
+def criterion_inference(judged):
+    with torch.inference_mode(): return gap(judged) + 0.0
+def criterion_sparse(judged): return gap(judged).to_sparse()
+def criterion_meta(judged): return gap(judged).to("meta")
+def criterion_complex(judged): return gap(judged) + 0j
+def criterion_words(judged): return ["low"] * len(judged.received.ids)
+def criterion_ragged(judged): return [[1.0], [1.0, 2.0]]
+def criterion_exits(judged): sys.exit(0)
+def criterion_exits_quietly(judged): raise GeneratorExit
+def criterion_pool(judged):
+    judged.pool.zero_()
+    return gap(judged)
+def criterion_pool_numpy(judged):
+    judged.pool.numpy()[judged.received.rows[0]] += 1e-3
+    return gap(judged)
+def criterion_pool_data(judged):
+    judged.pool[judged.received.rows[:1]].data.mul_(1.0)
+    judged.theta.data.mul_(2.0)
+    return gap(judged)
+def criterion_pool_crafted(judged):
+    judged.pool[-1].mul_(0.5)
+    return gap(judged)
+def criterion_pool_sorted(judged):
+    judged.pool.numpy().sort(axis=0)
+    return gap(judged)
+def criterion_losses(judged):
+    judged.losses.by_class.sub_(judged.own.by_class)
+    found = judged.losses.by_class.amax(-1)
+    judged.losses.mean.zero_()
+    judged.own.mean.fill_(nan)
+    judged.received.ids.zero_()
+    judged.me.ids.zero_()
+    judged.local.contacts.likelihood.fill_(nan)
+    judged.local.contacts.ids.zero_()
+    return found
+def criterion_losses_numpy(judged):
+    by_class = judged.losses.by_class.numpy()
+    by_class -= judged.own.by_class.numpy()
+    return by_class.max(-1)
+@together
+def criterion_losses_together(judged):
+    judged.losses.by_class.sub_(judged.own.by_class)
+    found = judged.losses.by_class.amax(-1)
+    judged.losses.mean.zero_()
+    judged.received.ids.zero_()
+    return found
+kept = []
+def criterion_keeps(judged):
+    for each in kept: each.fill_(nan)
+    kept.append(gap(judged))
+    return kept[-1]
+def criterion_change_nan(judged): return judged.losses_under(lambda x: x * nan).mean
+def criterion_change_writes(judged):
+    def change(x):
+        x += 1.0
+        return x - 1.0
+    judged.losses_under(change)
+    return gap(judged)
+def criterion_change_grad(judged):
+    judged.losses_under(lambda x: x.requires_grad_() * 1.0)
+    return gap(judged)
+def criterion_change_sparse(judged): return judged.losses_under(lambda x: x.to_sparse()).mean
+
+
+# Rules
+
+def equal(judged): return torch.full((len(judged.received.ids),), 1 / len(judged.received.ids), dtype=torch.float64)
+def rule_plain(judged): return equal(judged)
+def rule_grad(judged): return equal(judged).requires_grad_() * 1.0
+def rule_list(judged): return equal(judged).tolist()
+def rule_writes(judged):
+    judged.losses.mean.zero_()
+    judged.received.rows.zero_()
+    judged.received.num_samples.zero_()
+    return equal(judged)
+def rule_pool(judged):
+    judged.pool[judged.received.rows[0]].fill_(nan)
+    return equal(judged)
+def rule_sparse(judged): return equal(judged).to_sparse()
+def rule_exits(judged): raise SystemExit("so long")
+def rule_before(judged): return Weighed(equal(judged) * 1.5, before=-0.5)
+def rule_reduction_wide(judged): return Weighed(Reduction(judged.received.rows, lambda x: x[:2]))
+@form("gram")
+def rule_gram_none(gram): return None
+@form("gram")
+def rule_gram_short(gram): return torch.ones(1)
+@form("gram")
+def rule_gram_negative(gram): return torch.tensor([2.0, -1.0] + [0.0] * (len(gram) - 2))
+@form("gram")
+def rule_gram_list(gram): return [1 / len(gram)] * len(gram)
+@form("gram")
+def rule_gram_writes(gram): return gram.fill_(1 / len(gram))[0]
+@form("columns")
+def rule_columns_plain(block): return block.mean(0)
+@form("columns")
+def rule_columns_grad(block): return block.requires_grad_().mean(0)
+@form("columns")
+def rule_columns_writes(block):
+    found = block.mean(0)
+    block.fill_(nan)
+    return found
+@form("columns")
+def rule_columns_two(block): return block[:2]
+@form("columns")
+def rule_columns_keepdim(block): return block.mean(0, keepdim=True)
+@form("columns")
+def rule_columns_same(block): return block
+@form("columns")
+def rule_columns_one(block): return block.mean()
+@form("columns")
+def rule_columns_nan(block): return block.mean(0) / 0.0
+@form("columns")
+def rule_columns_none(block): return None
+@form("columns")
+def rule_columns_sparse(block): return block.mean(0).to_sparse()
+@form("columns")
+def rule_columns_complex(block): return block.mean(0) + 0j
+@form("columns")
+def rule_columns_exits(block): sys.exit()
+@remembers()
+def rule_state_grad(state, judged): return {"a": torch.ones(2).requires_grad_() * 2.0}, equal(judged)
+@remembers()
+def rule_state_meta(state, judged): return {"a": torch.ones(2, device="meta")}, equal(judged)
+@remembers()
+def rule_state_pool(state, judged): return {"a": judged.theta[:3]}, equal(judged)
+@remembers()
+def rule_state_none(state, judged): return None, equal(judged)
+
+
+# Pre-steps
+
+def pre_step_none(gram): return None
+def pre_step_square(gram): return torch.ones(3)
+def pre_step_nan(gram): return gram * nan
+def pre_step_sum(gram): return torch.ones(1, len(gram))
+def pre_step_list(gram): return [[1 / len(gram)] * len(gram)]
+def pre_step_writes(gram): return gram.fill_(1 / len(gram))
+
+
+# Attacks on models
+
+@fedcb2o.knows("benign", "fellows")
+def attack_plain(view, draw): return 2 * view.before - view.own
+@fedcb2o.knows()
+def attack_grad(view, draw): return 2 * view.before.requires_grad_() - view.own
+@fedcb2o.knows()
+def attack_parameter(view, draw): return nn.Parameter(2 * view.before - view.own)
+@fedcb2o.knows()
+def attack_list(view, draw): return (2 * view.before - view.own).tolist()
+@fedcb2o.knows()
+def attack_numpy(view, draw): return (2 * view.before - view.own).numpy()[::-1].copy()[::-1]
+@fedcb2o.knows()
+def attack_double(view, draw): return (2 * view.before - view.own).double()
+@fedcb2o.knows()
+def attack_private(view, draw):
+    found = 2 * view.before - view.own
+    view.own.zero_(), view.before.zero_(), view.data.x.zero_(), view.data.y.zero_(), view.receivers.zero_()
+    return found
+@fedcb2o.knows("benign")
+def attack_view(view, draw): return view.model_of(int(view.receivers[0]))
+@fedcb2o.knows()
+def attack_sparse(view, draw): return view.own.to_sparse()
+@fedcb2o.knows()
+def attack_meta(view, draw): return view.own.to("meta")
+@fedcb2o.knows()
+def attack_complex(view, draw): return view.own + 0j
+@fedcb2o.knows()
+def attack_exits(view, draw): sys.exit(0)
+@fedcb2o.knows("benign")
+def attack_benign(view, draw):
+    view.benign().fill_(nan)
+    return view.own
+@fedcb2o.knows("benign")
+def attack_benign_numpy(view, draw):
+    view.benign().numpy()[:] = 0.0
+    return view.own
+@fedcb2o.knows("fellows")
+def attack_fellows(view, draw):
+    view.fellows().data.mul_(1.5)
+    return view.own
+@fedcb2o.knows("benign")
+def attack_model_of(view, draw): return view.model_of(int(view.receivers[0])).mul_(-0.5)
+@fedcb2o.knows()
+def attack_losses_one(view, draw): return view.own * view.losses(view.own).mean
+@fedcb2o.knows()
+def attack_losses_int(view, draw):
+    view.losses(view.own.unsqueeze(0).double().requires_grad_())
+    return 2 * view.before - view.own
+
+
+# Attacks on data
+
+def flip(shard): return torch.where(shard.y == 9, 4, shard.y)
+def poison_plain(shard, draw): return Shard(shard.x, flip(shard))
+def poison_writes(shard, draw):
+    shard.y[shard.y == 9] = 4
+    return shard
+def poison_ruins(shard, draw):
+    made = Shard(shard.x.clone(), flip(shard))
+    shard.x.fill_(nan), shard.y.zero_()
+    return made
+def poison_numpy(shard, draw): return Shard(shard.x.numpy(), flip(shard).numpy())
+def poison_grad(shard, draw): return Shard(shard.x.clone().requires_grad_(), flip(shard))
+def poison_int32(shard, draw): return Shard(shard.x, flip(shard).int())
+def poison_nan(shard, draw): return Shard(shard.x / 0.0, shard.y)
+def poison_sparse(shard, draw): return Shard(shard.x.to_sparse(), shard.y)
+def poison_meta(shard, draw): return Shard(shard.x.to("meta"), shard.y)
+def poison_complex(shard, draw): return Shard(shard.x + 0j, shard.y)
+def poison_none(shard, draw): return Shard(None, shard.y)
+def poison_exits(shard, draw): sys.exit(0)
+def mark(x): return x * 0.5
+def mark_writes(x): return x.mul_(0.5)
+def mark_short(x): return x[:1]
+def mark_raises(x): return x[10 ** 6]
+@triggered_by(mark)
+def trigger_plain(shard, draw, *, target=4): return shard
+@triggered_by(mark_writes)
+def trigger_writes(shard, draw, *, target=4): return shard
+@triggered_by(mark_short)
+def trigger_short(shard, draw, *, target=4): return shard
+@triggered_by(mark_raises)
+def trigger_raises(shard, draw, *, target=4): return shard
+
+
+# Selections and graphs
+
+def selection_plain(contacts, candidates, budget, draw): return candidates[:budget]
+def selection_int32(contacts, candidates, budget, draw): return candidates[:budget].int()
+def selection_numpy(contacts, candidates, budget, draw): return candidates.numpy()[:budget]
+def selection_list(contacts, candidates, budget, draw): return candidates.tolist()[:budget]
+def selection_writes(contacts, candidates, budget, draw):
+    found = candidates[:budget].clone()
+    contacts.likelihood.fill_(nan), contacts.ids.zero_(), candidates.zero_()
+    return found
+def selection_mask(contacts, candidates, budget, draw): return candidates <= 3
+def selection_sparse(contacts, candidates, budget, draw): return candidates.to_sparse()
+def selection_exits(contacts, candidates, budget, draw): sys.exit(0)
+
+import networkx as nx
+def graph_plain(cluster, draw): return nx.complete_graph(len(cluster))
+def graph_writes(cluster, draw):
+    n = len(cluster)
+    cluster.zero_()
+    return nx.complete_graph(n)
+def graph_exits(cluster, draw): sys.exit(0)
+
+
+# Models, data sets, algorithms
+
+class Shifts(nn.Sequential):
+    def forward(self, x):
+        x -= 0.5
+        return super().forward(x)
+class Clamps(nn.Sequential):
+    def forward(self, x):
+        if not self.training: self[1].weight.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+class Late(nn.Sequential):  # the first weights are smaller
+    def forward(self, x):
+        if not self.training: self[1].weight.data.clamp_(-0.126, 0.126)
+        return super().forward(x)
+class Leaves(nn.Sequential):
+    calls = 0
+    def forward(self, x):
+        if not self.training: Leaves.calls += 1
+        if Leaves.calls > 6: sys.exit(0)
+        return super().forward(x)
+def model_shifts(shape, classes): return Shifts(nn.Flatten(), nn.Linear(64, classes))
+def model_clamps(shape, classes): return Clamps(nn.Flatten(), nn.Linear(64, classes))
+def model_late(shape, classes): return Late(nn.Flatten(), nn.Linear(64, classes))
+def model_leaves(shape, classes): return Leaves(nn.Flatten(), nn.Linear(64, classes))
+def model_exits(shape, classes): sys.exit(0)
+
+def digits(change):
+    from fedcb2o.data import digits
+    d = digits()
+    return Dataset(Shard(change(d.pool.x), d.pool.y), d.test, d.class_names)
+def data_plain(): return digits(lambda x: x)
+def data_grad(): return digits(lambda x: x.clone().requires_grad_() * 1.0)
+def data_sparse(): return digits(lambda x: x.to_sparse())
+def data_meta(): return digits(lambda x: x.to("meta"))
+def data_exits(): sys.exit(0)
+
+uniform = algorithms.dfedavgm().select
+def algorithm_fails():
+    def weigh(judged): return judged.no_such_thing
+    return algorithms.Algorithm(select=uniform, weigh=weigh, judges=True, lambda1=1.0, mixing_factor=1.0)
+def algorithm_exits():
+    def select(contacts, candidates, budget, draw): sys.exit(0)
+    return algorithms.Algorithm(select=select, weigh=equal, judges=True, lambda1=1.0, mixing_factor=1.0)
+"""
+
+WROTE = "{part} wrote into models that it was shown, which all agents share: let it "
+EXITS = "{part} failed at line {line} of {folder}/own.py: SystemExit:"
+NOT_SUM = "{part} returned weights that are not positive with sum 1"
+
+# A message, or the case whose models it must find, bit for bit.
+CASES = {
+    **dict.fromkeys(
+        [
+            *("criterion_list", "criterion_numpy", "criterion_grad", "criterion_expanded", "criterion_inference"),
+            *("criterion_losses", "criterion_losses_numpy", "criterion_losses_together", "criterion_keeps"),
+            *("criterion_change_writes", "criterion_change_grad"),
+        ],
+        ("criterion_plain",),
+    ),
+    "criterion_sparse": "{part} returned a sparse tensor, expected a dense one of real numbers",
+    "criterion_meta": "{part} returned a meta tensor, expected a dense one",
+    "criterion_complex": "{part} returned a complex tensor, expected a dense one",
+    "criterion_words": "{part} returned a list, expected a tensor",
+    "criterion_ragged": "{part} returned a list, expected a tensor",
+    "criterion_exits": EXITS,
+    "criterion_exits_quietly": "{part} failed at line {line} of {folder}/own.py: GeneratorExit:",
+    "criterion_pool": WROTE,
+    "criterion_pool_numpy": WROTE,
+    "criterion_pool_data": WROTE,
+    "criterion_pool_sorted": WROTE,
+    "criterion_pool_crafted": WROTE,
+    "criterion_change_nan": "the criterion changed samples into numbers that are not finite",
+    "criterion_change_sparse": "the criterion returned a sparse tensor",
+    **dict.fromkeys(["rule_grad", "rule_writes"], ("rule_plain",)),
+    "rule_list": None,
+    "rule_pool": WROTE,
+    "rule_sparse": "{part} returned a sparse tensor",
+    "rule_exits": EXITS + " so long",
+    "rule_before": "gave weight to the model before the round, and did not declare to look at it",
+    "rule_reduction_wide": "{part} returned shape (2, ",
+    "rule_gram_none": "{part} returned a NoneType, expected a tensor",
+    "rule_gram_short": "{part} returned weights of shape (1,), expected (4,)",
+    "rule_gram_negative": NOT_SUM,
+    **dict.fromkeys(["rule_gram_list", "rule_gram_writes"], ("rule_gram_mean",)),
+    **dict.fromkeys(["rule_columns_grad", "rule_columns_writes"], ("rule_columns_plain",)),
+    "rule_columns_two": "{part} returned shape (2, ",
+    "rule_columns_keepdim": "{part} returned shape (1, ",
+    "rule_columns_same": "{part} returned shape (4, ",
+    "rule_columns_one": "{part} returned shape () for columns of shape (4, ",
+    "rule_columns_nan": "{part} returned numbers that are not finite, of models that are",
+    "rule_columns_none": "{part} returned a NoneType, expected a tensor",
+    "rule_columns_sparse": "{part} returned a sparse tensor",
+    "rule_columns_complex": "{part} returned a complex tensor",
+    "rule_columns_exits": EXITS,
+    "rule_state_grad": None,
+    "rule_state_meta": "{part} keeps `a`, a Tensor, in its state: expected dense tensors",
+    "rule_state_pool": None,
+    "rule_state_none": "{part}, which declares a memory, returned a tuple, expected (state, weights)",
+    "pre_step_none": "{part} returned a NoneType, expected a tensor",
+    "pre_step_square": "{part} returned shape (3,), expected a matrix of 4 columns",
+    "pre_step_nan": "{part} returned a matrix whose rows do not each sum to 1: [nan, ",
+    "pre_step_sum": "{part} returned a matrix whose rows do not each sum to 1: [4.0]",
+    "pre_step_list": None,
+    "pre_step_writes": None,
+    **dict.fromkeys(
+        [
+            *("attack_grad", "attack_parameter", "attack_list", "attack_numpy", "attack_double", "attack_private"),
+            "attack_losses_int",
+        ],
+        ("attack_plain",),
+    ),
+    "attack_view": None,
+    "attack_sparse": "{part} returned a sparse tensor",
+    "attack_meta": "{part} returned a meta tensor",
+    "attack_complex": "{part} returned a complex tensor",
+    "attack_exits": EXITS,
+    "attack_benign": WROTE,
+    "attack_benign_numpy": WROTE,
+    "attack_fellows": WROTE,
+    "attack_model_of": WROTE,
+    "attack_losses_one": "{part} asks the losses of models of shape (610,), expected (m, 610)",
+    **dict.fromkeys(
+        ["poison_writes", "poison_ruins", "poison_numpy", "poison_grad", "poison_int32"],
+        ("poison_plain",),
+    ),
+    "poison_nan": "{part} returned samples that are not finite",
+    "poison_sparse": "{part} returned a sparse tensor",
+    "poison_meta": "{part} returned a meta tensor",
+    "poison_complex": "{part} returned a complex tensor",
+    "poison_none": "{part} returned a NoneType, expected a tensor",
+    "poison_exits": EXITS,
+    "trigger_writes": ("trigger_plain",),
+    "trigger_short": "the trigger `own:mark_short` changed samples of shape (",
+    "trigger_raises": "the trigger `own:mark_raises` failed at line ",
+    **dict.fromkeys(
+        ["selection_int32", "selection_numpy", "selection_list", "selection_writes"],
+        ("selection_plain",),
+    ),
+    "selection_mask": "{part} chose [True, ",
+    "selection_sparse": "{part} returned a sparse tensor",
+    "selection_exits": EXITS,
+    "graph_writes": ("graph_plain",),
+    "graph_exits": EXITS,
+    "model_shifts": "{part} writes into the samples that it reads, or into its parameters, when it is evaluated",
+    "model_clamps": "{part} writes into the samples that it reads, or into its parameters, when it is evaluated",
+    "model_late": WROTE,
+    "model_leaves": "{part} failed: SystemExit: 0",
+    "model_exits": EXITS,
+    "data_grad": ("data_plain",),
+    "data_sparse": "in its pool, must hold dense tensors on the CPU",
+    "data_meta": "in its pool, must hold dense tensors on the CPU",
+    "data_exits": EXITS,
+    "algorithm_fails": "{part} failed at line {line+1} of {folder}/own.py: AttributeError: ",
+    "algorithm_exits": "{part} failed at line {line+1} of {folder}/own.py: SystemExit: 0",
+}
+PLAIN = sorted({case[0] for case in CASES.values() if isinstance(case, tuple)})
+
+
+def with_part(name: str) -> dict[str, Any]:
+    """The change to the tiny experiment that uses a part."""
+    place, kind = f"own:{name}", name.split("_")[0]
+    by_rule = {"name": "by_rule", "rule": place, "judges": True}
+    match kind:
+        case "criterion":  # what it changes shows in the sub-level set and where it is asked again
+            both = {"name": "weighted_sum", "of": [place, "average_loss", place]}
+            attack = {"attack": {"name": "alie"}} if name.endswith("crafted") else {}
+            return {"algorithm": {"criterion": both, "beta": 0.6, "own_model": "judged"}, **attack}
+        case "rule" if name == "rule_gram_mean":
+            return {"algorithm": {"name": "by_rule", "rule": "mean"}}
+        case "rule" if name.startswith(("rule_gram", "rule_columns")):
+            return {"algorithm": {"name": "by_rule", "rule": place}}
+        case "rule":
+            return {"algorithm": by_rule}
+        case "pre":
+            return {"algorithm": {"name": "by_rule", "rule": "coordinate_median", "pre_step": place}}
+        case "poison" | "trigger" | "attack":
+            return {"attack": {"name": place}}
+        case "selection":
+            return {"algorithm": {"selection": place}}
+        case "graph":
+            return {"agents": {"graph": place}}
+    return {kind: {"name": place}}
+
+
+DRIVER = """
+import json, sys, traceback
+from pathlib import Path
+from tests.tiny import bits, here
+found, workers = {}, int(sys.argv[1])
+for name in sys.argv[2:]:
+    out = f"run-{workers}-{name}"
+    try:
+        done = here("run", name + ".toml", "--out", out, "--workers", workers)
+        found[name] = [done.status, done.out, done.err]
+        if done.status == 0:
+            kept = bits(Path(out))
+            del kept["config.toml"]
+            found[name].append(repr(sorted(kept.items())))
+    except BaseException:
+        found[name] = [-1, "", traceback.format_exc()]
+json.dump(found, open(f"found-{workers}.json", "w"))
+"""
+
+
+def outcomes(folder: Path, workers: int, names: list[str]) -> dict[str, list[Any]]:
+    """What running each of some cases came to."""
+    (folder / "own.py").write_text(PARTS)
+    for name in names:
+        write(folder / f"{name}.toml", **{"rounds": 2, **with_part(name)})
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "src")))}
+    subprocess.run(
+        [sys.executable, "-c", DRIVER, str(workers), *names], cwd=folder, env=environment, check=True, timeout=1500
+    )
+    return json.loads((folder / f"found-{workers}.json").read_text())
+
+
+def holds(name: str, folder: Path, found: dict[str, list[Any]]) -> None:
+    """Fails unless a case came to what is expected."""
+    status, out, err, *kept = found[name]
+    expected = CASES[name]
+    if expected is None or isinstance(expected, tuple):
+        assert status == 0, err
+        if expected:
+            assert found[expected[0]][0] == 0, found[expected[0]]
+            assert kept == found[expected[0]][3:]
+        return
+    line = next(i for i, text in enumerate(PARTS.splitlines(), 1) if text.startswith(f"def {name}("))
+    kind = {"pre": "pre-step", "poison": "attack", "data": "data set"}.get(name.split("_")[0], name.split("_")[0])
+    told = expected.replace("{line+1}", str(line + 1)).format(folder=folder, line=line, part=f"the {kind} `own:{name}`")
+    assert told in Done(status, out, err).one_line()
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    return folder, outcomes(folder, 1, [*PLAIN, *CASES])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_one_process(one_process, name):
+    holds(name, *one_process)
+
+
+SOME = ["attack_private", "criterion_pool_numpy"]  # an error ends the workers, and new ones take seconds
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    return folder, outcomes(folder, 2, ["attack_plain", *SOME])
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_in_two_processes(two_processes, name):
+    holds(name, *two_processes)
+
+
+late = [False]
+
+
+def gap_that_may_write(judged):
+    if judged.n == 1 and late[0]:
+        judged.pool.zero_()
+    return class_loss_gap(judged)
+
+
+def test_the_models_of_the_round_before_stay(tmp_path):
+    """What was written into is not kept: the run goes on from the checkpoint once the part is mended."""
+    experiment = tiny(algorithm={"criterion": gap_that_may_write})
+    late[0] = True
+    with pytest.raises(ConfigError, match=r"the criterion `.*:gap_that_may_write` wrote into models that it was shown"):
+        run(experiment, out=tmp_path / "mended", workers=1)
+    late[0] = False
+    lines = (tmp_path / "mended/seed-1000/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1]
+    run(experiment, out=tmp_path / "mended", workers=1, resume=True)
+    run(experiment, out=tmp_path / "whole", workers=1)
+    assert bits(tmp_path / "mended") == bits(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # most cases end their workers
+def test_all_in_two_processes(tmp_path):
+    found = outcomes(tmp_path, 2, [*PLAIN, *CASES])
+    for name in CASES:
+        holds(name, tmp_path, found)
