@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedcb2o.federated import pre_steps, robust, robust_columns
-from fedcb2o.federated.aggregate import apply, gram
-from fedcb2o.streams import stream
+from fedcb2o.federated.aggregation import coordinatewise, gram_rules, preaggregation
+from fedcb2o.federated.aggregation.base import apply
+from fedcb2o.federated.aggregation.gram_matrix import gram
+from fedcb2o.rng import stream
 
 if importlib.util.find_spec("byzfl") is None:
     pytest.skip("byzfl is not installed: pip install --no-deps byzfl==0.0.11", allow_module_level=True)
@@ -48,9 +49,9 @@ def from_the_origin(rule: Callable[..., Any]) -> Callable[..., Tensor]:
 def weiszfeld(x: Tensor, f: int) -> Tensor:
     """byzfl's iterations begin at the origin, ours at an average of models: so the first of three is made here."""
     whole = torch.cat([x, origin(x)])
-    first = robust._squared_distances_to(gram(whole), torch.eye(len(whole), dtype=torch.float64)[-1]).sqrt()[:-1]
+    first = gram_rules._squared_distances_to(gram(whole), torch.eye(len(whole), dtype=torch.float64)[-1]).sqrt()[:-1]
     start = 1 / first.clamp(min=0.1)
-    rule = functools.partial(robust.geometric_median, smoothing=0.1, iterations=2, start=start / start.sum())
+    rule = functools.partial(gram_rules.geometric_median, smoothing=0.1, iterations=2, start=start / start.sum())
     return apply(rule, x)
 
 
@@ -64,23 +65,23 @@ def krum_like(rule: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 PAIRS: dict[str, tuple[Callable[[Any, int], Any], Callable[[Tensor, int], Tensor]]] = {
-    "Average": (lambda b, f: b.Average(), lambda x, f: apply(robust.mean, x)),
-    "Median": (lambda b, f: b.Median(), lambda x, f: apply(robust_columns.coordinate_median, x)),
-    "TrMean": (lambda b, f: b.TrMean(f), with_f(robust_columns.trimmed_mean)),
-    "Meamed": (lambda b, f: b.Meamed(f), with_f(robust_columns.meamed)),
-    "Krum": (lambda b, f: b.Krum(f), krum_like(robust.krum)),
-    "MultiKrum": (lambda b, f: b.MultiKrum(f), krum_like(robust.multi_krum)),
+    "Average": (lambda b, f: b.Average(), lambda x, f: apply(gram_rules.mean, x)),
+    "Median": (lambda b, f: b.Median(), lambda x, f: apply(coordinatewise.coordinate_median, x)),
+    "TrMean": (lambda b, f: b.TrMean(f), with_f(coordinatewise.trimmed_mean)),
+    "Meamed": (lambda b, f: b.Meamed(f), with_f(coordinatewise.meamed)),
+    "Krum": (lambda b, f: b.Krum(f), krum_like(gram_rules.krum)),
+    "MultiKrum": (lambda b, f: b.MultiKrum(f), krum_like(gram_rules.multi_krum)),
     "GeometricMedian": (lambda b, f: b.GeometricMedian(), weiszfeld),
     "CenteredClipping": (
         lambda b, f: b.CenteredClipping(L=1, tau=2.0),
-        from_the_origin(functools.partial(robust.centred_clipping, radius=2.0)),
+        from_the_origin(functools.partial(gram_rules.centred_clipping, radius=2.0)),
     ),
     "CenteredClipping, 3 iterations": (
         lambda b, f: b.CenteredClipping(L=3, tau=2.0),
-        from_the_origin(functools.partial(robust.centred_clipping, radius=2.0, iterations=3)),
+        from_the_origin(functools.partial(gram_rules.centred_clipping, radius=2.0, iterations=3)),
     ),
-    "MoNNA": (lambda b, f: b.MoNNA(f, 0), lambda x, f: apply(functools.partial(robust.monna, f=f), x.flip(0))),
-    "NNM": (lambda b, f: b.NNM(f), lambda x, f: pre_steps.nnm(gram(x), f=f).to(x.dtype) @ x),
+    "MoNNA": (lambda b, f: b.MoNNA(f, 0), lambda x, f: apply(functools.partial(gram_rules.monna, f=f), x.flip(0))),
+    "NNM": (lambda b, f: b.NNM(f), lambda x, f: preaggregation.nnm(gram(x), f=f).to(x.dtype) @ x),
 }
 SHAPES = ((7, 5, 1), (7, 5, 2), (8, 1, 2), (20, 100, 0), (21, 100, 5), (21, 3000, 9), (100, 300, 30))
 
@@ -106,16 +107,16 @@ def test_equal_to_byzfl_after_nearest_neighbour_mixing(byzfl, name):
     theirs, _ = PAIRS[name]
     x = torch.from_numpy(stream(2, "models").standard_normal((21, 200)))
     rules: dict[str, Callable[..., Any]] = {
-        "Median": robust_columns.coordinate_median,
-        "TrMean": functools.partial(robust_columns.trimmed_mean, f=5),
-        "Meamed": functools.partial(robust_columns.meamed, f=5),
-        "Krum": functools.partial(robust.krum, f=5, neighbours=15),
+        "Median": coordinatewise.coordinate_median,
+        "TrMean": functools.partial(coordinatewise.trimmed_mean, f=5),
+        "Meamed": functools.partial(coordinatewise.meamed, f=5),
+        "Krum": functools.partial(gram_rules.krum, f=5, neighbours=15),
     }
     expected = torch.from_numpy(theirs(byzfl, 5)(byzfl.NNM(5)(x.numpy())))
     if name == "GeometricMedian":
-        found = weiszfeld(pre_steps.nnm(gram(x), f=5) @ x, 5)
+        found = weiszfeld(preaggregation.nnm(gram(x), f=5) @ x, 5)
     else:
-        found = apply(rules[name], x, mixing=functools.partial(pre_steps.nnm, f=5))
+        found = apply(rules[name], x, mixing=functools.partial(preaggregation.nnm, f=5))
     torch.testing.assert_close(found, expected)
 
 
@@ -124,7 +125,7 @@ def test_as_many_buckets_as_byzfl(byzfl, size):
     """Its draw is another, so that the shape, and the sum over the buckets, are compared."""
     x = torch.from_numpy(stream(3, "models").standard_normal((9, 20)))
     theirs = byzfl.Bucketing(size)(x.numpy())
-    ours = pre_steps.bucketing(9, stream(3, "buckets"), size=size) @ x
+    ours = preaggregation.bucketing(9, stream(3, "buckets"), size=size) @ x
     assert ours.shape == theirs.shape
     counts = torch.tensor([min(size, 9 - size * j) for j in range(len(ours))], dtype=torch.float64)
     torch.testing.assert_close(counts @ ours, counts @ torch.from_numpy(theirs))

@@ -11,10 +11,11 @@ from tests.views import judged
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
-from fedcb2o.federated import algorithms, criteria, perturbations
-from fedcb2o.federated.paired import error, error_by_class
+from fedcb2o.federated import algorithms, criteria
+from fedcb2o.federated.aggregation.standard_errors import error, error_by_class
+from fedcb2o.federated.criteria import universal_perturbation
 from fedcb2o.federated.types import TOGETHER, Judged, Losses, together
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 INF = math.inf
 
@@ -218,7 +219,7 @@ def test_rises_are_measured_on_so_many_samples_and_no_more(monkeypatch):
     view = brightness_judges(torch.tensor([[4.0], [0.0]]), torch.tensor([0.0, 0.5, 1.0, 1.0]).view(4, 1, 1, 1))
     by_sample = torch.tensor([rise(4), rise(4) - rise(2), 0.0, 0.0])
     for measured, found in ((2, by_sample[:2]), (4, by_sample), (9, by_sample)):
-        monkeypatch.setattr(perturbations, "MEASURED", measured)
+        monkeypatch.setattr(universal_perturbation, "MEASURED", measured)
         expected = float(found.mean())
         assert criteria.perturbation_gap(view, z=0.0).tolist() == pytest.approx([expected], abs=1e-6)
 

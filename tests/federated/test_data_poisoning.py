@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from fedcb2o import plugins
-from fedcb2o.data.shard import Shard
+from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import attacks
-from fedcb2o.federated.triggers import blend, patch, waves
-from fedcb2o.streams import stream
+from fedcb2o.federated.attacks.triggers import blend, patch, waves
+from fedcb2o.rng import stream
 
 NEEDED = {
     "backdoor": {"target": 3},

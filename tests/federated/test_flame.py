@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from tests.views import models
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import flame as module
-from fedcb2o.federated.aggregate import apply, gram
-from fedcb2o.federated.flame import flame, majority
-from fedcb2o.streams import stream
+from fedcb2o.federated.aggregation import _flame as module
+from fedcb2o.federated.aggregation._flame import flame, majority
+from fedcb2o.federated.aggregation.base import apply
+from fedcb2o.federated.aggregation.gram_matrix import gram
+from fedcb2o.rng import stream
 
 
 def by_the_library(apart):

@@ -14,11 +14,11 @@ from tests.views import local, no_losses, received
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.foolsgold import foolsgold, learning_rates
-from fedcb2o.federated.peers import Memory
-from fedcb2o.federated.teams import train_
+from fedcb2o.federated.aggregation._foolsgold import foolsgold, learning_rates
+from fedcb2o.federated.batched_training import train_
+from fedcb2o.federated.contacts import Memory
 from fedcb2o.federated.types import Contacts, Judged
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 
 def plain_loop(histories: list[list[float]], kappa: float = 1.0) -> list[float]:

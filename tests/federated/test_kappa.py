@@ -6,8 +6,8 @@ import pytest
 import torch
 from paper import kappa
 
-from fedcb2o.federated import pre_steps, robust
-from fedcb2o.federated.aggregate import apply
+from fedcb2o.federated.aggregation import gram_rules, preaggregation
+from fedcb2o.federated.aggregation.base import apply
 from fedcb2o.rng import stream
 
 
@@ -42,7 +42,7 @@ def test_coefficients_by_hand():
 @pytest.mark.parametrize("name", kappa.rules(1))
 def test_the_quick_way_is_that_of_whole_calls(name):
     x = torch.from_numpy(stream(0, "models").standard_normal((11, 3)))
-    for mixing in (None, functools.partial(pre_steps.nnm, f=2)):
+    for mixing in (None, functools.partial(preaggregation.nnm, f=2)):
         rule = kappa.rules(2)[name]
         torch.testing.assert_close(kappa.outcome(rule, x, mixing), apply(rule, x, mixing=mixing))
 
@@ -64,8 +64,8 @@ def test_what_is_found_lies_between_the_bounds(name):
     """Krum's bound is for n - f - 1 neighbours."""
     n, f = 7, 2
     rule = kappa.rules(f)[name]
-    rule = functools.partial(robust.krum, f=f, neighbours=n - f - 1) if name == "krum" else rule
-    for mixing in (None, functools.partial(pre_steps.nnm, f=f)):
+    rule = functools.partial(gram_rules.krum, f=f, neighbours=n - f - 1) if name == "krum" else rule
+    for mixing in (None, functools.partial(preaggregation.nnm, f=f)):
         value = kappa.search(rule, n, f, mixing=mixing, steps=80).kappa
         bound = kappa.upper(name, n, f, mixed=mixing is not None)
         assert 0.9 * kappa.least(n, f) <= value <= (torch.inf if bound is None else bound)

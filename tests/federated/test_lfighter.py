@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcb2o.federated import lfighter
-from fedcb2o.streams import stream
+from fedcb2o.federated.aggregation import _lfighter
+from fedcb2o.rng import stream
 
 
 def heads_of(*updates):
@@ -20,14 +20,14 @@ def test_lfighter_keeps_the_large_cluster_that_is_less_alike():
     benign = [[[1, a, 0], [-1, 0, 0], [0, 0, 9e-3]] for a in (0.5, 0.0, -0.5)]
     flipped = [[[-1, 0, 0], [1, 0, 0], [0, 0, -9e-3]]] * 2
     third = 1 / 3
-    assert lfighter.lfighter(heads_of(*benign, *flipped)).tolist() == pytest.approx([third] * 3 + [0, 0, 0])
-    assert lfighter.lfighter(heads_of(*flipped, *benign)).tolist() == pytest.approx([0, 0] + [third] * 3 + [0])
+    assert _lfighter.lfighter(heads_of(*benign, *flipped)).tolist() == pytest.approx([third] * 3 + [0, 0, 0])
+    assert _lfighter.lfighter(heads_of(*flipped, *benign)).tolist() == pytest.approx([0, 0] + [third] * 3 + [0])
 
 
 def test_lfighter_where_there_is_nothing_to_part():
     one = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    assert lfighter.lfighter(heads_of(one)).tolist() == [1, 0]
-    assert lfighter.lfighter(heads_of(one, one, one)).tolist() == pytest.approx([1 / 3] * 3 + [0])
+    assert _lfighter.lfighter(heads_of(one)).tolist() == [1, 0]
+    assert _lfighter.lfighter(heads_of(one, one, one)).tolist() == pytest.approx([1 / 3] * 3 + [0])
 
 
 @settings(max_examples=30)
@@ -36,6 +36,6 @@ def test_two_means_are_at_least_as_good_as_the_librarys(m, seed):
     from sklearn.cluster import KMeans
 
     points = torch.from_numpy(stream(seed, "points").normal(size=(m, 3)))
-    first = lfighter._two_means(points)
+    first = _lfighter._two_means(points)
     inertia = sum(float((points[some] - points[some].mean(0)).square().sum()) for some in (first, ~first) if some.any())
     assert inertia <= KMeans(n_clusters=2, n_init=5, random_state=0).fit(points.numpy()).inertia_ * (1 + 1e-9)

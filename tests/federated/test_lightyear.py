@@ -7,9 +7,9 @@ import torch
 from tests.views import local, no_losses, received
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.lightyear import lightyear, scores
+from fedcb2o.federated.aggregation._lightyear import lightyear, scores
 from fedcb2o.federated.types import Judged
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 
 def plain_scores(outputs, labels, bins):

@@ -12,8 +12,8 @@ from tests.views import BENIGN, FELLOWS, ten_models, view_of
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import attacks
-from fedcb2o.federated.model_poisoning import alie_z
-from fedcb2o.streams import stream
+from fedcb2o.federated.attacks.model_poisoning import alie_z
+from fedcb2o.rng import stream
 
 
 def crafted(name, *, view=None, **parameters):

@@ -8,7 +8,7 @@ from tests import views
 from tests.views import local, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.sentinel import layers_of, sentinel
+from fedcb2o.federated.aggregation._sentinel import layers_of, sentinel
 from fedcb2o.federated.types import Contacts, Judged
 
 LAYERS = (torch.Size([2, 2]), torch.Size([2]))

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.views import local, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated.aggregation._wfagg import about_median, moved, steady, wfagg
 from fedcb2o.federated.types import Contacts, Judged
-from fedcb2o.federated.wfagg import about_median, moved, steady, wfagg
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 
 def seen_by(pool, ids, me, met=(), n=0, share=0.0):

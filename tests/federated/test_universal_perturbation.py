@@ -8,10 +8,10 @@ from tests.views import models
 from torch import nn
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import perturbations
-from fedcb2o.federated.evaluate import gradients, logits, logits_of_own
-from fedcb2o.federated.perturbations import painted, worst
-from fedcb2o.models import logistic, mlp
+from fedcb2o.federated.criteria import universal_perturbation
+from fedcb2o.federated.criteria.universal_perturbation import painted, worst
+from fedcb2o.federated.inference import gradients, logits, logits_of_own
+from fedcb2o.nn.architectures import logistic, mlp
 
 LABELS = torch.tensor([0, 1])
 
@@ -124,7 +124,7 @@ def test_only_the_classes_best_in_the_first_step_are_looked_into_further(monkeyp
     def and_a_pixel_of_its_own(x):
         return outputs_of(x) + 0.1 * torch.cat([torch.zeros_like(x[..., :1]), x[..., 1:]], -1)
 
-    monkeypatch.setattr(perturbations, "CANDIDATES", candidates)
+    monkeypatch.setattr(universal_perturbation, "CANDIDATES", candidates)
     known = seeing(and_a_pixel_of_its_own, torch.zeros(1, 1, 1, 4), LABELS[:1])
     second = {2: [0, 1, 0], 3: [0, 0, 1]}[candidates]
     assert worst(known, ONE, 4, 2, 1, 2).tolist() == [[[[1.0, *second]]]]
@@ -149,7 +149,7 @@ def test_of_classes_whose_pixels_do_the_same_the_first_counts():
     for candidates in (2, 3):
         known = seeing(outputs_of, torch.zeros(1, 1, 1, 2), LABELS[:1])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(perturbations, "CANDIDATES", candidates)
+            patch.setattr(universal_perturbation, "CANDIDATES", candidates)
             assert worst(known, ONE, 3, 1, 1, 2).tolist() == [[[[1.0, 0.0]]]]
 
 

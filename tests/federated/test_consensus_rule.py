@@ -11,9 +11,10 @@ from tests.views import judged, received
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.lists import Lists
-from fedcb2o.federated.peers import Met
-from fedcb2o.federated.rules import by_num_samples, weighted_median
+from fedcb2o.federated.aggregation import by_num_samples
+from fedcb2o.federated.aggregation.coordinatewise import weighted_median
+from fedcb2o.federated.contacts import Met
+from fedcb2o.federated.ragged import Lists
 from fedcb2o.federated.selection import remember
 
 INF, NAN = float("inf"), float("nan")

@@ -10,14 +10,15 @@ from tests.views import LINE, models
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import aggregate, pre_steps, robust, robust_columns
-from fedcb2o.federated.aggregate import apply, assumed, check, form_of, gram, gram_and_mixing
-from fedcb2o.streams import stream
+from fedcb2o.federated.aggregation import base, coordinatewise, gram_rules, preaggregation
+from fedcb2o.federated.aggregation.base import apply, assumed, check, form_of, gram_and_mixing
+from fedcb2o.federated.aggregation.gram_matrix import gram
+from fedcb2o.rng import stream
 
 
 def test_f_is_clipped_to_what_the_models_admit():
-    cases = {robust.krum: 2, robust.multi_krum: 2, robust.bulyan: 1, pre_steps.nnm: 3, robust.monna: 3}
-    cases |= {robust_columns.trimmed_mean: 3, robust_columns.meamed: 3, robust.ubar: 5, robust.clipped_gossip: 5}
+    cases = {gram_rules.krum: 2, gram_rules.multi_krum: 2, gram_rules.bulyan: 1, preaggregation.nnm: 3, gram_rules.monna: 3}
+    cases |= {coordinatewise.trimmed_mean: 3, coordinatewise.meamed: 3, gram_rules.ubar: 5, gram_rules.clipped_gossip: 5}
     x = models(7, 5)
     for rule, most in cases.items():
         assert assumed(rule, most, 7) == assumed(rule, 99, 7) == most
@@ -28,8 +29,8 @@ def test_f_is_clipped_to_what_the_models_admit():
             ConfigError, match=rf"`f` = {most + 1} attackers are more than \w+ admits among 7 models: at "
         ):
             check(rule, most + 1, 7)
-        given = (torch.rand(7),) if rule is robust.ubar else ()
-        if rule is not pre_steps.nnm:
+        given = (torch.rand(7),) if rule is gram_rules.ubar else ()
+        if rule is not preaggregation.nnm:
             assert apply(functools.partial(rule, f=99), x, None, *given).equal(
                 apply(functools.partial(rule, f=most), x, None, *given)
             )
@@ -38,12 +39,12 @@ def test_f_is_clipped_to_what_the_models_admit():
 @pytest.mark.parametrize("f", [-1, True])
 def test_an_impossible_f(f):
     with pytest.raises(ConfigError, match=r"`f`, the number of attackers to assume, must be a whole number from 0 up"):
-        assumed(robust.krum, f, 7)
+        assumed(gram_rules.krum, f, 7)
 
 
 def test_nothing_to_aggregate():
     with pytest.raises(ConfigError, match="the rule trusts none of the models"):
-        apply(robust.sageflow, models(2, 4), None, torch.ones(2), torch.full((2,), 9.0), torch.ones(2))
+        apply(gram_rules.sageflow, models(2, 4), None, torch.ones(2), torch.full((2,), 9.0), torch.ones(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -67,34 +68,34 @@ def test_the_gram_matrix_of_any_rows_in_any_blocks(dtype, size):
 
 
 def test_rows_and_mixing_are_what_a_copy_would_be(monkeypatch):
-    monkeypatch.setattr(aggregate, "_columns_at_once", lambda m, device: 7)
+    monkeypatch.setattr(base, "_columns_at_once", lambda m, device: 7)
     pool = models(9, 31)
     rows = torch.tensor([6, 1, 4, 3, 8])
-    assert apply(robust.fltrust, pool, rows).equal(apply(robust.fltrust, pool[rows]))
-    torch.testing.assert_close(apply(robust_columns.coordinate_median, pool, rows), pool[rows].quantile(0.5, dim=0))
+    assert apply(gram_rules.fltrust, pool, rows).equal(apply(gram_rules.fltrust, pool[rows]))
+    torch.testing.assert_close(apply(coordinatewise.coordinate_median, pool, rows), pool[rows].quantile(0.5, dim=0))
     rows = rows[:4]
-    mixing = functools.partial(pre_steps.nnm, f=1)
-    mixed = pre_steps.nnm(gram(pool[rows]), f=1) @ pool[rows]
-    for rule in (robust_columns.coordinate_median, functools.partial(robust.krum, f=0), robust.geometric_median):
+    mixing = functools.partial(preaggregation.nnm, f=1)
+    mixed = preaggregation.nnm(gram(pool[rows]), f=1) @ pool[rows]
+    for rule in (coordinatewise.coordinate_median, functools.partial(gram_rules.krum, f=0), gram_rules.geometric_median):
         torch.testing.assert_close(apply(rule, pool, rows, mixing=mixing), apply(rule, mixed))
     # The own model is left as it is: the pre-step mixes the others.
-    own = torch.cat([pre_steps.nnm(gram(pool[rows[:3]]), f=1) @ pool[rows[:3]], pool[rows[3:]]])
-    rule = functools.partial(robust.monna, f=1)
+    own = torch.cat([preaggregation.nnm(gram(pool[rows[:3]]), f=1) @ pool[rows[:3]], pool[rows[3:]]])
+    rule = functools.partial(gram_rules.monna, f=1)
     torch.testing.assert_close(apply(rule, pool, rows, mixing=mixing), apply(rule, own))
-    buckets = pre_steps.bucketing(3, stream(0, "buckets"))
+    buckets = preaggregation.bucketing(3, stream(0, "buckets"))
     bucketed = torch.cat([buckets @ pool[rows[:3]], pool[rows[3:]]])
     torch.testing.assert_close(apply(rule, pool, rows, mixing=buckets), apply(rule, bucketed))
     # A model that no bucket has does not count.
     pool[1] = 1e300
     buckets = torch.tensor([[0.5, 0, 0.5, 0], [0, 0, 0, 1.0]], dtype=torch.float64)
     expected = ((pool[6] + pool[4]) / 2 + pool[3]) / 2
-    torch.testing.assert_close(apply(robust.mean, pool, rows, mixing=buckets), expected)
-    torch.testing.assert_close(apply(robust_columns.coordinate_median, pool, rows, mixing=buckets), expected)
+    torch.testing.assert_close(apply(gram_rules.mean, pool, rows, mixing=buckets), expected)
+    torch.testing.assert_close(apply(coordinatewise.coordinate_median, pool, rows, mixing=buckets), expected)
 
 
 @pytest.mark.parametrize("name", ["mean", "trimmed_mean", "krum", "monna", "fltrust"])
 def test_as_much_of_the_gram_matrix_as_a_rule_reads(name):
-    rule = getattr(robust, name, getattr(robust_columns, name, None))
+    rule = getattr(gram_rules, name, getattr(coordinatewise, name, None))
     pool, rows = models(6, 20), torch.tensor([4, 0, 2, 5])
     whole, last = gram(pool[rows]), len(form_of(rule).last)
     g, p = gram_and_mixing(rule, pool, rows, None)
@@ -104,10 +105,10 @@ def test_as_much_of_the_gram_matrix_as_a_rule_reads(name):
     pairs = form_of(rule).pairs
     expected = {"mean": 0, "trimmed_mean": 0, "krum": 16, "monna": 10, "fltrust": 14}[name]
     assert int(known.sum()) == expected, pairs
-    g, p = gram_and_mixing(rule, pool, rows, functools.partial(pre_steps.nnm, f=1))
+    g, p = gram_and_mixing(rule, pool, rows, functools.partial(preaggregation.nnm, f=1))
     torch.testing.assert_close(g, whole)
     peers = 4 - last
-    assert p[:peers, :peers].equal(pre_steps.nnm(whole[:peers, :peers], f=1))
+    assert p[:peers, :peers].equal(preaggregation.nnm(whole[:peers, :peers], f=1))
     assert p[peers:].equal(torch.eye(4, dtype=torch.float64)[peers:])
     assert not p[:peers, peers:].any()
 
@@ -115,7 +116,7 @@ def test_as_much_of_the_gram_matrix_as_a_rule_reads(name):
 def test_a_rule_that_declares_nothing_sees_the_gram_matrix():
     def nearest_to_the_first(gram: Tensor) -> Tensor:
         chosen = torch.zeros(len(gram), dtype=torch.float64)
-        chosen[1 + int(robust.distances(gram)[0, 1:].argmin())] = 1.0
+        chosen[1 + int(gram_rules.distances(gram)[0, 1:].argmin())] = 1.0
         return chosen
 
     assert apply(nearest_to_the_first, LINE).tolist() == [1, 0]
@@ -140,12 +141,12 @@ def test_weights_of_zero_are_not_read():
 
 
 FRUGAL = {
-    "geometric_median": robust.geometric_median,
-    "coordinate_median": robust_columns.coordinate_median,
-    "bulyan": functools.partial(robust.bulyan, f=2),
-    "meamed": functools.partial(robust_columns.meamed, f=5),
-    "monna": functools.partial(robust.monna, f=3),
-    "fltrust": robust.fltrust,
+    "geometric_median": gram_rules.geometric_median,
+    "coordinate_median": coordinatewise.coordinate_median,
+    "bulyan": functools.partial(gram_rules.bulyan, f=2),
+    "meamed": functools.partial(coordinatewise.meamed, f=5),
+    "monna": functools.partial(gram_rules.monna, f=3),
+    "fltrust": gram_rules.fltrust,
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from tests.views import BENIGN, ten_models, view_of
 
 from fedcb2o.federated import attacks
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 
 def crafted(name, *, view=None, **parameters):

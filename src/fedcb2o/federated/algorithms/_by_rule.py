@@ -1,0 +1,67 @@
+"""An algorithm of any aggregation rule."""
+
+import functools
+from typing import Any, Literal
+
+from fedcb2o import plugins
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated import aggregation
+from fedcb2o.federated import selection as _selections
+from fedcb2o.federated.aggregation import base, preaggregation, robust_rule
+from fedcb2o.federated.algorithm_spec import Algorithm
+from fedcb2o.federated.algorithms.base import _check_factor
+from fedcb2o.federated.types import REMEMBERS, TOGETHER
+from fedcb2o.plugins import Named
+
+
+def by_rule(
+    *,
+    rule: Named,
+    selection: Named = "uniform",
+    own_model: Literal["excluded", "judged"] | None = None,
+    pre_step: Named | None = None,
+    judges: bool | None = None,
+    mixing_factor: float = 1.0,
+) -> Algorithm:
+    """Any rule over the received models, with any selection.
+
+    A robust rule works on the received models and, unless `own_model` is "excluded", on the agent's own, after a
+    `pre_step` such as "nnm"; any other rule does what it says. `judges=False` saves the evaluation of the received
+    models where neither rule nor selection looks at losses; of a robust rule it is known.
+    """
+    select, weigh = _selections.named(selection), plugins.named("rule", rule, aggregation, later=("f",))
+    made = functools.partial(Algorithm, select=select, lambda1=1.0, mixing_factor=_check_factor(mixing_factor))
+    if (form := base.FORM.of(weigh)) is None:
+        if own_model is not None or pre_step is not None:
+            raise ConfigError("`own_model` and `pre_step` go with robust rules, and this one weighs by itself")
+        plugins.bind("rule", weigh.func, weigh.keywords)
+        memory = REMEMBERS.of(weigh)
+        if memory is not None and TOGETHER.of(weigh):
+            raise ConfigError(
+                "a rule with a memory is asked for one agent at a time: declare `remembers` or `together`"
+            )
+        before = memory is not None and memory.before
+        return made(weigh=weigh, judges=judges is not False, keeps_before=before, remembers=memory is not None)
+    prepared = None if pre_step is None else plugins.named("pre-step", pre_step, preaggregation, later=("f",))
+    seen = set(robust_rule.also_looks_at(weigh))
+    if prepared is not None and seen - {"progress", "n", "draw"}:
+        raise ConfigError(f"a `pre_step` mixes models, and the rule looks at {min(seen)} of each single one")
+    if judges is None:
+        by_chance = getattr(select, "func", select) in (_selections.uniform, _selections.everyone)
+        judges = not by_chance or bool({"losses", "entropies"} & seen)
+    return made(
+        weigh=functools.partial(robust_rule.by_form, rule=weigh, own_model=own_model or "judged", pre_step=prepared),
+        judges=judges,
+        keeps_before="before" in form.last,
+        admits=functools.partial(_admits, weigh, own_model, prepared),
+    )
+
+
+def _admits(
+    rule: functools.partial[Any], own_model: str | None, pre_step: functools.partial[Any] | None, budget: int
+) -> None:
+    """Raises ConfigError where a rule does not admit the f that it was given, even if everybody answers."""
+    own = int(own_model != "excluded" or "own" in base.form_of(rule).last)
+    for function in (rule, pre_step):
+        if function is not None and "f" in function.keywords:
+            base.check(function, function.keywords["f"], budget + own)

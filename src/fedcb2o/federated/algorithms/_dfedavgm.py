@@ -1,0 +1,20 @@
+"""DFedAvgM."""
+
+import functools
+from typing import Literal
+
+from fedcb2o.federated import selection as _selections
+from fedcb2o.federated.aggregation.sample_average import by_num_samples
+from fedcb2o.federated.algorithm_spec import Algorithm
+from fedcb2o.plugins import Named
+
+
+def dfedavgm(*, selection: Named = "uniform", own_model: Literal["excluded", "judged"] = "judged") -> Algorithm:
+    """DFedAvgM (Sun et al. 2022): the average of random peers and oneself, weighted by their numbers of samples."""
+    return Algorithm(
+        select=_selections.named(selection),
+        weigh=functools.partial(by_num_samples, own_model=own_model),
+        judges=False,
+        lambda1=1.0,
+        mixing_factor=1.0,
+    )
