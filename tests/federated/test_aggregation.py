@@ -10,7 +10,7 @@ from tests.views import LINE, models
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.aggregation import base, coordinatewise, gram_rules, preaggregation
+from fedcb2o.federated.aggregation import coordinatewise, gram_matrix, gram_rules, preaggregation
 from fedcb2o.federated.aggregation.base import apply, assumed, check, form_of, gram_and_mixing
 from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.rng import stream
@@ -68,7 +68,7 @@ def test_the_gram_matrix_of_any_rows_in_any_blocks(dtype, size):
 
 
 def test_rows_and_mixing_are_what_a_copy_would_be(monkeypatch):
-    monkeypatch.setattr(base, "_columns_at_once", lambda m, device: 7)
+    monkeypatch.setattr(gram_matrix, "_columns_at_once", lambda m, device: 7)
     pool = models(9, 31)
     rows = torch.tensor([6, 1, 4, 3, 8])
     assert apply(gram_rules.fltrust, pool, rows).equal(apply(gram_rules.fltrust, pool[rows]))

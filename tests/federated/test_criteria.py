@@ -13,7 +13,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, criteria
 from fedcb2o.federated.aggregation.standard_errors import error, error_by_class
-from fedcb2o.federated.criteria import universal_perturbation
+from fedcb2o.federated.criteria import combinations, universal_perturbation
 from fedcb2o.federated.types import TOGETHER, Judged, Losses, together
 from fedcb2o.rng import stream
 
@@ -423,9 +423,9 @@ def test_a_combination_of_parts_that_look_at_several_agents_at_once_does_so(
     tmp_path, criterion, own_model, monkeypatch
 ):
     given = tiny(algorithm={"criterion": criterion, "own_model": own_model})
-    seen, judge = [], criteria.values_of
+    seen, judge = [], combinations.values_of
     monkeypatch.setattr(
-        criteria, "values_of", lambda part, view: seen.append(view.received.ids.ndim) or judge(part, view)
+        combinations, "values_of", lambda part, view: seen.append(view.received.ids.ndim) or judge(part, view)
     )
     run(given, out=tmp_path / "together", workers=1)
     assert set(seen) == {2}
