@@ -4,44 +4,44 @@ import pytest
 import torch
 from torch import nn
 
-from fedcb2o import models
-from fedcb2o.data.shard import Shard, features
+from fedcb2o.data._dataset import Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.local_update import Training, local_update_
-from fedcb2o.streams import stream
+from fedcb2o.nn import architectures, parameters
+from fedcb2o.rng import stream
 from tests.tiny import empty_models
 
 
 def test_the_papers_network_has_the_papers_dimension():
-    network = models.cnn([1, 28, 28], 47)
-    assert models.dimension(network) == 6_572_975
+    network = architectures.cnn([1, 28, 28], 47)
+    assert parameters.dimension(network) == 6_572_975
     assert network(torch.zeros(2, 1, 28, 28)).shape == (2, 47)
 
 
 def test_the_papers_network_layer_by_layer():
     # 5x5 convolution to 32 channels (same padding), ReLU, pooling, 64 channels, ReLU, pooling, dense, ReLU, dense.
     torch.manual_seed(0)
-    network, x = models.cnn([3, 8, 12], 5, hidden=7), torch.randn(4, 3, 8, 12)
+    network, x = architectures.cnn([3, 8, 12], 5, hidden=7), torch.randn(4, 3, 8, 12)
     first, second, third, last = (p for p in network if isinstance(p, nn.Conv2d | nn.Linear))
     h = nn.functional.max_pool2d(nn.functional.conv2d(x, first.weight, first.bias, padding=2).relu(), 2)
     h = nn.functional.max_pool2d(nn.functional.conv2d(h, second.weight, second.bias, padding=2).relu(), 2)
     h = h.flatten(1) @ third.weight.T + third.bias
     torch.testing.assert_close(network(x), h.relu() @ last.weight.T + last.bias)
-    released = models.cnn([3, 8, 12], 5, hidden=7, dense_activation="none")
+    released = architectures.cnn([3, 8, 12], 5, hidden=7, dense_activation="none")
     released.load_state_dict(dict(zip(released.state_dict(), network.state_dict().values(), strict=True)))
     torch.testing.assert_close(released(x), h @ last.weight.T + last.bias)
 
 
 def test_dense_networks():
-    assert models.dimension(models.mlp([1, 8, 8], 10, hidden=[32, 16])) == 64 * 32 + 32 + 32 * 16 + 16 + 16 * 10 + 10
-    assert models.dimension(models.logistic([1, 8, 8], 10)) == 650
-    assert models.mlp([5], 3)(torch.zeros(2, 5)).shape == (2, 3)
+    assert parameters.dimension(architectures.mlp([1, 8, 8], 10, hidden=[32, 16])) == 64 * 32 + 32 + 32 * 16 + 16 + 16 * 10 + 10
+    assert parameters.dimension(architectures.logistic([1, 8, 8], 10)) == 650
+    assert architectures.mlp([5], 3)(torch.zeros(2, 5)).shape == (2, 3)
 
 
 def test_the_residual_network_layer_by_layer():
     # Three stages of one block, with 8, 16 and 32 channels; a block that doubles them also halves the resolution.
     torch.manual_seed(0)
-    network, x = models.resnet([3, 9, 12], 5, width=8), torch.randn(4, 3, 9, 12)
+    network, x = architectures.resnet([3, 9, 12], 5, width=8), torch.randn(4, 3, 9, 12)
     parameters = iter(network.parameters())
     for p in network.parameters():
         p.data = torch.randn_like(p) / p[0].numel() ** 0.5  # scales and shifts too, which begin as 1 and 0
@@ -65,10 +65,10 @@ def test_the_residual_network_layer_by_layer():
 @pytest.mark.parametrize("shape", [[1, 8, 8], [1, 28, 28], [3, 32, 32], [2, 4, 5]])
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_the_residual_network_reads_small_images(shape, blocks):
-    network = models.resnet(shape, 7, blocks=blocks)
+    network = architectures.resnet(shape, 7, blocks=blocks)
     layers = [p for p in network.modules() if isinstance(p, nn.Conv2d | nn.Linear)]
     assert len(layers) == 6 * blocks + 2
-    assert models.dimension(network) == sum(p.numel() for p in network.parameters())
+    assert parameters.dimension(network) == sum(p.numel() for p in network.parameters())
     assert network(torch.zeros(2, *shape)).shape == (2, 7)
     assert network(torch.zeros(1, *shape)).isfinite().all()
 
@@ -83,36 +83,36 @@ def test_the_residual_network_reads_small_images(shape, blocks):
 )
 def test_a_residual_network_that_cannot_be(change, message):
     with pytest.raises(ConfigError, match=f"model `resnet`: {message}"):
-        models.resnet([1, 8, 8], 10, **change)
+        architectures.resnet([1, 8, 8], 10, **change)
 
 
-@pytest.mark.parametrize("make", [models.cnn, models.resnet])
+@pytest.mark.parametrize("make", [architectures.cnn, architectures.resnet])
 @pytest.mark.parametrize("shape", [[64], [1, 3, 8], [1, 8, 3], [8, 8]])
 def test_a_convolutional_network_needs_images(make, shape):
     with pytest.raises(ConfigError, match=f"model `{make.__name__}` needs images"):
         make(shape, 10)
 
 
-@pytest.mark.parametrize("make", [models.cnn, models.mlp])
+@pytest.mark.parametrize("make", [architectures.cnn, architectures.mlp])
 @pytest.mark.parametrize("width", [0, -1])
 def test_layers_need_units(make, width):
     with pytest.raises(ConfigError, match=r"`hidden` needs layers of 1 unit or more, got \["):
-        make([1, 8, 8], 10, hidden=width if make is models.cnn else [8, width])
+        make([1, 8, 8], 10, hidden=width if make is architectures.cnn else [8, width])
 
 
-@pytest.mark.parametrize("make", [models.cnn, models.resnet, models.mlp, models.logistic])
+@pytest.mark.parametrize("make", [architectures.cnn, architectures.resnet, architectures.mlp, architectures.logistic])
 def test_theta_and_the_network_are_one(make):
     network = make([1, 8, 8], 10)
-    d = models.dimension(network)
+    d = parameters.dimension(network)
     rows = empty_models(3, d)
-    rows[1] = models.flatten(network)
+    rows[1] = parameters.flatten(network)
     x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     expected = network(x).detach()
-    models.bind_(network, rows[1])
-    assert models.is_bound(network, rows[1])
-    assert not models.is_bound(network, rows[0])
+    parameters.bind_(network, rows[1])
+    assert parameters.is_bound(network, rows[1])
+    assert not parameters.is_bound(network, rows[0])
     assert network(x).equal(expected)
-    assert models.flatten(network).equal(rows[1])
+    assert parameters.flatten(network).equal(rows[1])
     network(x).sum().backward()
     before = rows[1].clone()
     with torch.no_grad():
@@ -123,17 +123,17 @@ def test_theta_and_the_network_are_one(make):
     assert not rows[2].any()
 
 
-@pytest.mark.parametrize("make", [models.cnn, models.resnet, models.mlp, models.logistic])
+@pytest.mark.parametrize("make", [architectures.cnn, architectures.resnet, architectures.mlp, architectures.logistic])
 def test_training_in_a_row_is_pytorchs_training(make):
     """LocalUpdate on a row, against torch.optim.SGD on a network of its own: whatever the layout of the gradients."""
     draw, images = stream(0, "data"), stream(1, "data").random((40, 3, 8, 8), dtype="float32")
     shard = Shard(torch.from_numpy(images), torch.from_numpy(draw.integers(4, size=40)))
-    network, alone = (models.initialise(lambda: make([3, 8, 8], 4), stream(0, "model")) for _ in range(2))
-    rows = empty_models(3, models.dimension(network))
-    rows[1] = models.flatten(network)
+    network, alone = (parameters.initialise(lambda: make([3, 8, 8], 4), stream(0, "model")) for _ in range(2))
+    rows = empty_models(3, parameters.dimension(network))
+    rows[1] = parameters.flatten(network)
     training = Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=40, local_epochs=3)
     local_update_(rows[1], network, shard, training, stream(0, "batches"))
-    assert models.is_bound(network, rows[1])
+    assert parameters.is_bound(network, rows[1])
     assert not rows[0].any()
     assert not rows[2].any()
     optimiser = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9, fused=False)
@@ -141,21 +141,21 @@ def test_training_in_a_row_is_pytorchs_training(make):
         optimiser.zero_grad()
         nn.functional.cross_entropy(alone(features(shard.x)), shard.y).backward()
         optimiser.step()
-    torch.testing.assert_close(rows[1], models.flatten(alone), atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(rows[1], parameters.flatten(alone), atol=1e-5, rtol=1e-3)
 
 
 def test_a_parameter_that_left_its_row_is_seen():
-    network = models.mlp([4], 2, hidden=[3])
-    theta = models.flatten(network)
-    models.bind_(network, theta)
+    network = architectures.mlp([4], 2, hidden=[3])
+    theta = parameters.flatten(network)
+    parameters.bind_(network, theta)
     network[1].weight.data = network[1].weight.data.clone()
-    assert not models.is_bound(network, theta)
+    assert not parameters.is_bound(network, theta)
     convolution = nn.Conv2d(2, 3, 3)
-    theta = models.flatten(convolution)
-    models.bind_(convolution, theta)
-    assert models.is_bound(convolution, theta)
+    theta = parameters.flatten(convolution)
+    parameters.bind_(convolution, theta)
+    assert parameters.is_bound(convolution, theta)
     convolution.to(memory_format=torch.channels_last)  # detaches silently
-    assert not models.is_bound(convolution, theta)
+    assert not parameters.is_bound(convolution, theta)
 
 
 def test_rows_begin_at_cache_lines():
@@ -178,16 +178,16 @@ def test_rows_begin_at_cache_lines():
 )
 def test_what_theta_would_not_describe_is_refused(network, message):
     with pytest.raises(ConfigError, match=message):
-        models.dimension(network)
+        parameters.dimension(network)
 
 
 def test_initial_values_depend_on_the_draw_alone():
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
-    first = models.initialise(lambda: models.mlp([8], 3), stream(7, "model"))
+    first = parameters.initialise(lambda: architectures.mlp([8], 3), stream(7, "model"))
     assert torch.random.get_rng_state().equal(state)
     torch.manual_seed(6)
-    second = models.initialise(lambda: models.mlp([8], 3), stream(7, "model"))
-    other = models.initialise(lambda: models.mlp([8], 3), stream(8, "model"))
-    assert models.flatten(first).equal(models.flatten(second))
-    assert not models.flatten(first).equal(models.flatten(other))
+    second = parameters.initialise(lambda: architectures.mlp([8], 3), stream(7, "model"))
+    other = parameters.initialise(lambda: architectures.mlp([8], 3), stream(8, "model"))
+    assert parameters.flatten(first).equal(parameters.flatten(second))
+    assert not parameters.flatten(first).equal(parameters.flatten(other))

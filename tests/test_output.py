@@ -11,7 +11,7 @@ import threading
 import pytest
 import tomli_w
 
-from fedcb2o.output import Output, kept
+from fedcb2o.safe_stdio import Output, kept
 from tests.tiny import ENVIRONMENT, FEDCB2O, TINY, bits, here, tiny, write
 
 # An own part that says more than a buffer holds, in whichever process it works.

@@ -8,7 +8,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from fedcb2o import data, plugins
+from fedcb2o import plugins
+from fedcb2o.data import sets
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.federated import algorithms, attacks, criteria, selection
 
@@ -35,7 +36,7 @@ def test_built_in_names_are_what_a_room_offers():
     with pytest.raises(ConfigError, match=r"Built in: everyone, prob_sampling, uniform; or name your own as \"package"):
         plugins.resolve("selection", "best", selection)
     with pytest.raises(ConfigError, match=r"there is no data set `digit`\. Did you mean `digits`\?"):
-        plugins.resolve("data set", "digit", data)
+        plugins.resolve("data set", "digit", sets)
 
 
 def test_import_paths_reach_a_users_module_beside_the_configuration(tmp_path, monkeypatch):

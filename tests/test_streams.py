@@ -1,6 +1,6 @@
 """Named streams: equal names give equal draws, others do not, and nothing global is touched."""
 
-from fedcb2o.streams import stream, streams
+from fedcb2o.rng import stream, streams
 
 
 def test_a_name_is_a_stream():

@@ -8,22 +8,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedcb2o.data.arrays import dataset
-    from fedcb2o.data.brought import datasets
-    from fedcb2o.data.shard import Dataset, Owners, Shard
+    from fedcb2o.data import Dataset, Owners, Shard, dataset, datasets
     from fedcb2o.errors import ConfigError, DataError, FedCB2OError, RunError
-    from fedcb2o.experiments.bench import bench
-    from fedcb2o.experiments.config import Experiment, load
-    from fedcb2o.experiments.run import run
-    from fedcb2o.experiments.tables import presets
+    from fedcb2o.experiments.config.settings import Experiment, load
+    from fedcb2o.experiments.config.tables import presets
+    from fedcb2o.experiments.grid.grid_runner import bench
+    from fedcb2o.experiments.runs.runner import run
     from fedcb2o.federated.types import knows
-    from fedcb2o.particles.adversaries import Adversary
-    from fedcb2o.particles.minimize import CaptureWarning, minimize
-    from fedcb2o.particles.objectives import from_numpy, from_point
-    from fedcb2o.particles.scipy_method import cb2o
-    from fedcb2o.particles.search import Search
+    from fedcb2o.particles import Adversary, CaptureWarning, Search, cb2o, from_numpy, from_point, minimize
     from fedcb2o.records import Run
-    from fedcb2o.streams import stream
+    from fedcb2o.rng import stream
     from fedcb2o.tracking import track
 
     __version__: str
@@ -58,22 +52,16 @@ __all__ = [
 
 # Imported when first asked for: PyTorch takes a second, and the command line answers before and catches Ctrl-C.
 _HOMES = {
-    "data.arrays": ("dataset",),
-    "data.brought": ("datasets",),
-    "data.shard": ("Dataset", "Owners", "Shard"),
+    "data": ("Dataset", "Owners", "Shard", "dataset", "datasets"),
     "errors": ("ConfigError", "DataError", "FedCB2OError", "RunError"),
-    "experiments.bench": ("bench",),
-    "experiments.config": ("Experiment", "load"),
-    "experiments.tables": ("presets",),
-    "experiments.run": ("run",),
+    "experiments.grid.grid_runner": ("bench",),
+    "experiments.config.settings": ("Experiment", "load"),
+    "experiments.config.tables": ("presets",),
+    "experiments.runs.runner": ("run",),
     "federated.types": ("knows",),
-    "particles.adversaries": ("Adversary",),
-    "particles.minimize": ("CaptureWarning", "minimize"),
-    "particles.objectives": ("from_numpy", "from_point"),
-    "particles.scipy_method": ("cb2o",),
-    "particles.search": ("Search",),
+    "particles": ("Adversary", "CaptureWarning", "Search", "cb2o", "from_numpy", "from_point", "minimize"),
     "records": ("Run",),
-    "streams": ("stream",),
+    "rng": ("stream",),
     "tracking": ("track",),
 }
 

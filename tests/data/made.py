@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcb2o.data.files import Release
+from fedcb2o.data.release import Release
 
 
 def idx(values: np.ndarray) -> bytes:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.data.made import at, names, served
 
+from fedcb2o.data.downloads import download, import_files
 from fedcb2o.data import cifar10
-from fedcb2o.data.cifar10 import RECORD, RELEASE
-from fedcb2o.data.download import download, import_files
+from fedcb2o.data.sets._cifar10 import RECORD, RELEASE
 from fedcb2o.errors import ConfigError, DataError
 
 REAL = os.environ.get("FEDCB2O_CIFAR10")
@@ -82,7 +82,7 @@ def test_keeps_the_first_of_each_class_over_the_files(tmp_path):
 
 def test_gzip_and_files_longer_than_a_block(tmp_path, monkeypatch):
     whole = cifar10(data_dir=write(tmp_path / "plain", contents())).pool
-    monkeypatch.setattr(importlib.import_module("fedcb2o.data.cifar10"), "BLOCK", 7)
+    monkeypatch.setattr(importlib.import_module("fedcb2o.data.sets._cifar10"), "BLOCK", 7)
     zipped = {f"{name}.gz": gzip.compress(body, 1) for name, body in contents().items()}
     assert torch.equal(cifar10(data_dir=write(tmp_path / "gzip", zipped)).pool.x, whole.x)
 

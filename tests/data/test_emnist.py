@@ -17,11 +17,11 @@ import pytest
 import torch
 from tests.data.made import at, idx, md5, names, served
 
+from fedcb2o.data._partition import rotate
+from fedcb2o.data.downloads import download, import_files
+from fedcb2o.data.release import default_folder
 from fedcb2o.data import emnist
-from fedcb2o.data.download import download, import_files
-from fedcb2o.data.emnist import RELEASE
-from fedcb2o.data.files import default_folder
-from fedcb2o.data.partition import rotate
+from fedcb2o.data.sets._emnist import RELEASE
 from fedcb2o.errors import ConfigError, DataError
 
 REAL = os.environ.get("FEDCB2O_EMNIST")
@@ -347,7 +347,7 @@ def test_interrupted_download_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedcb2o.data.download._fetch", interrupt)
+    monkeypatch.setattr("fedcb2o.data.downloads._fetch", interrupt)
     with pytest.raises(KeyboardInterrupt):
         download(RELEASE, tmp_path, progress=False)
     assert names(tmp_path) == []
@@ -432,10 +432,10 @@ def test_import_beside_another_set(tmp_path):
 HALF = """
 import os, signal, sys
 from pathlib import Path
-from fedcb2o.data import download
-from fedcb2o.data.emnist import RELEASE
+from fedcb2o.data import downloads
+from fedcb2o.data.sets._emnist import RELEASE
 
-with download._staging(RELEASE, Path(sys.argv[1])) as folder:
+with downloads._staging(RELEASE, Path(sys.argv[1])) as folder:
     (folder / "gzip.zip").write_bytes(bytes(1000))
     print("half", flush=True)
     sys.stdin.read()

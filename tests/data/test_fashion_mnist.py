@@ -13,19 +13,20 @@ import torch
 from tests.data.made import at, contents, md5, names, served, write
 from tests.tiny import here
 
-from fedcb2o.data import fashion_mnist, files, mnist
-from fedcb2o.data.download import download, import_files
-from fedcb2o.data.fashion_mnist import RELEASE
-from fedcb2o.data.mnist import RELEASE as MNIST
+from fedcb2o.data.downloads import download, import_files
+from fedcb2o.data.release import Release
+from fedcb2o.data import fashion_mnist, mnist
+from fedcb2o.data.sets._fashion_mnist import RELEASE
+from fedcb2o.data.sets._mnist import RELEASE as MNIST
 from fedcb2o.errors import DataError
 
 PACKAGED = RELEASE.packaged or Path()
 LABELS = "t10k-labels-idx1-ubyte.gz"
-MODULE = sys.modules["fedcb2o.data.fashion_mnist"]  # its name in the package is the function's
+MODULE = sys.modules["fedcb2o.data.sets._fashion_mnist"]  # its name in the package is the function's
 HEADER = 10  # bytes of a gzip file without a name
 
 
-def labelled(release: files.Release) -> dict[str, bytes]:
+def labelled(release: Release) -> dict[str, bytes]:
     """Files whose test labels begin as those that `release` takes for another data set's do."""
     made = contents(test=3)
     plain = bytearray(gzip.decompress(made[LABELS]))

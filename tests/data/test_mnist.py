@@ -8,10 +8,10 @@ import pytest
 import torch
 from tests.data.made import at, contents, names, served, write
 
+from fedcb2o.data.downloads import download, import_files
+from fedcb2o.data.release import default_folder
 from fedcb2o.data import mnist
-from fedcb2o.data.download import download, import_files
-from fedcb2o.data.files import default_folder
-from fedcb2o.data.mnist import RELEASE
+from fedcb2o.data.sets._mnist import RELEASE
 from fedcb2o.errors import ConfigError, DataError
 
 REAL = os.environ.get("FEDCB2O_MNIST")

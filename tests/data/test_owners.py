@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fedcb2o
-from fedcb2o.data.natural import natural
+from fedcb2o.data.natural_partition import natural
 from fedcb2o.errors import ConfigError, DataError
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.data.partition import Population, partition, rotate
+from fedcb2o.data._partition import Population, partition, rotate
 from fedcb2o.data.skews import dirichlet, shards
 from fedcb2o.errors import ConfigError, DataError
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 SMALL = {
     "num_clusters": 2,

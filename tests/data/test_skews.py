@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fedcb2o.data.skews import dirichlet, shards
 from fedcb2o.errors import ConfigError
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 SIZES = np.array([30] * 60 + [90] * 20)
 

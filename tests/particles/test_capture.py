@@ -7,9 +7,9 @@ import torch
 
 import fedcb2o
 from fedcb2o import CaptureWarning, consensus
-from fedcb2o.particles import adversaries, capture
+from fedcb2o.particles import adversaries, capture_risk
 from fedcb2o.particles.objectives import problem
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 CIRCLE = problem("circle")
 FACTS = {"alpha": 1e3, "beta": 0.05, "sigma1": 0.5, "noise": "isotropic", "maxiter": 600, "xtol": 0.0}
@@ -46,16 +46,16 @@ def test_one_benign_particle_left_is_chosen_by_l_alone():
 
 def test_benign_left_by_hand():
     # Plain: the rank beta N, less the attackers. 0.1 * 30 is 3.0000000000000004 in floating point.
-    assert capture.benign_left(beta=0.05, w_m=9 / 200, num_benign=191, dim=2) == 1
-    assert capture.benign_left(beta=0.1, w_m=2 / 30, num_benign=28, dim=7) == 1
-    assert capture.benign_left(beta=0.05, w_m=0.3, num_benign=100, dim=2) == 0
-    assert capture.benign_left(beta=0.1, w_m=0.0, num_benign=100, dim=2) == 10
+    assert capture_risk.benign_left(beta=0.05, w_m=9 / 200, num_benign=191, dim=2) == 1
+    assert capture_risk.benign_left(beta=0.1, w_m=2 / 30, num_benign=28, dim=7) == 1
+    assert capture_risk.benign_left(beta=0.05, w_m=0.3, num_benign=100, dim=2) == 0
+    assert capture_risk.benign_left(beta=0.1, w_m=0.0, num_benign=100, dim=2) == 10
     # By mass: a benign particle has 0.96/60 = 0.016, and 0.01 is less than one of them: rounded up.
-    assert capture.benign_left(beta=0.05, w_m=0.04, num_benign=60, dim=2) == 1
+    assert capture_risk.benign_left(beta=0.05, w_m=0.04, num_benign=60, dim=2) == 1
 
     def averaged(num_malicious, dim, num_particles=200):
         n = num_particles - num_malicious
-        return capture.benign_left(beta=0.1, w_m=num_malicious / num_particles, num_benign=n, dim=dim, averaged=True)
+        return capture_risk.benign_left(beta=0.1, w_m=num_malicious / num_particles, num_benign=n, dim=dim, averaged=True)
 
     # In two dimensions the i-th least L is i. Of the ranks 11 to 20 that are averaged, 16 are attackers': (1+2+3+4)/10.
     assert averaged(16, 2) == 1
@@ -79,6 +79,6 @@ def test_as_many_stay_or_more_where_the_minimisers_are_a_surface():
             lower[:60] = 0.0
             counts.append(consensus.sublevel_mask(lower, 0.1, averaged=True).sum() - 60.0)
         found.append(torch.stack(counts).mean().item())
-        left = capture.benign_left(beta=0.1, w_m=0.06, num_benign=940, dim=codimension, averaged=True)
+        left = capture_risk.benign_left(beta=0.1, w_m=0.06, num_benign=940, dim=codimension, averaged=True)
         assert found[-1] == pytest.approx(left, abs=2)
     assert found == sorted(found, reverse=True)

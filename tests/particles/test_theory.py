@@ -10,7 +10,7 @@ from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import bounds, theory
 from fedcb2o.particles.bounds import Constants, Mixture, Setting
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 INF = math.inf
 

@@ -1,31 +1,56 @@
 """Data sets, and how agents share them out.
 
-A configuration names a data set by a function in `__all__`: (*, data_dir, ...) -> Dataset. Its parts lie beside it:
-`shard` (what agents hold), `partition` (clusters, shares, train and validation), `skews` (how labels differ between
-agents), `natural` (agents that bring their own), `given` and `brought` (what users give: how it is read, and put
-together of several owners), `files`, `idx` and `download` (files of images: how they are read, and how they get there).
+`fedcb2o.data.sets` holds the built-in data sets that a configuration may name; they are re-exported here.
 """
 
-from fedcb2o.data.arrays import arrays
-from fedcb2o.data.breast_cancer import breast_cancer
-from fedcb2o.data.cifar10 import cifar10
-from fedcb2o.data.diabetes import diabetes
-from fedcb2o.data.digits import digits
-from fedcb2o.data.emnist import emnist
-from fedcb2o.data.fashion_mnist import fashion_mnist
-from fedcb2o.data.fashion_shops import fashion_shops
-from fedcb2o.data.mnist import mnist
-from fedcb2o.data.typefaces import typefaces
+from fedcb2o.data import skews
+from fedcb2o.data._dataset import Dataset, Names, Owners, Shard, drawn, features, hold_out, members_of
+from fedcb2o.data._partition import Population, partition, rotate, validates
+from fedcb2o.data.array_dataset import dataset
+from fedcb2o.data.natural_partition import natural
+from fedcb2o.data.owner_datasets import datasets
+from fedcb2o.data.release import Release, default_folder, own_folder
+from fedcb2o.data.sets import (
+    arrays,
+    breast_cancer,
+    cifar10,
+    diabetes,
+    digits,
+    emnist,
+    fashion_mnist,
+    fashion_shops,
+    mnist,
+    typefaces,
+)
 
 __all__ = [
+    "Dataset",
+    "Names",
+    "Owners",
+    "Population",
+    "Release",
+    "Shard",
     "arrays",
     "breast_cancer",
     "cifar10",
+    "dataset",
+    "datasets",
+    "default_folder",
     "diabetes",
     "digits",
+    "drawn",
     "emnist",
     "fashion_mnist",
     "fashion_shops",
+    "features",
+    "hold_out",
+    "members_of",
     "mnist",
+    "natural",
+    "own_folder",
+    "partition",
+    "rotate",
+    "skews",
     "typefaces",
+    "validates",
 ]

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcb2o.data.files import BLOCK, Release, check_per_class, find, first_of_each_class, opened
-from fedcb2o.data.shard import Dataset, Shard
+from fedcb2o.data._dataset import Dataset, Shard
+from fedcb2o.data.release import BLOCK, Release, check_per_class, find, first_of_each_class, opened
 from fedcb2o.errors import DataError
 
 

@@ -1,1 +1,25 @@
 """CB2O on R^d: the optimiser, its adversaries, its theory (García Trillos et al., arXiv 2412.02535, Sections 1, 2)."""
+
+from fedcb2o.particles._minimize import CaptureWarning, minimize
+from fedcb2o.particles.adversaries import Adversary
+from fedcb2o.particles.objectives import Objective, Problem, from_numpy, from_point, problem, problems
+from fedcb2o.particles.result import Result
+from fedcb2o.particles.scipy_method import cb2o
+from fedcb2o.particles.search import Search
+from fedcb2o.particles.state import State
+
+__all__ = [
+    "Adversary",
+    "CaptureWarning",
+    "Objective",
+    "Problem",
+    "Result",
+    "Search",
+    "State",
+    "cb2o",
+    "from_numpy",
+    "from_point",
+    "minimize",
+    "problem",
+    "problems",
+]

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.particles.objectives import Objective
-from fedcb2o.particles.shown import check_unwritten, writes
+from fedcb2o.particles.write_guard import check_unwritten, writes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 BLOCK = 2**15  # normals to a stream: few enough for the cache, and threads can share one run's draws
 AHEAD = 2**20  # normals that small runs draw at once, for several steps

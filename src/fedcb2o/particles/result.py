@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcb2o.particles.asking import Asking, Question
-from fedcb2o.particles.edge import goes_on
+from fedcb2o.particles.ask_tell import Asking, Question
+from fedcb2o.particles.boundary_check import goes_on
 from fedcb2o.particles.system import Cluster, System
 
 AGREED = "consensus: spread at most xtol = {:g}"

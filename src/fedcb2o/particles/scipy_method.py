@@ -10,10 +10,10 @@ from scipy.optimize import OptimizeResult
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles.minimize import minimize
+from fedcb2o.particles._minimize import minimize
+from fedcb2o.particles.initialisation import several
 from fedcb2o.particles.objectives import from_point
 from fedcb2o.particles.result import Result
-from fedcb2o.particles.start import several
 from fedcb2o.particles.state import State
 from fedcb2o.plugins import nearest
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.particles.asking import Asking, Question
+from fedcb2o.particles._minimize import minimize
+from fedcb2o.particles.ask_tell import Asking, Question
 from fedcb2o.particles.dynamics import values_of
-from fedcb2o.particles.minimize import minimize
 from fedcb2o.particles.result import Result
 
 

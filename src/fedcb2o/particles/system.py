@@ -17,7 +17,7 @@ from torch import Tensor
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.adversaries import Adversary, View
-from fedcb2o.particles.asking import Asking, Question
+from fedcb2o.particles.ask_tell import Asking, Question
 from fedcb2o.particles.dynamics import (
     Filter,
     Values,
@@ -28,8 +28,8 @@ from fedcb2o.particles.dynamics import (
 )
 from fedcb2o.particles.noise import Normals
 from fedcb2o.particles.objectives import Objective
-from fedcb2o.particles.shown import check_unwritten, writes
-from fedcb2o.streams import stream
+from fedcb2o.particles.write_guard import check_unwritten, writes
+from fedcb2o.rng import stream
 
 
 @dataclasses.dataclass(frozen=True)

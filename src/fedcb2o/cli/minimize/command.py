@@ -99,7 +99,9 @@ def minimize(
     """
     import torch
 
-    from fedcb2o import minimizing
+    from fedcb2o.cli.minimize import summary
+    from fedcb2o.cli.minimize.problem import find_adversaries, find_problem
+    from fedcb2o.cli.minimize.recorder import run
     from fedcb2o.particles.objectives import problems
 
     if (
@@ -116,8 +118,8 @@ def minimize(
     box, place, answer, about = (_numbers(name, text) for name, text in points)
     if box is not None and len(box) != 2:
         raise ConfigError(f"--bounds needs LOW,HIGH, such as -3,3, got {bounds!r}")
-    chosen = minimizing.find_problem(problem, lower, upper, dim, target=answer, box=box)
-    groups = minimizing.find_adversaries(adversary, num_malicious, mass, place, chosen)
+    chosen = find_problem(problem, lower, upper, dim, target=answer, box=box)
+    groups = find_adversaries(adversary, num_malicious, mass, place, chosen)
     asked: dict[str, Any] = {
         "num_particles": num_particles, "alpha": alpha, "beta": beta, "lambda1": lambda1, "sigma1": sigma1,
         "lambda2": lambda2, "sigma2": sigma2, "dt": dt, "delta_q": delta_q, "radius": radius, "batch": batch,
@@ -129,19 +131,19 @@ def minimize(
     if not 0 <= tol < math.inf:
         raise ConfigError(f"--tol must be at least 0 and finite, got {tol}")
     folder = Path("runs") / f"minimize-{chosen.name}" if out is None else out
-    minimizing.make_folder(folder)
-    result, watch, settings, warned = minimizing.run(chosen, groups, given)
+    summary.make_folder(folder)
+    result, watch, settings, warned = run(chosen, groups, given)
     for line in warned:
         print(line, file=sys.stderr)
     decay = watch.decay(chosen, result, settings)
-    print(minimizing.told(chosen, result, decay, tol))
+    print(summary.told(chosen, result, decay, tol))
     attack = None if adversary is None else {
         "kind": str(adversary), "num_particles": groups[0].num_particles, "mass": mass, "at": place,
     }  # fmt: skip
-    paths = minimizing.write(
+    paths = summary.write(
         folder,
-        minimizing.record(chosen, result, settings, decay, tol, attack),
-        lambda: watch.scene(chosen, result, settings, minimizing.title(chosen, result, settings, groups, adversary)),
+        summary.record(chosen, result, settings, decay, tol, attack),
+        lambda: watch.scene(chosen, result, settings, summary.title(chosen, result, settings, groups, adversary)),
         figure=not no_figure,
         animation=None if animate is None else str(animate),
     )

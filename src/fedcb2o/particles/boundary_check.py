@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.particles.asking import Asking, Question
+from fedcb2o.particles.ask_tell import Asking, Question
 from fedcb2o.particles.dynamics import Values
 from fedcb2o.particles.system import Cluster
 

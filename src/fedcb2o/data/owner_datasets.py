@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcb2o.data import given
-from fedcb2o.data.arrays import built
-from fedcb2o.data.shard import Dataset, Owners, Shard
+from fedcb2o.data import input_validation
+from fedcb2o.data._dataset import Dataset, Owners, Shard
+from fedcb2o.data.array_dataset import built
 from fedcb2o.errors import DataError
 
 KINDS = ("train", "validation", "test")
@@ -46,7 +46,7 @@ def datasets(
     found = [(k, *each) for k, (name, part) in enumerate(parts.items()) for each in _by_kind(str(name), part)]
     for owner, kind, where, part in [*found, *([(-1, "test", "test", test)] if test is not None else [])]:
         x, y = _pair(where, part)
-        pieces.append(given.piece(f"x of {where}", x, f"y of {where}", y, numbers=numbers))
+        pieces.append(input_validation.piece(f"x of {where}", x, f"y of {where}", y, numbers=numbers))
         kinds.append(kind)
         whose.append(owner)
         if (shape := pieces[-1][0].shape[1:]) != pieces[0][0].shape[1:]:
@@ -54,7 +54,7 @@ def datasets(
             raise DataError(f"the samples of {where} have shape {shapes[0]}, and those of {found[0][2]} {shapes[1]}")
     if len({x.dtype for x, _ in pieces}) > 1:
         raise DataError("some owners bring pixels (uint8) and others numbers: make them one")
-    shards, names = given.shards_of(pieces, class_names, numbers=numbers)
+    shards, names = input_validation.shards_of(pieces, class_names, numbers=numbers)
     sizes = [len(each) for each in shards]
     of, purpose = np.repeat(whose, sizes), np.repeat(kinds, sizes)
     testing = purpose == "test"

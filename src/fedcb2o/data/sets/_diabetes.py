@@ -3,8 +3,8 @@
 Efron, Hastie, Johnstone and Tibshirani, "Least Angle Regression" (2004).
 """
 
-from fedcb2o.data.arrays import dataset
-from fedcb2o.data.shard import Dataset
+from fedcb2o.data._dataset import Dataset
+from fedcb2o.data.array_dataset import dataset
 
 __all__ = ["diabetes"]
 

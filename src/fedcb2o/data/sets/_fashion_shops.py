@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcb2o.data.arrays import dataset
-from fedcb2o.data.fashion_mnist import fashion_mnist
-from fedcb2o.data.shard import Dataset
+from fedcb2o.data._dataset import Dataset
+from fedcb2o.data.array_dataset import dataset
+from fedcb2o.data.sets._fashion_mnist import fashion_mnist
 from fedcb2o.data.skews import dirichlet
 from fedcb2o.errors import ConfigError
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 __all__ = ["fashion_shops"]
 

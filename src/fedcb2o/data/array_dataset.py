@@ -1,72 +1,16 @@
-"""Data sets from arrays at hand: in Python, or in an .npz file."""
+"""Data sets from arrays at hand."""
 
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedcb2o import plugins
-from fedcb2o.data import given
-from fedcb2o.data.shard import Dataset, Owners, Shard, drawn, features
+from fedcb2o.data import input_validation
+from fedcb2o.data._dataset import Dataset, Owners, Shard, drawn, features
 from fedcb2o.errors import ConfigError, DataError
-from fedcb2o.streams import stream
-
-__all__ = ["arrays"]
-
-KEYS = ("x", "y", "owner", "x_test", "y_test", "owner_test", "class_names")
-
-
-def arrays(
-    *,
-    path: str,
-    data_dir: Path | None = None,
-    test_share: float = 0.25,
-    standardise: bool = False,
-    numbers: bool = False,
-) -> Dataset:
-    """The data set in an .npz file (`numpy.savez`): `x`, `y` and, if you like, `owner`, `x_test` with `y_test`,
-    `owner_test`, `class_names`.
-
-    They and the other parameters are those of `dataset`. A relative `path` begins in `data_dir`, or else in the working
-    directory. Raises DataError if the file is missing, damaged, or holds something else.
-    """
-    file = Path(data_dir or ".").expanduser() / Path(path).expanduser()
-    held = _load(file)
-    try:
-        return dataset(**held, test_share=test_share, standardise=standardise, numbers=numbers)
-    except DataError as error:
-        raise DataError(f"{file}: {error}") from error
-
-
-def _load(file: Path) -> dict[str, Any]:
-    """The arrays in an .npz file by name; nothing in it is ever unpickled."""
-    if not file.is_file():
-        raise DataError(
-            f"there is no file {file}: `data.path` begins in the folder of `--data-dir`, or in the working one"
-        )
-    if not zipfile.is_zipfile(file):
-        raise DataError(f"{file} is no .npz file: write it with numpy.savez(path, x=x, y=y)")
-    try:
-        with np.load(file, allow_pickle=False) as opened:
-            held = {key: opened[key] for key in opened.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{file} cannot be read ({error}): it must hold arrays of numbers and words only") from error
-    for key in held:
-        if key not in KEYS:
-            raise DataError(
-                f"{file} holds `{key}`, which is none of {', '.join(KEYS)}.{plugins.nearest(key.lower(), KEYS)}"
-            )
-    for key in ("x", "y"):
-        if key not in held:
-            raise DataError(f"{file} holds no `{key}`: write it with numpy.savez(path, x=x, y=y)")
-    if "class_names" in held:
-        held["class_names"] = held["class_names"].ravel().tolist()
-    return held
+from fedcb2o.rng import stream
 
 
 def dataset(
@@ -100,14 +44,14 @@ def dataset(
         raise DataError("`x_test` and `y_test` go together: give both, or neither to have some of `x` held out")
     if owner_test is not None and (owner is None or x_test is None):
         raise DataError("`owner_test` goes with `owner` and `x_test`: it says whose own test samples those are")
-    pieces = [given.piece("x", x, "y", y, numbers=numbers)]
+    pieces = [input_validation.piece("x", x, "y", y, numbers=numbers)]
     if x_test is not None:
-        pieces.append(given.piece("x_test", x_test, "y_test", y_test, numbers=numbers))
-    shards, names = given.shards_of(pieces, class_names, numbers=numbers)
+        pieces.append(input_validation.piece("x_test", x_test, "y_test", y_test, numbers=numbers))
+    shards, names = input_validation.shards_of(pieces, class_names, numbers=numbers)
     pool, test = shards[0], None if x_test is None else shards[1]
     owners = None
     if owner is not None:
-        names_of, of_pool, of_test = given.owners_of(owner, owner_test, len(pool), 0 if test is None else len(test))
+        names_of, of_pool, of_test = input_validation.owners_of(owner, owner_test, len(pool), 0 if test is None else len(test))
         owners = Owners(names_of, of_pool, of_test, torch.zeros(len(pool), dtype=torch.bool))
     return built(pool, test, names, owners, test_share, standardise)
 

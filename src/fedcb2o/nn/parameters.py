@@ -1,157 +1,18 @@
 """Models: theta in R^d as a row of one [N, d] tensor, and the networks that read it.
 
 A network's parameters are views of a row, so that training changes the row in place and no model is ever copied.
-The paper's network (sec:experiments): two 5x5 convolutions with max pooling, then two dense layers.
 """
 
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
-from fedcb2o import norms
 from fedcb2o.errors import ConfigError
-
-__all__ = ["cnn", "logistic", "mlp", "resnet"]
-
-
-Layout = Literal["contiguous", "channels_last"]
-
-
-class ChannelsLast(nn.Module):
-    """Lays images out channel by channel within a pixel, which convolutions on a CPU read faster, unless they are those
-    of several networks at once."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same values in another order of memory."""
-        return x if x.device.type != "cpu" or are_several(x) else x.to(memory_format=torch.channels_last)
-
-
-def laid_out(module: nn.Module, layout: Layout) -> nn.Module:
-    """A network that reads images in this layout, whatever theirs is."""
-    return nn.Sequential(ChannelsLast(), module) if layout == "channels_last" else module
-
-
-def cnn(
-    input_shape: Sequence[int],
-    num_classes: int,
-    *,
-    channels: Sequence[int] = (32, 64),
-    hidden: int = 2048,
-    down: Literal["pool", "stride"] = "pool",
-    dense_activation: Literal["relu", "none"] = "relu",
-) -> nn.Module:
-    """The paper's network (sec:experiments); with 28x28 images, 47 classes and 2048 hidden units d = 6,572,975.
-
-    Each convolution halves the resolution, by max pooling after it or, with `down = "stride"`, by its stride, which is
-    a quarter of the work. Pooling stands before ReLU: the two commute exactly, and ReLU then touches a quarter of the
-    values. `dense_activation="none"` leaves out the ReLU between the dense layers, as the authors' released code does.
-    """
-    seen, height, width = _image("cnn", input_shape)
-    _check_widths("cnn", [hidden])
-    if len(channels) != 2 or min(channels) < 1:
-        raise ConfigError(f"model `cnn`: `channels` must be two numbers of 1 or more, got {list(channels)}")
-    first, second = channels
-
-    def halved(before: int, after: int) -> list[nn.Module]:
-        if down == "stride":
-            return [nn.Conv2d(before, after, 5, stride=2, padding=2), nn.ReLU()]
-        return [nn.Conv2d(before, after, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()]
-
-    between = [nn.ReLU()] if dense_activation == "relu" else []
-    height, width = (-(-side // 4) if down == "stride" else side // 4 for side in (height, width))
-    return nn.Sequential(
-        ChannelsLast(),
-        *halved(seen, first),
-        *halved(first, second),
-        nn.Flatten(),
-        *(nn.Linear(second * height * width, hidden), *between),
-        nn.Linear(hidden, num_classes),
-    )
-
-
-def mlp(input_shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (64,)) -> nn.Module:
-    """Dense layers of `hidden` units with ReLU between them."""
-    _check_widths("mlp", hidden)
-    widths = [math.prod(input_shape), *hidden, num_classes]
-    layers: list[nn.Module] = [nn.Flatten()]
-    for fan_in, fan_out in itertools.pairwise(widths):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def logistic(input_shape: Sequence[int], num_classes: int) -> nn.Module:
-    """Multinomial logistic regression: one dense layer."""
-    return mlp(input_shape, num_classes, hidden=())
-
-
-def resnet(input_shape: Sequence[int], num_classes: int, *, width: int = 16, blocks: int = 1) -> nn.Module:
-    """A residual network for small images, of 6 * `blocks` + 2 layers, without batch statistics.
-
-    He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2016), Section 4.2: three stages of `blocks`
-    blocks with `width`, 2 `width` and 4 `width` channels, each stage at half the resolution of the one before. Group
-    normalisation (Wu and He, 2018) takes the place of batch normalisation, whose statistics are no parameters and
-    differ between agents (`fedcb2o.norms`); a group is 8 channels.
-    """
-    channels, *_ = _image("resnet", input_shape)
-    if width < 8 or width % 8:
-        raise ConfigError(f"model `resnet`: `width` must be a multiple of 8, the channels of a group, got {width}")
-    if blocks < 1:
-        raise ConfigError(f"model `resnet`: `blocks` must be at least 1, got {blocks}")
-    widths = [width] + [factor * width for factor in (1, 2, 4) for _ in range(blocks)]
-    return nn.Sequential(
-        *(_convolution(channels, width), _norm(width), nn.ReLU()),
-        *(Residual(before, after) for before, after in itertools.pairwise(widths)),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-        nn.Linear(4 * width, num_classes),
-    )
-
-
-class Residual(nn.Module):
-    """Two convolutions and, past them, the input as it is; where there are more channels after them, its resolution is
-    halved and the new channels are zero (He et al. 2016, option A)."""
-
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__()
-        self.stride, self.more = 1 if before == after else 2, after - before
-        self.change = nn.Sequential(
-            *(_convolution(before, after, self.stride), _norm(after), nn.ReLU()),
-            *(_convolution(after, after), _norm(after)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """ReLU(x + change(x))."""
-        past = F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
-        return F.relu(past + self.change(x))
-
-
-def _convolution(before: int, after: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
-
-
-def _norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(channels // 8, channels)
-
-
-def _image(name: str, input_shape: Sequence[int]) -> tuple[int, int, int]:
-    if len(input_shape) != 3 or min(input_shape[1:]) < 4:
-        raise ConfigError(
-            f"model `{name}` needs images [channels, height, width] of 4x4 pixels or more, got {input_shape}"
-        )
-    channels, height, width = input_shape
-    return channels, height, width
-
-
-def _check_widths(name: str, hidden: Sequence[int]) -> None:
-    if any(width < 1 for width in hidden):
-        raise ConfigError(f"model `{name}`: `hidden` needs layers of 1 unit or more, got {list(hidden)}")
+from fedcb2o.nn import batch_norm
 
 
 def named(module: nn.Module) -> dict[str, Tensor]:
@@ -160,12 +21,12 @@ def named(module: nn.Module) -> dict[str, Tensor]:
     agents.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    return {**norms.statistics(module, "shared"), **trained}
+    return {**batch_norm.statistics(module, "shared"), **trained}
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
     """The tensors that make a network an agent's, by name: theta, and the statistics that are its own."""
-    return {**named(module), **norms.statistics(module, "local")}
+    return {**named(module), **batch_norm.statistics(module, "local")}
 
 
 def fill_(module: nn.Module, found: Mapping[str, Tensor]) -> None:
@@ -188,7 +49,7 @@ def dimension(module: nn.Module) -> int:
             "the model has a lazy layer, which has no parameters yet: give its size, which follows from the shape of "
             "samples that the model's function is told"
         )
-    norms.check(module)
+    batch_norm.check(module)
     trained = [p for p in module.parameters() if p.requires_grad]
     if not trained or any(p.dtype != torch.float32 or not p.numel() for p in trained):
         raise ConfigError(
@@ -243,12 +104,7 @@ def in_one_piece(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def local_of(module: nn.Module, m: int) -> list[Float[Tensor, "m ..."]]:
     """Room for the local statistics of m networks."""
-    return [each.expand(m, -1).contiguous() for each in norms.statistics(module, "local").values()]
-
-
-def are_several(x: Tensor) -> bool:
-    """Whether a network, under `torch.func.vmap`, sees in `x` one of several tensors that it is computed on at once."""
-    return torch._C._functorch.is_batchedtensor(x)
+    return [each.expand(m, -1).contiguous() for each in batch_norm.statistics(module, "local").values()]
 
 
 def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:

@@ -6,10 +6,10 @@ Nobody knows of clusters, and nothing is turned. Malicious ones are drawn among 
 import numpy as np
 import torch
 
-from fedcb2o.data.partition import Population, validates
-from fedcb2o.data.shard import Dataset, Owners, members_of
+from fedcb2o.data._dataset import Dataset, Owners, members_of
+from fedcb2o.data._partition import Population, validates
 from fedcb2o.errors import ConfigError, DataError
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 
 def natural(

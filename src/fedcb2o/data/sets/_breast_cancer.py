@@ -3,8 +3,8 @@
 Street, Wolberg and Mangasarian, "Nuclear feature extraction for breast tumor diagnosis" (1993).
 """
 
-from fedcb2o.data.arrays import dataset
-from fedcb2o.data.shard import Dataset
+from fedcb2o.data._dataset import Dataset
+from fedcb2o.data.array_dataset import dataset
 
 __all__ = ["breast_cancer"]
 

@@ -7,8 +7,8 @@ Debian's package dataset-fashion-mnist has the same files.
 from pathlib import Path
 
 from fedcb2o.data import idx
-from fedcb2o.data.files import Release
-from fedcb2o.data.shard import Dataset
+from fedcb2o.data._dataset import Dataset
+from fedcb2o.data.release import Release
 
 __all__ = ["fashion_mnist"]
 

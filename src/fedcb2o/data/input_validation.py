@@ -9,7 +9,7 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcb2o.data.shard import Shard
+from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import DataError
 
 

@@ -14,7 +14,7 @@ from fedcb2o.particles import settings
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.objectives import Objective
 from fedcb2o.particles.system import Cluster
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 Seed = int | np.random.Generator | np.random.RandomState | torch.Generator | None
 Box = tuple[Tensor, Tensor]

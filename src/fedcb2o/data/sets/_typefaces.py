@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcb2o.data.brought import datasets
-from fedcb2o.data.shard import Dataset
+from fedcb2o.data._dataset import Dataset
+from fedcb2o.data.owner_datasets import datasets
 from fedcb2o.errors import ConfigError
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 __all__ = ["typefaces"]
 

@@ -20,14 +20,23 @@ from typing import Any
 import torch
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles import capture, settings
+from fedcb2o.particles import capture_risk, settings
 from fedcb2o.particles.adversaries import Adversary
-from fedcb2o.particles.asking import Asking, answered
+from fedcb2o.particles.ask_tell import Asking, answered
 from fedcb2o.particles.dynamics import Filter
+from fedcb2o.particles.initialisation import (
+    Seed,
+    box_of,
+    clusters_of,
+    ensemble_of,
+    groups_of,
+    seeds_of,
+    several,
+    start_of,
+)
 from fedcb2o.particles.objectives import Objective, with_args
 from fedcb2o.particles.result import Result, Shape, end_of, result_of
 from fedcb2o.particles.settings import Schedule
-from fedcb2o.particles.start import Seed, box_of, clusters_of, ensemble_of, groups_of, seeds_of, several, start_of
 from fedcb2o.particles.state import State, asks_to_stop
 from fedcb2o.particles.system import System
 
@@ -233,7 +242,7 @@ def _notes(system: System, by: Filter, sigma1: float, lambda1: float, noise: str
         )
     if w_m > 0 and two_levels:
         seen = 1.0 if batch is None else batch / system.theta.shape[1]
-        if by.delta_q == 0 and (told := capture.told(by, w_m, max(1, round(seen * system.num_benign)), dim)):
+        if by.delta_q == 0 and (told := capture_risk.told(by, w_m, max(1, round(seen * system.num_benign)), dim)):
             open_to.append(told)
         if by.beta >= (1 - w_m) / 2 - 1e-12:
             open_to.append(

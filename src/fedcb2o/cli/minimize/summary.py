@@ -19,7 +19,7 @@ from fedcb2o.particles.objectives import Problem
 from fedcb2o.particles.result import Result
 from fedcb2o.records import atomic_write
 from fedcb2o.report.decay import Decay
-from fedcb2o.report.landscape import Scene, animate, landscape
+from fedcb2o.report.particle_figures import Scene, animate, landscape
 
 
 def errors(problem: Problem, result: Result) -> np.ndarray | None:

@@ -6,8 +6,8 @@ LeCun, Bottou, Bengio and Haffner, "Gradient-Based Learning Applied to Document 
 from pathlib import Path
 
 from fedcb2o.data import idx
-from fedcb2o.data.files import Release
-from fedcb2o.data.shard import Dataset
+from fedcb2o.data._dataset import Dataset
+from fedcb2o.data.release import Release
 
 __all__ = ["mnist"]
 

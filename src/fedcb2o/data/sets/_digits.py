@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from fedcb2o.data.shard import Dataset, Shard, hold_out
+from fedcb2o.data._dataset import Dataset, Shard, hold_out
 from fedcb2o.errors import ConfigError
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 __all__ = ["digits"]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError, DataError
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 SPLITS = ("random", "stratified", "released")
 

@@ -14,13 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from fedcb2o.particles import theory
+from fedcb2o.particles._minimize import CaptureWarning, minimize
 from fedcb2o.particles.adversaries import Adversary
-from fedcb2o.particles.minimize import CaptureWarning, minimize
 from fedcb2o.particles.objectives import Problem
 from fedcb2o.particles.result import Result
 from fedcb2o.particles.state import State
 from fedcb2o.report.decay import Decay
-from fedcb2o.report.landscape import Scene
+from fedcb2o.report.particle_figures import Scene
 
 GRID = 181  # points of the landscape along an axis
 SEEN = 300  # particles in a figure

@@ -3,7 +3,7 @@
 García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through Consensus-Based Bi-Level
 Optimization" (arXiv 2412.02535). Malicious particles that stand on a minimiser of L have the least L there is. With
 delta_q = 0 they are in Q_beta before all benign ones, and G chooses among those for whom there is room behind them.
-Measured in `benchmarks/capture.py`.
+Measured in `paper/capture.py`.
 """
 
 import torch

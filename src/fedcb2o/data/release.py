@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedcb2o.data.shard import Shard
+from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError, DataError
 
 BLOCK = 4096  # images in memory beside those that are kept: 3 MiB of 28 x 28 pixels

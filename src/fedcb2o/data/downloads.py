@@ -21,11 +21,11 @@ import pooch  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from fedcb2o.data import cifar10, emnist, fashion_mnist, mnist
-from fedcb2o.data.files import Release, find, plain_or_gzip
 from fedcb2o.data.idx import lookalike
+from fedcb2o.data.release import Release, find, plain_or_gzip
+from fedcb2o.data import cifar10, emnist, fashion_mnist, mnist
 from fedcb2o.errors import DataError
-from fedcb2o.output import kept
+from fedcb2o.safe_stdio import kept
 
 INCOMING = ".incoming-"  # how the names of folders begin whose files are not yet known to be whole
 READERS = {"cifar10": cifar10, "emnist": emnist, "fashion_mnist": fashion_mnist, "mnist": mnist}

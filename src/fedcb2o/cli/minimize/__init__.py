@@ -1,0 +1,1 @@
+"""The command `fedcb2o minimize`: a problem, a recorded run, its summary and figures."""

@@ -1,0 +1,1 @@
+"""Networks: parameters as rows of one tensor, architectures and batch-norm statistics."""
