@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcb2o.federated import pre_steps, robust, robust_columns
-from fedcb2o.federated.aggregate import decide, form_of
+from fedcb2o.federated.aggregation import coordinatewise, gram_rules, preaggregation
+from fedcb2o.federated.aggregation.base import decide, form_of
 from fedcb2o.federated.types import Reduction
 from fedcb2o.rng import stream
 
@@ -39,11 +39,11 @@ Rule = functools.partial[Any]
 def rules(f: int) -> dict[str, Rule]:
     """The rules that look at nothing but differences of models, told of f attackers; so without BALANCE."""
     told: list[Callable[..., Any]] = [
-        *(robust_columns.trimmed_mean, robust_columns.meamed, robust.krum, robust.multi_krum, robust.bulyan),
-        *(robust.monna, robust.clipped_gossip),
+        *(coordinatewise.trimmed_mean, coordinatewise.meamed, gram_rules.krum, gram_rules.multi_krum, gram_rules.bulyan),
+        *(gram_rules.monna, gram_rules.clipped_gossip),
     ]
     plain: list[Callable[..., Any]] = [
-        *(robust.mean, robust_columns.coordinate_median, robust.geometric_median, robust.centred_clipping)
+        *(gram_rules.mean, coordinatewise.coordinate_median, gram_rules.geometric_median, gram_rules.centred_clipping)
     ]
     made = [functools.partial(rule) for rule in plain] + [functools.partial(rule, f=f) for rule in told]
     return {rule.func.__name__: rule for rule in sorted(made, key=lambda rule: bool(form_of(rule).last))}
@@ -197,7 +197,7 @@ def main() -> None:
         for name, rule in rules(f).items():
             if (arguments.only and name not in arguments.only) or not admits(rule, n, f):
                 continue
-            nnm = functools.partial(pre_steps.nnm, f=f)
+            nnm = functools.partial(preaggregation.nnm, f=f)
             plain, mixed = (
                 search(rule, n, f, mixing=mixing, steps=arguments.steps, seed=arguments.seed).kappa
                 for mixing in (None, nnm)

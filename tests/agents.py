@@ -10,24 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedcb2o import models, norms
-from fedcb2o.data.shard import Shard
-from fedcb2o.experiments.run import rounds_of
+from fedcb2o.data._dataset import Shard
+from fedcb2o.experiments.runs.seed_run import rounds_of
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.attackers import Attackers
+from fedcb2o.federated.adversary import Attackers
+from fedcb2o.federated.agent_data import Holdings
+from fedcb2o.federated.agent_group import Block, Layout
 from fedcb2o.federated.attacks import label_flip
-from fedcb2o.federated.block import Block, Layout
-from fedcb2o.federated.choices import Choices
-from fedcb2o.federated.holdings import Holdings
-from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.contacts import Memory
+from fedcb2o.federated.decisions import Choices
 from fedcb2o.federated.local_update import Training
-from fedcb2o.federated.peers import Memory
-from fedcb2o.federated.terms import Terms
+from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.run_spec import Terms
 from fedcb2o.federated.types import Attack, Reduction
-from fedcb2o.runtime.engine import Engine, Round
-from fedcb2o.runtime.shared import Shared
-from fedcb2o.runtime.workers import Here
-from fedcb2o.streams import stream
+from fedcb2o.nn import batch_norm, parameters
+from fedcb2o.parallel.executors import Here
+from fedcb2o.rng import stream
+from fedcb2o.simulation.local_engine import Shared
+from fedcb2o.simulation.rounds import Engine, Round
 from tests import reference
 from tests.tiny import empty_models
 
@@ -65,7 +65,7 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(9, 700), nn.ReLU(), nn.Linear(700, CLASSES))
 
 
-def normed(statistics: norms.Statistics = "shared") -> nn.Module:
+def normed(statistics: batch_norm.Statistics = "shared") -> nn.Module:
     """With batch norms, one of which is frozen as a whole, and with a counter and a constant that are no parameters."""
     frozen = nn.BatchNorm1d(6)
     frozen.running_var.fill_(2.0)
@@ -75,7 +75,7 @@ def normed(statistics: norms.Statistics = "shared") -> nn.Module:
         nn.Linear(6, CLASSES),
     )
     module.register_buffer("scale", torch.ones(3))
-    norms.keep_(module, statistics)
+    batch_norm.keep_(module, statistics)
     return module
 
 
@@ -182,7 +182,7 @@ def block_of(
 def first_models(terms: Terms, size: int = len(CLUSTER)) -> Tensor:
     """A model for each agent, all different."""
     theta = torch.from_numpy(stream(SEED, "theta").normal(size=(size, terms.dim)) * 0.3).float()
-    count = sum(map(len, norms.statistics(terms.module, "shared").values()))
+    count = sum(map(len, batch_norm.statistics(terms.module, "shared").values()))
     theta[:, :count] = 1 + theta[:, :count] ** 2  # variances are positive
     return theta
 
@@ -244,13 +244,13 @@ def oracle_agents(
     engine: Shared,
     make: Callable[[], nn.Module],
     options: reference.Options,
-    statistics: norms.Statistics = "shared",
+    statistics: batch_norm.Statistics = "shared",
 ) -> list[reference.Agent]:
     """The agents of an engine, for the oracle: their true data turned by its own hands, poisoned as the engine says."""
     holdings, agents = engine.block.holdings, []
     for j, bad in enumerate(MALICIOUS):
         module = make()
-        models.bind_(module, models_of(engine)[j].clone())
+        parameters.bind_(module, models_of(engine)[j].clone())
         (x, y), (seen, labels) = (
             (torch.rot90(holdings.samples.x[held[j]], 2 * CLUSTER[j], (-2, -1)), holdings.samples.y[held[j]])
             for held in (holdings.train, holdings.validation)

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedcb2o import models, norms
-from fedcb2o.data.shard import Shard
-from fedcb2o.streams import stream
+from fedcb2o.data._dataset import Shard
+from fedcb2o.nn import architectures, batch_norm, parameters
+from fedcb2o.rng import stream
 from tests.tiny import empty_models
 
 
@@ -48,10 +48,10 @@ def with_norms(input_shape, num_classes):
 with torch.random.fork_rng():
     torch.manual_seed(3)
     NETWORKS = {
-        "mlp": models.mlp([1, 4, 4], 4, hidden=[5, 6]),
-        "logistic": models.logistic([1, 4, 4], 4),
-        "cnn": models.cnn([1, 4, 4], 4, hidden=8),
-        "resnet": models.resnet([1, 4, 4], 4, width=8),
+        "mlp": architectures.mlp([1, 4, 4], 4, hidden=[5, 6]),
+        "logistic": architectures.logistic([1, 4, 4], 4),
+        "cnn": architectures.cnn([1, 4, 4], 4, hidden=8),
+        "resnet": architectures.resnet([1, 4, 4], 4, width=8),
         "tied": Tied(),
         "norm": nn.Sequential(
             *(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4)),
@@ -63,7 +63,7 @@ with torch.random.fork_rng():
         "frozen": nn.Sequential(nn.Flatten(), nn.Linear(16, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 4)),
     }
 
-    norms.keep_(NETWORKS["local"], "local")
+    batch_norm.keep_(NETWORKS["local"], "local")
 
 
 def fresh(name):
@@ -79,6 +79,6 @@ def shards(count, n):
 
 def different(module, count):
     """Models of the size that networks begin with, each its own."""
-    thetas = empty_models(count, models.dimension(module))
-    thetas[:] = models.flatten(module) + 0.1 * torch.from_numpy(stream(5, "theta").normal(size=thetas.shape)).float()
+    thetas = empty_models(count, parameters.dimension(module))
+    thetas[:] = parameters.flatten(module) + 0.1 * torch.from_numpy(stream(5, "theta").normal(size=thetas.shape)).float()
     return thetas

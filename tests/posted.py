@@ -8,18 +8,18 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fedcb2o.federated.admit import Message, believed, extents, refusal
-from fedcb2o.federated.attackers import Attackers
-from fedcb2o.federated.block import Block
-from fedcb2o.federated.choices import Choices, Inbox
-from fedcb2o.federated.judging import tested
-from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.admission import Message, believed, extents, refusal
+from fedcb2o.federated.adversary import Attackers
+from fedcb2o.federated.agent_group import Block
+from fedcb2o.federated.batched_training import teams_of
+from fedcb2o.federated.decisions import Choices, Inbox
 from fedcb2o.federated.metrics import Tested
 from fedcb2o.federated.mixing import mix_, mixture
-from fedcb2o.federated.publish import craft_, outbox
-from fedcb2o.federated.teams import teams_of
-from fedcb2o.federated.terms import Terms
-from fedcb2o.streams import stream
+from fedcb2o.federated.publishing import craft_, outbox
+from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.run_spec import Terms
+from fedcb2o.federated.validation import tested
+from fedcb2o.rng import stream
 from tests.agents import Held, block_of, first_models
 
 

@@ -92,10 +92,10 @@ class Pretend(TorchDispatchMode):
 @contextlib.contextmanager
 def pretended(monkeypatch) -> Iterator[Pretend]:
     """A device "meta" of 1 GiB, on which nothing is timed."""
-    from fedcb2o.runtime import devices, timed
+    from fedcb2o.kernels import autotune, devices
 
     monkeypatch.setattr(devices, "memory_of", lambda device: 2**30)
     monkeypatch.setattr(devices, "name_of", lambda device: "a pretended device")
-    monkeypatch.setattr(timed, "fastest_convolution", lambda *_: "grouped")
+    monkeypatch.setattr(autotune, "fastest_convolution", lambda *_: "grouped")
     with Pretend() as mode:
         yield mode

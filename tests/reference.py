@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 CANDIDATES = 12  # classes that perturbations are sought for after the first step
 MEASURED = 256  # validation samples, at most, on which it is measured what they do

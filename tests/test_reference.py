@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 from tests.reference import (
     COLLUDER,
     DFEDAVGM,

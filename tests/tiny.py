@@ -16,9 +16,10 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
-from fedcb2o import cli, models
+from fedcb2o import cli
 from fedcb2o.experiments import run
-from fedcb2o.runtime import machine
+from fedcb2o.nn import parameters
+from fedcb2o.parallel import resources
 
 FEDCB2O = Path(sys.executable).with_name("fedcb2o")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
@@ -110,7 +111,7 @@ def stop_after(rounds: int) -> Callable[..., None]:
 
 def empty_models(n: int, d: int) -> torch.Tensor:
     """Room for n models of d parameters, laid out as in a run."""
-    return torch.zeros(n, models.row_stride(d))[:, :d]
+    return torch.zeros(n, parameters.row_stride(d))[:, :d]
 
 
 def bits(folder: Path, seed: int = 1000) -> dict[str, bytes]:
@@ -130,7 +131,7 @@ def bits_however(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes
     run(experiment, out=folder / "one", workers=1)
     found = bits(folder / "one")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "processors", lambda: 3)  # on fewer, fewer of them would work
+        patch.setattr(resources, "processors", lambda: 3)  # on fewer, fewer of them would work
         for first in (3, 1):
             out = folder / f"after {first}"
             with pytest.raises(StopError):

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedcb2o.data.shard import Shard
+from fedcb2o.data._dataset import Shard
 from fedcb2o.federated.types import Contacts, Judged, Local, Losses, Received, Threat, View
-from fedcb2o.models import rows_of
-from fedcb2o.streams import stream
+from fedcb2o.nn.parameters import rows_of
+from fedcb2o.rng import stream
 
 # Five models, the last of them far off.
 LINE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [4.0, 0.0], [100.0, 3.0]])

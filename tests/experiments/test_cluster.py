@@ -375,7 +375,7 @@ from beside_own import gap, told  # what lies beside goes with it
 
 def digits():
     told(__file__, "data-")
-    return fedcb2o.data.sets._digits()
+    return fedcb2o.data.digits()
 
 def mlp(shape, classes):
     torch.rand(1)

@@ -30,7 +30,7 @@ from tests.agents import (
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.federated import algorithms, attacks, validation
-from fedcb2o.federated.aggregate import form
+from fedcb2o.federated.aggregation.base import form
 from fedcb2o.federated.contacts import Memory
 from fedcb2o.federated.types import Attack, Reduction, Weighed
 from fedcb2o.nn import parameters

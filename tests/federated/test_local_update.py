@@ -8,10 +8,10 @@ import torch
 from tests.tiny import empty_models
 from torch import nn
 
-from fedcb2o import models
-from fedcb2o.data.shard import Shard
+from fedcb2o.data._dataset import Shard
 from fedcb2o.federated.local_update import Training, batches, local_update_
-from fedcb2o.streams import stream
+from fedcb2o.nn import architectures, parameters
+from fedcb2o.rng import stream
 
 TRAINING = Training(gamma=0.5, lambda2=2.0, momentum=0.9, batch_size=4, local_epochs=3)
 
@@ -55,16 +55,16 @@ def test_a_last_sample_joins_the_batch_before_it_where_norms_refuse_it_by_itself
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_training_stays_in_the_row_and_touches_no_other(precision):
-    module = models.cnn((1, 8, 8), 3, hidden=5)
-    d = models.dimension(module)
+    module = architectures.cnn((1, 8, 8), 3, hidden=5)
+    d = parameters.dimension(module)
     rows = empty_models(3, d)
-    rows[:] = models.flatten(module)
+    rows[:] = parameters.flatten(module)
     before = rows.clone()
     draw = stream(1, "data")
     shard = Shard(torch.from_numpy(draw.random((20, 1, 8, 8))).float(), torch.from_numpy(draw.integers(3, size=20)))
     training = Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=1, precision=precision)
     local_update_(rows[1], module, shard, training, stream(1, "x"))
-    assert models.is_bound(module, rows[1])
+    assert parameters.is_bound(module, rows[1])
     assert rows[0].equal(before[0])
     assert rows[2].equal(before[2])
     assert not rows[1].equal(before[1])
@@ -74,7 +74,7 @@ def test_a_network_that_draws_is_the_same_every_time():
     """Dropout draws from the agent's own stream, and PyTorch's global generator is left as it was."""
     make = lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))  # noqa: E731
     module = make()
-    start = models.flatten(module)
+    start = parameters.flatten(module)
     shard = Shard(torch.rand(12, 4), torch.arange(12) % 2)
     results = []
     for _ in range(2):

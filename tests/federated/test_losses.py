@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from fedcb2o import models
-from fedcb2o.data.shard import Shard
+from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import losses
-from fedcb2o.federated.evaluate import losses_of, mean_losses
+from fedcb2o.federated.batched_training import local_updates_
+from fedcb2o.federated.inference import losses_of, mean_losses
 from fedcb2o.federated.local_update import Training, local_update_
-from fedcb2o.federated.teams import local_updates_
-from fedcb2o.streams import stream, streams
+from fedcb2o.nn import parameters
+from fedcb2o.rng import stream, streams
 
 OUTPUTS, TARGETS = torch.tensor([[1.0, 2.0], [0.0, 4.0]]), torch.tensor([[0.0, 0.0], [0.0, 1.0]])
 LINE = Shard(torch.linspace(-1, 1, 12).unsqueeze(1), 3 * torch.linspace(-1, 1, 12) + 1)
@@ -36,7 +36,7 @@ def network():
 def test_agents_train_by_it():
     """A line is found, as by plain gradient descent; alone, and in a team."""
     module = network()
-    theta, plain = models.flatten(module), network()
+    theta, plain = parameters.flatten(module), network()
     draw = stream(0, "x")
     order = stream(0, "x").permutation(12)
     loss = local_update_(theta, module, LINE, TRAINING, draw)
@@ -48,9 +48,9 @@ def test_agents_train_by_it():
         with torch.no_grad():
             for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
                 parameter -= 0.1 * gradient
-    assert torch.allclose(theta, models.flatten(plain), atol=1e-6)
+    assert torch.allclose(theta, parameters.flatten(plain), atol=1e-6)
     assert loss == pytest.approx(sum(seen) / 3)
-    thetas = torch.stack([models.flatten(network())] * 2)
+    thetas = torch.stack([parameters.flatten(network())] * 2)
     both = [torch.stack([each, each]) for each in (LINE.x, LINE.y)]
     local_updates_(thetas, network(), *both, TRAINING, streams(0, agents=[1, 2]))
     assert thetas.isfinite().all()

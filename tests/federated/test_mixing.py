@@ -6,12 +6,12 @@ from tests import agents as ours
 from tests.agents import BAD, CLUSTER, GOOD
 
 from fedcb2o.federated import algorithms, attacks
-from fedcb2o.federated.choices import Choices, Inbox
-from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.decisions import Choices, Inbox
 from fedcb2o.federated.mixing import dense_product, mix_, mixture
-from fedcb2o.federated.publish import outbox
+from fedcb2o.federated.publishing import outbox
+from fedcb2o.federated.ragged import Lists
 from fedcb2o.federated.types import Attack
-from fedcb2o.streams import stream
+from fedcb2o.rng import stream
 
 
 def test_mixing_is_the_plain_loop():

@@ -20,7 +20,7 @@ from tests.agents import (
 )
 
 from fedcb2o import knows
-from fedcb2o.federated import algorithms, rules
+from fedcb2o.federated import aggregation, algorithms
 from fedcb2o.federated.contacts import Memory
 from fedcb2o.federated.publishing import Outbox, craft_, outbox
 from fedcb2o.federated.types import Attack
@@ -45,7 +45,7 @@ def test_each_receiver_has_its_own_row_and_fellows_have_the_true_models(monkeypa
         whose, k = me.ids.flatten().tolist(), len(found.ids) if found.ids.ndim == 1 else found.ids.shape[1]
         for j, ids, rows in zip(whose, found.ids.view(-1, k), found.rows.view(-1, k), strict=True):
             received[j] = (ids.tolist(), rows.tolist(), engine.block.pool[rows])
-        return rules.by_samples(found, me)
+        return aggregation.by_samples(found, me)
 
     def equal(judged):
         return by_samples(judged.received, judged.me)

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import selection
-from fedcb2o.federated.lists import Lists
-from fedcb2o.federated.peers import Met, Peers
+from fedcb2o.federated.contacts import Met, Peers
+from fedcb2o.federated.ragged import Lists
 from fedcb2o.federated.selection import colluding, prob_sampling, remember, uniform
 from fedcb2o.federated.types import Contacts
-from fedcb2o.streams import stream, streams
+from fedcb2o.rng import stream, streams
 
 INF = float("inf")
 

@@ -8,7 +8,8 @@ from tests.views import models, ten_models, view_of
 
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import attacks, robust_columns
+from fedcb2o.federated import attacks
+from fedcb2o.federated.aggregation import coordinatewise
 from fedcb2o.federated.types import Attack, Reduction
 
 
@@ -48,9 +49,9 @@ def test_rounds_before_the_first_are_honest():
 def test_a_reduction_of_a_block_is_that_of_a_copy(dtype):
     block = models(7, 12, dtype=dtype)
     rows, mixing = torch.tensor([5, 0, 2]), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
-    plain = Reduction(rows, robust_columns.coordinate_median)
+    plain = Reduction(rows, coordinatewise.coordinate_median)
     assert plain.of(block, 0).equal(block[rows].quantile(0.5, dim=0))
-    mixed = Reduction(rows, robust_columns.coordinate_median, mixing)
+    mixed = Reduction(rows, coordinatewise.coordinate_median, mixing)
     torch.testing.assert_close(mixed.of(block, 0), ((block[5] + block[0]) / 2 + block[2]) / 2)
     assert mixed.of(block, 0).dtype == dtype
     placed = Reduction(rows, lambda x, first: x[0] + first, placed=True)

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import zenoh
 
-from fedcb2o.nn import architectures
+from fedcb2o.nn import parameters
 from fedcb2o.peer.membership.federation import Federation, read
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node.agent import network
@@ -61,7 +61,7 @@ class Liar:
     def __init__(self, federation: Federation, identity: Identity, log: Path, lies: Sequence[Sequence[str]]) -> None:
         self.federation, self.identity, self.lies = federation, identity, lies
         self.me = federation.id_of(identity.member)
-        self.dim = len(architectures.flatten(network(federation)))
+        self.dim = len(parameters.flatten(network(federation)))
         self.transport = Zenoh(federation, identity)
         self.content: dict[bytes, tuple[str, bytes]] = {}  # by the digest of a manifest: the lie, and what is sent
         self.stolen: dict[int, bytes] = {}  # manifests of others

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated.admit import BOUND
+from fedcb2o.federated.admission import BOUND
 from fedcb2o.peer.wire.compression import BLOCK, STEEPEST, WINDOW, Coding, Int8, Raw
 
 DIM = 3 * BLOCK + 5  # the last block is not full

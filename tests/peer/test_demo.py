@@ -14,7 +14,7 @@ import torch
 from tests.peer.folders import line, write_node
 from tests.processes import living, needs_proc
 
-from fedcb2o.data.sets import _breast_cancer
+from fedcb2o.data import breast_cancer
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.settings import load
 from fedcb2o.peer.membership import federation
@@ -40,7 +40,7 @@ def parties(tmp_path_factory):
     ]
     changes = {"agents.num_clusters": 1, "agents.benign": 2, "agents.malicious": 0, "agents.budget": 1, "rounds": 40}
     experiment = load("digits-fedcb2o", changes)
-    return federation.make(experiment, [each.member for each in both], dataset=_breast_cancer()), both
+    return federation.make(experiment, [each.member for each in both], dataset=breast_cancer()), both
 
 
 def asked(liar, kind, **keys):

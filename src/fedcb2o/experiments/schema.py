@@ -20,7 +20,7 @@ from fedcb2o.experiments.config.descriptions import described
 from fedcb2o.experiments.config.settings import KINDS, AgentsPart, Component, Experiment, TrainingPart
 from fedcb2o.experiments.config.tables import presets
 from fedcb2o.experiments.grid.definition import OWN_KEYS, VARIED, AdversaryPart, Grid, TuningPart
-from fedcb2o.federated import aggregation, algorithms, attacks, losses, metrics, optimisers, selection, topology
+from fedcb2o.federated import aggregation, algorithms, attacks, criteria, losses, metrics, optimisers, selection, topology
 from fedcb2o.federated.aggregation import preaggregation
 from fedcb2o.federated.criteria import combinations
 from fedcb2o.nn import architectures

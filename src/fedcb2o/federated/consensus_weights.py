@@ -11,12 +11,12 @@ from jaxtyping import Float, Int
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.agent_group import Block
-from fedcb2o.federated.algorithms import Algorithm
+from fedcb2o.federated.aggregation import by_samples
+from fedcb2o.federated.algorithm_spec import Algorithm
 from fedcb2o.federated.contacts import Met
 from fedcb2o.federated.decisions import Choices, Inbox
 from fedcb2o.federated.plugin_outputs import columns_by, state_of, weights_of
 from fedcb2o.federated.ragged import Places
-from fedcb2o.federated.rules import by_samples
 from fedcb2o.federated.types import TOGETHER, Contacts, Local, Reduction, State, Weighed
 from fedcb2o.federated.validation import (
     Alike,

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from fedcb2o.federated import selection
-from fedcb2o.federated.algorithms import Algorithm
+from fedcb2o.federated.algorithm_spec import Algorithm
 from fedcb2o.federated.inference import Average
 from fedcb2o.federated.local_update import Training
 from fedcb2o.nn.batch_norm import are_local

@@ -33,7 +33,7 @@ from fedcb2o.federated.plugin_outputs import changed_by
 from fedcb2o.federated.ragged import Lists
 from fedcb2o.federated.run_spec import Convolution, Linear, Primitives, Terms
 from fedcb2o.kernels import devices
-from fedcb2o.nn import batch_norm, memory_layout, parameters
+from fedcb2o.nn import architectures, batch_norm, memory_layout, parameters
 from fedcb2o.rng import stream
 
 

@@ -27,7 +27,7 @@ from fedcb2o.experiments.runs.run_directory import make, told_anew
 from fedcb2o.federated.contacts import Memory
 from fedcb2o.federated.optimisers import stepping
 from fedcb2o.kernels import autotune, devices
-from fedcb2o.nn import architectures
+from fedcb2o.nn import parameters
 from fedcb2o.parallel import resources
 from fedcb2o.records import SEEDED, Records, Sums, damaged
 from fedcb2o.simulation import checkpoint, dfca, ifca
@@ -96,7 +96,7 @@ def run_seed(prepared: Prepared, folder: Path, where: OneMachine | Spread, watch
         stack.enter_context(devices.repeatable(device))
         stack.enter_context(_room(device))
         engine: Any = stack.enter_context(where.entered(prepared, place))
-        saved = checkpoint.read(folder, fingerprint, (prepared.kept, architectures.row_stride(dim)))
+        saved = checkpoint.read(folder, fingerprint, (prepared.kept, parameters.row_stride(dim)))
         if saved is not None and (changed := changed_versions(folder, device)):
             print(f"Note: {folder} began with {changed}: its next rounds may differ in bits.", file=sys.stderr)
         if saved is None:

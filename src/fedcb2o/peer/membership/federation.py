@@ -26,7 +26,7 @@ from fedcb2o.experiments.config.build import module_of, neighbours_of
 from fedcb2o.experiments.config.datasets import most_samples as largest
 from fedcb2o.experiments.config.settings import Experiment, Part, settings
 from fedcb2o.federated import algorithms
-from fedcb2o.nn import architectures
+from fedcb2o.nn import parameters
 from fedcb2o.peer.membership import versions as chain
 from fedcb2o.peer.membership.federation_schema import (
     AGENTS,
@@ -258,7 +258,7 @@ def make(
     except ValueError as error:
         raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
     believed = largest(experiment, dataset)
-    dim = architectures.dimension(module_of(experiment, experiment.seeds[0], dataset))
+    dim = parameters.dimension(module_of(experiment, experiment.seeds[0], dataset))
     table = {
         "protocol": PROTOCOL,
         "name": experiment.name,

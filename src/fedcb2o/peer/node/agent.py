@@ -16,22 +16,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedcb2o import data, records
+from fedcb2o import records
+from fedcb2o.data import sets
 from fedcb2o.data._dataset import Dataset, Shard
 from fedcb2o.data._partition import validates
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config.build import module_of, neighbours_of, prepare, terms_of
 from fedcb2o.experiments.config.datasets import aim_of, checked, dataset_of, digest_of
 from fedcb2o.experiments.config.settings import Component, Experiment
-from fedcb2o.federated.attackers import Attackers
-from fedcb2o.federated.block import Block, Layout
-from fedcb2o.federated.holdings import Holdings
-from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.adversary import Attackers
+from fedcb2o.federated.agent_data import Holdings
+from fedcb2o.federated.agent_group import Block, Layout
 from fedcb2o.federated.metrics import Aim
-from fedcb2o.federated.terms import Terms
+from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.run_spec import Terms
 from fedcb2o.federated.types import Attack
 from fedcb2o.kernels import autotune
-from fedcb2o.nn import architectures
+from fedcb2o.nn import parameters
 from fedcb2o.peer.membership.federation import Federation, make, read
 
 
@@ -55,7 +56,7 @@ class Agent:
         layout = Layout.of(np.zeros(1, np.int64), 1, self.holdings.malicious, each, self.terms.algorithm.keeps_before)
         rows = layout.inbox + self.terms.asked
         # Not zeros: memory is taken for those rows alone that are written to, and none is read before.
-        pool = torch.empty(rows, architectures.row_stride(self.terms.dim))[:, : self.terms.dim]
+        pool = torch.empty(rows, parameters.row_stride(self.terms.dim))[:, : self.terms.dim]
         return Block(self.terms, self.holdings, self.attackers, layout, pool)
 
 
@@ -131,7 +132,7 @@ def data_of(named: str, federation: Federation, data_dir: Path | None = None) ->
     file = named.endswith(".npz")
     if file and not (Path(data_dir or ".").expanduser() / Path(named).expanduser()).is_file():
         raise DataError(f"--data: there is no file {named}{f' in {data_dir}' if data_dir else ''}")
-    if not file and ":" not in named and named not in data.__all__:
+    if not file and ":" not in named and named not in sets.__all__:
         raise ConfigError(f"--data is MODULE:FUNCTION or FILE.npz, got {named}")
     numbers = {"numbers": True} if federation.data.target is not None else {}
     part = {"name": "arrays", "path": named, **numbers} if file else {"name": named}
@@ -168,7 +169,7 @@ def load_model(folder: Path | str, *, own: Collection[str] = ()) -> nn.Module:
     if not path.exists():
         raise RunError(f"there is no {path}: it is written after the last round")
     try:
-        architectures.fill_(module, load_file(path))
+        parameters.fill_(module, load_file(path))
     except (SafetensorError, ValueError, OSError) as error:
         raise records.damaged(path, str(error)) from error
     return module.eval()
@@ -224,7 +225,7 @@ def _made(
 ) -> Agent:
     precision = autotune.precision_of(terms.training.precision, torch.device("cpu"))
     terms = dataclasses.replace(terms, training=dataclasses.replace(terms.training, precision=precision))
-    common = architectures.flatten(module_of(experiment, federation.seed, dataset))
+    common = parameters.flatten(module_of(experiment, federation.seed, dataset))
     independent = experiment.agents.initialisation == "independent"
-    first = architectures.flatten(module_of(experiment, federation.seed, dataset, me)) if independent else common
+    first = parameters.flatten(module_of(experiment, federation.seed, dataset, me)) if independent else common
     return Agent(terms, attackers, holdings, aim, first, common, digest_of(dataset))

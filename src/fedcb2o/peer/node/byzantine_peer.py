@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcb2o.nn import architectures
+from fedcb2o.nn import parameters
 from fedcb2o.peer.membership.federation import Federation, read
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node.agent import network
@@ -88,7 +88,7 @@ def main(federation: str, folder: str) -> None:
     agreed, identity = read(federation), Identity.read(Path(folder))
     transport = Zenoh(agreed, identity)
     try:
-        transport.serve(Liar(agreed, identity, len(architectures.flatten(network(agreed)))).hear)
+        transport.serve(Liar(agreed, identity, len(parameters.flatten(network(agreed)))).hear)
         sys.stdin.read()
     finally:
         transport.close()

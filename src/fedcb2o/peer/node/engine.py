@@ -14,16 +14,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.federated.admit import believed, extents
-from fedcb2o.federated.block import Block
-from fedcb2o.federated.choices import Choices, Inbox
-from fedcb2o.federated.judging import tested
-from fedcb2o.federated.lists import Lists
+from fedcb2o.federated.admission import believed, extents
+from fedcb2o.federated.agent_group import Block
+from fedcb2o.federated.algorithm2 import ask
+from fedcb2o.federated.batched_training import train_
+from fedcb2o.federated.decisions import Choices, Inbox
 from fedcb2o.federated.metrics import Tested
 from fedcb2o.federated.mixing import mix_, mixture
-from fedcb2o.federated.publish import craft_, outbox
-from fedcb2o.federated.round import ask
-from fedcb2o.federated.teams import train_
+from fedcb2o.federated.publishing import craft_, outbox
+from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.validation import tested
 from fedcb2o.kernels import dispatch
 from fedcb2o.peer.node.publisher import Offers
 from fedcb2o.peer.wire.client import Arrival, Downloads

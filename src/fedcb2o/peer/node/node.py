@@ -25,10 +25,10 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs.run_directory import alone
 from fedcb2o.federated import metrics
-from fedcb2o.federated.block import Block
-from fedcb2o.federated.judging import network_of
-from fedcb2o.federated.peers import Memory
-from fedcb2o.nn import architectures
+from fedcb2o.federated.agent_group import Block
+from fedcb2o.federated.contacts import Memory
+from fedcb2o.federated.validation import network_of
+from fedcb2o.nn import parameters
 from fedcb2o.parallel.executors import one_thread
 from fedcb2o.peer.membership.federation import Federation, read
 from fedcb2o.peer.membership.identity import Identity
@@ -290,7 +290,7 @@ class Node:
 
     def _keep(self, block: Block) -> None:
         """Write the final model, by the names of what agents have of their own in the network."""
-        tensors = {name: tensor.detach() for name, tensor in architectures.state(network_of(block, 0)).items()}
+        tensors = {name: tensor.detach() for name, tensor in parameters.state(network_of(block, 0)).items()}
         records.atomic_write(self.out / MODEL, lambda path: save_file(tensors, path))
 
     def _line(self, done: Round, engine: Among, tally: "Tally", company: Company) -> dict[str, Any]:

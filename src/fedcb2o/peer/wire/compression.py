@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated.admit import BOUND
+from fedcb2o.federated.admission import BOUND
 
 Content: TypeAlias = bytes | bytearray | memoryview
 
