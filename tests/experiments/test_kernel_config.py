@@ -6,8 +6,7 @@ from tests.tiny import here, tiny, write
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
-from fedcb2o.experiments.config import build, datasets
-from fedcb2o.experiments.config.settings import settings
+from fedcb2o.experiments.config import build, datasets, settings
 from fedcb2o.experiments.runs.kernel_config import primitives_of
 from fedcb2o.kernels import autotune, devices, onednn
 

@@ -24,7 +24,8 @@ from fedcb2o.data._dataset import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.build import module_of, neighbours_of
 from fedcb2o.experiments.config.datasets import most_samples as largest
-from fedcb2o.experiments.config.settings import Experiment, Part, settings
+from fedcb2o.experiments.config.settings import Experiment, Part
+from fedcb2o.experiments.config.settings import load as load_experiment
 from fedcb2o.federated import algorithms
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership import versions as chain
@@ -136,7 +137,7 @@ class Federation(Part):
             **settings["agents"],
         }
         once = {"name": self.name, "seeds": [self.seed], "rounds": self.rounds, "data": {"name": brought}}
-        experiment = settings.load({**settings, **once, "agents": agents})
+        experiment = load_experiment({**settings, **once, "agents": agents})
         _check_possible(experiment)
         return experiment
 
@@ -240,7 +241,7 @@ def make(
 
     `options` are the other keys of a `Federation`. Raises ConfigError where members or options do not fit.
     """
-    experiment = settings.load(experiment)
+    experiment = load_experiment(experiment)
     agents = experiment.agents
     if agents.num_agents != len(members):
         raise ConfigError(
