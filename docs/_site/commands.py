@@ -1,4 +1,4 @@
-"""The directive `commands`: every command of the command line and what it takes, in the words of its own --help."""
+"""The directive `commands`: all commands with their options, from --help."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,42 +12,61 @@ from fedcb2o.cli import app as line
 
 
 class Commands(SphinxDirective):
-    """A section for each command: what it does, and a list of its arguments and options."""
+    """Sections of commands: description, arguments and options."""
 
     def run(self) -> list[nodes.Node]:
-        """The sections."""
-        return [_section(words, command) for words, command in _commands([], typer.main.get_command(line))]
+        """Return the sections."""
+        return [
+            _section(words, command)
+            for words, command in _commands([], typer.main.get_command(line))
+        ]
 
 
 def _commands(words: list[str], command: Any) -> Iterator[tuple[str, Any]]:
-    """Each command that has no others below it, with its words."""
-    below = getattr(command, "commands", {})
-    if not below:
+    """Yield the commands without subcommands, each with its full name."""
+    subcommands = getattr(command, "commands", {})
+    if not subcommands:
         yield " ".join(words), command
-    for name, each in below.items():
-        yield from _commands([*words, name], each)
+
+    for name, subcommand in subcommands.items():
+        yield from _commands([*words, name], subcommand)
 
 
 def _section(words: str, command: Any) -> nodes.section:
     section = nodes.section(ids=[nodes.make_id(words)], names=[words])
     section += nodes.title(text=words)
+
     for text in (command.help or "").split("\n\n"):
         example = text.removeprefix("Example: ")
-        section += _paragraph(text) if example == text else nodes.literal_block(example, example, language="text")
-    section += (takes := nodes.definition_list())
-    for each in command.params:
-        named = [] if each.param_type_name == "argument" else [", ".join([*each.opts, *each.secondary_opts])]
-        written = " ".join([*named, each.metavar or (each.name.upper() if not named else "")]).strip()
-        term, told = nodes.term("", "", nodes.literal(text=written)), _paragraph(each.help or "")
-        takes += nodes.definition_list_item("", term, nodes.definition("", told))
+        if example == text:
+            section += _paragraph(text)
+        else:
+            section += nodes.literal_block(example, example, language="text")
+
+    parameters = nodes.definition_list()
+    for parameter in command.params:
+        term = nodes.term("", "", nodes.literal(text=_usage(parameter)))
+        definition = nodes.definition("", _paragraph(parameter.help or ""))
+        parameters += nodes.definition_list_item("", term, definition)
+
+    section += parameters
     return section
 
 
+def _usage(parameter: Any) -> str:
+    """Return the names and the placeholder of an argument or option."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar or parameter.name.upper())
+    names = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    return f"{names} {parameter.metavar or ''}".strip()
+
+
 def _paragraph(text: str) -> nodes.paragraph:
-    """A paragraph in which what stands between backticks is code."""
+    """Return a paragraph with text between backticks as code."""
     paragraph = nodes.paragraph()
     for i, part in enumerate(" ".join(text.replace("\\[", "[").split()).split("`")):
-        paragraph += nodes.literal(text=part) if i % 2 else nodes.Text(part)
+        is_code = i % 2 == 1
+        paragraph += nodes.literal(text=part) if is_code else nodes.Text(part)
     return paragraph
 
 

@@ -1,4 +1,4 @@
-"""Links to folders of the repository, which a forge shows and a site does not, are plain text here."""
+"""Plain text in place of links to folders, which only a forge can show."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from sphinx.application import Sphinx
 
 
 def without_links(app: Sphinx, page: nodes.document) -> None:
-    """Put its text in the place of each link to a folder."""
+    """Replace each link to a folder by its text."""
     here = Path(app.env.doc2path(app.env.docname)).parent
     for link in list(page.findall(pending_xref)):
         if link["refdomain"] is None and (here / link["reftarget"]).is_dir():
@@ -16,6 +16,6 @@ def without_links(app: Sphinx, page: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Do so in every page that is read."""
+    """Register the replacement for every page."""
     app.connect("doctree-read", without_links)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Formulas as MathML, which browsers draw by themselves: a page needs no script and nothing from elsewhere."""
+"""Formulas as MathML, which browsers draw without scripts."""
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -6,19 +6,19 @@ from sphinx.application import Sphinx
 
 
 def inline(translator, node: nodes.math) -> None:
-    """A formula in a line of text."""
+    """Write a formula in a line of text."""
     translator.body.append(tex2mathml(node.astext()))
     raise nodes.SkipNode
 
 
 def display(translator, node: nodes.math_block) -> None:
-    """A formula by itself, which scrolls where the page is narrower."""
+    """Write a displayed formula, which scrolls on narrow pages."""
     formula = tex2mathml(node.astext(), as_block=True)
     translator.body.append(f'<div class="formula" tabindex="0">{formula}</div>\n')
     raise nodes.SkipNode
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the two."""
+    """Register both writers."""
     app.add_html_math_renderer("mathml", (inline, None), (display, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Pictures that are much wider than high keep a width at which they can be read; on a telephone they scroll."""
+"""Wide pictures keep a readable width; they scroll on small screens."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ import imagesize
 from docutils import nodes
 from sphinx.application import Sphinx
 
-WIDE = 1.8  # times the height
+WIDE = 1.8  # width / height from which a picture is wide
 
 
 def mark(app: Sphinx, page: nodes.document, name: str) -> None:
-    """Give such pictures the class that site.css knows."""
+    """Add the class `wide` of site.css to wide pictures."""
     for picture in page.findall(nodes.image):
         width, height = imagesize.get(Path(app.srcdir, picture["uri"]))
         if width > WIDE * height > 0:
@@ -18,6 +18,6 @@ def mark(app: Sphinx, page: nodes.document, name: str) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Do so in every page that is written."""
+    """Register the marking for every page."""
     app.connect("doctree-resolved", mark)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
