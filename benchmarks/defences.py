@@ -20,7 +20,7 @@ import fedcb2o
 from fedcb2o.experiments.grid.definition import Grid
 from fedcb2o.experiments.grid.loading import load_grid
 from fedcb2o.parallel.executors import one_thread
-from fedcb2o.report.grid_results import UNTIMED
+from fedcb2o.report.grid_results import UNTIMED_PHASES
 
 
 def seconds(grid: Grid, defence: str, rounds: int, data_dir: Path | None) -> float:
@@ -33,7 +33,7 @@ def seconds(grid: Grid, defence: str, rounds: int, data_dir: Path | None) -> flo
     with tempfile.TemporaryDirectory() as folder, one_thread():
         fedcb2o.run(fedcb2o.load(settings), out=Path(folder) / "run", workers=1, data_dir=data_dir)
         lines = next(Path(folder).rglob("timing.jsonl")).read_text(encoding="utf-8").splitlines()
-    took = [{part: s for part, s in json.loads(line).items() if part not in ("round", *UNTIMED)} for line in lines[1:]]
+    took = [{part: s for part, s in json.loads(line).items() if part not in ("round", *UNTIMED_PHASES)} for line in lines[1:]]
     return statistics.median(sum(parts.values()) for parts in took)
 
 

@@ -28,7 +28,7 @@ def products(dtype: torch.dtype = torch.float32) -> dict[str, Product]:
     convolution, square = 2.0 * 64 * 14 * 14 * 64 * 25 * 32, 2.0 * 2048**3
 
     def by_onednn() -> torch.Tensor:
-        with dispatch.by("onednn"):
+        with dispatch.use_kernels("onednn"):
             return F.linear(a, b)
 
     found: dict[str, Product] = {
@@ -36,7 +36,7 @@ def products(dtype: torch.dtype = torch.float32) -> dict[str, Product]:
         "the same, channels last": (convolution, lambda: F.conv2d(y, v, padding=2)),
         "product of 2048x2048 matrices": (square, lambda: a @ b),
     }
-    if dtype == torch.float32 and onednn.available():
+    if dtype == torch.float32 and onednn.is_available():
         found["the same, oneDNN"] = (square, by_onednn)
     return found
 

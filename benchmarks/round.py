@@ -26,21 +26,21 @@ from limits import NUM_CLASSES, family, multiplications, rate
 
 from fedcb2o.data._dataset import Dataset, Shard, features
 from fedcb2o.experiments.config import build
-from fedcb2o.experiments.config.datasets import dataset_of, shared_data
+from fedcb2o.experiments.config.datasets import dataset_tensors, load_dataset
 from fedcb2o.experiments.config.settings import Experiment, load
-from fedcb2o.federated.agent_data import Holdings
-from fedcb2o.federated.agent_group import Block
-from fedcb2o.federated.contacts import Memory
+from fedcb2o.federated.agent_data import AgentData
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.inference import logits
 from fedcb2o.federated.local_update import local_update_
-from fedcb2o.federated.run_spec import Terms
+from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.kernels import autotune, dispatch
 from fedcb2o.nn import architectures
 from fedcb2o.parallel import shared_memory
-from fedcb2o.parallel.executors import Processes
+from fedcb2o.parallel.executors import PoolExecutor
 from fedcb2o.rng import stream
-from fedcb2o.simulation.local_engine import Shared
-from fedcb2o.simulation.rounds import Round, rounds
+from fedcb2o.simulation.local_engine import LocalEngine
+from fedcb2o.simulation.rounds import Round, run_rounds
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL = {
@@ -66,7 +66,7 @@ def experiment_of(small: bool, real: bool) -> Experiment:
     probed, images = architectures.cnn((1, 28, 28), NUM_CLASSES, **hidden), torch.zeros(64, 1, 28, 28)
     by = {
         "linear": autotune.fastest_linear(),
-        "convolution": autotune.fastest_convolution_of_one(probed, images, "float32"),
+        "convolution": autotune.fastest_single_convolution(probed, images, "float32"),
     }
     changes = {"agents.benign": 7, "agents.malicious": 3, "agents.budget": 4, **by}
     if not real:
@@ -78,8 +78,8 @@ def experiment_of(small: bool, real: bool) -> Experiment:
 class Library:
     """The library's side in one precision, ready for its first round."""
 
-    block: Block
-    workers: Processes[Block]
+    block: AgentGroup
+    workers: PoolExecutor[AgentGroup]
     rounds: Iterator[Round]
     found: list[dict[str, float]]
     evaluations: list[float]
@@ -97,38 +97,38 @@ class Library:
 @contextlib.contextmanager
 def library(experiment: Experiment, dataset: Dataset, cores: int, options: argparse.Namespace) -> Iterator[Library]:
     """A side of the library: `cores` processes that share its models."""
-    prepared = build.prepare(experiment, 0, dataset)
-    dim = prepared.terms.dim
-    make = functools.partial(build.block_of, experiment, 0, dataset.names, dim)
-    with shared_memory.shared(build.specs_of(dataset, experiment.num_models, dim)) as shared:
+    prepared = build.prepare_seed(experiment, 0, dataset)
+    dim = prepared.spec.dim
+    make = functools.partial(build.build_full_group, experiment, 0, dataset.names, dim)
+    with shared_memory.allocate_shared(build.tensor_specs(dataset, experiment.num_models, dim)) as shared:
         tensors = shared.tensors()
-        for name, tensor in shared_data(dataset).items():
+        for name, tensor in dataset_tensors(dataset).items():
             tensors[name].copy_(tensor)
-        block = prepared.block(tensors["models"][:, :dim])
-        agents = range(prepared.terms.num_agents)
-        build.first_models_(block.pool[: len(agents)], prepared.experiment, prepared.seed, prepared.dataset, agents)
-        workers: Processes[Block] = Processes(cores, shared, make)
-        engine, memory = Shared(block, workers), Memory.blank(len(agents))
-        made = rounds(engine, memory, 0, options.rounds, lambda n: options.evaluate)
+        block = prepared.build_agent_group(tensors["models"][:, :dim])
+        agents = range(prepared.spec.num_agents)
+        build.init_models_(block.models[: len(agents)], prepared.experiment, prepared.seed, prepared.dataset, agents)
+        workers: PoolExecutor[AgentGroup] = PoolExecutor(cores, shared, make)
+        engine, memory = LocalEngine(block, workers), AgentState.initial(len(agents))
+        made = run_rounds(engine, memory, 0, options.rounds, lambda n: options.evaluate)
         yield Library(block, workers, made, [], [])
 
 
-def shard_of(holdings: Holdings, j: int) -> Shard:
+def shard_of(holdings: AgentData, j: int) -> Shard:
     """What agent j trains on in the first round."""
-    x, y = holdings.trained_on(np.array([j]), 0)
+    x, y = holdings.training_data(np.array([j]), 0)
     return Shard(x[0], y[0])
 
 
-def work_of(block: Block, experiment: Experiment) -> plain.Work:
+def work_of(block: AgentGroup, experiment: Experiment) -> plain.Work:
     """What the library's agents hold and do, for the loop: float images, as a loop would keep them."""
-    holdings, training = block.holdings, block.terms.training
-    everyone = range(block.terms.num_agents)
+    holdings, training = block.data, block.spec.training
+    everyone = range(block.spec.num_agents)
     shards = [shard_of(holdings, j) for j in everyone]
-    held = [Shard(*(each[0] for each in holdings.judged_on(np.array([j])))) for j in everyone]
+    held = [Shard(*(each[0] for each in holdings.validation_data(np.array([j])))) for j in everyone]
     return plain.Work(
         train=[(features(s.x), s.y) for s in shards],
         validation=[(features(s.x), s.y) if len(s) else None for s in held],
-        num_classes=block.terms.num_classes,
+        num_classes=block.spec.num_classes,
         hidden=experiment.model.parameters["hidden"],
         epochs=training.local_epochs,
         batch_size=training.batch_size,
@@ -138,13 +138,13 @@ def work_of(block: Block, experiment: Experiment) -> plain.Work:
     )
 
 
-def peers_of(terms: Terms, n: int) -> list[list[int]]:
+def peers_of(terms: RunSpec, n: int) -> list[list[int]]:
     """Whom each agent of the loop downloads from: `budget` others at random."""
     draw, everyone = np.random.default_rng(n), range(terms.num_agents)
     return [draw.choice([i for i in everyone if i != j], terms.budget, replace=False).tolist() for j in everyone]
 
 
-def operations(terms: Terms, trained: int, validated: int, hidden: int) -> dict[str, float]:
+def operations(terms: RunSpec, trained: int, validated: int, hidden: int) -> dict[str, float]:
     """Floating-point operations of a round, by its parts, of agents that hold so many samples to train and to judge
     on; a multiplication and an addition are two."""
     forward, backward = multiplications(hidden)
@@ -158,16 +158,16 @@ def operations(terms: Terms, trained: int, validated: int, hidden: int) -> dict[
     }
 
 
-def ready(block: Block) -> None:
+def ready(block: AgentGroup) -> None:
     """Have a worker make its block and take a step on a copy of a model, before a round is timed."""
-    terms, theta = block.terms, block.pool[:1].clone()
-    shard, training = shard_of(block.holdings, 0), dataclasses.replace(terms.training, local_steps=1)
-    with dispatch.by(terms.primitives.linear, terms.primitives.convolution):
+    terms, theta = block.spec, block.models[:1].clone()
+    shard, training = shard_of(block.data, 0), dataclasses.replace(terms.training, local_steps=1)
+    with dispatch.use_kernels(terms.kernels.linear, terms.kernels.convolution):
         local_update_(theta[0], terms.module, shard, training, stream(terms.seed, "ready"))
         logits(terms.module, theta, torch.tensor([0]), shard.x[:100])
 
 
-def fastest(agents: plain.Agents, terms: Terms, cores: int) -> tuple[plain.Loop, str]:
+def fastest(agents: plain.Agents, terms: RunSpec, cores: int) -> tuple[plain.Loop, str]:
     """The loop with the best number of processes and threads, by a try on less work, and what the tries took."""
     n = terms.num_agents
     some = range(0, n, max(1, n // max(n // 4, min(cores, n))))
@@ -244,7 +244,7 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     print(f"{processor()}, {cores} cores; Python {platform.python_version()}, torch {torch.__version__}", flush=True)
     experiment = experiment_of(options.small, options.data_dir is not None)
-    dataset = dataset_of(experiment, options.data_dir)
+    dataset = load_dataset(experiment, options.data_dir)
     rates = {precision: [rate(dtype=dtype)] for precision, dtype in PRECISIONS.items()}
     with contextlib.ExitStack() as stack:
         sides = {
@@ -254,14 +254,14 @@ def main() -> None:
             for precision in PRECISIONS
         }
         block, workers = sides["float32"].block, sides["float32"].workers
-        terms, holdings = block.terms, block.holdings
+        terms, holdings = block.spec, block.data
         trained, validated = len(holdings.train.values), len(holdings.validation.values)
         print(
             f"N = {terms.num_agents}, M = {terms.budget}, d = {terms.dim:,}, {trained:,} training samples,"
             f" tau = {terms.training.local_epochs}, batches of {terms.training.batch_size},"
             f" {'EMNIST' if options.data_dir else 'random images'}"
         )
-        by = f"dense layers by {terms.primitives.linear}, convolutions {terms.primitives.convolution}"
+        by = f"dense layers by {terms.kernels.linear}, convolutions {terms.kernels.convolution}"
         print(f"library: {cores} process{'es' * (cores > 1)} of 1 thread, {by}")
         loop, told = fastest(plain.make(work_of(block, experiment)), terms, cores)
         print(f"plain loop: {loop.name}, the fastest of these on less work ({told})", flush=True)

@@ -26,15 +26,15 @@ from limits import family, rate
 
 import fedcb2o
 from fedcb2o.experiments.config import build
-from fedcb2o.experiments.config.datasets import aim_of, dataset_of
+from fedcb2o.experiments.config.datasets import attack_goal, load_dataset
 from fedcb2o.experiments.config.settings import Experiment, load
-from fedcb2o.experiments.runs.local_backend import _enter
-from fedcb2o.experiments.runs.memory_plan import Plan
-from fedcb2o.experiments.runs.round_records import metrics_line, pairs_line
-from fedcb2o.federated.contacts import Memory
+from fedcb2o.experiments.runs.local_backend import open_local_engine
+from fedcb2o.experiments.runs.memory_plan import MemoryPlan
+from fedcb2o.experiments.runs.round_records import metrics_record, pairs_record
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.parallel.executors import one_thread
-from fedcb2o.records import Records
-from fedcb2o.simulation.rounds import rounds
+from fedcb2o.records import RoundLog
+from fedcb2o.simulation.rounds import run_rounds
 
 FEATURES, CLASSES, SAMPLES = 20, 10, 20
 PHASES = ("train", "aggregate", "mix", "records")
@@ -88,30 +88,30 @@ def processor_seconds() -> float:
 
 def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, float]:
     """Processor seconds of a round by phase, the least of some rounds; `evaluate` apart."""
-    dataset = dataset_of(experiment, None)
-    prepared = build.prepare(experiment, 0, dataset)
+    dataset = load_dataset(experiment, None)
+    prepared = build.prepare_seed(experiment, 0, dataset)
     found: list[dict[str, float]] = []
     with ExitStack() as stack:
-        engine = _enter(stack, prepared, Plan(count, 0, 0))
-        build.first_models_(
-            engine.block.pool[: prepared.kept], prepared.experiment, 0, dataset, range(prepared.kept)
+        engine = open_local_engine(stack, prepared, MemoryPlan(count, 0, 0))
+        build.init_models_(
+            engine.group.models[: prepared.num_persistent_rows], prepared.experiment, 0, dataset, range(prepared.num_persistent_rows)
         )
-        log = Records(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        memory, aim = Memory.blank(prepared.terms.num_agents), aim_of(experiment)
+        log = RoundLog(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        memory, aim = AgentState.initial(prepared.spec.num_agents), attack_goal(experiment)
         marks: list[float] = []
 
         def tell(n: int, phase: str) -> None:
             marks.append(processor_seconds())
 
         last = num_rounds
-        stream = rounds(engine, memory, 0, num_rounds + 1, lambda n: n == last, tell)
+        stream = run_rounds(engine, memory, 0, num_rounds + 1, lambda n: n == last, tell)
         stack.enter_context(one_thread())
         for done in stream:
             marks.append(processor_seconds())
             wall = {name: done.seconds[name] for name in ("aggregate", "mix")}
             began = processor_seconds()
-            log.append("metrics", metrics_line(aim, engine.attackers.malicious, done))
-            log.append("pairs", pairs_line(done))
+            log.append("metrics", metrics_record(aim, engine.adversary.malicious, done))
+            log.append("pairs", pairs_record(done))
             ended = processor_seconds()
             mixed = marks[2] - marks[1]
             share = wall["aggregate"] / sum(wall.values())  # processor time is known for both together
@@ -122,7 +122,7 @@ def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, fl
             found.append(line)
             marks.clear()
     best = {name: min(line[name] for line in found[1:]) for name in PHASES}
-    return {**best, "evaluate": found[-1]["evaluate"], "dim": prepared.terms.dim}
+    return {**best, "evaluate": found[-1]["evaluate"], "dim": prepared.spec.dim}
 
 
 def operations(experiment: Experiment, dim: int) -> float:

@@ -26,7 +26,7 @@ import fedcb2o
 from fedcb2o.particles import adversaries
 from fedcb2o.particles.objectives import problem
 from fedcb2o.particles.result import Result
-from fedcb2o.report.figures import COLOURS, LINES, STYLE
+from fedcb2o.report.figures import LINE_STYLES, PALETTE, STYLE
 
 CIRCLE = problem("circle")
 SHARES = (0.0, 0.02, 0.04, 0.05, 0.06, 0.1, 0.3, 0.5)
@@ -96,7 +96,7 @@ def draw(path: Path, by_share: dict[str, list[torch.Tensor]], by_beta: dict[str,
         left, right = figure.subplots(1, 2)
         for ax, x, rows in ((left, SHARES, by_share), (right, BETAS, by_beta)):
             for k, (name, values) in enumerate(rows.items()):
-                look = {"color": COLOURS[k], "linestyle": LINES[k], "marker": "osD^"[k], "markersize": 5}
+                look = {"color": PALETTE[k], "linestyle": LINE_STYLES[k], "marker": "osD^"[k], "markersize": 5}
                 ax.plot(x, [each.median() for each in values], label=name, **look)
             ax.set_yscale("log")
             ax.set_ylim(2e-4, 4)
@@ -142,12 +142,12 @@ def draw_border(path: Path, found: Border) -> None:
                 low, middle, high = (
                     [float(getattr(errors, name)()) for errors, _ in rows.values()] for name in ("min", "median", "max")
                 )
-                look = {"color": COLOURS[k], "zorder": 3 - k}
-                ax.plot(x, middle, linestyle=LINES[k], label=f"N = {n:,}", **look)
+                look = {"color": PALETTE[k], "zorder": 3 - k}
+                ax.plot(x, middle, linestyle=LINE_STYLES[k], label=f"N = {n:,}", **look)
                 ax.vlines(x, low, high, linewidth=1, alpha=0.5, **look)
                 for warned in (False, True):
                     at = [j for j, (_, is_warned) in enumerate(rows.values()) if is_warned == warned]
-                    face = "white" if warned else COLOURS[k]
+                    face = "white" if warned else PALETTE[k]
                     points = [x[j] for j in at], [middle[j] for j in at]
                     ax.plot(*points, linestyle="none", marker="osD"[k], markersize=5.5, markerfacecolor=face, **look)
             ax.plot([], [], "o", color="0.3", markerfacecolor="white", label="minimize warns (hollow)")

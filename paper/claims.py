@@ -35,9 +35,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from fedcb2o.records import Run, digest, last_fifth, summary
+from fedcb2o.records import Run, last_fifth, settings_digest, summary
 from fedcb2o.report import figures, statistics
-from fedcb2o.report.tables import attacked, pair_statistics
+from fedcb2o.report.tables import is_attacked, pair_statistics
 
 ACCURACY, SOURCE, SUCCESS = METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
 NAMED = {ACCURACY: "overall accuracy", SOURCE: "source class accuracy", SUCCESS: "ASR"}
@@ -67,7 +67,7 @@ EQUAL = (2 / 3, 3 / 2)  # "comparable", "nearly equal", of a ratio that the pape
 MINIMAL = (-math.inf, 0.1)  # "minimal", of such a ratio
 VARIANTS = ("-trusted", "-released", "-paper", "-held-out", "")  # the last two are not the paper's Algorithm 2
 CURVES = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", *(f"fedcb2o{variant}" for variant in VARIANTS))
-MOST = len(figures.COLOURS)  # methods in one picture; of more, those of CURVES
+MOST = len(figures.PALETTE)  # methods in one picture; of more, those of CURVES
 JUDGED_ALIKE = "FedCBO, judging by samples of the same kind"
 """What stands for FedCBO where it holds validation data out as FedCB2O does, or neither does: only then are losses of
 one kind."""
@@ -103,7 +103,7 @@ def values(run: Run) -> pd.DataFrame:
     benign agent judged in the same round, mean over agents and rounds.
     """
     table = 100 * summary(run.records).set_index("seed")[[*METRICS, "malicious_weight"]]
-    if not attacked(run):
+    if not is_attacked(run):
         return table[[*METRICS]]
     columns = {"loss": run.records[~run.records.malicious].groupby("seed").validation_loss.mean()}
     columns["elsewhere"] = _elsewhere(run)
@@ -333,7 +333,7 @@ def interval(each: "pd.Series[float]") -> tuple[float, float, float]:
     mean = float(known.mean())
     if len(known) < 2:
         return mean, -math.inf, math.inf
-    half = float(statistics.half_width(len(known), known.std(ddof=1)))
+    half = float(statistics.interval_half_width(len(known), known.std(ddof=1)))
     return mean, mean - half, mean + half
 
 
@@ -394,7 +394,7 @@ def _cell(claim: Claim, runs: Values, seeds: int) -> str:
     sign = "+" if " less " in claim.statistic or " by" in claim.statistic else ""
     places = 2 if claim.statistic.startswith(tuple(NAMED.values())) else 3
     count = "" if len(each) == seeds and seeds > 1 else f" ({len(each)} seed{'s' * (len(each) > 1)})"
-    return statistics.interval(mean, low, high, places, sign) + count + f" **{verdict(claim, low, high)}**"
+    return statistics.format_interval(mean, low, high, places, sign) + count + f" **{verdict(claim, low, high)}**"
 
 
 def metrics_table(known: Values) -> str:
@@ -406,7 +406,7 @@ def metrics_table(known: Values) -> str:
         cells = []
         for column in shown if not name.endswith("-clean") else ():
             mean, low, high = interval(_column(table, column))
-            cells.append("–" if math.isnan(mean) else statistics.interval(mean, low, high, digits=2))
+            cells.append("–" if math.isnan(mean) else statistics.format_interval(mean, low, high, digits=2))
         if cells:
             lines.append("| " + " | ".join([f"`{name}`", *cells, str(len(table))]) + " |")
     return "\n".join(lines) + "\n"
@@ -440,7 +440,7 @@ def gathered(folders: Sequence[Path], into: Path) -> dict[str, list[Run]]:
     one run, by links, the one with the most seeds first."""
     for config in (path for folder in folders for path in sorted(folder.glob("*/config.toml"))):
         run = Run(config.parent)
-        there = into / digest(run.config) / config.parent.name
+        there = into / settings_digest(run.config) / config.parent.name
         done = [s for s in run.seeds if (run.summary_of(s) or {"rounds": -1})["rounds"] >= run.config["rounds"]]
         if not done:
             continue
@@ -515,7 +515,7 @@ def rewritten(page: Path) -> str:
 
 def draw(folder: Path) -> None:
     """The picture of a folder's curves.csv, beside it."""
-    figures.together(figures.curve_panels(pictured(_by_round(folder)))).savefig(folder / "curves.png", dpi=130)
+    figures.draw_panels(figures.curve_panels(pictured(_by_round(folder)))).savefig(folder / "curves.png", dpi=130)
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ import pandas as pd
 from scipy import linalg, stats
 
 import fedcb2o
-from fedcb2o.experiments.config.tables import over
-from fedcb2o.report.statistics import half_width, holm, interval
+from fedcb2o.experiments.config.tables import merge
+from fedcb2o.report.statistics import format_interval, holm_correction, interval_half_width
 
 RAW = Path(__file__).parents[1] / "docs" / "benchmark" / "factorial"
 FLIP = {"name": "label_flip", "source": 3, "target": 8}
@@ -136,7 +136,7 @@ def experiment(job: Job) -> Tables:
     tables: Tables = {"name": "run", "evaluate_on": "tuning", "algorithm": {"criterion": {"name": "class_loss_gap"}}}
     chosen = [levels[sign == "+"] for levels, sign in zip(FACTORS.values(), job.levels, strict=True)]
     for more in (study.shared, *chosen, study.settings[job.setting]):
-        tables = over(tables, more)
+        tables = merge(tables, more)
     rounds = tables.get("rounds", 25)
     return {**tables, "evaluate_every": rounds, "checkpoint_every": rounds}
 
@@ -181,7 +181,7 @@ def main_effects(rows: pd.DataFrame, value: str) -> pd.DataFrame:
         here = (rows.seed == seed).to_numpy()
         x, y = levels[here], rows[value].to_numpy()[here]
         each.append([y[column > 0].mean() - y[column < 0].mean() for column in x.T])
-    mean, half = np.mean(each, 0), half_width(len(each), np.std(each, 0, ddof=1))
+    mean, half = np.mean(each, 0), interval_half_width(len(each), np.std(each, 0, ddof=1))
     return pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half}, index=names)
 
 
@@ -230,13 +230,13 @@ def tables(study: str) -> list[str]:
     lines += ["", "| | both | effect |", "|---|---|---:|"]
     for name, column in columns.items():
         found = interactions(*column)
-        found = found[holm(found.p) < 0.05].sort_values("mean", key=abs, ascending=False)
+        found = found[holm_correction(found.p) < 0.05].sort_values("mean", key=abs, ascending=False)
         lines += [f"| {name} | {pair} | {_cell(each)} |" for pair, each in found.iterrows()]
     return lines
 
 
 def _cell(effect: "pd.Series[float]") -> str:
-    return interval(effect["mean"], effect.low, effect.high, sign="+")
+    return format_interval(effect["mean"], effect.low, effect.high, sign="+")
 
 
 def main() -> None:

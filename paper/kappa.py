@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedcb2o.federated.aggregation import coordinatewise, gram_rules, preaggregation
-from fedcb2o.federated.aggregation.base import decide, form_of
+from fedcb2o.federated.aggregation.base import evaluate_rule, signature_of
 from fedcb2o.federated.types import Reduction
 from fedcb2o.rng import stream
 
@@ -46,12 +46,12 @@ def rules(f: int) -> dict[str, Rule]:
         *(gram_rules.mean, coordinatewise.coordinate_median, gram_rules.geometric_median, gram_rules.centred_clipping)
     ]
     made = [functools.partial(rule) for rule in plain] + [functools.partial(rule, f=f) for rule in told]
-    return {rule.func.__name__: rule for rule in sorted(made, key=lambda rule: bool(form_of(rule).last))}
+    return {rule.func.__name__: rule for rule in sorted(made, key=lambda rule: bool(signature_of(rule).own_rows))}
 
 
 def admits(rule: Rule, n: int, f: int) -> bool:
     """Whether so many models admit f attackers."""
-    largest = form_of(rule).largest
+    largest = signature_of(rule).max_byzantine
     return largest is None or f <= largest(n)
 
 
@@ -104,10 +104,10 @@ class Found:
 
 def outcome(rule: Rule, x: Tensor, mixing: Rule | None) -> Tensor:
     """What `aggregate.apply` gives, without its care for models that are large."""
-    gram, own = x @ x.T, len(form_of(rule).last)
+    gram, own = x @ x.T, len(signature_of(rule).own_rows)
     p = None if mixing is None else torch.block_diag(mixing(gram[: len(x) - own, : len(x) - own]), torch.eye(own))
-    made = decide(rule, gram, p=p)
-    return made.of(x, 0) if isinstance(made, Reduction) else made @ x
+    made = evaluate_rule(rule, gram, p=p)
+    return made.apply_to_buffer(x, 0) if isinstance(made, Reduction) else made @ x
 
 
 def subsets(n: int, f: int, own: bool) -> Tensor:
@@ -151,7 +151,7 @@ def changed(x: Tensor, draw: np.random.Generator) -> Tensor:
 def search(rule: Rule, n: int, f: int, *, mixing: Rule | None = None, steps: int = 500, seed: int = 0) -> Found:
     """The largest kappa that was found to be needed by n models of which f may attack."""
     draw = stream(seed, "kappa", n, f)
-    sets = subsets(n, f, own=bool(form_of(rule).last))
+    sets = subsets(n, f, own=bool(signature_of(rule).own_rows))
     tried = [needed(rule, places(n, draw), sets, mixing) for _ in range(STARTS)]
     climbed = []
     for best in sorted(tried, key=lambda found: -found.kappa)[:BEST]:

@@ -24,20 +24,20 @@ from PIL.PngImagePlugin import PngInfo
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.report import read_grid, to_markdown
-from fedcb2o.report.attack_strengths import choices_of, chosen_table
-from fedcb2o.report.grid_page import regret_picture
+from fedcb2o.report.attack_strengths import chosen_strengths_table, read_choices
+from fedcb2o.report.grid_page import regret_figure
 from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import (
-    View,
-    across,
-    against_floors,
-    differences,
-    headline,
-    headline_differences,
-    matrix,
-    overview,
+    SettingResults,
+    compare_settings,
+    defence_overview,
+    difference_matrix,
+    losses_against_baselines,
+    metric_matrix,
     regret_matrix,
     tuning_table,
+    worst_regret_differences,
+    worst_regrets,
 )
 from fedcb2o.report.page import slug
 
@@ -47,11 +47,11 @@ PICTURE = re.compile(
 )
 DOTS, DRAWN_OF = 120, "Drawn of"  # of a picture, an inch; where its file says of which table
 WHOLE = {
-    "regret": headline,
-    "floors": against_floors,
-    "regret-difference": headline_differences,
-    "overview": overview,
-    "strengths": lambda view: chosen_table(choices_of(view.results), view.setting),
+    "regret": worst_regrets,
+    "floors": losses_against_baselines,
+    "regret-difference": worst_regret_differences,
+    "overview": defence_overview,
+    "strengths": lambda view: chosen_strengths_table(read_choices(view.results), view.setting),
     "tuning": lambda view: tuning_table(view.results),
     **{f"parts-{name}": functools.partial(parts_table, family=family) for name, family in FAMILIES.items()},
 }
@@ -72,16 +72,16 @@ def named(results: GridResults, name: str) -> pd.DataFrame:
     *where, last = name.split("/")
     if where[:1] == ["across"]:
         value = where[1].replace("-", "_")
-        attack = next(each for each in View(results, results.settings[0]).columns(value) if slug(each) == last)
-        return across(results, value, attack)
+        attack = next(each for each in SettingResults(results, results.settings[0]).columns(value) if slug(each) == last)
+        return compare_settings(results, value, attack)
     view, value = _view(results, name), last.replace("-", "_")
     if last in WHOLE:
         return WHOLE[last](view)
     if value.endswith("_regret"):
         return regret_matrix(view, value.removesuffix("_regret"))
     if value.endswith("_difference"):
-        return differences(view, value.removesuffix("_difference"))
-    return matrix(view, value)
+        return difference_matrix(view, value.removesuffix("_difference"))
+    return metric_matrix(view, value)
 
 
 def _beside(page: Path) -> Callable[[str], GridResults]:
@@ -89,12 +89,12 @@ def _beside(page: Path) -> Callable[[str], GridResults]:
     return functools.cache(lambda folder: read_grid(page.parent / folder))
 
 
-def _view(results: GridResults, name: str) -> View:
+def _view(results: GridResults, name: str) -> SettingResults:
     where = name.rpartition("/")[0]
     setting = next((each for each in results.settings if slug(each) == where), None)
     if setting is None:
         raise ConfigError(f"{results.folder} has no table {name}")
-    return View(results, setting)
+    return SettingResults(results, setting)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Picture:
     """A picture on a page: its file, and the regrets in `value` that it shows."""
 
     file: Path
-    view: View
+    view: SettingResults
     value: str
 
     def digest(self) -> str:
@@ -114,7 +114,7 @@ class Picture:
         if drawn_of(self.file) == self.digest():
             return
         buffer, told = io.BytesIO(), PngInfo()
-        regret_picture(self.view, self.value).savefig(buffer, format="png", dpi=DOTS)
+        regret_figure(self.view, self.value).savefig(buffer, format="png", dpi=DOTS)
         told.add_text(DRAWN_OF, self.digest())
         Image.open(buffer).convert("RGB").quantize(256).save(self.file, optimize=True, pnginfo=told)
 

@@ -18,8 +18,15 @@ import pandas as pd
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.report import read_grid
 from fedcb2o.report.grid_results import GridResults
-from fedcb2o.report.grid_tables import RIVALS, SIGNIFICANT, View, measure
-from fedcb2o.report.statistics import CONFIDENCE, holm, interval, paired, scored, statistics
+from fedcb2o.report.grid_tables import COMPARED_METRICS, SIGNIFICANT_MARK, SettingResults, metric_info
+from fedcb2o.report.statistics import (
+    CONFIDENCE,
+    add_attack_effects,
+    format_interval,
+    holm_correction,
+    paired_differences,
+    seed_statistics,
+)
 
 LOOKS = 4
 """How often the results were looked at while seeds were added: with five, eight, ten and twenty."""
@@ -64,33 +71,33 @@ def gains(results: GridResults, family: Family) -> pd.DataFrame:
     if not {family.base, *parts} <= {*results.defences}:
         raise ConfigError(f"{results.folder} has no {family.base!r} with a part more or less")
     for setting in results.settings:
-        rows = scored(results, setting)
+        rows = add_attack_effects(results, setting)
         rows = rows[rows.defence.isin([family.base, *parts])]
-        for value in RIVALS:
-            table = paired(rows, value, family.base)
-            if family.added == (measure(value).worse == "high"):
+        for value in COMPARED_METRICS:
+            table = paired_differences(rows, value, family.base)
+            if family.added == (metric_info(value).worse_direction == "high"):
                 table = table.assign(mean=-table["mean"], low=-table.high, high=-table.low)
             found[setting, value] = table
     table = pd.concat(found, names=["setting", "value"]).rename(index=parts, level="defence")
     table = table.rename_axis(["setting", "value", "part", "attack"])
-    return table.assign(stays=holm(table.p) * family.looks < 1 - CONFIDENCE)
+    return table.assign(stays=holm_correction(table.p) * family.looks < 1 - CONFIDENCE)
 
 
-def parts_table(view: View, family: Family) -> pd.DataFrame:
+def parts_table(view: SettingResults, family: Family) -> pd.DataFrame:
     """First what the family's own defence reaches, then for each part what it gains, in points of percent."""
     found = gains(view.results, family).loc[view.setting]
-    columns = [(value, attack) for value in RIVALS for attack in view.columns(value)]
-    base = {value: statistics(view.rows[view.rows.defence == family.base], value).loc[family.base] for value in RIVALS}
+    columns = [(value, attack) for value in COMPARED_METRICS for attack in view.columns(value)]
+    base = {value: seed_statistics(view.rows[view.rows.defence == family.base], value).loc[family.base] for value in COMPARED_METRICS}
     rows = {family.base: [_told(base[value].loc[attack]) for value, attack in columns]}
     for part in family.parts(view.results).values():
         each = [found.loc[(value, part, attack)] for value, attack in columns]
-        rows[part[0].upper() + part[1:]] = [_told(one, "+") + SIGNIFICANT * int(one.stays) for one in each]
+        rows[part[0].upper() + part[1:]] = [_told(one, "+") + SIGNIFICANT_MARK * int(one.stays) for one in each]
     heads = [attack + ", success" * (value != "accuracy") for value, attack in columns]
     return pd.DataFrame.from_dict(rows, orient="index", columns=heads).rename_axis("Part")
 
 
 def _told(found: "pd.Series[float]", sign: str = "") -> str:
-    return interval(*(100 * found[name] for name in ("mean", "low", "high")), sign=sign)
+    return format_interval(*(100 * found[name] for name in ("mean", "low", "high")), sign=sign)
 
 
 def main() -> None:
@@ -106,7 +113,7 @@ def main() -> None:
         stay = found[found.stays].sort_values("p")
         print(f"{name}: {len(stay)} of {len(found)} stay")
         for (setting, value, part, attack), one in stay.iterrows():
-            print(f"  {setting} | {part} | {RIVALS[value].lower()} | {attack}: {_told(one, '+')}, p = {one.p:.1g}")
+            print(f"  {setting} | {part} | {COMPARED_METRICS[value].lower()} | {attack}: {_told(one, '+')}, p = {one.p:.1g}")
 
 
 if __name__ == "__main__":

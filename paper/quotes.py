@@ -36,9 +36,9 @@ from paper.claims import interval, read_mean, read_values
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.report import read_grid, statistics
-from fedcb2o.report.grid_tables import View, contests, measure
-from fedcb2o.report.regret import minimax
-from fedcb2o.report.statistics import CONFIDENCE, holm, summed_up
+from fedcb2o.report.grid_tables import SettingResults, metric_info, regret_contests
+from fedcb2o.report.regret import worst_regret
+from fedcb2o.report.statistics import CONFIDENCE, group_statistics, holm_correction
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("../README.md", "benchmark.md", "claims.md", "configuration.md", "criteria.md")
@@ -82,12 +82,12 @@ def told_alone(docs: Path) -> set[tuple[str, str]]:
         with contextlib.suppress(ConfigError):  # which `faults` tells
             each = (term(docs, of)[0] - term(docs, less)[0]).dropna()
             if len(each) > 1:
-                chance = float(summed_up(each.groupby(lambda _: "all")).p.iloc[0])
+                chance = float(group_statistics(each.groupby(lambda _: "all")).p.iloc[0])
                 p[of.partition(" | ")[0], *sorted((of, less))] = chance
     if not p:
         return set()
     found = pd.Series(p, index=pd.MultiIndex.from_tuples(p, names=["folder", "one", "other"]))
-    corrected = found.groupby("folder").transform(holm)
+    corrected = found.groupby("folder").transform(holm_correction)
     alone = {tuple(pair) for _, *pair in found.index[(found < 1 - CONFIDENCE) & (corrected >= 1 - CONFIDENCE)]}
     return {line for line in lines if tuple(sorted(line)) in alone}
 
@@ -120,7 +120,7 @@ def recomputed(docs: Path, of: str, less: str = "", decimals: int = 1) -> str:
             raise ConfigError(f"{of!r} and {less!r} are in other units")
         each = each - other
     mean, low, high = (scale * value for value in interval(each))
-    return statistics.interval(mean, low, high, decimals)
+    return statistics.format_interval(mean, low, high, decimals)
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def term(docs: Path, of: str) -> tuple["pd.Series[float]", float]:
             return READ[column](docs / folder)[who][value], 1.0
         (where,) = setting or [""]
         name = value.removesuffix(" regret")
-        scale = 100.0 if name == "regret" or measure(name).percent else 1.0
+        scale = 100.0 if name == "regret" or metric_info(name).is_percent else 1.0
         found = _by_seed(docs / folder, where, who, value, column)
     except (KeyError, ValueError, OSError, RunError) as error:
         raise ConfigError(f"{of!r} is nothing that is kept ({error})") from error
@@ -147,11 +147,11 @@ def _by_seed(folder: Path, setting: str, who: str, value: str, column: str) -> "
     view = _view(folder, setting)
     if value == "regret":
         rows, among = _contests(folder, setting)[column]
-        column = minimax(rows, among).attack[who]
+        column = worst_regret(rows, among).attack[who]
     elif value.endswith(" regret"):
         rows, value = _short(folder, setting, value.removesuffix(" regret")), "regret"
     elif column == "mean":
-        mine = view.rows[(view.rows.defence == who) & view.rows.attack.isin(view.having(value))]
+        mine = view.rows[(view.rows.defence == who) & view.rows.attack.isin(view.attacks_with(value))]
         return mine.pivot(index="seed", columns="attack", values=value).mean(axis="columns", skipna=False).dropna()
     else:
         rows = view.rows
@@ -159,18 +159,18 @@ def _by_seed(folder: Path, setting: str, who: str, value: str, column: str) -> "
 
 
 @functools.cache
-def _view(folder: Path, setting: str) -> View:
-    return View(read_grid(folder), setting)
+def _view(folder: Path, setting: str) -> SettingResults:
+    return SettingResults(read_grid(folder), setting)
 
 
 @functools.cache
 def _contests(folder: Path, setting: str) -> dict[str, tuple[pd.DataFrame, list[str]]]:
-    return contests(_view(folder, setting))
+    return regret_contests(_view(folder, setting))
 
 
 @functools.cache
 def _short(folder: Path, setting: str, value: str) -> pd.DataFrame:
-    return _view(folder, setting).short(value)
+    return _view(folder, setting).shortfalls(value)
 
 
 def faults(docs: Path) -> Iterator[str]:

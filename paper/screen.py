@@ -14,20 +14,20 @@ from pathlib import Path
 
 from fedcb2o.report import read_grid
 from fedcb2o.report.grid_results import GridResults
-from fedcb2o.report.grid_tables import RIVALS, View, contests
-from fedcb2o.report.regret import minimax, minimax_differences
+from fedcb2o.report.grid_tables import COMPARED_METRICS, SettingResults, regret_contests
+from fedcb2o.report.regret import worst_regret, worst_regret_differences
 
 
 def contenders(results: GridResults) -> set[str]:
     """The defences that need all seeds, by those that all have."""
     found, seeds = {results.reference}, common(results)
     results = replace(results, rows=results.rows[results.rows.seed.isin(seeds)])
-    for view in (View(results, setting) for setting in results.settings):
-        for value in RIVALS:
-            found |= set(view.short(value).best)
-        for short, among in contests(view).values():
-            worst = minimax(short, among)["mean"]
-            behind = minimax_differences(short, among, str(worst.idxmin()))
+    for view in (SettingResults(results, setting) for setting in results.settings):
+        for value in COMPARED_METRICS:
+            found |= set(view.shortfalls(value).best)
+        for short, among in regret_contests(view).values():
+            worst = worst_regret(short, among)["mean"]
+            behind = worst_regret_differences(short, among, str(worst.idxmin()))
             found |= {str(worst.idxmin()), *behind.index[~(behind.low > 0)]}
     return found
 

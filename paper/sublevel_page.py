@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedcb2o.report import to_markdown
-from fedcb2o.report.figures import COLOURS, MARKERS, STYLE
-from fedcb2o.report.statistics import half_width
-from fedcb2o.report.tables import spread
+from fedcb2o.report.figures import MARKERS, PALETTE, STYLE
+from fedcb2o.report.statistics import interval_half_width
+from fedcb2o.report.tables import format_mean_interval
 
 BETAS = (0.25, 0.5, 0.75, 1.0)
 BUDGET = 6
@@ -113,7 +113,7 @@ def newcomers(known: pd.DataFrame) -> pd.DataFrame:
 
 def told(percent: "pd.Series[float]") -> str:
     """The mean and its interval over seeds."""
-    return spread(percent / 100)
+    return format_mean_interval(percent / 100)
 
 
 TABLES: dict[str, Callable[[pd.DataFrame], pd.DataFrame]] = {
@@ -171,7 +171,7 @@ def draw_omissions(known: pd.DataFrame) -> Figure:
             for i, name in enumerate(names):
                 some = mine[(mine.attack == attack) & (mine.defence == name)][value]
                 colour = 7 if name == "with all four" else {"with": 0, "without": 1}.get(name.split()[0], 7)
-                points(ax, {i: some}, across=True, color=COLOURS[colour], marker="o")
+                points(ax, {i: some}, across=True, color=PALETTE[colour], marker="o")
             ax.set_title(title)
             ax.set_xlabel(called(value))
             ax.set_xlim((90, 100) if attack == "none" else (0, 100))
@@ -213,7 +213,7 @@ def draw_round(ax: Axes, known: pd.DataFrame, attack: str) -> None:
         ax.plot(k if attack == "flip" else BUDGET - k + 1, 105, clip_on=False, **(look(i) | {"marker": "v"}))
         if attack == "flip":
             chance = by_count(rows, "chance")
-            ax.plot(list(chance), [each.mean() for each in chance.values()], color=COLOURS[i], linestyle=":")
+            ax.plot(list(chance), [each.mean() for each in chance.values()], color=PALETTE[i], linestyle=":")
     ax.set_xlabel(f"{BORDER[attack]} among the {BUDGET} received")
     ax.set_ylabel("their weight in m_j, percent")
 
@@ -243,13 +243,13 @@ def draw_end(ax: Axes, known: pd.DataFrame, attack: str) -> None:
 
 def look(i: int) -> dict[str, Any]:
     """Colour and marker of the i-th beta."""
-    return {"color": COLOURS[i], "marker": MARKERS[i]}
+    return {"color": PALETTE[i], "marker": MARKERS[i]}
 
 
 def points(ax: Axes, values: Mapping[Any, "pd.Series[float]"], *, across: bool = False, **look: Any) -> None:
     """Means with intervals over seeds, by where they stand from left to right or, `across`, from top to bottom."""
     middle = [each.mean() for each in values.values()]
-    half = [float(half_width(len(each), each.std(ddof=1))) for each in values.values()]
+    half = [float(interval_half_width(len(each), each.std(ddof=1))) for each in values.values()]
     if across:
         ax.errorbar(middle, list(values), xerr=half, **look, **BAR)
     else:

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from fedcb2o.data._dataset import Shard
-from fedcb2o.experiments.runs.seed_run import rounds_of
+from fedcb2o.experiments.runs.seed_run import round_loop
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.adversary import Attackers
-from fedcb2o.federated.agent_data import Holdings
-from fedcb2o.federated.agent_group import Block, Layout
+from fedcb2o.federated.adversary import Adversary
+from fedcb2o.federated.agent_data import AgentData
+from fedcb2o.federated.agent_group import AgentGroup, BufferLayout
 from fedcb2o.federated.attacks import label_flip
-from fedcb2o.federated.contacts import Memory
-from fedcb2o.federated.decisions import Choices
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.local_update import Training
 from fedcb2o.federated.ragged import Lists
-from fedcb2o.federated.run_spec import Terms
+from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.types import Attack, Reduction
 from fedcb2o.nn import batch_norm, parameters
-from fedcb2o.parallel.executors import Here
+from fedcb2o.parallel.executors import SerialExecutor
 from fedcb2o.rng import stream
-from fedcb2o.simulation.local_engine import Shared
+from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import Engine, Round
 from tests import reference
 from tests.tiny import empty_models
@@ -65,7 +65,7 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(9, 700), nn.ReLU(), nn.Linear(700, CLASSES))
 
 
-def normed(statistics: batch_norm.Statistics = "shared") -> nn.Module:
+def normed(statistics: batch_norm.StatisticsMode = "shared") -> nn.Module:
     """With batch norms, one of which is frozen as a whole, and with a counter and a constant that are no parameters."""
     frozen = nn.BatchNorm1d(6)
     frozen.running_var.fill_(2.0)
@@ -75,7 +75,7 @@ def normed(statistics: batch_norm.Statistics = "shared") -> nn.Module:
         nn.Linear(6, CLASSES),
     )
     module.register_buffer("scale", torch.ones(3))
-    batch_norm.keep_(module, statistics)
+    batch_norm.set_statistics_mode(module, statistics)
     return module
 
 
@@ -119,7 +119,7 @@ def held() -> Held:
     return Held(Shard(x, y), train, validation)
 
 
-def terms_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any) -> Terms:
+def terms_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any) -> RunSpec:
     known = {
         "seed": SEED,
         "num_agents": len(CLUSTER),
@@ -134,36 +134,36 @@ def terms_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any)
         "share": 0.0,
         "most_samples": 20,
     }
-    return Terms(**{**known, **changes})
+    return RunSpec(**{**known, **changes})
 
 
-def attackers_of(attack: Attack = FLIP, *, own_model: bool = True, collude: bool = True) -> Attackers:
-    return Attackers(
+def attackers_of(attack: Attack = FLIP, *, own_model: bool = True, collude: bool = True) -> Adversary:
+    return Adversary(
         attack=attack,
         malicious=np.array(MALICIOUS),
         cluster=np.array(CLUSTER),
         num_clusters=2,
-        collude=collude,
-        own_model=own_model,
+        colludes=collude,
+        averages_own_model=own_model,
     )
 
 
 def block_of(
-    terms: Terms,
-    attackers: Attackers,
+    terms: RunSpec,
+    attackers: Adversary,
     holds: Held | None = None,
     agents: Sequence[int] = range(len(CLUSTER)),
     own: Sequence[int] | None = None,
     inbox: int = 0,
-) -> Block:
+) -> AgentGroup:
     """Some agents with a pool of zeros, their own models in the rows `own` of it, and room for so many arrivals."""
     holds, ids = holds or held(), np.array(agents)
-    holdings = Holdings(
+    holdings = AgentData(
         agents=ids,
         samples=holds.samples,
         test=holds.samples,
-        train=Lists.of([holds.train[j] for j in agents]),
-        validation=Lists.of([holds.validation[j] for j in agents]),
+        train=Lists.from_arrays([holds.train[j] for j in agents]),
+        validation=Lists.from_arrays([holds.validation[j] for j in agents]),
         cluster=attackers.cluster[ids],
         num_clusters=2,
         num_classes=CLASSES,
@@ -173,13 +173,13 @@ def block_of(
     )
     rows = np.array(range(len(ids)) if own is None else own)
     clusters = terms.algorithm.clusters
-    kept = int(rows.max()) + 1 + (0 if clusters is None else clusters.rows(len(ids)))
+    kept = int(rows.max()) + 1 + (0 if clusters is None else clusters.num_rows(len(ids)))
     each = attackers.attack.num_published(1, len(GOOD))
-    layout = Layout.of(rows, kept, holdings.malicious, each, terms.algorithm.keeps_before)
-    return Block(terms, holdings, attackers, layout, empty_models(layout.inbox + inbox, terms.dim))
+    layout = BufferLayout.create(rows, kept, holdings.malicious, each, terms.algorithm.keeps_previous)
+    return AgentGroup(terms, holdings, attackers, layout, empty_models(layout.first_received + inbox, terms.dim))
 
 
-def first_models(terms: Terms, size: int = len(CLUSTER)) -> Tensor:
+def first_models(terms: RunSpec, size: int = len(CLUSTER)) -> Tensor:
     """A model for each agent, all different."""
     theta = torch.from_numpy(stream(SEED, "theta").normal(size=(size, terms.dim)) * 0.3).float()
     count = sum(map(len, batch_norm.statistics(terms.module, "shared").values()))
@@ -197,23 +197,23 @@ def together(
     own_model: bool = True,
     collude: bool = True,
     **changes: Any,
-) -> Shared:
+) -> LocalEngine:
     """All agents on one machine, in this process."""
     terms = terms_of(algorithm, network() if module is None else module, **changes)
     block = block_of(terms, attackers_of(attack, own_model=own_model, collude=collude), holds)
-    block.pool[: len(CLUSTER)] = first_models(terms) if theta is None else theta
-    return Shared(block, Here(block))
+    block.models[: len(CLUSTER)] = first_models(terms) if theta is None else theta
+    return LocalEngine(block, SerialExecutor(block))
 
 
-def models_of(engine: Shared) -> Tensor:
+def models_of(engine: LocalEngine) -> Tensor:
     """The models of all agents, in the engine's pool."""
-    return engine.block.pool[: len(CLUSTER)]
+    return engine.group.models[: len(CLUSTER)]
 
 
-def run_rounds(engine: Engine, count: int = 1, memory: Memory | None = None, start: int = 0) -> list[Round]:
+def run_rounds(engine: Engine, count: int = 1, memory: AgentState | None = None, start: int = 0) -> list[Round]:
     """Some rounds."""
-    made = rounds_of(engine)
-    blank = Memory.blank(len(CLUSTER))
+    made = round_loop(engine)
+    blank = AgentState.initial(len(CLUSTER))
     return list(made(engine, memory or blank, start, start + count, lambda n: False, lambda n, phase: None))
 
 
@@ -231,23 +231,23 @@ class Chosen:
     reduction: Reduction | None
 
 
-def chosen(choices: Choices, j: int) -> Chosen:
+def chosen(choices: Decisions, j: int) -> Chosen:
     """What agent j decided."""
     k = choices.agents.tolist().index(j)
-    rows, weights = (choices.received.having(each)[k].tolist() for each in (choices.rows, choices.weights))
-    own_weight, before, f = (float(each[k]) for each in (choices.own_weight, choices.before, choices.f))
+    rows, weights = (choices.received.with_values(each)[k].tolist() for each in (choices.rows, choices.weights))
+    own_weight, before, f = (float(each[k]) for each in (choices.own_weight, choices.previous_weight, choices.f))
     received, asked = choices.received[k].tolist(), choices.asked[k].tolist()
     return Chosen(asked, received, rows, weights, own_weight, before, f, choices.reductions.get(j))
 
 
 def oracle_agents(
-    engine: Shared,
+    engine: LocalEngine,
     make: Callable[[], nn.Module],
     options: reference.Options,
-    statistics: batch_norm.Statistics = "shared",
+    statistics: batch_norm.StatisticsMode = "shared",
 ) -> list[reference.Agent]:
     """The agents of an engine, for the oracle: their true data turned by its own hands, poisoned as the engine says."""
-    holdings, agents = engine.block.holdings, []
+    holdings, agents = engine.group.data, []
     for j, bad in enumerate(MALICIOUS):
         module = make()
         parameters.bind_(module, models_of(engine)[j].clone())
@@ -255,9 +255,9 @@ def oracle_agents(
             (torch.rot90(holdings.samples.x[held[j]], 2 * CLUSTER[j], (-2, -1)), holdings.samples.y[held[j]])
             for held in (holdings.train, holdings.validation)
         )
-        if bad and engine.attackers.attack.poison is FLIP.poison:
+        if bad and engine.adversary.attack.poison is FLIP.poison:
             y = torch.where(y == 1, 2, y)
-        own = "judged" if engine.attackers.own_model else "excluded"
+        own = "judged" if engine.adversary.averages_own_model else "excluded"
         colluder = dataclasses.replace(reference.COLLUDER, budget=BUDGET, own_model=own)
         algorithm = colluder if bad else options
         agents.append(reference.Agent(module, x, y, seen, labels, bad, CLUSTER[j], algorithm, statistics=statistics))

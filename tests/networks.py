@@ -63,7 +63,7 @@ with torch.random.fork_rng():
         "frozen": nn.Sequential(nn.Flatten(), nn.Linear(16, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 4)),
     }
 
-    batch_norm.keep_(NETWORKS["local"], "local")
+    batch_norm.set_statistics_mode(NETWORKS["local"], "local")
 
 
 def fresh(name):

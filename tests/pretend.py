@@ -94,8 +94,8 @@ def pretended(monkeypatch) -> Iterator[Pretend]:
     """A device "meta" of 1 GiB, on which nothing is timed."""
     from fedcb2o.kernels import autotune, devices
 
-    monkeypatch.setattr(devices, "memory_of", lambda device: 2**30)
-    monkeypatch.setattr(devices, "name_of", lambda device: "a pretended device")
-    monkeypatch.setattr(autotune, "fastest_convolution", lambda *_: "grouped")
+    monkeypatch.setattr(devices, "device_memory", lambda device: 2**30)
+    monkeypatch.setattr(devices, "device_name", lambda device: "a pretended device")
+    monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *_: "grouped")
     with Pretend() as mode:
         yield mode

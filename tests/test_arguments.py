@@ -19,7 +19,7 @@ import fedcb2o
 from fedcb2o.data import digits
 from fedcb2o.experiments import load
 from fedcb2o.particles import adversaries
-from fedcb2o.plugins import named, nearest
+from fedcb2o.plugins import did_you_mean, resolve_and_bind
 from tests.names import steady
 from tests.tiny import ENVIRONMENT, tiny
 
@@ -122,8 +122,8 @@ CASES = [
         lambda: load(tiny(algorithm={"criterion": {"name": 3}})),
         "the criterion must be a name or a function",
     ),
-    ("call", "", lambda: nearest(None, ["a"]), ""),
-    ("call", "", lambda: named("rule", {"name": 3}, adversaries), "the rule must be a name or a function, got a int"),
+    ("call", "", lambda: did_you_mean(None, ["a"]), ""),
+    ("call", "", lambda: resolve_and_bind("rule", {"name": 3}, adversaries), "the rule must be a name or a function, got a int"),
     *(("minimize", "upper", x0, "a point to start about is `x0`") for x0 in ([0.0, 0.0], np.zeros(2), torch.zeros(2))),
     ("call", "", lambda: fedcb2o.Search(2, args=(1,)), "`args` is for functions"),
     ("call", "", lambda: fedcb2o.from_point(lower, workers=4), "`workers` must be a function"),

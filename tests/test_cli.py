@@ -71,20 +71,20 @@ def test_help_reads_well(words):
 
 
 def test_a_signal_that_was_swallowed_is_heard_again_a_few_seconds_later(monkeypatch):
-    monkeypatch.setattr(signals, "DEAF", 0.3)
+    monkeypatch.setattr(signals, "IGNORE_SECONDS", 0.3)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
-    stop = signals.Stops()
+    stop = signals.SignalGuard()
     try:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGHUP)  # of a command that ends already
-        assert stop.status == 128 + signal.SIGTERM
+        assert stop.exit_status == 128 + signal.SIGTERM
         time.sleep(0.4)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGHUP)
-        assert (stop.word, stop.status) == ("Terminated", 128 + signal.SIGHUP)
+        assert (stop.outcome, stop.exit_status) == ("Terminated", 128 + signal.SIGHUP)
     finally:
-        stop.forget()
+        stop.restore()
         signal.signal(signal.SIGHUP, before)
 
 
@@ -161,13 +161,13 @@ def test_completion_is_installed_and_completes(tmp_path):
     ("text", "seeds"), [("3", [3]), ("0,1,2", [0, 1, 2]), ("7, 5", [7, 5]), ("0-2,7", [0, 1, 2, 7])]
 )
 def test_seeds_are_read(text, seeds):
-    assert runs._seeds(text) == seeds
+    assert runs._parse_seeds(text) == seeds
 
 
 @pytest.mark.parametrize("text", ["", "1,,2", "a", "1;2", "0-", "3-1", "0-1-2", "1.5"])
 def test_wrong_seeds_are_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match="--seeds needs whole numbers with commas, such as 0,1,2"):
-        runs._seeds(text)
+        runs._parse_seeds(text)
     path = write(tmp_path / "tiny.toml")
     assert "--seeds needs whole numbers" in here("run", path, "--seeds", text, "--out", tmp_path / "run").one_line()
 

@@ -11,8 +11,8 @@ import torch
 
 import fedcb2o
 from fedcb2o.cli.minimize import summary
-from fedcb2o.cli.minimize.problem import find_problem
-from fedcb2o.cli.minimize.recorder import run
+from fedcb2o.cli.minimize.problem import resolve_problem
+from fedcb2o.cli.minimize.recorder import run_recorded
 from fedcb2o.particles import adversaries, theory
 from fedcb2o.particles.objectives import problem, problems
 from tests.tiny import command, here
@@ -73,7 +73,7 @@ def test_a_run_says_what_python_says(folder):
 def test_the_panel_of_decay_holds_v_and_the_fitted_rate():
     settings = {"noise": "isotropic", "sigma1": 0.5, "num_particles": 500, "maxiter": 300, "xtol": 0.0, "beta": 0.05}
     seen = []
-    result, watch, used, lines = run(CIRCLE, [], settings, progress=False)
+    result, watch, used, lines = run_recorded(CIRCLE, [], settings, progress=False)
     assert lines == []
     fedcb2o.minimize(CIRCLE.lower, CIRCLE.upper, 2, callback=lambda state: seen.append(state.theta.clone()), **settings)
     decay = watch.decay(CIRCLE, result, used)
@@ -81,12 +81,12 @@ def test_the_panel_of_decay_holds_v_and_the_fitted_rate():
     assert decay.t == pytest.approx(0.01 * np.arange(301))
     assert decay.V[:, 0, 0] == pytest.approx(V.numpy())
     rows = slice(0, 1 + int((0.05 * V[0] >= V).nonzero()[0, 0]))
-    assert decay.fitted[0] == pytest.approx(theory.fit_decay_rate(torch.from_numpy(decay.t)[rows], V[rows]).item())
-    assert decay.fitted[0] == pytest.approx(1.5, abs=0.3)
-    assert decay.window[0] == (0.0, pytest.approx(decay.t[rows][-1]))
+    assert decay.fitted_rates[0] == pytest.approx(theory.fit_decay_rate(torch.from_numpy(decay.t)[rows], V[rows]).item())
+    assert decay.fitted_rates[0] == pytest.approx(1.5, abs=0.3)
+    assert decay.fit_windows[0] == (0.0, pytest.approx(decay.t[rows][-1]))
     low, high = theory.decay_bounds(torch.from_numpy(decay.t), V[0].item(), vartheta=0.25, rate=1.5)
-    assert [side[:, 0] for side in decay.band] == [pytest.approx(low.numpy()), pytest.approx(high.numpy())]
-    assert "1.5" in decay.told
+    assert [side[:, 0] for side in decay.theory_bounds] == [pytest.approx(low.numpy()), pytest.approx(high.numpy())]
+    assert "1.5" in decay.legend_label
 
 
 @pytest.mark.parametrize(
@@ -104,27 +104,27 @@ def test_the_panel_of_decay_holds_v_and_the_fitted_rate():
 @pytest.mark.parametrize("noise", ["isotropic", "anisotropic"])
 def test_no_rate_is_stated_where_the_theorem_does_not_apply(name, settings, outside, noise):
     settings = {"num_particles": 40, "maxiter": 20, "sigma1": 0.5, "noise": noise, **settings}
-    result, watch, used, _ = run(problem(name), [], settings, progress=False)
+    result, watch, used, _ = run_recorded(problem(name), [], settings, progress=False)
     decay = watch.decay(problem(name), result, used)
-    assert decay.told == f"theory: no rate is stated {outside}"
-    assert decay.line is decay.band is None
-    assert outside in summary.told(problem(name), result, decay, 0.1)
+    assert decay.legend_label == f"theory: no rate is stated {outside}"
+    assert decay.theory is decay.theory_bounds is None
+    assert outside in summary.describe(problem(name), result, decay, 0.1)
 
 
 def test_under_attack_the_rate_is_stated():
     group = [adversaries.random(6, mass=0.3)]
     for noise, rate in (("isotropic", "2λ₁ − dσ₁² = 1.5 (band: ϑ = 0.25)"), ("anisotropic", "2λ₁ − σ₁² = 1.75")):
         settings = {"num_particles": 40, "maxiter": 20, "sigma1": 0.5, "noise": noise, "delta_q": 0.01, "beta": 0.05}
-        result, watch, used, _ = run(CIRCLE, group, settings, progress=False)
+        result, watch, used, _ = run_recorded(CIRCLE, group, settings, progress=False)
         decay = watch.decay(CIRCLE, result, used)
-        assert decay.told == f"theory: {rate}"
-        assert decay.line is not None
-        assert (decay.band is None) == (noise == "anisotropic")
+        assert decay.legend_label == f"theory: {rate}"
+        assert decay.theory is not None
+        assert (decay.theory_bounds is None) == (noise == "anisotropic")
 
 
 def test_v_of_runs_that_stopped_stays_and_memory_is_bounded():
     settings = {"runs": 3, "num_particles": 20, "xtol": 0.05, "maxiter": 3000, "record_every": 1}
-    result, watch, used, _ = run(CIRCLE, [], settings, progress=False)
+    result, watch, used, _ = run_recorded(CIRCLE, [], settings, progress=False)
     nit = result.nit.tolist()
     assert len(set(nit)) > 1
     decay = watch.decay(CIRCLE, result, used)
@@ -135,7 +135,7 @@ def test_v_of_runs_that_stopped_stays_and_memory_is_bounded():
         assert after == pytest.approx(theory.V(result.theta[index], target).item())
     assert np.isfinite(decay.V).all()
     long = {"num_particles": 5, "maxiter": 5000, "xtol": 0.0}
-    result, watch, used, _ = run(CIRCLE, [], long, progress=False)
+    result, watch, used, _ = run_recorded(CIRCLE, [], long, progress=False)
     assert len(watch.decay(CIRCLE, result, used).t) <= 602
     scene = watch.scene(CIRCLE, result, used, "")
     assert len(scene.times) <= 130
@@ -149,8 +149,8 @@ def test_an_unknown_target_is_the_last_consensus_point(folder):
     table = read(folder / "runs" / "minimize-own" / "result.json")
     assert (table["target"], table["error"], table["success_rate"], table["upper"]) == (None,) * 4
     assert table["decay"]["towards"] == "the last consensus point"
-    own = find_problem(None, "minimise_mine:counted", None, 3)
-    result, *_ = run(own, [], {"num_particles": 40, "maxiter": 60}, progress=False)
+    own = resolve_problem(None, "minimise_mine:counted", None, 3)
+    result, *_ = run_recorded(own, [], {"num_particles": 40, "maxiter": 60}, progress=False)
     assert table["decay"]["V"][-1] == pytest.approx(theory.V(result.theta, result.x).item())
     assert sorted(path.name for path in (folder / "runs" / "minimize-own").iterdir()) == ["result.json"]
 

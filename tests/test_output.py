@@ -11,7 +11,7 @@ import threading
 import pytest
 import tomli_w
 
-from fedcb2o.safe_stdio import Output, kept
+from fedcb2o.safe_stdio import SafeStream, safe_streams
 from tests.tiny import ENVIRONMENT, FEDCB2O, TINY, bits, here, tiny, write
 
 # An own part that says more than a buffer holds, in whichever process it works.
@@ -130,12 +130,12 @@ def test_a_command_that_only_says_something_fails_where_it_cannot(tmp_path, word
 def test_an_output_drops_what_cannot_be_said_and_no_more():
     reader, writer = os.pipe()
     with os.fdopen(writer, "w", buffering=1) as stream:
-        output = Output(stream)
+        output = SafeStream(stream)
         print("one", file=output)
-        assert (os.read(reader, 100), output.lost) == (b"one\n", None)
+        assert (os.read(reader, 100), output.error) == (b"one\n", None)
         os.close(reader)
         print("two", file=output, flush=True)
-        assert isinstance(output.lost, BrokenPipeError)
+        assert isinstance(output.error, BrokenPipeError)
         again, other = os.pipe()
         os.dup2(other, writer)
         os.close(other)
@@ -144,12 +144,12 @@ def test_an_output_drops_what_cannot_be_said_and_no_more():
         os.close(again)
         print("four", file=output)
     print("five", file=output)
-    assert isinstance(output.lost, BrokenPipeError)
+    assert isinstance(output.error, BrokenPipeError)
 
 
 def test_standard_streams_are_put_back(capsys):
     before = sys.stdout, sys.stderr
-    with kept():
+    with safe_streams():
         assert (sys.stdout.isatty(), sys.stderr.encoding) == (before[0].isatty(), before[1].encoding)
         print("said")
     assert (sys.stdout, sys.stderr) == before
@@ -161,16 +161,16 @@ def test_blocks_in_several_threads_put_back_what_was_there_before_the_first(firs
     before = sys.stdout, sys.stderr
     begun, may_end = threading.Barrier(3), {"one": threading.Event(), "two": threading.Event()}
 
-    @kept()
+    @safe_streams()
     def run(name):
         begun.wait(10)
         may_end[name].wait(10)
 
     threads = {name: threading.Thread(target=run, args=(name,)) for name in may_end}
     try:
-        with kept():
+        with safe_streams():
             outer = sys.stdout
-            with kept():
+            with safe_streams():
                 assert sys.stdout is outer
             assert sys.stdout is outer
             for thread in threads.values():
@@ -188,7 +188,7 @@ def test_blocks_in_several_threads_put_back_what_was_there_before_the_first(firs
 def test_a_stream_that_another_put_there_meanwhile_stays():
     before, theirs = (sys.stdout, sys.stderr), io.StringIO()
     try:
-        with kept():
+        with safe_streams():
             sys.stdout = theirs
         assert (sys.stdout, sys.stderr) == (theirs, before[1])
     finally:

@@ -154,8 +154,8 @@ def test_annotations_that_are_strings_are_checked_where_they_can_be():
 
 
 def test_nearest():
-    assert plugins.nearest("gama", ["gamma", "alpha"]) == " Did you mean `gamma`?"
-    assert plugins.nearest("qqq", ["gamma", "alpha"]) == ""
+    assert plugins.did_you_mean("gama", ["gamma", "alpha"]) == " Did you mean `gamma`?"
+    assert plugins.did_you_mean("qqq", ["gamma", "alpha"]) == ""
 
 
 RULES = [
@@ -190,4 +190,4 @@ RULES = [
 )
 def test_nearest_by_parts_and_abbreviations(word, names):
     told = f" Did you mean {' or '.join(f'`{name}`' for name in names)}?" if names else ""
-    assert plugins.nearest(word, RULES) == told
+    assert plugins.did_you_mean(word, RULES) == told

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import save_file
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import Records, Run, atomic_write, write_json, write_toml
+from fedcb2o.records import RoundLog, Run, atomic_write, write_json, write_toml
 from tests.report.synthetic import write_run
 
 
@@ -25,7 +25,7 @@ def rounds(path):
 
 @pytest.fixture
 def records(tmp_path):
-    records = Records(tmp_path)
+    records = RoundLog(tmp_path)
     for n in range(1, 6):
         records.append("metrics", {"round": n, "train_loss": [0.5 / n, 1.0]})
         records.append("pairs", {"round": n, "ids": [[1], [0]], "weights": [[0.25], [1.0]], "own": [0.75, 0.0]})
@@ -34,7 +34,7 @@ def records(tmp_path):
 
 
 def test_append_writes_arrays_tensors_and_null(tmp_path):
-    records = Records(tmp_path)
+    records = RoundLog(tmp_path)
     line = {
         "round": np.int64(1),
         "train_loss": torch.tensor([0.5, float("nan")]),
@@ -49,7 +49,7 @@ def test_append_writes_arrays_tensors_and_null(tmp_path):
 
 def test_floats_come_back_to_the_bit(tmp_path):
     values = np.random.default_rng(0).random(100)
-    Records(tmp_path).append("metrics", {"round": 1, "train_loss": values})
+    RoundLog(tmp_path).append("metrics", {"round": 1, "train_loss": values})
     assert lines(tmp_path / "metrics.jsonl")[0]["train_loss"] == values.tolist()
 
 
@@ -68,7 +68,7 @@ def test_cut_to_nothing_and_of_nothing(records, tmp_path):
     records.cut(0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     (tmp_path / "new").mkdir()
-    Records(tmp_path / "new").cut(0)
+    RoundLog(tmp_path / "new").truncate(0)
 
 
 def test_cut_drops_what_a_power_cut_left_after_the_checkpoint(records, tmp_path):
@@ -138,7 +138,7 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
 def test_no_space_left_on_device(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"metrics\.jsonl: No space left on device; nothing already written is lost"):
-        Records(tmp_path).append("metrics", {"round": 1})
+        RoundLog(tmp_path).append("metrics", {"round": 1})
 
 
 def test_sync_asks_for_what_is_there(records, tmp_path):

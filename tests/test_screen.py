@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from paper.screen import contenders
 
-from fedcb2o.report.grid_results import KEYS, MEASURES, GridResults
+from fedcb2o.report.grid_results import KEY_COLUMNS, RUN_METRICS, GridResults
 
 
 def results(lost):
@@ -21,7 +21,7 @@ def results(lost):
         for seed in range(3)
     ]
     table = {"seeds": [0, 1, 2], "attacks": {"x": {}, "y": {}}, "defences": {name: {} for name in lost}}
-    frame = pd.DataFrame(rows).reindex(columns=[*KEYS, *MEASURES, "error"])
+    frame = pd.DataFrame(rows).reindex(columns=[*KEY_COLUMNS, *RUN_METRICS, "error"])
     return GridResults(Path(), {**table, "reference": "A"}, {}, frame)
 
 

@@ -1,6 +1,6 @@
 """Named streams: equal names give equal draws, others do not, and nothing global is touched."""
 
-from fedcb2o.rng import stream, streams
+from fedcb2o.rng import agent_streams, stream
 
 
 def test_a_name_is_a_stream():
@@ -20,5 +20,5 @@ def test_streams_are_fixed_for_ever():
 
 def test_streams_of_several_agents_are_those_of_each():
     for key in ((0, "batches", 5), (3, "attack"), (7, "it's", 'a "name"')):
-        found = [draw.integers(2**63, size=3).tolist() for draw in streams(*key, agents=[0, 7, 12345])]
+        found = [draw.integers(2**63, size=3).tolist() for draw in agent_streams(*key, agents=[0, 7, 12345])]
         assert found == [stream(*key, j).integers(2**63, size=3).tolist() for j in (0, 7, 12345)]

@@ -13,8 +13,8 @@ import tomli_w
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.experiments.runs import provenance
-from fedcb2o.records import Records, Run, Sums
-from fedcb2o.records.checksums import FREE, sum_of
+from fedcb2o.records import Manifest, RoundLog, Run
+from fedcb2o.records.checksums import NON_RESULT_SETTINGS, checksum_file
 from tests.tiny import here, write
 
 SEED = "seed-1000"
@@ -48,9 +48,9 @@ def contents(folder):
 def test_a_complete_seed_has_the_sum_of_each_of_its_files(finished):
     _, out = finished
     for seed in (1000, 1001):
-        sums, inside = Sums.read(out / f"seed-{seed}"), out / f"seed-{seed}"
+        sums, inside = Manifest.read(out / f"seed-{seed}"), out / f"seed-{seed}"
         assert sums.files.keys() == {path.name for path in inside.iterdir()} - {"sums.json"}
-        assert {name: sum_of(inside / name) for name in sums.files} == sums.files
+        assert {name: checksum_file(inside / name) for name in sums.files} == sums.files
         assert (sums.seed, sums.complete, sums.rounds) == (seed, True, 4)
     Run(out).check()
 
@@ -308,7 +308,7 @@ def test_a_run_whose_seed_is_damaged_can_be_shown(copy):
 
 def goes_on(out):
     """As if the run were to be made longer, and had begun with it."""
-    Sums.begin(out / SEED, 1000, load(str(out / "config.toml")).settings(), 4)
+    Manifest.create(out / SEED, 1000, load(str(out / "config.toml")).settings(), 4)
 
 
 def test_a_running_seed_is_read_up_to_its_last_line(copy):
@@ -411,7 +411,7 @@ def test_a_seed_without_sums_and_surroundings_does_not_choose_anew(copy):
 def test_records_without_any_sum_must_say_what_the_summary_says(tmp_path, monkeypatch):
     path, out = write(tmp_path / "tiny.toml", rounds=4), tmp_path / "run"
     with monkeypatch.context() as before:
-        before.setattr(Records, "sums", lambda *_: {})
+        before.setattr(RoundLog, "checksums", lambda *_: {})
         assert here("run", path, "--out", out, "--workers", 1).status == 0
     (out / SEED / "sums.json").unlink()
     one_digit(out / SEED / "metrics.jsonl")
@@ -429,7 +429,7 @@ def figures(folder):
     samples = [found.samples(seed).tobytes() for seed in found.seeds]
     about = [found.about(seed) for seed in found.seeds]
     summaries = [found.summary_of(seed) for seed in found.seeds]
-    config = {key: value for key, value in found.config.items() if key not in FREE}
+    config = {key: value for key, value in found.config.items() if key not in NON_RESULT_SETTINGS}
     return (found.records, found.pairs, found.agents, found.timing), (samples, about, summaries, config)
 
 

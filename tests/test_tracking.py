@@ -9,7 +9,7 @@ import fedcb2o
 from fedcb2o.cli import completion
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.records import read_lines
-from fedcb2o.tracking import points, sync, trackers
+from fedcb2o.tracking import round_scalars, sync, trackers
 from tests.tiny import StopError, here, stop_after, tiny, write
 
 LINE = {
@@ -23,7 +23,7 @@ LINE = {
 
 
 def test_points_are_of_benign_agents():
-    assert list(points(LINE, [False, False, True])) == [
+    assert list(round_scalars(LINE, [False, False, True])) == [
         (3, "train_loss/mean", 1.5),
         (3, "malicious_weight/mean", 0.2),
         (3, "accuracy/mean", 0.7),
@@ -64,7 +64,7 @@ def expected(run, seed):
     """{(name, round): number} of a seed, from its records."""
     malicious = run.about(seed)["malicious"]
     lines = [line for _, line in read_lines(run.folder / f"seed-{seed}" / "metrics.jsonl")]
-    return {(name, n): value for line in lines for n, name, value in points(line, malicious)}
+    return {(name, n): value for line in lines for n, name, value in round_scalars(line, malicious)}
 
 
 def rough(numbers):
@@ -166,7 +166,7 @@ def test_a_wrong_tracker_is_one_line_before_anything_runs(tmp_path, target, line
 
 
 def test_a_shell_offers_every_tracker():
-    assert completion.trackers("") == [*trackers.NEEDED]
+    assert completion.trackers("") == [*trackers.REQUIRED_MODULES]
 
 
 def test_nowhere_to_copy_to_is_told(tmp_path):
@@ -176,10 +176,10 @@ def test_nowhere_to_copy_to_is_told(tmp_path):
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None if name == "alembic" else sys)
-    assert trackers.check("tensorboard") == trackers.check(["tensorboard"] * 2) == ("tensorboard",)
+    assert trackers.validate_targets("tensorboard") == trackers.validate_targets(["tensorboard"] * 2) == ("tensorboard",)
     told = "mlflow needs the extra, of which alembic is missing: pip install 'fedcb2o[mlflow]'"
     with pytest.raises(ConfigError, match=re.escape(told)):
-        trackers.check("mlflow")
+        trackers.validate_targets("mlflow")
 
 
 def test_a_tracker_that_fails_meanwhile_costs_no_run(tmp_path, monkeypatch, capsys):
@@ -187,7 +187,7 @@ def test_a_tracker_that_fails_meanwhile_costs_no_run(tmp_path, monkeypatch, caps
         def begin(self, place):
             raise OSError("the server has gone")
 
-    monkeypatch.setattr(sync, "opened", lambda target, root: Broken())
+    monkeypatch.setattr(sync, "open_writer", lambda target, root: Broken())
     run = fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=1, track="tensorboard")
     assert run.complete
     told = capsys.readouterr().err

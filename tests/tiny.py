@@ -131,7 +131,7 @@ def bits_however(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes
     run(experiment, out=folder / "one", workers=1)
     found = bits(folder / "one")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resources, "processors", lambda: 3)  # on fewer, fewer of them would work
+        patch.setattr(resources, "available_processors", lambda: 3)  # on fewer, fewer of them would work
         for first in (3, 1):
             out = folder / f"after {first}"
             with pytest.raises(StopError):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fedcb2o.data._dataset import Shard
-from fedcb2o.federated.types import Contacts, Judged, Local, Losses, Received, Threat, View
-from fedcb2o.nn.parameters import rows_of
+from fedcb2o.federated.types import AgentContext, AttackView, Contacts, CriterionInput, Losses, Received, Threat
+from fedcb2o.nn.parameters import gather_rows
 from fedcb2o.rng import stream
 
 # Five models, the last of them far off.
@@ -20,7 +20,7 @@ def received(ids: torch.Tensor, num_samples: torch.Tensor | None = None) -> Rece
     return Received(ids, ids, counts, torch.zeros_like(ids))
 
 
-def local(**known) -> Local:
+def local(**known) -> AgentContext:
     """What an agent knows that met nobody."""
     nobody = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
     given = {
@@ -31,7 +31,7 @@ def local(**known) -> Local:
         "contacts_of": lambda: nobody,
         "draw_of": lambda: stream(0, "judged"),
     }
-    return Local(**{**given, **known})
+    return AgentContext(**{**given, **known})
 
 
 def no_losses(models, change):
@@ -45,13 +45,13 @@ def losses(mean, by_class, present) -> Losses:
     return Losses(mean, by_class, present, entropy, by_class[:, present], labels)
 
 
-def judged(by_class, own_by_class, present=None, n=0) -> Judged:
+def judged(by_class, own_by_class, present=None, n=0) -> CriterionInput:
     """A round's view with given class losses; the mean loss is their mean over the classes that are present."""
     by_class = torch.tensor(by_class, dtype=torch.float64).reshape(-1, len(own_by_class))
     own = torch.tensor([own_by_class], dtype=torch.float64)
     present = torch.tensor(present or [True] * len(own_by_class))
     m = len(by_class)
-    return Judged(
+    return CriterionInput(
         n,
         torch.zeros(m + 1, 2),
         losses(by_class[:, present].mean(1), by_class, present),
@@ -86,20 +86,20 @@ def view_of(attack=None, *, models=None, agent=4, losses=None, see=("fellows", "
     """What an attacker sees in a round."""
     models = ten_models() if models is None else models
     ids = {("benign", 0): BENIGN, ("fellows", 0): FELLOWS, ("benign", 1): [7, 8], ("fellows", 1): [9]}
-    return View(
+    return AttackView(
         n=3,
         agent=agent,
         cluster=0,
         num_clusters=2,
-        num_fellows=3,
+        num_colluders=3,
         num_benign=4,
         receivers=torch.tensor([0, 1, 2, 3, 7, 8]),
         own=models[agent].clone(),
-        before=models[agent] - 0.5,
+        previous=models[agent] - 0.5,
         data=Shard(torch.zeros(2, 3), torch.tensor([0, 1])),
         losses=losses or (lambda thetas: pytest.fail("losses")),
         threat=Threat(frozenset(see)) if attack is None else attack.threat,
         _ids_of=lambda whose, cluster: ids[whose, cluster],
-        _look=lambda chosen: rows_of(models, chosen),
+        _peek=lambda chosen: gather_rows(models, chosen),
         _links=links,
     )

@@ -130,9 +130,9 @@ class Whole:
         colluding = share.malicious and role in ("attack", "clean")
         return reference.Agent(
             module=first_model(self.settings, self.seed, j, list(pool.x.shape[1:]), len(self.dataset.class_names)),
-            train_x=self._seen(pool.x[share.train], share.cluster),
+            train_x=self._gather(pool.x[share.train], share.cluster),
             train_y=pool.y[share.train],
-            validation_x=self._seen(pool.x[share.validation], share.cluster),
+            validation_x=self._gather(pool.x[share.validation], share.cluster),
             validation_y=pool.y[share.validation],
             malicious=share.malicious,
             cluster=share.cluster,
@@ -163,9 +163,9 @@ class Whole:
         """The test images as a cluster sees them, or tuning images: those of the pool that nobody holds."""
         test, pool = self.dataset.test, self.dataset.pool
         if self.settings["evaluate_on"] != "tuning":
-            return self._seen(test.x, cluster), test.y
+            return self._gather(test.x, cluster), test.y
         held = self.tuning[: len(test.y)]
-        return self._seen(pool.x[held], cluster), pool.y[held]
+        return self._gather(pool.x[held], cluster), pool.y[held]
 
 
 # ---- the file ----

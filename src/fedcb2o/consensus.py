@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 
-SMALL = 2**12  # numbers of an ensemble below which a sum is faster than a product of matrices
+_MAX_SUM_ELEMENTS = 2**12  # numbers of an ensemble below which a sum is faster than a product of matrices
 
 
 def quantile(
@@ -25,12 +25,12 @@ def quantile(
 
     Raises ConfigError unless 0 < beta <= 1.
     """
-    check_beta(beta)
+    validate_beta(beta)
     if mass is None:
         m = lower.shape[-1]
         k = max(1, math.ceil(beta * m - 1e-9))  # 0.1 * 30 is 3.0000000000000004 in floating point
         return lower.kthvalue(k, dim=-1).values
-    ordered, below = _steps(lower, mass)
+    ordered, below = _mass_steps(lower, mass)
     first = (below < beta - 1e-9).sum(-1, keepdim=True).clamp(max=lower.shape[-1] - 1)
     return ordered.gather(-1, first).squeeze(-1)
 
@@ -43,9 +43,9 @@ def averaged_quantile(
     q_a is a step function of a, so the integral is a sum, exact to rounding. It lies between q_{beta/2} and q_beta.
     Raises ConfigError unless 0 < beta <= 1.
     """
-    check_beta(beta)
+    validate_beta(beta)
     m = lower.shape[-1]
-    ordered, ends = _steps(lower, lower.new_full((m,), 1 / m) if mass is None else mass)
+    ordered, ends = _mass_steps(lower, lower.new_full((m,), 1 / m) if mass is None else mass)
     ends[..., -1] = 1.0  # whatever the sum rounds to
     width = ends.clamp(beta / 2, beta).diff(dim=-1, prepend=ends.new_full((*ends.shape[:-1], 1), beta / 2))
     idle = width <= 1e-9  # rounding: an infinite value of no width is none of the average
@@ -90,7 +90,7 @@ def weights(
         exponents = exponents + mass.double().log()
     mu = torch.softmax(exponents, -1)  # it subtracts the largest
     if math.isnan(mu.sum().item()):
-        rest = _weights_at_the_ends(upper.double(), alpha, mask, mass)
+        rest = _weights_with_infinities(upper.double(), alpha, mask, mass)
         mu = torch.where(mu[..., :1].isnan(), rest, mu)
     return mu
 
@@ -103,13 +103,13 @@ def point(mu: Float[Tensor, "*a m"], models: Float[Tensor, "*b m d"]) -> Float[T
     mu = mu.to(models.dtype)
     if mu.ndim == 2 and models.ndim == 3:
         # A product of matrices mu by models would round by where each lies in memory. Which is fastest else: measured.
-        if models.shape[1] * models.shape[2] <= SMALL:
+        if models.shape[1] * models.shape[2] <= _MAX_SUM_ELEMENTS:
             return (mu.unsqueeze(-1) * models).sum(1)
         return torch.bmm(mu.unsqueeze(1), models).squeeze(1)  # for models.mT bits depend on how many there are
     return (mu.unsqueeze(-2) @ models).squeeze(-2)
 
 
-def _weights_at_the_ends(upper: Tensor, alpha: float, mask: Tensor | None, mass: Tensor | None) -> Tensor:
+def _weights_with_infinities(upper: Tensor, alpha: float, mask: Tensor | None, mass: Tensor | None) -> Tensor:
     """The weights where a value is infinite or NaN, or alpha G overflows, or no model is left."""
     usable = upper.isfinite() if mask is None else upper.isfinite() & mask
     lowest = upper.masked_fill(~usable, torch.inf).amin(-1, keepdim=True)
@@ -120,14 +120,14 @@ def _weights_at_the_ends(upper: Tensor, alpha: float, mask: Tensor | None, mass:
     return mu / mu.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def _steps(lower: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+def _mass_steps(lower: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """The values in order, and the mass up to each of them."""
     ordered, order = lower.sort(-1)
     share = mass.double() / mass.double().sum(-1, keepdim=True)
     return ordered, share.expand(order.shape).gather(-1, order).cumsum(-1)
 
 
-def check_beta(beta: float) -> None:
+def validate_beta(beta: float) -> None:
     """Raise ConfigError unless 0 < beta <= 1."""
     if not 0 < beta <= 1:
         raise ConfigError(f"`beta` must be above 0 and at most 1, got {beta}")

@@ -23,24 +23,24 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fedcb2o.errors import ConfigError, FedCB2OError
 
-Function = Callable[..., Any]
-Named = str | Function | Mapping[str, Any]
+PluginFunction = Callable[..., Any]
+PluginChoice = str | PluginFunction | Mapping[str, Any]
 """A function's name, a function, or a table {name = ..., parameter = ...}."""
 
-SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+PYTORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
 )
 """The settings by which PyTorch computes in this process, each with what sets it."""
 
-SLIP = 0.81  # how like words are (difflib) that differ by a slip: "median" and "mean" are 0.8
+_TYPO_CUTOFF = 0.81  # how like words are (difflib) that differ by a slip: "median" and "mean" are 0.8
 
-F = TypeVar("F", bound=Function)
+F = TypeVar("F", bound=PluginFunction)
 T = TypeVar("T")
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
+def did_you_mean(word: str, words: Iterable[str]) -> str:
     """' Did you mean `x`?' for the word most like `word`, or nothing where none is like it.
 
     Most like are those with a slip of a letter, then those that have it in them or for one of their parts, or that it
@@ -49,25 +49,25 @@ def nearest(word: str, words: Iterable[str]) -> str:
     """
     last = {each.rpartition(".")[2]: each for each in words}
     close = (
-        difflib.get_close_matches(str(word), last, n=1, cutoff=SLIP)
-        or _by_part(str(word), last)
+        difflib.get_close_matches(str(word), last, n=1, cutoff=_TYPO_CUTOFF)
+        or _match_parts(str(word), last)
         or difflib.get_close_matches(str(word), last, n=1, cutoff=0.5)
     )
     return f" Did you mean {' or '.join(f'`{last[each]}`' for each in close)}?" if close else ""
 
 
-def _by_part(word: str, names: Iterable[str]) -> list[str]:
+def _match_parts(word: str, names: Iterable[str]) -> list[str]:
     """Up to three names that a word is in, else that have a part like it, else whose parts it abbreviates."""
-    bare, parts = "".join(_parts_of(word)), {name: _parts_of(name) for name in names}
+    bare, parts = "".join(_name_parts(word)), {name: _name_parts(name) for name in names}
     if not 3 <= len(bare) <= 60:
         return []
     found = [name for name in parts if bare in "".join(parts[name])]
-    found = found or [name for name in parts if difflib.get_close_matches(bare, parts[name], cutoff=SLIP)]
+    found = found or [name for name in parts if difflib.get_close_matches(bare, parts[name], cutoff=_TYPO_CUTOFF)]
     found = found or [name for name in parts if _abbreviates(bare, parts[name])]
     return sorted(found, key=len)[:3]
 
 
-def _parts_of(name: str) -> list[str]:
+def _name_parts(name: str) -> list[str]:
     return re.findall(r"[a-z0-9]+", name.lower())
 
 
@@ -80,14 +80,14 @@ def _abbreviates(word: str, parts: Sequence[str]) -> bool:
     return any(word[:n] == first[:n] and _abbreviates(word[n:], rest) for n in lengths)
 
 
-def label(function: str | Function) -> str:
+def label(function: str | PluginFunction) -> str:
     """How a configuration names a function: its built-in name or its import path."""
     if isinstance(function, str):
         return function
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-def resolve(kind: str, name: str | Function, room: types.ModuleType) -> Function:
+def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) -> PluginFunction:
     """The function that a configuration names: public in `room`, "package.module:function", or itself one already.
 
     `kind` is the word for it in messages. Raises ConfigError if there is no such function, or it cannot be imported.
@@ -95,12 +95,12 @@ def resolve(kind: str, name: str | Function, room: types.ModuleType) -> Function
     if not (isinstance(name, str) or callable(name)):
         raise ConfigError(f"the {kind} must be a name or a function, got a {type(name).__name__}")
     if not isinstance(name, str):
-        return own(kind, label(name), name)
+        return wrap_user_function(kind, label(name), name)
     if ":" not in name:
-        if name in room.__all__ and callable(getattr(room, name)):
-            return getattr(room, name)  # type: ignore[no-any-return]
-        names = sorted(n for n in room.__all__ if callable(getattr(room, n)))
-        like = " To have none, leave it out." if name.lower() == "none" else nearest(name, names)
+        if name in namespace.__all__ and callable(getattr(namespace, name)):
+            return getattr(namespace, name)  # type: ignore[no-any-return]
+        names = sorted(n for n in namespace.__all__ if callable(getattr(namespace, n)))
+        like = " To have none, leave it out." if name.lower() == "none" else did_you_mean(name, names)
         raise ConfigError(
             f"there is no {kind} `{name}`.{like} Built in: {', '.join(names)};"
             ' or name your own as "package.module:function"'
@@ -115,14 +115,14 @@ def resolve(kind: str, name: str | Function, room: types.ModuleType) -> Function
         raise ConfigError(f"the {kind} `{name}` cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ConfigError(f"the {kind} `{name}` is of type {type(function).__name__}, not a function")
-    return own(kind, name, function)
+    return wrap_user_function(kind, name, function)
 
 
-def found_in(*rooms: types.ModuleType) -> Function:
+def reexport(*namespaces: types.ModuleType) -> PluginFunction:
     """A module's `__getattr__`: what is public in other rooms is found in it too."""
 
     def find(name: str) -> Any:
-        for room in rooms:
+        for room in namespaces:
             if name in room.__all__:
                 return getattr(room, name)
         raise AttributeError(f"there is no {name!r} here")
@@ -130,33 +130,33 @@ def found_in(*rooms: types.ModuleType) -> Function:
     return find
 
 
-def own(kind: str, name: str, function: Function) -> Function:
+def wrap_user_function(kind: str, name: str, function: PluginFunction) -> PluginFunction:
     """A user's function, its keywords bound or not, whose own failures are ConfigErrors that name it and its line."""
     if isinstance(function, functools.partial):
-        return functools.partial(own(kind, name, function.func), *function.args, **function.keywords)
+        return functools.partial(wrap_user_function(kind, name, function.func), *function.args, **function.keywords)
 
     @functools.wraps(function)
     def guarded(*arguments: Any, **keywords: Any) -> Any:
-        with blamed(kind, name, getattr(getattr(function, "__code__", None), "co_filename", None)):
+        with attribute_errors(kind, name, getattr(getattr(function, "__code__", None), "co_filename", None)):
             return function(*arguments, **keywords)
 
-    return OWN(name)(guarded)
+    return USER_FUNCTION(name)(guarded)
 
 
-def called(kind: str, function: Function) -> str:
+def display_name(kind: str, function: PluginFunction) -> str:
     """How messages call a function, its keywords bound or not: by its `kind` and, where it is a user's, its name."""
-    name = OWN.of(function)
+    name = USER_FUNCTION.get(function)
     return kind if name is None else f"{kind} `{name}`"
 
 
 @contextlib.contextmanager
-def blamed(kind: str, name: str, file: str | None = None) -> Iterator[None]:
+def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[None]:
     """Whatever fails inside is a ConfigError that names the plug-in and, where it lies in `file`, the line.
 
     So is what would end the process without a word, such as SystemExit; Ctrl-C is the user's. What it changes of the
     settings by which PyTorch computes is put back after it: others' bits depend on them.
     """
-    before = [get() for get, _ in SETTINGS]
+    before = [get() for get, _ in PYTORCH_SETTINGS]
     try:
         yield
     except (FedCB2OError, KeyboardInterrupt):
@@ -166,7 +166,7 @@ def blamed(kind: str, name: str, file: str | None = None) -> Iterator[None]:
         where = f" at line {lines[-1]} of {file}" if lines else ""
         raise ConfigError(f"the {kind} `{name}` failed{where}: {type(error).__name__}: {error}") from error
     finally:
-        for (get, put), was in zip(SETTINGS, before, strict=True):
+        for (get, put), was in zip(PYTORCH_SETTINGS, before, strict=True):
             if get() != was:
                 put(was)
 
@@ -187,28 +187,28 @@ class Declaration(Generic[T]):
 
         return decorate
 
-    def of(self, function: Function) -> T | None:
+    def get(self, function: PluginFunction) -> T | None:
         """What a function, its keywords bound or not, says; None if it does not."""
         return getattr(getattr(function, "func", function), self.name, None)
 
 
-OWN = Declaration[str]("own_name")
+USER_FUNCTION = Declaration[str]("own_name")
 """What `resolve` says of a user's function: how the configuration names it."""
 
 
-def _once(find: Callable[[Function], T]) -> Callable[[Function], T]:
+def _cached(find: Callable[[PluginFunction], T]) -> Callable[[PluginFunction], T]:
     """The same, which remembers what it found: a signature takes longer to read than many a rule to run."""
     known = functools.cache(find)
 
     @functools.wraps(find)
-    def found(function: Function) -> T:
+    def found(function: PluginFunction) -> T:
         return known(function) if isinstance(function, Hashable) else find(function)
 
     return found
 
 
-@_once
-def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
+@_cached
+def parameters(function: PluginFunction) -> Mapping[str, inspect.Parameter]:
     """The parameters of a plug-in: its keyword-only arguments."""
     try:
         signature = inspect.signature(function, eval_str=True)  # as under `from __future__ import annotations`
@@ -217,53 +217,53 @@ def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
     return {name: p for name, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-@_once
-def looks_at(function: Function) -> tuple[str, ...]:
+@_cached
+def positional_inputs(function: PluginFunction) -> tuple[str, ...]:
     """The names of a plug-in's arguments that are neither parameters nor have a default: what it looks at."""
     found = inspect.signature(function).parameters.items()
     ours = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(n for n, p in found if p.kind in ours and p.default is inspect.Parameter.empty)
 
 
-def bind(kind: str, function: Function, given: Mapping[str, Any], *, later: Iterable[str] = ()) -> dict[str, Any]:
+def bind(kind: str, function: PluginFunction, values: Mapping[str, Any], *, deferred: Iterable[str] = ()) -> dict[str, Any]:
     """The checked parameters for `function`, read from a configuration; those named in `later` may be missing.
 
     Raises ConfigError that names an unknown parameter (and the nearest right one), one of a wrong type, or one missing.
     """
     name = getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", kind)
     known = parameters(function)
-    for key in given:
+    for key in values:
         if key not in known:
             has = f" It has: {', '.join(known)}" if known else " It has none (parameters are keyword-only arguments)"
-            raise ConfigError(f"{kind} `{name}` has no parameter `{key}`.{nearest(key, known) or has}")
+            raise ConfigError(f"{kind} `{name}` has no parameter `{key}`.{did_you_mean(key, known) or has}")
     checked = {}
     for key, parameter in known.items():
-        if key not in given:
-            if parameter.default is inspect.Parameter.empty and key not in later:
+        if key not in values:
+            if parameter.default is inspect.Parameter.empty and key not in deferred:
                 raise ConfigError(f"{kind} `{name}` needs the parameter `{key}`")
             continue
         annotation = parameter.annotation
         if annotation is inspect.Parameter.empty or isinstance(annotation, str):
-            checked[key] = given[key]
+            checked[key] = values[key]
             continue
         try:
-            checked[key] = _checked(annotation, given[key])
+            checked[key] = _validate(annotation, values[key])
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
-            raise ConfigError(f"{kind} `{name}`: `{key}` = {given[key]!r}: {reason}") from error
+            raise ConfigError(f"{kind} `{name}`: `{key}` = {values[key]!r}: {reason}") from error
     return checked
 
 
-def named(kind: str, choice: Named, room: types.ModuleType, *, later: Iterable[str] = ()) -> functools.partial[Any]:
+def resolve_and_bind(kind: str, choice: PluginChoice, namespace: types.ModuleType, *, deferred: Iterable[str] = ()) -> functools.partial[Any]:
     """The function that a choice means, with its checked parameters; raises ConfigError."""
     table = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
     if "name" not in table:
         raise ConfigError(f"the {kind} has no `name`: {table}")
-    function = resolve(kind, table.pop("name"), room)
-    return functools.partial(function, **bind(kind, function, table, later=later))
+    function = resolve(kind, table.pop("name"), namespace)
+    return functools.partial(function, **bind(kind, function, table, deferred=deferred))
 
 
-def _checked(annotation: Any, value: Any) -> Any:
+def _validate(annotation: Any, value: Any) -> Any:
     """The value as its annotation has it, read as JSON: a list may be a tuple and 5 be 5.0, but "5" and true are no
     numbers. What JSON cannot write (a function, an array: from Python) is taken as it is or fails."""
     adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))

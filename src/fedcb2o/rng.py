@@ -18,20 +18,20 @@ def stream(seed: int, *key: str | int) -> np.random.Generator:
 
     Equal arguments give equal draws; different ones give streams that are independent for all purposes.
     """
-    return _named(_name(seed, *key))
+    return _generator(_stream_name(seed, *key))
 
 
-def streams(seed: int, *key: str | int, agents: Iterable[int]) -> list[np.random.Generator]:
+def agent_streams(seed: int, *key: str | int, agents: Iterable[int]) -> list[np.random.Generator]:
     """`stream(seed, *key, j)` for each of some agents j."""
-    start = _name(seed, *key).removesuffix(")").removesuffix(",")
-    return [_named(f"{start}, {j})") for j in agents]
+    start = _stream_name(seed, *key).removesuffix(")").removesuffix(",")
+    return [_generator(f"{start}, {j})") for j in agents]
 
 
-def _name(seed: int, *key: str | int) -> str:
+def _stream_name(seed: int, *key: str | int) -> str:
     return repr((int(seed), *(part if isinstance(part, str) else int(part) for part in key)))
 
 
-def _named(name: str) -> np.random.Generator:
+def _generator(name: str) -> np.random.Generator:
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
     words: Any = _Key(digest)
     return np.random.Generator(np.random.Philox(words, _START))

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 
-class Output:
+class SafeStream:
     """A text stream whose writing never fails; `lost` is the first error that kept something from being said."""
 
     def __init__(self, stream: Any, lost: OSError | None = None) -> None:
-        self.stream, self.lost = stream, lost
+        self.stream, self.error = stream, lost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -35,11 +35,11 @@ class Output:
         try:
             getattr(self.stream, what)(*arguments)
         except (OSError, ValueError) as error:  # ValueError: it is closed, or its encoding lacks a character
-            self.lost = self.lost or (error if isinstance(error, OSError) else OSError(str(error)))
+            self.error = self.error or (error if isinstance(error, OSError) else OSError(str(error)))
             with contextlib.suppress(OSError, ValueError):
-                self._drop()
+                self._discard_buffer()
 
-    def _drop(self) -> None:
+    def _discard_buffer(self) -> None:
         """Empty the stream's buffer, with which every later flush would fail, that at the end of Python too."""
         descriptor = self.stream.fileno()
         kept, nowhere = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
@@ -52,14 +52,14 @@ class Output:
             os.close(nowhere)
 
 
-def keep() -> None:
+def install_safe_streams() -> None:
     """From now on no writing to standard output and error fails."""
-    _fill()
-    sys.stdout, sys.stderr = cast(Any, (_output(sys.stdout, 1), _output(sys.stderr, 2)))
+    _open_closed_descriptors()
+    sys.stdout, sys.stderr = cast(Any, (_safe_stream(sys.stdout, 1), _safe_stream(sys.stderr, 2)))
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def safe_streams() -> Iterator[None]:
     """In this block no writing to standard output and error fails; `@kept()` does the same for a function.
 
     Of blocks that overlap, one in another or in several threads, the first changes the streams and the last puts them
@@ -68,7 +68,7 @@ def kept() -> Iterator[None]:
     with _blocks.lock:
         if not _blocks.depth:
             _blocks.before = sys.stdout, sys.stderr
-            keep()
+            install_safe_streams()
             _blocks.ours = sys.stdout, sys.stderr
         _blocks.depth += 1
     try:
@@ -96,20 +96,20 @@ class _Blocks:
 _blocks = _Blocks()
 
 
-def lost() -> OSError | None:
+def write_error() -> OSError | None:
     """What kept something from being said on standard output, where it is kept; None where all was said."""
     sys.stdout.flush()
-    return getattr(sys.stdout, "lost", None)
+    return getattr(sys.stdout, "write_error", None)
 
 
-def _output(stream: Any, descriptor: int) -> Output:
+def _safe_stream(stream: Any, descriptor: int) -> SafeStream:
     if stream is not None:
-        return Output(stream)
+        return SafeStream(stream)
     nowhere = os.fdopen(descriptor, "w", closefd=False)  # it was closed when Python began
-    return Output(nowhere, OSError("it is closed"))
+    return SafeStream(nowhere, OSError("it is closed"))
 
 
-def _fill() -> None:
+def _open_closed_descriptors() -> None:
     """Put what drops all in the place of closed standard descriptors: else files of a run would get their numbers, and
     with them what a library or another process prints."""
     for descriptor in range(3):

@@ -7,8 +7,7 @@ import torch
 
 import fedcb2o
 from fedcb2o import dataset
-from fedcb2o.data import arrays
-from fedcb2o.data import breast_cancer
+from fedcb2o.data import arrays, breast_cancer
 from fedcb2o.errors import ConfigError, DataError
 
 X = np.arange(60.0).reshape(20, 3)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.data.made import at, names, served
 
-from fedcb2o.data.downloads import download, import_files
 from fedcb2o.data import cifar10
-from fedcb2o.data.sets._cifar10 import RECORD, RELEASE
+from fedcb2o.data.downloads import download, import_files
+from fedcb2o.data.sets._cifar10 import RECORD_BYTES, RELEASE
 from fedcb2o.errors import ConfigError, DataError
 
 REAL = os.environ.get("FEDCB2O_CIFAR10")
@@ -26,7 +26,7 @@ def contents(seed: int = 0) -> dict[str, bytes]:
     """Six files of 20 images each, two of every class, shuffled; green at [row 1, column 2] is the label, red at
     [0, 0] the place in the file."""
     draw, files = np.random.default_rng(seed), {}
-    for name in RELEASE.parts:
+    for name in RELEASE.file_names:
         labels = draw.permutation(np.repeat(np.arange(10), 2))
         images = draw.integers(0, 256, (20, 3, 32, 32))
         images[:, 1, 1, 2], images[:, 0, 0, 0] = labels, np.arange(20)
@@ -88,7 +88,7 @@ def test_gzip_and_files_longer_than_a_block(tmp_path, monkeypatch):
 
 
 DAMAGES = {
-    "cut": (lambda body: body[:-1], rf"data_batch_2.bin is truncated or of another format: .* records of {RECORD}"),
+    "cut": (lambda body: body[:-1], rf"data_batch_2.bin is truncated or of another format: .* records of {RECORD_BYTES}"),
     "label": (lambda body: b"\x0a" + body[1:], r"data_batch_\*.bin: labels must be between 0 and 9, but there is a 10"),
     "one class": (lambda body: b"", r"data_batch_\*.bin: class 'airplane' has 8 samples, fewer than `train_per_class`"),
 }
@@ -128,7 +128,7 @@ def test_download(tmp_path):
     body = archive(contents())
     with served({ARCHIVE: body}) as address:
         download(at(RELEASE, address, {ARCHIVE: body}), tmp_path / "cifar10", progress=False)
-    assert names(tmp_path) == ["cifar10", *sorted(RELEASE.parts)]
+    assert names(tmp_path) == ["cifar10", *sorted(RELEASE.file_names)]
     assert len(cifar10(data_dir=tmp_path / "cifar10").pool) == 100
 
 
@@ -162,14 +162,14 @@ def test_import(tmp_path, named):
     else:
         write(source / FOLDER if named == "subfolder" else source, contents())
     files = import_files(RELEASE, source / ARCHIVE if named == "archive" else source, tmp_path / "target")
-    assert names(tmp_path / "target") == sorted(RELEASE.parts) == sorted(path.name for path in files)
+    assert names(tmp_path / "target") == sorted(RELEASE.file_names) == sorted(path.name for path in files)
     assert len(cifar10(data_dir=tmp_path / "target").pool) == 100
 
 
 def test_import_into_itself_checks(tmp_path):
     write(tmp_path / FOLDER, contents())
     before = names(tmp_path)
-    assert import_files(RELEASE, tmp_path, tmp_path) == [tmp_path / FOLDER / name for name in RELEASE.parts]
+    assert import_files(RELEASE, tmp_path, tmp_path) == [tmp_path / FOLDER / name for name in RELEASE.file_names]
     assert names(tmp_path) == before
 
 

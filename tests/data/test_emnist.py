@@ -17,10 +17,10 @@ import pytest
 import torch
 from tests.data.made import at, idx, md5, names, served
 
+from fedcb2o.data import emnist
 from fedcb2o.data._partition import rotate
 from fedcb2o.data.downloads import download, import_files
 from fedcb2o.data.release import default_folder
-from fedcb2o.data import emnist
 from fedcb2o.data.sets._emnist import RELEASE
 from fedcb2o.errors import ConfigError, DataError
 

@@ -13,14 +13,14 @@ import torch
 from tests.data.made import at, contents, md5, names, served, write
 from tests.tiny import here
 
+from fedcb2o.data import fashion_mnist, mnist
 from fedcb2o.data.downloads import download, import_files
 from fedcb2o.data.release import Release
-from fedcb2o.data import fashion_mnist, mnist
 from fedcb2o.data.sets._fashion_mnist import RELEASE
 from fedcb2o.data.sets._mnist import RELEASE as MNIST
 from fedcb2o.errors import DataError
 
-PACKAGED = RELEASE.packaged or Path()
+PACKAGED = RELEASE.system_folder or Path()
 LABELS = "t10k-labels-idx1-ubyte.gz"
 MODULE = sys.modules["fedcb2o.data.sets._fashion_mnist"]  # its name in the package is the function's
 HEADER = 10  # bytes of a gzip file without a name
@@ -67,7 +67,7 @@ def test_one_is_not_taken_for_the_other_nor_overwritten(tmp_path, read, release,
 def test_what_a_package_has_put_there_is_read_unless_there_are_files_of_ones_own(tmp_path, monkeypatch):
     packaged, own = write(tmp_path / "packaged", contents(train=2)), tmp_path / "own"
     monkeypatch.setenv("FEDCB2O_DATA", str(own))
-    monkeypatch.setattr(MODULE, "RELEASE", replace(RELEASE, packaged=packaged))
+    monkeypatch.setattr(MODULE, "RELEASE", replace(RELEASE, system_folder=packaged))
     assert len(fashion_mnist().pool) == 20
     assert f"4 files in {packaged}" in here("data", "fashion_mnist").out  # nothing is fetched
     assert f"4 files in {own}" in here("data", "fashion_mnist", "--from", write(tmp_path / "mine", contents())).out
@@ -86,7 +86,7 @@ def test_download(tmp_path, monkeypatch):
     bodies = contents()
     monkeypatch.setenv("FEDCB2O_DATA", str(tmp_path))
     with served(bodies) as address:
-        monkeypatch.setattr(MODULE, "RELEASE", at(replace(RELEASE, packaged=None), address, bodies))
+        monkeypatch.setattr(MODULE, "RELEASE", at(replace(RELEASE, system_folder=None), address, bodies))
         done = here("data", "fashion_mnist")
     assert done.status == 0
     assert f"4 files in {tmp_path}" in done.out

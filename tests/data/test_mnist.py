@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.data.made import at, contents, names, served, write
 
+from fedcb2o.data import mnist
 from fedcb2o.data.downloads import download, import_files
 from fedcb2o.data.release import default_folder
-from fedcb2o.data import mnist
 from fedcb2o.data.sets._mnist import RELEASE
 from fedcb2o.errors import ConfigError, DataError
 
@@ -93,7 +93,7 @@ def test_import(tmp_path, zipped):
     source = write(tmp_path / "source", contents(), zipped)
     (source / "emnist-balanced-train-images-idx3-ubyte").write_bytes(b"")  # another data set in the same folder
     files = import_files(RELEASE, source, tmp_path / "target")
-    assert [path.name for path in files] == [f"{part}{'.gz' if zipped else ''}" for part in RELEASE.parts]
+    assert [path.name for path in files] == [f"{part}{'.gz' if zipped else ''}" for part in RELEASE.file_names]
     assert len(mnist(data_dir=tmp_path / "target").pool) == 30
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fedcb2o
-from fedcb2o.data.natural_partition import natural
+from fedcb2o.data.natural_partition import partition_by_owner
 from fedcb2o.errors import ConfigError, DataError
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
@@ -27,7 +27,7 @@ def test_each_owner_is_an_agent_with_its_own():
     data = fedcb2o.dataset(X, Y, owner=OWNER)
     assert data.owners.names == ("a", "b")
     assert torch.bincount(data.owners.test).tolist() == [3, 2]  # a quarter of 12 and of 8
-    people = natural(data, data.owners, **GIVEN)
+    people = partition_by_owner(data, data.owners, **GIVEN)
     assert (people.names, people.num_clusters, people.cluster.tolist()) == (("a", "b"), 1, [0, 0])
     for agent, own, held, tests in ((0, range(8, 20), 2, 3), (1, range(8), 2, 2)):  # round(9 / 4), round(6 / 4)
         mine = rows(data, people.train[agent]) + rows(data, people.validation[agent])
@@ -58,7 +58,7 @@ def test_owners_bring_data_sets():
     assert data.owners.names == ("north", "south")
     assert sorted(data.owners.test.tolist()) == [-1] * 5 + [0] * 2 + [1]
     assert data.owners.validates.sum() == 2
-    people = natural(data, data.owners, **GIVEN)
+    people = partition_by_owner(data, data.owners, **GIVEN)
     assert rows(data, people.train[1]) == [8, 9, 10, 11]
     assert rows(data, people.validation[1]) == [12, 13]
     assert len(people.train[0]) + len(people.validation[0]) == 6
@@ -69,7 +69,7 @@ def test_owners_bring_data_sets():
 def test_with_nothing_held_out_owners_train_on_all_and_judge_by_what_they_brought_for_it():
     parts = {"north": (X[:8], Y[:8]), "south": {"train": (X[8:12], Y[8:12]), "validation": (X[12:14], Y[12:14])}}
     data = fedcb2o.datasets(parts, test=(X[15:], Y[15:]), test_share=0.0)
-    people = natural(data, data.owners, **(GIVEN | {"hold_out": False, "validation": 1.0}))
+    people = partition_by_owner(data, data.owners, **(GIVEN | {"hold_out": False, "validation": 1.0}))
     assert rows(data, people.train[0]) == rows(data, people.validation[0]) == [*range(8)]
     assert (rows(data, people.train[1]), rows(data, people.validation[1])) == ([8, 9, 10, 11, 12, 13], [12, 13])
 
@@ -78,14 +78,14 @@ def test_attackers_and_who_takes_part_are_drawn():
     owner = np.repeat(np.arange(10), 4)
     data = fedcb2o.dataset(np.random.default_rng(0).normal(size=(40, 2)), np.arange(40) % 2, owner=owner)
     some = {**GIVEN, "benign": 3, "malicious": 2}
-    seeds = [natural(data, data.owners, **{**some, "seed": seed}) for seed in range(8)]
+    seeds = [partition_by_owner(data, data.owners, **{**some, "seed": seed}) for seed in range(8)]
     assert all(len(people.names) == 5 and int(people.malicious.sum()) == 2 for people in seeds)
     assert len({people.names for people in seeds}) > 4
     assert len({tuple(people.malicious.tolist()) for people in seeds}) > 2
     for people in seeds:
         assert all((len(v) == 0) == bad for v, bad in zip(people.validation, people.malicious, strict=True))
         assert all(list(map(int, people.names)) == sorted(map(int, people.names)) for people in seeds)
-    whole, rest = seeds[0], natural(data, data.owners, **{**some, "seed": 0}, remove_malicious=True)
+    whole, rest = seeds[0], partition_by_owner(data, data.owners, **{**some, "seed": 0}, remove_malicious=True)
     benign = [j for j in range(5) if not whole.malicious[j]]
     assert rest.names == tuple(whole.names[j] for j in benign)
     assert all(torch.equal(rest.train[k], whole.train[j]) for k, j in enumerate(benign))
@@ -93,7 +93,7 @@ def test_attackers_and_who_takes_part_are_drawn():
 
 def test_no_more_samples_than_asked_for():
     data = fedcb2o.dataset(X, Y, owner=OWNER)
-    people = natural(data, data.owners, **{**GIVEN, "benign_samples": 7})
+    people = partition_by_owner(data, data.owners, **{**GIVEN, "benign_samples": 7})
     assert [len(t) + len(v) for t, v in zip(people.train, people.validation, strict=True)] == [7, 6]
 
 
@@ -162,7 +162,7 @@ def test_what_cannot_be(make, message):
 def test_agents_that_cannot_be(change, message):
     data = fedcb2o.dataset(X, Y, owner=OWNER)
     with pytest.raises(ConfigError, match=message):
-        natural(data, data.owners, **{**GIVEN, **change})
+        partition_by_owner(data, data.owners, **{**GIVEN, **change})
 
 
 def test_an_owner_needs_test_samples():
@@ -171,7 +171,7 @@ def test_an_owner_needs_test_samples():
         data.owners.names, data.owners.pool, torch.zeros(5, dtype=torch.int64), data.owners.validates
     )
     with pytest.raises(DataError, match="owner 'b' has no test samples: give it some, or a test set for everybody"):
-        natural(data, owners, **GIVEN)
+        partition_by_owner(data, owners, **GIVEN)
 
 
 def test_a_data_set_is_told_in_a_line():

@@ -10,6 +10,6 @@ def cluster():
     from fedcb2o.ray_backend import connect
 
     jaxtyping.config.update("jaxtyping_disable", True)
-    with connect.joined(connect.LOCAL, 200 * 2**20, 4):
+    with connect.connected(connect.LOCAL, 200 * 2**20, 4):
         yield connect.LOCAL
     jaxtyping.config.update("jaxtyping_disable", False)

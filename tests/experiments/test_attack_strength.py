@@ -41,7 +41,7 @@ def test_probes_are_every_strength_against_every_defence_as_it_will_be_run():
     assert [probe.experiment.attack.from_round for probe in probes[:2]] == [0, 1]
     assert [probe.experiment.attack.parameters["z"] for probe in probes[2:4]] == [0.5, 2.0]
     assert probes[3].experiment.algorithm.parameters["alpha"] == 5.0
-    assert probes[3].place.title == "FedCB2O, ALIE, strength 2"
+    assert probes[3].key.title == "FedCB2O, ALIE, strength 2"
     assert load_grid(grid()).probes() == []
 
 
@@ -57,9 +57,9 @@ def test_the_worst_strength_is_in_the_cell_of_its_defence_alone_and_in_no_folder
 def test_each_setting_has_an_adversary_of_its_own_unless_one_is_named():
     settings = {"One": {}, "Two": {"agents": {"budget": 2}}}
     apart = load_grid(strong(settings=settings))
-    assert {probe.place.setting for probe in apart.probes()} == {"One", "Two"}
+    assert {probe.key.setting for probe in apart.probes()} == {"One", "Two"}
     named = load_grid(strong(settings=settings, adversary={"seeds": [7], "setting": "Two"}))
-    assert {probe.place.setting for probe in named.probes()} == {"Two"}
+    assert {probe.key.setting for probe in named.probes()} == {"Two"}
     cells = named.cells({}, {("Two", "DFedAvgM", "ALIE"): 1})
     taken = [cell.experiment.attack.parameters.get("z") for cell in cells if cell.folder.endswith("dfedavgm/alie")]
     assert taken == [2.0, 2.0]
@@ -116,20 +116,20 @@ def test_what_harms_most_is_taken_and_everything_kept(tmp_path):
         probe(tmp_path, defence, "alie", 1, [(0.75, None), (0.5, None)])
         probe(tmp_path, defence, "alie", 2, [(0.75, None), (0.75, None)])
     errors = {f"strengths/dfedavgm/alie/{k}": "too much" for k in (1, 2)} | {"strengths/fedcb2o/alie/1": "too much"}
-    chosen = attack_strength.frozen(tmp_path, plan)
-    assert attack_strength.freeze(tmp_path, plan, chosen, errors) == {
+    chosen = attack_strength.read_choices(tmp_path, plan)
+    assert attack_strength.choose(tmp_path, plan, chosen, errors) == {
         ("", "DFedAvgM", "ALIE"): "it could be run at no strength; DFedAvgM, ALIE, strength 2: too much"
     }
-    assert attack_strength.worst(chosen) == {
+    assert attack_strength.worst_strengths(chosen) == {
         ("", "FedCB2O", "Label flip"): 1, ("", "FedCB2O", "ALIE"): 1, ("", "DFedAvgM", "Label flip"): 1,
     }  # fmt: skip
-    assert attack_strength.frozen(tmp_path, plan) == chosen
+    assert attack_strength.read_choices(tmp_path, plan) == chosen
     flip, alie = (chosen["", "FedCB2O", attack]["tried"] for attack in ("Label flip", "ALIE"))
     assert flip[1] == {"harm": 0.3125, "accuracy": [0.9, 0.9], "attack_success_rate": [0.5, 0.125]}
     assert alie == [{"harm": None}, {"harm": 0.25, "accuracy": [0.75, 0.75], "attack_success_rate": None}]
     other = strong(attacks={"Label flip": LATE, "ALIE": {**ALIE, "strengths": Z[:1]}})
     with pytest.raises(RunError, match="what was chosen for `ALIE` against `FedCB2O` over other strengths or seeds"):
-        attack_strength.frozen(tmp_path, load_grid(other))
+        attack_strength.read_choices(tmp_path, load_grid(other))
 
 
 def test_a_grid_runs_each_defence_under_what_was_worst_for_it(tmp_path):

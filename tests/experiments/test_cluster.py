@@ -17,9 +17,9 @@ from tests.tiny import ENVIRONMENT, here, tiny
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
-from fedcb2o.experiments.config.build import prepare
-from fedcb2o.experiments.config.datasets import dataset_of
-from fedcb2o.experiments.runs.cluster_backend import Spread
+from fedcb2o.experiments.config.build import prepare_seed
+from fedcb2o.experiments.config.datasets import load_dataset
+from fedcb2o.experiments.runs.cluster_backend import ClusterBackend
 from fedcb2o.nn.parameters import row_stride
 from fedcb2o.parallel import resources
 
@@ -131,7 +131,7 @@ def test_what_cannot_be(cluster, tmp_path, given, told):
 
 @pytest.mark.parametrize("blocks", [None, 3])
 def test_too_little_memory_is_told_before_a_cluster_is_joined(tmp_path, monkeypatch, blocks):
-    monkeypatch.setattr(connect, "joined", lambda *_: pytest.fail("it could be told at once"))
+    monkeypatch.setattr(connect, "connected", lambda *_: pytest.fail("it could be told at once"))
     with pytest.raises(RunError, match=r"each process needs 0.25 GiB or more, and `memory` is 1.0 MiB"):
         run(spread(), out=tmp_path / "run", cluster="auto", blocks=blocks, memory="1MiB")
 
@@ -145,12 +145,12 @@ def names(nodes: list[placement.Node]) -> str:
 
 
 def test_nodes_take_blocks_by_what_they_do_in_the_same_time():
-    assert placement.speeds([2.0, 2.2, 3.0, 4.0]) == [1.0, 1.0, 2 / 3, 0.5]
-    assert names(placement.spread(6, [node("a", 4), node("b", 2)])) == "aabaab"
-    assert names(placement.spread(6, [node("a", 4), node("b", 4, 0.5)])) == "aabaab"
-    assert names(placement.spread(5, [node("a", 2), node("b", 4, 0.1)])) == "aabbb"
-    many = placement.spread(20, [node("a", 9), node("b", 7, 0.6), node("c", 8, 0.3)])
-    assert all(names(many).startswith(names(placement.spread(k, [*dict.fromkeys(many)]))) for k in range(20))
+    assert placement.relative_speeds([2.0, 2.2, 3.0, 4.0]) == [1.0, 1.0, 2 / 3, 0.5]
+    assert names(placement.place_groups(6, [node("a", 4), node("b", 2)])) == "aabaab"
+    assert names(placement.place_groups(6, [node("a", 4), node("b", 4, 0.5)])) == "aabaab"
+    assert names(placement.place_groups(5, [node("a", 2), node("b", 4, 0.1)])) == "aabbb"
+    many = placement.place_groups(20, [node("a", 9), node("b", 7, 0.6), node("c", 8, 0.3)])
+    assert all(names(many).startswith(names(placement.place_groups(k, [*dict.fromkeys(many)]))) for k in range(20))
 
 
 def placed(
@@ -166,21 +166,21 @@ def placed(
         "num_clusters": 1,
     }
     experiment = load({**tiny(agents=agents), "together": 1, **changes})
-    prepared = prepare(experiment, 1000, dataset_of(experiment, None))
-    monkeypatch.setattr(placement, "nodes", lambda own, device: nodes)
-    return Spread("auto", blocks, memory).place(prepared, Path()), prepared
+    prepared = prepare_seed(experiment, 1000, load_dataset(experiment, None))
+    monkeypatch.setattr(placement, "list_nodes", lambda own, device: nodes)
+    return ClusterBackend("auto", blocks, memory).place(prepared, Path()), prepared
 
 
 def test_agents_are_shared_out_so_that_all_nodes_end_together(monkeypatch):
     found, _ = placed(monkeypatch, [node("fast", 1), node("slow", 1, 0.4)])
-    assert [(each.name, len(share)) for each, share in zip(found.on, found.shares, strict=True)] == [
+    assert [(each.name, len(share)) for each, share in zip(found.nodes, found.shares, strict=True)] == [
         ("fast", 3),
         ("slow", 1),
     ]
     found, _ = placed(monkeypatch, [node("fast", 1), node("slow", 1, 0.2)])
-    assert (names(found.on), str(found)) == ("fast", "1 block on 1 node")  # elsewhere one agent takes as long as 5
+    assert (names(found.nodes), str(found)) == ("fast", "1 block on 1 node")  # elsewhere one agent takes as long as 5
     found, _ = placed(monkeypatch, [node("a", 2), node("b", 2)], blocks=3)
-    assert (names(found.on), sorted(map(len, found.shares))) == ("aba", [1, 1, 2])
+    assert (names(found.nodes), sorted(map(len, found.shares))) == ("aba", [1, 1, 2])
     assert str(found) == "3 blocks on 2 nodes"
 
 
@@ -199,9 +199,9 @@ def test_why_fewer_blocks_work_than_were_asked_for(monkeypatch, changes, speed, 
 
 def test_what_a_node_holds_is_counted(monkeypatch):
     found, prepared = placed(monkeypatch, [node("a", 1), node("b", 1)])
-    row, data = 4 * row_stride(prepared.terms.dim), 1797 * (4 * 64 + 8)
-    rows, stored = found.needed(prepared, found.on[0])
-    assert rows == 2**28 + 12 * prepared.terms.dim + row * (2 + 2)  # two agents, and the two others' models
+    row, data = 4 * row_stride(prepared.spec.dim), 1797 * (4 * 64 + 8)
+    rows, stored = found.required_bytes(prepared, found.nodes[0])
+    assert rows == 2**28 + 12 * prepared.spec.dim + row * (2 + 2)  # two agents, and the two others' models
     assert stored == data + row * (2 * 2 + 2)  # small rows once for each node; what is copied from others
 
 
@@ -209,8 +209,8 @@ def test_what_a_node_holds_is_counted(monkeypatch):
 def test_who_asks_everybody_receives_more_than_the_budget(monkeypatch, selection, inbox):
     algorithm = {"name": "fedcb2o", "alpha": 2.0, "selection": selection}
     found, prepared = placed(monkeypatch, [node(name, 1) for name in "abcd"], algorithm=algorithm)
-    row = 4 * row_stride(prepared.terms.dim)
-    assert found.needed(prepared, found.on[0])[0] == 2**28 + 12 * prepared.terms.dim + row * (1 + inbox)
+    row = 4 * row_stride(prepared.spec.dim)
+    assert found.required_bytes(prepared, found.nodes[0])[0] == 2**28 + 12 * prepared.spec.dim + row * (1 + inbox)
 
 
 @pytest.mark.parametrize(
@@ -233,10 +233,10 @@ def test_a_node_that_cannot_hold_what_is_its_own(monkeypatch, nodes, memory, tol
 
 
 def test_a_block_on_a_gpu_is_where_one_is(cluster, monkeypatch):
-    assert placement.nodes(device="cuda") == []
+    assert placement.list_nodes(device="cuda") == []
     (known,) = ray.nodes()
     monkeypatch.setattr(ray, "nodes", lambda: [known, {**known, "Resources": {**known["Resources"], "GPU": 3.0}}])
-    (found,) = placement.nodes(device="cuda")
+    (found,) = placement.list_nodes(device="cuda")
     assert (found.processors, found.speed) == (3, 1.0)
     with pytest.raises(RunError, match="no node of the cluster has GPUs, which `device` = 'cuda' needs"):
         placed(monkeypatch, [], device="cuda")
@@ -244,9 +244,9 @@ def test_a_block_on_a_gpu_is_where_one_is(cluster, monkeypatch):
 
 @pytest.mark.slow
 def test_unequal_speeds_change_no_bit(cluster, undisturbed, tmp_path, monkeypatch):
-    (here,) = placement.nodes()
+    (here,) = placement.list_nodes()
     two = [dataclasses.replace(here, name=name, processors=2, speed=s) for name, s in (("fast", 1.0), ("slow", 0.3))]
-    monkeypatch.setattr(placement, "nodes", lambda own, device: two)
+    monkeypatch.setattr(placement, "list_nodes", lambda own, device: two)
     run(spread(), out=tmp_path / "run", cluster=cluster, blocks=4)
     assert whole(tmp_path / "run") == undisturbed
 
@@ -286,7 +286,7 @@ def test_no_cluster_to_be_joined(nobody, monkeypatch):
         raise ConnectionError("Could not find any running Ray instance.")
 
     monkeypatch.setattr(connect.services, "canonicalize_bootstrap_address", found)
-    with pytest.raises(RunError, match="this machine is in no cluster: `ray start`"), connect.joined("auto"):
+    with pytest.raises(RunError, match="this machine is in no cluster: `ray start`"), connect.connected("auto"):
         pass
 
 
@@ -303,7 +303,7 @@ def test_a_stop_while_ray_starts_waits_until_it_can_be_ended(nobody, monkeypatch
     monkeypatch.setattr(ray, "shutdown", lambda: done.append("ended"))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), connect.joined("local"):
+        with pytest.raises(KeyboardInterrupt), connect.connected("local"):
             done.append("entered")
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
@@ -314,7 +314,7 @@ def test_a_stop_while_ray_starts_waits_until_it_can_be_ended(nobody, monkeypatch
 @pytest.mark.parametrize("name", ["none.invalid", "first..example"])
 def test_a_name_that_is_not_known(nobody, name):
     told = rf"no cluster can be reached at '{name}:6379' \(.*\): check the name '{name}'"
-    with pytest.raises(RunError, match=told), connect.joined(f"{name}:6379"):
+    with pytest.raises(RunError, match=told), connect.connected(f"{name}:6379"):
         pass
 
 
@@ -330,11 +330,11 @@ def test_what_listens_is_no_cluster(nobody):
         server.start()
         with (
             pytest.raises(RunError, match=rf"what listens at '{address}' is no cluster of Ray's"),
-            connect.joined(address),
+            connect.connected(address),
         ):
             pass
         server.join()
-    with pytest.raises(RunError, match=rf"no cluster can be reached at '{address}' \(.*refused"), connect.joined(address):
+    with pytest.raises(RunError, match=rf"no cluster can be reached at '{address}' \(.*refused"), connect.connected(address):
         pass
 
 
@@ -348,7 +348,7 @@ def test_an_address_left_out_is_this_machine(tmp_path, monkeypatch, words):
 
 def test_nothing_is_left_to_do(cluster, tmp_path, monkeypatch):
     run(spread(1), out=tmp_path / "run", workers=1)
-    monkeypatch.setattr(connect, "joined", lambda *_: pytest.fail("there is nothing to do there"))
+    monkeypatch.setattr(connect, "connected", lambda *_: pytest.fail("there is nothing to do there"))
     run(spread(1), out=tmp_path / "run", cluster=cluster, blocks=2, resume=True)
 
 
@@ -492,7 +492,7 @@ def test_other_versions_on_a_node(cluster, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [{"blocks": 2}, {}])
 def test_processors_of_another_kind_are_told_once(cluster, tmp_path, monkeypatch, capsys, given):
-    monkeypatch.setattr(resources, "model", lambda: "Abacus")
+    monkeypatch.setattr(resources, "processor_model", lambda: "Abacus")
     run(spread(1), out=tmp_path / "run", cluster=cluster, **given)
     told = capsys.readouterr().err
     assert (
@@ -502,14 +502,14 @@ def test_processors_of_another_kind_are_told_once(cluster, tmp_path, monkeypatch
 
 
 def test_nodes_that_do_not_answer_are_named(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(placement, "ANSWER", 0.0)
+    monkeypatch.setattr(placement, "ANSWER_SECONDS", 0.0)
     with pytest.raises(RunError, match=rf"did not answer within 0 seconds: {socket.gethostname()}; see `ray status`"):
         run(spread(1), out=tmp_path / "run", cluster=cluster, blocks=2)
 
 
 @pytest.mark.slow
 def test_processors_that_others_have(cluster, tmp_path, monkeypatch):
-    with placement.actors(placement.nodes() * 4):
-        monkeypatch.setattr(placement, "PATIENCE", 1.0)
+    with placement.start_workers(placement.list_nodes() * 4):
+        monkeypatch.setattr(placement, "PLACEMENT_SECONDS", 1.0)
         with pytest.raises(RunError, match="2 of 2 blocks found no free processor on the cluster in 1 seconds"):
             run(spread(), out=tmp_path / "run", cluster=cluster, blocks=2)

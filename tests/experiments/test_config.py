@@ -88,7 +88,7 @@ def test_every_variant_is_what_its_name_says(found):
     expected |= {"kappa": 2.0, "zeta": 0.5, "beta": None, **VARIANTS[ending], **METHODS.get((ending, method), {})}
     settings = experiment.settings()["algorithm"]
     assert {key: settings.get(key) for key in expected} == expected
-    algorithm = experiment.algorithm.function("algorithm", algorithms)()
+    algorithm = experiment.algorithm.bind("algorithm", algorithms)()
     assert algorithm.factor(experiment.training.gamma) == pytest.approx(FACTORS[ending])
     agents = experiment.agents
     split, *others = AGENTS[ending]
@@ -176,7 +176,7 @@ def test_values_of_set_are_toml_or_words(text, value):
 
 def test_the_clean_twin_differs_in_the_role_alone():
     experiment = load(tiny())
-    twin = experiment.clean_twin()
+    twin = experiment.clean_counterpart()
     assert (experiment.attacked, twin.attacked) == (True, False)
     assert (twin.name, twin.agents.malicious_role) == ("tiny-clean", "clean")
     assert "twin" in twin.title

@@ -18,11 +18,10 @@ from tests.tiny import bits, command, here, tiny
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.grid import tuning
-from fedcb2o.experiments.grid.baseline import without_attack
-from fedcb2o.experiments.grid.loading import _built_in, _read
-from fedcb2o.experiments.grid.eta import Pace, duration
-from fedcb2o.experiments.grid.grid_runner import _prepare
-from fedcb2o.experiments.grid.loading import grids, load_grid
+from fedcb2o.experiments.grid.baseline import baseline_table
+from fedcb2o.experiments.grid.eta import TimeEstimate, format_duration
+from fedcb2o.experiments.grid.grid_runner import _open_grid
+from fedcb2o.experiments.grid.loading import _parse_grid, _read_built_in, grids, load_grid
 
 FLIP = {"attack": {"name": "label_flip", "source": 9, "target": 4}}
 ALIE = {"attack": {"name": "alie"}}
@@ -50,7 +49,7 @@ def tuned(**changes):
 
 def test_cells_are_every_defence_against_every_attack_with_the_same_seeds():
     cells = [cell for cell in load_grid(grid(seeds=[3, 4])).cells() if cell.kind == "cell"]
-    assert [(cell.place.defence, cell.place.attack) for cell in cells] == [
+    assert [(cell.key.defence, cell.key.attack) for cell in cells] == [
         (defence, attack) for defence in ("FedCB2O", "DFedAvgM") for attack in ("Label flip", "ALIE")
     ]
     assert {cell.experiment.seeds for cell in cells} == {(3, 4)}
@@ -63,12 +62,12 @@ def test_cells_are_every_defence_against_every_attack_with_the_same_seeds():
 def test_a_defence_may_have_fewer_seeds_and_its_floors_with_it():
     defences = {"FedCB2O": {}, "DFedAvgM": {**MEAN, "seeds": [4]}}
     plan = load_grid(grid(seeds=[3, 4], defences=defences))
-    assert {(cell.place.defence, cell.experiment.seeds) for cell in plan.cells()} == {
+    assert {(cell.key.defence, cell.experiment.seeds) for cell in plan.cells()} == {
         ("FedCB2O", (3, 4)),
         ("DFedAvgM", (4,)),
     }
     assert {cell.folder for cell in plan.cells()} == {cell.folder for cell in load_grid(grid(seeds=[3, 4])).cells()}
-    assert load_grid(plan.table()).cells() == plan.cells()
+    assert load_grid(plan.to_table()).cells() == plan.cells()
 
 
 def test_attacks_of_equal_aims_share_a_floor():
@@ -80,7 +79,7 @@ def test_attacks_of_equal_aims_share_a_floor():
         "Small": {"attack": {"name": "backdoor", "target": 7}},
     }
     cells = load_grid(grid(attacks={**attacks, **more, **weaker}, defences={"One": {}})).cells()
-    floor = {cell.place.attack: cell.floor for cell in cells if cell.kind == "cell"}
+    floor = {cell.key.attack: cell.baseline for cell in cells if cell.kind == "cell"}
     assert floor["Label flip"] == floor["Late"] == floor["Gap"]
     assert floor["ALIE"] == floor["Shift"]
     assert floor["Back"] == floor["Weak"] != floor["Small"]
@@ -98,21 +97,21 @@ def test_attacks_of_equal_aims_share_a_floor():
     assert (trigger["name"], trigger["size"], trigger["target"]) == ("backdoor", 3, 7)
     folders = [cell.folder for cell in cells]
     for cell in cells:
-        for role in ("clean", "removed") if cell.floor else ():
-            assert folders.index(f"{role}/one/{cell.floor}") < folders.index(cell.folder)
+        for role in ("clean", "removed") if cell.baseline else ():
+            assert folders.index(f"{role}/one/{cell.baseline}") < folders.index(cell.folder)
 
 
 def test_a_floor_is_the_clean_twin():
     experiment = load_grid(grid()).experiment("", "FedCB2O", "Label flip")
-    twin, floor = experiment.clean_twin().settings(), fedcb2o.load(without_attack(experiment, "clean")).settings()
+    twin, floor = experiment.clean_counterpart().settings(), fedcb2o.load(baseline_table(experiment, "clean")).settings()
     assert {key for key in twin if twin[key] != floor.get(key)} == {"name", "title", "description"}
 
 
 def test_who_would_ask_more_peers_than_are_left_asks_all_of_them():
     experiment = load_grid(grid(agents={**tiny()["agents"], "budget": 5})).experiment("", "DFedAvgM", "ALIE")
     assert (experiment.agents.benign, experiment.agents.malicious, experiment.agents.num_clusters) == (2, 1, 2)
-    assert without_attack(experiment, "clean")["agents"]["budget"] == 5
-    assert fedcb2o.load(without_attack(experiment, "removed")).agents.budget == 3
+    assert baseline_table(experiment, "clean")["agents"]["budget"] == 5
+    assert fedcb2o.load(baseline_table(experiment, "removed")).agents.budget == 3
 
 
 def test_what_attacks_change_beside_the_attack_is_in_their_floor_too():
@@ -124,7 +123,7 @@ def test_what_attacks_change_beside_the_attack_is_in_their_floor_too():
 def test_an_entry_that_attacks_nobody_has_no_floor():
     calm = {"agents": {"malicious_role": "clean"}, **FLIP}
     cells = load_grid(grid(attacks={"Label flip": FLIP, "Calm": calm}, defences={"One": {}})).cells()
-    assert [cell.floor is None for cell in cells if cell.place.attack == "Calm"] == [True]
+    assert [cell.baseline is None for cell in cells if cell.key.attack == "Calm"] == [True]
 
 
 def test_settings_multiply_the_cells():
@@ -139,14 +138,14 @@ def test_a_preset_may_lie_under_a_grid():
     plan = load_grid({"extends": "digits-fedcb2o", "rounds": 3, "defences": {"A": {}}, "attacks": {"ALIE": ALIE}})
     experiment = plan.experiment("", "A", "ALIE")
     assert (experiment.rounds, experiment.agents.benign, experiment.seeds) == (3, 5, (0, 1, 2))
-    assert plan.table()["agents"]["benign"] == 5
-    assert "extends" not in plan.table()
-    assert load_grid(plan.table()).table() == plan.table()
+    assert plan.to_table()["agents"]["benign"] == 5
+    assert "extends" not in plan.to_table()
+    assert load_grid(plan.to_table()).to_table() == plan.to_table()
 
 
 @pytest.mark.parametrize("name", list(grids()))
 def test_every_entry_of_the_built_in_grids_is_valid(name):
-    plan = _read(_built_in(name))
+    plan = _parse_grid(_read_built_in(name))
     assert plan.description
     assert plan.reference in plan.defences
     first = next(iter(plan.settings), ""), next(iter(plan.defences)), next(iter(plan.attacks))
@@ -160,13 +159,13 @@ DEFAULT = {
     "FedCB2O, sub-level set": "-held-out",
 }
 OF_THE_DEFAULT = [
-    (name, *each) for name in grids() for each in DEFAULT.items() if each[0] in _built_in(name)["defences"]
+    (name, *each) for name in grids() for each in DEFAULT.items() if each[0] in _read_built_in(name)["defences"]
 ]
 
 
 @pytest.mark.parametrize(("name", "defence", "ending"), OF_THE_DEFAULT)
 def test_what_grids_have_of_the_default_is_its_preset(name, defence, ending):
-    plan, preset = _read(_built_in(name)), fedcb2o.load(f"digits-fedcb2o{ending}").settings()
+    plan, preset = _parse_grid(_read_built_in(name)), fedcb2o.load(f"digits-fedcb2o{ending}").settings()
     found = plan.experiment(next(iter(plan.settings), ""), defence, next(iter(plan.attacks))).settings()
     assert found["algorithm"] == preset["algorithm"]
     assert found["agents"]["hold_out"] == preset["agents"]["hold_out"]
@@ -326,27 +325,27 @@ def test_the_best_mean_of_accuracy_less_success_is_chosen_and_kept(tmp_path):
     trial(tmp_path, 1, "alie", {7: (0.8, None), 8: (0.6, None)})  # the mean of the four is 0.6
     trial(tmp_path, 2, "label-flip", {7: (0.8, 0.0), 8: (0.8, 0.1)})  # 0.8, 0.7
     trial(tmp_path, 2, "alie", {7: (0.5, None), 8: (0.6, None)})  # 0.65, with less accuracy
-    frozen = tuning.frozen(tmp_path, plan)
-    assert tuning.freeze(tmp_path, plan, frozen, {}) == {}
-    assert tuning.best(frozen) == {"FedCB2O": 1}
+    frozen = tuning.read_choices(tmp_path, plan)
+    assert tuning.choose(tmp_path, plan, frozen, {}) == {}
+    assert tuning.best_candidates(frozen) == {"FedCB2O": 1}
     written = json.loads((tmp_path / "tuning.json").read_text())["FedCB2O"]
     assert written["scores"] == pytest.approx([0.6, 0.65])
     assert written["by_attack"][0] == {"Label flip": pytest.approx([0.4, 0.6]), "ALIE": pytest.approx([0.8, 0.6])}
-    assert tuning.frozen(tmp_path, plan) == frozen
+    assert tuning.read_choices(tmp_path, plan) == frozen
     other = tuned(
         **attacks, defences={"FedCB2O": {"tune": [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 3.0}}]}}
     )
     with pytest.raises(RunError, match="holds what was chosen for `FedCB2O` over other candidates, attacks or seeds"):
-        tuning.frozen(tmp_path, load_grid(other))
+        tuning.read_choices(tmp_path, load_grid(other))
 
 
 def test_a_candidate_that_cannot_run_is_not_chosen_and_without_any_the_defence_is_unfit(tmp_path):
     plan = load_grid(tuned())
     trial(tmp_path, 1, "alie", {1001: (0.2, None)})
     frozen = {}
-    assert tuning.freeze(tmp_path, plan, frozen, {"tuning/fedcb2o/2/alie": "too much"}) == {}
+    assert tuning.choose(tmp_path, plan, frozen, {"tuning/fedcb2o/2/alie": "too much"}) == {}
     assert frozen["FedCB2O"]["scores"] == [0.2, None]
-    none = tuning.freeze(tmp_path, plan, nothing := {}, {f"tuning/fedcb2o/{k}/alie": "too much" for k in (1, 2)})
+    none = tuning.choose(tmp_path, plan, nothing := {}, {f"tuning/fedcb2o/{k}/alie": "too much" for k in (1, 2)})
     assert none["FedCB2O"].startswith("none of its candidates could run; FedCB2O, candidate")
     assert nothing == {}
 
@@ -371,28 +370,28 @@ def alphas(*values):
     ],
 )
 def test_what_lies_beyond_the_best_candidate(candidates, scores, following):
-    assert tuning.beyond(candidates, scores) == following
+    assert tuning.extrapolate(candidates, scores) == following
 
 
 def test_candidates_are_added_until_the_best_lies_inside_or_nothing_lies_beyond(tmp_path):
     plan = load_grid(tuned(tuning={"seeds": [7], "attacks": ["ALIE"], "widen": 3}))
     for number, accuracy in ((1, 0.2), (2, 0.3)):
         trial(tmp_path, number, "alie", {7: (accuracy, None)})
-    once = tuning.wider(tmp_path, plan, {}, {})
+    once = tuning.extend(tmp_path, plan, {}, {})
     assert once.candidates["FedCB2O"] == alphas(1.0, 5.0, 25.0)
-    assert once.table() == plan.table()  # the file stays what it is
+    assert once.to_table() == plan.to_table()  # the file stays what it is
     trial(tmp_path, 3, "alie", {7: (0.25, None)})
-    assert tuning.wider(tmp_path, once, {}, {}) is once
-    assert tuning.freeze(tmp_path, once, frozen := {}, {}) == {}
-    assert tuning.best(frozen) == {"FedCB2O": 1}
-    again = tuning.frozen(tmp_path, plan)
-    assert tuning.widened(plan, again).candidates == once.candidates
+    assert tuning.extend(tmp_path, once, {}, {}) is once
+    assert tuning.choose(tmp_path, once, frozen := {}, {}) == {}
+    assert tuning.best_candidates(frozen) == {"FedCB2O": 1}
+    again = tuning.read_choices(tmp_path, plan)
+    assert tuning.with_added_candidates(plan, again).candidates == once.candidates
     down = load_grid(
         tuned(defences={"A": {"tune": alphas(0.0, 5.0)}}, tuning={"seeds": [7], "attacks": ["ALIE"], "widen": 3})
     )
     for number, accuracy in ((1, 0.3), (2, 0.2)):
         trial(tmp_path, number, "alie", {7: (accuracy, None)}, defence="a")
-    assert tuning.wider(tmp_path, down, {}, {}) is down  # alpha cannot be below 0
+    assert tuning.extend(tmp_path, down, {}, {}) is down  # alpha cannot be below 0
 
 
 # How long it will take
@@ -401,32 +400,32 @@ def test_candidates_are_added_until_the_best_lies_inside_or_nothing_lies_beyond(
 def test_the_estimate_is_by_defence_and_nothing_before_there_is_a_basis(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    pace, cells = Pace(jobs=2), load_grid(grid(seeds=[0, 1])).cells()
-    by = {(cell.kind, cell.place.defence, cell.place.attack): cell for cell in cells}
+    pace, cells = TimeEstimate(jobs=2), load_grid(grid(seeds=[0, 1])).cells()
+    by = {(cell.kind, cell.key.defence, cell.key.attack): cell for cell in cells}
     fast = [by["cell", "DFedAvgM", attack] for attack in ("Label flip", "ALIE")]
     slow = [by["cell", "FedCB2O", attack] for attack in ("Label flip", "ALIE")]
     for cell in (*fast, *slow):
-        pace.expect(cell, seeds=2)
-    assert pace.left() is None
+        pace.add(cell, seeds=2)
+    assert pace.remaining() is None
     assert pace.weight(fast[0]) == float("inf")
-    pace.begin(fast[0])
-    assert pace.end(fast[0], 4.0) == 2.0
-    assert pace.left() == pytest.approx(3 * 4 / 2)  # nothing is known of the other: as much as all
-    pace.begin(slow[0])
-    assert pace.end(slow[0], 20.0) == 10.0
+    pace.start(fast[0])
+    assert pace.finish(fast[0], 4.0) == 2.0
+    assert pace.remaining() == pytest.approx(3 * 4 / 2)  # nothing is known of the other: as much as all
+    pace.start(slow[0])
+    assert pace.finish(slow[0], 20.0) == 10.0
     assert pace.weight(slow[1]) == 20.0 > pace.weight(fast[1]) == 4.0
-    assert pace.left() == pytest.approx(20.0)  # the longest alone
-    pace.begin(slow[1])
+    assert pace.remaining() == pytest.approx(20.0)  # the longest alone
+    pace.start(slow[1])
     now = 112.0
-    assert pace.left() == pytest.approx(8.0)
-    pace.begin(fast[1])
-    assert pace.end(fast[1], None) is None  # it failed, and teaches nothing
-    assert pace.left() == pytest.approx(8.0)
+    assert pace.remaining() == pytest.approx(8.0)
+    pace.start(fast[1])
+    assert pace.finish(fast[1], None) is None  # it failed, and teaches nothing
+    assert pace.remaining() == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(8.2, "8 s"), (99.0, "99 s"), (720.0, "12 min"), (12600.0, "3.5 h")])
 def test_durations_are_told_as_one_reads_them(seconds, told):
-    assert duration(seconds) == told
+    assert format_duration(seconds) == told
 
 
 # Run for real
@@ -458,8 +457,8 @@ def everything(folder):
 
 def test_a_grid_is_the_runs_that_its_cells_are(undisturbed, tmp_path):
     path, folder = undisturbed
-    chosen = tuning.best(tuning.frozen(folder, load_grid(path)))
-    plan = tuning.widened(load_grid(path), tuning.frozen(folder, load_grid(path)))
+    chosen = tuning.best_candidates(tuning.read_choices(folder, load_grid(path)))
+    plan = tuning.with_added_candidates(load_grid(path), tuning.read_choices(folder, load_grid(path)))
     assert len(plan.candidates["FedCB2O"]) == 3
     cells = plan.cells(chosen)
     assert {cell.folder for cell in cells} == {
@@ -522,9 +521,9 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
         other.write_text(tomli_w.dumps(tuned(**{"name": "mine", "rounds": 8, **change})))
         assert told in here("bench", other, "--out", folder, "--resume").one_line()
     plan = load_grid(tuned(name="mine", rounds=8, attacks={"Label flip": FLIP, "ALIE": ALIE, "Gap": GAP}))
-    frozen = tuning.frozen(folder, plan)
+    frozen = tuning.read_choices(folder, plan)
     before = (folder / "grid.toml").read_bytes()
-    _prepare(folder, plan, frozen, {}, [*plan.trials(), *plan.cells(tuning.best(frozen))], True)  # cells may be added
+    _open_grid(folder, plan, frozen, {}, [*plan.trials(), *plan.cells(tuning.best_candidates(frozen))], True)  # cells may be added
     (folder / "grid.toml").write_bytes(before)
 
 

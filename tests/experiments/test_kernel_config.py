@@ -7,26 +7,26 @@ from tests.tiny import here, tiny, write
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
 from fedcb2o.experiments.config import build, datasets, settings
-from fedcb2o.experiments.runs.kernel_config import primitives_of
+from fedcb2o.experiments.runs.kernel_config import choose_kernels
 from fedcb2o.kernels import autotune, devices, onednn
 
 IMAGES = {"name": "cnn", "hidden": 4}
 
 
 def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "device_of", lambda _: torch.device("meta"))
-    monkeypatch.setattr(autotune, "fastest_convolution", lambda *_: "unfolded")
-    monkeypatch.setattr(devices, "most_together", lambda *given: 2 if given[-1] == "unfolded" else 5)
+    monkeypatch.setattr(devices, "resolve_device", lambda _: torch.device("meta"))
+    monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *_: "unfolded")
+    monkeypatch.setattr(devices, "max_batched_agents", lambda *given: 2 if given[-1] == "unfolded" else 5)
     for together, expected in ((None, ("unfolded", 2)), (2, ("unfolded", 2)), (4, ("grouped", 4))):
         changes = {} if together is None else {"together": together}
         experiment = settings.load(tiny(model=IMAGES, device="meta", **changes))
-        prepared = build.prepare(experiment, 1000, datasets.dataset_of(experiment, None))
-        chosen = primitives_of(tmp_path, prepared)
+        prepared = build.prepare_seed(experiment, 1000, datasets.load_dataset(experiment, None))
+        chosen = choose_kernels(tmp_path, prepared)
         assert (chosen["convolution"], chosen["together"]) == expected
 
 
 def test_a_choice_that_this_pytorch_lacks_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(onednn, "available", lambda: False)
+    monkeypatch.setattr(onednn, "is_available", lambda: False)
     with pytest.raises(RunError, match="needs oneDNN, which this PyTorch lacks"):
         run(tiny(linear="onednn"), out=tmp_path / "run", workers=1)
 

@@ -11,7 +11,7 @@ from tests.tiny import FEDCB2O, bits, command, here, tiny, write
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.config.datasets import dataset_of
+from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.settings import load
 from fedcb2o.experiments.runs import memory_plan
 from fedcb2o.parallel import resources, shared_memory
@@ -21,49 +21,49 @@ from fedcb2o.simulation import checkpoint
 def planned(tmp_path, given, count=1, **changes):
     """The plan of 6 agents with 100,000 parameters each."""
     experiment = load(tiny(**changes))
-    return memory_plan.plan(experiment, dataset_of(experiment, None), 100_000, count, given, tmp_path)
+    return memory_plan.plan_memory(experiment, load_dataset(experiment, None), 100_000, count, given, tmp_path)
 
 
 def test_models_go_to_memory_or_to_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_plan, "PROCESS", 0)
+    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
     whole = planned(tmp_path, 10**9)
-    assert whole.models == 6 * 4 * 100_000
-    assert (whole.folder, whole.columns) == (None, None)
-    assert planned(tmp_path, whole.rest + whole.models).folder is None
-    on_disk = planned(tmp_path, whole.rest + whole.models - 1)
+    assert whole.model_bytes == 6 * 4 * 100_000
+    assert (whole.folder, whole.columns_per_mix) == (None, None)
+    assert planned(tmp_path, whole.other_bytes + whole.model_bytes).folder is None
+    on_disk = planned(tmp_path, whole.other_bytes + whole.model_bytes - 1)
     assert on_disk.folder == tmp_path
-    assert 4 * 6 * on_disk.columns <= whole.models / 2
+    assert 4 * 6 * on_disk.columns_per_mix <= whole.model_bytes / 2
     assert "in memory" in str(whole)
     assert f"on disk, in {tmp_path}" in str(on_disk)
 
 
 def test_what_fits_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_plan, "PROCESS", 0)
+    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
     monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     whole = planned(tmp_path, 10**9)
     with pytest.raises(
         RunError, match=r"^6 agents need .* of memory, or on disk .* that are free: 3 agents would fit$"
     ):
-        planned(tmp_path, whole.rest + whole.models // 2)
+        planned(tmp_path, whole.other_bytes + whole.model_bytes // 2)
     with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
         planned(tmp_path, 1000)
 
 
 def test_what_is_too_small_to_mix_in_is_said(tmp_path, monkeypatch):
     """Neither a disk without end nor models that would fit are a promise where mixing has no room."""
-    monkeypatch.setattr(memory_plan, "PROCESS", 0)
+    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
     monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18))
-    rest = planned(tmp_path, 10**9).rest
-    assert planned(tmp_path, rest + 8 * 6 * memory_plan.WIDE).columns == memory_plan.WIDE
+    rest = planned(tmp_path, 10**9).other_bytes
+    assert planned(tmp_path, rest + 8 * 6 * memory_plan.REDUCTION_TILE_COLUMNS).columns_per_mix == memory_plan.REDUCTION_TILE_COLUMNS
     with pytest.raises(RunError, match=r": 5 agents would fit$"):
-        planned(tmp_path, rest + 8 * 6 * memory_plan.WIDE - 1)
+        planned(tmp_path, rest + 8 * 6 * memory_plan.REDUCTION_TILE_COLUMNS - 1)
 
 
 @pytest.fixture
 def eight(monkeypatch):
     """A machine of eight processors, and work for all of them; processes take nothing but their training."""
-    monkeypatch.setattr(memory_plan, "WORTH", 0.0)
-    monkeypatch.setattr(memory_plan, "PROCESS", 0)
+    monkeypatch.setattr(memory_plan, "MIN_PARALLEL_FLOPS", 0.0)
+    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
     monkeypatch.setattr(memory_plan.machine, "processors", lambda: 8)
 
 
@@ -74,10 +74,10 @@ def test_as_many_processes_work_as_there_is_work_and_room_for(tmp_path, eight, m
     assert planned(tmp_path, 10**9, 3, **many).processes == 3
     monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     three = planned(tmp_path, 10**9, 3, **many)
-    enough = three.models + three.rest
+    enough = three.model_bytes + three.other_bytes
     assert planned(tmp_path, enough, None, **many) == three
     assert planned(tmp_path, enough - 1, None, **many).processes == 2
-    monkeypatch.setattr(memory_plan, "WORTH", 1e99)
+    monkeypatch.setattr(memory_plan, "MIN_PARALLEL_FLOPS", 1e99)
     assert planned(tmp_path, 10**9, None, **many).processes == 1
 
 
@@ -85,11 +85,11 @@ def test_up_to_half_of_the_processes_are_given_for_memory(tmp_path, eight, monke
     many = {"agents": {"benign": 60}}
     monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18))
     eight_of_them, five, four = (planned(tmp_path, 10**10, count, **many) for count in (8, 5, 4))
-    assert planned(tmp_path, eight_of_them.models + eight_of_them.rest - 1, None, **many).processes == 7
-    assert planned(tmp_path, five.models + five.rest, None, **many) == five
-    below = planned(tmp_path, four.models + four.rest, None, **many)
+    assert planned(tmp_path, eight_of_them.model_bytes + eight_of_them.other_bytes - 1, None, **many).processes == 7
+    assert planned(tmp_path, five.model_bytes + five.other_bytes, None, **many) == five
+    below = planned(tmp_path, four.model_bytes + four.other_bytes, None, **many)
     assert (below.processes, below.folder) == (5, tmp_path)
-    asked = planned(tmp_path, five.models + five.rest - 1, 5, **many)
+    asked = planned(tmp_path, five.model_bytes + five.other_bytes - 1, 5, **many)
     assert (asked.processes, asked.folder) == (5, tmp_path)
 
 
@@ -97,7 +97,7 @@ def test_processes_that_would_fit_are_named(tmp_path, eight, monkeypatch):
     monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     two = planned(tmp_path, 10**9, 2)
     with pytest.raises(RunError, match=r": --workers 2 would fit$"):
-        planned(tmp_path, two.models + two.rest, 5)
+        planned(tmp_path, two.model_bytes + two.other_bytes, 5)
     with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
         planned(tmp_path, 1000, 5)
     with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
@@ -106,25 +106,25 @@ def test_processes_that_would_fit_are_named(tmp_path, eight, monkeypatch):
 
 def test_small_models_lie_in_memory_with_no_more_processes_than_it_has_room_for(tmp_path, eight, monkeypatch):
     one = planned(tmp_path, 10**9, 1)
-    assert one.models < one.rest
-    monkeypatch.setattr(memory_plan.machine, "free_memory", lambda: one.models)
+    assert one.model_bytes < one.other_bytes
+    monkeypatch.setattr(memory_plan.machine, "free_memory", lambda: one.model_bytes)
     assert planned(tmp_path, None, None) == one
     assert planned(tmp_path, None, 4) == planned(tmp_path, 10**9, 4)
 
 
 def test_all_that_takes_memory_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_plan, "PROCESS", 0)
-    training = 12 * memory_plan.SMALL  # of small dense networks so many numbers at once
-    data = planned(tmp_path, 10**9).rest - training
-    assert planned(tmp_path, 10**9, together=50).rest == data + 12 * 6 * 100_000
-    assert planned(tmp_path, 10**9, count=2).rest == 2 * (data + training)  # the data as they were read, and shared
+    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
+    training = 12 * memory_plan.MAX_BATCH_PARAMETERS  # of small dense networks so many numbers at once
+    data = planned(tmp_path, 10**9).other_bytes - training
+    assert planned(tmp_path, 10**9, together=50).other_bytes == data + 12 * 6 * 100_000
+    assert planned(tmp_path, 10**9, count=2).other_bytes == 2 * (data + training)  # the data as they were read, and shared
 
 
 def test_a_checkpoint_that_is_there_needs_no_more_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_plan, "PROCESS", 0)
+    monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
     whole = planned(tmp_path, 10**9)
-    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * whole.models))
-    given = whole.rest + whole.models - 1
+    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * whole.model_bytes))
+    given = whole.other_bytes + whole.model_bytes - 1
     with pytest.raises(RunError, match="would fit"):
         planned(tmp_path, given)
     (tmp_path / checkpoint.FILE).touch()
@@ -137,7 +137,7 @@ def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
     shared.mkdir()
     left = shared / f"{shared_memory.PREFIX}1-0{shared_memory.SUFFIX}"
     left.touch()
-    monkeypatch.setattr(shared_memory, "_folders", lambda: [shared])
+    monkeypatch.setattr(shared_memory, "_candidate_folders", lambda: [shared])
     monkeypatch.setattr(memory_plan.machine, "free_memory", lambda: 1000 if left.exists() else 10**10)
     assert planned(tmp_path, None).folder is None
     assert not left.exists()
@@ -147,14 +147,14 @@ def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
     ("asked", "processors", "expected"), [(40, 2, 2), (2, 2, 2), (40, 8, 6), (6, 8, 6), (1, 8, 1), (2, 1, 1)]
 )
 def test_no_more_processes_work_than_there_are_processors_and_agents(monkeypatch, capsys, asked, processors, expected):
-    monkeypatch.setattr(resources, "processors", lambda: processors)
-    assert memory_plan.bounded(asked, 6, "agents") == expected
+    monkeypatch.setattr(resources, "available_processors", lambda: processors)
+    assert memory_plan.clip_workers(asked, 6, "agents") == expected
     note = f"Note: {expected} processes work, not {asked}: there are {processors} processors and 6 agents.\n"
     assert capsys.readouterr().err == ("" if asked == expected else note)
 
 
 def test_forty_processes_are_asked_for_and_one_works(tmp_path, monkeypatch):
-    monkeypatch.setattr(resources, "processors", lambda: 1)
+    monkeypatch.setattr(resources, "available_processors", lambda: 1)
     fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=40)
     assert json.loads((tmp_path / "run/seed-1000/environment.json").read_text())["workers"] == 1
 
@@ -228,13 +228,13 @@ def test_models_that_a_killed_run_left_on_disk_go_before_the_next(tmp_path):
     ],
 )
 def test_sizes(text, expected):
-    assert memory_plan.size(text) == expected
+    assert memory_plan.parse_size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["24 gigs", "-1GiB", "GiB", "", "24iB", "1e9", "1,5GB", "24 G B"])
 def test_what_is_no_size_is_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match="needs a size such as 24GiB"):
-        memory_plan.size(text)
+        memory_plan.parse_size(text)
     said = here("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run", f"--memory={text}").one_line()
     assert "needs a size such as 24GiB" in said
     assert not (tmp_path / "run").exists()
@@ -267,10 +267,10 @@ def test_what_is_done_needs_no_memory(tmp_path):
 def test_models_on_disk_have_the_same_bits(tmp_path, monkeypatch, workers, algorithm):
     changes = {"model": {"hidden": [300]}, "rounds": 2, **({"algorithm": algorithm} if algorithm else {})}
     fedcb2o.run(tiny(**changes), out=tmp_path / "memory", workers=workers)
-    chosen = functools.partial(memory_plan.Plan, workers, 0, 0, columns=4100)
+    chosen = functools.partial(memory_plan.MemoryPlan, workers, 0, 0, columns=4100)
     monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.local_backend"], "plan", lambda *given: chosen(folder=given[-1]))
-    made, shared = [], shared_memory.shared
-    monkeypatch.setattr(shared_memory, "shared", lambda specs, folder: made.append(folder) or shared(specs, folder))
+    made, shared = [], shared_memory.allocate_shared
+    monkeypatch.setattr(shared_memory, "allocate_shared", lambda specs, folder: made.append(folder) or shared(specs, folder))
     fedcb2o.run(tiny(**changes), out=tmp_path / "disk", workers=workers)
     assert made == [tmp_path / "disk/seed-1000"]
     assert not list(tmp_path.rglob("*.arena"))

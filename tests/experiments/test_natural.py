@@ -15,7 +15,7 @@ from torch import nn
 import fedcb2o
 from fedcb2o import Dataset
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.config.build import prepare
+from fedcb2o.experiments.config.build import prepare_seed
 from fedcb2o.experiments.config.settings import load
 from fedcb2o.nn import architectures, parameters
 
@@ -202,6 +202,6 @@ def test_what_cannot_be(tmp_path, changes, message):
 
 def test_believed_numbers_of_samples():
     """An agent is believed to hold as many as the largest owner, or as it may."""
-    assert prepare(load(natural()), 0, with_global()).terms.most_samples == 30 - 8
+    assert prepare_seed(load(natural()), 0, with_global()).spec.max_samples == 30 - 8
     capped = {**EXPERIMENT["agents"], "benign_samples": 9, "malicious_samples": 12}
-    assert prepare(load(natural(agents=capped)), 0, with_global()).terms.most_samples == 12
+    assert prepare_seed(load(natural(agents=capped)), 0, with_global()).spec.max_samples == 12

@@ -9,10 +9,20 @@ import pytest
 from tests.tiny import tiny
 
 from fedcb2o.experiments import run
-from fedcb2o.experiments.config.datasets import dataset_of
+from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.settings import load
-from fedcb2o.experiments.runs.remote_job import FOLDER, Errand, Word, arrays_of, content, do, keep, stamps, types_of
-from fedcb2o.experiments.runs.run_directory import alone, begin
+from fedcb2o.experiments.runs.remote_job import (
+    FOLDER_PREFIX,
+    JobUpdate,
+    RemoteJob,
+    dataset_bytes,
+    dataset_dtypes,
+    execute,
+    file_stamps,
+    read_bytes,
+    write_files,
+)
+from fedcb2o.experiments.runs.run_directory import exclusive_lock, open_run
 
 pytest.importorskip("ray")
 
@@ -21,33 +31,33 @@ pytest.importorskip("ray")
 def temporary(tmp_path, monkeypatch) -> Path:
     """The folder for temporary ones."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr("fedcb2o.experiments.runs.remote_job.SOON", 0.0)
+    monkeypatch.setattr("fedcb2o.experiments.runs.remote_job.REPORT_INTERVAL", 0.0)
     (tmp_path / "temporary").mkdir()
     return tmp_path / "temporary"
 
 
-def done(folder: Path, *, watched: bool = True, **changes: object) -> list[Word]:
+def done(folder: Path, *, watched: bool = True, **changes: object) -> list[JobUpdate]:
     """What is heard of a run that goes on from the files in a folder."""
     experiment = load(tiny(**changes))
     folder.mkdir(exist_ok=True)
-    begin(folder, experiment, resume=True)
-    dataset = dataset_of(experiment, None)
-    errand = Errand(experiment, dataset.names, types_of(dataset), None, 0.0, watched, str(folder))
-    files = {str(path.relative_to(folder)): content(path) for path in stamps(folder)}
-    return list(do(errand, files, arrays_of(dataset)))
+    open_run(folder, experiment, resume=True)
+    dataset = load_dataset(experiment, None)
+    errand = RemoteJob(experiment, dataset.names, dataset_dtypes(dataset), None, 0.0, watched, str(folder))
+    files = {str(path.relative_to(folder)): read_bytes(path) for path in file_stamps(folder)}
+    return list(execute(errand, files, dataset_bytes(dataset)))
 
 
 def test_rounds_are_told_and_only_changed_files_come_back(tmp_path, temporary):
     run(tiny(rounds=1), out=tmp_path / "one", workers=1)
     words = done(tmp_path / "one", rounds=6)
-    assert [line["round"] for word in words for _, line in word.lines] == [2, 3, 4, 5, 6]
+    assert [line["round"] for word in words for _, line in word.rounds] == [2, 3, 4, 5, 6]
     sent = Counter(Path(name).name for word in words for name in word.files)
     assert sent["checkpoint.safetensors"] > 1
     assert sent["summary.json"] == 1
     assert not {"config.toml", "agents.json", "environment.json"} & sent.keys()
-    assert [word.ended is not None for word in words] == [False] * (len(words) - 1) + [True]
+    assert [word.result is not None for word in words] == [False] * (len(words) - 1) + [True]
     for word in words:
-        keep(tmp_path / "one", word.files)
+        write_files(tmp_path / "one", word.files)
     run(tiny(rounds=6), out=tmp_path / "two", workers=1)
     for name in ("metrics.jsonl", "checkpoint.safetensors", "summary.json"):
         assert (tmp_path / "one" / "seed-1000" / name).read_bytes() == (
@@ -58,17 +68,17 @@ def test_rounds_are_told_and_only_changed_files_come_back(tmp_path, temporary):
 
 def test_who_does_not_watch_hears_of_files_alone(tmp_path):
     words = done(tmp_path / "run", watched=False)
-    assert not any(word.lines for word in words)
+    assert not any(word.rounds for word in words)
     assert all(word.files for word in words)
-    assert words[-1].ended[1] is None
+    assert words[-1].result[1] is None
 
 
 def test_only_the_files_of_a_run_go_there(tmp_path):
     run(tiny(rounds=1), out=tmp_path / "one", workers=1)
-    there = {path.name for path in stamps(tmp_path)}
+    there = {path.name for path in file_stamps(tmp_path)}
     for name in ("fedcb2o-1-2.arena", "checkpoint.safetensors.tmp", "notes.md"):
         (tmp_path / "one" / "seed-1000" / name).touch()
-    assert there == {path.name for path in stamps(tmp_path)}
+    assert there == {path.name for path in file_stamps(tmp_path)}
     assert there > {"config.toml", "checkpoint.safetensors", "metrics.jsonl", "sums.json"}
 
 
@@ -78,16 +88,16 @@ def test_errors_and_notes_name_the_folder_at_home(tmp_path):
     (seed / "agents.json").write_text("nothing")
     (seed / "metrics.jsonl").write_text("nothing")
     (last,) = done(tmp_path / "one", rounds=2)
-    assert last.said == f"Note: {seed / 'agents.json'} was damaged or lost; it is made again.\n"
-    assert last.ended[1].startswith(f"{seed / 'metrics.jsonl'} is damaged")
+    assert last.stderr == f"Note: {seed / 'agents.json'} was damaged or lost; it is made again.\n"
+    assert last.result[1].startswith(f"{seed / 'metrics.jsonl'} is damaged")
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path, temporary):
-    left, young, held = (temporary / f"{FOLDER}{name}" for name in ("left", "young", "held"))
+    left, young, held = (temporary / f"{FOLDER_PREFIX}{name}" for name in ("left", "young", "held"))
     for folder in (left, young, held):
         (folder / "run").mkdir(parents=True)
         if folder != young:
             os.utime(folder, (0, 0))
-    with alone(held):
+    with exclusive_lock(held):
         done(tmp_path / "nothing", rounds=1)
     assert set(temporary.iterdir()) == {young, held}

@@ -16,23 +16,23 @@ import fedcb2o
 from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import load, run
-from fedcb2o.experiments.config.datasets import dataset_of
+from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.runs import remote_runs
 from fedcb2o.experiments.runs.recovery import has_ended
-from fedcb2o.experiments.runs.remote_job import stamps
-from fedcb2o.experiments.runs.run_directory import alone
+from fedcb2o.experiments.runs.remote_job import file_stamps
+from fedcb2o.experiments.runs.run_directory import exclusive_lock
 
 pytest.importorskip("ray")
 
 from fedcb2o.ray_backend import connect, tasks
-from fedcb2o.ray_backend.tasks import Task, Tasks
+from fedcb2o.ray_backend.tasks import Task, TaskPool
 
 SAID = ("environment.json", "timing.jsonl", "cells.json", "sums.json")  # they tell seconds, or sums of what does
 SEEDS = [1000, 1001, 1002]
 
 
 def bits(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in stamps(folder) if path.name not in SAID}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in file_stamps(folder) if path.name not in SAID}
 
 
 def slow_loss(told: Path) -> dict[str, object]:
@@ -75,7 +75,7 @@ def test_a_grid_is_that_of_one_machine_and_its_data_are_loaded_once(cluster, tmp
     done = fedcb2o.bench(plan, out=tmp_path / "many", cluster=cluster)
     assert bits(tmp_path / "one") == bits(tmp_path / "many")
     assert [path.name.rpartition("-")[2] for path in told.iterdir()] == [str(os.getpid())]
-    monkeypatch.setattr(connect, "joined", lambda *_: pytest.fail("nothing is left to do there"))
+    monkeypatch.setattr(connect, "connected", lambda *_: pytest.fail("nothing is left to do there"))
     assert not done.failed
     assert not fedcb2o.bench(plan, out=tmp_path / "many", cluster=cluster, resume=True).failed
 
@@ -95,7 +95,7 @@ def test_seeds_go_on_from_those_of_one_machine_and_their_rounds_are_told(cluster
     one, many = ([(seed, line) for seed, _, line in sorted(heard[w], key=lambda each: each[0])] for w in heard)
     assert one == many
     assert {seeds for _, seeds, _ in heard["many"]} == {tuple(SEEDS[:2]), tuple(SEEDS)}
-    monkeypatch.setattr(connect, "joined", lambda *_: pytest.fail("nothing is left to do there"))
+    monkeypatch.setattr(connect, "connected", lambda *_: pytest.fail("nothing is left to do there"))
     run(plan, out=tmp_path / "many", seeds=SEEDS, cluster=cluster, resume=True)
 
 
@@ -106,7 +106,7 @@ def test_no_other_process_writes_to_a_folder_while_its_run_is_away(cluster, tmp_
 
     def busy(folder: Path) -> bool:
         try:
-            with alone(folder):
+            with exclusive_lock(folder):
                 return False
         except RunError:
             return True
@@ -114,10 +114,10 @@ def test_no_other_process_writes_to_a_folder_while_its_run_is_away(cluster, tmp_
     def heard(k: int, result: tuple[float, str | None]) -> None:
         ended[k] = result[1], busy(folders[k])
 
-    sets = [(experiment.data, dataset_of(experiment, None))]
-    with alone(folders[1]), remote_runs.joined(cluster, "one run", [experiment], sets) as there:
+    sets = [(experiment.data, load_dataset(experiment, None))]
+    with exclusive_lock(folders[1]), remote_runs.connect_executor(cluster, "one run", [experiment], sets) as there:
         runs = [(k, (experiment, folder)) for k, folder in enumerate(folders)]
-        there.work(2, runs, heard, lambda: during.append(busy(folders[0])))
+        there.map(2, runs, heard, lambda: during.append(busy(folders[0])))
     assert during[0]
     assert ended[0] == (None, False)
     assert ended[1] == (f"another process is writing to {folders[1]}: wait for it, or choose another --out", True)
@@ -139,19 +139,19 @@ def test_seeds_that_fail_are_told_in_the_end(cluster, tmp_path):
 
 
 def test_what_work_raises_is_told_after_what_it_yields(cluster, monkeypatch):
-    monkeypatch.setattr(tasks, "PAUSE", 0.0)
+    monkeypatch.setattr(tasks, "RETRY_SECONDS", 0.0)
     heard: list[object] = []
 
     def failed(ticket: str, error: RunError) -> bool:
         heard.append((type(error), str(error)))
         return heard.count(0) < 2
 
-    Tasks().work(2, ["one"], lambda _: Task(broken, (0,)), lambda _, number: heard.append(number), failed)
+    TaskPool().map_unordered(2, ["one"], lambda _: Task(broken, (0,)), lambda _, number: heard.append(number), failed)
     assert heard == [0, 1, (RunError, "work on the cluster failed (ValueError: out of numbers)")] * 2
 
 
 def test_what_failed_begins_anew_after_a_pause_in_which_the_others_go_on(cluster, monkeypatch):
-    monkeypatch.setattr(tasks, "PAUSE", 4.0)
+    monkeypatch.setattr(tasks, "RETRY_SECONDS", 4.0)
     times: dict[str, float] = {}
 
     def begun(ticket: str, number: int) -> None:
@@ -166,15 +166,15 @@ def test_what_failed_begins_anew_after_a_pause_in_which_the_others_go_on(cluster
             return True
         return False
 
-    Tasks().work(2, ["bad", *map(str, range(4))], lambda _: Task(broken, (0,)), begun, failed)
+    TaskPool().map_unordered(2, ["bad", *map(str, range(4))], lambda _: Task(broken, (0,)), begun, failed)
     assert times["again"] - times["failed"] >= 4
     assert times["others"] < times["again"]
 
 
 @needs_proc
 def test_a_run_whose_process_is_killed_goes_on_from_what_came_back(cluster, tmp_path, told, monkeypatch, capfd):
-    monkeypatch.setattr(remote_runs, "EVERY", 0.0)
-    monkeypatch.setattr(tasks, "PAUSE", 0.5)
+    monkeypatch.setattr(remote_runs, "CHECKPOINT_INTERVAL", 0.0)
+    monkeypatch.setattr(tasks, "RETRY_SECONDS", 0.5)
     kept = []
 
     def kill(experiment, seed, line):
@@ -199,8 +199,8 @@ def test_a_run_whose_process_is_killed_goes_on_from_what_came_back(cluster, tmp_
 
 @needs_proc
 def test_it_gives_up_after_some_losses(cluster, tmp_path, told, monkeypatch):
-    monkeypatch.setattr(remote_runs, "AGAIN", 1)
-    monkeypatch.setattr(tasks, "PAUSE", 0.5)
+    monkeypatch.setattr(remote_runs, "MAX_RETRIES", 1)
+    monkeypatch.setattr(tasks, "RETRY_SECONDS", 0.5)
 
     def kill(experiment, seed, line):
         for process in rounds_by(told):
@@ -214,7 +214,7 @@ def test_it_gives_up_after_some_losses(cluster, tmp_path, told, monkeypatch):
 
 @needs_proc
 def test_what_is_interrupted_keeps_what_came_back_and_leaves_no_task(cluster, tmp_path, told, monkeypatch):
-    monkeypatch.setattr(remote_runs, "EVERY", 0.0)
+    monkeypatch.setattr(remote_runs, "CHECKPOINT_INTERVAL", 0.0)
 
     def stop(experiment, seed, line):
         if line["round"] >= 3:

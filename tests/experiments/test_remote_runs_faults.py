@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 from tests.experiments.test_cluster_faults import three  # noqa: F401 (a fixture)
-from tests.experiments.test_remote_runs import SEEDS, bits, rounds_by, slow_loss, told, until  # noqa: F401 (a fixture)
 from tests.experiments.test_grid import grid
+from tests.experiments.test_remote_runs import SEEDS, bits, rounds_by, slow_loss, told, until  # noqa: F401 (a fixture)
 from tests.processes import needs_proc
 from tests.tiny import tiny
 
@@ -28,11 +28,11 @@ COMMAND = "from fedcb2o.experiments.runs import remote_runs; remote_runs.EVERY =
 def test_a_node_is_killed_during_a_grid(three, tmp_path, told, monkeypatch, capfd):  # noqa: F811
     class Kill(GridProgress):
         def end(self, *given: object) -> None:
-            super().end(*given)
+            super().finish(*given)
             if len(three.others) == 2:
                 three.remove_node(three.others.pop(), allow_graceful=False)
 
-    monkeypatch.setattr(remote_runs, "EVERY", 0.0)
+    monkeypatch.setattr(remote_runs, "CHECKPOINT_INTERVAL", 0.0)
     settings = tiny(rounds=8, algorithm=slow_loss(told))
     defences = {"One": {}, "Two": {"algorithm": {"alpha": 1.0}}}
     plan = grid(rounds=8, algorithm=settings["algorithm"], defences=defences)

@@ -106,7 +106,7 @@ def test_progress_says_at_once_what_a_round_is_at(capsys, terminal):
     with Progress(Console(file=shown, force_terminal=terminal, width=100), every=60.0) as progress:
 
         def told():
-            progress.bars.refresh()
+            progress._bars.refresh()
             return shown.getvalue() if terminal else capsys.readouterr().err
 
         progress.phase(experiment, 7, 1, "training")

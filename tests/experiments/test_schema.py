@@ -12,7 +12,7 @@ import fedcb2o
 from fedcb2o.experiments import schema
 from fedcb2o.experiments.config import tables
 from fedcb2o.experiments.config.descriptions import described
-from fedcb2o.experiments.config.settings import AgentsPart, Experiment, TrainingPart
+from fedcb2o.experiments.config.settings import AgentsSection, Experiment, TrainingSection
 from fedcb2o.experiments.grid.loading import grids
 
 PACKAGE = ROOT / "src" / "fedcb2o" / "experiments"
@@ -136,8 +136,8 @@ def test_every_key_is_explained(experiments):
     keys = [
         name for name in Experiment.model_fields if name not in ("data", "agents", "model", "training", "algorithm")
     ]
-    keys += [f"agents.{name}" for name in AgentsPart.model_fields]
-    keys += [f"training.{name}" for name in TrainingPart.model_fields]
+    keys += [f"agents.{name}" for name in AgentsSection.model_fields]
+    keys += [f"training.{name}" for name in TrainingSection.model_fields]
     assert [key for key in keys if key not in described() and key != "attack"] == []
     whole = experiments.schema["properties"]
     assert all(each.get("description") for each in whole.values())

@@ -8,7 +8,14 @@ import torch
 from tests.tiny import empty_models
 
 from fedcb2o.federated import admission
-from fedcb2o.federated.admission import BOUND, Message, believed, extents, refusal, within
+from fedcb2o.federated.admission import (
+    MAX_VALUE,
+    Message,
+    clip_claimed_samples,
+    is_admissible,
+    max_abs,
+    rejection_reason,
+)
 from fedcb2o.rng import stream
 
 DIM = 6
@@ -25,9 +32,9 @@ def with_one(value):
 
 
 @pytest.mark.parametrize("num_samples", [0.0, 1.0, 20.5, 1e12])
-@pytest.mark.parametrize("theta", [torch.ones(DIM), with_one(BOUND), with_one(-BOUND), torch.zeros(DIM)])
+@pytest.mark.parametrize("theta", [torch.ones(DIM), with_one(MAX_VALUE), with_one(-MAX_VALUE), torch.zeros(DIM)])
 def test_what_is_in_order_is_received(theta, num_samples):
-    assert refusal(message(theta, num_samples), dim=DIM, n=3) == ""
+    assert rejection_reason(message(theta, num_samples), dim=DIM, n=3) == ""
 
 
 REFUSED = {
@@ -43,8 +50,8 @@ REFUSED = {
     "all NaN": (message(torch.full((DIM,), math.nan)), "not finite"),
     "infinite": (message(with_one(math.inf)), "not finite"),
     "minus infinity": (message(with_one(-math.inf)), "not finite"),
-    "too large": (message(with_one(1.001 * BOUND)), "beyond 1e.06"),
-    "too small": (message(with_one(-1.001 * BOUND)), "beyond 1e.06"),
+    "too large": (message(with_one(1.001 * MAX_VALUE)), "beyond 1e.06"),
+    "too small": (message(with_one(-1.001 * MAX_VALUE)), "beyond 1e.06"),
     "of the round before": (message(round=2), "its model is of round 2, expected 3"),
     "of the next round": (message(round=4), "its model is of round 4, expected 3"),
     "claims less than nothing": (message(num_samples=-1.0), "it claims -1.0 samples"),
@@ -60,7 +67,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_is_refused_in_words(name):
     what, why = REFUSED[name]
-    found = refusal(what, dim=DIM, n=3)
+    found = rejection_reason(what, dim=DIM, n=3)
     assert found
     assert "\n" not in found
     with pytest.raises(ValueError, match=why):
@@ -68,8 +75,8 @@ def test_what_is_not_is_refused_in_words(name):
 
 
 def test_claims_are_believed_up_to_what_an_agent_may_hold():
-    assert believed(np.array([0.0, 1.0, 20.0, 30.0, 31.0, 1e300]), 30).tolist() == [0, 1, 20, 30, 30, 30]
-    assert believed(np.zeros(0), 30).tolist() == []
+    assert clip_claimed_samples(np.array([0.0, 1.0, 20.0, 30.0, 31.0, 1e300]), 30).tolist() == [0, 1, 20, 30, 30, 30]
+    assert clip_claimed_samples(np.zeros(0), 30).tolist() == []
 
 
 ROWS = {
@@ -87,25 +94,25 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_extents_of_any_rows(name, copied, monkeypatch):
     """However many of them are looked at in one call."""
-    monkeypatch.setattr(admission, "COPIED", copied)
+    monkeypatch.setattr(admission, "_NUMBERS_PER_CALL", copied)
     pool, rows = empty_models(7, 11), ROWS[name]
     pool.copy_(torch.from_numpy(stream(0, "pool").normal(size=(7, 11))))
     pool[3, 10], pool[4, 0], pool[6] = -1e30, math.nan, 0.0
     pool[5, 4] = -math.inf
     before = pool.clone()
-    found = extents(pool, rows)
+    found = max_abs(pool, rows)
     expected = np.abs(pool[rows].double().numpy()).max(1, initial=0.0)
     assert found.dtype == np.float64
     assert found.shape == (len(rows),)
     np.testing.assert_array_equal(np.isfinite(found), np.isfinite(expected))
     good = np.isfinite(expected)
     np.testing.assert_array_equal(found[good], expected[good])
-    assert within(found).tolist() == [i not in (3, 4, 5) for i in rows]
+    assert is_admissible(found).tolist() == [i not in (3, 4, 5) for i in rows]
     assert torch.equal(pool.nan_to_num(), before.nan_to_num())
 
 
 def test_within_the_bound():
-    assert within(np.array([0.0, BOUND, np.nextafter(BOUND, np.inf), np.inf, np.nan])).tolist() == [
+    assert is_admissible(np.array([0.0, MAX_VALUE, np.nextafter(MAX_VALUE, np.inf), np.inf, np.nan])).tolist() == [
         *(True, True),
         *(False, False, False),
     ]

@@ -9,7 +9,7 @@ import torch
 
 from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.agent_data import Holdings
+from fedcb2o.federated.agent_data import AgentData
 from fedcb2o.federated.ragged import Lists
 from fedcb2o.federated.types import Attack
 from fedcb2o.rng import stream
@@ -33,12 +33,12 @@ def poison(shard, draw):
 
 
 def holdings(attack=None):
-    return Holdings(
+    return AgentData(
         agents=np.array(AGENTS),
         samples=images(10, 0),
         test=images(6, 1),
-        train=Lists.of([np.array(one) for one in TRAIN]),
-        validation=Lists.of([np.array(one) for one in VALIDATION]),
+        train=Lists.from_arrays([np.array(one) for one in TRAIN]),
+        validation=Lists.from_arrays([np.array(one) for one in VALIDATION]),
         cluster=np.array(CLUSTER),
         num_clusters=4,
         num_classes=CLASSES,
@@ -79,7 +79,7 @@ def test_the_malicious_poison_what_they_train_on_from_their_round_on(some, n):
         expected.append((x, y))
     before = held.samples.x.clone()
     for _ in range(2):  # in every round from the true samples
-        hold_equal(held.trained_on(np.array(some), n), expected)
+        hold_equal(held.training_data(np.array(some), n), expected)
     assert held.samples.x.equal(before)
 
 
@@ -87,25 +87,25 @@ def test_an_attack_that_asks_is_told_who_it_poisons_for():
     def marked(shard, draw, me, *, by):
         return Shard(torch.full_like(shard.x, by * me), shard.y)
 
-    x, _ = holdings(Attack(poison=functools.partial(marked, by=2))).trained_on(np.array([1, 3]), 0)
+    x, _ = holdings(Attack(poison=functools.partial(marked, by=2))).training_data(np.array([1, 3]), 0)
     assert [one.unique().tolist() for one in x] == [[2 * AGENTS[1]], [2 * AGENTS[3]]]
 
 
 def test_nobody_poisons_without_an_attack_on_data():
     held = holdings(Attack(craft=lambda view, draw: view.own))
-    hold_equal(held.trained_on(np.arange(4), 9), [seen(k, TRAIN[k], held.samples) for k in range(4)])
+    hold_equal(held.training_data(np.arange(4), 9), [seen(k, TRAIN[k], held.samples) for k in range(4)])
 
 
 @pytest.mark.parametrize("some", SOME)
 def test_nobody_poisons_what_it_judges_on(some):
     held = holdings()
-    hold_equal(held.judged_on(np.array(some)), [seen(k, VALIDATION[k], held.samples) for k in some])
+    hold_equal(held.validation_data(np.array(some)), [seen(k, VALIDATION[k], held.samples) for k in some])
 
 
 def test_the_true_samples_and_the_test_set():
     held = holdings()
     for k in range(4):
-        true, ((_, test),) = held.true(k), held.tested_on(np.array([k]))
+        true, ((_, test),) = held.clean_training_data(k), held.test_sets(np.array([k]))
         hold_equal((true.x.unsqueeze(0), true.y.unsqueeze(0)), [seen(k, TRAIN[k], held.samples)])
         hold_equal((test.x.unsqueeze(0), test.y.unsqueeze(0)), [seen(k, list(range(6)), held.test)])
 
@@ -114,4 +114,4 @@ def test_the_true_samples_and_the_test_set():
 def test_labels_that_there_are_not_are_told(label):
     wrong = Attack(poison=lambda shard, draw: Shard(shard.x, torch.full_like(shard.y, label)))
     with pytest.raises(ConfigError, match="the attack returned labels outside 0 to 4"):
-        holdings(wrong).trained_on(np.arange(4), 0)
+        holdings(wrong).training_data(np.arange(4), 0)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated.agent_group import Layout
+from fedcb2o.federated.agent_group import BufferLayout
 
 
 @given(
@@ -19,17 +19,17 @@ def test_no_row_is_used_twice(malicious, more, each, before, draw):
     then what arrives, and no row between is left out."""
     count, kept = len(malicious), len(malicious) + more
     own = draw.sample(range(kept), count)
-    layout = Layout.of(np.array(own), kept, np.array(malicious), each, before)
+    layout = BufferLayout.create(np.array(own), kept, np.array(malicious), each, before)
     assert layout.own.tolist() == own
-    crafted = [row for k in np.flatnonzero(malicious).tolist() for row in range(layout.inbox)[layout.crafted(k)]]
-    then = [] if layout.before is None else layout.before.tolist()
+    crafted = [row for k in np.flatnonzero(malicious).tolist() for row in range(layout.first_received)[layout.crafted_rows(k)]]
+    then = [] if layout.previous is None else layout.previous.tolist()
     assert [len(crafted), len(then)] == [each * sum(malicious), count * before]
-    assert [*range(kept), *crafted, *then] == list(range(layout.inbox))
+    assert [*range(kept), *crafted, *then] == list(range(layout.first_received))
 
 
 def test_a_layout_by_hand():
-    layout = Layout.of(np.array([3, 0, 4, 1]), 5, np.array([False, True, False, True]), 2, True)
-    assert [layout.crafted(k) for k in (1, 3)] == [slice(5, 7), slice(7, 9)]
-    assert layout.before is not None
-    assert layout.before.tolist() == [9, 10, 11, 12]
-    assert layout.inbox == 13
+    layout = BufferLayout.create(np.array([3, 0, 4, 1]), 5, np.array([False, True, False, True]), 2, True)
+    assert [layout.crafted_rows(k) for k in (1, 3)] == [slice(5, 7), slice(7, 9)]
+    assert layout.previous is not None
+    assert layout.previous.tolist() == [9, 10, 11, 12]
+    assert layout.first_received == 13

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation import coordinatewise, gram_matrix, gram_rules, preaggregation
-from fedcb2o.federated.aggregation.base import apply, assumed, check, form_of, gram_and_mixing
+from fedcb2o.federated.aggregation.base import (
+    apply,
+    clip_byzantine_count,
+    gram_and_mixing,
+    signature_of,
+    validate_byzantine_count,
+)
 from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.rng import stream
 
@@ -21,14 +27,14 @@ def test_f_is_clipped_to_what_the_models_admit():
     cases |= {coordinatewise.trimmed_mean: 3, coordinatewise.meamed: 3, gram_rules.ubar: 5, gram_rules.clipped_gossip: 5}
     x = models(7, 5)
     for rule, most in cases.items():
-        assert assumed(rule, most, 7) == assumed(rule, 99, 7) == most
-        assert assumed(functools.partial(rule, f=1), 1, 7) == 1
-        assert assumed(rule, 3, 0) == 0
-        check(rule, most, 7)
+        assert clip_byzantine_count(rule, most, 7) == clip_byzantine_count(rule, 99, 7) == most
+        assert clip_byzantine_count(functools.partial(rule, f=1), 1, 7) == 1
+        assert clip_byzantine_count(rule, 3, 0) == 0
+        validate_byzantine_count(rule, most, 7)
         with pytest.raises(
             ConfigError, match=rf"`f` = {most + 1} attackers are more than \w+ admits among 7 models: at "
         ):
-            check(rule, most + 1, 7)
+            validate_byzantine_count(rule, most + 1, 7)
         given = (torch.rand(7),) if rule is gram_rules.ubar else ()
         if rule is not preaggregation.nnm:
             assert apply(functools.partial(rule, f=99), x, None, *given).equal(
@@ -39,7 +45,7 @@ def test_f_is_clipped_to_what_the_models_admit():
 @pytest.mark.parametrize("f", [-1, True])
 def test_an_impossible_f(f):
     with pytest.raises(ConfigError, match=r"`f`, the number of attackers to assume, must be a whole number from 0 up"):
-        assumed(gram_rules.krum, f, 7)
+        clip_byzantine_count(gram_rules.krum, f, 7)
 
 
 def test_nothing_to_aggregate():
@@ -68,7 +74,7 @@ def test_the_gram_matrix_of_any_rows_in_any_blocks(dtype, size):
 
 
 def test_rows_and_mixing_are_what_a_copy_would_be(monkeypatch):
-    monkeypatch.setattr(gram_matrix, "_columns_at_once", lambda m, device: 7)
+    monkeypatch.setattr(gram_matrix, "_block_width", lambda m, device: 7)
     pool = models(9, 31)
     rows = torch.tensor([6, 1, 4, 3, 8])
     assert apply(gram_rules.fltrust, pool, rows).equal(apply(gram_rules.fltrust, pool[rows]))
@@ -97,12 +103,12 @@ def test_rows_and_mixing_are_what_a_copy_would_be(monkeypatch):
 def test_as_much_of_the_gram_matrix_as_a_rule_reads(name):
     rule = getattr(gram_rules, name, getattr(coordinatewise, name, None))
     pool, rows = models(6, 20), torch.tensor([4, 0, 2, 5])
-    whole, last = gram(pool[rows]), len(form_of(rule).last)
+    whole, last = gram(pool[rows]), len(signature_of(rule).own_rows)
     g, p = gram_and_mixing(rule, pool, rows, None)
     assert p is None
     known = ~g.isnan()
     torch.testing.assert_close(g[known], whole[known])
-    pairs = form_of(rule).pairs
+    pairs = signature_of(rule).gram_entries
     expected = {"mean": 0, "trimmed_mean": 0, "krum": 16, "monna": 10, "fltrust": 14}[name]
     assert int(known.sum()) == expected, pairs
     g, p = gram_and_mixing(rule, pool, rows, functools.partial(preaggregation.nnm, f=1))
@@ -116,7 +122,7 @@ def test_as_much_of_the_gram_matrix_as_a_rule_reads(name):
 def test_a_rule_that_declares_nothing_sees_the_gram_matrix():
     def nearest_to_the_first(gram: Tensor) -> Tensor:
         chosen = torch.zeros(len(gram), dtype=torch.float64)
-        chosen[1 + int(gram_rules.distances(gram)[0, 1:].argmin())] = 1.0
+        chosen[1 + int(gram_rules.squared_distances(gram)[0, 1:].argmin())] = 1.0
         return chosen
 
     assert apply(nearest_to_the_first, LINE).tolist() == [1, 0]

@@ -30,11 +30,11 @@ from tests.agents import (
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.federated import algorithms, attacks, validation
-from fedcb2o.federated.aggregation.base import form
-from fedcb2o.federated.contacts import Memory
-from fedcb2o.federated.types import Attack, Reduction, Weighed
+from fedcb2o.federated.aggregation.base import rule_signature
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.types import Attack, Reduction, RuleOutput
 from fedcb2o.nn import parameters
-from fedcb2o.simulation.rounds import rounds
+from fedcb2o.simulation.rounds import run_rounds
 
 LARGE = dataclasses.replace(ours.TRAINING, batch_size=11)  # no batch has a single sample, which a batch norm refuses
 
@@ -42,18 +42,18 @@ LARGE = dataclasses.replace(ours.TRAINING, batch_size=11)  # no batch has a sing
 def compare(algorithm, options, *, num_rounds=6, make=network, statistics="shared", **changes):
     """Run both, and hold every model, choice, weight and likelihood equal after every round."""
     engine = ours.together(algorithm, make(), **changes)
-    terms = engine.terms
-    options = dataclasses.replace(options, budget=BUDGET, validation_loss=terms.average)
+    terms = engine.spec
+    options = dataclasses.replace(options, budget=BUDGET, validation_loss=terms.loss_average)
     agents = oracle_agents(engine, make, options, statistics)
     training = reference.Training(
         **{field.name: getattr(terms.training, field.name) for field in dataclasses.fields(reference.Training)}
     )
-    for done in rounds(engine, Memory.blank(len(CLUSTER)), 0, num_rounds, lambda n: False):
+    for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, lambda n: False):
         infos = reference.run_round(
             agents, done.n, seed=SEED, training=training, num_classes=CLASSES, participation=terms.participation
         )
-        for j, (met, info) in enumerate(zip(done.memory.met, infos, strict=True)):
-            mixed = chosen(done.choices, j)
+        for j, (met, info) in enumerate(zip(done.memory.contacts, infos, strict=True)):
+            mixed = chosen(done.decisions, j)
             assert mixed.ids == info.received, (done.n, j)
             weights = dict.fromkeys(info.weights, 0.0)
             for i, weight in zip(mixed.ids, mixed.weights, strict=True):
@@ -110,7 +110,7 @@ def test_batch_norms_equal_the_oracle(statistics, own_model):
 def test_adapters_on_a_frozen_base_equal_the_oracle():
     """The base is the same for all, and no part of theta; what is tied counts once."""
     compare(algorithms.fedcb2o(), reference.FEDCB2O, make=Adapted, num_rounds=3)
-    assert ours.together(algorithms.fedcb2o(), Adapted()).terms.dim == 2 * 9 + 9 * 2 + 9 * 4 + 4
+    assert ours.together(algorithms.fedcb2o(), Adapted()).spec.dim == 2 * 9 + 9 * 2 + 9 * 4 + 4
 
 
 def test_defaults_are_the_papers():
@@ -139,7 +139,7 @@ def test_dfedavgm_equals_the_oracle(own_model):
 def test_a_rule_without_losses_equals_the_oracle_and_nothing_is_evaluated(monkeypatch):
     for name in ("losses_of", "losses_of_each"):
         monkeypatch.setattr(validation, name, lambda *judged, **more: pytest.fail("a model was evaluated"))
-    compare(algorithms.by_rule(rule="by_num_samples", judges=False), reference.DFEDAVGM)
+    compare(algorithms.by_rule(rule="by_num_samples", needs_losses=False), reference.DFEDAVGM)
 
 
 def test_batch_means_equal_the_oracle():
@@ -178,7 +178,7 @@ def test_broken_models_are_dropped_and_the_rest_carry_on():
     for j, value in zip(BAD, (float("nan"), INF, 1e30, -INF), strict=True):
         theta[j] = value
     for done in ours.run_rounds(engine, 5):
-        assert all(not set(ours.chosen(done.choices, j).ids) & set(BAD) for j in GOOD)
+        assert all(not set(ours.chosen(done.decisions, j).ids) & set(BAD) for j in GOOD)
         assert theta[GOOD].isfinite().all()
     assert (theta[GOOD] != start[GOOD]).any(1).all()
 
@@ -196,7 +196,7 @@ def test_broken_models_never_arrive(value, judges):
         if kind == "silent":
             models[kind][BAD] = torch.nan
         for done in run_rounds(engine, 3):
-            assert all(not set(chosen(done.choices, j).ids) & set(BAD) for j in GOOD)
+            assert all(not set(chosen(done.decisions, j).ids) & set(BAD) for j in GOOD)
     assert models["crafted"][GOOD].equal(models["silent"][GOOD])
     assert models["crafted"][BAD].isfinite().all()
 
@@ -216,8 +216,8 @@ def test_a_benign_agent_that_an_attack_broke_is_no_error_and_spreads_nothing():
     theta = ours.models_of(engine)
     theta[0] = torch.nan
     for done in run_rounds(engine, 3):
-        assert 0 not in done.choices.received.values
-        assert not chosen(done.choices, 0).ids
+        assert 0 not in done.decisions.received.values
+        assert not chosen(done.decisions, 0).ids
     assert theta[0].isnan().all()
     assert theta[1:].isfinite().all()
     assert sizes == [2, 2, 2, 2] * 3  # of three and of two benign agents; the first of the three is broken
@@ -234,15 +234,15 @@ def test_a_benign_model_that_overflows_where_it_mixes_is_told():
     def rule(block):
         return torch.full_like(block[0], torch.inf)
 
-    algorithm = algorithms.by_rule(rule=form("columns")(rule), selection="everyone", judges=False)
+    algorithm = algorithms.by_rule(rule=rule_signature("columns")(rule), selection="everyone", needs_losses=False)
     told = "the rule `.*rule` returned numbers that are not finite, of models that are"
     for attack in (Attack(), Attack(craft=lambda view, draw: view.own)):  # whoever attacks, that is the rule's fault
         with pytest.raises(ConfigError, match=told):
             ours.run_rounds(ours.together(algorithm, attack=attack))
 
     def weigh(judged):
-        return Weighed(Reduction(judged.received.rows, rule))
+        return RuleOutput(Reduction(judged.received.rows, rule))
 
-    algorithm = dataclasses.replace(algorithm, weigh=weigh)
+    algorithm = dataclasses.replace(algorithm, rule=weigh)
     with pytest.raises(RunError, match="the model of benign agent 0 is not finite after mixing in round 1: its rule"):
         ours.run_rounds(ours.together(algorithm, attack=Attack()))

@@ -28,11 +28,11 @@ def test_the_mean_around_the_median_is_that_of_the_nearest_values(m, count):
 @pytest.mark.parametrize("m", [*range(1, 18), 31, 32, 33, 100])
 def test_columns_in_order(m):
     for block in (models(m, 40), models(m, 40).round(), models(m, 40).float().T.contiguous().T):
-        assert coordinatewise.ascending(block).equal(block.sort(dim=0).values)
+        assert coordinatewise.sort_columns(block).equal(block.sort(dim=0).values)
 
 
 def test_the_network_sorts_all_zeros_and_ones():
     """And by the 0-1 principle anything."""
     for m in range(1, 13):
         block = ((torch.arange(2**m).unsqueeze(0) >> torch.arange(m).unsqueeze(1)) & 1).double()
-        assert coordinatewise.ascending(block).equal(block.sort(dim=0).values)
+        assert coordinatewise.sort_columns(block).equal(block.sort(dim=0).values)

@@ -12,9 +12,9 @@ from tests.views import judged
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, criteria
-from fedcb2o.federated.aggregation.standard_errors import error, error_by_class
+from fedcb2o.federated.aggregation.standard_errors import class_standard_error, standard_error
 from fedcb2o.federated.criteria import combinations, universal_perturbation
-from fedcb2o.federated.types import TOGETHER, Judged, Losses, together
+from fedcb2o.federated.types import BATCHED, CriterionInput, Losses, batched
 from fedcb2o.rng import stream
 
 INF = math.inf
@@ -60,11 +60,11 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         view,
         pool=thetas,
         losses=losses_of(received, None),
-        own=losses_of(me, None),
+        own_losses=losses_of(me, None),
         received=received,
-        me=me,
+        own_entry=me,
         losses_of=losses_of,
-        knows=views.local(
+        agent_context=views.local(
             outputs_of=outputs_of, some_samples=some_samples, outputs_at=outputs_at, gradients_of=gradients_of
         ),
     )
@@ -96,7 +96,7 @@ def sampled(each, own, labels, **more):
         return Losses(rows.mean(1), by_class, counts > 0, torch.zeros(len(rows)).double(), rows, labels)
 
     return dataclasses.replace(
-        judged([[0.0] * 3] * len(each), [0.0] * 3), losses=losses(each), own=losses([own]), **more
+        judged([[0.0] * 3] * len(each), [0.0] * 3), losses=losses(each), own_losses=losses([own]), **more
     )
 
 
@@ -105,9 +105,9 @@ def test_standard_errors_by_hand():
     view = sampled([[2.0, 5.0, 5.0, 6.0, 8.0], [1.0, 2.0, 0.0, 1.0, 0.0]], [1.0, 2.0, 0.0, 1.0, 0.0], [0, 0, 1, 1, 1])
     variance = (2.0 + 6.0) / 3
     expected = [[math.sqrt(variance / 2), math.sqrt(variance / 3), INF], [0.0, 0.0, INF]]
-    assert error_by_class(view.losses, view.own).tolist() == [pytest.approx(row) for row in expected]
+    assert class_standard_error(view.losses, view.own_losses).tolist() == [pytest.approx(row) for row in expected]
     over_all = math.sqrt((3.4**2 + 1.4**2 + 0.6**2 * 2 + 3.6**2) / 4 / 5)
-    assert error(view.losses, view.own).tolist() == pytest.approx([over_all, 0.0])
+    assert standard_error(view.losses, view.own_losses).tolist() == pytest.approx([over_all, 0.0])
     gaps = [2 - 1.5 * expected[0][0], 6 - 1.5 * expected[0][1]]
     assert criteria.class_loss_gap(view, z=1.5).tolist() == pytest.approx([max(gaps), 0.0])
     assert criteria.class_loss_gap(view, z=99.0).tolist() == [0.0, 0.0]
@@ -128,9 +128,9 @@ def test_the_gap_to_the_majority_is_to_the_median_of_the_sub_level_set_where_tha
     view = judged([[2.0, 1.0], [4.0, 1.0], [9.0, 1.0]], [1.0, 5.0])
     assert criteria.class_loss_gap(view).tolist() == [1.0, 3.0, 8.0]
     assert criteria.class_loss_gap(view, against="majority").tolist() == [0.0, 2.0, 7.0]
-    some = dataclasses.replace(view, among=torch.tensor([False, True, True]))  # 1, 4, 9
+    some = dataclasses.replace(view, in_sublevel_set=torch.tensor([False, True, True]))  # 1, 4, 9
     assert criteria.class_loss_gap(some, against="majority").tolist() == [-2.0, 0.0, 5.0]
-    nobody = dataclasses.replace(view, among=torch.tensor([False, False, False]))
+    nobody = dataclasses.replace(view, in_sublevel_set=torch.tensor([False, False, False]))
     assert criteria.class_loss_gap(nobody, against="majority").equal(criteria.class_loss_gap(view))
 
 
@@ -210,7 +210,7 @@ def test_a_trigger_anywhere_is_a_gap_and_a_clean_model_has_none():
     assert criteria.perturbation_gap(view, pixels=2).tolist() == pytest.approx(two, abs=1e-6)
     four = [rise(8.25) - rise(0.5), rise(4) - rise(0.5), 0.0, 0.0]
     assert criteria.perturbation_gap(view, pixels=4).tolist() == pytest.approx(four, abs=1e-6)
-    some = dataclasses.replace(view, among=torch.tensor([False, True, True, True]))
+    some = dataclasses.replace(view, in_sublevel_set=torch.tensor([False, True, True, True]))
     assert criteria.perturbation_gap(some, pixels=2).tolist() == pytest.approx([0.0, *two[1:]], abs=1e-6)
     assert criteria.perturbation_gap(view, pixels=2, steps=2).tolist() == pytest.approx(two, abs=1e-6)
 
@@ -219,7 +219,7 @@ def test_rises_are_measured_on_so_many_samples_and_no_more(monkeypatch):
     view = brightness_judges(torch.tensor([[4.0], [0.0]]), torch.tensor([0.0, 0.5, 1.0, 1.0]).view(4, 1, 1, 1))
     by_sample = torch.tensor([rise(4), rise(4) - rise(2), 0.0, 0.0])
     for measured, found in ((2, by_sample[:2]), (4, by_sample), (9, by_sample)):
-        monkeypatch.setattr(universal_perturbation, "MEASURED", measured)
+        monkeypatch.setattr(universal_perturbation, "MAX_SAMPLES", measured)
         expected = float(found.mean())
         assert criteria.perturbation_gap(view, z=0.0).tolist() == pytest.approx([expected], abs=1e-6)
 
@@ -232,7 +232,7 @@ def test_what_most_models_rise_by_is_no_gap_to_the_majority():
     most = [rise(4) - rise(2), rise(3) - rise(2), 0.0, 0.0]
     assert criteria.perturbation_gap(view, against="majority").tolist() == pytest.approx(most, abs=1e-6)
     # Those that count are 4, 2, 1 and the own one's 0, and the median is the lower of two.
-    some = dataclasses.replace(view, among=torch.tensor([True, False, True, True]))
+    some = dataclasses.replace(view, in_sublevel_set=torch.tensor([True, False, True, True]))
     few = [rise(4) - rise(1), 0.0, rise(2) - rise(1), 0.0]
     assert criteria.perturbation_gap(some, against="majority").tolist() == pytest.approx(few, abs=1e-6)
     broken = brightness_judges(torch.tensor([[INF], [INF], [INF], [2.0], [1.0]]), torch.zeros(1, 1, 1, 1))
@@ -329,7 +329,7 @@ def test_the_order_of_the_models_does_not_matter(name):
 @pytest.mark.parametrize("name", RELATIVE)
 def test_the_own_model_is_where_a_relative_criterion_is_0(name):
     function, given = getattr(criteria, name), NEEDED.get(name, {})
-    assert function(Judged.itself(random_view()), **given).tolist() == pytest.approx([0.0], abs=1e-7)
+    assert function(CriterionInput.with_own_only(random_view()), **given).tolist() == pytest.approx([0.0], abs=1e-7)
 
 
 @pytest.mark.parametrize("name", criteria.__all__)
@@ -348,7 +348,7 @@ def test_no_validation_data_is_told(name):
 
 def test_a_criterion_without_losses_is_told():
     with pytest.raises(ConfigError, match="the criterion looks at losses, and the algorithm evaluates none"):
-        criteria.average_loss(dataclasses.replace(random_view(), losses=None, own=None))
+        criteria.average_loss(dataclasses.replace(random_view(), losses=None, own_losses=None))
 
 
 @pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
@@ -358,7 +358,7 @@ def test_the_criterion_begins_with_t_g(own_model):
     always = algorithms.fedcb2o(criterion="distance", own_model=own_model)
     for n in range(4):
         view = dataclasses.replace(random_view(), n=n)
-        assert algorithm.weigh(view).outcome.equal((always if n >= 2 else average).weigh(view).outcome)
+        assert algorithm.rule(view).outcome.equal((always if n >= 2 else average).rule(view).outcome)
 
 
 # Combinations
@@ -404,7 +404,7 @@ def test_a_part_of_another_shape_is_told():
         criteria.largest(random_view(), of=[constant, two])
 
 
-@together
+@batched
 def own_gap(judged, *, power: float = 1.0):
     return criteria.class_loss_gap(judged) ** power
 
@@ -423,14 +423,14 @@ def test_a_combination_of_parts_that_look_at_several_agents_at_once_does_so(
     tmp_path, criterion, own_model, monkeypatch
 ):
     given = tiny(algorithm={"criterion": criterion, "own_model": own_model})
-    seen, judge = [], combinations.values_of
+    seen, judge = [], combinations.validated_criterion
     monkeypatch.setattr(
-        combinations, "values_of", lambda part, view: seen.append(view.received.ids.ndim) or judge(part, view)
+        combinations, "validated_criterion", lambda part, view: seen.append(view.received.ids.ndim) or judge(part, view)
     )
     run(given, out=tmp_path / "together", workers=1)
     assert set(seen) == {2}
     seen.clear()
-    monkeypatch.setattr(criteria, "judges_together", lambda criterion: False)
+    monkeypatch.setattr(criteria, "is_batched", lambda criterion: False)
     run(given, out=tmp_path / "each", workers=1)
     assert set(seen) == {1}
     found, expected = bits(tmp_path / "together"), bits(tmp_path / "each")
@@ -441,7 +441,7 @@ def test_a_combination_of_parts_that_look_at_several_agents_at_once_does_so(
 def test_a_combination_with_a_part_that_looks_at_one_agent_looks_at_one(alone):
     for of in ([alone, "average_loss"], ["average_loss", {"name": "largest", "of": ["average_loss", alone]}]):
         algorithm = algorithms.fedcb2o(criterion={"name": "weighted_sum", "of": of})
-        assert not TOGETHER.of(algorithm.weigh)
+        assert not BATCHED.get(algorithm.rule)
 
 
 # Whole runs

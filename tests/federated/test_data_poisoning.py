@@ -199,7 +199,7 @@ def test_a_trigger_that_does_not_fit(parameters, message):
 @pytest.mark.parametrize("name", sorted(NEEDED))
 def test_equal_draws_make_equal_poison(name):
     s, attack = shard(), getattr(attacks, name)
-    me = [3] if "me" in plugins.looks_at(attack) else []
+    me = [3] if "me" in plugins.positional_inputs(attack) else []
     one, two = (attack(s, stream(5, "attack", 3), *me, **NEEDED[name]) for _ in range(2))
     assert one.x.equal(two.x)
     assert one.y.equal(two.y)

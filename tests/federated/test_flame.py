@@ -9,7 +9,7 @@ from tests.views import models
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation import _flame as module
-from fedcb2o.federated.aggregation._flame import flame, majority
+from fedcb2o.federated.aggregation._flame import flame, majority_cluster
 from fedcb2o.federated.aggregation.base import apply
 from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.rng import stream
@@ -31,19 +31,19 @@ def test_the_majority_is_the_cluster_of_hdbscan(m, seed, near):
     x[:near] = x[0] + 0.1 * x[:near]
     unit = torch.nn.functional.normalize(x, dim=1)
     apart = (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(0.0)
-    assert majority(apart).tolist() == by_the_library((apart + apart.T) / 2).tolist()
+    assert majority_cluster(apart).tolist() == by_the_library((apart + apart.T) / 2).tolist()
 
 
 def test_the_majority_by_hand():
     at = torch.tensor([0.0, 1.0, 2.1, 5.0, 9.0])
     apart = (at.unsqueeze(0) - at.unsqueeze(1)).abs()
-    assert majority(apart).tolist() == [True, True, True, False, False]
+    assert majority_cluster(apart).tolist() == [True, True, True, False, False]
     # The fourth is as near as the third: both are in.
     at[3] = 2.1 + (2.1 - 1.0)
     apart = (at.unsqueeze(0) - at.unsqueeze(1)).abs().round(decimals=6)
-    assert majority(apart).tolist() == [True, True, True, True, False]
-    assert majority(torch.zeros(1, 1)).tolist() == [True]
-    assert majority(torch.zeros(2, 2)).tolist() == [True, True]
+    assert majority_cluster(apart).tolist() == [True, True, True, True, False]
+    assert majority_cluster(torch.zeros(1, 1)).tolist() == [True]
+    assert majority_cluster(torch.zeros(2, 2)).tolist() == [True, True]
 
 
 def test_outliers_go_and_updates_are_clipped_to_the_median():
@@ -60,16 +60,16 @@ def test_noise_is_of_the_promised_size_and_the_same_by_any_blocks(monkeypatch):
     x = models(5, 30_000, dtype=torch.float32)
     made = flame(gram(x), stream(0, "noise"), noise=0.5)
     calm = flame(gram(x), stream(0, "noise"), noise=0.0)
-    whole = made.of(x, 0)
+    whole = made.apply_to_buffer(x, 0)
     size = float((x[:4] - x[4]).double().norm(dim=1).quantile(0.5)) * 0.5
-    drawn = whole - calm.of(x, 0)
+    drawn = whole - calm.apply_to_buffer(x, 0)
     assert float(drawn.std()) == pytest.approx(size, rel=0.02)
     assert abs(float(drawn.mean())) < 4 * size / 30_000**0.5
-    parts = [made.of(x[:, a : a + 7_001], a) for a in range(0, 30_000, 7_001)]
+    parts = [made.apply_to_buffer(x[:, a : a + 7_001], a) for a in range(0, 30_000, 7_001)]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-3)
-    other = flame(gram(x), stream(1, "noise"), noise=0.5).of(x, 0)
-    assert abs(float(np.corrcoef(drawn, other - calm.of(x, 0))[0, 1])) < 0.03
-    assert module.CHUNK < 30_000
+    other = flame(gram(x), stream(1, "noise"), noise=0.5).apply_to_buffer(x, 0)
+    assert abs(float(np.corrcoef(drawn, other - calm.apply_to_buffer(x, 0))[0, 1])) < 0.03
+    assert module.NOISE_COLUMNS < 30_000
 
 
 def test_what_does_not_fit_is_told():

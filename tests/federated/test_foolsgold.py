@@ -16,8 +16,8 @@ from fedcb2o.experiments import run
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.aggregation._foolsgold import foolsgold, learning_rates
 from fedcb2o.federated.batched_training import train_
-from fedcb2o.federated.contacts import Memory
-from fedcb2o.federated.types import Contacts, Judged
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.types import Contacts, CriterionInput
 from fedcb2o.rng import stream
 
 
@@ -108,7 +108,7 @@ def seen_by(me, ids, pool, before, met, n=0):
     contacts = Contacts(torch.tensor(met, dtype=torch.int64), none.new_ones(len(met)))
     knows, began = local(contacts_of=lambda: contacts, head=(C, H)), torch.tensor(before)
     theirs, mine = received(torch.tensor(ids)), received(torch.tensor([me]))
-    return Judged(n, pool, None, None, theirs, mine, no_losses, knows, before=began)
+    return CriterionInput(n, pool, None, None, theirs, mine, no_losses, knows, previous=began)
 
 
 def pools(count):
@@ -164,7 +164,7 @@ def test_a_network_without_a_last_dense_layer():
     (pool,) = pools(1)
     theirs, me = (received(torch.tensor([i])) for i in (0, 2))
     with pytest.raises(ConfigError, match="the rule looks at the last dense layer, and this model does not end in one"):
-        foolsgold({}, Judged(0, pool, None, None, theirs, me, no_losses, local(), before=torch.tensor(5)))
+        foolsgold({}, CriterionInput(0, pool, None, None, theirs, me, no_losses, local(), previous=torch.tensor(5)))
 
 
 # Rounds and runs
@@ -172,9 +172,9 @@ def test_a_network_without_a_last_dense_layer():
 
 def test_whole_rounds_equal_the_plain_loop():
     """Each agent's own view, from the model that it began the round with; some peers come in some rounds only."""
-    algorithm = algorithms.by_rule(rule="foolsgold", judges=False)
+    algorithm = algorithms.by_rule(rule="foolsgold", needs_losses=False)
     engine, shadow = (ours.together(algorithm, participation=0.7) for _ in range(2))
-    histories, memory = {j: {} for j in GOOD}, Memory.blank(len(ours.CLUSTER))
+    histories, memory = {j: {} for j in GOOD}, AgentState.initial(len(ours.CLUSTER))
 
     def tail(theta):
         return torch.cat([theta[-28:-4].view(4, 6), theta[-4:].view(4, 1)], 1).flatten().double()
@@ -183,19 +183,19 @@ def test_whole_rounds_equal_the_plain_loop():
     for n in range(4):
         before = ours.models_of(engine).clone()
         ours.models_of(shadow).copy_(before)
-        shadow.each(train_, n)
+        shadow.map_groups(train_, n)
         trained = ours.models_of(shadow)
         (done,) = run_rounds(engine, 1, memory, n)
         memory = done.memory
         for j in GOOD:
-            mine = chosen(done.choices, j)
-            assert set(memory.states[j]) == ({"ids", "sums"} if histories[j] or mine.asked else set())
+            mine = chosen(done.decisions, j)
+            assert set(memory.rule_states[j]) == ({"ids", "sums"} if histories[j] or mine.asked else set())
             if not mine.asked:  # it is not there
                 continue
             mixed += 1
             for i in [*mine.ids, j]:
                 histories[j][i] = histories[j].get(i, 0) + tail(trained[i]) - tail(before[j])
-            state, known = memory.states[j], sorted(histories[j])
+            state, known = memory.rule_states[j], sorted(histories[j])
             assert state["ids"].tolist() == known
             torch.testing.assert_close(state["sums"].double(), torch.stack([histories[j][i] for i in known]))
             expected = plain_loop([histories[j][i].tolist() for i in [*mine.ids, j]])

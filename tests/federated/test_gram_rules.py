@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation import coordinatewise, gram_rules, preaggregation
-from fedcb2o.federated.aggregation.base import apply, assumed, form_of
+from fedcb2o.federated.aggregation.base import apply, clip_byzantine_count, signature_of
 from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.rng import stream
 
@@ -194,7 +194,7 @@ class Case:
         return apply(rule, x, rows, *self.given(x), mixing=mixing)
 
     def admits(self, m: int) -> int:
-        most = assumed(self.rule, 10**6, m) if self.takes_f else (m - 1) // 2
+        most = clip_byzantine_count(self.rule, 10**6, m) if self.takes_f else (m - 1) // 2
         return min(most, (m - 1) // 2)
 
 
@@ -297,7 +297,7 @@ def test_weights_sum_to_one_and_one_model_alone_comes_out(name):
     case = CASES[name]
     copies = models(1, 5).expand(8, 5).contiguous()
     torch.testing.assert_close(case(copies, 1), copies[0])
-    if form_of(case.rule).of == "gram" and case.rule is not gram_rules.bulyan:
+    if signature_of(case.rule).reads == "gram" and case.rule is not gram_rules.bulyan:
         rule = functools.partial(case.rule, f=1) if case.takes_f else case.rule
         found = rule(gram(models(8, 5)), *case.given(models(8, 5)))
         assert float(found.sum()) == pytest.approx(1)
@@ -350,7 +350,7 @@ def test_distances_of_nearly_equal_models_and_beside_huge_ones():
     pool[5] = 1e30
     x = pool[:5].double()
     exact = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square()
-    found = gram_rules.distances(gram(pool))[:5, :5]
+    found = gram_rules.squared_distances(gram(pool))[:5, :5]
     off = ~torch.eye(5, dtype=torch.bool)
     assert (found - exact).abs().max() < 1e-13 * float(x.square().sum(1).max())
     assert ((found - exact).abs()[off] / exact[off]).max() < 1e-5

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedcb2o.data._dataset import Shard
 from fedcb2o.federated import inference
-from fedcb2o.federated.inference import confusion, losses_of
+from fedcb2o.federated.inference import confusion_matrices, model_losses
 from fedcb2o.nn import parameters
 
 
@@ -20,7 +20,7 @@ def test_a_model_that_is_no_number_has_infinite_losses():
     pool[1] = torch.nan
     pool[2] = 3e38
     shard = held().samples
-    losses = losses_of(module, pool, torch.arange(3), shard, 4)
+    losses = model_losses(module, pool, torch.arange(3), shard, 4)
     assert losses.mean.isfinite().tolist() == [True, False, False]
     assert not losses.mean.isnan().any()
     assert losses.mean[0].item() == pytest.approx(torch.log(torch.tensor(4.0)).item())
@@ -32,11 +32,11 @@ def test_batch_means_by_hand():
     shard = held().samples
     part = dataclasses.replace(shard, x=shard.x[:11], y=shard.y[:11])
     one_by_one = torch.stack(
-        [losses_of(module, pool, torch.arange(2), dataclasses.replace(part, x=x[None], y=y[None]), 4).mean
+        [model_losses(module, pool, torch.arange(2), dataclasses.replace(part, x=x[None], y=y[None]), 4).mean
          for x, y in zip(part.x, part.y, strict=True)],
         dim=1,
     )  # fmt: skip
-    batches = losses_of(module, pool, torch.arange(2), part, 4, average="batches", batch_size=8).mean
+    batches = model_losses(module, pool, torch.arange(2), part, 4, average="batches", batch_size=8).mean
     expected = (one_by_one[:, :8].mean(1) + one_by_one[:, 8:].mean(1)) / 2
     torch.testing.assert_close(batches, expected, rtol=1e-5, atol=1e-6)
 
@@ -45,17 +45,17 @@ def test_batch_means_by_hand():
 @pytest.mark.parametrize("rows", [[1, 2, 3, 4], [4, 0, 2], [3]])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_models_are_judged_together_as_one_by_one(name, rows, together, monkeypatch):
-    monkeypatch.setattr(inference, "IMAGES", 4)  # several parts, the last of them short
+    monkeypatch.setattr(inference, "SAMPLES_PER_PASS", 4)  # several parts, the last of them short
     module, (data,) = fresh(name), shards(1, 11)
     pool, rows = different(module, 5), torch.tensor(rows)
     (seen,) = (shard.x for shard in shards(2, 9)[1:])
     reference = seen if name == "local" else None
-    alone = inference.losses_of(module, pool, rows, data, 4, together=1, reference=reference)
-    found = inference.losses_of(module, pool, rows, data, 4, together=together, reference=reference)
+    alone = inference.model_losses(module, pool, rows, data, 4, models_per_batch=1, reference=reference)
+    found = inference.model_losses(module, pool, rows, data, 4, models_per_batch=together, reference=reference)
     for key in ("mean", "by_class", "entropy"):
         torch.testing.assert_close(getattr(found, key), getattr(alone, key), rtol=1e-5, atol=1e-6)
     each = None if reference is None else [reference] * len(rows)
-    counts = [inference.confusion(module, pool, rows, data, 4, some, each) for some in (1, together)]
+    counts = [inference.confusion_matrices(module, pool, rows, data, 4, some, each) for some in (1, together)]
     assert torch.equal(*counts)
 
 
@@ -64,12 +64,12 @@ def test_large_samples_are_judged_agent_by_agent(monkeypatch):
     module = nn.Sequential(nn.Flatten(), nn.Linear(6, 3))
     pool, rows = torch.randn(9, 21), torch.randint(9, (5, 4))
     x, y = torch.rand(5, 7, 6), torch.randint(3, (5, 7))
-    whole, seen, baddbmm = inference.losses_of_each(module, pool, rows, x, y, 3), [], torch.baddbmm
+    whole, seen, baddbmm = inference.per_agent_losses(module, pool, rows, x, y, 3), [], torch.baddbmm
     monkeypatch.setattr(torch, "baddbmm", lambda bias, h, weight: seen.append(len(h)) or baddbmm(bias, h, weight))
     for most, counts in ((2 * 4 * 7 * 6, [8, 8, 4]), (1, [4] * 5)):
         seen.clear()
-        monkeypatch.setattr(inference, "SEEN", most)
-        torch.testing.assert_close(inference.losses_of_each(module, pool, rows, x, y, 3).by_class, whole.by_class)
+        monkeypatch.setattr(inference, "MAX_BATCH_INPUTS", most)
+        torch.testing.assert_close(inference.per_agent_losses(module, pool, rows, x, y, 3).by_class, whole.by_class)
         assert seen == counts
 
 
@@ -81,7 +81,7 @@ def test_confusion_counts_each_sample_once(wrap):
     for row, answer in ((0, 2), (1, 0), (3, 1)):
         pool[row, 6 + answer] = 1.0  # 6 weights, then 3 biases
     test = Shard(torch.rand(150, 2), torch.tensor([0] * 20 + [1] * 50 + [2] * 80))
-    counts = confusion(module, pool, torch.tensor([0, 1, 3]), test, 3)
+    counts = confusion_matrices(module, pool, torch.tensor([0, 1, 3]), test, 3)
     expected = torch.zeros(3, 3, 3, dtype=torch.int64)
     for m, answer in enumerate((2, 0, 1)):
         expected[m, :, answer] = torch.tensor([20, 50, 80])

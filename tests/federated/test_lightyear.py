@@ -7,8 +7,8 @@ import torch
 from tests.views import local, no_losses, received
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.aggregation._lightyear import lightyear, scores
-from fedcb2o.federated.types import Judged
+from fedcb2o.federated.aggregation._lightyear import lightyear, prediction_scores
+from fedcb2o.federated.types import CriterionInput
 from fedcb2o.rng import stream
 
 
@@ -36,7 +36,7 @@ def test_scores_by_hand():
     # Sure of 0.75, right and wrong: of one bin of half, an accuracy of 0.5; sure of 0.5 and right, the other bin.
     outputs = logits_for([0.75, 0.25], [0.25, 0.75], [0.5, 0.5])
     labels = torch.tensor([0, 0, 0])
-    accuracy, error, sharpness = scores(outputs.unsqueeze(0), labels, bins=2)[:, 0].tolist()
+    accuracy, error, sharpness = prediction_scores(outputs.unsqueeze(0), labels, bins=2)[:, 0].tolist()
     assert accuracy == pytest.approx(2 / 3)
     assert error == pytest.approx((2 * 0.25 + 0.5) / 3)
     assert sharpness == pytest.approx(2 / 3)
@@ -45,14 +45,14 @@ def test_scores_by_hand():
 def test_scores_equal_the_plain_loop():
     outputs = torch.from_numpy(stream(0, "outputs").normal(size=(3, 40, 5)) * 2)
     labels = torch.from_numpy(stream(0, "labels").integers(5, size=40))
-    found = scores(outputs, labels).T
+    found = prediction_scores(outputs, labels).T
     for row, one in zip(found, outputs, strict=True):
         assert row.tolist() == pytest.approx(plain_scores(one.tolist(), labels.tolist(), 15))
 
 
 def test_the_released_confidence_is_an_output():
     outputs = torch.tensor([[[0.5, 0.2], [4.0, 1.0]]])
-    accuracy, error, sharpness = scores(outputs, torch.tensor([0, 0]), 15, probability=False)[:, 0].tolist()
+    accuracy, error, sharpness = prediction_scores(outputs, torch.tensor([0, 0]), 15, probability=False)[:, 0].tolist()
     assert (accuracy, sharpness) == (1.0, 2.25)
     assert error == pytest.approx(0.5 / 2)  # the second lies in no bin
 
@@ -61,7 +61,7 @@ def view(outputs, labels, n=0, own=None):
     """Agent m judges models 0 to m - 1; the own one is the last."""
     m = len(outputs) - 1
     ids = torch.arange(m)
-    return Judged(
+    return CriterionInput(
         n,
         torch.zeros(m + 1, 2),
         None,

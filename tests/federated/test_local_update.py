@@ -9,7 +9,7 @@ from tests.tiny import empty_models
 from torch import nn
 
 from fedcb2o.data._dataset import Shard
-from fedcb2o.federated.local_update import Training, batches, local_update_
+from fedcb2o.federated.local_update import Training, local_update_, mini_batches
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 
@@ -38,19 +38,19 @@ def test_momentum_is_not_carried_over():
 
 
 def test_batches_cover_every_epoch_and_steps_cycle():
-    found = [len(batch) for batch in batches(10, TRAINING, stream(0, "x"))]
+    found = [len(batch) for batch in mini_batches(10, TRAINING, stream(0, "x"))]
     assert found == [4, 4, 2] * 3
-    first = [i for batch in list(batches(10, TRAINING, stream(0, "x")))[:3] for i in batch.tolist()]
+    first = [i for batch in list(mini_batches(10, TRAINING, stream(0, "x")))[:3] for i in batch.tolist()]
     assert sorted(first) == list(range(10))
     steps = Training(gamma=0.5, lambda2=1.0, momentum=0.0, batch_size=4, local_epochs=3, local_steps=7)
-    assert [len(batch) for batch in batches(10, steps, stream(0, "x"))] == [4, 4, 2, 4, 4, 2, 4]
+    assert [len(batch) for batch in mini_batches(10, steps, stream(0, "x"))] == [4, 4, 2, 4, 4, 2, 4]
 
 
 def test_a_last_sample_joins_the_batch_before_it_where_norms_refuse_it_by_itself():
-    together = dataclasses.replace(TRAINING, singles=False)
-    assert [len(batch) for batch in batches(9, TRAINING, stream(0, "x"))][:3] == [4, 4, 1]
-    assert [len(batch) for batch in batches(9, together, stream(0, "x"))][:3] == [4, 5, 4]
-    assert [len(batch) for batch in batches(10, together, stream(0, "x"))][:3] == [4, 4, 2]
+    together = dataclasses.replace(TRAINING, accepts_single_sample=False)
+    assert [len(batch) for batch in mini_batches(9, TRAINING, stream(0, "x"))][:3] == [4, 4, 1]
+    assert [len(batch) for batch in mini_batches(9, together, stream(0, "x"))][:3] == [4, 5, 4]
+    assert [len(batch) for batch in mini_batches(10, together, stream(0, "x"))][:3] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -9,11 +9,11 @@ from torch import nn
 from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import losses
-from fedcb2o.federated.batched_training import local_updates_
-from fedcb2o.federated.inference import losses_of, mean_losses
+from fedcb2o.federated.batched_training import batched_local_update_
+from fedcb2o.federated.inference import mean_test_losses, model_losses
 from fedcb2o.federated.local_update import Training, local_update_
 from fedcb2o.nn import parameters
-from fedcb2o.rng import stream, streams
+from fedcb2o.rng import agent_streams, stream
 
 OUTPUTS, TARGETS = torch.tensor([[1.0, 2.0], [0.0, 4.0]]), torch.tensor([[0.0, 0.0], [0.0, 1.0]])
 LINE = Shard(torch.linspace(-1, 1, 12).unsqueeze(1), 3 * torch.linspace(-1, 1, 12) + 1)
@@ -52,27 +52,27 @@ def test_agents_train_by_it():
     assert loss == pytest.approx(sum(seen) / 3)
     thetas = torch.stack([parameters.flatten(network())] * 2)
     both = [torch.stack([each, each]) for each in (LINE.x, LINE.y)]
-    local_updates_(thetas, network(), *both, TRAINING, streams(0, agents=[1, 2]))
+    batched_local_update_(thetas, network(), *both, TRAINING, agent_streams(0, agents=[1, 2]))
     assert thetas.isfinite().all()
 
 
 def test_models_are_judged_by_it():
     """All samples are of one kind where there are no classes, so that the gap of class losses is that of losses."""
     pool = torch.tensor([[3.0, 1.0], [3.0, 2.0], [0.0, math.nan]])  # slope and bias
-    found = losses_of(network(), pool, torch.arange(3), LINE, 1, loss=losses.squared_error)
+    found = model_losses(network(), pool, torch.arange(3), LINE, 1, loss=losses.squared_error)
     assert found.mean[:2].tolist() == pytest.approx([0.0, 1.0], abs=1e-6)
     assert found.mean[2] == math.inf
     assert torch.equal(found.by_class, found.mean.unsqueeze(1))
     assert found.present.tolist() == [True]
     assert found.entropy.isnan().all()
-    tested = mean_losses(network(), pool, torch.arange(3), LINE, losses.absolute_error)
+    tested = mean_test_losses(network(), pool, torch.arange(3), LINE, losses.absolute_error)
     assert tested.tolist() == pytest.approx([0.0, 1.0, math.inf], abs=1e-6)
 
 
 def test_classes_keep_theirs_under_another_loss():
     pool, y = torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.tensor([0, 1, 1])
     module, data = nn.Linear(1, 2), Shard(torch.zeros(3, 1), y)
-    found = losses_of(module, pool, torch.arange(1), data, 2, loss=lambda outputs, y: 1.0 + y.float())
+    found = model_losses(module, pool, torch.arange(1), data, 2, loss=lambda outputs, y: 1.0 + y.float())
     assert found.by_class.tolist() == [[1.0, 2.0]]
     assert float(found.entropy[0]) == pytest.approx(math.log(2))
 
@@ -82,4 +82,4 @@ def test_one_number_for_each_sample():
         return (outputs - targets).square().mean()
 
     with pytest.raises(ConfigError, match=r"the loss returned shape \(\) for 2 samples, expected a number for each"):
-        losses.of_samples(mean, OUTPUTS, TARGETS, 1)
+        losses.per_sample_losses(mean, OUTPUTS, TARGETS, 1)

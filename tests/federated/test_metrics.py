@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedcb2o.federated import metrics
-from fedcb2o.federated.metrics import Aim, taken_for
+from fedcb2o.federated.metrics import AttackGoal, false_positive_share
 
 
 def test_metrics_by_hand():
@@ -17,14 +17,14 @@ def test_metrics_by_hand():
 
 def test_success_by_hand():
     table = torch.tensor([[8, 1, 1], [1, 6, 3], [0, 0, 10]])
-    assert Aim().accuracy(table) is Aim().success(table) is None
-    two = Aim((0, 1), (1, 2))
-    assert two.accuracy(table) == pytest.approx((0.8 + 0.6) / 2)
-    assert two.success(table) == pytest.approx((0.1 + 0.3) / 2)
-    assert Aim((1,)).accuracy(table) == pytest.approx(0.6)
-    assert Aim((1,)).success(table) is None
+    assert AttackGoal().source_accuracy(table) is AttackGoal().success_rate(table) is None
+    two = AttackGoal((0, 1), (1, 2))
+    assert two.source_accuracy(table) == pytest.approx((0.8 + 0.6) / 2)
+    assert two.success_rate(table) == pytest.approx((0.1 + 0.3) / 2)
+    assert AttackGoal((1,)).source_accuracy(table) == pytest.approx(0.6)
+    assert AttackGoal((1,)).success_rate(table) is None
     # Of the 20 samples of classes 0 and 1, 1 + 3 are taken for class 2; those of class 2 itself do not count.
-    assert taken_for(table, 2) == pytest.approx(4 / 20)
-    assert Aim((), (2,)).success(torch.eye(3, dtype=torch.int64), table) == pytest.approx(4 / 20)
-    assert Aim((), (2,)).success(table) == pytest.approx(4 / 20)
-    assert Aim((), (2,)).accuracy(table) is None
+    assert false_positive_share(table, 2) == pytest.approx(4 / 20)
+    assert AttackGoal((), (2,)).success_rate(torch.eye(3, dtype=torch.int64), table) == pytest.approx(4 / 20)
+    assert AttackGoal((), (2,)).success_rate(table) == pytest.approx(4 / 20)
+    assert AttackGoal((), (2,)).source_accuracy(table) is None

@@ -27,11 +27,11 @@ def close(found, expected):
 
 def test_what_an_agent_alone_can_do():
     view = view_of()
-    close(crafted("sign_flip", scale=2.0), view.before - 2 * 0.5)  # its update is 0.5 everywhere
-    close(crafted("boosting", factor=10.0), view.before + 10 * 0.5)
+    close(crafted("sign_flip", scale=2.0), view.previous - 2 * 0.5)  # its update is 0.5 everywhere
+    close(crafted("boosting", factor=10.0), view.previous + 10 * 0.5)
     close(crafted("boosting", factor=1.0), view.own)
-    assert crafted("free_rider").equal(view.before)
-    assert not crafted("free_rider", noise=0.1).equal(view.before)
+    assert crafted("free_rider").equal(view.previous)
+    assert not crafted("free_rider", noise=0.1).equal(view.previous)
     assert crafted("not_finite").isnan().all()
     assert crafted("not_finite", value="-inf").tolist() == [-torch.inf] * 5
     assert crafted("not_finite", value="huge").tolist() == [torch.finfo(torch.float32).max] * 5
@@ -47,8 +47,8 @@ def test_noise_is_as_large_as_the_model(name):
 
 def test_ipm_is_minus_eps_times_the_mean_update():
     view = view_of()
-    update = crafted("ipm", eps=0.3) - view.before
-    close(update, -0.3 * (ten_models()[BENIGN] - view.before).mean(0))
+    update = crafted("ipm", eps=0.3) - view.previous
+    close(update, -0.3 * (ten_models()[BENIGN] - view.previous).mean(0))
 
 
 @pytest.mark.parametrize(("n", "f", "share"), [(10, 2, 4 / 8), (50, 24, 24 / 26), (7, 3, 3 / 4), (10, 5, 4 / 5)])
@@ -106,7 +106,7 @@ def test_hybrid_sparse_by_hand():
     deviation = torch.tensor([1.0, 2.0, 3.0, 4.0])
     models = torch.zeros(10, 4)
     models[[0, 2]], models[[1, 3]] = 5 + deviation, 5 - deviation
-    view = dataclasses.replace(view_of(models=models), before=torch.tensor([5.0, 4.9, 5.0, 1.0]))  # 0, 0.49, 0, 4
+    view = dataclasses.replace(view_of(models=models), previous=torch.tensor([5.0, 4.9, 5.0, 1.0]))  # 0, 0.49, 0, 4
     close(crafted("hybrid_sparse", kept=0.25, scale=1.5, z=0.2, view=view), 5 - torch.tensor([0.2, 0.4, 0.6, 6.0]))
     # The nearest to the others is any of them, at |deviation|^2 = 30 from the mean: 0.5^2 * 16 is spent on the blow.
     z = math.sqrt((30 - 4) / (1 + 4 + 9))

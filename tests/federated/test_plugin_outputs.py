@@ -8,36 +8,36 @@ from tests.agents import run_rounds
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.plugin_outputs import row_weights_of, state_of, weights_of
-from fedcb2o.federated.types import Attack, Judged, together
-from fedcb2o.plugins import OWN
+from fedcb2o.federated.plugin_outputs import validated_row_weights, validated_state, validated_weights
+from fedcb2o.federated.types import Attack, CriterionInput, batched
+from fedcb2o.plugins import USER_FUNCTION
 
 
 @pytest.mark.parametrize("m", [1, 2])
 def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
-    @together
+    @batched
     def rule(judged):
         return torch.full((m,), 1 / m)
 
     received = views.received(torch.zeros(3, m, dtype=torch.int64))
-    view = Judged(0, torch.zeros(1, 1), None, None, received, received, views.no_losses, None)
+    view = CriterionInput(0, torch.zeros(1, 1), None, None, received, received, views.no_losses, None)
     with pytest.raises(ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"):
-        weights_of(rule, rule(view), (3, m))
+        validated_weights(rule, rule(view), (3, m))
 
 
-@OWN("own:rule")
+@USER_FUNCTION("own:rule")
 def rule():
     """An own rule."""
 
 
 def test_weights_that_are_negative_by_rounding_are_zero():
-    found, own = weights_of(rule, torch.tensor([1.0, -1e-17, 0.0]), (2,))
+    found, own = validated_weights(rule, torch.tensor([1.0, -1e-17, 0.0]), (2,))
     assert (found.tolist(), own.tolist()) == ([1.0, 0.0], 0.0)
-    assert row_weights_of(rule, torch.tensor([-1e-17, 1.0]), 2, before=False).tolist() == [0.0, 1.0]
-    assert row_weights_of(rule, torch.tensor([-1e-17, 1.5, -0.5]), 3, before=True).tolist() == [0.0, 1.5, -0.5]
+    assert validated_row_weights(rule, torch.tensor([-1e-17, 1.0]), 2, has_previous=False).tolist() == [0.0, 1.0]
+    assert validated_row_weights(rule, torch.tensor([-1e-17, 1.5, -0.5]), 3, has_previous=True).tolist() == [0.0, 1.5, -0.5]
     for wrong in ([-1e-3, 1.0], [-1e-17, 1e-17], [float("nan"), 1.0]):
         with pytest.raises(ConfigError, match="the rule `own:rule` returned weights that are not positive with sum 1"):
-            row_weights_of(rule, torch.tensor(wrong), 2, before=False)
+            validated_row_weights(rule, torch.tensor(wrong), 2, has_previous=False)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_weights_that_are_negative_by_rounding_are_zero():
 )
 def test_what_is_no_state_is_told(returned, message):
     with pytest.raises(ConfigError, match=message):
-        state_of(lambda state, judged: returned, returned)
+        validated_state(lambda state, judged: returned, returned)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from tests.agents import (
 
 from fedcb2o import knows
 from fedcb2o.federated import aggregation, algorithms
-from fedcb2o.federated.contacts import Memory
-from fedcb2o.federated.publishing import Outbox, craft_, outbox
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.publishing import Outbox, craft_models_, make_outbox
 from fedcb2o.federated.types import Attack
-from fedcb2o.parallel.executors import Here
-from fedcb2o.simulation.local_engine import Shared
-from fedcb2o.simulation.rounds import rounds
+from fedcb2o.parallel.executors import SerialExecutor
+from fedcb2o.simulation.local_engine import LocalEngine
+from fedcb2o.simulation.rounds import run_rounds
 
 
 def engine_of(attack, algorithm=None):
@@ -44,14 +44,14 @@ def test_each_receiver_has_its_own_row_and_fellows_have_the_true_models(monkeypa
     def by_samples(found, me):  # the rule of colluders, several at once
         whose, k = me.ids.flatten().tolist(), len(found.ids) if found.ids.ndim == 1 else found.ids.shape[1]
         for j, ids, rows in zip(whose, found.ids.view(-1, k), found.rows.view(-1, k), strict=True):
-            received[j] = (ids.tolist(), rows.tolist(), engine.block.pool[rows])
-        return aggregation.by_samples(found, me)
+            received[j] = (ids.tolist(), rows.tolist(), engine.group.models[rows])
+        return aggregation.sample_weights(found, me)
 
     def equal(judged):
         return by_samples(judged.received, judged.me)
 
-    monkeypatch.setattr("fedcb2o.federated.consensus_weights.by_samples", by_samples)
-    algorithm = algorithms.by_rule(rule=equal, selection="everyone", judges=False)
+    monkeypatch.setattr("fedcb2o.federated.consensus_weights.sample_weights", by_samples)
+    algorithm = algorithms.by_rule(rule=equal, selection="everyone", needs_losses=False)
     engine = engine_of(Attack(craft=numbered, threat=numbered.threat), algorithm)
     run_rounds(engine)
     assert seen == dict.fromkeys(BAD, GOOD)
@@ -97,12 +97,12 @@ def test_lies_about_samples_are_believed_up_to_what_the_terms_allow():
     for name, claims in (("truth", None), ("lie", 10**9), ("understatement", 1)):
         terms = terms_of(algorithms.dfedavgm(selection="everyone"), network(), most_samples=17)
         block = block_of(
-            terms, attackers_of(Attack(claims=claims)), Held(held().samples, held().train, held().validation)
+            terms, attackers_of(Attack(claimed_samples=claims)), Held(held().samples, held().train, held().validation)
         )
-        (done,) = rounds(Shared(block, Here(block)), Memory.blank(len(CLUSTER)), 0, 1, lambda n: False)
-        of_first = done.choices.received[0], done.choices.received.having(done.choices.weights)[0]
+        (done,) = run_rounds(LocalEngine(block, SerialExecutor(block)), AgentState.initial(len(CLUSTER)), 0, 1, lambda n: False)
+        of_first = done.decisions.received[0], done.decisions.received.with_values(done.decisions.weights)[0]
         weights[name] = dict(zip(*(each.tolist() for each in of_first), strict=True))
-        fellows = done.choices.received.having(done.choices.weights)[3]
+        fellows = done.decisions.received.with_values(done.decisions.weights)[3]
         assert np.isclose(fellows.max() / fellows.min(), 17 / 13)  # among themselves they tell the truth
     total = 5 * 13 + 4 * 17
     assert weights["truth"] == weights["lie"]
@@ -117,12 +117,12 @@ def by_hand(each, crafts):
     """Of a benign agent and two attackers, which deceive the agents 4 and 7."""
     return Outbox(
         own=np.array([2, 0, 1]),
-        crafts=np.array(crafts),
-        deceives=np.array([False, True, True]),
-        each=each,
+        first_crafted=np.array(crafts),
+        is_attacking=np.array([False, True, True]),
+        per_receiver=each,
         receivers=np.array([4, 7]),
         num_samples=np.array([13.0, 20.0, 20.0]),
-        claims=np.array([13.0, 1.0, 1e9]),
+        claimed_samples=np.array([13.0, 1.0, 1e9]),
     )
 
 
@@ -139,16 +139,16 @@ def test_rows_by_hand(each, crafts, rows):
 
 def test_claims_by_hand():
     """Fellow attackers are told the truth."""
-    assert by_hand(True, [3, 3, 5]).claimed(SENDERS, RECEIVERS).tolist() == [13, 1, 1, 20, 1e9, 1e9, 20]
+    assert by_hand(True, [3, 3, 5]).samples_claimed_to(SENDERS, RECEIVERS).tolist() == [13, 1, 1, 20, 1e9, 1e9, 20]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_an_outbox_deceives_from_its_round_on(n):
-    attack = Attack(craft=lambda view, draw: view.own, claims=7, from_round=1)
-    made = outbox(engine_of(attack).block, n)
+    attack = Attack(craft=lambda view, draw: view.own, claimed_samples=7, from_round=1)
+    made = make_outbox(engine_of(attack).group, n)
     assert made.receivers.tolist() == GOOD
-    assert np.flatnonzero(made.deceives).tolist() == (BAD if n >= 1 else [])
-    for found, of_the_bad in ((made.num_samples, 20), (made.claims, 7 if n >= 1 else 20)):
+    assert np.flatnonzero(made.is_attacking).tolist() == (BAD if n >= 1 else [])
+    for found, of_the_bad in ((made.num_samples, 20), (made.claimed_samples, 7 if n >= 1 else 20)):
         assert found.tolist() == [of_the_bad if j in BAD else 13 for j in range(len(CLUSTER))]
 
 
@@ -159,12 +159,12 @@ def test_what_is_crafted_lies_in_the_rows_of_its_attacker():
     def numbered(view, draw):
         return torch.stack([torch.full_like(view.own, 100 * view.agent + i) for i in view.receivers.tolist()])
 
-    block = engine_of(Attack(craft=numbered, threat=numbered.threat)).block
-    before, finite = block.pool.clone(), np.arange(len(CLUSTER)) != 4
-    found = craft_(block, np.array(BAD), 0, finite, lambda ids: block.pool[ids])
+    block = engine_of(Attack(craft=numbered, threat=numbered.threat)).group
+    before, finite = block.models.clone(), np.arange(len(CLUSTER)) != 4
+    found = craft_models_(block, np.array(BAD), 0, finite, lambda ids: block.models[ids])
     assert np.isnan(found[BAD.index(4)]).all()
     for j, sizes in zip(BAD, found, strict=True):
         if j != 4:
             assert sizes.tolist() == [100 * j + i for i in GOOD]
-            before[block.layout.crafted(j)] = torch.tensor(sizes).float().unsqueeze(1)
-    assert block.pool.equal(before)
+            before[block.layout.crafted_rows(j)] = torch.tensor(sizes).float().unsqueeze(1)
+    assert block.models.equal(before)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated.ragged import Lists, rest
+from fedcb2o.federated.ragged import Lists, complement
 
 nested = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
 some_of_them = nested.flatmap(
@@ -17,7 +17,7 @@ kept_of_them = nested.flatmap(
 
 
 def of(each):
-    return Lists.of([np.array(one, np.int64) for one in each])
+    return Lists.from_arrays([np.array(one, np.int64) for one in each])
 
 
 def places(chosen):
@@ -31,9 +31,9 @@ def test_they_are_read_as_they_were_made(each):
     assert lists.tolist() == [one.tolist() for one in lists] == each
     assert [lists[k].tolist() for k in range(len(each))] == each
     assert lists.sizes.tolist() == [len(one) for one in each]
-    assert lists.owners.tolist() == [k for k, one in enumerate(each) for _ in one]
-    assert lists.starts.tolist() == [sum(len(one) for one in each[:k]) for k in range(len(each))]
-    doubled = lists.having(2 * lists.values)
+    assert lists.row_ids.tolist() == [k for k, one in enumerate(each) for _ in one]
+    assert lists.offsets.tolist() == [sum(len(one) for one in each[:k]) for k in range(len(each))]
+    doubled = lists.with_values(2 * lists.values)
     assert doubled.tolist() == [[2 * value for value in one] for one in each]
 
 
@@ -44,7 +44,7 @@ def test_empty_ones(count):
 
 @given(st.lists(nested, min_size=1, max_size=4))
 def test_joined_they_follow_each_other(parts):
-    assert Lists.join([of(each) for each in parts]).tolist() == [one for each in parts for one in each]
+    assert Lists.concatenate([of(each) for each in parts]).tolist() == [one for each in parts for one in each]
 
 
 @given(some_of_them)
@@ -53,13 +53,13 @@ def test_taken_in_any_order_and_twice(each_and_chosen):
     lists = of(each)
     expected = [each[k] for k in chosen]
     assert lists.take(places(chosen)).tolist() == expected
-    assert lists.values[lists.places(places(chosen))].tolist() == [value for one in expected for value in one]
+    assert lists.values[lists.flat_index(places(chosen))].tolist() == [value for one in expected for value in one]
 
 
 @given(kept_of_them)
 def test_only_what_is_kept(each_and_kept):
     each, kept = each_and_kept
-    found = of(each).only(np.array([keep for one in kept for keep in one], dtype=bool))
+    found = of(each).filter(np.array([keep for one in kept for keep in one], dtype=bool))
     assert found.tolist() == [
         [value for value, keep in zip(*pair, strict=True) if keep] for pair in zip(each, kept, strict=True)
     ]
@@ -71,14 +71,14 @@ def test_placed_lists_stand_in_their_places(agents):
     parts = [[j for j, (part, _) in enumerate(agents) if part == k] for k in range(3)]
     given = [(places(those), of([agents[j][1] for j in those])) for those in parts]
     expected = [list(one) if part >= 0 else [] for part, one in agents]
-    assert Lists.placed(len(agents), *given).tolist() == expected
-    assert Lists.placed(len(agents), *(pair for pair in given if len(pair[0]))).tolist() == expected
+    assert Lists.scatter(len(agents), *given).tolist() == expected
+    assert Lists.scatter(len(agents), *(pair for pair in given if len(pair[0]))).tolist() == expected
 
 
 def test_nothing_placed():
-    assert Lists.placed(3).tolist() == [[], [], []]
+    assert Lists.scatter(3).tolist() == [[], [], []]
 
 
 @pytest.mark.parametrize(("chosen", "others"), [([], [0, 1, 2, 3]), ([2, 0], [1, 3]), ([0, 1, 2, 3], [])])
 def test_the_rest(chosen, others):
-    assert rest(places(chosen), 4).tolist() == others
+    assert complement(places(chosen), 4).tolist() == others

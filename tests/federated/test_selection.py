@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import selection
-from fedcb2o.federated.contacts import Met, Peers
+from fedcb2o.federated.contacts import CandidatePeers, ContactTable
 from fedcb2o.federated.ragged import Lists
-from fedcb2o.federated.selection import colluding, prob_sampling, remember, uniform
+from fedcb2o.federated.selection import prob_sampling, select_colluding_peers, uniform, update_likelihoods
 from fedcb2o.federated.types import Contacts
-from fedcb2o.rng import stream, streams
+from fedcb2o.rng import agent_streams, stream
 
 INF = float("inf")
 
@@ -26,9 +26,9 @@ def ask(contacts, n, budget=6, seed=0):
 
 def after(contacts, asked, answered, losses, *, kappa=2.0, zeta=0.5, first_contact="average"):
     """The contacts of one agent after a round."""
-    both = (Lists.of([torch.as_tensor(ids).numpy()]) for ids in (asked, answered))
+    both = (Lists.from_arrays([torch.as_tensor(ids).numpy()]) for ids in (asked, answered))
     losses = torch.as_tensor(losses, dtype=torch.float64).numpy()
-    (found,) = remember(Met.of([contacts]), *both, losses, kappa=kappa, zeta=zeta, first_contact=first_contact)
+    (found,) = update_likelihoods(ContactTable.from_contacts([contacts]), *both, losses, kappa=kappa, zeta=zeta, first_contact=first_contact)
     return found
 
 
@@ -69,7 +69,7 @@ def test_whose_likelihood_is_nothing_leaves_room_for_newcomers():
 @pytest.mark.parametrize("newcomers", [0.0, -0.5, 1.5])
 def test_newcomers_are_a_share(newcomers):
     with pytest.raises(ConfigError, match=f"selection `prob_sampling`: `newcomers` = {newcomers}: .* (greater|less)"):
-        selection.named({"name": "prob_sampling", "newcomers": newcomers})
+        selection.resolve_selection({"name": "prob_sampling", "newcomers": newcomers})
 
 
 def test_a_likelihood_that_underflows_is_never_drawn_and_never_first_again():
@@ -105,8 +105,8 @@ def test_likelihood_by_hand():
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(1, 15))
 def test_colluders_prefer_fellows(num_fellows, num_benign, budget):
-    fellows, benign = Peers.of([np.arange(num_fellows)]), Peers.of([np.arange(100, 100 + num_benign)])
-    asked = colluding(fellows, benign, budget, [stream(0, "x")])[0].tolist()
+    fellows, benign = CandidatePeers.from_lists([np.arange(num_fellows)]), CandidatePeers.from_lists([np.arange(100, 100 + num_benign)])
+    asked = select_colluding_peers(fellows, benign, budget, [stream(0, "x")])[0].tolist()
     assert len(asked) == len(set(asked)) == min(budget, num_fellows + num_benign)
     assert sum(i < 100 for i in asked) == min(budget, num_fellows)
 
@@ -136,10 +136,10 @@ class Counted(np.ndarray):
 @pytest.mark.parametrize("select", [selection.prob_sampling, selection.uniform])
 def test_who_is_asked_costs_nothing_for_those_who_are_not(select):
     """Of a million peers only some are looked at, by their place: no pass over all."""
-    peers = Peers.of([np.arange(10**6).view(Counted)], np.array([0, 0]), but=np.array([5, 7]))
-    met = Met(Lists(np.array([3, 9]), np.array([2, 0])), np.ones(2))
+    peers = CandidatePeers.from_lists([np.arange(10**6).view(Counted)], np.array([0, 0]), excluded=np.array([5, 7]))
+    met = ContactTable(Lists(np.array([3, 9]), np.array([2, 0])), np.ones(2))
     Counted.most = 0
-    asked = select.at_once(met, peers, 4, streams(0, "x", agents=range(2)))
+    asked = select.at_once(met, peers, 4, agent_streams(0, "x", agents=range(2)))
     assert asked.sizes.tolist() == [4, 4]
     assert Counted.most <= 8
     assert not set(asked[0].tolist()) & {5}
@@ -156,21 +156,21 @@ def test_many_ask_whom_each_asks_alone(name, shared):
     (select, more), everybody, count = SELECTIONS[name], np.arange(12), 5
     some = [everybody] if shared else [everybody[everybody % 4 != j % 4] for j in range(count)]
     own = np.arange(count)
-    peers = Peers.of(some, np.zeros_like(own) if shared else None, but=own)
-    met, rule = Met.nobody(count), {"kappa": 2.0, "zeta": 0.5, "first_contact": "average"}
+    peers = CandidatePeers.from_lists(some, np.zeros_like(own) if shared else None, excluded=own)
+    met, rule = ContactTable.empty(count), {"kappa": 2.0, "zeta": 0.5, "first_contact": "average"}
     for n in range(8):
-        draws = [streams(n, "x", agents=own.tolist()) for _ in range(2)]
+        draws = [agent_streams(n, "x", agents=own.tolist()) for _ in range(2)]
         asked = select.at_once(met, peers, 3, draws[0], **more)
         there = stream(n, "answers").random(len(asked.values)) < 0.7
         answered = asked.only(there)
         lost = answered.having(stream(n, "losses").random(len(answered.values)))
-        after = remember(met, asked, answered, lost.values, **rule)
+        after = update_likelihoods(met, asked, answered, lost.values, **rule)
         for j in own.tolist():
             ids = torch.from_numpy(some[0 if shared else j])
             alone = select(met[j], ids[ids != j], 3, draws[1][j], **more)
             assert alone.tolist() == asked[j].tolist()
             those, one = asked.having(there)[j], met.take(np.array([j]))
-            mine = remember(one, Lists.of([alone.numpy()]), Lists.of([alone.numpy()[those]]), lost[j], **rule)
+            mine = update_likelihoods(one, Lists.from_arrays([alone.numpy()]), Lists.from_arrays([alone.numpy()[those]]), lost[j], **rule)
             assert mine[0].ids.equal(after[j].ids)
             assert mine[0].likelihood.view(torch.int64).equal(after[j].likelihood.view(torch.int64))
         met = after
@@ -181,10 +181,10 @@ def test_many_collude_as_each_alone():
     fellows, benign = ([everybody[:3], everybody[3:5]], [everybody[5:7], everybody[7:]])
     own = np.array([1, 4, 2])
     for budget in range(1, 6):
-        draws = [streams(budget, "x", agents=range(3)) for _ in range(2)]
-        many = Peers.of(fellows, which, but=own), Peers.of(benign, which)
-        asked = selection.colluding(*many, budget, draws[0])
+        draws = [agent_streams(budget, "x", agents=range(3)) for _ in range(2)]
+        many = CandidatePeers.from_lists(fellows, which, excluded=own), CandidatePeers.from_lists(benign, which)
+        asked = selection.select_colluding_peers(*many, budget, draws[0])
         for k in range(3):
-            near, far = Peers.of([fellows[which[k]]], but=own[k : k + 1]), Peers.of([benign[which[k]]])
-            alone = selection.colluding(near, far, budget, draws[1][k : k + 1])
+            near, far = CandidatePeers.from_lists([fellows[which[k]]], excluded=own[k : k + 1]), CandidatePeers.from_lists([benign[which[k]]])
+            alone = selection.select_colluding_peers(near, far, budget, draws[1][k : k + 1])
             assert alone[0].tolist() == asked[k].tolist()

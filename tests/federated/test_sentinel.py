@@ -8,8 +8,8 @@ from tests import views
 from tests.views import local, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.aggregation._sentinel import layers_of, sentinel
-from fedcb2o.federated.types import Contacts, Judged
+from fedcb2o.federated.aggregation._sentinel import layer_statistics, sentinel
+from fedcb2o.federated.types import Contacts, CriterionInput
 
 LAYERS = (torch.Size([2, 2]), torch.Size([2]))
 OWN = torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, 3.0])
@@ -27,13 +27,13 @@ def seen_by(pool, ids, losses, own_loss, met=(), layers=LAYERS):
     contacts = Contacts(torch.tensor(met, dtype=torch.int64), torch.ones(len(met), dtype=torch.float64))
     knows = local(contacts_of=lambda: contacts, layers=layers)
     mine = received(torch.tensor([me]))
-    return Judged(0, pool, losses_of(*losses), losses_of(own_loss), received(torch.tensor(ids)), mine, no_losses, knows)
+    return CriterionInput(0, pool, losses_of(*losses), losses_of(own_loss), received(torch.tensor(ids)), mine, no_losses, knows)
 
 
 def test_layers_by_hand():
     # Rows of the first layer: cosines 1 and 0, then of the second 0.8; the other way round below 0, which is 0.
     pool = torch.stack([torch.tensor([2.0, 0.0, 5.0, 0.0, 3.0, 4.0]), -OWN, OWN])
-    alike, norms = layers_of(seen_by(pool, [0, 1], [0.0, 0.0], 0.0), torch.tensor([0, 1, 2]))
+    alike, norms = layer_statistics(seen_by(pool, [0, 1], [0.0, 0.0], 0.0), torch.tensor([0, 1, 2]))
     assert alike.tolist() == pytest.approx([(0.5 + 0.8) / 2, 0, 1])
     assert norms[0].tolist() == pytest.approx([math.sqrt(29), 5])
     assert norms[2].tolist() == pytest.approx([math.sqrt(5), 3])
@@ -50,9 +50,9 @@ def test_weights_and_scaled_layers_by_hand():
     assert decided.outcome.weights.tolist() == pytest.approx(expected.tolist())
     # The first, twice as large, is scaled down to the own one, and the smaller one is left as it is.
     average = float(expected[0] + 0.5 * expected[1] + expected[3]) * OWN
-    torch.testing.assert_close(decided.outcome.of(pool, 0), average)
+    torch.testing.assert_close(decided.outcome.apply_to_buffer(pool, 0), average)
     for a, b in ((0, 3), (3, 5), (5, 6), (2, 6)):
-        torch.testing.assert_close(decided.outcome.of(pool[:, a:b], a), average[a:b])
+        torch.testing.assert_close(decided.outcome.apply_to_buffer(pool[:, a:b], a), average[a:b])
     assert state["ids"].tolist() == [0, 2, 3, 4]
     assert state["sums"].tolist() == [[1.0, 0.3, 2.0, 0.5], [1, 1, 1, 1]]
 
@@ -61,7 +61,7 @@ def test_each_layer_is_scaled_by_itself():
     other = torch.cat([3 * OWN[:4], 0.5 * OWN[4:]])
     pool = torch.stack([other, OWN])
     _, decided = sentinel({}, seen_by(pool, [0], [0.5], 0.5))
-    torch.testing.assert_close(decided.outcome.of(pool, 0), torch.cat([OWN[:4], 0.75 * OWN[4:]]))
+    torch.testing.assert_close(decided.outcome.apply_to_buffer(pool, 0), torch.cat([OWN[:4], 0.75 * OWN[4:]]))
 
 
 def test_losses_are_averaged_over_the_rounds_in_which_a_peer_passed():
@@ -81,10 +81,10 @@ def test_losses_are_averaged_over_the_rounds_in_which_a_peer_passed():
 def test_who_is_alone_drew_itself_or_knows_nothing():
     pool = torch.stack([-OWN, OWN])
     _, decided = sentinel({}, seen_by(pool, [0], [0.1], 0.5))
-    torch.testing.assert_close(decided.outcome.of(pool, 0), OWN)
+    torch.testing.assert_close(decided.outcome.apply_to_buffer(pool, 0), OWN)
     _, decided = sentinel({}, seen_by(pool, [1], [0.5], 0.5))
     assert decided.outcome.weights.tolist() == [1]
     assert sentinel({}, seen_by(pool, [0], [0.1], math.nan))[1].tolist() == [0, 0]
     theirs, me = (received(torch.tensor([i])) for i in (0, 1))
     with pytest.raises(ConfigError, match="set `judges` = true"):
-        sentinel({}, Judged(0, models(2, 6), None, None, theirs, me, no_losses, None))
+        sentinel({}, CriterionInput(0, models(2, 6), None, None, theirs, me, no_losses, None))

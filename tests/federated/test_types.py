@@ -38,8 +38,8 @@ def test_models_are_seen_without_a_copy_where_they_lie_together():
 
 
 def test_rounds_before_the_first_are_honest():
-    sleeper = Attack(poison=attacks.label_flip, craft=attacks.trash, from_round=3)
-    assert [sleeper.poisons(n) for n in range(5)] == [sleeper.crafts(n) for n in range(5)] == [False] * 3 + [True] * 2
+    sleeper = Attack(poison=attacks.label_flip, craft=attacks.random_model, from_round=3)
+    assert [sleeper.is_poisoning(n) for n in range(5)] == [sleeper.is_crafting(n) for n in range(5)] == [False] * 3 + [True] * 2
     assert Attack().num_published(3, 4) == Attack(poison=attacks.label_flip).num_published(3, 4) == 0
     assert sleeper.num_published(3, 4) == 3
     assert Attack(craft=attacks.dissensus, threat=attacks.dissensus.threat).num_published(3, 4) == 12
@@ -50,9 +50,9 @@ def test_a_reduction_of_a_block_is_that_of_a_copy(dtype):
     block = models(7, 12, dtype=dtype)
     rows, mixing = torch.tensor([5, 0, 2]), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     plain = Reduction(rows, coordinatewise.coordinate_median)
-    assert plain.of(block, 0).equal(block[rows].quantile(0.5, dim=0))
+    assert plain.apply_to_buffer(block, 0).equal(block[rows].quantile(0.5, dim=0))
     mixed = Reduction(rows, coordinatewise.coordinate_median, mixing)
-    torch.testing.assert_close(mixed.of(block, 0), ((block[5] + block[0]) / 2 + block[2]) / 2)
-    assert mixed.of(block, 0).dtype == dtype
-    placed = Reduction(rows, lambda x, first: x[0] + first, placed=True)
-    assert placed.of(block, 4).equal(block[5] + 4)
+    torch.testing.assert_close(mixed.apply_to_buffer(block, 0), ((block[5] + block[0]) / 2 + block[2]) / 2)
+    assert mixed.apply_to_buffer(block, 0).dtype == dtype
+    placed = Reduction(rows, lambda x, first: x[0] + first, takes_offset=True)
+    assert placed.apply_to_buffer(block, 4).equal(block[5] + 4)

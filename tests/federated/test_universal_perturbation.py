@@ -9,8 +9,8 @@ from torch import nn
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.criteria import universal_perturbation
-from fedcb2o.federated.criteria.universal_perturbation import painted, worst
-from fedcb2o.federated.inference import gradients, logits, logits_of_own
+from fedcb2o.federated.criteria.universal_perturbation import paint, worst_perturbation
+from fedcb2o.federated.inference import input_gradients, logits, logits_per_model
 from fedcb2o.nn.architectures import logistic, mlp
 
 LABELS = torch.tensor([0, 1])
@@ -37,7 +37,7 @@ ONE = views.received(torch.tensor([0]))
 def linear(weights, x, pixels, labels=LABELS, steps=1):
     """The worst ways of one model, whose outputs are products of an image with the weights of each class."""
     weights = torch.tensor(weights)
-    return worst(seeing(lambda x: x @ weights.T, x, labels), ONE, len(weights), pixels, len(x), steps)
+    return worst_perturbation(seeing(lambda x: x @ weights.T, x, labels), ONE, len(weights), pixels, len(x), steps)
 
 
 def test_the_pixels_that_raise_one_class_above_the_label_most():
@@ -70,7 +70,7 @@ def test_the_channels_of_a_pixel_go_their_own_way():
 def test_painted_pixels_are_black_and_white_and_others_as_they_were(dtype):
     white = 255 if dtype == torch.uint8 else 1
     x = torch.tensor([[[[3, 3, 3]]]]).to(dtype)
-    found = painted(x, ways=torch.tensor([[[1.0, -1.0, 0.0]]]))
+    found = paint(x, signs=torch.tensor([[[1.0, -1.0, 0.0]]]))
     assert found.dtype == dtype
     assert found.tolist() == [[[[white, 0, 3]]]]
     assert x.tolist() == [[[[3, 3, 3]]]]
@@ -93,9 +93,9 @@ def test_steps_find_pixels_that_count_only_together():
         return torch.stack([torch.zeros_like(a), 1.2 * a, b + 8 * b * c], -1)
 
     known = seeing(outputs_of, torch.zeros(1, 1, 1, 3), LABELS[:1])
-    assert worst(known, ONE, 3, 2, 1, 1).tolist() == [[[[1.0, 0.0, 0.0]]]]
-    assert worst(known, ONE, 3, 2, 1, 2).tolist() == [[[[0.0, 1.0, 1.0]]]]
-    assert worst(known, ONE, 3, 2, 1, 9).tolist() == [[[[0.0, 1.0, 1.0]]]]
+    assert worst_perturbation(known, ONE, 3, 2, 1, 1).tolist() == [[[[1.0, 0.0, 0.0]]]]
+    assert worst_perturbation(known, ONE, 3, 2, 1, 2).tolist() == [[[[0.0, 1.0, 1.0]]]]
+    assert worst_perturbation(known, ONE, 3, 2, 1, 9).tolist() == [[[[0.0, 1.0, 1.0]]]]
 
 
 def test_with_steps_the_class_is_chosen_by_the_loss_and_no_pixel_twice():
@@ -107,10 +107,10 @@ def test_with_steps_the_class_is_chosen_by_the_loss_and_no_pixel_twice():
         return torch.stack([torch.zeros_like(a), 3 * a - 2.5 * a**2, b], -1)
 
     known = seeing(outputs_of, torch.zeros(1, 1, 1, 2), LABELS[:1])
-    assert worst(known, ONE, 3, 1, 1, 1).tolist() == [[[[1.0, 0.0]]]]
-    assert worst(known, ONE, 3, 1, 1, 2).tolist() == [[[[0.0, 1.0]]]]
+    assert worst_perturbation(known, ONE, 3, 1, 1, 1).tolist() == [[[[1.0, 0.0]]]]
+    assert worst_perturbation(known, ONE, 3, 1, 1, 2).tolist() == [[[[0.0, 1.0]]]]
     alone = seeing(lambda x: outputs_of(x)[..., :2], torch.zeros(1, 1, 1, 2), LABELS[:1])
-    assert worst(alone, ONE, 2, 2, 1, 2).tolist() == [[[[1.0, 0.0]]]]
+    assert worst_perturbation(alone, ONE, 2, 2, 1, 2).tolist() == [[[[1.0, 0.0]]]]
 
 
 @pytest.mark.parametrize("candidates", [2, 3])
@@ -124,10 +124,10 @@ def test_only_the_classes_best_in_the_first_step_are_looked_into_further(monkeyp
     def and_a_pixel_of_its_own(x):
         return outputs_of(x) + 0.1 * torch.cat([torch.zeros_like(x[..., :1]), x[..., 1:]], -1)
 
-    monkeypatch.setattr(universal_perturbation, "CANDIDATES", candidates)
+    monkeypatch.setattr(universal_perturbation, "MAX_CANDIDATES", candidates)
     known = seeing(and_a_pixel_of_its_own, torch.zeros(1, 1, 1, 4), LABELS[:1])
     second = {2: [0, 1, 0], 3: [0, 0, 1]}[candidates]
-    assert worst(known, ONE, 4, 2, 1, 2).tolist() == [[[[1.0, *second]]]]
+    assert worst_perturbation(known, ONE, 4, 2, 1, 2).tolist() == [[[[1.0, *second]]]]
 
 
 def test_a_pixel_is_taken_whichever_of_its_channels_is_painted():
@@ -138,7 +138,7 @@ def test_a_pixel_is_taken_whichever_of_its_channels_is_painted():
         return torch.stack([torch.zeros_like(a), 3 * a - 2.5 * a**2], -1)
 
     known = seeing(outputs_of, torch.zeros(1, 2, 1, 2), LABELS[:1])
-    assert worst(known, ONE, 2, 2, 1, 2).tolist() == [[[[0.0, 0.0]], [[1.0, 0.0]]]]
+    assert worst_perturbation(known, ONE, 2, 2, 1, 2).tolist() == [[[[0.0, 0.0]], [[1.0, 0.0]]]]
 
 
 def test_of_classes_whose_pixels_do_the_same_the_first_counts():
@@ -149,8 +149,8 @@ def test_of_classes_whose_pixels_do_the_same_the_first_counts():
     for candidates in (2, 3):
         known = seeing(outputs_of, torch.zeros(1, 1, 1, 2), LABELS[:1])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(universal_perturbation, "CANDIDATES", candidates)
-            assert worst(known, ONE, 3, 1, 1, 2).tolist() == [[[[1.0, 0.0]]]]
+            patch.setattr(universal_perturbation, "MAX_CANDIDATES", candidates)
+            assert worst_perturbation(known, ONE, 3, 1, 1, 2).tolist() == [[[[1.0, 0.0]]]]
 
 
 def test_noise_finds_what_units_that_are_off_hide():
@@ -161,8 +161,8 @@ def test_noise_finds_what_units_that_are_off_hide():
         return torch.stack([torch.zeros_like(a), 9 * torch.relu(a + b - 0.25)], -1)
 
     known = seeing(outputs_of, torch.zeros(1, 1, 1, 3), LABELS[:1], draw_of=lambda: np.random.default_rng(0))
-    assert not worst(known, ONE, 2, 2, 1, 2).any()
-    assert worst(known, ONE, 2, 2, 1, 2, blend=0.5).tolist() == [[[[1.0, 1.0, 0.0]]]]
+    assert not worst_perturbation(known, ONE, 2, 2, 1, 2).any()
+    assert worst_perturbation(known, ONE, 2, 2, 1, 2, blend=0.5).tolist() == [[[[1.0, 1.0, 0.0]]]]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -173,7 +173,7 @@ def test_a_model_whose_gradients_are_not_finite_hides_nothing(steps):
         a, b = x.unbind(-1)
         return torch.stack([torch.zeros_like(a), 1e38 * a * 10 + b], -1)
 
-    found = worst(seeing(outputs_of, torch.zeros(1, 1, 1, 2), LABELS[:1]), ONE, 2, 1, 1, steps)
+    found = worst_perturbation(seeing(outputs_of, torch.zeros(1, 1, 1, 2), LABELS[:1]), ONE, 2, 1, 1, steps)
     assert found.isnan().all()
 
 
@@ -200,8 +200,8 @@ def test_gradients_are_what_outputs_change_by(make, together):
     dim = sum(p.numel() for p in module.parameters())
     pool, rows = 0.3 * models(5, dim, dtype=torch.float32), torch.tensor([3, 0, 4])
     x = models(6, 16, seed=1, dtype=torch.float32).view(3, 2, 1, 4, 4)
-    outputs = logits_of_own(module, pool, rows, x, together)
-    found = gradients(module, pool, rows, x, lambda outputs: outputs[..., 0] - outputs[..., 1], together)
+    outputs = logits_per_model(module, pool, rows, x, together)
+    found = input_gradients(module, pool, rows, x, lambda outputs: outputs[..., 0] - outputs[..., 1], together)
     assert found.shape == x.shape
     assert not found.requires_grad
     step = 1e-3

@@ -8,24 +8,24 @@ from hypothesis import strategies as st
 from tests.views import local, models, no_losses, received
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.aggregation._wfagg import about_median, moved, steady, wfagg
-from fedcb2o.federated.types import Contacts, Judged
+from fedcb2o.federated.aggregation._wfagg import distances_from_median, is_steady, movement, wfagg
+from fedcb2o.federated.types import Contacts, CriterionInput
 from fedcb2o.rng import stream
 
 
 def seen_by(pool, ids, me, met=(), n=0, share=0.0):
     contacts = Contacts(torch.tensor(met, dtype=torch.int64), torch.ones(len(met), dtype=torch.float64))
     knows = local(contacts_of=lambda: contacts, share=share)
-    return Judged(n, pool, None, None, received(torch.tensor(ids)), received(torch.tensor([me])), no_losses, knows)
+    return CriterionInput(n, pool, None, None, received(torch.tensor(ids)), received(torch.tensor([me])), no_losses, knows)
 
 
 def test_distances_about_the_median_by_hand():
     pool = torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 9.0], [0.0, 0.0]])
-    squared, cosine = about_median(pool, torch.tensor([0, 1, 2]))  # the median is (2, 1)
+    squared, cosine = distances_from_median(pool, torch.tensor([0, 1, 2]))  # the median is (2, 1)
     assert squared.tolist() == [2, 0, 65]
     assert cosine.tolist() == pytest.approx([1 - 2 / 5**0.5, 0, 1 - 15 / (90 * 5) ** 0.5])
     large = models(6, 9000, dtype=torch.float32)
-    squared, cosine = about_median(large, torch.arange(5))
+    squared, cosine = distances_from_median(large, torch.arange(5))
     median = large[:5].double().quantile(0.5, dim=0)
     torch.testing.assert_close(squared, (large[:5].double() - median).square().sum(1), rtol=1e-5, atol=0)
     alike = torch.nn.functional.cosine_similarity(large[:5].double(), median, dim=1)
@@ -35,7 +35,7 @@ def test_distances_about_the_median_by_hand():
 def test_moves_by_hand():
     before = torch.tensor([[1.0, 0.0], [torch.nan, torch.nan]])
     now = torch.tensor([[0.0, 2.0], [1.0, 1.0]])
-    found = moved(before, now)
+    found = movement(before, now)
     assert found[0].tolist() == pytest.approx([5, 1])
     assert found[1].isnan().all()
 
@@ -51,7 +51,7 @@ def test_steady_is_the_authors_band(seed):
         mean, std = before.mean().mean(), before.std()[1:].mean()
         return mean - std <= three[-1] <= mean + std
 
-    assert steady(moves).tolist() == [all(within(three.tolist()) for three in two) for two in moves]
+    assert is_steady(moves).tolist() == [all(within(three.tolist()) for three in two) for two in moves]
 
 
 def test_weights_by_hand():
@@ -73,12 +73,12 @@ def test_who_moves_as_before_needs_one_filter_more_alone():
     """1 is near alone, which is 0.4; that it is steady too makes 0.6, beside 1.0 for 0 and 3; 2 is no longer alike."""
     pool = torch.tensor([[2.0, 2.0], [3.5, 1.0], [9.0, 9.0], [1.5, 1.5], [-9.0, 9.0], [5.0, 5.0]])
     before = pool[:5] + torch.tensor([0.1, 0.2])
-    now = moved(before, pool[:5]).unsqueeze(-1)
+    now = movement(before, pool[:5]).unsqueeze(-1)
     moves = torch.cat([torch.full_like(now, torch.nan), 0.5 * now, 1.5 * now], -1)  # a band of about 0.5 to 2 times now
     moves[2] = 10 * now[2]
     state = {"ids": torch.arange(5), "models": before, "moves": moves}
     kept, weights = wfagg(state, seen_by(pool, [0, 1, 2, 3, 4], 5, range(5), n=4), f=1)
-    assert steady(kept["moves"]).tolist() == [True, True, False, True, True]
+    assert is_steady(kept["moves"]).tolist() == [True, True, False, True, True]
     assert weights.tolist() == pytest.approx([0.8 * 5 / 13, 0.8 * 3 / 13, 0, 0.8 * 5 / 13, 0, 0.2])
     # In a round that is still transient no move is kept.
     state["moves"] = torch.full_like(moves, torch.nan)
@@ -96,7 +96,7 @@ def test_what_is_kept():
     state, _ = wfagg(state, seen_by(later, [1, 2], 3, [0, 2], n=4))
     assert state["ids"].tolist() == [0, 1, 2]
     assert state["models"].equal(torch.stack([pool[0], later[1], later[2]]))
-    assert state["moves"][2, :, -1].tolist() == pytest.approx(moved(pool[2:3], later[2:3])[0].tolist())
+    assert state["moves"][2, :, -1].tolist() == pytest.approx(movement(pool[2:3], later[2:3])[0].tolist())
     assert state["moves"][:2].isnan().all()
     # Under a new name nobody has met 2: its past is gone.
     state, _ = wfagg(state, seen_by(pool, [2], 3, [0, 1], n=5))

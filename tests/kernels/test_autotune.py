@@ -22,7 +22,7 @@ from fedcb2o.nn import architectures, memory_layout, parameters
 
 IMAGES = {"name": "cnn", "hidden": 4}
 META = torch.device("meta")
-needs_onednn = pytest.mark.skipif(not onednn.available(), reason="this PyTorch has no oneDNN")
+needs_onednn = pytest.mark.skipif(not onednn.is_available(), reason="this PyTorch has no oneDNN")
 
 
 def told_of(folder):
@@ -33,9 +33,9 @@ def told_of(folder):
 def test_dense_layers_go_the_faster_way_by_a_margin(monkeypatch):
     chosen = autotune.fastest_linear.__wrapped__
     for gain, expected in ((2.0, "onednn"), (1.02, "torch"), (0.5, "torch")):
-        monkeypatch.setattr(autotune, "gain_of_onednn", lambda gain=gain: gain)
+        monkeypatch.setattr(autotune, "onednn_speedup", lambda gain=gain: gain)
         assert chosen() == expected
-    monkeypatch.setattr(onednn, "available", lambda: False)
+    monkeypatch.setattr(onednn, "is_available", lambda: False)
     assert chosen() == "torch"
 
 
@@ -44,12 +44,12 @@ def test_a_timing_that_fails_puts_the_threads_back(monkeypatch):
     def stop(*_):
         raise StopError
 
-    monkeypatch.setattr(autotune, "_gain", stop)
+    monkeypatch.setattr(autotune, "_speedup", stop)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         with pytest.raises(StopError):
-            autotune.gain_of_onednn()
+            autotune.onednn_speedup()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -71,7 +71,7 @@ def test_a_run_keeps_its_dense_layers_when_it_is_resumed(tmp_path, monkeypatch):
 
 def test_bfloat16_is_for_devices_that_have_it(monkeypatch):
     cpu = torch.device("cpu")
-    assert 0 < autotune._gain_of_bfloat16(cpu) < math.inf
+    assert 0 < autotune._bfloat16_speedup(cpu) < math.inf
     seen = []
 
     def gain(default, other, _):
@@ -80,29 +80,29 @@ def test_bfloat16_is_for_devices_that_have_it(monkeypatch):
         return 7.0
 
     with monkeypatch.context() as patched:
-        patched.setattr(autotune, "_gain", gain)
+        patched.setattr(autotune, "_speedup", gain)
         patched.setattr(torch, "matmul", lambda x, _: seen.append(x.dtype) or x)
-        assert autotune._gain_of_bfloat16.__wrapped__(cpu) == 7.0
+        assert autotune._bfloat16_speedup.__wrapped__(cpu) == 7.0
     assert seen == [torch.float32, torch.bfloat16]
-    assert autotune._gain_of_bfloat16(META) == 0.0  # no number comes from there
+    assert autotune._bfloat16_speedup(META) == 0.0  # no number comes from there
     for gain, expected in ((2.0, "bfloat16"), (0.5, "bfloat16"), (0.01, "float32")):
-        monkeypatch.setattr(autotune, "_gain_of_bfloat16", lambda _, gain=gain: gain)
-        assert autotune.precision_of("bfloat16", cpu) == expected
-    monkeypatch.setattr(autotune, "_gain_of_bfloat16", lambda _: pytest.fail("timed"))
-    assert autotune.precision_of("float32", cpu) == "float32"
+        monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _, gain=gain: gain)
+        assert autotune.supported_precision("bfloat16", cpu) == expected
+    monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: pytest.fail("timed"))
+    assert autotune.supported_precision("float32", cpu) == "float32"
 
 
 @pytest.mark.parametrize(("began", "later"), [(0.01, 2.0), (2.0, 0.01)], ids=["without", "with"])
 def test_a_run_keeps_its_precision_when_it_is_resumed(tmp_path, monkeypatch, capsys, began, later):
     experiment = tiny(rounds=2, training={"precision": "bfloat16"})
     takes = "float32" if began < 1 else "bfloat16"
-    monkeypatch.setattr(autotune, "_gain_of_bfloat16", lambda _: began)
+    monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: began)
     run(tiny(rounds=2, training={"precision": takes}), out=tmp_path / "given", workers=1)
     with pytest.raises(StopError):
         run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
     told = capsys.readouterr().err
     assert ("tiny seed 1000 trains in float32: bfloat16 is far slower here" in told) == (takes == "float32")
-    monkeypatch.setattr(autotune, "_gain_of_bfloat16", lambda _: later)
+    monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: later)
     run(experiment, out=tmp_path / "probed", workers=2, resume=True)
     told = capsys.readouterr().err
     slower = "" if takes == "float32" else ", though bfloat16 is far slower here"
@@ -136,7 +136,7 @@ def views(input_shape, num_classes):
 
 def test_images_lie_the_faster_way_by_a_margin(monkeypatch):
     x = torch.zeros(2, 1, 8, 8)
-    monkeypatch.setattr(autotune, "_overruns", lambda: False)
+    monkeypatch.setattr(autotune, "_has_channels_last_overrun", lambda: False)
     for last, expected in ((0.5, "channels_last"), (0.8, "contiguous"), (2.0, "contiguous")):
         now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, last]))  # before and after, one way and the other
         monkeypatch.setattr(autotune.time, "thread_time", lambda now=now: next(now))
@@ -145,7 +145,7 @@ def test_images_lie_the_faster_way_by_a_margin(monkeypatch):
 
 def test_where_gradients_overrun_their_memory_the_other_way_is_not_tried(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(autotune, "_gain", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(autotune, "_speedup", lambda *_: pytest.fail("timed"))
     assert autotune.fastest_layout(convolutions((1, 8, 8), 10), torch.zeros(2, 1, 8, 8), "float32") == "contiguous"
 
 
@@ -208,30 +208,30 @@ def test_convolutions_go_the_faster_way_by_a_margin(monkeypatch):
     for unfolded, expected in ((0.5, "unfolded"), (0.95, "grouped"), (2.0, "grouped")):
         now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, unfolded]))
         monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda now=now: next(now)))
-        assert autotune.fastest_convolution(module, x, "float32", torch.device("cpu"), 3) == expected
+        assert autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3) == expected
 
 
 def test_the_fastest_of_the_others_is_taken(monkeypatch):
     module, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(2, 1, 8, 8)
     for gains, expected in (((1.2, 1.5), "mixed"), ((1.5, 1.2), "unfolded"), ((0.5, 1.05), "grouped")):
-        monkeypatch.setattr(autotune, "_gain", Mock(side_effect=gains))
-        assert autotune.fastest_convolution(module, x, "float32", torch.device("cpu"), 3) == expected
+        monkeypatch.setattr(autotune, "_speedup", Mock(side_effect=gains))
+        assert autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3) == expected
 
 
 def test_what_is_timed_is_a_training_step_of_a_team(monkeypatch):
     module, x, teams = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(5, 1, 8, 8), []
-    made = autotune.outputs_of
+    made = autotune.batched_forward
 
     def seen(module, dim):
         at_once = made(module, dim)
         return lambda parameters, x: (teams.append((x.shape, len(parameters[0]))), at_once(parameters, x))[1]
 
-    monkeypatch.setattr(autotune, "outputs_of", seen)
-    fastest_convolution = autotune.fastest_convolution
+    monkeypatch.setattr(autotune, "batched_forward", seen)
+    fastest_convolution = autotune.fastest_batched_convolution
     with pretended(monkeypatch) as mode:
         assert fastest_convolution(module, x, "float32", META, 40) in ("grouped", "unfolded", "mixed")
-    assert set(teams) == {((autotune.TEAM, 5, 1, 8, 8), autotune.TEAM)}
-    assert len(teams) == 4 * (autotune.REPEATS + 1) == mode.waits.total()
+    assert set(teams) == {((autotune._TIMED_AGENTS, 5, 1, 8, 8), autotune._TIMED_AGENTS)}
+    assert len(teams) == 4 * (autotune._REPEATS + 1) == mode.waits.total()
 
 
 def test_what_cannot_be_tried_is_grouped(monkeypatch):
@@ -240,13 +240,13 @@ def test_what_cannot_be_tried_is_grouped(monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(autotune, "_gain", full)
+    monkeypatch.setattr(autotune, "_speedup", full)
     module = architectures.cnn((1, 8, 8), 10, hidden=4)
-    assert autotune.fastest_convolution(module, x, "float32", device, 4) == "grouped"
-    monkeypatch.setattr(autotune, "_gain", lambda *_: pytest.fail("timed"))
-    assert autotune.fastest_convolution(module, x, "float32", device, 1) == "grouped"
+    assert autotune.fastest_batched_convolution(module, x, "float32", device, 4) == "grouped"
+    monkeypatch.setattr(autotune, "_speedup", lambda *_: pytest.fail("timed"))
+    assert autotune.fastest_batched_convolution(module, x, "float32", device, 1) == "grouped"
     for other in (architectures.mlp((1, 8, 8), 10), nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten())):
-        assert autotune.fastest_convolution(other, x, "float32", device, 4) == "grouped"
+        assert autotune.fastest_batched_convolution(other, x, "float32", device, 4) == "grouped"
 
 
 def test_a_run_keeps_its_convolutions_when_it_is_resumed(tmp_path, monkeypatch):
@@ -255,10 +255,10 @@ def test_a_run_keeps_its_convolutions_when_it_is_resumed(tmp_path, monkeypatch):
         run({**experiment, "convolution": "unfolded"}, out=tmp_path / "given")
         run({**experiment, "convolution": "grouped"}, out=tmp_path / "other")
         asked = []
-        monkeypatch.setattr(autotune, "fastest_convolution", lambda *given: asked.append(given[2:]) or "unfolded")
+        monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *given: asked.append(given[2:]) or "unfolded")
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "probed", watch=stop_after(1))
-        monkeypatch.setattr(autotune, "fastest_convolution", lambda *_: pytest.fail("timed"))
+        monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *_: pytest.fail("timed"))
         run(experiment, out=tmp_path / "probed", resume=True)
     assert asked == [("float32", META, 6)]
     probed, given_, other = (bits(tmp_path / name) for name in ("probed", "given", "other"))
@@ -268,9 +268,9 @@ def test_a_run_keeps_its_convolutions_when_it_is_resumed(tmp_path, monkeypatch):
 
 
 def test_on_the_cpu_only_agents_one_by_one_may_go_another_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(autotune, "fastest_convolution", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *_: pytest.fail("timed"))
     asked = []
-    monkeypatch.setattr(autotune, "fastest_convolution_of_one", lambda *given: asked.append(given) or "fourier")
+    monkeypatch.setattr(autotune, "fastest_single_convolution", lambda *given: asked.append(given) or "fourier")
     for changes, expected in (({}, "fourier"), ({"together": 3}, "grouped"), ({"convolution": "grouped"}, "grouped")):
         folder = tmp_path / str(changes)
         run(tiny(model=IMAGES, rounds=1, **changes), out=folder, workers=1)
@@ -290,9 +290,9 @@ def test_convolutions_of_one_network_go_by_spectra_by_a_margin(monkeypatch):
     for spectra, expected in ((0.7, "fourier"), (0.8, "grouped"), (2.0, "grouped")):
         now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, spectra]))
         monkeypatch.setattr(autotune, "time", SimpleNamespace(thread_time=lambda now=now: next(now)))
-        assert autotune.fastest_convolution_of_one(module, x, "float32") == expected
+        assert autotune.fastest_single_convolution(module, x, "float32") == expected
     assert torch.equal(parameters.flatten(module), before)
-    monkeypatch.setattr(autotune, "_gain", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(autotune, "_speedup", lambda *_: pytest.fail("timed"))
     strided = architectures.cnn((1, 28, 28), 10, hidden=4, down="stride")
     for other, seen, precision in (
         (architectures.mlp((1, 8, 8), 10), x, "float32"),
@@ -300,23 +300,23 @@ def test_convolutions_of_one_network_go_by_spectra_by_a_margin(monkeypatch):
         (module, x, "bfloat16"),
         (module, x[:, :, :8, :8], "float32"),  # which it cannot read
     ):
-        assert autotune.fastest_convolution_of_one(other, seen, precision) == "grouped"
+        assert autotune.fastest_single_convolution(other, seen, precision) == "grouped"
 
 
 def test_what_is_timed_by_spectra_leaves_no_trace():
     module = nn.Sequential(architectures.cnn((1, 28, 28), 10, hidden=4), nn.BatchNorm1d(10), nn.Dropout())
     x, before, threads = torch.rand(8, 1, 28, 28), copy.deepcopy(module.state_dict()), torch.get_num_threads()
     drawn = torch.get_rng_state()
-    autotune.fastest_convolution_of_one(module, x, "float32")
+    autotune.fastest_single_convolution(module, x, "float32")
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), drawn)
     assert torch.get_num_threads() == threads
     module.held = module(x)  # of which there is no copy
-    assert autotune.fastest_convolution_of_one(module, x, "float32") == "grouped"
+    assert autotune.fastest_single_convolution(module, x, "float32") == "grouped"
 
 
 def test_a_run_by_spectra_finds_what_it_finds_by_pytorch(tmp_path, monkeypatch):
-    monkeypatch.setattr(fft_conv, "FEWER", 0)
+    monkeypatch.setattr(fft_conv, "MIN_SAVING", 0)
     experiment = tiny(model={"name": "cnn", "hidden": 8}, evaluate_every=3)
     for convolution in ("grouped", "fourier"):
         run({**experiment, "convolution": convolution}, out=tmp_path / convolution, workers=1)

@@ -13,7 +13,7 @@ from torch import nn
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
-from fedcb2o.federated.local_update import float32_products
+from fedcb2o.federated.local_update import allow_tf32
 from fedcb2o.kernels import autotune, devices
 
 IMAGES = {"name": "cnn", "hidden": 4}
@@ -129,9 +129,9 @@ def test_a_run_on_a_device_is_resumed_and_repeated_to_the_bit(tmp_path, monkeypa
         run(experiment, out=tmp_path / "whole")
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "parts", watch=stop_after(1))
-        monkeypatch.setattr(devices, "memory_of", lambda device: 1)  # how many at once is on record
+        monkeypatch.setattr(devices, "device_memory", lambda device: 1)  # how many at once is on record
         run(experiment, out=tmp_path / "parts", resume=True)
-        name = devices.name_of(torch.device(device))
+        name = devices.device_name(torch.device(device))
     assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
     told = json.loads((tmp_path / "parts/seed-1000/environment.json").read_text())
     assert (told["device"], told["together"], told["workers"]) == (name, 6, 1)
@@ -151,7 +151,7 @@ TOGETHER = {
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_several_in_one_program_repeat_their_bits(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(autotune, "_gain_of_bfloat16", lambda _: 1.0)  # in bfloat16 on any processor
+    monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: 1.0)  # in bfloat16 on any processor
     experiment = TOGETHER[name]
     run(experiment, out=tmp_path / "whole", workers=1)
     with pytest.raises(StopError):
@@ -175,23 +175,23 @@ def test_a_network_that_cannot_be_several_trains_one_by_one(tmp_path, monkeypatc
     ):
         run(tiny(model={"name": stubborn}, together=4), out=tmp_path / "run")
     module, x = stubborn((1, 8, 8), 10), torch.zeros(4, 1, 8, 8)
-    assert devices.most_together(torch.device("cpu"), 0, module, x) == 1
+    assert devices.max_batched_agents(torch.device("cpu"), 0, module, x) == 1
 
 
 def test_how_many_train_at_once_is_what_the_memory_takes(monkeypatch):
-    monkeypatch.setattr(devices, "memory_of", lambda device: 2**30)
+    monkeypatch.setattr(devices, "device_memory", lambda device: 2**30)
     module, x = nn.Sequential(nn.Flatten(), nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 10)), torch.rand(8, 1, 8, 8)
-    each = devices.bytes_of_training(module, x)
+    each = devices.training_bytes(module, x)
     d = sum(p.numel() for p in module.parameters())
     assert 24 * d < each < 24 * d + 4 * 128 * (64 + 2 * 1000 + 10)
-    assert devices.bytes_of_training(module, torch.rand(128, 1, 8, 8)) - 24 * d == 2 * (each - 24 * d)
-    assert devices.most_together(torch.device("cpu"), 2**29, module, x) == 2**28 // each
-    assert devices.most_together(torch.device("cpu"), 2**30, module, x) == 1
+    assert devices.training_bytes(module, torch.rand(128, 1, 8, 8)) - 24 * d == 2 * (each - 24 * d)
+    assert devices.max_batched_agents(torch.device("cpu"), 2**29, module, x) == 2**28 // each
+    assert devices.max_batched_agents(torch.device("cpu"), 2**30, module, x) == 1
 
 
 def test_the_patches_count_as_memory():
     module, x = nn.Sequential(nn.Conv2d(4, 8, 5, padding=2), nn.Flatten(), nn.Linear(512, 10)), torch.rand(64, 4, 8, 8)
-    more = devices.bytes_of_training(module, x, "unfolded") - devices.bytes_of_training(module, x)
+    more = devices.training_bytes(module, x, "unfolded") - devices.training_bytes(module, x)
     patches, images = 4 * 64 * 64 * 100, 4 * 64 * 4 * 64
     assert 2 * (patches - images) <= more < 2 * patches + 2**20
 
@@ -227,7 +227,7 @@ def test_a_full_device_is_one_line(tmp_path, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("fedcb2o.federated.batched_training.local_updates_", full)
+    monkeypatch.setattr("fedcb2o.federated.batched_training.batched_local_update_", full)
     with pretended(monkeypatch), pytest.raises(RunError, match=r"meta is out of memory: .* by `together`"):
         run(tiny(device="meta"), out=tmp_path / "run")
 
@@ -237,11 +237,11 @@ def test_float32_products_are_rounded_only_where_that_is_asked_for():
         return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
 
     before = now()
-    with float32_products(False, "cuda"):
+    with allow_tf32(False, "cuda"):
         assert now() == ("ieee", "ieee")
-        with float32_products(True, "cuda"):
+        with allow_tf32(True, "cuda"):
             assert now() == ("tf32", "tf32")
         assert now() == ("ieee", "ieee")
-    with float32_products(True, "cpu"):
+    with allow_tf32(True, "cpu"):
         assert now() == before
     assert now() == before

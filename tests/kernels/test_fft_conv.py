@@ -21,7 +21,7 @@ SIZES = [((14, 14), (5, 5)), ((7, 9), (4, 2)), ((6, 6), (6, 6)), ((9, 8), (1, 5)
 
 
 def counted(compute):
-    with Seen() as mode, dispatch.by(convolution="fourier"):
+    with Seen() as mode, dispatch.use_kernels(convolution="fourier"):
         found = compute()
     return found, mode.convolutions
 
@@ -31,9 +31,9 @@ def always(monkeypatch):
     """By spectra whatever they take, where there is a result."""
 
     def some(images, weight, margins):
-        return min(fft_conv._after(images[2:], weight[2:], margins)) > 0
+        return min(fft_conv._output_shape(images[2:], weight[2:], margins)) > 0
 
-    monkeypatch.setattr(fft_conv, "_pay", some)
+    monkeypatch.setattr(fft_conv, "_is_faster", some)
 
 
 @pytest.mark.parametrize(("shape", "kernel"), SIZES)
@@ -83,8 +83,8 @@ def test_the_papers_second_convolution_takes_a_quarter_of_the_multiplications():
     results: 11,592 * 6,144 + 3,330 * 2,048 = 78,041,088. Together 153,538,560, 4.18 times fewer."""
     for fewer, expected in ((4.18, True), (4.19, False)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fft_conv, "FEWER", fewer)
-            assert fft_conv._pay((64, 32, 14, 14), (64, 32, 5, 5), [(2, 2), (2, 2)]) == expected
+            patch.setattr(fft_conv, "MIN_SAVING", fewer)
+            assert fft_conv._is_faster((64, 32, 14, 14), (64, 32, 5, 5), [(2, 2), (2, 2)]) == expected
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_errors_are_pytorchs():
     ):
         told = []
         for convolution in ("grouped", "fourier"):
-            with pytest.raises(RuntimeError) as caught, dispatch.by(convolution=convolution):
+            with pytest.raises(RuntimeError) as caught, dispatch.use_kernels(convolution=convolution):
                 F.conv2d(**{"input": x, "weight": weight, **changes})
             told.append(str(caught.value))
         assert told[0] == told[1]
@@ -193,7 +193,7 @@ def test_other_ways_to_differentiate():
 
 def test_training_after_inference():
     x, weight = drawn(16, 32, 13, 13), drawn(64, 32, 5, 5, seed=1).requires_grad_()
-    fft_conv._tables.cache_clear()
+    fft_conv._dft_tables.cache_clear()
     with torch.inference_mode():
         first, _ = counted(lambda: F.conv2d(x, weight))
     y, convolutions = counted(lambda: F.conv2d(x, weight))

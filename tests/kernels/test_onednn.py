@@ -5,16 +5,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedcb2o.federated.inference import outputs_of
+from fedcb2o.federated.inference import batched_forward
 from fedcb2o.kernels import dispatch, onednn
 from fedcb2o.nn import parameters
 
-pytestmark = pytest.mark.skipif(not onednn.available(), reason="this PyTorch has no oneDNN")
+pytestmark = pytest.mark.skipif(not onednn.is_available(), reason="this PyTorch has no oneDNN")
 WIDE = (1100, 1000)
 
 
 def gradients(inputs, linear):
-    with dispatch.by(linear):
+    with dispatch.use_kernels(linear):
         y = F.linear(*inputs)
     needed = [t for t in inputs if t is not None and t.requires_grad]
     g = torch.linspace(-1, 1, y.shape[1]).expand(y.shape)  # without memory of its own
@@ -46,7 +46,7 @@ def test_a_layer_and_its_gradients_agree_to_rounding(layout, bias):
 
 def test_what_is_small_of_another_type_or_shape_is_pytorchs():
     x, weight = torch.randn(6, WIDE[0]), torch.randn(*WIDE[::-1], requires_grad=True)
-    with dispatch.by("onednn"):
+    with dispatch.use_kernels("onednn"):
         found = [
             F.linear(x[:, :8], weight[:8, :8]),
             F.linear(x.double(), weight.double()),
@@ -64,7 +64,7 @@ def test_a_layer_that_is_used_twice_trains_right():
     x = torch.randn(4, 1100, generator=torch.Generator().manual_seed(0))
     found = []
     for linear in ("torch", "onednn"):
-        with dispatch.by(linear):
+        with dispatch.use_kernels(linear):
             y = layer(layer(x).relu())
         found.append(torch.autograd.grad(y.square().sum(), list(layer.parameters())))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-3)
@@ -78,7 +78,7 @@ def test_second_derivatives(layout):
     found = []
     for linear in ("torch", "onednn"):
         inputs = [t.clone().requires_grad_() for t in (x, weight, torch.zeros(WIDE[1]))]
-        with dispatch.by(linear):
+        with dispatch.use_kernels(linear):
             seen = LAYOUTS[layout](inputs[0])
             energy = F.linear(seen, *inputs[1:]).tanh().sum()
             slope, *_ = torch.autograd.grad(energy, inputs[0], create_graph=True)
@@ -93,8 +93,8 @@ def test_several_networks_at_once_are_pytorchs():
     x = torch.randn(1, 3, 1100, generator=torch.Generator().manual_seed(0))
     found = []
     for linear in ("torch", "onednn"):
-        with dispatch.by(linear):
-            leaves = [p.requires_grad_() for p in parameters.stacked(module, thetas)]
-            y = outputs_of(module, thetas.shape[1])(leaves, x)
+        with dispatch.use_kernels(linear):
+            leaves = [p.requires_grad_() for p in parameters.unstack_views(module, thetas)]
+            y = batched_forward(module, thetas.shape[1])(leaves, x)
         found.append(torch.autograd.grad(y.sum(), leaves))
     assert all(map(torch.equal, *found))

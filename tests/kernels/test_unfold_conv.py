@@ -12,9 +12,9 @@ from torch import nn
 from torch.func import vmap
 from torch.nn import functional as F
 
-from fedcb2o.federated.inference import outputs_of
+from fedcb2o.federated.inference import batched_forward
 from fedcb2o.kernels import dispatch
-from fedcb2o.kernels.unfold_conv import FEW
+from fedcb2o.kernels.unfold_conv import FEW_CHANNELS
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 
@@ -26,7 +26,7 @@ def drawn(*shape, seed=0, dtype=torch.float64):
 def of_each(convolve, x, parameters):
     """What several networks find, their gradients, and how many convolutions PyTorch computed."""
     inputs = [t.clone().requires_grad_() for t in (x, *parameters)]
-    with Seen() as seen, dispatch.by(convolution="unfolded"):
+    with Seen() as seen, dispatch.use_kernels(convolution="unfolded"):
         y = vmap(convolve)(*inputs)
     return y, torch.autograd.grad(y, inputs, drawn(*y.shape, seed=9).to(y.dtype)), seen.convolutions
 
@@ -106,7 +106,7 @@ OTHERS = {
 def test_all_else_is_pytorchs_to_the_bit(name):
     x, weight = drawn(2, 3, 2, 5, 5), drawn(2, 4, 2, 3, 3, seed=1)
     expected = OTHERS[name](x, weight)
-    with Seen() as seen, dispatch.by(convolution="unfolded"):
+    with Seen() as seen, dispatch.use_kernels(convolution="unfolded"):
         found = OTHERS[name](x, weight)
     assert seen.convolutions == 1
     assert torch.equal(found, expected)
@@ -116,7 +116,7 @@ def test_all_else_is_pytorchs_to_the_bit(name):
 def test_what_pytorch_refuses_is_refused_alike(padding):
     told = []
     for convolution in ("grouped", "unfolded"):
-        with pytest.raises(RuntimeError) as caught, dispatch.by(convolution=convolution):
+        with pytest.raises(RuntimeError) as caught, dispatch.use_kernels(convolution=convolution):
             vmap(lambda x, w: F.conv2d(x, w, stride=2, padding=padding))(drawn(2, 3, 2, 5, 5), drawn(2, 4, 2, 3, 3))
         told.append(str(caught.value))
     assert told[0] == told[1]
@@ -156,11 +156,11 @@ def test_networks_agree_to_rounding(name, shared, way):
     x = drawn(1 if shared else 3, 5, 3, 8, 8, dtype=torch.float32)
     found = []
     for convolution in ("grouped", way):
-        leaves = [p.requires_grad_() for p in parameters.stacked(module, thetas)]
-        with Seen() as seen, dispatch.by(convolution=convolution):
-            y = outputs_of(module, thetas.shape[1])(leaves, x)
+        leaves = [p.requires_grad_() for p in parameters.unstack_views(module, thetas)]
+        with Seen() as seen, dispatch.use_kernels(convolution=convolution):
+            y = batched_forward(module, thetas.shape[1])(leaves, x)
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
-    most = sum(isinstance(part, nn.Conv2d) and part.in_channels >= FEW for part in module.modules())
+    most = sum(isinstance(part, nn.Conv2d) and part.in_channels >= FEW_CHANNELS for part in module.modules())
     first = 1 if shared else 0  # on the same images the first layer has m times the channels
     assert seen.convolutions == first + (most if way == "mixed" else 0)
     for other, grouped in zip(*found, strict=True):

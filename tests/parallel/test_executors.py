@@ -20,8 +20,8 @@ from tests.processes import needs_proc
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.parallel import shared_memory
-from fedcb2o.parallel.executors import Here, Processes, Workers, blocks, one_thread
-from fedcb2o.parallel.process_pool import crew
+from fedcb2o.parallel.executors import Executor, PoolExecutor, SerialExecutor, balance_load, one_thread
+from fedcb2o.parallel.process_pool import current_pool
 
 SPECS = {"models": (torch.float32, (3, 5)), "labels": (torch.int64, (7,)), "none": (torch.uint8, (0, 2))}
 
@@ -74,8 +74,8 @@ def stuck(world, path):
 
 @pytest.fixture(scope="module")
 def pool():
-    with shared_memory.shared(SPECS) as shared:
-        yield Processes(2, shared, same)
+    with shared_memory.allocate_shared(SPECS) as shared:
+        yield PoolExecutor(2, shared, same)
 
 
 def test_workers_change_the_tensors_in_place_with_one_thread_each(pool):
@@ -133,13 +133,13 @@ def gone(pid):
 
 def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool):
     pool.map(slowly, [(0.2, 0)] * 2)
-    victim, other = crew().members
+    victim, other = current_pool().workers
     os.kill(victim.process.pid, signal.SIGKILL)
     assert victim.pipe.poll(10)  # all of its threads are gone, and not its first one alone
     assert pool.map(slowly, [(0.2, k) for k in range(4)]) == [0, 1, 2, 3]
-    assert len(crew().members) == 2
-    assert other in crew().members
-    assert victim not in crew().members
+    assert len(current_pool().workers) == 2
+    assert other in current_pool().workers
+    assert victim not in current_pool().workers
 
 
 @needs_proc
@@ -177,9 +177,9 @@ def test_after_a_second_ctrl_c_that_stops_the_end_of_workers_others_come(pool, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(crew().members[0]), "gone", interrupt)
+        patch.setattr(type(current_pool().workers[0]), "gone", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            crew().dismiss()
+            current_pool().terminate()
     assert not pids(pool) & before
 
 
@@ -224,7 +224,7 @@ def test_a_worker_that_prints_is_not_stopped_by_a_terminal_that_stops_the_backgr
 
 def test_workers_stay_for_the_next_run_and_with_another_path_others_come(pool, monkeypatch, tmp_path):
     pool.map(slowly, [(0.1, 0)] * 2)
-    before = {member.process.pid for member in crew().members}
+    before = {member.process.pid for member in current_pool().workers}
     assert pids(pool) <= before
     monkeypatch.syspath_prepend(tmp_path)
     assert not pids(pool) & before
@@ -235,14 +235,14 @@ def test_a_module_that_is_loaded_again_is_the_new_one_in_workers_too(tmp_path, m
     file.write_text("def value(world):\n    return 'old'\n")
     monkeypatch.syspath_prepend(tmp_path)
     own = importlib.import_module(file.stem)
-    with shared_memory.shared(SPECS) as shared:
-        assert Processes(1, shared, same).map(own.value, [()]) == ["old"]
-        before = pids(Processes(1, shared, same))
-        assert Processes(1, shared, same).map(own.value, [()]) == ["old"]
-        assert pids(Processes(1, shared, same)) == before
+    with shared_memory.allocate_shared(SPECS) as shared:
+        assert PoolExecutor(1, shared, same).map(own.value, [()]) == ["old"]
+        before = pids(PoolExecutor(1, shared, same))
+        assert PoolExecutor(1, shared, same).map(own.value, [()]) == ["old"]
+        assert pids(PoolExecutor(1, shared, same)) == before
         file.write_text("def value(world):\n    return 'another'\n")
         importlib.reload(own)
-        assert Processes(1, shared, same).map(own.value, [()]) == ["another"]
+        assert PoolExecutor(1, shared, same).map(own.value, [()]) == ["another"]
 
 
 @pytest.mark.slow
@@ -252,26 +252,26 @@ def test_a_fork_has_workers_of_its_own_and_ends_none_of_ours(pool):
     child = os.fork()
     if child == 0:
         own = pids(pool)
-        crew().dismiss()
+        current_pool().terminate()
         os.write(write, bytes([not own & before]))
         os._exit(0)
     os.close(write)
     assert os.read(read, 1) == b"\1"
     os.waitpid(child, 0)
     os.close(read)
-    assert pids(pool) <= {member.process.pid for member in crew().members}
-    assert before & {member.process.pid for member in crew().members}
+    assert pids(pool) <= {member.process.pid for member in current_pool().workers}
+    assert before & {member.process.pid for member in current_pool().workers}
 
 
 def test_one_process_gives_the_same_and_both_are_workers(pool):
     world = {"models": torch.zeros(3, 5)}
     before = torch.get_num_threads()
-    one = Here(world)
+    one = SerialExecutor(world)
     assert one.map(fill, [(1, 2.0)]) == [(os.getpid(), 1)]
     assert torch.get_num_threads() == before
     assert world["models"][1].tolist() == [2.0] * 5
-    assert isinstance(one, Workers)
-    assert isinstance(pool, Workers)
+    assert isinstance(one, Executor)
+    assert isinstance(pool, Executor)
     assert (one.count, pool.count) == (1, 2)
 
 
@@ -299,8 +299,8 @@ def mapped_by(path):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped")
 def test_workers_let_go_of_an_arena_that_is_gone():
-    with shared_memory.shared(SPECS) as shared:
-        found = Processes(2, shared, same).map(slowly, [(0.1, 0)] * 4)
+    with shared_memory.allocate_shared(SPECS) as shared:
+        found = PoolExecutor(2, shared, same).map(slowly, [(0.1, 0)] * 4)
         assert found == [0] * 4
         assert mapped_by(shared.path) - {os.getpid()}
     end = time.monotonic() + 10
@@ -327,18 +327,18 @@ def slow(tensors, folder):
 
 def test_a_worker_that_ends_first_gives_back_what_it_is_giving_back(tmp_path):
     """A thread that is cut short within PyTorch takes its process down: "terminate called"."""
-    with shared_memory.shared(SPECS) as shared:
-        pids = set(Processes(2, shared, functools.partial(slow, folder=tmp_path)).map(who, [()] * 4))
+    with shared_memory.allocate_shared(SPECS) as shared:
+        pids = set(PoolExecutor(2, shared, functools.partial(slow, folder=tmp_path)).map(who, [()] * 4))
     end = time.monotonic() + 30
     while len(list(tmp_path.glob("begun-*"))) < len(pids) and time.monotonic() < end:
         time.sleep(0.01)
-    crew().work(0, who, [], print)
+    current_pool().map_unordered(0, who, [], print)
     assert {int(path.name.removeprefix("gone-")) for path in tmp_path.glob("gone-*")} == pids
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 50))
 def test_blocks_hold_every_agent_once_in_fair_shares(costs, count):
-    shares = blocks(range(len(costs)), costs, count)
+    shares = balance_load(range(len(costs)), costs, count)
     assert sorted(j for share in shares for j in share) == list(range(len(costs)))
     assert len(shares) == min(count, len(costs))
     loads = [sum(costs[j] for j in share) for share in shares]
@@ -346,7 +346,7 @@ def test_blocks_hold_every_agent_once_in_fair_shares(costs, count):
 
 
 def test_an_arena_holds_zeros_shared_and_aligned_and_is_removed():
-    with shared_memory.shared(SPECS) as shared:
+    with shared_memory.allocate_shared(SPECS) as shared:
         first, second = shared.tensors(), shared.tensors()
         assert {name: (t.dtype, tuple(t.shape)) for name, t in first.items()} == SPECS
         assert all(not t.any() for t in first.values())
@@ -362,7 +362,7 @@ def test_an_arena_holds_zeros_shared_and_aligned_and_is_removed():
 
 
 def test_an_arena_that_is_gone_is_not_made_again(tmp_path):
-    with shared_memory.shared(SPECS, tmp_path) as shared:
+    with shared_memory.allocate_shared(SPECS, tmp_path) as shared:
         pass
     with pytest.raises(FileNotFoundError):  # a worker that starts while its run ends is late, and is heard by nobody
         shared.tensors()
@@ -370,23 +370,23 @@ def test_an_arena_that_is_gone_is_not_made_again(tmp_path):
 
 
 def test_an_arena_is_removed_after_an_error():
-    with pytest.raises(KeyError), shared_memory.shared(SPECS) as shared:
+    with pytest.raises(KeyError), shared_memory.allocate_shared(SPECS) as shared:
         raise KeyError
     assert not shared.path.exists()
 
 
 def test_sweeping_takes_what_was_left_and_nothing_that_is_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "_folders", lambda: [tmp_path])
+    monkeypatch.setattr(shared_memory, "_candidate_folders", lambda: [tmp_path])
     left, used, other = (tmp_path / f"fedcb2o-{name}" for name in ("1-a.arena", "2-b.arena", "notes.txt"))
     for path in (left, used, other):
         path.write_bytes(b"x")
     with used.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with shared_memory.shared(SPECS) as shared:
+        with shared_memory.allocate_shared(SPECS) as shared:
             assert not left.exists()
             assert used.exists()
             assert other.exists()
-            shared_memory.sweep()  # as another run does
+            shared_memory.remove_stale()  # as another run does
             assert shared.path.exists()
 
 
@@ -421,11 +421,11 @@ def test_where_whatever_is_made_goes_again_that_is_an_error_in_the_end(tmp_path,
 
     monkeypatch.setattr(fcntl, "flock", swept)
     with pytest.raises(RunError, match="no room to share"):
-        shared_memory.shared(SPECS, tmp_path).__enter__()
+        shared_memory.allocate_shared(SPECS, tmp_path).__enter__()
 
 
 def test_no_room_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "_folders", lambda: [tmp_path])
+    monkeypatch.setattr(shared_memory, "_candidate_folders", lambda: [tmp_path])
     with pytest.raises(RunError, match=r"no room to share 4194304\.00 GiB of models and data between processes: "):
-        shared_memory.shared({"models": (torch.float32, (2**20, 2**30))}).__enter__()
+        shared_memory.allocate_shared({"models": (torch.float32, (2**20, 2**30))}).__enter__()
     assert list(tmp_path.iterdir()) == []

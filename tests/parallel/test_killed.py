@@ -137,7 +137,7 @@ def start_run(path, out, sabotage="nowhere parent 0"):
 
 def left_by(pid: int) -> set[Path]:
     """What a process shared with others and is still there: arenas, semaphores and what else bears its number."""
-    return {path for folder in shared_memory._folders() for path in folder.iterdir() if f"-{pid}-" in path.name}
+    return {path for folder in shared_memory._candidate_folders() for path in folder.iterdir() if f"-{pid}-" in path.name}
 
 
 PLACES = {"training": 40, "judging": 8, "mixing": 3, "writing": 2, "renaming": 2}
@@ -249,7 +249,7 @@ def test_a_group_that_ends_while_workers_start_leaves_nothing(undisturbed, tmp_p
     assert_gone(process.pid)
     if number is not signal.SIGKILL:
         assert left_by(process.pid) == set()
-    shared_memory.sweep()  # as the next start does
+    shared_memory.remove_stale()  # as the next start does
     assert left_by(process.pid) == set()
 
 
@@ -289,7 +289,7 @@ def test_a_worker_killed_after_the_end_holds_up_nobody(undisturbed, tmp_path, af
 @pytest.mark.slow
 def test_the_next_start_sweeps_what_a_killed_one_left(undisturbed, tmp_path):
     path, expected = undisturbed
-    left = shared_memory._folders()[0] / f"{shared_memory.PREFIX}0-left{shared_memory.SUFFIX}"
+    left = shared_memory._candidate_folders()[0] / f"{shared_memory.PREFIX}0-left{shared_memory.SUFFIX}"
     left.write_bytes(bytes(64))
     process = start_run(path, tmp_path / "run")
     process.communicate(timeout=100)

@@ -43,12 +43,12 @@ def test_without_a_word_of_the_system_half_of_the_machine_is_free(tmp_path):
 
 
 def test_the_model_of_the_processors(tmp_path):
-    assert resources.model(tmp_path) == resources.model(tmp_path / "none")
+    assert resources.processor_model(tmp_path) == resources.processor_model(tmp_path / "none")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(
         "processor\t: 0\nmodel\t\t: 85\nmodel name\t: Abacus 9: B\n\nprocessor\t: 1\n"
     )
-    assert resources.model(tmp_path) == "Abacus 9: B"
+    assert resources.processor_model(tmp_path) == "Abacus 9: B"
 
 
 def test_odd_lines_hide_no_limit(tmp_path, sixty_four):
@@ -60,7 +60,7 @@ def test_odd_lines_hide_no_limit(tmp_path, sixty_four):
     (group / "memory.stat").write_text("odd\nactive_file 5\n\n")
     assert resources.free_memory(tmp_path) == 995
     (group / "cpu.max").write_text("100000 100000")
-    assert resources.processors(tmp_path) == 1
+    assert resources.available_processors(tmp_path) == 1
 
 
 def group_of(root, line, where, kinds=None):
@@ -84,9 +84,9 @@ def sixty_four(monkeypatch):
 )
 def test_control_groups_limit_the_processors(tmp_path, sixty_four, where, quota, expected):
     group = group_of(tmp_path, "0::/pod/box", where)
-    assert resources.processors(tmp_path) == 64
+    assert resources.available_processors(tmp_path) == 64
     (group / "cpu.max").write_text(f"{quota} 100000\n")
-    assert resources.processors(tmp_path) == expected
+    assert resources.available_processors(tmp_path) == expected
 
 
 @pytest.mark.parametrize("line", ["4:cpu:/pod/box", "4:cpu,cpuacct:/pod/box", "4:cpuacct,cpu:/pod/box"])
@@ -95,9 +95,9 @@ def test_control_groups_limit_the_processors(tmp_path, sixty_four, where, quota,
 def test_control_groups_of_version_1_limit_the_processors(tmp_path, sixty_four, line, where, quota, expected):
     group = group_of(tmp_path, line, where)
     (group / "cpu.cfs_period_us").write_text("50000\n")
-    assert resources.processors(tmp_path) == 64
+    assert resources.available_processors(tmp_path) == 64
     (group / "cpu.cfs_quota_us").write_text(f"{quota}\n")
-    assert resources.processors(tmp_path) == expected
+    assert resources.available_processors(tmp_path) == expected
 
 
 def test_the_tightest_of_several_groups_counts(tmp_path, sixty_four):
@@ -105,13 +105,13 @@ def test_the_tightest_of_several_groups_counts(tmp_path, sixty_four):
     (group / "cpu.max").write_text("300000 100000\n")
     (group.parent / "cpu.max").write_text("200000 100000\n")
     (group.parent.parent / "cpu.max").write_text("max 100000\n")
-    assert resources.processors(tmp_path) == 2
+    assert resources.available_processors(tmp_path) == 2
 
 
 def test_processors_are_those_that_the_process_may_run_on(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "process_cpu_count", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 6}, raising=False)
-    assert resources.processors(tmp_path) == 3
+    assert resources.available_processors(tmp_path) == 3
 
 
 @pytest.mark.parametrize(("count", "expected"), [(8, 8), (None, 1)])
@@ -120,7 +120,7 @@ def test_without_affinity_all_processors_count(tmp_path, monkeypatch, count, exp
     for name in ("process_cpu_count", "sched_getaffinity"):
         monkeypatch.delattr(os, name, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: count)
-    assert resources.processors(tmp_path) == expected
+    assert resources.available_processors(tmp_path) == expected
 
 
 def test_a_run_needs_nothing_that_only_linux_has(tmp_path, monkeypatch):
@@ -141,9 +141,9 @@ def test_a_run_needs_nothing_that_only_linux_has(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "is_dir", there)
     monkeypatch.setattr(Path, "read_text", read)
-    resources.keep_memory()
-    assert shared_memory._folders() == [Path(tempfile.gettempdir())]
-    assert resources.processors() == os.cpu_count()
+    resources.retain_freed_memory()
+    assert shared_memory._candidate_folders() == [Path(tempfile.gettempdir())]
+    assert resources.available_processors() == os.cpu_count()
     assert resources.free_memory() > 2**29
     fedcb2o.run(tiny(), out=tmp_path / "elsewhere", workers=2)
     assert bits(tmp_path / "elsewhere") == bits(tmp_path / "linux")

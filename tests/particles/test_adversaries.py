@@ -11,8 +11,8 @@ from tests.names import steady
 import fedcb2o
 from fedcb2o import Adversary, CaptureWarning, ConfigError
 from fedcb2o.particles import adversaries
-from fedcb2o.particles.dynamics import Filter, consensus_point, judge
-from fedcb2o.particles.objectives import circle, height, length, paraboloid
+from fedcb2o.particles.dynamics import ConsensusParams, consensus_point, evaluate_objectives
+from fedcb2o.particles.objectives import circle, last_coordinate, norm, paraboloid
 
 LURE = paraboloid(2.0, 0.0)  # the minimiser (2, 0) of G; among those of L it is (1, 0)
 SETTINGS = {
@@ -75,7 +75,7 @@ def test_oscillating_swings_with_its_period():
     torch.testing.assert_close(share, ((1 - torch.cos(2 * math.pi * t / 0.08)) / 2).double(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("goal", [circle, LURE, lambda x: -height(x)])
+@pytest.mark.parametrize("goal", [circle, LURE, lambda x: -last_coordinate(x)])
 def test_gradient_flow_descends(goal):
     theta_m, _, _ = watched(adversaries.gradient_flow(6, goal, rate=0.5), maxiter=50)
     worth = goal(theta_m)
@@ -148,7 +148,7 @@ def test_greedy_is_better_than_chance(clusters):
 
     lowers = circle if clusters == 1 else (circle, LURE)
     fedcb2o.minimize(
-        lowers, length if clusters == 1 else height, 2, adversaries=Adversary(move, 15), runs=2, **SETTINGS
+        lowers, norm if clusters == 1 else last_coordinate, 2, adversaries=Adversary(move, 15), runs=2, **SETTINGS
     )
     assert len(wins) == 12
     assert np.mean(wins) > 0.9
@@ -170,10 +170,10 @@ def test_greedy_is_better_than_chance(clusters):
 def test_what_an_adversary_may_ask(upper, mass, settings):
     """`m_if` and `m_without` are the consensus points of ensembles that are really so."""
     asked = []
-    by = Filter(30.0, 0.4, 0.1, settings.get("radius", math.inf), "quantile" in settings)
+    by = ConsensusParams(30.0, 0.4, 0.1, settings.get("radius", math.inf), "quantile" in settings)
 
     def m_of(theta, masses):
-        return consensus_point(theta, judge(theta, circle, upper, radius=by.radius), by, masses)
+        return consensus_point(theta, evaluate_objectives(theta, circle, upper, radius=by.radius), by, masses)
 
     def move(view):
         asked.append(view.n)
@@ -207,7 +207,7 @@ def test_several_adversaries_and_their_masses():
         adversaries.static(2, (0.0, -1.0), mass=0.3),
     ]
     start = np.zeros((15, 2))
-    result = fedcb2o.minimize(circle, height, initial=start, adversaries=groups, alpha=0.0, beta=1.0, maxiter=0)
+    result = fedcb2o.minimize(circle, last_coordinate, initial=start, adversaries=groups, alpha=0.0, beta=1.0, maxiter=0)
     # The remaining 0.5 is shared by 15 benign particles at 0 and 5 malicious ones at (0, 1).
     assert result.x.tolist() == pytest.approx([0.2, 0.5 * 5 / 20 - 0.3])
     assert result.theta.shape == (15, 2)

@@ -11,13 +11,13 @@ from tests import reference
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.particles.dynamics import (
-    Filter,
+    ConsensusParams,
     Values,
     consensus_point,
     consensus_step_,
     consensus_weights,
+    evaluate_objectives,
     gradient_step_,
-    judge,
 )
 from fedcb2o.particles.objectives import circle, paraboloid
 
@@ -102,17 +102,17 @@ def test_consensus_point_by_hand():
     log2 = math.log(2)
     v = values([1.0, 1.0, 2.0, 3.0], [0.0, log2, 0.0, -9.0])
     # q_{1/2} = 1 keeps two, with the weights 1 and 1/2.
-    assert consensus_point(theta, v, Filter(1.0, 0.5))[0].tolist() == pytest.approx([4 / 3, 0])
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5))[0].tolist() == pytest.approx([4 / 3, 0])
     # alpha = 2: 1 and 1/4.
-    assert consensus_point(theta, v, Filter(2.0, 0.5))[0].tolist() == pytest.approx([4 / 5, 0])
+    assert consensus_point(theta, v, ConsensusParams(2.0, 0.5))[0].tolist() == pytest.approx([4 / 5, 0])
     # delta_q = 1 keeps the third: 1, 1/2, 1.
-    assert consensus_point(theta, v, Filter(1.0, 0.5, 1.0))[0].tolist() == pytest.approx([4 / 5, 8 / 5])
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5, 1.0))[0].tolist() == pytest.approx([4 / 5, 8 / 5])
     # q_{3/4} = 2; the averaged level is (1 * (1/2 - 3/8) + 2 * (3/4 - 1/2)) / (3/8) = 5/3 and keeps two.
-    assert consensus_point(theta, v, Filter(1.0, 0.75))[0].tolist() == pytest.approx([4 / 5, 8 / 5])
-    by = Filter(1.0, 0.75, averaged=True)
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.75))[0].tolist() == pytest.approx([4 / 5, 8 / 5])
+    by = ConsensusParams(1.0, 0.75, averaged=True)
     assert consensus_point(theta, v, by)[0].tolist() == pytest.approx([4 / 3, 0])
     # delta_q = 1/3 and a little takes that to 2.
-    by = Filter(1.0, 0.75, 0.334, averaged=True)
+    by = ConsensusParams(1.0, 0.75, 0.334, averaged=True)
     assert consensus_point(theta, v, by)[0].tolist() == pytest.approx([4 / 5, 8 / 5])
 
 
@@ -121,75 +121,75 @@ def test_consensus_point_with_masses_by_hand():
     v = values([1.0, 1.0, 2.0, 3.0], [0.0, math.log(2), 0.0, -9.0])
     mass = torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
     # rho(L <= 1) = 0.3, rho(L <= 2) = 0.6; the weights are 0.1, 0.2 / 2 and 0.3.
-    assert consensus_point(theta, v, Filter(1.0, 0.3), mass)[0].tolist() == pytest.approx([2, 0])
-    assert consensus_point(theta, v, Filter(1.0, 0.31), mass)[0].tolist() == pytest.approx([0.8, 2.4])
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.3), mass)[0].tolist() == pytest.approx([2, 0])
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.31), mass)[0].tolist() == pytest.approx([0.8, 2.4])
     # beta = 0.5: (1 * (0.3 - 0.25) + 2 * (0.5 - 0.3)) / 0.25 = 1.8, which is below 2.
-    assert consensus_point(theta, v, Filter(1.0, 0.5, averaged=True), mass)[0].tolist() == pytest.approx([2, 0])
-    assert consensus_point(theta, v, Filter(1.0, 0.5, 0.21, averaged=True), mass)[0].tolist() == pytest.approx(
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5, averaged=True), mass)[0].tolist() == pytest.approx([2, 0])
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5, 0.21, averaged=True), mass)[0].tolist() == pytest.approx(
         [0.8, 2.4]
     )
     # Without G all count (eq:fedcbo_ConsensusPoint): 0.1, 0.2, 0.3 e^-1, 0.4 e^-2.
     weights = torch.tensor([0.1, 0.2, 0.3 / math.e, 0.4 / math.e**2], dtype=torch.float64)
     expected = (weights / weights.sum()) @ theta[0]
-    torch.testing.assert_close(consensus_point(theta, Values(v.lower, None), Filter(1.0, 0.1), mass)[0], expected)
+    torch.testing.assert_close(consensus_point(theta, Values(v.lower, None), ConsensusParams(1.0, 0.1), mass)[0], expected)
 
 
 def test_ties_at_the_quantile_are_kept():
     theta = torch.arange(6.0, dtype=torch.float64).view(1, 6, 1)
     v = values([2.0, 1.0, 1.0, 1.0, 1.0, 2.0], [0.0] * 6)
     for averaged in (False, True):
-        mu = consensus_weights(v, Filter(1.0, 0.2, averaged=averaged))
+        mu = consensus_weights(v, ConsensusParams(1.0, 0.2, averaged=averaged))
         assert mu[0].tolist() == pytest.approx([0, 0.25, 0.25, 0.25, 0.25, 0])
-        assert consensus_point(theta, v, Filter(1.0, 0.2, averaged=averaged)).item() == pytest.approx(2.5)
+        assert consensus_point(theta, v, ConsensusParams(1.0, 0.2, averaged=averaged)).item() == pytest.approx(2.5)
 
 
 def test_the_ball_cuts_the_sublevel_set_but_not_its_level():
     theta = ensemble([5.0], [1.0], [2.0], [3.0])
-    v = judge(theta, lambda x: -x[..., 0], lambda x: x[..., 0] * 0, radius=2.5)
-    assert v.inside.tolist() == [[False, True, True, False]]
-    assert consensus_point(theta, v, Filter(1.0, 0.75, radius=2.5)).item() == 2.0
+    v = evaluate_objectives(theta, lambda x: -x[..., 0], lambda x: x[..., 0] * 0, radius=2.5)
+    assert v.in_ball.tolist() == [[False, True, True, False]]
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.75, radius=2.5)).item() == 2.0
     for alpha in (0.0, 5.0):
         with pytest.raises(RunError, match=r"`radius` = 2\.5"):
-            consensus_point(theta, v, Filter(alpha, 0.5, radius=2.5))
-    on_the_sphere = judge(ensemble([3.0, 4.0]), circle, G, radius=5.0)
-    assert on_the_sphere.inside.item()  # B_R is closed here
+            consensus_point(theta, v, ConsensusParams(alpha, 0.5, radius=2.5))
+    on_the_sphere = evaluate_objectives(ensemble([3.0, 4.0]), circle, G, radius=5.0)
+    assert on_the_sphere.in_ball.item()  # B_R is closed here
 
 
 def test_nobody_inside_the_ball_without_g():
-    v = judge(ensemble([3.0, 4.0], [5.0, 0.0]), circle, None, radius=1.0)
+    v = evaluate_objectives(ensemble([3.0, 4.0], [5.0, 0.0]), circle, None, radius=1.0)
     with pytest.raises(RunError, match="`radius` = 1"):
-        consensus_point(ensemble([3.0, 4.0], [5.0, 0.0]), v, Filter(1.0, 0.5, radius=1.0))
+        consensus_point(ensemble([3.0, 4.0], [5.0, 0.0]), v, ConsensusParams(1.0, 0.5, radius=1.0))
 
 
 def test_only_excluded_particles_inside_the_ball():
     """The level is infinite, so Q_beta holds all; who is inside is excluded."""
     theta = ensemble([0.0], [3.0], [4.0])
-    v = judge(theta, lambda x: torch.where(x[..., 0] < 1, torch.nan, x[..., 0]), lambda x: x[..., 0], radius=1.0)
+    v = evaluate_objectives(theta, lambda x: torch.where(x[..., 0] < 1, torch.nan, x[..., 0]), lambda x: x[..., 0], radius=1.0)
     with pytest.raises(RunError, match="`radius` = 1"):
-        consensus_point(theta, v, Filter(1.0, 1.0, radius=1.0))
+        consensus_point(theta, v, ConsensusParams(1.0, 1.0, radius=1.0))
 
 
 def test_nobody_with_mass_in_the_ball():
     theta = ensemble([0.0], [3.0], [4.0])
-    v = judge(theta, lambda x: x[..., 0], lambda x: x[..., 0], radius=1.0)
+    v = evaluate_objectives(theta, lambda x: x[..., 0], lambda x: x[..., 0], radius=1.0)
     mass = torch.tensor([[0.0, 0.5, 0.5]], dtype=torch.float64)
     with pytest.raises(RunError, match="`radius` = 1"):
-        consensus_point(theta, v, Filter(1.0, 0.5, radius=1.0), mass)
+        consensus_point(theta, v, ConsensusParams(1.0, 0.5, radius=1.0), mass)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1e3])
 def test_weights_never_underflow(alpha):
     theta = ensemble([1.0], [2.0], [3.0])
     v = values([0.0, 0.0, 0.0], [1e300, 2e300, 3e300])
-    assert consensus_point(theta, v, Filter(alpha, 0.5)).item() == 1.0
+    assert consensus_point(theta, v, ConsensusParams(alpha, 0.5)).item() == 1.0
     v = values([0.0, 0.0, 0.0], [1e300, 1e300, -1e300])
-    assert consensus_point(theta, v, Filter(alpha, 0.5)).item() == 3.0
-    assert consensus_point(theta, Values(v.upper, None), Filter(alpha, 0.5)).item() == 3.0
+    assert consensus_point(theta, v, ConsensusParams(alpha, 0.5)).item() == 3.0
+    assert consensus_point(theta, Values(v.upper, None), ConsensusParams(alpha, 0.5)).item() == 3.0
 
 
 ensembles = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 filters = st.builds(
-    Filter,
+    ConsensusParams,
     alpha=st.sampled_from([0.0, 0.5, 8.0]),
     beta=st.sampled_from([0.05, 0.1, 0.3, 0.5, 0.8, 1.0]),
     delta_q=st.sampled_from([0.0, 0.5]),
@@ -267,9 +267,9 @@ def test_an_ensemble_of_one_value_is_whole(value, beta):
     theta = torch.ones(1, 7, 2, dtype=torch.float64)
     lower = torch.full((1, 7), value, dtype=torch.float64)
     for averaged in (False, True):
-        mu = consensus_weights(Values(lower, lower * 0), Filter(3.0, beta, averaged=averaged))
+        mu = consensus_weights(Values(lower, lower * 0), ConsensusParams(3.0, beta, averaged=averaged))
         assert mu[0].tolist() == pytest.approx([1 / 7] * 7)
-        point = consensus_point(theta, Values(lower, lower * 0), Filter(3.0, beta, averaged=averaged))
+        point = consensus_point(theta, Values(lower, lower * 0), ConsensusParams(3.0, beta, averaged=averaged))
         assert point[0].tolist() == pytest.approx([1.0, 1.0])
 
 
@@ -279,29 +279,29 @@ def test_an_ensemble_of_one_value_is_whole(value, beta):
 def test_what_is_not_finite_is_excluded():
     theta = ensemble([1.0], [2.0], [3.0], [4.0])
     bad = {1.0: torch.nan, 2.0: torch.inf, 3.0: 0.5, 4.0: 0.25}
-    v = judge(theta, lambda x: x[..., 0].clone().apply_(bad.get), lambda x: x[..., 0] * 0)
-    assert v.bad.tolist() == [[True, True, False, False]]
-    assert consensus_point(theta, v, Filter(1.0, 1.0)).item() == pytest.approx(3.5)
-    v = judge(theta, lambda x: x[..., 0], lambda x: x[..., 0].clone().apply_(bad.get))
-    assert v.bad.tolist() == [[True, True, False, False]]
-    minus = judge(theta, lambda x: torch.where(x[..., 0] < 2, -torch.inf, x[..., 0]), None)
-    assert minus.bad.tolist() == [[True, False, False, False]]
+    v = evaluate_objectives(theta, lambda x: x[..., 0].clone().apply_(bad.get), lambda x: x[..., 0] * 0)
+    assert v.excluded.tolist() == [[True, True, False, False]]
+    assert consensus_point(theta, v, ConsensusParams(1.0, 1.0)).item() == pytest.approx(3.5)
+    v = evaluate_objectives(theta, lambda x: x[..., 0], lambda x: x[..., 0].clone().apply_(bad.get))
+    assert v.excluded.tolist() == [[True, True, False, False]]
+    minus = evaluate_objectives(theta, lambda x: torch.where(x[..., 0] < 2, -torch.inf, x[..., 0]), None)
+    assert minus.excluded.tolist() == [[True, False, False, False]]
     with pytest.raises(RunError, match="all 4 particles have NaN or infinite objectives"):
-        consensus_point(theta, judge(theta, lambda x: x[..., 0] * torch.nan, None), Filter(1.0, 0.5))
+        consensus_point(theta, evaluate_objectives(theta, lambda x: x[..., 0] * torch.nan, None), ConsensusParams(1.0, 0.5))
 
 
 def test_values_whose_sum_overflows_are_finite():
     theta = ensemble([1.0], [2.0])
-    v = judge(theta, lambda x: x[..., 0] * 0 + 1.5e308, lambda x: x[..., 0])
-    assert v.bad is None or not v.bad.any()
-    assert consensus_point(theta, v, Filter(0.0, 0.5)).item() == 1.5
+    v = evaluate_objectives(theta, lambda x: x[..., 0] * 0 + 1.5e308, lambda x: x[..., 0])
+    assert v.excluded is None or not v.excluded.any()
+    assert consensus_point(theta, v, ConsensusParams(0.0, 0.5)).item() == 1.5
 
 
 @pytest.mark.parametrize("where", [torch.inf, -torch.inf, torch.nan])
 def test_overflown_coordinates_do_not_poison_the_consensus_point(where):
     theta = ensemble([1.0, 1.0], [where, 2.0], [3.0, 3.0])
-    v = judge(theta, circle, G)
-    m = consensus_point(theta, v, Filter(0.0, 1.0))
+    v = evaluate_objectives(theta, circle, G)
+    m = consensus_point(theta, v, ConsensusParams(0.0, 1.0))
     assert m[0].tolist() == [2.0, 2.0]
 
 
@@ -314,21 +314,21 @@ def test_nor_where_the_objectives_are_bounded(where):
         return torch.exp(-x.square().sum(-1)).nan_to_num(nan=1.0)
 
     for lower in (bounded, lambda x: -bounded(x)):
-        for by in (Filter(0.0, 0.4), Filter(5.0, 1.0)):
-            assert consensus_point(theta, judge(theta, lower, bounded), by)[0].tolist() == pytest.approx([1.0, 1.0])
+        for by in (ConsensusParams(0.0, 0.4), ConsensusParams(5.0, 1.0)):
+            assert consensus_point(theta, evaluate_objectives(theta, lower, bounded), by)[0].tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_gradients():
     theta = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 5, 3)))
     expected = 4 * (theta.square().sum(-1, keepdim=True) - 1) * theta
-    v = judge(theta, circle, None, gradient=True)
+    v = evaluate_objectives(theta, circle, None, gradient=True)
     torch.testing.assert_close(v.gradient, expected)
     assert not v.lower.requires_grad
-    given = judge(theta, circle, None, gradient=lambda x: 4 * (x.square().sum(-1, keepdim=True) - 1) * x)
+    given = evaluate_objectives(theta, circle, None, gradient=lambda x: 4 * (x.square().sum(-1, keepdim=True) - 1) * x)
     torch.testing.assert_close(given.gradient, expected)
-    flat = judge(theta[:1], circle, None, flat=True, gradient=True)
+    flat = evaluate_objectives(theta[:1], circle, None, flat=True, gradient=True)
     torch.testing.assert_close(flat.gradient, expected[:1])
-    assert judge(theta, circle, None).gradient is None
+    assert evaluate_objectives(theta, circle, None).gradient is None
 
 
 def test_objectives_that_do_not_fit():
@@ -343,10 +343,10 @@ def test_objectives_that_do_not_fit():
         (lambda x: None, "`lower` must return a tensor, got a NoneType"),
     ):
         with pytest.raises(ConfigError, match=message):
-            judge(theta, lower, None)
+            evaluate_objectives(theta, lower, None)
         with pytest.raises(ConfigError, match=message.replace("lower", "upper")):
-            judge(theta, circle, lower)
+            evaluate_objectives(theta, circle, lower)
     with pytest.raises(ConfigError, match="`gradient` must return a tensor of shape"):
-        judge(theta, circle, None, gradient=lambda x: x.sum(-1))
+        evaluate_objectives(theta, circle, None, gradient=lambda x: x.sum(-1))
     with pytest.raises(ConfigError, match="`lower` has no gradient by autograd"):
-        judge(theta, lambda x: circle(x.detach()), None, gradient=True)
+        evaluate_objectives(theta, lambda x: circle(x.detach()), None, gradient=True)

@@ -17,7 +17,7 @@ import fedcb2o
 from fedcb2o import Adversary, CaptureWarning, ConfigError, RunError
 from fedcb2o.particles import adversaries
 from fedcb2o.particles.noise import Normals
-from fedcb2o.particles.objectives import circle, circle_about, height, paraboloid, problem
+from fedcb2o.particles.objectives import circle, circle_about, last_coordinate, paraboloid, problem
 
 G = paraboloid(2.0, 0.0)
 # What ends a run, and how often it looks, is none of the dynamics.
@@ -249,7 +249,7 @@ def test_a_given_gradient_is_as_good_as_autograd():
 
 
 def test_each_cluster_may_have_its_own_g():
-    uppers = (height, lambda x: -height(x))
+    uppers = (last_coordinate, lambda x: -last_coordinate(x))
     result = fedcb2o.minimize([circle, circle], uppers, 2, num_particles=50, alpha=100.0, maxiter=600, runs=20)
     middle = result.x.median(0).values  # seven runs of ten find both
     torch.testing.assert_close(middle, torch.tensor([[0.0, -1.0], [0.0, 1.0]]).double(), rtol=0, atol=0.1)
@@ -275,7 +275,7 @@ BATCHES = {
         },
     ),
     "high dimension, cbo": (rastrigin, None, 33, {}),
-    "two particles": (circle, height, 3, {"num_particles": 2}),
+    "two particles": (circle, last_coordinate, 3, {"num_particles": 2}),
     "ackley": (problem("circle-ackley").lower, problem("circle-ackley").upper, 2, {"num_particles": 57}),
     "gradient, averaged": (
         circle, G, 2, {"lambda2": 0.1, "sigma2": 0.1, "quantile": "averaged", "delta_q": 0.01, "bounds": (-1.5, 1.5)},
@@ -351,9 +351,9 @@ def same(together, alone, run, alike=bit_by_bit):
 def test_a_batch_equals_its_runs_at_any_size(n, dim):
     """The library chooses its ways of summing by the size: they must not depend on the number of runs."""
     settings = {**COMMON, "num_particles": n, "maxiter": 3}
-    together = fedcb2o.minimize(rastrigin, G if dim == 2 else height, dim, runs=5, seed=10, **settings)
+    together = fedcb2o.minimize(rastrigin, G if dim == 2 else last_coordinate, dim, runs=5, seed=10, **settings)
     for run in (0, 4):
-        alone = fedcb2o.minimize(rastrigin, G if dim == 2 else height, dim, seed=10 + run, **settings)
+        alone = fedcb2o.minimize(rastrigin, G if dim == 2 else last_coordinate, dim, seed=10 + run, **settings)
         same(together, alone, run)
 
 
@@ -546,13 +546,13 @@ def test_all_clusters_must_agree():
 def test_maxiter_0_judges_the_first_ensemble():
     """The answer is the consensus point, not the best particle."""
     start = [[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [9.0, 9.0]]
-    result = fedcb2o.minimize(circle, height, initial=start, alpha=0.0, beta=0.75, maxiter=0)
+    result = fedcb2o.minimize(circle, last_coordinate, initial=start, alpha=0.0, beta=0.75, maxiter=0)
     # L is 1, 9, 9, large: three of four are in the sub-level set.
     assert result.x.tolist() == pytest.approx([2 / 3, 2 / 3])
     assert (result.nit, result.nfev) == (0, 4)
     assert result.history.n.tolist() == [0]
     assert result.theta.tolist() == start
-    best = fedcb2o.minimize(circle, height, initial=start, alpha=math.log(2), beta=0.75, maxiter=0)
+    best = fedcb2o.minimize(circle, last_coordinate, initial=start, alpha=math.log(2), beta=0.75, maxiter=0)
     # weights 1, 1, 1/4
     assert best.x.tolist() == pytest.approx([2 / 2.25, 0.5 / 2.25])
     assert best.lower.item() == pytest.approx(circle(best.x).item())
@@ -930,7 +930,7 @@ def test_bad_values_with_beta_1():
     start = [[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]]
     for quantile in ("plain", "averaged"):
         result = fedcb2o.minimize(
-            lambda x: torch.where(x[..., 0] > 1.5, torch.nan, x[..., 0]), height, initial=start, alpha=0.0, beta=1.0,
+            lambda x: torch.where(x[..., 0] > 1.5, torch.nan, x[..., 0]), last_coordinate, initial=start, alpha=0.0, beta=1.0,
             maxiter=0, quantile=quantile,
         )  # fmt: skip
         assert result.x.tolist() == [0.5, 0.0]
@@ -1094,9 +1094,9 @@ def test_isotropic_noise_outside_the_theorem_is_noted():
         (3, 0.9, "isotropic", True),
         (2, 5.0, "anisotropic", False),
     ):
-        result = fedcb2o.minimize(circle, height, dim, sigma1=sigma1, noise=noise, maxiter=0)
+        result = fedcb2o.minimize(circle, last_coordinate, dim, sigma1=sigma1, noise=noise, maxiter=0)
         assert any("2 lambda1" in note for note in result.notes) == noted
-    assert "(thm:main)" in fedcb2o.minimize(circle, height, 9, noise="isotropic", maxiter=0).notes[0]
+    assert "(thm:main)" in fedcb2o.minimize(circle, last_coordinate, 9, noise="isotropic", maxiter=0).notes[0]
 
 
 def test_the_warning_points_at_the_caller():

@@ -82,10 +82,10 @@ def test_runs_that_stop_leave_the_others_as_they_were(dtype, at):
     normals = Normals([0, 1, 2, 3], "noise", 10, 3, dtype=dtype, device=CPU)
     for step in range(at):
         assert torch.equal(normals.next(), whole[step])
-    normals.keep([1, 3])
+    normals.keep_runs([1, 3])
     for step in range(at, at + 20):
         assert torch.equal(normals.next(), whole[step][[1, 3]])
-    normals.keep([1])
+    normals.keep_runs([1])
     for step in range(at + 20, 150):
         assert torch.equal(normals.next(), whole[step][[3]])
 

@@ -67,8 +67,8 @@ def test_values_by_hand():
     assert value(objectives.circle_about(1.0, 1.0), [1.0, 2.0]) == 0
     assert value(objectives.parabola, [2.0, 1.0]) == 9
     assert value(objectives.paraboloid(2.0, 0.0), [0.0, 1.0]) == 5
-    assert value(objectives.length, [3.0, -4.0]) == 5
-    assert value(objectives.height, [3.0, -4.0]) == -4
+    assert value(objectives.norm, [3.0, -4.0]) == 5
+    assert value(objectives.last_coordinate, [3.0, -4.0]) == -4
     assert value(objectives.waves_1d, [0.5]) == pytest.approx((math.sin(1.5) + math.cos(-0.5)) / 2)
     assert value(objectives.waves_2d, [1.1, 2.0]) == pytest.approx(math.sin(0.5) + math.cos(2 - math.pi))
     assert value(objectives.rastrigin, [0.5, 1.0]) == pytest.approx(0.25 + 20 + 1)
@@ -122,7 +122,7 @@ def test_from_numpy():
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 3)))
     torch.testing.assert_close(wrapped(x), objectives.circle(x))
     settings = {"num_particles": 20, "maxiter": 15, "seed": 3}
-    plain = fedcb2o.minimize(objectives.circle, objectives.height, 2, **settings)
+    plain = fedcb2o.minimize(objectives.circle, objectives.last_coordinate, 2, **settings)
     other = fedcb2o.minimize(wrapped, fedcb2o.from_numpy(lambda x: x[..., -1]), 2, **settings)
     torch.testing.assert_close(other.x, plain.x)
     with pytest.raises(ConfigError, match="`lower` has no gradient by autograd"):
@@ -150,7 +150,7 @@ def test_from_point():
     integers = fedcb2o.from_point(lambda x: int(x[0] > 0))
     assert integers(x).dtype == torch.float64
     runs = fedcb2o.minimize(wrapped, fedcb2o.from_point(lambda x: x[-1]), 2, runs=2, num_particles=10, maxiter=4)
-    plain = fedcb2o.minimize(objectives.circle, objectives.height, 2, runs=2, num_particles=10, maxiter=4)
+    plain = fedcb2o.minimize(objectives.circle, objectives.last_coordinate, 2, runs=2, num_particles=10, maxiter=4)
     torch.testing.assert_close(runs.x, plain.x)
 
 

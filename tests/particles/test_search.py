@@ -11,7 +11,7 @@ import torch
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.particles import adversaries
-from fedcb2o.particles.objectives import circle, height, paraboloid
+from fedcb2o.particles.objectives import circle, last_coordinate, paraboloid
 
 G = paraboloid(2.0, 0.0)
 
@@ -94,7 +94,7 @@ def test_a_pool_of_workers():
             points = search.ask().numpy()
             lower = list(pool.map(lambda x: float(((x**2).sum() - 1) ** 2), points))
             search.tell(lower, points[:, 1])
-    plain = fedcb2o.minimize(circle, height, x0=[0.0, 0.0], num_particles=20, maxiter=6)
+    plain = fedcb2o.minimize(circle, last_coordinate, x0=[0.0, 0.0], num_particles=20, maxiter=6)
     torch.testing.assert_close(search.result.x, plain.x)
 
 

@@ -7,7 +7,7 @@ from tests.tiny import here
 
 import fedcb2o
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles.dynamics import judge
+from fedcb2o.particles.dynamics import evaluate_objectives
 
 
 def circle(x):
@@ -118,7 +118,7 @@ def test_numpy_functions_get_arrays_of_their_own():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_is_shown_may_be_nan(dtype):
     theta = torch.tensor([[[torch.nan, 1.0], [torch.inf, 0.0], [0.0, 2.0]]], dtype=dtype)
-    assert judge(theta, circle, circle, closely=True).bad.tolist() == [[True, True, False]]
+    assert evaluate_objectives(theta, circle, circle, check_writes=True).excluded.tolist() == [[True, True, False]]
 
 
 def test_what_pytorch_does_not_count_is_no_fault():

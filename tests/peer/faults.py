@@ -10,7 +10,7 @@ def lease(seconds: float) -> None:
     """A link is down after fewer seconds without a sign of life."""
     from fedcb2o.peer.wire import transport
 
-    transport.LEASE = seconds
+    transport.LEASE_SECONDS = seconds
 
 
 def full(size: int) -> None:

@@ -22,35 +22,35 @@ import numpy as np
 import zenoh
 
 from fedcb2o.nn import parameters
-from fedcb2o.peer.membership.federation import Federation, read
+from fedcb2o.peer.membership.federation import Federation, read_federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.node.agent import network
+from fedcb2o.peer.node.agent import build_network
 from fedcb2o.peer.wire.protocol import (
-    CHUNK,
-    REQUEST_LENGTH,
-    SIGNATURE,
+    CHUNK_BYTES,
+    REQUEST_BYTES,
+    SIGNATURE_BYTES,
     Answer,
-    Bytes,
-    Kind,
+    AnswerStatus,
+    BytesLike,
     MalformedError,
     Manifest,
     Request,
-    Status,
+    RequestKind,
+    decode_answer,
+    decode_manifest,
+    decode_offer,
+    decode_request,
+    encode_offer,
     num_chunks,
-    offer,
-    read_answer,
-    read_manifest,
-    read_offer,
-    read_request,
 )
-from fedcb2o.peer.wire.transport import Zenoh, _key, _linked
+from fedcb2o.peer.wire.transport import Zenoh, _key_expression, _open_peer_session
 
 HEAD = 26  # bytes of an answer in which there is nothing
 LATE = "late"  # a peer that gives nothing in time counts as late, and nothing more is said
-Lie: TypeAlias = "Callable[[Liar, Request], Iterable[Bytes]]"  # the answers to a request for a manifest
+Lie: TypeAlias = "Callable[[Liar, Request], Iterable[BytesLike]]"  # the answers to a request for a manifest
 
 LIES: dict[str, tuple[set[str], Lie]] = {}
-CHUNKS: dict[str, "Callable[[bytes, int], tuple[Status, Bytes] | None]"] = {}
+CHUNKS: dict[str, "Callable[[bytes, int], tuple[AnswerStatus, BytesLike] | None]"] = {}
 CONTENTS: list[str] = []
 """The lies whose manifests are in order: two of them in one round are an equivocation."""
 
@@ -61,7 +61,7 @@ class Liar:
     def __init__(self, federation: Federation, identity: Identity, log: Path, lies: Sequence[Sequence[str]]) -> None:
         self.federation, self.identity, self.lies = federation, identity, lies
         self.me = federation.id_of(identity.member)
-        self.dim = len(parameters.flatten(network(federation)))
+        self.dim = len(parameters.flatten(build_network(federation)))
         self.transport = Zenoh(federation, identity)
         self.content: dict[bytes, tuple[str, bytes]] = {}  # by the digest of a manifest: the lie, and what is sent
         self.stolen: dict[int, bytes] = {}  # manifests of others
@@ -82,34 +82,34 @@ class Liar:
     def answer(self, query: Any) -> None:
         with query:
             try:
-                request, *_ = read_request(query.payload.to_bytes())
+                request, *_ = decode_request(query.payload.to_bytes())
             except MalformedError:
                 return
             for answer in self.answers(request):
                 query.reply(self.key, bytes(answer))
 
-    def answers(self, request: Request) -> Iterable[Bytes]:
-        if request.kind is Kind.MANIFEST:
+    def answers(self, request: Request) -> Iterable[BytesLike]:
+        if request.kind is RequestKind.MANIFEST:
             self.asked.set()
             turn = self.lies[min(request.round, len(self.lies) - 1)]
             name = turn[request.sender % len(turn)]
             self.note(lie=name, to=request.sender, round=request.round)
             yield from LIES[name][1](self, request)
-        elif request.kind is Kind.CHUNK and request.digest in self.content:
+        elif request.kind is RequestKind.CHUNK and request.digest in self.content:
             name, content = self.content[request.digest]
-            how = CHUNKS.get(name, lambda content, k: (Status.OK, content[k * CHUNK : (k + 1) * CHUNK]))
+            how = CHUNKS.get(name, lambda content, k: (AnswerStatus.OK, content[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES]))
             found = how(content, request.index)
             if found is None:
                 time.sleep(60)
             else:
                 yield Answer(request.nonce, *found).encode()
         else:  # it says of itself what it likes, and bears witness to nothing
-            yield Answer(request.nonce, Status.OK, secrets.token_bytes(500)).encode()
+            yield Answer(request.nonce, AnswerStatus.OK, secrets.token_bytes(500)).encode()
 
     def manifest(self, request: Request, content: bytes | None = None, **changes: Any) -> Manifest:
         """What an honest agent would say of a content in this round, but for some changes."""
         content = bytes(4 * self.dim) if content is None else content
-        made = Manifest.of(
+        made = Manifest.from_content(
             content,
             run=self.federation.run,
             agent=self.me,
@@ -122,22 +122,22 @@ class Liar:
         return replace(made, **changes)
 
     def offered(self, request: Request, signed: bytes, digests: Sequence[Any] = ()) -> bytes:
-        return Answer(request.nonce, Status.OK, offer(signed, digests)).encode()
+        return Answer(request.nonce, AnswerStatus.OK, encode_offer(signed, digests)).encode()
 
     def signed(self, request: Request, manifest: Manifest, **more: Any) -> bytes:
-        return self.offered(request, manifest.signed(self.identity.sign), **more)
+        return self.offered(request, manifest.to_signed_bytes(self.identity.sign), **more)
 
     def others_manifest(self, request: Request) -> bytes:
         """The newest manifest of somebody else, which this member has got as any other may."""
         for other in self.federation.members.keys() - {self.me, request.sender}:
-            asked = self.request(Kind.MANIFEST, other).encode(self.identity.sign)
+            asked = self.request(RequestKind.MANIFEST, other).encode(self.identity.sign)
             for data in self.transport.ask(other, asked, 1.0):
-                answer = read_answer(data)
-                if answer.status is Status.OK:
-                    self.stolen[other], _ = read_offer(answer.body)
+                answer = decode_answer(data)
+                if answer.status is AnswerStatus.OK:
+                    self.stolen[other], _ = decode_offer(answer.body)
         return next((signed for other, signed in self.stolen.items() if other != request.sender), b"")
 
-    def request(self, kind: Kind, peer: int, **changes: Any) -> Request:
+    def request(self, kind: RequestKind, peer: int, **changes: Any) -> Request:
         """A request that is in order, but for some changes."""
         nonce = secrets.token_bytes(16)
         right = Request(kind=kind, run=self.federation.run, sender=self.me, receiver=peer, nonce=nonce)
@@ -146,7 +146,7 @@ class Liar:
     def pester(self, count: int) -> None:
         """Ask everybody in every wrong way, `count` times each; notes how many got an answer with something in it."""
         others = range(len(self.lies[0]) - 1)
-        while not (self.asked.wait() and {*others} <= self.transport.alive()):
+        while not (self.asked.wait() and {*others} <= self.transport.connected_peers()):
             time.sleep(0.1)
         for name, asking in REQUESTS.items():
             for peer in others:
@@ -178,7 +178,7 @@ def lie(name: str, *reasons: str) -> Callable[[Lie], Lie]:
 def answers(name: str, *reasons: str) -> Any:
     """A lie in the bytes of the answer itself."""
 
-    def named(function: Callable[[Liar, Request, bytes], Iterable[Bytes]]) -> Any:
+    def named(function: Callable[[Liar, Request, bytes], Iterable[BytesLike]]) -> Any:
         honest = lambda liar, request: liar.signed(request, liar.manifest(request))  # noqa: E731
         LIES[name] = (set(reasons), lambda liar, request: function(liar, request, honest(liar, request)))
         return function
@@ -191,21 +191,21 @@ def answers(name: str, *reasons: str) -> Any:
 answers("random bytes", LATE)(lambda liar, request, good: [secrets.token_bytes(1000)])
 answers("nothing", LATE)(lambda liar, request, good: [])
 answers("half of a head", LATE)(lambda liar, request, good: [good[:20]])
-answers("an empty offer", "malformed")(lambda liar, request, good: [Answer(request.nonce, Status.OK, b"").encode()])
+answers("an empty offer", "malformed")(lambda liar, request, good: [Answer(request.nonce, AnswerStatus.OK, b"").encode()])
 answers("to another question", LATE)(
-    lambda liar, request, good: [Answer(bytes(16), Status.OK, read_answer(good).body).encode()]
+    lambda liar, request, good: [Answer(bytes(16), AnswerStatus.OK, decode_answer(good).body).encode()]
 )
 answers("another protocol", LATE)(lambda liar, request, good: [good[:7] + b"\2" + good[8:]])
 answers("an unknown status", LATE)(lambda liar, request, good: [good[:9] + b"\x63" + good[10:]])
-answers("busy", LATE)(lambda liar, request, good: [Answer(request.nonce, Status.BUSY).encode()])
+answers("busy", LATE)(lambda liar, request, good: [Answer(request.nonce, AnswerStatus.BUSY).encode()])
 answers("a run that is over", "another run")(
-    lambda liar, request, good: [Answer(request.nonce, Status.ANOTHER_RUN).encode()]
+    lambda liar, request, good: [Answer(request.nonce, AnswerStatus.ANOTHER_RUN).encode()]
 )
 answers("cut in the manifest", "malformed")(lambda liar, request, good: [good[:-100]])
 answers("a byte too many", "malformed")(lambda liar, request, good: [good + b"\0"])
 answers("a length of 2^32 - 1", "malformed")(lambda liar, request, good: [good[:26] + b"\xff" * 4 + good[30:]])
 answers("a thousand answers", LATE, "malformed")(
-    lambda liar, request, good: [Answer(request.nonce, Status.OK, secrets.token_bytes(1000)).encode()] * 1000
+    lambda liar, request, good: [Answer(request.nonce, AnswerStatus.OK, secrets.token_bytes(1000)).encode()] * 1000
 )
 answers("65 digests", "malformed")(
     lambda liar, request, good: [good + struct.pack("<II32s", 0, request.round, bytes(32)) * 65]
@@ -213,13 +213,13 @@ answers("65 digests", "malformed")(
 
 
 @answers("after the deadline", LATE)
-def _(liar: Liar, request: Request, good: bytes) -> Iterable[Bytes]:
+def _(liar: Liar, request: Request, good: bytes) -> Iterable[BytesLike]:
     time.sleep(liar.federation.deadline_seconds + 0.5)
     yield good
 
 
 @answers("never", LATE)
-def _(liar: Liar, request: Request, good: bytes) -> Iterable[Bytes]:
+def _(liar: Liar, request: Request, good: bytes) -> Iterable[BytesLike]:
     time.sleep(60)
     yield from ()
 
@@ -260,25 +260,25 @@ manifests("another base", "dtype")(lambda liar, request: {"base": secrets.token_
 
 
 @lie("unsigned", "signature")
-def _(liar: Liar, request: Request) -> Iterable[Bytes]:
-    signed = liar.manifest(request).signed(liar.identity.sign)
-    yield liar.offered(request, signed[:-SIGNATURE] + secrets.token_bytes(SIGNATURE))
+def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
+    signed = liar.manifest(request).to_signed_bytes(liar.identity.sign)
+    yield liar.offered(request, signed[:-SIGNATURE_BYTES] + secrets.token_bytes(SIGNATURE_BYTES))
 
 
 @lie("signed for something else", "signature")
-def _(liar: Liar, request: Request) -> Iterable[Bytes]:
+def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
     body = liar.manifest(request).body
     yield liar.offered(request, body + liar.identity.sign(body))
 
 
 @lie("another agent's", "agent")
-def _(liar: Liar, request: Request) -> Iterable[Bytes]:
+def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
     yield liar.offered(request, liar.others_manifest(request))
 
 
 @lie("another agent's, signed again", "signature")
-def _(liar: Liar, request: Request) -> Iterable[Bytes]:
-    yield liar.signed(request, read_manifest(liar.others_manifest(request))[0])
+def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
+    yield liar.signed(request, decode_manifest(liar.others_manifest(request))[0])
 
 
 # Contents that are what the manifest says, and no model.
@@ -286,7 +286,7 @@ def _(liar: Liar, request: Request) -> Iterable[Bytes]:
 
 def contents(name: str, *reasons: str, digests: int = 0) -> Any:
     def named(content: Callable[[int], np.ndarray]) -> None:
-        def told(liar: Liar, request: Request) -> Iterable[Bytes]:
+        def told(liar: Liar, request: Request) -> Iterable[BytesLike]:
             sent = content(liar.dim).tobytes()[: 4 * liar.dim]
             manifest = liar.manifest(request, sent)
             liar.content[manifest.digest] = name, sent
@@ -313,25 +313,25 @@ contents("64 false digests", "not finite")(lambda dim: np.full(dim, -np.inf, "<f
 
 
 def chunks(name: str, *reasons: str) -> Any:
-    def named(chunk: Callable[[bytes, int], tuple[Status, Bytes] | None]) -> None:
+    def named(chunk: Callable[[bytes, int], tuple[AnswerStatus, BytesLike] | None]) -> None:
         CHUNKS[name] = chunk
         contents(name, *reasons)(lambda dim: np.zeros(dim, "<f4"))
 
     return named
 
 
-chunks("other bytes", "hash")(lambda content, k: (Status.OK, secrets.token_bytes(min(CHUNK, len(content) - k * CHUNK))))
-chunks("shorter chunks", "hash")(lambda content, k: (Status.OK, content[k * CHUNK : (k + 1) * CHUNK - 1]))
-chunks("longer chunks", "hash")(lambda content, k: (Status.OK, content[k * CHUNK : (k + 1) * CHUNK] + b"\0"))
-chunks("truncated", "hash")(lambda content, k: (Status.OK, content[:CHUNK] if not k else b""))
-chunks("no chunks", "hash")(lambda content, k: (Status.NOT_HERE, b""))
+chunks("other bytes", "hash")(lambda content, k: (AnswerStatus.OK, secrets.token_bytes(min(CHUNK_BYTES, len(content) - k * CHUNK_BYTES))))
+chunks("shorter chunks", "hash")(lambda content, k: (AnswerStatus.OK, content[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES - 1]))
+chunks("longer chunks", "hash")(lambda content, k: (AnswerStatus.OK, content[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES] + b"\0"))
+chunks("truncated", "hash")(lambda content, k: (AnswerStatus.OK, content[:CHUNK_BYTES] if not k else b""))
+chunks("no chunks", "hash")(lambda content, k: (AnswerStatus.NOT_HERE, b""))
 chunks("chunks never", LATE)(lambda content, k: None)
 answers("8 MiB", LATE)(lambda liar, request, good: [good + bytes(2**23)])
 answers("1 GiB", LATE)(lambda liar, request, good: [good + bytes(2**30 - len(good))])
 
 
 @lie("equivocation", "not finite", "equivocation")
-def _(liar: Liar, request: Request) -> Iterable[Bytes]:
+def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
     """Another model for each receiver: the last lie, since nobody asks it any more."""
     content = np.full(liar.dim, np.nan, "<f4")
     content[0] = request.sender
@@ -343,35 +343,35 @@ def _(liar: Liar, request: Request) -> Iterable[Bytes]:
 # Requests: of each kind the bytes of so many, for one peer. Nothing may be given for any.
 
 REQUESTS: "dict[str, Callable[[Liar, int, int], Iterable[bytes]]]" = {
-    "random bytes": lambda liar, peer, count: (secrets.token_bytes(REQUEST_LENGTH) for _ in range(count)),
+    "random bytes": lambda liar, peer, count: (secrets.token_bytes(REQUEST_BYTES) for _ in range(count)),
     "of any length": lambda liar, peer, count: (bytes(k * 4096 // count) for k in range(count)),
     "unsigned": lambda liar, peer, count: (
-        liar.request(Kind.HELLO, peer).encode(lambda body: secrets.token_bytes(SIGNATURE)) for _ in range(count)
+        liar.request(RequestKind.HELLO, peer).encode(lambda body: secrets.token_bytes(SIGNATURE_BYTES)) for _ in range(count)
     ),
     "to another": lambda liar, peer, count: (
-        liar.request(Kind.MANIFEST, peer + 1).encode(liar.identity.sign) for _ in range(count)
+        liar.request(RequestKind.MANIFEST, peer + 1).encode(liar.identity.sign) for _ in range(count)
     ),
     "in another's name": lambda liar, peer, count: (
-        liar.request(Kind.MANIFEST, peer, sender=(peer + 1) % 3).encode(liar.identity.sign) for _ in range(count)
+        liar.request(RequestKind.MANIFEST, peer, sender=(peer + 1) % 3).encode(liar.identity.sign) for _ in range(count)
     ),
     "of no member": lambda liar, peer, count: (
-        liar.request(Kind.MANIFEST, peer, sender=2**32 - 1).encode(liar.identity.sign) for _ in range(count)
+        liar.request(RequestKind.MANIFEST, peer, sender=2**32 - 1).encode(liar.identity.sign) for _ in range(count)
     ),
     "of another run": lambda liar, peer, count: (
-        liar.request(Kind.MANIFEST, peer, run=bytes(32)).encode(liar.identity.sign) for _ in range(count)
+        liar.request(RequestKind.MANIFEST, peer, run=bytes(32)).encode(liar.identity.sign) for _ in range(count)
     ),
     "no such chunk": lambda liar, peer, count: (
-        liar.request(Kind.CHUNK, peer, index=2**32 - 1, digest=secrets.token_bytes(32)).encode(liar.identity.sign)
+        liar.request(RequestKind.CHUNK, peer, index=2**32 - 1, digest=secrets.token_bytes(32)).encode(liar.identity.sign)
         for _ in range(count)
     ),
     "no such witness": lambda liar, peer, count: (
-        liar.request(Kind.WITNESS, peer, index=2**32 - 1, round=2**32 - 1).encode(liar.identity.sign)
+        liar.request(RequestKind.WITNESS, peer, index=2**32 - 1, round=2**32 - 1).encode(liar.identity.sign)
         for _ in range(count)
     ),
     "replayed": lambda liar, peer, count: (
-        [liar.request(Kind.CHUNK, peer, digest=bytes(32)).encode(liar.identity.sign)] * count
+        [liar.request(RequestKind.CHUNK, peer, digest=bytes(32)).encode(liar.identity.sign)] * count
     ),
-    "of an older protocol": lambda liar, peer, count: [b"fedcb2o\0" + bytes(REQUEST_LENGTH)] * count,
+    "of an older protocol": lambda liar, peer, count: [b"fedcb2o\0" + bytes(REQUEST_BYTES)] * count,
 }
 
 
@@ -379,7 +379,7 @@ def run(federation: Path, identity: Path, log: Path, lies: Sequence[Sequence[str
     """A hostile member, in its process, until it is killed. In the n-th round agent j hears the j-th of the n-th lies,
     and after the last round of these the same again. With `pesters` all agents but the last of these are asked for what
     this one should not get, so often in each way."""
-    liar = Liar(read(federation), Identity.read(identity), log, lies)
+    liar = Liar(read_federation(federation), Identity.read(identity), log, lies)
     if pesters:
         threading.Thread(target=liar.pester, args=(pesters,), daemon=True).start()
     liar.serve()
@@ -391,7 +391,7 @@ def run(federation: Path, identity: Path, log: Path, lies: Sequence[Sequence[str
 def strangers(federation: Path, folder: Path, member: Path, target: int, stop: Any) -> None:
     """In a process: everything against one node's port that needs no membership, until it is told to stop; and requests
     over a link that a member lent, signed by a key of its own."""
-    agreed, rng = read(federation), np.random.default_rng(0)
+    agreed, rng = read_federation(federation), np.random.default_rng(0)
     victim = agreed.members[target]
     host, port = victim.endpoint.rsplit(":", 1)
     while not _open(host, int(port)):
@@ -402,8 +402,8 @@ def strangers(federation: Path, folder: Path, member: Path, target: int, stop: A
     outsider = Identity.make(folder / "outsider", name=victim.name, endpoint=victim.endpoint)  # its chain is valid
     lent = Identity.read(member)
     sessions = [
-        _linked(outsider, victim, _key(target)),
-        _linked(replace(outsider, folder=lent.folder), victim, _key(target)),
+        _open_peer_session(outsider, victim, _key_expression(target)),
+        _open_peer_session(replace(outsider, folder=lent.folder), victim, _key_expression(target)),
     ]
     made = agreed.id_of(lent.member)
     done = Counter[str]()
@@ -419,11 +419,11 @@ def strangers(federation: Path, folder: Path, member: Path, target: int, stop: A
                 link.sendall(rng.bytes(4096))
                 done["answered"] += len(link.recv(100)) > 7  # an alert of TLS has 7 bytes
         nonce = secrets.token_bytes(16)
-        asked = Request(kind=Kind.MANIFEST, run=agreed.run, sender=made, receiver=target, nonce=nonce)
+        asked = Request(kind=RequestKind.MANIFEST, run=agreed.run, sender=made, receiver=target, nonce=nonce)
         data = asked.encode(outsider.sign)
         for name, session in zip(("outsider", "lent"), sessions, strict=True):
             done[f"{name} linked"] += bool(session.info.peers_zid())
-            told = session.get(_key(target), payload=data, timeout=0.3)
+            told = session.get(_key_expression(target), payload=data, timeout=0.3)
             done[f"{name} told"] += sum(reply.ok is not None for reply in told)
         done["times"] += 1
     (folder / "strangers.json").write_text(json.dumps(done))

@@ -43,7 +43,7 @@ def federated(
 ) -> Federation:
     """A federation of these, of the tiny experiment on digits with `changes`, written to `path` where one is given."""
     members = [identity.member for identity in who]
-    made = federation.make(experiment(len(who), **(changes or {})), members, dataset=digits(), **options)
+    made = federation.make_federation(experiment(len(who), **(changes or {})), members, dataset=digits(), **options)
     if path is not None:
-        federation.write(made, path)
+        federation.write_federation(made, path)
     return made

@@ -21,8 +21,8 @@ from fedcb2o.cli import app
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node import preflight as checking
-from fedcb2o.peer.node.preflight import Found, about, check, lines
-from fedcb2o.peer.wire.protocol import Answer, Status, hello, read_request
+from fedcb2o.peer.node.preflight import CheckResult, check_members, format_results, hello_content
+from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, decode_request, encode_hello
 from fedcb2o.peer.wire.transport import Reply, Zenoh
 
 
@@ -47,29 +47,29 @@ def says(
     one = opened.enter_context(Zenoh(federation, identity))
 
     def hear(data: bytes, reply: Reply) -> None:
-        nonce = read_request(data)[0].nonce
-        body = hello({**about(federation, identity), "checking": False, **said}, nonce, signer.sign)
-        threading.Thread(target=reply, args=(Answer(nonce, Status.OK, body).encode(),), daemon=True).start()
+        nonce = decode_request(data)[0].nonce
+        body = encode_hello({**hello_content(federation, identity), "checking": False, **said}, nonce, signer.sign)
+        threading.Thread(target=reply, args=(Answer(nonce, AnswerStatus.OK, body).encode(),), daemon=True).start()
 
     one.serve(hear)
 
 
-def one(organisations: Any, **options: Any) -> dict[str, Found]:
+def one(organisations: Any, **options: Any) -> dict[str, CheckResult]:
     """What the first of them finds, by name."""
     who, federation, _ = organisations
-    return {each.name: each for each in check(federation, who[0], **{"seconds": 2.0, **options})}
+    return {each.name: each for each in check_members(federation, who[0], **{"seconds": 2.0, **options})}
 
 
 def test_all_check_at_once(organisations: Any) -> None:
     who, federation, _ = organisations
     start = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
-        late = [pool.submit(lambda who=who, j=j: time.sleep(0.3 * j) or check(federation, who[j])) for j in range(3)]
+        late = [pool.submit(lambda who=who, j=j: time.sleep(0.3 * j) or check_members(federation, who[j])) for j in range(3)]
         found = [each.result() for each in late]
     assert time.monotonic() - start < 15  # of 20: it ends when all answered
     for j, each in enumerate(found):
         assert each[0].name == who[j].member.name
-        assert [one.wrong for one in each] == ["", "", ""]
+        assert [one.error for one in each] == ["", "", ""]
         assert each[0].notes == ("its certificate lasts 396 days",)
         assert all("checking too" in one.notes[0] for one in each[1:])
 
@@ -78,10 +78,10 @@ def test_who_is_not_there(organisations: Any, opened: ExitStack) -> None:
     who, federation, _ = organisations
     says(opened, federation, who[1], {"round": 3, "rounds": 10}, signer=who[1])
     found = one(organisations, seconds=1.0)
-    assert found["org-1"].wrong == ""
+    assert found["org-1"].error == ""
     assert "3 of 10 rounds done" in found["org-1"].notes[0]
-    assert "refuses connections" in found["org-2"].wrong
-    assert who[2].member.endpoint in found["org-2"].wrong
+    assert "refuses connections" in found["org-2"].error
+    assert who[2].member.endpoint in found["org-2"].error
 
 
 def test_where_our_node_runs_it_only_asks(organisations: Any, opened: ExitStack) -> None:
@@ -90,7 +90,7 @@ def test_where_our_node_runs_it_only_asks(organisations: Any, opened: ExitStack)
     for each in who[1:]:
         says(opened, federation, each, {}, signer=each)
     found = one(organisations)
-    assert [each.wrong for each in found.values()] == ["", "", ""]
+    assert [each.error for each in found.values()] == ["", "", ""]
     assert "our own node (or another program) has the port" in found["org-0"].notes[0]
 
 
@@ -120,11 +120,11 @@ def test_what_a_member_says(tmp_path: Path, opened: ExitStack) -> None:
     ):
         said.clear()
         said.update(changes())
-        mine, found = check(federation, who[0], seconds=5.0)
-        assert wrong in found.wrong
-        assert bool(wrong) == bool(found.wrong)
+        mine, found = check_members(federation, who[0], seconds=5.0)
+        assert wrong in found.error
+        assert bool(wrong) == bool(found.error)
         assert note in "; ".join(found.notes)
-        text = "\n".join(lines([mine, found]))
+        text = "\n".join(format_results([mine, found]))
         assert text.replace("\n", "").isprintable()
         assert len(text.splitlines()) == 2
 
@@ -134,15 +134,15 @@ def test_the_differing_keys_are_named(organisations: Any, opened: ExitStack) -> 
     other = federated(who, rounds=federation.rounds + 1, round_seconds=7.0)
     says(opened, other, who[1], {}, signer=who[1])
     found = one(organisations)
-    assert found["org-1"].wrong.startswith("it holds another federation, differing in ")
-    assert "round_seconds" in found["org-1"].wrong
-    assert "rounds" in found["org-1"].wrong
+    assert found["org-1"].error.startswith("it holds another federation, differing in ")
+    assert "round_seconds" in found["org-1"].error
+    assert "rounds" in found["org-1"].error
 
 
 def test_an_answer_of_another_key_proves_nothing(organisations: Any, opened: ExitStack) -> None:
     who, federation, _ = organisations
     says(opened, federation, who[1], {}, signer=who[2])
-    assert "is not signed by org-1's key" in one(organisations, seconds=0.7)["org-1"].wrong
+    assert "is not signed by org-1's key" in one(organisations, seconds=0.7)["org-1"].error
 
 
 def test_what_listens_in_place_of_a_member(organisations: Any, opened: ExitStack, tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_what_listens_in_place_of_a_member(organisations: Any, opened: ExitStack
 
     threading.Thread(target=greet, daemon=True).start()
     found = one(organisations, seconds=0.5)
-    assert "has no certificate of org-1" in found["org-1"].wrong
-    assert "speaks no TLS" in found["org-2"].wrong
+    assert "has no certificate of org-1" in found["org-1"].error
+    assert "speaks no TLS" in found["org-2"].error
     other.shutdown(socket.SHUT_RDWR)
 
 
@@ -175,8 +175,8 @@ def test_a_certificate_that_ends_soon(tmp_path: Path, opened: ExitStack) -> None
     who[1].renew(until=now + timedelta(days=10))
     federation = federated(who)
     says(opened, federation, who[1], {}, signer=who[1])
-    _, found = check(federation, who[0], seconds=2.0)
-    assert found.wrong == ""
+    _, found = check_members(federation, who[0], seconds=2.0)
+    assert found.error == ""
     assert "lasts 9 days: `fedcb2o peer renew`" in "; ".join(found.notes)
 
 
@@ -224,4 +224,4 @@ def invoked(command: list[str]) -> str:
 
 
 def test_nothing_of_a_stranger_reaches_a_terminal() -> None:
-    assert checking._plain("a\x1b]0;evil\x07\n" + "é" * 100) == "a?]0;evil??" + "?" * 49
+    assert checking._printable_ascii("a\x1b]0;evil\x07\n" + "é" * 100) == "a?]0;evil??" + "?" * 49

@@ -20,11 +20,11 @@ from fedcb2o.experiments.config.settings import load
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node import demo
-from fedcb2o.peer.node.byzantine_peer import EQUIVOCATES, KINDS, Liar
+from fedcb2o.peer.node.byzantine_peer import EQUIVOCATION_START, FAULTS, ByzantinePeer
 from fedcb2o.peer.wire import protocol
-from fedcb2o.peer.wire.client import unfit
-from fedcb2o.peer.wire.compression import Raw
-from fedcb2o.peer.wire.protocol import Kind, Request, Status
+from fedcb2o.peer.wire.client import rejection_reason
+from fedcb2o.peer.wire.compression import RawCodec
+from fedcb2o.peer.wire.protocol import AnswerStatus, Request, RequestKind
 
 DIM = 300_000  # two chunks
 ME, LIAR = 0, 1
@@ -40,7 +40,7 @@ def parties(tmp_path_factory):
     ]
     changes = {"agents.num_clusters": 1, "agents.benign": 2, "agents.malicious": 0, "agents.budget": 1, "rounds": 40}
     experiment = load("digits-fedcb2o", changes)
-    return federation.make(experiment, [each.member for each in both], dataset=breast_cancer()), both
+    return federation.make_federation(experiment, [each.member for each in both], dataset=breast_cancer()), both
 
 
 def asked(liar, kind, **keys):
@@ -48,36 +48,36 @@ def asked(liar, kind, **keys):
     nonce = secrets.token_bytes(16)
     request = Request(kind=kind, run=liar.federation.run, sender=ME, receiver=LIAR, nonce=nonce, **keys)
     try:
-        answer = protocol.read_answer(liar.answer(request))
+        answer = protocol.decode_answer(liar.answer(request))
     except protocol.MalformedError:
         return None
     assert answer.nonce == nonce
-    assert answer.status is Status.OK
+    assert answer.status is AnswerStatus.OK
     return answer.body
 
 
 def refused(liar, n):
     """Why what the liar offers in a round is not taken, by all that a receiver checks."""
-    body = asked(liar, Kind.MANIFEST, round=n)
+    body = asked(liar, RequestKind.MANIFEST, round=n)
     if body is None:
         return "no answer"
-    signed, _ = protocol.read_offer(body)
-    coding = Raw(DIM)
-    told = {"federation": liar.federation, "asked": LIAR, "n": n, "least": 0, "dim": DIM, "most": coding.most}
-    reason, manifest = protocol.refusal(signed, **told)
+    signed, _ = protocol.decode_offer(body)
+    coding = RawCodec(DIM)
+    told = {"federation": liar.federation, "asked": LIAR, "n": n, "least": 0, "dim": DIM, "most": coding.max_bytes}
+    reason, manifest = protocol.validate_manifest(signed, **told)
     if manifest is None:
         return reason
-    chunks = [bytes(asked(liar, Kind.CHUNK, index=k, digest=manifest.digest)) for k in range(len(manifest.chunks))]
+    chunks = [bytes(asked(liar, RequestKind.CHUNK, index=k, digest=manifest.digest)) for k in range(len(manifest.chunks))]
     if [hashlib.sha256(chunk).digest() for chunk in chunks] != list(manifest.chunks):
         return "hash"
     row = torch.zeros(DIM)
-    return coding.unpack_(b"".join(chunks), row) or unfit(row)
+    return coding.decode_(b"".join(chunks), row) or rejection_reason(row)
 
 
 def test_each_kind_of_garbage_is_refused_for_its_own_reason(parties):
     agreed, (_, lies) = parties
-    liar = Liar(agreed, lies, DIM)
-    found = {kind: refused(liar, n) for n, kind in enumerate(KINDS)}
+    liar = ByzantinePeer(agreed, lies, DIM)
+    found = {kind: refused(liar, n) for n, kind in enumerate(FAULTS)}
     assert found == {
         "random bytes": "no answer", "NaN": "not finite", "unsigned": "signature", "another size": "size",
         "1e38": "bound", "other chunks": "hash", "another run": "run", "another agent's": "signature",
@@ -86,24 +86,24 @@ def test_each_kind_of_garbage_is_refused_for_its_own_reason(parties):
 
 def test_the_garbage_sender_equivocates_in_the_end(parties):
     agreed, (_, lies) = parties
-    liar, n = Liar(agreed, lies, 10), int(EQUIVOCATES * agreed.rounds)
+    liar, n = ByzantinePeer(agreed, lies, 10), int(EQUIVOCATION_START * agreed.rounds)
     nonce = bytes(16)
     offers = [
         liar.answer(
-            Request(kind=Kind.MANIFEST, run=agreed.run, sender=who, receiver=LIAR, nonce=nonce, round=n)
+            Request(kind=RequestKind.MANIFEST, run=agreed.run, sender=who, receiver=LIAR, nonce=nonce, round=n)
         )
         for who in (0, 5)
     ]  # fmt: skip
-    signed = [protocol.read_offer(protocol.read_answer(each).body)[0] for each in offers]
-    found = [protocol.signed_by_member(each, agreed)[1] for each in signed]
+    signed = [protocol.decode_offer(protocol.decode_answer(each).body)[0] for each in offers]
+    found = [protocol.verify_member_manifest(each, agreed)[1] for each in signed]
     assert found[0].round == found[1].round == n
     assert found[0].digest != found[1].digest
 
 
 def test_the_tables_say_what_the_folders_hold(tmp_path):
-    kinds = [demo.BENIGN, demo.BENIGN, demo.FLIPS, demo.GARBAGE]
+    kinds = [demo.BENIGN, demo.BENIGN, demo.FLIPPER, demo.GARBAGE]
     agents = [
-        demo.Agent(name, kind, tmp_path / "keys", tmp_path / name, tmp_path / "log")
+        demo.DemoAgent(name, kind, tmp_path / "keys", tmp_path / name, tmp_path / "log")
         for name, kind in zip("abcd", kinds, strict=True)
     ]
     scores = {"source_accuracy": 0.9, "attack_success_rate": 0.05}
@@ -113,7 +113,7 @@ def test_the_tables_say_what_the_folders_hold(tmp_path):
     write_node(tmp_path / "c", [line(1, (0, 0.1, 9, 1.0), refused={"0": "hash"})], id=2)
     (tmp_path / "b" / "proofs").mkdir()
     (tmp_path / "b" / "proofs" / "d-3.proof.toml").write_text('name = "d"')
-    results, refused = demo.tables(agents).values()
+    results, refused = demo.result_tables(agents).values()
     assert results["proofs"].tolist() == ["0", "0", "0", "1"]
     assert results.loc["a"].tolist() == [demo.BENIGN, "5", "90.0%", "90.0%", "5.0%", "25.0%", "0"]
     assert results["weight it got"].tolist() == ["25.0%", "40.0%", "5.0%", "0.0%"]
@@ -123,13 +123,13 @@ def test_the_tables_say_what_the_folders_hold(tmp_path):
 
 def pretend(monkeypatch, text):
     """Let every node be a script instead."""
-    monkeypatch.setattr(demo, "RUN", (sys.executable, "-c", textwrap.dedent(text)))
+    monkeypatch.setattr(demo, "RUN_COMMAND", (sys.executable, "-c", textwrap.dedent(text)))
 
 
 def started(monkeypatch):
     """The processes that a demo starts, as they are."""
-    found, start = [], demo._started
-    monkeypatch.setattr(demo, "_started", lambda *a: found.append(start(*a)) or found[-1])
+    found, start = [], demo._start_agent
+    monkeypatch.setattr(demo, "_start_agent", lambda *a: found.append(start(*a)) or found[-1])
     return found
 
 
@@ -146,9 +146,9 @@ def test_where_one_fails_all_are_ended(tmp_path, monkeypatch):
         time.sleep(100)
         """,
     )
-    monkeypatch.setattr(demo, "STOPPING", 1.0)
+    monkeypatch.setattr(demo, "STOP_SECONDS", 1.0)
     with pytest.raises(RunError, match="hospital-c failed with status 1: Error: no such thing: do another"):
-        demo.demo(tmp_path / "demo", rounds=2)
+        demo.run_demo(tmp_path / "demo", rounds=2)
     assert len(found) == 8
     assert all(process.returncode is not None for process in found)
 
@@ -156,7 +156,7 @@ def test_where_one_fails_all_are_ended(tmp_path, monkeypatch):
 def test_a_folder_that_holds_anything_is_left_alone(tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(RunError, match="is not empty"):
-        demo.demo(tmp_path)
+        demo.run_demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -205,9 +205,9 @@ def _there(process):
 
 @pytest.mark.slow
 def test_the_whole_demo(tmp_path):
-    results, refused = demo.demo(tmp_path / "demo", rounds=30).values()
+    results, refused = demo.run_demo(tmp_path / "demo", rounds=30).values()
     kinds = results.groupby("kind").size().to_dict()
-    assert kinds == {demo.BENIGN: 5, demo.FLIPS: 2, demo.GARBAGE: 1}
+    assert kinds == {demo.BENIGN: 5, demo.FLIPPER: 2, demo.GARBAGE: 1}
     percent = results.replace("–", "nan%").map(lambda cell: float(cell.removesuffix("%")) if "%" in cell else cell)
     benign = percent[percent.kind == demo.BENIGN]
     assert (benign.rounds == "30").all()

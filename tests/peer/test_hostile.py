@@ -14,8 +14,8 @@ from tests.peer import hostile
 from tests.peer.nodes import FORKED, Nodes, nodes
 from tests.tiny import here
 
-from fedcb2o.peer.membership.federation import read
-from fedcb2o.peer.wire.equivocation import Ledger, check_proof
+from fedcb2o.peer.membership.federation import read_federation
+from fedcb2o.peer.wire.equivocation import Ledger, verify_proof
 
 STALLS = [["never", "chunks never"], ["busy"] * 2, ["after the deadline", "busy"]]
 """Last, and with a pause, since who keeps a node waiting is not asked for a while."""
@@ -93,7 +93,7 @@ def test_no_lie_of_a_member_is_received(tmp_path):
         assert away.keys() >= {"malformed", "member", "receiver", "signature", "run", "replay", "version"}
         proofs = [path for j in range(3) for path in peers.out(j).glob("proofs/*")]
         assert proofs
-        assert all("org-3" in check_proof(path, read(peers.federation)) for path in proofs)
+        assert all("org-3" in verify_proof(path, read_federation(peers.federation)) for path in proofs)
 
 
 def test_strangers_are_nothing_to_a_node(tmp_path):
@@ -170,8 +170,8 @@ PACE = {"lag": 5, "deadline_seconds": 3.0, "round_seconds": 0.4}
 
 def blind() -> None:
     """A node that compares no manifests."""
-    Ledger.seen = lambda self, signed: None
-    Ledger.conflicts = lambda self, digests: []
+    Ledger.record = lambda self, signed: None
+    Ledger.find_conflicts = lambda self, digests: []
 
 
 def caught(peers: Nodes, guilty: int) -> list[int | None]:
@@ -198,10 +198,10 @@ def test_who_tells_everybody_something_else_is_found_out(tmp_path):
         peers.wait(1)
         peers.start(1, resume=True)
         assert peers.wait() == [0] * 5, [peers.log(j) for j in range(5)]
-        federation = read(peers.federation)
+        federation = read_federation(peers.federation)
         for j in range(4):
             (proof,) = peers.out(j).glob("proofs/*")
-            assert federation.members[4].name in check_proof(proof, federation)
+            assert federation.members[4].name in verify_proof(proof, federation)
             assert f"agent 4 of {federation.name}" in here("peer", "proof", proof, "--federation", peers.federation).out
             assert 4 not in peers.lines(j)[-1]["asked"]
         assert all(n is not None and n <= 6 for n in caught(peers, 4)), caught(peers, 4)

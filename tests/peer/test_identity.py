@@ -44,7 +44,7 @@ def test_an_identity_is_files_of_which_only_the_owner_reads_the_secrets(made):
     assert {name for name, mode in modes.items() if mode == 0o600} == {"signing.key", "root.key", "tls.key"}
     assert modes.keys() - {"signing.key", "root.key", "tls.key"} == {"root.pem", "tls.pem", "hospital-a.member.toml"}
     again = Identity.read(made.folder)
-    again.check()
+    again.check_certificate()
     assert again == made
     assert again.sign(b"x") == made.sign(b"x")
     assert Member.read(made.folder / "hospital-a.member.toml") == made.member
@@ -101,12 +101,12 @@ def test_files_that_do_not_belong_together_are_refused(made, tmp_path):
         for content in ((other.folder / name).read_bytes(), b"", b"-----BEGIN x\n", b"\xff" * 70_000):
             (made.folder / name).write_bytes(content)
             with pytest.raises(ConfigError, match=cure) as raised:
-                Identity.read(made.folder).check()
+                Identity.read(made.folder).check_certificate()
             assert name in one_line(raised)
         (made.folder / name).write_bytes(kept)
-    Identity.read(made.folder).check()
+    Identity.read(made.folder).check_certificate()
     (made.folder / "root.key").unlink()  # may be kept elsewhere, until the certificate is renewed
-    Identity.read(made.folder).check()
+    Identity.read(made.folder).check_certificate()
     with pytest.raises(ConfigError, match=r"root\.key"):
         made.renew()
     with pytest.raises(ConfigError, match="holds no file NAME"):
@@ -119,10 +119,10 @@ def test_an_expired_certificate_is_renewed_and_nobody_has_to_be_told(tmp_path):
     read = Identity.read(tmp_path / "a")
     assert abs(read.expires - until) < timedelta(seconds=2)
     with pytest.raises(ConfigError, match=f"expired at .* UTC: `fedcb2o peer renew --identity {tmp_path / 'a'}`"):
-        read.check()
+        read.check_certificate()
     key = old.tls_key.read_bytes()
     read.renew(days=3)
-    read.check()
+    read.check_certificate()
     assert timedelta(days=2) < read.expires - datetime.now(UTC) < timedelta(days=4)
     assert Identity.read(tmp_path / "a").member == old.member
     assert old.tls_key.read_bytes() != key
@@ -133,11 +133,11 @@ def test_a_root_that_has_ended_is_replaced(tmp_path):
     then = datetime.now(UTC) - timedelta(days=certificates.ROOT_DAYS + 1)
     old = Identity.make(tmp_path / "a", name="hospital-a", endpoint=ENDPOINT, now=then)
     read = Identity.read(tmp_path / "a")
-    for act in (read.check, read.renew, lambda: Member.read(tmp_path / "a" / "hospital-a.member.toml")):
+    for act in (read.check_certificate, read.renew, lambda: Member.read(tmp_path / "a" / "hospital-a.member.toml")):
         with pytest.raises(ConfigError, match=r"expired at .* UTC: `fedcb2o peer renew --out` makes a new one"):
             act()
-    new = read.moved(tmp_path / "b", endpoint=ENDPOINT)
-    new.check()
+    new = read.with_endpoint(tmp_path / "b", endpoint=ENDPOINT)
+    new.check_certificate()
     assert new.member.key == old.member.key
 
 
@@ -298,7 +298,7 @@ def test_a_root_that_is_not_a_members_own_is_refused(made, tmp_path):
         builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
         builder = builder.add_extension(root.extensions.get_extension_for_class(x509.KeyUsage).value, critical=True)
         if tied:
-            builder = builder.add_extension(certificates.constraints("hospital-a", ENDPOINT), critical=True)
+            builder = builder.add_extension(certificates.name_constraints("hospital-a", ENDPOINT), critical=True)
         return builder.sign(by, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
 
     path = tmp_path / "x.member.toml"
@@ -328,7 +328,7 @@ def test_a_root_with_any_byte_changed_is_refused(made):
         changed = der[:place] + draw.randbytes(length) + der[place + 1 :]
         if changed != der:
             with pytest.raises(ConfigError) as raised:
-                Member.of_table(member_table(made, root=ssl.DER_cert_to_PEM_cert(changed)))
+                Member.from_table(member_table(made, root=ssl.DER_cert_to_PEM_cert(changed)))
             one_line(raised)
 
 
@@ -347,7 +347,7 @@ def test_a_file_that_is_no_members_is_refused_in_one_line(tmp_path):
 def test_an_endpoint_is_a_name_or_an_address(tmp_path, endpoint):
     made = Identity.make(tmp_path / "a", name="3rd-hospital", endpoint=endpoint)
     assert Identity.read(made.folder).member.endpoint == endpoint
-    made.check()
+    made.check_certificate()
 
 
 def test_a_name_that_no_certificate_can_hold_is_told_before_one_is_made(tmp_path):

@@ -14,11 +14,11 @@ from tests.peer.members import federated, identities
 
 from fedcb2o import cli
 from fedcb2o.errors import DataError, RunError
-from fedcb2o.peer.membership.federation import Federation, amended, write
+from fedcb2o.peer.membership.federation import Federation, amend_federation, write_federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire import equivocation as room
-from fedcb2o.peer.wire.equivocation import Journal, Ledger, Proof, check_proof
-from fedcb2o.peer.wire.protocol import NONE, Manifest, read_manifest
+from fedcb2o.peer.wire.equivocation import Ledger, Proof, SigningJournal, verify_proof
+from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest, decode_manifest
 
 
 @pytest.fixture(scope="module")
@@ -38,69 +38,69 @@ def sign(who, federation):
     def made(
         agent: int, n: int, text: bytes = b"model", *, by: int | None = None, run: bytes = federation.run
     ) -> bytes:
-        manifest = Manifest.of(text, run=run, agent=agent, round=n, dim=2, num_samples=1, encoding=0, base=NONE)
-        return manifest.signed(who[agent if by is None else by].sign)
+        manifest = Manifest.from_content(text, run=run, agent=agent, round=n, dim=2, num_samples=1, encoding=0, base=ZERO_DIGEST)
+        return manifest.to_signed_bytes(who[agent if by is None else by].sign)
 
     return made
 
 
 def digest(signed: bytes) -> bytes:
-    return read_manifest(signed)[0].digest
+    return decode_manifest(signed)[0].digest
 
 
 def told(signed: bytes) -> tuple[int, int, bytes]:
-    manifest = read_manifest(signed)[0]
+    manifest = decode_manifest(signed)[0]
     return manifest.agent, manifest.round, manifest.digest
 
 
 def test_two_models_for_one_round_are_a_proof_that_anybody_can_check(tmp_path, federation, sign):
     ledger = Ledger(tmp_path, federation)
     first, second = sign(1, 5, b"to a"), sign(1, 5, b"to b")
-    assert ledger.seen(first) is None
-    assert ledger.seen(first) is None
-    assert ledger.seen(sign(1, 6)) is None
-    assert ledger.guilty == frozenset()
-    proof = ledger.seen(second)
+    assert ledger.record(first) is None
+    assert ledger.record(first) is None
+    assert ledger.record(sign(1, 6)) is None
+    assert ledger.equivocators == frozenset()
+    proof = ledger.record(second)
     assert proof is not None
     assert (proof.name, proof.agent, proof.round) == ("org-1", 1, 5)
-    assert ledger.guilty == {1}
+    assert ledger.equivocators == {1}
     (path,) = tmp_path.rglob("*.*")
     assert path == tmp_path / "proofs/org-1-5.proof.toml"
     assert Proof.read(path) == proof
-    assert check_proof(path, federation).endswith("signed by org-1, agent 1 of tiny")
-    assert base64.b64encode(proof.key).decode() in check_proof(path)
-    assert ledger.seen(sign(1, 7, b"a")) is None
-    assert ledger.seen(sign(1, 7, b"b")) is None
+    assert verify_proof(path, federation).endswith("signed by org-1, agent 1 of tiny")
+    assert base64.b64encode(proof.key).decode() in verify_proof(path)
+    assert ledger.record(sign(1, 7, b"a")) is None
+    assert ledger.record(sign(1, 7, b"b")) is None
     assert len(list(tmp_path.rglob("*.proof.toml"))) == 1
-    assert Ledger(tmp_path, federation).guilty == {1}
+    assert Ledger(tmp_path, federation).equivocators == {1}
 
 
 def test_peers_find_it_by_comparing_digests(tmp_path, federation, sign):
     """Agent 3 tells 0 and 1 different things; either finds out by the other's digests, then even 2, who has none."""
     at = [Ledger(tmp_path / str(j), federation) for j in range(3)]
     first, second = sign(3, 8, b"to 0"), sign(3, 8, b"to 1")
-    at[0].seen(first)
-    at[1].seen(second)
-    at[1].seen(sign(0, 8))
-    assert at[0].conflicts(at[1].digests()) == [told(second)]
-    assert at[2].conflicts(at[1].digests()) == []
-    witness = at[1].witness(*told(second))
+    at[0].record(first)
+    at[1].record(second)
+    at[1].record(sign(0, 8))
+    assert at[0].find_conflicts(at[1].digests()) == [told(second)]
+    assert at[2].find_conflicts(at[1].digests()) == []
+    witness = at[1].get(*told(second))
     assert witness == second
-    assert at[0].seen(witness) is not None
-    assert at[0].conflicts(at[1].digests()) == []
-    both = at[2].conflicts(at[0].digests())
+    assert at[0].record(witness) is not None
+    assert at[0].find_conflicts(at[1].digests()) == []
+    both = at[2].find_conflicts(at[0].digests())
     assert sorted(both) == sorted([told(first), told(second)])
-    assert at[0].witness(*told(first)) == first
+    assert at[0].get(*told(first)) == first
     for one in both:
-        at[2].seen(at[0].witness(*one))
-    assert at[2].guilty == {3}
+        at[2].record(at[0].get(*one))
+    assert at[2].equivocators == {3}
     files = [(tmp_path / str(j) / "proofs" / "org-3-8.proof.toml").read_bytes() for j in (0, 2)]
     assert files[0] == files[1]
 
 
 def test_nothing_but_a_members_own_signature_makes_it_guilty(tmp_path, who, federation, sign):
     ledger = Ledger(tmp_path, federation)
-    ledger.seen(sign(1, 5))
+    ledger.record(sign(1, 5))
     forged = sign(1, 5, b"other", by=2)
     for signed in (
         forged,
@@ -108,12 +108,12 @@ def test_nothing_but_a_members_own_signature_makes_it_guilty(tmp_path, who, fede
         sign(1, 1000),
         sign(1, 5)[:-1],
         b"",
-        dataclasses.replace(read_manifest(sign(1, 5))[0], agent=9).signed(who[1].sign),
+        dataclasses.replace(decode_manifest(sign(1, 5))[0], agent=9).to_signed_bytes(who[1].sign),
     ):
-        assert ledger.seen(signed) is None
-    assert ledger.guilty == frozenset()
+        assert ledger.record(signed) is None
+    assert ledger.equivocators == frozenset()
     assert ledger.digests() == [told(sign(1, 5))]
-    assert ledger.witness(1, 5, digest(forged)) is None
+    assert ledger.get(1, 5, digest(forged)) is None
     assert not (tmp_path / "proofs").exists()
 
 
@@ -121,23 +121,23 @@ def test_what_is_held_is_bounded(tmp_path, federation, sign):
     ledger = Ledger(tmp_path, federation)
     for n in range(60):
         for agent in range(4):
-            ledger.seen(sign(agent, n))
+            ledger.record(sign(agent, n))
     seen = ledger.digests()
     assert len(seen) == 4 * (federation.lag + 8)
     assert [n for _, n, _ in seen] == [n for n in range(59, 49, -1) for _ in range(4)]
-    strangers = [(agent, n, NONE) for agent in (4, 2**32 - 1) for n in (0, 59, 2**32 - 1)]
-    assert ledger.conflicts([*strangers, (0, 49, NONE), (0, 2**32 - 1, NONE)]) == []
-    assert ledger.conflicts([(0, 50, NONE), (0, 59, NONE)]) == [(0, 50, NONE), (0, 59, NONE)]
-    assert len(ledger.conflicts([(0, 40, bytes([k]) * 32) for k in range(64)])) == 64
+    strangers = [(agent, n, ZERO_DIGEST) for agent in (4, 2**32 - 1) for n in (0, 59, 2**32 - 1)]
+    assert ledger.find_conflicts([*strangers, (0, 49, ZERO_DIGEST), (0, 2**32 - 1, ZERO_DIGEST)]) == []
+    assert ledger.find_conflicts([(0, 50, ZERO_DIGEST), (0, 59, ZERO_DIGEST)]) == [(0, 50, ZERO_DIGEST), (0, 59, ZERO_DIGEST)]
+    assert len(ledger.find_conflicts([(0, 40, bytes([k]) * 32) for k in range(64)])) == 64
 
 
 def test_at_most_64_digests_are_told_and_proofs_among_them(tmp_path, federation, sign):
     agreed = federation.model_copy(update={"lag": 100})
     ledger = Ledger(tmp_path, agreed)
     for n in range(90):
-        ledger.seen(sign(0, n))
-    ledger.seen(sign(2, 3, b"a"))
-    ledger.seen(sign(2, 3, b"b"))
+        ledger.record(sign(0, n))
+    ledger.record(sign(2, 3, b"a"))
+    ledger.record(sign(2, 3, b"b"))
     assert len(ledger.digests()) == 64
     assert {one[0] for one in ledger.digests()[:2]} == {2}
 
@@ -148,51 +148,51 @@ def test_who_claims_to_be_far_ahead_leaves_room_for_others(tmp_path, federation,
     ledger = Ledger(tmp_path, agreed)
     for n in range(40, 90):
         for agent in (1, 2):
-            ledger.seen(sign(agent, n))
+            ledger.record(sign(agent, n))
     for n in range(10):
-        ledger.seen(sign(0, n))
+        ledger.record(sign(0, n))
     assert [(agent, n) for agent, n, _ in ledger.digests()[:10]] == [(0, n) for n in range(9, -1, -1)]
 
 
 def test_a_disk_that_is_full_holds_nobody_innocent(tmp_path, federation, sign, monkeypatch):
     ledger = Ledger(tmp_path, federation)
-    ledger.seen(sign(1, 5, b"a"))
+    ledger.record(sign(1, 5, b"a"))
 
     def full(path, content):
         raise RunError("no space")
 
     with monkeypatch.context() as patch:
         patch.setattr(room.records, "atomic_write", full)
-        assert ledger.seen(sign(1, 5, b"b")) is not None
-    assert ledger.guilty == {1}
-    ledger.seen(sign(2, 5))
-    assert Ledger(tmp_path, federation).guilty == {1}
+        assert ledger.record(sign(1, 5, b"b")) is not None
+    assert ledger.equivocators == {1}
+    ledger.record(sign(2, 5))
+    assert Ledger(tmp_path, federation).equivocators == {1}
 
 
 def test_proofs_of_other_runs_and_files_that_are_none_prove_nothing(tmp_path, who, federation, sign):
     proofs = tmp_path / "proofs"
     other = federated(who, rounds=999)
     ledger = Ledger(tmp_path, other)
-    ledger.seen(sign(1, 5, b"a", run=other.run))
-    ledger.seen(sign(1, 5, b"b", run=other.run))
+    ledger.record(sign(1, 5, b"a", run=other.run))
+    ledger.record(sign(1, 5, b"b", run=other.run))
     (proofs / "org-2-5.proof.toml").write_text("name = 'org-2'\n")
     (proofs / "org-3-5.proof.toml").write_bytes(b"\0" * 100)
-    assert Ledger(tmp_path, other).guilty == {1}
-    assert Ledger(tmp_path, federation).guilty == frozenset()
+    assert Ledger(tmp_path, other).equivocators == {1}
+    assert Ledger(tmp_path, federation).equivocators == frozenset()
 
 
 @pytest.fixture
 def path(tmp_path, federation, sign):
     """A good proof."""
     ledger = Ledger(tmp_path, federation)
-    ledger.seen(sign(1, 5, b"a"))
-    ledger.seen(sign(1, 5, b"b"))
+    ledger.record(sign(1, 5, b"a"))
+    ledger.record(sign(1, 5, b"b"))
     return tmp_path / "proofs/org-1-5.proof.toml"
 
 
 def test_the_command_tells_it_in_a_line(tmp_path, path, federation, capsys):
     agreed = tmp_path / "federation.toml"
-    write(federation, agreed)
+    write_federation(federation, agreed)
     cli.peers.proof(path, agreed)
     told = "two different models for round 5 of run {} are signed by org-1, agent 1 of tiny\n"
     assert capsys.readouterr().out == told.format(federation.run.hex()[:16])
@@ -201,11 +201,11 @@ def test_the_command_tells_it_in_a_line(tmp_path, path, federation, capsys):
 def test_who_got_another_key_is_not_guilty_of_what_was_signed_by_the_old_one(tmp_path, path, who, federation):
     (other,) = identities(tmp_path / "new", 1)
     new = Identity.make(tmp_path / "org-1", name="org-1", endpoint=other.member.endpoint)
-    later = amended(federation, replace=[new.member])
+    later = amend_federation(federation, replace=[new.member])
     assert later.members[1].key != federation.members[1].key
-    assert check_proof(path, later).endswith("agent 1 of tiny, whose key this is no more")
-    assert Ledger(tmp_path, later).guilty == frozenset()
-    assert Ledger(tmp_path, federation).guilty == {1}
+    assert verify_proof(path, later).endswith("agent 1 of tiny, whose key this is no more")
+    assert Ledger(tmp_path, later).equivocators == frozenset()
+    assert Ledger(tmp_path, federation).equivocators == {1}
 
 
 def encoded(data: bytes) -> str:
@@ -248,7 +248,7 @@ def test_a_file_that_proves_nothing_is_told_in_a_line(path, sign, change, told):
     change(sign, table)
     path.write_text(tomli_w.dumps(table))
     with pytest.raises(DataError) as error:
-        check_proof(path)
+        verify_proof(path)
     assert told in str(error.value)
     assert "\n" not in str(error.value)
     assert "\x1b" not in str(error.value)
@@ -256,22 +256,22 @@ def test_a_file_that_proves_nothing_is_told_in_a_line(path, sign, change, told):
 
 def test_a_proof_is_held_against_the_federation(tmp_path, path, who, federation, sign):
     with pytest.raises(DataError, match="is of run"):
-        check_proof(path, federated(who, rounds=7))
+        verify_proof(path, federated(who, rounds=7))
     table = tomllib.loads(path.read_text())
     path.write_text(tomli_w.dumps({**table, "name": "org-2"}))
-    assert "the file says org-2" in check_proof(path)
+    assert "the file says org-2" in verify_proof(path)
     with pytest.raises(DataError, match="not of the key of org-2, agent 1"):
-        check_proof(path, federation)
+        verify_proof(path, federation)
     own = [encoded(sign(1, 5, text, by=2)) for text in (b"a", b"b")]
     path.write_text(tomli_w.dumps({**table, "key": encoded(who[2].member.key), "manifests": own}))
-    check_proof(path)
+    verify_proof(path)
     with pytest.raises(DataError, match="not of the key of org-1"):
-        check_proof(path, federation)
+        verify_proof(path, federation)
     with pytest.raises(DataError, match="cannot read"):
-        check_proof(tmp_path / "none.proof.toml")
+        verify_proof(tmp_path / "none.proof.toml")
     path.write_bytes(b"#" * (2**21 + 1))
     with pytest.raises(DataError, match="longer than"):
-        check_proof(path)
+        verify_proof(path)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -287,14 +287,14 @@ def test_no_change_of_a_proof_raises_anything_else(path, place, piece):
 
 
 def test_a_round_is_signed_once(tmp_path):
-    journal = Journal(tmp_path)
-    assert journal.may_sign(3, b"a" * 32)
-    assert journal.may_sign(3, b"a" * 32)
-    assert not journal.may_sign(3, b"b" * 32)
-    again = Journal(tmp_path)
-    assert again.may_sign(3, b"a" * 32)
-    assert not again.may_sign(3, b"b" * 32)
-    assert again.may_sign(4, b"b" * 32)
+    journal = SigningJournal(tmp_path)
+    assert journal.reserve(3, b"a" * 32)
+    assert journal.reserve(3, b"a" * 32)
+    assert not journal.reserve(3, b"b" * 32)
+    again = SigningJournal(tmp_path)
+    assert again.reserve(3, b"a" * 32)
+    assert not again.reserve(3, b"b" * 32)
+    assert again.reserve(4, b"b" * 32)
     lines = (tmp_path / "signed.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"round": 3, "digest": (b"a" * 32).hex()},
@@ -304,25 +304,25 @@ def test_a_round_is_signed_once(tmp_path):
 
 def test_a_kill_in_the_middle_of_a_line_loses_that_line_alone(tmp_path):
     path = tmp_path / "signed.jsonl"
-    journal = Journal(tmp_path)
-    assert journal.may_sign(1, b"a" * 32)
+    journal = SigningJournal(tmp_path)
+    assert journal.reserve(1, b"a" * 32)
     whole = path.read_bytes()
-    assert journal.may_sign(2, b"b" * 32)
+    assert journal.reserve(2, b"b" * 32)
     full = path.read_bytes()
     for end in range(len(whole), len(full)):
         path.write_bytes(full[:end])
-        again = Journal(tmp_path)
-        assert not again.may_sign(1, b"c" * 32)
-        assert again.may_sign(2, b"c" * 32)
-        assert not Journal(tmp_path).may_sign(2, b"b" * 32)
+        again = SigningJournal(tmp_path)
+        assert not again.reserve(1, b"c" * 32)
+        assert again.reserve(2, b"c" * 32)
+        assert not SigningJournal(tmp_path).reserve(2, b"b" * 32)
     path.write_bytes(b"?" + full[1:])
     with pytest.raises(RunError, match="damaged in line 1"):
-        Journal(tmp_path)
+        SigningJournal(tmp_path)
 
 
 def test_what_the_disk_does_not_take_is_not_signed(tmp_path, monkeypatch):
-    journal = Journal(tmp_path)
-    assert journal.may_sign(1, b"a" * 32)
+    journal = SigningJournal(tmp_path)
+    assert journal.reserve(1, b"a" * 32)
 
     def full(file, data, offset):
         os.lseek(file, offset, os.SEEK_SET)
@@ -332,12 +332,12 @@ def test_what_the_disk_does_not_take_is_not_signed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         with pytest.raises(RunError, match="make room"):
-            journal.may_sign(2, b"b" * 32)
+            journal.reserve(2, b"b" * 32)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: full(file, b"", 0))
         with pytest.raises(RunError, match="make room"):
-            journal.may_sign(2, b"b" * 32)
-    assert journal.may_sign(2, b"c" * 32)
-    assert journal.may_sign(3, b"d" * 32)
-    again = Journal(tmp_path)
-    assert [again.may_sign(n, letter * 32) for n, letter in ((1, b"a"), (2, b"c"), (3, b"d"))] == [True] * 3
+            journal.reserve(2, b"b" * 32)
+    assert journal.reserve(2, b"c" * 32)
+    assert journal.reserve(3, b"d" * 32)
+    again = SigningJournal(tmp_path)
+    assert [again.reserve(n, letter * 32) for n, letter in ((1, b"a"), (2, b"c"), (3, b"d"))] == [True] * 3

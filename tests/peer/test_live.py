@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from tests.peer.folders import NAMES, line
 
-from fedcb2o.peer.report.live_table import Live
+from fedcb2o.peer.report.live_table import LiveTable
 
 ROUNDS = [
     line(1, (1, 0.25, 1000, 0.5), (2, 1.0, 2000, 0.1), refused={"3": "signature"}),
@@ -18,13 +18,13 @@ def shown(*, height=30, names=NAMES, lines=ROUNDS, **console):
     """What a view writes of some rounds; on a terminal, its last table alone."""
     file = io.StringIO()
     look = Console(file=file, width=100, height=height, **console)
-    with Live(names, me=0, rounds=5, console=look) as live:
-        live.phase(1, "training")
+    with LiveTable(names, agent_id=0, rounds=5, console=look) as live:
+        live.on_phase(1, "training")
         for each in lines:
-            live.round(each)
-        live.phase(3, "mixing")
-        live.note("stopping [bold]after[/bold] this round\x1b[2J")
-    if live.moving:
+            live.on_round(each)
+        live.on_phase(3, "mixing")
+        live.on_note("stopping [bold]after[/bold] this round\x1b[2J")
+    if live.is_live:
         assert "\x1b[2J" not in file.getvalue()
         file.seek(0)
         file.truncate()
@@ -46,8 +46,8 @@ def test_who_is_down_is_named_where_nobody_was_asked():
 
 
 def test_lines_go_to_standard_error(capsys):
-    with Live(NAMES, me=0, rounds=5) as live:
-        live.round(ROUNDS[0])
+    with LiveTable(NAMES, agent_id=0, rounds=5) as live:
+        live.on_round(ROUNDS[0])
     assert capsys.readouterr() == ("", shown(lines=ROUNDS[:1]).splitlines()[0] + "\n")
 
 
@@ -77,6 +77,6 @@ def test_what_others_chose_moves_no_cursor_and_styles_nothing():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_the_cursor_comes_back(error):
     file = io.StringIO()
-    with pytest.raises(error), Live(NAMES, me=0, rounds=5, console=Console(file=file, force_terminal=True)):
+    with pytest.raises(error), LiveTable(NAMES, agent_id=0, rounds=5, console=Console(file=file, force_terminal=True)):
         raise error
     assert file.getvalue().rstrip("\n").endswith("\x1b[?25h")

@@ -22,11 +22,11 @@ from fedcb2o.experiments.config.settings import load
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import agent
 from fedcb2o.peer.node.node import Node
-from fedcb2o.peer.node.peer_monitor import Company
-from fedcb2o.peer.node.publisher import Offers
-from fedcb2o.peer.wire.client import FAILED, Downloads, _Fetch
-from fedcb2o.peer.wire.compression import Raw
-from fedcb2o.peer.wire.equivocation import Journal, Ledger
+from fedcb2o.peer.node.peer_monitor import PeerMonitor
+from fedcb2o.peer.node.publisher import ModelPublisher
+from fedcb2o.peer.wire.client import FAILED, PeerClient, _ModelDownload
+from fedcb2o.peer.wire.compression import RawCodec
+from fedcb2o.peer.wire.equivocation import Ledger, SigningJournal
 from fedcb2o.peer.wire.server import Server
 
 CHANGES = {"rounds": 5, "agents": {"num_clusters": 2, "benign": 2, "malicious": 1, "budget": 3}}
@@ -138,7 +138,7 @@ def test_statistics_of_norms_reproduce_the_simulation_and_are_written(buffers, t
     simulated = fedcb2o.Run(tmp_path / "simulation")
     for j in range(6):
         assert_same(model_of(tmp_path / f"out-{j}"), models[j])
-        mine, theirs = agent.load_model(tmp_path / f"out-{j}", own=[path]), simulated.model(j)
+        mine, theirs = agent.load_model(tmp_path / f"out-{j}", allowed_functions=[path]), simulated.model(j)
         assert mine.state_dict().keys() == theirs.state_dict().keys()
         for name, tensor in theirs.state_dict().items():
             assert tensor.equal(mine.state_dict()[name]) or name.endswith("num_batches_tracked"), name
@@ -261,7 +261,7 @@ def test_data_that_do_not_fit(three, tmp_path):
         ),
     ):
         with pytest.raises(DataError, match=told):
-            agent.own(made, 0, data)
+            agent.agent_from_dataset(made, 0, data)
     with pytest.raises(ConfigError, match="not both"):
         Node(made, who[0], out=tmp_path / "out")
 
@@ -270,9 +270,9 @@ def test_a_simulation_must_be_what_was_agreed_on(three):
     _, made = three
     other = load(members.experiment(3, agents={"benign": 3, "malicious": 0}, algorithm={"name": "fedcbo"}))
     with pytest.raises(ConfigError, match=r"differs from the federation in .*experiment\.algorithm\.name"):
-        agent.simulated(made, 0, other)
+        agent.simulated_agent(made, 0, other)
     with pytest.raises(ConfigError, match="has 4 agents, and the federation 3 members"):
-        agent.simulated(made, 0, load(members.experiment(4)))
+        agent.simulated_agent(made, 0, load(members.experiment(4)))
 
 
 def test_a_folder_is_of_one_agent_and_federation(three, tmp_path):
@@ -282,19 +282,19 @@ def test_a_folder_is_of_one_agent_and_federation(three, tmp_path):
     with pytest.raises(RunError, match="is not empty and holds no peer's run"):
         Node(made, who[0], share(0), out=tmp_path / "full", connect=joining(Wire(), 0), **QUIET).run()
     (tmp_path / "mine").mkdir()
-    federation.write(made, tmp_path / "mine" / "federation.toml")
+    federation.write_federation(made, tmp_path / "mine" / "federation.toml")
     with pytest.raises(RunError, match="mine is not the folder of a peer's run"):
         Node(made, who[0], share(0), out=tmp_path / "mine", connect=joining(Wire(), 0), **QUIET).run()
-    federation.write(made, tmp_path / "federation.toml")
+    federation.write_federation(made, tmp_path / "federation.toml")
     alone = Node(
         tmp_path / "federation.toml", who[0].folder, share(0), out=tmp_path / "out", connect=joining(Wire(), 0)
     )
     alone.gather = alone.linger = 0.0
     alone.run()
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
-    federation.write(federation.amended(made, remove=["org-2"]), tmp_path / "2.toml")
+    federation.write_federation(federation.amend_federation(made, remove=["org-2"]), tmp_path / "2.toml")
     for each in who[:2]:
-        second = federation.sign(tmp_path / "2.toml", each)
+        second = federation.sign_federation(tmp_path / "2.toml", each)
     by_itself(second, who[0], share(0), tmp_path / "out", resume=True).run()
     with pytest.raises(RunError, match="went on with version 2 of the federation, and the one given is version 1"):
         by_itself(made, who[0], share(0), tmp_path / "out", resume=True).run()
@@ -355,7 +355,7 @@ def test_training_takes_no_thread_of_asyncio(quick, tmp_path):
 def test_peers_that_answer_nothing_hold_no_wait_beyond_its_time(quick):
     _, made = quick
 
-    class Silent(Downloads):
+    class Silent(PeerClient):
         def __init__(self):
             self.federation, self.me = made, 0
 
@@ -363,12 +363,12 @@ def test_peers_that_answer_nothing_hold_no_wait_beyond_its_time(quick):
             time.sleep(seconds)
 
     stop = threading.Event()
-    company = Company(Wire().agent(0), Silent(), stop, Notes())
+    company = PeerMonitor(Wire().agent(0), Silent(), stop, Notes())
     began = time.monotonic()
-    company.wait_for(lambda: range(1, 30), 0, 0.4, 0.01)
+    company.wait_for_rounds(lambda: range(1, 30), 0, 0.4, 0.01)
     assert 0.4 <= time.monotonic() - began < 2
     threading.Timer(0.2, stop.set).start()
-    company.wait_for(lambda: range(1, 3000), 0, 60.0, 0.01)
+    company.wait_for_rounds(lambda: range(1, 3000), 0, 60.0, 0.01)
     assert time.monotonic() - began < 10
 
 
@@ -402,7 +402,7 @@ def test_the_operator_is_told_once_who_equivocated(quick, tmp_path):
     notes = Notes()
     node = by_itself(made, who[0], share(0), tmp_path / "out", watch=notes)
     for guilty in ({1}, {1}, {0, 1}, {0, 1}):
-        node._accuse(frozenset(guilty))
+        node._report_equivocation(frozenset(guilty))
     other, mine = notes.notes
     assert other.startswith("org-1 signed two models for one round, and is asked no more: the proof is in")
     assert "was the key stolen?" in mine
@@ -411,12 +411,12 @@ def test_the_operator_is_told_once_who_equivocated(quick, tmp_path):
 def test_a_fault_of_ours_is_logged_once_and_ends_no_round(quick, tmp_path, caplog):
     who, made = quick
     node = by_itself(made, who[0], share(0), tmp_path / "out")
-    wire, coding = Wire().agent(0), node._coding()
-    downloads = Downloads(made, who[0], wire, Ledger(tmp_path, made), coding, node.agent.terms.dim)
+    wire, coding = Wire().agent(0), node._build_codec()
+    downloads = PeerClient(made, who[0], wire, Ledger(tmp_path, made), coding, node.agent.spec.dim)
     for _ in range(2):
         broken = Future()
         broken.set_exception(KeyError("ours"))
-        assert _Fetch(downloads, 0, 1, torch.empty(0), 0.0).result(broken) == FAILED
+        assert _ModelDownload(downloads, 0, 1, torch.empty(0), 0.0).result(broken) == FAILED
     (told,) = caplog.records
     assert "KeyError" in told.exc_text
 
@@ -427,16 +427,16 @@ def test_no_model_within_the_bound_ends_a_node(tmp_path):
     who = members.identities(tmp_path, 3)
     changes = {**FOUR, "model": {"name": "mlp", "hidden": [32] * 4}}
     made = members.federated(who, changes=changes, most_samples=500, deadline_seconds=5.0)
-    *hidden, weight, bias = agent.network(made).parameters()
+    *hidden, weight, bias = agent.build_network(made).parameters()
     evil = torch.cat(
         [torch.full((each.numel(),), 1e6) for each in hidden] + [torch.zeros(len(weight) * 32 + len(bias))]
     )
     wire = Wire()
     ledger, transport = Ledger(tmp_path / "liar", made), wire.agent(1)
-    server = Server(made, 1, who[1], ledger, about=dict)
-    transport.serve(server.hear)
+    server = Server(made, 1, who[1], ledger, hello_content=dict)
+    transport.serve(server.on_request)
     (tmp_path / "liar").mkdir()
-    Offers(made, who[1], Raw(len(evil)), Journal(tmp_path / "liar"), server, print).publish(3, evil, 500)
+    ModelPublisher(made, who[1], RawCodec(len(evil)), SigningJournal(tmp_path / "liar"), server, print).publish(3, evil, 500)
     notes = Notes()
     node = Node(
         made,
@@ -446,7 +446,7 @@ def test_no_model_within_the_bound_ends_a_node(tmp_path):
         connect=lambda federation, identity: wire.agent(0),
         gather=0.0,
         linger=0.0,
-        watch=notes,
+        observer=notes,
     )
     node.run()
     server.close()
@@ -466,7 +466,7 @@ def test_who_holds_another_file_is_told_what_differs_and_refused(tmp_path):
         changes = {"rounds": rounds, "agents": {"benign": 2, "malicious": 0, "budget": 1}}
         agreed = members.federated(who, changes=changes, most_samples=500, deadline_seconds=20.0)
         node = Node(
-            agreed, who[j], share(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), watch=told[j], **QUIET
+            agreed, who[j], share(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), observer=told[j], **QUIET
         )
         made.append(node)
     run_all(made)

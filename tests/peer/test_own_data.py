@@ -18,7 +18,7 @@ from fedcb2o.kernels import autotune
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import agent
 from fedcb2o.peer.node.node import Node
-from fedcb2o.peer.node.run_directory import begin
+from fedcb2o.peer.node.run_directory import open_run
 
 SLOPES = torch.tensor([[1.0], [-2.0], [0.5]])
 LINES = natural(
@@ -47,7 +47,7 @@ def line(j: int, **more: object) -> fedcb2o.Dataset:
 
 def agreed(who):
     experiment = {key: value for key, value in LINES.items() if value is not None}
-    return federation.make(experiment, [each.member for each in who], dataset=line(0), most_samples=100)
+    return federation.make_federation(experiment, [each.member for each in who], dataset=line(0), most_samples=100)
 
 
 def test_with_nothing_held_out_an_organisation_trains_on_all_and_judges_by_all(tmp_path):
@@ -56,20 +56,20 @@ def test_with_nothing_held_out_an_organisation_trains_on_all_and_judges_by_all(t
     who, brought = members.identities(tmp_path, 3), line(0)
     train, test = ((part.x.numpy(), part.y.numpy()) for part in (brought.pool, brought.test))
     plain = fedcb2o.datasets({"mine": {"train": train, "test": test}}, numbers=True)  # nothing brought for validation
-    made = federation.make(settings, [each.member for each in who], dataset=plain, most_samples=100)
-    holdings = agent.own(made, 1, plain).holdings
+    made = federation.make_federation(settings, [each.member for each in who], dataset=plain, most_samples=100)
+    holdings = agent.agent_from_dataset(made, 1, plain).data
     assert sorted(holdings.train[0].tolist()) == sorted(holdings.validation[0].tolist()) == [*range(len(plain.pool))]
 
 
 def test_a_peer_without_bfloat16_trains_in_float32_and_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(autotune, "_gain_of_bfloat16", lambda _: 0.02)
+    monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: 0.02)
     settings = load({**EXPERIMENT, "training": {**EXPERIMENT["training"], "precision": "bfloat16"}})
     who = members.identities(tmp_path, 4)
-    made = federation.make(settings, [each.member for each in who], dataset=with_global())
+    made = federation.make_federation(settings, [each.member for each in who], dataset=with_global())
     node = Node(made, who[0], out=tmp_path / "out", simulate=settings, connect=joining(Wire(), 0), **QUIET)
-    assert node.agent.terms.training.precision == "float32"
+    assert node.agent.spec.training.precision == "float32"
     (tmp_path / "out").mkdir()
-    begin(tmp_path / "out", made, who[0], node.agent, resume=False)
+    open_run(tmp_path / "out", made, who[0], node.agent, resume=False)
     assert "trains in float32: bfloat16 is far slower here" in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "agent.json").read_text())["precision"] == "float32"
 
@@ -78,7 +78,7 @@ def test_peers_do_what_a_simulation_of_owners_does(tmp_path):
     """Sizes differ for everybody, and one flips labels; each is scored on its own test samples and on everybody's."""
     who, settings, wire = members.identities(tmp_path, 4), load({**EXPERIMENT, "together": 1}), Wire()
     terms = {"synchronous": True, "deadline_seconds": 60.0}
-    made = federation.make(settings, [each.member for each in who], dataset=with_global(), **terms)
+    made = federation.make_federation(settings, [each.member for each in who], dataset=with_global(), **terms)
     assert made.most_samples == 22
     run_all(
         [
@@ -100,8 +100,8 @@ def test_organisations_tell_numbers(tmp_path):
     """Together they find the slopes that all have; each judges by the samples that it brought for that."""
     who, wire = members.identities(tmp_path, 3), Wire()
     made = agreed(who)
-    federation.write(made, tmp_path / "f.toml")
-    again = federation.read(tmp_path / "f.toml")
+    federation.write_federation(made, tmp_path / "f.toml")
+    again = federation.read_federation(tmp_path / "f.toml")
     assert (again.digest, again.data.target, again.class_names) == (made.digest, (1,), ())
 
     async def together():
@@ -118,8 +118,8 @@ def test_organisations_tell_numbers(tmp_path):
         with torch.no_grad():
             loss = (agent.load_model(folder)(test.x) - test.y).square().mean()
         assert loss.item() == pytest.approx(lines[-1]["test_loss"], rel=1e-4)
-        assert agent.own(again, j, line(j)).holdings.validation.sizes.tolist() == [9]
-        assert agent.own(again, j, line(j)).holdings.train.sizes.tolist() == [30 + 5 * j]
+        assert agent.agent_from_dataset(again, j, line(j)).data.validation.sizes.tolist() == [9]
+        assert agent.agent_from_dataset(again, j, line(j)).data.train.sizes.tolist() == [30 + 5 * j]
 
 
 def test_data_that_do_not_fit(tmp_path):
@@ -135,17 +135,17 @@ def test_data_that_do_not_fit(tmp_path):
         (fedcb2o.dataset(x, np.arange(20) % 2), "the data have 2 classes, 0, 1, and the federation 0"),
     ):
         with pytest.raises(DataError, match=told):
-            agent.own(made, 0, data)
+            agent.agent_from_dataset(made, 0, data)
 
 
 def test_classes_or_numbers(tmp_path):
-    text = federation.make(
+    text = federation.make_federation(
         {key: value for key, value in LINES.items() if value is not None},
         [each.member for each in members.identities(tmp_path, 3)],
         dataset=line(0),
     )
-    federation.write(text, tmp_path / "f.toml")
+    federation.write_federation(text, tmp_path / "f.toml")
     both = (tmp_path / "f.toml").read_text().replace("class_names = []", 'class_names = ["a", "b"]')
     (tmp_path / "both.toml").write_text(both)
     with pytest.raises(ConfigError, match="`data` has two or more `class_names`, or none and the shape"):
-        federation.read(tmp_path / "both.toml")
+        federation.read_federation(tmp_path / "both.toml")

@@ -9,9 +9,9 @@ from tests.peer.folders import draw_node, line, write_node
 
 from fedcb2o.errors import RunError
 from fedcb2o.peer.report import figures
-from fedcb2o.peer.report.node_page import bytes_told, peers_table, refused_table, report
-from fedcb2o.peer.report.peer_records import LONGEST, Recorded
-from fedcb2o.report.html import SORT
+from fedcb2o.peer.report.node_page import format_bytes, peers_table, refused_table, write_node_report
+from fedcb2o.peer.report.peer_records import MAX_LINE_BYTES, PeerRecords
+from fedcb2o.report.html import SORT_SCRIPT
 
 OWN = ("#", "data:image/png;base64,")  # what a page may link to
 
@@ -24,14 +24,14 @@ ROUNDS = [
 
 def test_those_of_whom_nothing_was_ever_taken(tmp_path):
     lines = [line(1, alive=[1, 2], asked=[1, 2], refused={"2": "another run"}), line(2, alive=[1], asked=[1])]
-    read = Recorded.read(write_node(tmp_path, lines))
-    assert read.untaken([1, 2, 3]) == {
+    read = PeerRecords.read(write_node(tmp_path, lines))
+    assert read.missing_models([1, 2, 3]) == {
         "hospital-b": "no answer",
         "clinic-c": "another run",
         "university-d": "never there",
     }
-    assert read.untaken([1]) == {"hospital-b": "no answer"}  # those of this version alone
-    assert Recorded.read(write_node(tmp_path, [*ROUNDS, line(4, asked=[])])).untaken([1, 2, 3]) == {
+    assert read.missing_models([1]) == {"hospital-b": "no answer"}  # those of this version alone
+    assert PeerRecords.read(write_node(tmp_path, [*ROUNDS, line(4, asked=[])])).missing_models([1, 2, 3]) == {
         "university-d": "size"
     }
 
@@ -66,7 +66,7 @@ def node(tmp_path):
 
 
 def test_the_page_says_what_happened_and_needs_no_other_file(node):
-    assert report(node) == node / "report.html"
+    assert write_node_report(node) == node / "report.html"
     assert sorted(path.name for path in node.iterdir()) == ["agent.json", "report.html", "rounds.jsonl"]
     page = Page(node / "report.html")
     assert page.links
@@ -83,16 +83,16 @@ def test_the_page_says_what_happened_and_needs_no_other_file(node):
 
 
 def test_the_page_goes_where_it_is_asked_to(node, tmp_path):
-    assert report(node, tmp_path / "a" / "b") == tmp_path / "a" / "b" / "report.html"
+    assert write_node_report(node, tmp_path / "a" / "b") == tmp_path / "a" / "b" / "report.html"
     assert not (node / "report.html").exists()
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="name another with --out"):
-        report(node, tmp_path / "file" / "inside")
+        write_node_report(node, tmp_path / "file" / "inside")
 
 
 def test_weights_and_what_stands_in_their_place(node):
-    recorded = Recorded.read(node)
-    given, marks = figures.weights_by_round(recorded.lines, 0, recorded.peers)
+    recorded = PeerRecords.read(node)
+    given, marks = figures.weights_by_round(recorded.rounds, 0, recorded.peers)
     assert given[0].tolist() == [0.4, 0.4, 0.4]
     assert given[1].tolist() == [0.5, 0.2, 0.3]
     assert given[2, 0] == 0.1
@@ -103,7 +103,7 @@ def test_a_proof_is_named_with_its_file(node):
     (node / "proofs").mkdir()
     (node / "proofs" / "clinic-c-2.proof.toml").write_text('name = "clinic-c"\nround = 2\n')
     (node / "proofs" / "torn.proof.toml").write_bytes(b"\xff\x00")
-    page = Page(report(node))
+    page = Page(write_node_report(node))
     assert ["clinic-c-2.proof.toml", "clinic-c", "2"] in page.rows
     assert ["torn.proof.toml", "cannot be read"] in page.rows
 
@@ -114,37 +114,37 @@ def test_what_others_chose_is_escaped(tmp_path):
     node = write_node(tmp_path / "node", lines)
     (node / "proofs").mkdir()
     (node / "proofs" / "<img src=x onerror=alert(1)>.proof.toml").write_text(f"name = '{evil}'\nround = '{evil}'\n")
-    page = Page(report(node))
+    page = Page(write_node_report(node))
     assert not page.tags & {"iframe", "link", "x", "img"}
     assert all(link.startswith(OWN) for link in page.links)
     assert evil in page.text
     text = (node / "report.html").read_text()
-    assert text.count("<script") == text.count(f"<script>{SORT}</script>") == 1
+    assert text.count("<script") == text.count(f"<script>{SORT_SCRIPT}</script>") == 1
 
 
 def test_one_round_and_no_peer(tmp_path):
-    page = Page(report(write_node(tmp_path / "one", [ROUNDS[0]])))
+    page = Page(write_node_report(write_node(tmp_path / "one", [ROUNDS[0]])))
     assert "Rounds done: 1. Accuracy 50.00%." in page.text
     alone = line(1, asked=[], alive=[], own_weight=None, accuracy=None, train_loss=None, own_loss=None, seconds={})
-    page = Page(report(write_node(tmp_path / "alone", [alone], names={"0": "hospital-a"})))
+    page = Page(write_node_report(write_node(tmp_path / "alone", [alone], names={"0": "hospital-a"})))
     assert "Rounds done: 1." in page.text
 
 
 def test_a_run_that_still_goes_on_or_was_cut_short(node):
     whole = (node / "rounds.jsonl").read_bytes()
     (node / "rounds.jsonl").write_bytes(whole[:-20])
-    assert "Rounds done: 2 of 3." in Page(report(node)).text
+    assert "Rounds done: 2 of 3." in Page(write_node_report(node)).text
     (node / "rounds.jsonl").write_bytes(b"")
     with pytest.raises(RunError, match="no finished round yet"):
-        report(node)
+        write_node_report(node)
     (node / "rounds.jsonl").unlink()
     with pytest.raises(RunError, match="no finished round yet"):
-        report(node)
+        write_node_report(node)
 
 
 def test_a_long_run_of_many_peers_is_a_page_too(tmp_path):
     node = draw_node(tmp_path / "node", agents=50, rounds=300, budget=8)
-    page = Page(report(node))
+    page = Page(write_node_report(node))
     assert len([row for row in page.rows if len(row) == 11]) == 1 + 49
     assert (node / "report.html").stat().st_size < 3e6
 
@@ -173,13 +173,13 @@ def damaged(field, value):
         pytest.param(damaged("refused", {"1": "x" * 10_000}), "`refused.1`", id="reason"),
         pytest.param(damaged("sent", 10**400), "`sent`", id="sent"),
         pytest.param(json.dumps(ROUNDS[1]) + "\n" + json.dumps(ROUNDS[0]), "comes after round 2", id="order"),
-        pytest.param("x" * (LONGEST + 1), "longer than", id="long"),
+        pytest.param("x" * (MAX_LINE_BYTES + 1), "longer than", id="long"),
     ],
 )
 def test_a_damaged_line_is_one_clear_error(node, text, told):
     (node / "rounds.jsonl").write_text(text + "\n")
     with pytest.raises(RunError, match=r"rounds\.jsonl is damaged") as caught:
-        report(node)
+        write_node_report(node)
     assert told in str(caught.value)
     assert len(str(caught.value)) < 500
     assert not (node / "report.html").exists()
@@ -191,26 +191,26 @@ def test_a_damaged_line_is_one_clear_error(node, text, told):
 )
 def test_a_damaged_description_is_one_clear_error(tmp_path, changes):
     with pytest.raises(RunError, match=r"agent\.json is damaged"):
-        report(write_node(tmp_path / "node", ROUNDS, **changes))
+        write_node_report(write_node(tmp_path / "node", ROUNDS, **changes))
 
 
 def test_a_folder_that_is_no_nodes(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(RunError, match=r"holds no agent\.json"):
-            report(folder)
+            write_node_report(folder)
 
 
 def test_tables_of_very_many_reasons_stay_small(tmp_path):
     lines = [line(n, refused={"1": f"reason {n}", "2": "size"}) for n in range(1, 31)]
-    table = refused_table(Recorded.read(write_node(tmp_path / "node", lines)))
+    table = refused_table(PeerRecords.read(write_node(tmp_path / "node", lines)))
     assert table.shape == (2, 9)
     assert table.loc["hospital-b", "other reasons"] == "23"
     assert table.loc["clinic-c", "size"] == "30"
-    assert peers_table(Recorded.read(tmp_path / "node")).loc["hospital-b", "refused"] == "30"
+    assert peers_table(PeerRecords.read(tmp_path / "node")).loc["hospital-b", "refused"] == "30"
 
 
 def test_bytes_are_told_in_units():
-    assert [bytes_told(n) for n in (0, 999, 1000, 26_400_000, 10**13)] == [
+    assert [format_bytes(n) for n in (0, 999, 1000, 26_400_000, 10**13)] == [
         "0 B",
         "999 B",
         "1.0 kB",
@@ -221,5 +221,5 @@ def test_bytes_are_told_in_units():
 
 def test_the_reasons_are_counted_by_rounds(node):
     assert (
-        re.sub(r"\s+", " ", refused_table(Recorded.read(node)).to_string()) == " signature size peer university-d 1 1"
+        re.sub(r"\s+", " ", refused_table(PeerRecords.read(node)).to_string()) == " signature size peer university-d 1 1"
     )

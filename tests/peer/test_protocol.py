@@ -20,23 +20,23 @@ from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire import protocol, server, transport
 from fedcb2o.peer.wire.protocol import (
-    CHUNK,
-    NONE,
+    CHUNK_BYTES,
+    ZERO_DIGEST,
     Answer,
-    Kind,
+    AnswerStatus,
     MalformedError,
     Manifest,
     Request,
-    Status,
-    hello,
-    manifest_length,
-    offer,
-    read_answer,
-    read_hello,
-    read_manifest,
-    read_offer,
-    read_request,
-    refusal,
+    RequestKind,
+    decode_answer,
+    decode_hello,
+    decode_manifest,
+    decode_offer,
+    decode_request,
+    encode_hello,
+    encode_offer,
+    manifest_bytes,
+    validate_manifest,
 )
 
 DIM = 300_000
@@ -61,27 +61,27 @@ def content() -> bytes:
 
 @pytest.fixture(scope="module")
 def manifest(federation, content) -> Manifest:
-    return Manifest.of(content, run=federation.run, agent=1, round=N, dim=DIM, num_samples=50, encoding=0, base=NONE)
+    return Manifest.from_content(content, run=federation.run, agent=1, round=N, dim=DIM, num_samples=50, encoding=0, base=ZERO_DIGEST)
 
 
 def judged(data, federation, **changes) -> str:
     settings = {"federation": federation, "asked": 1, "n": N, "least": 0, "dim": DIM, "most": 4 * DIM}
-    reason, manifest = refusal(data, **{**settings, **changes})
+    reason, manifest = validate_manifest(data, **{**settings, **changes})
     assert (manifest is None) == bool(reason)
     return reason
 
 
 def test_a_manifest_says_what_was_sent(who, federation, manifest, content):
     signed = manifest.signed(who[1].sign)
-    assert len(signed) == manifest_length(len(content)) == 142 + 2 * 32 + 64
-    read, body, signature = read_manifest(signed)
+    assert len(signed) == manifest_bytes(len(content)) == 142 + 2 * 32 + 64
+    read, body, signature = decode_manifest(signed)
     assert read == manifest
     assert signed == body + signature
     assert read.digest == hashlib.sha256(body).digest()
     assert read.size == len(content)
     assert read.sha256 == hashlib.sha256(content).digest()
-    assert read.chunks == (hashlib.sha256(content[:CHUNK]).digest(), hashlib.sha256(content[CHUNK:]).digest())
-    assert refusal(signed, federation=federation, asked=1, n=N, least=N, dim=DIM, most=4 * DIM) == ("", manifest)
+    assert read.chunks == (hashlib.sha256(content[:CHUNK_BYTES]).digest(), hashlib.sha256(content[CHUNK_BYTES:]).digest())
+    assert validate_manifest(signed, federation=federation, peer=1, n=N, min_round=N, dim=DIM, max_bytes=4 * DIM) == ("", manifest)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ def test_a_manifest_says_what_was_sent(who, federation, manifest, content):
         ({"size": 0}, "size"),
         ({"size": 0, "chunks": ()}, "size"),
         ({"size": 4 * DIM + 1}, "size"),
-        ({"size": CHUNK}, "size"),  # of one chunk, with two
+        ({"size": CHUNK_BYTES}, "size"),  # of one chunk, with two
         ({"size": 2**63}, "size"),
         ({"size": 2**64 - 1}, "size"),
-        ({"chunks": (NONE,)}, "size"),
-        ({"chunks": (NONE,) * 3}, "length"),
+        ({"chunks": (ZERO_DIGEST,)}, "size"),
+        ({"chunks": (ZERO_DIGEST,) * 3}, "length"),
         ({"encoding": 1}, "dtype"),
         ({"base": bytes(31) + b"1"}, "dtype"),
         ({"num_samples": 2**64 - 1}, ""),  # a claim, believed up to what the federation allows
@@ -117,7 +117,7 @@ def test_what_a_member_signs_is_refused_for_its_reason(who, federation, manifest
 
 
 def test_the_first_reason_is_told_in_the_order_of_the_page(who, federation, manifest):
-    stranger = dataclasses.replace(manifest, agent=9, run=NONE, round=0, dim=1, size=2**63, encoding=1, base=b"1" * 32)
+    stranger = dataclasses.replace(manifest, agent=9, run=ZERO_DIGEST, round=0, dim=1, size=2**63, encoding=1, base=b"1" * 32)
     other = federated(who, rounds=20, lag=2, synchronous=True)
     signed = stranger.signed(who[1].sign)
     changes = [
@@ -136,7 +136,7 @@ def test_the_first_reason_is_told_in_the_order_of_the_page(who, federation, mani
         ("round", {"round": N + 1, "run": other.run}, who[1].sign, other),  # synchronous: this round's alone
         ("size", {"round": N}, who[1].sign, other),
         ("dtype", {"dim": DIM, "size": manifest.size}, who[1].sign, other),
-        ("", {"encoding": 0, "base": NONE}, who[1].sign, other),
+        ("", {"encoding": 0, "base": ZERO_DIGEST}, who[1].sign, other),
     ]
     for reason, change, sign, agreed in mended:
         stranger = dataclasses.replace(stranger, **change)
@@ -159,9 +159,9 @@ def test_another_agents_manifest_is_not_taken_for_the_one_asked(who, federation,
 
 def test_a_signature_is_valid_for_one_context_alone(who, federation, manifest):
     body = manifest.body
-    for prefix in (protocol.SIGNS_REQUEST, protocol.SIGNS_HELLO, b""):
+    for prefix in (protocol.REQUEST_CONTEXT, protocol.HELLO_CONTEXT, b""):
         assert judged(body + who[1].sign(prefix + body), federation) == "signature"
-    contexts = [protocol.SIGNS_MANIFEST, protocol.SIGNS_REQUEST, protocol.SIGNS_HELLO]
+    contexts = [protocol.MANIFEST_CONTEXT, protocol.REQUEST_CONTEXT, protocol.HELLO_CONTEXT]
     assert not any(one != other and one.startswith(other) for one in contexts for other in contexts)
 
 
@@ -172,7 +172,7 @@ def test_a_gigabyte_is_refused_before_anything_is_made_of_it(who, federation, ma
         struct.pack_into("<I", huge, 138, (2**30 - 142 - 64) // 32)
         tracemalloc.start()
         assert judged(huge, federation) == "length"
-        for read in (read_manifest, read_request, read_offer):
+        for read in (decode_manifest, decode_request, decode_offer):
             with pytest.raises(MalformedError):
                 read(huge)
         assert tracemalloc.get_traced_memory()[1] < 10**5
@@ -182,7 +182,7 @@ def test_a_gigabyte_is_refused_before_anything_is_made_of_it(who, federation, ma
 @pytest.mark.parametrize("data", [b"", b"fedcb2o", b"fedcb2o\1", b"fedcb2o\1\1", b"FEDCB2O\1" + bytes(100)])
 def test_bytes_that_are_none_of_ours(data, federation):
     assert judged(data, federation) == "malformed"
-    for read in (read_manifest, read_request, read_answer):
+    for read in (decode_manifest, decode_request, decode_answer):
         with pytest.raises(MalformedError, match="malformed"):
             read(data)
 
@@ -192,14 +192,14 @@ def test_bytes_that_are_none_of_ours(data, federation):
 def test_another_version_is_told_from_byte_7_alone(length, version, federation):
     data = b"fedcb2o" + bytes([version]) + bytes(length - 8)
     assert judged(data, federation) == "version"
-    for read in (read_manifest, read_request, read_answer):
+    for read in (decode_manifest, decode_request, decode_answer):
         with pytest.raises(MalformedError, match="version"):
             read(data)
 
 
 def test_a_request_comes_back_and_every_change_breaks_its_signature(who, federation):
     request = Request(
-        kind=Kind.CHUNK,
+        kind=RequestKind.CHUNK,
         run=federation.run,
         sender=0,
         receiver=1,
@@ -209,52 +209,52 @@ def test_a_request_comes_back_and_every_change_breaks_its_signature(who, federat
         digest=b"d" * 32,
     )
     data = request.encode(who[0].sign)
-    assert len(data) == protocol.REQUEST_LENGTH == 170
-    read, body, signature = read_request(data)
+    assert len(data) == protocol.REQUEST_BYTES == 170
+    read, body, signature = decode_request(data)
     assert read == request
-    assert who[0].member.verify(protocol.SIGNS_REQUEST + body, signature)
+    assert who[0].member.verify(protocol.REQUEST_CONTEXT + body, signature)
     for place in range(0, 170, 7):
         changed = bytearray(data)
         changed[place] ^= 1
         try:
-            _, body, signature = read_request(changed)
+            _, body, signature = decode_request(changed)
         except MalformedError:
             continue
-        assert not who[0].member.verify(protocol.SIGNS_REQUEST + body, signature)
+        assert not who[0].member.verify(protocol.REQUEST_CONTEXT + body, signature)
 
 
 def test_an_answer_comes_back_without_a_copy():
-    content = bytes(CHUNK)
-    data = Answer(NONCE, Status.OK, memoryview(content)).encode()
-    assert len(data) == 26 + CHUNK
-    answer = read_answer(data)
-    assert (answer.nonce, answer.status) == (NONCE, Status.OK)
+    content = bytes(CHUNK_BYTES)
+    data = Answer(NONCE, AnswerStatus.OK, memoryview(content)).encode()
+    assert len(data) == 26 + CHUNK_BYTES
+    answer = decode_answer(data)
+    assert (answer.nonce, answer.status) == (NONCE, AnswerStatus.OK)
     assert isinstance(answer.body, memoryview)
     assert answer.body.obj is data
     assert answer.body == content
     with pytest.raises(MalformedError):
-        read_answer(data[:9] + b"\6" + data[10:])
+        decode_answer(data[:9] + b"\6" + data[10:])
 
 
 def test_an_offer_has_a_manifest_and_at_most_64_digests():
     seen = [(k, k + 1, bytes([k]) * 32) for k in range(64)]
-    assert read_offer(offer(b"signed", seen)) == (b"signed", seen)
-    assert read_offer(memoryview(offer(b"signed"))) == (b"signed", [])
+    assert decode_offer(encode_offer(b"signed", seen)) == (b"signed", seen)
+    assert decode_offer(memoryview(encode_offer(b"signed"))) == (b"signed", [])
     for bad in (
-        offer(b"signed", [*seen, seen[0]]),
-        offer(b"signed", seen)[:-1],
+        encode_offer(b"signed", [*seen, seen[0]]),
+        encode_offer(b"signed", seen)[:-1],
         b"\xff\xff\xff\xff" + bytes(40),
         b"\3\0\0",
         b"",
     ):
         with pytest.raises(MalformedError):
-            read_offer(bad)
+            decode_offer(bad)
 
 
 def test_what_a_member_says_of_itself_is_for_who_asked_alone(who):
     about = {"protocol": 1, "name": "org-1", "keys": {"b": "1", "a": "2"}, "time": 1.5}
-    body = hello(about, NONCE, who[1].sign)
-    assert json.loads(body[:-64]) == read_hello(body, NONCE, who[1].member) == about
+    body = encode_hello(about, NONCE, who[1].sign)
+    assert json.loads(body[:-64]) == decode_hello(body, NONCE, who[1].member) == about
     assert body.startswith(b'{"keys":{"a":"2","b":"1"},')
     for bad, nonce, member in [
         (body, bytes(16), who[1].member),
@@ -264,16 +264,16 @@ def test_what_a_member_says_of_itself_is_for_who_asked_alone(who):
         (bytes(2**20 + 1), NONCE, who[1].member),
     ]:
         with pytest.raises(MalformedError):
-            read_hello(bad, nonce, member)
+            decode_hello(bad, nonce, member)
     for text in (b"[" * 10**5, b"7", b"\xff", b"{", b"1" * 10**4):
         with pytest.raises(MalformedError, match="malformed"):
-            read_hello(text + who[1].sign(protocol.SIGNS_HELLO + NONCE + text), NONCE, who[1].member)
+            decode_hello(text + who[1].sign(protocol.HELLO_CONTEXT + NONCE + text), NONCE, who[1].member)
 
 
 def test_no_bytes_raise_anything_else(who, federation, manifest):
     signed = manifest.signed(who[1].sign)
-    request = Request(kind=Kind.HELLO, run=federation.run, sender=0, receiver=1, nonce=NONCE).encode(who[0].sign)
-    answer = Answer(NONCE, Status.OK, offer(signed, [(1, 2, NONE)])).encode()
+    request = Request(kind=RequestKind.HELLO, run=federation.run, sender=0, receiver=1, nonce=NONCE).encode(who[0].sign)
+    answer = Answer(NONCE, AnswerStatus.OK, encode_offer(signed, [(1, 2, ZERO_DIGEST)])).encode()
     places = st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=9)), max_size=4)
 
     @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -287,7 +287,7 @@ def test_no_bytes_raise_anything_else(who, federation, manifest):
         for data in (bytes(changed), bytes(changed[:end]), noise, b"fedcb2o\1" + noise):
             if data != signed:
                 assert judged(data, federation)
-            for read in (read_manifest, read_request, read_answer, read_offer):
+            for read in (decode_manifest, decode_request, decode_answer, decode_offer):
                 with suppress(MalformedError):
                     read(data)
 
@@ -316,7 +316,7 @@ def test_what_was_read_is_written_alike(word, short, long, encoding, chunks):
         sha256=word,
         chunks=tuple(chunks),
     )
-    read, body, _ = read_manifest(manifest.body + bytes(64))
+    read, body, _ = decode_manifest(manifest.body + bytes(64))
     assert read == manifest
     assert body == manifest.body == read.body
 
@@ -392,8 +392,8 @@ def test_the_pages_manifests_are_what_the_code_makes(keys, described):
     for name, n, content in (("", 7, VECTORS["content"]), ("-of-two-chunks", 8, two)):
         signed = VECTORS["manifest" + name]
         values = {"run": VECTORS["run"], "agent": 1, "round": n, "dim": len(content) // 4, "num_samples": 50}
-        made = Manifest.of(content, **values, encoding=0, base=NONE)
-        assert made.signed(keys[1].sign) == signed
+        made = Manifest.from_content(content, **values, encoding=0, base=ZERO_DIGEST)
+        assert made.to_signed_bytes(keys[1].sign) == signed
         assert made.digest == VECTORS["digest" + name] == hashlib.sha256(signed[:-64]).digest()
         fields = sliced("## Manifest", signed)
         holds(fields, made)
@@ -413,24 +413,24 @@ def test_the_pages_requests_and_answers_are_what_the_code_makes(keys, described)
     for kind, values in asked.items():
         data = VECTORS[f"request-{kind}"]
         nonce = data[90:106]
-        made = Request(kind=Kind[kind.upper()], run=run, sender=0, receiver=1, nonce=nonce, **values)
+        made = Request(kind=RequestKind[kind.upper()], run=run, sender=0, receiver=1, nonce=nonce, **values)
         assert made.encode(keys[0].sign) == data
         holds(sliced("## Request", data), made)
         keys[0].public_key().verify(data[106:], b"fedcb2o request v1\0" + data[:106])
     answers = {name: VECTORS[f"answer-{name}"] for name in ("hello", "manifest", "not-yet", "chunk")}
-    read = {name: read_answer(data) for name, data in answers.items()}
+    read = {name: decode_answer(data) for name, data in answers.items()}
     for name, answer in read.items():
         assert answer.encode() == answers[name]
         fields = sliced("## Answer", answers[name])
         holds(fields, answer)
         assert fields["content"] == answer.body
         assert answer.nonce == VECTORS[f"request-{'manifest' if name == 'not-yet' else name}"][90:106]
-    assert read["not-yet"].status is Status.NOT_YET
-    assert read_offer(read["manifest"].body) == (VECTORS["manifest"], [(2, 6, other)])
-    assert offer(VECTORS["manifest"], [(2, 6, other)]) == read["manifest"].body
+    assert read["not-yet"].status is AnswerStatus.NOT_YET
+    assert decode_offer(read["manifest"].body) == (VECTORS["manifest"], [(2, 6, other)])
+    assert encode_offer(VECTORS["manifest"], [(2, 6, other)]) == read["manifest"].body
     assert read["chunk"].body == bytes(i % 251 for i in range(2**20, 2**20 + 4))
-    about = read_hello(read["hello"].body, read["hello"].nonce, described.members[1])
-    assert hello(about, read["hello"].nonce, keys[1].sign) == read["hello"].body
+    about = decode_hello(read["hello"].body, read["hello"].nonce, described.members[1])
+    assert encode_hello(about, read["hello"].nonce, keys[1].sign) == read["hello"].body
 
 
 def test_the_pages_refusals_are_the_codes(keys, described):
@@ -443,7 +443,7 @@ def test_the_pages_refusals_are_the_codes(keys, described):
         assert changed[start : start + len(piece)] != piece
         changed[start : start + len(piece)] = piece
         if by != "–":
-            changed[-64:] = keys[int(by)].sign(protocol.SIGNS_MANIFEST + bytes(changed[:-64]))
+            changed[-64:] = keys[int(by)].sign(protocol.MANIFEST_CONTEXT + bytes(changed[:-64]))
         assert judged(bytes(changed), **settings) == reason, (reason, offset, change)
     told = [row[0] for row in table("## How a manifest is judged", "reason")]
     assert list(dict.fromkeys(row[0] for row in rows)) == [reason for reason in told if reason != "length"]
@@ -455,19 +455,19 @@ def power(text: str) -> int:
 
 
 def test_the_pages_numbers_are_the_codes():
-    for heading, kinds in (("## Request", Kind), ("## Answer", Status)):
-        rows = table(heading, "kind" if kinds is Kind else "status")
+    for heading, kinds in (("## Request", RequestKind), ("## Answer", AnswerStatus)):
+        rows = table(heading, "kind" if kinds is RequestKind else "status")
         assert [row[0] for row in rows] == [f"{each.value} {each.name}" for each in kinds]
     limits = {row[0]: power(row[1].split()[0]) for row in table("## Limits", "what")[:7]}
     assert limits == {
-        "a request": protocol.REQUEST_LENGTH,
-        "an answer": transport.MOST_ANSWER,
-        "a chunk": protocol.CHUNK,
-        "chunks of a model": protocol.MOST_CHUNKS,
-        "digests beside a manifest": protocol.MOST_SEEN,
-        "a hello": protocol.MOST_HELLO,
-        "nonces remembered": server.NONCES,
+        "a request": protocol.REQUEST_BYTES,
+        "an answer": transport.MAX_ANSWER_BYTES,
+        "a chunk": protocol.CHUNK_BYTES,
+        "chunks of a model": protocol.MAX_CHUNKS,
+        "digests beside a manifest": protocol.MAX_DIGESTS,
+        "a hello": protocol.MAX_HELLO_BYTES,
+        "nonces remembered": server.MAX_NONCES,
     }
-    assert f"{protocol.MOST_MANIFEST:,}" in PAGE
-    for most in (protocol.MOST_MANIFEST, protocol.MOST_OFFER, protocol.MOST_HELLO, CHUNK):
-        assert 26 + most <= transport.MOST_ANSWER
+    assert f"{protocol.MAX_MANIFEST_BYTES:,}" in PAGE
+    for most in (protocol.MAX_MANIFEST_BYTES, protocol.MAX_OFFER_BYTES, protocol.MAX_HELLO_BYTES, CHUNK_BYTES):
+        assert 26 + most <= transport.MAX_ANSWER_BYTES

@@ -13,18 +13,18 @@ from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire.equivocation import Ledger
 from fedcb2o.peer.wire.protocol import (
-    NONE,
+    ZERO_DIGEST,
     Answer,
-    Kind,
+    AnswerStatus,
     Manifest,
     Request,
-    Status,
-    read_answer,
-    read_hello,
-    read_manifest,
-    read_offer,
+    RequestKind,
+    decode_answer,
+    decode_hello,
+    decode_manifest,
+    decode_offer,
 )
-from fedcb2o.peer.wire.server import NONCES, PENDING, TOLD, Server, Snapshot
+from fedcb2o.peer.wire.server import MAX_BUSY_ANSWERS, MAX_NONCES, MAX_PENDING, Server, Snapshot
 
 ME = 0
 
@@ -60,15 +60,15 @@ class Scene:
         for server in self.servers:
             server.close()
 
-    def request(self, kind: Kind, sender: int = 1, **fields) -> bytes:
+    def request(self, kind: RequestKind, sender: int = 1, **fields) -> bytes:
         by = fields.pop("by", sender)
         settings = {"run": self.federation.run, "receiver": ME, "nonce": os.urandom(16), **fields}
         return Request(kind=kind, sender=sender, **settings).encode(self.who[by].sign)
 
     def snapshot(self, n: int, text: bytes = b"model", agent: int = ME) -> Snapshot:
         settings = {"run": self.federation.run, "agent": agent, "round": n, "dim": len(text), "num_samples": 3}
-        manifest = Manifest.of(text, **settings, encoding=0, base=NONE)
-        return Snapshot(manifest.signed(self.who[agent].sign), text)
+        manifest = Manifest.from_content(text, **settings, encoding=0, base=ZERO_DIGEST)
+        return Snapshot(manifest.to_signed_bytes(self.who[agent].sign), text)
 
     def ask(self, server: Server, data: bytes, seconds: float = 5) -> Answer | None:
         """The answer, or None where a request is turned away without one."""
@@ -79,10 +79,10 @@ class Scene:
             came.set()
 
         before = sum(server.counts.refused.values())
-        server.hear(data, reply)
+        server.on_request(data, reply)
         turned_away = sum(server.counts.refused.values()) > before
         came.wait(0.03 if turned_away else seconds)
-        return read_answer(found[0]) if found else None
+        return decode_answer(found[0]) if found else None
 
     def stuck(self) -> tuple[threading.Event, list]:
         """A reply that blocks until the gate opens, and the threads that are in it."""
@@ -118,21 +118,21 @@ def test_a_model_is_downloaded_by_its_manifest_and_chunks(scene, federation):
     other = scene.snapshot(7, agent=3).manifest
     scene.ledger.seen(other)
     nonce = b"n" * 16
-    answer = scene.ask(server, scene.request(Kind.MANIFEST, round=7, nonce=nonce))
-    assert (answer.status, answer.nonce) == (Status.OK, nonce)
-    signed, seen = read_offer(answer.body)
-    manifest = read_manifest(signed)[0]
+    answer = scene.ask(server, scene.request(RequestKind.MANIFEST, round=7, nonce=nonce))
+    assert (answer.status, answer.nonce) == (AnswerStatus.OK, nonce)
+    signed, seen = decode_offer(answer.body)
+    manifest = decode_manifest(signed)[0]
     assert (manifest.round, manifest.size) == (7, len(content))
-    assert seen == [(3, 7, read_manifest(other)[0].digest)]  # what it says itself is in the manifest
-    parts = [scene.ask(server, scene.request(Kind.CHUNK, index=k, digest=manifest.digest)).body for k in range(3)]
+    assert seen == [(3, 7, decode_manifest(other)[0].digest)]  # what it says itself is in the manifest
+    parts = [scene.ask(server, scene.request(RequestKind.CHUNK, index=k, digest=manifest.digest)).body for k in range(3)]
     assert [hashlib.sha256(part).digest() for part in parts] == list(manifest.chunks)
     assert b"".join(parts) == content
-    for index, digest in ((3, manifest.digest), (2**32 - 1, manifest.digest), (0, NONE)):
-        answer = scene.ask(server, scene.request(Kind.CHUNK, index=index, digest=digest))
-        assert (answer.status, answer.body) == (Status.NOT_HERE, b"")
-    for digest, status in ((seen[0][2], Status.OK), (NONE, Status.OK), (b"?" * 32, Status.NOT_HERE)):
-        answer = scene.ask(server, scene.request(Kind.WITNESS, index=3, round=7, digest=digest))
-        assert (answer.status, bytes(answer.body)) == (status, other if status is Status.OK else b"")
+    for index, digest in ((3, manifest.digest), (2**32 - 1, manifest.digest), (0, ZERO_DIGEST)):
+        answer = scene.ask(server, scene.request(RequestKind.CHUNK, index=index, digest=digest))
+        assert (answer.status, answer.body) == (AnswerStatus.NOT_HERE, b"")
+    for digest, status in ((seen[0][2], AnswerStatus.OK), (ZERO_DIGEST, AnswerStatus.OK), (b"?" * 32, AnswerStatus.NOT_HERE)):
+        answer = scene.ask(server, scene.request(RequestKind.WITNESS, index=3, round=7, digest=digest))
+        assert (answer.status, bytes(answer.body)) == (status, other if status is AnswerStatus.OK else b"")
     assert until(lambda: server.counts.answered == 6)
     counts = server.counts
     assert counts.requests == 10
@@ -145,21 +145,21 @@ def test_this_snapshot_and_the_one_before_are_served(scene):
     snapshots = [scene.snapshot(n, b"%d" % n) for n in range(3)]
     for snapshot in snapshots:
         server.publish(snapshot)
-    found = [scene.ask(server, scene.request(Kind.CHUNK, digest=snapshot.digest)) for snapshot in snapshots]
-    assert [answer.status for answer in found] == [Status.NOT_HERE, Status.OK, Status.OK]
+    found = [scene.ask(server, scene.request(RequestKind.CHUNK, digest=snapshot.digest)) for snapshot in snapshots]
+    assert [answer.status for answer in found] == [AnswerStatus.NOT_HERE, AnswerStatus.OK, AnswerStatus.OK]
     assert [bytes(answer.body) for answer in found] == [b"", b"1", b"2"]
 
 
 def test_the_newest_model_goes_to_who_takes_it(scene):
     server = scene.server()
-    assert scene.ask(server, scene.request(Kind.MANIFEST)).status is Status.NOT_YET
+    assert scene.ask(server, scene.request(RequestKind.MANIFEST)).status is AnswerStatus.NOT_YET
     server.publish(scene.snapshot(4))
     server.publish(scene.snapshot(5))
-    for n, status in ((0, Status.OK), (5, Status.OK), (7, Status.OK), (8, Status.NOT_YET), (2**32 - 1, Status.NOT_YET)):
-        answer = scene.ask(server, scene.request(Kind.MANIFEST, round=n))
+    for n, status in ((0, AnswerStatus.OK), (5, AnswerStatus.OK), (7, AnswerStatus.OK), (8, AnswerStatus.NOT_YET), (2**32 - 1, AnswerStatus.NOT_YET)):
+        answer = scene.ask(server, scene.request(RequestKind.MANIFEST, round=n))
         assert answer.status is status, n
-        if status is Status.OK:
-            assert read_manifest(read_offer(answer.body)[0])[0].round == 5
+        if status is AnswerStatus.OK:
+            assert decode_manifest(decode_offer(answer.body)[0])[0].round == 5
 
 
 def test_a_synchronous_round_gets_its_own_model(scene, who, federation):
@@ -167,22 +167,22 @@ def test_a_synchronous_round_gets_its_own_model(scene, who, federation):
     server = scene.server(agreed)
     server.publish(scene.snapshot(4))
     server.publish(scene.snapshot(5))
-    found = {n: scene.ask(server, scene.request(Kind.MANIFEST, round=n)) for n in (3, 4, 5, 6)}
-    assert [answer.status for answer in found.values()] == [Status.NOT_HERE, Status.OK, Status.OK, Status.NOT_YET]
+    found = {n: scene.ask(server, scene.request(RequestKind.MANIFEST, round=n)) for n in (3, 4, 5, 6)}
+    assert [answer.status for answer in found.values()] == [AnswerStatus.NOT_HERE, AnswerStatus.OK, AnswerStatus.OK, AnswerStatus.NOT_YET]
     for n in (4, 5):
-        assert read_manifest(read_offer(found[n].body)[0])[0].round == n
+        assert decode_manifest(decode_offer(found[n].body)[0])[0].round == n
 
 
 def test_some_members_are_shown_another_model(scene):
     server = scene.server()
     server.publish(scene.snapshot(5, b"to all"), to={2: scene.snapshot(5, b"to 2")})
     for sender, text in ((1, b"to all"), (2, b"to 2"), (3, b"to all")):
-        answer = scene.ask(server, scene.request(Kind.MANIFEST, sender, round=5))
-        digest = read_manifest(read_offer(answer.body)[0])[0].digest
-        assert bytes(scene.ask(server, scene.request(Kind.CHUNK, sender, digest=digest)).body) == text
+        answer = scene.ask(server, scene.request(RequestKind.MANIFEST, sender, round=5))
+        digest = decode_manifest(decode_offer(answer.body)[0])[0].digest
+        assert bytes(scene.ask(server, scene.request(RequestKind.CHUNK, sender, digest=digest)).body) == text
         other = 1 if sender == 2 else 2
-        assert scene.ask(server, scene.request(Kind.CHUNK, other, digest=digest)).status is (
-            Status.OK if {sender, other} == {1, 3} else Status.NOT_HERE
+        assert scene.ask(server, scene.request(RequestKind.CHUNK, other, digest=digest)).status is (
+            AnswerStatus.OK if {sender, other} == {1, 3} else AnswerStatus.NOT_HERE
         )
 
 
@@ -192,13 +192,13 @@ def test_a_simulated_attacker_publishes_twice_in_a_round(scene):
     before, first, second = (scene.snapshot(n, text) for n, text in ((4, b"4"), (5, b"5"), (5, b"again")))
     server.publish(before)
     server.publish(first, to={1: None})
-    assert read_offer(scene.ask(server, scene.request(Kind.MANIFEST, 1, round=5)).body)[0] == before.manifest
-    assert read_offer(scene.ask(server, scene.request(Kind.MANIFEST, 2, round=5)).body)[0] == first.manifest
+    assert decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 1, round=5)).body)[0] == before.manifest
+    assert decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 2, round=5)).body)[0] == first.manifest
     server.publish(second, to={1: scene.snapshot(5, b"crafted")})
-    crafted = read_manifest(read_offer(scene.ask(server, scene.request(Kind.MANIFEST, 1, round=5)).body)[0])[0].digest
+    crafted = decode_manifest(decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 1, round=5)).body)[0])[0].digest
     for sender, digest, text in ((1, crafted, b"crafted"), (2, second.digest, b"again"), (2, first.digest, b"5")):
-        assert bytes(scene.ask(server, scene.request(Kind.CHUNK, sender, digest=digest)).body) == text
-    assert bytes(scene.ask(server, scene.request(Kind.CHUNK, 1, digest=before.digest)).body) == b"4"
+        assert bytes(scene.ask(server, scene.request(RequestKind.CHUNK, sender, digest=digest)).body) == text
+    assert bytes(scene.ask(server, scene.request(RequestKind.CHUNK, 1, digest=before.digest)).body) == b"4"
     assert scene.ledger.guilty == frozenset()
 
 
@@ -207,20 +207,20 @@ def test_a_member_with_another_file_is_greeted_and_gets_nothing_else(scene, who,
     server.publish(scene.snapshot(5))
     nonce = b"n" * 16
     for run, sender in ((federation.run, 1), (bytes(32), 77)):  # ids may differ too: it is known by its key
-        data = scene.request(Kind.HELLO, sender, by=1, run=run, digest=who[1].member.key, nonce=nonce, receiver=ME)
+        data = scene.request(RequestKind.HELLO, sender, by=1, run=run, digest=who[1].member.key, nonce=nonce, receiver=ME)
         answer = scene.ask(server, data)
-        assert read_hello(answer.body, nonce, who[ME].member) == {"round": 7, "keys": federation.keys()}
+        assert decode_hello(answer.body, nonce, who[ME].member) == {"round": 7, "keys": federation.keys()}
         nonce = b"m" * 16
-    for kind in (Kind.MANIFEST, Kind.CHUNK, Kind.WITNESS):
+    for kind in (RequestKind.MANIFEST, RequestKind.CHUNK, RequestKind.WITNESS):
         answer = scene.ask(server, scene.request(kind, run=bytes(32)))
-        assert (answer.status, answer.body) == (Status.ANOTHER_RUN, b"")
+        assert (answer.status, answer.body) == (AnswerStatus.ANOTHER_RUN, b"")
     assert server.counts.refused == {"run": 3}
 
 
 def test_what_is_not_in_order_gets_no_answer(scene, who, federation):
     server = scene.server()
     server.publish(scene.snapshot(5))
-    good = scene.request(Kind.MANIFEST)
+    good = scene.request(RequestKind.MANIFEST)
     cases = [
         ("malformed", b""),
         ("malformed", good[:-1]),
@@ -228,40 +228,40 @@ def test_what_is_not_in_order_gets_no_answer(scene, who, federation):
         ("malformed", bytes(10**6)),
         ("malformed", good[:9] + b"\5" + good[10:]),
         ("version", good[:7] + b"\2"),
-        ("receiver", scene.request(Kind.MANIFEST, receiver=1)),
-        ("receiver", scene.request(Kind.HELLO, receiver=1, digest=who[1].member.key)),
-        ("member", scene.request(Kind.MANIFEST, 5, by=1)),
-        ("member", scene.request(Kind.MANIFEST, 2**32 - 1, by=1)),
-        ("member", scene.request(Kind.MANIFEST, ME)),
-        ("member", scene.request(Kind.HELLO, digest=NONE)),
-        ("member", scene.request(Kind.HELLO, by=ME, digest=who[ME].member.key)),
-        ("signature", scene.request(Kind.MANIFEST, 1, by=2)),
-        ("signature", scene.request(Kind.MANIFEST, run=NONE, by=2)),
-        ("signature", scene.request(Kind.HELLO, 2, by=2, digest=who[1].member.key)),
+        ("receiver", scene.request(RequestKind.MANIFEST, receiver=1)),
+        ("receiver", scene.request(RequestKind.HELLO, receiver=1, digest=who[1].member.key)),
+        ("member", scene.request(RequestKind.MANIFEST, 5, by=1)),
+        ("member", scene.request(RequestKind.MANIFEST, 2**32 - 1, by=1)),
+        ("member", scene.request(RequestKind.MANIFEST, ME)),
+        ("member", scene.request(RequestKind.HELLO, digest=ZERO_DIGEST)),
+        ("member", scene.request(RequestKind.HELLO, by=ME, digest=who[ME].member.key)),
+        ("signature", scene.request(RequestKind.MANIFEST, 1, by=2)),
+        ("signature", scene.request(RequestKind.MANIFEST, run=ZERO_DIGEST, by=2)),
+        ("signature", scene.request(RequestKind.HELLO, 2, by=2, digest=who[1].member.key)),
         ("signature", good[:-64] + bytes(64)),
     ]
     for k, (reason, data) in enumerate(cases):
         assert scene.ask(server, data) is None, k
         assert server.counts.refused[reason] == sum(each == reason for each, _ in cases[: k + 1]), k
-    assert scene.ask(server, good).status is Status.OK
+    assert scene.ask(server, good).status is AnswerStatus.OK
     assert scene.ask(server, good) is None
     assert server.counts.refused["replay"] == 1
     newer = scene.ask(server, good[:7] + b"\2" + good[8:])
-    assert newer.status is Status.ANOTHER_VERSION
+    assert newer.status is AnswerStatus.ANOTHER_VERSION
     assert server.counts.requests == len(cases) + 3
 
 
 def test_nonces_are_remembered_and_bounded(scene):
     server = scene.server(clock=lambda: 0.0)
-    first = scene.request(Kind.CHUNK)
+    first = scene.request(RequestKind.CHUNK)
     server.hear(first, lambda answer: None)
     for _ in range(10):
-        server.hear(scene.request(Kind.CHUNK), lambda answer: None)
+        server.hear(scene.request(RequestKind.CHUNK), lambda answer: None)
     server.hear(first, lambda answer: None)
     assert server.counts.refused["replay"] == 1
     peer = server._peers[1]
-    assert all(peer.new(os.urandom(16)) for _ in range(2 * NONCES))
-    assert len(peer.nonces) == NONCES
+    assert all(peer.new(os.urandom(16)) for _ in range(2 * MAX_NONCES))
+    assert len(peer.nonces) == MAX_NONCES
 
 
 def test_a_minute_has_so_many_answers_for_each_member(scene, federation):
@@ -269,15 +269,15 @@ def test_a_minute_has_so_many_answers_for_each_member(scene, federation):
     now = [0.0]
     server = scene.server(federation.model_copy(update={"limits": limits}), clock=lambda: now[0])
 
-    def statuses(sender: int, count: int) -> list[Status]:
-        return [scene.ask(server, scene.request(Kind.CHUNK, sender)).status for _ in range(count)]
+    def statuses(sender: int, count: int) -> list[AnswerStatus]:
+        return [scene.ask(server, scene.request(RequestKind.CHUNK, sender)).status for _ in range(count)]
 
-    assert statuses(1, 8) == [Status.NOT_HERE] * 6 + [Status.BUSY] * 2
-    assert statuses(2, 6) == [Status.NOT_HERE] * 6
+    assert statuses(1, 8) == [AnswerStatus.NOT_HERE] * 6 + [AnswerStatus.BUSY] * 2
+    assert statuses(2, 6) == [AnswerStatus.NOT_HERE] * 6
     now[0] = 9.9
-    assert statuses(1, 1) == [Status.BUSY]
+    assert statuses(1, 1) == [AnswerStatus.BUSY]
     now[0] = 55.0  # the three that were too many count too
-    assert statuses(1, 3) == [Status.NOT_HERE] * 2 + [Status.BUSY]
+    assert statuses(1, 3) == [AnswerStatus.NOT_HERE] * 2 + [AnswerStatus.BUSY]
     assert server.counts.refused == {"rate": 4}
 
 
@@ -287,36 +287,36 @@ def test_who_goes_on_asking_too_often_is_not_even_told(scene, federation):
     server = scene.server(federation.model_copy(update={"limits": limits}), clock=lambda: now[0])
     answers = []
     for _ in range(60):
-        assert scene.ask(server, scene.request(Kind.CHUNK)).status is Status.NOT_HERE
-    for _ in range(TOLD):
-        assert scene.ask(server, scene.request(Kind.CHUNK)).status is Status.BUSY
+        assert scene.ask(server, scene.request(RequestKind.CHUNK)).status is AnswerStatus.NOT_HERE
+    for _ in range(MAX_BUSY_ANSWERS):
+        assert scene.ask(server, scene.request(RequestKind.CHUNK)).status is AnswerStatus.BUSY
     for _ in range(50):
-        server.hear(scene.request(Kind.CHUNK, by=2), answers.append)
-        server.hear(scene.request(Kind.CHUNK), answers.append)
-    assert server.counts.refused == {"rate": TOLD + 100}  # without a look at who signed
-    assert scene.ask(server, scene.request(Kind.CHUNK, 2)).status is Status.NOT_HERE
+        server.hear(scene.request(RequestKind.CHUNK, by=2), answers.append)
+        server.hear(scene.request(RequestKind.CHUNK), answers.append)
+    assert server.counts.refused == {"rate": MAX_BUSY_ANSWERS + 100}  # without a look at who signed
+    assert scene.ask(server, scene.request(RequestKind.CHUNK, 2)).status is AnswerStatus.NOT_HERE
     assert answers == []
-    now[0] = TOLD + 1.0
-    assert scene.ask(server, scene.request(Kind.CHUNK)).status is Status.NOT_HERE
+    now[0] = MAX_BUSY_ANSWERS + 1.0
+    assert scene.ask(server, scene.request(RequestKind.CHUNK)).status is AnswerStatus.NOT_HERE
 
 
 def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federation):
     server = scene.server()
     reply, inside = scene.stuck()
-    forged = scene.request(Kind.CHUNK, by=2)
+    forged = scene.request(RequestKind.CHUNK, by=2)
     for _ in range(100):
         server.hear(forged, reply)
     for _ in range(100):
-        server.hear(scene.request(Kind.CHUNK), reply)
+        server.hear(scene.request(RequestKind.CHUNK), reply)
     for _ in range(9800):
         server.hear(forged, reply)
-    assert len(server._peers[1].queue) <= 2 * PENDING
-    assert len(server._peers[1].nonces) <= 2 * PENDING + federation.limits.per_peer
+    assert len(server._peers[1].queue) <= 2 * MAX_PENDING
+    assert len(server._peers[1].nonces) <= 2 * MAX_PENDING + federation.limits.per_peer
     assert len(inside) <= federation.limits.per_peer
     assert server.counts.refused["signature"] == 100
-    assert server.counts.refused["pending"] >= 9900 - PENDING - federation.limits.per_peer
+    assert server.counts.refused["pending"] >= 9900 - MAX_PENDING - federation.limits.per_peer
     started = time.monotonic()
-    assert scene.ask(server, scene.request(Kind.CHUNK, 2)).status is Status.NOT_HERE
+    assert scene.ask(server, scene.request(RequestKind.CHUNK, 2)).status is AnswerStatus.NOT_HERE
     assert time.monotonic() - started < 3
 
 
@@ -326,10 +326,10 @@ def test_slow_readers_delay_nobody_else(scene, federation):
     server.publish(scene.snapshot(5))
     reply, inside = scene.stuck()
     for sender in (1, 2, 3):
-        for _ in range(PENDING):
-            server.hear(scene.request(Kind.MANIFEST, sender, round=5), reply)
+        for _ in range(MAX_PENDING):
+            server.hear(scene.request(RequestKind.MANIFEST, sender, round=5), reply)
     started = time.monotonic()
-    assert [scene.ask(server, scene.request(Kind.MANIFEST, 4, round=5)).status for _ in range(20)] == [Status.OK] * 20
+    assert [scene.ask(server, scene.request(RequestKind.MANIFEST, 4, round=5)).status for _ in range(20)] == [AnswerStatus.OK] * 20
     assert time.monotonic() - started < 3
     assert until(lambda: len(inside) == 6)
     time.sleep(0.2)
@@ -340,8 +340,8 @@ def test_slow_readers_delay_nobody_else(scene, federation):
 def test_uploads_at_once_are_limited_and_taken_in_turn(scene):
     server = scene.server(patience=60.0)
     reply, inside = scene.stuck()
-    server.hear(scene.request(Kind.CHUNK, 1), reply)
-    server.hear(scene.request(Kind.CHUNK, 1), reply)
+    server.hear(scene.request(RequestKind.CHUNK, 1), reply)
+    server.hear(scene.request(RequestKind.CHUNK, 1), reply)
     assert until(lambda: len(inside) == 2)
     order, threads = [], []
 
@@ -353,7 +353,7 @@ def test_uploads_at_once_are_limited_and_taken_in_turn(scene):
         return reply
 
     for sender in (2, 2, 2, 3, 3, 3, 4, 4, 4):
-        server.hear(scene.request(Kind.CHUNK, sender), noted(sender))
+        server.hear(scene.request(RequestKind.CHUNK, sender), noted(sender))
     time.sleep(0.1)
     assert order == []
     server._federation = server._federation.model_copy(
@@ -374,16 +374,16 @@ def test_what_fails_ends_one_answer_and_nothing_else(scene, who):
 
     server = scene.server(about=broken)
     for _ in range(3):
-        server.hear(scene.request(Kind.HELLO, digest=who[1].member.key), lost)
-        server.hear(scene.request(Kind.CHUNK), lost)
+        server.hear(scene.request(RequestKind.HELLO, digest=who[1].member.key), lost)
+        server.hear(scene.request(RequestKind.CHUNK), lost)
     assert until(lambda: server.counts.refused.get("failed") == 6)
-    assert scene.ask(server, scene.request(Kind.CHUNK)).status is Status.NOT_HERE
+    assert scene.ask(server, scene.request(RequestKind.CHUNK)).status is AnswerStatus.NOT_HERE
 
 
 def test_a_request_is_heard_at_once(scene):
     server = scene.server()
     reply, _ = scene.stuck()
-    requests = [scene.request(Kind.CHUNK, 1 + k % 4) for k in range(200)]
+    requests = [scene.request(RequestKind.CHUNK, 1 + k % 4) for k in range(200)]
     seconds = []
     for data in requests:
         started = time.perf_counter()
@@ -396,9 +396,9 @@ def test_it_closes_with_answers_under_way(scene):
     server = scene.server()
     reply, inside = scene.stuck()
     for _ in range(5):
-        server.hear(scene.request(Kind.CHUNK), reply)
+        server.hear(scene.request(RequestKind.CHUNK), reply)
     assert until(lambda: inside)
     started = time.monotonic()
     server.close()
     assert time.monotonic() - started < 4
-    assert scene.ask(server, scene.request(Kind.CHUNK), seconds=0.1) is None
+    assert scene.ask(server, scene.request(RequestKind.CHUNK), seconds=0.1) is None

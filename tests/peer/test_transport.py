@@ -25,7 +25,15 @@ from fedcb2o.peer.membership import federation as federations
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire import transport
-from fedcb2o.peer.wire.transport import MOST_ANSWER, MOST_ANSWERS, MOST_REQUEST, Hear, Reply, Transport, Zenoh
+from fedcb2o.peer.wire.transport import (
+    MAX_ANSWER_BYTES,
+    MAX_ANSWERS,
+    MAX_REQUEST_BYTES,
+    Reply,
+    RequestHandler,
+    Transport,
+    Zenoh,
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +64,7 @@ def three(request: Any, organisations: Any, opened: contextlib.ExitStack) -> lis
     who, federation = organisations
     made = [opened.enter_context(Zenoh(federation, identity)) for identity in who[:3]]
     for id, one in enumerate(made):
-        until(lambda one=one, id=id: one.alive() == {0, 1, 2} - {id})
+        until(lambda one=one, id=id: one.connected_peers() == {0, 1, 2} - {id})
     return made
 
 
@@ -70,7 +78,7 @@ def until(what: Callable[[], Any], seconds: float = 10) -> Any:
     raise AssertionError(f"not within {seconds} seconds")
 
 
-def answering(text: bytes = b"heard ") -> Hear:
+def answering(text: bytes = b"heard ") -> RequestHandler:
     def hear(request: bytes, reply: Reply) -> None:
         threading.Thread(target=reply, args=(text + request,), daemon=True).start()
 
@@ -120,11 +128,11 @@ def test_a_closed_one_is_no_longer_there(three: list[Transport]) -> None:
     until(lambda: list(three[0].ask(1, b"?", 5.0)))
     three[1].close()
     three[1].close()
-    until(lambda: 1 not in three[0].alive())
+    until(lambda: 1 not in three[0].connected_peers())
     start = time.monotonic()
     assert list(three[0].ask(1, b"hello", 20.0)) == []
     assert list(three[1].ask(0, b"hello", 20.0)) == []
-    assert three[1].alive() == frozenset()
+    assert three[1].connected_peers() == frozenset()
     assert time.monotonic() - start < 5
 
 
@@ -152,7 +160,7 @@ def raw(identity: Identity, federation: Federation, **settings: Any) -> zenoh.Se
     """A session of a member that keeps none of our rules."""
     roots = [member.root for member in federation.members.values()]
     wild = {"transport/link/rx/max_message_size": 2**30, "transport/unicast/open_timeout": 2000}
-    return transport._open(identity, roots, wild | {key.replace("__", "/"): value for key, value in settings.items()})
+    return transport._open_session(identity, roots, wild | {key.replace("__", "/"): value for key, value in settings.items()})
 
 
 def test_no_member_answers_for_another(organisations: Any, opened: contextlib.ExitStack) -> None:
@@ -172,8 +180,8 @@ def test_no_member_answers_for_another(organisations: Any, opened: contextlib.Ex
     time.sleep(0.2)
     assert list(one.ask(1, b"hello", 5.0)) == [b"agent 1 heard hello"]
     assert list(one.ask(3, b"hello", 5.0)) == list(other.ask(3, b"hello", 5.0)) == []
-    assert one.alive() == {1}
-    assert other.alive() == {0}
+    assert one.connected_peers() == {1}
+    assert other.connected_peers() == {0}
 
 
 def test_no_member_takes_the_place_of_another(organisations: Any, opened: contextlib.ExitStack) -> None:
@@ -182,7 +190,7 @@ def test_no_member_takes_the_place_of_another(organisations: Any, opened: contex
     thief = opened.enter_context(raw(who[2], federation, listen__endpoints=[f"tls/{who[3].member.endpoint}"]))
     thief.declare_queryable("fedcb2o/agents/3", lambda query: query.drop())
     time.sleep(1)  # enough for links to the others
-    assert one.alive() == {1}
+    assert one.connected_peers() == {1}
 
 
 def test_a_member_asks_nobody_through_another(organisations: Any, opened: contextlib.ExitStack) -> None:
@@ -229,7 +237,7 @@ def test_strangers_are_kept_out(kind: str, organisations: Any, opened: contextli
 def test_what_is_too_large_or_too_much_is_dropped(organisations: Any, opened: contextlib.ExitStack) -> None:
     who, federation = organisations
     (one,) = linked(opened, organisations, 0)
-    many = {b"large": [bytes(MOST_ANSWER + 2**17)], b"largest": [bytes(2**20 + 2**19)], b"many": [b"x"] * 1000}
+    many = {b"large": [bytes(MAX_ANSWER_BYTES + 2**17)], b"largest": [bytes(2**20 + 2**19)], b"many": [b"x"] * 1000}
     wild = opened.enter_context(raw(who[1], federation, listen__endpoints=[f"tls/{who[1].member.endpoint}"]))
 
     def flood(query: zenoh.Query) -> None:
@@ -241,12 +249,12 @@ def test_what_is_too_large_or_too_much_is_dropped(organisations: Any, opened: co
     until(lambda: list(one.ask(1, b"?", 5.0)))
     assert [len(answer) for answer in one.ask(1, b"largest", 5.0)] == [2**20 + 2**19]
     assert list(one.ask(1, b"large", 5.0)) == []
-    assert list(one.ask(1, b"many", 5.0)) == [b"x"] * MOST_ANSWERS
+    assert list(one.ask(1, b"many", 5.0)) == [b"x"] * MAX_ANSWERS
     assert list(one.ask(1, b"then", 5.0)) == [b"fine"]
 
     asking = opened.enter_context(raw(who[2], federation, connect__endpoints=[f"tls/{who[0].member.endpoint}"]))
     until(lambda: [reply for reply in asking.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok])
-    got = asking.get("fedcb2o/agents/0", payload=bytes(2**24 + MOST_REQUEST), timeout=0.5)
+    got = asking.get("fedcb2o/agents/0", payload=bytes(2**24 + MAX_REQUEST_BYTES), timeout=0.5)
     assert [reply for reply in got if reply.ok] == []
     assert [reply for reply in asking.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok]
 
@@ -267,7 +275,7 @@ def test_what_cannot_be_heard_is_not_the_end(
     assert "a request could not be heard" in caplog.text
 
 
-def through(proxy: Proxy, port: int, folder: Path, opened: contextlib.ExitStack, hear: Hear) -> tuple[Zenoh, Zenoh]:
+def through(proxy: Proxy, port: int, folder: Path, opened: contextlib.ExitStack, hear: RequestHandler) -> tuple[Zenoh, Zenoh]:
     """An agent that answers behind a proxy, and one that asks it."""
     served = Identity.make(folder / "served", name="served", endpoint=f"127.0.0.1:{proxy.port}")
     (asking,) = identities(folder, 1)
@@ -335,7 +343,7 @@ def test_a_slow_reader_delays_nobody_else(organisations: Any, opened: contextlib
     assert left.count(b"slow") < 32
     start = time.monotonic()
     one.close()
-    assert time.monotonic() - start < transport.CLOSING + 2
+    assert time.monotonic() - start < transport.CLOSE_SECONDS + 2
 
 
 def test_where_it_cannot_listen(organisations: Any, opened: contextlib.ExitStack) -> None:
@@ -395,7 +403,7 @@ def test_closing_waits_for_all_that_would_come_back_into_python(
 def test_a_program_that_forgets_to_close_ends_in_silence(organisations: Any, tmp_path: Path) -> None:
     """While it dials one that is not there and one that never answers."""
     who, federation = organisations
-    federations.write(federation, tmp_path / "federation.toml")
+    federations.write_federation(federation, tmp_path / "federation.toml")
     program = (
         "import sys, time; from fedcb2o.peer.membership import federation; from fedcb2o.peer.membership.identity import Identity;"
         "from fedcb2o.peer.wire.transport import Zenoh;"
@@ -419,7 +427,7 @@ def test_a_certificate_that_ends_ends_its_links(organisations: Any, opened: cont
     now = datetime.now(UTC)
     who[1].renew(now=now - timedelta(days=2), until=now + timedelta(seconds=5))
     one, other, third = linked(opened, organisations, 0, 1, 2)
-    until(lambda: one.alive() == {2} and not other.alive(), 15)
+    until(lambda: one.connected_peers() == {2} and not other.connected_peers(), 15)
     assert list(third.ask(0, b"hello", 5.0)) == [b"agent 0 heard hello"]
     who[1].renew()
     until(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from queue import Empty, Queue
 
-from fedcb2o.peer.wire.transport import MOST_ANSWERS, Hear
+from fedcb2o.peer.wire.transport import MAX_ANSWERS, RequestHandler
 
 
 class Wire:
@@ -35,7 +35,7 @@ class Wired:
 
     def __init__(self, wire: Wire, id: int) -> None:
         self.wire, self.id, self.hear, self.closed = wire, id, None, False
-        self.hear: Hear | None
+        self.hear: RequestHandler | None
 
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:
         answers: Queue[bytes | None] = Queue()
@@ -46,7 +46,7 @@ class Wired:
             threading.Thread(target=self._send, args=(self.wire.agents[peer], request, answers), daemon=True).start()
         return self._answers(answers, end)
 
-    def serve(self, hear: Hear) -> None:
+    def serve(self, hear: RequestHandler) -> None:
         self.hear = hear
 
     def alive(self) -> frozenset[int]:
@@ -69,7 +69,7 @@ class Wired:
             answers.put(None)
 
     def _answers(self, answers: "Queue[bytes | None]", end: float) -> Iterator[bytes]:
-        for _ in range(MOST_ANSWERS):
+        for _ in range(MAX_ANSWERS):
             try:
                 answer = answers.get(timeout=max(0.0, end - time.monotonic()))
             except Empty:

@@ -29,25 +29,25 @@ from torch import nn
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated import algorithms, attacks, topology
-from fedcb2o.federated.agent_group import Block
-from fedcb2o.federated.contacts import Memory
-from fedcb2o.federated.run_spec import Primitives
-from fedcb2o.federated.types import Attack, remembers
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.run_spec import KernelConfig
+from fedcb2o.federated.types import Attack, stateful
 from fedcb2o.nn.memory_layout import ChannelsLast
-from fedcb2o.parallel.executors import Here
+from fedcb2o.parallel.executors import SerialExecutor
 from fedcb2o.rng import stream
-from fedcb2o.simulation.local_engine import Shared
-from fedcb2o.simulation.rounds import LostError, rounds
+from fedcb2o.simulation.local_engine import LocalEngine
+from fedcb2o.simulation.rounds import WorkerLostError, run_rounds
 
 pytest.importorskip("ray")
 
 import ray
 
 from fedcb2o.ray_backend import connect, placement
-from fedcb2o.ray_backend.actors import lost
-from fedcb2o.ray_backend.engine import Cluster
-from fedcb2o.ray_backend.sharding import shared_out
-from fedcb2o.ray_backend.worker import Holder
+from fedcb2o.ray_backend.actors import translate_ray_errors
+from fedcb2o.ray_backend.engine import RayEngine
+from fedcb2o.ray_backend.sharding import shard_agents
+from fedcb2o.ray_backend.worker import AgentWorker
 
 EVERYBODY = range(len(CLUSTER))
 COUNTS = [1, 2, 3, 7]
@@ -57,7 +57,7 @@ COUNTS = [1, 2, 3, 7]
 def cluster():
     """Ray on this machine, and seven actors, of which a run takes some."""
     jaxtyping.config.update("jaxtyping_disable", True)  # as in the test of two engines
-    with connect.joined(connect.LOCAL, 200 * 2**20, 8), placement.actors(placement.nodes() * 7) as actors:
+    with connect.connected(connect.LOCAL, 200 * 2**20, 8), placement.start_workers(placement.list_nodes() * 7) as actors:
         yield actors
     jaxtyping.config.update("jaxtyping_disable", False)
 
@@ -73,7 +73,7 @@ class Scene:
     skewed: bool
     changes: dict[str, Any]
 
-    def block(self, tensors: Any = None, agents: Any = EVERYBODY) -> Block:
+    def block(self, tensors: Any = None, agents: Any = EVERYBODY) -> AgentGroup:
         terms, holds = terms_of(self.algorithm(), self.network(), **self.changes), held()
         if self.skewed:  # nobody has the classes of its own number, and some have many samples and others few
             parts = [
@@ -84,7 +84,7 @@ class Scene:
         return block_of(terms, attackers_of(self.attack(), own_model=self.own_model), holds, agents)
 
     def first(self, tensors: Any, theta: torch.Tensor, ids: Any) -> None:
-        theta.copy_(first_models(self.block().terms)[list(ids)])
+        theta.copy_(first_models(self.block().spec)[list(ids)])
 
 
 def flipped(**more: Any) -> Attack:
@@ -96,14 +96,14 @@ def crafting(name: str) -> Attack:
     return Attack(craft=craft, threat=craft.threat, poison=flip if name in POISONED else None)
 
 
-def clustered(actors, scene: Scene, count: int, nodes: int = 2) -> Cluster:
+def clustered(actors, scene: Scene, count: int, nodes: int = 2) -> RayEngine:
     """The engine of at most so many blocks, on so many nodes by what it is told, before its first round."""
     block = scene.block()
-    shares = shared_out(block.terms, block.holdings.train.sizes.tolist(), [1.0] * count)
+    shares = shard_agents(block.spec, block.data.train.sizes.tolist(), [1.0] * count)
     on = [f"node {b % nodes}" for b in range(len(shares))]
-    engine = Cluster(block, shares, actors[: len(shares)], on)
-    engine.begin(scene.block, {}, {})
-    engine.begin_models(scene.first)
+    engine = RayEngine(block, shares, actors[: len(shares)], on)
+    engine.build_groups(scene.block, {}, {})
+    engine.init_models(scene.first)
     return engine
 
 
@@ -111,18 +111,18 @@ def hold_equal(
     actors, algorithm, attack=flipped, make=network, rounds=2, own_model=True, skewed=False, counts=COUNTS, **changes
 ):
     """Run on one machine and on clusters, and hold all that they find equal."""
-    known = {"primitives": Primitives(together=2), "most_samples": 17, **changes}
+    known = {"primitives": KernelConfig(models_per_batch=2), "most_samples": 17, **changes}
     scene = Scene(algorithm, attack, make, own_model, skewed, known)
     here = scene.block()
-    here.pool[: len(CLUSTER)] = first_models(here.terms)
-    mine, models = found_by(Shared(here, Here(here)), rounds), here.pool[: len(CLUSTER)]
+    here.models[: len(CLUSTER)] = first_models(here.spec)
+    mine, models = found_by(LocalEngine(here, SerialExecutor(here)), rounds), here.models[: len(CLUSTER)]
     for count in counts:
         engine = clustered(actors, scene, count)
         for n, (one, other) in enumerate(zip(mine, found_by(engine, rounds), strict=True)):
             assert one[0] == other[0], (count, n)
             assert one[1] == other[1], (count, n)
             assert one[2].keys() == other[2].keys(), (count, n)
-        theirs = torch.cat(list(engine.models()))[:, : here.terms.dim]
+        theirs = torch.cat(list(engine.persistent_models()))[:, : here.spec.dim]
         assert torch.equal(models.view(torch.int32), theirs.contiguous().view(torch.int32)), count
 
 
@@ -135,11 +135,11 @@ ALGORITHMS = {
         algorithms.fedcb2o,
         criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
         **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
-        ball=1.0,
-        apart=1.2,
+        max_distance=1.0,
+        min_distance=1.2,
         selection={"name": "prob_sampling", "newcomers": 0.4},
     ),
-    "median": partial(algorithms.fedcb2o, tested=2.0, point="median", own_model="judged", mixing_factor=1.0),
+    "median": partial(algorithms.fedcb2o, loss_tolerance=2.0, point="median", own_model="judged", mixing_factor=1.0),
     "everyone": partial(algorithms.fedcb2o, selection="everyone", own_model="judged", beta=0.4),
     "itself too": partial(algorithms.fedcb2o, own_model="judged", own_candidate=True, mixing_factor=1.0),
     "patches": partial(algorithms.fedcb2o, criterion={"name": "trigger_sensitivity"}, own_model="judged"),
@@ -179,7 +179,7 @@ RULES = ["mean", "trimmed_mean", "geometric_median", "krum", "foolsgold", "fltru
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_under_an_attack_that_looks_at_others(cluster, rule):
-    hold_equal(cluster, partial(algorithms.by_rule, rule=rule, judges=True), partial(crafting, "alie"), share=0.4)
+    hold_equal(cluster, partial(algorithms.by_rule, rule=rule, needs_losses=True), partial(crafting, "alie"), share=0.4)
 
 
 @pytest.mark.parametrize(("rule", "pre_step"), [("trimmed_mean", "nnm"), ("monna", "bucketing")])
@@ -188,7 +188,7 @@ def test_pre_steps(cluster, rule, pre_step):
     hold_equal(cluster, algorithm, share=0.4, counts=[3])
 
 
-@remembers(before=True)
+@stateful(uses_previous=True)
 def steady(state, judged):
     """Whoever was here before counts as often as it was; it also keeps its model, and looks at the one before."""
     assert not judged.pool[judged.before].equal(judged.theta)
@@ -200,7 +200,7 @@ def steady(state, judged):
 
 
 def by_steady():
-    return algorithms.by_rule(rule=steady, judges=False)
+    return algorithms.by_rule(rule=steady, needs_losses=False)
 
 
 def test_a_rule_with_memory(cluster):
@@ -209,17 +209,17 @@ def test_a_rule_with_memory(cluster):
 
 def test_what_rules_keep_stays_with_the_agents(cluster):
     """It comes when it is looked at, as it is after the last round, and another cluster goes on from it."""
-    scene = Scene(by_steady, flipped, network, True, False, {"primitives": Primitives(together=2)})
+    scene = Scene(by_steady, flipped, network, True, False, {"primitives": KernelConfig(models_per_batch=2)})
     engine, again = clustered(cluster[:3], scene, 3), clustered(cluster[3:5], scene, 2)
-    first, _, third = rounds(engine, Memory.blank(len(CLUSTER)), 0, 3, lambda n: False)
+    first, _, third = run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, lambda n: False)
     with pytest.raises(AssertionError, match="another round"):
-        dict(first.memory.states[0])
-    states = [dict(state) for state in third.memory.states]
+        dict(first.memory.rule_states[0])
+    states = [dict(state) for state in third.memory.rule_states]
     assert [int(state["seen"].sum()) if state else 0 for state in states] == [9, 9, 9, 0, 0, 9, 9, 0, 0]
-    again.fill_(torch.cat(list(engine.models())))
-    (there,) = rounds(again, Memory(third.memory.met, tuple(states)), 3, 4, lambda n: False)
-    (here,) = rounds(engine, third.memory, 3, 4, lambda n: False)
-    for mine, theirs in zip(here.memory.states, there.memory.states, strict=True):
+    again.load_models_(torch.cat(list(engine.persistent_models())))
+    (there,) = run_rounds(again, AgentState(third.memory.contacts, tuple(states)), 3, 4, lambda n: False)
+    (here,) = run_rounds(engine, third.memory, 3, 4, lambda n: False)
+    for mine, theirs in zip(here.memory.rule_states, there.memory.rule_states, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(mine[name].equal(theirs[name]) for name in mine)
 
@@ -227,16 +227,16 @@ def test_what_rules_keep_stays_with_the_agents(cluster):
 @pytest.mark.parametrize("nodes", [1, 2, 7])
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_no_byte_goes_that_was_not_asked_for(cluster, count, nodes):
-    known = {"primitives": Primitives(together=1)}
+    known = {"primitives": KernelConfig(models_per_batch=1)}
     engine = clustered(cluster, Scene(algorithms.dfedavgm, flipped, wide, True, False, known), count, nodes)
-    homes = {int(j): b for b, agents in enumerate(engine.shares.agents) for j in agents}
-    for done in rounds(engine, Memory.blank(len(CLUSTER)), 0, 2, lambda n: False):
-        received = [(homes[j], int(i)) for j in EVERYBODY for i in done.choices.received[j]]
+    homes = {int(j): b for b, agents in enumerate(engine.sharding.agents) for j in agents}
+    for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 2, lambda n: False):
+        received = [(homes[j], int(i)) for j in EVERYBODY for i in done.decisions.received[j]]
         between = {(b, i) for b, i in received if homes[i] != b}
         moved = {(b % nodes, i) for b, i in between if homes[i] % nodes != b % nodes}
-        assert engine.actors.lent == len(between) * 4 * engine.terms.dim
-        assert engine.actors.moved == len(moved) * 4 * engine.terms.dim
-        engine.actors.lent = engine.actors.moved = 0
+        assert engine.actors.loaned_bytes == len(between) * 4 * engine.spec.dim
+        assert engine.actors.moved_bytes == len(moved) * 4 * engine.spec.dim
+        engine.actors.loaned_bytes = engine.actors.moved_bytes = 0
 
 
 def test_an_error_of_an_actor_is_no_loss(cluster):
@@ -247,7 +247,7 @@ def test_an_error_of_an_actor_is_no_loss(cluster):
     with pytest.raises(RunError, match=told) as raised:
         engine.actors.get(refs)
     with pytest.raises(RunError, match=told) as there:
-        engine.actors.do(Holder.receive, [None, ([np.zeros(1, np.int64)],)], [[], refs])
+        engine.actors.call(AgentWorker.import_rows, [None, ([np.zeros(1, np.int64)],)], [[], refs])
     assert raised.type is there.type is RunError
 
 
@@ -264,14 +264,14 @@ GONE = ray.exceptions.WorkerCrashedError()
     ("error", "kind", "told"),
     [
         (FULL, RunError, r"^Ray's store or disk is full on a node \(ObjectStoreFullError: no room\): take more nodes"),
-        (GONE, LostError, r"^a part of the cluster is lost \(WorkerCrashedError: .*\)$"),
+        (GONE, WorkerLostError, r"^a part of the cluster is lost \(WorkerCrashedError: .*\)$"),
     ],
 )
 def test_a_full_store_is_no_loss_and_what_ray_lost_is_one(cluster, error, kind, told):
     """Here, and where a task or an actor meets it."""
-    with pytest.raises(RunError, match=told) as here, lost():
+    with pytest.raises(RunError, match=told) as here, translate_ray_errors():
         raise error
-    with pytest.raises(RunError, match=told) as there, lost():
+    with pytest.raises(RunError, match=told) as there, translate_ray_errors():
         ray.get(raising.remote(error))
     assert here.type is there.type is kind
 
@@ -290,7 +290,7 @@ def backdoor() -> Attack:
 
 
 def sleepers() -> Attack:
-    return Attack(craft=attacks.trash, threat=attacks.trash.threat, from_round=1)
+    return Attack(craft=attacks.random_model, threat=attacks.random_model.threat, from_round=1)
 
 
 OTHERS = {

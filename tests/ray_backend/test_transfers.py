@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedcb2o.ray_backend.transfers import OBJECT, PARCEL, parcels
+from fedcb2o.ray_backend.transfers import MAX_TRANSFER_BYTES, OBJECT_OVERHEAD_BYTES, plan_transfers
 
 LARGE, SMALL = 4 * 6_572_975, 4 * 210
 OWNER = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2])  # three actors with three rows each
@@ -12,8 +12,8 @@ OWNER = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2])  # three actors with three rows ea
 def told(wanted, nodes, size):
     """Each parcel as its owner, its rows, and the rows that each taker takes."""
     return [
-        (made.owner, made.rows.tolist(), {b: made.rows[places].tolist() for b, places in made.takers.items()})
-        for made in parcels(OWNER, [np.array(rows, np.int64) for rows in wanted], np.array(nodes), size)
+        (made.owner, made.rows.tolist(), {b: made.rows[places].tolist() for b, places in made.receivers.items()})
+        for made in plan_transfers(OWNER, [np.array(rows, np.int64) for rows in wanted], np.array(nodes), size)
     ]
 
 
@@ -38,10 +38,10 @@ def test_small_models_are_put_once_for_each_node_that_wants_them():
 
 
 def test_many_small_models_for_the_same_nodes_are_worth_an_object():
-    owner, size = np.repeat([0, 1, 2], 1000), OBJECT // 500
+    owner, size = np.repeat([0, 1, 2], 1000), OBJECT_OVERHEAD_BYTES // 500
     wanted = [np.zeros(0, np.int64), np.arange(0, 800), np.arange(200, 1000)]
-    made = parcels(owner, wanted, np.array([0, 1, 2]), size)
-    assert [(each.owner, len(each.rows), sorted(each.takers)) for each in made] == [
+    made = plan_transfers(owner, wanted, np.array([0, 1, 2]), size)
+    assert [(each.owner, len(each.rows), sorted(each.receivers)) for each in made] == [
         (0, 600, [1, 2]),
         (0, 200, [1]),
         (0, 200, [2]),
@@ -58,18 +58,18 @@ def test_each_node_gets_what_its_actors_want_and_no_row_twice(actors, per_node, 
     draw, rows = np.random.default_rng(0), 20 * actors
     owner, nodes = np.sort(draw.integers(actors, size=rows)), np.arange(actors) // per_node
     wanted = [np.flatnonzero((owner != b) & (draw.random(rows) < 0.2)) for b in range(actors)]
-    made = parcels(owner, wanted, nodes, size)
+    made = plan_transfers(owner, wanted, nodes, size)
     for b in range(actors):
-        taken = [each.rows[each.takers[b]] for each in made if b in each.takers]
+        taken = [each.rows[each.receivers[b]] for each in made if b in each.receivers]
         np.testing.assert_array_equal(np.sort(np.concatenate([[], *taken])), wanted[b])
     for node in range(nodes.max() + 1):
         mine = np.flatnonzero(nodes == node)
-        came = np.concatenate([[], *(each.rows for each in made if set(mine) & set(each.takers))])
+        came = np.concatenate([[], *(each.rows for each in made if set(mine) & set(each.receivers))])
         asked = np.unique(np.concatenate([wanted[b] for b in mine]))
         np.testing.assert_array_equal(np.sort(came), asked)
     for each in made:
         assert (owner[each.rows] == each.owner).all()
-        assert len(each.rows) * size <= max(PARCEL, size)
-        assert all(len(places) for places in each.takers.values())
+        assert len(each.rows) * size <= max(MAX_TRANSFER_BYTES, size)
+        assert all(len(places) for places in each.receivers.values())
     total = size * sum(len(each.rows) for each in made)
-    assert len(made) <= actors * (nodes.max() + 1) + 2 * total // OBJECT
+    assert len(made) <= actors * (nodes.max() + 1) + 2 * total // OBJECT_OVERHEAD_BYTES

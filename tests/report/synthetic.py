@@ -4,7 +4,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
 
-from fedcb2o.records import Records, Run, write_json, write_toml
+from fedcb2o.records import RoundLog, Run, write_json, write_toml
 
 CONFIG = {
     "seeds": [0],
@@ -27,7 +27,7 @@ def write_run(folder, config, *, agents, metrics, pairs=None, complete=True, sam
         inside.mkdir()
         about = {"class_names": [str(c) for c in range(10)], "num_classes": 10, "clusters": len(angles)}
         write_json(inside / "agents.json", {**about, "angles": angles, "dim": 1000, **agents})
-        records = Records(inside)
+        records = RoundLog(inside)
         for line in lines:
             records.append("metrics", line)
             records.append("timing", {"round": line["round"], "train": 1.5, "aggregate": 0.5, "mix": 0.1})

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from tests.report.synthetic import draw_run
 
 from fedcb2o.report import sample_images, source_counts, weight_matrix
-from fedcb2o.report.alt_text import told
-from fedcb2o.report.figures import percent
+from fedcb2o.report.alt_text import describe_figure
+from fedcb2o.report.figures import percent_formatter
 
 
 def test_lines_begin_and_end():
@@ -18,9 +18,9 @@ def test_lines_begin_and_end():
     left.plot([1, 2], [0, 1])
     left.axhline(0.5, label="at random")
     left.set(title="Accuracy", xlabel="round")
-    left.yaxis.set_major_formatter(percent())
+    left.yaxis.set_major_formatter(percent_formatter())
     right.plot([1, 2, 3], [0.001234, 2, 1234], label="loss")
-    assert told(figure) == "Accuracy: T_G = 3 25% to 50% (round 2 to 4); at random 50%. loss 0.00123 to 1.23e+03."
+    assert describe_figure(figure) == "Accuracy: T_G = 3 25% to 50% (round 2 to 4); at random 50%. loss 0.00123 to 1.23e+03."
 
 
 def test_bars_are_told_by_group():
@@ -30,8 +30,8 @@ def test_bars_are_told_by_group():
         ax.bar([0, 1], heights, label=name)
     ax.set_xticks([0, 1], ["none", "one"])
     ax.set_title("Rate")
-    ax.yaxis.set_major_formatter(percent())
-    assert told(figure) == "Rate: none: FedCBO 50%, FedCB2O 25%; one: FedCB2O 100%."
+    ax.yaxis.set_major_formatter(percent_formatter())
+    assert describe_figure(figure) == "Rate: none: FedCBO 50%, FedCB2O 25%; one: FedCB2O 100%."
 
 
 def test_very_many_bars_are_told_as_ranges():
@@ -39,7 +39,7 @@ def test_very_many_bars_are_told_as_ranges():
     ax = figure.subplots()
     ax.barh(range(40), range(40), label="taken")
     ax.set_xlabel("rounds")
-    assert told(figure) == "rounds: taken 0 to 39."
+    assert describe_figure(figure) == "rounds: taken 0 to 39."
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def run(tmp_path_factory):
 
 
 def test_weights_are_told_by_who_gives_them_to_whom(run):
-    words = told(weight_matrix(run))
+    words = describe_figure(weight_matrix(run))
     assert words.startswith("run, weights between agents. Benign agents of cluster 1 give ")
     assert "0% to malicious ones of it" in words
     assert "Benign agents of cluster 2" in words
@@ -57,5 +57,5 @@ def test_weights_are_told_by_who_gives_them_to_whom(run):
 
 
 def test_every_figure_says_something(run):
-    assert told(sample_images(run)) == "10 sample images, the same in 2 clusters, each in its rotation."
-    assert told(source_counts([run])).startswith("Source class accuracy: 0: run ")
+    assert describe_figure(sample_images(run)) == "10 sample images, the same in 2 clusters, each in its rotation."
+    assert describe_figure(source_counts([run])).startswith("Source class accuracy: 0: run ")

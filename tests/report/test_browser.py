@@ -15,7 +15,7 @@ from tests.peer.folders import draw_node
 from tests.report.synthetic import draw_run
 from tests.report.test_matrix import make_grid
 
-from fedcb2o.peer.report.node_page import report as report_node
+from fedcb2o.peer.report.node_page import write_node_report as report_node
 from fedcb2o.report import grid_page, page, read_grid, report, report_grid
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -79,7 +79,7 @@ def pages(tmp_path_factory):
         for module in (page, grid_page):
             patch.setattr(module, "png", lambda _: b"")  # the files beside the page
         report(runs, folder / "runs")
-        patch.setattr(grid_page, "heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
+        patch.setattr(grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
         report_grid(read_grid(make_grid(folder / "grid")), folder / "matrices")
     node = draw_node(folder / "node", agents=5, rounds=8, budget=3)
     report_node(node)

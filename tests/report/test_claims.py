@@ -12,7 +12,7 @@ from tests.report.synthetic import draw_run
 
 from fedcb2o.records import Run
 from fedcb2o.report import figures
-from fedcb2o.report.tables import LABELS, pair_statistics, spread
+from fedcb2o.report.tables import LABELS, format_mean_interval, pair_statistics
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 
@@ -220,8 +220,8 @@ def test_the_picture_has_all_methods_or_the_main_ones_and_marks_the_switch():
     eight = [*claims.CURVES[:6], "fedcb2o-released-tg10", "fedcbo-clean"]
     drawn = claims.pictured(dict.fromkeys(eight, one))
     assert [curve.name for curve in drawn] == eight
-    assert {curve.name: curve.switch for curve in drawn if curve.switch} == {"fedcb2o-released-tg10": 10}
-    ax = figures.together(figures.curve_panels(drawn)).axes[0]
+    assert {curve.name: curve.criterion_from_round for curve in drawn if curve.criterion_from_round} == {"fedcb2o-released-tg10": 10}
+    ax = figures.draw_panels(figures.curve_panels(drawn)).axes[0]
     assert ax.lines[0].get_ydata() == pytest.approx([0.6, 0.7])
     nine = claims.pictured(dict.fromkeys([*eight, "fedcb2o"], one))
     assert [curve.name for curve in nine] == [*claims.CURVES[:6], "fedcb2o"]
@@ -264,7 +264,7 @@ def test_the_readmes_table_is_that_of_its_seeds():
     by_method = dict(list(values[values.seed < 10].groupby("method")))
     readme = (PAGE.parents[1] / "README.md").read_text()
     for metric in ("accuracy", "source_accuracy", "attack_success_rate", "malicious_weight"):
-        cells = [spread(by_method[method][metric] / 100) for method in methods]
+        cells = [format_mean_interval(by_method[method][metric] / 100) for method in methods]
         assert f"\n| {LABELS[metric]} | {' | '.join(cells)} |\n" in readme
 
 

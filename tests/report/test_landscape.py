@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from fedcb2o.report.decay import Decay
-from fedcb2o.report.particle_figures import Scene, animate, landscape
+from fedcb2o.report.particle_figures import Scene, draw_landscape, write_animation
 
 
 def scene(*, dim=2, clusters=1, runs=1, malicious=3, upper=True, target=True, band=True, frames=8):
@@ -23,11 +23,11 @@ def scene(*, dim=2, clusters=1, runs=1, malicious=3, upper=True, target=True, ba
     V = 2 * np.exp(-1.5 * t)[:, None, None] * np.linspace(0.5, 1.5, runs)[None, :, None] * np.ones(clusters)
     line = np.repeat(2 * np.exp(-t)[:, None], clusters, 1)
     return Scene(
-        title="a title < with & signs", dim=dim, box=(-2.0, 2.0), grid=grid, lower=lower,
-        upper=lower[0] + 1 if upper and lower is not None else None, times=np.arange(frames) * 0.5,
+        title="a title < with & signs", dim=dim, box=(-2.0, 2.0), grid=grid, lower_values=lower,
+        upper_values=lower[0] + 1 if upper and lower is not None else None, times=np.arange(frames) * 0.5,
         theta=shrink * draw.standard_normal((n, kept)), cluster=np.repeat(np.arange(clusters), 20),
         theta_m=np.ones((frames, malicious, kept)), m=shrink * np.ones((clusters, kept)),
-        answers=draw.standard_normal((runs, clusters, kept)), target=np.zeros((clusters, kept)) if target else None,
+        final_points=draw.standard_normal((runs, clusters, kept)), target=np.zeros((clusters, kept)) if target else None,
         decay=Decay(
             t, V, [1.5] * clusters, [(0.0, 1.0)] * clusters, "theory: 1", line, (line**1.1, line**0.9) if band else None
         ),
@@ -48,7 +48,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_it_is_drawn_and_leaves_no_state_behind(case, tmp_path):
     before, drawn = dict(mpl.rcParams), scene(**case)
-    figure = landscape(drawn)
+    figure = draw_landscape(drawn)
     figure.savefig(tmp_path / "figure.png", dpi=30)
     assert (tmp_path / "figure.png").stat().st_size > 2000
     assert dict(mpl.rcParams) == before
@@ -63,7 +63,7 @@ def test_it_is_drawn_and_leaves_no_state_behind(case, tmp_path):
 
 def test_panel_b_shows_the_median_the_fit_and_the_theory():
     drawn = scene(runs=5)
-    right = landscape(drawn).axes[1]
+    right = draw_landscape(drawn).axes[1]
     median = next(line for line in right.lines if str(line.get_label()).startswith("median of 5 runs"))
     assert median.get_ydata() == pytest.approx(np.median(drawn.decay.V[..., 0], 1))
     assert "fitted rate 1.5 (dashed, t = 0 to 1)" in median.get_label()
@@ -71,7 +71,7 @@ def test_panel_b_shows_the_median_the_fit_and_the_theory():
     slope = np.polyfit(dashed.get_xdata(), np.log(dashed.get_ydata()), 1)[0]
     assert slope == pytest.approx(-1.5)
     assert [each.get_label() for each in right.collections] == ["theory: 1"]
-    line = landscape(scene(band=False)).axes[1]
+    line = draw_landscape(scene(band=False)).axes[1]
     assert "theory: 1" in [each.get_label() for each in line.lines]
 
 
@@ -81,20 +81,20 @@ def test_what_has_diverged_or_vanished_is_left_out(tmp_path):
     values[3], values[5], values[7] = np.nan, np.inf, 0.0
     theta = drawn.theta.copy()
     theta[2], theta[3, 0] = np.nan, np.inf
-    lower = drawn.lower.copy()
+    lower = drawn.lower_values.copy()
     lower[:, :3] = np.nan
     drawn = dataclasses.replace(
         drawn, theta=theta, lower=lower, decay=dataclasses.replace(drawn.decay, V=values, fitted=[np.nan])
     )
-    landscape(drawn).savefig(tmp_path / "figure.png", dpi=30)
+    draw_landscape(drawn).savefig(tmp_path / "figure.png", dpi=30)
     nothing = dataclasses.replace(drawn.decay, V=np.full_like(values, np.nan), line=None, band=None)
-    figure = landscape(dataclasses.replace(drawn, decay=nothing))
+    figure = draw_landscape(dataclasses.replace(drawn, decay=nothing))
     figure.savefig(tmp_path / "figure.png", dpi=30)
     assert "theory: 1" in [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
 
 
 def test_a_gif_has_its_frames(tmp_path):
-    animate(scene(frames=6), tmp_path / "film.gif")
+    write_animation(scene(frames=6), tmp_path / "film.gif")
     with Image.open(tmp_path / "film.gif") as film:
         assert film.n_frames == 6
         assert film.width > 300
@@ -102,7 +102,7 @@ def test_a_gif_has_its_frames(tmp_path):
 
 @pytest.mark.parametrize("case", [{"dim": 1, "runs": 3}, {"dim": 3, "clusters": 2}], ids=["line", "high"])
 def test_a_page_stands_alone(tmp_path, case):
-    animate(scene(frames=4, **case), tmp_path / "film.html")
+    write_animation(scene(frames=4, **case), tmp_path / "film.html")
     page = (tmp_path / "film.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 4
     assert "http" not in page.replace("http://www.w3.org", "")

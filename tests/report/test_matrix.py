@@ -16,20 +16,27 @@ from tests.tiny import here
 from fedcb2o.errors import RunError
 from fedcb2o.records import summary, write_json, write_toml
 from fedcb2o.report import grid_notes, grid_page, read_grid, report_grid
-from fedcb2o.report.grid_page import regret_picture
+from fedcb2o.report.grid_page import regret_figure
 from fedcb2o.report.grid_tables import (
-    View,
-    against_floors,
-    differences,
-    headline,
-    headline_differences,
-    matrix,
-    overview,
+    SettingResults,
+    defence_overview,
+    difference_matrix,
+    losses_against_baselines,
+    metric_matrix,
     regret_matrix,
     tuning_table,
+    worst_regret_differences,
+    worst_regrets,
 )
-from fedcb2o.report.heat_map import heat_map
-from fedcb2o.report.statistics import holm, interval, mean_over, paired, scored, statistics
+from fedcb2o.report.heat_map import draw_heat_map
+from fedcb2o.report.statistics import (
+    add_attack_effects,
+    attack_mean_statistics,
+    format_interval,
+    holm_correction,
+    paired_differences,
+    seed_statistics,
+)
 
 # Two clusters of two benign agents and a malicious one; the benign are 0, 1, 3 and 4.
 AGENTS = {
@@ -133,16 +140,16 @@ def make_grid(folder, *, cells=CELLS, floors=FLOORS, removed=REMOVED, errors=Non
 @pytest.fixture
 def undrawn(monkeypatch):
     """Figures take most of the time of a report."""
-    monkeypatch.setattr(grid_page, "heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
+    monkeypatch.setattr(grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture(scope="module")
 def view(tmp_path_factory):
-    return View(read_grid(make_grid(tmp_path_factory.mktemp("grid") / "hand")), "")
+    return SettingResults(read_grid(make_grid(tmp_path_factory.mktemp("grid") / "hand")), "")
 
 
 def test_accuracy_is_the_mean_over_agents_and_then_over_seeds(view):
-    table = matrix(view, "accuracy")
+    table = metric_matrix(view, "accuracy")
     assert list(table.columns) == ["Attackers clean", "Attackers removed", FLIP, NOISE, "Worst"]
     # Median: seed 0 has 0.7, seed 1 0.8: mean 75; two seeds, so one degree of freedom: t = 12.706.
     assert table.loc[MEDIAN].tolist() == [
@@ -152,7 +159,7 @@ def test_accuracy_is_the_mean_over_agents_and_then_over_seeds(view):
 
 
 def test_what_an_attack_did_is_net_of_the_better_floor(view):
-    lost, success = matrix(view, "lost"), matrix(view, "success")
+    lost, success = metric_matrix(view, "lost"), metric_matrix(view, "success")
     assert list(lost.columns) == [FLIP, NOISE, "Worst"]
     assert list(success.columns) == [FLIP, "Worst"]  # the other has no target
     # Median's accuracy is better with clean attackers: 0.85 - 0.7 and 0.9 - 0.8; its rate without: 0.3 and 0.15 - 0.05.
@@ -161,7 +168,7 @@ def test_what_an_attack_did_is_net_of_the_better_floor(view):
     # DFedAvgM's the other way round: 0.97 - 0.6 and 0.99 - 0.9; 0.8 - 0 and 0.5 - 0.1.
     assert lost.loc[MEAN, FLIP] == "23.0 [-154.9, 200.9]"
     assert success.loc[MEAN, FLIP] == "60.0 [-194.1, 314.1]"
-    rate = matrix(view, "attack_success_rate")
+    rate = metric_matrix(view, "attack_success_rate")
     assert rate.loc[MEAN].to_dict() == {FLIP: "65.0 [-125.6, 255.6]", "Worst": "65.0 [-125.6, 255.6]"}
 
 
@@ -176,19 +183,19 @@ def test_regret_is_behind_the_best_of_each_column(view):
 
 
 def test_the_headline_is_the_worst_regret_with_and_without_what_is_set_aside(tmp_path):
-    view = View(read_grid(make_grid(tmp_path / "grid", set_aside=[NOISE])), "")
-    table = headline(view)
+    view = SettingResults(read_grid(make_grid(tmp_path / "grid", set_aside=[NOISE])), "")
+    table = worst_regrets(view)
     assert table.loc[MEAN, "Accuracy, worst"] == "45.0 [-18.5, 108.5] (Noise)"
     assert table.loc[MEAN, "Attack success, worst but Noise"] == "42.5 [-52.8, 137.8] (Label flip)"
     assert table.loc[MEAN, "Either, worst"] == "45.0 [-18.5, 108.5] (Noise, accuracy)"
     assert table.loc[MEAN, "Either, worst but Noise"] == "42.5 [-52.8, 137.8] (Label flip, attack success)"
     # Each in its own worst column: 0.4 - 0.17 and 0.5 - 0.19.
-    assert headline_differences(view).loc[MEAN, "Accuracy, worst"] == "+27.0 [-23.8, +77.8]"
+    assert worst_regret_differences(view).loc[MEAN, "Accuracy, worst"] == "+27.0 [-23.8, +77.8]"
 
 
 def test_the_most_that_an_attack_does_is_told_against_the_better_floor_too(tmp_path):
-    view = View(read_grid(make_grid(tmp_path / "grid", set_aside=[NOISE])), "")
-    assert against_floors(view).loc[MEDIAN].to_dict() == {
+    view = SettingResults(read_grid(make_grid(tmp_path / "grid", set_aside=[NOISE])), "")
+    assert losses_against_baselines(view).loc[MEDIAN].to_dict() == {
         "Accuracy lost, worst": "27.5 [-67.8, 122.8] (Noise)",  # 0.85 - 0.5 and 0.9 - 0.7
         "Accuracy lost, worst but Noise": "12.5 [-19.3, 44.3] (Label flip)",  # 0.85 - 0.7 and 0.9 - 0.8
         "Attack success, net, worst": "17.5 [-77.8, 112.8] (Label flip)",  # 0.3 - 0.05 and 0.15 - 0.05
@@ -198,16 +205,16 @@ def test_the_most_that_an_attack_does_is_told_against_the_better_floor_too(tmp_p
 
 def test_a_defence_that_lacks_a_column_has_no_worst_regret(tmp_path):
     cells = {key: scores for key, scores in CELLS.items() if key[:2] != (MEAN, NOISE)}
-    view = View(read_grid(make_grid(tmp_path / "grid", cells=cells)), "")
-    assert headline(view).loc[:, "Accuracy, worst"].tolist() == ["18.0 [5.3, 30.7] (Attackers removed)", "–"]
-    assert headline_differences(view).loc[MEAN, "Accuracy, worst"] == "–"
+    view = SettingResults(read_grid(make_grid(tmp_path / "grid", cells=cells)), "")
+    assert worst_regrets(view).loc[:, "Accuracy, worst"].tolist() == ["18.0 [5.3, 30.7] (Attackers removed)", "–"]
+    assert worst_regret_differences(view).loc[MEAN, "Accuracy, worst"] == "–"
 
 
 def test_holms_correction_and_students_p():
     p = pd.Series([0.01, 0.04, math.nan, 0.03])
-    assert holm(p).tolist() == pytest.approx([0.03, 0.06, math.nan, 0.06], nan_ok=True)
+    assert holm_correction(p).tolist() == pytest.approx([0.03, 0.06, math.nan, 0.06], nan_ok=True)
     rows = pd.DataFrame({"defence": "a", "attack": ["b"] * 3 + ["c"] * 3 + ["d"] * 3 + ["e"]})
-    found = statistics(rows.assign(value=[1.0, 2, 3, 0, 0, 0, 2, 2, 2, 1]), "value").droplevel("defence")
+    found = seed_statistics(rows.assign(value=[1.0, 2, 3, 0, 0, 0, 2, 2, 2, 1]), "value").droplevel("defence")
     assert found.p.to_dict() == pytest.approx({"b": 0.0741799, "c": 1, "d": 0, "e": math.nan}, rel=1e-5, nan_ok=True)
 
 
@@ -224,38 +231,38 @@ def test_holms_correction_and_students_p():
     ],
 )
 def test_whether_0_lies_in_an_interval_can_be_seen(ends, digits, text):
-    assert interval(*ends, digits=digits) == text
+    assert format_interval(*ends, digits=digits) == text
 
 
 @pytest.mark.parametrize(("f", "exceeded"), [(0, 0.75), (1, 0.0), (None, math.nan)])
 def test_more_malicious_models_than_a_rule_assumes_are_marked(tmp_path, f, exceeded):
-    view = View(read_grid(make_grid(tmp_path / "grid", f=f)), "")
+    view = SettingResults(read_grid(make_grid(tmp_path / "grid", f=f)), "")
     attacked = view.rows[view.rows.attack == FLIP]
     assert attacked.malicious_most.tolist() == [1.0] * 4  # agents 0, 1 and 3 receive one, agent 4 none
     assert attacked.f_exceeded.tolist() == pytest.approx([exceeded] * 4, nan_ok=True)
-    assert (matrix(view, "accuracy").loc[MEDIAN, FLIP][-1] == "†") is (f == 0)
-    worst = headline(view).loc[MEAN, ["Accuracy, worst", "Either, worst"]]
+    assert (metric_matrix(view, "accuracy").loc[MEDIAN, FLIP][-1] == "†") is (f == 0)
+    worst = worst_regrets(view).loc[MEAN, ["Accuracy, worst", "Either, worst"]]
     assert [text.endswith(") †") for text in worst] == [f == 0] * 2
-    drawn = [text.get_text() for text in regret_picture(view, "accuracy").axes[0].texts]
-    cells = view.exceeded(view.columns("accuracy")).to_numpy().sum()
+    drawn = [text.get_text() for text in regret_figure(view, "accuracy").axes[0].texts]
+    cells = view.exceeded_cells(view.columns("accuracy")).to_numpy().sum()
     assert sum(text.endswith("†") for text in drawn) == cells + (f == 0) * 2  # and where each is worst
 
 
 def test_source_accuracy_is_there_where_an_attack_has_a_source(view):
-    table = matrix(view, "source_accuracy")
+    table = metric_matrix(view, "source_accuracy")
     assert table.loc[MEDIAN].to_dict() == {FLIP: "60.0 [-67.1, 187.1]", "Worst": "60.0 [-67.1, 187.1]"}
 
 
 def test_worst_agent_worst_tenth_and_clusters(view):
-    assert matrix(view, "accuracy_worst").loc[MEDIAN, FLIP] == "70.0 [-57.1, 197.1]"  # 0.6 and 0.8
-    assert matrix(view, "accuracy_worst_tenth").loc[MEDIAN, FLIP] == "70.0 [-57.1, 197.1]"
-    assert matrix(view, "attack_success_rate_worst").loc[MEAN, FLIP] == "70.0 [-184.1, 324.1]"  # 0.9 and 0.5
-    assert matrix(view, "accuracy_cluster_1").loc[MEDIAN, "Attackers clean"] == "90.0 [90.0, 90.0]"
-    assert matrix(view, "accuracy_cluster_2").loc[MEDIAN, "Attackers clean"] == "85.0 [21.5, 148.5]"  # 0.8 and 0.9
+    assert metric_matrix(view, "accuracy_worst").loc[MEDIAN, FLIP] == "70.0 [-57.1, 197.1]"  # 0.6 and 0.8
+    assert metric_matrix(view, "accuracy_worst_tenth").loc[MEDIAN, FLIP] == "70.0 [-57.1, 197.1]"
+    assert metric_matrix(view, "attack_success_rate_worst").loc[MEAN, FLIP] == "70.0 [-184.1, 324.1]"  # 0.9 and 0.5
+    assert metric_matrix(view, "accuracy_cluster_1").loc[MEDIAN, "Attackers clean"] == "90.0 [90.0, 90.0]"
+    assert metric_matrix(view, "accuracy_cluster_2").loc[MEDIAN, "Attackers clean"] == "85.0 [21.5, 148.5]"  # 0.8 and 0.9
 
 
 def test_what_is_received_weighed_waited_for_and_downloaded(view):
-    row = scored(view.results, "").set_index(["defence", "attack", "seed"]).loc[(MEDIAN, FLIP, 0)]
+    row = add_attack_effects(view.results, "").set_index(["defence", "attack", "seed"]).loc[(MEDIAN, FLIP, 0)]
     assert row.malicious_weight == 0.25
     assert row.malicious_received == pytest.approx(3 / 6)  # benign agents receive 1, 2, 5, 4, 5, 0: three malicious
     assert row.other_cluster_received == pytest.approx(2 / 6, abs=1e-5)  # 5 by agent 1, 0 by agent 4
@@ -271,20 +278,20 @@ def test_a_rule_without_weights_has_none_in_the_matrix(tmp_path):
     assert results.rows.malicious_weight.isna().all()
     assert results.rows.other_cluster_weight.isna().all()
     assert results.rows.malicious_received.notna().all()
-    assert set(matrix(View(results, ""), "malicious_weight").to_numpy().ravel()) == {"–"}
+    assert set(metric_matrix(SettingResults(results, ""), "malicious_weight").to_numpy().ravel()) == {"–"}
 
 
 def test_differences_are_paired_by_seed_and_intervals_are_students(view):
-    found = paired(view.rows, "accuracy", MEDIAN).loc[(MEAN, FLIP)]
+    found = paired_differences(view.rows, "accuracy", MEDIAN).loc[(MEAN, FLIP)]
     # Seed 0: 0.6 - 0.7, seed 1: 0.9 - 0.8; two seeds, so one degree of freedom: t = 12.706.
     assert found["mean"] == pytest.approx(0)
     assert found.deviation == pytest.approx(0.2 / math.sqrt(2))
     assert found.high == pytest.approx(12.7062 * 0.1, rel=1e-4)
-    assert differences(view, "accuracy").loc[MEAN, NOISE] == "-45.0 [-108.5, +18.5]"  # -0.4 and -0.5
-    assert differences(view, "accuracy").loc[MEAN, "Attackers removed"] == "+18.0 [+5.3, +30.7]"
-    assert list(differences(view, "attack_success_rate").columns) == [FLIP]
+    assert difference_matrix(view, "accuracy").loc[MEAN, NOISE] == "-45.0 [-108.5, +18.5]"  # -0.4 and -0.5
+    assert difference_matrix(view, "accuracy").loc[MEAN, "Attackers removed"] == "+18.0 [+5.3, +30.7]"
+    assert list(difference_matrix(view, "attack_success_rate").columns) == [FLIP]
     three = pd.DataFrame({"defence": "a", "attack": "b", "value": [1.0, 2.0, 3.0]})
-    assert statistics(three, "value").iloc[0].to_dict() == pytest.approx(
+    assert seed_statistics(three, "value").iloc[0].to_dict() == pytest.approx(
         {
             "seeds": 3,
             "mean": 2,
@@ -297,7 +304,7 @@ def test_differences_are_paired_by_seed_and_intervals_are_students(view):
 
 
 def test_the_overview(view):
-    table = overview(view)
+    table = defence_overview(view)
     assert table.loc[MEDIAN, "Attackers removed"] == "80.0 [80.0, 80.0]"
     assert table.loc[MEAN, "Accuracy, worst attack"] == f"15.0 [-48.5, 78.5] ({NOISE})"
     assert table.loc[MEDIAN, "Accuracy, mean over attacks"] == "67.5 [-27.8, 162.8]"  # (0.7 + 0.5) / 2, (0.8 + 0.7) / 2
@@ -348,17 +355,17 @@ def test_names_that_pandas_takes_for_missing_survive_the_summary(tmp_path):
     table = {**results.table, "attacks": {FLIP: {}, "None": {}}, "defences": {MEDIAN: {}, "NA": {}}}
     write_toml(tmp_path / "kept" / "grid.toml", table)
     rows.to_csv(tmp_path / "kept" / "summary.csv", index=False)
-    assert matrix(View(read_grid(tmp_path / "kept"), ""), "accuracy").loc["NA", "None"] == "15.0 [-48.5, 78.5]"
+    assert metric_matrix(SettingResults(read_grid(tmp_path / "kept"), ""), "accuracy").loc["NA", "None"] == "15.0 [-48.5, 78.5]"
 
 
 def test_a_partial_grid_says_what_is_missing(tmp_path):
     cells = {key: scores for key, scores in CELLS.items() if key not in ((MEAN, NOISE, 0), (MEAN, NOISE, 1))}
     floors = {key: scores for key, scores in FLOORS.items() if key != (MEDIAN, NOISE, 1)}
     folder = make_grid(tmp_path / "grid", cells=cells, floors=floors, errors={("cell", MEAN, NOISE): "`f` = 4 is much"})
-    view = View(read_grid(folder), "")
-    assert matrix(view, "accuracy").loc[MEAN].tolist()[2:] == ["75.0 [-115.6, 265.6]", "failed", "–"]
-    assert matrix(view, "lost").loc[MEDIAN, NOISE] == "35.0"  # one seed: no interval
-    assert overview(view).loc[MEAN, "Accuracy, worst attack"] == "–"
+    view = SettingResults(read_grid(folder), "")
+    assert metric_matrix(view, "accuracy").loc[MEAN].tolist()[2:] == ["75.0 [-115.6, 265.6]", "failed", "–"]
+    assert metric_matrix(view, "lost").loc[MEDIAN, NOISE] == "35.0"  # one seed: no interval
+    assert defence_overview(view).loc[MEAN, "Accuracy, worst attack"] == "–"
     assert list(grid_notes(view.results)) == [
         "This report is partial: 6 of 8 runs under attack are done, 2 of the others failed",
         "Of 1 attacked runs what the attack did is not known, since the better floor is missing",
@@ -370,9 +377,9 @@ def test_a_seed_that_has_not_done_all_rounds_does_not_count(tmp_path):
     folder = make_grid(tmp_path / "grid")
     path = folder / "cells" / MEDIAN / FLIP / "seed-0" / "summary.json"
     path.write_text('{"rounds": 0}')
-    assert matrix(View(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.0"
+    assert metric_matrix(SettingResults(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.0"
     path.unlink()
-    assert matrix(View(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.0"
+    assert metric_matrix(SettingResults(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.0"
 
 
 def test_an_entry_that_attacks_nobody_has_accuracy_and_no_success(tmp_path):
@@ -380,9 +387,9 @@ def test_an_entry_that_attacks_nobody_has_accuracy_and_no_success(tmp_path):
     cells = json.loads((folder / "cells.json").read_text())["cells"]
     calm = [{**cell, "floor": None} if cell["attack"] == NOISE else cell for cell in cells]
     write_json(folder / "cells.json", {"cells": calm})
-    view = View(read_grid(folder), "")
-    assert matrix(view, "accuracy").loc[MEAN, NOISE] == "15.0 [-48.5, 78.5]"
-    assert list(matrix(view, "lost").columns) == [FLIP, "Worst"]
+    view = SettingResults(read_grid(folder), "")
+    assert metric_matrix(view, "accuracy").loc[MEAN, NOISE] == "15.0 [-48.5, 78.5]"
+    assert list(metric_matrix(view, "lost").columns) == [FLIP, "Worst"]
     assert list(grid_notes(view.results)) == []
 
 
@@ -399,7 +406,7 @@ def test_a_setting_without_results_is_left_out(tmp_path):
 
 def test_seeds_that_left_the_grid_do_not_count(tmp_path):
     folder = make_grid(tmp_path / "grid", seeds=[1])
-    assert matrix(View(read_grid(folder), ""), "accuracy").loc[MEDIAN].tolist() == [
+    assert metric_matrix(SettingResults(read_grid(folder), ""), "accuracy").loc[MEDIAN].tolist() == [
         "90.0",
         "80.0",
         "80.0",
@@ -418,7 +425,7 @@ def test_settings_have_matrices_of_their_own(view, tmp_path):
     results.rows["setting"] = ""
     names = {str(path.relative_to(tmp_path / "out")) for path in report_grid(both, tmp_path / "out")}
     assert {"matrices/few/accuracy.png", "matrices/many-b/accuracy.png"} <= names
-    assert matrix(View(both, "Many, $ & <b>"), "accuracy").loc[MEDIAN, FLIP] == "37.5 [5.7, 69.3]"
+    assert metric_matrix(SettingResults(both, "Many, $ & <b>"), "accuracy").loc[MEDIAN, FLIP] == "37.5 [5.7, 69.3]"
     assert "agents.malicious = 3" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -447,7 +454,7 @@ def test_the_mean_over_attacks_is_over_seeds_that_have_them_all(view, missing):
     rows = view.rows
     if missing:
         rows = rows[~((rows.defence == MEDIAN) & (rows.attack == NOISE) & (rows.seed == 1))]
-    found = mean_over(rows, "accuracy", [FLIP, NOISE])
+    found = attack_mean_statistics(rows, "accuracy", [FLIP, NOISE])
     assert found.loc[MEDIAN, "seeds"] == (1 if missing else 2)
     assert found.loc[MEDIAN, "mean"] == pytest.approx(0.6 if missing else 0.675)
 
@@ -458,7 +465,7 @@ def test_a_heat_map_of_twenty_by_twenty_has_a_number_in_every_cell():
     means = pd.DataFrame(draw.random((20, 20)), index=names, columns=[f"attack {j}" for j in range(20)])
     means.iloc[3, 4], means.iloc[5, 6] = np.nan, np.nan
     failed = means.isna() & (means.index.to_numpy()[:, None] == names[3])
-    figure = heat_map(means, means / 10, means, failed=failed, noted=means > 0.9, apart=("attack 0",))
+    figure = draw_heat_map(means, means / 10, means, failed=failed, marked=means > 0.9, separated=("attack 0",))
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert len(texts) == 2 * 398 + 1
     assert texts.count("failed") == 1
@@ -466,7 +473,7 @@ def test_a_heat_map_of_twenty_by_twenty_has_a_number_in_every_cell():
     assert sum(text.endswith("†") for text in texts) == (means > 0.9).to_numpy().sum()
     assert max(len(label.get_text().replace("\\", "")) for label in figure.axes[0].get_yticklabels()) == 40
     assert len(figure.axes[0].patches) == 400
-    signed = heat_map(means - 0.5, means / 10, means - 0.5, signed=True, bold=means > 0.5)
+    signed = draw_heat_map(means - 0.5, means / 10, means - 0.5, signed=True, bold=means > 0.5)
     bold = [text.get_text() for text in signed.axes[0].texts if text.get_weight() == "bold"]
     assert len(bold) == (means > 0.5).to_numpy().sum()
     assert all(text.startswith("+") for text in bold)
@@ -488,7 +495,7 @@ def test_the_command_compares_with_whom_it_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     results = read_grid(make_grid(tmp_path / "grid"))
     ours, theirs = (
-        differences(View(replace(results, table={**results.table, "reference": each}), ""), "accuracy")
+        difference_matrix(SettingResults(replace(results, table={**results.table, "reference": each}), ""), "accuracy")
         for each in (MEDIAN, MEAN)
     )
     for reference, expected in ((MEDIAN, ours), (MEAN, theirs)):

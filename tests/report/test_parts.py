@@ -9,7 +9,7 @@ from tests.report.test_matrix import FLIP, MEDIAN, NOISE, make_grid
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.report import read_grid
-from fedcb2o.report.grid_tables import View
+from fedcb2o.report.grid_tables import SettingResults
 
 DOCS = Path(__file__).parents[2] / "docs"
 LEFT_OUT = Family(MEDIAN, "DFed", added=False, looks=1)
@@ -43,7 +43,7 @@ def test_what_stays_is_corrected_for_all_differences_and_looks(results):
 
 
 def test_a_table_has_what_the_whole_reaches_and_then_what_parts_gain(results):
-    table = parts_table(View(results, ""), LEFT_OUT)
+    table = parts_table(SettingResults(results, ""), LEFT_OUT)
     assert table.index.tolist() == [MEDIAN, "AvgM"]
     assert table.columns.tolist() == ["Attackers clean", "Attackers removed", FLIP, NOISE, f"{FLIP}, success"]
     assert table.loc[MEDIAN, FLIP].startswith("75.0 [")

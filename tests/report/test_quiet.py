@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedcb2o.report.ineffective_attacks import harm_bounds, quiet
+from fedcb2o.report.ineffective_attacks import harm_bounds, ineffective_attack_notes
 
 
 def rows(**harm):
@@ -38,7 +38,7 @@ def test_an_attack_that_harms_one_defence_is_not_quiet_and_one_that_harms_none_s
         Loud=([0.01, 0.02, 0.03], [0.31, 0.32, 0.33]),
         Single=([0.5], [0.5]),
     )
-    assert list(quiet(table, ["Loud", "Single", "Quiet"])) == [
+    assert list(ineffective_attack_notes(table, ["Loud", "Single", "Quiet"])) == [
         "Under Quiet nothing is shown to happen to anybody: of 2 intervals, which hold 95% all at once, none lies "
         "above 0, and none reaches beyond 5.6 points"
     ]
@@ -46,6 +46,6 @@ def test_an_attack_that_harms_one_defence_is_not_quiet_and_one_that_harms_none_s
 
 def test_what_costs_accuracy_is_not_quiet_though_it_has_no_success():
     table = rows(Flip=([0.0, 0.0, 0.01], [0.0, 0.0, 0.01]))
-    assert len(list(quiet(table, ["Flip"]))) == 1
+    assert len(list(ineffective_attack_notes(table, ["Flip"]))) == 1
     table["lost"] = [0.5, 0.51, 0.52, 0.0, 0.01, 0.0]
-    assert list(quiet(table, ["Flip"])) == []
+    assert list(ineffective_attack_notes(table, ["Flip"])) == []

@@ -10,7 +10,7 @@ from tests.report.synthetic import draw_run, write_run
 
 from fedcb2o.errors import RunError
 from fedcb2o.report import curves, figure6, pair_statistics, report, sample_images, source_counts, weight_matrix
-from fedcb2o.report.figures import curves_of
+from fedcb2o.report.figures import learning_curves
 
 SMALL = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
 
@@ -59,8 +59,8 @@ def test_figure6_shows_the_statistics(runs):
 
 
 def test_a_curve_is_of_benign_agents_under_the_title_of_its_run(runs):
-    found = curves_of(runs)
-    assert [(curve.name, curve.switch) for curve in found] == [("FedCBO", 0), ("FedCB2O ($T_G = 30$)", 5)]
+    found = learning_curves(runs)
+    assert [(curve.name, curve.criterion_from_round) for curve in found] == [("FedCBO", 0), ("FedCB2O ($T_G = 30$)", 5)]
     assert not any(curve.table.malicious.any() for curve in found)
 
 

@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from paper.pages import named
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 
-from fedcb2o.records import read_sealed, write_sealed
+from fedcb2o.records import read_json_with_checksum, write_json_with_checksum
 from fedcb2o.report import grid_page
-from fedcb2o.report.attack_strengths import chosen_table, tried_table, write_strengths
+from fedcb2o.report.attack_strengths import chosen_strengths_table, tested_strengths_table, write_strengths
 from fedcb2o.report.grid_page import report_grid
 from fedcb2o.report.grid_results import read_grid
-from fedcb2o.report.page import new_page
+from fedcb2o.report.page import create_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 STRENGTHS = [{}, {"attack": {"z": 2.0}}, {"attack": {"z": 8.0}}]
@@ -35,13 +35,13 @@ CHOICES = [choice(MEDIAN, NOISE, 1), choice(MEDIAN, FLIP, 2, [0.25, 0.5]), choic
 
 
 def test_what_was_chosen_is_told_for_each_defence_and_attack():
-    table = chosen_table(CHOICES, "")
+    table = chosen_strengths_table(CHOICES, "")
     assert table.loc[MEDIAN].to_dict() == {NOISE: "z = 2.0", FLIP: "z = 8.0"}
     assert table.loc[MEAN].to_dict() == {NOISE: "unchanged", FLIP: "–"}
 
 
 def test_everything_tried_is_kept():
-    table = tried_table(CHOICES)
+    table = tested_strengths_table(CHOICES)
     assert len(table) == 9
     second = table[(table.defence == MEDIAN) & (table.attack == FLIP)].iloc[1]
     assert second[["strength", "chosen", "harm"]].tolist() == ["z = 2.0", "", 0.4]
@@ -55,19 +55,19 @@ def test_everything_tried_is_kept():
 def folder(tmp_path):
     attacks = {FLIP: {}, NOISE: {"strengths": STRENGTHS}}
     made = make_grid(tmp_path / "grid", attacks=attacks, adversary={"seeds": [7, 8]})
-    write_sealed(made / "strengths.json", {"choices": CHOICES})
+    write_json_with_checksum(made / "strengths.json", {"choices": CHOICES})
     return made
 
 
 def test_the_page_says_how_many_choices_lie_at_an_end(folder, tmp_path):
-    write_strengths(page := new_page(tmp_path / "out"), read_grid(folder))
+    write_strengths(page := create_page(tmp_path / "out"), read_grid(folder))
     assert "with seeds 7, 8" in page.body[0]
     assert "2 of 3 choices lie at an end of their list" in page.body[0]
     assert len(pd.read_csv(tmp_path / "out" / "strengths.csv")) == 9
 
 
 def test_a_report_can_be_made_again_with_its_strengths(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(grid_page, "heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
+    monkeypatch.setattr(grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
     report_grid(read_grid(folder), tmp_path / "once")
     again = read_grid(tmp_path / "once")
     report_grid(again, tmp_path / "twice")
@@ -81,7 +81,7 @@ def test_a_report_can_be_made_again_with_its_strengths(folder, tmp_path, monkeyp
 def test_kept_choices_are_over_what_the_grid_lists(file):
     grid = tomllib.loads((file.parent / "grid.toml").read_text())
     strengths = {name: attack["strengths"] for name, attack in grid["attacks"].items() if "strengths" in attack}
-    asked = {(each["defence"], each["attack"]): each["asked"] for each in read_sealed(file)["choices"]}
+    asked = {(each["defence"], each["attack"]): each["asked"] for each in read_json_with_checksum(file)["choices"]}
     assert asked == {
         (defence, attack): {"seeds": grid["adversary"]["seeds"], "strengths": listed}
         for defence, (attack, listed) in product(grid["defences"], strengths.items())

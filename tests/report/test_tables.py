@@ -12,14 +12,14 @@ from fedcb2o.records import last_fifth, write_toml
 from fedcb2o.report import (
     by_source_count,
     compare,
+    incomplete_note,
     net_attack_success,
     pair_statistics,
+    seed_caption,
     summary,
     table_formats,
-    told_seeds,
-    unfinished,
 )
-from fedcb2o.report.tables import spread, twin_of
+from fedcb2o.report.tables import find_clean_counterpart, format_mean_interval
 
 # Two clusters; agents 0, 1 and 3 are benign, 2 and 4 malicious.
 AGENTS = {
@@ -79,16 +79,16 @@ def test_the_last_fifth_of_the_rounds():
 
 
 def test_spread():
-    assert spread(pd.Series([0.25, 0.75])) == "50.0 [-267.7, 367.7]"  # 12.706 * 35.355 / sqrt(2)
-    assert spread(pd.Series([0.25])) == "25.0"
-    assert spread(pd.Series([math.nan])) == "–"
+    assert format_mean_interval(pd.Series([0.25, 0.75])) == "50.0 [-267.7, 367.7]"  # 12.706 * 35.355 / sqrt(2)
+    assert format_mean_interval(pd.Series([0.25])) == "25.0"
+    assert format_mean_interval(pd.Series([math.nan])) == "–"
 
 
 def test_the_caption_tells_the_seeds_or_how_many_where_they_differ(attacked, tmp_path):
-    assert told_seeds([attacked]).endswith("mean and 95% interval over seeds (0, 1).")
+    assert seed_caption([attacked]).endswith("mean and 95% interval over seeds (0, 1).")
     other = run_of(tmp_path / "other", {7: [scores([0.5] * 3, None, None)]}, title="Oracle")
-    assert told_seeds([other]) == "Percent, at the last round of seed 7."
-    assert told_seeds([attacked, other]).endswith("over seeds, as many as each has: FedCBO 2, Oracle 1.")
+    assert seed_caption([other]) == "Percent, at the last round of seed 7."
+    assert seed_caption([attacked, other]).endswith("over seeds, as many as each has: FedCBO 2, Oracle 1.")
 
 
 def test_compare_is_the_papers_table(attacked, tmp_path):
@@ -121,19 +121,19 @@ def test_net_attack_success_is_paired_by_seed(attacked, tmp_path):
     table = compare([twin, attacked])
     assert table.columns.tolist() == ["FedCBO"]
     assert table.loc["Net attack success", "FedCBO"] == "50.0"
-    assert compare([attacked, twin], twins=True).columns.tolist() == ["FedCBO", "FedCBO clean"]
+    assert compare([attacked, twin], with_counterparts=True).columns.tolist() == ["FedCBO", "FedCBO clean"]
     assert compare([twin]).columns.tolist() == ["FedCBO clean"]
 
 
 def test_the_twin_is_found_beside_the_run_and_only_if_its_settings_match(attacked, tmp_path):
-    assert twin_of(attacked) is None
+    assert find_clean_counterpart(attacked) is None
     beside = clean_twin(tmp_path / "attacked-clean")
     assert compare([attacked]).loc["Net attack success", "FedCBO"] == "50.0"
-    assert twin_of(attacked) == beside
+    assert find_clean_counterpart(attacked) == beside
     write_toml(beside.folder / "config.toml", {**beside.config, "rounds": 3})
-    assert twin_of(attacked) is None
+    assert find_clean_counterpart(attacked) is None
     (beside.folder / "config.toml").unlink()
-    assert twin_of(attacked) is None
+    assert find_clean_counterpart(attacked) is None
 
 
 def test_nobody_has_a_malicious_weight_where_nobody_attacks(attacked, tmp_path):
@@ -190,7 +190,7 @@ def test_an_incomplete_run_says_so(tmp_path):
     config = {"seeds": [0, 1], "rounds": 9, "title": "FedCBO"}
     run = write_run(tmp_path / "half", config, agents=AGENTS, metrics=metrics, complete=False)
     expected = "FedCBO (half) is incomplete: 1 of 2 seeds begun, read from seed 0 at round 1 of 9"
-    assert unfinished(run) == expected
+    assert incomplete_note(run) == expected
     assert compare([run]).loc["Overall accuracy", "FedCBO"] == "100.0"
 
 
@@ -238,6 +238,6 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(runs):
 
 def test_readable_is_in_percent_and_counts_clusters_from_one():
     table = pd.DataFrame({"cluster": [0], "frequency": [0.125], "share": [math.nan], "accuracy": [math.nan]})
-    shown = table_formats.readable(table, empty=["accuracy"])
+    shown = table_formats.to_readable(table, empty=["accuracy"])
     assert shown.index.name == "Selecting cluster"
     assert shown.reset_index().to_numpy().tolist() == [["1", "12.50", "–"]]

@@ -17,14 +17,14 @@ from fedcb2o.data import sets
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import load
-from fedcb2o.federated.contacts import Memory, Met
+from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.ragged import Lists
-from fedcb2o.records import Sums
+from fedcb2o.records import Manifest
 from fedcb2o.simulation import checkpoint
 
 MODELS = torch.arange(12.0).view(3, 4) / 7
-MET = Met(Lists(np.array([0, 2, 1]), np.array([0, 2, 1])), np.array([0.25, np.nan, 5e-324]))
-MEMORY = Memory(MET, ({}, {}, {}))
+MET = ContactTable(Lists(np.array([0, 2, 1]), np.array([0, 2, 1])), np.array([0.25, np.nan, 5e-324]))
+MEMORY = AgentState(MET, ({}, {}, {}))
 STATES = (
     {"sums": torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3), "ids": torch.tensor([3, 2**40])},
     {},
@@ -39,7 +39,7 @@ STATES = (
         },
     },
 )
-STATEFUL = Memory(MET, STATES)
+STATEFUL = AgentState(MET, STATES)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -48,30 +48,30 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return alike and (not a.numel() or a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8)))
 
 
-def assert_same_memory(found: Memory, expected: Memory) -> None:
-    assert found.met.ids.values.tolist() == expected.met.ids.values.tolist()
-    assert found.met.ids.sizes.tolist() == expected.met.ids.sizes.tolist()
-    assert found.met.likelihood.tobytes() == expected.met.likelihood.tobytes()
-    assert len(found.states) == len(expected.states)
-    for mine, theirs in zip(found.states, expected.states, strict=True):
+def assert_same_memory(found: AgentState, expected: AgentState) -> None:
+    assert found.contacts.ids.values.tolist() == expected.contacts.ids.values.tolist()
+    assert found.contacts.ids.sizes.tolist() == expected.contacts.ids.sizes.tolist()
+    assert found.contacts.likelihood.tobytes() == expected.contacts.likelihood.tobytes()
+    assert len(found.rule_states) == len(expected.rule_states)
+    for mine, theirs in zip(found.rule_states, expected.rule_states, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(same(mine[name], theirs[name]) for name in theirs), (mine, theirs)
 
 
-@pytest.mark.parametrize("memory", [MEMORY, STATEFUL, Memory.blank(3)], ids=["contacts", "states", "nothing"])
+@pytest.mark.parametrize("memory", [MEMORY, STATEFUL, AgentState.initial(3)], ids=["contacts", "states", "nothing"])
 def test_what_is_saved_is_loaded(tmp_path, memory):
     checkpoint.save(tmp_path, 5, [MODELS], memory, "mine")
     found = torch.zeros(3, 4)
-    rounds, remembered = checkpoint.load_(tmp_path, found, "mine")
+    rounds, remembered = checkpoint.load_models_(tmp_path, found, "mine")
     assert rounds == 5
     assert found.equal(MODELS)
     assert_same_memory(remembered, memory)
 
 
 def test_a_state_may_be_a_number(tmp_path):
-    memory = Memory(MET, ({}, {"n": torch.tensor(3), "mean": torch.tensor(2.5, dtype=torch.float64)}, {}))
+    memory = AgentState(MET, ({}, {"n": torch.tensor(3), "mean": torch.tensor(2.5, dtype=torch.float64)}, {}))
     checkpoint.save(tmp_path, 5, [MODELS], memory, "mine")
-    _, remembered = checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine")
+    _, remembered = checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine")
     assert_same_memory(remembered, memory)
 
 
@@ -88,12 +88,12 @@ def test_some_rows_are_loaded(tmp_path):
     checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
     for rows in (slice(1, 3), slice(0, 1), slice(None, None, 2), slice(2, 2)):
         found = torch.full_like(MODELS[rows], math.nan)
-        rounds, remembered = checkpoint.load_(tmp_path, found, "mine", rows)
+        rounds, remembered = checkpoint.load_models_(tmp_path, found, "mine", rows)
         assert rounds == 5
         assert found.equal(MODELS[rows])
         assert_same_memory(remembered, STATEFUL)
     with pytest.raises(RunError, match="is damaged"):
-        checkpoint.load_(tmp_path, torch.zeros(2, 4), "mine", slice(2, 4))
+        checkpoint.load_models_(tmp_path, torch.zeros(2, 4), "mine", slice(2, 4))
 
 
 def test_other_programs_can_read_the_file(tmp_path):
@@ -124,42 +124,42 @@ def test_a_checkpoint_of_before_rules_had_a_memory_is_loaded(tmp_path):
     header = {"rounds": "5", "fingerprint": "mine", "sums": json.dumps({"rounds": 5, **sums})}
     save_file(tensors, tmp_path / checkpoint.FILE, metadata=header)
     found = torch.zeros(3, 4)
-    rounds, remembered = checkpoint.load_(tmp_path, found, "mine")
+    rounds, remembered = checkpoint.load_models_(tmp_path, found, "mine")
     assert rounds == 5
     assert found.equal(MODELS)
     assert_same_memory(remembered, MEMORY)
 
 
 def test_no_checkpoint_is_none(tmp_path):
-    assert checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine") is None
+    assert checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine") is None
     (tmp_path / f"{checkpoint.FILE}.tmp").write_bytes(b"half")
-    assert checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine") is None
+    assert checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine") is None
 
 
 def test_another_fingerprint_or_shape_is_refused(tmp_path):
     checkpoint.save(tmp_path, 5, [torch.ones(3, 4)], MEMORY, "mine")
     models = torch.zeros(3, 4)
     with pytest.raises(RunError, match=r"of another configuration: choose another --out"):
-        checkpoint.load_(tmp_path, models, "yours")
+        checkpoint.load_models_(tmp_path, models, "yours")
     assert not models.any()
     with pytest.raises(RunError, match="is damaged"):
-        checkpoint.load_(tmp_path, torch.zeros(3, 5), "mine")
+        checkpoint.load_models_(tmp_path, torch.zeros(3, 5), "mine")
 
 
 @pytest.mark.parametrize("states", [({}, {}, {}), ({}, {"sums": torch.ones(2)}, {})], ids=["contacts", "states"])
 def test_every_flipped_byte_and_every_truncation_is_found(tmp_path, states):
-    checkpoint.save(tmp_path, 5, [torch.arange(12.0).view(3, 4)], Memory(MET, states), "mine")
+    checkpoint.save(tmp_path, 5, [torch.arange(12.0).view(3, 4)], AgentState(MET, states), "mine")
     path = tmp_path / checkpoint.FILE
     whole = path.read_bytes()
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
     assert names == {"models", "met", "ids", "likelihood", *(["state.1.sums"] if any(states) else [])}
-    expected = checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine")
+    expected = checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine")
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         models = torch.zeros(3, 4)
         try:
-            found = checkpoint.load_(tmp_path, models, "mine")
+            found = checkpoint.load_models_(tmp_path, models, "mine")
         except RunError:
             assert not models.any(), at
         else:  # a change that means the same, if any
@@ -170,7 +170,7 @@ def test_every_flipped_byte_and_every_truncation_is_found(tmp_path, states):
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(RunError, match="is damaged"):
-            checkpoint.load_(tmp_path, torch.zeros(3, 4), "mine")
+            checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine")
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def stop(short, out):
     assert here("run", short, "--out", out, "--workers", 1).status == 0
     seed = out / "seed-1000"
     (seed / "summary.json").unlink()
-    Sums.begin(seed, 1000, load(str(short)).settings(), 2)
+    Manifest.create(seed, 1000, load(str(short)).settings(), 2)
 
 
 def resume(path, out):
@@ -270,7 +270,7 @@ def test_another_configuration_is_refused_by_the_setting_that_differs(stopped):
     config.write_text(config.read_text().replace("alpha = 2.0", "alpha = 3"))
     other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3")
     assert "seed-1000 holds another seed or another run, by its sums.json" in other.one_line()
-    Sums.forget(out / "seed-1000")
+    Manifest.remove(out / "seed-1000")
     other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3")
     assert "is the checkpoint of another configuration" in other.one_line()
     config.write_text(config.read_text().replace("alpha = 3", "alpha = 2.0"))

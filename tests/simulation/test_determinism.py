@@ -32,7 +32,7 @@ def done(tmp_path_factory):
     """Every variant with 1, 2 and 3 workers; all with as many after each other, since the same workers then go on."""
     folder = tmp_path_factory.mktemp("workers")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(autotune, "_gain_of_bfloat16", lambda _: 1.0)  # in bfloat16 on any processor
+        patched.setattr(autotune, "_bfloat16_speedup", lambda _: 1.0)  # in bfloat16 on any processor
         for workers in (1, 2, 3):
             for variant, experiment in VARIANTS.items():
                 run(experiment, out=folder / f"{variant}-{workers}", workers=workers)

@@ -17,7 +17,7 @@ from fedcb2o import knows
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.contacts import Memory
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.types import Attack
 from fedcb2o.nn import parameters
 from fedcb2o.rng import stream
@@ -61,7 +61,7 @@ def engine_of(attack=ours.FLIP, **changes):
     """All agents, each with K models so alike that not everybody chooses the same."""
     engine = ours.together(algorithms.dfca(models=K), attack=attack, collude=False, **changes)
     kept = held_of(engine)
-    kept[:] = torch.from_numpy(stream(SEED, "theta").normal(size=(K, engine.terms.dim)) * 0.3).float()
+    kept[:] = torch.from_numpy(stream(SEED, "theta").normal(size=(K, engine.spec.dim)) * 0.3).float()
     kept.copy_(kept[:, :1].lerp(kept, 0.1))
     return engine
 
@@ -79,8 +79,8 @@ def compare(engine, published=lambda i, j, theta: theta, num_rounds=4):
         for module, theta in zip(own, thetas, strict=True):
             parameters.bind_(module, theta.clone())
     agents, seen = oracle_agents(engine, network, reference.FEDCB2O), []
-    for done in dfca.rounds(engine, Memory.blank(len(CLUSTER)), 0, num_rounds, lambda n: False, lambda n, phase: None):
-        asked = [chosen(done.choices, j).asked for j in range(len(CLUSTER))]
+    for done in dfca.run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, lambda n: False, lambda n, phase: None):
+        asked = [chosen(done.decisions, j).asked for j in range(len(CLUSTER))]
         best, online = oracle_round(engine, agents, held, done.n, asked, published)
         seen.append(best)
         for own, thetas in zip(held, held_of(engine), strict=True):
@@ -88,7 +88,7 @@ def compare(engine, published=lambda i, j, theta: theta, num_rounds=4):
                 torch.testing.assert_close(theta, parameters.flatten(module), rtol=1e-4, atol=2e-5)
                 parameters.bind_(module, theta.clone())  # a ReLU at its kink magnifies rounding
         for j, k in enumerate(best_of(engine, held)):
-            mixed = chosen(done.choices, j)
+            mixed = chosen(done.decisions, j)
             assert ours.models_of(engine)[j].equal(held_of(engine)[j, k]), (done.n, j)
             assert len(mixed.asked) == (3 if online[j] else 0)
             assert mixed.ids == [i for i in mixed.asked if online[i]]
@@ -117,8 +117,8 @@ def test_what_attackers_publish_is_averaged_by_whom_they_deceive():
 
 def test_what_is_not_finite_never_arrives():
     engine = engine_of(attack=Attack(craft=lambda view, draw: torch.full_like(view.own, torch.nan)))
-    for done in dfca.rounds(engine, Memory.blank(len(CLUSTER)), 0, 3, lambda n: False, lambda n, phase: None):
-        received = [i for j in GOOD for i in chosen(done.choices, j).ids]
+    for done in dfca.run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, lambda n: False, lambda n, phase: None):
+        received = [i for j in GOOD for i in chosen(done.decisions, j).ids]
         assert received
         assert not set(received) & set(BAD)
         assert held_of(engine).isfinite().all()

@@ -19,7 +19,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import aggregation, algorithms
 from fedcb2o.federated.aggregation import base
-from fedcb2o.federated.contacts import Memory
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.types import Attack
 from fedcb2o.nn import parameters
 from fedcb2o.rng import stream
@@ -80,7 +80,7 @@ def engine_of(num_models, weights="equal", attack=ours.FLIP, settings=None, **ch
     algorithm = algorithms.ifca(models=num_models, weights=weights, **(settings or {}))
     engine = ours.together(algorithm, attack=attack, collude=False, **changes)
     kept = len(kept_of(engine))
-    kept_of(engine)[:] = torch.from_numpy(stream(SEED, "theta").normal(size=(kept, engine.terms.dim)) * 0.3).float()
+    kept_of(engine)[:] = torch.from_numpy(stream(SEED, "theta").normal(size=(kept, engine.spec.dim)) * 0.3).float()
     centres = centres_of(engine)
     centres.copy_(centres[0].lerp(centres, 0.1))
     return engine
@@ -105,7 +105,7 @@ def modules_of(engine):
 
 def one_by_one(engine, count):
     """Some rounds, each when it is asked for."""
-    return ifca.rounds(engine, Memory.blank(len(CLUSTER)), 0, count, lambda n: False, lambda n, phase: None)
+    return ifca.run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, count, lambda n: False, lambda n, phase: None)
 
 
 def compare(engine, published=lambda j, theta: theta, num_rounds=5):
@@ -121,7 +121,7 @@ def compare(engine, published=lambda j, theta: theta, num_rounds=5):
             parameters.bind_(centre, held.clone())  # a ReLU at its kink magnifies rounding
         seen.append(best_of(engine, centres))
         for j, k in enumerate(seen[-1]):
-            mixed = chosen(done.choices, j)
+            mixed = chosen(done.decisions, j)
             assert ours.models_of(engine)[j].equal(centres_of(engine)[k]), (done.n, j)
             found = dict(zip(mixed.ids, mixed.weights, strict=True))
             assert j not in found
@@ -177,7 +177,7 @@ def test_what_is_not_finite_never_arrives():
     broken = Attack(craft=lambda view, draw: torch.full_like(view.own, torch.nan))
     engine = engine_of(3, attack=broken)
     for done in one_by_one(engine, 3):
-        assert not set(done.choices.received.values.tolist()) & set(BAD)
+        assert not set(done.decisions.received.values.tolist()) & set(BAD)
         assert kept_of(engine).isfinite().all()
 
 
@@ -195,8 +195,8 @@ def test_an_average_of_nobody_online_stays():
     before = centres_of(engine).clone()
     (done,) = run_rounds(engine)
     assert centres_of(engine).equal(before)
-    assert len(done.choices.received.values) == 0
-    assert not done.choices.own_weight.any()
+    assert len(done.decisions.received.values) == 0
+    assert not done.decisions.own_weight.any()
 
 
 @pytest.mark.parametrize("rule", ["trimmed_mean", "krum", {"name": "trimmed_mean", "f": 1}])
@@ -214,7 +214,7 @@ def test_a_robust_rule_takes_the_place_of_the_average(rule):
         expected = base.apply(functools.partial(used, f=f), torch.stack(members))
         torch.testing.assert_close(centres_of(engine)[k], expected, rtol=1e-4, atol=2e-5)
         assert not expected.equal(parameters.flatten(before[k]))
-    weights = [chosen(done.choices, j).weights for j in GOOD]
+    weights = [chosen(done.decisions, j).weights for j in GOOD]
     assert all(math.isnan(w) for each in weights for w in each) == (rule != "krum")
     assert rule != "krum" or all(max([*each, 0.0]) in (0.0, 1.0) for each in weights)
 

@@ -24,16 +24,16 @@ from tests.agents import (
 )
 from tests.posted import Posted
 
-from fedcb2o.experiments.runs.round_records import metrics_line, pairs_line
+from fedcb2o.experiments.runs.round_records import metrics_record, pairs_record
 from fedcb2o.federated import aggregation, algorithms, attacks, topology
-from fedcb2o.federated.contacts import Memory
-from fedcb2o.federated.metrics import Aim
-from fedcb2o.federated.run_spec import Primitives
-from fedcb2o.federated.types import Attack, remembers
-from fedcb2o.parallel.executors import Here
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.metrics import AttackGoal
+from fedcb2o.federated.run_spec import KernelConfig
+from fedcb2o.federated.types import Attack, stateful
+from fedcb2o.parallel.executors import SerialExecutor
 from fedcb2o.rng import stream
-from fedcb2o.simulation.local_engine import Shared
-from fedcb2o.simulation.rounds import Engine, rounds
+from fedcb2o.simulation.local_engine import LocalEngine
+from fedcb2o.simulation.rounds import Engine, run_rounds
 
 EVERYBODY = range(len(CLUSTER))
 
@@ -52,17 +52,17 @@ def flip(shard, draw):
 def found_by(engine: Engine, count: int) -> list[tuple[str, dict, dict]]:
     """The records of some rounds, what agents chose and remember, to the bit."""
     found = []
-    for done in rounds(engine, Memory.blank(len(CLUSTER)), 0, count, lambda n: n == count - 1):
-        choices, memory = done.choices, done.memory
-        lines = metrics_line(Aim((1,), (2,)), engine.attackers.malicious, done), pairs_line(done)
+    for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, count, lambda n: n == count - 1):
+        choices, memory = done.decisions, done.memory
+        lines = metrics_record(AttackGoal((1,), (2,)), engine.adversary.malicious, done), pairs_record(done)
         arrays = {
             "asked": choices.asked.values,
             "received": choices.received.values,
             **{name: getattr(choices, name) for name in ("weights", "own_weight", "factor", "own_loss", "before", "f")},
-            "met": memory.met.ids.values,
-            "sizes": memory.met.ids.sizes,
-            "likelihood": memory.met.likelihood,
-            **{f"{j} {name}": each.numpy() for j, state in enumerate(memory.states) for name, each in state.items()},
+            "met": memory.contacts.ids.values,
+            "sizes": memory.contacts.ids.sizes,
+            "likelihood": memory.contacts.likelihood,
+            **{f"{j} {name}": each.numpy() for j, state in enumerate(memory.rule_states) for name, each in state.items()},
         }
         found.append((json.dumps(lines), {name: each.tobytes() for name, each in arrays.items()}, choices.reductions))
     return found
@@ -84,12 +84,12 @@ def hold_equal(algorithm, attack=FLIP, make=network, count=2, own_model=True, **
     attackers, holds, ours = attackers_of(attack, own_model=own_model), held(), {}
     for name, blocks in BLOCKS.items():
         together = None if name == "all" else 1  # who trains in one program may change bits
-        terms = functools.partial(terms_of, algorithm, primitives=Primitives(together=together), most_samples=17)
+        terms = functools.partial(terms_of, algorithm, primitives=KernelConfig(models_per_batch=together), most_samples=17)
         if together not in ours:
             of_shared = terms(make(), **changes)
             block = block_of(of_shared, attackers, holds)
-            block.pool[: len(CLUSTER)] = first_models(of_shared)
-            ours[together] = found_by(Shared(block, Here(block)), count), block.pool[: len(CLUSTER)]
+            block.models[: len(CLUSTER)] = first_models(of_shared)
+            ours[together] = found_by(LocalEngine(block, SerialExecutor(block)), count), block.models[: len(CLUSTER)]
         posted = Posted(terms(make(), **changes), attackers, holds, blocks)
         theirs, (mine, models) = found_by(posted, count), ours[together]
         for n, (one, other) in enumerate(zip(mine, theirs, strict=True)):
@@ -116,12 +116,12 @@ ALGORITHMS = {
     "sub-level set": algorithms.fedcb2o(
         criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
         **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
-        ball=1.0,
-        apart=1.2,
+        max_distance=1.0,
+        min_distance=1.2,
         selection={"name": "prob_sampling", "newcomers": 0.4},
     ),
     "sub-level set, patches": algorithms.fedcb2o(
-        criterion={"name": "trigger_sensitivity"}, tested=2.0, judged_at=0.3, own_model="judged", mixing_factor=1.0
+        criterion={"name": "trigger_sensitivity"}, loss_tolerance=2.0, interpolation=0.3, own_model="judged", mixing_factor=1.0
     ),
     "perturbations": algorithms.fedcb2o(
         criterion={"name": "perturbation_gap", "pixels": 3, "steps": 2, "z": 0.5, "against": "majority"},
@@ -130,9 +130,9 @@ ALGORITHMS = {
         mixing_factor=1.0,
     ),
     "median, second meeting": algorithms.fedcb2o(
-        tested=2.0,
+        loss_tolerance=2.0,
         point="median",
-        counts_from="second",
+        min_contacts="second",
         own_model="judged",
         mixing_factor=1.0,
         selection={"name": "prob_sampling", "newcomers": 0.4},
@@ -156,7 +156,7 @@ def test_statistics_and_what_is_frozen(make):
 @pytest.mark.parametrize("name", [name for name in aggregation.__all__ if name != "by_num_samples"])
 def test_every_rule_under_an_attack_that_looks_at_others(name):
     attack = Attack(craft=functools.partial(attacks.alie, z=0.5), threat=attacks.alie.threat)
-    hold_equal(algorithms.by_rule(rule=name, judges=True), attack, share=0.4)
+    hold_equal(algorithms.by_rule(rule=name, needs_losses=True), attack, share=0.4)
 
 
 @pytest.mark.parametrize("pre_step", ["nnm", "bucketing"])
@@ -185,8 +185,8 @@ def test_every_attack_on_models(name):
         Attack(poison=lambda shard, draw: attacks.random_labels(shard, draw)),
         Attack(poison=lambda shard, draw: attacks.backdoor(shard, draw, 0, target=3, size=1)),
         Attack(poison=flip, sybils=True, from_round=1),
-        Attack(poison=flip, claims=10**9),
-        Attack(craft=attacks.trash, threat=attacks.trash.threat, from_round=2),
+        Attack(poison=flip, claimed_samples=10**9),
+        Attack(craft=attacks.random_model, threat=attacks.random_model.threat, from_round=2),
         Attack(),
     ],
     ids=["random labels", "backdoor", "sybils", "lies", "sleepers", "none"],
@@ -212,7 +212,7 @@ def test_other_networks(make, rule):
 
 
 def test_a_rule_with_memory_keeps_it_from_round_to_round():
-    @remembers(before=True)
+    @stateful(uses_previous=True)
     def steady(state, judged):
         """Whoever was here before counts as often as it was; `before` is a row of the pool."""
         assert not judged.pool[judged.before].equal(judged.theta)
@@ -221,13 +221,13 @@ def test_a_rule_with_memory_keeps_it_from_round_to_round():
         weights = seen[judged.received.ids].double()
         return {"seen": seen}, weights / weights.sum().clamp(min=1)
 
-    algorithm = algorithms.by_rule(rule=steady, judges=False)
+    algorithm = algorithms.by_rule(rule=steady, needs_losses=False)
     hold_equal(algorithm, count=4)
     terms = terms_of(algorithm, network())
     block = block_of(terms, attackers_of())
-    block.pool[: len(CLUSTER)] = first_models(terms)
-    *_, done = rounds(Shared(block, Here(block)), Memory.blank(len(CLUSTER)), 0, 4, lambda n: False)
-    assert [int(state["seen"].sum()) if state else 0 for state in done.memory.states] == [
+    block.models[: len(CLUSTER)] = first_models(terms)
+    *_, done = run_rounds(LocalEngine(block, SerialExecutor(block)), AgentState.initial(len(CLUSTER)), 0, 4, lambda n: False)
+    assert [int(state["seen"].sum()) if state else 0 for state in done.memory.rule_states] == [
         12,
         12,
         12,

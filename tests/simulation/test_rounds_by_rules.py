@@ -14,13 +14,13 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
 from fedcb2o.federated import aggregation, algorithms
 from fedcb2o.federated.aggregation import preaggregation, robust_rule
-from fedcb2o.federated.aggregation.base import FORM, apply, form_of
+from fedcb2o.federated.aggregation.base import RULE_SIGNATURE, apply, signature_of
 from fedcb2o.federated.batched_training import train_
-from fedcb2o.federated.types import Attack, Received, Weighed, remembers, together
+from fedcb2o.federated.types import Attack, Received, RuleOutput, batched, stateful
 from fedcb2o.federated.validation import losses_seen_by
 from fedcb2o.rng import stream
 
-ROBUST = [name for name in aggregation.__all__ if FORM.of(getattr(aggregation, name)) is not None]
+ROBUST = [name for name in aggregation.__all__ if RULE_SIGNATURE.get(getattr(aggregation, name)) is not None]
 
 
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
@@ -37,9 +37,9 @@ def one_round(algorithm, attack=None, **changes):
     """The models before the round and after LocalUpdate, the engine after the whole round, and what each chose."""
     engines = [ours.together(algorithm, attack=attack or Attack(), share=SHARE, **changes) for _ in range(2)]
     before = ours.models_of(engines[0]).clone()
-    engines[0].each(train_, 0)
+    engines[0].map_groups(train_, 0)
     (done,) = run_rounds(engines[1])
-    mixed = [chosen(done.choices, j) for j in range(len(before))]
+    mixed = [chosen(done.decisions, j) for j in range(len(before))]
     return before, ours.models_of(engines[0]).clone(), engines[1], mixed
 
 
@@ -47,12 +47,12 @@ def one_round(algorithm, attack=None, **changes):
 @pytest.mark.parametrize("name", ROBUST)
 def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
     rule = getattr(aggregation, name)
-    form = form_of(rule)
-    algorithm = algorithms.by_rule(rule=name, own_model=own_model, mixing_factor=0.75, judges=True)
+    form = signature_of(rule)
+    algorithm = algorithms.by_rule(rule=name, own_model=own_model, mixing_factor=0.75, needs_losses=True)
     before, trained, engine, mixed = one_round(algorithm)
     for j in GOOD:
         f = math.ceil(SHARE * len(mixed[j].ids))
-        last = list(form.last)
+        last = list(form.own_rows)
         rows = [trained[i] for i in mixed[j].ids]
         if own_model == "judged" or "own" in last:
             rows.append(trained[j])
@@ -60,8 +60,8 @@ def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
         x = torch.stack(rows)
         received = mixed[j].ids + [j] * (len(x) - len(mixed[j].ids) - ("before" in last))
         whole = torch.tensor(received)
-        engine.block.pool[: len(trained)], after = trained, ours.models_of(engine).clone()
-        losses = losses_seen_by(engine.block, j)(Received(whole, whole, torch.ones(len(whole)).double(), whole), None)
+        engine.group.models[: len(trained)], after = trained, ours.models_of(engine).clone()
+        losses = losses_seen_by(engine.group, j)(Received(whole, whole, torch.ones(len(whole)).double(), whole), None)
         ours.models_of(engine).copy_(after)
         given = {
             "losses": losses.mean,
@@ -71,15 +71,15 @@ def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
             "draw": stream(SEED, "rule", 0, j),
             "heads": torch.cat([x[:, -28:-4].view(len(x), 4, 6), x[:, -4:].view(len(x), 4, 1)], -1),
         }
-        bound = functools.partial(rule, f=f) if form.largest else functools.partial(rule)
+        bound = functools.partial(rule, f=f) if form.max_byzantine else functools.partial(rule)
         try:
-            expected = apply(bound, x, None, *(given[one] for one in robust_rule.also_looks_at(bound)))
+            expected = apply(bound, x, None, *(given[one] for one in robust_rule.extra_inputs(bound)))
         except ConfigError:  # it trusts none of them: then an agent keeps its model
             assert name == "sageflow"
             expected = trained[j]
         torch.testing.assert_close(after[j], trained[j].lerp(expected, 0.75), rtol=1e-5, atol=1e-6)
         assert mixed[j].f == pytest.approx(
-            math.nan if form.largest is None else min(f, form.largest(len(x))), nan_ok=True
+            math.nan if form.max_byzantine is None else min(f, form.max_byzantine(len(x))), nan_ok=True
         )
 
 
@@ -92,11 +92,11 @@ def test_a_pre_step_goes_before_the_rule(name, pre_step):
     for j in GOOD:
         f = math.ceil(SHARE * len(mixed[j].ids))
         x = torch.cat([trained[mixed[j].ids], trained[j : j + 1]])
-        own = len(form_of(rule).last)
+        own = len(signature_of(rule).own_rows)
         mixing = functools.partial(preaggregation.nnm, f=f)
         if pre_step != "nnm":
             mixing = preaggregation.bucketing(len(x) - own, stream(SEED, "rule", 0, j), size=2)
-        bound = functools.partial(rule, f=f) if form_of(rule).largest else rule
+        bound = functools.partial(rule, f=f) if signature_of(rule).max_byzantine else rule
         torch.testing.assert_close(ours.models_of(engine)[j], apply(bound, x, mixing=mixing), rtol=1e-5, atol=1e-6)
 
 
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_told(tmp_path, changes, message):
 # Rules with memory
 
 
-@remembers(before=True)
+@stateful(uses_previous=True)
 def momentum(state, judged):
     """Whoever is nearest to where the own model was; it keeps a row of the pool as it is."""
     models = judged.pool[judged.received.rows]
@@ -209,14 +209,14 @@ def momentum(state, judged):
     return {"zeta": judged.theta[:1], "last": judged.theta, "alpha": far}, torch.softmax(-far.double(), 0)
 
 
-@remembers()
+@stateful()
 def shrinking(state, judged):
     weights = torch.full((len(judged.received.ids),), 0.7 / max(1, len(judged.received.ids)))
-    return {}, Weighed(weights, before=0.3)
+    return {}, RuleOutput(weights, previous_weight=0.3)
 
 
-@remembers()
-@together
+@stateful()
+@batched
 def both(state, judged):
     return state, torch.zeros(judged.received.ids.shape)
 

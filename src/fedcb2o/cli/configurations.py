@@ -24,12 +24,12 @@ def presets(
     if name is None:
         from fedcb2o.experiments.config.tables import presets as all_presets
 
-        print_listed(all_presets())
+        print_descriptions(all_presets())
         return
     from fedcb2o.experiments.config.settings import load
-    from fedcb2o.records import toml_of
+    from fedcb2o.records import to_toml
 
-    print(toml_of(load(name).settings()), end="")
+    print(to_toml(load(name).settings()), end="")
 
 
 def schema(
@@ -45,7 +45,7 @@ def schema(
     print(json.dumps(grid_schema() if grid else experiment_schema(), indent=1, ensure_ascii=False))
 
 
-def print_listed(listed: Mapping[str, str]) -> None:
+def print_descriptions(listed: Mapping[str, str]) -> None:
     """Print names and what each is, a line each."""
     width = max(map(len, listed))
     for name, description in listed.items():

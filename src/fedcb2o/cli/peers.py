@@ -14,29 +14,29 @@ if TYPE_CHECKING:
     from fedcb2o.peer.membership.federation import Federation
 
 
-class Encoding(StrEnum):
+class _Encoding(StrEnum):
     """How models are sent."""
 
     float32 = "float32"
     int8 = "int8"
 
 
-File = Annotated[
+_FederationArgument = Annotated[
     Path, typer.Argument(metavar="FEDERATION.toml", help="What all members agreed on.", show_default=False)
 ]
-Mine = Annotated[Path, typer.Option("--identity", metavar="DIR", help="This organisation's keys.", show_default=False)]
-Own = Annotated[
+_IdentityOption = Annotated[Path, typer.Option("--identity", metavar="DIR", help="This organisation's keys.", show_default=False)]
+_UserFunctionsOption = Annotated[
     list[str] | None,
     typer.Option(metavar="MODULE:FUNCTION", help="Let this function run, which the federation names. Repeatable."),
 ]
-Data = Annotated[
+_DataOption = Annotated[
     str | None,
     typer.Option(metavar="MODULE:FUNCTION|FILE.npz", help="This organisation's data.", show_default=False),
 ]
-Days = Annotated[int, typer.Option(min=1, help="How long the TLS certificate is valid; `peer renew` makes a new one.")]
+_DaysOption = Annotated[int, typer.Option(min=1, help="How long the TLS certificate is valid; `peer renew` makes a new one.")]
 
 
-def needed() -> None:
+def require_extra() -> None:
     """Agents of different organisations, one process each."""
     if not {"-h", "--help"} & set(sys.argv):  # help is given without the extra too
         import fedcb2o.peer  # noqa: F401
@@ -46,7 +46,7 @@ def identity(
     name: Annotated[str, typer.Option(help="The organisation's name, such as hospital-a.", show_default=False)],
     endpoint: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where others reach it.", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the keys go.", show_default=False)],
-    days: Days = 397,
+    days: _DaysOption = 397,
 ) -> Path:
     """Make an organisation's keys and certificates, and NAME.member.toml, the public half to send to the others."""
     from fedcb2o.peer.membership.identity import Identity
@@ -60,8 +60,8 @@ def identity(
 
 
 def renew(
-    identity: Mine,
-    days: Days = 397,
+    identity: _IdentityOption,
+    days: _DaysOption = 397,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -81,7 +81,7 @@ def renew(
             raise ConfigError("another endpoint needs a new root, which the others have to agree to: give --out DIR")
         mine.renew(days=days)
     else:
-        mine = mine.moved(out, endpoint=endpoint or mine.member.endpoint, days=days)
+        mine = mine.with_endpoint(out, endpoint=endpoint or mine.member.endpoint, days=days)
         print(f"The others take {mine.folder / mine.member.name}.member.toml by `fedcb2o peer amend --replace`.")
     print(f"{mine.tls_certificate} is valid until {mine.expires:%Y-%m-%d %H:%M} UTC.")
     return mine.folder
@@ -110,7 +110,7 @@ def federation(
     round_seconds: Annotated[float, typer.Option(min=0, help="How long a round takes at least.")] = 0.0,
     deadline_seconds: Annotated[float, typer.Option(min=0, help="How long a round waits for answers.")] = 60.0,
     lag: Annotated[int, typer.Option(min=0, help="How many rounds a model may be behind.")] = 5,
-    encoding: Annotated[Encoding, typer.Option(help="How models are sent.")] = Encoding.float32,
+    encoding: Annotated[_Encoding, typer.Option(help="How models are sent.")] = _Encoding.float32,
     share: Annotated[
         float | None, typer.Option(help="The attackers' share that rules assume. Default: the experiment's.")
     ] = None,
@@ -120,19 +120,19 @@ def federation(
 
     Who runs with the file agrees to it. It may be edited until then, and is the same file for all.
     """
-    from fedcb2o.cli.runs import settings_of
-    from fedcb2o.experiments.config.datasets import dataset_of
+    from fedcb2o.cli.runs import parse_settings
+    from fedcb2o.experiments.config.datasets import load_dataset
     from fedcb2o.experiments.config.settings import load
-    from fedcb2o.peer.membership.federation import make, write
+    from fedcb2o.peer.membership.federation import make_federation, write_federation
     from fedcb2o.peer.membership.identity import Member
 
     if out.exists():
         raise ConfigError(f"{out} is there: choose another --out, or `fedcb2o peer amend` it")
-    chosen = load(experiment, settings_of(changes))
-    made = make(
+    chosen = load(experiment, parse_settings(changes))
+    made = make_federation(
         chosen,
         [Member.read(path) for path in member],
-        dataset=dataset_of(chosen, data_dir),
+        dataset=load_dataset(chosen, data_dir),
         synchronous=synchronous,
         round_seconds=round_seconds,
         deadline_seconds=deadline_seconds,
@@ -140,14 +140,14 @@ def federation(
         encoding=encoding.value,
         share=share,
     )
-    write(made, out)
-    _tell(made, out)
+    write_federation(made, out)
+    _print_federation(made, out)
     print("Send the file to each of them; `fedcb2o peer check` shows them the run's id, to be compared by telephone.")
     return out
 
 
 def amend(
-    file: File,
+    file: _FederationArgument,
     out: Annotated[Path, typer.Option(metavar="FEDERATION.toml", help="The new file.", show_default=False)],
     remove: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A member to remove. Repeatable.")] = None,
     replace: Annotated[
@@ -159,20 +159,20 @@ def amend(
     ] = None,
 ) -> Path:
     """Write the next version, with other members; it counts when more than half of those so far signed it."""
-    from fedcb2o.peer.membership.federation import amended, read, write
+    from fedcb2o.peer.membership.federation import amend_federation, read_federation, write_federation
     from fedcb2o.peer.membership.identity import Member
 
     if out.exists():
         raise ConfigError(f"{out} is there: choose another --out")
     replaced, added = ([Member.read(path) for path in paths or []] for paths in (replace, add))
-    made = amended(read(file, unsigned=True), remove=remove or [], replace=replaced, add=added)
-    write(made, out)
-    _tell(made, out)
+    made = amend_federation(read_federation(file, allow_unsigned=True), remove=remove or [], replace=replaced, add=added)
+    write_federation(made, out)
+    _print_federation(made, out)
     return out
 
 
 def sign(
-    file: File,
+    file: _FederationArgument,
     identity: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="This organisation's keys. Without: tell what it changes, and sign nothing."),
@@ -189,25 +189,25 @@ def sign(
     if identity is None and merge:
         raise ConfigError("--merge changes the file: give --identity too")
     if identity is None:
-        _tell(federation.read(file, unsigned=True), file)
+        _print_federation(federation.read_federation(file, allow_unsigned=True), file)
     else:
-        _tell(federation.sign(file, Identity.read(identity), merge=merge or []), file)
+        _print_federation(federation.sign_federation(file, Identity.read(identity), merge=merge or []), file)
     return file
 
 
-def _tell(federation: "Federation", path: Path) -> None:
+def _print_federation(federation: "Federation", path: Path) -> None:
     """What a version changes, and who may still sign it."""
-    print(f"{path}: {federation.told}")
-    for change in federation.changes():
+    print(f"{path}: {federation.verification_phrase}")
+    for change in federation.describe_changes():
         print(f"- {change}")
     if federation.version == 1:
         return
     if names := [each.name for each in federation.versions[-1].signatures]:
         print(f"Signed by: {', '.join(names)}.")
-    if federation.lacking:
-        others = ", ".join(federation.unsigned())
+    if federation.missing_signatures:
+        others = ", ".join(federation.unsigned_members())
         print(
-            f"It counts when {federation.lacking} more of {others} have signed it: "
+            f"It counts when {federation.missing_signatures} more of {others} have signed it: "
             f"fedcb2o peer sign {path} --identity DIR"
         )
     else:
@@ -224,10 +224,10 @@ def proof(
     ] = None,
 ) -> None:
     """Check, offline, a file that shows that a member signed two different models for one round."""
-    from fedcb2o.peer.membership.federation import read
-    from fedcb2o.peer.wire.equivocation import check_proof
+    from fedcb2o.peer.membership.federation import read_federation
+    from fedcb2o.peer.wire.equivocation import verify_proof
 
-    print(check_proof(file, None if federation is None else read(federation)))
+    print(verify_proof(file, None if federation is None else read_federation(federation)))
 
 
 def report(
@@ -235,7 +235,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where report.html goes. Default: into that folder.")] = None,
 ) -> Path:
     """Write one agent's page: accuracy, whom it asked, who answered how fast, weights, what was refused, bytes."""
-    from fedcb2o.peer.report.node_page import report as write_report
+    from fedcb2o.peer.report.node_page import write_node_report as write_report
 
     path = write_report(folder, out)
     print(path)
@@ -249,60 +249,60 @@ def demo(
     """Run eight organisations on this machine, a process each: two flip labels, one sends garbage."""
     from rich.console import Console
 
-    from fedcb2o.peer.node.demo import TOLD
-    from fedcb2o.peer.node.demo import demo as run_demo
+    from fedcb2o.peer.node.demo import TABLE_NOTE
+    from fedcb2o.peer.node.demo import run_demo as run_demo
     from fedcb2o.report.table_formats import to_rich
 
     console = Console()
     for title, table in run_demo(out, rounds=rounds).items():
         console.print(to_rich(table, title=title, width=console.width))
-    print(f"{TOLD}\n\nA page of each: fedcb2o peer report {out / 'hospital-a'}; their logs are in {out / 'logs'}.")
+    print(f"{TABLE_NOTE}\n\nA page of each: fedcb2o peer report {out / 'hospital-a'}; their logs are in {out / 'logs'}.")
     return out
 
 
 def check(
-    file: File,
-    identity: Mine,
+    file: _FederationArgument,
+    identity: _IdentityOption,
     listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="What to bind, where it is not the endpoint: 0.0.0.0:7447.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="How long to wait for those who do not answer.")] = 20.0,
-    data: Data = None,
+    data: _DataOption = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
-    own: Own = None,
+    own: _UserFunctionsOption = None,
 ) -> None:
     """Can I reach everybody, and do we agree? A line a member with the cure; all may check at the same time.
 
     Before it, the run's id to be compared with the others, and with --data whether these data fit. Ends with exit
     status 1 where something is wrong.
     """
-    from fedcb2o.peer.membership.federation import read
+    from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.membership.identity import Identity
     from fedcb2o.peer.node import agent
     from fedcb2o.peer.node import preflight as checking
 
-    agreed, mine = read(file, own=own or []), Identity.read(identity)
+    agreed, mine = read_federation(file, allowed_functions=own or []), Identity.read(identity)
     me = agreed.id_of(mine.member)
-    print(f"{agreed.told}: compare this by telephone")
-    for part in agreed.parts:
-        if part not in agreed.own:
+    print(f"{agreed.verification_phrase}: compare this by telephone")
+    for part in agreed.user_functions:
+        if part not in agreed.allowed_functions:
             print(f"names {part}, code that would run here: read it, then --own {part}")
     if data is not None:
-        held = agent.own(agreed, me, agent.data_of(data, agreed, data_dir)).holdings
+        held = agent.agent_from_dataset(agreed, me, agent.load_member_dataset(data, agreed, data_dir)).data
         which = "more" if agreed.experiment.agents.hold_out else "of them"
         judging = f"{held.validation.sizes[0]} {which} judge others' models"
         print(f"the data fit: {held.train.sizes[0]} samples train, {judging}, {len(held.test)} test")
-    found = checking.check(agreed, mine, seconds=seconds, listen=True if listen is None else listen)
-    print("\n".join(checking.lines(found)))
-    if any(each.wrong for each in found):
+    found = checking.check_members(agreed, mine, seconds=seconds, listen=True if listen is None else listen)
+    print("\n".join(checking.format_results(found)))
+    if any(each.error for each in found):
         raise typer.Exit(1)
 
 
 def run(
-    file: File,
-    identity: Mine,
+    file: _FederationArgument,
+    identity: _IdentityOption,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder.", show_default=False)],
-    data: Data = None,
+    data: _DataOption = None,
     simulate: Annotated[
         str | None,
         typer.Option(
@@ -311,7 +311,7 @@ def run(
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
-    own: Own = None,
+    own: _UserFunctionsOption = None,
     listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="What to bind, where it is not the endpoint: 0.0.0.0:7447.")
     ] = None,
@@ -325,22 +325,22 @@ def run(
     Example: fedcb2o peer run federation.toml --identity keys --data my_hospital:dataset --out runs/hospital-a
     """
     from fedcb2o.experiments.config.settings import load
-    from fedcb2o.peer.membership.federation import read
-    from fedcb2o.peer.node.agent import data_of
+    from fedcb2o.peer.membership.federation import read_federation
+    from fedcb2o.peer.node.agent import load_member_dataset
     from fedcb2o.peer.node.node import Node
-    from fedcb2o.peer.report.live_table import Live
-    from fedcb2o.peer.report.peer_records import Recorded
+    from fedcb2o.peer.report.live_table import LiveTable
+    from fedcb2o.peer.report.peer_records import PeerRecords
 
     if (data is None) == (simulate is None):
         raise ConfigError(
             "give this organisation's data by --data MODULE:FUNCTION or FILE.npz (or --simulate a preset)"
         )
-    federation = read(file, own=own or [])
+    federation = read_federation(file, allowed_functions=own or [])
     names = {id: member.name for id, member in federation.members.items()}
     node = Node(
         federation,
         identity,
-        None if data is None else data_of(data, federation, data_dir),
+        None if data is None else load_member_dataset(data, federation, data_dir),
         simulate=None if simulate is None else load(simulate),
         data_dir=data_dir,
         out=out,
@@ -349,9 +349,9 @@ def run(
         gather=gather,
         linger=linger,
     )
-    with Live(names, me=node.me, rounds=federation.rounds) as node.watch:
+    with LiveTable(names, agent_id=node.agent_id, rounds=federation.rounds) as node.observer:
         node.run()
-    untaken = Recorded.read(out).untaken(federation.members.keys() - {node.me})
+    untaken = PeerRecords.read(out).missing_models(federation.members.keys() - {node.agent_id})
     if untaken:
         told = ", ".join(f"{name} ({why})" for name, why in list(untaken.items())[:5])
         more = f" and {len(untaken) - 5} more" if len(untaken) > 5 else ""

@@ -10,14 +10,14 @@ import typer
 from rich.console import Console
 
 from fedcb2o.cli import completion
-from fedcb2o.cli.configurations import print_listed
+from fedcb2o.cli.configurations import print_descriptions
 from fedcb2o.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedcb2o.records import Run
 
 
-class Over(StrEnum):
+class _AgentSummary(StrEnum):
     """What a table shows of the benign agents."""
 
     mean = "mean"
@@ -25,7 +25,7 @@ class Over(StrEnum):
     worst_tenth = "worst_tenth"
 
 
-def _address(value: str | None) -> str | None:
+def _validate_cluster_address(value: str | None) -> str | None:
     """The address of a cluster, which is looked at before all else: what follows may have been meant."""
     if value is not None:
         from fedcb2o.experiments.config.arguments import check_address
@@ -34,26 +34,26 @@ def _address(value: str | None) -> str | None:
     return value
 
 
-Changes = Annotated[
+_ChangesOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as algorithm.alpha=2. Repeatable."),
 ]
-Seeds = Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2 or 0-19. Default: the file's own.")]
-Device = Annotated[
+_SeedsOption = Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2 or 0-19. Default: the file's own.")]
+_DeviceOption = Annotated[
     str | None,
     typer.Option(help="Where models and data lie: cpu, cuda, cuda:1, mps, ... Default: the file's, or cpu."),
 ]
-Cluster = Annotated[
+_ClusterOption = Annotated[
     str | None,
     typer.Option(
         metavar="[ADDRESS]",
-        callback=_address,
+        callback=_validate_cluster_address,
         is_eager=True,
         help="Run seeds, or cells, by Ray: on this machine, or on the cluster that it is in (auto) or that has its head"
         " at HOST:PORT.",
     ),
 ]
-Track = Annotated[
+_TrackOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="TRACKER",
@@ -62,7 +62,7 @@ Track = Annotated[
         " tensorboard=DIR or mlflow=URI. Repeatable.",
     ),
 ]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
+_RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
 
 
 def run(
@@ -75,8 +75,8 @@ def run(
             autocompletion=completion.presets,
         ),
     ],
-    changes: Changes = None,
-    seeds: Seeds = None,
+    changes: _ChangesOption = None,
+    seeds: _SeedsOption = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The run's folder (with several experiments: of their folders). Default: runs/NAME."),
@@ -93,12 +93,12 @@ def run(
             " Default: what is free.",
         ),
     ] = None,
-    device: Device = None,
-    cluster: Cluster = None,
+    device: _DeviceOption = None,
+    cluster: _ClusterOption = None,
     blocks: Annotated[
         int | None, typer.Option(min=1, help="Spread the agents of each seed over a cluster, in so many blocks.")
     ] = None,
-    track: Track = None,
+    track: _TrackOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Say what was chosen for this machine.")] = False,
     clean_twin: Annotated[
@@ -124,7 +124,7 @@ def run(
         folder = Path("runs") / one.name if out is None else out if len(experiments) == 1 else out / one.name
         chosen.append((one, folder))
         if clean_twin and one.attacked:
-            chosen.append((one.clean_twin(), folder.with_name(f"{folder.name}-clean")))
+            chosen.append((one.clean_counterpart(), folder.with_name(f"{folder.name}-clean")))
         elif clean_twin:
             print(f"Note: no clean twin of {one.name}: nobody attacks in it.", file=sys.stderr)
     with Progress(verbose=verbose) as progress:
@@ -147,15 +147,15 @@ def run(
 
 
 def _settings(changes: Sequence[str] | None, seeds: str | None, device: str | None) -> dict[str, Any]:
-    settings = settings_of(changes)
+    settings = parse_settings(changes)
     if seeds is not None:
-        settings["seeds"] = _seeds(seeds)
+        settings["seeds"] = _parse_seeds(seeds)
     if device is not None:
         settings["device"] = device
     return settings
 
 
-def settings_of(changes: Sequence[str] | None) -> dict[str, Any]:
+def parse_settings(changes: Sequence[str] | None) -> dict[str, Any]:
     """The settings in texts KEY=VALUE."""
     from fedcb2o.experiments.config.tables import parse_value
 
@@ -168,7 +168,7 @@ def settings_of(changes: Sequence[str] | None) -> dict[str, Any]:
     return settings
 
 
-def _seeds(text: str) -> list[int]:
+def _parse_seeds(text: str) -> list[int]:
     try:
         ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
         if all(len(each) <= 2 and each == sorted(each) for each in ends):
@@ -189,15 +189,15 @@ def bench(
         ),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the built-in grids, a line each.")] = False,
-    changes: Changes = None,
-    seeds: Seeds = None,
+    changes: _ChangesOption = None,
+    seeds: _SeedsOption = None,
     out: Annotated[Path | None, typer.Option(help="The grid's folder. Default: runs/NAME.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each processor.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
-    device: Device = None,
+    device: _DeviceOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on; what failed is tried again.")] = False,
-    cluster: Cluster = None,
-    track: Track = None,
+    cluster: _ClusterOption = None,
+    track: _TrackOption = None,
 ) -> Path | None:
     """Run a grid: every defence against every attack, each for all of its seeds.
 
@@ -207,7 +207,7 @@ def bench(
     from fedcb2o.experiments.grid.loading import grids
 
     if list_:
-        print_listed(grids())
+        print_descriptions(grids())
         return None
     if grid is None:
         raise ConfigError("which grid? Name its file, GRID.toml, or a built-in one (fedcb2o bench --list)")
@@ -226,11 +226,11 @@ def bench(
 
 
 def compare(
-    runs: Runs,
+    runs: _RunsArgument,
     over: Annotated[
-        Over,
+        _AgentSummary,
         typer.Option(help="What to show of the benign agents: their mean, the worst one, the mean of the worst tenth."),
-    ] = Over.mean,
+    ] = _AgentSummary.mean,
 ) -> None:
     """Print one table over runs: the paper's Table 1, at the last round, mean and 95% interval over seeds."""
     from fedcb2o.records import Run
@@ -239,7 +239,7 @@ def compare(
 
 
 def report(
-    runs: Runs,
+    runs: _RunsArgument,
     out: Annotated[Path, typer.Option(help="Where tables, figures and report.html go.")] = Path("report"),
     reference: Annotated[
         str | None,
@@ -258,13 +258,13 @@ def report(
         raise ConfigError("`--reference` is for the folder of a grid, whose differences are to one of its defences")
     opened = [Run(folder) for folder in runs]
     write_report(opened, out)
-    _print_table(opened, Over.mean)
+    _print_table(opened, _AgentSummary.mean)
     print(f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG) lie beside it.")
     return out
 
 
 def _report_grid(folders: list[Path], out: Path, reference: str | None) -> None:
-    from fedcb2o.report import briefs, grid_notes, read_grid, report_grid, to_rich
+    from fedcb2o.report import grid_notes, read_grid, report_grid, terminal_tables, to_rich
 
     if len(folders) > 1:
         raise ConfigError("the folder of a grid is reported by itself: give it alone")
@@ -272,20 +272,20 @@ def _report_grid(folders: list[Path], out: Path, reference: str | None) -> None:
     report_grid(results, out)
     for sentence in grid_notes(results):
         print(f"Note: {sentence}.", file=sys.stderr)
-    for setting, table in briefs(results).items():
+    for setting, table in terminal_tables(results).items():
         console.print(to_rich(table, title=setting or None, caption="Percent.", width=console.width))
     print(f"\nThe page is {out / 'report.html'}; the matrices (CSV, Markdown, LaTeX, PNG) are in {out / 'matrices'}.")
 
 
-def _print_table(runs: list["Run"], over: Over) -> None:
+def _print_table(runs: list["Run"], over: _AgentSummary) -> None:
     from fedcb2o.report import compare as compare_runs
-    from fedcb2o.report import to_rich, told_seeds, unchecked, unfinished
+    from fedcb2o.report import incomplete_note, seed_caption, to_rich, unverified_note
 
     console = Console()
     for run in runs:
-        for sentence in filter(None, (unfinished(run), unchecked(run))):
+        for sentence in filter(None, (incomplete_note(run), unverified_note(run))):
             print(f"Note: {sentence}.", file=sys.stderr)
-    console.print(to_rich(compare_runs(runs, over=over.value), caption=told_seeds(runs), width=console.width))
+    console.print(to_rich(compare_runs(runs, over=over.value), caption=seed_caption(runs), width=console.width))
 
 
 def track(

@@ -4,12 +4,21 @@
 """
 
 from fedcb2o.data import skews
-from fedcb2o.data._dataset import Dataset, Names, Owners, Shard, drawn, features, hold_out, members_of
-from fedcb2o.data._partition import Population, partition, rotate, validates
+from fedcb2o.data._dataset import (
+    Dataset,
+    DatasetNames,
+    Owners,
+    Shard,
+    features,
+    group_members,
+    hold_out,
+    stratified_mask,
+)
+from fedcb2o.data._partition import Population, partition, rotate, validation_mask
 from fedcb2o.data.array_dataset import dataset
-from fedcb2o.data.natural_partition import natural
+from fedcb2o.data.natural_partition import partition_by_owner
 from fedcb2o.data.owner_datasets import datasets
-from fedcb2o.data.release import Release, default_folder, own_folder
+from fedcb2o.data.release import Release, default_folder, user_folder
 from fedcb2o.data.sets import (
     arrays,
     breast_cancer,
@@ -25,7 +34,7 @@ from fedcb2o.data.sets import (
 
 __all__ = [
     "Dataset",
-    "Names",
+    "DatasetNames",
     "Owners",
     "Population",
     "Release",
@@ -38,19 +47,19 @@ __all__ = [
     "default_folder",
     "diabetes",
     "digits",
-    "drawn",
+    "stratified_mask",
     "emnist",
     "fashion_mnist",
     "fashion_shops",
     "features",
     "hold_out",
-    "members_of",
+    "group_members",
     "mnist",
-    "natural",
-    "own_folder",
+    "partition_by_owner",
+    "user_folder",
     "partition",
     "rotate",
     "skews",
     "typefaces",
-    "validates",
+    "validation_mask",
 ]

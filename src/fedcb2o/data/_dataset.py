@@ -54,7 +54,7 @@ class Owners:
         return f"Owners({', '.join(few)}{f' and {more} more' if more else ''})"
 
 
-class Names(NamedTuple):
+class DatasetNames(NamedTuple):
     """The names in a data set: of its classes, and of its owners."""
 
     classes: tuple[str, ...]
@@ -85,9 +85,9 @@ class Dataset:
         return len(self.class_names) or max(1, self.pool.y[:1].numel())
 
     @property
-    def names(self) -> Names:
+    def names(self) -> DatasetNames:
         """All that a data set holds beside tensors."""
-        return Names(self.class_names, () if self.owners is None else self.owners.names)
+        return DatasetNames(self.class_names, () if self.owners is None else self.owners.names)
 
     def labels(self, samples: Shard) -> Int[Tensor, " n"]:
         """The class of each of some of its samples; 0 of all where there are none."""
@@ -99,19 +99,19 @@ def hold_out(samples: Shard, per_class: Sequence[int], draw: np.random.Generator
 
     Both keep the order that the samples came in.
     """
-    held = drawn(samples.y.numpy(), per_class, draw)
+    held = stratified_mask(samples.y.numpy(), per_class, draw)
     return samples.part(np.flatnonzero(~held)), samples.part(np.flatnonzero(held))
 
 
-def drawn(groups: Int[np.ndarray, " n"], counts: Sequence[int], draw: np.random.Generator) -> Bool[np.ndarray, " n"]:
+def stratified_mask(groups: Int[np.ndarray, " n"], counts: Sequence[int], draw: np.random.Generator) -> Bool[np.ndarray, " n"]:
     """Which of n samples are `counts[g]` random ones of each group g."""
     held = np.zeros(len(groups), dtype=bool)
-    for members, count in zip(members_of(groups, len(counts)), counts, strict=True):
+    for members, count in zip(group_members(groups, len(counts)), counts, strict=True):
         held[draw.choice(members, count, replace=False)] = True
     return held
 
 
-def members_of(groups: Int[np.ndarray, " n"], count: int) -> list[Int[np.ndarray, " _m"]]:
+def group_members(groups: Int[np.ndarray, " n"], count: int) -> list[Int[np.ndarray, " _m"]]:
     """The places of the members of each of so many groups, ascending; what is of group -1 is in none."""
     order = np.argsort(groups, kind="stable")
     return np.split(order, np.searchsorted(groups[order], np.arange(count + 1)))[1:-1]

@@ -16,9 +16,9 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.rng import stream
 
-SPLITS = ("random", "stratified", "released")
+_SPLITS = ("random", "stratified", "released")
 
-Skew = Callable[[NDArray[np.int64], NDArray[np.int64], np.random.Generator], NDArray[np.integer]]
+_Skew = Callable[[NDArray[np.int64], NDArray[np.int64], np.random.Generator], NDArray[np.integer]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def partition(
     malicious_samples: int,
     validation: float,
     split: str,
-    skew: Skew | None = None,
+    skew: _Skew | None = None,
     hold_out: bool = True,
     remove_malicious: bool = False,
     num_classes: int,
@@ -88,8 +88,8 @@ def partition(
         raise ConfigError(
             f"`validation` is the fraction of a benign agent's samples, above 0 and at most 1, got {validation}"
         )
-    if split not in SPLITS:
-        raise ConfigError(f"`split` must be one of {', '.join(SPLITS)}, got {split!r}")
+    if split not in _SPLITS:
+        raise ConfigError(f"`split` must be one of {', '.join(_SPLITS)}, got {split!r}")
     need, n = benign * benign_samples + malicious * malicious_samples, len(labels)
     if need > n:
         raise ConfigError(
@@ -107,7 +107,7 @@ def partition(
         dealt = stream(seed, "partition", c).permutation(drawn[:need])
         if skew is not None:
             owners = skew(y[dealt], sizes.copy(), stream(seed, "skew", c))
-            _check_owners(owners, sizes)
+            _check_skew(owners, sizes)
             dealt = dealt[np.argsort(owners, kind="stable")]
         shares = np.split(dealt, np.cumsum(sizes)[:-1])
         for i, (share, bad) in enumerate(zip(shares, is_malicious, strict=True)):
@@ -116,7 +116,7 @@ def partition(
             agent = c * len(sizes) + i  # in the full population, so that removal changes nobody's split
             holds = np.zeros(len(share), bool)
             if not bad:
-                holds = validates(y[share], agent, validation, split, seed, hold_out=hold_out)
+                holds = validation_mask(y[share], agent, validation, split, seed, hold_out=hold_out)
             order = (share[~holds], share[holds])
             cluster.append(c)
             roles.append(bad)
@@ -147,7 +147,7 @@ def rotate(x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int) ->
     return torch.rot90(x, cluster * 4 // num_clusters, dims=(-2, -1)).contiguous() if cluster else x
 
 
-def validates(
+def validation_mask(
     y: NDArray[np.integer],
     agent: int,
     fraction: float,
@@ -179,7 +179,7 @@ def validates(
     return holds
 
 
-def _check_owners(owners: object, sizes: NDArray[np.int64]) -> None:
+def _check_skew(owners: object, sizes: NDArray[np.int64]) -> None:
     if not isinstance(owners, np.ndarray) or owners.dtype.kind not in "iu" or owners.shape != (sizes.sum(),):
         got = f"{owners.dtype} {list(owners.shape)}" if isinstance(owners, np.ndarray) else type(owners).__name__
         raise ConfigError(f"the skew returned {got}, expected an array of {sizes.sum()} integers: who gets each sample")

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedcb2o.data import input_validation
-from fedcb2o.data._dataset import Dataset, Owners, Shard, drawn, features
+from fedcb2o.data._dataset import Dataset, Owners, Shard, features, stratified_mask
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.rng import stream
 
@@ -44,19 +44,19 @@ def dataset(
         raise DataError("`x_test` and `y_test` go together: give both, or neither to have some of `x` held out")
     if owner_test is not None and (owner is None or x_test is None):
         raise DataError("`owner_test` goes with `owner` and `x_test`: it says whose own test samples those are")
-    pieces = [input_validation.piece("x", x, "y", y, numbers=numbers)]
+    pieces = [input_validation.check_samples_and_labels("x", x, "y", y, numbers=numbers)]
     if x_test is not None:
-        pieces.append(input_validation.piece("x_test", x_test, "y_test", y_test, numbers=numbers))
-    shards, names = input_validation.shards_of(pieces, class_names, numbers=numbers)
+        pieces.append(input_validation.check_samples_and_labels("x_test", x_test, "y_test", y_test, numbers=numbers))
+    shards, names = input_validation.to_shards(pieces, class_names, numbers=numbers)
     pool, test = shards[0], None if x_test is None else shards[1]
     owners = None
     if owner is not None:
-        names_of, of_pool, of_test = input_validation.owners_of(owner, owner_test, len(pool), 0 if test is None else len(test))
+        names_of, of_pool, of_test = input_validation.check_owners(owner, owner_test, len(pool), 0 if test is None else len(test))
         owners = Owners(names_of, of_pool, of_test, torch.zeros(len(pool), dtype=torch.bool))
-    return built(pool, test, names, owners, test_share, standardise)
+    return build_dataset(pool, test, names, owners, test_share, standardise)
 
 
-def built(
+def build_dataset(
     pool: Shard,
     test: Shard | None,
     class_names: tuple[str, ...],
@@ -73,27 +73,27 @@ def built(
         if test is None:
             labels = pool.y.numpy() if class_names else np.zeros(len(pool), np.int64)
             wanted = {k: f"class {name!r}" for k, name in enumerate(class_names)} or {0: "the data set"}
-            held = _held_out(
+            held = _hold_out_mask(
                 labels, wanted, test_share, " of each class: give `x_test` and `y_test`, or leave the class out"
             )
             pool, test = pool.part(np.flatnonzero(~held)), pool.part(np.flatnonzero(held))
     else:
-        pool, test, owners = _by_owner(pool, test, owners, test_share)
+        pool, test, owners = _hold_out_by_owner(pool, test, owners, test_share)
     if pool.x.shape[1:] != test.x.shape[1:]:
         shapes = tuple(pool.x.shape[1:]), tuple(test.x.shape[1:])
         raise DataError(f"the samples of `x` have shape {shapes[0]}, and those of `x_test` {shapes[1]}")
     if standardise:
-        pool, test = _standardised(pool, test)
+        pool, test = _standardise(pool, test)
     return Dataset(pool, test, class_names, owners)
 
 
-def _by_owner(pool: Shard, test: Shard | None, owners: Owners, test_share: float) -> tuple[Shard, Shard, Owners]:
+def _hold_out_by_owner(pool: Shard, test: Shard | None, owners: Owners, test_share: float) -> tuple[Shard, Shard, Owners]:
     """The same where owners without test samples of their own have a share of their others held out for that."""
     of, of_test = owners.pool.numpy(), owners.test.numpy()
     lacking = {k: f"owner {owners.names[k]!r}" for k in np.setdiff1d(np.arange(len(owners.names)), of_test).tolist()}
     if lacking and test_share:
         groups = np.where(owners.validates.numpy() | ~np.isin(of, list(lacking)), -1, of)
-        held = _held_out(groups, lacking, test_share, ": give it test samples of its own, or leave it out")
+        held = _hold_out_mask(groups, lacking, test_share, ": give it test samples of its own, or leave it out")
         kept, mine = np.flatnonzero(~held), pool.part(np.flatnonzero(held))
         own, of_test = torch.from_numpy(of[held]), np.concatenate([of_test, of[held]])
         test = mine if test is None else Shard(*(torch.cat(pair) for pair in ((test.x, mine.x), (test.y, mine.y))))
@@ -103,17 +103,17 @@ def _by_owner(pool: Shard, test: Shard | None, owners: Owners, test_share: float
     return pool, test, owners
 
 
-def _held_out(groups: NDArray[np.int64], wanted: Mapping[int, str], share: float, cure: str) -> NDArray[np.bool_]:
+def _hold_out_mask(groups: NDArray[np.int64], wanted: Mapping[int, str], share: float, cure: str) -> NDArray[np.bool_]:
     """Which samples test: of each group wanted a share, but at least one and not all of them."""
     counts = np.bincount(groups[groups >= 0], minlength=1 + max(wanted)).tolist()
     for group, name in wanted.items():
         if counts[group] < 2:
             raise DataError(f"{name} has {counts[group]} samples, and holding some out needs 2 or more{cure}")
     sizes = [min(max(round(share * n), 1), n - 1) if k in wanted else 0 for k, n in enumerate(counts)]
-    return drawn(groups, sizes, stream(0, "dataset", "test"))
+    return stratified_mask(groups, sizes, stream(0, "dataset", "test"))
 
 
-def _standardised(pool: Shard, test: Shard) -> tuple[Shard, Shard]:
+def _standardise(pool: Shard, test: Shard) -> tuple[Shard, Shard]:
     """Both with every feature at mean 0 and standard deviation 1 over the pool; at 0 there if it does not vary."""
     x = features(pool.x).double()
     mean, std = x.mean(0), x.std(0, correction=0)

@@ -21,15 +21,15 @@ import pooch  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from fedcb2o.data.idx import lookalike
-from fedcb2o.data.release import Release, find, plain_or_gzip
 from fedcb2o.data import cifar10, emnist, fashion_mnist, mnist
+from fedcb2o.data.idx import identify_lookalike
+from fedcb2o.data.release import Release, find_files, find_plain_or_gzip
 from fedcb2o.errors import DataError
-from fedcb2o.safe_stdio import kept
+from fedcb2o.safe_stdio import safe_streams
 
-INCOMING = ".incoming-"  # how the names of folders begin whose files are not yet known to be whole
-READERS = {"cifar10": cifar10, "emnist": emnist, "fashion_mnist": fashion_mnist, "mnist": mnist}
-DAMAGED = (
+_STAGING_PREFIX = ".incoming-"  # how the names of folders begin whose files are not yet known to be whole
+_READERS = {"cifar10": cifar10, "emnist": emnist, "fashion_mnist": fashion_mnist, "mnist": mnist}
+_ARCHIVE_ERRORS = (
     zipfile.BadZipFile,
     tarfile.TarError,
     gzip.BadGzipFile,
@@ -40,7 +40,7 @@ DAMAGED = (
 )
 
 
-@kept()
+@safe_streams()
 def download(release: Release, target: Path, *, progress: bool = True) -> list[Path]:
     """The files of a data set, fetched into the folder `target` unless a whole set lies there already.
 
@@ -49,9 +49,9 @@ def download(release: Release, target: Path, *, progress: bool = True) -> list[P
     """
     target = target.expanduser()
     try:
-        return _whole(release, target)
+        return _verify_files(release, target)
     except DataError:
-        _alone(release, target, release.sets[0])
+        _require_single_set(release, target, release.prefixes[0])
     cure = (
         f"fetch {', '.join(release.md5)} from {release.url} in another way and run"
         f" `fedcb2o data {release.name} --from DIR`, DIR being the folder that holds what you fetched"
@@ -64,7 +64,7 @@ def download(release: Release, target: Path, *, progress: bool = True) -> list[P
             if got != md5:
                 raise DataError(f"{url} is damaged or another file: its MD5 is {got}, not {md5}; try again, or {cure}")
         if release.archive is None:
-            return _install(release, _checked(release, staging, release.url, cure), target)
+            return _install(release, _verify_source(release, staging, release.url, cure), target)
         name = f"{release.url}/{release.archive}"
         return _install(release, _unpack(release, staging / release.archive, staging / "files", name, cure), target)
 
@@ -83,31 +83,31 @@ def import_files(release: Release, source: Path, target: Path) -> list[Path]:
                 cure = f"fetch it again from {release.url}, or run `fedcb2o data {release.name}`"
                 return _install(release, _unpack(release, archive, staging / "files", str(archive), cure), target)
         try:
-            find(release, source)
+            find_files(release, source)
         except DataError as error:
-            raise DataError(str(error).replace(release.cure, _needed(release))) from error
-        files = _whole(release, source)
+            raise DataError(str(error).replace(release.advice, _required_files(release))) from error
+        files = _verify_files(release, source)
         if source.resolve() == target.resolve():
             return files
-        files += _beside(release, files[0].parent)
+        files += _optional_files(release, files[0].parent)
         return _install(release, [shutil.copyfile(path, staging / path.name) for path in files], target)
 
 
-def _needed(release: Release) -> str:
+def _required_files(release: Release) -> str:
     """What `--from` needs to find."""
     archive = "" if release.archive is None else f"{release.archive}, or "
-    files = ", ".join(release.sets[0] + part for part in release.parts)
+    files = ", ".join(release.prefixes[0] + part for part in release.file_names)
     return f"DIR in `fedcb2o data {release.name} --from DIR` must hold {archive}these files, plain or .gz: {files}"
 
 
-def _whole(release: Release, folder: Path) -> list[Path]:
+def _verify_files(release: Release, folder: Path) -> list[Path]:
     """The files of the set in `folder`, every one read to its end; raises DataError if one is missing or damaged."""
-    READERS[release.name](data_dir=folder, train_per_class=1, test_per_class=1)
-    return list(find(release, folder))
+    _READERS[release.name](data_dir=folder, train_per_class=1, test_per_class=1)
+    return list(find_files(release, folder))
 
 
-def _beside(release: Release, folder: Path) -> list[Path]:
-    return [folder / name for name in release.beside if (folder / name).is_file()]
+def _optional_files(release: Release, folder: Path) -> list[Path]:
+    return [folder / name for name in release.optional_files if (folder / name).is_file()]
 
 
 @contextmanager
@@ -117,19 +117,19 @@ def _staging(release: Release, target: Path) -> Iterator[Path]:
     try:
         target.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            with _locked(target):  # so that nobody sweeps what was made and is not yet locked
-                for left in target.glob(f"{INCOMING}*"):
-                    with suppress(BlockingIOError, FileNotFoundError), _locked(left, fcntl.LOCK_NB):
+            with _folder_lock(target):  # so that nobody sweeps what was made and is not yet locked
+                for left in target.glob(f"{_STAGING_PREFIX}*"):
+                    with suppress(BlockingIOError, FileNotFoundError), _folder_lock(left, fcntl.LOCK_NB):
                         shutil.rmtree(left)
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=INCOMING, dir=target)))
-                stack.enter_context(_locked(folder))
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=target)))
+                stack.enter_context(_folder_lock(folder))
             yield folder
     except OSError as error:
         raise DataError(f"{release.title}'s files cannot be put into {target}: {error.strerror or error}") from error
 
 
 @contextmanager
-def _locked(folder: Path, how: int = 0) -> Iterator[None]:
+def _folder_lock(folder: Path, how: int = 0) -> Iterator[None]:
     """Keep others from locking a folder; by LOCK_NB raises BlockingIOError where one has it, else waits for it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -139,17 +139,17 @@ def _locked(folder: Path, how: int = 0) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _alone(release: Release, target: Path, name: str) -> None:
+def _require_single_set(release: Release, target: Path, name: str) -> None:
     """Raises DataError if files of another set than `name` lie in `target`, or of another data set under the same
     names: a folder holds one set."""
-    for other in (each + part for each in release.sets if each != name for part in release.parts):
-        if (path := plain_or_gzip(target, other)) is not None:
+    for other in (each + part for each in release.prefixes if each != name for part in release.file_names):
+        if (path := find_plain_or_gzip(target, other)) is not None:
             raise DataError(
                 f"{target} holds another set of {release.title} files ({path.relative_to(target)}); remove it or name"
                 " another folder"
             )
-    labels = plain_or_gzip(target, name + release.parts[-1])
-    if labels is not None and (owner := lookalike(release, labels)) is not None:
+    labels = find_plain_or_gzip(target, name + release.file_names[-1])
+    if labels is not None and (owner := identify_lookalike(release, labels)) is not None:
         raise DataError(f"{target} holds {owner}'s files, which have the same names; name another folder")
 
 
@@ -158,7 +158,7 @@ def _fetch(release: Release, url: str, path: Path, progress: bool, cure: str) ->
     columns = (what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bars:
         try:
-            pooch.HTTPDownloader(progressbar=_Bar(bars))(url, str(path), None)
+            pooch.HTTPDownloader(progressbar=_ProgressBar(bars))(url, str(path), None)
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # the disk; requests' own errors carry no number
@@ -167,7 +167,7 @@ def _fetch(release: Release, url: str, path: Path, progress: bool, cure: str) ->
             raise DataError(f"{release.title} cannot be fetched from {url} ({error}); try again, or {cure}") from error
 
 
-class _Bar:
+class _ProgressBar:
     """What pooch asks of a progress bar, over a task of rich."""
 
     def __init__(self, bars: Progress) -> None:
@@ -186,30 +186,30 @@ class _Bar:
 
 def _unpack(release: Release, archive: Path, folder: Path, name: str, cure: str) -> list[Path]:
     """The files of a data set out of the archive that the user knows as `name`, written into `folder`."""
-    files = [release.sets[0] + part for part in release.parts]
-    wanted = {*files, *(f"{file}.gz" for file in files), *release.beside}
-    kind, members = ("zip", _zipped) if str(release.archive).endswith(".zip") else ("tar", _tarred)
+    files = [release.prefixes[0] + part for part in release.file_names]
+    wanted = {*files, *(f"{file}.gz" for file in files), *release.optional_files}
+    kind, members = ("zip", _zip_members) if str(release.archive).endswith(".zip") else ("tar", _tar_members)
     folder.mkdir()
     try:
         for base, packed in members(archive, wanted):
             with packed, (folder / base).open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked, 2**20)
-    except DAMAGED as error:
+    except _ARCHIVE_ERRORS as error:
         raise DataError(f"{name} is not a {kind} archive, or a damaged one ({error}); {cure}") from error
-    return _checked(release, folder, name, cure)
+    return _verify_source(release, folder, name, cure)
 
 
 # The files in an archive that are wanted, by their last names: never by the path that an archive asks for.
 
 
-def _zipped(archive: Path, wanted: Collection[str]) -> Iterator[tuple[str, IO[bytes]]]:
+def _zip_members(archive: Path, wanted: Collection[str]) -> Iterator[tuple[str, IO[bytes]]]:
     with zipfile.ZipFile(archive) as archived:
         for member in archived.infolist():
             if (base := PurePosixPath(member.filename).name) in wanted:
                 yield base, archived.open(member)
 
 
-def _tarred(archive: Path, wanted: Collection[str]) -> Iterator[tuple[str, IO[bytes]]]:
+def _tar_members(archive: Path, wanted: Collection[str]) -> Iterator[tuple[str, IO[bytes]]]:
     with tarfile.open(archive) as archived:
         for member in archived:
             base, packed = PurePosixPath(member.name).name, archived.extractfile(member) if member.isfile() else None
@@ -217,20 +217,20 @@ def _tarred(archive: Path, wanted: Collection[str]) -> Iterator[tuple[str, IO[by
                 yield base, packed
 
 
-def _checked(release: Release, folder: Path, name: str, cure: str) -> list[Path]:
+def _verify_source(release: Release, folder: Path, name: str, cure: str) -> list[Path]:
     """The files in `folder`, and what may lie beside them, which came from `name`; raises DataError if not whole."""
     try:
-        files = _whole(release, folder)
+        files = _verify_files(release, folder)
     except DataError as error:
-        told = str(error).replace(f"{folder}/", "").replace(release.cure, cure)
+        told = str(error).replace(f"{folder}/", "").replace(release.advice, cure)
         raise DataError(f"in what came from {name}: {told}") from error
-    return files + _beside(release, folder)
+    return files + _optional_files(release, folder)
 
 
 def _install(release: Release, files: Iterable[Path], target: Path) -> list[Path]:
     """Moves whole files into `target`, in place of earlier ones, and gives their paths there."""
     files = list(files)
-    _alone(release, target, next(name for name in release.sets if files[0].name.startswith(name)))
+    _require_single_set(release, target, next(name for name in release.prefixes if files[0].name.startswith(name)))
     for path in files:
         path.replace(target / path.name)
         # The plain form of a file and the gzip one are one file: what is not replaced is removed.

@@ -12,11 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcb2o.data._dataset import Dataset, Shard
-from fedcb2o.data.release import BLOCK, Release, check_per_class, find, first_of_each_class, opened
+from fedcb2o.data.release import (
+    IMAGES_PER_BLOCK,
+    Release,
+    check_per_class,
+    find_files,
+    open_plain_or_gzip,
+    select_per_class,
+)
 from fedcb2o.errors import DataError
 
 
-def read(
+def read_dataset(
     release: Release,
     data_dir: Path | None,
     *,
@@ -30,15 +37,15 @@ def read(
     Raises DataError if a file is missing, damaged or of another format, or if a class has too few images.
     """
     check_per_class(release, train_per_class=train_per_class, test_per_class=test_per_class)
-    train_images, train_labels, test_images, test_labels = find(release, data_dir)
-    if (other := lookalike(release, test_labels)) is not None:
-        raise DataError(f"{test_labels} is {other}'s, not {release.title}'s; {release.cure}")
+    train_images, train_labels, test_images, test_labels = find_files(release, data_dir)
+    if (other := identify_lookalike(release, test_labels)) is not None:
+        raise DataError(f"{test_labels} is {other}'s, not {release.title}'s; {release.advice}")
 
     def shard(images: Path, labels: Path, parameter: str, per_class: int | None) -> Shard:
-        y = np.concatenate([np.empty(0, np.uint8), *_blocks(labels, (), release.cure)])
-        blocks = _blocks(images, release.shape[1:], release.cure)
+        y = np.concatenate([np.empty(0, np.uint8), *_read_blocks(labels, (), release.advice)])
+        blocks = _read_blocks(images, release.shape[1:], release.advice)
         upright = (block.swapaxes(1, 2) for block in blocks) if transposed else blocks
-        return first_of_each_class(
+        return select_per_class(
             release, y, upright, per_class=per_class, parameter=parameter, labels=labels, images=images
         )
 
@@ -47,18 +54,18 @@ def read(
     return Dataset(pool=pool, test=test, class_names=release.class_names)
 
 
-def lookalike(release: Release, test_labels: Path) -> str | None:
+def identify_lookalike(release: Release, test_labels: Path) -> str | None:
     """The data set that a file of labels is of, if it is another one whose files have the same names; or None."""
-    with suppress(DataError), opened(test_labels, release.cure) as file:
+    with suppress(DataError), open_plain_or_gzip(test_labels, release.advice) as file:
         start = file.read(64)[8:]  # after the header
         return next((title for title, labels in release.lookalikes if start.startswith(labels)), None)
     return None
 
 
-def _blocks(path: Path, row: tuple[int, ...], cure: str) -> Iterator[NDArray[np.uint8]]:
+def _read_blocks(path: Path, row: tuple[int, ...], cure: str) -> Iterator[NDArray[np.uint8]]:
     """The unsigned bytes in an IDX file, some rows at a time, each of shape `row`; and that nothing follows them."""
     magic, width = bytes((0, 0, 8, 1 + len(row))), int(np.prod(row))
-    with opened(path, cure) as file:
+    with open_plain_or_gzip(path, cure) as file:
         start = file.read(4)
         if start != magic:
             raise DataError(
@@ -71,8 +78,8 @@ def _blocks(path: Path, row: tuple[int, ...], cure: str) -> Iterator[NDArray[np.
         count, *shape = np.frombuffer(sizes, ">u4").tolist()
         if tuple(shape) != row:
             raise DataError(f"{path} holds rows of shape {tuple(shape)}, not {row}; {cure}")
-        for done in range(0, count, BLOCK):
-            some = min(BLOCK, count - done)
+        for done in range(0, count, IMAGES_PER_BLOCK):
+            some = min(IMAGES_PER_BLOCK, count - done)
             values = file.read(some * width)
             if len(values) < some * width:
                 raise DataError(

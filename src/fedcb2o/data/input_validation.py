@@ -13,17 +13,17 @@ from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import DataError
 
 
-def piece(name: str, x: Any, label: str, y: Any, *, numbers: bool = False) -> tuple[Tensor, NDArray[Any]]:
+def check_samples_and_labels(name: str, x: Any, label: str, y: Any, *, numbers: bool = False) -> tuple[Tensor, NDArray[Any]]:
     """Samples and their labels as they were given, or `numbers` to be told, checked; `name` and `label` are what
     messages call them."""
-    samples, found = samples_of(name, x), numbers_of(label, y) if numbers else labels_of(label, y)
+    samples, found = check_samples(name, x), _check_numbers(label, y) if numbers else _check_labels(label, y)
     if len(samples) != len(found):
         raise DataError(f"`{name}` holds {len(samples)} samples, and `{label}` {len(found)} labels: each needs one")
     return samples, found
 
 
-def shards_of(
-    pieces: Sequence[tuple[Tensor, NDArray[Any]]], class_names: Sequence[str] | None, *, numbers: bool
+def to_shards(
+    parts: Sequence[tuple[Tensor, NDArray[Any]]], class_names: Sequence[str] | None, *, numbers: bool
 ) -> tuple[list[Shard], tuple[str, ...]]:
     """Samples with their classes as numbers from 0 on, or with numbers to be told; and the names of the classes."""
     if numbers:
@@ -31,34 +31,34 @@ def shards_of(
             raise DataError(
                 "`class_names` are those of classes, and with `numbers` there are none: leave one of them out"
             )
-        if len({labels.shape[1:] for _, labels in pieces}) > 1:
+        if len({labels.shape[1:] for _, labels in parts}) > 1:
             raise DataError("`y` and `y_test` must hold as many numbers for each sample")
-        return [Shard(x, torch.from_numpy(y)) for x, y in pieces], ()
-    values, names = _classes([labels for _, labels in pieces], class_names)
-    return [Shard(x, torch.from_numpy(np.searchsorted(values, y))) for x, y in pieces], names
+        return [Shard(x, torch.from_numpy(y)) for x, y in parts], ()
+    values, names = _resolve_classes([labels for _, labels in parts], class_names)
+    return [Shard(x, torch.from_numpy(np.searchsorted(values, y))) for x, y in parts], names
 
 
-def samples_of(name: str, x: Any) -> Tensor:
+def check_samples(name: str, x: Any) -> Tensor:
     """Samples: pixels as uint8, all else as float32."""
-    given = _array(name, x)
+    given = _to_array(name, x)
     if given.ndim < 2 or not given.size:
         raise DataError(
             f"`{name}` must hold samples [n, features] or images [n, channels, height, width], got shape {given.shape}"
         )
     if given.dtype == np.uint8:
         return torch.from_numpy(given.copy())
-    return torch.from_numpy(_finite(name, given))
+    return torch.from_numpy(_to_finite_float32(name, given))
 
 
-def numbers_of(name: str, y: Any) -> NDArray[np.float32]:
+def _check_numbers(name: str, y: Any) -> NDArray[np.float32]:
     """Numbers to be told of each sample, one or several."""
-    given = _array(name, y)
+    given = _to_array(name, y)
     if not given.ndim or not given.size:
         raise DataError(f"`{name}` must hold numbers [n] or [n, k], got shape {given.shape}")
-    return _finite(name, given)
+    return _to_finite_float32(name, given)
 
 
-def _finite(name: str, given: NDArray[Any]) -> NDArray[np.float32]:
+def _to_finite_float32(name: str, given: NDArray[Any]) -> NDArray[np.float32]:
     if given.dtype.kind not in "biuf":
         words = "; write words as numbers first" if given.dtype.kind in "OU" else ""
         raise DataError(f"`{name}` must hold numbers, got values of type {given.dtype}{words}")
@@ -73,14 +73,14 @@ def _finite(name: str, given: NDArray[Any]) -> NDArray[np.float32]:
     return found
 
 
-def labels_of(name: str, y: Any, one: str = "label", many: str = "classes") -> NDArray[Any]:
+def _check_labels(name: str, y: Any, singular: str = "label", plural: str = "classes") -> NDArray[Any]:
     """Labels as whole numbers, truth values or words; `one` and `many` are what messages call them."""
-    labels = _array(name, y)
+    labels = _to_array(name, y)
     if labels.ndim != 1:
         cure = ""
         if labels.ndim == 2:
             cure = ": take its argmax along the rows" if labels.shape[1] > 1 else ": take its only column"
-        raise DataError(f"`{name}` must hold one {one} for each sample, [n], got shape {labels.shape}{cure}")
+        raise DataError(f"`{name}` must hold one {singular} for each sample, [n], got shape {labels.shape}{cure}")
     if labels.dtype.kind in "bU":
         return labels
     if labels.dtype == object and all(isinstance(label, str) for label in labels):
@@ -88,13 +88,13 @@ def labels_of(name: str, y: Any, one: str = "label", many: str = "classes") -> N
     whole = (abs(labels) < 2**63) & (labels == np.round(labels)) if labels.dtype.kind in "iuf" else np.array([False])
     if not whole.all():
         wrong = labels[np.flatnonzero(~whole)[0]] if labels.dtype.kind in "fu" else f"values of type {labels.dtype}"
-        part = labels.dtype.kind == "f" and many == "classes" and bool(np.isfinite(wrong)) and wrong % 1
+        part = labels.dtype.kind == "f" and plural == "classes" and bool(np.isfinite(wrong)) and wrong % 1
         cure = "; numbers to be told need `numbers=True`" if part else ""
-        raise DataError(f"`{name}` must hold {many}, whole numbers or words, got {wrong}{cure}")
+        raise DataError(f"`{name}` must hold {plural}, whole numbers or words, got {wrong}{cure}")
     return labels.astype(np.int64)
 
 
-def _array(name: str, values: Any) -> NDArray[Any]:
+def _to_array(name: str, values: Any) -> NDArray[Any]:
     if np.ma.is_masked(values):
         raise DataError(f"`{name}` has masked values: fill them in, or leave these samples out")
     try:
@@ -105,7 +105,7 @@ def _array(name: str, values: Any) -> NDArray[Any]:
         raise DataError(f"`{name}` cannot be read as an array ({error}){cure}") from error
 
 
-def _classes(labels: Sequence[NDArray[Any]], class_names: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
+def _resolve_classes(labels: Sequence[NDArray[Any]], class_names: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
     """The values of the labels that are the classes 0 to C - 1, ascending, and the names of these."""
     if len({each.dtype.kind == "U" for each in labels}) > 1:
         raise DataError("`y` and `y_test` must hold labels of one kind, got words and numbers")
@@ -127,17 +127,17 @@ def _classes(labels: Sequence[NDArray[Any]], class_names: Sequence[str] | None) 
     return values, names
 
 
-def owners_of(
+def check_owners(
     owner: Any, owner_test: Any, samples: int, tests: int
 ) -> tuple[tuple[str, ...], Int[Tensor, " n"], Int[Tensor, " t"]]:
     """The names of owners, ascending as they were given; whose each sample is, and whose each test sample: all
     everybody's, -1, where `owner_test` is not given."""
-    of = _names("owner", owner, samples)
+    of = _check_owner_labels("owner", owner, samples)
     values = np.unique(of)
     names, whose = tuple(map(str, values.tolist())), torch.from_numpy(np.searchsorted(values, of))
     if owner_test is None:
         return names, whose, torch.full((tests,), -1)
-    of_test = _names("owner_test", owner_test, tests)
+    of_test = _check_owner_labels("owner_test", owner_test, tests)
     if (of.dtype.kind == "U") != (of_test.dtype.kind == "U"):
         raise DataError("`owner` and `owner_test` must be of one kind, got words and numbers")
     if (stray := np.setdiff1d(of_test, values)).size:
@@ -145,8 +145,8 @@ def owners_of(
     return names, whose, torch.from_numpy(np.searchsorted(values, of_test))
 
 
-def _names(name: str, owner: Any, samples: int) -> NDArray[Any]:
-    found = labels_of(name, owner, "owner", "owners")
+def _check_owner_labels(name: str, owner: Any, samples: int) -> NDArray[Any]:
+    found = _check_labels(name, owner, "owner", "owners")
     if len(found) != samples:
         raise DataError(f"`{name}` names {len(found)} owners, and there are {samples} samples")
     return found

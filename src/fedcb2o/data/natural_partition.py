@@ -6,13 +6,13 @@ Nobody knows of clusters, and nothing is turned. Malicious ones are drawn among 
 import numpy as np
 import torch
 
-from fedcb2o.data._dataset import Dataset, Owners, members_of
-from fedcb2o.data._partition import Population, validates
+from fedcb2o.data._dataset import Dataset, Owners, group_members
+from fedcb2o.data._partition import Population, validation_mask
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.rng import stream
 
 
-def natural(
+def partition_by_owner(
     dataset: Dataset,
     owners: Owners,
     *,
@@ -41,7 +41,7 @@ def natural(
         )
     drawn = np.sort(stream(seed, "owners").permutation(there)[:n])
     bad = np.isin(np.arange(n), stream(seed, "owners", "malicious").permutation(n)[:malicious])
-    pool, test = members_of(owners.pool.numpy(), there), members_of(owners.test.numpy(), there)
+    pool, test = group_members(owners.pool.numpy(), there), group_members(owners.test.numpy(), there)
     kept, labels, common = owners.validates.numpy(), dataset.labels(dataset.pool).numpy(), (owners.test < 0).any()
     agents, train, held, tests = [], [], [], []
     for agent, owner in enumerate(drawn.tolist()):
@@ -58,7 +58,7 @@ def natural(
         holds = kept[mine] & (not bad[agent])
         if not bad[agent]:
             if not brought:
-                holds = validates(labels[mine], agent, validation, split, seed, hold_out=hold_out, name=name)
+                holds = validation_mask(labels[mine], agent, validation, split, seed, hold_out=hold_out, name=name)
             if (hold_out and holds.all()) or not holds.any():
                 what = "validation" if not holds.any() else "training"
                 raise DataError(f"{name} is left without {what} samples: give it some, or leave it out")

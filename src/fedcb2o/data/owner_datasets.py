@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fedcb2o.data import input_validation
 from fedcb2o.data._dataset import Dataset, Owners, Shard
-from fedcb2o.data.array_dataset import built
+from fedcb2o.data.array_dataset import build_dataset
 from fedcb2o.errors import DataError
 
-KINDS = ("train", "validation", "test")
+_PURPOSES = ("train", "validation", "test")
 
 
 def datasets(
@@ -43,10 +43,10 @@ def datasets(
     if not parts:
         raise DataError("there must be a data set for each owner, got none")
     pieces, kinds, whose = list[tuple[Tensor, NDArray[Any]]](), list[str](), list[int]()
-    found = [(k, *each) for k, (name, part) in enumerate(parts.items()) for each in _by_kind(str(name), part)]
+    found = [(k, *each) for k, (name, part) in enumerate(parts.items()) for each in _pieces_by_purpose(str(name), part)]
     for owner, kind, where, part in [*found, *([(-1, "test", "test", test)] if test is not None else [])]:
-        x, y = _pair(where, part)
-        pieces.append(input_validation.piece(f"x of {where}", x, f"y of {where}", y, numbers=numbers))
+        x, y = _samples_and_labels(where, part)
+        pieces.append(input_validation.check_samples_and_labels(f"x of {where}", x, f"y of {where}", y, numbers=numbers))
         kinds.append(kind)
         whose.append(owner)
         if (shape := pieces[-1][0].shape[1:]) != pieces[0][0].shape[1:]:
@@ -54,7 +54,7 @@ def datasets(
             raise DataError(f"the samples of {where} have shape {shapes[0]}, and those of {found[0][2]} {shapes[1]}")
     if len({x.dtype for x, _ in pieces}) > 1:
         raise DataError("some owners bring pixels (uint8) and others numbers: make them one")
-    shards, names = input_validation.shards_of(pieces, class_names, numbers=numbers)
+    shards, names = input_validation.to_shards(pieces, class_names, numbers=numbers)
     sizes = [len(each) for each in shards]
     of, purpose = np.repeat(whose, sizes), np.repeat(kinds, sizes)
     testing = purpose == "test"
@@ -66,23 +66,23 @@ def datasets(
         torch.from_numpy(purpose[~testing] == "validation"),
     )
     tests = whole.part(np.flatnonzero(testing)) if testing.any() else None
-    return built(whole.part(np.flatnonzero(~testing)), tests, names, owners, test_share, standardise)
+    return build_dataset(whole.part(np.flatnonzero(~testing)), tests, names, owners, test_share, standardise)
 
 
-def _by_kind(name: str, part: Any) -> Iterator[tuple[str, str, Any]]:
+def _pieces_by_purpose(name: str, part: Any) -> Iterator[tuple[str, str, Any]]:
     """What an owner brings for each purpose, and what messages call it."""
     if not isinstance(part, Mapping):
         part = {"train": part}
-    if "train" not in part or not part.keys() <= {*KINDS}:
+    if "train" not in part or not part.keys() <= {*_PURPOSES}:
         raise DataError(
             f"owner {name!r} must bring samples to train on, and may for validation and test, got {list(part)}"
         )
-    for kind in KINDS:
+    for kind in _PURPOSES:
         if part.get(kind) is not None:
             yield kind, f"owner {name!r} ({kind})", part[kind]
 
 
-def _pair(where: str, part: Any) -> tuple[Any, Any]:
+def _samples_and_labels(where: str, part: Any) -> tuple[Any, Any]:
     """Samples and labels: as they are given, or those of the items of a data set."""
     if isinstance(part, Shard):
         return part.x, part.y

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError, DataError
 
-BLOCK = 4096  # images in memory beside those that are kept: 3 MiB of 28 x 28 pixels
+IMAGES_PER_BLOCK = 4096  # images in memory beside those that are kept: 3 MiB of 28 x 28 pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ class Release:
     title: str
     class_names: tuple[str, ...]
     shape: tuple[int, int, int]
-    sets: tuple[str, ...]
-    parts: tuple[str, ...]
-    beside: tuple[str, ...] = ()
+    prefixes: tuple[str, ...]
+    file_names: tuple[str, ...]
+    optional_files: tuple[str, ...] = ()
     url: str
     md5: Mapping[str, str]
-    packaged: Path | None = None
+    system_folder: Path | None = None
     lookalikes: tuple[tuple[str, bytes], ...] = ()
 
     @property
@@ -52,12 +52,12 @@ class Release:
         return next((name for name in self.md5 if name.endswith((".zip", ".tar.gz"))), None)
 
     @property
-    def cure(self) -> str:
+    def advice(self) -> str:
         """What to do about files that are missing or damaged."""
         return f"get the files with `fedcb2o data {self.name}`, or name the folder that holds them with `--data-dir`"
 
 
-def own_folder(release: Release) -> Path:
+def user_folder(release: Release) -> Path:
     """Where a data set's files are put if no folder is named: $FEDCB2O_DATA, or a folder in the user's cache."""
     import pooch  # type: ignore[import-untyped]
 
@@ -67,54 +67,54 @@ def own_folder(release: Release) -> Path:
 
 def default_folder(release: Release) -> Path:
     """Where a data set's files lie if no folder is named: `own_folder`, or where they are packaged if none is there."""
-    own, packaged = own_folder(release), release.packaged
-    if packaged is None or any(any(files) for files in _sets(release, own).values()):
+    own, packaged = user_folder(release), release.system_folder
+    if packaged is None or any(any(files) for files in _files_by_prefix(release, own).values()):
         return own
-    return packaged if any(all(files) for files in _sets(release, packaged).values()) else own
+    return packaged if any(all(files) for files in _files_by_prefix(release, packaged).values()) else own
 
 
-def find(release: Release, folder: Path | None) -> tuple[Path, ...]:
+def find_files(release: Release, folder: Path | None) -> tuple[Path, ...]:
     """The files in `folder`, or in `default_folder`, in the order of `parts`: those of the one set complete there.
 
     Raises DataError that says which file is missing, or that two sets lie there.
     """
     folder = default_folder(release) if folder is None else folder.expanduser()
-    found = _sets(release, folder)
-    whole = [name for name in release.sets if None not in found[name]]
+    found = _files_by_prefix(release, folder)
+    whole = [name for name in release.prefixes if None not in found[name]]
     if len(whole) > 1:
         # Which images were used must never depend on an order of preference that nobody sees.
-        first = " and ".join(f"{name}{release.parts[0]}" for name in whole)
+        first = " and ".join(f"{name}{release.file_names[0]}" for name in whole)
         raise DataError(f"{folder} holds two sets of {release.title} files (see {first}); keep one of them there")
     if whole:
         return tuple(path for path in found[whole[0]] if path is not None)
-    started = [name for name in release.sets if any(found[name])]
-    missing = [name + release.parts[found[name].index(None)] for name in started or release.sets]
+    started = [name for name in release.prefixes if any(found[name])]
+    missing = [name + release.file_names[found[name].index(None)] for name in started or release.prefixes]
     here = "" if folder.is_dir() else " (there is no such folder)"
-    raise DataError(f"{release.title}: no file {' or '.join(missing)}, plain or .gz, in {folder}{here}; {release.cure}")
+    raise DataError(f"{release.title}: no file {' or '.join(missing)}, plain or .gz, in {folder}{here}; {release.advice}")
 
 
-def _sets(release: Release, folder: Path) -> dict[str, list[Path | None]]:
+def _files_by_prefix(release: Release, folder: Path) -> dict[str, list[Path | None]]:
     """The files of each set in a folder, in the order of `parts`; None for each that is not there."""
-    return {name: [plain_or_gzip(folder, name + part) for part in release.parts] for name in release.sets}
+    return {name: [find_plain_or_gzip(folder, name + part) for part in release.file_names] for name in release.prefixes}
 
 
-def plain_or_gzip(folder: Path, name: str) -> Path | None:
+def find_plain_or_gzip(folder: Path, name: str) -> Path | None:
     """The file of that name in `folder`, plain or else gzip; None if there is neither."""
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
 @contextmanager
-def opened(path: Path, cure: str) -> Iterator[gzip.GzipFile | BufferedReader]:
+def open_plain_or_gzip(path: Path, advice: str) -> Iterator[gzip.GzipFile | BufferedReader]:
     """The content of a file, plain or gzip; raises DataError where it cannot be read."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield file
     except gzip.BadGzipFile as error:
-        raise DataError(f"{path} is not a gzip file, or a damaged one ({error}); {cure}") from error
+        raise DataError(f"{path} is not a gzip file, or a damaged one ({error}); {advice}") from error
     except (EOFError, zlib.error) as error:
-        raise DataError(f"{path} is a truncated or damaged gzip file ({error}); {cure}") from error
+        raise DataError(f"{path} is a truncated or damaged gzip file ({error}); {advice}") from error
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error}); {cure}") from error
+        raise DataError(f"{path} cannot be read ({error.strerror or error}); {advice}") from error
 
 
 def check_per_class(release: Release, **given: int | None) -> None:
@@ -124,7 +124,7 @@ def check_per_class(release: Release, **given: int | None) -> None:
             raise ConfigError(f"`{name}` of {release.name} must be at least 1, got {value}")
 
 
-def first_of_each_class(
+def select_per_class(
     release: Release,
     y: NDArray[np.uint8],
     blocks: Iterable[NDArray[np.uint8]],
@@ -153,10 +153,10 @@ def first_of_each_class(
         x[lo:hi] = block[keep[lo:hi] - count].reshape(-1, *release.shape)
         count += len(block)
     if count != len(y):
-        raise DataError(f"{images} holds {count} images, but {labels.name} {len(y)} labels; {release.cure}")
+        raise DataError(f"{images} holds {count} images, but {labels.name} {len(y)} labels; {release.advice}")
     fewest = int(counts.argmin())
     if counts[fewest] < (per_class or 1):
         short = f"{labels}: class {names[fewest]!r} has {counts[fewest]} samples, fewer than"
         at_most = f"`{parameter}` = {per_class}; set it to at most {counts[fewest]}"
-        raise DataError(f"{short} {at_most if counts[fewest] else f'1; {release.cure}'}")
+        raise DataError(f"{short} {at_most if counts[fewest] else f'1; {release.advice}'}")
     return Shard(torch.from_numpy(x), torch.from_numpy(y[keep]).long())

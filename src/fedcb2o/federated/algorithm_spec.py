@@ -11,7 +11,7 @@ Likelihood = Literal["loss", "loss+criterion"]
 
 
 @dataclass(frozen=True)
-class Clusters:
+class ClusterModels:
     """So many `models`, one for each cluster, that a coordinator holds (IFCA) or `each` agent (DFCA), and of which each
     agent trains the one that fits it best.
 
@@ -19,16 +19,16 @@ class Clusters:
     of first models that set is taken which fits best after `trial` rounds.
     """
 
-    models: int
-    each: bool = False
+    num_models: int
+    per_agent: bool = False
     by_samples: bool = False
     rule: functools.partial[Any] | None = None
     restarts: int = 1
-    trial: int = 0
+    trial_rounds: int = 0
 
-    def rows(self, num_agents: int) -> int:
+    def num_rows(self, num_agents: int) -> int:
         """How many models there are in all."""
-        return self.models * (num_agents if self.each else self.restarts)
+        return self.num_models * (num_agents if self.per_agent else self.restarts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +43,20 @@ class Algorithm:
     """
 
     select: Select
-    weigh: Callable[..., Any]
-    judges: bool
+    rule: Callable[..., Any]
+    needs_losses: bool
     lambda1: float
     mixing_factor: float | None
     own_candidate: bool = False
     kappa: float = 2.0
     zeta: float = 0.5
     likelihood: Likelihood = "loss"
-    judged_at: float = 1.0
+    interpolation: float = 1.0
     first_contact: str = "average"
-    keeps_before: bool = False
-    remembers: bool = False
-    admits: Callable[[int], None] | None = None
-    clusters: Clusters | None = None
+    keeps_previous: bool = False
+    is_stateful: bool = False
+    validate_budget: Callable[[int], None] | None = None
+    clusters: ClusterModels | None = None
 
     def factor(self, gamma: float) -> float:
         """The share of the consensus point in the new model (eq:local_agg_update)."""

@@ -14,88 +14,88 @@ from torch import Tensor, nn
 
 from fedcb2o import plugins
 from fedcb2o.data._dataset import Shard, features
-from fedcb2o.federated.admission import extents
-from fedcb2o.federated.agent_data import Samples
-from fedcb2o.federated.agent_group import Block
-from fedcb2o.federated.inference import dense_layers, outputs_of
+from fedcb2o.federated.admission import max_abs
+from fedcb2o.federated.agent_data import SampleBatch
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.inference import batched_forward, dense_layers
 from fedcb2o.federated.local_update import (
     Training,
-    batches_of,
+    autocast,
+    batched_mini_batches,
     local_update_,
     mean_loss,
-    products_in,
-    training_with,
+    training_mode,
 )
-from fedcb2o.federated.losses import cross_entropy, of_samples
-from fedcb2o.federated.ragged import Places
-from fedcb2o.federated.run_spec import Terms
-from fedcb2o.nn.parameters import follow, in_one_piece, rows_of, stacked, stacked_to_train
-from fedcb2o.rng import streams
+from fedcb2o.federated.losses import cross_entropy, per_sample_losses
+from fedcb2o.federated.ragged import Indices
+from fedcb2o.federated.run_spec import RunSpec
+from fedcb2o.nn.parameters import contiguous_leaves, gather_rows, is_contiguous_range, trainable_stack, unstack_views
+from fedcb2o.rng import agent_streams
 
-SMALL = 2**19  # parameters of a team: with gradients and momentum 6 MiB
-MOST = 64  # agents of a team, so that there are enough teams for the workers
+MAX_BATCH_PARAMETERS = 2**19  # parameters of a team: with gradients and momentum 6 MiB
+_MAX_BATCH_AGENTS = 64  # agents of a team, so that there are enough teams for the workers
 
 
-def teams_of(terms: Terms, num_samples: Sequence[int]) -> list[list[int]]:
+def plan_training_batches(spec: RunSpec, num_samples: Sequence[int]) -> list[list[int]]:
     """The `teams` of a run's agents."""
-    training, together = terms.training, terms.primitives.together
-    batch = training.batch_size if together is not None and training.apart else 1
-    return teams(terms.module, terms.dim, num_samples, together, batch)
+    training, together = spec.training, spec.kernels.models_per_batch
+    batch = training.batch_size if together is not None and training.is_sample_independent else 1
+    return training_batches(spec.module, spec.dim, num_samples, together, batch)
 
 
-def teams(
-    module: nn.Module, dim: int, num_samples: Sequence[int], together: int | None = None, batch: int = 1
+def training_batches(
+    module: nn.Module, dim: int, num_samples: Sequence[int], models_per_batch: int | None = None, batch_size: int = 1
 ) -> list[list[int]]:
     """Which agents train together: those with equally many batches of this size, at most so many of them `together`; by
     default as many as there is room for near the core of small dense networks, and of others each alone. Where
     there are more than one team takes, those with the nearest numbers of samples."""
-    size = together or (max(1, min(MOST, SMALL // dim)) if dense_layers(module, dim) else 1)
+    size = models_per_batch or (max(1, min(_MAX_BATCH_AGENTS, MAX_BATCH_PARAMETERS // dim)) if dense_layers(module, dim) else 1)
     alike: dict[int, list[int]] = {}
     for j, count in enumerate(num_samples):
-        alike.setdefault(-(-count // batch), []).append(j)
+        alike.setdefault(-(-count // batch_size), []).append(j)
     ordered = [sorted(same, key=lambda j: num_samples[j]) for same in alike.values()]
     return [sorted(same[i : i + size]) for same in ordered for i in range(0, len(same), size)]
 
 
-def train_(block: Block, some: Places, n: int) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"]]:
+def train_(group: AgentGroup, members: Indices, n: int) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"]]:
     """LocalUpdate in round n for agents in some places, a team (alg:FedCB2O, line 3): their mean training losses, and
     the extents of their models then.
 
     What an attacker began with lies where it will craft, and what each agent began with where a rule looks for it.
     """
-    terms, pool, layout, attackers = block.terms, block.pool, block.layout, block.attackers
-    rows = layout.own[some].tolist()
-    for k, row in zip(some.tolist(), rows, strict=True):
-        if attackers.attack.crafts(n) and block.holdings.malicious[k]:
-            pool[layout.crafts[k]] = pool[row]
-        if layout.before is not None:
-            pool[layout.before[k]] = pool[row]
-    counts, (x, y) = block.holdings.train.sizes[some].tolist(), _trained_on(block, some, n)
-    draws = streams(terms.seed, "batches", n, agents=block.agents[some].tolist())
-    with plugins.blamed("model", terms.model):
-        if len(some) == 1 or terms.training.optimiser is not None:  # which may look at a model as a whole
+    terms, pool, layout, attackers = group.spec, group.models, group.layout, group.adversary
+    rows = layout.own[members].tolist()
+    for k, row in zip(members.tolist(), rows, strict=True):
+        if attackers.attack.is_crafting(n) and group.data.malicious[k]:
+            pool[layout.first_crafted[k]] = pool[row]
+        if layout.previous is not None:
+            pool[layout.previous[k]] = pool[row]
+    counts, (x, y) = group.data.train.sizes[members].tolist(), _padded_training_data(group, members, n)
+    draws = agent_streams(terms.seed, "batches", n, agents=group.agents[members].tolist())
+    with plugins.attribute_errors("model", terms.model):
+        if len(members) == 1 or terms.training.optimiser is not None:  # which may look at a model as a whole
             losses = [
                 local_update_(pool[i], terms.module, Shard(x[:count], y[:count]), terms.training, draw)
                 for i, x, y, count, draw in zip(rows, x, y, counts, draws, strict=True)
             ]
         else:
-            thetas = rows_of(pool, rows)
-            losses = local_updates_(thetas, terms.module, x, y, terms.training, draws, counts)
-            if not follow(rows):
+            thetas = gather_rows(pool, rows)
+            losses = batched_local_update_(thetas, terms.module, x, y, terms.training, draws, counts)
+            if not is_contiguous_range(rows):
                 torch._foreach_copy_([pool[row] for row in rows], thetas.unbind())
-    return np.array(losses), extents(pool, rows)
+    return np.array(losses), max_abs(pool, rows)
 
 
-def _trained_on(block: Block, some: Places, n: int) -> Samples:
+def _padded_training_data(group: AgentGroup, members: Indices, n: int) -> SampleBatch:
     """What a team trains on. Who holds fewer samples than another has zeros after them, which nobody reads."""
-    sizes = block.holdings.train.sizes[some]
+    sizes = group.data.train.sizes[members]
     alike = [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
-    parts = [block.holdings.trained_on(some[those], n) for those in alike]
+    parts = [group.data.training_data(members[those], n) for those in alike]
     if len(parts) == 1:
         return parts[0]
 
     def whole(each: Sequence[Tensor]) -> Tensor:
-        found = each[-1].new_zeros(len(some), *each[-1].shape[1:])  # the last have the most
+        found = each[-1].new_zeros(len(members), *each[-1].shape[1:])  # the last have the most
         for those, part in zip(alike, each, strict=True):
             found[torch.from_numpy(those), : part.shape[1]] = part
         return found
@@ -104,7 +104,7 @@ def _trained_on(block: Block, some: Places, n: int) -> Samples:
     return whole(x), whole(y)
 
 
-def local_updates_(
+def batched_local_update_(
     thetas: Float[Tensor, "a d"],
     module: nn.Module,
     x: Shaped[Tensor, "a n *features"],
@@ -119,21 +119,21 @@ def local_updates_(
     A network that draws while it trains draws otherwise than one by one.
     """
     dim, device = thetas.shape[1], thetas.device
-    tensors = stacked_to_train(module, thetas)
+    tensors = trainable_stack(module, thetas)
     copied = device.type != "cpu"
     if copied:
-        tensors = in_one_piece(tensors)
+        tensors = contiguous_leaves(tensors)
     parameters = [tensor for tensor in tensors if tensor.requires_grad]
     counts = counts or [x.shape[1]] * len(x)
-    x, steps = features(x), batches_of(counts, training, draws, device)
+    x, steps = features(x), batched_mini_batches(counts, training, draws, device)
     everyone = torch.arange(len(x), device=device).unsqueeze(1)
-    outputs, losses, momentum = outputs_of(module, dim), [], list[Tensor]()
-    with training_with(module, training, draws[0], device.type):
+    outputs, losses, momentum = batched_forward(module, dim), [], list[Tensor]()
+    with training_mode(module, training, draws[0], device.type):
         for chosen in steps:
             labels = y[everyone, chosen]
-            with products_in(training.precision, device.type):
+            with autocast(training.precision, device.type):
                 found = outputs(tensors, x[everyone, chosen])
-                each = of_samples(training.loss or cross_entropy, found, labels, 2)
+                each = per_sample_losses(training.loss or cross_entropy, found, labels, 2)
             if min(counts) == max(counts):
                 loss = each.mean(1)
             else:
@@ -148,7 +148,7 @@ def local_updates_(
                     momentum = [gradient.clone() for gradient in gradients]
                 torch._foreach_add_(parameters, momentum, alpha=-training.lambda2 * training.gamma)
             losses.append(loss.detach())
-    for view, tensor in zip(stacked(module, thetas), tensors, strict=False):  # local statistics are not kept
+    for view, tensor in zip(unstack_views(module, thetas), tensors, strict=False):  # local statistics are not kept
         if copied or not tensor.requires_grad:
             view.copy_(tensor.detach())
     return mean_loss(losses, (len(thetas),)).tolist()

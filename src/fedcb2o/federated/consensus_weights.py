@@ -10,120 +10,120 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.agent_group import Block
-from fedcb2o.federated.aggregation import by_samples
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.aggregation import sample_weights
 from fedcb2o.federated.algorithm_spec import Algorithm
-from fedcb2o.federated.contacts import Met
-from fedcb2o.federated.decisions import Choices, Inbox
-from fedcb2o.federated.plugin_outputs import columns_by, state_of, weights_of
-from fedcb2o.federated.ragged import Places
-from fedcb2o.federated.types import TOGETHER, Contacts, Local, Reduction, State, Weighed
+from fedcb2o.federated.contacts import ContactTable
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.plugin_outputs import validated_reduction, validated_state, validated_weights
+from fedcb2o.federated.ragged import Indices
+from fedcb2o.federated.types import BATCHED, AgentContext, Contacts, Reduction, RuleOutput, RuleState
 from fedcb2o.federated.validation import (
-    Alike,
+    AgentBatch,
     gradients_seen_by,
     losses_seen_by,
     outputs_seen_at,
     outputs_seen_by,
+    own_models,
     some_samples_of,
-    themselves,
 )
 from fedcb2o.rng import stream
 
 
-def weigh_(
-    choices: Choices,
-    block: Block,
-    some: Places,
-    alike: Alike,
-    met: Met,
-    states: Mapping[int, State],
+def assign_weights_(
+    decisions: Decisions,
+    group: AgentGroup,
+    members: Indices,
+    batch: AgentBatch,
+    contacts: ContactTable,
+    states: Mapping[int, RuleState],
     record: Float[np.ndarray, " m"] | None,
-) -> dict[int, State]:
+) -> dict[int, RuleState]:
     """Fill in what `alike` agents of a part make of what they received; what their rules keep. To the losses that go
     on `record` (eq:update_sampling_likelihood), in the order of the inbox, their criteria add, where the algorithm
     counts these."""
-    algorithm, judged, those, where = block.terms.algorithm, alike.judged, alike.those, alike.where
-    choices.factor[those] = algorithm.factor(block.terms.training.gamma)
-    if judged.own is not None:
-        choices.own_loss[those] = judged.own.mean.flatten().numpy()
-    if TOGETHER.of(algorithm.weigh):
-        decided = _weighed(algorithm.weigh(judged))
-        _count_(record, where, decided, algorithm)
-        mu, own = weights_of(algorithm.weigh, decided.outcome, tuple(judged.received.ids.shape))
-        choices.weights[where], choices.own_weight[those] = mu.flatten().numpy(), own.numpy()
+    algorithm, judged, those, where = group.spec.algorithm, batch.inputs, batch.members, batch.inbox_index
+    decisions.factor[those] = algorithm.factor(group.spec.training.gamma)
+    if judged.own_losses is not None:
+        decisions.own_loss[those] = judged.own_losses.mean.flatten().numpy()
+    if BATCHED.get(algorithm.rule):
+        decided = _as_rule_output(algorithm.rule(judged))
+        _add_criterion_(record, where, decided, algorithm)
+        mu, own = validated_weights(algorithm.rule, decided.outcome, tuple(judged.received.ids.shape))
+        decisions.weights[where], decisions.own_weight[those] = mu.flatten().numpy(), own.numpy()
         return {}
     kept = {}
     for row, (k, there) in enumerate(zip(those.tolist(), where.reshape(len(those), -1), strict=True)):
-        local = _local(block, int(some[k]), judged.n, functools.partial(met.__getitem__, k))
-        view = judged.one(row, losses_seen_by(block, int(some[k])), local)
-        if algorithm.remembers:
-            kept[k], decided = state_of(algorithm.weigh, algorithm.weigh(states[k], view))
+        local = _agent_context(group, int(members[k]), judged.n, functools.partial(contacts.__getitem__, k))
+        view = judged.for_agent(row, losses_seen_by(group, int(members[k])), local)
+        if algorithm.is_stateful:
+            kept[k], decided = validated_state(algorithm.rule, algorithm.rule(states[k], view))
         else:
-            decided = algorithm.weigh(view)
-        decided = _weighed(decided)
-        _count_(record, there, decided, algorithm)
-        _fill_(choices, k, there, decided, algorithm, int(view.me.rows))
+            decided = algorithm.rule(view)
+        decided = _as_rule_output(decided)
+        _add_criterion_(record, there, decided, algorithm)
+        _store_output_(decisions, k, there, decided, algorithm, int(view.own_entry.rows))
     return kept
 
 
-def _weighed(decided: Any) -> Weighed:
-    return decided if isinstance(decided, Weighed) else Weighed(decided)
+def _as_rule_output(output: Any) -> RuleOutput:
+    return output if isinstance(output, RuleOutput) else RuleOutput(output)
 
 
-def _count_(
-    record: Float[np.ndarray, " m"] | None, where: Int[np.ndarray, " k"], decided: Weighed, algorithm: Algorithm
+def _add_criterion_(
+    record: Float[np.ndarray, " m"] | None, inbox_index: Int[np.ndarray, " k"], output: RuleOutput, algorithm: Algorithm
 ) -> None:
     """Add the values of the criterion, as far as they are above 0, to what goes on record of these models."""
-    if algorithm.likelihood == "loss+criterion" and record is not None and decided.values is not None:
-        record[where] += decided.values.clamp(min=0).flatten().numpy()
+    if algorithm.likelihood == "loss+criterion" and record is not None and output.criterion_values is not None:
+        record[inbox_index] += output.criterion_values.clamp(min=0).flatten().numpy()
 
 
-def _fill_(choices: Choices, k: int, where: Places, decided: Weighed, algorithm: Algorithm, own_row: int) -> None:
+def _store_output_(decisions: Decisions, k: int, inbox_index: Indices, output: RuleOutput, algorithm: Algorithm, own_row: int) -> None:
     """What the agent in place k decided, whose own model is in `own_row`."""
-    if decided.f is not None:
-        choices.f[k] = decided.f
-    if isinstance(decided.outcome, Reduction):
-        choices.reductions[int(choices.agents[k])] = dataclasses.replace(
-            decided.outcome, reduce=columns_by(algorithm.weigh, decided.outcome.reduce)
+    if output.f is not None:
+        decisions.f[k] = output.f
+    if isinstance(output.outcome, Reduction):
+        decisions.reductions[int(decisions.agents[k])] = dataclasses.replace(
+            output.outcome, reduce=validated_reduction(algorithm.rule, output.outcome.reduce)
         )
-        choices.weights[where], choices.own_weight[k] = _shown(decided.outcome, choices.rows[where], own_row)
+        decisions.weights[inbox_index], decisions.own_weight[k] = _recorded_weights(output.outcome, decisions.rows[inbox_index], own_row)
         return
-    if decided.before is not None:
-        if not algorithm.keeps_before:
+    if output.previous_weight is not None:
+        if not algorithm.keeps_previous:
             raise ConfigError("the rule gave weight to the model before the round, and did not declare to look at it")
-        choices.before[k] = decided.before
-    mu, own = weights_of(algorithm.weigh, decided.outcome, (len(where),), rest=decided.before or 0.0)
-    choices.weights[where], choices.own_weight[k] = mu.numpy(), float(own)
+        decisions.previous_weight[k] = output.previous_weight
+    mu, own = validated_weights(algorithm.rule, output.outcome, (len(inbox_index),), rest=output.previous_weight or 0.0)
+    decisions.weights[inbox_index], decisions.own_weight[k] = mu.numpy(), float(own)
 
 
-def _shown(made: Reduction, rows: Int[np.ndarray, " m"], own: int) -> tuple[Float[np.ndarray, " m"], float]:
+def _recorded_weights(reduction: Reduction, rows: Int[np.ndarray, " m"], own: int) -> tuple[Float[np.ndarray, " m"], float]:
     """What a reduction puts on record: the weights of received models and of the own one, or NaN."""
-    if made.weights is None:
+    if reduction.weights is None:
         return np.full(len(rows), np.nan), np.nan
-    weights = dict(zip(made.rows.tolist(), made.weights.tolist(), strict=True))
+    weights = dict(zip(reduction.rows.tolist(), reduction.weights.tolist(), strict=True))
     return np.array([weights.get(row, 0.0) for row in rows.tolist()]), 0.0 if own in rows else weights.get(own, 0.0)
 
 
-def _local(block: Block, k: int, n: int, contacts: Callable[[], Contacts]) -> Local:
+def _agent_context(group: AgentGroup, k: int, n: int, contacts: Callable[[], Contacts]) -> AgentContext:
     """What the agent in place k of the block knows beside what it receives."""
-    terms = block.terms
-    return Local(
-        outputs_of=outputs_seen_by(block, k),
-        some_samples=some_samples_of(block, k),
-        outputs_at=outputs_seen_at(block, k),
-        gradients_of=gradients_seen_by(block, k),
-        share=terms.share,
+    terms = group.spec
+    return AgentContext(
+        outputs=outputs_seen_by(group, k),
+        samples=some_samples_of(group, k),
+        outputs_per_model=outputs_seen_at(group, k),
+        input_gradients=gradients_seen_by(group, k),
+        malicious_share=terms.malicious_share,
         progress=n / terms.rounds,
-        head=terms.head,
-        layers=terms.layers,
+        last_layer=terms.last_layer,
+        layer_shapes=terms.layer_shapes,
         contacts_of=contacts,
-        draw_of=functools.partial(stream, terms.seed, "rule", n, int(block.agents[k])),
+        draw_of=functools.partial(stream, terms.seed, "rule", n, int(group.agents[k])),
     )
 
 
-def weigh_by_samples_(choices: Choices, block: Block, some: Places, colluders: Places, inbox: Inbox, n: int) -> None:
+def assign_sample_weights_(decisions: Decisions, group: AgentGroup, members: Indices, colluders: Indices, inbox: Inbox, n: int) -> None:
     """Fill in the weights of malicious agents in some places: by numbers of samples (sec:experiments)."""
-    for those, where, received in inbox.alike(colluders):
-        me = themselves(block, some[those], n) if block.attackers.own_model else None
-        mu, own = weights_of(by_samples, by_samples(received, me), tuple(received.ids.shape))
-        choices.weights[where], choices.own_weight[those] = mu.flatten().numpy(), own.numpy()
+    for those, where, received in inbox.group_by_size(colluders):
+        me = own_models(group, members[those], n) if group.adversary.averages_own_model else None
+        mu, own = validated_weights(sample_weights, sample_weights(received, me), tuple(received.ids.shape))
+        decisions.weights[where], decisions.own_weight[those] = mu.flatten().numpy(), own.numpy()

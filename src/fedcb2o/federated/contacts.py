@@ -13,55 +13,55 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.federated.ragged import Lists, Places, rest
-from fedcb2o.federated.types import Contacts, Judged, State
+from fedcb2o.federated.ragged import Indices, Ragged, complement
+from fedcb2o.federated.types import Contacts, CriterionInput, RuleState
 
 
 @dataclass(frozen=True)
-class Met:
+class ContactTable:
     """The contacts of several agents: the `ids` of those whom each met, ascending, and the `likelihood` of each.
 
     Who gets an agent's `Contacts` gets copies.
     """
 
-    ids: Lists
+    ids: Ragged
     likelihood: Float[np.ndarray, " k"]
 
     @classmethod
-    def of(cls, contacts: Sequence[Contacts]) -> "Met":
+    def from_contacts(cls, contacts: Sequence[Contacts]) -> "ContactTable":
         """The contacts of several agents."""
-        ids = Lists.of([each.ids.numpy() for each in contacts])
+        ids = Ragged.from_arrays([each.ids.numpy() for each in contacts])
         return cls(ids, np.concatenate([np.zeros(0), *(each.likelihood.numpy() for each in contacts)]))
 
     @classmethod
-    def nobody(cls, count: int) -> "Met":
+    def empty(cls, count: int) -> "ContactTable":
         """Those of so many agents that have met nobody: P_0 = 0 (rem:sampling_likelihood_init)."""
-        return cls(Lists.empty(count), np.zeros(0))
+        return cls(Ragged.empty(count), np.zeros(0))
 
     @classmethod
-    def join(cls, parts: "Sequence[Met]") -> "Met":
+    def concatenate(cls, parts: "Sequence[ContactTable]") -> "ContactTable":
         """The contacts of the agents of all parts, one part after the other."""
         likelihood = [one.likelihood for one in parts]
         return cls(
-            Lists.join([one.ids for one in parts]), likelihood[0] if len(parts) == 1 else np.concatenate(likelihood)
+            Ragged.concatenate([one.ids for one in parts]), likelihood[0] if len(parts) == 1 else np.concatenate(likelihood)
         )
 
-    def take(self, chosen: Places) -> "Met":
+    def take(self, rows: Indices) -> "ContactTable":
         """The contacts of the agents in some places, in their order."""
-        if len(chosen) == len(self) and (chosen == np.arange(len(self))).all():
+        if len(rows) == len(self) and (rows == np.arange(len(self))).all():
             return self
-        return Met(self.ids.take(chosen), self.likelihood[self.ids.places(chosen)])
+        return ContactTable(self.ids.take(rows), self.likelihood[self.ids.flat_index(rows)])
 
-    def forget(self, ids: Int[np.ndarray, " g"]) -> "Met":
+    def forget(self, ids: Int[np.ndarray, " g"]) -> "ContactTable":
         """The contacts without some peers: nobody has met these."""
         kept = ~np.isin(self.ids.values, ids)
-        return Met(self.ids.only(kept), self.likelihood[kept])
+        return ContactTable(self.ids.filter(kept), self.likelihood[kept])
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, k: int) -> Contacts:
-        ids, likelihood = self.ids[k], self.ids.having(self.likelihood)[k]
+        ids, likelihood = self.ids[k], self.ids.with_values(self.likelihood)[k]
         return Contacts(torch.from_numpy(ids.copy()), torch.from_numpy(likelihood.copy()))
 
     def __iter__(self) -> Iterator[Contacts]:
@@ -71,113 +71,113 @@ class Met:
 
 
 @dataclass(frozen=True)
-class Memory:
+class AgentState:
     """All that several agents remember from one round to the next: whom they `met`, and the `states` that their rules
     keep, where these have a memory."""
 
-    met: Met
-    states: tuple[State, ...]
+    contacts: ContactTable
+    rule_states: tuple[RuleState, ...]
 
     @classmethod
-    def blank(cls, count: int) -> "Memory":
+    def initial(cls, count: int) -> "AgentState":
         """That of so many agents before the first round."""
-        return cls(Met.nobody(count), ({},) * count)
+        return cls(ContactTable.empty(count), ({},) * count)
 
     @classmethod
-    def join(cls, parts: "Sequence[Memory]") -> "Memory":
+    def concatenate(cls, parts: "Sequence[AgentState]") -> "AgentState":
         """That of the agents of all parts, one part after the other."""
-        return cls(Met.join([one.met for one in parts]), tuple(itertools.chain(*(one.states for one in parts))))
+        return cls(ContactTable.concatenate([one.contacts for one in parts]), tuple(itertools.chain(*(one.rule_states for one in parts))))
 
-    def after(self, those: Places, met: Met, states: Sequence[State]) -> "Memory":
+    def updated(self, rows: Indices, contacts: ContactTable, rule_states: Sequence[RuleState]) -> "AgentState":
         """The same where agents in some places now remember whom they `met`, and all keep `states`."""
-        if len(those) < len(self):
-            others = rest(those, len(self))
-            met = Met.join([met, self.met.take(others)]).take(np.concatenate([those, others]).argsort())
-        return Memory(met, tuple(states))
+        if len(rows) < len(self):
+            others = complement(rows, len(self))
+            contacts = ContactTable.concatenate([contacts, self.contacts.take(others)]).take(np.concatenate([rows, others]).argsort())
+        return AgentState(contacts, tuple(rule_states))
 
-    def take(self, chosen: Places) -> "Memory":
+    def take(self, rows: Indices) -> "AgentState":
         """That of the agents in some places, in their order."""
-        return Memory(self.met.take(chosen), tuple(self.states[k] for k in chosen.tolist()))
+        return AgentState(self.contacts.take(rows), tuple(self.rule_states[k] for k in rows.tolist()))
 
     def __len__(self) -> int:
-        return len(self.met)
+        return len(self.contacts)
 
 
 @dataclass(frozen=True)
-class Peers:
+class CandidatePeers:
     """Whom each of some agents may ask: one of some lists of ascending ids, of which `which` says the number, but for
     the peer in the place `without` of it; a place past its end leaves nobody out.
 
     Agents may share lists: nothing here but `ids` takes time or memory in proportion to the number of peers.
     """
 
-    lists: Lists
-    which: Places
-    without: Int[np.ndarray, " a"]
+    lists: Ragged
+    list_index: Indices
+    excluded: Int[np.ndarray, " a"]
 
     @classmethod
-    def of(
+    def from_lists(
         cls,
         ids: Sequence[Int[np.ndarray, " _n"]],
-        which: Places | None = None,
-        but: Int[np.ndarray, " a"] | None = None,
-    ) -> "Peers":
+        list_index: Indices | None = None,
+        excluded: Int[np.ndarray, " a"] | None = None,
+    ) -> "CandidatePeers":
         """Peers by lists of their ids, of which by default each agent has its own; each `but` for one of them, which
         may not be among them."""
-        which, lists = np.arange(len(ids)) if which is None else which, Lists.of(ids)
-        everyone = cls(lists, which, np.full(len(which), len(lists.values)))
-        if but is None:
+        list_index, lists = np.arange(len(ids)) if list_index is None else list_index, Ragged.from_arrays(ids)
+        everyone = cls(lists, list_index, np.full(len(list_index), len(lists.values)))
+        if excluded is None:
             return everyone
-        found, places = everyone.find(np.arange(len(but)), but)
-        everyone.without[found] = places
+        found, places = everyone.find(np.arange(len(excluded)), excluded)
+        everyone.excluded[found] = places
         return everyone
 
-    def and_(self, agents: Int[np.ndarray, " a"]) -> "Peers":
+    def including_self(self, agents: Int[np.ndarray, " a"]) -> "CandidatePeers":
         """These and, for each agent, itself."""
-        if (self.without < self.lists.sizes[self.which]).all():
-            return dataclasses.replace(self, without=np.full_like(self.without, len(self.lists.values)))
-        return Peers.of([np.union1d(self.ids(k), agents[k : k + 1]) for k in range(len(agents))])
+        if (self.excluded < self.lists.sizes[self.list_index]).all():
+            return dataclasses.replace(self, excluded=np.full_like(self.excluded, len(self.lists.values)))
+        return CandidatePeers.from_lists([np.union1d(self.ids(k), agents[k : k + 1]) for k in range(len(agents))])
 
     @property
     def counts(self) -> Int[np.ndarray, " a"]:
         """How many each agent may ask."""
-        lengths: np.ndarray = self.lists.sizes[self.which]
-        return lengths - (self.without < lengths)
+        lengths: np.ndarray = self.lists.sizes[self.list_index]
+        return lengths - (self.excluded < lengths)
 
     def ids(self, k: int) -> Int[np.ndarray, " c"]:
         """All that the agent in place k may ask, in an array of its own."""
-        found = self.lists[int(self.which[k])]
-        return np.delete(found, self.without[k]) if self.without[k] < len(found) else found.copy()
+        found = self.lists[int(self.list_index[k])]
+        return np.delete(found, self.excluded[k]) if self.excluded[k] < len(found) else found.copy()
 
-    def find(self, agents: Places, ids: Int[np.ndarray, " k"]) -> tuple[Bool[np.ndarray, " k"], Int[np.ndarray, " f"]]:
+    def find(self, agents: Indices, ids: Int[np.ndarray, " k"]) -> tuple[Bool[np.ndarray, " k"], Int[np.ndarray, " f"]]:
         """Which of some ids are among the peers of the agents in some places, and where those are, counted from 0."""
-        keys, wanted, which = self.lists.values, ids, self.which[agents]
+        keys, wanted, which = self.lists.values, ids, self.list_index[agents]
         if not len(keys) or not len(ids):
             return np.zeros(len(ids), dtype=bool), np.zeros(0, np.int64)
         if len(self.lists) > 1:
             span = 1 + max(int(keys.max()), int(ids.max()))
-            keys, wanted = self.lists.owners * span + keys, which * span + ids
+            keys, wanted = self.lists.row_ids * span + keys, which * span + ids
         places = keys.searchsorted(wanted)
         found: np.ndarray = keys.take(places, mode="clip") == wanted
-        places -= self.lists.starts[which]
-        without = self.without[agents]
+        places -= self.lists.offsets[which]
+        without = self.excluded[agents]
         found &= places != without
         places = places[found]
         return found, places - (places > without[found])
 
-    def at(self, agents: Places, places: Int[np.ndarray, " k"]) -> Int[np.ndarray, " k"]:
+    def ids_at(self, agents: Indices, positions: Int[np.ndarray, " k"]) -> Int[np.ndarray, " k"]:
         """The ids of what agents have in some places, counted from 0."""
-        starts = self.lists.starts[self.which[agents]]
-        found: np.ndarray = self.lists.values[starts + places + (places >= self.without[agents])]
+        starts = self.lists.offsets[self.list_index[agents]]
+        found: np.ndarray = self.lists.values[starts + positions + (positions >= self.excluded[agents])]
         return found
 
 
-def recalled(
-    state: State, judged: Judged, ids: Int[Tensor, " m"]
+def match_history(
+    state: RuleState, inputs: CriterionInput, ids: Int[Tensor, " m"]
 ) -> tuple[Int[Tensor, " k"], Bool[Tensor, " _s"], Int[Tensor, " _r"]]:
     """Whom a rule with memory, which sees `ids` now, keeps something of, ascending: these, and those in its state whom
     the agent has met; which in the state these are, and their places now. A peer under a new name has no past."""
     kept = state.get("ids", ids[:0])
-    known = torch.isin(kept, torch.cat([judged.local.contacts.ids, judged.me.ids]))
+    known = torch.isin(kept, torch.cat([inputs.context.contacts.ids, inputs.own_entry.ids]))
     whose = torch.from_numpy(np.union1d(kept[known], ids))
     return whose, known, torch.searchsorted(whose, kept[known])

@@ -18,8 +18,8 @@ from torch.optim.sgd import sgd
 
 from fedcb2o.data._dataset import Shard, features
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.losses import Loss, of_samples
-from fedcb2o.federated.optimisers import Optimiser, name_of, stepping
+from fedcb2o.federated.losses import Loss, per_sample_losses
+from fedcb2o.federated.optimisers import Optimiser, make_step, optimiser_name
 from fedcb2o.nn import batch_norm
 from fedcb2o.nn.parameters import bind_, is_bound
 
@@ -47,16 +47,16 @@ class Training:
     precision: Precision = "float32"
     optimiser: Optimiser | None = None
     loss: Loss | None = None
-    singles: bool = True
-    apart: bool = False
+    accepts_single_sample: bool = True
+    is_sample_independent: bool = False
 
 
-def batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[np.ndarray, " b"]]:
+def mini_batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[np.ndarray, " b"]]:
     """The sample numbers of each mini-batch of one LocalUpdate (alg:FedCB2O): every epoch anew, the last short."""
-    return [chosen[0].numpy() for chosen in batches_of([n], training, [draw], torch.device("cpu"))]
+    return [chosen[0].numpy() for chosen in batched_mini_batches([n], training, [draw], torch.device("cpu"))]
 
 
-def batches_of(
+def batched_mini_batches(
     counts: Sequence[int], training: Training, draws: Sequence[np.random.Generator], device: torch.device
 ) -> tuple[Int[Tensor, "a b"], ...]:
     """The same of some agents with so many samples each, of which each makes equally many batches; they move to the
@@ -67,7 +67,7 @@ def batches_of(
     n = max(counts)
     full, rest = divmod(n, training.batch_size)
     epoch = [training.batch_size] * full + [rest] * (rest > 0)
-    if full and rest == 1 and not training.singles:
+    if full and rest == 1 and not training.accepts_single_sample:
         epoch[-2:] = [training.batch_size + 1]
     steps = training.local_epochs * len(epoch) if training.local_steps is None else training.local_steps
     epochs = -(-steps // max(1, len(epoch)))
@@ -84,11 +84,11 @@ def batches_of(
 
 
 @contextlib.contextmanager
-def training_with(module: nn.Module, training: Training, draw: np.random.Generator, device: str) -> Iterator[None]:
+def training_mode(module: nn.Module, training: Training, draw: np.random.Generator, device: str) -> Iterator[None]:
     """Within it a module trains: it draws what it draws (dropout) from a generator of its own, and products on a CUDA
     device are rounded as `training.precision` says."""
     batch_norm.train_(module)
-    with torch.random.fork_rng(devices=[]), float32_products(training.precision == "tf32", device):
+    with torch.random.fork_rng(devices=[]), allow_tf32(training.precision == "tf32", device):
         # The second of these tells every kind of device there could be, which takes longer than a small network's step.
         seed = torch.default_generator.manual_seed if device == "cpu" else torch.random.manual_seed
         seed(int(draw.integers(2**63)))
@@ -96,7 +96,7 @@ def training_with(module: nn.Module, training: Training, draw: np.random.Generat
 
 
 @contextlib.contextmanager
-def float32_products(tf32: bool, device: str) -> Iterator[None]:
+def allow_tf32(tf32: bool, device: str) -> Iterator[None]:
     """Within it, CUDA devices may round the factors of float32 products, or may not: by PyTorch's defaults they do so
     in convolutions. Other devices never do."""
     if device != "cuda":
@@ -117,7 +117,7 @@ def float32_products(tf32: bool, device: str) -> Iterator[None]:
             setattr(backend, key, was)
 
 
-def products_in(precision: Precision, device: str) -> contextlib.AbstractContextManager[Any]:
+def autocast(precision: Precision, device: str) -> contextlib.AbstractContextManager[Any]:
     """Within it the products of a network are in bfloat16, where the precision says so."""
     return torch.autocast(device, torch.bfloat16) if precision == "bfloat16" else contextlib.nullcontext()
 
@@ -137,17 +137,17 @@ def local_update_(
     """
     bind_(module, theta)
     parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-    x, steps, losses = features(shard.x), batches_of([len(shard)], training, [draw], theta.device), []
+    x, steps, losses = features(shard.x), batched_mini_batches([len(shard)], training, [draw], theta.device), []
     own, lr = training.optimiser, training.lambda2 * training.gamma
-    step = _sgd(parameters, lr, training.momentum) if own is None else stepping(own, parameters, lr)
-    with training_with(module, training, draw, theta.device.type):
+    step = _sgd(parameters, lr, training.momentum) if own is None else make_step(own, parameters, lr)
+    with training_mode(module, training, draw, theta.device.type):
         for (chosen,) in steps:
-            with products_in(training.precision, theta.device.type):
+            with autocast(training.precision, theta.device.type):
                 found, labels = module(x[chosen]), shard.y[chosen]
                 if training.loss is None:
                     loss = F.cross_entropy(found, labels)
                 else:
-                    loss = of_samples(training.loss, found, labels, 1).mean()
+                    loss = per_sample_losses(training.loss, found, labels, 1).mean()
             grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
             # Fused SGD reads memory as it lies, and a convolution in channels-last has gradients that lie otherwise.
             gradients = [gradient.contiguous() for gradient in grads]
@@ -155,7 +155,7 @@ def local_update_(
             losses.append(loss.detach())
     if own is not None and not is_bound(module, theta):
         raise ConfigError(
-            f"the optimiser `{name_of(own)}` puts new tensors in the place of parameters: let it write into those that "
+            f"the optimiser `{optimiser_name(own)}` puts new tensors in the place of parameters: let it write into those that "
             "it is given, by `p.add_()` or `p.copy_()`"
         )
     assert is_bound(module, theta), "training moved a parameter out of its row"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.plugins import called
+from fedcb2o.plugins import display_name
 
 __all__ = ["absolute_error", "cross_entropy", "huber", "squared_error"]
 
@@ -28,12 +28,12 @@ def cross_entropy(
 
 def squared_error(outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]) -> Float[Tensor, " n"]:
     """The squared difference, the mean over the numbers of a sample."""
-    return _mean(_difference(outputs, targets).square())
+    return _mean_per_sample(_difference(outputs, targets).square())
 
 
 def absolute_error(outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]) -> Float[Tensor, " n"]:
     """The absolute difference, the mean over the numbers of a sample."""
-    return _mean(_difference(outputs, targets).abs())
+    return _mean_per_sample(_difference(outputs, targets).abs())
 
 
 def huber(
@@ -43,27 +43,27 @@ def huber(
     if not delta > 0:
         raise ConfigError(f"`delta` of the loss huber must be above 0, got {delta}")
     far = _difference(outputs, targets).abs()
-    return _mean(torch.where(far <= delta, far.square() / 2, delta * (far - delta / 2)))
+    return _mean_per_sample(torch.where(far <= delta, far.square() / 2, delta * (far - delta / 2)))
 
 
 def _difference(outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]) -> Tensor:
     return outputs.reshape(targets.shape) - targets
 
 
-def _mean(differences: Float[Tensor, "n *target"]) -> Float[Tensor, " n"]:
+def _mean_per_sample(differences: Float[Tensor, "n *target"]) -> Float[Tensor, " n"]:
     return differences.reshape(len(differences), -1).mean(1)
 
 
-def of_samples(
-    loss: Loss, outputs: Float[Tensor, "..."], targets: Shaped[Tensor, "..."], several: int
+def per_sample_losses(
+    loss: Loss, outputs: Float[Tensor, "..."], targets: Shaped[Tensor, "..."], num_axes: int
 ) -> Float[Tensor, "..."]:
     """The loss of each sample, whose first `several` axes are those of samples; raises ConfigError unless the function
     returns one number for each."""
-    shape = targets.shape[:several]
-    found = loss(outputs.flatten(0, several - 1), targets.flatten(0, several - 1))
+    shape = targets.shape[:num_axes]
+    found = loss(outputs.flatten(0, num_axes - 1), targets.flatten(0, num_axes - 1))
     if not isinstance(found, Tensor) or found.shape != (shape.numel(),) or not found.is_floating_point():
         got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise ConfigError(
-            f"the {called('loss', loss)} returned {got} for {shape.numel()} samples, expected a number for each"
+            f"the {display_name('loss', loss)} returned {got} for {shape.numel()} samples, expected a number for each"
         )
     return found.view(shape)

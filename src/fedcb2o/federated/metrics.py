@@ -34,7 +34,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Tested:
+class EvaluationResult:
     """What an agent's model did in its test; for what classes it took the same samples with the trigger of a backdoor;
     and what it did on those that test everybody, where agents have their own."""
 
@@ -58,14 +58,14 @@ def attack_success_rate(confusion: Int[Tensor, "C C"], source: int, target: int)
     return int(confusion[source, target]) / int(confusion[source].sum())
 
 
-def taken_for(confusion: Int[Tensor, "C C"], target: int) -> float:
+def false_positive_share(confusion: Int[Tensor, "C C"], target: int) -> float:
     """The share of test samples of other classes that are predicted as c_T: with its trigger, a backdoor's success."""
     others = int(confusion.sum()) - int(confusion[target].sum())
     return (int(confusion[:, target].sum()) - int(confusion[target, target])) / others
 
 
 @dataclass(frozen=True)
-class Aim:
+class AttackGoal:
     """What an attack is after: source classes taken for the targets beside them, or all other classes for one target,
     triggered where it is a backdoor.
 
@@ -75,12 +75,12 @@ class Aim:
     sources: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
 
-    def accuracy(self, confusion: Int[Tensor, "C C"]) -> float | None:
+    def source_accuracy(self, confusion: Int[Tensor, "C C"]) -> float | None:
         """Source-class accuracy, the mean over the sources that were tested; None where there is none."""
         found = [source_accuracy(confusion, source) for source in self.sources if confusion[source].any()]
         return sum(found) / len(found) if found else None
 
-    def success(self, confusion: Int[Tensor, "C C"], triggered: Int[Tensor, "C C"] | None = None) -> float | None:
+    def success_rate(self, confusion: Int[Tensor, "C C"], triggered: Int[Tensor, "C C"] | None = None) -> float | None:
         """Attack success rate: the mean over the pairs, or of all classes but the target, `triggered` for a backdoor.
 
         None where there is no target, or none of the classes that are to be taken for it was tested.
@@ -88,22 +88,22 @@ class Aim:
         if self.targets and (triggered is not None or not self.sources):
             seen = confusion if triggered is None else triggered
             others = seen.sum() - seen[self.targets[0]].sum()
-            return taken_for(seen, self.targets[0]) if others else None
+            return false_positive_share(seen, self.targets[0]) if others else None
         pairs = [pair for pair in zip(self.sources, self.targets, strict=False) if confusion[pair[0]].any()]
         found = [attack_success_rate(confusion, source, target) for source, target in pairs]
         return sum(found) / len(found) if found else None
 
 
-def of(tested: Tested, aim: Aim) -> dict[str, float | None]:
+def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, float | None]:
     """All metrics of one agent's model by their names, None where one does not apply; those that are not there for
     every kind of data only where they are."""
-    own, common = tested.own.confusion, tested.common
+    own, common = result.own.confusion, result.common
     found = {
         "accuracy": None if own is None else accuracy(own),
-        "source_accuracy": None if own is None else aim.accuracy(own),
-        "attack_success_rate": None if own is None else aim.success(own, tested.triggered),
+        "source_accuracy": None if own is None else goal.source_accuracy(own),
+        "attack_success_rate": None if own is None else goal.success_rate(own, result.triggered),
     }
-    others: dict[str, float | None] = {"test_loss": tested.own.loss}
+    others: dict[str, float | None] = {"test_loss": result.own.loss}
     if common is not None:
         confused = common.confusion
         others |= {"global_accuracy": None if confused is None else accuracy(confused), "global_loss": common.loss}

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.plugins import OWN, blamed
+from fedcb2o.plugins import USER_FUNCTION, attribute_errors
 
 __all__ = ["adamw"]
 
@@ -32,13 +32,13 @@ def adamw(
     return torch.optim.AdamW(parameters, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
 
 
-def stepping(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> Callable[[Sequence[Tensor]], None]:
+def make_step(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> Callable[[Sequence[Tensor]], None]:
     """What takes a step of an optimiser, new for these parameters, by their gradients.
 
     Raises ConfigError where the function fails, or returned something else.
     """
-    name = name_of(optimiser)
-    with blamed("optimiser", name):
+    name = optimiser_name(optimiser)
+    with attribute_errors("optimiser", name):
         made = optimiser(parameters, lr)
     if not callable(getattr(made, "step", None)):
         raise ConfigError(f"the optimiser `{name}` returned a {type(made).__name__}, expected a torch.optim.Optimizer")
@@ -46,7 +46,7 @@ def stepping(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> C
     def step(gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        with blamed("optimiser", name):
+        with attribute_errors("optimiser", name):
             made.step()
         for parameter in parameters:
             parameter.grad = None
@@ -54,7 +54,7 @@ def stepping(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> C
     return step
 
 
-def name_of(optimiser: Optimiser) -> str:
+def optimiser_name(optimiser: Optimiser) -> str:
     """What messages call an optimiser, its keywords bound or not."""
     function = getattr(optimiser, "func", optimiser)
-    return OWN.of(optimiser) or str(getattr(function, "__name__", type(function).__name__))
+    return USER_FUNCTION.get(optimiser) or str(getattr(function, "__name__", type(function).__name__))

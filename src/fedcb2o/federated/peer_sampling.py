@@ -4,54 +4,54 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 
-from fedcb2o.federated.agent_group import Block
-from fedcb2o.federated.contacts import Met, Peers
-from fedcb2o.federated.plugin_outputs import asked_of
-from fedcb2o.federated.ragged import Lists, Places
-from fedcb2o.federated.selection import AT_ONCE, also_looks_at, colluding
-from fedcb2o.rng import streams
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.contacts import CandidatePeers, ContactTable
+from fedcb2o.federated.plugin_outputs import validated_selection
+from fedcb2o.federated.ragged import Indices, Ragged
+from fedcb2o.federated.selection import BATCHED_SELECTION, extra_inputs, select_colluding_peers
+from fedcb2o.rng import agent_streams
 
 
-def roles(block: Block, some: Places, active: Bool[np.ndarray, " N"]) -> tuple[Places, Places]:
+def split_by_role(group: AgentGroup, members: Indices, active: Bool[np.ndarray, " N"]) -> tuple[Indices, Indices]:
     """Which of agents in some places do as Algorithm 2 says, and which collude, of those `active` in the round."""
-    ids, attackers = block.agents[some], block.attackers
-    colludes = attackers.malicious[ids] & attackers.collude
+    ids, attackers = group.agents[members], group.adversary
+    colludes = attackers.malicious[ids] & attackers.colludes
     return np.flatnonzero(active[ids] & ~colludes), np.flatnonzero(active[ids] & colludes)
 
 
-def known(block: Block, met: Met, n: int) -> Met:
+def forget_renamed(group: AgentGroup, contacts: ContactTable, n: int) -> ContactTable:
     """Whom some agents have met under the names that are theirs in round n."""
-    renamed = block.attackers.renamed(n)
-    return met.forget(renamed) if len(renamed) else met
+    renamed = group.adversary.new_identities(n)
+    return contacts.forget(renamed) if len(renamed) else contacts
 
 
-def asked_by_benign(block: Block, some: Places, met: Met, n: int) -> Lists:
+def sample_benign_peers(group: AgentGroup, members: Indices, contacts: ContactTable, n: int) -> Ragged:
     """Whom agents in some places ask, by the algorithm's selection; raises ConfigError where a user's chose whom they
     may not ask."""
-    terms, agents = block.terms, block.agents[some]
+    terms, agents = group.spec, group.agents[members]
     if terms.neighbours is None:
-        peers = Peers.of([np.arange(terms.num_agents)], np.zeros_like(agents), but=agents)
+        peers = CandidatePeers.from_lists([np.arange(terms.num_agents)], np.zeros_like(agents), excluded=agents)
     else:
-        peers = Peers.of([terms.neighbours[j].sort().values.numpy() for j in agents.tolist()], but=agents)
+        peers = CandidatePeers.from_lists([terms.neighbours[j].sort().values.numpy() for j in agents.tolist()], excluded=agents)
     if terms.algorithm.own_candidate:
-        peers = peers.and_(agents)
+        peers = peers.including_self(agents)
     select, budget, draws = (
         terms.algorithm.select,
         terms.budget,
-        streams(terms.seed, "select", n, agents=agents.tolist()),
+        agent_streams(terms.seed, "select", n, agents=agents.tolist()),
     )
-    if (several := AT_ONCE.of(select)) is not None:
-        return several(met, peers, budget, draws, **getattr(select, "keywords", {}))
-    asked, names = [], also_looks_at(select)
-    for k, (contacts, draw) in enumerate(zip(met, draws, strict=True)):
+    if (several := BATCHED_SELECTION.get(select)) is not None:
+        return several(contacts, peers, budget, draws, **getattr(select, "keywords", {}))
+    asked, names = [], extra_inputs(select)
+    for k, (known, draw) in enumerate(zip(contacts, draws, strict=True)):
         more = {"n": n, "me": int(agents[k])}
-        chosen = select(contacts, torch.from_numpy(peers.ids(k)), budget, draw, *(more[name] for name in names))
-        asked.append(asked_of(select, chosen, peers, k, budget))
-    return Lists.of(asked)
+        chosen = select(known, torch.from_numpy(peers.ids(k)), budget, draw, *(more[name] for name in names))
+        asked.append(validated_selection(select, chosen, peers, k, budget))
+    return Ragged.from_arrays(asked)
 
 
-def asked_by_colluders(block: Block, some: Places, n: int) -> Lists:
+def sample_colluding_peers(group: AgentGroup, members: Indices, n: int) -> Ragged:
     """Whom malicious agents in some places ask: fellow attackers first (sec:experiments)."""
-    terms, agents = block.terms, block.agents[some]
-    draws = streams(terms.seed, "select", n, agents=agents.tolist())
-    return colluding(*block.attackers.peers(agents, terms.neighbours), terms.budget, draws)
+    terms, agents = group.spec, group.agents[members]
+    draws = agent_streams(terms.seed, "select", n, agents=agents.tolist())
+    return select_colluding_peers(*group.adversary.colluding_peers(agents, terms.neighbours), terms.budget, draws)

@@ -18,45 +18,45 @@ from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.contacts import Met, Peers
-from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.contacts import CandidatePeers, ContactTable
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.types import Contacts, Select
-from fedcb2o.plugins import Declaration, Named
+from fedcb2o.plugins import Declaration, PluginChoice
 
 __all__ = ["everyone", "prob_sampling", "uniform"]
 
-NONE = np.zeros(0, np.int64)
+_NO_INDICES = np.zeros(0, np.int64)
 
-SelectEach = Callable[..., Lists]
+_BatchedSelect = Callable[..., Ragged]
 """A selection for several agents: (whom they met, whom they may ask, budget, a draw for each) -> whom they ask; its
 further arguments are keywords."""
 
 
-AT_ONCE = Declaration[SelectEach]("at_once")
+BATCHED_SELECTION = Declaration[_BatchedSelect]("at_once")
 
 
-def at_once(each: SelectEach) -> Select:
+def batched_selection(batched: _BatchedSelect) -> Select:
     """A selection for one agent, made from one for several, which it declares: who has several asks that, and trusts
     what it says."""
 
-    @functools.wraps(each)
+    @functools.wraps(batched)
     def select(
         contacts: Contacts, candidates: Int[Tensor, " c"], budget: int, draw: np.random.Generator, **more: Any
     ) -> Int[Tensor, " s"]:
-        return torch.from_numpy(each(Met.of([contacts]), Peers.of([candidates.numpy()]), budget, [draw], **more)[0])
+        return torch.from_numpy(batched(ContactTable.from_contacts([contacts]), CandidatePeers.from_lists([candidates.numpy()]), budget, [draw], **more)[0])
 
-    return AT_ONCE(each)(select)
+    return BATCHED_SELECTION(batched)(select)
 
 
-@at_once
+@batched_selection
 def prob_sampling(
-    met: Met,
-    peers: Peers,
+    contacts: ContactTable,
+    candidates: CandidatePeers,
     budget: int,
     draws: Sequence[np.random.Generator],
     *,
     newcomers: Annotated[float, Field(gt=0, le=1)] | None = None,
-) -> Lists:
+) -> Ragged:
     """ProbSampling (alg:localAggregation): peers never asked come first, then draws by the likelihood P_n^j.
 
     There is no top-up: while somebody has not been met, A_n is `budget` of those, or all of them if they are fewer.
@@ -67,104 +67,104 @@ def prob_sampling(
     rest to others by their likelihood; where these are too few, newcomers fill it up. So who takes a new identity in
     every round does not fill A_n.
     """
-    owner = met.ids.owners
-    among, places = peers.find(owner, met.ids.values)
-    owner, likelihood = owner[among], met.likelihood[among]
-    sizes, counts = np.bincount(owner, minlength=len(met)), peers.counts
+    owner = contacts.ids.row_ids
+    among, places = candidates.find(owner, contacts.ids.values)
+    owner, likelihood = owner[among], contacts.likelihood[among]
+    sizes, counts = np.bincount(owner, minlength=len(contacts)), candidates.counts
     starts, unmet = sizes.cumsum() - sizes, counts - sizes
     fresh, known = [], []
     for a, size, left, draw in zip(starts.tolist(), sizes.tolist(), unmet.tolist(), draws, strict=True):
         P = likelihood[a : a + size]
-        most, rest = (budget, 0 if left else budget) if newcomers is None else (_room(P, newcomers, budget), budget)
-        fresh.append(_choose(left, most, draw))
-        known.append(_likely(P, rest - len(fresh[-1]), draw) if rest else NONE)
-    new, old = Lists.of(fresh), Lists.of(known)
-    new_ids = peers.at(new.owners, new.values + _met_before(new, Lists(places, sizes)))
-    return _merged(new.having(new_ids), old.having(peers.at(old.owners, places[starts[old.owners] + old.values])))
+        most, rest = (budget, 0 if left else budget) if newcomers is None else (_max_newcomers(P, newcomers, budget), budget)
+        fresh.append(_draw_indices(left, most, draw))
+        known.append(_draw_by_likelihood(P, rest - len(fresh[-1]), draw) if rest else _NO_INDICES)
+    new, old = Ragged.from_arrays(fresh), Ragged.from_arrays(known)
+    new_ids = candidates.ids_at(new.row_ids, new.values + _known_before(new, Ragged(places, sizes)))
+    return _merge(new.with_values(new_ids), old.with_values(candidates.ids_at(old.row_ids, places[starts[old.row_ids] + old.values])))
 
 
-def _room(P: Float[np.ndarray, " k"], newcomers: float, budget: int) -> int:
+def _max_newcomers(P: Float[np.ndarray, " k"], newcomers: float, budget: int) -> int:
     """How many may be newcomers: a share of the budget, or what those who were met leave free of it."""
-    return max(math.ceil(newcomers * budget - 1e-9), budget - int((_filled(P) > 0).sum()))
+    return max(math.ceil(newcomers * budget - 1e-9), budget - int((_fill_unknown(P) > 0).sum()))
 
 
-def _met_before(ranks: Lists, places: Lists) -> Int[np.ndarray, " s"]:
+def _known_before(ranks: Ragged, places: Ragged) -> Int[np.ndarray, " s"]:
     """How many peers that an agent has met come before each of those whom it has not: `ranks` number the latter alone,
     from 0, and `places` are where the former are among all.
 
     As many as have at most `rank` others before them: the i-th that was met has places[i] - i of these.
     """
-    others = places.values - (np.arange(len(places.values)) - np.repeat(places.starts, places.sizes))
+    others = places.values - (np.arange(len(places.values)) - np.repeat(places.offsets, places.sizes))
     span = 1 + max((int(values.max()) for values in (others, ranks.values) if len(values)), default=0)
-    asker = ranks.owners
-    passed = (places.owners * span + others).searchsorted(asker * span + ranks.values, side="right")
-    found: np.ndarray = passed - places.starts[asker]
+    asker = ranks.row_ids
+    passed = (places.row_ids * span + others).searchsorted(asker * span + ranks.values, side="right")
+    found: np.ndarray = passed - places.offsets[asker]
     return found
 
 
-@at_once
-def uniform(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> Lists:
+@batched_selection
+def uniform(contacts: ContactTable, candidates: CandidatePeers, budget: int, draws: Sequence[np.random.Generator]) -> Ragged:
     """`budget` peers uniformly at random without replacement: the random batch of DFedAvgM."""
-    counts = peers.counts.tolist()
+    counts = candidates.counts.tolist()
     chosen = [np.sort(draw.choice(n, min(budget, n), replace=False)) for n, draw in zip(counts, draws, strict=True)]
-    places = Lists.of(chosen)
-    return places.having(peers.at(places.owners, places.values))
+    places = Ragged.from_arrays(chosen)
+    return places.with_values(candidates.ids_at(places.row_ids, places.values))
 
 
-@at_once
-def everyone(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> Lists:
+@batched_selection
+def everyone(contacts: ContactTable, candidates: CandidatePeers, budget: int, draws: Sequence[np.random.Generator]) -> Ragged:
     """All peers, whatever the budget: the particles of eq:clustered_csp."""
-    return Lists.of([peers.ids(k) for k in range(len(met))])
+    return Ragged.from_arrays([candidates.ids(k) for k in range(len(contacts))])
 
 
-@at_once
-def nobody_else(met: Met, peers: Peers, budget: int, draws: Sequence[np.random.Generator]) -> Lists:
+@batched_selection
+def no_peers(contacts: ContactTable, candidates: CandidatePeers, budget: int, draws: Sequence[np.random.Generator]) -> Ragged:
     """No peers: every agent for itself."""
-    return Lists.empty(len(met))
+    return Ragged.empty(len(contacts))
 
 
-def colluding(fellows: Peers, benign: Peers, budget: int, draws: Sequence[np.random.Generator]) -> Lists:
+def select_colluding_peers(colluders: CandidatePeers, benign: CandidatePeers, budget: int, draws: Sequence[np.random.Generator]) -> Ragged:
     """The choices of malicious agents (sec:experiments): fellow attackers of its cluster first, then benign agents of
     its cluster at random."""
-    near, far, none = fellows.counts.tolist(), benign.counts.tolist(), np.zeros(0, np.int64)
-    first = Lists.of([_choose(n, budget, draw) for n, draw in zip(near, draws, strict=True)])
-    then = Lists.of(
+    near, far, none = colluders.counts.tolist(), benign.counts.tolist(), np.zeros(0, np.int64)
+    first = Ragged.from_arrays([_draw_indices(n, budget, draw) for n, draw in zip(near, draws, strict=True)])
+    then = Ragged.from_arrays(
         [
             draw.choice(others, min(budget - n, others), replace=False) if n <= budget else none
             for n, others, draw in zip(near, far, draws, strict=True)
         ]
     )
-    near_ids, far_ids = fellows.at(first.owners, first.values), benign.at(then.owners, then.values)
-    return _merged(first.having(near_ids), then.having(far_ids))
+    near_ids, far_ids = colluders.ids_at(first.row_ids, first.values), benign.ids_at(then.row_ids, then.values)
+    return _merge(first.with_values(near_ids), then.with_values(far_ids))
 
 
-def _merged(some: Lists, others: Lists) -> Lists:
+def _merge(members: Ragged, others: Ragged) -> Ragged:
     """The numbers of both, ascending, of each."""
-    values, owners = np.concatenate([some.values, others.values]), np.concatenate([some.owners, others.owners])
-    return Lists(values[np.lexsort((values, owners))], some.sizes + others.sizes)
+    values, owners = np.concatenate([members.values, others.values]), np.concatenate([members.row_ids, others.row_ids])
+    return Ragged(values[np.lexsort((values, owners))], members.sizes + others.sizes)
 
 
-EXTRA = ("n", "me")
+_EXTRA_INPUTS = ("n", "me")
 """What a user's selection may look at beside: the round, and its agent's own id."""
 
 
-def named(choice: Named) -> functools.partial[Any]:
+def resolve_selection(choice: PluginChoice) -> functools.partial[Any]:
     """The selection that a configuration means; raises ConfigError, also where it looks at what there is not."""
-    select = plugins.named("selection", choice, sys.modules[__name__])
-    also_looks_at(select)
+    select = plugins.resolve_and_bind("selection", choice, sys.modules[__name__])
+    extra_inputs(select)
     return select
 
 
-def also_looks_at(select: Select) -> tuple[str, ...]:
+def extra_inputs(select: Select) -> tuple[str, ...]:
     """Which of `EXTRA` a selection looks at; raises ConfigError where it needs anything else."""
-    names = plugins.looks_at(getattr(select, "func", select))[4:]
-    if unknown := [name for name in names if name not in EXTRA]:
-        near = plugins.nearest(unknown[0], EXTRA)
-        raise ConfigError(f"the selection looks at `{unknown[0]}`.{near} There is: {', '.join(EXTRA)}")
+    names = plugins.positional_inputs(getattr(select, "func", select))[4:]
+    if unknown := [name for name in names if name not in _EXTRA_INPUTS]:
+        near = plugins.did_you_mean(unknown[0], _EXTRA_INPUTS)
+        raise ConfigError(f"the selection looks at `{unknown[0]}`.{near} There is: {', '.join(_EXTRA_INPUTS)}")
     return names
 
 
-def _choose(
+def _draw_indices(
     n: int, size: int, draw: np.random.Generator, p: Float[np.ndarray, " n"] | None = None
 ) -> Int[np.ndarray, " s"]:
     """`size` of the numbers below n without replacement, uniformly or by `p`; all of them where they are fewer."""
@@ -175,17 +175,17 @@ def _choose(
     return chosen
 
 
-def _likely(likelihood: Float[np.ndarray, " k"], budget: int, draw: np.random.Generator) -> Int[np.ndarray, " s"]:
+def _draw_by_likelihood(likelihood: Float[np.ndarray, " k"], budget: int, draw: np.random.Generator) -> Int[np.ndarray, " s"]:
     """The places of `budget` peers, drawn by their likelihood."""
-    likelihood = _filled(likelihood)
+    likelihood = _fill_unknown(likelihood)
     total = float(torch.from_numpy(likelihood).sum())
     if not total > 0:
         return np.zeros(0, np.int64)
     p = likelihood / total
-    return _choose(len(p), min(budget, int((p > 0).sum())), draw, p)
+    return _draw_indices(len(p), min(budget, int((p > 0).sum())), draw, p)
 
 
-def _filled(likelihood: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
+def _fill_unknown(likelihood: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
     """The likelihood, of those who never answered that of an average one."""
     unknown = np.isnan(likelihood)
     if not unknown.any():
@@ -194,16 +194,16 @@ def _filled(likelihood: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
     return np.where(unknown, mean, likelihood)
 
 
-def remember(
-    met: Met,
-    asked: Lists,
-    answered: Lists,
+def update_likelihoods(
+    contacts: ContactTable,
+    sampled: Ragged,
+    received: Ragged,
     losses: Float[np.ndarray, " m"] | None,
     *,
     kappa: float,
     zeta: float,
     first_contact: str,
-) -> Met:
+) -> ContactTable:
     """The contacts of some agents after a round: every peer asked counts as met, and those that answered have a new
     likelihood P <- (1 - zeta) P + zeta exp(-kappa L) (eq:update_sampling_likelihood). An infinite loss adds nothing,
     whatever kappa is.
@@ -211,29 +211,29 @@ def remember(
     `losses` are those of who answered. `first_contact="whole"` sets P to exp(-kappa L) itself when a peer answers for
     the first time (released code). Without `losses` nothing is judged, and P stays as it is.
     """
-    span = 1 + max((int(ids.values.max()) for ids in (met.ids, asked) if len(ids.values)), default=0)
+    span = 1 + max((int(ids.values.max()) for ids in (contacts.ids, sampled) if len(ids.values)), default=0)
 
-    def keys(ids: Lists) -> Int[np.ndarray, " k"]:
-        found: np.ndarray = ids.owners * span + ids.values  # they ascend, as agents do and the contacts of each
+    def keys(ids: Ragged) -> Int[np.ndarray, " k"]:
+        found: np.ndarray = ids.row_ids * span + ids.values  # they ascend, as agents do and the contacts of each
         return found
 
-    known, new = keys(met.ids), keys(asked)
+    known, new = keys(contacts.ids), keys(sampled)
     if len(known):
         new = new[known.take(known.searchsorted(new), mode="clip") != new]
-    ids, likelihood = met.ids, met.likelihood.copy()
+    ids, likelihood = contacts.ids, contacts.likelihood.copy()
     if len(new):
         known = np.concatenate([known, new])
         order = known.argsort(kind="stable")
         known = known[order]
-        ids = Lists(
+        ids = Ragged(
             np.concatenate([ids.values, new % span])[order], ids.sizes + np.bincount(new // span, minlength=len(ids))
         )
         likelihood = np.concatenate([likelihood, np.full(len(new), np.nan)])[order]
     if losses is not None:
-        at = known.searchsorted(keys(answered))
+        at = known.searchsorted(keys(received))
         finite = np.isfinite(losses)  # 0 * inf is no number
         old, gain = likelihood[at], torch.exp(-kappa * torch.from_numpy(np.where(finite, losses, 0.0))).numpy() * finite
         first = np.isnan(old)
         average = (1 - zeta) * np.where(first, 0.0, old) + zeta * gain
         likelihood[at] = np.where(first, gain, average) if first_contact == "whole" else average
-    return Met(ids, likelihood)
+    return ContactTable(ids, likelihood)

@@ -15,20 +15,20 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.plugins import called
+from fedcb2o.plugins import display_name
 
 __all__ = ["erdos_renyi", "random_regular", "ring", "same_cluster", "small_world", "torus"]
 
-Graph = Callable[[Int[Tensor, " N"], np.random.Generator], Any]
+_Graph = Callable[[Int[Tensor, " N"], np.random.Generator], Any]
 
 
-def neighbours(graph: Graph, cluster: Int[Tensor, " N"], draw: np.random.Generator) -> tuple[Int[Tensor, " _k"], ...]:
+def neighbours(graph: _Graph, cluster: Int[Tensor, " N"], draw: np.random.Generator) -> tuple[Int[Tensor, " _k"], ...]:
     """The agents that each agent may ask, ascending; raises ConfigError where a graph is not one on these agents."""
     n = len(cluster)
     made = graph(cluster.clone(), draw)
     if not isinstance(made, nx.Graph) or set(made.nodes) != set(range(n)):
         raise ConfigError(
-            f"the {called('graph', graph)} must be a networkx graph whose nodes are the agents 0 to {n - 1}, got {made}"
+            f"the {display_name('graph', graph)} must be a networkx graph whose nodes are the agents 0 to {n - 1}, got {made}"
         )
     return tuple(torch.tensor(sorted(set(made[j]) - {j}), dtype=torch.int64) for j in range(n))
 
@@ -36,7 +36,7 @@ def neighbours(graph: Graph, cluster: Int[Tensor, " N"], draw: np.random.Generat
 def ring(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: int = 1) -> nx.Graph:
     """A ring in random order, each agent linked to the `near` next on either side."""
     n = len(cluster)
-    _check("near", near, 1, (n - 1) // 2, n)
+    _require_between("near", near, 1, (n - 1) // 2, n)
     return _shuffled(nx.circulant_graph(n, range(1, near + 1)), draw)
 
 
@@ -53,7 +53,7 @@ def torus(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Graph:
 def random_regular(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, degree: int = 4) -> nx.Graph:
     """A random graph in which each agent has `degree` neighbours."""
     n = len(cluster)
-    _check("degree", degree, 1, n - 1, n)
+    _require_between("degree", degree, 1, n - 1, n)
     if n * degree % 2:
         raise ConfigError(f"no graph on {n} agents gives each `degree` = {degree} neighbours: one of them must be even")
     return nx.random_regular_graph(degree, n, seed=_seed(draw))
@@ -70,7 +70,7 @@ def small_world(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: 
     """A ring with the `near` next on either side, each link moved elsewhere with probability `p` (Watts and Strogatz,
     "Collective dynamics of small-world networks", 1998)."""
     n = len(cluster)
-    _check("near", near, 1, (n - 1) // 2, n)
+    _require_between("near", near, 1, (n - 1) // 2, n)
     if not 0 <= p <= 1:
         raise ConfigError(f"`p` must be between 0 and 1, got {p}")
     return _shuffled(nx.watts_strogatz_graph(n, 2 * near, p, seed=_seed(draw)), draw)
@@ -95,6 +95,6 @@ def _seed(draw: np.random.Generator) -> int:
     return int(draw.integers(2**32))
 
 
-def _check(name: str, value: int, least: int, most: int, n: int) -> None:
-    if not least <= value <= most:
-        raise ConfigError(f"`{name}` must be between {least} and {most} for {n} agents, got {value}")
+def _require_between(name: str, value: int, lower: int, upper: int, n: int) -> None:
+    if not lower <= value <= upper:
+        raise ConfigError(f"`{name}` must be between {lower} and {upper} for {n} agents, got {value}")

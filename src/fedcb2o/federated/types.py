@@ -30,25 +30,25 @@ class Losses:
     by_class: Float[Tensor, "*a m C"]
     present: Bool[Tensor, "*a C"]
     entropy: Float[Tensor, "*a m"]
-    each: Float[Tensor, "*a m n"]
+    per_sample: Float[Tensor, "*a m n"]
     labels: Int[Tensor, "*a n"]
 
     def __getitem__(self, k: int) -> "Losses":
         """Those of one of several agents."""
-        return Losses(*(values[k] for values in self._parts))
+        return Losses(*(values[k] for values in self._tensors))
 
-    def copied(self) -> "Losses":
+    def copy(self) -> "Losses":
         """The same, whoever writes to it."""
-        return Losses(*(values.clone() for values in self._parts))
+        return Losses(*(values.clone() for values in self._tensors))
 
-    def part(self, some: slice) -> "Losses":
+    def select(self, models: slice) -> "Losses":
         """Those of some of the models."""
-        mean, entropy = self.mean[..., some], self.entropy[..., some]
-        return Losses(mean, self.by_class[..., some, :], self.present, entropy, self.each[..., some, :], self.labels)
+        mean, entropy = self.mean[..., models], self.entropy[..., models]
+        return Losses(mean, self.by_class[..., models, :], self.present, entropy, self.per_sample[..., models, :], self.labels)
 
     @property
-    def _parts(self) -> tuple[Tensor, ...]:
-        return self.mean, self.by_class, self.present, self.entropy, self.each, self.labels
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.mean, self.by_class, self.present, self.entropy, self.per_sample, self.labels
 
 
 @dataclass(frozen=True)
@@ -78,34 +78,34 @@ class Received:
 
     def __getitem__(self, k: int | slice | Bool[Tensor, " m"]) -> "Received":
         """What one of several agents received, or some of what one did."""
-        return Received(*(each[k] for each in self._parts))
+        return Received(*(each[k] for each in self._tensors))
 
-    def copied(self) -> "Received":
+    def copy(self) -> "Received":
         """The same, whoever writes to it."""
-        return Received(*(each.clone() for each in self._parts))
+        return Received(*(each.clone() for each in self._tensors))
 
-    def with_own(self, me: "Received") -> "Received":
+    def with_own(self, own: "Received") -> "Received":
         """These and, last, the agent's own."""
-        return Received(*(torch.cat(pair, -1) for pair in zip(self._parts, me._parts, strict=True)))
+        return Received(*(torch.cat(pair, -1) for pair in zip(self._tensors, own._tensors, strict=True)))
 
     @property
-    def _parts(self) -> tuple[Tensor, ...]:
+    def _tensors(self) -> tuple[Tensor, ...]:
         return self.ids, self.rows, self.num_samples, self.round
 
 
-Change = Callable[[Tensor], Tensor]
+SampleTransform = Callable[[Tensor], Tensor]
 """Samples [n, ...] -> as many, changed: what a criterion tries models on."""
 
 Outputs = tuple[Float[Tensor, "m n *C"], Shaped[Tensor, "n *target"]]
 """What m models make of n samples, before the softmax, and the labels of these, or what else is to be told."""
 
-Slope = Callable[[Float[Tensor, "k n *C"]], Float[Tensor, "k n"]]
+ScalarObjective = Callable[[Float[Tensor, "k n *C"]], Float[Tensor, "k n"]]
 """The outputs of some models for samples of their own, on the device of the run -> a number of each sample, which no
 other's outputs change."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local:
+class AgentContext:
     """What an agent knows beside what it receives: whom it judges with, and what it may assume.
 
     `outputs_of` gives what models make of its validation data, or of so many, or of these changed. `some_samples` gives
@@ -116,14 +116,14 @@ class Local:
     made of, in their order. `contacts` and `draw` are made when they are asked for.
     """
 
-    outputs_of: Callable[..., Outputs]  # of models, of a change or None, and at how many
-    some_samples: Callable[[int], tuple[Float[Tensor, "k *features"], Shaped[Tensor, "k *target"]]]
-    outputs_at: Callable[[Received, Float[Tensor, "m k *features"]], Float[Tensor, "m k *C"]]
-    gradients_of: Callable[[Received, Float[Tensor, "m k *features"], Slope], Float[Tensor, "m k *features"]]
-    share: float = 0.0
+    outputs: Callable[..., Outputs]  # of models, of a change or None, and at how many
+    samples: Callable[[int], tuple[Float[Tensor, "k *features"], Shaped[Tensor, "k *target"]]]
+    outputs_per_model: Callable[[Received, Float[Tensor, "m k *features"]], Float[Tensor, "m k *C"]]
+    input_gradients: Callable[[Received, Float[Tensor, "m k *features"], ScalarObjective], Float[Tensor, "m k *features"]]
+    malicious_share: float = 0.0
     progress: float = 0.0
-    head: tuple[int, int] | None = None
-    layers: tuple[torch.Size, ...] = ()
+    last_layer: tuple[int, int] | None = None
+    layer_shapes: tuple[torch.Size, ...] = ()
     contacts_of: Callable[[], Contacts]
     draw_of: Callable[[], np.random.Generator]
 
@@ -139,7 +139,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Judged:
+class CriterionInput:
     """All that a criterion or a rule may look at, from the view of one agent in round `n`.
 
     `pool` holds the models in its rows. `losses` are the received models' losses on the agent's validation data, and
@@ -152,66 +152,66 @@ class Judged:
     """
 
     n: int
-    pool: Float[Tensor, "p d"]
+    models: Float[Tensor, "p d"]
     losses: Losses | None
-    own: Losses | None
+    own_losses: Losses | None
     received: Received
-    me: Received
-    losses_of: Callable[[Received, Change | None], Losses]
-    knows: Local | None
-    among: Bool[Tensor, "*a m"] | None = None
-    before: Int[Tensor, "*a"] | None = None
+    own_entry: Received
+    losses_of: Callable[[Received, SampleTransform | None], Losses]
+    agent_context: AgentContext | None
+    in_sublevel_set: Bool[Tensor, "*a m"] | None = None
+    previous: Int[Tensor, "*a"] | None = None
 
-    def one(self, k: int, losses_of: Callable[[Received, Change | None], Losses], knows: Local) -> "Judged":
+    def for_agent(self, k: int, losses_of: Callable[[Received, SampleTransform | None], Losses], context: AgentContext) -> "CriterionInput":
         """The view of one of several agents."""
-        losses, own = (None if each is None else each[k] for each in (self.losses, self.own))
-        among, before = (None if each is None else each[k] for each in (self.among, self.before))
-        return Judged(self.n, self.pool, losses, own, self.received[k], self.me[k], losses_of, knows, among, before)
+        losses, own = (None if each is None else each[k] for each in (self.losses, self.own_losses))
+        among, before = (None if each is None else each[k] for each in (self.in_sublevel_set, self.previous))
+        return CriterionInput(self.n, self.models, losses, own, self.received[k], self.own_entry[k], losses_of, context, among, before)
 
-    def copied(self) -> "Judged":
+    def copy(self) -> "CriterionInput":
         """The same with all but the models copied: who writes to it changes nothing for others."""
-        losses, own = (None if each is None else each.copied() for each in (self.losses, self.own))
-        among, before = (None if each is None else each.clone() for each in (self.among, self.before))
-        received, me = self.received.copied(), self.me.copied()
-        return dataclasses.replace(self, losses=losses, own=own, received=received, me=me, among=among, before=before)
+        losses, own = (None if each is None else each.copy() for each in (self.losses, self.own_losses))
+        among, before = (None if each is None else each.clone() for each in (self.in_sublevel_set, self.previous))
+        received, me = self.received.copy(), self.own_entry.copy()
+        return dataclasses.replace(self, losses=losses, own_losses=own, received=received, own_entry=me, in_sublevel_set=among, previous=before)
 
-    def itself(self) -> "Judged":
+    def with_own_only(self) -> "CriterionInput":
         """The same with the agent's own model as the only one received."""
-        return dataclasses.replace(self, losses=self.own, received=self.me, among=None)
+        return dataclasses.replace(self, losses=self.own_losses, received=self.own_entry, in_sublevel_set=None)
 
     @property
-    def local(self) -> Local:
+    def context(self) -> AgentContext:
         """What the agent knows beside; raises TypeError where several are judged at once."""
-        if self.knows is None:
+        if self.agent_context is None:
             raise TypeError(
                 "`judged.local` is what one agent knows, and what declares `together` looks at several at once: drop it"
             )
-        return self.knows
+        return self.agent_context
 
     @property
     def theta(self) -> Float[Tensor, " d"]:
         """The agent's own model after this round's LocalUpdate, before it mixes."""
-        return self.pool[int(self.me.rows)]
+        return self.models[int(self.own_entry.rows)]
 
-    def losses_under(self, change: Change) -> Losses:
+    def losses_under(self, transform: SampleTransform) -> Losses:
         """The received models' losses on the agent's validation data as `change` makes them: noise, a patch."""
-        return self.losses_of(self.received, change)
+        return self.losses_of(self.received, transform)
 
 
 Select = Callable[[Contacts, Int[Tensor, " c"], int, np.random.Generator], Int[Tensor, " s"]]
 """(contacts, candidates, budget, draw) -> the ids to ask: A_n."""
 
-Criterion = Callable[[Judged], Float[Tensor, "*a m"]]
+Criterion = Callable[[CriterionInput], Float[Tensor, "*a m"]]
 """A value for each received model; low is trusted (G, or the average loss)."""
 
-TOGETHER = Declaration[bool]("together")
-together = TOGETHER(True)
+BATCHED = Declaration[bool]("together")
+batched = BATCHED(True)
 """Declares a criterion or a rule that takes the axis over agents, and looks at nothing `local`."""
 
-Columns = Callable[[Float[Tensor, "k b"]], Float[Tensor, " b"]]
+ColumnReduction = Callable[[Float[Tensor, "k b"]], Float[Tensor, " b"]]
 """A block of columns of k models -> the same columns of one."""
 
-ColumnsAt = Callable[[Float[Tensor, "k b"], int], Float[Tensor, " b"]]
+OffsetColumnReduction = Callable[[Float[Tensor, "k b"], int], Float[Tensor, " b"]]
 """The same, told the number of the first of these columns."""
 
 
@@ -223,58 +223,58 @@ class Reduction:
     in it, where that can be said: for the record."""
 
     rows: Int[Tensor, " k"]
-    reduce: Columns | ColumnsAt
+    reduce: ColumnReduction | OffsetColumnReduction
     mixing: Float[Tensor, "j k"] | None = None
-    placed: bool = False
+    takes_offset: bool = False
     weights: Float[Tensor, " k"] | None = None
 
-    def of(self, block: Float[Tensor, "p b"], first: int) -> Float[Tensor, " b"]:
+    def apply_to_buffer(self, group: Float[Tensor, "p b"], first: int) -> Float[Tensor, " b"]:
         """What it makes of a block of columns of the pool, `first` and those after it."""
-        return self.on(block[self.rows], first)
+        return self.apply(group[self.rows], first)
 
-    def on(self, x: Float[Tensor, "k b"], first: int) -> Float[Tensor, " b"]:
+    def apply(self, x: Float[Tensor, "k b"], first: int) -> Float[Tensor, " b"]:
         """What it makes of a block of columns of X."""
         x = x if self.mixing is None else self.mixing.to(x.device, x.dtype) @ x
-        return self.reduce(x, *[first] * self.placed)
+        return self.reduce(x, *[first] * self.takes_offset)
 
 
 @dataclass(frozen=True)
-class Weighed:
+class RuleOutput:
     """What a rule decided that also says how: `outcome` are weights of the received models and, if it counts, of the
     own one [m or m + 1], or a reduction. `before` is the weight of the model before the round; where it has one, all
     sum to 1. `f` is the number of attackers that the rule assumed, where it assumes one. `values` are those of the
     criterion, where there is one, that a peer's record may count beside its losses; of several agents [a, m]."""
 
     outcome: Float[Tensor, "*a k"] | Reduction
-    before: float | None = None
+    previous_weight: float | None = None
     f: int | None = None
-    values: Float[Tensor, "*a m"] | None = None
+    criterion_values: Float[Tensor, "*a m"] | None = None
 
 
-Rule = Callable[[Judged], Float[Tensor, " k"] | Weighed]
+Rule = Callable[[CriterionInput], Float[Tensor, " k"] | RuleOutput]
 """Normalised weights of the received models [m], or of those and, last, of the agent's own [m + 1]; or `Weighed`."""
 
-State = Mapping[str, Tensor]
+RuleState = Mapping[str, Tensor]
 """What an agent's rule keeps from one round to the next, by name; nothing before the first."""
 
-RuleWithMemory = Callable[[State, Judged], tuple[State, Float[Tensor, " k"] | Weighed]]
+StatefulRule = Callable[[RuleState, CriterionInput], tuple[RuleState, Float[Tensor, " k"] | RuleOutput]]
 """A rule that also gets what it kept after the agent's round before, and returns what it keeps."""
 
 
 @dataclass(frozen=True)
-class Remembers:
+class Stateful:
     """What a rule with memory declares: whether it looks at the model `before` the round."""
 
-    before: bool
+    uses_previous: bool
 
 
-REMEMBERS = Declaration[Remembers]("remembers")
+STATEFUL = Declaration[Stateful]("remembers")
 
 
-def remembers(*, before: bool = False) -> Callable[[F], F]:
+def stateful(*, uses_previous: bool = False) -> Callable[[F], F]:
     """Declares a rule with memory, (state, judged) -> (state, weights); `before`: it looks at the model that the agent
     began the round with, the row `judged.before` of the pool."""
-    return REMEMBERS(Remembers(before))
+    return STATEFUL(Stateful(uses_previous))
 
 
 Poison = Callable[..., Shard]
@@ -308,7 +308,7 @@ def knows(*models: str, each_receiver: bool = False, on_poisoned_data: bool = Fa
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class AttackView:
     """All that an attack on models may look at, from the view of one attacker in round `n`, after LocalUpdate.
 
     `own` is the model that it trained, `before` the one that it began the round with, `data` its own samples without
@@ -320,19 +320,19 @@ class View:
     agent: int
     cluster: int
     num_clusters: int
-    num_fellows: int
+    num_colluders: int
     num_benign: int
     receivers: Int[Tensor, " r"]
     own: Float[Tensor, " d"]
-    before: Float[Tensor, " d"]
+    previous: Float[Tensor, " d"]
     data: Shard
     losses: Callable[[Float[Tensor, "m d"]], Losses]
     threat: Threat
     _ids_of: Callable[[Knowledge, int], Iterable[int]]
-    _look: Callable[[list[int]], Float[Tensor, "m d"]]
+    _peek: Callable[[list[int]], Float[Tensor, "m d"]]
     _links: Callable[[], Bool[np.ndarray, "r r"]]
 
-    def fellows(self, cluster: int | None = None) -> Float[Tensor, "f d"]:
+    def colluders(self, cluster: int | None = None) -> Float[Tensor, "f d"]:
         """The models that the attackers of a cluster trained, by default its own cluster and then its own among them.
 
         Raises ConfigError unless the attack declared to know them; so do the other methods.
@@ -345,18 +345,18 @@ class View:
 
     def model_of(self, receiver: int) -> Float[Tensor, " d"]:
         """The model that one benign agent trained."""
-        self._check("benign")
-        return self._look([receiver])[0]
+        self._require_declared("benign")
+        return self._peek([receiver])[0]
 
     def links(self) -> Bool[Tensor, "r r"]:
         """Which of the receivers may ask which others of their own cluster, whatever the attack declared."""
         return torch.from_numpy(self._links())
 
     def _models(self, whose: Knowledge, cluster: int | None) -> Float[Tensor, "m d"]:
-        self._check(whose)
-        return self._look(list(self._ids_of(whose, self.cluster if cluster is None else cluster)))
+        self._require_declared(whose)
+        return self._peek(list(self._ids_of(whose, self.cluster if cluster is None else cluster)))
 
-    def _check(self, whose: Knowledge) -> None:
+    def _require_declared(self, whose: Knowledge) -> None:
         if whose not in self.threat.knows:
             raise ConfigError(
                 f"the attack looks at the models of {whose if whose == 'fellows' else 'benign agents'}, which it does "
@@ -364,7 +364,7 @@ class View:
             )
 
 
-Craft = Callable[[View, np.random.Generator], Float[Tensor, "..."]]
+Craft = Callable[[AttackView, np.random.Generator], Float[Tensor, "..."]]
 """(view, draw) -> the model [d] that a malicious agent publishes, or one for each receiver [r, d]."""
 
 
@@ -383,23 +383,23 @@ class Attack:
     threat: Threat = Threat()
     from_round: int = 0
     sybils: bool = False
-    claims: int | None = None
+    claimed_samples: int | None = None
 
-    def poisons(self, n: int) -> bool:
+    def is_poisoning(self, n: int) -> bool:
         """Whether it poisons data in round `n`."""
         return self.poison is not None and n >= self.from_round
 
-    def crafts(self, n: int) -> bool:
+    def is_crafting(self, n: int) -> bool:
         """Whether it crafts models in round `n`."""
         return self.craft is not None and n >= self.from_round
 
-    def hides(self, n: int) -> bool:
+    def uses_sybils(self, n: int) -> bool:
         """Whether nobody knows the attackers of round `n` from before."""
         return self.sybils and n >= self.from_round
 
-    def lies(self, n: int) -> bool:
+    def misreports_samples(self, n: int) -> bool:
         """Whether it lies in round `n` about the samples that it trained on."""
-        return self.claims is not None and n >= self.from_round
+        return self.claimed_samples is not None and n >= self.from_round
 
     def num_published(self, malicious: int, benign: int) -> int:
         """P, how many models that many attackers publish in a round at most."""

@@ -1,5 +1,5 @@
 """Numerical kernels: devices, convolutions, dense layers, and the choice between them."""
 
-from fedcb2o.kernels.dispatch import by
+from fedcb2o.kernels.dispatch import use_kernels
 
-__all__ = ["by"]
+__all__ = ["use_kernels"]

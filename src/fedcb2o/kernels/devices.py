@@ -14,35 +14,35 @@ from torch import Tensor, nn
 
 from fedcb2o.data._dataset import features
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.inference import IMAGES, outputs_of
-from fedcb2o.federated.local_update import float32_products
-from fedcb2o.federated.run_spec import Convolution
-from fedcb2o.kernels.dispatch import by
+from fedcb2o.federated.inference import SAMPLES_PER_PASS, batched_forward
+from fedcb2o.federated.local_update import allow_tf32
+from fedcb2o.federated.run_spec import ConvolutionKernel
+from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn import batch_norm
-from fedcb2o.nn.parameters import flatten, stacked_to_train
+from fedcb2o.nn.parameters import flatten, trainable_stack
 
-SHARE = 0.5  # of what a device's memory has left beside the pool: the rest is for evaluation, mixing and fragments
-UNKNOWN = 4 * 2**30  # bytes, where PyTorch does not say what a device has
+MEMORY_SHARE = 0.5  # of what a device's memory has left beside the pool: the rest is for evaluation, mixing and fragments
+_FALLBACK_MEMORY = 4 * 2**30  # bytes, where PyTorch does not say what a device has
 
 
-def device_of(name: str | None) -> torch.device:
+def resolve_device(name: str | None) -> torch.device:
     """The device of a name, the CPU by default. Raises ConfigError where PyTorch finds none here."""
     try:
         device = torch.device(name or "cpu")
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"`device` = {name!r} is none that PyTorch {torch.__version__} finds here: {_here()}"
+            f"`device` = {name!r} is none that PyTorch {torch.__version__} finds here: {_describe_devices()}"
         ) from error
     return device
 
 
-def on_cpu(name: str | None) -> bool:
+def is_cpu(name: str | None) -> bool:
     """Whether a device's name means the CPU, wherever that may be."""
     return name is None or name == "cpu"
 
 
-def _here() -> str:
+def _describe_devices() -> str:
     accelerators: Any = getattr(torch, "accelerator", None)  # from PyTorch 2.6 on
     kind = accelerators.current_accelerator() if accelerators is not None and accelerators.is_available() else None
     if kind is None:
@@ -50,14 +50,14 @@ def _here() -> str:
     return f'there are "cpu" and {accelerators.device_count()} of "{kind.type}"'
 
 
-def name_of(device: torch.device) -> str | None:
+def device_name(device: torch.device) -> str | None:
     """What an accelerator is called by its maker, where PyTorch says so."""
     known = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return known(device) if known is not None else None
 
 
 @contextlib.contextmanager
-def repeatable(device: torch.device) -> Iterator[None]:
+def deterministic(device: torch.device) -> Iterator[None]:
     """Within it, what is computed on a device is computed alike every time: by algorithms that repeat their bits, and
     with float32 products that are not rounded further. PyTorch warns of what it has no such algorithm for."""
     if device.type == "cpu":  # so it is there
@@ -70,39 +70,39 @@ def repeatable(device: torch.device) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     memory.fill_uninitialized_memory = False
     try:
-        with float32_products(False, device.type):
+        with allow_tf32(False, device.type):
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = filling
 
 
-def most_together(
+def max_batched_agents(
     device: torch.device,
     pool: int,
     module: nn.Module,
     x: Shaped[Tensor, "n *features"],
-    convolution: Convolution = "grouped",
+    convolution: ConvolutionKernel = "grouped",
 ) -> int:
     """How many agents a device trains in one program: as many as its memory has room for beside a pool of so many
     bytes, each with a batch like `x`; 1 where the network cannot be computed several times at once.
 
     It depends on the network and on the kind of device alone, not on what else is running there.
     """
-    if cannot_be_several(module, x[:2]):
+    if batching_obstacle(module, x[:2]):
         return 1
-    return max(1, int(SHARE * (memory_of(device) - pool) / bytes_of_training(module, x, convolution)))
+    return max(1, int(MEMORY_SHARE * (device_memory(device) - pool) / training_bytes(module, x, convolution)))
 
 
-def memory_of(device: torch.device) -> int:
+def device_memory(device: torch.device) -> int:
     """The bytes of a device's memory."""
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     properties = getattr(getattr(torch, device.type, None), "get_device_properties", None)
-    return int(getattr(properties(device), "total_memory", UNKNOWN)) if properties is not None else UNKNOWN
+    return int(getattr(properties(device), "total_memory", _FALLBACK_MEMORY)) if properties is not None else _FALLBACK_MEMORY
 
 
-def bytes_of_training(module: nn.Module, x: Shaped[Tensor, "n *features"], convolution: Convolution = "grouped") -> int:
+def training_bytes(module: nn.Module, x: Shaped[Tensor, "n *features"], convolution: ConvolutionKernel = "grouped") -> int:
     """About the memory that an agent of a team takes: its model, gradient and momentum, each twice, and twice what a
     batch like `x` leaves for the backward pass, or once what the images leave that its model is judged on at once."""
     left: dict[int, int] = {}
@@ -112,25 +112,25 @@ def bytes_of_training(module: nn.Module, x: Shaped[Tensor, "n *features"], convo
         return tensor
 
     few, theta = x[:2], flatten(module)
-    tensors = stacked_to_train(module, theta.unsqueeze(0))
+    tensors = trainable_stack(module, theta.unsqueeze(0))
     batch_norm.train_(module)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with torch.random.fork_rng(devices=[]), by(convolution=convolution), hooks:
-        outputs_of(module, len(theta))(tensors, features(few).unsqueeze(0))
+    with torch.random.fork_rng(devices=[]), use_kernels(convolution=convolution), hooks:
+        batched_forward(module, len(theta))(tensors, features(few).unsqueeze(0))
     ours = {tensor.data_ptr() for tensor in tensors}
     batch = sum(size for place, size in left.items() if place not in ours)
-    return 6 * 4 * len(theta) + batch * max(2 * len(x), IMAGES) // max(1, len(few))
+    return 6 * 4 * len(theta) + batch * max(2 * len(x), SAMPLES_PER_PASS) // max(1, len(few))
 
 
-def cannot_be_several(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> str:
+def batching_obstacle(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> str:
     """Why a network cannot be computed several times at once, on samples like `x`; nothing where it can."""
     theta = flatten(module)
     batch_norm.train_(module)
     try:
         for several in (features(x).unsqueeze(0), torch.stack([features(x)] * 2)):  # the same samples, and their own
-            tensors = stacked_to_train(module, torch.stack([theta, theta]))
+            tensors = trainable_stack(module, torch.stack([theta, theta]))
             with torch.random.fork_rng(devices=[]):
-                outputs = outputs_of(module, len(theta))(tensors, several)
+                outputs = batched_forward(module, len(theta))(tensors, several)
             torch.autograd.grad(outputs.sum(), [each for each in tensors if each.requires_grad], allow_unused=True)
     except Exception as error:  # a user's network may fail in any way
         return str(error)

@@ -15,37 +15,37 @@ from typing import Any
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedcb2o.federated.run_spec import Convolution, Linear
+from fedcb2o.federated.run_spec import ConvolutionKernel, LinearKernel
 from fedcb2o.kernels import fft_conv, onednn
 from fedcb2o.kernels import unfold_conv as unfolded
 
-CONVOLUTIONS: dict[Convolution, Callable[..., Any]] = {
+_CONVOLUTIONS: dict[ConvolutionKernel, Callable[..., Any]] = {
     "grouped": F.conv2d,
     "unfolded": unfolded.conv2d,
-    "mixed": functools.partial(unfolded.conv2d, channels=unfolded.FEW),
+    "mixed": functools.partial(unfolded.conv2d, max_channels=unfolded.FEW_CHANNELS),
     "fourier": fft_conv.conv2d,
 }
 
 
-def by(linear: Linear = "torch", convolution: Convolution = "grouped") -> contextlib.AbstractContextManager[Any]:
+def use_kernels(linear: LinearKernel = "torch", convolution: ConvolutionKernel = "grouped") -> contextlib.AbstractContextManager[Any]:
     """Within it, large dense layers of any network, in float32, go through what `linear` names, and convolutions are
     done as `convolution` says."""
     ours: dict[Any, Callable[..., Any]] = {}
     if linear == "onednn":
         ours[F.linear] = onednn.linear
     if convolution != "grouped":
-        ours[F.conv2d] = CONVOLUTIONS[convolution]
-    return _InPlaceOf(ours) if ours else contextlib.nullcontext()
+        ours[F.conv2d] = _CONVOLUTIONS[convolution]
+    return _ReplacedFunctions(ours) if ours else contextlib.nullcontext()
 
 
-class _InPlaceOf(TorchFunctionMode):
+class _ReplacedFunctions(TorchFunctionMode):
     """Puts our functions in the place of PyTorch's, for any network: `nn.Linear` calls `F.linear`."""
 
     def __init__(self, ours: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self.ours = ours
+        self.replacements = ours
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self.ours.get(func, func)(*args, **(kwargs or {}))
+        return self.replacements.get(func, func)(*args, **(kwargs or {}))

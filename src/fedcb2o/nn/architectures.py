@@ -32,7 +32,7 @@ def cnn(
     a quarter of the work. Pooling stands before ReLU: the two commute exactly, and ReLU then touches a quarter of the
     values. `dense_activation="none"` leaves out the ReLU between the dense layers, as the authors' released code does.
     """
-    seen, height, width = _image("cnn", input_shape)
+    seen, height, width = _image_shape("cnn", input_shape)
     _check_widths("cnn", [hidden])
     if len(channels) != 2 or min(channels) < 1:
         raise ConfigError(f"model `cnn`: `channels` must be two numbers of 1 or more, got {list(channels)}")
@@ -78,35 +78,35 @@ def resnet(input_shape: Sequence[int], num_classes: int, *, width: int = 16, blo
     normalisation (Wu and He, 2018) takes the place of batch normalisation, whose statistics are no parameters and
     differ between agents (`fedcb2o.nn.batch_norm`); a group is 8 channels.
     """
-    channels, *_ = _image("resnet", input_shape)
+    channels, *_ = _image_shape("resnet", input_shape)
     if width < 8 or width % 8:
         raise ConfigError(f"model `resnet`: `width` must be a multiple of 8, the channels of a group, got {width}")
     if blocks < 1:
         raise ConfigError(f"model `resnet`: `blocks` must be at least 1, got {blocks}")
     widths = [width] + [factor * width for factor in (1, 2, 4) for _ in range(blocks)]
     return nn.Sequential(
-        *(_convolution(channels, width), _norm(width), nn.ReLU()),
-        *(Residual(before, after) for before, after in itertools.pairwise(widths)),
+        *(_convolution(channels, width), _group_norm(width), nn.ReLU()),
+        *(_ResidualBlock(before, after) for before, after in itertools.pairwise(widths)),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
         nn.Linear(4 * width, num_classes),
     )
 
 
-class Residual(nn.Module):
+class _ResidualBlock(nn.Module):
     """Two convolutions and, past them, the input as it is; where there are more channels after them, its resolution is
     halved and the new channels are zero (He et al. 2016, option A)."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
-        self.stride, self.more = 1 if before == after else 2, after - before
+        self.stride, self.extra_channels = 1 if before == after else 2, after - before
         self.change = nn.Sequential(
-            *(_convolution(before, after, self.stride), _norm(after), nn.ReLU()),
-            *(_convolution(after, after), _norm(after)),
+            *(_convolution(before, after, self.stride), _group_norm(after), nn.ReLU()),
+            *(_convolution(after, after), _group_norm(after)),
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """ReLU(x + change(x))."""
-        past = F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
+        past = F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra_channels))
         return F.relu(past + self.change(x))
 
 
@@ -114,11 +114,11 @@ def _convolution(before: int, after: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
 
 
-def _norm(channels: int) -> nn.GroupNorm:
+def _group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(channels // 8, channels)
 
 
-def _image(name: str, input_shape: Sequence[int]) -> tuple[int, int, int]:
+def _image_shape(name: str, input_shape: Sequence[int]) -> tuple[int, int, int]:
     if len(input_shape) != 3 or min(input_shape[1:]) < 4:
         raise ConfigError(
             f"model `{name}` needs images [channels, height, width] of 4x4 pixels or more, got {input_shape}"

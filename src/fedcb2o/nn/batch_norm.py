@@ -19,21 +19,21 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from fedcb2o.errors import ConfigError
 
-Statistics = Literal["shared", "local", "dropped"]
+StatisticsMode = Literal["shared", "local", "dropped"]
 
-KIND = "agents_statistics"  # the attribute of a norm that says it
-NAMES = ("running_mean", "running_var")
-SEEN = 256  # samples, at most, on which local statistics are estimated
+_MODE_ATTRIBUTE = "agents_statistics"  # the attribute of a norm that says it
+_STATISTIC_NAMES = ("running_mean", "running_var")
+MAX_REFERENCE_SAMPLES = 256  # samples, at most, on which local statistics are estimated
 
 
-def keep_(module: nn.Module, statistics: Statistics) -> None:
+def set_statistics_mode(module: nn.Module, statistics: StatisticsMode) -> None:
     """Have the norms of a network say what becomes of their statistics."""
     for part in module.modules():
         if isinstance(part, _NormBase):
-            setattr(part, KIND, statistics)
+            setattr(part, _MODE_ATTRIBUTE, statistics)
 
 
-def check(module: nn.Module) -> None:
+def require_tracked_statistics(module: nn.Module) -> None:
     """Raises ConfigError for a norm that divides by the statistics of a batch when it is evaluated."""
     for name, part in module.named_modules():
         if isinstance(part, _BatchNorm) and part.running_mean is None:
@@ -43,32 +43,32 @@ def check(module: nn.Module) -> None:
             )
 
 
-def statistics(module: nn.Module, *kinds: Statistics) -> dict[str, Float[Tensor, " c"]]:
+def statistics(module: nn.Module, *kinds: StatisticsMode) -> dict[str, Float[Tensor, " c"]]:
     """The statistics of the norms of some kinds, by their names in the network."""
-    found = _norms(module, *kinds).items()
-    return {f"{name}.{each}".lstrip("."): getattr(part, each) for name, part in found for each in NAMES}
+    found = _norm_layers(module, *kinds).items()
+    return {f"{name}.{each}".lstrip("."): getattr(part, each) for name, part in found for each in _STATISTIC_NAMES}
 
 
-def are_local(module: nn.Module) -> bool:
+def has_local_statistics(module: nn.Module) -> bool:
     """Whether a network is read only after its agent has estimated statistics."""
-    return bool(_norms(module, "local"))
+    return bool(_norm_layers(module, "local"))
 
 
 def train_(module: nn.Module) -> None:
     """As `module.train()`, but dropped statistics are divided by and stay what they are; no batch is counted yet."""
     module.train()
-    for part in _norms(module, "dropped").values():
+    for part in _norm_layers(module, "dropped").values():
         part.eval()
-    for part in _norms(module, "shared", "local").values():
+    for part in _norm_layers(module, "shared", "local").values():
         if part.num_batches_tracked is not None:
             part.num_batches_tracked.zero_()
 
 
 @contextlib.contextmanager
-def estimating(module: nn.Module) -> Iterator[None]:
+def estimate_statistics_mode(module: nn.Module) -> Iterator[None]:
     """Within it what a network reads becomes its local statistics, and else it is as in evaluation."""
     module.eval()
-    parts = _norms(module, "local").values()
+    parts = _norm_layers(module, "local").values()
     before = [part.momentum for part in parts]
     for part in parts:
         part.train()
@@ -82,13 +82,13 @@ def estimating(module: nn.Module) -> Iterator[None]:
             part.momentum = momentum
 
 
-def estimate_(module: nn.Module, x: Float[Tensor, "n *features"]) -> None:
+def estimate_statistics_(module: nn.Module, x: Float[Tensor, "n *features"]) -> None:
     """Have a network's local statistics be those of samples as its parameters see them."""
-    with estimating(module):
+    with estimate_statistics_mode(module):
         module(x)
 
 
-def changed_by_training(module: nn.Module, x: Float[Tensor, "n *features"]) -> str:
+def find_changed_buffer(module: nn.Module, x: Float[Tensor, "n *features"]) -> str:
     """The name of a buffer that a network changes while it trains, other than the statistics of its norms; nothing
     where there is none. The network is left as it was, in evaluation mode."""
     known = statistics(module, "shared", "local", "dropped").keys()
@@ -96,20 +96,20 @@ def changed_by_training(module: nn.Module, x: Float[Tensor, "n *features"]) -> s
     others = [name for name, _ in module.named_buffers() if name not in known | counted]
     if not others:
         return ""
-    with _tried(module) as before:
+    with _trial_training(module) as before:
         module(x)
         now = dict(module.named_buffers())
         changed = [name for name in others if not torch.equal(now[name], before[name])]
     return changed[0] if changed else ""
 
 
-def refuses_one(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
+def rejects_single_sample(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
     """Whether the norms of a network cannot train on this sample by itself, which may have no variance. The network is
     left as it was, in evaluation mode."""
-    if not _norms(module, "shared", "local"):
+    if not _norm_layers(module, "shared", "local"):
         return False
     try:
-        with _tried(module):
+        with _trial_training(module):
             module(x)
     except ValueError:
         return True
@@ -118,13 +118,13 @@ def refuses_one(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
     return False
 
 
-def are_apart(module: nn.Module, x: Float[Tensor, "2 *features"]) -> bool:
+def is_sample_independent(module: nn.Module, x: Float[Tensor, "2 *features"]) -> bool:
     """Whether what a network makes of one of two samples in training is the same without the other. Not so where it
     draws, or its norms keep statistics. The network is left as it was, in evaluation mode."""
-    if _norms(module, "shared", "local"):
+    if _norm_layers(module, "shared", "local"):
         return False
     try:
-        with _tried(module):
+        with _trial_training(module):
             torch.default_generator.manual_seed(0)  # so that the network alone decides
             both, alone = module(x)[:1], module(x[:1])
             return torch.allclose(both, alone, rtol=0.0, atol=1e-4 * float(both.abs().max()))
@@ -133,7 +133,7 @@ def are_apart(module: nn.Module, x: Float[Tensor, "2 *features"]) -> bool:
 
 
 @contextlib.contextmanager
-def _tried(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+def _trial_training(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Within it a network is in training, without gradients; after it all is as before, in evaluation mode. Its buffers
     as they were before."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -147,17 +147,17 @@ def _tried(module: nn.Module) -> Iterator[dict[str, Tensor]]:
         module.eval()
 
 
-def _norms(module: nn.Module, *kinds: Statistics) -> dict[str, _NormBase]:
+def _norm_layers(module: nn.Module, *kinds: StatisticsMode) -> dict[str, _NormBase]:
     return {
         name: part
         for name, part in module.named_modules()
-        if isinstance(part, _NormBase) and part.running_mean is not None and _kind(part) in kinds
+        if isinstance(part, _NormBase) and part.running_mean is not None and _statistics_mode(part) in kinds
     }
 
 
-def _kind(part: _NormBase) -> Statistics:
+def _statistics_mode(part: _NormBase) -> StatisticsMode:
     own = list(part.parameters(recurse=False))
     if own and not any(p.requires_grad for p in own):
         return "dropped"
-    kind: Statistics = getattr(part, KIND, "shared")  # of a network by itself
+    kind: StatisticsMode = getattr(part, _MODE_ATTRIBUTE, "shared")  # of a network by itself
     return kind

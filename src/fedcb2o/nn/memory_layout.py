@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Layout = Literal["contiguous", "channels_last"]
+MemoryLayout = Literal["contiguous", "channels_last"]
 
 
 class ChannelsLast(nn.Module):
@@ -14,14 +14,14 @@ class ChannelsLast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same values in another order of memory."""
-        return x if x.device.type != "cpu" or are_several(x) else x.to(memory_format=torch.channels_last)
+        return x if x.device.type != "cpu" or is_vmapped(x) else x.to(memory_format=torch.channels_last)
 
 
-def laid_out(module: nn.Module, layout: Layout) -> nn.Module:
+def with_memory_format(module: nn.Module, layout: MemoryLayout) -> nn.Module:
     """A network that reads images in this layout, whatever theirs is."""
     return nn.Sequential(ChannelsLast(), module) if layout == "channels_last" else module
 
 
-def are_several(x: Tensor) -> bool:
+def is_vmapped(x: Tensor) -> bool:
     """Whether a network, under `torch.func.vmap`, sees in `x` one of several tensors that it is computed on at once."""
     return torch._C._functorch.is_batchedtensor(x)

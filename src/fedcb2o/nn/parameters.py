@@ -15,7 +15,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.nn import batch_norm
 
 
-def named(module: nn.Module) -> dict[str, Tensor]:
+def shared_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The tensors that a model's theta is made of, by name and in their order: the statistics that agents share, then
     the parameters that are trained, those that are tied once. All else of a network is held once, and the same for all
     agents.
@@ -24,18 +24,18 @@ def named(module: nn.Module) -> dict[str, Tensor]:
     return {**batch_norm.statistics(module, "shared"), **trained}
 
 
-def state(module: nn.Module) -> dict[str, Tensor]:
+def agent_state(module: nn.Module) -> dict[str, Tensor]:
     """The tensors that make a network an agent's, by name: theta, and the statistics that are its own."""
-    return {**named(module), **batch_norm.statistics(module, "local")}
+    return {**shared_tensors(module), **batch_norm.statistics(module, "local")}
 
 
-def fill_(module: nn.Module, found: Mapping[str, Tensor]) -> None:
+def load_state_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Have a network be an agent's, by its `state`; raises ValueError where that is one of another network."""
-    mine = state(module)
-    if {name: each.shape for name, each in found.items()} != {name: each.shape for name, each in mine.items()}:
+    mine = agent_state(module)
+    if {name: each.shape for name, each in tensors.items()} != {name: each.shape for name, each in mine.items()}:
         raise ValueError("it is the model of another network")
     for name, tensor in mine.items():
-        tensor.detach().copy_(found[name])
+        tensor.detach().copy_(tensors[name])
 
 
 def dimension(module: nn.Module) -> int:
@@ -49,60 +49,60 @@ def dimension(module: nn.Module) -> int:
             "the model has a lazy layer, which has no parameters yet: give its size, which follows from the shape of "
             "samples that the model's function is told"
         )
-    batch_norm.check(module)
+    batch_norm.require_tracked_statistics(module)
     trained = [p for p in module.parameters() if p.requires_grad]
     if not trained or any(p.dtype != torch.float32 or not p.numel() for p in trained):
         raise ConfigError(
             "the model needs parameters to train (requires_grad), all of type float32 and none of them empty"
         )
-    return sum(tensor.numel() for tensor in named(module).values())
+    return sum(tensor.numel() for tensor in shared_tensors(module).values())
 
 
-def head_of(module: nn.Module) -> tuple[int, int] | None:
+def last_layer_shape(module: nn.Module) -> tuple[int, int] | None:
     """The shape [C, h] of the weight of the last dense layer, where the network's parameters end in one with a bias."""
-    last = list(named(module).values())[-2:]
+    last = list(shared_tensors(module).values())[-2:]
     dense = len(last) == 2 and last[0].ndim == 2 and last[1].shape == last[0].shape[:1]
     return (last[0].shape[0], last[0].shape[1]) if dense else None
 
 
 def flatten(module: nn.Module) -> Float[Tensor, " d"]:
     """Theta of a module: a copy of its tensors one after the other, in the order of `named`."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in named(module).values()])
+    return torch.cat([tensor.detach().reshape(-1) for tensor in shared_tensors(module).values()])
 
 
 def bind_(module: nn.Module, theta: Float[Tensor, " d"]) -> None:
     """Make the tensors of `module` views of `theta`: what trains the one trains the other."""
     start = 0
-    for tensor in named(module).values():
+    for tensor in shared_tensors(module).values():
         tensor.data = theta[start : start + tensor.numel()].view(tensor.shape)
         start += tensor.numel()
 
 
-def stacked(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
+def unstack_views(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
     """The tensors of m networks, views of their models."""
-    sizes = [tensor.shape for tensor in named(module).values()]
+    sizes = [tensor.shape for tensor in shared_tensors(module).values()]
     parts = torch.split(thetas, [size.numel() for size in sizes], dim=1)
     return [part.view(len(part), *size) for part, size in zip(parts, sizes, strict=True)]
 
 
-def stacked_to_train(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
+def trainable_stack(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
     """The same for training: parameters that take gradients, and copies of the statistics, which a batched program
     changes in place where they lie side by side; after these, room for those that are local."""
-    trained = [tensor.requires_grad for tensor in named(module).values()]
+    trained = [tensor.requires_grad for tensor in shared_tensors(module).values()]
     views = [
         view.detach().requires_grad_() if takes else view.clone(memory_format=torch.contiguous_format)
-        for view, takes in zip(stacked(module, thetas), trained, strict=True)
+        for view, takes in zip(unstack_views(module, thetas), trained, strict=True)
     ]
-    return [*views, *local_of(module, len(thetas))]
+    return [*views, *empty_local_statistics(module, len(thetas))]
 
 
-def in_one_piece(tensors: Sequence[Tensor]) -> list[Tensor]:
+def contiguous_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors to train, each copied from the rows that it lies in: GPUs read and write one piece at several times the
     rate."""
     return [tensor.detach().contiguous().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
 
-def local_of(module: nn.Module, m: int) -> list[Float[Tensor, "m ..."]]:
+def empty_local_statistics(module: nn.Module, m: int) -> list[Float[Tensor, "m ..."]]:
     """Room for the local statistics of m networks."""
     return [each.expand(m, -1).contiguous() for each in batch_norm.statistics(module, "local").values()]
 
@@ -110,7 +110,7 @@ def local_of(module: nn.Module, m: int) -> list[Float[Tensor, "m ..."]]:
 def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:
     """Whether every tensor of `module` that theta holds still lies inside `theta`, at its place."""
     place = theta.data_ptr()
-    for tensor in named(module).values():
+    for tensor in shared_tensors(module).values():
         if tensor.data_ptr() != place or not tensor.is_contiguous():
             return False
         place += tensor.numel() * tensor.element_size()
@@ -127,7 +127,7 @@ def initialise(make: Callable[[], nn.Module], draw: np.random.Generator) -> nn.M
         return make()
 
 
-def adding_up(models: Float[Tensor, "p d"]) -> Int[Tensor, "p 9"]:
+def row_checksums(models: Float[Tensor, "p d"]) -> Int[Tensor, "p 9"]:
     """What the bits of each of some models add up to in eight parts of it, and a last number: other sums, other models.
 
     A pass at the speed of memory, since the sums are of words of 64 bits: those of 32 take ten times as long.
@@ -138,7 +138,7 @@ def adding_up(models: Float[Tensor, "p d"]) -> Int[Tensor, "p 9"]:
     return torch.stack([*parts, last], 1).cpu()
 
 
-SMALL = 2**13  # parameters of a model below which calls cost more than copies
+MIN_FOREACH_SIZE = 2**13  # parameters of a model below which calls cost more than copies
 
 
 def row_stride(d: int) -> int:
@@ -147,18 +147,18 @@ def row_stride(d: int) -> int:
     return -(-d // 16) * 16
 
 
-def follow(rows: Sequence[int]) -> bool:
+def is_contiguous_range(rows: Sequence[int]) -> bool:
     """Whether some rows follow each other: then they are a slice."""
     return list(rows) == list(range(rows[0], rows[0] + len(rows))) if rows else True
 
 
-def rows_of(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[Tensor, "m d"]:
+def gather_rows(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[Tensor, "m d"]:
     """Some rows of models: a view where they follow each other, else a copy that lies as they do."""
-    if follow(rows):
+    if is_contiguous_range(rows):
         return models[rows[0] : rows[0] + len(rows)] if rows else models[:0]
     dim = models.shape[1]
     found = models.new_zeros(len(rows), row_stride(dim))[:, :dim]
-    if dim < SMALL:  # one call for all is then the faster way
+    if dim < MIN_FOREACH_SIZE:  # one call for all is then the faster way
         return found.copy_(models.index_select(0, torch.tensor(rows).to(models.device)))
     torch._foreach_copy_(found.unbind(), [models[row] for row in rows])
     return found

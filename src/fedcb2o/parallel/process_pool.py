@@ -27,15 +27,15 @@ import torch
 
 from fedcb2o.errors import RunError
 
-Ticket = TypeVar("Ticket")
+TaskId = TypeVar("TaskId")
 Result = TypeVar("Result")
 
-LOOK = 1.0  # seconds without a word after which it is looked whether members live
-IDLE = 600.0  # seconds without work after which a member leaves
-PATIENCE = 5.0  # seconds that members may take for leaving before they are killed
-SIGNALS = {signal.SIGINT, signal.SIGTERM}  # sent to all processes of a run, they are the first one's to answer
-FEWER = "with fewer of them (--workers 1; of a grid, --jobs 1)"
-BEGIN = """
+LIVENESS_SECONDS = 1.0  # seconds without a word after which it is looked whether members live
+IDLE_SECONDS = 600.0  # seconds without work after which a member leaves
+EXIT_SECONDS = 5.0  # seconds that members may take for leaving before they are killed
+_SIGNALS = {signal.SIGINT, signal.SIGTERM}  # sent to all processes of a run, they are the first one's to answer
+_FEWER_WORKERS = "with fewer of them (--workers 1; of a grid, --jobs 1)"
+_BOOTSTRAP = """
 import sys
 from multiprocessing.connection import Connection
 parent, pipe, sys.path[:] = int(sys.argv[1]), Connection(int(sys.argv[2])), sys.argv[3:]
@@ -48,25 +48,25 @@ else:
 """
 
 
-class CrewError(RunError):
+class WorkerProcessError(RunError):
     """A worker process that cannot start or was killed."""
 
 
-class Crew:
+class ProcessPool:
     """Some processes, each of which does one task at a time. They end with the one that made them."""
 
     def __init__(self) -> None:
-        self.key, self.members, self.loaded = _key(), list[_Member](), dict[str, Any]()
-        self.renew()
-        weakref.finalize(self, _at_the_end, self.members, os.getpid())
+        self.key, self.workers, self._module_specs = _pool_key(), list[_WorkerProcess](), dict[str, Any]()
+        self.reload_if_stale()
+        weakref.finalize(self, _stop_at_exit, self.workers, os.getpid())
 
-    def work(
+    def map_unordered(
         self,
         count: int,
         function: Callable[..., Result],
-        tasks: Iterable[tuple[Ticket, tuple[Any, ...]]],
-        heard: Callable[[Ticket, Result], object],
-        meanwhile: Callable[[], object] = lambda: None,
+        tasks: Iterable[tuple[TaskId, tuple[Any, ...]]],
+        on_result: Callable[[TaskId, Result], object],
+        on_idle: Callable[[], object] = lambda: None,
     ) -> None:
         """Have `count` members do `function(*task)` for every (ticket, task), the next of which is asked for when one
         is free to do it; `heard` gets each ticket with its result as it comes, and `meanwhile` is called after each, or
@@ -77,118 +77,118 @@ class Crew:
         """
         left = iter(tasks)
         try:
-            self._muster(count)
+            self._ensure_workers(count)
             while True:
-                for place, member in enumerate(self.members):
+                for place, member in enumerate(self.workers):
                     if not member.busy and (task := next(left, None)) is not None:
-                        if not member.fit():  # killed while it had nothing to do
-                            _leave([member], 0.0)
-                            self.members[place] = member = _Member()
-                        member.give(task[0], function, task[1])
-                busy = {member.pipe: member for member in self.members if member.busy}
+                        if not member.is_reusable():  # killed while it had nothing to do
+                            _stop_workers([member], 0.0)
+                            self.workers[place] = member = _WorkerProcess()
+                        member.submit(task[0], function, task[1])
+                busy = {member.pipe: member for member in self.workers if member.busy}
                 if not busy:
                     return
-                meanwhile()
-                there = wait(list(busy), LOOK)
-                if not there and any(member.gone() for member in busy.values()):
-                    raise _killed()
+                on_idle()
+                there = wait(list(busy), LIVENESS_SECONDS)
+                if not there and any(member.has_exited() for member in busy.values()):
+                    raise _killed_error()
                 for pipe, member in busy.items():
                     if pipe in there:
-                        heard(*member.hear())
+                        on_result(*member.receive())
         except BaseException:
-            self.dismiss()
+            self.terminate()
             raise
 
-    def renew(self) -> None:
+    def reload_if_stale(self) -> None:
         """Where this process has loaded a module again since it was last asked, end the members, who may know its old
         code. One whose file was edited alone is the old one here as there."""
         loaded = {name: getattr(module, "__dict__", {}).get("__spec__") for name, module in sys.modules.copy().items()}
-        if any(loaded[name] is not self.loaded[name] for name in loaded.keys() & self.loaded):
-            self.dismiss()
-        self.loaded |= loaded
+        if any(loaded[name] is not self._module_specs[name] for name in loaded.keys() & self._module_specs):
+            self.terminate()
+        self._module_specs |= loaded
 
-    def dismiss(self) -> None:
+    def terminate(self) -> None:
         """End all members at once."""
-        _leave(self.members, 0.0)
-        self.members.clear()
+        _stop_workers(self.workers, 0.0)
+        self.workers.clear()
 
-    def _muster(self, count: int) -> None:
+    def _ensure_workers(self, count: int) -> None:
         """Have `count` members who live and will not leave soon."""
-        fit = [member for member in self.members if member.fit()]
-        _leave([member for member in self.members if member not in fit[:count]], PATIENCE)
-        self.members[:] = fit[:count]
-        while len(self.members) < count:
-            self.members.append(_Member())
+        fit = [member for member in self.workers if member.is_reusable()]
+        _stop_workers([member for member in self.workers if member not in fit[:count]], EXIT_SECONDS)
+        self.workers[:] = fit[:count]
+        while len(self.workers) < count:
+            self.workers.append(_WorkerProcess())
 
 
-class _Member:
+class _WorkerProcess:
     """One process, its pipe, and what it is at; raises CrewError where it cannot be started."""
 
     def __init__(self) -> None:
-        self.busy, self.ticket, self.since = False, None, time.monotonic()
+        self.busy, self.task_id, self.idle_since = False, None, time.monotonic()
         try:
             self.pipe, theirs = Pipe()
-            with theirs, _held_back():
+            with theirs, _blocked_signals():
                 said = map(str, (os.getpid(), theirs.fileno(), *sys.path))
                 self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", BEGIN, *said],
+                    [sys.executable, "-P", "-c", _BOOTSTRAP, *said],
                     stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0,
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                 )  # fmt: skip
         except OSError as error:
             cure = "raise `ulimit -n`, or " if error.errno == errno.EMFILE else ""
-            raise CrewError(f"cannot start a worker process ({error.strerror}): {cure}try {FEWER}") from error
+            raise WorkerProcessError(f"cannot start a worker process ({error.strerror}): {cure}try {_FEWER_WORKERS}") from error
 
-    def fit(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether it may be given work: it lives, and will not leave soon."""
-        return not self.pipe.closed and time.monotonic() - self.since < 0.8 * IDLE and not self.pipe.poll()
+        return not self.pipe.closed and time.monotonic() - self.idle_since < 0.8 * IDLE_SECONDS and not self.pipe.poll()
 
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """Whether it is dead, and what it started with it, whose copies of its pipe would hide that."""
         if self.process.returncode is None and self.process.poll() is not None:
             with contextlib.suppress(OSError):  # there were none
                 os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.returncode is not None
 
-    def give(self, ticket: Any, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
+    def submit(self, task_id: Any, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
         """Have it do a task."""
-        content, self.busy, self.ticket = packed((function, task)), True, ticket
+        content, self.busy, self.task_id = serialize((function, task)), True, task_id
         with contextlib.suppress(OSError):  # its last words follow, or its death
             self.pipe.send_bytes(content)
 
-    def hear(self) -> tuple[Any, Any]:
+    def receive(self) -> tuple[Any, Any]:
         """What it was at, and the result; raises what it raised, and CrewError where it is dead."""
         try:
             content = self.pipe.recv_bytes()
         except (EOFError, OSError) as error:
-            raise _killed() from error
-        result = opened(content)
-        self.busy, self.since = False, time.monotonic()
-        return self.ticket, result
+            raise _killed_error() from error
+        result = unwrap_result(content)
+        self.busy, self.idle_since = False, time.monotonic()
+        return self.task_id, result
 
 
-def crew() -> Crew:
+def current_pool() -> ProcessPool:
     """The crew of this thread; another one where this is a process forked from the other's, or `sys.path` changed."""
-    if getattr(_of_thread, "crew", None) is None or _of_thread.crew.key != _key():
-        _of_thread.crew = Crew()
-    found: Crew = _of_thread.crew
+    if getattr(_thread_local, "crew", None) is None or _thread_local.crew.key != _pool_key():
+        _thread_local.crew = ProcessPool()
+    found: ProcessPool = _thread_local.crew
     return found
 
 
-def serve(pipe: Connection) -> None:
+def serve_tasks(pipe: Connection) -> None:
     """Do what is given through a pipe, until it is closed or nothing has come for a long time."""
-    for each in SIGNALS:
+    for each in _SIGNALS:
         signal.signal(each, lambda *_: None)  # unlike "ignored", this does not pass on to a process that a task starts
     # Out of the terminal's foreground, what is written there would stop it under `stty tostop`, with a handler too; and
     # what a task starts, which inherits this.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with contextlib.suppress(EOFError, OSError):
-        while pipe.poll(IDLE):
-            pipe.send_bytes(answered(pipe.recv_bytes()))
+        while pipe.poll(IDLE_SECONDS):
+            pipe.send_bytes(execute(pipe.recv_bytes()))
 
 
-def packed(content: object) -> bytes:
+def serialize(content: object) -> bytes:
     """Anything as bytes; raises RunError where that cannot be."""
     with io.BytesIO() as file:
         try:
@@ -199,101 +199,101 @@ def packed(content: object) -> bytes:
         return file.getvalue()
 
 
-def _killed() -> CrewError:
+def _killed_error() -> WorkerProcessError:
     """What to raise where a member is dead."""
-    return CrewError(
-        f"a worker process was killed, perhaps for want of memory: go on with --resume, if need be {FEWER}"
+    return WorkerProcessError(
+        f"a worker process was killed, perhaps for want of memory: go on with --resume, if need be {_FEWER_WORKERS}"
     )
 
 
-_of_thread = threading.local()
+_thread_local = threading.local()
 
 
-def _key() -> tuple[Any, ...]:
+def _pool_key() -> tuple[Any, ...]:
     """What members depend on: their parent, and where users' functions lie."""
     return os.getpid(), tuple(sys.path)
 
 
 @contextlib.contextmanager
-def _held_back() -> Iterator[None]:
+def _blocked_signals() -> Iterator[None]:
     """Signals wait, for this process's answer and, in one that is started here, until it can be deaf to them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _at_the_end(members: Sequence[_Member], pid: int) -> None:
+def _stop_at_exit(members: Sequence[_WorkerProcess], pid: int) -> None:
     if os.getpid() == pid:  # not in a fork
         with contextlib.suppress(KeyboardInterrupt):  # who has no patience
-            _leave(members, PATIENCE)
+            _stop_workers(members, EXIT_SECONDS)
 
 
-def _leave(members: Sequence[_Member], patience: float) -> None:
+def _stop_workers(workers: Sequence[_WorkerProcess], timeout: float) -> None:
     """Have members leave by themselves within so many seconds, or be killed, with the processes that they started."""
-    end = time.monotonic() + patience
-    for member in members:
+    end = time.monotonic() + timeout
+    for member in workers:
         member.pipe.close()
     try:
-        for member in members:
-            while not member.gone() and time.monotonic() < end:
+        for member in workers:
+            while not member.has_exited() and time.monotonic() < end:
                 time.sleep(0.005)
     finally:
-        for member in members:
+        for member in workers:
             if member.process.returncode is None:
                 with contextlib.suppress(OSError):
                     os.killpg(member.process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    member.process.wait(PATIENCE)
+                    member.process.wait(EXIT_SECONDS)
 
 
-class _ThereError(Exception):
+class _RemoteTraceback(Exception):
     """The traceback of an error in a worker."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
-def answered(content: bytes, *world: object) -> bytes:
+def execute(content: bytes, *context: object) -> bytes:
     """What a packed (function, task) comes to in a world, as bytes: (True, its result), or (False, its error and the
     traceback)."""
     try:
         function, task = pickle.loads(content)
-        return packed((True, function(*world, *task)))
+        return serialize((True, function(*context, *task)))
     except BaseException as error:
         told = traceback.format_exc()
         try:
-            answer = packed((False, (error, told)))
+            answer = serialize((False, (error, told)))
             pickle.loads(answer)
         except Exception:
-            return packed((False, (RuntimeError(f"{type(error).__name__}: {error}"), told)))
+            return serialize((False, (RuntimeError(f"{type(error).__name__}: {error}"), told)))
         return answer
 
 
-def opened(content: bytes) -> Any:
+def unwrap_result(content: bytes) -> Any:
     """The result in an answer; raises what was raised there, and CrewError where a member could not start."""
     done, result = pickle.loads(content)
     if done is None:
-        raise CrewError(f"a worker process cannot start, perhaps for want of memory ({result}): try {FEWER}")
+        raise WorkerProcessError(f"a worker process cannot start, perhaps for want of memory ({result}): try {_FEWER_WORKERS}")
     if not done:
-        raise result[0] from _ThereError(result[1])
+        raise result[0] from _RemoteTraceback(result[1])
     return result
 
 
-def _reduced(tensor: torch.Tensor) -> Any:
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
     """A small tensor as bytes: PyTorch's own way between processes takes ten times as long, and more room for views."""
     try:
         content = tensor.contiguous().numpy().tobytes()
     except (RuntimeError, TypeError):  # what NumPy has not, in a user's function: bfloat16, a gradient, sparse ones
         return tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
-    return _tensor, (tensor.dtype, tuple(tensor.shape), content)
+    return _rebuild_tensor, (tensor.dtype, tuple(tensor.shape), content)
 
 
-def _tensor(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> torch.Tensor:
+def _rebuild_tensor(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> torch.Tensor:
     found = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
     return found.view(shape)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table: ClassVar[Any] = collections.ChainMap({torch.Tensor: _reduced}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = collections.ChainMap({torch.Tensor: _reduce_tensor}, cloudpickle.Pickler.dispatch_table)

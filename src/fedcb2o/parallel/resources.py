@@ -13,13 +13,13 @@ from pathlib import Path
 
 from fedcb2o.errors import RunError
 
-LEAST = 2**30  # bytes of addresses that PyTorch, pandas and scikit-learn take
-MORE = "let fewer processes work (--workers 1), take fewer agents or a smaller model, or give more memory (`ulimit -v`)"
+_MIN_ADDRESS_SPACE = 2**30  # bytes of addresses that PyTorch, pandas and scikit-learn take
+MEMORY_CURES = "let fewer processes work (--workers 1), take fewer agents or a smaller model, or give more memory (`ulimit -v`)"
 # What libraries say; and the traceback of an error in a worker.
-FULL = ("allocate memory", "not enough memory", "failed to map segment", "bad_alloc", "MemoryError")
+_OUT_OF_MEMORY_PHRASES = ("allocate memory", "not enough memory", "failed to map segment", "bad_alloc", "MemoryError")
 
 
-def processors(root: Path = Path("/")) -> int:
+def available_processors(root: Path = Path("/")) -> int:
     """How many processes may compute at once: the processors that this one may run on, or fewer where a control group
     has a quota of their time, rounded up."""
     known = getattr(os, "process_cpu_count", None)  # from Python 3.13 on
@@ -27,7 +27,7 @@ def processors(root: Path = Path("/")) -> int:
         found = len(os.sched_getaffinity(0))
     else:
         found = (known or os.cpu_count)() or 1
-    for group in _groups("cpu", root):
+    for group in _control_groups("cpu", root):
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
             if (group / "cpu.max").exists():
                 quota, period = map(int, (group / "cpu.max").read_text().split())
@@ -46,7 +46,7 @@ def free_memory(root: Path = Path("/")) -> int:
         lines = dict(line.partition(":")[::2] for line in (root / "proc/meminfo").read_text().splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        for group in _groups("memory", root):
+        for group in _control_groups("memory", root):
             cache = 0
             with contextlib.suppress(OSError, ValueError):
                 stat = dict(line.partition(" ")[::2] for line in (group / "memory.stat").read_text().splitlines())
@@ -56,7 +56,7 @@ def free_memory(root: Path = Path("/")) -> int:
     return max(0, min(found)) if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def model(root: Path = Path("/")) -> str:
+def processor_model(root: Path = Path("/")) -> str:
     """The model of the processors, which the bits of a run may depend on, as the system names it."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/cpuinfo").read_text().splitlines():
@@ -66,7 +66,7 @@ def model(root: Path = Path("/")) -> str:
     return platform.processor() or platform.machine()
 
 
-def addresses(root: Path = Path("/")) -> float:
+def free_address_space(root: Path = Path("/")) -> float:
     """The bytes that this process may still map (`ulimit -v`), models on a disk included; infinite without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
@@ -77,20 +77,20 @@ def addresses(root: Path = Path("/")) -> float:
     return max(0, limit - used)
 
 
-def check() -> None:
+def check_address_space() -> None:
     """Raises RunError where this process may map less than the libraries alone take, some of which then fail oddly."""
-    if (room := addresses()) < LEAST:
+    if (room := free_address_space()) < _MIN_ADDRESS_SPACE:
         raise RunError(
-            f"this process may map {gib(int(room))} more (`ulimit -v`), and PyTorch takes {gib(LEAST)}: raise it"
+            f"this process may map {format_bytes(int(room))} more (`ulimit -v`), and PyTorch takes {format_bytes(_MIN_ADDRESS_SPACE)}: raise it"
         )
 
 
-def is_full(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error says that there is no more memory."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in FULL)
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY_PHRASES)
 
 
-def keep_memory() -> None:
+def retain_freed_memory() -> None:
     """Have this process keep the memory that it frees (glibc).
 
     The gradients of a large layer come and go in every step. Were they handed back to the system, it would clear and
@@ -102,14 +102,14 @@ def keep_memory() -> None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing given back
 
 
-def gib(count: int) -> str:
+def format_bytes(count: int) -> str:
     """A number of bytes for people."""
     if count >= 2**27:
         return f"{count / 2**30:.2f} GiB"
     return f"{count / 2**20:.1f} MiB" if count >= 2**18 else f"{count / 2**10:.1f} KiB"
 
 
-def _groups(kind: str, root: Path) -> list[Path]:
+def _control_groups(kind: str, root: Path) -> list[Path]:
     """The folders of this process's control groups of a kind and those around them, any of which may limit it."""
     found: list[Path] = []
     with contextlib.suppress(OSError):

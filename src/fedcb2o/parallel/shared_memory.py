@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import RunError
-from fedcb2o.parallel.resources import gib
+from fedcb2o.parallel.resources import format_bytes
 
 PREFIX, SUFFIX = "fedcb2o-", ".arena"
-TRIES = 100
-Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+MAX_ATTEMPTS = 100
+TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Arena:
+class SharedTensors:
     """A file that holds named tensors one after the other; small to send to another process, which then maps it."""
 
     path: Path
-    specs: Specs
+    specs: TensorSpecs
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors, shared with every process that maps the file; they live on after the file is unlinked.
@@ -35,18 +35,18 @@ class Arena:
         Raises FileNotFoundError where that has happened, as to a worker that starts while its run ends: the file is
         opened here, since `torch.from_file` makes one that is not there.
         """
-        size = _places(self.specs)[1]
+        size = _offsets(self.specs)[1]
         with self.path.open("rb+") as file:
             storage = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=size, dtype=torch.uint8)
         found = {}
-        for name, start in _places(self.specs)[0].items():
+        for name, start in _offsets(self.specs)[0].items():
             dtype, shape = self.specs[name]
             length = torch.Size(shape).numel() * dtype.itemsize
             found[name] = storage[start : start + length].view(dtype).view(shape)
         return found
 
 
-def _places(specs: Specs) -> tuple[dict[str, int], int]:
+def _offsets(specs: TensorSpecs) -> tuple[dict[str, int], int]:
     places, end = {}, 0
     for name, (dtype, shape) in specs.items():
         places[name] = end
@@ -54,14 +54,14 @@ def _places(specs: Specs) -> tuple[dict[str, int], int]:
     return places, max(end, 64)
 
 
-def _folders() -> list[Path]:
+def _candidate_folders() -> list[Path]:
     """Where an arena may lie: memory first, where the system has such a file system."""
     return [folder for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())) if folder.is_dir()]
 
 
-def sweep(*more: Path) -> None:
+def remove_stale(*more: Path) -> None:
     """Remove the arenas of runs that were killed, in `more` folders too: those that no living process has locked."""
-    for folder in {*_folders(), *more}:
+    for folder in {*_candidate_folders(), *more}:
         for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
             with contextlib.suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,23 +69,23 @@ def sweep(*more: Path) -> None:
 
 
 @contextlib.contextmanager
-def shared(specs: Specs, folder: Path | None = None) -> Iterator[Arena]:
+def allocate_shared(specs: TensorSpecs, folder: Path | None = None) -> Iterator[SharedTensors]:
     """An arena of zeros with room for `specs`, removed at the end: in memory where there is room, or in a `folder`.
 
     Raises RunError where neither memory nor disk has room for it.
     """
-    folders = _folders() if folder is None else [folder]
-    sweep(*folders)
-    file = _first_of(folders, _places(specs)[1])
+    folders = _candidate_folders() if folder is None else [folder]
+    remove_stale(*folders)
+    file = _create_in_first(folders, _offsets(specs)[1])
     path = Path(file.name)
     try:
-        yield Arena(path, specs)
+        yield SharedTensors(path, specs)
     finally:
         path.unlink(missing_ok=True)
         file.close()  # and with it the lock
 
 
-def _first_of(folders: list[Path], size: int) -> BinaryIO:
+def _create_in_first(folders: list[Path], size: int) -> BinaryIO:
     """A file of a size in the first folder that has room for it."""
     failures = []
     for folder in folders:
@@ -94,7 +94,7 @@ def _first_of(folders: list[Path], size: int) -> BinaryIO:
         except OSError as error:
             failures.append(f"{folder}: {error.strerror}")
     raise RunError(
-        f"no room to share {gib(size)} of models and data between processes: {', '.join(failures)}; make "
+        f"no room to share {format_bytes(size)} of models and data between processes: {', '.join(failures)}; make "
         "room there, or let one process do the work, --workers 1"
     )
 
@@ -102,7 +102,7 @@ def _first_of(folders: list[Path], size: int) -> BinaryIO:
 def _create(size: int, folder: Path) -> BinaryIO:
     """A new file of a size, locked. Another run's sweep may come between its creation and its lock, and take it; then
     there is a next one."""
-    for _ in range(TRIES):
+    for _ in range(MAX_ATTEMPTS):
         file = (folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}").open("xb+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

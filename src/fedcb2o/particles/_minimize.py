@@ -22,22 +22,22 @@ import torch
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import capture_risk, settings
 from fedcb2o.particles.adversaries import Adversary
-from fedcb2o.particles.ask_tell import Asking, answered
-from fedcb2o.particles.dynamics import Filter
+from fedcb2o.particles.ask_tell import EvaluationSteps, run_with_objectives
+from fedcb2o.particles.dynamics import ConsensusParams
 from fedcb2o.particles.initialisation import (
     Seed,
-    box_of,
-    clusters_of,
-    ensemble_of,
-    groups_of,
-    seeds_of,
-    several,
-    start_of,
+    build_box,
+    build_clusters,
+    check_adversaries,
+    check_ensemble,
+    draw_ensembles,
+    has_many_seeds,
+    resolve_seeds,
 )
 from fedcb2o.particles.objectives import Objective, with_args
-from fedcb2o.particles.result import Result, Shape, end_of, result_of
+from fedcb2o.particles.result import OutputShape, Result, build_result, finish_runs
 from fedcb2o.particles.settings import Schedule
-from fedcb2o.particles.state import State, asks_to_stop
+from fedcb2o.particles.state import State, callback_requests_stop
 from fedcb2o.particles.system import System
 
 
@@ -45,7 +45,7 @@ class CaptureWarning(UserWarning):
     """Malicious particles may capture the consensus point under these settings."""
 
 
-@answered
+@run_with_objectives
 def minimize(
     lower: Objective | Sequence[Objective],
     upper: Objective | Sequence[Objective | None] | None = None,
@@ -82,7 +82,7 @@ def minimize(
     record_every: int = 10,
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
-) -> Asking[Result]:
+) -> EvaluationSteps[Result]:
     """Minimise G (`upper`) among the minimisers of L (`lower`), eq:bilevel_opt, by consensus-based optimisation.
 
     Both are functions of a whole ensemble, [..., d] -> [...], called once a step. Without G it is consensus-based
@@ -133,38 +133,38 @@ def minimize(
     leave fewer than two benign particles in Q_beta (`capture.benign_left`), and if beta is not below w_b / 2.
     """
     for name, value in {"lambda1": lambda1, "dt": dt}.items():
-        settings.positive(f"`{name}`", value)
+        settings.check_positive(f"`{name}`", value)
     for name, value in {"radius": radius, "time_limit": time_limit}.items():
-        settings.positive(f"`{name}`", value, finite=False)
+        settings.check_positive(f"`{name}`", value, finite=False)
     for name, value in {"lambda2": lambda2, "sigma2": sigma2, "delta_q": delta_q, "xtol": xtol}.items():
-        settings.not_negative(f"`{name}`", value)
+        settings.check_not_negative(f"`{name}`", value)
     dim, runs, batch, maxfev = (
-        None if value is None else settings.count(f"`{name}`", value)
+        None if value is None else settings.check_count(f"`{name}`", value)
         for name, value in (("dim", dim), ("runs", runs), ("batch", batch), ("maxfev", maxfev))
     )
-    record_every, maxiter = settings.count("`record_every`", record_every), settings.count("`maxiter`", maxiter, 0)
-    settings.one_of({
+    record_every, maxiter = settings.check_count("`record_every`", record_every), settings.check_count("`maxiter`", maxiter, 0)
+    settings.check_choices({
         "`noise`": (noise, ("anisotropic", "isotropic")), "`quantile`": (quantile, ("plain", "averaged")),
         "`update`": (update, ("batch", "all")), "`dtype`": (dtype, (torch.float64, torch.float32)),
     })  # fmt: skip
-    settings.functions("`lower`", lower)
-    settings.no_point("`upper`", upper)
-    settings.functions("`upper`", upper, or_none=True)
-    settings.functions("`gradient`", gradient, or_none=True)
+    settings.check_functions("`lower`", lower)
+    settings.reject_point("`upper`", upper)
+    settings.check_functions("`upper`", upper, or_none=True)
+    settings.check_functions("`gradient`", gradient, or_none=True)
     if callback is not None:
-        settings.function("`callback`", callback)
-    settings.check_room(runs or 1, 1, dim or 1)
-    device = settings.device_of(device)
+        settings.check_function("`callback`", callback)
+    settings.check_memory(runs or 1, 1, dim or 1)
+    device = settings.check_device(device)
     lower, upper, gradient = (with_args(each, args) for each in (lower, upper, gradient))
-    groups = groups_of(adversaries)
-    shape = Shape(flat=runs is None and not several(seed), single=callable(lower))
-    seeds = seeds_of(seed, runs)
+    groups = check_adversaries(adversaries)
+    shape = OutputShape(single_run=runs is None and not has_many_seeds(seed), single_cluster=callable(lower))
+    seeds = resolve_seeds(seed, runs)
     if initial is not None and not callable(initial):
-        initial = ensemble_of(initial, len(seeds))
-    clusters = clusters_of(lower, upper, gradient if lambda2 or sigma2 else False, num_particles, initial)
-    settings.check_room(len(seeds), clusters[-1].rows.stop, dim or 1)  # before there is a box of that many coordinates
-    walls, box = box_of(bounds, initial, x0, spread, dim)
-    theta = start_of(initial, box, clusters[-1].rows.stop, groups, seeds).to(device, dtype)
+        initial = check_ensemble(initial, len(seeds))
+    clusters = build_clusters(lower, upper, gradient if lambda2 or sigma2 else False, num_particles, initial)
+    settings.check_memory(len(seeds), clusters[-1].rows.stop, dim or 1)  # before there is a box of that many coordinates
+    walls, box = build_box(bounds, initial, x0, spread, dim)
+    theta = draw_ensembles(initial, box, clusters[-1].rows.stop, groups, seeds).to(device, dtype)
     if batch is not None and batch > theta.shape[1]:
         raise ConfigError(f"`batch` must be at most the number of particles, {theta.shape[1]}, got {batch}")
     if walls is not None:
@@ -173,14 +173,14 @@ def minimize(
     if not sigma2 and theta.eq(theta[:, :1]).all(2).all(1).any():
         raise ConfigError("all particles start at one point, and agree before they have looked: spread `initial`")
     start = theta[:, : clusters[-1].rows.stop].aminmax(dim=1)
-    system = System(theta, clusters, groups, seeds, flat=shape.flat, bounds=walls)
+    system = System(theta, clusters, groups, seeds, flat=shape.single_run, bounds=walls)
 
-    def filter_at(n: int) -> Filter:
-        levels = settings.at_step("alpha", alpha, n), settings.at_step("beta", beta, n)
-        return Filter(*levels, delta_q, radius, averaged=quantile == "averaged")
+    def filter_at(n: int) -> ConsensusParams:
+        levels = settings.schedule_value("alpha", alpha, n), settings.schedule_value("beta", beta, n)
+        return ConsensusParams(*levels, delta_q, radius, averaged=quantile == "averaged")
 
     by = filter_at(0)
-    notes = _notes(system, by, settings.at_step("sigma1", sigma1, 0), lambda1, noise, batch)
+    notes = _theory_notes(system, by, settings.schedule_value("sigma1", sigma1, 0), lambda1, noise, batch)
     _keep_freed_memory()
     started = time.monotonic()
     records, ends = [], []
@@ -189,34 +189,34 @@ def minimize(
             by = filter_at(n)
         late = time.monotonic() - started > time_limit
         looking = late or n == maxiter or n % record_every == 0
-        look = yield from system.look(by, batch, closely=looking)
+        look = yield from system.evaluate(by, batch, check_writes=looking)
         reason = f"the time limit of {time_limit:g} s passed" if late else ""
         reason = f"maxiter = {maxiter} steps were taken" if n == maxiter else reason
-        if callback is not None and asks_to_stop(callback, shape, system, look, n, dt, looking):
+        if callback is not None and callback_requests_stop(callback, shape, system, look, n, dt, looking):
             looking, reason = True, "the callback stopped the run"
         if maxfev is not None and not reason:
-            further = system.price(batch) + (0 if batch is None else (1 + looking) * system.price())
-            if system.judged + further > maxfev:
+            further = system.evaluation_cost(batch) + (0 if batch is None else (1 + looking) * system.evaluation_cost())
+            if system.num_evaluated + further > maxfev:
                 looking, reason = True, f"another step would judge more than maxfev = {maxfev} particles"
         if looking:
-            whole = look if batch is None else (yield from system.look(by))
+            whole = look if batch is None else (yield from system.evaluate(by))
             spread = system.spread(whole.m)
             records.append((n, system.runs, whole.m, spread))
             agreed = (spread <= xtol).all(1).cpu()
             ending = torch.ones_like(agreed) if reason else agreed
             if ending.any():
-                ends.append(end_of(system, whole.m, spread, n, agreed, ending, reason))
+                ends.append(finish_runs(system, whole.m, spread, n, agreed, ending, reason))
                 if ending.all():
                     break
                 kept = (~ending).nonzero().squeeze(1)
-                system.keep(kept)
-                look = look.of(kept)
-        system.advance_(
-            n, look, by, lambda1=lambda1, sigma1=settings.at_step("sigma1", sigma1, n), lambda2=lambda2, sigma2=sigma2,
-            dt=dt, noise=noise, batch_only=update == "batch", closely=looking,
+                system.keep_runs(kept)
+                look = look.for_runs(kept)
+        system.step_(
+            n, look, by, lambda1=lambda1, sigma1=settings.schedule_value("sigma1", sigma1, n), lambda2=lambda2, sigma2=sigma2,
+            dt=dt, noise=noise, batch_only=update == "batch", check_writes=looking,
         )  # fmt: skip
     seconds = time.monotonic() - started
-    result = yield from result_of(
+    result = yield from build_result(
         ends, records, shape, clusters, seeds, start=(start.min, start.max), walls=walls, delta_q=delta_q, dt=dt,
         xtol=xtol, notes=notes, seconds=seconds,
     )  # fmt: skip
@@ -231,7 +231,7 @@ def _keep_freed_memory() -> None:
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
-def _notes(system: System, by: Filter, sigma1: float, lambda1: float, noise: str, batch: int | None) -> tuple[str, ...]:
+def _theory_notes(system: System, by: ConsensusParams, sigma1: float, lambda1: float, noise: str, batch: int | None) -> tuple[str, ...]:
     """What the theory says on the settings at the start; warns where they are open to capture."""
     notes, open_to = [], []
     dim, w_m, two_levels = system.theta.shape[-1], system.malicious_mass, system.clusters[0].upper is not None
@@ -242,7 +242,7 @@ def _notes(system: System, by: Filter, sigma1: float, lambda1: float, noise: str
         )
     if w_m > 0 and two_levels:
         seen = 1.0 if batch is None else batch / system.theta.shape[1]
-        if by.delta_q == 0 and (told := capture_risk.told(by, w_m, max(1, round(seen * system.num_benign)), dim)):
+        if by.delta_q == 0 and (told := capture_risk.explain(by, w_m, max(1, round(seen * system.num_benign)), dim)):
             open_to.append(told)
         if by.beta >= (1 - w_m) / 2 - 1e-12:
             open_to.append(

@@ -77,9 +77,9 @@ class Adversary:
     mass: float | None = None
 
     def __post_init__(self) -> None:
-        settings.function("an adversary's `move`", self.move)
-        settings.count("an adversary's `num_particles`", self.num_particles)
-        if self.mass is not None and not 0 <= settings.number("an adversary's `mass`", self.mass) < 1:
+        settings.check_function("an adversary's `move`", self.move)
+        settings.check_count("an adversary's `num_particles`", self.num_particles)
+        if self.mass is not None and not 0 <= settings.check_number("an adversary's `mass`", self.mass) < 1:
             raise ConfigError(f"an adversary's `mass` (w_m) must be at least 0 and below 1, got {self.mass}")
 
 
@@ -113,7 +113,7 @@ def oscillating(
     num_particles: int, between: tuple[Point, Point], *, period: float, mass: float | None = None
 ) -> Adversary:
     """Particles that swing between two points [d], as a sine of the time with that period."""
-    settings.positive("`period`", period)
+    settings.check_positive("`period`", period)
     if not isinstance(between, Sequence | np.ndarray | Tensor) or len(between) != 2:
         raise ConfigError("an adversary's `between` must be two points")
 
@@ -158,7 +158,7 @@ def greedy(
     point (of all clusters, in the root of the sum of squares). The candidates are the point of the step before, random
     benign particles, and steps from both of random length up to about `reach`.
     """
-    settings.count("`candidates`", candidates, least=2)
+    settings.check_count("`candidates`", candidates, least=2)
 
     def move(view: View) -> tuple[Tensor, float]:
         runs, n, dim = view.theta.shape

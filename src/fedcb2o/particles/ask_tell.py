@@ -13,15 +13,15 @@ from typing import ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from fedcb2o.particles.dynamics import Values, judge
+from fedcb2o.particles.dynamics import Values, evaluate_objectives
 from fedcb2o.particles.objectives import Objective
 
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class EvaluationRequest:
     """What are L and G, and the gradient of L where it is asked for, at `theta`, [runs, n, d]? As `judge` takes it."""
 
     theta: Tensor
@@ -30,42 +30,42 @@ class Question:
     flat: bool = False
     gradient: Objective | bool = False
     radius: float = math.inf
-    closely: bool = False
+    check_writes: bool = False
 
     @property
-    def shown(self) -> Tensor:
+    def user_points(self) -> Tensor:
         """The points as a function sees them, [n, d] where there is one run."""
         return self.theta[0] if self.flat else self.theta
 
-    def answer(self) -> Values:
+    def evaluate(self) -> Values:
         """By the functions themselves."""
-        return judge(
+        return evaluate_objectives(
             self.theta, self.lower, self.upper, flat=self.flat, gradient=self.gradient, radius=self.radius,
-            closely=self.closely,
+            check_writes=self.check_writes,
         )  # fmt: skip
 
 
-Asking = Generator[Question, Values, T]
+EvaluationSteps = Generator[EvaluationRequest, Values, _T]
 
 
-def answered(steps: Callable[P, Asking[T]]) -> Callable[P, T]:
+def run_with_objectives(steps: Callable[_P, EvaluationSteps[_T]]) -> Callable[_P, _T]:
     """The function that takes the same and returns what comes of the steps, each of their questions answered."""
 
     @functools.wraps(steps)
-    def whole(*args: P.args, **kwargs: P.kwargs) -> T:
+    def whole(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         with torch.no_grad():
             asking = steps(*args, **kwargs)
             try:
                 question = next(asking)
                 while True:
                     try:
-                        values = question.answer()
+                        values = question.evaluate()
                     except Exception as error:  # the steps know what a function may fail at
                         question = asking.throw(error)
                     else:
                         question = asking.send(values)
             except StopIteration as end:
-                result: T = end.value
+                result: _T = end.value
                 return result
 
     told = inspect.signature(steps)

@@ -72,11 +72,11 @@ class Constants:
         cap = min(self.G_inf, (self.eta_G * self.R_K_G) ** (1 / self.nu_G))
         return float(min(cap, self.K_G * self.R_K_G**self.k_G) if attack else cap)
 
-    def rise(self, r: Number) -> float:
+    def max_rise(self, r: Number) -> float:
         """H_G r^h_G: how much G rises or falls at most within r of the target (A4)."""
         return float(self.H_G * r**self.h_G)
 
-    def least_alpha(self) -> float:
+    def min_alpha(self) -> float:
         """1 / (k_G K_G R_K_G^k_G): from here on x exp(-alpha K_G x^k_G) falls beyond R_K_G (prop:attack)."""
         return float(1 / (self.k_G * self.K_G * self.R_K_G**self.k_G))
 
@@ -192,7 +192,7 @@ def laplace_bound(mixture: Mixture, setting: Setting, constants: Constants) -> L
 
     return LaplaceBound(
         distance=terms.distance,
-        near=float((setting.u + G_r + constants.rise(setting.r_G)) ** constants.nu_G / constants.eta_G),
+        near=float((setting.u + G_r + constants.max_rise(setting.r_G)) ** constants.nu_G / constants.eta_G),
         benign=over_mass(fade * terms.benign),
         inside=over_mass(odds * fade * terms.inside) if odds else 0.0,
         outside=over_mass(odds * terms.outside) if odds else 0.0,
@@ -213,7 +213,7 @@ def attack_bounds(mixture: Mixture, setting: Setting, constants: Constants) -> A
         inside_bound=R,
         outside=terms.outside,
         outside_bound=R * math.exp(-setting.alpha * setting.u),
-        hypotheses={**held, "alpha": setting.alpha >= constants.least_alpha()},
+        hypotheses={**held, "alpha": setting.alpha >= constants.min_alpha()},
     )
 
 
@@ -262,12 +262,12 @@ def _hypotheses(q: float, setting: Setting, constants: Constants, cap: float) ->
         "delta_q": s.delta_q <= lower_cap / 2,
         "beta": q + s.delta_q <= k.L_low + lower_cap,
         "r": s.r <= min(s.r_R, s.r_G, k.R_H_L, (s.delta_q / k.H_L) ** (1 / k.h_L)),
-        "u": s.u + _G_r(s, k) + k.rise(s.r_G) <= cap,
+        "u": s.u + _G_r(s, k) + k.max_rise(s.r_G) <= cap,
     }
 
 
 def _G_r(setting: Setting, constants: Constants) -> float:
-    return constants.rise(setting.r) if setting.G_r is None else float(setting.G_r)
+    return constants.max_rise(setting.r) if setting.G_r is None else float(setting.G_r)
 
 
 def ball_mass(theta: Float[Tensor, "n d"], target: Float[Tensor, " d"], radius: Number) -> float:

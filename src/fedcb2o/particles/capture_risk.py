@@ -9,9 +9,9 @@ Measured in `paper/capture.py`.
 import torch
 
 from fedcb2o import consensus
-from fedcb2o.particles.dynamics import Filter
+from fedcb2o.particles.dynamics import ConsensusParams
 
-CHOICE = 2  # benign particles that G needs in Q_beta to choose among
+_MIN_BENIGN = 2  # benign particles that G needs in Q_beta to choose among
 
 
 def benign_left(*, beta: float, w_m: float, num_benign: int, dim: int, averaged: bool = False) -> int:
@@ -31,15 +31,15 @@ def benign_left(*, beta: float, w_m: float, num_benign: int, dim: int, averaged:
     return int(mask[1:].sum())
 
 
-def told(by: Filter, w_m: float, num_benign: int, dim: int) -> str:
+def explain(params: ConsensusParams, w_m: float, num_benign: int, dim: int) -> str:
     """What to say where attackers leave fewer than `CHOICE` benign particles, with the cure; else nothing."""
-    left = benign_left(beta=by.beta, w_m=w_m, num_benign=num_benign, dim=dim, averaged=by.averaged)
-    if left >= CHOICE:
+    left = benign_left(beta=params.beta, w_m=w_m, num_benign=num_benign, dim=dim, averaged=params.averaged)
+    if left >= _MIN_BENIGN:
         return ""
-    room = f"{'about ' if by.averaged and left else ''}{left or 'no'} benign particle"
+    room = f"{'about ' if params.averaged and left else ''}{left or 'no'} benign particle"
     return (
         f"delta_q = 0 and malicious particles have the share w_m = {w_m:.3g}: on a minimiser of L they leave room for"
-        f" {room} in the sub-level set of beta = {by.beta:g}, and G needs at least {CHOICE} to choose among; they can"
+        f" {room} in the sub-level set of beta = {params.beta:g}, and G needs at least {_MIN_BENIGN} to choose among; they can"
         " capture the consensus point, however bad their G is: take delta_q > 0 (eq:Q_beta), which costs accuracy, or"
         " a larger beta, or more particles"
     )

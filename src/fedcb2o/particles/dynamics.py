@@ -17,7 +17,7 @@ from torch import Tensor
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.particles.objectives import Objective
-from fedcb2o.particles.write_guard import check_unwritten, writes
+from fedcb2o.particles.write_guard import require_unwritten, write_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Values:
     lower: Float[Tensor, "*a n"]
     upper: Float[Tensor, "*a n"] | None
     gradient: Float[Tensor, "*a n d"] | None = None
-    inside: Bool[Tensor, "*a n"] | None = None
-    bad: Bool[Tensor, "*a n"] | None = None
+    in_ball: Bool[Tensor, "*a n"] | None = None
+    excluded: Bool[Tensor, "*a n"] | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Values":
         """The same function of each tensor that is there."""
@@ -41,7 +41,7 @@ class Values:
 
 
 @dataclasses.dataclass(frozen=True)
-class Filter:
+class ConsensusParams:
     """The consensus point's settings at a step: alpha, and those of Q_beta (eq:Q_beta); `averaged` is its quantile."""
 
     alpha: float
@@ -51,7 +51,7 @@ class Filter:
     averaged: bool = False
 
 
-def judge(
+def evaluate_objectives(
     theta: Float[Tensor, "r n d"],
     lower: Objective,
     upper: Objective | None,
@@ -59,7 +59,7 @@ def judge(
     flat: bool = False,
     gradient: Objective | bool = False,
     radius: float = math.inf,
-    closely: bool = False,
+    check_writes: bool = False,
 ) -> Values:
     """L and G of every particle, and the gradient of L: by autograd where `gradient` is True, or by that function.
 
@@ -68,11 +68,11 @@ def judge(
     kind, and for a function that writes into the particles; looked at `closely`, by way of NumPy too.
     """
     seen = theta[0] if flat else theta
-    slope, copy = None, seen.clone() if closely else None
+    slope, copy = None, seen.clone() if check_writes else None
     if gradient is True:
         particles = seen.detach().requires_grad_()
         with torch.enable_grad():
-            low = _asked("lower", lower, particles.clone(), copy)
+            low = _evaluate_objective("lower", lower, particles.clone(), copy)
             if not low.requires_grad:
                 raise ConfigError(
                     "`lower` has no gradient by autograd: give `gradient`, or set lambda2 and sigma2 to 0"
@@ -80,22 +80,22 @@ def judge(
             (slope,) = torch.autograd.grad(low.sum(), particles)
         low = low.detach()
     else:
-        low = _asked("lower", lower, seen, copy)
+        low = _evaluate_objective("lower", lower, seen, copy)
         if gradient:
-            before = writes(seen)
+            before = write_count(seen)
             slope = gradient(seen)
-            check_unwritten("`gradient`", gradient, seen, before, copy)
+            require_unwritten("`gradient`", gradient, seen, before, copy)
             if not isinstance(slope, Tensor) or slope.shape != seen.shape:
-                raise ConfigError(f"`gradient` must return a tensor of shape {[*seen.shape]}, got {_kind(slope)}")
-    up = None if upper is None else _asked("upper", upper, seen, copy)
+                raise ConfigError(f"`gradient` must return a tensor of shape {[*seen.shape]}, got {_describe_type(slope)}")
+    up = None if upper is None else _evaluate_objective("upper", upper, seen, copy)
     if flat:
         low = low.unsqueeze(0)
         up = None if up is None else up.unsqueeze(0)
         slope = None if slope is None else slope.unsqueeze(0)
-    return values_of(theta, low, up, slope, radius=radius)
+    return to_values(theta, low, up, slope, radius=radius)
 
 
-def values_of(
+def to_values(
     theta: Float[Tensor, "r n d"],
     low: Float[Tensor, "r n"],
     up: Float[Tensor, "r n"] | None,
@@ -114,37 +114,37 @@ def values_of(
     return Values(low.masked_fill(bad, torch.inf), up, slope, inside, bad)
 
 
-def consensus_weights(values: Values, by: Filter, mass: Float[Tensor, "... n"] | None = None) -> Float[Tensor, "*a n"]:
+def consensus_weights(values: Values, params: ConsensusParams, mass: Float[Tensor, "... n"] | None = None) -> Float[Tensor, "*a n"]:
     """The weights of the particles in m_{alpha,beta} (eq:consensus_point), in float64.
 
     Without G they are exp(-alpha L) of all particles (eq:fedcbo_dynamic, eq:fedcbo_ConsensusPoint). `mass` is each
     particle's share where they do not count alike. Raises RunError where no particle is left: all of their values
     non-finite, or nobody of Q_beta inside the ball B_R(0).
     """
-    mask = values.inside
+    mask = values.in_ball
     if values.upper is not None:
-        mask = consensus.sublevel_mask(values.lower, by.beta, delta_q=by.delta_q, averaged=by.averaged, mass=mass)
-        mask = mask if values.inside is None else mask & values.inside
-    mu = consensus.weights(values.lower if values.upper is None else values.upper, by.alpha, mask, mass=mass)
-    if (values.bad is not None or values.inside is not None) and not (mu.sum(-1) > 0).all():
-        if values.bad is not None and values.bad.all(-1).any():
+        mask = consensus.sublevel_mask(values.lower, params.beta, delta_q=params.delta_q, averaged=params.averaged, mass=mass)
+        mask = mask if values.in_ball is None else mask & values.in_ball
+    mu = consensus.weights(values.lower if values.upper is None else values.upper, params.alpha, mask, mass=mass)
+    if (values.excluded is not None or values.in_ball is not None) and not (mu.sum(-1) > 0).all():
+        if values.excluded is not None and values.excluded.all(-1).any():
             raise RunError(
                 f"all {values.lower.shape[-1]} particles have NaN or infinite objectives: mend the objectives, start"
                 " nearer, or take a smaller dt or sigma1"
             )
         raise RunError(
-            f"no particle of the sub-level set Q_beta lies inside the ball of `radius` = {by.radius:g} about 0: take a"
+            f"no particle of the sub-level set Q_beta lies inside the ball of `radius` = {params.radius:g} about 0: take a"
             " larger radius, or a larger beta or delta_q"
         )
     return mu
 
 
 def consensus_point(
-    theta: Float[Tensor, "r n d"], values: Values, by: Filter, mass: Float[Tensor, "... n"] | None = None
+    theta: Float[Tensor, "r n d"], values: Values, params: ConsensusParams, mass: Float[Tensor, "... n"] | None = None
 ) -> Float[Tensor, "r d"]:
     """m_{alpha,beta} of every run (eq:consensus_point, eq:clustered_csp)."""
-    mu = consensus_weights(values, by, mass)
-    return consensus.point(mu, theta if values.bad is None else theta.masked_fill(values.bad.unsqueeze(-1), 0.0))
+    mu = consensus_weights(values, params, mass)
+    return consensus.point(mu, theta if values.excluded is None else theta.masked_fill(values.excluded.unsqueeze(-1), 0.0))
 
 
 def consensus_step_(
@@ -195,19 +195,19 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def _asked(name: str, objective: Objective, theta: Tensor, copy: Tensor | None) -> Tensor:
+def _evaluate_objective(name: str, objective: Objective, theta: Tensor, copy: Tensor | None) -> Tensor:
     """What an objective makes of an ensemble, checked: one number a particle, and nothing written."""
-    before = writes(theta)
+    before = write_count(theta)
     try:
         values: object = objective(theta)
     except TypeError as error:
         error.add_note(f"`{name}` gets a tensor of points; a function of NumPy's goes through fedcb2o.from_numpy")
         raise
-    if copy is not None or writes(theta) != before:
-        check_unwritten(f"`{name}`", objective, theta, before, copy)
+    if copy is not None or write_count(theta) != before:
+        require_unwritten(f"`{name}`", objective, theta, before, copy)
     if not isinstance(values, Tensor):
         raise ConfigError(
-            f"`{name}` must return a tensor, got {_kind(values)}; a NumPy function goes through"
+            f"`{name}` must return a tensor, got {_describe_type(values)}; a NumPy function goes through"
             " fedcb2o.from_numpy, one of a single point through fedcb2o.from_point"
         )
     if values.shape != theta.shape[:-1]:
@@ -224,5 +224,5 @@ def _asked(name: str, objective: Objective, theta: Tensor, copy: Tensor | None) 
     return values
 
 
-def _kind(value: object) -> str:
+def _describe_type(value: object) -> str:
     return f"a tensor of shape {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

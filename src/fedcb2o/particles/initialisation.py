@@ -17,28 +17,28 @@ from fedcb2o.particles.system import Cluster
 from fedcb2o.rng import stream
 
 Seed = int | np.random.Generator | np.random.RandomState | torch.Generator | None
-Box = tuple[Tensor, Tensor]
+_Box = tuple[Tensor, Tensor]
 """The low and the high ends, [d] each."""
-FAR = 3.0  # how far from their middle particles start where nothing is said
+_DEFAULT_SPREAD = 3.0  # how far from their middle particles start where nothing is said
 
 
-def several(seed: Any) -> bool:
+def has_many_seeds(seed: Any) -> bool:
     """Whether these are seeds, one for each run."""
     return isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes) and np.ndim(seed) > 0
 
 
-def seeds_of(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
+def resolve_seeds(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
     """The seed of every run."""
-    if not several(seed):
-        first = _first(seed)
+    if not has_many_seeds(seed):
+        first = _draw_seed(seed)
         return [first + run for run in range(runs or 1)]
-    seeds = [settings.count("`seed`", each, least=None) for each in seed]  # type: ignore[union-attr]
+    seeds = [settings.check_count("`seed`", each, least=None) for each in seed]  # type: ignore[union-attr]
     if (runs is not None and len(seeds) != runs) or not seeds:
         raise ConfigError(f"`seed` names {len(seeds)} seeds for {runs} runs: give one for each, or the first alone")
     return seeds
 
 
-def _first(seed: Any) -> int:
+def _draw_seed(seed: Any) -> int:
     """A seed as it is given, or drawn: from a generator, or anew."""
     if seed is None:
         return secrets.randbits(63)
@@ -48,10 +48,10 @@ def _first(seed: Any) -> int:
         return int(seed.randint(2**63 - 1, dtype=np.int64))
     if isinstance(seed, torch.Generator):
         return int(torch.randint(2**63 - 1, (), generator=seed, device=seed.device))
-    return settings.count("`seed`", seed, least=None)
+    return settings.check_count("`seed`", seed, least=None)
 
 
-def groups_of(adversaries: Adversary | Sequence[Adversary]) -> list[Adversary]:
+def check_adversaries(adversaries: Adversary | Sequence[Adversary]) -> list[Adversary]:
     """The malicious particles; raises ConfigError for what are none."""
     groups = list(adversaries) if isinstance(adversaries, Sequence) else [adversaries]
     for each in groups:
@@ -63,7 +63,7 @@ def groups_of(adversaries: Adversary | Sequence[Adversary]) -> list[Adversary]:
     return groups
 
 
-def ensemble_of(initial: Any, runs: int) -> Tensor:
+def check_ensemble(initial: Any, runs: int) -> Tensor:
     """The ensemble [n, d], or one for each run, [runs, n, d], that particles are to start as."""
     ensemble = _array("`initial`", initial)
     if ensemble.ndim not in (2, 3) or not ensemble.shape[-1]:
@@ -73,7 +73,7 @@ def ensemble_of(initial: Any, runs: int) -> Tensor:
     return ensemble
 
 
-def clusters_of(
+def build_clusters(
     lower: Objective | Sequence[Objective],
     upper: Objective | Sequence[Objective | None] | None,
     gradient: Objective | Sequence[Objective] | bool | None,
@@ -100,7 +100,7 @@ def clusters_of(
     sizes = each("num_particles", 200 if num_particles is None else num_particles)
     if isinstance(initial, Tensor) and num_particles is None and initial.shape[-2] % k == 0:
         sizes = [initial.shape[-2] // k] * k
-    sizes = [settings.count("`num_particles`", size) for size in sizes]
+    sizes = [settings.check_count("`num_particles`", size) for size in sizes]
     if sum(sizes) < 2:
         raise ConfigError("one particle is its own consensus point, wherever it is: `num_particles` must be at least 2")
     if isinstance(initial, Tensor):
@@ -113,7 +113,7 @@ def clusters_of(
     return [Cluster(*parts) for parts in zip(lowers, uppers, slopes, rows, strict=True)]
 
 
-def box_of(bounds: Any, initial: Any, x0: Any, spread: Any, dim: int | None) -> tuple[Box | None, Box]:
+def build_box(bounds: Any, initial: Any, x0: Any, spread: Any, dim: int | None) -> tuple[_Box | None, _Box]:
     """The bounds, if there are any, infinite where a side is open, and the box where particles start.
 
     That is x0 +- spread, as far as the bounds allow. Where both bounds of a coordinate are finite, it is by default
@@ -130,10 +130,10 @@ def box_of(bounds: Any, initial: Any, x0: Any, spread: Any, dim: int | None) -> 
             has = f"`x0` has {len(given)}" if given is middle else f"`initial` has points of {given.shape[-1]}"
             raise ConfigError(f"{has} coordinates, `dim` is {dim}")
         dim = given.shape[-1]
-    low, high = _walls(bounds, dim)
+    low, high = _bounds_of_coordinates(bounds, dim)
     closed = (high - low).isfinite()
     half = (high - low) / 2
-    far = torch.where(closed, half, FAR) if spread is None else _point("`spread`", spread, len(low))
+    far = torch.where(closed, half, _DEFAULT_SPREAD) if spread is None else _point("`spread`", spread, len(low))
     if len(far) != len(low) or not ((far > 0) & far.isfinite()).all():
         raise ConfigError(f"`spread` must be above 0 and finite, one for all or one for each coordinate, got {spread}")
     if middle is None:
@@ -146,7 +146,7 @@ def box_of(bounds: Any, initial: Any, x0: Any, spread: Any, dim: int | None) -> 
     return None if bounds is None else (low, high), start
 
 
-def _walls(bounds: Any, dim: int | None) -> Box:
+def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
     """The low and high ends [d] of the bounds, infinite where there is none."""
     if bounds is None:
         if dim is None:
@@ -157,7 +157,7 @@ def _walls(bounds: Any, dim: int | None) -> Box:
     if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
         bounds = np.stack(np.broadcast_arrays(np.atleast_1d(bounds.lb), np.atleast_1d(bounds.ub)), -1)
         bounds = bounds[0] if len(bounds) == 1 else bounds
-    pairs = _array("`bounds`", _opened(bounds))
+    pairs = _array("`bounds`", _replace_none(bounds))
     if pairs.shape == (2,) and dim is not None:
         pairs = pairs.expand(dim, 2)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or dim not in (None, len(pairs)):
@@ -171,13 +171,13 @@ def _walls(bounds: Any, dim: int | None) -> Box:
     return low, high
 
 
-def _opened(bounds: Any) -> Any:
+def _replace_none(bounds: Any) -> Any:
     """Bounds with infinity in place of None, which SciPy takes for none."""
     if not isinstance(bounds, Sequence) or isinstance(bounds, str | bytes):
         return bounds
     if len(bounds) == 2 and any(each is None for each in bounds):
         return [end if each is None else each for each, end in zip(bounds, (-np.inf, np.inf), strict=True)]
-    return [_opened(each) for each in bounds]
+    return [_replace_none(each) for each in bounds]
 
 
 def _point(name: str, value: Any, dim: int | None) -> Tensor:
@@ -189,14 +189,14 @@ def _point(name: str, value: Any, dim: int | None) -> Tensor:
     return point if point.ndim else point.expand(dim or 1)
 
 
-def start_of(initial: Any, box: Box, num_benign: int, adversaries: Sequence[Adversary], seeds: Sequence[int]) -> Tensor:
+def draw_ensembles(initial: Any, box: _Box, num_benign: int, adversaries: Sequence[Adversary], seeds: Sequence[int]) -> Tensor:
     """The first ensemble of every run, [runs, n, d] in float64: the benign particles, then each adversary's.
 
     Without `initial` they start uniformly in the `box`.
     """
     low, high = box
     dim = len(low)
-    settings.check_room(len(seeds), num_benign + sum(each.num_particles for each in adversaries), dim)
+    settings.check_memory(len(seeds), num_benign + sum(each.num_particles for each in adversaries), dim)
 
     def uniform(generator: np.random.Generator, n: int, d: int) -> Any:
         return generator.uniform(low.numpy(), high.numpy(), (n, d))

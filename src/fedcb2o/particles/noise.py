@@ -14,12 +14,12 @@ from torch import Tensor
 
 from fedcb2o.rng import stream
 
-BLOCK = 2**15  # normals to a stream: few enough for the cache, and threads can share one run's draws
-AHEAD = 2**20  # normals that small runs draw at once, for several steps
-WORTH = 2**17  # normals that are worth a second thread
-GROUP = 4  # so many take a whole number of words
+_BLOCK = 2**15  # normals to a stream: few enough for the cache, and threads can share one run's draws
+_MAX_BUFFER = 2**20  # normals that small runs draw at once, for several steps
+_MIN_THREADED = 2**17  # normals that are worth a second thread
+_GROUP = 4  # so many take a whole number of words
 
-Source = np.random.Generator | torch.Generator
+_Source = np.random.Generator | torch.Generator
 
 
 class Normals:
@@ -32,25 +32,25 @@ class Normals:
         self, seeds: Sequence[int], purpose: str, n: int, dim: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._shape = (n, dim)
-        size = -(n * dim) % GROUP + n * dim
+        size = -(n * dim) % _GROUP + n * dim
         on_cpu = device.type == "cpu"
         # PyTorch's generator gives others where it is asked for more at once: elsewhere each step is drawn by itself.
-        ahead = max(1, min(64, BLOCK // size, AHEAD // (size * len(seeds)))) if on_cpu else 1
-        self._block = BLOCK if on_cpu else size
+        ahead = max(1, min(64, _BLOCK // size, _MAX_BUFFER // (size * len(seeds)))) if on_cpu else 1
+        self._block = _BLOCK if on_cpu else size
         self._buffer = torch.empty(len(seeds), ahead, size, dtype=dtype, device=device)
         starts = range(0, size, self._block)
         self._sources = [[_source(seed, purpose, start, device) for start in starts] for seed in seeds]
         threads = torch.get_num_threads() if on_cpu else 1
         self._pool = concurrent.futures.ThreadPoolExecutor(threads) if threads > 1 else None
         self._threads = threads
-        self._plan()
+        self._build_views()
         self._used = ahead
 
     def next(self) -> Tensor:
         """The next [runs, n, d]: a view that the following calls overwrite."""
         if self._used == len(self._steps):
             self._used = 0
-            if self._pool is None or self._buffer.numel() < WORTH:
+            if self._pool is None or self._buffer.numel() < _MIN_THREADED:
                 _fill(self._work)
             else:
                 shares = [self._work[part :: self._threads] for part in range(self._threads)]
@@ -58,13 +58,13 @@ class Normals:
         self._used += 1
         return self._steps[self._used - 1]
 
-    def keep(self, runs: Sequence[int]) -> None:
+    def keep_runs(self, runs: Sequence[int]) -> None:
         """Go on with these runs alone."""
         self._buffer = self._buffer[list(runs)]
         self._sources = [self._sources[run] for run in runs]
-        self._plan()
+        self._build_views()
 
-    def _plan(self) -> None:
+    def _build_views(self) -> None:
         """Which sources fill which part of the buffer, and where in it each step's normals lie."""
         n, dim = self._shape
         runs, ahead, size = self._buffer.shape
@@ -82,14 +82,14 @@ class Normals:
         self._steps = [self._buffer.as_strided((runs, n, dim), strides, step * size) for step in range(ahead)]
 
 
-def _source(seed: int, purpose: str, start: int, device: torch.device) -> Source:
+def _source(seed: int, purpose: str, start: int, device: torch.device) -> _Source:
     bits = stream(seed, purpose, start)
     if device.type == "cpu":
         return np.random.Generator(np.random.SFC64(bits.integers(2**63, size=2)))
     return torch.Generator(device).manual_seed(int(bits.integers(2**63)))
 
 
-def _fill(work: Sequence[tuple[Sequence[Source], Tensor]]) -> None:
+def _fill(work: Sequence[tuple[Sequence[_Source], Tensor]]) -> None:
     """Fill each part, [runs, steps, size], from its runs' sources."""
     for sources, part in work:
         if part.is_cpu and part.dtype == torch.float32:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import settings
-from fedcb2o.plugins import label, nearest
+from fedcb2o.plugins import did_you_mean, label
 
 Objective = Callable[[Tensor], Tensor]
 
@@ -48,18 +48,18 @@ def from_point(function: Callable[..., Any], *, workers: Callable[..., Any] = ma
 
     It is called for each particle, by `workers`: the built-in `map`, or that of a pool of threads or processes.
     """
-    settings.function("`workers`", workers)
+    settings.check_function("`workers`", workers)
 
     @functools.wraps(function)
     def objective(x: Tensor, *args: Any) -> Tensor:
         points = x.detach().cpu().numpy().copy().reshape(-1, x.shape[-1])
-        values = list(workers(functools.partial(_value, function, args), points))
+        values = list(workers(functools.partial(_evaluate_point, function, args), points))
         return torch.tensor(values, dtype=x.dtype, device=x.device).reshape(x.shape[:-1])
 
     return objective
 
 
-def _value(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> float:
+def _evaluate_point(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> float:
     value = function(point, *args)
     try:
         return float(np.asarray(value).item())
@@ -106,7 +106,7 @@ def problem(name: str) -> Problem:
     """The built-in problem of that name. Raises ConfigError if there is none."""
     known = problems()
     if name not in known:
-        raise ConfigError(f"there is no problem `{name}`.{nearest(name, known)} Built in: {', '.join(known)}")
+        raise ConfigError(f"there is no problem `{name}`.{did_you_mean(name, known)} Built in: {', '.join(known)}")
     return known[name]
 
 
@@ -132,11 +132,11 @@ def problems() -> dict[str, Problem]:
             settings=_CB2O,
         ),
         Problem(
-            "waves-1d", "G = |x|, L a sum of waves with many local minima", waves_1d, length, 1, (-2.57,),
+            "waves-1d", "G = |x|, L a sum of waves with many local minima", waves_1d, norm, 1, (-2.57,),
             (-10.0, 10.0), bad=(3.71,), lure=(0.0,), settings={**_FAR, "beta": 0.15, "maxiter": 201},
         ),
         Problem(
-            "waves-2d", "G = |x|, L waves in both coordinates", waves_2d, length, 2, (-2.97, 0.0), (-10.0, 10.0),
+            "waves-2d", "G = |x|, L waves in both coordinates", waves_2d, norm, 2, (-2.97, 0.0), (-10.0, 10.0),
             lure=(0.0, 0.0), settings={**_FAR, "beta": 0.10, "maxiter": 1001},
         ),
         Problem(
@@ -145,7 +145,7 @@ def problems() -> dict[str, Problem]:
         ),
         Problem(
             "two-circles", "two clusters: L_k the unit circles about (-1.5, 0) and (1.5, 0), G the height x2",
-            (circle_about(-1.5, 0.0), circle_about(1.5, 0.0)), height, 2, ((-1.5, -1.0), (1.5, -1.0)),
+            (circle_about(-1.5, 0.0), circle_about(1.5, 0.0)), last_coordinate, 2, ((-1.5, -1.0), (1.5, -1.0)),
             bad=(-1.5, 1.0), settings={"lambda2": 0.1, "sigma2": 0.01},
         ),
     )  # fmt: skip
@@ -180,13 +180,13 @@ def paraboloid(*centre: float) -> Objective:
     return objective
 
 
-def length(x: Tensor) -> Tensor:
+def norm(x: Tensor) -> Tensor:
     """|x|."""
     far: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return far
 
 
-def height(x: Tensor) -> Tensor:
+def last_coordinate(x: Tensor) -> Tensor:
     """The last coordinate."""
     return x[..., -1]
 
@@ -204,7 +204,7 @@ def ackley(*centre: float, A: float = 20.0, a: float = 0.2, b: float = 3.0) -> O
 
 def rastrigin(x: Tensor) -> Tensor:
     """The sum of x_k^2 + 10 - 10 cos(2 pi x_k), with the minimiser 0."""
-    return length(x).square() - 10 * torch.cos(2 * math.pi * x).sum(-1) + 10 * x.shape[-1]
+    return norm(x).square() - 10 * torch.cos(2 * math.pi * x).sum(-1) + 10 * x.shape[-1]
 
 
 def waves_1d(x: Tensor) -> Tensor:

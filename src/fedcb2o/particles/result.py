@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcb2o.particles.ask_tell import Asking, Question
-from fedcb2o.particles.boundary_check import goes_on
+from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
+from fedcb2o.particles.boundary_check import is_boundary_consensus
 from fedcb2o.particles.system import Cluster, System
 
-AGREED = "consensus: spread at most xtol = {:g}"
-STUCK = (
+_CONSENSUS_MESSAGE = "consensus: spread at most xtol = {:g}"
+_BOUNDARY_MESSAGE = (
     "the particles agreed at the edge of where they started, and L or G is less further out: let them start in a larger"
     " box, by `spread`, `bounds` or `initial`"
 )
@@ -124,26 +124,26 @@ class Result(Mapping[str, Any]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class OutputShape:
     """Which leading axes the user sees: that of runs, unless `flat`, and that of clusters, unless `single`."""
 
-    flat: bool
-    single: bool
+    single_run: bool
+    single_cluster: bool
 
-    def of_runs(self, values: Tensor) -> Any:
+    def squeeze_runs(self, values: Tensor) -> Any:
         """Without the axis of runs, and a plain number where nothing else is left, if there is one run."""
-        if not self.flat:
+        if not self.single_run:
             return values
         return values[0] if values.ndim > 1 else values[0].item()
 
-    def of(self, values: Tensor, runs: int = 0, clusters: int = 1) -> Tensor:
+    def squeeze(self, values: Tensor, runs: int = 0, clusters: int = 1) -> Tensor:
         """Without the axes that the user does not see."""
-        values = values.squeeze(clusters) if self.single else values
-        return values.squeeze(runs) if self.flat else values
+        values = values.squeeze(clusters) if self.single_cluster else values
+        return values.squeeze(runs) if self.single_run else values
 
 
 @dataclasses.dataclass(frozen=True)
-class End:
+class FinishedRuns:
     """The runs that ended at a step, as they were then."""
 
     runs: Tensor
@@ -158,20 +158,20 @@ class End:
     reason: str
 
 
-def end_of(system: System, m: Tensor, spread: Tensor, n: int, agreed: Tensor, ending: Tensor, reason: str) -> End:
+def finish_runs(system: System, m: Tensor, spread: Tensor, n: int, agreed: Tensor, ending: Tensor, reason: str) -> FinishedRuns:
     """The runs that are `ending` at step n, for that reason or because they `agreed`."""
     tensors = (m, spread, system.benign, system.malicious)
     if not ending.all():
         tensors = tuple(each[ending.to(each.device)] for each in tensors)  # type: ignore[assignment]
     excluded = system.excluded[ending]
-    counts = (torch.full_like(excluded, system.judged), excluded, agreed[ending])
-    return End(system.runs[ending], *tensors, *counts, n=n, reason=reason)
+    counts = (torch.full_like(excluded, system.num_evaluated), excluded, agreed[ending])
+    return FinishedRuns(system.runs[ending], *tensors, *counts, n=n, reason=reason)
 
 
-def result_of(
-    ends: list[End],
+def build_result(
+    ends: list[FinishedRuns],
     records: list[tuple[int, Tensor, Tensor, Tensor]],
-    shape: Shape,
+    shape: OutputShape,
     clusters: list[Cluster],
     seeds: list[int],
     *,
@@ -182,7 +182,7 @@ def result_of(
     xtol: float,
     notes: tuple[str, ...],
     seconds: float,
-) -> Asking[Result]:
+) -> EvaluationSteps[Result]:
     """What came of the runs, in their order, and in the shapes that the user asked for."""
     order = torch.cat([end.runs for end in ends]).argsort()
 
@@ -193,16 +193,16 @@ def result_of(
     x = gather("m")
     at_x = []
     for k, each in enumerate(clusters):
-        at_x.append((yield Question(x[:, k : k + 1], each.lower, each.upper, shape.flat)))
+        at_x.append((yield EvaluationRequest(x[:, k : k + 1], each.lower, each.upper, shape.single_run)))
     lower = torch.cat([values.lower for values in at_x], 1)
     upper = torch.cat([values.upper for values in at_x], 1) if at_x[0].upper is not None else None  # type: ignore[misc]
     success = gather("agreed")
-    messages = [(AGREED.format(xtol) if agreed else end.reason) for end in ends for agreed in end.agreed.tolist()]
+    messages = [(_CONSENSUS_MESSAGE.format(xtol) if agreed else end.reason) for end in ends for agreed in end.agreed.tolist()]
     messages = [messages[k] for k in order.tolist()]
     if success.any():
-        further = yield from goes_on(x, at_x, start, clusters, walls=walls, delta_q=delta_q, flat=shape.flat)
+        further = yield from is_boundary_consensus(x, at_x, start, clusters, walls=walls, delta_q=delta_q, flat=shape.single_run)
         stuck = success & further.any(1).cpu()
-        messages = [STUCK if at_edge else told for told, at_edge in zip(messages, stuck.tolist(), strict=True)]
+        messages = [_BOUNDARY_MESSAGE if at_edge else told for told, at_edge in zip(messages, stuck.tolist(), strict=True)]
         success = success & ~stuck
     nit = torch.cat([torch.full_like(end.runs, end.n) for end in ends])[order]
     steps = torch.tensor([n for n, *_ in records])
@@ -212,19 +212,19 @@ def result_of(
         there = runs.to(x.device) if len(runs) < len(seeds) else slice(None)
         path[row, there], spreads[row, there] = m, spread
     return Result(
-        x=shape.of(x),
-        lower=shape.of(lower),
-        upper=None if upper is None else shape.of(upper),
-        success=shape.of_runs(success),
-        message=messages[0] if shape.flat else messages,
-        nit=shape.of_runs(nit),
-        nfev=shape.of_runs(gather("judged")),
-        excluded=shape.of_runs(gather("excluded")),
-        spread=shape.of(gather("spread")),
-        theta=shape.of_runs(gather("theta")),
-        theta_m=shape.of_runs(gather("theta_m")),
-        history=History(steps, steps * dt, shape.of(path, 1, 2), shape.of(spreads, 1, 2)),
+        x=shape.squeeze(x),
+        lower=shape.squeeze(lower),
+        upper=None if upper is None else shape.squeeze(upper),
+        success=shape.squeeze_runs(success),
+        message=messages[0] if shape.single_run else messages,
+        nit=shape.squeeze_runs(nit),
+        nfev=shape.squeeze_runs(gather("judged")),
+        excluded=shape.squeeze_runs(gather("excluded")),
+        spread=shape.squeeze(gather("spread")),
+        theta=shape.squeeze_runs(gather("theta")),
+        theta_m=shape.squeeze_runs(gather("theta_m")),
+        history=History(steps, steps * dt, shape.squeeze(path, 1, 2), shape.squeeze(spreads, 1, 2)),
         notes=notes,
-        seed=seeds[0] if shape.flat else seeds,
+        seed=seeds[0] if shape.single_run else seeds,
         seconds=seconds,
     )

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles._minimize import minimize
-from fedcb2o.particles.initialisation import several
+from fedcb2o.particles.initialisation import has_many_seeds
 from fedcb2o.particles.objectives import from_point
 from fedcb2o.particles.result import Result
 from fedcb2o.particles.state import State
-from fedcb2o.plugins import nearest
+from fedcb2o.plugins import did_you_mean
 
 # What SciPy gives by a name of its own, and what a single answer of one function has no place for.
 _NOT_OPTIONS = {"lower", "dim", "args", "x0", "bounds", "gradient", "callback", "runs"}
@@ -62,31 +62,31 @@ def cb2o(
     known = set(inspect.signature(minimize).parameters) - _NOT_OPTIONS
     for name in options:
         if name not in known:
-            raise ConfigError(f"cb2o has no option `{name}`.{nearest(name, known)} It has those of fedcb2o.minimize")
+            raise ConfigError(f"cb2o has no option `{name}`.{did_you_mean(name, known)} It has those of fedcb2o.minimize")
     if np.size(constraints):
         raise ConfigError(
             "cb2o has bounds and no other constraints: let `fun` be by how much a point breaks them, and the objective"
             " the option `upper`"
         )
-    if several(options.get("seed")):
+    if has_many_seeds(options.get("seed")):
         raise ConfigError("cb2o takes one seed; many runs at once are fedcb2o.minimize's")
     if tol is not None:
         options.setdefault("xtol", tol)
 
     def seen(state: State) -> Any:
-        return _show(callback, state.x.numpy().copy(), lambda x: fun(x, *args))  # type: ignore[arg-type]
+        return _call_callback(callback, state.x.numpy().copy(), lambda x: fun(x, *args))  # type: ignore[arg-type]
 
     args = args if isinstance(args, tuple) else (args,)
     result = minimize(
         from_point(fun), None if upper is None else from_point(upper), args=args, x0=np.ravel(x0), bounds=bounds,
-        gradient=_from_points(jac) if callable(jac) else None, callback=None if callback is None else seen, **options,
+        gradient=_batch_gradient(jac) if callable(jac) else None, callback=None if callback is None else seen, **options,
     )  # fmt: skip
     if disp:
         print(result)
-    return _as_scipy(result)
+    return _to_scipy_result(result)
 
 
-def _show(callback: Callable[..., Any], x: Any, fun: Callable[[Any], Any]) -> Any:
+def _call_callback(callback: Callable[..., Any], x: Any, fun: Callable[[Any], Any]) -> Any:
     """Call a callback of SciPy's, of either kind."""
     try:
         whole = set(inspect.signature(callback).parameters) == {"intermediate_result"}
@@ -95,7 +95,7 @@ def _show(callback: Callable[..., Any], x: Any, fun: Callable[[Any], Any]) -> An
     return callback(intermediate_result=OptimizeResult(x=x, fun=fun(x.copy()))) if whole else callback(x)
 
 
-def _from_points(jac: Callable[..., Any]) -> Callable[..., Tensor]:
+def _batch_gradient(jac: Callable[..., Any]) -> Callable[..., Tensor]:
     """A gradient of a whole ensemble from that of a point."""
 
     def gradient(x: Tensor, *args: Any) -> Tensor:
@@ -109,7 +109,7 @@ def _from_points(jac: Callable[..., Any]) -> Callable[..., Tensor]:
     return gradient
 
 
-def _as_scipy(result: Result) -> OptimizeResult:
+def _to_scipy_result(result: Result) -> OptimizeResult:
     """The result by NumPy, under SciPy's names."""
     names = ("x", "fun", "upper", "success", "message", "nit", "nfev", "excluded", "spread", "theta", "seed", "notes")
     values = {name: result[name] for name in names if result[name] is not None}

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.particles._minimize import minimize
-from fedcb2o.particles.ask_tell import Asking, Question
-from fedcb2o.particles.dynamics import values_of
+from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
+from fedcb2o.particles.dynamics import to_values
 from fedcb2o.particles.result import Result
 
 
@@ -43,10 +43,10 @@ class Search:
             if name in settings:
                 raise ConfigError(f"`{name}` is for functions, which Search has none of: leave it out")
         self.result: Result | None = None
-        self._question: Question | None = None
+        self._question: EvaluationRequest | None = None
         steps = inspect.unwrap(minimize)
-        self._steps: Asking[Result] = steps(
-            _elsewhere, _elsewhere if upper else None, dim, gradient=_elsewhere, **settings
+        self._steps: EvaluationSteps[Result] = steps(
+            _unavailable_objective, _unavailable_objective if upper else None, dim, gradient=_unavailable_objective, **settings
         )
         with torch.no_grad():
             self._question = next(self._steps)
@@ -62,7 +62,7 @@ class Search:
         These are the ensemble, or a batch of it; in the end the answer and, if it lies at the edge of where particles
         started, points further out.
         """
-        return self._asked().shown.clone()
+        return self._pending_request().user_points.clone()
 
     def tell(self, lower: Any, upper: Any = None, gradient: Any = None) -> None:
         """What was asked for, and on to the next step.
@@ -75,14 +75,14 @@ class Search:
         Raises ConfigError for what does not fit, after which the points can be told again, and RunError where no
         particle is left to agree on.
         """
-        question = self._asked()
-        points = question.shown
-        low = _told("lower", lower, points, points.shape[:-1])
-        up = _told("upper", upper, points, None if question.upper is None else points.shape[:-1])
-        slope = _told("gradient", gradient, points, points.shape if question.gradient else None)
+        question = self._pending_request()
+        points = question.user_points
+        low = _check_values("lower", lower, points, points.shape[:-1])
+        up = _check_values("upper", upper, points, None if question.upper is None else points.shape[:-1])
+        slope = _check_values("gradient", gradient, points, points.shape if question.gradient else None)
         if question.flat:
             low, up, slope = (None if each is None else each.unsqueeze(0) for each in (low, up, slope))
-        values = values_of(question.theta, low, up, slope, radius=question.radius)  # type: ignore[arg-type]
+        values = to_values(question.theta, low, up, slope, radius=question.radius)  # type: ignore[arg-type]
         self._question = None
         try:
             with torch.no_grad():
@@ -90,13 +90,13 @@ class Search:
         except StopIteration as end:
             self.result = end.value
 
-    def _asked(self) -> Question:
+    def _pending_request(self) -> EvaluationRequest:
         if self._question is None:
             raise RunError("this search has ended: its answer is `result`" if self.done else "this search has failed")
         return self._question
 
 
-def _told(name: str, values: Any, points: Tensor, shape: torch.Size | None) -> Tensor | None:
+def _check_values(name: str, values: Any, points: Tensor, shape: torch.Size | None) -> Tensor | None:
     """Values as a tensor of that shape, beside the points; None where they are not asked for."""
     if shape is None:
         if values is not None:
@@ -116,7 +116,7 @@ def _told(name: str, values: Any, points: Tensor, shape: torch.Size | None) -> T
     return told if told.is_floating_point() else told.to(points.dtype)
 
 
-def _elsewhere(x: Tensor) -> Tensor:
+def _unavailable_objective(x: Tensor) -> Tensor:
     raise ConfigError(
         "an adversary asks what L and G are where no particle is, which a search is not told: give them to minimize"
     )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles.result import Shape
-from fedcb2o.particles.system import Look, System
+from fedcb2o.particles.result import OutputShape
+from fedcb2o.particles.system import Evaluation, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,27 +30,27 @@ class State:
     runs: Tensor
 
 
-def asks_to_stop(
-    callback: Callable[[State], Any], shape: Shape, system: System, look: Look, n: int, dt: float, closely: bool
+def callback_requests_stop(
+    callback: Callable[[State], Any], shape: OutputShape, system: System, evaluation: Evaluation, n: int, dt: float, check_writes: bool
 ) -> bool:
     """Whether the callback, shown the state before step n, wants all runs to stop."""
-    own = look.batch is None
-    lower = [values.lower[:, each.rows] for each, values in zip(system.clusters, look.values, strict=True)]
+    own = evaluation.batch is None
+    lower = [values.lower[:, each.rows] for each, values in zip(system.clusters, evaluation.values, strict=True)]
     upper = [
         None if values.upper is None else values.upper[:, each.rows]
-        for each, values in zip(system.clusters, look.values, strict=True)
+        for each, values in zip(system.clusters, evaluation.values, strict=True)
     ]
     state = State(
         n=n,
         t=n * dt,
-        x=shape.of(look.m),
-        theta=shape.of_runs(system.benign),
-        theta_m=shape.of_runs(system.malicious),
-        lower=shape.of_runs(torch.cat(lower, 1)) if own else None,
-        upper=shape.of_runs(torch.cat(upper, 1)) if own and upper[0] is not None else None,  # type: ignore[arg-type]
+        x=shape.squeeze(evaluation.m),
+        theta=shape.squeeze_runs(system.benign),
+        theta_m=shape.squeeze_runs(system.malicious),
+        lower=shape.squeeze_runs(torch.cat(lower, 1)) if own else None,
+        upper=shape.squeeze_runs(torch.cat(upper, 1)) if own and upper[0] is not None else None,  # type: ignore[arg-type]
         runs=system.runs,
     )
-    with system.unwritten("the callback", callback, look.m, closely):
+    with system.forbid_writes("the callback", callback, evaluation.m, check_writes):
         try:
             told = callback(state)
         except StopIteration:

@@ -17,9 +17,9 @@ from torch import Tensor
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.adversaries import Adversary, View
-from fedcb2o.particles.ask_tell import Asking, Question
+from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
 from fedcb2o.particles.dynamics import (
-    Filter,
+    ConsensusParams,
     Values,
     consensus_point,
     consensus_step_,
@@ -28,7 +28,7 @@ from fedcb2o.particles.dynamics import (
 )
 from fedcb2o.particles.noise import Normals
 from fedcb2o.particles.objectives import Objective
-from fedcb2o.particles.write_guard import check_unwritten, writes
+from fedcb2o.particles.write_guard import require_unwritten, write_count
 from fedcb2o.rng import stream
 
 
@@ -43,7 +43,7 @@ class Cluster:
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class Evaluation:
     """What the benign particles find before a step: the values for every cluster and its consensus point.
 
     `batch` are the rows that the consensus points are of, [runs, M], or None: all. The values are those of all
@@ -53,12 +53,12 @@ class Look:
     values: list[Values]
     m: Tensor
     batch: Tensor | None
-    whole: bool
+    covers_all: bool
 
-    def of(self, kept: Tensor) -> "Look":
+    def for_runs(self, kept: Tensor) -> "Evaluation":
         """The same for some of the runs."""
         batch = None if self.batch is None else self.batch[kept]
-        return Look([values.map(lambda part: part[kept]) for values in self.values], self.m[kept], batch, self.whole)
+        return Evaluation([values.map(lambda part: part[kept]) for values in self.values], self.m[kept], batch, self.covers_all)
 
 
 class System:
@@ -84,13 +84,13 @@ class System:
             (each, slice(*rows)) for each, rows in zip(adversaries, itertools.pairwise(ends), strict=True)
         ]
         self.mass = _mass(theta, self.num_benign, adversaries)
-        self.judged = 0  # particles of each run, once for every cluster
+        self.num_evaluated = 0  # particles of each run, once for every cluster
         self.excluded = torch.zeros(len(seeds), dtype=torch.long)
         self._flat, self._bounds = flat, bounds
         self._normals: dict[str, Normals] = {}
         self._streams: dict[str, list[np.random.Generator]] = {}
         self._order = torch.empty(len(seeds), 0, dtype=torch.long)
-        self._plan()
+        self._split_clusters()
 
     @property
     def benign(self) -> Tensor:
@@ -110,7 +110,7 @@ class System:
             return (n - self.num_benign) / n
         return float(self.mass[self.num_benign :].sum())
 
-    def look(self, by: Filter, batch: int | None = None, closely: bool = False) -> Asking[Look]:
+    def evaluate(self, params: ConsensusParams, batch: int | None = None, check_writes: bool = False) -> EvaluationSteps[Evaluation]:
         """Have all particles judged, or each run's next random batch, and find the consensus points.
 
         Looked at `closely`, functions that write into the particles by way of NumPy are noticed too.
@@ -122,26 +122,26 @@ class System:
         theta, mass = self.theta, self.mass
         rows = None if batch is None else self._next_batch(batch)
         mass = mass if mass is None or rows is None else mass[rows]
-        whole = self._judges_all(batch)
-        seen = theta if rows is None else _rows_of(theta, rows)
+        whole = self._evaluates_all(batch)
+        seen = theta if rows is None else _gather_rows(theta, rows)
         judged = theta if whole else seen
         values = []
         for cluster in self.clusters:
-            values.append((yield self._question(judged, cluster, by, cluster.gradient, closely)))
-        self.judged += self.price(batch)
+            values.append((yield self._request(judged, cluster, params, cluster.gradient, check_writes)))
+        self.num_evaluated += self.evaluation_cost(batch)
         m = []
         for each in values:
-            if each.bad is not None:
-                self.excluded += each.bad.sum(-1).cpu()
-            counted = each if rows is None or not whole else each.map(lambda part: _rows_of(part, rows))
-            m.append(consensus_point(seen, counted, by, mass))
-        return Look(values, torch.stack(m, 1) if len(m) > 1 else m[0].unsqueeze(1), rows, whole)
+            if each.excluded is not None:
+                self.excluded += each.excluded.sum(-1).cpu()
+            counted = each if rows is None or not whole else each.map(lambda part: _gather_rows(part, rows))
+            m.append(consensus_point(seen, counted, params, mass))
+        return Evaluation(values, torch.stack(m, 1) if len(m) > 1 else m[0].unsqueeze(1), rows, whole)
 
-    def price(self, batch: int | None = None) -> int:
+    def evaluation_cost(self, batch: int | None = None) -> int:
         """How many particles of each run the next look judges, each once for every cluster."""
-        return len(self.clusters) * (self.theta.shape[1] if self._judges_all(batch) else batch)  # type: ignore[operator]
+        return len(self.clusters) * (self.theta.shape[1] if self._evaluates_all(batch) else batch)  # type: ignore[operator]
 
-    def _judges_all(self, batch: int | None) -> bool:
+    def _evaluates_all(self, batch: int | None) -> bool:
         # The gradient is every particle's own affair; without it, those outside the batch need not be judged.
         return batch is None or any(each.gradient for each in self.clusters)
 
@@ -150,11 +150,11 @@ class System:
         squares = [(theta - m[:, k : k + 1]).square_().sum(-1).mean(-1) for k, (theta, _) in enumerate(self._parts)]
         return torch.stack(squares, 1).sqrt()
 
-    def advance_(
+    def step_(
         self,
         n: int,
-        look: Look,
-        by: Filter,
+        evaluation: Evaluation,
+        params: ConsensusParams,
         *,
         lambda1: float,
         sigma1: float,
@@ -163,31 +163,31 @@ class System:
         dt: float,
         noise: str,
         batch_only: bool = False,
-        closely: bool = False,
+        check_writes: bool = False,
     ) -> None:
         """One Euler-Maruyama step of all particles (eq:fedcb2o_dynamics, eq:dyn_macro), all from the same theta_t."""
-        moves = [self._move(n, look, by, group, rows, dt, closely) for group, rows in self.adversaries]
-        before = self.benign.clone() if batch_only and look.batch is not None else None
+        moves = [self._move(n, evaluation, params, group, rows, dt, check_writes) for group, rows in self.adversaries]
+        before = self.benign.clone() if batch_only and evaluation.batch is not None else None
         normals = self._draw("noise", self.num_benign) if sigma1 else None
         shaking = self._draw("gradient noise", self.num_benign) if sigma2 else None
         for k, (theta, rows) in enumerate(self._parts):
             consensus_step_(
                 theta,
-                look.m.select(1, k),
+                evaluation.m.select(1, k),
                 normals if normals is None or rows is None else normals[:, rows],
                 lambda1=lambda1,
                 sigma1=sigma1,
                 dt=dt,
                 noise=noise,
             )
-            slope = look.values[k].gradient
+            slope = evaluation.values[k].gradient
             if slope is not None:
                 shake = shaking if shaking is None or rows is None else shaking[:, rows]
                 slope = slope[:, self.clusters[k].rows]
                 gradient_step_(theta, slope, shake, lambda2=lambda2, sigma2=sigma2, dt=dt)
-        if before is not None and look.batch is not None:
+        if before is not None and evaluation.batch is not None:
             still = torch.ones(self.theta.shape[:2], dtype=torch.bool, device=self.theta.device)
-            still = still.scatter(1, look.batch, False)[:, : self.num_benign].unsqueeze(-1)
+            still = still.scatter(1, evaluation.batch, False)[:, : self.num_benign].unsqueeze(-1)
             self.benign.copy_(torch.where(still, before, self.benign))
         if self._bounds is not None:
             self.benign.clamp_(*self._bounds)
@@ -195,15 +195,15 @@ class System:
             self.theta[:, rows] = moved
 
     @contextlib.contextmanager
-    def unwritten(self, name: str, function: Callable[..., Any], m: Tensor, closely: bool) -> Iterator[None]:
+    def forbid_writes(self, name: str, function: Callable[..., Any], m: Tensor, check_writes: bool) -> Iterator[None]:
         """Raises ConfigError if a function that is called inside writes into particles or consensus points."""
         shown = (self.theta, "particles"), (m, "consensus points")
-        before = [(writes(x), x.clone() if closely else None) for x, _ in shown]
+        before = [(write_count(x), x.clone() if check_writes else None) for x, _ in shown]
         yield
         for (x, what), (count, copy) in zip(shown, before, strict=True):
-            check_unwritten(name, function, x, count, copy, what)
+            require_unwritten(name, function, x, count, copy, what)
 
-    def keep(self, kept: Tensor) -> None:
+    def keep_runs(self, kept: Tensor) -> None:
         """Go on with these of the runs under way alone."""
         chosen = kept.tolist()
         self.theta, self.runs = self.theta[kept.to(self.theta.device)], self.runs[kept]
@@ -211,9 +211,9 @@ class System:
         self.seeds = [self.seeds[run] for run in chosen]
         self._order = self._order[kept.to(self._order.device)]
         self._streams = {name: [each[run] for run in chosen] for name, each in self._streams.items()}
-        self._plan()
+        self._split_clusters()
         for normals in self._normals.values():
-            normals.keep(chosen)
+            normals.keep_runs(chosen)
 
     def _next_batch(self, size: int) -> Tensor:
         if self._order.shape[1] < size:
@@ -223,12 +223,12 @@ class System:
         rows, self._order = self._order[:, :size], self._order[:, size:]
         return rows
 
-    def _question(
-        self, theta: Tensor, cluster: Cluster, by: Filter, gradient: Objective | bool = False, closely: bool = False
-    ) -> Question:
-        return Question(theta, cluster.lower, cluster.upper, self._flat, gradient, by.radius, closely)
+    def _request(
+        self, theta: Tensor, cluster: Cluster, by: ConsensusParams, gradient: Objective | bool = False, closely: bool = False
+    ) -> EvaluationRequest:
+        return EvaluationRequest(theta, cluster.lower, cluster.upper, self._flat, gradient, by.radius, closely)
 
-    def _plan(self) -> None:
+    def _split_clusters(self) -> None:
         """Each cluster's particles, and their rows (None: all)."""
         alone = len(self.clusters) == 1
         self._parts = [(self.theta[:, each.rows], None if alone else each.rows) for each in self.clusters]
@@ -246,7 +246,7 @@ class System:
         return self._normals[purpose].next()
 
     def _move(
-        self, n: int, look: Look, by: Filter, adversary: Adversary, rows: slice, dt: float, closely: bool
+        self, n: int, look: Evaluation, by: ConsensusParams, adversary: Adversary, rows: slice, dt: float, closely: bool
     ) -> Tensor:
         """Where an adversary's particles are after the step (eq:dyn_macro_m)."""
         own = self.theta[:, rows]
@@ -257,11 +257,11 @@ class System:
             theta=self.benign,
             theta_m=own,
             m=look.m,
-            m_if=lambda points: self._m_if(points, look, by, rows),
-            m_without=lambda: self._m_if(None, look, by, rows)[:, 0],
+            m_if=lambda points: self._consensus_if(points, look, by, rows),
+            m_without=lambda: self._consensus_if(None, look, by, rows)[:, 0],
             generators=self._generators("adversaries"),
         )
-        with self.unwritten("an adversary's `move`", adversary.move, look.m, closely):
+        with self.forbid_writes("an adversary's `move`", adversary.move, look.m, closely):
             moving = adversary.move(view)
         if not isinstance(moving, tuple) or len(moving) != 2:
             raise ConfigError(f"an adversary's `move` must return the pair (a_t, A_t), got a {type(moving).__name__}")
@@ -284,7 +284,7 @@ class System:
             )
         return moved
 
-    def _m_if(self, points: Tensor | None, look: Look, by: Filter, rows: slice) -> Tensor:
+    def _consensus_if(self, points: Tensor | None, look: Evaluation, by: ConsensusParams, rows: slice) -> Tensor:
         """The consensus points [runs, c, clusters, d] if all particles of these rows stood at each of c points.
 
         Without points, those that there would be if they were not there, [runs, 1, clusters, d].
@@ -296,23 +296,23 @@ class System:
             mass = torch.cat([mass, self.mass[rows]])  # type: ignore[index]
         found = []
         for cluster, known in zip(self.clusters, look.values, strict=True):
-            values = known if look.whole else self._question(self.theta, cluster, by).answer()
+            values = known if look.covers_all else self._request(self.theta, cluster, by).evaluate()
             values = values.map(lambda part: part[:, rest].unsqueeze(1))
             others = self.theta[:, rest].unsqueeze(1)
-            if values.bad is not None:
-                others = others.masked_fill(values.bad.unsqueeze(-1), 0.0)
+            if values.excluded is not None:
+                others = others.masked_fill(values.excluded.unsqueeze(-1), 0.0)
             if points is None:
                 found.append(consensus.point(consensus_weights(values, by, mass), others))
                 continue
             there = (
-                self._question(points, cluster, by).answer().map(lambda part: part.unsqueeze(2).expand(-1, -1, size))
+                self._request(points, cluster, by).evaluate().map(lambda part: part.unsqueeze(2).expand(-1, -1, size))
             )
-            mu = consensus_weights(_joined(values, there), by, mass)
+            mu = consensus_weights(_concatenate(values, there), by, mass)
             found.append(consensus.point(mu[..., :-size], others) + mu[..., -size:].sum(-1, keepdim=True) * points)
         return torch.stack(found, 2)
 
 
-def _joined(these: Values, those: Values) -> Values:
+def _concatenate(these: Values, those: Values) -> Values:
     """The values of two ensembles as one, [runs, c, n]; these are the same for all c."""
 
     def join(left: Tensor | None, right: Tensor | None, absent: bool) -> Tensor | None:
@@ -324,10 +324,10 @@ def _joined(these: Values, those: Values) -> Values:
 
     lower = torch.cat([these.lower.expand(-1, those.lower.shape[1], -1), those.lower], -1)
     upper = join(these.upper, those.upper, False)
-    return Values(lower, upper, None, join(these.inside, those.inside, True), join(these.bad, those.bad, False))
+    return Values(lower, upper, None, join(these.in_ball, those.in_ball, True), join(these.excluded, those.excluded, False))
 
 
-def _rows_of(values: Tensor, rows: Tensor) -> Tensor:
+def _gather_rows(values: Tensor, rows: Tensor) -> Tensor:
     """These rows of [runs, n] or [runs, n, d], others for each run."""
     return values.gather(1, rows if values.ndim == 2 else rows.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 

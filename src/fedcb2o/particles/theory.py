@@ -174,7 +174,7 @@ def alpha_0(
     check_positive({"c": c, "u": u})
     check_positive({"p": p}, or_zero=True)
     logs = math.log(12 / c) - math.log(ball_mass) + max(0.5, p / ((1 - vartheta) * rate)) * math.log(V0 / eps)
-    return max(constants.least_alpha(), (logs + _attack_part(w_m, constants.R_K_G, eps)) / u)
+    return max(constants.min_alpha(), (logs + _attack_part(w_m, constants.R_K_G, eps)) / u)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

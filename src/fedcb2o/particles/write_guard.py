@@ -14,18 +14,18 @@ from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 
 
-def writes(x: Tensor) -> int:
+def write_count(x: Tensor) -> int:
     """How often PyTorch has written into a tensor, or any view of it; 0 where it does not count (inference mode)."""
     return 0 if x.is_inference() else x._version
 
 
-def check_unwritten(
-    name: str, function: Callable[..., Any], x: Tensor, before: int, copy: Tensor | None = None, what: str = "particles"
+def require_unwritten(
+    name: str, function: Callable[..., Any], x: Tensor, before: int, copy: Tensor | None = None, kind: str = "particles"
 ) -> None:
     """Raise ConfigError if what a function was shown is no longer what it was, by the count `before` or by a `copy`."""
-    if writes(x) != before or (copy is not None and not _same_bits(x, copy)):
+    if write_count(x) != before or (copy is not None and not _same_bits(x, copy)):
         raise ConfigError(
-            f"{name}, {plugins.label(function)}, writes into the {what} that it is shown: let it work on a copy, such"
+            f"{name}, {plugins.label(function)}, writes into the {kind} that it is shown: let it work on a copy, such"
             " as x.clone()"
         )
 

@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING
 from fedcb2o.peer import _optional
 
 if TYPE_CHECKING:
-    from fedcb2o.peer.membership.federation import Federation, amended, make, read, sign, write
+    from fedcb2o.peer.membership.federation import (
+        Federation,
+        amend_federation,
+        make_federation,
+        read_federation,
+        sign_federation,
+        write_federation,
+    )
     from fedcb2o.peer.membership.identity import Identity, Member
     from fedcb2o.peer.node.agent import load_model
     from fedcb2o.peer.node.node import Node
 
-__all__ = ["Federation", "Identity", "Member", "Node", "amended", "load_model", "make", "read", "sign", "write"]
+__all__ = ["Federation", "Identity", "Member", "Node", "amend_federation", "load_model", "make_federation", "read_federation", "sign_federation", "write_federation"]
 
-_optional.need()
+_optional.require_peer_extra()
 
 
 def __getattr__(name: str) -> object:

@@ -4,11 +4,11 @@ from importlib.util import find_spec
 
 from fedcb2o.errors import ConfigError
 
-MODULES = ("cryptography", "zenoh", "zstandard")
+_MODULES = ("cryptography", "zenoh", "zstandard")
 
 
-def need() -> None:
+def require_peer_extra() -> None:
     """Raises ConfigError that names the extra where a part of it is missing."""
-    for name in MODULES:
+    for name in _MODULES:
         if find_spec(name) is None:
             raise ConfigError(f"real peers need the extra, of which {name} is missing: pip install 'fedcb2o[peer]'")

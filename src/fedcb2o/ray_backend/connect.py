@@ -18,14 +18,14 @@ from ray._private.authentication.authentication_token_setup import maybe_enable_
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from fedcb2o.errors import RunError
-from fedcb2o.ray_backend.liveness import watched
+from fedcb2o.ray_backend.liveness import watch_cluster
 
 LOCAL = "local"  # the address of a cluster that is this machine alone
 AUTO = "auto"  # that of the cluster which this machine is in
-SETTINGS = b"\0\0\0\4"  # how a frame begins with which both sides of HTTP/2, as gRPC speaks it, begin
-HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS + bytes(5)
-KNOCK = 5.0  # seconds that a cluster may take for answering at all
-QUIET = {
+_HTTP2_SETTINGS = b"\0\0\0\4"  # how a frame begins with which both sides of HTTP/2, as gRPC speaks it, begin
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _HTTP2_SETTINGS + bytes(5)
+_PROBE_SECONDS = 5.0  # seconds that a cluster may take for answering at all
+QUIET_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",  # its C++ writes errors to the terminal, of which those that matter are raised
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else it warns of what a later version will do
@@ -33,7 +33,7 @@ QUIET = {
 
 
 @contextlib.contextmanager
-def joined(address: str, store: int | None = None, processors: int | None = None) -> Iterator[None]:
+def connected(address: str, store: int | None = None, processors: int | None = None) -> Iterator[None]:
     """Within it, this process is in the cluster at an address, "auto" for the one that runs here; "local" starts Ray on
     this machine, with a `store` of so many bytes for objects. What another has joined already is used, and stays.
 
@@ -42,33 +42,33 @@ def joined(address: str, store: int | None = None, processors: int | None = None
     if ray.is_initialized():
         yield
         return
-    os.environ.update(QUIET)
-    print(f"{_doing(address)} ...", file=sys.stderr, flush=True)  # which takes some seconds, or many
-    with _hushed():
-        _knock(address)
+    os.environ.update(QUIET_ENVIRONMENT)
+    print(f"{_describe(address)} ...", file=sys.stderr, flush=True)  # which takes some seconds, or many
+    with _suppress_stderr():
+        _probe(address)
     known: dict[str, Any] = {"address": address}
     if address == LOCAL:
         known |= {"include_dashboard": False, "object_store_memory": store, "num_cpus": processors}
     try:
         try:
-            with _unstopped(), _hushed():
+            with _defer_signals(), _suppress_stderr():
                 ray.init(**known, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
         except (ray.exceptions.RayError, TimeoutError, RuntimeError, ValueError, OSError) as error:
             told = " ".join(str(error).split())[:300]
             raise RunError(f"cannot join the cluster at {address!r} ({told}): see `ray status` there") from error
-        with _silent(), watched():
+        with _suppress_stdout(), watch_cluster():
             yield
     finally:
         ray.shutdown()
 
 
-def _doing(address: str) -> str:
+def _describe(address: str) -> str:
     if address == LOCAL:
         return "Starting Ray on this machine"
     return f"Joining the cluster {'that this machine is in' if address == AUTO else f'at {address}'}"
 
 
-def _knock(address: str) -> None:
+def _probe(address: str) -> None:
     """Raises RunError where no cluster is at an address: Ray itself would take minutes to say so."""
     if address == LOCAL:
         return
@@ -82,10 +82,10 @@ def _knock(address: str) -> None:
         f"what listens at {found!r} is no cluster of Ray's: give its head's port, 6379 unless `ray start` had another"
     )
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), KNOCK) as line:
+        with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as line:
             if not os.environ.get("RAY_USE_TLS"):
-                line.sendall(HELLO)
-                if line.recv(4)[3:] != SETTINGS[3:]:  # the other bytes are its length
+                line.sendall(_HTTP2_PREFACE)
+                if line.recv(4)[3:] != _HTTP2_SETTINGS[3:]:  # the other bytes are its length
                     raise RunError(other)
         try:
             GcsClient(address=found)
@@ -107,7 +107,7 @@ def _knock(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _unstopped() -> Iterator[None]:
+def _defer_signals() -> Iterator[None]:
     """Within it, a first SIGINT or SIGTERM waits: Ray forgets what it has started where it is stopped while it starts.
     It also puts handlers of its own in the place of those that are here."""
     if threading.current_thread() is not threading.main_thread():
@@ -132,7 +132,7 @@ def _unstopped() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hushed() -> Iterator[None]:
+def _suppress_stderr() -> Iterator[None]:
     """Within it, nothing is written to standard error: Ray's C++ logs what it then raises."""
     kept = os.dup(2)
     try:
@@ -145,7 +145,7 @@ def _hushed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def _suppress_stdout() -> Iterator[None]:
     """Within it, Ray does not print to standard output what its processes report: what matters comes as an error."""
     printing, name = sys.modules["ray._private.worker"], "print_to_stdstream"
     before = getattr(printing, name, None)

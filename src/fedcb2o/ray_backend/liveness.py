@@ -10,12 +10,12 @@ import ray
 
 from fedcb2o.errors import RunError
 
-KNOCK = 5.0  # seconds that the head may take for answering
-PAUSE, GONE = 0.5, 5  # seconds between knocks at it, and how many in vain mean that it is gone
+_PROBE_SECONDS = 5.0  # seconds that the head may take for answering
+_PROBE_INTERVAL_SECONDS, _MAX_MISSED_PROBES = 0.5, 5  # seconds between knocks at it, and how many in vain mean that it is gone
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
+def watch_cluster() -> Iterator[None]:
     """Within it, RunError is raised where the cluster's head or this process's own node is gone, whatever it waits for:
     Ray would end the process without a word. In another thread than the main one nothing is watched.
 
@@ -32,14 +32,14 @@ def watched() -> Iterator[None]:
     def watch() -> None:
         missed = 0
         while not done.is_set() and not gone:
-            if _has_ended(node):
+            if _is_closed(node):
                 gone.append("this machine's node of the cluster")
             try:
-                socket.create_connection((host.strip("[]"), int(port)), KNOCK).close()
+                socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
                 missed = 0
             except OSError:
                 missed += 1
-            if missed == GONE:
+            if missed == _MAX_MISSED_PROBES:
                 gone.append(f"the head of the cluster at {head}")
         if gone and not done.is_set():
             signal.pthread_kill(main.ident or 0, signal.SIGURG)
@@ -54,7 +54,7 @@ def watched() -> Iterator[None]:
             node.connect(mine[0])
         except (LookupError, OSError) as error:
             raise RunError("this machine's node of the cluster is gone: start the cluster again") from error
-        node.settimeout(PAUSE)
+        node.settimeout(_PROBE_INTERVAL_SECONDS)
         watcher, before = threading.Thread(target=watch, daemon=True), signal.signal(signal.SIGURG, stop)
         watcher.start()
         try:
@@ -69,7 +69,7 @@ def watched() -> Iterator[None]:
             signal.signal(signal.SIGURG, before)
 
 
-def _has_ended(line: socket.socket) -> bool:
+def _is_closed(line: socket.socket) -> bool:
     """Whether the other side has closed a connection through which nothing comes, or does so within its timeout."""
     try:
         return not line.recv(1)

@@ -18,18 +18,18 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedcb2o.errors import RunError
-from fedcb2o.kernels.devices import on_cpu
+from fedcb2o.kernels.devices import is_cpu
 from fedcb2o.parallel import resources
 from fedcb2o.parallel.executors import one_thread
-from fedcb2o.ray_backend.actors import LOOK, lost
-from fedcb2o.ray_backend.code_shipping import environment, look_in, modules
-from fedcb2o.ray_backend.worker import Holder
-from fedcb2o.simulation.rounds import LostError
+from fedcb2o.ray_backend.actors import POLL_SECONDS, translate_ray_errors
+from fedcb2o.ray_backend.code_shipping import extend_sys_path, runtime_environment, user_modules
+from fedcb2o.ray_backend.worker import AgentWorker
+from fedcb2o.simulation.rounds import WorkerLostError
 
-ANSWER = 60.0  # seconds that nodes may take for saying what they have
-EVEN = 0.85  # of the fastest node's speed, from which on another's counts as the same
-TRIALS, STEPS = 6, 5  # of the work by which the speed of nodes is found: 250 ms
-PATIENCE = 60.0  # seconds in which of some actors one more must have been placed
+ANSWER_SECONDS = 60.0  # seconds that nodes may take for saying what they have
+_EQUAL_SPEED = 0.85  # of the fastest node's speed, from which on another's counts as the same
+_TRIALS, _STEPS = 6, 5  # of the work by which the speed of nodes is found: 250 ms
+PLACEMENT_SECONDS = 60.0  # seconds in which of some actors one more must have been placed
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class Node:
     speed: float = 1.0
 
 
-def nodes(own: Sequence[str] = (), device: str | None = None) -> list[Node]:
+def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) -> list[Node]:
     """The nodes of the cluster that answer, and have what a `device` is for.
 
     Raises RunError where one has other versions than this machine, or cannot import the modules of `own` functions, and
     where none answers that has what is needed.
     """
-    look, options, there, asked, took = ray.remote(_there), environment(own), list[Node](), [], list[float]()
-    kinds = ("CPU",) if on_cpu(device) else ("CPU", "GPU")
+    look, options, there, asked, took = ray.remote(_describe_node), runtime_environment(user_functions), list[Node](), [], list[float]()
+    kinds = ("CPU",) if is_cpu(device) else ("CPU", "GPU")
     for known in ray.nodes():
         if known["Alive"] and (places := int(min(known["Resources"].get(kind, 0) for kind in kinds))):
-            on = look.options(num_cpus=0, scheduling_strategy=_on(known["NodeID"]), **options)
-            asked.append((known, places, on.remote(sys.path, modules(own))))
-    mine, silent, end = _versions(), list[str](), time.monotonic() + ANSWER
+            on = look.options(num_cpus=0, scheduling_strategy=_pin_to(known["NodeID"]), **options)
+            asked.append((known, places, on.remote(sys.path, user_modules(user_functions))))
+    mine, silent, end = _versions(), list[str](), time.monotonic() + ANSWER_SECONDS
     for known, places, ref in asked:
         name = known["NodeManagerHostname"]
         try:
@@ -87,31 +87,31 @@ def nodes(own: Sequence[str] = (), device: str | None = None) -> list[Node]:
         there.append(Node(known["NodeID"], name, places, memory, store, model))
         took.append(seconds)
     if silent:
-        told = f"did not answer within {ANSWER:.0f} seconds: {', '.join(silent)}"
+        told = f"did not answer within {ANSWER_SECONDS:.0f} seconds: {', '.join(silent)}"
         if not there:
             raise RunError(f"the nodes of the cluster that have what is needed {told}; see `ray status` there")
         print(f"Note: nodes of the cluster are left out that {told}.", file=sys.stderr)
-    if not on_cpu(device):  # nothing is known of how fast GPUs are
+    if not is_cpu(device):  # nothing is known of how fast GPUs are
         return there
-    return [dataclasses.replace(node, speed=speed) for node, speed in zip(there, speeds(took), strict=True)]
+    return [dataclasses.replace(node, speed=speed) for node, speed in zip(there, relative_speeds(took), strict=True)]
 
 
-def speeds(seconds: Sequence[float]) -> list[float]:
+def relative_speeds(seconds: Sequence[float]) -> list[float]:
     """How fast nodes are, of the fastest, that take so many seconds for the same work. Small differences are chance."""
-    return [1.0 if min(seconds) > EVEN * each else min(seconds) / each for each in seconds]
+    return [1.0 if min(seconds) > _EQUAL_SPEED * each else min(seconds) / each for each in seconds]
 
 
-def _there(path: Sequence[str], modules: Sequence[str]) -> tuple[dict[str, str], int, str, float, dict[str, str]]:
+def _describe_node(path: Sequence[str], modules: Sequence[str]) -> tuple[dict[str, str], int, str, float, dict[str, str]]:
     """What a node tells of itself: its versions, its free memory, its model, the seconds that a piece of work takes it,
     and why it cannot import which modules."""
-    look_in(path)
+    extend_sys_path(path)
     lacking = {}
     for module in modules:
         try:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # a user's module may fail in any way
             lacking[module] = f"{type(error).__name__}: {error}"
-    return _versions(), resources.free_memory(), resources.model(), min(_seconds() for _ in range(TRIALS)), lacking
+    return _versions(), resources.free_memory(), resources.processor_model(), min(_benchmark_seconds() for _ in range(_TRIALS)), lacking
 
 
 def _versions() -> dict[str, str]:
@@ -124,17 +124,17 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
-def _seconds() -> float:
+def _benchmark_seconds() -> float:
     """How long one thread takes for some steps of a network, which are always the same."""
     weights, x = torch.full((512, 512), 1e-3, requires_grad=True), torch.ones(64, 512)
     with one_thread():
         began = time.perf_counter()
-        for _ in range(STEPS):
+        for _ in range(_STEPS):
             torch.autograd.grad(((x @ weights).relu() @ weights).sum(), weights)
         return time.perf_counter() - began
 
 
-def spread(count: int, nodes: Sequence[Node]) -> list[Node]:
+def place_groups(count: int, nodes: Sequence[Node]) -> list[Node]:
     """A node for each of so many blocks, in proportion to what nodes do in the same time; the first of them are as for
     fewer blocks. All find a processor if there are as many."""
     taken, on = dict.fromkeys(nodes, 0), list[Node]()
@@ -146,30 +146,30 @@ def spread(count: int, nodes: Sequence[Node]) -> list[Node]:
 
 
 @contextlib.contextmanager
-def actors(on: Sequence[Node], device: str | None = None, own: Sequence[str] = ()) -> Iterator[list[Any]]:
+def start_workers(on: Sequence[Node], device: str | None = None, user_functions: Sequence[str] = ()) -> Iterator[list[Any]]:
     """Actors on these nodes, who know `own` functions, gone in the end with all that they hold.
 
     Raises RunError where the nodes have no processor free for them, and LostError where they cannot start, or are gone.
     """
     made: list[Any] = []
-    kind, gpus = ray.remote(Holder), 0 if on_cpu(device) else 1
+    kind, gpus = ray.remote(AgentWorker), 0 if is_cpu(device) else 1
     try:
-        with lost():
-            options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, **environment(own)}
+        with translate_ray_errors():
+            options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, **runtime_environment(user_functions)}
             for node in on:
-                made.append(kind.options(scheduling_strategy=_on(node.id), **options).remote(sys.path))
+                made.append(kind.options(scheduling_strategy=_pin_to(node.id), **options).remote(sys.path))
             waiting, last = [actor.__ray_ready__.remote() for actor in made], time.monotonic()
-            while waiting and time.monotonic() < last + PATIENCE:
-                there, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=LOOK)
+            while waiting and time.monotonic() < last + PLACEMENT_SECONDS:
+                there, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS)
                 if there:  # many that start at once take long, and one after the other
                     ray.get(there)
                     last = time.monotonic()
         if waiting:
             if gone := {node.id for node in on} - {n["NodeID"] for n in ray.nodes() if n["Alive"]}:
-                raise LostError(f"{len(gone)} nodes of the cluster are lost, which blocks were to be placed on")
+                raise WorkerLostError(f"{len(gone)} nodes of the cluster are lost, which blocks were to be placed on")
             raise RunError(
                 f"{len(waiting)} of {len(made)} blocks found no free processor{' or GPU' * gpus} on the cluster in "
-                f"{PATIENCE:.0f} seconds: let fewer work (--blocks), or wait until others have ended"
+                f"{PLACEMENT_SECONDS:.0f} seconds: let fewer work (--blocks), or wait until others have ended"
             )
         yield made
     finally:
@@ -178,5 +178,5 @@ def actors(on: Sequence[Node], device: str | None = None, own: Sequence[str] = (
                 ray.kill(actor)
 
 
-def _on(node: str) -> NodeAffinitySchedulingStrategy:
+def _pin_to(node: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node, soft=False)

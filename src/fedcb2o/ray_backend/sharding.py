@@ -6,58 +6,58 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from fedcb2o.federated.adversary import Attackers
-from fedcb2o.federated.agent_group import Block, Layout
-from fedcb2o.federated.batched_training import teams_of
-from fedcb2o.federated.run_spec import Terms
-from fedcb2o.parallel.executors import blocks
+from fedcb2o.federated.adversary import Adversary
+from fedcb2o.federated.agent_group import AgentGroup, BufferLayout
+from fedcb2o.federated.batched_training import plan_training_batches
+from fedcb2o.federated.run_spec import RunSpec
+from fedcb2o.parallel.executors import balance_load
 
 
-def shared_out(terms: Terms, costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
+def shard_agents(terms: RunSpec, costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
     """The agents in at most a block for each of these speeds, so that all take about as long. Who trains together stays
     together, and who would be last with anybody has nobody."""
-    groups = teams_of(terms, costs)
+    groups = plan_training_batches(terms, costs)
     work = [sum(costs[j] for j in group) for group in groups]
-    shares = blocks(range(len(groups)), work, len(speeds), speeds)
+    shares = balance_load(range(len(groups)), work, len(speeds), speeds)
     return [sorted(j for g in share for j in groups[g]) for share in shares]
 
 
-def most_received(terms: Terms, attackers: Attackers, agents: Sequence[int], each: int) -> int:
+def max_received(terms: RunSpec, attackers: Adversary, agents: Sequence[int], each: int) -> int:
     """How many models some agents receive of others in a round at most, each counted once, where every attacker crafts
     `each` so many."""
     others = terms.num_agents - len(agents)
     crafted = each * int(attackers.malicious.sum() - attackers.malicious[list(agents)].sum())
-    return min(len(agents) * terms.asked, others + crafted)
+    return min(len(agents) * terms.max_asked, others + crafted)
 
 
 @dataclass(frozen=True)
-class Shares:
+class Sharding:
     """Of each of several actors the ids of its `agents`, ascending, and the layout of its pool (`layouts`); of each row
     of a pool of all agents, who is its `owner`, and its `row` there."""
 
     agents: list[Int[np.ndarray, " _a"]]
-    layouts: list[Layout]
+    layouts: list[BufferLayout]
     owner: Int[np.ndarray, " rows"]
     row: Int[np.ndarray, " rows"]
 
     @classmethod
-    def of(cls, block: Block, shares: Sequence[Sequence[int]]) -> "Shares":
+    def from_group(cls, block: AgentGroup, shares: Sequence[Sequence[int]]) -> "Sharding":
         """Where the rows of a block of all agents lie, when these are shared out so."""
         whole, agents = block.layout, [np.array(share) for share in shares]
-        owner, row, layouts = np.zeros(whole.inbox, np.int64), np.zeros(whole.inbox, np.int64), []
+        owner, row, layouts = np.zeros(whole.first_received, np.int64), np.zeros(whole.first_received, np.int64), []
         for b, ids in enumerate(agents):
-            bad = block.attackers.malicious[ids]
-            mine = Layout.of(np.arange(len(ids)), len(ids), bad, whole.each, whole.before is not None)
+            bad = block.adversary.malicious[ids]
+            mine = BufferLayout.create(np.arange(len(ids)), len(ids), bad, whole.crafted_per_attacker, whole.previous is not None)
             owner[whole.own[ids]], row[whole.own[ids]] = b, mine.own
             for k in np.flatnonzero(bad).tolist():
-                there, here = whole.crafted(int(ids[k])), mine.crafted(k)
+                there, here = whole.crafted_rows(int(ids[k])), mine.crafted_rows(k)
                 owner[there], row[there] = b, np.arange(here.start, here.stop)
             layouts.append(mine)
         return cls(agents, layouts, owner, row)
 
-    def here(self, b: int, rows: Int[np.ndarray, " m"], arrived: Int[np.ndarray, " r"]) -> Int[np.ndarray, " m"]:
+    def local_rows(self, b: int, rows: Int[np.ndarray, " m"], arrived: Int[np.ndarray, " r"]) -> Int[np.ndarray, " m"]:
         """The rows in an actor's pool of some rows, where those of others have `arrived` in its inbox."""
         order = arrived.argsort()
         place = order.take(arrived[order].searchsorted(rows), mode="clip") if len(order) else 0
-        found: np.ndarray = np.where(self.owner[rows] == b, self.row[rows], self.layouts[b].inbox + place)
+        found: np.ndarray = np.where(self.owner[rows] == b, self.row[rows], self.layouts[b].first_received + place)
         return found

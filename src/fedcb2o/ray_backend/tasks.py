@@ -13,13 +13,13 @@ import ray
 import torch
 
 from fedcb2o.errors import RunError
-from fedcb2o.parallel.process_pool import packed
-from fedcb2o.ray_backend.actors import LOOK, lost
-from fedcb2o.ray_backend.code_shipping import environment, look_in
+from fedcb2o.parallel.process_pool import serialize
+from fedcb2o.ray_backend.actors import POLL_SECONDS, translate_ray_errors
+from fedcb2o.ray_backend.code_shipping import extend_sys_path, runtime_environment
 
-Ticket = TypeVar("Ticket")
+TaskId = TypeVar("TaskId")
 
-PAUSE = 10.0  # seconds before a task begins anew: a node on which all fail is always free, and would soon have had all
+RETRY_SECONDS = 10.0  # seconds before a task begins anew: a node on which all fail is always free, and would soon have had all
 
 
 @dataclass(frozen=True)
@@ -29,24 +29,24 @@ class Task:
 
     function: Callable[..., Iterator[Any]]
     arguments: Sequence[Any] = ()
-    lent: Sequence[Any] = ()
+    loans: Sequence[Any] = ()
     gpus: int = 0
 
 
-class Tasks:
+class TaskPool:
     """Ray's tasks, which know `own` functions: one processor each, on whichever node has one free."""
 
-    def __init__(self, own: Sequence[str] = ()) -> None:
-        self.own = own
+    def __init__(self, user_functions: Sequence[str] = ()) -> None:
+        self.user_functions = user_functions
 
-    def work(
+    def map_unordered(
         self,
         count: int,
-        tickets: Iterable[Ticket],
-        task: Callable[[Ticket], Task],
-        heard: Callable[[Ticket, Any], object],
-        failed: Callable[[Ticket, RunError], bool],
-        meanwhile: Callable[[], object] = lambda: None,
+        task_ids: Iterable[TaskId],
+        task: Callable[[TaskId], Task],
+        on_result: Callable[[TaskId, Any], object],
+        on_failure: Callable[[TaskId, RunError], bool],
+        on_idle: Callable[[], object] = lambda: None,
     ) -> None:
         """Have the task of every ticket done, at most `count` at once, the next of which is asked for when there is
         room for it; `heard` gets each ticket with all that its task yields, as it comes, and `meanwhile` is called
@@ -55,16 +55,16 @@ class Tasks:
         Where a task came to nothing `failed` gets its ticket and why, LostError where its process or node is gone, and
         says whether it begins anew, which it does after a pause. What ends this before its time ends all tasks.
         """
-        left, busy = iter(tickets), dict[Any, Ticket]()
-        again = deque[tuple[float, Ticket]]()  # and when
-        do = ray.remote(lambda *given: (yield from _done(*given)))  # what looks at types does not look like a generator
+        left, busy = iter(task_ids), dict[Any, TaskId]()
+        again = deque[tuple[float, TaskId]]()  # and when
+        do = ray.remote(lambda *given: (yield from _run_generator(*given)))  # what looks at types does not look like a generator
 
-        def begin(ticket: Ticket) -> None:
+        def begin(ticket: TaskId) -> None:
             new = task(ticket)
-            options = {"num_cpus": 1, "num_gpus": new.gpus, "max_retries": 0, **environment(self.own)}
+            options = {"num_cpus": 1, "num_gpus": new.gpus, "max_retries": 0, **runtime_environment(self.user_functions)}
             waits = {"num_returns": "streaming", "_generator_backpressure_num_objects": 1}  # until it is heard
-            content = packed((new.function, new.arguments))
-            busy[do.options(**options, **waits).remote(sys.path, content, *new.lent)] = ticket
+            content = serialize((new.function, new.arguments))
+            busy[do.options(**options, **waits).remote(sys.path, content, *new.loans)] = ticket
 
         try:
             while True:
@@ -74,24 +74,24 @@ class Tasks:
                     begin(ticket)
                 if not busy and not again:
                     return
-                meanwhile()
+                on_idle()
                 if not busy:
-                    time.sleep(LOOK)
+                    time.sleep(POLL_SECONDS)
                     continue
-                ray.wait(list(busy), num_returns=1, timeout=LOOK)
+                ray.wait(list(busy), num_returns=1, timeout=POLL_SECONDS)
                 there, _ = ray.wait(list(busy), num_returns=len(busy), timeout=0)
                 for stream in there:
                     try:
-                        found = _next(stream)
+                        found = _next_result(stream)
                     except RunError as error:
                         ticket = busy.pop(stream)
-                        if failed(ticket, error):
-                            again.append((time.monotonic() + PAUSE, ticket))
+                        if on_failure(ticket, error):
+                            again.append((time.monotonic() + RETRY_SECONDS, ticket))
                     else:
                         if found is None:
                             del busy[stream]
                         else:
-                            heard(busy[stream], found)
+                            on_result(busy[stream], found)
         finally:
             for stream in busy:
                 with contextlib.suppress(Exception):  # the cluster may be what is gone
@@ -99,20 +99,20 @@ class Tasks:
 
     def put(self, content: Any) -> Any:
         """A reference to some content, which is in the store then, and goes to a node once."""
-        with lost():
+        with translate_ray_errors():
             return ray.put(content)
 
 
-def _next(stream: Any) -> Any:
+def _next_result(stream: Any) -> Any:
     """What a task yields next, or None where it has ended; raises LostError where it is gone, and RunError with what it
     raised."""
-    with lost():
+    with translate_ray_errors():
         ref = next(stream, None)
         return None if ref is None else ray.get(ref)
 
 
-def _done(path: Sequence[str], content: bytes, *lent: Any) -> Iterator[Any]:
-    look_in(path)  # before what lies there is unpacked
+def _run_generator(path: Sequence[str], content: bytes, *lent: Any) -> Iterator[Any]:
+    extend_sys_path(path)  # before what lies there is unpacked
     torch.set_num_threads(1)
     function, arguments = pickle.loads(content)
     yield from function(*arguments, *lent)

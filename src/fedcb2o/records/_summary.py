@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from fedcb2o.records.run import EVALUATED, SOMETIMES
+from fedcb2o.records.run import EVALUATED_METRICS, OPTIONAL_METRICS
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -19,12 +19,12 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     done), accuracy, accuracy_worst, accuracy_worst_tenth, and so on, those of `SOMETIMES` where they were
     measured.
     """
-    rows, metrics = [], [*EVALUATED, *(metric for metric in SOMETIMES if metric in table)]
+    rows, metrics = [], [*EVALUATED_METRICS, *(metric for metric in OPTIONAL_METRICS if metric in table)]
     for seed, last in last_round(table).groupby("seed"):
         mine = table[table.seed == seed]
         row: dict[str, Any] = {"seed": seed, "round": last["round"].iloc[0], "rounds": mine["round"].max()}
         for metric in metrics:
-            for over, value in over_agents(metric, last[metric].dropna().to_numpy()).items():
+            for over, value in agent_statistics(metric, last[metric].dropna().to_numpy()).items():
                 row[metric if over == "mean" else f"{metric}_{over}"] = value
         row["malicious_weight"] = last_fifth(mine[~mine.malicious]).malicious_weight.mean()
         rows.append(row)
@@ -32,7 +32,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*columns, "malicious_weight"])
 
 
-def over_agents(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, float]:
+def agent_statistics(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, float]:
     """The mean, the worst and the mean of the worst tenth of what n benign agents have; NaN for nobody."""
     ordered = np.sort(values)
     worst_first = ordered if metric.endswith("accuracy") else ordered[::-1]
@@ -44,7 +44,7 @@ def over_agents(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, float
 
 def last_round(table: pd.DataFrame) -> pd.DataFrame:
     """The records of benign agents at each seed's last evaluated round; empty if there is none yet."""
-    measured = table[[metric for metric in (*EVALUATED, *SOMETIMES) if metric in table]].notna().any(axis=1)
+    measured = table[[metric for metric in (*EVALUATED_METRICS, *OPTIONAL_METRICS) if metric in table]].notna().any(axis=1)
     evaluated = table[~table.malicious.astype(bool) & measured]
     return evaluated[evaluated["round"] == evaluated.groupby("seed")["round"].transform("max")]
 

@@ -15,110 +15,110 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from fedcb2o.records.files import atomic_write, damaged, json_of, plain, read_json, unreadable, without_none
+from fedcb2o.records.files import atomic_write, damaged_error, drop_none, read_error, read_json, to_json, to_plain
 
-FILE = "sums.json"
-FREE = ("name", "title", "description", "seeds", "checkpoint_every")
+MANIFEST_FILE = "sums.json"
+NON_RESULT_SETTINGS = ("name", "title", "description", "seeds", "checkpoint_every")
 """The settings that no number of a round depends on."""
 
-Sum = tuple[int, str]
+Checksum = tuple[int, str]
 """The bytes of a file, or of its beginning, and their SHA-256."""
 
 
 @dataclass(frozen=True)
-class Sums:
+class Manifest:
     """The sums of one seed: of which settings, how many rounds it has surely done, whether these are all, and files."""
 
     seed: int
     settings: str
     rounds: int
     complete: bool
-    files: Mapping[str, Sum]
+    files: Mapping[str, Checksum]
 
     @classmethod
-    def begin(cls, folder: Path, seed: int, settings: Mapping[str, Any], rounds: int) -> "Sums":
+    def create(cls, folder: Path, seed: int, settings: Mapping[str, Any], rounds: int) -> "Manifest":
         """Of a seed that goes on after `rounds` rounds: of the files that lie there from its beginning. Writes it."""
-        return cls(seed, digest(settings), rounds, False, _of_files(folder, DESCRIBED))._written(folder)
+        return cls(seed, settings_digest(settings), rounds, False, _checksum_files(folder, INITIAL_FILES))._write(folder)
 
-    def reached(self, folder: Path, rounds: int) -> "Sums":
+    def record_checkpoint(self, folder: Path, rounds: int) -> "Manifest":
         """Of a seed with a checkpoint after `rounds` rounds. Writes that it has one, the first time."""
-        return self if self.rounds else replace(self, rounds=rounds)._written(folder)
+        return self if self.rounds else replace(self, rounds=rounds)._write(folder)
 
-    def end(self, folder: Path, rounds: int, lines: Mapping[str, Sum]) -> "Sums":
+    def finish(self, folder: Path, rounds: int, lines: Mapping[str, Checksum]) -> "Manifest":
         """Of a seed that has run to its end: each of its files, of those that grew by their sums. Writes it."""
-        files = {**self.files, **lines, **_of_files(folder, ENDED)}
-        return replace(self, rounds=rounds, complete=True, files=files)._written(folder)
+        files = {**self.files, **lines, **_checksum_files(folder, _FINAL_FILES)}
+        return replace(self, rounds=rounds, complete=True, files=files)._write(folder)
 
-    def _written(self, folder: Path) -> "Sums":
-        write_sealed(folder / FILE, vars(self))
+    def _write(self, folder: Path) -> "Manifest":
+        write_json_with_checksum(folder / MANIFEST_FILE, vars(self))
         return self
 
     @staticmethod
-    def forget(folder: Path) -> None:
+    def remove(folder: Path) -> None:
         """Remove sums.json, since what it knows is written anew."""
-        (folder / FILE).unlink(missing_ok=True)
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)
 
     @classmethod
-    def read(cls, folder: Path) -> "Sums | None":
+    def read(cls, folder: Path) -> "Manifest | None":
         """What sums.json says, or None where there is none; raises DamagedError for another content."""
-        path = folder / FILE
+        path = folder / MANIFEST_FILE
         if not path.exists():
             return None
-        found = read_sealed(path, always=True)
+        found = read_json_with_checksum(path, require_checksum=True)
         try:
-            return cls(found["seed"], found["settings"], found["rounds"], found["complete"], _sums(found["files"]))
+            return cls(found["seed"], found["settings"], found["rounds"], found["complete"], _parse_checksums(found["files"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise damaged(path, "it holds no sums") from error
+            raise damaged_error(path, "it holds no sums") from error
 
-    def ended(self, rounds: int) -> bool:
+    def has_finished(self, rounds: int) -> bool:
         """Whether the seed has run so many rounds to its end."""
         return self.complete and self.rounds >= rounds
 
-    def of(self, settings: Mapping[str, Any]) -> bool:
+    def matches(self, settings: Mapping[str, Any]) -> bool:
         """Whether the seed is of a run with these settings."""
-        return self.settings == digest(settings)
+        return self.settings == settings_digest(settings)
 
-    def fits(self, settings: Mapping[str, Any]) -> bool:
+    def can_resume(self, settings: Mapping[str, Any]) -> bool:
         """Whether a run with these settings may have come so far."""
-        return self.of(settings) and self.rounds <= settings.get("rounds", self.rounds)
+        return self.matches(settings) and self.rounds <= settings.get("rounds", self.rounds)
 
-    def check(self, folder: Path, name: str) -> Path:
+    def verify(self, folder: Path, name: str) -> Path:
         """The path of a file that holds what was written or, if it still grows, begins with what it held at the last
         checkpoint.
 
         Raises DamagedError where it does not.
         """
-        path, grows = folder / name, name in LINES and not self.complete
-        expected = (lines_of(folder) if grows else self.files).get(name)
+        path, grows = folder / name, name in LOG_FILES and not self.complete
+        expected = (log_checksums(folder) if grows else self.files).get(name)
         if expected is None:
             if path.exists() and not grows:
-                raise damaged(path, f"it is no file of this seed, by its {FILE}")
+                raise damaged_error(path, f"it is no file of this seed, by its {MANIFEST_FILE}")
         elif not path.exists():
-            if expected[0] and name not in SPARE:
-                raise damaged(path, "it is gone")
-        elif sum_of(path, expected[0]) != expected or (not grows and path.stat().st_size != expected[0]):
-            raise damaged(path, "it does not hold what was written, by its SHA-256")
+            if expected[0] and name not in _OPTIONAL_FILES:
+                raise damaged_error(path, "it is gone")
+        elif checksum_file(path, expected[0]) != expected or (not grows and path.stat().st_size != expected[0]):
+            raise damaged_error(path, "it does not hold what was written, by its SHA-256")
         return path
 
-    def check_all(self, folder: Path, *, but: Container[str] = ()) -> None:
+    def verify_all(self, folder: Path, *, exclude: Container[str] = ()) -> None:
         """Raises DamagedError unless every file, `but` some, holds what was written."""
-        for name in (*self.files, *LINES):
-            if name not in but:
-                self.check(folder, name)
+        for name in (*self.files, *LOG_FILES):
+            if name not in exclude:
+                self.verify(folder, name)
 
 
-DESCRIBED = ("environment.json", "agents.json", "samples.safetensors")
+INITIAL_FILES = ("environment.json", "agents.json", "samples.safetensors")
 """The files that are written when a seed begins."""
-LINES = ("metrics.jsonl", "pairs.jsonl", "timing.jsonl")
+LOG_FILES = ("metrics.jsonl", "pairs.jsonl", "timing.jsonl")
 """The files that grow."""
-CHECKPOINT = "checkpoint.safetensors"
-ENDED = ("summary.json", CHECKPOINT)
+CHECKPOINT_FILE = "checkpoint.safetensors"
+_FINAL_FILES = ("summary.json", CHECKPOINT_FILE)
 """The files that are there, and change no more, when a seed has run to its end."""
-SPARE = ("timing.jsonl", "samples.safetensors")
+_OPTIONAL_FILES = ("timing.jsonl", "samples.safetensors")
 """The files that nothing else depends on: one may do without them."""
 
 
-def header_of(path: Path) -> dict[str, str]:
+def read_checkpoint_header(path: Path) -> dict[str, str]:
     """What a checkpoint's header says; raises DamagedError where it does not add up.
 
     Its sums have one of the header itself, which older ones lack.
@@ -126,40 +126,40 @@ def header_of(path: Path) -> dict[str, str]:
     try:
         with safe_open(path, framework="np") as file:
             header = file.metadata() or {}
-        if json.loads(header["sums"]).get("header", total := header_sum(header)) != total:
+        if json.loads(header["sums"]).get("header", total := header_crc(header)) != total:
             raise ValueError("its header does not add up")
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
     except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise damaged(path, str(error)) from error
+        raise damaged_error(path, str(error)) from error
     return header
 
 
-def header_sum(header: Mapping[str, str]) -> int:
+def header_crc(header: Mapping[str, str]) -> int:
     """The CRC-32 of a checkpoint's header, without its sums."""
     return zlib.crc32(json.dumps({name: header[name] for name in sorted(header) if name != "sums"}).encode())
 
 
-def lines_of(folder: Path) -> dict[str, Sum]:
+def log_checksums(folder: Path) -> dict[str, Checksum]:
     """What the files that grow held at the last checkpoint, if there is one that knows."""
-    path = folder / CHECKPOINT
-    return _sums(json.loads(header_of(path).get("lines", "{}"))) if path.exists() else {}
+    path = folder / CHECKPOINT_FILE
+    return _parse_checksums(json.loads(read_checkpoint_header(path).get("lines", "{}"))) if path.exists() else {}
 
 
-def _sums(found: Mapping[str, Any]) -> dict[str, Sum]:
+def _parse_checksums(found: Mapping[str, Any]) -> dict[str, Checksum]:
     return {name: (size, total) for name, (size, total) in found.items()}
 
 
-def _of_files(folder: Path, names: Iterable[str]) -> dict[str, Sum]:
-    return {name: sum_of(folder / name) for name in names if (folder / name).exists()}
+def _checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
+    return {name: checksum_file(folder / name) for name in names if (folder / name).exists()}
 
 
-def sum_of_bytes(content: bytes) -> Sum:
+def checksum_bytes(content: bytes) -> Checksum:
     """The sum of a file that holds this."""
     return len(content), hashlib.sha256(content).hexdigest()
 
 
-def sum_of(path: Path, size: int | None = None) -> Sum:
+def checksum_file(path: Path, size: int | None = None) -> Checksum:
     """The sum of a file's first `size` bytes, by default of all."""
     total, known, wanted = hashlib.sha256(), 0, math.inf if size is None else size
     with path.open("rb") as file:
@@ -169,66 +169,66 @@ def sum_of(path: Path, size: int | None = None) -> Sum:
     return known, total.hexdigest()
 
 
-def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
+def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a run's numbers depend on: those that may not differ where it is resumed."""
-    return {key: value for key, value in settings.items() if key not in (*FREE, "rounds")}
+    return {key: value for key, value in settings.items() if key not in (*NON_RESULT_SETTINGS, "rounds")}
 
 
-def canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
+def canonical_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings such that equal ones are the same, however they were written: 2 and 2.0, a list and a tuple, a key that
     is missing and one without a value."""
-    found: dict[str, Any] = _canonical(without_none(settings))
+    found: dict[str, Any] = _canonical_value(drop_none(settings))
     return found
 
 
-def _canonical(value: Any) -> Any:
+def _canonical_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _canonical(inner) for key, inner in value.items()}
+        return {key: _canonical_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_canonical(inner) for inner in value]
+        return [_canonical_value(inner) for inner in value]
     if isinstance(value, float):
         return int(value) if value.is_integer() else str(value) if not math.isfinite(value) else value
     return value if isinstance(value, str | bool | int | None) else str(value)
 
 
-def digest(settings: Mapping[str, Any]) -> str:
+def settings_digest(settings: Mapping[str, Any]) -> str:
     """The SHA-256 of the `identity` of settings, the same before they are written as TOML and after."""
-    return hashlib.sha256(json.dumps(canonical(identity(settings)), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(canonical_settings(result_settings(settings)), sort_keys=True).encode()).hexdigest()
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A table of tables as one, with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in table.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 
 
-def write_sealed(path: Path, content: Mapping[str, object]) -> None:
+def write_json_with_checksum(path: Path, content: Mapping[str, object]) -> None:
     """Replace `path` by `content` as JSON with a sum of its own, atomically; NaN and infinities become null."""
-    inner = plain(content)
-    atomic_write(path, json_of({**inner, "sha256": _seal(inner)}))
+    inner = to_plain(content)
+    atomic_write(path, to_json({**inner, "sha256": _content_digest(inner)}))
 
 
-def read_sealed(path: Path, *, always: bool = False) -> dict[str, Any]:
+def read_json_with_checksum(path: Path, *, require_checksum: bool = False) -> dict[str, Any]:
     """The object in a JSON file that `write_sealed` wrote; raises DamagedError where it holds another.
 
     A file without a sum was written before there were any and is taken as it is, unless there `always` was one.
     """
     content = read_json(path)
-    if content.pop("sha256", None) not in ((_seal(content),) if always else (None, _seal(content))):
-        raise damaged(path, "it does not hold what was written, whose SHA-256 is in it")
+    if content.pop("sha256", None) not in ((_content_digest(content),) if require_checksum else (None, _content_digest(content))):
+        raise damaged_error(path, "it does not hold what was written, whose SHA-256 is in it")
     return content
 
 
 def read_cells(path: Path) -> list[dict[str, Any]]:
     """The lines of a grid's cells.json, one a run; raises DamagedError where it holds something else."""
-    cells = read_sealed(path).get("cells")
+    cells = read_json_with_checksum(path).get("cells")
     keys = {"folder", "kind", "setting", "defence", "attack", "floor", "rounds", "seconds", "error"}
     if not isinstance(cells, list) or not all(isinstance(cell, dict) and keys <= cell.keys() for cell in cells):
-        raise damaged(path, "it holds no list of runs")
+        raise damaged_error(path, "it holds no list of runs")
     return cells
 
 
-def _seal(content: Mapping[str, Any]) -> str:
+def _content_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -7,21 +7,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedcb2o.records.checksums import Sum
-from fedcb2o.records.files import atomic_write, damaged, fsync, plain, unwritable
+from fedcb2o.records.checksums import Checksum
+from fedcb2o.records.files import atomic_write, damaged_error, fsync, to_plain, write_error
 
-NAMES = ("metrics", "pairs", "timing")
-SEEDED = ("metrics", "pairs")
+LOG_NAMES = ("metrics", "pairs", "timing")
+REPRODUCIBLE_LOGS = ("metrics", "pairs")
 """Those that the seed and the settings determine."""
 
 
-class Records:
+class RoundLog:
     """The growing records of one seed, by default metrics.jsonl, pairs.jsonl and timing.jsonl in its folder; those that
     are `whole` have a line for every round."""
 
-    def __init__(self, folder: Path, names: Sequence[str] = NAMES, whole: Sequence[str] = SEEDED) -> None:
-        self.folder, self.whole = folder, whole
-        self._totals = {name: (0, hashlib.sha256()) for name in names}
+    def __init__(self, folder: Path, names: Sequence[str] = LOG_NAMES, complete_names: Sequence[str] = REPRODUCIBLE_LOGS) -> None:
+        self.folder, self.complete_names = folder, complete_names
+        self._hashes = {name: (0, hashlib.sha256()) for name in names}
 
     def path(self, name: str) -> Path:
         """Where the lines of one kind are kept."""
@@ -33,7 +33,7 @@ class Records:
         try:
             text = json.dumps(line, allow_nan=False)
         except (TypeError, ValueError):  # arrays, or what is not finite
-            text = json.dumps(plain(line), allow_nan=False)
+            text = json.dumps(to_plain(line), allow_nan=False)
         whole = f"{text}\n".encode()
         data = memoryview(whole)
         try:
@@ -47,52 +47,52 @@ class Records:
                         file.truncate(size)
                     raise
         except OSError as error:
-            raise unwritable(path, error) from error
-        self._count(name, whole)
+            raise write_error(path, error) from error
+        self._update_hash(name, whole)
 
-    def _count(self, name: str, content: bytes) -> None:
-        size, total = self._totals[name]
+    def _update_hash(self, name: str, content: bytes) -> None:
+        size, total = self._hashes[name]
         total.update(content)
-        self._totals[name] = size + len(content), total
+        self._hashes[name] = size + len(content), total
 
-    def sums(self, names: Sequence[str] | None = None) -> dict[str, Sum]:
+    def checksums(self, names: Sequence[str] | None = None) -> dict[str, Checksum]:
         """What the files hold: of each its bytes and their SHA-256."""
-        totals = {self.path(name).name: self._totals[name] for name in (self._totals if names is None else names)}
+        totals = {self.path(name).name: self._hashes[name] for name in (self._hashes if names is None else names)}
         return {name: (size, total.hexdigest()) for name, (size, total) in totals.items()}
 
     def sync(self) -> None:
         """Force all lines to the disk: before a checkpoint, so that it never knows more rounds than the records."""
-        for path in filter(Path.exists, map(self.path, self._totals)):
+        for path in filter(Path.exists, map(self.path, self._hashes)):
             try:
                 fsync(path)
             except OSError as error:
-                raise unwritable(path, error) from error
+                raise write_error(path, error) from error
 
-    def cut(self, rounds: int) -> None:
+    def truncate(self, rounds: int) -> None:
         """Cut every file back to the lines with round <= `rounds`, as a resume from that checkpoint needs.
 
         Raises RunError if the metrics or pairs of a round up to `rounds` are missing or damaged.
         """
-        for name in self._totals:
+        for name in self._hashes:
             path = self.path(name)
             kept: list[bytes] = []
             found = []
-            for text, line in read_lines(path, damaged_ends=True):
+            for text, line in read_lines(path, stop_at_damage=True):
                 if line["round"] <= rounds:
                     kept.append(text)
                     found.append(line["round"])
             # timing.jsonl may lack the last round: its line also tells how long that checkpoint took.
-            if name in self.whole and found != list(range(1, rounds + 1)):
+            if name in self.complete_names and found != list(range(1, rounds + 1)):
                 what = f"it lacks rounds before the checkpoint's round {rounds}, or has some twice"
-                raise damaged(path, f"{what} ({len(found)} lines)")
+                raise damaged_error(path, f"{what} ({len(found)} lines)")
             content = b"".join(kept)
             if path.exists() and path.stat().st_size != len(content):
                 atomic_write(path, content)
-            self._totals[name] = 0, hashlib.sha256()
-            self._count(name, content)
+            self._hashes[name] = 0, hashlib.sha256()
+            self._update_hash(name, content)
 
 
-def read_lines(path: Path, *, after: int = 0, damaged_ends: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_lines(path: Path, *, skip: int = 0, stop_at_damage: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The whole lines of a .jsonl file and what they say; a last one without its line end was never finished.
 
     The first `after` lines are passed over. A damaged line raises RunError or, with `damaged_ends`, counts as the end
@@ -104,14 +104,14 @@ def read_lines(path: Path, *, after: int = 0, damaged_ends: bool = False) -> Ite
         for number, text in enumerate(file, start=1):
             if not text.endswith(b"\n"):
                 return
-            if number <= after:
+            if number <= skip:
                 continue
             try:
                 line = json.loads(text)
                 if not isinstance(line["round"], int):
                     raise TypeError("`round` is not an integer")
             except (ValueError, KeyError, TypeError) as error:
-                if damaged_ends:
+                if stop_at_damage:
                     return
-                raise damaged(path, f"line {number} is no record of a round") from error
+                raise damaged_error(path, f"line {number} is no record of a round") from error
             yield text, line

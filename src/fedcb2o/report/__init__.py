@@ -5,21 +5,21 @@ from fedcb2o.report.agent_figures import sample_images, weight_matrix
 from fedcb2o.report.figures import curves, figure6, source_counts
 from fedcb2o.report.grid_page import grid_notes, report_grid
 from fedcb2o.report.grid_results import is_grid, read_grid
-from fedcb2o.report.grid_tables import briefs
+from fedcb2o.report.grid_tables import terminal_tables
 from fedcb2o.report.page import report
-from fedcb2o.report.table_formats import readable, to_html, to_latex, to_markdown, to_rich
+from fedcb2o.report.table_formats import to_html, to_latex, to_markdown, to_readable, to_rich
 from fedcb2o.report.tables import (
     by_source_count,
     compare,
+    incomplete_note,
     net_attack_success,
     pair_statistics,
-    told_seeds,
-    unchecked,
-    unfinished,
+    seed_caption,
+    unverified_note,
 )
 
 __all__ = [
-    "briefs",
+    "terminal_tables",
     "by_source_count",
     "compare",
     "curves",
@@ -29,7 +29,7 @@ __all__ = [
     "net_attack_success",
     "pair_statistics",
     "read_grid",
-    "readable",
+    "to_readable",
     "report",
     "report_grid",
     "sample_images",
@@ -39,8 +39,8 @@ __all__ = [
     "to_latex",
     "to_markdown",
     "to_rich",
-    "told_seeds",
-    "unchecked",
-    "unfinished",
+    "seed_caption",
+    "unverified_note",
+    "incomplete_note",
     "weight_matrix",
 ]

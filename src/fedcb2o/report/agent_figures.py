@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from fedcb2o.records import Run, last_fifth
-from fedcb2o.report.figures import STYLE, percent, title_of
+from fedcb2o.report.figures import STYLE, figure_title, percent_formatter
 
-BLUE = "#1B87D6"
-WEIGHTS = LinearSegmentedColormap.from_list("weights", [(BLUE, 0.0), (BLUE, 1.0)])
+_BLUE = "#1B87D6"
+WEIGHT_COLOURMAP = LinearSegmentedColormap.from_list("weights", [(_BLUE, 0.0), (_BLUE, 1.0)])
 """No weight is no colour, on light paper as on dark."""
-TICKS = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
+_WEIGHT_TICKS = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 """Of a scale of weights."""
 
 
@@ -26,10 +26,10 @@ def weight_norm() -> PowerNorm:
     return PowerNorm(1 / 3, vmin=0, vmax=1, clip=True)
 
 
-def weight_bar(figure: Figure, ax: Axes, drawn: Any, **look: Any) -> None:
+def add_weight_colorbar(figure: Figure, ax: Axes, drawn: Any, **look: Any) -> None:
     """What the colours of weights mean, beside them."""
-    bar = figure.colorbar(drawn, ax=ax, ticks=TICKS, label="weight", **look)
-    bar.ax.yaxis.set_major_formatter(percent())
+    bar = figure.colorbar(drawn, ax=ax, ticks=_WEIGHT_TICKS, label="weight", **look)
+    bar.ax.yaxis.set_major_formatter(percent_formatter())
     bar.ax.minorticks_off()
     if bar.solids is not None:
         bar.solids.set_rasterized(True)  # else a page shows seams between its colours
@@ -80,8 +80,8 @@ def weight_matrix(run: Run) -> Figure | None:
     order = agents.agent.to_numpy()
     figure = Figure(figsize=(4.0, 3.7), layout="constrained")
     ax = figure.subplots()
-    drawn = ax.imshow(matrix[np.ix_(order, order)], cmap=WEIGHTS, norm=weight_norm(), interpolation="nearest")
-    weight_bar(figure, ax, drawn, shrink=0.8)
+    drawn = ax.imshow(matrix[np.ix_(order, order)], cmap=WEIGHT_COLOURMAP, norm=weight_norm(), interpolation="nearest")
+    add_weight_colorbar(figure, ax, drawn, shrink=0.8)
     ends = np.cumsum(groups.to_numpy())
     middles = ends - groups.to_numpy() / 2 - 0.5
     names = [f"cluster {c + 1}\n{'malicious' if malicious else 'benign'}" for c, malicious in groups.index]
@@ -93,15 +93,15 @@ def weight_matrix(run: Run) -> Figure | None:
     ax.set_xticks(middles, names, rotation=90 if many else 0, fontsize=9)
     ax.set_yticks(middles, names, fontsize=9)
     ax.set(xlabel="peer whose model is received", ylabel="agent that mixes it in")
-    ax.set_title(title_of(run, run.title))
+    ax.set_title(figure_title(run, run.title))
     ax.tick_params(length=0)
     ax.grid(visible=False)
     ax.spines[:].set_visible(True)
-    figure.set_label(_told(title_of(run, run.title), matrix, agents))
+    figure.set_label(_describe_matrix(figure_title(run, run.title), matrix, agents))
     return figure
 
 
-def _told(title: str, matrix: np.ndarray, agents: pd.DataFrame) -> str:
+def _describe_matrix(title: str, matrix: np.ndarray, agents: pd.DataFrame) -> str:
     """The matrix in words: what the benign agents of each cluster give to whom."""
     rows = agents.sort_values("agent")
     cluster, malicious, own = rows.cluster.to_numpy(), rows.malicious.to_numpy(bool), np.eye(len(rows), dtype=bool)

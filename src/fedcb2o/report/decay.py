@@ -11,12 +11,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
-from fedcb2o.report.figures import LINES
+from fedcb2o.report.figures import LINE_STYLES
 
-BENIGN = ("#0072B2", "#009E73", "#56B4E9", "#7F7F7F")  # a colour a cluster
-MALICIOUS = "#D55E00"
-RUNS_SHOWN = 40
-HUGE = 1e100  # V of particles that fly off; beyond it matplotlib's own arithmetic overflows
+BENIGN_COLOURS = ("#0072B2", "#009E73", "#56B4E9", "#7F7F7F")  # a colour a cluster
+MALICIOUS_COLOUR = "#D55E00"
+_MAX_DRAWN_RUNS = 40
+_MAX_DRAWN_VALUE = 1e100  # V of particles that fly off; beyond it matplotlib's own arithmetic overflows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Decay:
 
     t: np.ndarray
     V: np.ndarray
-    fitted: Sequence[float]
-    window: Sequence[tuple[float, float]]
-    told: str
-    line: np.ndarray | None = None
-    band: tuple[np.ndarray, np.ndarray] | None = None
-    towards: str = "the target"
+    fitted_rates: Sequence[float]
+    fit_windows: Sequence[tuple[float, float]]
+    legend_label: str
+    theory: np.ndarray | None = None
+    theory_bounds: tuple[np.ndarray, np.ndarray] | None = None
+    reference_name: str = "the target"
 
 
 def draw_decay(ax: Axes, decay: Decay) -> None:
@@ -44,52 +44,52 @@ def draw_decay(ax: Axes, decay: Decay) -> None:
     t, clusters = decay.t, decay.V.shape[2]
     lows, highs, starts = [], [], []
     for k in range(clusters):
-        colour = BENIGN[k % len(BENIGN)]
+        colour = BENIGN_COLOURS[k % len(BENIGN_COLOURS)]
         each = decay.V[..., k]
-        each = np.where((each > 0) & (each < HUGE), each, np.nan)
+        each = np.where((each > 0) & (each < _MAX_DRAWN_VALUE), each, np.nan)
         if not np.isfinite(each).any():
             continue
         many = each.shape[1] > 1
         if many:
-            ax.plot(t, each[:, :RUNS_SHOWN], color=colour, linewidth=0.6, alpha=0.3)
+            ax.plot(t, each[:, :_MAX_DRAWN_RUNS], color=colour, linewidth=0.6, alpha=0.3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             middle = np.nanmedian(each, 1)
         name = f"cluster {k + 1}" if clusters > 1 else f"median of {each.shape[1]} runs" if many else "V of the run"
-        start, until = decay.window[k]
-        if np.isfinite(decay.fitted[k]):
-            name += f", fitted rate {decay.fitted[k]:.3g} (dashed, t = {rounded(start)} to {rounded(until)})"
+        start, until = decay.fit_windows[k]
+        if np.isfinite(decay.fitted_rates[k]):
+            name += f", fitted rate {decay.fitted_rates[k]:.3g} (dashed, t = {format_time(start)} to {format_time(until)})"
         ax.plot(t, middle, color=colour, linewidth=2, label=name, zorder=3)
         lows.append(np.nanmin(middle))
         highs.append(np.nanmax(middle))
         starts.append(middle[np.isfinite(middle)][0])
-        told = decay.told if k == 0 else None
-        if decay.band is not None:
-            steep, flat = (each[:, k] for each in decay.band)
+        told = decay.legend_label if k == 0 else None
+        if decay.theory_bounds is not None:
+            steep, flat = (each[:, k] for each in decay.theory_bounds)
             ax.fill_between(t, steep, flat, color="0.87", linewidth=0, label=told, zorder=1)
-        elif decay.line is not None:
-            look: dict[str, Any] = {"color": "0.45", "linestyle": LINES[2], "linewidth": 1.4, "zorder": 2}
-            ax.plot(t, decay.line[:, k], label=told, **look)
+        elif decay.theory is not None:
+            look: dict[str, Any] = {"color": "0.45", "linestyle": LINE_STYLES[2], "linewidth": 1.4, "zorder": 2}
+            ax.plot(t, decay.theory[:, k], label=told, **look)
         kept = (start <= t) & (t <= until) & np.isfinite(middle)
-        if np.isfinite(decay.fitted[k]) and kept.any():
+        if np.isfinite(decay.fitted_rates[k]) and kept.any():
             # Through the middle of the points that it was fitted to.
-            centre = np.mean(np.log(middle[kept]) + decay.fitted[k] * t[kept])
-            look = {"color": MALICIOUS, "linestyle": LINES[1], "linewidth": 1.8, "zorder": 4}
-            ax.plot(t[kept], np.exp(centre - decay.fitted[k] * t[kept]), **look)
-    if decay.line is None:
-        ax.plot([], [], linestyle="none", label=decay.told)
+            centre = np.mean(np.log(middle[kept]) + decay.fitted_rates[k] * t[kept])
+            look = {"color": MALICIOUS_COLOUR, "linestyle": LINE_STYLES[1], "linewidth": 1.8, "zorder": 4}
+            ax.plot(t[kept], np.exp(centre - decay.fitted_rates[k] * t[kept]), **look)
+    if decay.theory is None:
+        ax.plot([], [], linestyle="none", label=decay.legend_label)
     ax.set_yscale("log")
     if lows:
         top = 3 * min(max(highs), 1e10 * starts[0])
         ax.set_ylim(max(min(min(lows) / 3, top / 1000), 1e-300), top)
     ax.yaxis.set_minor_formatter(NullFormatter())
     ax.set_xlim(t[0], max(t[-1], t[0] + 1e-9))
-    ax.set_title(f"(b) Decay of V towards {decay.towards}")
+    ax.set_title(f"(b) Decay of V towards {decay.reference_name}")
     ax.set_xlabel("time t")
     ax.set_ylabel("V, half the mean squared distance")
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), fontsize=8.5, handlelength=2.5)
 
 
-def rounded(t: float) -> str:
+def format_time(t: float) -> str:
     """A time for people."""
     return f"{float(t):.3g}"

@@ -20,8 +20,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import SOMETIMES, Run
-from fedcb2o.report.tables import LABELS, METRICS, by_source_count, labels, pair_statistics
+from fedcb2o.records import OPTIONAL_METRICS, Run
+from fedcb2o.report.tables import LABELS, METRICS, by_source_count, pair_statistics, run_labels
 
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -36,10 +36,10 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "figure.dpi": 150,
 }
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
-LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
+LINE_STYLES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 MARKERS = "osD^vPX*<"  # nine beside eight colours, so that a colour that comes again has another marker
-KINDS = {
+_PEER_KINDS = {
     ("benign", "same"): ("#0072B2", "benign, same cluster"),
     ("malicious", "same"): ("#D55E00", "malicious, same cluster"),
     ("benign", "other"): ("#A6CEE8", "benign, other cluster"),
@@ -57,14 +57,14 @@ class Curve:
 
     name: str
     table: pd.DataFrame
-    switch: int = 0
+    criterion_from_round: int = 0
 
 
 @dataclass(frozen=True)
 class Panels:
     """What draws each panel, in the order of rows; the width and height of one in inches, and how many a row has."""
 
-    each: Sequence[Callable[[Axes], None]]
+    draw_functions: Sequence[Callable[[Axes], None]]
     size: tuple[float, float]
     columns: int
 
@@ -74,7 +74,7 @@ def figure6(*runs: Run) -> Figure:
 
     How often benign agents received each kind of peer, and with what weight.
     """
-    return together(figure6_panels(runs))
+    return draw_panels(peer_panels(runs))
 
 
 def curves(runs: Sequence[Run]) -> Figure:
@@ -82,19 +82,19 @@ def curves(runs: Sequence[Run]) -> Figure:
 
     A thin vertical line marks the round T_G from which a run uses its criterion.
     """
-    return together(curve_panels(curves_of(runs)))
+    return draw_panels(curve_panels(learning_curves(runs)))
 
 
 def source_counts(runs: Sequence[Run]) -> Figure | None:
     """Source accuracy and attack success by how many source-class samples an agent validates on; None without any."""
     panels = source_count_panels(runs)
-    return together(panels) if panels.each else None
+    return draw_panels(panels) if panels.draw_functions else None
 
 
 @mpl.rc_context(STYLE)
-def together(panels: Panels, one: Callable[[Axes], None] | None = None) -> Figure:
+def draw_panels(panels: Panels, single: Callable[[Axes], None] | None = None) -> Figure:
     """A figure of all panels, or of one of them, above a legend of all that they draw."""
-    each = list(panels.each) if one is None else [one]
+    each = list(panels.draw_functions) if single is None else [single]
     columns = min(panels.columns, len(each))
     rows = -(-len(each) // columns)
     width, height = panels.size
@@ -111,33 +111,33 @@ def together(panels: Panels, one: Callable[[Axes], None] | None = None) -> Figur
     return figure
 
 
-def figure6_panels(runs: Sequence[Run]) -> Panels:
+def peer_panels(runs: Sequence[Run]) -> Panels:
     """For each run how often peers are received, and what weight they are given; see `figure6`."""
     found = [pair_statistics(run) for run in runs]
     panels: list[Callable[[Axes], None]] = []
-    for run, label, statistics in zip(runs, labels(runs), found, strict=True):
+    for run, label, statistics in zip(runs, run_labels(runs), found, strict=True):
         for value, what in (("frequency", "how often received"), ("share", "weight given")):
             letter = "abcdefghijklmnopqrstuvwxyz"[len(panels) % 26]
-            chance = _chance(run) if value == "frequency" and len(statistics) else None
-            title = f"({letter}) {title_of(run, label)}: {what}"
-            panels.append(partial(_received, statistics, value, title, chance, _top(found, value)))
+            chance = _chance_frequency(run) if value == "frequency" and len(statistics) else None
+            title = f"({letter}) {figure_title(run, label)}: {what}"
+            panels.append(partial(_draw_peer_kinds, statistics, value, title, chance, _axis_maximum(found, value)))
     return Panels(panels, (4.75, 3.1), 2)
 
 
-def curves_of(runs: Sequence[Run]) -> list[Curve]:
+def learning_curves(runs: Sequence[Run]) -> list[Curve]:
     """What benign agents of each run reached, under its title."""
     benign = (run.records[~run.records.malicious.astype(bool)] for run in runs)
-    named = zip(runs, labels(runs), benign, strict=True)
-    return [Curve(title_of(run, label), table, _switch(run)) for run, label, table in named]
+    named = zip(runs, run_labels(runs), benign, strict=True)
+    return [Curve(figure_title(run, label), table, _criterion_round(run)) for run, label, table in named]
 
 
 def curve_panels(lines: Sequence[Curve]) -> Panels:
     """A panel for each metric over the rounds; see `curves`. Raises RunError if no round was evaluated yet."""
     tables = [line.table for line in lines]
-    shown = [m for m in (*METRICS, *SOMETIMES) if any(m in table and table[m].notna().any() for table in tables)]
+    shown = [m for m in (*METRICS, *OPTIONAL_METRICS) if any(m in table and table[m].notna().any() for table in tables)]
     if not shown:
         raise RunError("no round was evaluated yet: wait for the first `evaluate_every` rounds of the run")
-    return Panels([partial(_curves, lines, metric) for metric in shown], (3.9, 3.8), 3)
+    return Panels([partial(_draw_curves, lines, metric) for metric in shown], (3.9, 3.8), 3)
 
 
 def source_count_panels(runs: Sequence[Run]) -> Panels:
@@ -146,19 +146,19 @@ def source_count_panels(runs: Sequence[Run]) -> Panels:
     bins = sorted({str(name) for table in tables for name in table["samples"]})
     shown = [metric for metric in METRICS[1:] if any(table[metric].notna().any() for table in tables)]
     wide = max(4.6, 0.2 * len(runs) * len(bins))  # inches, for the numbers on the bars
-    panels = [partial(_counts, runs, tables, bins, metric) for metric in shown if bins]
+    panels = [partial(_draw_source_counts, runs, tables, bins, metric) for metric in shown if bins]
     return Panels(panels, (wide, 3.5), 2)
 
 
-def _curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:
+def _draw_curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:
     for i, line in enumerate(lines):
         known = line.table.reindex(columns=["round", "seed", metric]).dropna(subset=metric)
         means = known.groupby(["round", "seed"])[metric].mean().unstack("seed")
         if means.empty:
             continue
         middle, deviation = means.mean(axis="columns"), means.std(axis="columns", ddof=1).fillna(0.0)
-        x, colour = means.index.to_numpy(), COLOURS[i % len(COLOURS)]
-        line_style = LINES[(i + i // len(COLOURS)) % len(LINES)]  # another one when a colour comes again
+        x, colour = means.index.to_numpy(), PALETTE[i % len(PALETTE)]
+        line_style = LINE_STYLES[(i + i // len(PALETTE)) % len(LINE_STYLES)]  # another one when a colour comes again
         look: dict[str, Any] = {"linestyle": line_style, "marker": MARKERS[i % len(MARKERS)]}
         every = max(1, len(x) // 8)
         ax.plot(x, middle, color=colour, markersize=4.5, markevery=every, label=line.name, **look)
@@ -168,9 +168,9 @@ def _curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     low, high = bottom, top = ax.get_ylim()
     if not metric.endswith("loss"):
-        ax.yaxis.set_major_formatter(percent())
+        ax.yaxis.set_major_formatter(percent_formatter())
         bottom, top = max(low, 0), min(high, 1.005)
-    switches = sorted({line.switch for line in lines} - {0})
+    switches = sorted({line.criterion_from_round for line in lines} - {0})
     ax.set_ylim(bottom, top + 0.05 * (high - low) * len(switches))
     for i, switch in enumerate(switches):
         ax.axvline(switch, color="0.35", linewidth=0.8)
@@ -182,38 +182,38 @@ def _curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:
         ax.annotate(f"$T_G = {switch}$", xytext=(3, -2 - 10 * i), va="top", fontsize=8, color="0.35", **where)
 
 
-def _counts(runs: Sequence[Run], tables: Sequence[pd.DataFrame], bins: list[str], metric: str, ax: Axes) -> None:
+def _draw_source_counts(runs: Sequence[Run], tables: Sequence[pd.DataFrame], bins: list[str], metric: str, ax: Axes) -> None:
     width = 0.8 / len(runs)
-    for i, (run, table, label) in enumerate(zip(runs, tables, labels(runs), strict=True)):
+    for i, (run, table, label) in enumerate(zip(runs, tables, run_labels(runs), strict=True)):
         values = table.set_index("samples")[metric].reindex(bins).to_numpy(float)
         x = np.arange(len(bins)) + (i - (len(runs) - 1) / 2) * width
-        ax.bar(x, values, 0.92 * width, color=COLOURS[i % len(COLOURS)], label=title_of(run, label))
-        _numbers(ax, x, values, values)  # a bar of height 0 is seen by its number, one of nobody by none
+        ax.bar(x, values, 0.92 * width, color=PALETTE[i % len(PALETTE)], label=figure_title(run, label))
+        _annotate_values(ax, x, values, values)  # a bar of height 0 is seen by its number, one of nobody by none
     ax.set_title(LABELS[metric])
     ax.set_xlim(-0.5, len(bins) - 0.5)
     ax.set_ylim(0, max(ax.get_ylim()[1], 0.05))
     ax.set_xticks(range(len(bins)), bins)
     ax.tick_params(axis="x", length=0)
     ax.set_xlabel("source-class samples in validation data")
-    ax.yaxis.set_major_formatter(percent())
+    ax.yaxis.set_major_formatter(percent_formatter())
 
 
-def _received(statistics: pd.DataFrame, value: str, title: str, chance: float | None, top: float, ax: Axes) -> None:
+def _draw_peer_kinds(statistics: pd.DataFrame, value: str, title: str, chance: float | None, top: float, ax: Axes) -> None:
     """Grouped bars of one run: a group a cluster of selecting agents, a bar a kind of peer; ± over seeds."""
     clusters = sorted(statistics.cluster.unique())
-    kinds = [kind for kind in KINDS if ((statistics.peer == kind[0]) & (statistics.relation == kind[1])).any()]
+    kinds = [kind for kind in _PEER_KINDS if ((statistics.peer == kind[0]) & (statistics.relation == kind[1])).any()]
     width = min(0.84 / max(len(kinds), 1), 0.3)
     for i, kind in enumerate(kinds):
         mine = statistics[(statistics.peer == kind[0]) & (statistics.relation == kind[1])]
         groups = mine.groupby("cluster")[value]
         means, deviations = groups.mean().reindex(clusters), groups.std(ddof=1).reindex(clusters).fillna(0.0)
         x = np.arange(len(clusters)) + (i - (len(kinds) - 1) / 2) * width
-        colour, name = KINDS[kind]
+        colour, name = _PEER_KINDS[kind]
         ax.bar(x, means, 0.92 * width, color=colour, label=name)
         if deviations.any():
             ax.errorbar(x, means, deviations, fmt="none", ecolor="0.25", elinewidth=1)
         if len(clusters) <= 2:
-            _numbers(ax, x, means, means + deviations)
+            _annotate_values(ax, x, means, means + deviations)
     ax.set_xticks(
         range(len(clusters)),
         [f"cluster {c + 1}\nbenign agents" if len(clusters) <= 2 else f"cluster {c + 1}\nbenign" for c in clusters],
@@ -221,14 +221,14 @@ def _received(statistics: pd.DataFrame, value: str, title: str, chance: float | 
     ax.set_xlim(-0.6, max(len(clusters), 1) - 0.4)
     ax.tick_params(axis="x", length=0)
     if chance is not None:
-        ax.axhline(chance, color="0.35", linewidth=1, linestyle=LINES[2], label="at random", zorder=1.5)
+        ax.axhline(chance, color="0.35", linewidth=1, linestyle=LINE_STYLES[2], label="at random", zorder=1.5)
     ax.set_title(title)
     ax.set_ylabel(f"share of {'rounds' if value == 'frequency' else 'weight'}, per peer")
-    ax.yaxis.set_major_formatter(percent())
+    ax.yaxis.set_major_formatter(percent_formatter())
     ax.set_ylim(0, top)
 
 
-def _top(found: Sequence[pd.DataFrame], value: str) -> float:
+def _axis_maximum(found: Sequence[pd.DataFrame], value: str) -> float:
     """Where the axis of a value ends in all runs: above the highest bar with its deviation."""
     ends = [0.05]
     for statistics in found:
@@ -237,13 +237,13 @@ def _top(found: Sequence[pd.DataFrame], value: str) -> float:
     return 1.14 * max(ends)
 
 
-def _chance(run: Run) -> float:
+def _chance_frequency(run: Run) -> float:
     """How often choosing at random would receive a given peer."""
     agents, peers = run.config.get("agents", {}), len(run.agents) / len(run.seeds) - 1
     return float(agents.get("budget", np.nan) * agents.get("participation", 1.0) / peers)
 
 
-def _numbers(ax: Axes, x: Iterable[float], values: Iterable[float], tops: Iterable[float]) -> None:
+def _annotate_values(ax: Axes, x: Iterable[float], values: Iterable[float], tops: Iterable[float]) -> None:
     """Values in percent over bars that end at `tops`; none for what is not a number."""
     look: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "0.2"}
     look["bbox"] = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
@@ -253,18 +253,18 @@ def _numbers(ax: Axes, x: Iterable[float], values: Iterable[float], tops: Iterab
             ax.annotate(text, (at, top), xytext=(0, 2), textcoords="offset points", **look)
 
 
-def percent() -> FuncFormatter:
+def percent_formatter() -> FuncFormatter:
     """Ticks of fractions in percent, with decimals only where they are needed."""
     return FuncFormatter(lambda value, _: f"{100 * value:g}%")
 
 
-def _switch(run: Run) -> int:
+def _criterion_round(run: Run) -> int:
     """T_G, where the run's criterion switches; else 0."""
     return int(run.config.get("algorithm", {}).get("criterion_from_round") or 0)
 
 
-def title_of(run: Run, label: str) -> str:
+def figure_title(run: Run, label: str) -> str:
     """A title for a figure, with T_G set as in the paper, and added where the run's title does not tell it."""
-    if _switch(run) and "T_G" not in label:
-        label += f" (T_G = {_switch(run)})"
+    if _criterion_round(run) and "T_G" not in label:
+        label += f" (T_G = {_criterion_round(run)})"
     return re.sub(r"T_G( ?= ?(\d+))?", lambda m: f"$T_G = {m[2]}$" if m[2] else "$T_G$", label.replace("$", r"\$"))

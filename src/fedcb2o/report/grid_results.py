@@ -13,26 +13,26 @@ import numpy as np
 import pandas as pd
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.plugins import nearest
-from fedcb2o.records import EVALUATED, Run, last_fifth, read_cells, read_sealed, read_toml
+from fedcb2o.plugins import did_you_mean
+from fedcb2o.records import EVALUATED_METRICS, Run, last_fifth, read_cells, read_json_with_checksum, read_toml
 
-KEYS = ["setting", "defence", "attack", "role", "floor", "seed"]
-ENDS = ("", "_worst", "_worst_tenth")
-MEASURES = [
-    *(metric + end for metric in EVALUATED for end in ENDS),
+KEY_COLUMNS = ["setting", "defence", "attack", "role", "floor", "seed"]
+_SUMMARY_SUFFIXES = ("", "_worst", "_worst_tenth")
+RUN_METRICS = [
+    *(metric + end for metric in EVALUATED_METRICS for end in _SUMMARY_SUFFIXES),
     "malicious_weight", "malicious_received", "malicious_most", "f_exceeded",
     "other_cluster_weight", "other_cluster_received", "own_weight", "seconds", "megabytes",
 ]  # fmt: skip
 """What is measured in every run; beside these, `EVALUATED` in each cluster, such as accuracy_cluster_1."""
 
-DIGITS = 5
+_SIGNIFICANT_DIGITS = 5
 """Of a measure, which is a mean over agents and samples: more than any table shows, and few enough to keep the rows of
 large grids under version control."""
 
-FLOORS = {"clean": "Attackers clean", "removed": "Attackers removed"}
+BASELINES = {"clean": "Attackers clean", "removed": "Attackers removed"}
 """The columns of what a defence reaches without attack, by what malicious agents do."""
 
-UNTIMED = ("evaluate", "checkpoint")
+UNTIMED_PHASES = ("evaluate", "checkpoint")
 """The phases of a round that its seconds leave out."""
 
 
@@ -73,7 +73,7 @@ class GridResults:
         """The seeds of every cell."""
         return [*self.table["seeds"]]
 
-    def seeds_of(self, defence: str) -> list[int]:
+    def defence_seeds(self, defence: str) -> list[int]:
         """Those that a defence is run with, which may be fewer."""
         return [*self.table["defences"][defence].get("seeds", self.seeds)]
 
@@ -87,14 +87,14 @@ class GridResults:
         """The defence that the others are compared with: the grid's, else the first."""
         return str(self.table.get("reference") or self.defences[0])
 
-    def algorithm(self, defence: str) -> str:
+    def algorithm_name(self, defence: str) -> str:
         """The name of a defence's algorithm."""
         table = {**self.table.get("algorithm", {}), **self.table["defences"][defence].get("algorithm", {})}
         return str(table.get("name"))
 
     def summary_csv(self) -> str:
         """The rows as CSV: with grid.toml, all that a report needs."""
-        return self.rows.to_csv(index=False, float_format=f"%.{DIGITS}g")
+        return self.rows.to_csv(index=False, float_format=f"%.{_SIGNIFICANT_DIGITS}g")
 
 
 def is_grid(folder: Path) -> bool:
@@ -108,24 +108,24 @@ def read_grid(folder: Path, reference: str | None = None) -> GridResults:
     `reference` is the defence that the others are compared with, if not the grid's own. Raises RunError where the
     folder holds neither, or cannot be read, and ConfigError where the grid has no such defence.
     """
-    table = _toml(folder / "grid.toml")
+    table = _read_definition(folder / "grid.toml")
     if reference is not None:
         if reference not in table["defences"]:
-            like, known = nearest(reference, table["defences"]), ", ".join(table["defences"])
+            like, known = did_you_mean(reference, table["defences"]), ", ".join(table["defences"])
             raise ConfigError(f"{folder} has no defence `{reference}`.{like} It has: {known}")
         table["reference"] = reference
-    tuned = read_sealed(folder / "tuning.json") if (folder / "tuning.json").is_file() else {}
+    tuned = read_json_with_checksum(folder / "tuning.json") if (folder / "tuning.json").is_file() else {}
     chosen = {defence: choice for defence, choice in tuned.items() if defence in table["defences"]}
     if (folder / "cells.json").is_file():
-        rows = _from_runs(folder, read_cells(folder / "cells.json"), table["seeds"])
+        rows = _rows_from_runs(folder, read_cells(folder / "cells.json"), table["seeds"])
     elif (folder / "summary.csv").is_file():
-        rows = _from_csv(folder / "summary.csv")
+        rows = _rows_from_csv(folder / "summary.csv")
     else:
         raise RunError(f"{folder} holds a grid.toml, but no run and no summary.csv: fedcb2o bench runs the grid")
     return GridResults(folder, table, chosen, rows)
 
 
-def _toml(path: Path) -> dict[str, Any]:
+def _read_definition(path: Path) -> dict[str, Any]:
     try:
         table = read_toml(path)
         for key, kind in (("defences", dict), ("attacks", dict), ("seeds", list)):
@@ -136,78 +136,78 @@ def _toml(path: Path) -> dict[str, Any]:
     return table
 
 
-def _from_runs(folder: Path, cells: list[dict[str, Any]], seeds: list[int]) -> pd.DataFrame:
+def _rows_from_runs(folder: Path, cells: list[dict[str, Any]], seeds: list[int]) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for cell in cells:
         if cell["kind"] == "tuning":
             continue
         keys = {"setting": cell["setting"], "defence": cell["defence"], "attack": cell["attack"] or ""}
-        keys["role"] = cell["kind"] if cell["kind"] in FLOORS else "attack"
-        keys["floor"] = cell["folder"].rpartition("/")[2] if cell["kind"] in FLOORS else cell["floor"] or ""
-        measured = measures(folder / cell["folder"], cell["rounds"])
+        keys["role"] = cell["kind"] if cell["kind"] in BASELINES else "attack"
+        keys["floor"] = cell["folder"].rpartition("/")[2] if cell["kind"] in BASELINES else cell["floor"] or ""
+        measured = _metrics_by_seed(folder / cell["folder"], cell["rounds"])
         for seed in seeds:
             if seed in measured:
                 rows.append({**keys, "seed": seed, **measured[seed], "error": ""})
             elif cell["error"]:
                 rows.append({**keys, "seed": seed, "error": cell["error"]})
-    return _ordered(pd.DataFrame(rows, columns=None if rows else [*KEYS, *MEASURES, "error"]))
+    return _order_columns(pd.DataFrame(rows, columns=None if rows else [*KEY_COLUMNS, *RUN_METRICS, "error"]))
 
 
-def measured(rows: pd.DataFrame) -> list[str]:
+def metric_names(rows: pd.DataFrame) -> list[str]:
     """The names of the measures that rows have, of single clusters and others among them."""
-    return [str(name) for name in rows if name not in (*KEYS, "error")]
+    return [str(name) for name in rows if name not in (*KEY_COLUMNS, "error")]
 
 
-def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
-    clusters = [name for name in measured(rows) if name not in MEASURES]
-    rows = rows.reindex(columns=[*KEYS, *MEASURES, *clusters, "error"])
-    return rows.astype(dict.fromkeys(measured(rows), float))
+def _order_columns(rows: pd.DataFrame) -> pd.DataFrame:
+    clusters = [name for name in metric_names(rows) if name not in RUN_METRICS]
+    rows = rows.reindex(columns=[*KEY_COLUMNS, *RUN_METRICS, *clusters, "error"])
+    return rows.astype(dict.fromkeys(metric_names(rows), float))
 
 
-def _from_csv(path: Path) -> pd.DataFrame:
+def _rows_from_csv(path: Path) -> pd.DataFrame:
     try:
         rows = pd.read_csv(path, dtype=str, keep_default_na=False)
-        numbers = rows.drop(columns=[*KEYS[:-1], "error"]).apply(pd.to_numeric)
-        return _ordered(rows.assign(**{str(name): numbers[name] for name in numbers}).astype({"seed": int}))
+        numbers = rows.drop(columns=[*KEY_COLUMNS[:-1], "error"]).apply(pd.to_numeric)
+        return _order_columns(rows.assign(**{str(name): numbers[name] for name in numbers}).astype({"seed": int}))
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"{path} cannot be read ({error}): restore it") from error
 
 
-def measures(folder: Path, rounds: int) -> dict[int, dict[str, float]]:
+def _metrics_by_seed(folder: Path, rounds: int) -> dict[int, dict[str, float]]:
     """The measures of each seed of a run that has done all of its rounds."""
     if not (folder / "config.toml").is_file():
         return {}
     run = Run(folder)
     ended = {seed: run.summary_of(seed) for seed in run.seeds}
     return {
-        seed: _measures(run, seed, summary)
+        seed: _seed_metrics(run, seed, summary)
         for seed, summary in ended.items()
         if summary is not None and summary["rounds"] >= rounds
     }
 
 
-def _measures(run: Run, seed: int, summary: Mapping[str, Any]) -> dict[str, float]:
+def _seed_metrics(run: Run, seed: int, summary: Mapping[str, Any]) -> dict[str, float]:
     """One seed's measures, over benign agents: scores at the last round, what is received in the last fifth of the
     rounds, seconds and megabytes over all rounds; to `DIGITS`."""
     known = run.records_of(seed)
     benign = known[~known.malicious.to_numpy()]
     last = benign[benign["round"].to_numpy() == summary["round"]]
-    of, scores = last.cluster.to_numpy(), {name: summary[name] for name in MEASURES if name in summary}
+    of, scores = last.cluster.to_numpy(), {name: summary[name] for name in RUN_METRICS if name in summary}
     clusters = {
         f"{metric}_cluster_{k + 1}": float(last[metric].to_numpy()[of == k].mean())
-        for metric in EVALUATED
+        for metric in EVALUATED_METRICS
         for k in sorted(set(of))
     }
-    timing = run.timing[run.timing.seed == seed].drop(columns=["seed", "round", *UNTIMED], errors="ignore")
+    timing = run.timing[run.timing.seed == seed].drop(columns=["seed", "round", *UNTIMED_PHASES], errors="ignore")
     sent = {
         "seconds": float(timing.sum(axis="columns").mean()),
         "megabytes": float(benign.answered.mean() * 4 * run.about(seed)["dim"] / 1e6),
     }
-    found = {**scores, **_received(run, seed), **sent, **clusters}
-    return {name: float(f"{value:.{DIGITS}g}") for name, value in found.items() if value is not None}
+    found = {**scores, **_received_statistics(run, seed), **sent, **clusters}
+    return {name: float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for name, value in found.items() if value is not None}
 
 
-def _received(run: Run, seed: int) -> dict[str, float]:
+def _received_statistics(run: Run, seed: int) -> dict[str, float]:
     """What benign agents receive, and what weight it has: from malicious peers, from other clusters, their own.
 
     Shares are of received models; weights are in m_j, means over agents and rounds, NaN where a rule gives none.

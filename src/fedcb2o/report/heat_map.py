@@ -17,23 +17,23 @@ from matplotlib.patches import Rectangle
 
 from fedcb2o.report.figures import STYLE
 
-WIDTH, HEIGHT, GAP = 0.56, 0.42, 0.25  # of a cell in inches, and of a gap between columns in cells
-LONGEST = 40  # characters of a name
-SCALE = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0), (0.0, 0.28, 0.5, 0.75, 0.9, 1.0)  # points that are worse, and how dark
+_CELL_WIDTH, _CELL_HEIGHT, _COLUMN_GAP = 0.56, 0.42, 0.25  # of a cell in inches, and of a gap between columns in cells
+MAX_NAME_LENGTH = 40  # characters of a name
+_SHADE_SCALE = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0), (0.0, 0.28, 0.5, 0.75, 0.9, 1.0)  # points that are worse, and how dark
 
 
 @mpl.rc_context(STYLE)
-def heat_map(
+def draw_heat_map(
     means: pd.DataFrame,
-    halves: pd.DataFrame,
+    half_widths: pd.DataFrame,
     shades: pd.DataFrame,
     *,
     colours: str = "Oranges",
     signed: bool = False,
     bold: pd.DataFrame | None = None,
     failed: pd.DataFrame | None = None,
-    noted: pd.DataFrame | None = None,
-    apart: Collection[str] = (),
+    marked: pd.DataFrame | None = None,
+    separated: Collection[str] = (),
 ) -> Figure:
     """Rows by columns of fractions, in percent: the mean in every cell, half of its interval below it.
 
@@ -42,11 +42,11 @@ def heat_map(
     stand a little apart from the others.
     """
     values, names = means.to_numpy(float), list(means.columns)
-    spreads, dark = halves.to_numpy(float), darkness(shades).to_numpy(float)
-    parted = [i > 0 and (names[i] in apart) != (names[i - 1] in apart) for i in range(len(names))]
-    x = [j + GAP * sum(parted[: j + 1]) for j in range(len(names))]
-    inches = (x[-1] + 1) * WIDTH + 0.085 * max(map(len, _short(means.index))) + 0.6, (len(means) + 0.2) * HEIGHT
-    figure = Figure(figsize=(inches[0], inches[1] + 0.06 * max(map(len, _short(names))) + 0.4), layout="constrained")
+    spreads, dark = half_widths.to_numpy(float), shade_intensity(shades).to_numpy(float)
+    parted = [i > 0 and (names[i] in separated) != (names[i - 1] in separated) for i in range(len(names))]
+    x = [j + _COLUMN_GAP * sum(parted[: j + 1]) for j in range(len(names))]
+    inches = (x[-1] + 1) * _CELL_WIDTH + 0.085 * max(map(len, _shorten(means.index))) + 0.6, (len(means) + 0.2) * _CELL_HEIGHT
+    figure = Figure(figsize=(inches[0], inches[1] + 0.06 * max(map(len, _shorten(names))) + 0.4), layout="constrained")
     ax = figure.subplots()
     palette = mpl.colormaps[colours]
     for (i, j), value in np.ndenumerate(values):
@@ -56,13 +56,13 @@ def heat_map(
         ink = "white" if _luminance(colour) < 0.45 else "0.1"
         if known:
             heavy = bold is not None and bool(bold.iloc[i, j])
-            mark = "†" if noted is not None and bool(noted.iloc[i, j]) else ""
-            _number(ax, (x[j] + 0.5, float(i)), value, float(spreads[i, j]), ink, signed, heavy, mark)
+            mark = "†" if marked is not None and bool(marked.iloc[i, j]) else ""
+            _draw_number(ax, (x[j] + 0.5, float(i)), value, float(spreads[i, j]), ink, signed, heavy, mark)
         elif failed is not None and bool(failed.iloc[i, j]):
             ax.text(x[j] + 0.5, i + 0.5, "failed", ha="center", va="center", fontsize=7, color="0.35", style="italic")
     ax.set(xlim=(0, x[-1] + 1), ylim=(len(means), 0))
-    ax.set_xticks([each + 0.5 for each in x], _short(names), rotation=38, ha="left", rotation_mode="anchor")
-    ax.set_yticks(np.arange(len(means)) + 0.5, _short(means.index))
+    ax.set_xticks([each + 0.5 for each in x], _shorten(names), rotation=38, ha="left", rotation_mode="anchor")
+    ax.set_yticks(np.arange(len(means)) + 0.5, _shorten(means.index))
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     ax.grid(visible=False)
@@ -70,7 +70,7 @@ def heat_map(
     return figure
 
 
-def _number(
+def _draw_number(
     ax: Axes, top: tuple[float, float], mean: float, half: float, ink: str, signed: bool, heavy: bool, mark: str
 ) -> None:
     """A mean in percent, and half of its interval below where there is one."""
@@ -84,9 +84,9 @@ def _number(
         ax.text(x, y + 0.76, f"±{100 * half:.1f}", fontsize=6.5, **look)
 
 
-def darkness(shades: pd.DataFrame) -> pd.DataFrame:
+def shade_intensity(shades: pd.DataFrame) -> pd.DataFrame:
     """How far along the colours: from 0 to 1, with the sign of the shade."""
-    return shades.map(lambda shade: np.sign(shade) * np.interp(abs(shade), *SCALE)).astype(float)
+    return shades.map(lambda shade: np.sign(shade) * np.interp(abs(shade), *_SHADE_SCALE)).astype(float)
 
 
 def _luminance(colour: tuple[float, ...]) -> float:
@@ -94,6 +94,6 @@ def _luminance(colour: tuple[float, ...]) -> float:
     return float(np.dot(colour[:3], (0.2126, 0.7152, 0.0722)))
 
 
-def _short(names: Collection[object]) -> list[str]:
-    texts = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in map(str, names)]
+def _shorten(names: Collection[object]) -> list[str]:
+    texts = [name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 1]}…" for name in map(str, names)]
     return [text.replace("$", r"\$") for text in texts]  # no formula

@@ -15,10 +15,10 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from fedcb2o.report.alt_text import told
+from fedcb2o.report.alt_text import describe_figure
 from fedcb2o.report.table_formats import html_text, to_html
 
-LOOK = """
+STYLESHEET = """
 :root { color-scheme: light dark; --ink: #1d1d1f; --paper: #fff; --dim: #62626a; --line: #e4e4e8;
         --link: #0060a8; --worse: 213 94 0; --better: 140 110 190; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e9e9ec; --paper: #17181b; --dim: #a3a3ab; --line: #37383d;
@@ -59,7 +59,7 @@ sub { font-size: .7em; line-height: 0; } details { margin: .5rem 0; } summary { 
         th, td { padding: .3rem; } .many tbody th { max-width: 7.5rem; overflow-wrap: break-word; } }
 """
 
-SORT = """
+SORT_SCRIPT = """
 // A click on a heading sorts by it: ascending, descending, as it was. What is no number comes last.
 for (const th of document.querySelectorAll("thead th")) {
   const body = th.closest("table").tBodies[0], rows = [...body.rows], button = document.createElement("button");
@@ -86,28 +86,28 @@ for (const th of document.querySelectorAll("thead th")) {
   };
 }
 """
-DIGEST = base64.b64encode(hashlib.sha256(SORT.encode()).digest()).decode()
-POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"
-TOP = 2  # the level of the headings below the title
-PIXELS = 100  # of the page for an inch of a figure
-SMALLEST, PHONE = 0.6, 360  # a figure is shrunk to this share of its size, then scrolls; the pixels of a narrow page
-BARE = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # metadata that an SVG does without
+_SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(SORT_SCRIPT.encode()).digest()).decode()
+_CONTENT_POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{_SCRIPT_DIGEST}'"
+TOP_LEVEL = 2  # the level of the headings below the title
+_PIXELS_PER_INCH = 100  # of the page for an inch of a figure
+_MIN_FIGURE_SCALE, _NARROW_PIXELS = 0.6, 360  # a figure is shrunk to this share of its size, then scrolls; the pixels of a narrow page
+_EMPTY_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # metadata that an SVG does without
 
 
-def document(title: str, body: Sequence[str], contents: Sequence[tuple[int, str, str]] = ()) -> str:
+def render_document(title: str, body: Sequence[str], contents: Sequence[tuple[int, str, str]] = ()) -> str:
     """A whole page under its title, from the parts of its body, which are HTML.
 
     `contents` are its headings: their levels from 2 on, what they say, and their ids.
     """
     head = (
-        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{LOOK}</style>'
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_CONTENT_POLICY}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLESHEET}</style>'
     )
     start = f'<!doctype html>\n<html lang="en"><head><title>{html.escape(title)}</title>{head}</head>'
     inside = "\n".join(["<main>", *body, "</main>"])
     if contents:
         inside = f'{_contents(contents)}\n{inside}\n<a class="up" href="#contents">Contents</a>'
-    return f"{start}\n<body><h1>{html_text(title)}</h1>\n{inside}\n<script>{SORT}</script></body></html>\n"
+    return f"{start}\n<body><h1>{html_text(title)}</h1>\n{inside}\n<script>{SORT_SCRIPT}</script></body></html>\n"
 
 
 def _contents(headings: Sequence[tuple[int, str, str]]) -> str:
@@ -115,7 +115,7 @@ def _contents(headings: Sequence[tuple[int, str, str]]) -> str:
     tree: list[tuple[str, list[str]]] = []
     for level, text, where in headings:
         link = f'<a href="#{where}">{html_text(text)}</a>'
-        if level == TOP:
+        if level == TOP_LEVEL:
             tree.append((link, []))
         else:
             tree[-1][1].append(f"<li>{link}</li>")
@@ -123,58 +123,58 @@ def _contents(headings: Sequence[tuple[int, str, str]]) -> str:
     return f'<nav id="contents" aria-label="Contents"><ul>{items}</ul></nav>'
 
 
-def heading(level: int, text: str, where: str) -> str:
+def heading_html(level: int, text: str, where: str) -> str:
     """A heading that can be linked to."""
     return f'<h{level} id="{where}">{html_text(text)}</h{level}>'
 
 
-def note(text: str) -> str:
+def caption_html(text: str) -> str:
     """What is said of a table or a figure, below it."""
     return f'<p class="note">{html_text(text)}</p>'
 
 
-def framed(table: pd.DataFrame, name: str, shades: pd.DataFrame | None = None) -> str:
+def scrollable_table(table: pd.DataFrame, name: str, shades: pd.DataFrame | None = None) -> str:
     """A table in a frame that scrolls where it is too wide, by keys too; `name` is what a screen reader calls it."""
     name, many = html.escape(name, quote=True), " many" * (table.shape[1] > 6)
     return f'<div class="scroll{many}" role="region" aria-label="{name}" tabindex="0">{to_html(table, shades)}</div>'
 
 
-def png(figure: Figure) -> bytes:
+def to_png(figure: Figure) -> bytes:
     """A figure as a file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=200)
     return buffer.getvalue()
 
 
-def svg(figure: Figure, name: str) -> str:
+def _to_svg(figure: Figure, name: str) -> str:
     """A figure as a part of a page, in the page's own ink; `name` tells its ids from those of other figures."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", dpi=2 * PIXELS, metadata=BARE)
+        figure.savefig(buffer, format="svg", dpi=2 * _PIXELS_PER_INCH, metadata=_EMPTY_METADATA)
     text = buffer.getvalue()
     text = re.sub(r"<!--.*?-->|\n\s*", lambda m: " " if m[0].isspace() else "", text[text.index("<svg") :], flags=re.S)
     text = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"{name}-", text)
-    text = re.sub(r"#([0-9a-f]{2})\1\1\b", lambda m: _grey(int(m[1], 16) / 255), text)
+    text = re.sub(r"#([0-9a-f]{2})\1\1\b", lambda m: _css_grey(int(m[1], 16) / 255), text)
     width, height = figure.get_size_inches()
-    sizes = f"max-width: {PIXELS * width:.0f}px; min-width: {SMALLEST * PIXELS * width:.0f}px"
+    sizes = f"max-width: {_PIXELS_PER_INCH * width:.0f}px; min-width: {_MIN_FIGURE_SCALE * _PIXELS_PER_INCH * width:.0f}px"
     start = (
-        f'<svg role="img" aria-label="{html.escape(told(figure), quote=True)}" '
+        f'<svg role="img" aria-label="{html.escape(describe_figure(figure), quote=True)}" '
         f'viewBox="0 0 {72 * width:g} {72 * height:g}" style="{sizes}">'
     )
     return start + text[text.index(">") + 1 :].strip()
 
 
-def side_by_side(figures: Sequence[Figure], name: str) -> str:
+def figure_row(figures: Sequence[Figure], name: str) -> str:
     """Figures in a row as far as there is room, else one below the other; `name` as in `svg`."""
     shown = []
     for i, figure in enumerate(figures, start=1):
-        width = PIXELS * figure.get_figwidth()
-        wide = ' class="scroll" tabindex="0"' if SMALLEST * width > PHONE else ""
-        shown.append(f'<div{wide} style="width: {width:.0f}px">{svg(figure, f"{name}-{i}")}</div>')
+        width = _PIXELS_PER_INCH * figure.get_figwidth()
+        wide = ' class="scroll" tabindex="0"' if _MIN_FIGURE_SCALE * width > _NARROW_PIXELS else ""
+        shown.append(f'<div{wide} style="width: {width:.0f}px">{_to_svg(figure, f"{name}-{i}")}</div>')
     return f'<div class="panels">{"".join(shown)}</div>'
 
 
-def _grey(brightness: float) -> str:
+def _css_grey(brightness: float) -> str:
     """A grey as a mix of ink and paper."""
     share = round(100 * (1 - brightness))
     return {0: "var(--paper)", 100: "var(--ink)"}.get(share, f"color-mix(in srgb, var(--ink) {share}%, var(--paper))")

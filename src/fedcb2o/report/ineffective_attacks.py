@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from fedcb2o.report.statistics import CONFIDENCE, half_width, statistics
+from fedcb2o.report.statistics import CONFIDENCE, interval_half_width, seed_statistics
 
-HARMS = ("lost", "success")
+_HARM_METRICS = ("lost", "success")
 """The measures of what an attack does, in the columns of `scored` that there are: 0 or less is nothing."""
 
 
@@ -16,15 +16,15 @@ def harm_bounds(rows: pd.DataFrame, attacks: Sequence[str]) -> pd.DataFrame:
 
     What has a single seed has no interval, and is left out.
     """
-    found = pd.concat([statistics(rows, name) for name in HARMS if name in rows])
+    found = pd.concat([seed_statistics(rows, name) for name in _HARM_METRICS if name in rows])
     found = found[found.index.get_level_values("attack").isin(attacks)].dropna(subset="deviation")
     count = found.groupby("attack")["mean"].transform("size")
-    half = half_width(found.seeds, found.deviation, 1 - (1 - CONFIDENCE) / count)
+    half = interval_half_width(found.seeds, found.deviation, 1 - (1 - CONFIDENCE) / count)
     ends = pd.DataFrame({"low": found["mean"] - half, "high": found["mean"] + half}).groupby("attack")
     return ends.max().assign(intervals=ends.size()).reindex([name for name in attacks if name in ends.groups])
 
 
-def quiet(rows: pd.DataFrame, attacks: Sequence[str]) -> Iterator[str]:
+def ineffective_attack_notes(rows: pd.DataFrame, attacks: Sequence[str]) -> Iterator[str]:
     """A sentence, without its stop, for each attack that is not shown to do anything to anybody."""
     for name, row in harm_bounds(rows, attacks).iterrows():
         if row.low <= 0:

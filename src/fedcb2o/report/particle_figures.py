@@ -24,13 +24,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from fedcb2o.report.decay import BENIGN, MALICIOUS, Decay, draw_decay, rounded
-from fedcb2o.report.figures import LINES, STYLE
-from fedcb2o.report.html import LOOK
+from fedcb2o.report.decay import BENIGN_COLOURS, MALICIOUS_COLOUR, Decay, draw_decay, format_time
+from fedcb2o.report.figures import LINE_STYLES, STYLE
+from fedcb2o.report.html import STYLESHEET
 
-UPPER, TARGET, MINIMISERS = "#CC79A7", "#F0E442", "0.15"
-GREYS = ListedColormap(mpl.colormaps["Greys"](np.linspace(0.55, 0.0, 256)))  # dark is low, and black text still reads
-LOWEST = 0.01  # share of the square shown as "lowest L": what is seen of the minimisers of L
+_UPPER_COLOUR, _TARGET_COLOUR, _MINIMISER_COLOUR = "#CC79A7", "#F0E442", "0.15"
+_GREYS = ListedColormap(mpl.colormaps["Greys"](np.linspace(0.55, 0.0, 256)))  # dark is low, and black text still reads
+_MINIMISER_SHARE = 0.01  # share of the square shown as "lowest L": what is seen of the minimisers of L
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,32 +58,32 @@ class Scene:
     dim: int
     box: tuple[float, float]
     grid: np.ndarray | None
-    lower: np.ndarray | None
-    upper: np.ndarray | None
+    lower_values: np.ndarray | None
+    upper_values: np.ndarray | None
     times: np.ndarray
     theta: np.ndarray
     cluster: np.ndarray
     theta_m: np.ndarray
     m: np.ndarray
-    answers: np.ndarray
+    final_points: np.ndarray
     target: np.ndarray | None
     decay: Decay
 
 
 @mpl.rc_context(STYLE)
-def landscape(scene: Scene) -> Figure:
+def draw_landscape(scene: Scene) -> Figure:
     """The two panels: the particles on the landscape at several times, and the decay of V."""
     figure = Figure(figsize=(10.6, 5.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.12, 1.0))
     figure.suptitle(scene.title, x=0.01, ha="left", fontsize=11)
-    _background(left, scene)
-    shown = _moments(scene)
+    _draw_background(left, scene)
+    shown = _selected_frames(scene)
     for frame, opacity in zip(shown, np.linspace(0.22, 1.0, len(shown)), strict=True):
         last = frame == shown[-1]
-        _particles(left, scene, frame, opacity, f"t = {rounded(scene.times[frame])}", 14.0 if last else 11.0)
-    _paths(left, scene, len(scene.times))
-    _ends(left, scene)
-    _finish(
+        _draw_particles(left, scene, frame, opacity, f"t = {format_time(scene.times[frame])}", 14.0 if last else 11.0)
+    _draw_consensus_paths(left, scene, len(scene.times))
+    _draw_final_points(left, scene)
+    _finish_axes(
         left,
         scene,
         "(a) Landscape" if scene.dim <= 2 else f"(a) The first two of {scene.dim} coordinates, without landscape",
@@ -93,13 +93,13 @@ def landscape(scene: Scene) -> Figure:
 
 
 @mpl.rc_context(STYLE)
-def animate(scene: Scene, path: Path, *, frames: int = 48, fps: int = 12) -> None:
+def write_animation(scene: Scene, path: Path, *, frames: int = 48, fps: int = 12) -> None:
     """Write the landscape with moving particles: a GIF, or an HTML page with its player, by the path's ending."""
     figure = Figure(figsize=(5.8, 5.6), layout="constrained", dpi=80)
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
-    _background(axes, scene)
-    _finish(axes, scene, "", legend=False)
+    _draw_background(axes, scene)
+    _finish_axes(axes, scene, "", legend=False)
     wrapped = [textwrap.fill(line, 78) for line in scene.title.splitlines()]
     axes.set_title("\n".join(wrapped), fontsize=8.5)
     # What does not move is drawn once, into a picture that lies behind every frame.
@@ -117,10 +117,10 @@ def animate(scene: Scene, path: Path, *, frames: int = 48, fps: int = 12) -> Non
         for artist in drawn:
             artist.remove()
         drawn[:] = [
-            *_particles(axes, scene, frame, 0.9, "", 12.0),
-            *_paths(axes, scene, frame + 1),
-            *_ends(axes, scene, answers=False),
-            axes.text(0.02, 0.02, f"t = {rounded(scene.times[frame])}", transform=axes.transAxes, bbox=_PAPER),
+            *_draw_particles(axes, scene, frame, 0.9, "", 12.0),
+            *_draw_consensus_paths(axes, scene, frame + 1),
+            *_draw_final_points(axes, scene, with_final_points=False),
+            axes.text(0.02, 0.02, f"t = {format_time(scene.times[frame])}", transform=axes.transAxes, bbox=_PAPER),
         ]
         return drawn
 
@@ -136,21 +136,21 @@ def animate(scene: Scene, path: Path, *, frames: int = 48, fps: int = 12) -> Non
     player = re.sub(r"<link[^>]*>", "", player)  # icons from the network: the page stands alone
     for name, icon in _ICONS.items():
         player = player.replace(f'<i class="fa {name}"></i>', icon)
-    player = player.replace("<img ", f'<img alt="{html.escape(_told(scene), quote=True)}" ')
+    player = player.replace("<img ", f'<img alt="{html.escape(_describe_animation(scene), quote=True)}" ')
     player = player.replace('type="range"', 'type="range" aria-label="Frame"')
-    page = _PAGE.format(title=html.escape(scene.title.splitlines()[0]), look=LOOK, player=player)
+    page = _PAGE.format(title=html.escape(scene.title.splitlines()[0]), look=STYLESHEET, player=player)
     path.write_text(page, encoding="utf-8")
 
 
-def _told(scene: Scene) -> str:
+def _describe_animation(scene: Scene) -> str:
     """The animation in words: where the consensus points go, and where they should."""
-    ways = [f"from {_point(way[0])} to {_point(way[-1])}" for way in scene.m.swapaxes(0, 1)]
-    targets = "" if scene.target is None else f"; the target is {', '.join(map(_point, scene.target))}"
-    until = rounded(scene.times[-1])
+    ways = [f"from {_format_point(way[0])} to {_format_point(way[-1])}" for way in scene.m.swapaxes(0, 1)]
+    targets = "" if scene.target is None else f"; the target is {', '.join(map(_format_point, scene.target))}"
+    until = format_time(scene.times[-1])
     return f"Particles on the landscape until t = {until}; the consensus point goes {', '.join(ways)}{targets}."
 
 
-def _point(point: np.ndarray) -> str:
+def _format_point(point: np.ndarray) -> str:
     return f"({', '.join(f'{value:.3g}' for value in point)})"
 
 
@@ -174,97 +174,97 @@ _ICONS = {  # of letters that every font has
 _PAPER = {"boxstyle": "square,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 
 
-def _background(ax: Axes, scene: Scene) -> None:
+def _draw_background(ax: Axes, scene: Scene) -> None:
     """L in grey, where it is lowest in black, and G as lines; for d = 1 both as graphs."""
-    if scene.grid is None or scene.lower is None:
+    if scene.grid is None or scene.lower_values is None:
         return
     if scene.dim == 1:
-        _graphs(ax, scene)
+        _draw_graphs(ax, scene)
         return
-    lower = np.ma.masked_invalid(scene.lower)
+    lower = np.ma.masked_invalid(scene.lower_values)
     every = lower.min(0)
     above = every - every.min()
-    low, high = np.quantile(above.compressed(), [LOWEST, 1.0])
+    low, high = np.quantile(above.compressed(), [_MINIMISER_SHARE, 1.0])
     wide = high > 50 * low > 0
     norm: Any = LogNorm(low, high) if wide else Normalize(0, high)
     levels: Any = np.geomspace(low, high, 15) if wide else np.linspace(0, high, 15)
-    filled = ax.contourf(scene.grid, scene.grid, np.maximum(above, levels[0]), levels, cmap=GREYS, norm=norm)
+    filled = ax.contourf(scene.grid, scene.grid, np.maximum(above, levels[0]), levels, cmap=_GREYS, norm=norm)
     bar = ax.figure.colorbar(filled, ax=ax, shrink=0.7, pad=0.02, label="L − min L", aspect=30)
     bar.ax.yaxis.set_major_locator(LogLocator(numticks=6) if wide else MaxNLocator(5))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
     for own in lower:
-        level = np.quantile(own.compressed(), LOWEST)
+        level = np.quantile(own.compressed(), _MINIMISER_SHARE)
         if level > own.min():
-            ax.contourf(scene.grid, scene.grid, own, [own.min() - 1, level], colors=[MINIMISERS])
-    if scene.upper is not None:
-        upper = np.ma.masked_invalid(scene.upper)
-        look: dict[str, Any] = {"colors": [UPPER], "linestyles": "solid", "linewidths": 0.9}
+            ax.contourf(scene.grid, scene.grid, own, [own.min() - 1, level], colors=[_MINIMISER_COLOUR])
+    if scene.upper_values is not None:
+        upper = np.ma.masked_invalid(scene.upper_values)
+        look: dict[str, Any] = {"colors": [_UPPER_COLOUR], "linestyles": "solid", "linewidths": 0.9}
         if upper.min() < upper.max():
             values = MaxNLocator(9).tick_values(upper.min(), upper.max())[1:-1]
             lines = ax.contour(scene.grid, scene.grid, upper, values, **look)
             if sum(map(len, lines.allsegs)) > 50:  # G oscillates: fewer lines say more
                 lines.remove()
                 ax.contour(scene.grid, scene.grid, upper, values[1::3], **{**look, "linewidths": 0.6})
-        if (best := _best(scene)) is not None:
-            ax.plot(*best, "D", color=UPPER, markeredgecolor="white", markersize=6)
+        if (best := _upper_minimiser(scene)) is not None:
+            ax.plot(*best, "D", color=_UPPER_COLOUR, markeredgecolor="white", markersize=6)
 
 
-def _best(scene: Scene) -> tuple[float, float] | None:
+def _upper_minimiser(scene: Scene) -> tuple[float, float] | None:
     """Where G is lowest on the grid, unless that is its edge."""
-    if scene.dim != 2 or scene.upper is None or scene.grid is None:
+    if scene.dim != 2 or scene.upper_values is None or scene.grid is None:
         return None
-    row, column = np.unravel_index(np.nanargmin(scene.upper), scene.upper.shape)
+    row, column = np.unravel_index(np.nanargmin(scene.upper_values), scene.upper_values.shape)
     edge = (0, len(scene.grid) - 1)
     return None if row in edge or column in edge else (float(scene.grid[column]), float(scene.grid[row]))
 
 
-def _graphs(ax: Axes, scene: Scene) -> None:
+def _draw_graphs(ax: Axes, scene: Scene) -> None:
     assert scene.grid is not None
-    assert scene.lower is not None
-    for k, own in enumerate(scene.lower):
-        ax.plot(scene.grid, own, color="0.45", linewidth=1.2, linestyle=LINES[k % len(LINES)], zorder=1)
-    low, high = np.nanmin(scene.lower), np.nanmax(scene.lower)
+    assert scene.lower_values is not None
+    for k, own in enumerate(scene.lower_values):
+        ax.plot(scene.grid, own, color="0.45", linewidth=1.2, linestyle=LINE_STYLES[k % len(LINE_STYLES)], zorder=1)
+    low, high = np.nanmin(scene.lower_values), np.nanmax(scene.lower_values)
     ax.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
-    if scene.upper is not None:
+    if scene.upper_values is not None:
         twin = ax.twinx()
-        twin.plot(scene.grid, scene.upper, color=UPPER, linewidth=1.2)
-        twin.set_ylabel("G", color=UPPER)
-        twin.tick_params(axis="y", colors=UPPER)
+        twin.plot(scene.grid, scene.upper_values, color=_UPPER_COLOUR, linewidth=1.2)
+        twin.set_ylabel("G", color=_UPPER_COLOUR)
+        twin.tick_params(axis="y", colors=_UPPER_COLOUR)
         twin.grid(visible=False)
         twin.set_zorder(ax.get_zorder() - 1)
         ax.patch.set_visible(False)
 
 
-def _at(scene: Scene, points: np.ndarray, k: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def _drawn_coordinates(scene: Scene, points: np.ndarray, k: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Where points [n, .] are drawn; for d = 1 on the graph of their cluster's L."""
-    if scene.dim > 1 or scene.grid is None or scene.lower is None:
+    if scene.dim > 1 or scene.grid is None or scene.lower_values is None:
         return points[:, 0], points[:, -1] if points.shape[1] > 1 else np.zeros(len(points))
-    return points[:, 0], np.interp(points[:, 0], scene.grid, scene.lower[k], left=np.nan, right=np.nan)
+    return points[:, 0], np.interp(points[:, 0], scene.grid, scene.lower_values[k], left=np.nan, right=np.nan)
 
 
-def _particles(ax: Axes, scene: Scene, frame: int, opacity: float, label: str, size: float) -> list[Any]:
+def _draw_particles(ax: Axes, scene: Scene, frame: int, opacity: float, label: str, size: float) -> list[Any]:
     drawn: list[Any] = []
     for k in range(scene.m.shape[1]):
-        x, y = _at(scene, scene.theta[frame, scene.cluster == k], k)
-        look: dict[str, Any] = {"color": BENIGN[k % len(BENIGN)], "alpha": opacity, "linewidths": 0, "zorder": 3}
+        x, y = _drawn_coordinates(scene, scene.theta[frame, scene.cluster == k], k)
+        look: dict[str, Any] = {"color": BENIGN_COLOURS[k % len(BENIGN_COLOURS)], "alpha": opacity, "linewidths": 0, "zorder": 3}
         drawn.append(
             ax.scatter(x, y, s=size * (2 if scene.dim == 1 else 1), label=label if k == 0 and label else None, **look)
         )
     if scene.theta_m.shape[1]:
-        x, y = _at(scene, scene.theta_m[frame])
+        x, y = _drawn_coordinates(scene, scene.theta_m[frame])
         drawn.append(
             ax.scatter(
-                x, y, s=70, marker="X", color=MALICIOUS, alpha=opacity, edgecolors="white", linewidths=0.6, zorder=8
+                x, y, s=70, marker="X", color=MALICIOUS_COLOUR, alpha=opacity, edgecolors="white", linewidths=0.6, zorder=8
             )
         )
     return drawn
 
 
-def _paths(ax: Axes, scene: Scene, until: int) -> list[Any]:
+def _draw_consensus_paths(ax: Axes, scene: Scene, until: int) -> list[Any]:
     """The consensus points' way, up to a frame."""
     drawn: list[Any] = []
     for k in range(scene.m.shape[1]):
-        x, y = _at(scene, scene.m[:until, k], k)
+        x, y = _drawn_coordinates(scene, scene.m[:until, k], k)
         look: dict[str, Any] = {"marker": ".", "markersize": 3.5} if scene.dim == 1 else {}
         outline = [withStroke(linewidth=3, foreground="white")]
         drawn += ax.plot(x, y, color="black", linewidth=0 if look else 1.3, path_effects=outline, zorder=4, **look)
@@ -272,24 +272,24 @@ def _paths(ax: Axes, scene: Scene, until: int) -> list[Any]:
     return drawn
 
 
-def _ends(ax: Axes, scene: Scene, *, answers: bool = True) -> list[Any]:
+def _draw_final_points(ax: Axes, scene: Scene, *, with_final_points: bool = True) -> list[Any]:
     """The answers of all runs, and the target."""
     drawn: list[Any] = []
-    if answers and len(scene.answers) > 1:
-        for k in range(scene.answers.shape[1]):
-            x, y = _at(scene, scene.answers[:, k], k)
+    if with_final_points and len(scene.final_points) > 1:
+        for k in range(scene.final_points.shape[1]):
+            x, y = _drawn_coordinates(scene, scene.final_points[:, k], k)
             outline = [withStroke(linewidth=2.5, foreground="white")]
             look: dict[str, Any] = {"color": "black", "linewidths": 1, "path_effects": outline, "zorder": 6}
             drawn.append(ax.scatter(x, y, s=28, marker="+", **look))
     if scene.target is not None:
         for k, point in enumerate(scene.target):
-            x, y = _at(scene, point[None], k)
-            look = {"marker": "*", "s": 260, "color": TARGET, "edgecolors": "black", "zorder": 5}
+            x, y = _drawn_coordinates(scene, point[None], k)
+            look = {"marker": "*", "s": 260, "color": _TARGET_COLOUR, "edgecolors": "black", "zorder": 5}
             drawn.append(ax.scatter(x, y, **look))
     return drawn
 
 
-def _finish(ax: Axes, scene: Scene, title: str, *, legend: bool = True) -> None:
+def _finish_axes(ax: Axes, scene: Scene, title: str, *, legend: bool = True) -> None:
     ax.set_title(title)
     ax.grid(visible=False)
     ax.set_xlim(*scene.box)
@@ -299,17 +299,17 @@ def _finish(ax: Axes, scene: Scene, title: str, *, legend: bool = True) -> None:
         ax.set_ylim(*scene.box)
         ax.set_aspect("equal")
     if legend:
-        entries = [*_dots(ax), *_key(scene)]
+        entries = [*_scatter_entries(ax), *_legend_entries(scene)]
         look: dict[str, Any] = {"fontsize": 8.5, "handletextpad": 0.4, "columnspacing": 1.2, "handlelength": 1.4}
         handles, names = [one for one, _ in entries], [name for _, name in entries]
         ax.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4, **look)
 
 
-def _dots(ax: Axes) -> list[tuple[Any, str]]:
+def _scatter_entries(ax: Axes) -> list[tuple[Any, str]]:
     return list(zip(*ax.get_legend_handles_labels(), strict=True))
 
 
-def _key(scene: Scene) -> list[tuple[Any, str]]:
+def _legend_entries(scene: Scene) -> list[tuple[Any, str]]:
     """The legend's entries beside the particles' times."""
 
     def line(name: str, **look: Any) -> tuple[Any, str]:
@@ -318,26 +318,26 @@ def _key(scene: Scene) -> list[tuple[Any, str]]:
     K = scene.m.shape[1]
     entries = []
     if K > 1:
-        entries += [line(f"cluster {k + 1}", marker="o", color=BENIGN[k % len(BENIGN)], markersize=4) for k in range(K)]
+        entries += [line(f"cluster {k + 1}", marker="o", color=BENIGN_COLOURS[k % len(BENIGN_COLOURS)], markersize=4) for k in range(K)]
     if scene.theta_m.shape[1]:
-        entries.append(line("malicious", marker="X", color=MALICIOUS, markersize=6))
+        entries.append(line("malicious", marker="X", color=MALICIOUS_COLOUR, markersize=6))
     path: dict[str, Any] = {} if scene.dim == 1 else {"linestyle": "-", "linewidth": 1.3}
     entries.append(line("consensus point", color="black", marker="o", markersize=5, **path))
-    if len(scene.answers) > 1:
-        entries.append(line(f"answers of {len(scene.answers)} runs", color="black", marker="+", markersize=5))
+    if len(scene.final_points) > 1:
+        entries.append(line(f"answers of {len(scene.final_points)} runs", color="black", marker="+", markersize=5))
     if scene.target is not None:
-        entries.append(line("target", color=TARGET, marker="*", markeredgecolor="black", markersize=11))
-    if scene.lower is not None:
+        entries.append(line("target", color=_TARGET_COLOUR, marker="*", markeredgecolor="black", markersize=11))
+    if scene.lower_values is not None:
         one = scene.dim == 1
-        solid: dict[str, Any] = {"color": "0.45", "linewidth": 1.2} if one else {"color": MINIMISERS, "linewidth": 4}
+        solid: dict[str, Any] = {"color": "0.45", "linewidth": 1.2} if one else {"color": _MINIMISER_COLOUR, "linewidth": 4}
         entries.append(line("L" if one else "lowest L", linestyle="-", **solid))
-    if scene.upper is not None:
-        lowest: dict[str, Any] = {} if _best(scene) is None else {"marker": "D", "markersize": 4}
-        entries.append(line("G and its lowest" if lowest else "G", color=UPPER, linestyle="-", linewidth=1, **lowest))
+    if scene.upper_values is not None:
+        lowest: dict[str, Any] = {} if _upper_minimiser(scene) is None else {"marker": "D", "markersize": 4}
+        entries.append(line("G and its lowest" if lowest else "G", color=_UPPER_COLOUR, linestyle="-", linewidth=1, **lowest))
     return entries
 
 
-def _moments(scene: Scene) -> list[int]:
+def _selected_frames(scene: Scene) -> list[int]:
     """The frames to show: the start, where the particles' distance from the consensus has halved, is a fifth, the end.
 
     Where it never is, frames at equal times.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from fedcb2o.report.statistics import summed_up, worst
+from fedcb2o.report.statistics import group_statistics, worst_attack
 
 
 def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame:
@@ -31,29 +31,29 @@ def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame
 
 def regrets(short: pd.DataFrame) -> pd.DataFrame:
     """Statistics over seeds of each defence's regret in each column (the index)."""
-    return summed_up(short.groupby(["defence", "attack"]).regret)
+    return group_statistics(short.groupby(["defence", "attack"]).regret)
 
 
-def minimax(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+def worst_regret(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     """For each defence (the index) that has them all, the worst of the columns, `attack`, and the regret in it.
 
     The interval is that of the paired differences in this column: it takes the column, and which defence is best in it,
     as given.
     """
-    rows = _at_worst(short, columns)
-    return summed_up(rows.groupby("defence").regret).join(rows.groupby("defence").attack.first())
+    rows = _rows_at_worst(short, columns)
+    return group_statistics(rows.groupby("defence").regret).join(rows.groupby("defence").attack.first())
 
 
-def minimax_differences(short: pd.DataFrame, columns: Sequence[str], reference: str) -> pd.DataFrame:
+def worst_regret_differences(short: pd.DataFrame, columns: Sequence[str], reference: str) -> pd.DataFrame:
     """For each other defence, its worst regret less that of the reference, paired by seeds, each in its own column."""
-    rows = _at_worst(short, columns)
+    rows = _rows_at_worst(short, columns)
     base = rows[rows.defence == reference].set_index("seed").regret
     others = rows[rows.defence != reference]
     others = others.assign(difference=others.regret - others.seed.map(base)).dropna(subset="difference")
-    return summed_up(others.groupby("defence").difference)
+    return group_statistics(others.groupby("defence").difference)
 
 
-def _at_worst(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+def _rows_at_worst(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     """The rows of each defence in the column where its mean regret is worst."""
-    at = worst(regrets(short), columns, highest=True)
+    at = worst_attack(regrets(short), columns, highest=True)
     return short[short.attack == short.defence.map(at)]

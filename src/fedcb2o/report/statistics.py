@@ -14,16 +14,16 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtr, stdtrit
 
-from fedcb2o.report.grid_results import FLOORS, GridResults, measured
+from fedcb2o.report.grid_results import BASELINES, GridResults, metric_names
 
-OWN = ["defence", "floor", "seed"]
-STATISTICS = ["seeds", "mean", "deviation", "low", "high", "p"]
+_BASELINE_KEYS = ["defence", "floor", "seed"]
+_STATISTICS_COLUMNS = ["seeds", "mean", "deviation", "low", "high", "p"]
 CONFIDENCE = 0.95
-NOTHING = 1e-9
+_ROUNDING_ERROR = 1e-9
 """What floats err by: an end of an interval that is nearer to 0 is 0."""
 
 
-def scored(results: GridResults, setting: str) -> pd.DataFrame:
+def add_attack_effects(results: GridResults, setting: str) -> pd.DataFrame:
     """The rows of a setting, those of attacked cells with `lost` and `success`, and each defence's without attack under
     the names in `FLOORS`.
 
@@ -33,82 +33,82 @@ def scored(results: GridResults, setting: str) -> pd.DataFrame:
     """
     rows = results.rows[results.rows.setting == setting]
     floors, attacked = rows[rows.attack == ""], rows[(rows.attack != "") & rows.attack.isin(results.attacks)]
-    lost = _better(floors, "accuracy", highest=True)
-    success = _better(floors, "attack_success_rate", highest=False)
-    attacked = attacked.join(lost, on=OWN).join(success, on=OWN)
+    lost = _better_baseline(floors, "accuracy", highest=True)
+    success = _better_baseline(floors, "attack_success_rate", highest=False)
+    attacked = attacked.join(lost, on=_BASELINE_KEYS).join(success, on=_BASELINE_KEYS)
     attacked["lost"] = attacked.accuracy_floor - attacked.accuracy
     attacked["success"] = attacked.attack_success_rate - attacked.attack_success_rate_floor
     calm = floors.dropna(subset="accuracy").drop_duplicates(["defence", "role", "seed"])
-    calm = calm.assign(attack=calm.role.map(FLOORS))
+    calm = calm.assign(attack=calm.role.map(BASELINES))
     calm = calm[~calm.attack.isin(results.attacks)]
-    aimed = [name for name in measured(calm) if name.startswith(("source_accuracy", "attack_success_rate"))]
+    aimed = [name for name in metric_names(calm) if name.startswith(("source_accuracy", "attack_success_rate"))]
     both = [attacked.drop(columns=["accuracy_floor", "attack_success_rate_floor"]), calm.drop(columns=aimed)]
     table = pd.concat(both, ignore_index=True)
     return table[table.defence.isin(results.defences) & table.seed.isin(results.seeds)]
 
 
-def _better(floors: pd.DataFrame, value: str, *, highest: bool) -> "pd.Series[Any]":
+def _better_baseline(floors: pd.DataFrame, value: str, *, highest: bool) -> "pd.Series[Any]":
     """A value of the floor with the better mean of it, for each defence, aim and seed."""
-    means = floors.groupby([*OWN[:2], "role"])[value].mean().dropna().reset_index()
-    means = means.sort_values(value, ascending=not highest, kind="stable").drop_duplicates(OWN[:2])
-    chosen = floors.merge(means[[*OWN[:2], "role"]], on=[*OWN[:2], "role"])
-    return chosen.set_index(OWN)[value].rename(f"{value}_floor")
+    means = floors.groupby([*_BASELINE_KEYS[:2], "role"])[value].mean().dropna().reset_index()
+    means = means.sort_values(value, ascending=not highest, kind="stable").drop_duplicates(_BASELINE_KEYS[:2])
+    chosen = floors.merge(means[[*_BASELINE_KEYS[:2], "role"]], on=[*_BASELINE_KEYS[:2], "role"])
+    return chosen.set_index(_BASELINE_KEYS)[value].rename(f"{value}_floor")
 
 
-def statistics(rows: pd.DataFrame, value: str, *also: str) -> pd.DataFrame:
+def seed_statistics(rows: pd.DataFrame, value: str, *also: str) -> pd.DataFrame:
     """Over the seeds of each defence, attack and what else tells rows apart (the index): `STATISTICS` of a column."""
-    return summed_up(rows.dropna(subset=value).groupby(["defence", "attack", *also])[value])
+    return group_statistics(rows.dropna(subset=value).groupby(["defence", "attack", *also])[value])
 
 
-def paired(rows: pd.DataFrame, value: str, reference: str, *also: str) -> pd.DataFrame:
+def paired_differences(rows: pd.DataFrame, value: str, reference: str, *also: str) -> pd.DataFrame:
     """The same of the differences to a defence's value with the same attack and seed."""
     same = ["attack", *also, "seed"]
     base = rows[rows.defence == reference].set_index(same)[value].rename("base")
     both = rows[rows.defence != reference].join(base, on=same)
     both = both.assign(difference=both[value] - both.base).dropna(subset="difference")
-    return summed_up(both.groupby(["defence", "attack", *also]).difference)
+    return group_statistics(both.groupby(["defence", "attack", *also]).difference)
 
 
-def mean_over(rows: pd.DataFrame, value: str, attacks: Sequence[str]) -> pd.DataFrame:
+def attack_mean_statistics(rows: pd.DataFrame, value: str, attacks: Sequence[str]) -> pd.DataFrame:
     """The same, by defence, of the mean over attacks of each seed that has them all."""
     table = rows[rows.attack.isin(attacks)].pivot(index=["defence", "seed"], columns="attack", values=value)
     means = table.reindex(columns=list(attacks)).mean(axis="columns", skipna=False).dropna()
-    return summed_up(means.groupby("defence"))
+    return group_statistics(means.groupby("defence"))
 
 
-def worst(found: pd.DataFrame, attacks: Sequence[str], *, highest: bool) -> dict[str, str]:
+def worst_attack(found: pd.DataFrame, attacks: Sequence[str], *, highest: bool) -> dict[str, str]:
     """The attack with the worst mean for each defence, of `statistics`; none for a defence that lacks an attack."""
     means = found["mean"].unstack("attack").reindex(columns=list(attacks)).dropna()
     rows = {str(name): list(row) for name, row in zip(means.index, means.to_numpy(), strict=True)}
     return {name: attacks[row.index(max(row) if highest else min(row))] for name, row in rows.items() if row}
 
 
-def interval(mean: float, low: float, high: float, digits: int = 1, sign: str = "") -> str:
+def format_interval(mean: float, low: float, high: float, digits: int = 1, sign: str = "") -> str:
     """A mean with its interval, if there is one: "84.3 [83.9, 84.6]"; with more decimals where 0 lies in the interval,
     and that would not be seen: "0.44 [-0.01, 0.89]"."""
-    if low < -NOTHING and high > NOTHING:
+    if low < -_ROUNDING_ERROR and high > _ROUNDING_ERROR:
         while 0 in (round(low, digits), round(high, digits)):
             digits += 1
     form = f"{sign}z.{digits}f"
     return f"{mean:{form}}" + (f" [{low:{form}}, {high:{form}}]" if math.isfinite(low) else "")
 
 
-def half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE) -> Any:
+def interval_half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE) -> Any:
     """Half of Student's interval for the mean of so many values with this sample deviation; NaN for a single one."""
     return stdtrit(count - 1, (1 + confidence) / 2) * deviation / np.sqrt(count)
 
 
-def summed_up(groups: Any) -> pd.DataFrame:
+def group_statistics(groups: Any) -> pd.DataFrame:
     """`STATISTICS` of each group of values; `p` is Student's, two-sided, for a mean that is 0."""
     table = pd.DataFrame({"seeds": groups.count(), "mean": groups.mean(), "deviation": groups.std(ddof=1)})
-    half = half_width(table.seeds, table.deviation)
+    half = interval_half_width(table.seeds, table.deviation)
     with np.errstate(divide="ignore", invalid="ignore"):
         t = (table["mean"] / (table.deviation / np.sqrt(table.seeds))).abs().where(table["mean"] != 0, 0.0)
     p = 2 * stdtr(table.seeds - 1, -t.where(table.deviation.notna()))
-    return table.assign(low=table["mean"] - half, high=table["mean"] + half, p=p)[STATISTICS]
+    return table.assign(low=table["mean"] - half, high=table["mean"] + half, p=p)[_STATISTICS_COLUMNS]
 
 
-def holm(p: "pd.Series[float]") -> "pd.Series[float]":
+def holm_correction(p: "pd.Series[float]") -> "pd.Series[float]":
     """p-values corrected for how many they are, so that they say the chance of a single false finding among them (Holm,
     "A simple sequentially rejective multiple test procedure", 1979). NaN stay out."""
     known = p.dropna().sort_values(kind="stable")

@@ -13,10 +13,18 @@ import numpy as np
 import pandas as pd
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import EVALUATED, FREE, SOMETIMES, Run, last_fifth, last_round, summary
-from fedcb2o.report.statistics import half_width, interval
+from fedcb2o.records import (
+    EVALUATED_METRICS,
+    NON_RESULT_SETTINGS,
+    OPTIONAL_METRICS,
+    Run,
+    last_fifth,
+    last_round,
+    summary,
+)
+from fedcb2o.report.statistics import format_interval, interval_half_width
 
-METRICS, ATTACK = EVALUATED, "attack_success_rate"
+METRICS, _ATTACK_METRIC = EVALUATED_METRICS, "attack_success_rate"
 LABELS = {
     "accuracy": "Overall accuracy",
     "source_accuracy": "Source class accuracy",
@@ -27,10 +35,10 @@ LABELS = {
     "net": "Net attack success",
     "malicious_weight": "Malicious weight",
 }
-Over = Literal["mean", "worst", "worst_tenth"]
+AgentSummary = Literal["mean", "worst", "worst_tenth"]
 
 
-def compare(runs: Sequence[Run], *, over: Over = "mean", twins: bool = False) -> pd.DataFrame:
+def compare(runs: Sequence[Run], *, over: AgentSummary = "mean", with_counterparts: bool = False) -> pd.DataFrame:
     """The paper's Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G): a row a metric, a column a run, in percent but for
     losses.
 
@@ -39,18 +47,18 @@ def compare(runs: Sequence[Run], *, over: Over = "mean", twins: bool = False) ->
     name + "-clean". Twins get no column of their own unless `twins`. `over` says how agents are summed up: their mean,
     the worst one, or the worst tenth.
     """
-    shown = [*runs] if twins else without_twins(runs)
+    shown = [*runs] if with_counterparts else without_counterparts(runs)
     end = "" if over == "mean" else f"_{over}"
     columns = {}
-    for run, label in zip(shown, labels(shown), strict=True):
+    for run, label in zip(shown, run_labels(shown), strict=True):
         table = summary(run.records)
-        cells = {LABELS[metric]: spread(table[metric + end]) for metric in METRICS}
-        for metric in filter(table.__contains__, SOMETIMES):
-            cells[LABELS[metric]] = spread(table[metric + end], percent=not metric.endswith("loss"))
+        cells = {LABELS[metric]: format_mean_interval(table[metric + end]) for metric in METRICS}
+        for metric in filter(table.__contains__, OPTIONAL_METRICS):
+            cells[LABELS[metric]] = format_mean_interval(table[metric + end], percent=not metric.endswith("loss"))
         if over == "mean":
-            cells[LABELS["net"]] = spread(net_attack_success(run, runs))
-        taken = table["malicious_weight"] if attacked(run) else pd.Series(dtype=float)
-        cells[LABELS["malicious_weight"]] = spread(taken)
+            cells[LABELS["net"]] = format_mean_interval(net_attack_success(run, runs))
+        taken = table["malicious_weight"] if is_attacked(run) else pd.Series(dtype=float)
+        cells[LABELS["malicious_weight"]] = format_mean_interval(taken)
         columns[label] = cells
     rows = {label for cells in columns.values() for label in cells}
     table = pd.DataFrame(columns, index=[label for label in LABELS.values() if label in rows]).fillna("–")
@@ -64,12 +72,12 @@ def net_attack_success(run: Run, among: Sequence[Run] = ()) -> "pd.Series[float]
 
     Empty where no twin is found among `among` or beside the run's folder.
     """
-    twin = twin_of(run, among)
+    twin = find_clean_counterpart(run, among)
     mine = last_round(run.records)
     if twin is None or mine.empty:
         return pd.Series(dtype=float)
     both = mine.merge(twin.records, on=["seed", "round", "agent"], suffixes=("", "_twin"))
-    return (both[ATTACK] - both[f"{ATTACK}_twin"]).groupby(both["seed"]).mean().dropna()
+    return (both[_ATTACK_METRIC] - both[f"{_ATTACK_METRIC}_twin"]).groupby(both["seed"]).mean().dropna()
 
 
 def by_source_count(run: Run) -> pd.DataFrame:
@@ -84,7 +92,7 @@ def by_source_count(run: Run) -> pd.DataFrame:
     last = last.merge(late, on=["seed", "agent"])
     samples = last.source_in_validation.clip(upper=3).map(lambda count: "3 or more" if count == 3 else f"{count:.0f}")
     means = last.assign(malicious_weight=last.late).groupby(samples)[[*METRICS, "malicious_weight"]].mean()
-    if not attacked(run):
+    if not is_attacked(run):
         means["malicious_weight"] = math.nan
     means.insert(0, "agents", samples.value_counts())
     return means.rename_axis("samples").reset_index()
@@ -126,59 +134,59 @@ def pair_statistics(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=names)
 
 
-def attacked(run: Run) -> bool:
+def is_attacked(run: Run) -> bool:
     """Whether malicious agents attack in a run."""
     return run.config.get("agents", {}).get("malicious_role") == "attack" and bool(run.agents.malicious.any())
 
 
-def twin_of(run: Run, among: Sequence[Run] = ()) -> Run | None:
+def find_clean_counterpart(run: Run, among: Sequence[Run] = ()) -> Run | None:
     """The clean twin of an attacked run: the same settings, but malicious agents train on true labels."""
-    if not attacked(run):
+    if not is_attacked(run):
         return None
     beside = run.folder.with_name(run.folder.name + "-clean")
     try:
         candidates = [*among, *([Run(beside)] if beside.is_dir() else [])]
     except RunError:
         candidates = [*among]
-    return next((other for other in candidates if _is_twin(run, other)), None)
+    return next((other for other in candidates if _is_counterpart(run, other)), None)
 
 
-def without_twins(runs: Sequence[Run]) -> list[Run]:
+def without_counterparts(runs: Sequence[Run]) -> list[Run]:
     """The runs, less those that are the clean twin of another one of them."""
-    return [run for run in runs if not any(_is_twin(other, run) for other in runs)]
+    return [run for run in runs if not any(_is_counterpart(other, run) for other in runs)]
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def run_labels(runs: Sequence[Run]) -> list[str]:
     """A title for each run; where two share one, their folders' names tell them apart."""
     titles = [run.title for run in runs]
     named = [t if titles.count(t) == 1 else f"{t} ({run.folder.name})" for t, run in zip(titles, runs, strict=True)]
     return [t if named.count(t) == 1 else f"{t} #{named[: i + 1].count(t)}" for i, t in enumerate(named)]
 
 
-def spread(values: "pd.Series[float]", *, percent: bool = True) -> str:
+def format_mean_interval(values: "pd.Series[float]", *, percent: bool = True) -> str:
     """Mean and interval, in percent: "84.3 [83.9, 84.6]"; "84.3" for one value, "–" for none. Or plain, with more
     places."""
     known = values.dropna() * (100 if percent else 1)
     if known.empty:
         return "–"
-    mean, half = known.mean(), half_width(len(known), known.std(ddof=1))
-    return interval(mean, mean - half, mean + half, digits=1 if percent else 3)
+    mean, half = known.mean(), interval_half_width(len(known), known.std(ddof=1))
+    return format_interval(mean, mean - half, mean + half, digits=1 if percent else 3)
 
 
-def told_seeds(runs: Sequence[Run]) -> str:
+def seed_caption(runs: Sequence[Run]) -> str:
     """What the numbers of `compare` are over, as a sentence: which seeds, or how many of them where runs differ."""
-    shown = without_twins(runs)
+    shown = without_counterparts(runs)
     seeds = [last_round(run.records).seed.unique().tolist() for run in shown]
     over = "Percent, at the last round; mean and 95% interval over seeds"
     if any(mine != seeds[0] for mine in seeds):
-        counts = [f"{label} {len(mine)}" for label, mine in zip(labels(shown), seeds, strict=True)]
+        counts = [f"{label} {len(mine)}" for label, mine in zip(run_labels(shown), seeds, strict=True)]
         return f"{over}, as many as each has: {', '.join(counts)}."
     if len(seeds[0]) == 1:
         return f"Percent, at the last round of seed {seeds[0][0]}."
     return f"{over} ({', '.join(str(seed) for seed in seeds[0])})."
 
 
-def unfinished(run: Run) -> str | None:
+def incomplete_note(run: Run) -> str | None:
     """What a run still lacks, as a sentence; None if it is complete."""
     if run.complete:
         return None
@@ -189,7 +197,7 @@ def unfinished(run: Run) -> str | None:
     return f"{run.title} ({Path(run.folder).name}) is incomplete: {len(run.seeds)} of {wanted} seeds begun, {have}"
 
 
-def unchecked(run: Run) -> str | None:
+def unverified_note(run: Run) -> str | None:
     """Which seeds of a run have no sums to hold their files against, as a sentence; None if all have."""
     if not run.unchecked:
         return None
@@ -200,12 +208,12 @@ def unchecked(run: Run) -> str | None:
     )
 
 
-def _is_twin(run: Run, other: Run) -> bool:
+def _is_counterpart(run: Run, other: Run) -> bool:
     """Whether `other` is the clean twin of `run`."""
 
     def settings(config: dict[str, Any]) -> dict[str, Any]:
         agents = {key: value for key, value in config.get("agents", {}).items() if key != "malicious_role"}
-        return {**{key: value for key, value in config.items() if key not in FREE}, "agents": agents}
+        return {**{key: value for key, value in config.items() if key not in NON_RESULT_SETTINGS}, "agents": agents}
 
     roles = [each.config.get("agents", {}).get("malicious_role") for each in (run, other)]
     return roles == ["attack", "clean"] and settings(run.config) == settings(other.config)

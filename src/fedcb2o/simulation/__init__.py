@@ -1,6 +1,6 @@
 """Simulation of all agents: the loop over rounds (Algorithm 1), the engine of one machine, and checkpoints."""
 
-from fedcb2o.simulation.local_engine import Shared
-from fedcb2o.simulation.rounds import Clock, Engine, LostError, Round, Tell, rounds
+from fedcb2o.simulation.local_engine import LocalEngine
+from fedcb2o.simulation.rounds import Engine, OnPhase, PhaseTimer, Round, WorkerLostError, run_rounds
 
-__all__ = ["Clock", "Engine", "LostError", "Round", "Shared", "Tell", "rounds"]
+__all__ = ["PhaseTimer", "Engine", "WorkerLostError", "Round", "LocalEngine", "OnPhase", "run_rounds"]

@@ -17,35 +17,35 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated.contacts import Memory, Met
-from fedcb2o.federated.plugin_outputs import KEPT
-from fedcb2o.federated.ragged import Lists
-from fedcb2o.records import CHECKPOINT, atomic_write, canonical, damaged
-from fedcb2o.records.checksums import Sum, header_of, header_sum
-from fedcb2o.records.files import unreadable
+from fedcb2o.federated.contacts import AgentState, ContactTable
+from fedcb2o.federated.plugin_outputs import STATE_DTYPES
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.records import CHECKPOINT_FILE, atomic_write, canonical_settings, damaged_error
+from fedcb2o.records.checksums import Checksum, header_crc, read_checkpoint_header
+from fedcb2o.records.files import read_error
 
-FILE = CHECKPOINT
-STATE = "state."  # then the agent and the name of what its rule keeps
+FILE = CHECKPOINT_FILE
+_STATE_PREFIX = "state."  # then the agent and the name of what its rule keeps
 
 
 def save(
     folder: Path,
     rounds: int,
     models: Iterable[Tensor],
-    memory: Memory,
+    memory: AgentState,
     fingerprint: str,
-    lines: Mapping[str, Sum] | None = None,
+    lines: Mapping[str, Checksum] | None = None,
 ) -> None:
     """Write the state after `rounds` rounds, atomically: the `models` of all agents in their order, some [k, d] at a
     time, what the agents remember, and the sums of the records' `lines` up to here.
 
     Raises RunError where it cannot be written.
     """
-    states = {f"{STATE}{j}.{name}": each for j, state in enumerate(memory.states) for name, each in state.items()}
+    states = {f"{_STATE_PREFIX}{j}.{name}": each for j, state in enumerate(memory.rule_states) for name, each in state.items()}
     tensors = {
-        "met": torch.from_numpy(memory.met.ids.sizes),
-        "ids": torch.from_numpy(memory.met.ids.values),
-        "likelihood": torch.from_numpy(memory.met.likelihood),
+        "met": torch.from_numpy(memory.contacts.ids.sizes),
+        "ids": torch.from_numpy(memory.contacts.ids.values),
+        "likelihood": torch.from_numpy(memory.contacts.likelihood),
         **dict(sorted(states.items(), key=lambda each: -each[1].element_size())),  # so that each is aligned
     }
     header = {"rounds": str(rounds), "fingerprint": fingerprint, "lines": json.dumps(lines or {})}
@@ -63,17 +63,17 @@ def _write(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Iterab
     known: dict[str, Any] = {name: _entry("BF16", [10**18] * 8, 10**18, 10**18) for name in tensors}
     longest = dict.fromkeys(["rounds", "header", *tensors], f"{torch.bfloat16} {10**10}")
     room = len(_header(metadata, known, longest)) // 8 * 8 + 64
-    sums: dict[str, int | str] = {"rounds": int(metadata["rounds"]), "header": header_sum(metadata)}
+    sums: dict[str, int | str] = {"rounds": int(metadata["rounds"]), "header": header_crc(metadata)}
     with path.open("wb") as file:
         start = file.seek(8 + room)
         for name, parts in tensors.items():
             rows, total, end = 0, 0, file.tell() - start
             for part in parts:
-                data = _bytes_of(part)
+                data = _content(part)
                 total, rows = zlib.crc32(data, total), rows + (len(part) if part.ndim else 0)
                 file.write(data)
             shape = [rows, *part.shape[1:]] if part.ndim else []  # a single number has none
-            known[name] = _entry(KEPT[part.dtype], shape, end, file.tell() - start)
+            known[name] = _entry(STATE_DTYPES[part.dtype], shape, end, file.tell() - start)
             sums[name] = f"{part.dtype} {total}"
         file.seek(0)
         file.write(room.to_bytes(8, "little") + _header(metadata, known, sums).ljust(room))
@@ -87,19 +87,19 @@ def _header(metadata: Mapping[str, str], known: Mapping[str, Any], sums: Mapping
     return json.dumps({"__metadata__": {**metadata, "sums": json.dumps(sums)}, **known}).encode()
 
 
-def load_(folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(None)) -> tuple[int, Memory] | None:
+def load_models_(folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(None)) -> tuple[int, AgentState] | None:
     """Read some `rows` of the last checkpoint into `models`, by default all; the rounds done and what all agents
     remember, or None where there is none. Raises RunError as `read` does."""
-    found = read(folder, fingerprint, tuple(models.shape), rows)
+    found = read_checkpoint(folder, fingerprint, tuple(models.shape), rows)
     if found is None:
         return None
     models.copy_(found[2])
     return found[:2]
 
 
-def read(
+def read_checkpoint(
     folder: Path, fingerprint: str, shape: tuple[int, ...], rows: slice = slice(None)
-) -> tuple[int, Memory, Tensor] | None:
+) -> tuple[int, AgentState, Tensor] | None:
     """Of the last checkpoint the rounds done, what all agents remember, and some `rows` of the models, which have a
     known shape and stay in the file until they are looked at; None where there is none.
 
@@ -108,8 +108,8 @@ def read(
     path = folder / FILE
     if not path.exists():
         return None
-    header = header_of(path)
-    if _of(header.get("fingerprint", "")) != _of(fingerprint):
+    header = read_checkpoint_header(path)
+    if _parse_fingerprint(header.get("fingerprint", "")) != _parse_fingerprint(fingerprint):
         raise RunError(
             f"{path} is the checkpoint of another configuration: choose another --out, or run the one that "
             f"{folder.parent / 'config.toml'} holds"
@@ -120,45 +120,45 @@ def read(
         rounds = int(header["rounds"])
         sums = json.loads(header["sums"])
         sums.pop("header", None)
-        if _sums(rounds, tensors) != sums or tuple(tensors["models"][rows].shape) != shape:
+        if _checksums(rounds, tensors) != sums or tuple(tensors["models"][rows].shape) != shape:
             raise ValueError("its content does not add up")
         sizes, ids, likelihood = (tensors[name].numpy() for name in ("met", "ids", "likelihood"))
         states: list[dict[str, Tensor]] = [{} for _ in sizes]
         for name in sorted(tensors.keys() - {"models", "met", "ids", "likelihood"}):
-            agent, _, key = name.removeprefix(STATE).partition(".")
+            agent, _, key = name.removeprefix(_STATE_PREFIX).partition(".")
             states[int(agent)][key] = tensors[name]
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise read_error(path, error) from error
     except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise damaged(path, str(error)) from error
-    return rounds, Memory(Met(Lists(ids, sizes), likelihood), tuple(states)), tensors["models"][rows]
+        raise damaged_error(path, str(error)) from error
+    return rounds, AgentState(ContactTable(Ragged(ids, sizes), likelihood), tuple(states)), tensors["models"][rows]
 
 
-def reached(folder: Path) -> int:
+def rounds_done(folder: Path) -> int:
     """The rounds that were done at the last checkpoint, as its header says; 0 where there is none."""
     path = folder / FILE
-    return int(header_of(path).get("rounds", 0)) if path.exists() else 0
+    return int(read_checkpoint_header(path).get("rounds", 0)) if path.exists() else 0
 
 
-def _of(fingerprint: str) -> Any:
+def _parse_fingerprint(fingerprint: str) -> Any:
     """What a fingerprint says, however its settings were written."""
     settings, _, data = fingerprint.partition(" data ")
     try:
-        return canonical(json.loads(settings)), data
+        return canonical_settings(json.loads(settings)), data
     except (ValueError, AttributeError):
         return fingerprint
 
 
-def _sums(rounds: int, tensors: dict[str, Tensor]) -> dict[str, int | str]:
-    return {"rounds": rounds, **{name: f"{t.dtype} {adds_up_to(t)}" for name, t in tensors.items()}}
+def _checksums(rounds: int, tensors: dict[str, Tensor]) -> dict[str, int | str]:
+    return {"rounds": rounds, **{name: f"{t.dtype} {tensor_crc32(t)}" for name, t in tensors.items()}}
 
 
-def adds_up_to(tensor: Tensor) -> int:
+def tensor_crc32(tensor: Tensor) -> int:
     """The CRC-32 of a tensor's content."""
-    return zlib.crc32(_bytes_of(tensor))
+    return zlib.crc32(_content(tensor))
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _content(tensor: Tensor) -> memoryview:
     """A tensor's content, which is not copied where it lies in memory as it should."""
     if not tensor.numel():
         return memoryview(b"")

@@ -16,138 +16,138 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.federated.admission import extents, within
-from fedcb2o.federated.agent_group import Block
-from fedcb2o.federated.algorithm2 import ask, decide
-from fedcb2o.federated.batched_training import teams_of
-from fedcb2o.federated.decisions import Choices, Inbox
-from fedcb2o.federated.metrics import Tested
-from fedcb2o.federated.mixing import Mixture, mix_, mixture
-from fedcb2o.federated.publishing import craft_, outbox
-from fedcb2o.federated.ragged import Lists, Places
-from fedcb2o.federated.validation import tested
+from fedcb2o.federated.admission import is_admissible, max_abs
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.algorithm2 import decide, sample_peers
+from fedcb2o.federated.batched_training import plan_training_batches
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.metrics import EvaluationResult
+from fedcb2o.federated.mixing import MixingMatrix, mix_, mixing_matrix
+from fedcb2o.federated.publishing import craft_models_, make_outbox
+from fedcb2o.federated.ragged import Indices, Ragged
+from fedcb2o.federated.validation import evaluate_models
 from fedcb2o.kernels import dispatch
-from fedcb2o.nn.parameters import row_stride, rows_of
-from fedcb2o.parallel.executors import Workers, blocks
-from fedcb2o.simulation.write_guard import JUDGES, only_shown
+from fedcb2o.nn.parameters import gather_rows, row_stride
+from fedcb2o.parallel.executors import Executor, balance_load
+from fedcb2o.simulation.write_guard import AGGREGATION_KINDS, forbid_writes
 
 T = TypeVar("T")
 
-LARGE = 2**17  # from this many parameters on, each agent is a task of its own on the CPU
+LARGE_DIM = 2**17  # from this many parameters on, each agent is a task of its own on the CPU
 
 
-class Shared:
+class LocalEngine:
     """The engine of one machine. Models on a disk are mixed so many `columns` at a time, in memory. `own` names the
     users' functions that are shown models, by kind."""
 
     def __init__(
-        self, block: Block, workers: Workers, columns: int | None = None, own: Mapping[str, Sequence[str]] | None = None
+        self, group: AgentGroup, executor: Executor, max_columns: int | None = None, user_functions: Mapping[str, Sequence[str]] | None = None
     ) -> None:
-        self.block, self.workers, self.columns, self.own = block, workers, columns, own or {}
-        self.terms, self.attackers = block.terms, block.attackers
-        self.costs = block.holdings.train.sizes.tolist()
-        alone = self.terms.dim >= LARGE and block.pool.device.type == "cpu"
-        self.tasks = len(self.costs) if alone else workers.count  # no more of them at once
-        self.parts = [np.array(team) for team in teams_of(self.terms, self.costs)]
-        costs = [sum(self.costs[j] for j in part.tolist()) for part in self.parts]
-        self.shares = blocks(range(len(self.parts)), costs, self.tasks)
-        self.few = blocks(range(len(self.parts)), costs, workers.count)  # for what takes less than a task's way
-        self.good, self.outbox = np.zeros(len(block.pool), dtype=bool), outbox(block, 0)  # until all publish
+        self.group, self.executor, self.max_columns, self.user_functions = group, executor, max_columns, user_functions or {}
+        self.spec, self.adversary = group.spec, group.adversary
+        self.costs = group.data.train.sizes.tolist()
+        alone = self.spec.dim >= LARGE_DIM and group.models.device.type == "cpu"
+        self.max_tasks = len(self.costs) if alone else executor.count  # no more of them at once
+        self.groups = [np.array(team) for team in plan_training_batches(self.spec, self.costs)]
+        costs = [sum(self.costs[j] for j in part.tolist()) for part in self.groups]
+        self.fine_tasks = balance_load(range(len(self.groups)), costs, self.max_tasks)
+        self.coarse_tasks = balance_load(range(len(self.groups)), costs, executor.count)  # for what takes less than a task's way
+        self.is_received, self.outbox = np.zeros(len(group.models), dtype=bool), make_outbox(group, 0)  # until all publish
 
-    def each(self, function: Callable[..., T], *common: Any, own: Sequence[Sequence[Any]] = ()) -> list[T]:
+    def map_groups(self, function: Callable[..., T], *shared: Any, arguments: Sequence[Sequence[Any]] = ()) -> list[T]:
         """What a function finds for each part, the parts shared out among the workers."""
-        shares = self.few if function is ask else self.shares
-        tasks = [(function, [(self.parts[g], *(each[g] for each in own)) for g in share], common) for share in shares]
-        with only_shown(self.block, self.own, *JUDGES) if function is decide else contextlib.nullcontext():
-            parts = dict(_in_order(shares, self.workers.map(on_parts, tasks)))
-        return [parts[g] for g in range(len(self.parts))]
+        shares = self.coarse_tasks if function is sample_peers else self.fine_tasks
+        tasks = [(function, [(self.groups[g], *(each[g] for each in arguments)) for g in share], shared) for share in shares]
+        with forbid_writes(self.group, self.user_functions, *AGGREGATION_KINDS) if function is decide else contextlib.nullcontext():
+            parts = dict(_pair_results(shares, self.executor.map(run_on_groups, tasks)))
+        return [parts[g] for g in range(len(self.groups))]
 
-    def each_agent(self, function: Callable[..., Sequence[T]], agents: Sequence[int], *common: Any) -> dict[int, T]:
+    def map_agents(self, function: Callable[..., Sequence[T]], agents: Sequence[int], *common: Any) -> dict[int, T]:
         """What a function finds for each of some agents, these shared out among the workers."""
-        parts = blocks(agents, self.costs, self.tasks)
-        found = self.workers.map(on_parts, [(function, [(np.array(some),)], common) for some in parts])
-        return dict(_in_order(parts, [each for (each,) in found]))
+        parts = balance_load(agents, self.costs, self.max_tasks)
+        found = self.executor.map(run_on_groups, [(function, [(np.array(some),)], common) for some in parts])
+        return dict(_pair_results(parts, [each for (each,) in found]))
 
     def publish_(self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]) -> None:
         """Have the attackers craft; of each row of the pool, whether it is received, which is the same for all."""
-        layout, attackers = self.block.layout, self.attackers
-        good = np.zeros(len(self.block.pool), dtype=bool)
-        good[layout.own] = within(sizes) & online
-        if attackers.attack.crafts(n):
-            with only_shown(self.block, self.own, "attack", "model", crafted=attackers.ids):
-                crafted = self.each_agent(_crafted_here, attackers.ids.tolist(), n, np.isfinite(sizes))
+        layout, attackers = self.group.layout, self.adversary
+        good = np.zeros(len(self.group.models), dtype=bool)
+        good[layout.own] = is_admissible(sizes) & online
+        if attackers.attack.is_crafting(n):
+            with forbid_writes(self.group, self.user_functions, "attack", "model", crafted=attackers.malicious_ids):
+                crafted = self.map_agents(_craft_models_, attackers.malicious_ids.tolist(), n, np.isfinite(sizes))
             for j, theirs in crafted.items():
-                good[layout.crafted(j)] = within(theirs) & online[j]
-        self.good, self.outbox = good, outbox(self.block, n)
+                good[layout.crafted_rows(j)] = is_admissible(theirs) & online[j]
+        self.is_received, self.outbox = good, make_outbox(self.group, n)
 
-    def models(self) -> Iterator[Float[Tensor, "k stride"]]:
+    def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
         """The models that outlive a round, in whole cache lines: the agents', in their order, then clusters'."""
-        clusters, stride, count = self.terms.algorithm.clusters, row_stride(self.terms.dim), self.terms.num_agents
-        count += 0 if clusters is None else clusters.rows(count)
-        yield self.block.pool[:count].as_strided((count, stride), (stride, 1))
+        clusters, stride, count = self.spec.algorithm.clusters, row_stride(self.spec.dim), self.spec.num_agents
+        count += 0 if clusters is None else clusters.num_rows(count)
+        yield self.group.models[:count].as_strided((count, stride), (stride, 1))
 
-    def fill_(self, models: Float[Tensor, "k stride"]) -> None:
+    def load_models_(self, models: Float[Tensor, "k stride"]) -> None:
         """Have the models that outlive a round be these."""
-        for kept in self.models():
+        for kept in self.persistent_models():
             kept.copy_(models)
 
-    def exchange(self, n: int, asked: Sequence[Lists], deadline: float | None) -> list[Inbox]:
+    def exchange(self, n: int, asked: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """What agents receive lies in the pool already: nobody is late."""
-        return [self.arrived(n, ids, part) for part, ids in zip(self.parts, asked, strict=True)]
+        return [self.receive(n, ids, part) for part, ids in zip(self.groups, asked, strict=True)]
 
-    def arrived(self, n: int, asked: Lists, receivers: Int[np.ndarray, " a"]) -> Inbox:
+    def receive(self, n: int, asked: Ragged, receivers: Int[np.ndarray, " a"]) -> Inbox:
         """What some agents receive of those whom they asked."""
-        return self.outbox.arrived(n, asked, receivers, self.good, self.terms.most_samples)
+        return self.outbox.deliver(n, asked, receivers, self.is_received, self.spec.max_samples)
 
-    def mix_(self, choices: Sequence[Choices]) -> Bool[np.ndarray, " N"]:
+    def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
         """theta <- W theta for all agents, by columns of all rows."""
-        layout, benign = self.block.layout, self.attackers.benign.tolist()
-        self.mix_rows_(mixture(Choices.join(choices), layout.own, layout.before))
+        layout, benign = self.group.layout, self.adversary.benign_ids.tolist()
+        self.mix_rows_(mixing_matrix(Decisions.concatenate(decisions), layout.own, layout.previous))
         finite = np.ones(len(self.costs), dtype=bool)
-        finite[benign] = [np.isfinite(size) for _, size in sorted(self.each_agent(_extents, benign).items())]
+        finite[benign] = [np.isfinite(size) for _, size in sorted(self.map_agents(_max_abs, benign).items())]
         return finite
 
-    def mix_rows_(self, mixture: Mixture) -> None:
+    def mix_rows_(self, mixture: MixingMatrix) -> None:
         """Mix rows of the pool, the columns shared out among the workers."""
-        dim, tile = self.terms.dim, mixture.tile
-        step = -(-dim // (8 * self.workers.count)) if self.columns is None else self.columns // tile * tile
+        dim, tile = self.spec.dim, mixture.tile_columns
+        step = -(-dim // (8 * self.executor.count)) if self.max_columns is None else self.max_columns // tile * tile
         step = tile * max(1, -(-step // tile))
-        mix = functools.partial(_mix_, copied=self.columns is not None)
-        self.workers.map(mix, [(mixture, a, min(a + step, dim)) for a in range(0, dim, step)])
+        mix = functools.partial(_mix_columns_, copied=self.max_columns is not None)
+        self.executor.map(mix, [(mixture, a, min(a + step, dim)) for a in range(0, dim, step)])
 
-    def evaluate(self) -> dict[int, Tested]:
+    def evaluate(self) -> dict[int, EvaluationResult]:
         """What each benign agent's model does in its test."""
-        with only_shown(self.block, self.own, "model"):
-            return self.each_agent(tested, self.attackers.benign.tolist())
+        with forbid_writes(self.group, self.user_functions, "model"):
+            return self.map_agents(evaluate_models, self.adversary.benign_ids.tolist())
 
 
-def on_parts(
-    block: Block, function: Callable[..., T], parts: Sequence[tuple[Any, ...]], common: tuple[Any, ...]
+def run_on_groups(
+    block: AgentGroup, function: Callable[..., T], parts: Sequence[tuple[Any, ...]], common: tuple[Any, ...]
 ) -> list[T]:
     """What a function of the block finds for each part, its products by the run's choice."""
-    with dispatch.by(block.terms.primitives.linear, block.terms.primitives.convolution):
+    with dispatch.use_kernels(block.spec.kernels.linear, block.spec.kernels.convolution):
         return [function(block, *part, *common) for part in parts]
 
 
-def _crafted_here(block: Block, some: Places, n: int, finite: Bool[np.ndarray, " N"]) -> list[Float[np.ndarray, " r"]]:
+def _craft_models_(block: AgentGroup, some: Indices, n: int, finite: Bool[np.ndarray, " N"]) -> list[Float[np.ndarray, " r"]]:
     """What attackers craft, to whom all models are at hand."""
 
     def look(ids: list[int]) -> Float[Tensor, "m d"]:
-        return rows_of(block.pool, block.layout.own[ids].tolist())
+        return gather_rows(block.models, block.layout.own[ids].tolist())
 
-    return craft_(block, some, n, finite, look)
+    return craft_models_(block, some, n, finite, look)
 
 
-def _extents(block: Block, some: Places) -> list[float]:
-    found: list[float] = extents(block.pool, block.layout.own[some].tolist()).tolist()
+def _max_abs(block: AgentGroup, some: Indices) -> list[float]:
+    found: list[float] = max_abs(block.models, block.layout.own[some].tolist()).tolist()
     return found
 
 
-def _mix_(block: Block, mixture: Mixture, start: int, stop: int, *, copied: bool) -> None:
-    mix_(block.pool, mixture, start, stop, copied=copied)
+def _mix_columns_(block: AgentGroup, mixture: MixingMatrix, start: int, stop: int, *, copied: bool) -> None:
+    mix_(block.models, mixture, start, stop, through_copy=copied)
 
 
-def _in_order(parts: Sequence[Sequence[int]], results: Sequence[Sequence[T]]) -> Iterator[tuple[int, T]]:
+def _pair_results(parts: Sequence[Sequence[int]], results: Sequence[Sequence[T]]) -> Iterator[tuple[int, T]]:
     """Each number in the parts, and its result."""
     for some, found in zip(parts, results, strict=True):
         yield from zip(some, found, strict=True)

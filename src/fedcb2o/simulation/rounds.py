@@ -15,22 +15,22 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated.adversary import Attackers
+from fedcb2o.federated.adversary import Adversary
 from fedcb2o.federated.algorithm2 import Engine as Aggregating
 from fedcb2o.federated.algorithm2 import local_aggregation_
 from fedcb2o.federated.batched_training import train_
-from fedcb2o.federated.contacts import Memory
-from fedcb2o.federated.decisions import Choices
-from fedcb2o.federated.metrics import Tested
-from fedcb2o.federated.run_spec import Terms
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.decisions import Decisions
+from fedcb2o.federated.metrics import EvaluationResult
+from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.rng import stream
 
 
-class LostError(RunError):
+class WorkerLostError(RunError):
     """A part of an engine is gone, and with it models of this round: a run can go on from its last checkpoint."""
 
 
-Tell = Callable[[int, str], None]
+OnPhase = Callable[[int, str], None]
 """(round, what it is at): "training", "crafting", "mixing" or "evaluating"."""
 
 
@@ -38,15 +38,15 @@ Tell = Callable[[int, str], None]
 class Engine(Aggregating, Protocol):
     """The agents of a run, or those of them that are here, in `parts`: the ids of those that one call is for."""
 
-    terms: Terms
-    attackers: Attackers
-    parts: list[Int[np.ndarray, " _a"]]
+    spec: RunSpec
+    adversary: Adversary
+    groups: list[Int[np.ndarray, " _a"]]
 
     def publish_(self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]) -> None:
         """Have the attackers craft, and offer what all publish in round n; `sizes` are the trained models' extents."""
         ...
 
-    def evaluate(self) -> dict[int, Tested]:
+    def evaluate(self) -> dict[int, EvaluationResult]:
         """What each benign agent's model does in its test."""
         ...
 
@@ -60,30 +60,30 @@ class Round:
 
     n: int
     train_loss: Float[np.ndarray, " N"]
-    chose: Sequence[Choices]
-    remembers: Sequence[Memory]
-    parts: Sequence[Int[np.ndarray, " _a"]]
-    tested: dict[int, Tested] | None
+    group_decisions: Sequence[Decisions]
+    group_memories: Sequence[AgentState]
+    groups: Sequence[Int[np.ndarray, " _a"]]
+    test_results: dict[int, EvaluationResult] | None
     seconds: dict[str, float]
 
     @functools.cached_property
-    def choices(self) -> Choices:
+    def decisions(self) -> Decisions:
         """What all agents decided, in their order."""
-        return Choices.join(self.chose)
+        return Decisions.concatenate(self.group_decisions)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> AgentState:
         """What all agents remember, in their order."""
-        return Memory.join(self.remembers).take(np.concatenate(self.parts).argsort())
+        return AgentState.concatenate(self.group_memories).take(np.concatenate(self.groups).argsort())
 
 
-def rounds(
+def run_rounds(
     engine: Engine,
-    memory: Memory,
+    memory: AgentState,
     start: int,
     stop: int,
-    evaluated: Callable[[int], bool],
-    tell: Tell = lambda n, phase: None,
+    is_evaluated: Callable[[int], bool],
+    on_phase: OnPhase = lambda n, phase: None,
     deadline: float | None = None,
 ) -> Iterator[Round]:
     """Rounds `start` to `stop` - 1 (alg:FedCB2O, lines 2-5), from what the agents here remember, in the order of
@@ -93,74 +93,74 @@ def rounds(
     diverges, or its model overflows where it mixes. Under crafted models that is the attackers' success and no error:
     such an agent is broken from then on, and nobody receives its model.
     """
-    parts = engine.parts
+    parts = engine.groups
     here = np.sort(np.concatenate(parts))
     remembered = [memory.take(here.searchsorted(part)) for part in parts]
     del memory  # where nobody else holds it
     for n in range(start, stop):
-        clock = Clock()
-        losses, active = trained_and_published_(engine, n, tell, clock)  # line 3: LocalUpdate
-        tell(n, "mixing")
-        remembered, chose, finite = local_aggregation_(engine, n, remembered, active, deadline, clock.lap)  # line 4
-        broken = engine.attackers.benign[~finite[engine.attackers.benign]]
-        if len(broken) and not engine.attackers.attack.crafts(n):
+        clock = PhaseTimer()
+        losses, active = train_and_publish_(engine, n, on_phase, clock)  # line 3: LocalUpdate
+        on_phase(n, "mixing")
+        remembered, chose, finite = local_aggregation_(engine, n, remembered, active, deadline, clock.stop)  # line 4
+        broken = engine.adversary.benign_ids[~finite[engine.adversary.benign_ids]]
+        if len(broken) and not engine.adversary.attack.is_crafting(n):
             raise RunError(
                 f"the model of benign agent {broken[0]} is not finite after mixing in round {n + 1}: its rule "
                 "made that of finite models; a built-in one needs a smaller `training.gamma`, an own one a look"
             )
-        tested = evaluated_in(engine, n, evaluated, tell, clock)
+        tested = evaluate_if_due(engine, n, is_evaluated, on_phase, clock)
         yield Round(n, losses, chose, remembered, parts, tested, clock.seconds)
 
 
-def trained_and_published_(
-    engine: Engine, n: int, tell: Tell, clock: "Clock"
+def train_and_publish_(
+    engine: Engine, n: int, on_phase: OnPhase, timer: "PhaseTimer"
 ) -> tuple[Float[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
     """LocalUpdate of all agents, and what they publish: their training losses, and who is there to aggregate, which
     benign agents whose models are broken are not.
 
     Raises RunError where a benign agent's training diverges without an attack on models.
     """
-    attackers, here, size = engine.attackers, np.concatenate(engine.parts), engine.terms.num_agents
-    tell(n, "training")
+    attackers, here, size = engine.adversary, np.concatenate(engine.groups), engine.spec.num_agents
+    on_phase(n, "training")
     losses, extents = np.full(size, np.nan), np.zeros(size)  # of agents elsewhere nothing is known
-    losses[here], extents[here] = map(np.concatenate, zip(*engine.each(train_, n), strict=True))
-    finite, crafts = np.isfinite(extents), attackers.attack.crafts(n)
+    losses[here], extents[here] = map(np.concatenate, zip(*engine.map_groups(train_, n), strict=True))
+    finite, crafts = np.isfinite(extents), attackers.attack.is_crafting(n)
     diverged = here[~(attackers.malicious | (finite & np.isfinite(losses)))[here]]
     if len(diverged) and not crafts:
         raise RunError(
             f"training diverged: the model or the loss of benign agent {diverged.min()} is not finite in round "
             f"{n + 1}; a smaller `training.gamma` usually helps"
         )
-    clock.lap("train")
-    online = stream(engine.terms.seed, "online", n).random(size) < engine.terms.participation
+    timer.stop("train")
+    online = stream(engine.spec.seed, "online", n).random(size) < engine.spec.participation
     if crafts:
-        tell(n, "crafting")
+        on_phase(n, "crafting")
     engine.publish_(n, online, extents)
     if crafts:
-        clock.lap("craft")
+        timer.stop("craft")
     return losses, online & (finite | attackers.malicious)
 
 
-def evaluated_in(
-    engine: Engine, n: int, evaluated: Callable[[int], bool], tell: Tell, clock: "Clock"
-) -> dict[int, Tested] | None:
+def evaluate_if_due(
+    engine: Engine, n: int, is_evaluated: Callable[[int], bool], on_phase: OnPhase, timer: "PhaseTimer"
+) -> dict[int, EvaluationResult] | None:
     """What benign agents' models do in their tests after a round, where it is evaluated."""
-    if not evaluated(n):
+    if not is_evaluated(n):
         return None
-    tell(n, "evaluating")
+    on_phase(n, "evaluating")
     found = engine.evaluate()
-    clock.lap("evaluate")
+    timer.stop("evaluate")
     return found
 
 
-class Clock:
+class PhaseTimer:
     """Seconds since the lap before, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.last = time.perf_counter()
+        self._last_stop = time.perf_counter()
 
-    def lap(self, name: str) -> None:
+    def stop(self, name: str) -> None:
         """The seconds since the last lap are those of `name`."""
         now = time.perf_counter()
-        self.seconds[name], self.last = now - self.last, now
+        self.seconds[name], self._last_stop = now - self._last_stop, now

@@ -7,16 +7,16 @@ import numpy as np
 import torch
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.agent_group import Block
-from fedcb2o.federated.ragged import Places
-from fedcb2o.nn.parameters import adding_up
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.ragged import Indices
+from fedcb2o.nn.parameters import row_checksums
 
-JUDGES = ("criterion", "rule", "pre-step", "algorithm", "model")  # the kinds of functions that agents judge models by
+AGGREGATION_KINDS = ("criterion", "rule", "pre-step", "algorithm", "model")  # the kinds of functions that agents judge models by
 
 
 @contextlib.contextmanager
-def only_shown(
-    block: Block, own: Mapping[str, Sequence[str]], *kinds: str, crafted: Places | None = None
+def forbid_writes(
+    block: AgentGroup, user_functions: Mapping[str, Sequence[str]], *kinds: str, crafted: Indices | None = None
 ) -> Iterator[None]:
     """Raises ConfigError where users' functions of some kinds, which are asked inside, write into models other than
     those that the agents in places `crafted` craft. `own` names these functions, by kind.
@@ -24,15 +24,15 @@ def only_shown(
     Copies would take as much memory as all models. So what the bits of each add up to is looked at before and
     after: a pass at the speed of memory, which no way of writing escapes.
     """
-    if not (asked := [f"{kind} `{name}`" for kind in kinds for name in own.get(kind, ())]):
+    if not (asked := [f"{kind} `{name}`" for kind in kinds for name in user_functions.get(kind, ())]):
         yield
         return
-    watched = np.ones(len(block.pool), dtype=bool)
+    watched = np.ones(len(block.models), dtype=bool)
     for k in [] if crafted is None else crafted.tolist():
-        watched[block.layout.crafted(k)] = False
-    before = adding_up(block.pool)
+        watched[block.layout.crafted_rows(k)] = False
+    before = row_checksums(block.models)
     yield
-    if (adding_up(block.pool) != before)[torch.from_numpy(watched)].any():
+    if (row_checksums(block.models) != before)[torch.from_numpy(watched)].any():
         raise ConfigError(
             f"the {' or the '.join(asked)} wrote into models that it was shown, which all agents share: let it write "
             "into copies, made by `.clone()`"

@@ -4,8 +4,8 @@ Records are what counts; a tracker has a copy of what `points` makes of them, by
 written (`following`) or afterwards (`track`). By default the copy lies in the folder of the run.
 """
 
-from fedcb2o.tracking.scalars import Place, Point, points
-from fedcb2o.tracking.sync import following, track
-from fedcb2o.tracking.trackers import check
+from fedcb2o.tracking.scalars import Scalar, SeedRun, round_scalars
+from fedcb2o.tracking.sync import follow, track
+from fedcb2o.tracking.trackers import validate_targets
 
-__all__ = ["Place", "Point", "check", "following", "points", "track"]
+__all__ = ["SeedRun", "Scalar", "validate_targets", "follow", "round_scalars", "track"]

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from fedcb2o import records
-from fedcb2o.records import EVALUATED, SOMETIMES, over_agents
+from fedcb2o.records import EVALUATED_METRICS, OPTIONAL_METRICS, agent_statistics
 
-Point = tuple[int, str, float]
+Scalar = tuple[int, str, float]
 """A round, counted from 1, the name of a number, and the number."""
 
 
 @dataclass(frozen=True)
-class Place:
+class SeedRun:
     """Whose points: one seed of a run, which has a `name` where it is one of a grid's."""
 
     run: Path
@@ -32,7 +32,7 @@ class Place:
         return records.read_config(self.run / "config.toml")
 
 
-def points(line: Mapping[str, Any], malicious: Sequence[bool]) -> Iterator[Point]:
+def round_scalars(line: Mapping[str, Any], malicious: Sequence[bool]) -> Iterator[Scalar]:
     """What is tracked of a line of metrics.jsonl: the mean of each metric over the benign agents that have one.
 
     Of what was evaluated also the worst agent and the mean of the worst tenth, as in summary.json. A name is that of
@@ -42,8 +42,8 @@ def points(line: Mapping[str, Any], malicious: Sequence[bool]) -> Iterator[Point
         if not isinstance(values, list) or len(values) != len(malicious):
             continue
         known = [v for v, bad in zip(values, malicious, strict=True) if not bad and isinstance(v, int | float)]
-        if known and metric in (*EVALUATED, *SOMETIMES):
-            for over, value in over_agents(metric, np.array(known, dtype=float)).items():
+        if known and metric in (*EVALUATED_METRICS, *OPTIONAL_METRICS):
+            for over, value in agent_statistics(metric, np.array(known, dtype=float)).items():
                 yield line["round"], f"{metric}/{over}", value
         elif known:
             yield line["round"], f"{metric}/mean", float(np.mean(known))

@@ -9,55 +9,55 @@ from typing import TypeVar
 
 from fedcb2o import records
 from fedcb2o.errors import ConfigError, FedCB2OError, RunError
-from fedcb2o.records import Run, Sums
-from fedcb2o.tracking.scalars import Place, points
-from fedcb2o.tracking.trackers import Writer, check, opened
+from fedcb2o.records import Manifest, Run
+from fedcb2o.tracking.scalars import SeedRun, round_scalars
+from fedcb2o.tracking.trackers import TrackerWriter, open_writer, validate_targets
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
-EVERY = 2.0  # seconds between two looks at the records of a run under way
-GRID = "grid.toml"
+SYNC_INTERVAL_SECONDS = 2.0  # seconds between two looks at the records of a run under way
+_GRID_FILE = "grid.toml"
 
 
-class Copy:
+class TrackerSync:
     """One tracker's copy of the records of a run or a grid; raises RunError where the tracker fails."""
 
     def __init__(self, root: Path, target: str) -> None:
         self.root, self.target = root, target
-        self.writer: Writer = self._by(lambda: opened(target, root))
-        self.rounds: dict[Place, int] = {}  # up to which round it is there
-        self.ended: set[Place] = set()
+        self.writer: TrackerWriter = self._guard(lambda: open_writer(target, root))
+        self.copied_rounds: dict[SeedRun, int] = {}  # up to which round it is there
+        self.finished: set[SeedRun] = set()
 
-    def go_on(self) -> None:
+    def sync(self) -> None:
         """Copy what has been written since it was last looked at."""
-        for place in places(self.root):
-            if place not in self.ended:
-                self._go_on(place)
+        for place in find_seed_runs(self.root):
+            if place not in self.finished:
+                self._sync_seed(place)
 
     def close(self) -> None:
         """Say of the seeds that have not ended that nothing more comes."""
-        for place in self.rounds.keys() - self.ended:
+        for place in self.copied_rounds.keys() - self.finished:
             self._end(place, complete=False)
 
-    def _go_on(self, place: Place) -> None:
-        sums = Sums.read(place.folder)  # first: what is complete by it has all lines
+    def _sync_seed(self, place: SeedRun) -> None:
+        sums = Manifest.read(place.folder)  # first: what is complete by it has all lines
         malicious = records.read_json(place.folder / "agents.json")["malicious"]
-        if place not in self.rounds:
-            self.rounds[place] = self._by(lambda: self.writer.begin(place))
+        if place not in self.copied_rounds:
+            self.copied_rounds[place] = self._guard(lambda: self.writer.begin(place))
         found = []
-        for _, line in records.read_lines(place.folder / "metrics.jsonl", after=self.rounds[place]):
-            found += list(points(line, malicious))
+        for _, line in records.read_lines(place.folder / "metrics.jsonl", skip=self.copied_rounds[place]):
+            found += list(round_scalars(line, malicious))
         if found:
-            self._by(lambda: self.writer.write(place, found))
-            self.rounds[place] = found[-1][0]
-        if sums is not None and sums.ended(place.settings().get("rounds", 0)):
+            self._guard(lambda: self.writer.write(place, found))
+            self.copied_rounds[place] = found[-1][0]
+        if sums is not None and sums.has_finished(place.settings().get("rounds", 0)):
             self._end(place, complete=True)
 
-    def _end(self, place: Place, *, complete: bool) -> None:
-        self._by(lambda: self.writer.end(place, complete))
-        self.ended.add(place)
+    def _end(self, place: SeedRun, *, complete: bool) -> None:
+        self._guard(lambda: self.writer.end(place, complete))
+        self.finished.add(place)
 
-    def _by(self, step: Callable[[], T]) -> T:
+    def _guard(self, step: Callable[[], _T]) -> _T:
         """What a step of the tracker's returns; whatever fails in it is a RunError of one line."""
         try:
             return step()
@@ -71,18 +71,18 @@ class Copy:
             ) from error
 
 
-def places(root: Path) -> Iterator[Place]:
+def find_seed_runs(root: Path) -> Iterator[SeedRun]:
     """The seeds that have begun, of a run or of the cells and floors of a grid."""
     names = [""]
-    if (root / GRID).exists():
+    if (root / _GRID_FILE).exists():
         path = root / "cells.json"
         cells = records.read_cells(path) if path.exists() else []
         names = [cell["folder"] for cell in cells if cell["kind"] != "tuning"]
     for name in names:
         if (root / name / "config.toml").exists():
-            for seed, folder in records.seeds_in(root / name).items():
+            for seed, folder in records.find_seeds(root / name).items():
                 if (folder / "agents.json").exists():
-                    yield Place(root / name, seed, name)
+                    yield SeedRun(root / name, seed, name)
 
 
 def track(folder: str | Path, to: str | Sequence[str]) -> None:
@@ -91,24 +91,24 @@ def track(folder: str | Path, to: str | Sequence[str]) -> None:
     Without a place of its own the copy lies in the folder itself. What is there already is not there twice. Raises
     ConfigError where an extra is missing, RunError where the folder is no run's, or the tracker fails.
     """
-    targets, root = check(to), Path(folder)
+    targets, root = validate_targets(to), Path(folder)
     if not targets:
         raise ConfigError("there is no tracker to copy to: name one, such as 'tensorboard' or 'mlflow'")
-    if not (root / GRID).exists():
+    if not (root / _GRID_FILE).exists():
         Run(root)  # raises where it is none
     for target in targets:
-        copy = Copy(root, target)
-        copy.go_on()
+        copy = TrackerSync(root, target)
+        copy.sync()
         copy.close()
 
 
 @contextlib.contextmanager
-def following(root: Path, targets: Sequence[str]) -> Iterator[None]:
+def follow(root: Path, targets: Sequence[str]) -> Iterator[None]:
     """While in this block a run or a grid is written, copy it: by a thread, so that no tracker holds up a round.
 
     Raises RunError where a tracker cannot be opened. One that fails later is told of, and the run goes on without it.
     """
-    copies = [Copy(root, target) for target in targets]
+    copies = [TrackerSync(root, target) for target in targets]
     if not copies:
         yield
         return
@@ -117,10 +117,10 @@ def following(root: Path, targets: Sequence[str]) -> Iterator[None]:
     def copy() -> None:
         last = False
         while copies and not last:
-            last = over.wait(EVERY)
+            last = over.wait(SYNC_INTERVAL_SECONDS)
             for each in list(copies):
                 try:
-                    each.go_on()
+                    each.sync()
                     if last:
                         each.close()
                 except Exception as error:

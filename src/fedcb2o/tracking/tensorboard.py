@@ -13,26 +13,26 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fedcb2o import records
 from fedcb2o.errors import RunError
-from fedcb2o.tracking.scalars import Place, Point
+from fedcb2o.tracking.scalars import Scalar, SeedRun
 
-EVENTS = "*tfevents*"
-OF = "of.json"  # whose events a folder holds: of a run with which settings
+_EVENT_PATTERN = "*tfevents*"
+_IDENTITY_FILE = "of.json"  # whose events a folder holds: of a run with which settings
 
 
-class EventFiles:
+class TensorBoardWriter:
     """Writes `folder`/[name of the run in its grid]/seed-S/events.out.tfevents.*, anew whenever it begins."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.files = folder, dict[Place, Path]()
+        self.folder, self.files = folder, dict[SeedRun, Path]()
 
-    def begin(self, place: Place) -> int:
+    def begin(self, place: SeedRun) -> int:
         """Make a new file, and remove that of an earlier time; raises RunError where there is that of another run."""
         folder = self.folder / place.name / place.folder.name
         folder.mkdir(parents=True, exist_ok=True)
-        before, mine = list(folder.glob(EVENTS)), {"settings": records.digest(place.settings())}
-        if before and not ((folder / OF).exists() and records.read_json(folder / OF) == mine):
+        before, mine = list(folder.glob(_EVENT_PATTERN)), {"settings": records.settings_digest(place.settings())}
+        if before and not ((folder / _IDENTITY_FILE).exists() and records.read_json(folder / _IDENTITY_FILE) == mine):
             raise RunError(f"{folder} holds the events of another run: name another folder, tensorboard=DIR")
-        records.write_json(folder / OF, mine)
+        records.write_json(folder / _IDENTITY_FILE, mine)
         self.files[place] = folder / f"events.out.tfevents.{time.time_ns()}.fedcb2o"
         # A TensorBoard that looks on forgets by the second one what it has read of the earlier file.
         self._add(place, [Event(file_version="brain.Event:2"), Event(session_log=SessionLog(status=SessionLog.START))])
@@ -40,17 +40,17 @@ class EventFiles:
             path.unlink()
         return 0
 
-    def write(self, place: Place, points: Sequence[Point]) -> None:
+    def write(self, place: SeedRun, points: Sequence[Scalar]) -> None:
         """Add scalars."""
         self._add(
             place,
             [Event(step=n, summary=Summary(value=[Summary.Value(tag=tag, simple_value=v)])) for n, tag, v in points],
         )
 
-    def end(self, place: Place, complete: bool) -> None:
+    def end(self, place: SeedRun, complete: bool) -> None:
         """There is nothing to do."""
 
-    def _add(self, place: Place, events: Sequence[Event]) -> None:
+    def _add(self, place: SeedRun, events: Sequence[Event]) -> None:
         with self.files[place].open("ab") as file:
             for event in events:
                 event.wall_time = time.time()

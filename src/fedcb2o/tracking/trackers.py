@@ -6,40 +6,40 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.plugins import nearest
-from fedcb2o.tracking.scalars import Place, Point
+from fedcb2o.plugins import did_you_mean
+from fedcb2o.tracking.scalars import Scalar, SeedRun
 
-NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+REQUIRED_MODULES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 """The extras, and the modules that they bring."""
 
 
 @runtime_checkable
-class Writer(Protocol):
+class TrackerWriter(Protocol):
     """What brings points to a tracker."""
 
-    def begin(self, place: Place) -> int:
+    def begin(self, place: SeedRun) -> int:
         """Make room for a seed; up to which round its points are there already."""
 
-    def write(self, place: Place, points: Sequence[Point]) -> None:
+    def write(self, place: SeedRun, points: Sequence[Scalar]) -> None:
         """Add some points of one seed."""
 
-    def end(self, place: Place, complete: bool) -> None:
+    def end(self, place: SeedRun, complete: bool) -> None:
         """There is no more to add now; `complete` where the seed ran to its end."""
 
 
-def check(targets: str | Sequence[str] | None) -> tuple[str, ...]:
+def validate_targets(targets: str | Sequence[str] | None) -> tuple[str, ...]:
     """The targets, each once; raises ConfigError for one that there is not, or whose extra is missing."""
     listed = () if targets is None else (targets,) if isinstance(targets, str) else tuple(dict.fromkeys(targets))
     for target in listed:
         kind, equals, where = target.partition("=") if isinstance(target, str) else (target, "", "")
-        if kind not in NEEDED:
+        if kind not in REQUIRED_MODULES:
             raise ConfigError(
-                f"there is no tracker {kind!r}.{nearest(str(kind), NEEDED)} "
+                f"there is no tracker {kind!r}.{did_you_mean(str(kind), REQUIRED_MODULES)} "
                 "These are tensorboard[=DIR] and mlflow[=URI]"
             )
         if equals and not where:
             raise ConfigError(f"{target!r} needs a place after the sign =, or neither")
-        for module in NEEDED[kind]:
+        for module in REQUIRED_MODULES[kind]:
             if find_spec(module) is None:
                 raise ConfigError(
                     f"{kind} needs the extra, of which {module} is missing: pip install 'fedcb2o[{kind}]'"
@@ -47,13 +47,13 @@ def check(targets: str | Sequence[str] | None) -> tuple[str, ...]:
     return listed
 
 
-def opened(target: str, root: Path) -> Writer:
+def open_writer(target: str, root: Path) -> TrackerWriter:
     """The writer of a target for the run or the grid in a folder."""
     kind, _, where = target.partition("=")
     if kind == "tensorboard":
-        from fedcb2o.tracking.tensorboard import EventFiles
+        from fedcb2o.tracking.tensorboard import TensorBoardWriter
 
-        return EventFiles(Path(where) / root.resolve().name if where else root / "tensorboard")
-    from fedcb2o.tracking.mlflow import Mlflow
+        return TensorBoardWriter(Path(where) / root.resolve().name if where else root / "tensorboard")
+    from fedcb2o.tracking.mlflow import MlflowWriter
 
-    return Mlflow(root, where or None)
+    return MlflowWriter(root, where or None)

@@ -12,21 +12,21 @@ import typer
 from fedcb2o.errors import ConfigError
 
 
-class Noise(StrEnum):
+class _Noise(StrEnum):
     """D(theta - m) of the particles' noise."""
 
     isotropic = "isotropic"
     anisotropic = "anisotropic"
 
 
-class Quantile(StrEnum):
+class _Quantile(StrEnum):
     """The level of Q_beta."""
 
     plain = "plain"
     averaged = "averaged"
 
 
-class Kind(StrEnum):
+class _AdversaryKind(StrEnum):
     """Malicious particles that have a name."""
 
     static = "static"
@@ -37,7 +37,7 @@ class Kind(StrEnum):
     greedy = "greedy"
 
 
-class Animation(StrEnum):
+class _Animation(StrEnum):
     """The format of an animation."""
 
     gif = "gif"
@@ -68,8 +68,8 @@ def minimize(
     dt: Annotated[float | None, typer.Option(help="Step of time.")] = None,
     delta_q: Annotated[float | None, typer.Option(help="What Q_beta's level adds to the quantile of L.")] = None,
     radius: Annotated[float | None, typer.Option(help="R: the ball whose particles make the consensus.")] = None,
-    noise: Annotated[Noise | None, typer.Option(help="The kind of noise.")] = None,
-    quantile: Annotated[Quantile | None, typer.Option(help="q_beta, or averaged as in the paper.")] = None,
+    noise: Annotated[_Noise | None, typer.Option(help="The kind of noise.")] = None,
+    quantile: Annotated[_Quantile | None, typer.Option(help="q_beta, or averaged as in the paper.")] = None,
     batch: Annotated[int | None, typer.Option(help="Particles judged in a step, at random. Default: all.")] = None,
     maxiter: Annotated[int | None, typer.Option(help="Steps at most.")] = None,
     maxfev: Annotated[int | None, typer.Option(help="Judged particles at most, in each run.")] = None,
@@ -79,7 +79,7 @@ def minimize(
     runs: Annotated[int | None, typer.Option(help="Independent runs, in one batch.")] = None,
     tol: Annotated[float, typer.Option(help="A run succeeds within this of the target in every coordinate.")] = 0.1,
     adversary: Annotated[
-        Kind | None,
+        _AdversaryKind | None,
         typer.Option(help="Malicious particles: static at a bad minimiser of L, a lure at the minimiser of G, ..."),
     ] = None,
     num_malicious: Annotated[int | None, typer.Option(help="How many. Default: 10.")] = None,
@@ -88,7 +88,7 @@ def minimize(
         str | None, typer.Option(metavar="X,Y,...", help="Where they stand or start; tracking: their offset.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where the files go. Default: runs/minimize-PROBLEM.")] = None,
-    animate: Annotated[Animation | None, typer.Option(help="Also draw an animation.")] = None,
+    animate: Annotated[_Animation | None, typer.Option(help="Also draw an animation.")] = None,
     no_figure: Annotated[bool, typer.Option("--no-figure", help="Write the result alone, as JSON.")] = False,
 ) -> list[Path] | None:
     """Minimise G over the minimisers of L by particles (CB2O), under attack if you like; print and draw what comes.
@@ -100,8 +100,8 @@ def minimize(
     import torch
 
     from fedcb2o.cli.minimize import summary
-    from fedcb2o.cli.minimize.problem import find_adversaries, find_problem
-    from fedcb2o.cli.minimize.recorder import run
+    from fedcb2o.cli.minimize.problem import build_adversaries, resolve_problem
+    from fedcb2o.cli.minimize.recorder import run_recorded
     from fedcb2o.particles.objectives import problems
 
     if (
@@ -115,11 +115,11 @@ def minimize(
             print(f"{name:{max(map(len, listed))}}  {one.title}")
         return None
     points = (("--bounds", bounds), ("--at", at), ("--target", target), ("--x0", x0))
-    box, place, answer, about = (_numbers(name, text) for name, text in points)
+    box, place, answer, about = (_parse_numbers(name, text) for name, text in points)
     if box is not None and len(box) != 2:
         raise ConfigError(f"--bounds needs LOW,HIGH, such as -3,3, got {bounds!r}")
-    chosen = find_problem(problem, lower, upper, dim, target=answer, box=box)
-    groups = find_adversaries(adversary, num_malicious, mass, place, chosen)
+    chosen = resolve_problem(problem, lower, upper, dim, target=answer, box=box)
+    groups = build_adversaries(adversary, num_malicious, mass, place, chosen)
     asked: dict[str, Any] = {
         "num_particles": num_particles, "alpha": alpha, "beta": beta, "lambda1": lambda1, "sigma1": sigma1,
         "lambda2": lambda2, "sigma2": sigma2, "dt": dt, "delta_q": delta_q, "radius": radius, "batch": batch,
@@ -132,18 +132,18 @@ def minimize(
         raise ConfigError(f"--tol must be at least 0 and finite, got {tol}")
     folder = Path("runs") / f"minimize-{chosen.name}" if out is None else out
     summary.make_folder(folder)
-    result, watch, settings, warned = run(chosen, groups, given)
+    result, watch, settings, warned = run_recorded(chosen, groups, given)
     for line in warned:
         print(line, file=sys.stderr)
     decay = watch.decay(chosen, result, settings)
-    print(summary.told(chosen, result, decay, tol))
+    print(summary.describe(chosen, result, decay, tol))
     attack = None if adversary is None else {
         "kind": str(adversary), "num_particles": groups[0].num_particles, "mass": mass, "at": place,
     }  # fmt: skip
-    paths = summary.write(
+    paths = summary.write_files(
         folder,
-        summary.record(chosen, result, settings, decay, tol, attack),
-        lambda: watch.scene(chosen, result, settings, summary.title(chosen, result, settings, groups, adversary)),
+        summary.to_json_table(chosen, result, settings, decay, tol, attack),
+        lambda: watch.scene(chosen, result, settings, summary.figure_title(chosen, result, settings, groups, adversary)),
         figure=not no_figure,
         animation=None if animate is None else str(animate),
     )
@@ -151,7 +151,7 @@ def minimize(
     return paths
 
 
-def _numbers(option: str, text: str | None) -> list[float] | None:
+def _parse_numbers(option: str, text: str | None) -> list[float] | None:
     if text is None:
         return None
     try:

@@ -11,7 +11,7 @@ from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.objectives import Problem
 
 
-def find_problem(
+def resolve_problem(
     name: str | None,
     lower: str | None,
     upper: str | None,
@@ -35,20 +35,20 @@ def find_problem(
         raise ConfigError(f"--dim must be at least 1, got {dim}")
     if target is not None and len(target) != dim:
         raise ConfigError(f"--target must have --dim = {dim} coordinates, got {len(target)}")
-    objectives = [None if path is None else _own(option, path) for option, path in (("L", lower), ("G", upper))]
+    objectives = [None if path is None else _user_objective(option, path) for option, path in (("L", lower), ("G", upper))]
     title = f"L = {lower}" + (f", G = {upper}" if upper else ", no G")
     return Problem(
         "own", title, objectives[0], objectives[1], dim, tuple(target or ()), (box[0], box[1]) if box else (-3.0, 3.0)
     )
 
 
-def _own(kind: str, path: str) -> Callable[..., Any]:
+def _user_objective(kind: str, path: str) -> Callable[..., Any]:
     if ":" not in path:
         raise ConfigError(f'the objective {kind} must be an import path "package.module:function", got {path!r}')
     return plugins.resolve(f"objective {kind}", path, room)
 
 
-def find_adversaries(
+def build_adversaries(
     kind: str | None, num_malicious: int | None, mass: float | None, at: Sequence[float] | None, problem: Problem
 ) -> list[Adversary]:
     """The attackers of a problem. Raises ConfigError for an attack that the problem has no place for."""

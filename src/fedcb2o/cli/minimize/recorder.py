@@ -22,26 +22,26 @@ from fedcb2o.particles.state import State
 from fedcb2o.report.decay import Decay
 from fedcb2o.report.particle_figures import Scene
 
-GRID = 181  # points of the landscape along an axis
-SEEN = 300  # particles in a figure
-VARTHETA = 0.25  # of thm:main, for the band of the figure
-FITTED = 0.05  # the rate is fitted until V has come down to this share of its start
+_GRID_POINTS = 181  # points of the landscape along an axis
+_MAX_DRAWN_PARTICLES = 300  # particles in a figure
+_VARTHETA = 0.25  # of thm:main, for the band of the figure
+_FIT_UNTIL_SHARE = 0.05  # the rate is fitted until V has come down to this share of its start
 
 
-def run(
+def run_recorded(
     problem: Problem,
     groups: Sequence[Adversary],
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     *,
     progress: bool = True,
-) -> tuple[Result, "Watch", dict[str, Any], list[str]]:
+) -> tuple[Result, "Recorder", dict[str, Any], list[str]]:
     """Minimise; returns the result, what was watched, all settings, and the warnings, each a line."""
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(minimize).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
     }
-    chosen = {**problem.settings, **given}
+    chosen = {**problem.settings, **overrides}
     settings = {**defaults, **chosen}
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -57,7 +57,7 @@ def run(
             if not console.is_terminal:
                 print(f"{problem.name}: step {n}/{settings['maxiter']}", file=sys.stderr, flush=True)
 
-    watch = Watch(problem, runs=settings["runs"], maxiter=settings["maxiter"], show=show)
+    watch = Recorder(problem, runs=settings["runs"], maxiter=settings["maxiter"], show=show)
     with warnings.catch_warnings(record=True) as caught, bar:
         warnings.simplefilter("always")
         result = minimize(problem.lower, problem.upper, problem.dim, adversaries=groups, callback=watch, **chosen)
@@ -68,30 +68,30 @@ def run(
     return result, watch, settings, lines
 
 
-class Watch:
+class Recorder:
     """A callback of `minimize` that keeps what figures need, in bounded memory, and shows how far the run is."""
 
     def __init__(self, problem: Problem, *, runs: int | None, maxiter: int, show: Callable[[int], None]) -> None:
         self.clusters = 1 if callable(problem.lower) else len(problem.lower)
         self.runs, self.show = runs or 1, show
-        self.frames = _Thinned(128)
+        self.frames = _DownsampledSeries(128)
         # Of every ensemble its mean and variance: V to any point follows from them.
-        self.moments = _Thinned(min(600, max(60, 4_000_000 // (self.runs * self.clusters * problem.dim))))
+        self.moments = _DownsampledSeries(min(600, max(60, 4_000_000 // (self.runs * self.clusters * problem.dim))))
 
     def __call__(self, state: State) -> None:
         """Look at the particles before step n."""
         self.show(state.n)
         theta, runs = _with_runs(state.theta, 3), state.runs
-        if self.moments.due(state.n):
+        if self.moments.is_due(state.n):
             self.moments.add(state.n, (runs, *_moments(theta, self.clusters)))
-        if self.frames.due(state.n) and runs[0] == 0:
+        if self.frames.is_due(state.n) and runs[0] == 0:
             x = state.x if state.theta.ndim == 2 else state.x[0]
             self.frames.add(state.n, self._frame(theta[0], _with_runs(state.theta_m, 3)[0], x))
 
     def _frame(self, theta: Tensor, theta_m: Tensor, x: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         size = len(theta) // self.clusters
-        some = theta.reshape(self.clusters, size, -1)[:, : SEEN // self.clusters].flatten(0, 1)
-        parts = (some, theta_m[:SEEN], x.reshape(self.clusters, -1))
+        some = theta.reshape(self.clusters, size, -1)[:, : _MAX_DRAWN_PARTICLES // self.clusters].flatten(0, 1)
+        parts = (some, theta_m[:_MAX_DRAWN_PARTICLES], x.reshape(self.clusters, -1))
         return tuple(part[:, :2].cpu().numpy().astype(float) for part in parts)  # type: ignore[return-value]
 
     def scene(self, problem: Problem, result: Result, settings: Mapping[str, Any], title: str) -> Scene:
@@ -110,10 +110,10 @@ class Watch:
         box = _box(problem.box, np.concatenate([answers[0], *at_rest, theta_m[0]]))
         grid, lower, upper = _grid(problem, box, flat=flat)
         return Scene(
-            title=title, dim=problem.dim, box=box, grid=grid, lower=lower, upper=upper,
+            title=title, dim=problem.dim, box=box, grid=grid, lower_values=lower, upper_values=upper,
             times=np.array([n * dt for n, _ in frames]), theta=theta,
             cluster=np.repeat(np.arange(self.clusters), theta.shape[1] // self.clusters),
-            theta_m=theta_m, m=m, answers=answers, target=None if target is None else target[:, :2],
+            theta_m=theta_m, m=m, final_points=answers, target=None if target is None else target[:, :2],
             decay=self.decay(problem, result, settings),
         )  # fmt: skip
 
@@ -132,7 +132,7 @@ class Watch:
             V[row] = torch.where((n >= nit).unsqueeze(-1), V[-1], V[row])
         t = torch.tensor([n * settings["dt"] for n, _ in items], dtype=torch.float64)
         middle = V.nanmedian(1).values.T
-        windows = [_window(own) for own in middle]
+        windows = [_fit_window(own) for own in middle]
         fitted = [float(theory.fit_decay_rate(t[rows], own[rows])) for rows, own in zip(windows, middle, strict=True)]
         told, line, band = _theory(problem, settings, t, middle)
         seen = [(float(t[rows][0]), float(t[rows][-1])) for rows in windows]
@@ -153,8 +153,8 @@ def _theory(problem: Problem, settings: Mapping[str, Any], t: Tensor, V: Tensor)
     line = (V[:, :1] * torch.exp(-rate * t)).T.numpy()
     if noise == "anisotropic":
         return told, line, None
-    sides = theory.decay_bounds(t, float(V[0, 0]), vartheta=VARTHETA, rate=rate)
-    return f"{told} (band: ϑ = {VARTHETA:g})", line, tuple(side.unsqueeze(1).numpy() for side in sides)
+    sides = theory.decay_bounds(t, float(V[0, 0]), vartheta=_VARTHETA, rate=rate)
+    return f"{told} (band: ϑ = {_VARTHETA:g})", line, tuple(side.unsqueeze(1).numpy() for side in sides)
 
 
 def _outside_the_theorem(problem: Problem, settings: Mapping[str, Any]) -> list[str]:
@@ -170,14 +170,14 @@ def _outside_the_theorem(problem: Problem, settings: Mapping[str, Any]) -> list[
     return [reason for reason, holds in reasons.items() if holds]
 
 
-class _Thinned:
+class _DownsampledSeries:
     """Items at equal steps, at most `limit`: when there are more, every second goes and the steps double."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.stride = limit, 1
         self.items: list[tuple[int, Any]] = []
 
-    def due(self, n: int) -> bool:
+    def is_due(self, n: int) -> bool:
         return n % self.stride == 0
 
     def add(self, n: int, item: Any) -> None:
@@ -187,7 +187,7 @@ class _Thinned:
             self.items = [item for item in self.items if item[0] % self.stride == 0]
 
 
-def _window(V: Tensor) -> slice:
+def _fit_window(V: Tensor) -> slice:
     """The records to fit a rate to: until V has come down to a share of its start, or near to the least it comes to.
 
     Where strong noise first spreads the particles far, from the largest V to near the least after it.
@@ -197,7 +197,7 @@ def _window(V: Tensor) -> slice:
     start = int(V.argmax()) if spreads else 0
     rest = V[start:]
     least = 1.2 * float(rest.min())
-    low = rest <= (least if spreads else max(FITTED * float(rest[0]), least))
+    low = rest <= (least if spreads else max(_FIT_UNTIL_SHARE * float(rest[0]), least))
     return slice(start, start + max(3, int(low.double().argmax()) + 1))
 
 
@@ -234,7 +234,7 @@ def _grid(problem: Problem, box: tuple[float, float], *, flat: bool) -> tuple[An
     """L and G on a grid of the square; nothing where d is above 2."""
     if problem.dim > 2:
         return None, None, None
-    line = torch.linspace(*box, GRID if problem.dim == 2 else 4 * GRID, dtype=torch.float64)
+    line = torch.linspace(*box, _GRID_POINTS if problem.dim == 2 else 4 * _GRID_POINTS, dtype=torch.float64)
     axes = torch.meshgrid(*[line] * problem.dim, indexing="xy")
     points = torch.stack(axes, -1).reshape(-1, problem.dim)
     points = points if flat else points.unsqueeze(0)

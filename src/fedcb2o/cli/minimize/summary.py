@@ -19,10 +19,10 @@ from fedcb2o.particles.objectives import Problem
 from fedcb2o.particles.result import Result
 from fedcb2o.records import atomic_write
 from fedcb2o.report.decay import Decay
-from fedcb2o.report.particle_figures import Scene, animate, landscape
+from fedcb2o.report.particle_figures import Scene, draw_landscape, write_animation
 
 
-def errors(problem: Problem, result: Result) -> np.ndarray | None:
+def target_errors(problem: Problem, result: Result) -> np.ndarray | None:
     """The largest error of a coordinate in each run, over all clusters, [runs]; None where no target is known."""
     if not problem.target:
         return None
@@ -32,7 +32,7 @@ def errors(problem: Problem, result: Result) -> np.ndarray | None:
     return largest
 
 
-def title(
+def figure_title(
     problem: Problem, result: Result, settings: Mapping[str, Any], groups: Sequence[Adversary], kind: str | None
 ) -> str:
     """A figure's title: the problem, and the settings that matter most."""
@@ -49,12 +49,12 @@ def title(
     return f"{problem.title}\n{', '.join(parts)}"
 
 
-def told(problem: Problem, result: Result, decay: Decay, tol: float) -> str:
+def describe(problem: Problem, result: Result, decay: Decay, tol: float) -> str:
     """The result in words: its own first, then the error to the target, or how many runs came near it, and the rate."""
     lines = [repr(dataclasses.replace(result, notes=()))]
-    error = errors(problem, result)
+    error = target_errors(problem, result)
     if error is not None:
-        where = ", ".join(map(_point, problem.target if isinstance(problem.target[0], Sequence) else [problem.target]))
+        where = ", ".join(map(_format_point, problem.target if isinstance(problem.target[0], Sequence) else [problem.target]))
         if isinstance(result.message, list):
             near = int((error <= tol).sum())
             lines.append(
@@ -63,13 +63,13 @@ def told(problem: Problem, result: Result, decay: Decay, tol: float) -> str:
             )
         else:
             lines.append(f"error {error[0]:.3g} (largest coordinate) from the target {where}")
-    if all(map(math.isfinite, decay.fitted)):
-        rates = ", ".join(f"{rate:.3g}" for rate in decay.fitted)
-        lines.append(f"V, towards {decay.towards}: fitted rate {rates}; {decay.told}")
+    if all(map(math.isfinite, decay.fitted_rates)):
+        rates = ", ".join(f"{rate:.3g}" for rate in decay.fitted_rates)
+        lines.append(f"V, towards {decay.reference_name}: fitted rate {rates}; {decay.legend_label}")
     return "\n".join(lines)
 
 
-def record(
+def to_json_table(
     problem: Problem,
     result: Result,
     settings: Mapping[str, Any],
@@ -78,31 +78,31 @@ def record(
     attack: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The result for a JSON file: settings, answers, V; the way there only of a single run. No ensembles."""
-    error, many = errors(problem, result), isinstance(result.message, list)
+    error, many = target_errors(problem, result), isinstance(result.message, list)
     hidden = ("callback", "adversaries", "args")
     table: dict[str, Any] = {
         "problem": problem.name,
         "title": problem.title,
         "dim": problem.dim,
-        "settings": {name: _plain(value) for name, value in settings.items() if name not in hidden}
+        "settings": {name: _to_json(value) for name, value in settings.items() if name not in hidden}
         | {"num_particles": result.theta.shape[-2] // (1 if callable(problem.lower) else len(problem.lower))},
         "adversary": attack,
     }
     for name in ("x", "lower", "upper", "success", "message", "nit", "nfev", "excluded", "spread", "seed"):
-        table[name] = _plain(getattr(result, name))
-    table |= {"notes": list(result.notes), "seconds": result.seconds, "target": _plain(problem.target) or None}
-    table["error"] = None if error is None else _plain(error if many else error[0])
+        table[name] = _to_json(getattr(result, name))
+    table |= {"notes": list(result.notes), "seconds": result.seconds, "target": _to_json(problem.target) or None}
+    table["error"] = None if error is None else _to_json(error if many else error[0])
     table["tol"] = tol
     table["success_rate"] = None if error is None else float((error <= tol).mean())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the median of runs that all diverged
         middle = np.nanmedian(decay.V, 1)
     table["decay"] = {
-        "towards": decay.towards, "t": _plain(decay.t), "V": _plain(middle if decay.V.shape[2] > 1 else middle[:, 0]),
-        "fitted_rate": _plain(list(decay.fitted)), "fitted_in": _plain(list(decay.window)), "theory": decay.told,
+        "towards": decay.reference_name, "t": _to_json(decay.t), "V": _to_json(middle if decay.V.shape[2] > 1 else middle[:, 0]),
+        "fitted_rate": _to_json(list(decay.fitted_rates)), "fitted_in": _to_json(list(decay.fit_windows)), "theory": decay.legend_label,
     }  # fmt: skip
     history = dataclasses.asdict(result.history)
-    table["history"] = None if many else {name: _plain(value) for name, value in history.items()}
+    table["history"] = None if many else {name: _to_json(value) for name, value in history.items()}
     table["fedcb2o"] = version("fedcb2o")
     return table
 
@@ -115,7 +115,7 @@ def make_folder(out: Path) -> None:
         raise RunError(f"cannot make the folder {out}: {error.strerror}; choose another --out") from error
 
 
-def write(
+def write_files(
     out: Path, table: Mapping[str, Any], scene: Callable[[], Scene], *, figure: bool, animation: str | None
 ) -> list[Path]:
     """Write the JSON, the figure and the animation into a folder that is there, and return their paths."""
@@ -125,24 +125,24 @@ def write(
         drawn = scene()
         if figure:
             paths.append(out / "landscape.png")
-            atomic_write(paths[-1], lambda path: landscape(drawn).savefig(path, format="png", dpi=100))
+            atomic_write(paths[-1], lambda path: draw_landscape(drawn).savefig(path, format="png", dpi=100))
         if animation:
             paths.append(out / f"landscape.{animation}")
-            animate(drawn, paths[-1])
+            write_animation(drawn, paths[-1])
     return paths
 
 
-def _point(point: Sequence[float]) -> str:
+def _format_point(point: Sequence[float]) -> str:
     shown = [f"{value:.6g}" for value in point]
     return f"({', '.join(shown if len(shown) < 6 else [*shown[:3], '...', shown[-1]])})"
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """As JSON has it: lists and numbers, null for what is not finite; a function by its name."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(each) for each in value]
+        return [_to_json(each) for each in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int | bool):

@@ -14,7 +14,7 @@ from fedcb2o.errors import DataError
 
 __all__ = ["arrays"]
 
-KEYS = ("x", "y", "owner", "x_test", "y_test", "owner_test", "class_names")
+_KEYS = ("x", "y", "owner", "x_test", "y_test", "owner_test", "class_names")
 
 
 def arrays(
@@ -53,9 +53,9 @@ def _load(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{file} cannot be read ({error}): it must hold arrays of numbers and words only") from error
     for key in held:
-        if key not in KEYS:
+        if key not in _KEYS:
             raise DataError(
-                f"{file} holds `{key}`, which is none of {', '.join(KEYS)}.{plugins.nearest(key.lower(), KEYS)}"
+                f"{file} holds `{key}`, which is none of {', '.join(_KEYS)}.{plugins.did_you_mean(key.lower(), _KEYS)}"
             )
     for key in ("x", "y"):
         if key not in held:

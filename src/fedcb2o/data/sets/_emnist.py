@@ -17,9 +17,9 @@ RELEASE = Release(
     title="EMNIST",
     class_names=tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"),
     shape=(1, 28, 28),
-    sets=("emnist-balanced-", "emnist47-"),
-    parts=("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "test-images-idx3-ubyte", "test-labels-idx1-ubyte"),
-    beside=("emnist-balanced-mapping.txt",),
+    prefixes=("emnist-balanced-", "emnist47-"),
+    file_names=("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "test-images-idx3-ubyte", "test-labels-idx1-ubyte"),
+    optional_files=("emnist-balanced-mapping.txt",),
     url="https://biometrics.nist.gov/cs_links/EMNIST",
     md5={"gzip.zip": "58c8d27c78d21e728a6bc7b3cc06412e"},
 )
@@ -34,4 +34,4 @@ def emnist(
     with either set of files. The files lie in `data_dir`, or else in `default_folder(RELEASE)`. Raises DataError if
     one is missing, damaged or of another format, or if a class has too few images.
     """
-    return idx.read(RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class, transposed=True)
+    return idx.read_dataset(RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class, transposed=True)

@@ -28,8 +28,8 @@ RELEASE = Release(
         "Ankle boot",
     ),
     shape=(1, 28, 28),
-    sets=("",),
-    parts=("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+    prefixes=("",),
+    file_names=("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
     url="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
     md5={
         "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
@@ -37,7 +37,7 @@ RELEASE = Release(
         "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
         "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
     },
-    packaged=Path("/usr/share/datasets/fashion-mnist"),
+    system_folder=Path("/usr/share/datasets/fashion-mnist"),
     lookalikes=(("MNIST", bytes((7, 2, 1, 0, 4, 1, 4, 9, 5, 9))),),
 )
 
@@ -51,4 +51,4 @@ def fashion_mnist(
     `default_folder(RELEASE)`. Raises DataError if one is missing, damaged, MNIST's or of another format, or if a class
     has too few images.
     """
-    return idx.read(RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class)
+    return idx.read_dataset(RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class)

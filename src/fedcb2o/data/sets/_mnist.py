@@ -16,8 +16,8 @@ RELEASE = Release(
     title="MNIST",
     class_names=tuple("0123456789"),
     shape=(1, 28, 28),
-    sets=("",),
-    parts=("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+    prefixes=("",),
+    file_names=("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
     url="https://ossci-datasets.s3.amazonaws.com/mnist",  # PyTorch's copy of the four files
     md5={
         "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -38,4 +38,4 @@ def mnist(
     in the test set. The files lie in `data_dir`, or else in `default_folder(RELEASE)`. Raises DataError if one is
     missing, damaged or of another format, or if a class has too few images.
     """
-    return idx.read(RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class)
+    return idx.read_dataset(RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class)

@@ -16,16 +16,16 @@ from fedcb2o.rng import stream
 
 __all__ = ["typefaces"]
 
-OWNERS = (
+_OWNER_FACES = (
     *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-BoldOblique", "DejaVuSans-Oblique"),
     *("DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSansMono-BoldOblique"),
     *("DejaVuSerif", "DejaVuSerif-BoldItalic", "DejaVuSerif-Italic"),
     *("STIXGeneral", "STIXGeneralBol", "STIXGeneralBolIta"),
     *("cmb10", "cmr10", "cmtt10"),
 )
-NOBODYS = ("DejaVuSansMono-Oblique", "DejaVuSerif-Bold", "STIXGeneralItalic", "cmss10")
-SIDE = 12  # pixels of an image
-NOISE = 0.15  # standard deviation of a pixel, from 0 to 1
+_SHARED_TEST_FACES = ("DejaVuSansMono-Oblique", "DejaVuSerif-Bold", "STIXGeneralItalic", "cmss10")
+_IMAGE_SIDE = 12  # pixels of an image
+_NOISE_STD = 0.15  # standard deviation of a pixel, from 0 to 1
 
 
 def typefaces(*, fewest: int = 80, most: int = 400) -> Dataset:
@@ -36,14 +36,14 @@ def typefaces(*, fewest: int = 80, most: int = 400) -> Dataset:
     """
     if not 20 <= fewest <= most:
         raise ConfigError(f"`fewest` of typefaces must be at least 20, and `most` no less, got {fewest} and {most}")
-    sizes = stream(0, "typefaces").integers(fewest, most, size=len(OWNERS), endpoint=True)
-    owned = {name: _drawn(name, int(count)) for name, count in zip(OWNERS, sizes, strict=True)}
-    common = [_drawn(name, 60) for name in NOBODYS]
+    sizes = stream(0, "typefaces").integers(fewest, most, size=len(_OWNER_FACES), endpoint=True)
+    owned = {name: _render(name, int(count)) for name, count in zip(_OWNER_FACES, sizes, strict=True)}
+    common = [_render(name, 60) for name in _SHARED_TEST_FACES]
     test = tuple(np.concatenate(parts) for parts in zip(*common, strict=True))
     return datasets(owned, test=test, class_names=tuple("0123456789"))
 
 
-def _drawn(face: str, count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def _render(face: str, count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """So many images of a typeface's digits, and which digits they are."""
     import matplotlib as mpl  # slow to import, and needed by nobody else here
     from PIL import Image, ImageDraw, ImageFont
@@ -51,13 +51,13 @@ def _drawn(face: str, count: int) -> tuple[NDArray[np.float32], NDArray[np.int64
     path, draw = Path(mpl.get_data_path()) / "fonts" / "ttf" / f"{face}.ttf", stream(0, "typefaces", face)
     fonts = {points: ImageFont.truetype(str(path), 4 * points) for points in (10, 11, 12, 13)}
     y = draw.integers(10, size=count)
-    x = np.empty((count, 1, SIDE, SIDE), np.float32)
+    x = np.empty((count, 1, _IMAGE_SIDE, _IMAGE_SIDE), np.float32)
     for image, digit in zip(x, y, strict=True):
-        large = Image.new("L", (4 * SIDE, 4 * SIDE))  # drawn four times as large, for smooth edges
-        where = tuple(2 * SIDE + draw.integers(-5, 6, size=2))
+        large = Image.new("L", (4 * _IMAGE_SIDE, 4 * _IMAGE_SIDE))  # drawn four times as large, for smooth edges
+        where = tuple(2 * _IMAGE_SIDE + draw.integers(-5, 6, size=2))
         font = fonts[int(draw.integers(10, 14))]
         ImageDraw.Draw(large).text(where, str(digit), fill=255, font=font, anchor="mm")
         large = large.rotate(float(draw.uniform(-12, 12)), Image.Resampling.BILINEAR)
-        image[0] = np.asarray(large.resize((SIDE, SIDE), Image.Resampling.BOX), np.float32) / 255
-    x += draw.normal(scale=NOISE, size=x.shape).astype(np.float32)
+        image[0] = np.asarray(large.resize((_IMAGE_SIDE, _IMAGE_SIDE), Image.Resampling.BOX), np.float32) / 255
+    x += draw.normal(scale=_NOISE_STD, size=x.shape).astype(np.float32)
     return x.clip(0, 1), y

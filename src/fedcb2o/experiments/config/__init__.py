@@ -1,36 +1,43 @@
 """Configurations: sections and their keys, TOML tables, and what a seed's rounds are built from."""
 
-from fedcb2o.experiments.config.build import Prepared, module_of, neighbours_of, own_parts, prepare, terms_of
-from fedcb2o.experiments.config.datasets import (
-    aim_of,
-    checked,
-    dataset_of,
-    digest_of,
-    most_samples,
-    population_of,
-    shared_data,
+from fedcb2o.experiments.config.build import (
+    PreparedSeed,
+    build_module,
+    build_neighbours,
+    build_run_spec,
+    prepare_seed,
+    user_functions,
 )
-from fedcb2o.experiments.config.settings import Component, Experiment, Part, load
+from fedcb2o.experiments.config.datasets import (
+    attack_goal,
+    build_population,
+    dataset_digest,
+    dataset_tensors,
+    load_dataset,
+    max_samples,
+    validate_shard,
+)
+from fedcb2o.experiments.config.settings import Component, Experiment, Section, load
 from fedcb2o.experiments.config.tables import parse_value, presets
 
 __all__ = [
     "Component",
     "Experiment",
-    "Part",
-    "Prepared",
-    "aim_of",
-    "checked",
-    "dataset_of",
-    "digest_of",
+    "Section",
+    "PreparedSeed",
+    "attack_goal",
+    "validate_shard",
+    "load_dataset",
+    "dataset_digest",
     "load",
-    "module_of",
-    "most_samples",
-    "neighbours_of",
-    "own_parts",
+    "build_module",
+    "max_samples",
+    "build_neighbours",
+    "user_functions",
     "parse_value",
-    "population_of",
-    "prepare",
+    "build_population",
+    "prepare_seed",
     "presets",
-    "shared_data",
-    "terms_of",
+    "dataset_tensors",
+    "build_run_spec",
 ]

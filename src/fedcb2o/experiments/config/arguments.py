@@ -10,7 +10,7 @@ from fedcb2o.errors import ConfigError
 
 def check_count(name: str, value: Any) -> None:
     """Raise ConfigError unless an argument is None or a whole number, 1 or more."""
-    if value is not None and (not _whole(value) or value < 1):
+    if value is not None and (not _is_integer(value) or value < 1):
         raise ConfigError(f"`{name}` must be a whole number, at least 1, got {value!r}")
 
 
@@ -20,7 +20,7 @@ def check_path(name: str, value: Any) -> None:
         raise ConfigError(f"`{name}` must be a folder's path, got a {type(value).__name__}")
 
 
-def check_watch(value: Any) -> None:
+def check_callback(value: Any) -> None:
     """Raise ConfigError unless an argument is None or a function."""
     if not (value is None or callable(value)):
         raise ConfigError(f"`watch` must be a function of (experiment, seed, line), got a {type(value).__name__}")
@@ -45,14 +45,14 @@ def check_address(value: Any) -> None:
         )
 
 
-def seeds_of(value: Any) -> tuple[int, ...]:
+def parse_seeds(value: Any) -> tuple[int, ...]:
     """Seeds as whole numbers; raises ConfigError where they are none."""
     several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     listed: list[Any] = list(value) if several else []
-    if not several or not all(_whole(seed) for seed in listed):
+    if not several or not all(_is_integer(seed) for seed in listed):
         raise ConfigError(f"`seeds` must be whole numbers, such as [0, 1, 2], got {value!r}")
     return tuple(int(seed) for seed in listed)
 
 
-def _whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)

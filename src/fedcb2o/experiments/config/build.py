@@ -11,55 +11,55 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fedcb2o import plugins
-from fedcb2o.data._dataset import Dataset, Names, Shard, features
+from fedcb2o.data._dataset import Dataset, DatasetNames, Shard, features
 from fedcb2o.data._partition import Population
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.datasets import (
-    aim_of,
-    dataset_from,
-    most_samples,
-    pool_of,
-    population_of,
-    shared_data,
-    trigger_of,
+    attack_goal,
+    backdoor_trigger,
+    build_population,
+    dataset_from_tensors,
+    dataset_tensors,
+    max_samples,
+    shared_pool,
 )
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import algorithms, losses, optimisers, topology
-from fedcb2o.federated.adversary import Attackers
-from fedcb2o.federated.agent_data import Holdings
-from fedcb2o.federated.agent_group import Block, Layout
+from fedcb2o.federated.adversary import Adversary
+from fedcb2o.federated.agent_data import AgentData
+from fedcb2o.federated.agent_group import AgentGroup, BufferLayout
 from fedcb2o.federated.local_update import Precision, Training
-from fedcb2o.federated.plugin_outputs import changed_by
-from fedcb2o.federated.ragged import Lists
-from fedcb2o.federated.run_spec import Convolution, Linear, Primitives, Terms
+from fedcb2o.federated.plugin_outputs import apply_sample_transform
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.run_spec import ConvolutionKernel, KernelConfig, LinearKernel, RunSpec
 from fedcb2o.kernels import devices
 from fedcb2o.nn import architectures, batch_norm, memory_layout, parameters
 from fedcb2o.rng import stream
 
 
-def neighbours_of(experiment: Experiment, seed: int, cluster: Int[Tensor, " N"]) -> tuple[Tensor, ...] | None:
+def build_neighbours(experiment: Experiment, seed: int, cluster: Int[Tensor, " N"]) -> tuple[Tensor, ...] | None:
     """Whom each agent may ask, where not everybody."""
     if experiment.agents.graph is None:
         return None
-    graph = experiment.agents.graph.function("graph", topology)
+    graph = experiment.agents.graph.bind("graph", topology)
     return topology.neighbours(graph, cluster, stream(seed, "graph"))
 
 
-def algorithm_of(experiment: Experiment) -> algorithms.Algorithm:
+def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
     """The algorithm that an experiment names. What a user's own makes of its parts fails under its name."""
-    make = experiment.algorithm.function("algorithm", algorithms)
+    make = experiment.algorithm.bind("algorithm", algorithms)
     algorithm: algorithms.Algorithm = make()
-    if (name := plugins.OWN.of(make)) is None:
+    if (name := plugins.USER_FUNCTION.get(make)) is None:
         return algorithm
-    select, weigh = (plugins.own("algorithm", name, each) for each in (algorithm.select, algorithm.weigh))
-    return dataclasses.replace(algorithm, select=select, weigh=weigh)
+    select, weigh = (plugins.wrap_user_function("algorithm", name, each) for each in (algorithm.select, algorithm.rule))
+    return dataclasses.replace(algorithm, select=select, rule=weigh)
 
 
-JUDGE = {"criterion": "criterion", "rule": "rule", "pre_step": "pre-step"}
+_MODEL_READING_KEYS = {"criterion": "criterion", "rule": "rule", "pre_step": "pre-step"}
 """The parts of an algorithm that are shown models, by their keys in a configuration."""
 
 
-def own_parts(experiment: Experiment) -> dict[str, list[str]]:
+def user_functions(experiment: Experiment) -> dict[str, list[str]]:
     """The users' functions that an experiment names, of those that are shown models, by kind."""
     settings = experiment.settings()
     found: dict[str, list[str]] = {}
@@ -71,8 +71,8 @@ def own_parts(experiment: Experiment) -> dict[str, list[str]]:
         elif isinstance(part, Mapping):
             look(kind, part.get("name"))
             for key, value in part.items():
-                if key in JUDGE or key == "of":  # "of": the parts of a combination
-                    look(JUDGE.get(key, kind), value)
+                if key in _MODEL_READING_KEYS or key == "of":  # "of": the parts of a combination
+                    look(_MODEL_READING_KEYS.get(key, kind), value)
         elif isinstance(part, Sequence):
             for each in part:
                 look(kind, each)
@@ -82,7 +82,7 @@ def own_parts(experiment: Experiment) -> dict[str, list[str]]:
     return found
 
 
-def own_names(experiment: Experiment) -> list[str]:
+def imported_names(experiment: Experiment) -> list[str]:
     """All that an experiment names as "module:function", and what merely looks so, such as the device "cuda:1"."""
 
     def names(part: Any) -> Iterator[str]:
@@ -95,7 +95,7 @@ def own_names(experiment: Experiment) -> list[str]:
     return sorted(set(names(experiment.settings())))
 
 
-def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
+def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
     """A freshly initialised network for the data; raises ConfigError where it does not fit them."""
     shape, name = list(dataset.pool.x.shape[1:]), plugins.label(experiment.model.name)
     if isinstance(experiment.model.name, nn.Module):
@@ -103,14 +103,14 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
             "`model.name` must be a function (input_shape, num_classes) that makes the network, and is a network: "
             "let the function make it, since each process has its own"
         )
-    make = experiment.model.function("model", architectures)
+    make = experiment.model.bind("model", architectures)
 
     def made() -> nn.Module:
         module = make(shape, dataset.num_outputs)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module")
-        batch_norm.keep_(module, experiment.model.buffers)
-        return memory_layout.laid_out(module, experiment.layout or "contiguous")
+        batch_norm.set_statistics_mode(module, experiment.model.buffers)
+        return memory_layout.with_memory_format(module, experiment.layout or "contiguous")
 
     try:
         module = parameters.initialise(made, stream(seed, "model", *key))
@@ -130,8 +130,8 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
             f"the model `{name}` writes into the samples that it reads, or into its parameters, when it is evaluated, "
             "where others look at them after it: let it compute new ones (no `inplace=True` in its first layer)"
         )
-    with plugins.blamed("model", name):
-        state = batch_norm.changed_by_training(module, features(x))
+    with plugins.attribute_errors("model", name):
+        state = batch_norm.find_changed_buffer(module, features(x))
     if state:
         raise ConfigError(
             f"the model `{name}` changes its buffer `{state}` while it trains, which is neither a parameter nor the "
@@ -148,19 +148,19 @@ def module_of(experiment: Experiment, seed: int, dataset: Dataset, *key: int) ->
     return module
 
 
-def loss_of(experiment: Experiment) -> losses.Loss | None:
+def _build_loss(experiment: Experiment) -> losses.Loss | None:
     """The loss that an experiment names, if it is not the plain cross-entropy."""
     loss = experiment.training.loss
-    return None if loss is None else loss.function("loss", losses)
+    return None if loss is None else loss.bind("loss", losses)
 
 
 def _check_loss(experiment: Experiment, outputs: Tensor, y: Tensor) -> None:
     """Raises ConfigError where the loss cannot compare what a network says of samples with what is so."""
-    part, loss = experiment.training.loss, loss_of(experiment)
+    part, loss = experiment.training.loss, _build_loss(experiment)
     if part is None or loss is None:
         return
     try:
-        losses.of_samples(loss, outputs, y, 1)
+        losses.per_sample_losses(loss, outputs, y, 1)
     except (RuntimeError, IndexError, ValueError) as error:
         raise ConfigError(
             f"the loss `{plugins.label(part.name)}` cannot compare outputs of shape {tuple(outputs.shape)} and type "
@@ -168,78 +168,78 @@ def _check_loss(experiment: Experiment, outputs: Tensor, y: Tensor) -> None:
         ) from error
 
 
-def first_models_(
+def init_models_(
     theta: Float[Tensor, "a d"], experiment: Experiment, seed: int, dataset: Dataset, ids: Sequence[int]
 ) -> None:
     """Fill the rows of `theta` with the initial models theta_0^j of some agents: one for all agents, or each its own.
     Those of clusters, whose ids follow the agents', differ, but where each agent has them and all begin alike."""
     independent, first = experiment.agents.initialisation == "independent", experiment.agents.num_agents
-    clusters = algorithm_of(experiment).clusters
-    theta[:] = parameters.flatten(module_of(experiment, seed, dataset))
+    clusters = build_algorithm(experiment).clusters
+    theta[:] = parameters.flatten(build_module(experiment, seed, dataset))
     for row, j in enumerate(ids):
-        if j >= first and clusters is not None and clusters.each and not independent:
-            j = first + (j - first) % clusters.models
+        if j >= first and clusters is not None and clusters.per_agent and not independent:
+            j = first + (j - first) % clusters.num_models
         if independent or j >= first:
-            theta[row] = parameters.flatten(module_of(experiment, seed, dataset, j))
+            theta[row] = parameters.flatten(build_module(experiment, seed, dataset, j))
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSeed:
     """One seed of an experiment, made once: the terms of its rounds, and who holds what of its data set."""
 
     experiment: Experiment
     seed: int
     dataset: Dataset
     population: Population
-    terms: Terms
-    attackers: Attackers
+    spec: RunSpec
+    adversary: Adversary
 
     @property
-    def kept(self) -> int:
+    def num_persistent_rows(self) -> int:
         """The rows of a pool that outlive a round: of the agents' models, then of those of clusters."""
-        clusters, agents = self.terms.algorithm.clusters, self.terms.num_agents
-        return agents + (0 if clusters is None else clusters.rows(agents))
+        clusters, agents = self.spec.algorithm.clusters, self.spec.num_agents
+        return agents + (0 if clusters is None else clusters.num_rows(agents))
 
-    def test(self) -> Shard:
+    def scored_samples(self) -> Shard:
         """The samples that agents are scored on."""
         if self.experiment.evaluate_on == "test":
             return self.dataset.test
-        pool, chosen = pool_of(self.experiment, self.dataset), self.population.tuning
+        pool, chosen = shared_pool(self.experiment, self.dataset), self.population.tuning
         return Shard(pool.x[chosen], pool.y[chosen])
 
-    def by(
+    def with_kernels(
         self,
         precision: Precision,
-        linear: Linear,
-        layout: memory_layout.Layout,
-        convolution: Convolution,
+        linear: LinearKernel,
+        layout: memory_layout.MemoryLayout,
+        convolution: ConvolutionKernel,
         together: int | None,
-    ) -> "Prepared":
+    ) -> "PreparedSeed":
         """The same, computed by these primitives."""
         how = {"linear": linear, "layout": layout, "convolution": convolution, "together": together}
         training = self.experiment.training.model_copy(update={"precision": precision})
         experiment = self.experiment.model_copy(update={**how, "training": training})
-        module = self.terms.module
+        module = self.spec.module
         if layout != self.experiment.layout:  # which it is laid out in
-            module = memory_layout.laid_out(module, layout)
+            module = memory_layout.with_memory_format(module, layout)
         terms = dataclasses.replace(
-            self.terms,
+            self.spec,
             module=module,
-            training=dataclasses.replace(self.terms.training, precision=precision),
-            primitives=Primitives(linear, convolution, together),
+            training=dataclasses.replace(self.spec.training, precision=precision),
+            kernels=KernelConfig(linear, convolution, together),
         )
-        return dataclasses.replace(self, experiment=experiment, terms=terms)
+        return dataclasses.replace(self, experiment=experiment, spec=terms)
 
-    def holdings(self, agents: Sequence[int], device: torch.device) -> Holdings:
+    def build_agent_data(self, agents: Sequence[int], device: torch.device) -> AgentData:
         """What some agents, ascending, hold."""
-        population, attackers, ids = self.population, self.attackers, np.array(agents)
+        population, attackers, ids = self.population, self.adversary, np.array(agents)
         train, validation = (
-            Lists.of([each[j].numpy() for j in agents]) for each in (population.train, population.validation)
+            Ragged.from_arrays([each[j].numpy() for j in agents]) for each in (population.train, population.validation)
         )
-        return Holdings(
+        return AgentData(
             agents=ids,
-            samples=pool_of(self.experiment, self.dataset).to(device),
-            test=self.test().to(device),
+            samples=shared_pool(self.experiment, self.dataset).to(device),
+            test=self.scored_samples().to(device),
             train=train,
             validation=validation,
             cluster=attackers.cluster[ids],
@@ -248,47 +248,47 @@ class Prepared:
             malicious=attackers.malicious[ids],
             attack=attackers.attack,
             seed=self.seed,
-            **_tests(population, self.dataset, agents),
+            **_owner_tests(population, self.dataset, agents),
         )
 
-    def layout(self, agents: Sequence[int], own: Int[np.ndarray, " a"], kept: int) -> Layout:
+    def build_layout(self, agents: Sequence[int], own_rows: Int[np.ndarray, " a"], num_persistent_rows: int) -> BufferLayout:
         """Where in a pool the models of some agents lie, of which the first `kept` rows outlive a round."""
-        attack, before = self.attackers.attack, self.terms.algorithm.keeps_before
-        each = attack.num_published(1, len(self.attackers.benign))
-        return Layout.of(own, kept, self.attackers.malicious[np.array(agents)], each, before)
+        attack, before = self.adversary.attack, self.spec.algorithm.keeps_previous
+        each = attack.num_published(1, len(self.adversary.benign_ids))
+        return BufferLayout.create(own_rows, num_persistent_rows, self.adversary.malicious[np.array(agents)], each, before)
 
-    def block(self, pool: Float[Tensor, "rows d"]) -> Block:
+    def build_agent_group(self, model_buffer: Float[Tensor, "rows d"]) -> AgentGroup:
         """All agents as one block."""
-        everybody = range(self.terms.num_agents)
-        holdings, layout = self.holdings(everybody, pool.device), self.layout(everybody, np.array(everybody), self.kept)
-        self.terms.module.to(pool.device)  # what of it is in no row
-        return Block(self.terms, holdings, self.attackers, layout, pool)
+        everybody = range(self.spec.num_agents)
+        holdings, layout = self.build_agent_data(everybody, model_buffer.device), self.build_layout(everybody, np.array(everybody), self.num_persistent_rows)
+        self.spec.module.to(model_buffer.device)  # what of it is in no row
+        return AgentGroup(self.spec, holdings, self.adversary, layout, model_buffer)
 
 
-def _tests(population: Population, dataset: Dataset, agents: Sequence[int]) -> dict[str, Any]:
+def _owner_tests(population: Population, dataset: Dataset, agents: Sequence[int]) -> dict[str, Any]:
     """Which test samples are the agents' own, and which everybody's, where agents bring their own."""
     if population.tests is None or dataset.owners is None:
         return {}
     common = np.flatnonzero(dataset.owners.test.numpy() < 0)
-    return {"tests": Lists.of([population.tests[j].numpy() for j in agents]), "common": common}
+    return {"tests": Ragged.from_arrays([population.tests[j].numpy() for j in agents]), "common": common}
 
 
-def terms_of(
+def build_run_spec(
     experiment: Experiment,
     seed: int,
     dataset: Dataset,
     *,
     num_agents: int,
-    share: float,
-    most_samples: int,
+    malicious_share: float,
+    max_samples: int,
     neighbours: tuple[Tensor, ...] | None,
-) -> Terms:
+) -> RunSpec:
     """The terms of an experiment for so many agents, whose samples look like a data set's."""
-    module, training = module_of(experiment, seed, dataset), training_of(experiment)
+    module, training = build_module(experiment, seed, dataset), _build_training(experiment)
     x = features(dataset.pool.x[:2])
-    several = experiment.together is not None or not devices.on_cpu(experiment.device)  # one program for any network
-    singles, apart = not batch_norm.refuses_one(module, x[:1]), several and batch_norm.are_apart(module, x)
-    return Terms(
+    several = experiment.together is not None or not devices.is_cpu(experiment.device)  # one program for any network
+    singles, apart = not batch_norm.rejects_single_sample(module, x[:1]), several and batch_norm.is_sample_independent(module, x)
+    return RunSpec(
         seed=seed,
         num_agents=num_agents,
         num_classes=dataset.num_classes,
@@ -296,58 +296,58 @@ def terms_of(
         budget=experiment.agents.budget,
         model=plugins.label(experiment.model.name),
         module=module,
-        training=dataclasses.replace(training, singles=singles, apart=apart),
-        algorithm=algorithm_of(experiment),
-        average=experiment.agents.validation_loss,
-        share=share,
-        most_samples=most_samples,
+        training=dataclasses.replace(training, accepts_single_sample=singles, is_sample_independent=apart),
+        algorithm=build_algorithm(experiment),
+        loss_average=experiment.agents.validation_loss,
+        malicious_share=malicious_share,
+        max_samples=max_samples,
         neighbours=neighbours,
         participation=experiment.agents.participation,
-        primitives=Primitives(experiment.linear or "torch", experiment.convolution or "grouped", experiment.together),
+        kernels=KernelConfig(experiment.linear or "torch", experiment.convolution or "grouped", experiment.together),
     )
 
 
-def training_of(experiment: Experiment) -> Training:
+def _build_training(experiment: Experiment) -> Training:
     """How agents train."""
     training = experiment.training
-    own = None if training.optimiser is None else training.optimiser.function("optimiser", optimisers)
-    return Training(**training.model_dump(exclude={"optimiser", "loss"}), optimiser=own, loss=loss_of(experiment))
+    own = None if training.optimiser is None else training.optimiser.bind("optimiser", optimisers)
+    return Training(**training.model_dump(exclude={"optimiser", "loss"}), optimiser=own, loss=_build_loss(experiment))
 
 
-def prepare(experiment: Experiment, seed: int, dataset: Dataset) -> Prepared:
+def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> PreparedSeed:
     """One seed of an experiment; raises ConfigError where it does not fit its data."""
-    agents, population = experiment.agents, population_of(experiment, seed, dataset)
-    attackers = Attackers(
-        attack=experiment.attack_made,
+    agents, population = experiment.agents, build_population(experiment, seed, dataset)
+    attackers = Adversary(
+        attack=experiment.active_attack,
         malicious=population.malicious.numpy(),
         cluster=population.cluster.numpy(),
         num_clusters=population.num_clusters,
-        collude=agents.malicious_role in ("attack", "clean") and algorithm_of(experiment).clusters is None,
-        own_model=agents.colluders_own_model,
-        trigger=trigger_of(experiment),
+        colludes=agents.malicious_role in ("attack", "clean") and build_algorithm(experiment).clusters is None,
+        averages_own_model=agents.colluders_own_model,
+        trigger=backdoor_trigger(experiment),
     )
-    terms = terms_of(
+    terms = build_run_spec(
         experiment,
         seed,
         dataset,
         num_agents=len(population.cluster),
-        share=agents.share,
-        most_samples=most_samples(experiment, dataset),
-        neighbours=neighbours_of(experiment, seed, population.cluster),
+        malicious_share=agents.malicious_share,
+        max_samples=max_samples(experiment, dataset),
+        neighbours=build_neighbours(experiment, seed, population.cluster),
     )
-    prepared = Prepared(experiment, seed, dataset, population, terms, attackers)
-    _check_tested(experiment, prepared.test())
+    prepared = PreparedSeed(experiment, seed, dataset, population, terms, attackers)
+    _check_scored_samples(experiment, prepared.scored_samples())
     _check_batches(prepared)
     if (trigger := attackers.trigger) is not None:  # raises here, before a run begins, where samples cannot bear it
-        changed_by(plugins.called("trigger", trigger), trigger, Shard(dataset.test.x[:1], dataset.test.y[:1]))
+        apply_sample_transform(plugins.display_name("trigger", trigger), trigger, Shard(dataset.test.x[:1], dataset.test.y[:1]))
     return prepared
 
 
-def _check_tested(experiment: Experiment, test: Shard) -> None:
+def _check_scored_samples(experiment: Experiment, test: Shard) -> None:
     """Raises ConfigError where there is nothing to score on."""
     if not len(test):
         raise ConfigError('`evaluate_on` = "tuning" needs pool samples that no agent holds, and there is none')
-    for source in aim_of(experiment).sources:
+    for source in attack_goal(experiment).sources:
         if not torch.eq(test.y, source).any():
             raise ConfigError(
                 f"the {experiment.evaluate_on} samples hold none of class {source} (`attack.source`), so that no "
@@ -355,11 +355,11 @@ def _check_tested(experiment: Experiment, test: Shard) -> None:
             )
 
 
-def _check_batches(prepared: Prepared) -> None:
+def _check_batches(prepared: PreparedSeed) -> None:
     """Raises ConfigError where an agent would train a network on a batch of one sample, which its norms refuse."""
-    if prepared.terms.training.singles:
+    if prepared.spec.training.accepts_single_sample:
         return
-    if prepared.terms.training.batch_size == 1:
+    if prepared.spec.training.batch_size == 1:
         raise ConfigError(
             "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a sample by itself"
         )
@@ -371,43 +371,43 @@ def _check_batches(prepared: Prepared) -> None:
             )
 
 
-def specs_of(dataset: Dataset, num_models: int, dim: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def tensor_specs(dataset: Dataset, num_models: int, dim: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The tensors that the processes of a run share: the models, in rows of whole cache lines, and the data."""
-    tensors = {name: (t.dtype, tuple(t.shape)) for name, t in shared_data(dataset).items()}
+    tensors = {name: (t.dtype, tuple(t.shape)) for name, t in dataset_tensors(dataset).items()}
     return {"models": (torch.float32, (num_models, parameters.row_stride(dim))), **tensors}
 
 
-def block_of(experiment: Experiment, seed: int, names: Names, dim: int, tensors: dict[str, Tensor]) -> Block:
+def build_full_group(experiment: Experiment, seed: int, names: DatasetNames, dim: int, tensors: dict[str, Tensor]) -> AgentGroup:
     """The block of all agents of one seed, from the tensors that its processes share. Where the models lie on another
     device than the CPU, so do the samples."""
-    return prepare(experiment, seed, dataset_from(names, tensors)).block(tensors["models"][:, :dim])
+    return prepare_seed(experiment, seed, dataset_from_tensors(names, tensors)).build_agent_group(tensors["models"][:, :dim])
 
 
-def share_of(
+def build_group(
     experiment: Experiment,
     seed: int,
-    names: Names,
+    names: DatasetNames,
     tensors: Mapping[str, Tensor],
     agents: Sequence[int],
-) -> Block:
+) -> AgentGroup:
     """The block of some agents of one seed, from the tensors of the data set, and a pool that has no rows yet."""
     prepared, device = (
-        prepare(experiment, seed, dataset_from(names, tensors)),
-        devices.device_of(experiment.device),
+        prepare_seed(experiment, seed, dataset_from_tensors(names, tensors)),
+        devices.resolve_device(experiment.device),
     )
-    layout = prepared.layout(agents, np.arange(len(agents)), len(agents))
-    pool = torch.zeros(0, prepared.terms.dim, device=device)
-    prepared.terms.module.to(device)
-    return Block(prepared.terms, prepared.holdings(agents, device), prepared.attackers, layout, pool)
+    layout = prepared.build_layout(agents, np.arange(len(agents)), len(agents))
+    pool = torch.zeros(0, prepared.spec.dim, device=device)
+    prepared.spec.module.to(device)
+    return AgentGroup(prepared.spec, prepared.build_agent_data(agents, device), prepared.adversary, layout, pool)
 
 
-def first_of(
+def init_models_from_tensors_(
     experiment: Experiment,
     seed: int,
-    names: Names,
+    names: DatasetNames,
     tensors: Mapping[str, Tensor],
     theta: Float[Tensor, "a d"],
     ids: Sequence[int],
 ) -> None:
     """As `first_models_`, from the tensors of the data set."""
-    first_models_(theta, experiment, seed, dataset_from(names, tensors), ids)
+    init_models_(theta, experiment, seed, dataset_from_tensors(names, tensors), ids)

@@ -11,24 +11,24 @@ from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.data import sets, skews
-from fedcb2o.data._dataset import Dataset, Names, Owners, Shard
+from fedcb2o.data._dataset import Dataset, DatasetNames, Owners, Shard
 from fedcb2o.data._partition import Population, partition, rotate
-from fedcb2o.data.natural_partition import natural
+from fedcb2o.data.natural_partition import partition_by_owner
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import attacks
 from fedcb2o.federated.attacks import data_poisoning
-from fedcb2o.federated.metrics import Aim
+from fedcb2o.federated.metrics import AttackGoal
 from fedcb2o.rng import stream
-from fedcb2o.simulation.checkpoint import adds_up_to
+from fedcb2o.simulation.checkpoint import tensor_crc32
 
-OWNED = ("pool", "test", "validates")
+_OWNER_TENSORS = ("pool", "test", "validates")
 """The tensors of `Owners`."""
 
 
-def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
+def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
     """The data set that an experiment names; raises ConfigError where its function returns something else."""
-    function = experiment.data.function("data set", sets)
+    function = experiment.data.bind("data set", sets)
     dataset = function(data_dir=data_dir) if "data_dir" in plugins.parameters(function) else function()
     name = plugins.label(experiment.data.name)
     if not isinstance(dataset, Dataset):
@@ -43,23 +43,23 @@ def dataset_of(experiment: Experiment, data_dir: Path | None) -> Dataset:
             '`training.loss` = "squared_error"'
         )
     pool, test = (
-        checked(f"the data set `{name}`, in its {part},", getattr(dataset, part), len(dataset.class_names))
+        validate_shard(f"the data set `{name}`, in its {part},", getattr(dataset, part), len(dataset.class_names))
         for part in ("pool", "test")
     )
     dataset = Dataset(pool, test, dataset.class_names, dataset.owners)
-    check_owners(f"the data set `{name}`", dataset)
+    _check_owners(f"the data set `{name}`", dataset)
     if dataset.pool.x.shape[1:] != dataset.test.x.shape[1:]:
         shapes = tuple(dataset.pool.x.shape[1:]), tuple(dataset.test.x.shape[1:])
         raise ConfigError(
             f"the data set `{name}` has samples of shape {shapes[0]} in its pool and {shapes[1]} in its test"
         )
-    check_aim(experiment, dataset)
+    check_attack_goal(experiment, dataset)
     return dataset
 
 
-def check_aim(experiment: Experiment, dataset: Dataset) -> None:
+def check_attack_goal(experiment: Experiment, dataset: Dataset) -> None:
     """Raises ConfigError where an attack is after classes that a data set has not."""
-    aim = aim_of(experiment)
+    aim = attack_goal(experiment)
     for key, labels in (("source", aim.sources), ("target", aim.targets)):
         for label in labels:
             if not dataset.class_names:
@@ -68,7 +68,7 @@ def check_aim(experiment: Experiment, dataset: Dataset) -> None:
                 raise ConfigError(f"`attack.{key}` must be between 0 and {dataset.num_classes - 1}, got {label}")
 
 
-def pool_of(experiment: Experiment, dataset: Dataset) -> Shard:
+def shared_pool(experiment: Experiment, dataset: Dataset) -> Shard:
     """The samples that agents share out: the pool, with the test set where each seed draws its own from both."""
     pool, test = dataset.pool, dataset.test
     if experiment.evaluate_on != "redrawn":
@@ -81,7 +81,7 @@ def pool_of(experiment: Experiment, dataset: Dataset) -> Shard:
     return Shard(torch.cat([pool.x, test.x]), torch.cat([pool.y, test.y]))
 
 
-def checked(where: str, shard: Shard, num_classes: int) -> Shard:
+def validate_shard(where: str, shard: Shard, num_classes: int) -> Shard:
     """A part of a data set, without a gradient's history; raises ConfigError for what is no samples."""
     if not isinstance(shard, Shard):
         raise ConfigError(f"{where} is a {type(shard).__name__}, expected a fedcb2o.Shard")
@@ -102,7 +102,7 @@ def checked(where: str, shard: Shard, num_classes: int) -> Shard:
     return Shard(x.detach(), y.detach())
 
 
-def check_owners(where: str, dataset: Dataset) -> None:
+def _check_owners(where: str, dataset: Dataset) -> None:
     """Raises ConfigError where the owners of a data set do not fit its samples."""
     owners, count = dataset.owners, len(dataset.names.owners)
     if owners is None:
@@ -117,28 +117,28 @@ def check_owners(where: str, dataset: Dataset) -> None:
         raise ConfigError(f"{where} must say of each sample of its pool whether it validates")
 
 
-def aim_of(experiment: Experiment) -> Aim:
+def attack_goal(experiment: Experiment) -> AttackGoal:
     """What the attack on data is after, by its parameters: `source` and `target`, or `pairs` of them; or nothing."""
-    poison = None if experiment.attack is None else experiment.attack.poison
-    given = {} if poison is None else poison.resolved("attack", attacks)
+    poison = None if experiment.attack is None else experiment.attack.data_attack
+    given = {} if poison is None else poison.with_defaults("attack", attacks)
     pairs = given.get("pairs") or [(given.get("source"), given.get("target"))]
     sources, targets = ([label for label in side if isinstance(label, int)] for side in zip(*pairs, strict=True))
-    return Aim(tuple(sources), tuple(targets))
+    return AttackGoal(tuple(sources), tuple(targets))
 
 
-def trigger_of(experiment: Experiment) -> Callable[[Tensor], Tensor] | None:
+def backdoor_trigger(experiment: Experiment) -> Callable[[Tensor], Tensor] | None:
     """What marks the test samples of a backdoor, with those of the attack's parameters that it has."""
-    if experiment.attack is None or experiment.attack.poison is None:
+    if experiment.attack is None or experiment.attack.data_attack is None:
         return None
-    backdoor = experiment.attack.poison.function("attack", attacks)
-    trigger, chosen = data_poisoning.TRIGGER.of(backdoor), backdoor.keywords
+    backdoor = experiment.attack.data_attack.bind("attack", attacks)
+    trigger, chosen = data_poisoning.TRIGGER.get(backdoor), backdoor.keywords
     if trigger is None:
         return None
-    trigger = plugins.resolve("trigger", trigger, attacks) if plugins.OWN.of(backdoor) else trigger
+    trigger = plugins.resolve("trigger", trigger, attacks) if plugins.USER_FUNCTION.get(backdoor) else trigger
     return functools.partial(trigger, **{key: chosen[key] for key in plugins.parameters(trigger) if key in chosen})
 
 
-def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Population:
+def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Population:
     """Who holds which samples; where a seed draws its own test samples, `tuning` are these."""
     agents, owners = experiment.agents, dataset.owners
     if not dataset.class_names and (agents.split != "random" or agents.skew is not None):
@@ -153,7 +153,7 @@ def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Popula
             if value != only:
                 cure = "leave it out" if only is None else f"set it to {only!r}"
                 raise ConfigError(f"`{key}` is for agents that share out a pool, and these data have owners: {cure}")
-        return natural(
+        return partition_by_owner(
             dataset,
             owners,
             benign=agents.benign,
@@ -167,11 +167,11 @@ def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Popula
             seed=seed,
         )
     rotate(dataset.pool.x[:1], 0, agents.num_clusters)  # raises here, before a run begins, where samples cannot turn
-    labels = dataset.labels(pool_of(experiment, dataset))
-    benign_samples, malicious_samples = samples_of(experiment)
+    labels = dataset.labels(shared_pool(experiment, dataset))
+    benign_samples, malicious_samples = samples_per_agent(experiment)
     given, held = torch.arange(len(labels)), None
     if experiment.evaluate_on == "redrawn":
-        held = _redrawn(labels, dataset, seed)
+        held = _draw_test_samples(labels, dataset, seed)
         given = given[~torch.isin(given, held)]
     population = partition(
         labels[given],
@@ -182,7 +182,7 @@ def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Popula
         malicious_samples=malicious_samples,
         validation=agents.validation,
         split=agents.split,
-        skew=None if agents.skew is None else agents.skew.function("skew", skews),
+        skew=None if agents.skew is None else agents.skew.bind("skew", skews),
         hold_out=agents.hold_out,
         remove_malicious=agents.malicious_role == "removed",
         num_classes=dataset.num_classes,
@@ -194,7 +194,7 @@ def population_of(experiment: Experiment, seed: int, dataset: Dataset) -> Popula
     return dataclasses.replace(population, train=train, validation=validation, tuning=held)
 
 
-def samples_of(experiment: Experiment) -> tuple[int, int]:
+def samples_per_agent(experiment: Experiment) -> tuple[int, int]:
     """How many samples of a pool a benign agent holds, and a malicious one; raises ConfigError where that is not
     said."""
     benign, malicious = experiment.agents.benign_samples, experiment.agents.malicious_samples
@@ -207,38 +207,38 @@ def samples_of(experiment: Experiment) -> tuple[int, int]:
     return benign, 1 if malicious is None else malicious
 
 
-def most_samples(experiment: Experiment, dataset: Dataset) -> int:
+def max_samples(experiment: Experiment, dataset: Dataset) -> int:
     """The largest number of samples that any agent may hold."""
     if dataset.owners is None:
-        return max(samples_of(experiment))
+        return max(samples_per_agent(experiment))
     most = int(torch.bincount(dataset.owners.pool).max())
     return max(
         min(most, cap or most) for cap in (experiment.agents.benign_samples, experiment.agents.malicious_samples)
     )
 
 
-def _redrawn(labels: Int[Tensor, " n"], dataset: Dataset, seed: int) -> Int[Tensor, " u"]:
+def _draw_test_samples(labels: Int[Tensor, " n"], dataset: Dataset, seed: int) -> Int[Tensor, " u"]:
     """Which samples are a seed's test samples, of each class as many as the test set has."""
     order = torch.from_numpy(stream(seed, "test").permutation(len(labels)))
     y, counts = labels[order], torch.bincount(dataset.labels(dataset.test), minlength=dataset.num_classes)
     return torch.cat([order[y == c][:count] for c, count in enumerate(counts.tolist())])
 
 
-def shared_data(dataset: Dataset) -> dict[str, Tensor]:
+def dataset_tensors(dataset: Dataset) -> dict[str, Tensor]:
     """The tensors of a data set by name."""
     pool, test, owners = dataset.pool, dataset.test, dataset.owners
     tensors = {"pool_x": pool.x, "pool_y": pool.y, "test_x": test.x, "test_y": test.y}
-    whose = {} if owners is None else {name: getattr(owners, name) for name in OWNED}
+    whose = {} if owners is None else {name: getattr(owners, name) for name in _OWNER_TENSORS}
     return tensors | {f"owner_{name}": tensor for name, tensor in whose.items()}
 
 
-def digest_of(dataset: Dataset) -> str:
+def dataset_digest(dataset: Dataset) -> str:
     """What a data set's content adds up to."""
-    return "-".join(f"{adds_up_to(tensor):08x}" for tensor in shared_data(dataset).values())
+    return "-".join(f"{tensor_crc32(tensor):08x}" for tensor in dataset_tensors(dataset).values())
 
 
-def dataset_from(names: Names, tensors: Mapping[str, Tensor]) -> Dataset:
+def dataset_from_tensors(names: DatasetNames, tensors: Mapping[str, Tensor]) -> Dataset:
     """The data set of these names and tensors by name."""
     pool, test = Shard(tensors["pool_x"], tensors["pool_y"]), Shard(tensors["test_x"], tensors["test_y"])
-    owners = Owners(names.owners, *(tensors[f"owner_{name}"] for name in OWNED)) if names.owners else None
+    owners = Owners(names.owners, *(tensors[f"owner_{name}"] for name in _OWNER_TENSORS)) if names.owners else None
     return Dataset(pool, test, names.classes, owners)

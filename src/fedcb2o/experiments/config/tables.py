@@ -9,15 +9,15 @@ from typing import Any
 from fedcb2o import plugins, records
 from fedcb2o.errors import ConfigError
 
-DEEPEST = 20  # parts of a key, of which the longest has 4
+_MAX_KEY_DEPTH = 20  # parts of a key, of which the longest has 4
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """A value as TOML has it: functions by their import path, tensors and arrays as lists."""
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return plugins.label(value) if callable(value) else value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -45,57 +45,57 @@ def preset(name: str) -> dict[str, Any]:
             )
         names = [p.name.removesuffix(".toml") for p in folder.iterdir()]
         raise ConfigError(
-            f"there is no preset `{name}`.{plugins.nearest(name, names)} `fedcb2o presets` lists them; "
+            f"there is no preset `{name}`.{plugins.did_you_mean(name, names)} `fedcb2o presets` lists them; "
             "a file's name ends in .toml"
         )
-    return extended({"name": name, **records.parse_toml(path.read_bytes())})
+    return resolve_extends({"name": name, **records.parse_toml(path.read_bytes())})
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_table(path: Path) -> dict[str, Any]:
     """The table in a TOML file; raises ConfigError where it cannot be read or is none."""
     try:
         table = records.read_toml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    return extended({"name": path.stem, **table})
+    return resolve_extends({"name": path.stem, **table})
 
 
-def extended(table: dict[str, Any]) -> dict[str, Any]:
+def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
     """A table over the preset that it `extends`, section by section; what the preset is called is not taken over."""
     name = table.pop("extends", None)
     if name is None:
         return table
     base = {key: value for key, value in preset(str(name)).items() if key not in ("name", "title", "description")}
-    return {**base, **{key: over(base.get(key), value) for key, value in table.items()}}
+    return {**base, **{key: merge(base.get(key), value) for key, value in table.items()}}
 
 
-def over(base: Any, value: Any) -> Any:
+def merge(base: Any, value: Any) -> Any:
     """A value over another: tables are merged, but one that names another function starts anew."""
     if not (isinstance(base, Mapping) and isinstance(value, Mapping)):
         return value
     if "name" in value and value["name"] != base.get("name"):
         return value
-    return {**base, **{key: over(base.get(key), item) for key, item in value.items()}}
+    return {**base, **{key: merge(base.get(key), item) for key, item in value.items()}}
 
 
-def with_changes(table: dict[str, Any], changes: Mapping[str, Any], where: str) -> dict[str, Any]:
+def apply_changes(table: dict[str, Any], changes: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A table with some keys changed ("algorithm.alpha": 2); raises ConfigError for one that no table has."""
     for key, value in changes.items():
         path = key.split(".")
-        if len(path) > DEEPEST:
+        if len(path) > _MAX_KEY_DEPTH:
             raise ConfigError(f"{where}: there is no key of {len(path)} parts")
-        table = changed(table, path, value)
+        table = with_value(table, path, value)
     return table
 
 
-def changed(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+def with_value(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
     """A table with another value at a path of keys."""
     head, *rest = path
     inner = table.get(head)
     if rest:
         named = isinstance(inner, str) or callable(inner)  # "x" is short for {name = "x"}
         inner = {"name": inner} if named else inner if isinstance(inner, Mapping) else {}
-        value = changed(inner, rest, value) if len(rest) > 1 else over(inner, {rest[0]: value})
+        value = with_value(inner, rest, value) if len(rest) > 1 else merge(inner, {rest[0]: value})
     return {**table, head: value}
 
 

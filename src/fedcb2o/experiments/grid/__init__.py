@@ -2,7 +2,7 @@
 
 from fedcb2o.experiments.grid.definition import Cell, Grid
 from fedcb2o.experiments.grid.eta import GridProgress
-from fedcb2o.experiments.grid.grid_runner import Bench, bench
+from fedcb2o.experiments.grid.grid_runner import GridResult, bench
 from fedcb2o.experiments.grid.loading import grids, load_grid
 
-__all__ = ["Bench", "Cell", "Grid", "GridProgress", "bench", "grids", "load_grid"]
+__all__ = ["GridResult", "Cell", "Grid", "GridProgress", "bench", "grids", "load_grid"]

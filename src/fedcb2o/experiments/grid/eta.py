@@ -13,7 +13,7 @@ from rich.table import Column
 from fedcb2o.experiments.grid.definition import Cell
 
 
-class Pace:
+class TimeEstimate:
     """What cells took, in seconds of one process for one seed, and so what is still to come.
 
     A cell is taken to cost what those of its defence in its setting did, or else what all did; before one has ended,
@@ -22,50 +22,50 @@ class Pace:
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
-        self.took: dict[tuple[str, str], list[float]] = {}
-        self.waiting: dict[str, tuple[Cell, int]] = {}
-        self.begun: dict[str, float] = {}
+        self.seconds: dict[tuple[str, str], list[float]] = {}
+        self.pending: dict[str, tuple[Cell, int]] = {}
+        self.started: dict[str, float] = {}
 
-    def expect(self, cell: Cell, seeds: int) -> None:
+    def add(self, cell: Cell, seeds: int) -> None:
         """A cell will be run, for so many seeds."""
-        self.waiting[cell.folder] = cell, seeds
+        self.pending[cell.folder] = cell, seeds
 
-    def begin(self, cell: Cell) -> None:
+    def start(self, cell: Cell) -> None:
         """A cell begins now."""
-        self.begun[cell.folder] = time.monotonic()
+        self.started[cell.folder] = time.monotonic()
 
-    def end(self, cell: Cell, seconds: float | None) -> float | None:
+    def finish(self, cell: Cell, seconds: float | None) -> float | None:
         """A cell has ended after so many seconds, or failed; what one of its seeds took."""
-        _, seeds = self.waiting.pop(cell.folder)
-        self.begun.pop(cell.folder, None)
+        _, seeds = self.pending.pop(cell.folder)
+        self.started.pop(cell.folder, None)
         each = None if seconds is None else seconds / seeds
         if each is not None:
-            self.learn(cell, each)
+            self.record(cell, each)
         return each
 
-    def learn(self, cell: Cell, seconds: float) -> None:
+    def record(self, cell: Cell, seconds: float) -> None:
         """A seed of a cell took so many seconds."""
-        self.took.setdefault((cell.place.setting, cell.place.defence), []).append(seconds)
+        self.seconds.setdefault((cell.key.setting, cell.key.defence), []).append(seconds)
 
     def weight(self, cell: Cell) -> float:
         """What a cell is taken to cost; where nothing is known of its defence, more than all others."""
-        known = self.known(cell)
-        return inf if known is None else known * self.waiting[cell.folder][1]
+        known = self.seed_seconds(cell)
+        return inf if known is None else known * self.pending[cell.folder][1]
 
-    def known(self, cell: Cell) -> float | None:
+    def seed_seconds(self, cell: Cell) -> float | None:
         """What one seed of a cell is taken to cost, from others of its defence; None where there is none."""
-        took = self.took.get((cell.place.setting, cell.place.defence))
+        took = self.seconds.get((cell.key.setting, cell.key.defence))
         return fmean(took) if took else None
 
-    def left(self) -> float | None:
+    def remaining(self) -> float | None:
         """Seconds until the last cell will have ended; None where nothing is known."""
-        if not self.took:
+        if not self.seconds:
             return None
-        usual, now = fmean(seconds for each in self.took.values() for seconds in each), time.monotonic()
+        usual, now = fmean(seconds for each in self.seconds.values() for seconds in each), time.monotonic()
         left = []
-        for folder, (cell, seeds) in self.waiting.items():
-            cost = seeds * (self.known(cell) or usual)
-            left.append(max(cost - (now - self.begun[folder]), 0.0) if folder in self.begun else cost)
+        for folder, (cell, seeds) in self.pending.items():
+            cost = seeds * (self.seed_seconds(cell) or usual)
+            left.append(max(cost - (now - self.started[folder]), 0.0) if folder in self.started else cost)
         return max([sum(left) / self.jobs, *left])
 
 
@@ -75,9 +75,9 @@ class GridProgress:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self.total = self.done = 0
-        self.began = time.monotonic()
+        self._started = time.monotonic()
         whole, cut = Column(min_width=9, no_wrap=True), Column(no_wrap=True, overflow="ellipsis")
-        self.bar = Progress(
+        self._bar = Progress(
             BarColumn(bar_width=12, table_column=Column(min_width=12)),
             TextColumn("{task.completed}/{task.total} cells", table_column=whole),
             TimeElapsedColumn(table_column=whole),
@@ -85,56 +85,56 @@ class GridProgress:
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self.task = self.bar.add_task("", total=0, told="")
+        self._task = self._bar.add_task("", total=0, told="")
 
     def __enter__(self) -> "GridProgress":
-        self.bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.bar.stop()
+        self._bar.stop()
 
-    def begin(self, total: int, done: int) -> None:
+    def start(self, total: int, done: int) -> None:
         """So many cells there are, and so many of them were done before."""
         self.total, self.done = total, done
-        self.bar.update(self.task, total=total, completed=done)
+        self._bar.update(self._task, total=total, completed=done)
         if done and not self.console.is_terminal:
             self._print(f"{done} of {total} cells were done before")
 
     def add(self, total: int, done: int) -> None:
         """So many more cells there are, and so many of these were done before."""
         self.total, self.done = self.total + total, self.done + done
-        self.bar.update(self.task, total=self.total, completed=self.done)
+        self._bar.update(self._task, total=self.total, completed=self.done)
 
-    def refresh(self, left: float | None, running: Sequence[Cell]) -> None:
+    def refresh(self, remaining: float | None, running: Sequence[Cell]) -> None:
         """Show what is at hand, on a terminal."""
-        names = "; ".join(cell.place.title for cell in running)
-        self.bar.update(self.task, told=": ".join(filter(None, [_about(left), names])))
+        names = "; ".join(cell.key.title for cell in running)
+        self._bar.update(self._task, told=": ".join(filter(None, [_format_remaining(remaining), names])))
 
-    def end(self, cell: Cell, seconds: float, error: str | None, left: float | None) -> None:
+    def finish(self, cell: Cell, seconds: float, error: str | None, remaining: float | None) -> None:
         """Show that a cell has ended after `seconds`, or failed."""
         self.done += error is None
-        self.bar.update(self.task, completed=self.done)
+        self._bar.update(self._task, completed=self.done)
         if error is not None:
-            self._print(f"{cell.place.title} failed: {error}")
+            self._print(f"{cell.key.title} failed: {error}")
         elif not self.console.is_terminal:
-            elapsed = duration(time.monotonic() - self.began)
-            so_far = ", ".join(filter(None, [f"{self.done} of {self.total} cells in {elapsed}", _about(left)]))
-            self._print(f"{so_far}: {cell.place.title} took {duration(seconds)}")
+            elapsed = format_duration(time.monotonic() - self._started)
+            so_far = ", ".join(filter(None, [f"{self.done} of {self.total} cells in {elapsed}", _format_remaining(remaining)]))
+            self._print(f"{so_far}: {cell.key.title} took {format_duration(seconds)}")
 
     def _print(self, line: str) -> None:
         if self.console.is_terminal:
-            self.bar.console.print(line, markup=False, highlight=False)
+            self._bar.console.print(line, markup=False, highlight=False)
         else:
             print(line, file=sys.stderr, flush=True)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as one reads them: "8 s", "12 min", "3.5 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def _about(left: float | None) -> str:
-    return "" if left is None else f"about {duration(left)} left"
+def _format_remaining(left: float | None) -> str:
+    return "" if left is None else f"about {format_duration(left)} left"

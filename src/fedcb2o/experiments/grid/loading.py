@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from fedcb2o import plugins, records
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import tables
-from fedcb2o.experiments.config.settings import first_problem
-from fedcb2o.experiments.grid.baseline import without_attack
-from fedcb2o.experiments.grid.definition import OWN_KEYS, VARIED, AdversaryPart, Grid, TuningPart, slug
+from fedcb2o.experiments.config.settings import describe_error
+from fedcb2o.experiments.grid.baseline import baseline_table
+from fedcb2o.experiments.grid.definition import AXIS_KEYS, CELL_KEYS, AdversarySection, Grid, TuningSection, slugify
 
 
 def load_grid(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> Grid:
@@ -29,25 +29,25 @@ def load_grid(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any]
         )
     where = str(source) if str(source).endswith(".toml") else f"grid `{source}`"
     if isinstance(source, Mapping):
-        table, where = tables.extended({"name": "grid", **source}), "the grid"
+        table, where = tables.resolve_extends({"name": "grid", **source}), "the grid"
     elif str(source).endswith(".toml"):
-        table = tables.read(Path(source))
+        table = tables.read_table(Path(source))
     else:
-        table = _built_in(str(source))
+        table = _read_built_in(str(source))
     if changes:
-        table = tables.with_changes(table, changes, where)
+        table = tables.apply_changes(table, changes, where)
         where += " with changes"
         if "seeds" in changes and isinstance(defences := table.get("defences"), Mapping):
-            table["defences"] = {name: _left(own, changes["seeds"]) for name, own in defences.items()}
+            table["defences"] = {name: _keep_seeds(own, changes["seeds"]) for name, own in defences.items()}
     try:
-        grid = _read(table)
-        _check(grid)
+        grid = _parse_grid(table)
+        _check_grid(grid)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return grid
 
 
-def _left(defence: Any, seeds: Any) -> Any:
+def _keep_seeds(defence: Any, seeds: Any) -> Any:
     """A defence with those of its own seeds that are left of others; with all of them where none is."""
     if not (isinstance(defence, Mapping) and isinstance(defence.get("seeds"), list) and isinstance(seeds, Sequence)):
         return defence
@@ -59,10 +59,10 @@ def grids() -> dict[str, str]:
     """The built-in grids' names and what each is, a line each."""
     folder = resources.files("fedcb2o.experiments") / "grids"
     names = sorted(path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml"))
-    return {name: str(_built_in(name).get("description", "")) for name in names}
+    return {name: str(_read_built_in(name).get("description", "")) for name in names}
 
 
-def _built_in(name: str) -> dict[str, Any]:
+def _read_built_in(name: str) -> dict[str, Any]:
     path = resources.files("fedcb2o.experiments") / "grids" / f"{name}.toml"
     if not path.is_file():
         if (Path(name) / "grid.toml").is_file():
@@ -71,48 +71,48 @@ def _built_in(name: str) -> dict[str, Any]:
                 f"with it, and `fedcb2o report {name}` shows it"
             )
         raise ConfigError(
-            f"there is no grid `{name}`.{plugins.nearest(name, grids())} Built in: {', '.join(grids())}; "
+            f"there is no grid `{name}`.{plugins.did_you_mean(name, grids())} Built in: {', '.join(grids())}; "
             "a file's name ends in .toml"
         )
-    return tables.extended({"name": name, **records.parse_toml(path.read_bytes())})
+    return tables.resolve_extends({"name": name, **records.parse_toml(path.read_bytes())})
 
 
-def _read(table: Mapping[str, Any]) -> Grid:
+def _parse_grid(table: Mapping[str, Any]) -> Grid:
     own = [key for key in Grid.model_fields if key not in ("shared", "widened")]
-    _known(table, [*own, *VARIED, "seeds"])
+    _check_keys(table, [*own, *CELL_KEYS, "seeds"])
     if isinstance(table.get("tuning"), Mapping):
-        _known(table["tuning"], list(TuningPart.model_fields), "tuning: ")
+        _check_keys(table["tuning"], list(TuningSection.model_fields), "tuning: ")
     if isinstance(table.get("adversary"), Mapping):
-        _known(table["adversary"], list(AdversaryPart.model_fields), "adversary: ")
+        _check_keys(table["adversary"], list(AdversarySection.model_fields), "adversary: ")
     shared = {key: value for key, value in table.items() if key not in own}
     try:
         grid = Grid.model_validate({**{key: table[key] for key in own if key in table}, "shared": shared})
     except ValidationError as error:
-        raise ConfigError(first_problem(error, {})) from error
+        raise ConfigError(describe_error(error, {})) from error
     for axis in ("settings", "defences", "attacks"):
         kind, folders = axis.removesuffix("s"), dict[str, str]()
         for name, changes in getattr(grid, axis).items():
-            _known(changes, [*VARIED, *OWN_KEYS.get(axis, ())], f"{kind} `{name}`: ")
-            if not slug(name):
+            _check_keys(changes, [*CELL_KEYS, *AXIS_KEYS.get(axis, ())], f"{kind} `{name}`: ")
+            if not slugify(name):
                 raise ConfigError(f"{kind} `{name}` needs a letter or a digit in its name, for its folder's")
-            if (other := folders.setdefault(slug(name), name)) != name:
-                raise ConfigError(f"{axis} `{other}` and `{name}` would share the folder {slug(name)}: rename one")
+            if (other := folders.setdefault(slugify(name), name)) != name:
+                raise ConfigError(f"{axis} `{other}` and `{name}` would share the folder {slugify(name)}: rename one")
     return grid
 
 
-def _check(grid: Grid) -> None:
+def _check_grid(grid: Grid) -> None:
     """Raises ConfigError for what does not fit together, in the whole grid or in a single cell."""
-    _among("reference", grid.reference, grid.defences)
+    _check_reference("reference", grid.reference, grid.defences)
     for attack in grid.set_aside:
-        _among("set_aside", attack, grid.attacks)
+        _check_reference("set_aside", attack, grid.attacks)
     for name, tune in ((name, changes["tune"]) for name, changes in grid.defences.items() if "tune" in changes):
-        _check_list(f"defence `{name}`: `tune`", f"candidate {{}} of `{name}`: ", tune)
+        _check_change_list(f"defence `{name}`: `tune`", f"candidate {{}} of `{name}`: ", tune)
     for name, changes in grid.defences.items():
         seeds = changes.get("seeds", grid.seeds)
         if not (isinstance(seeds, Sequence) and seeds and all(seed in grid.seeds for seed in seeds)):
             raise ConfigError(f"defence `{name}`: `seeds` must be a list of some of the grid's, got {seeds!r}")
     for name, strengths in grid.strengths.items():
-        _check_list(f"attack `{name}`: `strengths`", f"strength {{}} of `{name}`: ", strengths)
+        _check_change_list(f"attack `{name}`: `strengths`", f"strength {{}} of `{name}`: ", strengths)
     _check_tuning(grid)
     _check_adversary(grid)
     grid.cells()
@@ -122,11 +122,11 @@ def _check(grid: Grid) -> None:
             grid.experiment(setting, defence, attack, number)
 
 
-def _check_list(key: str, each: str, entries: Any) -> None:
+def _check_change_list(key: str, each: str, entries: Any) -> None:
     if not (isinstance(entries, Sequence) and entries and all(isinstance(changes, Mapping) for changes in entries)):
         raise ConfigError(f"{key} must be a list of tables, each of changes, got {entries!r}")
     for number, changes in enumerate(entries, start=1):
-        _known(changes, VARIED, each.format(number))
+        _check_keys(changes, CELL_KEYS, each.format(number))
 
 
 def _check_adversary(grid: Grid) -> None:
@@ -139,12 +139,12 @@ def _check_adversary(grid: Grid) -> None:
         raise ConfigError("[adversary] is for attacks with several strengths, and none has `strengths`")
     if common := sorted(set(adversary.seeds) & set(grid.seeds)):
         raise ConfigError(f"`adversary.seeds` must differ from `seeds`, and both hold {common[0]}: choose others")
-    _among("adversary.setting", adversary.setting, grid.settings)
+    _check_reference("adversary.setting", adversary.setting, grid.settings)
     for setting, defence, (attack, strengths) in product(grid.settings or [""], grid.defences, grid.strengths.items()):
-        calm = without_attack(grid.experiment(setting, defence, attack), "clean")
+        calm = baseline_table(grid.experiment(setting, defence, attack), "clean")
         for number in range(len(strengths)):
             cell = grid.experiment(setting, defence, attack, strength=number)
-            if not cell.attacked or without_attack(cell, "clean") != calm:
+            if not cell.attacked or baseline_table(cell, "clean") != calm:
                 raise ConfigError(
                     f"strength {number + 1} of `{attack}` changes what its floor is, so that strengths cannot be "
                     "compared: make it an attack of its own"
@@ -165,23 +165,23 @@ def _check_tuning(grid: Grid) -> None:
         raise ConfigError(f"every tuned defence must have as many candidates in `tune` as the others, got {told}")
     if common := sorted(set(tuning.seeds) & set(grid.seeds)):
         raise ConfigError(f"`tuning.seeds` must differ from `seeds`, and both hold {common[0]}: choose others")
-    _among("tuning.setting", tuning.setting, grid.settings)
+    _check_reference("tuning.setting", tuning.setting, grid.settings)
     for attack in tuning.attacks:
         if isinstance(attack, str):
-            _among("tuning.attacks", attack, grid.attacks)
+            _check_reference("tuning.attacks", attack, grid.attacks)
         else:
-            _known(attack, [*VARIED, "name"], "tuning.attacks: ")
+            _check_keys(attack, [*CELL_KEYS, "name"], "tuning.attacks: ")
     if len(grid.tuning_attacks) < len(tuning.attacks):
         raise ConfigError("two of `tuning.attacks` have one name: give each its own")
 
 
-def _among(key: str, name: str | None, names: Collection[str]) -> None:
+def _check_reference(key: str, name: str | None, names: Collection[str]) -> None:
     if name is not None and name not in names:
         has = ", ".join(f"`{each}`" for each in names) or "none"
-        raise ConfigError(f"`{key}` names `{name}`.{plugins.nearest(name, names)} The grid has: {has}")
+        raise ConfigError(f"`{key}` names `{name}`.{plugins.did_you_mean(name, names)} The grid has: {has}")
 
 
-def _known(table: Mapping[str, Any], keys: Sequence[str], where: str = "") -> None:
+def _check_keys(table: Mapping[str, Any], keys: Sequence[str], where: str = "") -> None:
     for key in table:
         if key not in keys:
-            raise ConfigError(f"{where}there is no key `{key}` here.{plugins.nearest(key, keys)}")
+            raise ConfigError(f"{where}there is no key `{key}` here.{plugins.did_you_mean(key, keys)}")

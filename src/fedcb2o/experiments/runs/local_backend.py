@@ -9,66 +9,66 @@ from typing import Any
 
 import torch
 
-from fedcb2o.experiments.config.build import Prepared, block_of, first_models_, own_parts, specs_of
-from fedcb2o.experiments.config.datasets import shared_data
-from fedcb2o.experiments.runs.memory_plan import Plan, plan
+from fedcb2o.experiments.config.build import PreparedSeed, build_full_group, init_models_, tensor_specs, user_functions
+from fedcb2o.experiments.config.datasets import dataset_tensors
+from fedcb2o.experiments.runs.memory_plan import MemoryPlan, plan_memory
 from fedcb2o.kernels import devices, onednn
 from fedcb2o.parallel import executors, resources, shared_memory
-from fedcb2o.simulation.local_engine import Shared
+from fedcb2o.simulation.local_engine import LocalEngine
 
 
 @dataclass(frozen=True)
-class OneMachine:
+class LocalBackend:
     """That a run works on this machine, by so many `workers`, in so much `memory`."""
 
     workers: int | None
     memory: int | None
 
-    def joined(self, prepared: Sequence[Prepared]) -> contextlib.AbstractContextManager[None]:
+    def connect(self, prepared: Sequence[PreparedSeed]) -> contextlib.AbstractContextManager[None]:
         """There is nothing to join."""
         return contextlib.nullcontext()
 
-    def place(self, prepared: Prepared, folder: Path) -> Plan:
+    def place(self, prepared: PreparedSeed, folder: Path) -> MemoryPlan:
         """Where the models of a seed go; raises RunError where there is no room for them."""
-        return plan(prepared.experiment, prepared.dataset, prepared.terms.dim, self.workers, self.memory, folder)
+        return plan_memory(prepared.experiment, prepared.dataset, prepared.spec.dim, self.workers, self.memory, folder)
 
     @contextlib.contextmanager
-    def entered(self, prepared: Prepared, place: Plan) -> Iterator[Shared]:
+    def open_engine(self, prepared: PreparedSeed, plan: MemoryPlan) -> Iterator[LocalEngine]:
         """The engine of one seed."""
         with contextlib.ExitStack() as stack:
-            yield _enter(stack, prepared, place)
+            yield open_local_engine(stack, prepared, plan)
 
-    def begin_models(self, engine: Shared, prepared: Prepared) -> None:
+    def init_models(self, engine: LocalEngine, prepared: PreparedSeed) -> None:
         """Fill the rows of all agents, and of clusters, with their first models."""
-        kept = engine.block.pool[: prepared.kept]
-        first_models_(kept, prepared.experiment, prepared.seed, prepared.dataset, range(len(kept)))
+        kept = engine.group.models[: prepared.num_persistent_rows]
+        init_models_(kept, prepared.experiment, prepared.seed, prepared.dataset, range(len(kept)))
 
-    def told(self, place: Plan, measured: Mapping[str, Any]) -> str:
+    def status(self, plan: MemoryPlan, measured: Mapping[str, Any]) -> str:
         """There is nothing more to tell."""
         return ""
 
-    def measured(self, engine: Shared) -> dict[str, Any]:
+    def traffic(self, engine: LocalEngine) -> dict[str, Any]:
         """There is nothing more to note of a round."""
         return {}
 
 
-def _enter(stack: contextlib.ExitStack, prepared: Prepared, place: Plan) -> Shared:
+def open_local_engine(stack: contextlib.ExitStack, prepared: PreparedSeed, plan: MemoryPlan) -> LocalEngine:
     """The engine of one seed; the models lie in memory, or in a file."""
-    experiment, seed, dataset, dim = prepared.experiment, prepared.seed, prepared.dataset, prepared.terms.dim
-    specs, count = specs_of(dataset, experiment.num_models, dim), place.processes
-    if count == 1 and dim >= onednn.LARGE:
-        resources.keep_memory()
-    if count == 1 and place.folder is None:
-        theta = torch.zeros(specs["models"][1], device=devices.device_of(experiment.device))
-        block = prepared.block(theta[:, :dim])
-        return Shared(block, executors.Here(block), own=own_parts(experiment))
-    shared = stack.enter_context(shared_memory.shared(specs, place.folder))
+    experiment, seed, dataset, dim = prepared.experiment, prepared.seed, prepared.dataset, prepared.spec.dim
+    specs, count = tensor_specs(dataset, experiment.num_models, dim), plan.processes
+    if count == 1 and dim >= onednn.MIN_WEIGHTS:
+        resources.retain_freed_memory()
+    if count == 1 and plan.folder is None:
+        theta = torch.zeros(specs["models"][1], device=devices.resolve_device(experiment.device))
+        block = prepared.build_agent_group(theta[:, :dim])
+        return LocalEngine(block, executors.SerialExecutor(block), user_functions=user_functions(experiment))
+    shared = stack.enter_context(shared_memory.allocate_shared(specs, plan.folder))
     tensors = shared.tensors()
-    for name, tensor in shared_data(dataset).items():
+    for name, tensor in dataset_tensors(dataset).items():
         tensors[name].copy_(tensor)
-    make = functools.partial(block_of, experiment, seed, dataset.names, dim)
-    block = prepared.block(tensors["models"][:, :dim])
+    make = functools.partial(build_full_group, experiment, seed, dataset.names, dim)
+    block = prepared.build_agent_group(tensors["models"][:, :dim])
     if count == 1:
         shared.path.unlink()  # a mapping outlives it, and a kill then leaves nothing
-    who = executors.Here(block) if count == 1 else executors.Processes(count, shared, make)
-    return Shared(block, who, place.columns, own_parts(experiment))
+    who = executors.SerialExecutor(block) if count == 1 else executors.PoolExecutor(count, shared, make)
+    return LocalEngine(block, who, plan.columns_per_mix, user_functions(experiment))

@@ -12,7 +12,7 @@ from rich.table import Column
 
 from fedcb2o.experiments.config.settings import Experiment
 
-Watch = Callable[[Experiment, int, Mapping[str, Any]], None]
+RoundCallback = Callable[[Experiment, int, Mapping[str, Any]], None]
 """Called after every round with the experiment, the seed, and the round's line of metrics."""
 
 
@@ -21,11 +21,11 @@ class Progress:
 
     def __init__(self, console: Console | None = None, every: float = 15.0, verbose: bool = False) -> None:
         self.console = console or Console(stderr=True)
-        self.every, self.last, self.verbose = every, 0.0, verbose
-        self.tasks: dict[tuple[str, int], TaskID] = {}
-        self.scores: dict[tuple[str, int], tuple[int, str]] = {}  # after which round
+        self.every, self._last_print, self.verbose = every, 0.0, verbose
+        self._tasks: dict[tuple[str, int], TaskID] = {}
+        self._scores: dict[tuple[str, int], tuple[int, str]] = {}  # after which round
         whole = Column(min_width=7, no_wrap=True)  # what is told beside it is what takes more lines
-        self.bars = Bars(
+        self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=12, table_column=Column(min_width=12)),
             MofNCompleteColumn(table_column=whole),
@@ -36,49 +36,49 @@ class Progress:
         )
 
     def __enter__(self) -> "Progress":
-        self.bars.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.bars.stop()
+        self._bars.stop()
 
     def __call__(self, experiment: Experiment, seed: int, line: Mapping[str, Any]) -> None:
         """Show that a round of a seed is done."""
         done = int(line["round"])
         if "accuracy" in line:
-            self.scores[experiment.name, seed] = done, _scores(line)
+            self._scores[experiment.name, seed] = done, _format_scores(line)
         self._show(experiment, seed, done, "", now=done == experiment.rounds)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print what only some want to know."""
         if self.verbose:
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def phase(self, experiment: Experiment, seed: int, n: int, phase: str) -> None:
         """Show what round `n` of a seed, counted from 1, is at."""
-        self._show(experiment, seed, n - 1, phase, now=(experiment.name, seed) not in self.tasks)
+        self._show(experiment, seed, n - 1, phase, now=(experiment.name, seed) not in self._tasks)
 
     def _show(self, experiment: Experiment, seed: int, done: int, phase: str, *, now: bool) -> None:
         """Show where a seed is: on a terminal always, elsewhere `now` or after some time."""
         key, name = (experiment.name, seed), f"{experiment.name} seed {seed}"
-        if key not in self.tasks:
-            self.tasks[key] = self.bars.add_task(name, total=experiment.rounds, told="")
-        n, scores = self.scores.get(key, (0, ""))
-        self.bars.update(self.tasks[key], completed=done, told="\n".join(filter(None, (scores, phase))))
-        if not self.console.is_terminal and (now or time.monotonic() - self.last > self.every):
-            self.last = time.monotonic()
-            line = _line(experiment.rounds, n, scores, done + bool(phase), phase or "done")
+        if key not in self._tasks:
+            self._tasks[key] = self._bars.add_task(name, total=experiment.rounds, told="")
+        n, scores = self._scores.get(key, (0, ""))
+        self._bars.update(self._tasks[key], completed=done, told="\n".join(filter(None, (scores, phase))))
+        if not self.console.is_terminal and (now or time.monotonic() - self._last_print > self.every):
+            self._last_print = time.monotonic()
+            line = _format_status(experiment.rounds, n, scores, done + bool(phase), phase or "done")
             print(f"{name}: {line}", file=sys.stderr, flush=True)
 
 
-def _line(rounds: int, n: int, scores: str, now: int, phase: str) -> str:
+def _format_status(rounds: int, n: int, scores: str, now: int, phase: str) -> str:
     """The scores after round n, and what the round is at that comes after it."""
     if not scores:
         return f"round {now}/{rounds} {phase}"
     return f"round {n}/{rounds} {scores}" + f"; {now}: {phase}" * (now > n)
 
 
-def _scores(line: Mapping[str, Any]) -> str:
+def _format_scores(line: Mapping[str, Any]) -> str:
     found = []
     for key, word in (
         ("accuracy", "accuracy"),
@@ -88,11 +88,11 @@ def _scores(line: Mapping[str, Any]) -> str:
         ("global_accuracy", "on the global test set"),
         ("global_loss", "loss on the global test set"),
     ):
-        mean = _mean(line.get(key, ()))
+        mean = _mean_of_known(line.get(key, ()))
         found += [] if mean is None else [f"{word} {mean:.4g}" if "loss" in key else f"{word} {100 * mean:.1f}%"]
     return ", ".join(found)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

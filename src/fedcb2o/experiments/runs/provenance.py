@@ -12,24 +12,24 @@ from safetensors.torch import save
 from fedcb2o import records
 from fedcb2o.data._dataset import features
 from fedcb2o.data._partition import rotate
-from fedcb2o.experiments.config.build import Prepared
-from fedcb2o.experiments.config.datasets import aim_of, pool_of
+from fedcb2o.experiments.config.build import PreparedSeed
+from fedcb2o.experiments.config.datasets import attack_goal, shared_pool
 from fedcb2o.experiments.runs.kernel_config import ENVIRONMENT
 from fedcb2o.kernels import devices
 
 
-def describe(folder: Path, prepared: Prepared, count: int, chosen: Mapping[str, Any], device: torch.device) -> None:
+def write_provenance(folder: Path, prepared: PreparedSeed, workers: int, kernels: Mapping[str, Any], device: torch.device) -> None:
     """Write who takes part, in what surroundings, and a few samples as each cluster sees them."""
-    keep(folder, prepared.seed, count, chosen, device)
-    for name, content in participants(prepared).items():
+    write_environment(folder, prepared.seed, workers, kernels, device)
+    for name, content in participant_files(prepared).items():
         records.atomic_write(folder / name, content)
 
 
-def participants(prepared: Prepared) -> dict[str, bytes]:
+def participant_files(prepared: PreparedSeed) -> dict[str, bytes]:
     """The files that say who takes part and show a few samples as each cluster sees them: a seed gives them whole."""
     experiment, dataset, population = prepared.experiment, prepared.dataset, prepared.population
-    sources = torch.tensor(aim_of(experiment).sources, dtype=torch.int64)
-    labels = dataset.labels(pool_of(experiment, dataset))
+    sources = torch.tensor(attack_goal(experiment).sources, dtype=torch.int64)
+    labels = dataset.labels(shared_pool(experiment, dataset))
     held = [
         int(torch.isin(labels[v], sources).sum()) if len(v) and len(sources) else None for v in population.validation
     ]
@@ -38,7 +38,7 @@ def participants(prepared: Prepared) -> dict[str, bytes]:
         "num_classes": len(dataset.class_names),
         "clusters": population.num_clusters,
         "angles": [k * 360 // population.num_clusters for k in range(population.num_clusters)],
-        "dim": prepared.terms.dim,
+        "dim": prepared.spec.dim,
         "cluster": population.cluster.tolist(),
         "malicious": population.malicious.tolist(),
         "num_samples": [len(chosen) for chosen in population.train],
@@ -46,7 +46,7 @@ def participants(prepared: Prepared) -> dict[str, bytes]:
     }
     if population.tests is not None:
         who |= {"names": list(population.names), "num_tested": [len(chosen) for chosen in population.tests]}
-    found = {"agents.json": records.json_of(who)}
+    found = {"agents.json": records.to_json(who)}
     if dataset.pool.x.ndim == 4:
         y = dataset.labels(dataset.pool)
         labels = torch.linspace(0, dataset.num_classes - 1, min(10, dataset.num_classes)).long()
@@ -57,23 +57,23 @@ def participants(prepared: Prepared) -> dict[str, bytes]:
     return found
 
 
-def keep(folder: Path, seed: int, count: int, chosen: Mapping[str, Any], device: torch.device) -> None:
+def write_environment(folder: Path, seed: int, workers: int, kernels: Mapping[str, Any], device: torch.device) -> None:
     """Write in what surroundings a seed begins, and the primitives that were chosen for it."""
-    environment = {"seed": seed, **_versions(device), "platform": platform.platform(), "workers": count}
-    records.write_json(folder / ENVIRONMENT, {**environment, **chosen})
+    environment = {"seed": seed, **_versions(device), "platform": platform.platform(), "workers": workers}
+    records.write_json(folder / ENVIRONMENT, {**environment, **kernels})
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
     """The versions that the bits of a run depend on, and the device by its name."""
     packages = ("fedcb2o", "torch", "numpy")
     versions = {"versions": {name: version(name) for name in packages}, "python": platform.python_version()}
-    return versions if device.type == "cpu" else {**versions, "device": devices.name_of(device)}
+    return versions if device.type == "cpu" else {**versions, "device": devices.device_name(device)}
 
 
-def changed_versions(folder: Path, device: torch.device) -> str:
+def describe_changed_versions(folder: Path, device: torch.device) -> str:
     """What a seed began with, where it now is another: "torch 2.5.0, now 2.6.0"."""
-    path, now = folder / ENVIRONMENT, records.flat(_versions(device))
-    there = records.flat(records.read_json(path)) if path.exists() else now
+    path, now = folder / ENVIRONMENT, records.flatten(_versions(device))
+    there = records.flatten(records.read_json(path)) if path.exists() else now
     changed = {
         key.removeprefix("versions."): (there.get(key), new) for key, new in now.items() if there.get(key) != new
     }

@@ -8,22 +8,22 @@ from typing import Any
 from fedcb2o import tracking
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config import arguments
-from fedcb2o.experiments.config.datasets import dataset_of
+from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.settings import Experiment, load
 from fedcb2o.experiments.runs import remote_runs
-from fedcb2o.experiments.runs.cluster_backend import Spread, check_memory, several
-from fedcb2o.experiments.runs.local_backend import OneMachine
-from fedcb2o.experiments.runs.memory_plan import bounded, plan, size
-from fedcb2o.experiments.runs.progress import Progress, Watch
+from fedcb2o.experiments.runs.cluster_backend import ClusterBackend, check_process_memory, pluralize
+from fedcb2o.experiments.runs.local_backend import LocalBackend
+from fedcb2o.experiments.runs.memory_plan import clip_workers, parse_size, plan_memory
+from fedcb2o.experiments.runs.progress import Progress, RoundCallback
 from fedcb2o.experiments.runs.recovery import has_ended
-from fedcb2o.experiments.runs.run_directory import alone, begin
-from fedcb2o.experiments.runs.seed_run import _ready, _run_on
+from fedcb2o.experiments.runs.run_directory import exclusive_lock, open_run
+from fedcb2o.experiments.runs.seed_run import run_seed_with_retries, validate_seed
 from fedcb2o.kernels import devices
 from fedcb2o.records import Run
-from fedcb2o.safe_stdio import kept
+from fedcb2o.safe_stdio import safe_streams
 
 
-@kept()
+@safe_streams()
 def run(
     experiment: str | Path | Mapping[str, Any] | Experiment,
     *,
@@ -33,7 +33,7 @@ def run(
     workers: int | None = None,
     memory: str | int | None = None,
     resume: bool = False,
-    watch: Watch | None = None,
+    watch: RoundCallback | None = None,
     cluster: str | None = None,
     blocks: int | None = None,
     track: str | Sequence[str] | None = None,
@@ -64,52 +64,52 @@ def run(
         raise ConfigError("`workers` are processes of one machine: on a cluster give `blocks`, or nothing")
     if blocks is not None and cluster is None:
         raise ConfigError("`blocks` are those of a cluster: give it by --cluster, or leave `blocks` out")
-    arguments.check_watch(watch)
-    targets = tracking.check(track)
+    arguments.check_callback(watch)
+    targets = tracking.validate_targets(track)
     for name, path in (("out", out), ("data_dir", data_dir)):
         arguments.check_path(name, path)
     experiment = load(experiment)
     if seeds is not None:
-        chosen = arguments.seeds_of(seeds)
+        chosen = arguments.parse_seeds(seeds)
         experiment = load({**experiment.model_dump(exclude_unset=True), "seeds": chosen})
     folder, limit = Path(out) if out is not None else Path("runs") / experiment.name, None
     if memory is not None:
-        limit = size(memory)
-    dataset = dataset_of(experiment, None if data_dir is None else Path(data_dir))
-    if devices.device_of(experiment.device).type != "cpu" and (workers or 1) > 1:
+        limit = parse_size(memory)
+    dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))
+    if devices.resolve_device(experiment.device).type != "cpu" and (workers or 1) > 1:
         raise ConfigError(
             f"one process works on `device` = {experiment.device!r}, and `workers` is {workers}: leave it out"
         )
     if workers is not None:
-        workers = bounded(workers, experiment.agents.num_agents, "agents")
-    prepared = {seed: _ready(experiment, seed, dataset) for seed in experiment.seeds}  # before anything is written
+        workers = clip_workers(workers, experiment.agents.num_agents, "agents")
+    prepared = {seed: validate_seed(experiment, seed, dataset) for seed in experiment.seeds}  # before anything is written
     lacking = [seed for seed in experiment.seeds if not has_ended(folder / f"seed-{seed}", experiment.rounds)]
-    where: OneMachine | Spread = OneMachine(workers, limit) if blocks is None else Spread(str(cluster), blocks, limit)
+    where: LocalBackend | ClusterBackend = LocalBackend(workers, limit) if blocks is None else ClusterBackend(str(cluster), blocks, limit)
     if cluster is None:
         for seed in lacking:
-            plan(experiment, dataset, prepared[seed].terms.dim, workers, limit, folder / f"seed-{seed}")
+            plan_memory(experiment, dataset, prepared[seed].spec.dim, workers, limit, folder / f"seed-{seed}")
     elif lacking:
-        check_memory(limit, prepared[lacking[0]])
+        check_process_memory(limit, prepared[lacking[0]])
     elsewhere = cluster if blocks is None and lacking else None
-    what = f"{experiment.name}: {several(len(lacking), 'seed')}"
+    what = f"{experiment.name}: {pluralize(len(lacking), 'seed')}"
     with (
-        where.joined([prepared[seed] for seed in lacking]),
-        remote_runs.joined(elsewhere, what, [experiment], [(experiment.data, dataset)], limit) as there,
-        alone(folder),
+        where.connect([prepared[seed] for seed in lacking]),
+        remote_runs.connect_executor(elsewhere, what, [experiment], [(experiment.data, dataset)], limit) as there,
+        exclusive_lock(folder),
         Progress() if watch is None else contextlib.nullcontext(watch) as watch,
     ):
-        begin(folder, experiment, resume)
-        with tracking.following(folder, targets):
+        open_run(folder, experiment, resume)
+        with tracking.follow(folder, targets):
             for seed in experiment.seeds:
                 if there is None or seed not in lacking:  # what has ended is looked at here
-                    _run_on(prepared.pop(seed), folder / f"seed-{seed}", where, watch)
+                    run_seed_with_retries(prepared.pop(seed), folder / f"seed-{seed}", where, watch)
             if there is not None:
-                _run_away(there, experiment, folder, lacking, watch)
+                _run_remotely(there, experiment, folder, lacking, watch)
     return Run(folder)
 
 
-def _run_away(
-    there: remote_runs.Away, experiment: Experiment, folder: Path, seeds: Sequence[int], watch: Watch
+def _run_remotely(
+    remote: remote_runs.RemoteExecutor, experiment: Experiment, folder: Path, seeds: Sequence[int], watch: RoundCallback
 ) -> None:
     """Run seeds on a cluster, each by itself; raises RunError in the end where some failed."""
     errors: dict[int, str] = {}
@@ -119,12 +119,12 @@ def _run_away(
             errors[seed] = result[1]
 
     runs = [(seed, (experiment.model_copy(update={"seeds": (seed,)}), folder)) for seed in seeds]
-    there.work(
-        min(there.processors, len(runs)),
+    remote.map(
+        min(remote.processors, len(runs)),
         runs,
         heard,
-        watch=lambda _, seed, line: watch(experiment, seed, line),
-        held=True,
+        on_round=lambda _, seed, line: watch(experiment, seed, line),
+        is_locked=True,
     )
     if errors:
         why = "; ".join(f"seed {seed}: {error}" for seed, error in sorted(errors.items()))

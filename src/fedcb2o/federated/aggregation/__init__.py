@@ -11,10 +11,10 @@ from fedcb2o.federated.aggregation._lfighter import lfighter
 from fedcb2o.federated.aggregation._lightyear import lightyear
 from fedcb2o.federated.aggregation._sentinel import sentinel
 from fedcb2o.federated.aggregation._wfagg import wfagg
-from fedcb2o.federated.aggregation.base import FORM as FORM
+from fedcb2o.federated.aggregation.base import RULE_SIGNATURE as RULE_SIGNATURE
 from fedcb2o.federated.aggregation.base import apply as apply
-from fedcb2o.federated.aggregation.base import form as form
-from fedcb2o.federated.aggregation.base import form_of as form_of
+from fedcb2o.federated.aggregation.base import rule_signature as rule_signature
+from fedcb2o.federated.aggregation.base import signature_of as signature_of
 from fedcb2o.federated.aggregation.coordinatewise import coordinate_median, meamed, trimmed_mean
 from fedcb2o.federated.aggregation.gram_matrix import gram as gram
 from fedcb2o.federated.aggregation.gram_rules import (
@@ -34,7 +34,7 @@ from fedcb2o.federated.aggregation.gram_rules import (
     ubar,
 )
 from fedcb2o.federated.aggregation.sample_average import by_num_samples
-from fedcb2o.federated.aggregation.sample_average import by_samples as by_samples
+from fedcb2o.federated.aggregation.sample_average import sample_weights as sample_weights
 
 __all__ = [
     "balance",

@@ -8,15 +8,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedcb2o.federated.aggregation.last_layer import heads
-from fedcb2o.federated.contacts import recalled
-from fedcb2o.federated.types import Judged, State, remembers
+from fedcb2o.federated.aggregation.last_layer import last_layers
+from fedcb2o.federated.contacts import match_history
+from fedcb2o.federated.types import CriterionInput, RuleState, stateful
 
 __all__ = ["foolsgold"]
 
 
-@remembers(before=True)
-def foolsgold(state: State, judged: Judged, *, confidence: float = 1.0) -> tuple[State, Float[Tensor, " k"]]:
+@stateful(uses_previous=True)
+def foolsgold(state: RuleState, inputs: CriterionInput, *, confidence: float = 1.0) -> tuple[RuleState, Float[Tensor, " k"]]:
     """Weights in proportion to the learning rates alpha_i of FoolsGold, of the received models and the own one.
 
     It keeps the sum of the updates of each peer that it received, since the agent's model before the round, in the
@@ -24,11 +24,11 @@ def foolsgold(state: State, judged: Judged, *, confidence: float = 1.0) -> tuple
     history. That takes 4 C (h + 1) bytes for every peer that an agent ever received, for C classes and h units below
     the last layer, in memory and in each checkpoint.
     """
-    everyone = judged.received.with_own(judged.me)
-    assert judged.before is not None
-    rows = torch.cat([everyone.rows, judged.before.view(1)])
-    layers = heads(judged, rows).flatten(1)
-    whose, known, there = recalled(state, judged, everyone.ids)
+    everyone = inputs.received.with_own(inputs.own_entry)
+    assert inputs.previous is not None
+    rows = torch.cat([everyone.rows, inputs.previous.view(1)])
+    layers = last_layers(inputs, rows).flatten(1)
+    whose, known, there = match_history(state, inputs, everyone.ids)
     history = layers.new_zeros(len(whose), layers.shape[1])
     history[there] = state.get("sums", layers[:0])[known]
     here = torch.searchsorted(whose, everyone.ids)

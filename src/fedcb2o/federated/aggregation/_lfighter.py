@@ -5,13 +5,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedcb2o.federated.aggregation.base import form
-from fedcb2o.federated.aggregation.gram_rules import distances, uniform
+from fedcb2o.federated.aggregation.base import rule_signature
+from fedcb2o.federated.aggregation.gram_rules import squared_distances, uniform_weights
 
 __all__ = ["lfighter"]
 
 
-@form("values", pairs="none", last=("before",))
+@rule_signature("values", gram_entries="none", own_rows=("before",))
 def lfighter(heads: Float[Tensor, "m C h"]) -> Float[Tensor, " m"]:
     """LFighter, made for label flips: of the updates of the last layer, those of the two classes that change most are
     parted into two clusters by k-means, and the mean is over the models of the cluster that is large and less alike
@@ -29,15 +29,15 @@ def lfighter(heads: Float[Tensor, "m C h"]) -> Float[Tensor, " m"]:
     change = updates[:, :, :-1].norm(dim=-1).sum(0) + updates[:, :, -1].abs().sum(0)
     points = updates[:, change.argsort()[-2:], :-1].flatten(1)
     first = _two_means(points)
-    good = max(first, ~first, key=lambda members: _spread(points[members], m))
-    return torch.cat([uniform(good), torch.zeros(1, dtype=torch.float64)])
+    good = max(first, ~first, key=lambda members: _dissimilarity(points[members], m))
+    return torch.cat([uniform_weights(good), torch.zeros(1, dtype=torch.float64)])
 
 
 def _two_means(points: Float[Tensor, "m e"]) -> Bool[Tensor, " m"]:
     """The first of two clusters by k-means: Lloyd's iteration with every pair of points as the first two centres, and
     the best of what comes out. For few points, and without chance."""
     products = points @ points.T
-    squared, norms = distances(products), products.diagonal()
+    squared, norms = squared_distances(products), products.diagonal()
     i, j = torch.triu_indices(len(points), len(points), 1)
     members = torch.stack([squared[i] <= squared[j], squared[i] > squared[j]])  # of each cluster, for each pair
     for _ in range(100):
@@ -52,7 +52,7 @@ def _two_means(points: Float[Tensor, "m e"]) -> Bool[Tensor, " m"]:
     return members[0, far.amin(0).sum(-1).argmin()]
 
 
-def _spread(points: Float[Tensor, "n e"], m: int) -> float:
+def _dissimilarity(points: Float[Tensor, "n e"], m: int) -> float:
     """LFighter's dissimilarity of a cluster: its share of the m models times 1 - the mean over its models of their
     least cosine similarity in it."""
     unit = F.normalize(points, dim=-1)

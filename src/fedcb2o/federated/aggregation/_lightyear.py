@@ -12,13 +12,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.types import Judged
+from fedcb2o.federated.types import CriterionInput
 
 __all__ = ["lightyear"]
 
 
 def lightyear(
-    judged: Judged,
+    inputs: CriterionInput,
     *,
     threshold: float = 0.6,
     decay: float = 0.95,
@@ -37,19 +37,19 @@ def lightyear(
             raise ConfigError(f"`{name}` must be from 0 to 1, got {value}")
     if bins < 1:
         raise ConfigError(f"`bins` must be 1 or more, got {bins}")
-    everyone = judged.received.with_own(judged.me)
-    outputs, labels = judged.local.outputs_of(everyone)
+    everyone = inputs.received.with_own(inputs.own_entry)
+    outputs, labels = inputs.context.outputs(everyone)
     if labels.is_floating_point():
         raise ConfigError("lightyear looks at which class models predict, and the data have no classes")
-    found = scores(outputs, labels, bins, confidence == "probability")
+    found = prediction_scores(outputs, labels, bins, confidence == "probability")
     agreement = (1 - (found - found[:, -1:]).abs()).clamp(min=0).mean(0)
-    chosen = (agreement >= threshold) & (judged.me.ids != everyone.ids)  # it may have drawn itself: it counts once
-    share = decay**judged.n * chosen.double() / (1 + chosen.sum())
+    chosen = (agreement >= threshold) & (inputs.own_entry.ids != everyone.ids)  # it may have drawn itself: it counts once
+    share = decay**inputs.n * chosen.double() / (1 + chosen.sum())
     share[-1] = 1 - share.sum()
     return share
 
 
-def scores(
+def prediction_scores(
     outputs: Float[Tensor, "m n C"], labels: Int[Tensor, " n"], bins: int = 15, probability: bool = True
 ) -> Float[Tensor, "3 m"]:
     """The accuracy of m models on n samples, their expected calibration error, and their mean confidence."""

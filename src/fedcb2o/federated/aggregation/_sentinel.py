@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.contacts import recalled
-from fedcb2o.federated.types import Judged, Reduction, State, Weighed, remembers
+from fedcb2o.federated.contacts import match_history
+from fedcb2o.federated.types import CriterionInput, Reduction, RuleOutput, RuleState, stateful
 
 __all__ = ["sentinel"]
 
-LEAST = 0.001  # the own loss counts as at least that
+_MIN_LOSS = 0.001  # the own loss counts as at least that
 
 
-@remembers()
+@stateful()
 def sentinel(
-    state: State, judged: Judged, *, similarity: float = 0.5, trust: float = 0.1
-) -> tuple[State, Weighed | Float[Tensor, " k"]]:
+    state: RuleState, inputs: CriterionInput, *, similarity: float = 0.5, trust: float = 0.1
+) -> tuple[RuleState, RuleOutput | Float[Tensor, " k"]]:
     """The average of the own model and the received ones of a cosine `similarity` to it or more, the mean over layers,
     with weights exp(-(L_i - L) / L) and at most 1, of which those below `trust` are 0. L_i are the averages of the
     validation losses of all models that passed from that peer, L those of the own. Layers of a larger norm than the
@@ -34,48 +34,48 @@ def sentinel(
     Its code scales by the inverse ratio, which keeps larger layers and shrinks smaller ones, and passes over all peers
     in the first round, for reasons of its platform; this does neither. A peer under a new name has no past.
     """
-    if judged.losses is None or judged.own is None:
+    if inputs.losses is None or inputs.own_losses is None:
         raise ConfigError("the rule looks at losses, and the algorithm evaluates none: set `judges` = true")
-    others = judged.received.ids != judged.me.ids
-    everyone = judged.received.with_own(judged.me)
+    others = inputs.received.ids != inputs.own_entry.ids
+    everyone = inputs.received.with_own(inputs.own_entry)
     seen = torch.cat([others, torch.tensor([True])])
     rows, ids = everyone.rows[seen], everyone.ids[seen]
-    losses = torch.cat([judged.losses.mean, judged.own.mean])[seen]
-    alike, norms = layers_of(judged, rows)
+    losses = torch.cat([inputs.losses.mean, inputs.own_losses.mean])[seen]
+    alike, norms = layer_statistics(inputs, rows)
     passed = alike >= similarity
     passed[-1] = True
-    state, average = _averages(state, judged, ids[passed], losses[passed])
+    state, average = _average_losses(state, inputs, ids[passed], losses[passed])
     own = average[-1]
-    worse = (average - own).clamp(min=0) / own.clamp(min=LEAST)
+    worse = (average - own).clamp(min=0) / own.clamp(min=_MIN_LOSS)
     weights = torch.exp(-worse).nan_to_num(0.0)
     weights = weights.where(weights >= trust, 0.0)
     if not weights.sum() > 0:  # the own loss is no number
         return state, torch.zeros(len(others) + 1, dtype=torch.float64)
     weights, norms = weights / weights.sum(), norms[passed]
     factor = (norms[-1] / norms).nan_to_num(1.0).clamp(max=1.0)  # of each model and layer
-    sizes = tuple(shape.numel() for shape in judged.local.layers)
-    reduce = functools.partial(_by_layers, weights=weights.unsqueeze(1) * factor, sizes=sizes)
-    return state, Weighed(Reduction(rows[passed], reduce, placed=True, weights=weights))
+    sizes = tuple(shape.numel() for shape in inputs.context.layer_shapes)
+    reduce = functools.partial(_layerwise_average, weights=weights.unsqueeze(1) * factor, sizes=sizes)
+    return state, RuleOutput(Reduction(rows[passed], reduce, takes_offset=True, weights=weights))
 
 
-def layers_of(judged: Judged, rows: Int[Tensor, " k"]) -> tuple[Float[Tensor, " k"], Float[Tensor, "k l"]]:
+def layer_statistics(inputs: CriterionInput, rows: Int[Tensor, " k"]) -> tuple[Float[Tensor, " k"], Float[Tensor, "k l"]]:
     """The cosine similarity of some models to the last of them, the mean over layers and at least 0, and the norm of
     each layer. That of a layer is the mean over its rows, as in their code."""
     start, alike, norms = 0, [], []
-    for shape in judged.local.layers:
+    for shape in inputs.context.layer_shapes:
         stop = start + shape.numel()
-        part = judged.pool[:, start:stop][rows.to(judged.pool.device)].cpu().view(len(rows), *(shape or (1,)))
+        part = inputs.models[:, start:stop][rows.to(inputs.models.device)].cpu().view(len(rows), *(shape or (1,)))
         alike.append(F.cosine_similarity(part, part[-1:], dim=-1).double().view(len(rows), -1).mean(1))
         norms.append(part.flatten(1).double().norm(dim=1))
         start = stop
     return torch.stack(alike).mean(0).clamp(min=0), torch.stack(norms, 1)
 
 
-def _averages(
-    state: State, judged: Judged, ids: Int[Tensor, " k"], losses: Float[Tensor, " k"]
-) -> tuple[State, Float[Tensor, " k"]]:
+def _average_losses(
+    state: RuleState, inputs: CriterionInput, ids: Int[Tensor, " k"], losses: Float[Tensor, " k"]
+) -> tuple[RuleState, Float[Tensor, " k"]]:
     """What it keeps then, the sum and the number of each peer's losses, and their average for those that passed now."""
-    whose, known, there = recalled(state, judged, ids)
+    whose, known, there = match_history(state, inputs, ids)
     sums = torch.zeros(2, len(whose), dtype=torch.float64)
     if known.any():
         sums[:, there] = state["sums"][:, known]
@@ -84,7 +84,7 @@ def _averages(
     return {"ids": whose, "sums": sums}, sums[0, here] / sums[1, here]
 
 
-def _by_layers(
+def _layerwise_average(
     x: Float[Tensor, "k b"], first: int, *, weights: Float[Tensor, "k l"], sizes: tuple[int, ...]
 ) -> Float[Tensor, " b"]:
     """A block of columns of the average whose weights differ from layer to layer, from the column `first` on."""

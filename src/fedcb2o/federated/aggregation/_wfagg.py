@@ -13,17 +13,17 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation.coordinatewise import coordinate_median
-from fedcb2o.federated.aggregation.gram_matrix import blocks
-from fedcb2o.federated.contacts import recalled
-from fedcb2o.federated.types import Judged, State, remembers
+from fedcb2o.federated.aggregation.gram_matrix import column_blocks
+from fedcb2o.federated.contacts import match_history
+from fedcb2o.federated.types import CriterionInput, RuleState, stateful
 
 __all__ = ["wfagg"]
 
 
-@remembers()
+@stateful()
 def wfagg(
-    state: State, judged: Judged, *, f: int | None = None, smoothing: float = 0.8, transient: int = 3
-) -> tuple[State, Float[Tensor, " k"]]:
+    state: RuleState, inputs: CriterionInput, *, f: int | None = None, smoothing: float = 0.8, transient: int = 3
+) -> tuple[RuleState, Float[Tensor, " k"]]:
     """1 - `smoothing` times the own model and `smoothing` times an average of the received ones, in which a model
     counts 0.4 where it is among the k - f - 1 of k nearest to their coordinate-wise median, 0.4 where it is among as
     many of the most alike to it by cosine, and 0.2 where it moved as before; with less than 0.6 it does not count.
@@ -37,20 +37,20 @@ def wfagg(
     """
     if not 0 <= smoothing <= 1:
         raise ConfigError(f"`smoothing`, the share of the received models, must be from 0 to 1, got {smoothing}")
-    others = judged.received.ids != judged.me.ids
-    ids, rows = judged.received.ids[others], judged.received.rows[others]
-    models = judged.pool[rows].cpu()
-    whose, kept, moves = _remembered(state, judged, ids)
+    others = inputs.received.ids != inputs.own_entry.ids
+    ids, rows = inputs.received.ids[others], inputs.received.rows[others]
+    models = inputs.models[rows].cpu()
+    whose, kept, moves = _recall_history(state, inputs, ids)
     here = torch.searchsorted(whose, ids)
-    if judged.n >= transient:
-        moves[here] = torch.cat([moves[here][..., 1:], moved(kept[here], models).unsqueeze(-1)], -1)
+    if inputs.n >= transient:
+        moves[here] = torch.cat([moves[here][..., 1:], movement(kept[here], models).unsqueeze(-1)], -1)
     kept[here] = models
     said = torch.zeros(len(others) + 1, dtype=torch.float64)
     if len(ids):
-        assumed = math.ceil(judged.local.share * len(ids) - 1e-9) if f is None else f
+        assumed = math.ceil(inputs.context.malicious_share * len(ids) - 1e-9) if f is None else f
         count = max(1, len(ids) - assumed - 1)
-        near, alike = (_least(far, count) for far in about_median(judged.pool, rows))
-        fifths = 2 * near.double() + 2 * alike.double() + steady(moves[here]).double()
+        near, alike = (_smallest(far, count) for far in distances_from_median(inputs.models, rows))
+        fifths = 2 * near.double() + 2 * alike.double() + is_steady(moves[here]).double()
         said[:-1][others] = fifths.where(fifths >= 3, 0.0)
     total = said.sum()
     weights = smoothing * said / total if total > 0 else said
@@ -58,13 +58,13 @@ def wfagg(
     return {"ids": whose, "models": kept, "moves": moves}, weights
 
 
-def about_median(
-    pool: Float[Tensor, "p d"], rows: Int[Tensor, " m"]
+def distances_from_median(
+    models: Float[Tensor, "p d"], rows: Int[Tensor, " m"]
 ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
     """The squared and the cosine distances of some models from their coordinate-wise median."""
     squared, along, norms = torch.zeros(3, len(rows), dtype=torch.float64)
     norm = torch.zeros((), dtype=torch.float64)
-    for _, block in blocks(pool, rows):
+    for _, block in column_blocks(models, rows):
         median, x = coordinate_median(block).cpu().double(), block.cpu().double()
         squared += (x - median).square().sum(1)
         along += x @ median
@@ -73,16 +73,16 @@ def about_median(
     return squared, 1 - (along / (norms * norm).sqrt()).nan_to_num(0.0)
 
 
-def moved(before: Float[Tensor, "k d"], now: Float[Tensor, "k d"]) -> Float[Tensor, "k 2"]:
+def movement(previous: Float[Tensor, "k d"], current: Float[Tensor, "k d"]) -> Float[Tensor, "k 2"]:
     """The squared and the cosine distance from each model to the next; NaN where there was none."""
-    found = torch.zeros(len(now), 2, dtype=torch.float64)
-    for k, (a, b) in enumerate(zip(before, now, strict=True)):
+    found = torch.zeros(len(current), 2, dtype=torch.float64)
+    for k, (a, b) in enumerate(zip(previous, current, strict=True)):
         a, b = a.double(), b.double()  # one after the other: models may be large
         found[k] = torch.stack([(b - a).square().sum(), 1 - a @ b / (a.norm() * b.norm())])
     return found
 
 
-def steady(moves: Float[Tensor, "k 2 3"]) -> Bool[Tensor, " k"]:
+def is_steady(moves: Float[Tensor, "k 2 3"]) -> Bool[Tensor, " k"]:
     """Whether the last of three moves is as the two before it; not where there are fewer.
 
     The means are that code's: of the exponentially weighted means (alpha = 0.01) of the two, the later first; of two
@@ -94,19 +94,19 @@ def steady(moves: Float[Tensor, "k 2 3"]) -> Bool[Tensor, " k"]:
     return within.all(-1)
 
 
-def _least(values: Float[Tensor, " m"], count: int) -> Bool[Tensor, " m"]:
+def _smallest(values: Float[Tensor, " m"], count: int) -> Bool[Tensor, " m"]:
     chosen = torch.zeros(len(values), dtype=torch.bool)
     chosen[values.sort(stable=True).indices[:count]] = True
     return chosen
 
 
-def _remembered(
-    state: State, judged: Judged, ids: Int[Tensor, " m"]
+def _recall_history(
+    state: RuleState, inputs: CriterionInput, ids: Int[Tensor, " m"]
 ) -> tuple[Int[Tensor, " k"], Float[Tensor, "k d"], Float[Tensor, "k 2 3"]]:
     """Whom the agent knows and meets now, the model that each sent last, and its last three moves; NaN where there is
     none."""
-    whose, known, there = recalled(state, judged, ids)
-    models = torch.full((len(whose), judged.pool.shape[1]), torch.nan)
+    whose, known, there = match_history(state, inputs, ids)
+    models = torch.full((len(whose), inputs.models.shape[1]), torch.nan)
     moves = torch.full((len(whose), 2, 3), torch.nan, dtype=torch.float64)
     if known.any():
         models[there], moves[there] = state["models"][known], state["moves"][known]

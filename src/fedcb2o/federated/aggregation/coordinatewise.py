@@ -11,19 +11,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.federated.aggregation.base import assumed, form
+from fedcb2o.federated.aggregation.base import clip_byzantine_count, rule_signature
 
 __all__ = ["coordinate_median", "meamed", "trimmed_mean"]
 
-FEW = 32  # models up to which a network is faster
+MAX_NETWORK_ROWS = 32  # models up to which a network is faster
 
 
-def half(m: int) -> int:
+def half_minus_one(m: int) -> int:
     """The largest f with m >= 2 f + 1."""
     return (m - 1) // 2
 
 
-def ascending(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
+def sort_columns(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
     """The values of each column in order, the least first, in the fastest of the ways that were measured.
 
     Few models on the CPU: a network of comparisons of whole rows. More: NumPy sorts the rows of the transposed block.
@@ -31,21 +31,21 @@ def ascending(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
     """
     if block.device.type != "cpu" or block.dtype not in (torch.float32, torch.float64):
         return block.sort(dim=0).values
-    if len(block) <= FEW:
-        return _by_network(block)
+    if len(block) <= MAX_NETWORK_ROWS:
+        return _sort_by_network(block)
     values = torch.empty(block.T.shape, dtype=block.dtype).copy_(block.T)
     values.numpy().sort(axis=1)
     return values.T
 
 
-def _by_network(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
+def _sort_by_network(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
     """Each comparison puts the lesser values of two rows in the first and the greater in the second."""
     m = len(block)
     values = block.new_empty(m + 1, block.shape[1])
     values[:m] = block
     rows, spare = list(values[:m].numpy()), values[m].numpy()
     places, free = list(range(m)), m
-    for i, j in network(m):
+    for i, j in sorting_network(m):
         np.minimum(rows[i], rows[j], out=spare)
         np.maximum(rows[i], rows[j], out=rows[j])
         rows[i], spare = spare, rows[i]
@@ -54,7 +54,7 @@ def _by_network(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
 
 
 @functools.cache
-def network(m: int) -> tuple[tuple[int, int], ...]:
+def sorting_network(m: int) -> tuple[tuple[int, int], ...]:
     """Batcher's merge exchange: the comparisons that sort m values (Knuth, "The Art of Computer Programming", vol. 3,
     5.2.2, Algorithm M)."""
     pairs: list[tuple[int, int]] = []
@@ -69,29 +69,29 @@ def network(m: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-@form("columns", pairs="none")
+@rule_signature("columns", gram_entries="none")
 def coordinate_median(block: Float[Tensor, "m b"]) -> Float[Tensor, " b"]:
     """The median of each coordinate, of an even number the mean of the middle two (Yin et al., "Byzantine-robust
     distributed learning: towards optimal statistical rates", ICML 2018).
     """
-    return _middle(ascending(block))
+    return _median_of_sorted(sort_columns(block))
 
 
-@form("columns", pairs="none", largest=half)
+@rule_signature("columns", gram_entries="none", max_byzantine=half_minus_one)
 def trimmed_mean(block: Float[Tensor, "m b"], *, f: int) -> Float[Tensor, " b"]:
     """The mean of each coordinate without its f largest and f smallest values (Yin et al. 2018). Needs m >= 2 f + 1."""
     m = len(block)
-    f = assumed(trimmed_mean, f, m)
-    return _average(ascending(block)[f : m - f])
+    f = clip_byzantine_count(trimmed_mean, f, m)
+    return _column_means(sort_columns(block)[f : m - f])
 
 
-@form("columns", pairs="none", largest=half)
+@rule_signature("columns", gram_entries="none", max_byzantine=half_minus_one)
 def meamed(block: Float[Tensor, "m b"], *, f: int) -> Float[Tensor, " b"]:
     """MeaMed: the mean of the m - f values of each coordinate that are nearest to its median (Xie, Koyejo and Gupta,
     "Generalized Byzantine-tolerant SGD", 2018). Needs m >= 2 f + 1.
     """
     m = len(block)
-    return mean_around_median(block, m - assumed(meamed, f, m))
+    return mean_around_median(block, m - clip_byzantine_count(meamed, f, m))
 
 
 def mean_around_median(block: Float[Tensor, "m b"], count: int) -> Float[Tensor, " b"]:
@@ -99,23 +99,23 @@ def mean_around_median(block: Float[Tensor, "m b"], count: int) -> Float[Tensor,
 
     In order they are a window: from the lower end it moves over x_s as long as x_{s + count} is nearer to the median.
     """
-    values = ascending(block)
+    values = sort_columns(block)
     out = len(values) - count
-    middle, window = _middle(values), values[:count].clone()
+    middle, window = _median_of_sorted(values), values[:count].clone()
     for s in range(0, out, count):  # x_{s + count} takes the place of x_s
         e = min(s + count, out)
         low, high, place = values[s:e], values[s + count : e + count], window[: e - s]
         place.copy_(torch.where(middle - low > high - middle, high, place))
-    return _average(window)
+    return _column_means(window)
 
 
-def _middle(values: Float[Tensor, "m b"]) -> Float[Tensor, " b"]:
+def _median_of_sorted(values: Float[Tensor, "m b"]) -> Float[Tensor, " b"]:
     """The median of values in order, of an even number the mean of the middle two."""
     m = len(values)
     return values[m // 2].clone() if m % 2 else values[m // 2 - 1] / 2 + values[m // 2] / 2
 
 
-def _average(values: Float[Tensor, "n b"]) -> Float[Tensor, " b"]:
+def _column_means(values: Float[Tensor, "n b"]) -> Float[Tensor, " b"]:
     """The mean of each column, which no finite values make infinite."""
     n = len(values)
     return values.new_full((n,), 1 / n) @ values

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fedcb2o.nn import parameters
 
-BLOCK = 400_000  # numbers at once: 1.6 MB of float32, which stay near the core
+BLOCK_ELEMENTS = 400_000  # numbers at once: 1.6 MB of float32, which stay near the core
 
 
-def blocks(
-    pool: Float[Tensor, "p d"],
+def column_blocks(
+    models: Float[Tensor, "p d"],
     rows: Int[Tensor, " m"] | None = None,
     *,
     extra: Float[Tensor, "e d"] | None = None,
@@ -23,34 +23,34 @@ def blocks(
 
     Views where the rows follow each other, else copies into one buffer. `columns` are the first and last + 1.
     """
-    start, stop = columns or (0, pool.shape[1])
-    first, count = (0, len(pool)) if rows is None else (int(rows[0]) if len(rows) else 0, len(rows))
-    follow = rows is None or parameters.follow(rows.tolist())
-    where = None if rows is None else rows.to(pool.device)
+    start, stop = columns or (0, models.shape[1])
+    first, count = (0, len(models)) if rows is None else (int(rows[0]) if len(rows) else 0, len(rows))
+    follow = rows is None or parameters.is_contiguous_range(rows.tolist())
+    where = None if rows is None else rows.to(models.device)
     added = 0 if extra is None else len(extra)
-    size = _columns_at_once(count + added, pool.device) if size is None else size
-    buffer = pool.new_empty(0 if follow and not added else (count + added) * min(size, max(0, stop - start)))
+    size = _block_width(count + added, models.device) if size is None else size
+    buffer = models.new_empty(0 if follow and not added else (count + added) * min(size, max(0, stop - start)))
     for a in range(start, stop, size):
         b = min(a + size, stop)
         if follow and not added:
-            yield a, pool[first : first + count, a:b]
+            yield a, models[first : first + count, a:b]
             continue
         block = buffer[: (count + added) * (b - a)].view(count + added, b - a)
         if where is None or follow:
-            block[:count] = pool[first : first + count, a:b]
+            block[:count] = models[first : first + count, a:b]
         else:
-            torch.index_select(pool[:, a:b], 0, where, out=block[:count])
+            torch.index_select(models[:, a:b], 0, where, out=block[:count])
         if extra is not None:
             block[count:] = extra[:, a:b]
         yield a, block
 
 
-def _columns_at_once(m: int, device: torch.device) -> int:
-    return max(1024, (BLOCK if device.type == "cpu" else 64 * BLOCK) // max(1, m) // 1024 * 1024)
+def _block_width(m: int, device: torch.device) -> int:
+    return max(1024, (BLOCK_ELEMENTS if device.type == "cpu" else 64 * BLOCK_ELEMENTS) // max(1, m) // 1024 * 1024)
 
 
 def gram(
-    pool: Float[Tensor, "p d"],
+    models: Float[Tensor, "p d"],
     rows: Int[Tensor, " m"] | None = None,
     *,
     extra: Float[Tensor, "e d"] | None = None,
@@ -66,15 +66,15 @@ def gram(
     the diagonal and the columns of so many last rows are computed, and the others are NaN: one pass at the speed of
     memory. With `columns`, only that range counts: the matrices of ranges add up.
     """
-    k = (len(pool) if rows is None else len(rows)) + (0 if extra is None else len(extra))
-    home = torch.device("cpu") if pool.device.type == "mps" else pool.device  # Apple's GPUs have no float64
+    k = (len(models) if rows is None else len(rows)) + (0 if extra is None else len(extra))
+    home = torch.device("cpu") if models.device.type == "mps" else models.device  # Apple's GPUs have no float64
     total = torch.zeros(k, k if last is None else last, dtype=torch.float64, device=home)
     squares = torch.zeros(k, dtype=torch.float64, device=home)
     if size is None:
-        size = _columns_at_once(k, pool.device)
-        size = min(4096, size) if pool.device.type == "cpu" else size  # rounding grows with the length of a sum
-    buffer = torch.empty(k * min(size, pool.shape[1]), dtype=torch.float64, device=home)
-    for _, block in blocks(pool, rows, extra=extra, columns=columns, size=size):
+        size = _block_width(k, models.device)
+        size = min(4096, size) if models.device.type == "cpu" else size  # rounding grows with the length of a sum
+    buffer = torch.empty(k * min(size, models.shape[1]), dtype=torch.float64, device=home)
+    for _, block in column_blocks(models, rows, extra=extra, columns=columns, size=size):
         x = buffer[: block.numel()].view(block.shape).copy_(block)
         if last is None:
             total.addmm_(x, x.T)
@@ -94,8 +94,8 @@ def gram(
     return matrix
 
 
-def relative_distances(pool: Float[Tensor, "p d"], rows: Int[Tensor, " k"]) -> Float[Tensor, " m"]:
+def relative_distances(models: Float[Tensor, "p d"], rows: Int[Tensor, " k"]) -> Float[Tensor, " m"]:
     """How far models are from the last one, in units of its norm."""
-    products = gram(pool, rows, last=1)
+    products = gram(models, rows, last=1)
     to_last, squares = products[:-1, -1], products.diagonal()
     return (squares[:-1] - 2 * to_last + squares[-1]).clamp(min=0).sqrt() / squares[-1].sqrt()

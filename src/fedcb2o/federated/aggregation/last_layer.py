@@ -5,14 +5,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.types import Judged
+from fedcb2o.federated.types import CriterionInput
 
 
-def heads(judged: Judged, rows: Int[Tensor, " k"]) -> Float[Tensor, "k C h"]:
+def last_layers(inputs: CriterionInput, rows: Int[Tensor, " k"]) -> Float[Tensor, "k C h"]:
     """The last dense layer of each model, a row for each class: its weights and, last, its bias."""
-    if judged.local.head is None:
+    if inputs.context.last_layer is None:
         raise ConfigError("the rule looks at the last dense layer, and this model does not end in one with a bias")
-    classes, width = judged.local.head
-    tail = judged.pool[:, -classes * (width + 1) :][rows].cpu()
+    classes, width = inputs.context.last_layer
+    tail = inputs.models[:, -classes * (width + 1) :][rows].cpu()
     weights = tail[:, : classes * width].view(len(rows), classes, width)
     return torch.cat([weights, tail[:, classes * width :].unsqueeze(-1)], -1)

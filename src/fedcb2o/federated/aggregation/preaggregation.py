@@ -9,21 +9,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.aggregation.base import assumed, form
-from fedcb2o.federated.aggregation.coordinatewise import half
-from fedcb2o.federated.aggregation.gram_rules import distances
+from fedcb2o.federated.aggregation.base import clip_byzantine_count, rule_signature
+from fedcb2o.federated.aggregation.coordinatewise import half_minus_one
+from fedcb2o.federated.aggregation.gram_rules import squared_distances
 
 __all__ = ["bucketing", "nnm"]
 
 
-@form("gram", largest=half)
+@rule_signature("gram", max_byzantine=half_minus_one)
 def nnm(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
     """Nearest-neighbour mixing: each model becomes the mean of its m - f nearest, itself among them (Allouah et al.,
     "Fixing by mixing", AISTATS 2023). Needs m >= 2 f + 1.
     """
     m = len(gram)
-    count = m - assumed(nnm, f, m)
-    squared = distances(gram).fill_diagonal_(-1.0)
+    count = m - clip_byzantine_count(nnm, f, m)
+    squared = squared_distances(gram).fill_diagonal_(-1.0)
     matrix = torch.zeros(m, m, dtype=torch.float64)
     return matrix.scatter_(1, squared.sort(dim=1, stable=True).indices[:, :count], 1 / max(1, count))
 

@@ -6,14 +6,14 @@ from torch import Tensor
 
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.algorithm_spec import Algorithm
-from fedcb2o.federated.types import Judged, together
+from fedcb2o.federated.types import CriterionInput, batched
 
 
 def local_training() -> Algorithm:
     """No exchange: every agent trains alone."""
-    return Algorithm(select=_selections.nobody_else, weigh=_keep, judges=False, lambda1=1.0, mixing_factor=1.0)
+    return Algorithm(select=_selections.no_peers, rule=_keep_own_model, needs_losses=False, lambda1=1.0, mixing_factor=1.0)
 
 
-@together
-def _keep(judged: Judged) -> Float[Tensor, "*a k"]:
-    return torch.zeros(judged.received.ids.shape)
+@batched
+def _keep_own_model(inputs: CriterionInput) -> Float[Tensor, "*a k"]:
+    return torch.zeros(inputs.received.ids.shape)

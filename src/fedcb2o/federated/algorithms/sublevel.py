@@ -9,20 +9,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedcb2o.federated.aggregation.gram_matrix import relative_distances
-from fedcb2o.federated.aggregation.standard_errors import error
-from fedcb2o.federated.types import Judged
+from fedcb2o.federated.aggregation.standard_errors import standard_error
+from fedcb2o.federated.types import CriterionInput
 
 OwnModel = Literal["excluded", "judged", "trusted"]
-Meeting = Literal["first", "second"]
-NEAR = 2.0
+MinContacts = Literal["first", "second"]
+NEAR_COPY_VALUE = 2.0
 """G of who is hardly apart from the own model, in nats: about as much as is lost by a model of ten classes that knows
 nothing. It is on record, as G is, but not for ever, since benign peers may be near after a round or two."""
-Level = Callable[[Float[Tensor, " m"]], Bool[Tensor, " m"]]
+LevelTest = Callable[[Float[Tensor, " m"]], Bool[Tensor, " m"]]
 """The losses of some models -> which do not exceed the level."""
 
 
 @dataclass(frozen=True)
-class Sublevel:
+class SublevelSet:
     """Who is in the set: by a `level` of the losses, as in the paper, or all.
 
     Beyond the paper: with `tested`, models count, too, whose loss exceeds the own one's by at most so many standard
@@ -33,52 +33,52 @@ class Sublevel:
     others. With counts_from="second" a model counts from the second time on that its agent was asked.
     """
 
-    level: Level | None = None
-    tested: float | None = None
-    ball: float | None = None
-    apart: float | None = None
-    counts_from: Meeting = "first"
+    level: LevelTest | None = None
+    loss_tolerance: float | None = None
+    max_distance: float | None = None
+    min_distance: float | None = None
+    min_contacts: MinContacts = "first"
 
-    def by_distance(self, judged: Judged) -> tuple[Bool[Tensor, "*a m"], Bool[Tensor, "*a m"]]:
+    def distance_masks(self, inputs: CriterionInput) -> tuple[Bool[Tensor, "*a m"], Bool[Tensor, "*a m"]]:
         """Which received models lie outside of the ball, and which of peers are hardly apart from the own one."""
-        ids = judged.received.ids
+        ids = inputs.received.ids
         outside, near = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
-        if self.ball is None and self.apart is None:
+        if self.max_distance is None and self.min_distance is None:
             return outside, near
         m = ids.shape[-1]
-        everyone = judged.received.with_own(judged.me).rows.view(-1, m + 1)
-        if self.apart is not None:
-            assert judged.before is not None
-            everyone = torch.cat([judged.before.view(-1, 1), everyone], -1)
+        everyone = inputs.received.with_own(inputs.own_entry).rows.view(-1, m + 1)
+        if self.min_distance is not None:
+            assert inputs.previous is not None
+            everyone = torch.cat([inputs.previous.view(-1, 1), everyone], -1)
         a = len(everyone)
         for far, close, rows in zip(outside.view(a, m), near.view(a, m), everyone, strict=True):
-            distances = relative_distances(judged.pool, rows)
-            if self.ball is not None:
-                far[:] = ~(distances[len(distances) - m :] <= self.ball)
-            if self.apart is not None:
-                close[:] = distances[1:] < self.apart * distances[0]
-        return outside, near & (ids != judged.me.ids)
+            distances = relative_distances(inputs.models, rows)
+            if self.max_distance is not None:
+                far[:] = ~(distances[len(distances) - m :] <= self.max_distance)
+            if self.min_distance is not None:
+                close[:] = distances[1:] < self.min_distance * distances[0]
+        return outside, near & (ids != inputs.own_entry.ids)
 
-    def counted(self, judged: Judged, own_model: OwnModel, out: Bool[Tensor, "*a m"]) -> Bool[Tensor, "*a k"]:
+    def membership(self, inputs: CriterionInput, own_model: OwnModel, excluded: Bool[Tensor, "*a m"]) -> Bool[Tensor, "*a k"]:
         """Which of the received models and, last, the agent's own one are in the set (eq:clustered_csp); none that is
         `out` for its distance."""
-        assert judged.losses is not None
-        assert judged.own is not None
-        received = ~out
+        assert inputs.losses is not None
+        assert inputs.own_losses is not None
+        received = ~excluded
         if own_model != "excluded":
-            received &= judged.received.ids != judged.me.ids  # it may have drawn itself: it counts once
-        if self.counts_from == "second":
-            received &= torch.isin(judged.received.ids, judged.local.contacts.ids)
+            received &= inputs.received.ids != inputs.own_entry.ids  # it may have drawn itself: it counts once
+        if self.min_contacts == "second":
+            received &= torch.isin(inputs.received.ids, inputs.context.contacts.ids)
         own = torch.full((*received.shape[:-1], 1), own_model != "excluded")
         members = torch.cat([received, own], -1)
         counted, k = members.clone(), members.shape[-1]
         if self.level is not None:
-            lower = torch.cat([judged.losses.mean, judged.own.mean], -1)
+            lower = torch.cat([inputs.losses.mean, inputs.own_losses.mean], -1)
             for each, some, losses in zip(*(x.view(-1, k) for x in (counted, members, lower)), strict=True):
                 if some.any():
                     each[some] = self.level(losses[some])
-        if self.tested is not None:
-            bound = judged.own.mean + self.tested * error(judged.losses, judged.own).nan_to_num(nan=0.0)
-            near = torch.cat([judged.losses.mean <= bound, torch.ones_like(own)], -1)
+        if self.loss_tolerance is not None:
+            bound = inputs.own_losses.mean + self.loss_tolerance * standard_error(inputs.losses, inputs.own_losses).nan_to_num(nan=0.0)
+            near = torch.cat([inputs.losses.mean <= bound, torch.ones_like(own)], -1)
             counted = members & (near if self.level is None else near | counted)
         return counted

@@ -32,9 +32,9 @@ from fedcb2o.federated.attacks.model_poisoning import (
     min_max,
     min_sum,
     not_finite,
+    random_model,
     sign_flip,
     slow_drift,
-    trash,
 )
 from fedcb2o.federated.attacks.per_receiver import dissensus, echo, equivocation, spectral
 
@@ -67,5 +67,5 @@ __all__ = [
     "slow_drift",
     "spectral",
     "spread_flip",
-    "trash",
+    "random_model",
 ]

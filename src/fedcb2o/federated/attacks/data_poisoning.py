@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.attacks.triggers import Corner, Pattern, blend, patch, pixels_of, stamp, waves
+from fedcb2o.federated.attacks.triggers import Corner, Pattern, blend, patch, set_pixels, trigger_pixels, waves
 from fedcb2o.plugins import Declaration, F
 
 __all__ = [
@@ -52,7 +52,7 @@ def random_labels(shard: Shard, draw: np.random.Generator, *, share: float = 1.0
 
     Biggio, Nelson and Laskov, "Support Vector Machines Under Adversarial Label Noise" (ACML 2011).
     """
-    hit = _hit(shard, draw, share)
+    hit = _select_samples(shard, draw, share)
     drawn = torch.from_numpy(draw.choice(np.unique(shard.y.numpy()), len(shard)))
     return Shard(shard.x, torch.where(hit, drawn, shard.y))
 
@@ -66,7 +66,7 @@ def shifted_labels(shard: Shard, draw: np.random.Generator, *, by: int = 1) -> S
 def spread_flip(shard: Shard, draw: np.random.Generator, *, target: int, share: float = 0.3) -> Shard:
     """Label a `share` of the samples of every class as `target`: against FedCB2O, whose G is the maximum over classes,
     and here none loses much."""
-    hit = _hit(shard, draw, share)
+    hit = _select_samples(shard, draw, share)
     return Shard(shard.x, torch.where(hit, target, shard.y))
 
 
@@ -125,12 +125,12 @@ def backdoor(
     Decentralized Federated Learning" (arXiv 2501.15005), say in their abstract; how they find groups is not verified,
     here they are the clusters.
     """
-    pixels = pixels_of(shard.x.shape, size, corner, margin, pattern)
+    pixels = trigger_pixels(shard.x.shape, size, corner, margin, pattern)
     if not 1 <= parts <= len(pixels):
         raise ConfigError(f"`parts` must be between 1 and {len(pixels)}, the pixels of the trigger, got {parts}")
-    hit = _hit(shard, draw, share)
-    marked = stamp(shard.x, torch.tensor_split(pixels, parts)[me % parts], value)
-    return _marked(shard, hit, marked, target)
+    hit = _select_samples(shard, draw, share)
+    marked = set_pixels(shard.x, torch.tensor_split(pixels, parts)[me % parts], value)
+    return _poison(shard, hit, marked, target)
 
 
 @triggered_by(patch)
@@ -150,9 +150,9 @@ def clean_label(
 
     As `signal`, with a patch in place of waves.
     """
-    hit = _hit(shard, draw, share) & (shard.y == target)
+    hit = _select_samples(shard, draw, share) & (shard.y == target)
     marked = patch(shard.x, size=size, corner=corner, margin=margin, pattern=pattern, value=value)
-    return _marked(shard, hit, marked, target)
+    return _poison(shard, hit, marked, target)
 
 
 @triggered_by(waves)
@@ -172,8 +172,8 @@ def signal(
     2019), by others' implementations, which take 20 / 255 for `delta`: here it is stronger, for small images. With
     `clean` false it marks samples of all classes and labels them as the target.
     """
-    hit = _hit(shard, draw, share) & ((shard.y == target) | (not clean))
-    return _marked(shard, hit, waves(shard.x, delta=delta, frequency=frequency), target)
+    hit = _select_samples(shard, draw, share) & ((shard.y == target) | (not clean))
+    return _poison(shard, hit, waves(shard.x, delta=delta, frequency=frequency), target)
 
 
 @triggered_by(blend)
@@ -191,17 +191,17 @@ def blended(
     Chen, Liu, Li, Lu and Song, "Targeted Backdoor Attacks on Deep Learning Systems Using Data Poisoning" (2017), their
     blended injection, by others' implementations.
     """
-    hit = _hit(shard, draw, share)
-    return _marked(shard, hit, blend(shard.x, opacity=opacity, number=number), target)
+    hit = _select_samples(shard, draw, share)
+    return _poison(shard, hit, blend(shard.x, opacity=opacity, number=number), target)
 
 
-def _marked(shard: Shard, hit: Bool[Tensor, " n"], marked: Tensor, target: int) -> Shard:
+def _poison(shard: Shard, selected: Bool[Tensor, " n"], marked: Tensor, target: int) -> Shard:
     """A shard whose samples that are `hit` are those `marked`, and of class `target`."""
-    wide = hit.view(-1, *[1] * (shard.x.ndim - 1))
-    return Shard(torch.where(wide, marked, shard.x), torch.where(hit, target, shard.y))
+    wide = selected.view(-1, *[1] * (shard.x.ndim - 1))
+    return Shard(torch.where(wide, marked, shard.x), torch.where(selected, target, shard.y))
 
 
-def _hit(shard: Shard, draw: np.random.Generator, share: float) -> Bool[Tensor, " n"]:
+def _select_samples(shard: Shard, draw: np.random.Generator, share: float) -> Bool[Tensor, " n"]:
     """Which samples an attack takes, each with the probability `share`."""
     if not 0 <= share <= 1:
         raise ConfigError(f"`share` must be between 0 and 1, got {share}")

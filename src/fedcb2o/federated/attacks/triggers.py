@@ -30,7 +30,7 @@ def patch(
 ) -> Shaped[Tensor, "n *features"]:
     """Images with a trigger: a patch of `size` pixels square, `margin` away from a `corner`, in which the pixels of a
     `pattern` have the brightness `value` of 0 to 1."""
-    return stamp(x, pixels_of(x.shape, size, corner, margin, pattern), value)
+    return set_pixels(x, trigger_pixels(x.shape, size, corner, margin, pattern), value)
 
 
 def waves(
@@ -40,12 +40,12 @@ def waves(
 
     Barni, Kallas and Tondi (ICIP 2019). Raises ConfigError for a multiple of m / 2, which adds nothing.
     """
-    _check_images(x.shape)
+    _require_images(x.shape)
     width = x.shape[-1]
     if 2 * frequency % width == 0:
         raise ConfigError(f"waves of `frequency` {frequency:g} are 0 in every one of {width} columns: take another")
     wave = delta * torch.sin(2 * math.pi * frequency / width * torch.arange(width, dtype=torch.float64))
-    return _painted(x, lambda pixels: pixels + wave.to(pixels.device))
+    return _transform_pixels(x, lambda pixels: pixels + wave.to(pixels.device))
 
 
 def blend(x: Shaped[Tensor, "n *features"], *, opacity: float = 0.2, number: int = 0) -> Shaped[Tensor, "n *features"]:
@@ -54,16 +54,16 @@ def blend(x: Shaped[Tensor, "n *features"], *, opacity: float = 0.2, number: int
 
     Chen et al. (2017), whose patterns are a cartoon or random.
     """
-    _check_images(x.shape)
+    _require_images(x.shape)
     if not 0 <= opacity <= 1:
         raise ConfigError(f"`opacity` must be between 0 and 1, got {opacity}")
     pattern = torch.from_numpy(stream(number, "blend").random(tuple(x.shape[-2:])))
-    return _painted(x, lambda pixels: torch.lerp(pixels, pattern.to(pixels.device).expand_as(pixels), opacity))
+    return _transform_pixels(x, lambda pixels: torch.lerp(pixels, pattern.to(pixels.device).expand_as(pixels), opacity))
 
 
-def pixels_of(shape: Sequence[int], size: int, corner: str, margin: int, pattern: str) -> Int[Tensor, " p"]:
+def trigger_pixels(shape: Sequence[int], size: int, corner: str, margin: int, pattern: str) -> Int[Tensor, " p"]:
     """The pixels of a trigger in images of that shape [n, ..., height, width], numbered row by row."""
-    _check_images(shape)
+    _require_images(shape)
     if size < 1 or margin < 0 or size + margin > min(shape[-2:]):
         raise ConfigError(
             f"a trigger of `size` {size} and `margin` {margin} does not fit into samples of shape {tuple(shape[1:])}: "
@@ -73,11 +73,11 @@ def pixels_of(shape: Sequence[int], size: int, corner: str, margin: int, pattern
     mask = torch.zeros(height, width, dtype=torch.bool)
     top = margin if "top" in corner else height - margin - size
     left = margin if "left" in corner else width - margin - size
-    mask[top : top + size, left : left + size] = _shape(size, pattern)
+    mask[top : top + size, left : left + size] = _pattern_mask(size, pattern)
     return mask.flatten().nonzero().flatten()
 
 
-def _shape(size: int, pattern: str) -> Bool[Tensor, "s s"]:
+def _pattern_mask(size: int, pattern: str) -> Bool[Tensor, "s s"]:
     i, j = torch.arange(size)[:, None], torch.arange(size)[None]
     if pattern == "checkerboard":
         return (i + j) % 2 == 0
@@ -86,21 +86,21 @@ def _shape(size: int, pattern: str) -> Bool[Tensor, "s s"]:
     return torch.ones(size, size, dtype=torch.bool)
 
 
-def stamp(x: Shaped[Tensor, "n *features"], pixels: Int[Tensor, " p"], value: float) -> Shaped[Tensor, "n *features"]:
+def set_pixels(x: Shaped[Tensor, "n *features"], pixels: Int[Tensor, " p"], value: float) -> Shaped[Tensor, "n *features"]:
     """Images whose pixels of these numbers have that brightness."""
     marked = x.flatten(-2).clone()
     marked[..., pixels] = round(255 * value) if x.dtype == torch.uint8 else value
     return marked.view(x.shape)
 
 
-def _painted(x: Shaped[Tensor, "n *features"], paint: Callable[[Tensor], Tensor]) -> Shaped[Tensor, "n *features"]:
+def _transform_pixels(x: Shaped[Tensor, "n *features"], paint: Callable[[Tensor], Tensor]) -> Shaped[Tensor, "n *features"]:
     """Images as `paint` makes their pixels, in float64 from 0 to 1, and cuts off what is beyond."""
     scale = 255 if x.dtype == torch.uint8 else 1
     painted = paint(x.double() / scale).clamp(0, 1) * scale
     return (painted.round() if scale > 1 else painted).to(x.dtype)
 
 
-def _check_images(shape: Sequence[int]) -> None:
+def _require_images(shape: Sequence[int]) -> None:
     if len(shape) < 3:
         raise ConfigError(
             f"a trigger marks images, and the samples have shape {tuple(shape[1:])}: take an attack without a trigger"

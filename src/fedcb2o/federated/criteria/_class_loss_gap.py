@@ -7,14 +7,14 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from fedcb2o.federated.aggregation.standard_errors import beyond, error_by_class
-from fedcb2o.federated.criteria.base import MOST, _losses
-from fedcb2o.federated.types import Judged, Losses, together
+from fedcb2o.federated.aggregation.standard_errors import class_standard_error, excess
+from fedcb2o.federated.criteria.base import MAX_LOSS, required_losses
+from fedcb2o.federated.types import CriterionInput, Losses, batched
 
 
-@together
+@batched
 def class_loss_gap(
-    judged: Judged,
+    inputs: CriterionInput,
     *,
     absent: Literal["masked", "zero"] = "masked",
     z: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0,
@@ -31,17 +31,17 @@ def class_loss_gap(
     the gap is to the median of L_{j,c} over the sub-level set and the own model, where that is more than the own one's:
     what most lose by mixing is held against nobody.
     """
-    losses, own = _losses(judged)
-    expected = own.by_class.clamp(max=MOST)
+    losses, own = required_losses(inputs)
+    expected = own.by_class.clamp(max=MAX_LOSS)
     if against == "majority":
-        expected = expected.fmax(_median(losses, own, judged.among).clamp(max=MOST))
+        expected = expected.fmax(_median_class_losses(losses, own, inputs.in_sublevel_set).clamp(max=MAX_LOSS))
     gap = losses.by_class - expected
     if z > 0:
-        gap = beyond(gap, z, error_by_class(losses, own))
+        gap = excess(gap, z, class_standard_error(losses, own))
     return gap.masked_fill(~losses.present.unsqueeze(-2), 0.0 if absent == "zero" else -torch.inf).amax(-1)
 
 
-def _median(losses: Losses, own: Losses, among: Bool[Tensor, "*a m"] | None) -> Float[Tensor, "*a 1 C"]:
+def _median_class_losses(losses: Losses, own: Losses, in_sublevel_set: Bool[Tensor, "*a m"] | None) -> Float[Tensor, "*a 1 C"]:
     """The median loss of each class, the lower of two, over the models in the sub-level set and the own one."""
-    theirs = losses.by_class if among is None else losses.by_class.masked_fill(~among.unsqueeze(-1), torch.nan)
+    theirs = losses.by_class if in_sublevel_set is None else losses.by_class.masked_fill(~in_sublevel_set.unsqueeze(-1), torch.nan)
     return torch.cat([theirs, own.by_class], -2).nanmedian(-2, keepdim=True).values

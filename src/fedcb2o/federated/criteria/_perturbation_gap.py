@@ -7,14 +7,14 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from fedcb2o.federated.aggregation.standard_errors import beyond, error_of
+from fedcb2o.federated.aggregation.standard_errors import excess, standard_error_of_mean
 from fedcb2o.federated.criteria import universal_perturbation
-from fedcb2o.federated.criteria.base import MOST, _losses, _or_infinite
-from fedcb2o.federated.types import Judged
+from fedcb2o.federated.criteria.base import MAX_LOSS, nan_to_infinity, required_losses
+from fedcb2o.federated.types import CriterionInput
 
 
 def perturbation_gap(
-    judged: Judged,
+    inputs: CriterionInput,
     *,
     pixels: Annotated[int, Field(ge=1)] = 6,
     samples: Annotated[int, Field(ge=1)] = 4,
@@ -38,19 +38,19 @@ def perturbation_gap(
     `judged_at` is, since half a step dilutes a backdoor; those outside of the sub-level set, which have no weight, not
     at all: they have 0.
     """
-    _losses(judged)
-    seen = judged.received.rows != judged.me.rows
-    if judged.among is not None:
-        seen &= judged.among
+    required_losses(inputs)
+    seen = inputs.received.rows != inputs.own_entry.rows
+    if inputs.in_sublevel_set is not None:
+        seen &= inputs.in_sublevel_set
     gap = torch.zeros(len(seen), dtype=torch.float64)
     if seen.any():
-        some = judged.received[seen].with_own(judged.me)
-        rises = universal_perturbation.rises(judged.local, some, pixels, samples, steps, blend)
+        some = inputs.received[seen].with_own(inputs.own_entry)
+        rises = universal_perturbation.loss_increases(inputs.context, some, pixels, samples, steps, blend)
         means = rises.mean(-1)
         expected = len(means) - 1
         if against == "majority":
             middle = int(means.argsort(stable=True)[(len(means) - 1) // 2])
             expected = middle if means[-1] < means[middle] < torch.inf else expected
-        above = means[:-1] - means[expected].nan_to_num(nan=MOST, posinf=MOST)
-        gap[seen] = _or_infinite(beyond(above, z, error_of(rises[:-1] - rises[expected])))
+        above = means[:-1] - means[expected].nan_to_num(nan=MAX_LOSS, posinf=MAX_LOSS)
+        gap[seen] = nan_to_infinity(excess(above, z, standard_error_of_mean(rises[:-1] - rises[expected])))
     return gap

@@ -9,13 +9,13 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.criteria.base import MOST, _losses, _or_infinite
-from fedcb2o.federated.types import Judged, together
+from fedcb2o.federated.criteria.base import MAX_LOSS, nan_to_infinity, required_losses
+from fedcb2o.federated.types import CriterionInput, batched
 
 
-@together
+@batched
 def trigger_sensitivity(
-    judged: Judged, *, tiles: int = 2, overlap: bool = False, values: Sequence[float] = (1.0,)
+    inputs: CriterionInput, *, tiles: int = 2, overlap: bool = False, values: Sequence[float] = (1.0,)
 ) -> Float[Tensor, "*a m"]:
     """How much more than the own model's the average loss rises where a tile of the images is painted over, at most:
     for backdoors, whose triggers lie in some tile.
@@ -27,18 +27,18 @@ def trigger_sensitivity(
     """
     if tiles < 1 or not values or not all(0 <= value <= 1 for value in values):
         raise ConfigError(f"`tiles` must be 1 or more and `values` from 0 to 1, got {tiles} and {list(values)}")
-    losses, own = _losses(judged)
-    everyone, base = judged.received.with_own(judged.me), torch.cat([losses.mean, own.mean], -1)
+    losses, own = required_losses(inputs)
+    everyone, base = inputs.received.with_own(inputs.own_entry), torch.cat([losses.mean, own.mean], -1)
     starts = [k / 2 for k in range(0, 2 * tiles - 1, 1 if overlap else 2)]
     most = torch.full_like(losses.mean, -torch.inf)
     for i, j, value in itertools.product(starts, starts, values):
-        change = functools.partial(_tiled, tiles=tiles, i=i, j=j, value=value)
-        rise = judged.losses_of(everyone, change).mean - base
-        most = torch.maximum(most, _or_infinite(rise[..., :-1] - rise[..., -1:].clamp(max=MOST)))
+        change = functools.partial(_paint_tile, tiles=tiles, i=i, j=j, value=value)
+        rise = inputs.losses_of(everyone, change).mean - base
+        most = torch.maximum(most, nan_to_infinity(rise[..., :-1] - rise[..., -1:].clamp(max=MAX_LOSS)))
     return most
 
 
-def _tiled(x: Shaped[Tensor, "n *features"], *, tiles: int, i: float, j: float, value: float) -> Tensor:
+def _paint_tile(x: Shaped[Tensor, "n *features"], *, tiles: int, i: float, j: float, value: float) -> Tensor:
     """Images with one brightness in the tile that begins i tiles from the top and j from the left."""
     if x.ndim < 3 or tiles > min(x.shape[-2:]):
         raise ConfigError(

@@ -20,14 +20,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedcb2o.errors import ConfigError
 
 ROOT_DAYS = 20 * 365
-EARLY = timedelta(days=1)
+CLOCK_TOLERANCE = timedelta(days=1)
 """How long before it is made a certificate is valid, since clocks differ."""
-LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def parsed(endpoint: str) -> tuple[str | Address, int]:
+def parse_endpoint(endpoint: str) -> tuple[str | _Address, int]:
     """The host, a name or an address, and the port of "HOST:PORT"; raises ConfigError."""
     host, _, port = endpoint.rpartition(":")
     if not (re.fullmatch(r"[1-9][0-9]{0,4}", port) and int(port) < 2**16):
@@ -37,7 +37,7 @@ def parsed(endpoint: str) -> tuple[str | Address, int]:
         address = ipaddress.ip_address(bare)
     except ValueError:
         labels = host.split(".")
-        if len(host) > 253 or not all(map(LABEL.fullmatch, labels)) or labels[-1].isdigit():
+        if len(host) > 253 or not all(map(DNS_LABEL.fullmatch, labels)) or labels[-1].isdigit():
             raise ConfigError(
                 f"the host of {endpoint[:100]!r} is no name in small letters, no IPv4 address and no [IPv6 address]"
             ) from None
@@ -55,10 +55,10 @@ def new_key() -> ec.EllipticCurvePrivateKey:
 
 def new_root(name: str, endpoint: str, key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Certificate:
     """The certificate of a member's own authority, which may sign for this name and host alone."""
-    builder = _builder(name, _subject(name), key, now, now + timedelta(days=ROOT_DAYS))
+    builder = _certificate_builder(name, _subject(name), key, now, now + timedelta(days=ROOT_DAYS))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_usage(sign=False), critical=True)
-    builder = builder.add_extension(constraints(name, endpoint), critical=True)
+    builder = builder.add_extension(_key_usage(sign=False), critical=True)
+    builder = builder.add_extension(name_constraints(name, endpoint), critical=True)
     return builder.sign(key, hashes.SHA256())
 
 
@@ -72,17 +72,17 @@ def new_leaf(
     until: datetime,
 ) -> x509.Certificate:
     """The TLS certificate of a member, for both ends of a link."""
-    builder = _builder(name, root.subject, key, now, min(until, root.not_valid_after_utc))
+    builder = _certificate_builder(name, root.subject, key, now, min(until, root.not_valid_after_utc))
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_usage(sign=True), critical=True)
+    builder = builder.add_extension(_key_usage(sign=True), critical=True)
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = builder.add_extension(x509.ExtendedKeyUsage(both), critical=False)
-    builder = builder.add_extension(x509.SubjectAlternativeName(_alternatives(name, endpoint)), critical=False)
+    builder = builder.add_extension(x509.SubjectAlternativeName(_alternative_names(name, endpoint)), critical=False)
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root_key.public_key())
     return builder.add_extension(issuer, critical=False).sign(root_key, hashes.SHA256())
 
 
-def checked_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
+def validate_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
     """The one certificate in a text that another organisation sent; raises ConfigError unless it is the root of this
     name and host, and of nothing else."""
     try:
@@ -104,16 +104,16 @@ def checked_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
         raise ConfigError(f"`root` of {name} is not the certificate of an authority")
     if not subject:
         raise ConfigError(f"`root` of {name} is that of another: {root.subject.rfc4514_string()[:100]!r}")
-    if not names.critical or names.value != constraints(name, endpoint):
+    if not names.critical or names.value != name_constraints(name, endpoint):
         raise ConfigError(
             f"`root` of {name} is not tied to this name and to the host of {endpoint}, and to these alone"
         )
     return root
 
 
-def constraints(name: str, endpoint: str) -> x509.NameConstraints:
+def name_constraints(name: str, endpoint: str) -> x509.NameConstraints:
     """What a member's root may sign for: its name and the host of its endpoint."""
-    host = parsed(endpoint)[0]
+    host = parse_endpoint(endpoint)[0]
     permitted: list[x509.GeneralName] = [x509.DNSName(name)]
     excluded: list[x509.GeneralName] | None = None
     if isinstance(host, str):
@@ -125,8 +125,8 @@ def constraints(name: str, endpoint: str) -> x509.NameConstraints:
     return x509.NameConstraints(permitted_subtrees=permitted, excluded_subtrees=excluded)
 
 
-def _alternatives(name: str, endpoint: str) -> Sequence[x509.GeneralName]:
-    host = parsed(endpoint)[0]
+def _alternative_names(name: str, endpoint: str) -> Sequence[x509.GeneralName]:
+    host = parse_endpoint(endpoint)[0]
     if isinstance(host, str):
         return [x509.DNSName(each) for each in dict.fromkeys((name, host))]
     local = [x509.DNSName("localhost")] if host.is_loopback else []
@@ -137,7 +137,7 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _usage(*, sign: bool) -> x509.KeyUsage:
+def _key_usage(*, sign: bool) -> x509.KeyUsage:
     """The usage of a TLS certificate, which signs handshakes, or of a root, which signs certificates."""
     return x509.KeyUsage(
         digital_signature=sign,
@@ -152,7 +152,7 @@ def _usage(*, sign: bool) -> x509.KeyUsage:
     )
 
 
-def _builder(
+def _certificate_builder(
     name: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, until: datetime
 ) -> x509.CertificateBuilder:
     return (
@@ -161,7 +161,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now.astimezone(UTC) - EARLY)
+        .not_valid_before(now.astimezone(UTC) - CLOCK_TOLERANCE)
         .not_valid_after(until.astimezone(UTC))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from fedcb2o.experiments.config.settings import Part
+from fedcb2o.experiments.config.settings import Section
 
-AGENTS = ("budget", "validation", "split", "hold_out", "validation_loss", "initialisation", "graph")
+AGREED_AGENT_KEYS = ("budget", "validation", "split", "hold_out", "validation_loss", "initialisation", "graph")
 """The keys of an experiment's [agents] that peers agree on: the others make up who is there, which is known here."""
-PRIMITIVES = ("linear", "layout", "convolution")
+KERNEL_KEYS = ("linear", "layout", "convolution")
 
 
-class Limits(Part):
+class Limits(Section):
     """What one peer may ask of another: answers a minute, models sent at once to all, and to one."""
 
     answers_per_minute: Annotated[int, Field(ge=1, le=10**9)] = 6000
@@ -21,7 +21,7 @@ class Limits(Part):
     per_peer: Annotated[int, Field(ge=1, le=1000)] = 4
 
     @classmethod
-    def fitted(cls, size: int, round_seconds: float) -> "Limits":
+    def for_model(cls, size: int, round_seconds: float) -> "Limits":
         """Enough for a peer that downloads a model of so many bytes twice a round; a few hundred answers always, since
         who is behind does not wait for its rounds' time."""
         a_round = 2 * (size // 2**20 + 5)  # chunks, and what is asked beside them
@@ -30,7 +30,7 @@ class Limits(Part):
         return cls(answers_per_minute=max(wanted, 300))
 
 
-class Samples(Part):
+class SampleSchema(Section):
     """What the samples of every member look like: their classes, or the shape of the numbers that are to be told."""
 
     shape: Annotated[tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(strict=False, max_length=8)]
@@ -41,14 +41,14 @@ class Samples(Part):
 
     @field_validator("class_names")
     @classmethod
-    def _shown(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_class_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             if not (name.isprintable() and 0 < len(name) <= 100):
                 raise ValueError("class names must be of 1 to 100 characters that can be printed")
         return names
 
     @model_validator(mode="after")
-    def _classes_or_numbers(self) -> "Samples":
+    def _check_target(self) -> "SampleSchema":
         fits = len(self.class_names) >= 2 if self.target is None else not self.class_names
         if not fits:
             raise ValueError(
@@ -57,7 +57,7 @@ class Samples(Part):
         return self
 
 
-class Settings(Part):
+class AgreedSettings(Section):
     """The sections of an experiment that all agree on; `Federation.experiment` is what checks them."""
 
     linear: str | None = None
@@ -69,7 +69,7 @@ class Settings(Part):
     algorithm: dict[str, Any]
 
 
-def check_plain(value: Any, key: str = "", depth: int = 0) -> None:
+def validate_plain(value: Any, key: str = "", depth: int = 0) -> None:
     """Raises ValueError for what no federation holds, and what would be a trap where it is hashed or shown."""
     if depth > 20:
         raise ValueError("its tables or lists are nested too deeply")
@@ -77,10 +77,10 @@ def check_plain(value: Any, key: str = "", depth: int = 0) -> None:
         for name, inner in value.items():
             if len(name) > 100 or not name.isprintable():
                 raise ValueError(f"it has a key that is no word: {name[:100]!r}")
-            check_plain(inner, name, depth + 1)
+            validate_plain(inner, name, depth + 1)
     elif isinstance(value, list | tuple):
         for inner in value:
-            check_plain(inner, key, depth + 1)
+            validate_plain(inner, key, depth + 1)
     elif isinstance(value, int):
         if not -(2**63) <= value < 2**63:
             raise ValueError(f"`{key}` is a number beyond 64 bits")
@@ -93,10 +93,10 @@ def check_plain(value: Any, key: str = "", depth: int = 0) -> None:
         raise ValueError(f"`{key}` is too long, or no text of one line: {value[:100]!r}")
 
 
-def parts_of(value: Any) -> Iterator[str]:
+def user_functions_in(value: Any) -> Iterator[str]:
     """The import paths in the tables of an experiment, with whatever else may be taken for one."""
     if isinstance(value, Mapping | list | tuple):
         for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from parts_of(inner)
+            yield from user_functions_in(inner)
     elif isinstance(value, str) and ":" in value:
         yield value

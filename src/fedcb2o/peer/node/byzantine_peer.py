@@ -14,28 +14,38 @@ from pathlib import Path
 import numpy as np
 
 from fedcb2o.nn import parameters
-from fedcb2o.peer.membership.federation import Federation, read
+from fedcb2o.peer.membership.federation import Federation, read_federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.node.agent import network
-from fedcb2o.peer.wire.protocol import CHUNK, NONE, Answer, Kind, MalformedError, Manifest, Request, Status, offer
-from fedcb2o.peer.wire.protocol import read_request as parsed
+from fedcb2o.peer.node.agent import build_network
+from fedcb2o.peer.wire.protocol import (
+    CHUNK_BYTES,
+    ZERO_DIGEST,
+    Answer,
+    AnswerStatus,
+    MalformedError,
+    Manifest,
+    Request,
+    RequestKind,
+    encode_offer,
+)
+from fedcb2o.peer.wire.protocol import decode_request as parsed
 from fedcb2o.peer.wire.transport import Zenoh
 
-KINDS = ("random bytes", "NaN", "unsigned", "another size", "1e38", "other chunks", "another run", "another agent's")
-EACH = "another model for each"
-EQUIVOCATES = 0.75
+FAULTS = ("random bytes", "NaN", "unsigned", "another size", "1e38", "other chunks", "another run", "another agent's")
+_EQUIVOCATION = "another model for each"
+EQUIVOCATION_START = 0.75
 """The share of the rounds after which it signs another model for each peer."""
 
 
-class Liar:
+class ByzantinePeer:
     """A member of a federation whose models have `dim` parameters, which keeps to nothing of it."""
 
     def __init__(self, federation: Federation, identity: Identity, dim: int) -> None:
         self.federation, self.identity, self.dim = federation, identity, dim
-        self.me = federation.id_of(identity.member)
+        self.agent_id = federation.id_of(identity.member)
         self._signed: dict[bytes, bytes] = {}  # what is sent, by the digest of the manifest that goes before it
 
-    def hear(self, data: bytes, reply: Callable[[bytes], None]) -> None:
+    def on_request(self, data: bytes, reply: Callable[[bytes], None]) -> None:
         """Answer a request, on a thread of its own."""
         try:
             request, _, _ = parsed(data)
@@ -46,49 +56,49 @@ class Liar:
     def answer(self, request: Request) -> bytes:
         """What it answers: which kind of garbage depends on the round."""
         body: bytes = secrets.token_bytes(1000)
-        if request.kind is Kind.MANIFEST:
-            kind = KINDS[request.round % len(KINDS)]
-            if request.round >= EQUIVOCATES * self.federation.rounds:
-                kind = EACH
+        if request.kind is RequestKind.MANIFEST:
+            kind = FAULTS[request.round % len(FAULTS)]
+            if request.round >= EQUIVOCATION_START * self.federation.rounds:
+                kind = _EQUIVOCATION
             if kind == "random bytes":
                 return body
-            body = offer(self._made(kind, request.round, request.sender))
-        elif request.kind is Kind.CHUNK and (content := self._signed.get(request.digest)) is not None:
-            body = content[request.index * CHUNK : (request.index + 1) * CHUNK]
-        return Answer(request.nonce, Status.OK, body).encode()
+            body = encode_offer(self._craft_manifest(kind, request.round, request.sender))
+        elif request.kind is RequestKind.CHUNK and (content := self._signed.get(request.digest)) is not None:
+            body = content[request.index * CHUNK_BYTES : (request.index + 1) * CHUNK_BYTES]
+        return Answer(request.nonce, AnswerStatus.OK, body).encode()
 
-    def _made(self, kind: str, n: int, receiver: int) -> bytes:
+    def _craft_manifest(self, kind: str, n: int, receiver: int) -> bytes:
         """A manifest for round n that is wrong in one way, or promises something that is."""
         theta = {
             "NaN": np.full(self.dim, np.nan),
             "another size": np.zeros(self.dim - 1),
             "1e38": np.full(self.dim, 1e38),
-            EACH: np.append(np.full(self.dim - 1, np.nan), receiver),
+            _EQUIVOCATION: np.append(np.full(self.dim - 1, np.nan), receiver),
         }.get(kind, np.zeros(self.dim))
         content = theta.astype("<f4").tobytes()
-        manifest = Manifest.of(
+        manifest = Manifest.from_content(
             content,
-            run=NONE if kind == "another run" else self.federation.run,
-            agent=next(i for i in self.federation.members if i != self.me) if kind == "another agent's" else self.me,
+            run=ZERO_DIGEST if kind == "another run" else self.federation.run,
+            agent=next(i for i in self.federation.members if i != self.agent_id) if kind == "another agent's" else self.agent_id,
             round=n,
             dim=len(theta),
             num_samples=self.federation.most_samples,
             encoding=0,
-            base=NONE,
+            base=ZERO_DIGEST,
         )
         if kind == "other chunks":
             content = secrets.token_bytes(len(content))
         self._signed[manifest.digest] = content
-        signed = manifest.signed(self.identity.sign)
+        signed = manifest.to_signed_bytes(self.identity.sign)
         return signed[:-64] + secrets.token_bytes(64) if kind == "unsigned" else signed
 
 
 def main(federation: str, folder: str) -> None:
     """Take part until standard input ends."""
-    agreed, identity = read(federation), Identity.read(Path(folder))
+    agreed, identity = read_federation(federation), Identity.read(Path(folder))
     transport = Zenoh(agreed, identity)
     try:
-        transport.serve(Liar(agreed, identity, len(parameters.flatten(network(agreed)))).hear)
+        transport.serve(ByzantinePeer(agreed, identity, len(parameters.flatten(build_network(agreed)))).on_request)
         sys.stdin.read()
     finally:
         transport.close()

@@ -21,15 +21,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fedcb2o.errors import RunError
-from fedcb2o.experiments.config.datasets import dataset_of, population_of
+from fedcb2o.experiments.config.datasets import build_population, load_dataset
 from fedcb2o.experiments.config.settings import Experiment, load
-from fedcb2o.peer.membership.federation import make, write
+from fedcb2o.peer.membership.federation import make_federation, write_federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.report.peer_records import Recorded
+from fedcb2o.peer.report.peer_records import PeerRecords
 from fedcb2o.records import write_toml
 
 ORGANISATIONS = tuple(f"hospital-{letter}" for letter in "abcdefgh")
-BENIGN, FLIPS, GARBAGE = "benign", "flips 9 to 4", "sends garbage"
+BENIGN, FLIPPER, GARBAGE = "benign", "flips 9 to 4", "sends garbage"
 EXPERIMENT = {
     "name": "peers-demo",
     "title": "FedCB2O",
@@ -42,19 +42,19 @@ EXPERIMENT = {
     "agents.malicious_samples": 205,
     "agents.budget": 4,
 }
-TOLD = (
+TABLE_NOTE = (
     "Weight it got: from benign agents, mean over the last fifth of the rounds. Proofs: how many benign agents hold "
     "one that it signed two models for one round."
 )
 ROUND_SECONDS = 0.8  # all agents keep about this pace, on whatever machine
 DEADLINE_SECONDS = 5.0
 LINGER_SECONDS = 10  # after its last round: who sends garbage never says that it is done
-STOPPING = 5.0  # seconds that a process has to end by itself when it is told to
-RUN = (sys.executable, "-c", "from fedcb2o.cli import main; main()", "peer", "run")
+STOP_SECONDS = 5.0  # seconds that a process has to end by itself when it is told to
+RUN_COMMAND = (sys.executable, "-c", "from fedcb2o.cli import main; main()", "peer", "run")
 
 
 @dataclass(frozen=True)
-class Agent:
+class DemoAgent:
     """One of the organisations: its `kind`, where its keys are and where it writes to."""
 
     name: str
@@ -64,7 +64,7 @@ class Agent:
     log: Path
 
 
-def demo(out: Path, *, rounds: int = 30, console: Console | None = None) -> dict[str, pd.DataFrame]:
+def run_demo(out: Path, *, rounds: int = 30, console: Console | None = None) -> dict[str, pd.DataFrame]:
     """Run eight organisations in a folder that holds nothing yet: what became of them, as tables by their titles.
 
     Raises RunError where a process fails. No process is left, however it ends.
@@ -72,33 +72,33 @@ def demo(out: Path, *, rounds: int = 30, console: Console | None = None) -> dict
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} is not empty: remove it, or choose another --out")
     experiment = load("digits-fedcb2o", {**EXPERIMENT, "rounds": rounds})
-    agents, federation = prepared(out, experiment)
+    agents, federation = prepare_demo(out, experiment)
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for agent in agents:
-            processes[agent.name] = _started(agent, federation, out)
-        _wait(agents, processes, rounds, console or Console(stderr=True))
+            processes[agent.name] = _start_agent(agent, federation, out)
+        _show_progress(agents, processes, rounds, console or Console(stderr=True))
     finally:
-        _end(processes.values())
-    return tables(agents)
+        _terminate(processes.values())
+    return result_tables(agents)
 
 
-def prepared(out: Path, experiment: Experiment) -> tuple[list[Agent], Path]:
+def prepare_demo(out: Path, experiment: Experiment) -> tuple[list[DemoAgent], Path]:
     """Make keys for everybody, and the federation that they agree on: who is who, and its file."""
-    dataset = dataset_of(experiment, None)
-    malicious = population_of(experiment, experiment.seeds[0], dataset).malicious.tolist()
+    dataset = load_dataset(experiment, None)
+    malicious = build_population(experiment, experiment.seeds[0], dataset).malicious.tolist()
     last = max(i for i, bad in enumerate(malicious) if not bad)
-    kinds = [FLIPS if bad else GARBAGE if i == last else BENIGN for i, bad in enumerate(malicious)]
+    kinds = [FLIPPER if bad else GARBAGE if i == last else BENIGN for i, bad in enumerate(malicious)]
     agents, members = [], []
     (out / "logs").mkdir(parents=True)
     for name, kind, port in zip(ORGANISATIONS, kinds, free_ports(len(kinds)), strict=True):
-        agent = Agent(name, kind, out / "keys" / name, out / name, out / "logs" / f"{name}.log")
+        agent = DemoAgent(name, kind, out / "keys" / name, out / name, out / "logs" / f"{name}.log")
         members.append(Identity.make(agent.keys, name=name, endpoint=f"127.0.0.1:{port}", days=1).member)
         agents.append(agent)
-    federation = make(
+    federation = make_federation(
         experiment, members, dataset=dataset, round_seconds=ROUND_SECONDS, deadline_seconds=DEADLINE_SECONDS
     )
-    write(federation, out / "federation.toml")
+    write_federation(federation, out / "federation.toml")
     write_toml(out / "experiment.toml", experiment.settings())
     return agents, out / "federation.toml"
 
@@ -112,9 +112,9 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _started(agent: Agent, federation: Path, out: Path) -> "subprocess.Popen[bytes]":
+def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.Popen[bytes]":
     """The process of an agent, in a group of its own: what the terminal sends is for this process alone."""
-    words: Sequence[object] = (*RUN, federation, "--identity", agent.keys, "--simulate", out / "experiment.toml")
+    words: Sequence[object] = (*RUN_COMMAND, federation, "--identity", agent.keys, "--simulate", out / "experiment.toml")
     words = [*words, "--out", agent.out, "--linger", LINGER_SECONDS]
     if agent.kind == GARBAGE:
         words = [sys.executable, "-m", "fedcb2o.peer.node.byzantine_peer", federation, agent.keys]
@@ -125,31 +125,31 @@ def _started(agent: Agent, federation: Path, out: Path) -> "subprocess.Popen[byt
         )
 
 
-def _end(processes: "Iterable[subprocess.Popen[bytes]]") -> None:
+def _terminate(processes: "Iterable[subprocess.Popen[bytes]]") -> None:
     """End processes and what they started: they are asked to, and killed where they do not."""
-    left, until = [*processes], time.monotonic() + STOPPING
+    left, until = [*processes], time.monotonic() + STOP_SECONDS
     try:
         for process in left:
-            _signal(process, signal.SIGTERM)
+            _send_signal(process, signal.SIGTERM)
         for process in left:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
     finally:  # at the second Ctrl-C too
         for process in left:
-            _signal(process, signal.SIGKILL)
+            _send_signal(process, signal.SIGKILL)
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
 
 
-def _signal(process: "subprocess.Popen[bytes]", wanted: signal.Signals) -> None:
+def _send_signal(process: "subprocess.Popen[bytes]", wanted: signal.Signals) -> None:
     if process.poll() is None:  # else its number may be another's by now
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, wanted)
 
 
-def _wait(
-    agents: Sequence[Agent], processes: "dict[str, subprocess.Popen[bytes]]", rounds: int, console: Console
+def _show_progress(
+    agents: Sequence[DemoAgent], processes: "dict[str, subprocess.Popen[bytes]]", rounds: int, console: Console
 ) -> None:
     """Show how far the nodes are, until all have ended; raises RunError where one fails."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
@@ -160,7 +160,7 @@ def _wait(
     with bars:
         while True:
             running = [processes[agent.name].poll() is None for agent in nodes]
-            done = {agent.name: _done(agent) for agent in nodes}
+            done = {agent.name: _progress_of(agent) for agent in nodes}
             for name, (n, accuracy) in done.items():
                 bars.update(tasks[name], completed=n, told=accuracy)
             if not console.is_terminal and time.monotonic() - told > 10:
@@ -174,10 +174,10 @@ def _wait(
             time.sleep(0.3)
 
 
-def _done(agent: Agent) -> tuple[int, str]:
+def _progress_of(agent: DemoAgent) -> tuple[int, str]:
     """How many rounds an agent has done, and its accuracy."""
     with contextlib.suppress(RunError):  # it has not begun, or writes at this moment
-        if lines := Recorded.read(agent.out).lines:
+        if lines := PeerRecords.read(agent.out).rounds:
             accuracy = lines[-1].accuracy
             return lines[-1].round, "" if accuracy is None else f"accuracy {100 * accuracy:.1f}%"
     return 0, ""
@@ -188,10 +188,10 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def tables(agents: Sequence[Agent]) -> dict[str, pd.DataFrame]:
+def result_tables(agents: Sequence[DemoAgent]) -> dict[str, pd.DataFrame]:
     """By title: how good each agent's model is, with the weight that benign agents gave it, and what they refused."""
     ids = {agent.name: i for i, agent in enumerate(agents)}
-    found = {agent.name: Recorded.read(agent.out) for agent in agents if agent.kind != GARBAGE}
+    found = {agent.name: PeerRecords.read(agent.out) for agent in agents if agent.kind != GARBAGE}
     benign = [agent.name for agent in agents if agent.kind == BENIGN]
     results, refused = {}, {}
     for agent in agents:
@@ -201,17 +201,17 @@ def tables(agents: Sequence[Agent]) -> dict[str, pd.DataFrame]:
             for recorded in receivers
             for line in recorded.last_fifth
         ]
-        lines = found[agent.name].lines if agent.name in found else ()
+        lines = found[agent.name].rounds if agent.name in found else ()
         results[agent.name] = {
             "kind": agent.kind,
             "rounds": str(len(lines)) if agent.name in found else "–",
-            "accuracy": _percent(lines[-1].accuracy if lines else None),
-            "source accuracy": _percent(lines[-1].source_accuracy if lines else None),
-            "attack success": _percent(lines[-1].attack_success_rate if lines else None),
-            "weight it got": _percent(float(np.mean(weights)) if weights else None),
+            "accuracy": _format_percent(lines[-1].accuracy if lines else None),
+            "source accuracy": _format_percent(lines[-1].source_accuracy if lines else None),
+            "attack success": _format_percent(lines[-1].attack_success_rate if lines else None),
+            "weight it got": _format_percent(float(np.mean(weights)) if weights else None),
             "proofs": str(sum(any(proof.agent == agent.name for proof in each.proofs) for each in receivers)),
         }
-        reasons = (line.refused.get(ids[agent.name]) for recorded in receivers for line in recorded.lines)
+        reasons = (line.refused.get(ids[agent.name]) for recorded in receivers for line in recorded.rounds)
         refused[agent.name] = Counter(reason for reason in reasons if reason is not None)
     columns = [reason for reason, _ in sum(refused.values(), Counter[str]()).most_common()]
     counts = {name: {key: str(count[key]) for key in columns} for name, count in refused.items() if count}
@@ -221,5 +221,5 @@ def tables(agents: Sequence[Agent]) -> dict[str, pd.DataFrame]:
     }
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}%"

@@ -5,30 +5,30 @@ from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
-class Watch(Protocol):
+class NodeObserver(Protocol):
     """Who is told how a node is doing."""
 
-    def phase(self, n: int, name: str) -> None:
+    def on_phase(self, n: int, name: str) -> None:
         """Round `n`, counted from 1, is at "training", "mixing" ..."""
         ...
 
-    def round(self, line: Mapping[str, Any]) -> None:
+    def on_round(self, line: Mapping[str, Any]) -> None:
         """A round is over: its line in rounds.jsonl."""
         ...
 
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         """What the operator should know."""
         ...
 
 
-class Silent:
+class NullObserver:
     """Tells nobody."""
 
-    def phase(self, n: int, name: str) -> None:
+    def on_phase(self, n: int, name: str) -> None:
         """Nothing."""
 
-    def round(self, line: Mapping[str, Any]) -> None:
+    def on_round(self, line: Mapping[str, Any]) -> None:
         """Nothing."""
 
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         """Nothing."""

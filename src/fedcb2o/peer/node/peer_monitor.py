@@ -6,68 +6,68 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from fedcb2o.peer.node.observer import Watch
-from fedcb2o.peer.node.preflight import disagrees
-from fedcb2o.peer.wire.client import HELLO_SECONDS, Downloads, StoppedError
+from fedcb2o.peer.node.observer import NodeObserver
+from fedcb2o.peer.node.preflight import describe_disagreement
+from fedcb2o.peer.wire.client import HELLO_SECONDS, PeerClient, StoppedError
 from fedcb2o.peer.wire.transport import Transport
 
-SETTLED = 0.2  # seconds between two looks at who is there
-REJOIN = 3.0  # seconds in which who is there is reached
-PAUSE = 0.02  # seconds between two looks at how far the others are, where all wait for each other
+_POLL_SECONDS = 0.2  # seconds between two looks at who is there
+_REJOIN_SECONDS = 3.0  # seconds in which who is there is reached
+_SYNCHRONOUS_POLL_SECONDS = 0.02  # seconds between two looks at how far the others are, where all wait for each other
 
 
-class Company:
+class PeerMonitor:
     """Those with whom an agent trains, found out by its `transport` and `downloads`.
 
     Once `stop` is set nobody is waited for, and `watch` is told what the operator should know."""
 
-    def __init__(self, transport: Transport, downloads: Downloads, stop: threading.Event, watch: Watch) -> None:
-        self.transport, self.downloads, self.stop, self.watch = transport, downloads, stop, watch
-        self.federation, self.me = downloads.federation, downloads.me
+    def __init__(self, transport: Transport, downloads: PeerClient, stop: threading.Event, watch: NodeObserver) -> None:
+        self.transport, self.client, self.stop, self.observer = transport, downloads, stop, watch
+        self.federation, self.agent_id = downloads.federation, downloads.agent_id
 
     @property
-    def others(self) -> frozenset[int]:
+    def other_members(self) -> frozenset[int]:
         """All members but this agent, and those who equivocated."""
-        return frozenset(self.federation.members) - self.downloads.ledger.guilty - {self.me}
+        return frozenset(self.federation.members) - self.client.ledger.equivocators - {self.agent_id}
 
-    def there(self) -> frozenset[int]:
+    def reachable(self) -> frozenset[int]:
         """Those of them that can be reached."""
-        return self.others & self.transport.alive()
+        return self.other_members & self.transport.connected_peers()
 
-    def to_ask(self, n: int) -> list[int]:
+    def candidates(self, n: int) -> list[int]:
         """Whom the agent may ask in round n: in a synchronous federation everybody, else who can be reached, and did
         not keep it waiting of late."""
         if self.federation.synchronous:
-            return sorted(self.others)
-        return sorted(self.there() - self.downloads.patience.resting(n))
+            return sorted(self.other_members)
+        return sorted(self.reachable() - self.client.backoff.suspended(n))
 
-    def gather(self, seconds: float, done: int) -> None:
+    def wait_for_members(self, seconds: float, done: int) -> None:
         """Wait so long until everybody is there; where rounds are `done` not for long, if anybody is there."""
-        others, began, told = self.federation.members.keys() - {self.me}, time.monotonic(), False
-        while (absent := others - self.transport.alive()) and (waited := time.monotonic() - began) < seconds:
-            if done and waited > REJOIN and absent != others:
+        others, began, told = self.federation.members.keys() - {self.agent_id}, time.monotonic(), False
+        while (absent := others - self.transport.connected_peers()) and (waited := time.monotonic() - began) < seconds:
+            if done and waited > _REJOIN_SECONDS and absent != others:
                 break
-            if waited > REJOIN and not told:
+            if waited > _REJOIN_SECONDS and not told:
                 told = True
-                self.watch.note(f"waits for {self._names(absent)}, up to {seconds:.0f} s")
-            if self.stop.wait(SETTLED):
+                self.observer.on_note(f"waits for {self._names(absent)}, up to {seconds:.0f} s")
+            if self.stop.wait(_POLL_SECONDS):
                 raise StoppedError
         if absent:
-            self.watch.note(f"begins without {self._names(absent)}, who could not be reached in {waited:.0f} s")
+            self.observer.on_note(f"begins without {self._names(absent)}, who could not be reached in {waited:.0f} s")
 
     def _names(self, ids: Collection[int]) -> str:
         return ", ".join(self.federation.members[i].name for i in sorted(ids))
 
-    def compare(self) -> None:
+    def report_disagreements(self) -> None:
         """Tell the operator who holds another file of the federation, whose models are refused, and what differs."""
-        there = sorted(self.transport.alive() & self.federation.members.keys())
+        there = sorted(self.transport.connected_peers() & self.federation.members.keys())
         with ThreadPoolExecutor(len(there) or 1) as pool:
-            said = pool.map(lambda i: self.downloads.hello(i, HELLO_SECONDS), there)
+            said = pool.map(lambda i: self.client.hello(i, HELLO_SECONDS), there)
             for i, about in zip(there, said, strict=True):
-                if about is not None and (wrong := disagrees(self.federation, about)):
-                    self.watch.note(f"{self.federation.members[i].name}: {wrong}")
+                if about is not None and (wrong := describe_disagreement(self.federation, about)):
+                    self.observer.on_note(f"{self.federation.members[i].name}: {wrong}")
 
-    def pace(self, done: int, until: float, ahead: bool) -> None:
+    def throttle(self, done: int, until: float, ahead: bool) -> None:
         """Wait until the last of so many rounds that are `done` has had its time, unless most of those that are there
         are further.
 
@@ -78,21 +78,21 @@ class Company:
         """
         federation = self.federation
         if federation.synchronous:
-            self.wait_for(lambda: self.others, done, federation.deadline_seconds, PAUSE)
+            self.wait_for_rounds(lambda: self.other_members, done, federation.deadline_seconds, _SYNCHRONOUS_POLL_SECONDS)
         elif ahead:
-            self.wait_for(self.there, done - federation.lag, federation.deadline_seconds, SETTLED, 0.5)
+            self.wait_for_rounds(self.reachable, done - federation.lag, federation.deadline_seconds, _POLL_SECONDS, 0.5)
         while (left := until - time.monotonic()) > 0:
-            rounds = [self.downloads.least[i] for i in self.there() if i in self.downloads.least]
+            rounds = [self.client.last_rounds[i] for i in self.reachable() if i in self.client.last_rounds]
             if rounds and statistics.median_low(rounds) >= done:
                 return
-            if self.stop.wait(min(left, SETTLED)):
+            if self.stop.wait(min(left, _POLL_SECONDS)):
                 return
 
-    def see_off(self, done: int, seconds: float) -> None:
+    def linger(self, done: int, seconds: float) -> None:
         """Wait so long until all who can be reached are done too: they may want the last model."""
-        self.wait_for(self.there, done, seconds, SETTLED)
+        self.wait_for_rounds(self.reachable, done, seconds, _POLL_SECONDS)
 
-    def wait_for(
+    def wait_for_rounds(
         self, whom: Callable[[], Collection[int]], n: int, seconds: float, pause: float, share: float = 1.0
     ) -> None:
         """Wait until a share of some peers have done `n` rounds, but for no more than so many seconds."""
@@ -101,7 +101,7 @@ class Company:
             for i in sorted(set(whom()) - there):
                 if (left := until - time.monotonic()) <= 0 or self.stop.is_set():  # each may take its time
                     return
-                said = (self.downloads.hello(i, min(left, HELLO_SECONDS)) or {}).get("round")
+                said = (self.client.hello(i, min(left, HELLO_SECONDS)) or {}).get("round")
                 if isinstance(said, int) and said >= n:
                     there.add(i)
             wanted = set(whom())

@@ -12,11 +12,11 @@ from rich.live import Live as Drawn
 from rich.table import Table
 from rich.text import Text
 
-BESIDE = 6  # lines of a terminal that are not rows of peers
+_OTHER_LINES = 6  # lines of a terminal that are not rows of peers
 
 
 @dataclass(frozen=True)
-class Seen:
+class _PeerStatus:
     """What a node last saw of a peer."""
 
     alive: bool = False
@@ -27,61 +27,61 @@ class Seen:
     reason: str = ""
 
 
-class Live:
+class LiveTable:
     """Shows the rounds of a node, on standard error; any thread may call.
 
     `names` are those of all agents by their ids, `me` among them. Of a node that is resumed, so many rounds are `done`.
     """
 
     def __init__(
-        self, names: Mapping[int, str], *, me: int, rounds: int, done: int = 0, console: Console | None = None
+        self, names: Mapping[int, str], *, agent_id: int, rounds: int, done: int = 0, console: Console | None = None
     ) -> None:
-        self.names, self.me, self.rounds = names, me, rounds
+        self.names, self.agent_id, self.rounds = names, agent_id, rounds
         self.console = console or Console(stderr=True)
-        self.moving = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
         self._lock = threading.Lock()
         self._n, self._at, self._scores = done, "", ""
-        self._peers = {peer: Seen() for peer in sorted(names) if peer != me}
+        self._peers = {peer: _PeerStatus() for peer in sorted(names) if peer != agent_id}
         self._drawn = Drawn(console=self.console, get_renderable=self._table, refresh_per_second=4, auto_refresh=True)
 
-    def __enter__(self) -> "Live":
-        if self.moving:
+    def __enter__(self) -> "LiveTable":
+        if self.is_live:
             self._drawn.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.moving:
+        if self.is_live:
             self._at = ""
             self._drawn.stop()
 
-    def phase(self, n: int, name: str) -> None:
+    def on_phase(self, n: int, name: str) -> None:
         """Show what round `n`, counted from 1, is at."""
         with self._lock:
             self._n, self._at = n, name
 
-    def round(self, line: Mapping[str, Any]) -> None:
+    def on_round(self, line: Mapping[str, Any]) -> None:
         """Show that a round is done, by its line of rounds.jsonl."""
         with self._lock:
-            self._n, self._at, self._scores = int(line["round"]), "", _scores(line) or self._scores
+            self._n, self._at, self._scores = int(line["round"]), "", _format_scores(line) or self._scores
             for peer, seen in self._peers.items():
-                self._peers[peer] = _after(seen, peer, line)
-        if not self.moving:
-            told = filter(None, (_scores(line), self._answers(line), _wait(line)))
-            self._say(f"{self.names[self.me]}: round {line['round']}/{self.rounds}: {', '.join(told)}")
+                self._peers[peer] = _updated_status(seen, peer, line)
+        if not self.is_live:
+            told = filter(None, (_format_scores(line), self._describe_answers(line), _format_duration(line)))
+            self._print(f"{self.names[self.agent_id]}: round {line['round']}/{self.rounds}: {', '.join(told)}")
 
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         """Say a line that stays."""
-        if self.moving:
-            self.console.print(_cell(f"{self.names[self.me]}: {text}"), soft_wrap=True)
+        if self.is_live:
+            self.console.print(_plain_cell(f"{self.names[self.agent_id]}: {text}"), soft_wrap=True)
         else:
-            self._say(f"{self.names[self.me]}: {text}")
+            self._print(f"{self.names[self.agent_id]}: {text}")
 
-    def _say(self, line: str) -> None:
-        print(_plain(line), file=sys.stderr if self.console.stderr else self.console.file, flush=True)
+    def _print(self, line: str) -> None:
+        print(_printable(line), file=sys.stderr if self.console.stderr else self.console.file, flush=True)
 
-    def _answers(self, line: Mapping[str, Any]) -> str:
+    def _describe_answers(self, line: Mapping[str, Any]) -> str:
         """How many models were taken, who did not answer in time, and what was refused of whom."""
-        asked = [peer for peer in line["asked"] if peer != self.me]  # attackers count themselves among those
+        asked = [peer for peer in line["asked"] if peer != self.agent_id]  # attackers count themselves among those
         told = [f"{len(line['received'])} of {len(asked)} taken"]
         if late := line.get("late"):
             told.append(f"nothing yet from: {' '.join(self._name(peer) for peer in late)}")
@@ -98,19 +98,19 @@ class Live:
         with self._lock:
             n, at, scores, peers = self._n, self._at, self._scores, dict(self._peers)
         told = ", ".join(filter(None, (at, scores)))
-        head = Text(f"{self.names[self.me]}: round {n}/{self.rounds}{f', {told}' if told else ''}", style="bold")
+        head = Text(f"{self.names[self.agent_id]}: round {n}/{self.rounds}{f', {told}' if told else ''}", style="bold")
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
         table.add_column("peer", overflow="ellipsis", no_wrap=True)
         for name in ("link", "last round", "seconds", "weight", "refused"):
             table.add_column(name, justify="left" if name in ("link", "refused") else "right", no_wrap=True)
-        room = max(3, self.console.height - BESIDE)
+        room = max(3, self.console.height - _OTHER_LINES)
         for peer in [*peers][:room]:
-            table.add_row(*map(_cell, _row(self._name(peer), peers[peer])))
+            table.add_row(*map(_plain_cell, _table_row(self._name(peer), peers[peer])))
         rest = len(peers) - room
         return Group(head, table, *([Text(f"and {rest} more")] if rest > 0 else []))
 
 
-def _after(seen: Seen, peer: int, line: Mapping[str, Any]) -> Seen:
+def _updated_status(seen: _PeerStatus, peer: int, line: Mapping[str, Any]) -> _PeerStatus:
     """What is known of a peer after a round."""
     seen = replace(seen, alive=peer in line.get("alive", ()))
     taken = next((each for each in line["received"] if each["id"] == peer), None)
@@ -121,7 +121,7 @@ def _after(seen: Seen, peer: int, line: Mapping[str, Any]) -> Seen:
     return seen if reason is None else replace(seen, refused=seen.refused + 1, reason=reason)
 
 
-def _row(name: str, seen: Seen) -> tuple[str, ...]:
+def _table_row(name: str, seen: _PeerStatus) -> tuple[str, ...]:
     return (
         name,
         "up" if seen.alive else "–",
@@ -132,11 +132,11 @@ def _row(name: str, seen: Seen) -> tuple[str, ...]:
     )
 
 
-def _cell(text: str) -> Text:
-    return Text(_plain(text))  # no markup: names and reasons are others'
+def _plain_cell(text: str) -> Text:
+    return Text(_printable(text))  # no markup: names and reasons are others'
 
 
-def _scores(line: Mapping[str, Any]) -> str:
+def _format_scores(line: Mapping[str, Any]) -> str:
     words = (("accuracy", "accuracy"), ("source_accuracy", "source"), ("attack_success_rate", "attack"))
     known = [(word, line[key]) for key, word in words if line.get(key) is not None]
     told = [f"{word} {100 * value:.1f}%" for word, value in known]
@@ -144,11 +144,11 @@ def _scores(line: Mapping[str, Any]) -> str:
     return ", ".join(told if loss is None else [*told, f"loss {loss:.4g}"])
 
 
-def _wait(line: Mapping[str, Any]) -> str:
+def _format_duration(line: Mapping[str, Any]) -> str:
     whole = line.get("seconds", {}).get("round")
     return "" if whole is None else f"{whole:.1f} s"
 
 
-def _plain(text: str) -> str:
+def _printable(text: str) -> str:
     """Text that moves no cursor: what others chose may hold control characters."""
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -1,29 +1,29 @@
 """Messages between peers: their bytes, the links that carry them, and the checks of received models."""
 
-from fedcb2o.peer.wire.client import Downloads
-from fedcb2o.peer.wire.compression import Coding, Int8, Raw
-from fedcb2o.peer.wire.equivocation import Journal, Ledger, Proof, check_proof
-from fedcb2o.peer.wire.protocol import Answer, Kind, MalformedError, Manifest, Request, Status
+from fedcb2o.peer.wire.client import PeerClient
+from fedcb2o.peer.wire.compression import Codec, Int8Codec, RawCodec
+from fedcb2o.peer.wire.equivocation import Ledger, Proof, SigningJournal, verify_proof
+from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, MalformedError, Manifest, Request, RequestKind
 from fedcb2o.peer.wire.server import Server, Snapshot
 from fedcb2o.peer.wire.transport import Transport, Zenoh
 
 __all__ = [
     "Answer",
-    "Coding",
-    "Downloads",
-    "Int8",
-    "Journal",
-    "Kind",
+    "Codec",
+    "PeerClient",
+    "Int8Codec",
+    "SigningJournal",
+    "RequestKind",
     "Ledger",
     "MalformedError",
     "Manifest",
     "Proof",
-    "Raw",
+    "RawCodec",
     "Request",
     "Server",
     "Snapshot",
-    "Status",
+    "AnswerStatus",
     "Transport",
     "Zenoh",
-    "check_proof",
+    "verify_proof",
 ]

@@ -24,25 +24,25 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedcb2o import records
 from fedcb2o.errors import DataError, RunError
-from fedcb2o.peer.membership.certificates import LABEL
+from fedcb2o.peer.membership.certificates import DNS_LABEL
 from fedcb2o.peer.membership.federation import Federation
-from fedcb2o.peer.membership.versions import members_of
+from fedcb2o.peer.membership.versions import parse_members
 from fedcb2o.peer.wire.protocol import (
-    MOST_SEEN,
-    NONE,
-    SIGNS_MANIFEST,
+    MANIFEST_CONTEXT,
+    MAX_DIGESTS,
+    ZERO_DIGEST,
     MalformedError,
     Manifest,
-    Seen,
-    read_manifest,
-    signed_by_member,
+    ManifestDigest,
+    decode_manifest,
+    verify_member_manifest,
 )
-from fedcb2o.records.files import fsync, unwritable
+from fedcb2o.records.files import fsync, write_error
 
-KEPT = 8  # manifests of each agent beyond the lag
-MOST_PROOF = 2**21  # bytes of a proof's file: two of the longest manifests, as text
-SUFFIX = ".proof.toml"
-SIGNED = "signed.jsonl"
+_EXTRA_ROUNDS = 8  # manifests of each agent beyond the lag
+_MAX_PROOF_BYTES = 2**21  # bytes of a proof's file: two of the longest manifests, as text
+PROOF_SUFFIX = ".proof.toml"
+JOURNAL_FILE = "signed.jsonl"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Proof:
     @property
     def file(self) -> str:
         """What its file is called."""
-        return f"{self.name}-{self.round}{SUFFIX}"
+        return f"{self.name}-{self.round}{PROOF_SUFFIX}"
 
     def write(self, folder: Path) -> None:
         """Write it into a folder, where no file of this name is there; raises RunError where it cannot be written."""
@@ -85,35 +85,35 @@ class Proof:
         """The proof in a file of which nothing is believed; raises DataError where it does not hold."""
         try:
             with path.open("rb") as file:
-                content = file.read(MOST_PROOF + 1)
-            if len(content) > MOST_PROOF:
-                raise ValueError(f"it is longer than {MOST_PROOF} bytes")
-            proof = _proof(records.parse_toml(content))
-            proof.check()
+                content = file.read(_MAX_PROOF_BYTES + 1)
+            if len(content) > _MAX_PROOF_BYTES:
+                raise ValueError(f"it is longer than {_MAX_PROOF_BYTES} bytes")
+            proof = _parse_proof(records.parse_toml(content))
+            proof.verify()
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror or error}") from error
         except ValueError as error:
             raise DataError(f"{path} is no proof: {error}") from error
         return proof
 
-    def check(self) -> None:
+    def verify(self) -> None:
         """Raises ValueError unless it shows what it says, the name aside."""
         found: list[Manifest] = []
         for each in self.manifests:
             try:
-                manifest, body, signature = read_manifest(each)
+                manifest, body, signature = decode_manifest(each)
             except MalformedError as error:
                 raise ValueError(f"a manifest in it cannot be read ({error.reason})") from error
             if (manifest.agent, manifest.round, manifest.run) != (self.agent, self.round, self.run):
                 raise ValueError("a manifest in it is of another agent, round or run than it says")
-            if not _signed(self.key, SIGNS_MANIFEST + body, signature):
+            if not _is_signed(self.key, MANIFEST_CONTEXT + body, signature):
                 raise ValueError("a manifest in it was not signed by its key")
             found.append(manifest)
         if found[0] == found[1]:
             raise ValueError("its manifests are one and the same")
 
 
-def check_proof(path: Path, federation: Federation | None = None) -> str:
+def verify_proof(path: Path, federation: Federation | None = None) -> str:
     """What a proof's file shows, in a line; raises DataError where it shows nothing, or nothing of this federation."""
     proof = Proof.read(path)
     shown = f"two different models for round {proof.round} of run {proof.run.hex()[:16]} are signed by"
@@ -126,10 +126,10 @@ def check_proof(path: Path, federation: Federation | None = None) -> str:
         raise DataError(
             f"{path} is of run {proof.run.hex()[:16]}, and this federation's is {federation.run.hex()[:16]}"
         )
-    everyone = [members.get(proof.agent) for members in members_of(federation.versions)]
+    everyone = [members.get(proof.agent) for members in parse_members(federation.versions)]
     if not any(each is not None and (each.name, each.key) == (proof.name, proof.key) for each in everyone):
         raise DataError(f"{path} is not of the key of {proof.name}, agent {proof.agent}, in this federation")
-    now = "" if _is_members(proof, federation) else ", whose key this is no more"
+    now = "" if _is_current_key(proof, federation) else ", whose key this is no more"
     return f"{shown} {proof.name}, agent {proof.agent} of {federation.name}{now}"
 
 
@@ -149,22 +149,22 @@ class Ledger:
         self._kept = 0
         self._proofs: dict[int, Proof] = {}
         self._unwritten: list[Proof] = []
-        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+        for path in sorted(self._folder.glob(f"*{PROOF_SUFFIX}")):
             with suppress(DataError):  # of another run, or no proof
-                check_proof(path, federation)
+                verify_proof(path, federation)
                 proof = Proof.read(path)
-                if _is_members(proof, federation):  # and not of a key that was replaced since
+                if _is_current_key(proof, federation):  # and not of a key that was replaced since
                     self._proofs.setdefault(proof.agent, proof)
 
     @property
-    def guilty(self) -> frozenset[int]:
+    def equivocators(self) -> frozenset[int]:
         """Who signed two models for one round."""
         with self._lock:
             return frozenset(self._proofs)
 
-    def seen(self, signed: bytes) -> Proof | None:
+    def record(self, signed: bytes) -> Proof | None:
         """Keep a manifest, whoever gave it, if a member signed it for this run; the proof, where it is one's second."""
-        _, manifest = signed_by_member(signed, self._federation)
+        _, manifest = verify_member_manifest(signed, self._federation)
         if manifest is None or manifest.round >= self._federation.rounds:
             return None
         with self._lock:
@@ -176,11 +176,11 @@ class Ledger:
             self._kept += 1
             if digest != manifest.digest:
                 return self._prove(manifest, before, signed)
-            while len(held) > self._federation.lag + KEPT:
+            while len(held) > self._federation.lag + _EXTRA_ROUNDS:
                 del held[next(iter(held))]
         return None
 
-    def digests(self) -> list[Seen]:
+    def digests(self) -> list[ManifestDigest]:
         """What was seen, for others to compare: both manifests of a proof first, then those that came last, at most 64.
 
         Not those of the highest rounds: a few agents who claim to be far ahead would leave room for nobody else's.
@@ -190,12 +190,12 @@ class Ledger:
             rest = (
                 (when, agent, n, digest) for agent, held in self._held.items() for n, (digest, _, when) in held.items()
             )
-            newest = [(agent, n, digest) for _, agent, n, digest in heapq.nlargest(MOST_SEEN, rest)]
-        return [*proven[: MOST_SEEN // 2], *newest][:MOST_SEEN]
+            newest = [(agent, n, digest) for _, agent, n, digest in heapq.nlargest(MAX_DIGESTS, rest)]
+        return [*proven[: MAX_DIGESTS // 2], *newest][:MAX_DIGESTS]
 
-    def conflicts(self, digests: Iterable[Seen]) -> list[Seen]:
+    def find_conflicts(self, digests: Iterable[ManifestDigest]) -> list[ManifestDigest]:
         """Those of a peer's digests that differ from what was seen here, or from each other: what to ask it for."""
-        found: dict[Seen, None] = {}
+        found: dict[ManifestDigest, None] = {}
         told: dict[tuple[int, int], bytes] = {}
         with self._lock:
             for agent, n, digest in digests:
@@ -209,16 +209,16 @@ class Ledger:
                     found[agent, n, digest] = None
         return list(found)
 
-    def witness(self, agent: int, n: int, digest: bytes) -> bytes | None:
+    def get(self, agent: int, n: int, digest: bytes) -> bytes | None:
         """The signed manifest of an agent that has this digest, where it is held; without a digest, the newest one."""
         with self._lock:
             held = self._held.get(agent, {})
-            found, signed, _ = held.get(n if digest != NONE else max(held, default=n), (None, b"", 0))
-            if found is not None and digest in (found, NONE):
+            found, signed, _ = held.get(n if digest != ZERO_DIGEST else max(held, default=n), (None, b"", 0))
+            if found is not None and digest in (found, ZERO_DIGEST):
                 return signed
             proof = self._proofs.get(agent)
             both = proof.manifests if proof is not None else ()
-        return next((each for each in both if read_manifest(each)[0].digest == digest), None)
+        return next((each for each in both if decode_manifest(each)[0].digest == digest), None)
 
     def _prove(self, manifest: Manifest, *signed: bytes) -> Proof:
         member = self._federation.members[manifest.agent]
@@ -236,13 +236,13 @@ class Ledger:
                 self._unwritten[-1].write(self._folder)
                 self._unwritten.pop()
 
-    def _proven(self) -> Iterator[Seen]:
+    def _proven(self) -> Iterator[ManifestDigest]:
         for proof in reversed(self._proofs.values()):
             for each in proof.manifests:
-                yield proof.agent, proof.round, read_manifest(each)[0].digest
+                yield proof.agent, proof.round, decode_manifest(each)[0].digest
 
 
-class Journal:
+class SigningJournal:
     """What this agent signed, `folder`/signed.jsonl: on the disk before the signature is made.
 
     So an agent that was killed, and trains the round again otherwise, signs nothing rather than two models for a round.
@@ -250,7 +250,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / SIGNED
+        self._path = folder / JOURNAL_FILE
         self._signed: dict[int, bytes] = {}
         self._size = 0  # of the whole lines: what follows was never finished, and is written over
         try:
@@ -271,17 +271,17 @@ class Journal:
             self._size += len(line)
 
     @property
-    def last(self) -> int:
+    def last_round(self) -> int:
         """The last round that was signed; -1 where none was."""
         return max(self._signed, default=-1)
 
-    def may_sign(self, n: int, digest: bytes) -> bool:
+    def reserve(self, n: int, digest: bytes) -> bool:
         """Whether the manifest of round `n` with this digest may be signed: this was signed before, or nothing was of
         this round and of later ones.
 
         Raises RunError where the disk does not take the line.
         """
-        if n <= self.last:
+        if n <= self.last_round:
             return self._signed.get(n) == digest
         line = json.dumps({"round": n, "digest": digest.hex()}).encode() + b"\n"
         try:
@@ -297,18 +297,18 @@ class Journal:
             if not self._size:
                 fsync(self._path.parent)
         except OSError as error:
-            raise unwritable(self._path, error) from error
+            raise write_error(self._path, error) from error
         self._size += len(line)
         self._signed[n] = digest
         return True
 
 
-def _proof(table: dict[str, Any]) -> Proof:
+def _parse_proof(table: dict[str, Any]) -> Proof:
     """The proof that a table describes; raises ValueError where it describes none."""
     kinds = {"name": str, "agent": int, "round": int, "run": str, "key": str, "manifests": list}
     if set(table) != set(kinds) or any(type(table[key]) is not kind for key, kind in kinds.items()):
         raise ValueError(f"it must have the keys {', '.join(kinds)}, and each of its kind")
-    if not LABEL.fullmatch(table["name"]):
+    if not DNS_LABEL.fullmatch(table["name"]):
         raise ValueError("its `name` is no member's")
     manifests = table["manifests"]
     if len(manifests) != 2 or not all(isinstance(each, str) for each in manifests):
@@ -321,13 +321,13 @@ def _proof(table: dict[str, Any]) -> Proof:
     return Proof(table["name"], table["agent"], table["round"], run, key, (first, second))
 
 
-def _is_members(proof: Proof, federation: Federation) -> bool:
+def _is_current_key(proof: Proof, federation: Federation) -> bool:
     """Whether the key of a proof is the member's now."""
     member = federation.members.get(proof.agent)
     return member is not None and member.key == proof.key
 
 
-def _signed(key: bytes, message: bytes, signature: bytes) -> bool:
+def _is_signed(key: bytes, message: bytes, signature: bytes) -> bool:
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
     except (InvalidSignature, ValueError):

@@ -16,37 +16,37 @@ from typing import Any, TypeAlias, TypeVar
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Member
 
-Bytes: TypeAlias = bytes | bytearray | memoryview
-Sign: TypeAlias = Callable[[bytes], bytes]
-Seen: TypeAlias = tuple[int, int, bytes]  # an agent, a round, and the digest of its manifest for it
+BytesLike: TypeAlias = bytes | bytearray | memoryview
+Signer: TypeAlias = Callable[[bytes], bytes]
+ManifestDigest: TypeAlias = tuple[int, int, bytes]  # an agent, a round, and the digest of its manifest for it
 
-Enumerated = TypeVar("Enumerated", bound=IntEnum)
+_EnumType = TypeVar("_EnumType", bound=IntEnum)
 
-MAGIC = b"fedcb2o"
-VERSION = 1
-CHUNK = 2**20
-MOST_CHUNKS = 2**14  # of a model: 16 GiB as sent
-MOST_SEEN = 64  # digests beside a manifest
-MOST_HELLO = 2**20
-NONE = bytes(32)  # a digest where there is none
-SIGNATURE = 64
+_MAGIC = b"fedcb2o"
+_VERSION = 1
+CHUNK_BYTES = 2**20
+MAX_CHUNKS = 2**14  # of a model: 16 GiB as sent
+MAX_DIGESTS = 64  # digests beside a manifest
+MAX_HELLO_BYTES = 2**20
+ZERO_DIGEST = bytes(32)  # a digest where there is none
+SIGNATURE_BYTES = 64
 
-SIGNS_MANIFEST = b"fedcb2o manifest v1\0"
-SIGNS_REQUEST = b"fedcb2o request v1\0"
-SIGNS_HELLO = b"fedcb2o hello v1\0"
+MANIFEST_CONTEXT = b"fedcb2o manifest v1\0"
+REQUEST_CONTEXT = b"fedcb2o request v1\0"
+HELLO_CONTEXT = b"fedcb2o hello v1\0"
 
 _HEAD = struct.Struct("<7sBBB")  # magic, version, what it is, and its encoding, kind or status
 _MANIFEST = struct.Struct("<7sBBB 32s II QQ 32s Q 32s I")
 _REQUEST = struct.Struct("<7sBBB 32s II II 32s 16s")
 _ANSWER = struct.Struct("<7sBBB 16s")
 _LENGTH = struct.Struct("<I")
-_SEEN = struct.Struct("<II 32s")
-REQUEST_LENGTH = _REQUEST.size + SIGNATURE
-MOST_MANIFEST = _MANIFEST.size + 32 * MOST_CHUNKS + SIGNATURE
-MOST_OFFER = _LENGTH.size + MOST_MANIFEST + MOST_SEEN * _SEEN.size
+_DIGEST = struct.Struct("<II 32s")
+REQUEST_BYTES = _REQUEST.size + SIGNATURE_BYTES
+MAX_MANIFEST_BYTES = _MANIFEST.size + 32 * MAX_CHUNKS + SIGNATURE_BYTES
+MAX_OFFER_BYTES = _LENGTH.size + MAX_MANIFEST_BYTES + MAX_DIGESTS * _DIGEST.size
 
 
-class Message(IntEnum):
+class _MessageType(IntEnum):
     """What a message is."""
 
     MANIFEST = 1
@@ -54,7 +54,7 @@ class Message(IntEnum):
     ANSWER = 3
 
 
-class Kind(IntEnum):
+class RequestKind(IntEnum):
     """What is asked for."""
 
     HELLO = 1  # who answers
@@ -63,7 +63,7 @@ class Kind(IntEnum):
     WITNESS = 4  # the manifest of another agent, as it was received
 
 
-class Status(IntEnum):
+class AnswerStatus(IntEnum):
     """How a request went; all but OK have no body."""
 
     OK = 0
@@ -74,7 +74,7 @@ class Status(IntEnum):
     ANOTHER_VERSION = 5  # of the protocol, that of this answer
 
     @property
-    def word(self) -> str:
+    def label(self) -> str:
         """What it is counted by, and shown to people."""
         return self.name.lower().replace("_", " ")
 
@@ -103,9 +103,9 @@ class Manifest:
     chunks: tuple[bytes, ...]
 
     @classmethod
-    def of(
+    def from_content(
         cls,
-        content: Bytes,
+        content: BytesLike,
         *,
         run: bytes,
         agent: int,
@@ -127,16 +127,16 @@ class Manifest:
             base=base,
             size=len(view),
             sha256=hashlib.sha256(view).digest(),
-            chunks=tuple(hashlib.sha256(view[k : k + CHUNK]).digest() for k in range(0, len(view), CHUNK)),
+            chunks=tuple(hashlib.sha256(view[k : k + CHUNK_BYTES]).digest() for k in range(0, len(view), CHUNK_BYTES)),
         )
 
     @property
     def body(self) -> bytes:
         """Its only encoding."""
         head = _MANIFEST.pack(
-            MAGIC,
-            VERSION,
-            Message.MANIFEST,
+            _MAGIC,
+            _VERSION,
+            _MessageType.MANIFEST,
             self.encoding,
             self.run,
             self.agent,
@@ -155,30 +155,30 @@ class Manifest:
         """SHA-256 of the body: what this manifest is called by."""
         return hashlib.sha256(self.body).digest()
 
-    def signed(self, sign: Sign) -> bytes:
+    def to_signed_bytes(self, sign: Signer) -> bytes:
         """The body, and the signature of it in its context."""
         body = self.body
-        return body + sign(SIGNS_MANIFEST + body)
+        return body + sign(MANIFEST_CONTEXT + body)
 
 
-def manifest_length(size: int) -> int:
+def manifest_bytes(size: int) -> int:
     """How long the signed manifest of a model is that is sent in so many bytes."""
-    return _MANIFEST.size + 32 * num_chunks(size) + SIGNATURE
+    return _MANIFEST.size + 32 * num_chunks(size) + SIGNATURE_BYTES
 
 
 def num_chunks(size: int) -> int:
     """In how many chunks so many bytes are sent."""
-    return -(-size // CHUNK)
+    return -(-size // CHUNK_BYTES)
 
 
-def read_manifest(data: Bytes, *, longest: int = MOST_MANIFEST) -> tuple[Manifest, bytes, bytes]:
+def decode_manifest(data: BytesLike, *, max_bytes: int = MAX_MANIFEST_BYTES) -> tuple[Manifest, bytes, bytes]:
     """A manifest, its body and its signature, of which nothing is checked yet but the layout."""
-    encoding = _begin(data, Message.MANIFEST)
-    if len(data) > longest:
+    encoding = _decode_header(data, _MessageType.MANIFEST)
+    if len(data) > max_bytes:
         raise MalformedError("length")
-    count = (len(data) - _MANIFEST.size - SIGNATURE) // 32
+    count = (len(data) - _MANIFEST.size - SIGNATURE_BYTES) // 32
     end = _MANIFEST.size + 32 * count
-    if count < 0 or len(data) != end + SIGNATURE:
+    if count < 0 or len(data) != end + SIGNATURE_BYTES:
         raise MalformedError("malformed")
     _, _, _, _, run, agent, round, dim, num_samples, base, size, sha256, claimed = _MANIFEST.unpack_from(data)
     if claimed != count:
@@ -199,34 +199,34 @@ def read_manifest(data: Bytes, *, longest: int = MOST_MANIFEST) -> tuple[Manifes
     return manifest, body, bytes(data[end:])
 
 
-def signed_by_member(
-    data: Bytes, federation: Federation, *, longest: int = MOST_MANIFEST
+def verify_member_manifest(
+    data: BytesLike, federation: Federation, *, max_bytes: int = MAX_MANIFEST_BYTES
 ) -> tuple[str, Manifest | None]:
     """The manifest that a member signed for this run, whoever hands it on, or the reason why it is none."""
     try:
-        manifest, body, signature = read_manifest(data, longest=longest)
+        manifest, body, signature = decode_manifest(data, max_bytes=max_bytes)
     except MalformedError as error:
         return error.reason, None
     member = federation.members.get(manifest.agent)
     if member is None:
         return "member", None
-    if not member.verify(SIGNS_MANIFEST + body, signature):
+    if not member.verify(MANIFEST_CONTEXT + body, signature):
         return "signature", None
     return ("", manifest) if manifest.run == federation.run else ("run", None)
 
 
-def refusal(
-    data: Bytes,
+def validate_manifest(
+    data: BytesLike,
     *,
     federation: Federation,
-    asked: int,
+    peer: int,
     n: int,
-    least: int,
+    min_round: int,
     dim: int,
-    most: int,
-    fewest: int = 1,
+    max_bytes: int,
+    min_bytes: int = 1,
     encoding: int = 0,
-    base: bytes = NONE,
+    base: bytes = ZERO_DIGEST,
 ) -> tuple[str, Manifest | None]:
     """Why the manifest that agent `asked` gave in round `n` is not taken, "" where it is, and then the manifest.
 
@@ -234,16 +234,16 @@ def refusal(
     round, size, dtype. `least` is the round of the last manifest taken from that agent, `fewest` and `most` the
     bytes that a model is sent in. Time and memory are bounded by `most`, whatever `data` is.
     """
-    reason, manifest = signed_by_member(data, federation, longest=min(manifest_length(most), MOST_MANIFEST))
+    reason, manifest = verify_member_manifest(data, federation, max_bytes=min(manifest_bytes(max_bytes), MAX_MANIFEST_BYTES))
     if manifest is None:
         return reason, None
     first, last = (n, n) if federation.synchronous else (n - federation.lag, federation.rounds - 1)
-    if manifest.agent != asked:
+    if manifest.agent != peer:
         reason = "agent"
-    elif not max(first, least) <= manifest.round <= last:
+    elif not max(first, min_round) <= manifest.round <= last:
         reason = "round"
     elif (
-        manifest.dim != dim or not fewest <= manifest.size <= most or len(manifest.chunks) != num_chunks(manifest.size)
+        manifest.dim != dim or not min_bytes <= manifest.size <= max_bytes or len(manifest.chunks) != num_chunks(manifest.size)
     ):
         reason = "size"
     elif manifest.encoding != encoding or manifest.base != base:
@@ -264,22 +264,22 @@ class Request:
     | WITNESS  |                | an agent       | zeros: its newest manifest |
     """
 
-    kind: Kind
+    kind: RequestKind
     run: bytes
     sender: int
     receiver: int
     nonce: bytes
     round: int = 0
     index: int = 0
-    digest: bytes = NONE
+    digest: bytes = ZERO_DIGEST
 
     @property
     def body(self) -> bytes:
         """Its only encoding."""
         return _REQUEST.pack(
-            MAGIC,
-            VERSION,
-            Message.REQUEST,
+            _MAGIC,
+            _VERSION,
+            _MessageType.REQUEST,
             self.kind,
             self.run,
             self.sender,
@@ -290,20 +290,20 @@ class Request:
             self.nonce,
         )
 
-    def encode(self, sign: Sign) -> bytes:
+    def encode(self, sign: Signer) -> bytes:
         """The body, and the signature of it in its context."""
         body = self.body
-        return body + sign(SIGNS_REQUEST + body)
+        return body + sign(REQUEST_CONTEXT + body)
 
 
-def read_request(data: Bytes) -> tuple[Request, bytes, bytes]:
+def decode_request(data: BytesLike) -> tuple[Request, bytes, bytes]:
     """A request, its body and its signature, of which nothing is checked yet but the layout."""
-    kind = _begin(data, Message.REQUEST)
-    if len(data) != REQUEST_LENGTH:
+    kind = _decode_header(data, _MessageType.REQUEST)
+    if len(data) != REQUEST_BYTES:
         raise MalformedError("malformed")
     _, _, _, _, run, sender, receiver, round, index, digest, nonce = _REQUEST.unpack_from(data)
     request = Request(
-        kind=_one_of(Kind, kind),
+        kind=_decode_enum(RequestKind, kind),
         run=run,
         sender=sender,
         receiver=receiver,
@@ -320,51 +320,51 @@ class Answer:
     """The answer to the request with that nonce; whoever asked checks what is in it, as it is not signed itself."""
 
     nonce: bytes
-    status: Status
-    body: Bytes = b""
+    status: AnswerStatus
+    body: BytesLike = b""
 
     def encode(self) -> bytes:
         """Its only encoding."""
-        return b"".join((_ANSWER.pack(MAGIC, VERSION, Message.ANSWER, self.status, self.nonce), self.body))
+        return b"".join((_ANSWER.pack(_MAGIC, _VERSION, _MessageType.ANSWER, self.status, self.nonce), self.body))
 
 
-def read_answer(data: Bytes) -> Answer:
+def decode_answer(data: BytesLike) -> Answer:
     """An answer; its body is a view of `data`."""
-    status = _begin(data, Message.ANSWER)
+    status = _decode_header(data, _MessageType.ANSWER)
     if len(data) < _ANSWER.size:
         raise MalformedError("malformed")
     *_, nonce = _ANSWER.unpack_from(data)
-    return Answer(nonce, _one_of(Status, status), memoryview(data)[_ANSWER.size :])
+    return Answer(nonce, _decode_enum(AnswerStatus, status), memoryview(data)[_ANSWER.size :])
 
 
-def offer(signed: bytes, seen: Iterable[Seen] = ()) -> bytes:
+def encode_offer(signed: bytes, digests: Iterable[ManifestDigest] = ()) -> bytes:
     """What is in the answer to MANIFEST: a signed manifest, and up to 64 digests of others' manifests."""
-    return b"".join((_LENGTH.pack(len(signed)), signed, *(_SEEN.pack(*one) for one in seen)))
+    return b"".join((_LENGTH.pack(len(signed)), signed, *(_DIGEST.pack(*one) for one in digests)))
 
 
-def read_offer(body: Bytes) -> tuple[bytes, list[Seen]]:
+def decode_offer(body: BytesLike) -> tuple[bytes, list[ManifestDigest]]:
     """The signed manifest in the answer to MANIFEST, and the digests beside it."""
-    if not _LENGTH.size <= len(body) <= MOST_OFFER:
+    if not _LENGTH.size <= len(body) <= MAX_OFFER_BYTES:
         raise MalformedError("malformed")
     (length,) = _LENGTH.unpack_from(body)
     end = _LENGTH.size + length
-    if end > len(body) or (len(body) - end) % _SEEN.size or (len(body) - end) // _SEEN.size > MOST_SEEN:
+    if end > len(body) or (len(body) - end) % _DIGEST.size or (len(body) - end) // _DIGEST.size > MAX_DIGESTS:
         raise MalformedError("malformed")
-    return bytes(body[_LENGTH.size : end]), list(_SEEN.iter_unpack(body[end:]))
+    return bytes(body[_LENGTH.size : end]), list(_DIGEST.iter_unpack(body[end:]))
 
 
-def hello(about: Mapping[str, Any], nonce: bytes, sign: Sign) -> bytes:
+def encode_hello(content: Mapping[str, Any], nonce: bytes, sign: Signer) -> bytes:
     """What is in the answer to HELLO: JSON without spaces and in the order of keys, signed for the one who asked."""
-    text = json.dumps(about, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    return text + sign(SIGNS_HELLO + nonce + text)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return text + sign(HELLO_CONTEXT + nonce + text)
 
 
-def read_hello(body: Bytes, nonce: bytes, member: Member) -> dict[str, Any]:
+def decode_hello(body: BytesLike, nonce: bytes, member: Member) -> dict[str, Any]:
     """What a member says of itself in the answer to HELLO; its signature is checked before it is read."""
-    if not SIGNATURE < len(body) <= MOST_HELLO:
+    if not SIGNATURE_BYTES < len(body) <= MAX_HELLO_BYTES:
         raise MalformedError("length")
-    text, signature = bytes(body[:-SIGNATURE]), bytes(body[-SIGNATURE:])
-    if not member.verify(SIGNS_HELLO + nonce + text, signature):
+    text, signature = bytes(body[:-SIGNATURE_BYTES]), bytes(body[-SIGNATURE_BYTES:])
+    if not member.verify(HELLO_CONTEXT + nonce + text, signature):
         raise MalformedError("signature")
     try:
         about = json.loads(text)
@@ -375,18 +375,18 @@ def read_hello(body: Bytes, nonce: bytes, member: Member) -> dict[str, Any]:
     return about
 
 
-def _begin(data: Bytes, message: Message) -> int:
+def _decode_header(data: BytesLike, message: _MessageType) -> int:
     """The byte after what all messages begin with. A version that is not ours is told before anything is read."""
-    if len(data) <= len(MAGIC) or data[: len(MAGIC)] != MAGIC:
+    if len(data) <= len(_MAGIC) or data[: len(_MAGIC)] != _MAGIC:
         raise MalformedError("malformed")
-    if data[len(MAGIC)] != VERSION:
+    if data[len(_MAGIC)] != _VERSION:
         raise MalformedError("version")
     if len(data) < _HEAD.size or data[8] != message:
         raise MalformedError("malformed")
     return data[9]
 
 
-def _one_of(kinds: type[Enumerated], number: int) -> Enumerated:
+def _decode_enum(kinds: type[_EnumType], number: int) -> _EnumType:
     try:
         return kinds(number)
     except ValueError:

@@ -7,64 +7,64 @@ from datetime import datetime
 
 from cryptography import x509
 
-from fedcb2o.peer.membership.certificates import parsed
+from fedcb2o.peer.membership.certificates import parse_endpoint
 from fedcb2o.peer.membership.identity import Identity, Member
 
-PATIENCE = 5.0
+_TIMEOUT_SECONDS = 5.0
 """Seconds for a connection, and for each message of a handshake."""
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """Why no link can be made and the cure, empty where one can; and when the member's certificate ends."""
 
-    wrong: str = ""
+    error: str = ""
     expires: datetime | None = None
 
 
-def probe(member: Member, identity: Identity, *, linked: bool = False) -> Probed:
+def probe_member(member: Member, identity: Identity, *, is_linked: bool = False) -> ProbeResult:
     """Connect to a member as a link does, its root alone being trusted; never raises for what it meets.
 
     Where there is a link, it only looks when the certificate ends.
     """
-    address, port = parsed(member.endpoint)
+    address, port = parse_endpoint(member.endpoint)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=member.root)
     context.load_cert_chain(identity.tls_certificate, identity.tls_key)
     expires = None
     try:
         with (
-            socket.create_connection((str(address), port), timeout=PATIENCE) as plain,
+            socket.create_connection((str(address), port), timeout=_TIMEOUT_SECONDS) as plain,
             context.wrap_socket(plain, server_hostname=str(address)) as link,
         ):
             expires = x509.load_der_x509_certificate(link.getpeercert(True) or b"").not_valid_after_utc
-            if not linked:
+            if not is_linked:
                 link.settimeout(0.5)
                 link.recv(1)  # where our certificate is refused, this tells; else it waits for us
     except TimeoutError:
-        return Probed("" if expires else _silent(member), expires)
+        return ProbeResult("" if expires else _timeout_error(member), expires)
     except socket.gaierror:
-        return Probed(f"the name in {member.endpoint} is not known: correct it there, or in this machine's DNS")
+        return ProbeResult(f"the name in {member.endpoint} is not known: correct it there, or in this machine's DNS")
     except ConnectionRefusedError:
-        return Probed(
+        return ProbeResult(
             f"{member.endpoint} refuses connections: start `fedcb2o peer run` or `peer check` there, or open its port "
             "(or it has finished)"
         )
     except ssl.SSLCertVerificationError as error:
-        return Probed(_unproven(member, error))
+        return ProbeResult(_certificate_error(member, error))
     except ssl.SSLError as error:
-        return Probed(_refused(member, error), expires)
+        return ProbeResult(_tls_error(member, error), expires)
     except (OSError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) and error.strerror else error
-        return Probed(f"{member.endpoint} cannot be reached: {told}", expires)
-    return Probed("", expires)
+        return ProbeResult(f"{member.endpoint} cannot be reached: {told}", expires)
+    return ProbeResult("", expires)
 
 
-def _silent(member: Member) -> str:
+def _timeout_error(member: Member) -> str:
     return f"{member.endpoint} does not answer: a firewall in between, or the machine is off; its port must be open"
 
 
-def _unproven(member: Member, error: ssl.SSLCertVerificationError) -> str:
+def _certificate_error(member: Member, error: ssl.SSLCertVerificationError) -> str:
     """It has a certificate that its root in our federation does not vouch for."""
     if "expired" in error.verify_message:
         return f"its certificate has expired: `fedcb2o peer renew` on {member.name}'s machine, and start again"
@@ -76,7 +76,7 @@ def _unproven(member: Member, error: ssl.SSLCertVerificationError) -> str:
     )
 
 
-def _refused(member: Member, error: ssl.SSLError) -> str:
+def _tls_error(member: Member, error: ssl.SSLError) -> str:
     """It speaks TLS, or something else, and does not want us."""
     reason = (error.reason or str(error)).lower().replace("_", " ")
     if "alert" in reason:

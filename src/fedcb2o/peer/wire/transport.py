@@ -28,29 +28,29 @@ from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity, Member
 
 Reply: TypeAlias = Callable[[bytes], None]
-Hear: TypeAlias = Callable[[bytes, Reply], None]
+RequestHandler: TypeAlias = Callable[[bytes, Reply], None]
 
-MOST_ANSWERS = 4
+MAX_ANSWERS = 4
 """Of one request: a link gives the first of them, what follows is a fault or a lie."""
-MOST_REQUEST = 2**9
-MOST_ANSWER = 2**21
+MAX_REQUEST_BYTES = 2**9
+MAX_ANSWER_BYTES = 2**21
 """Bytes of a message that is taken in, of a chunk with its head or of the longest manifest."""
-WAITING = 1024
+_MAX_WAITING_REQUESTS = 1024
 """Requests that wait to be heard; beyond these the oldest are dropped."""
-LINKS = 256
+_MAX_EXTRA_LINKS = 256
 """Incoming links at once, beyond one a member; each may hold two messages of MOST_REQUEST that are not whole yet."""
-PENDING = 64
+_MAX_PENDING_LINKS = 64
 """Incoming links at once that have not shown a certificate; what they wait for is given up after HANDSHAKE."""
-HANDSHAKE = 10.0
-DIAL = 4.0
+_HANDSHAKE_SECONDS = 10.0
+_DIAL_SECONDS = 4.0
 """Seconds in which a link must be open; it is then tried again."""
-LEASE = 10.0
+LEASE_SECONDS = 10.0
 """Seconds without a sign of life after which a link is down."""
-SLOW = 120.0
+_SEND_SECONDS = 120.0
 """Seconds that an answer may take to leave: 1 MiB with seven others before it, at 70 kB/s."""
-AGAIN = (0.25, 2.0)
+_RETRY_SECONDS = (0.25, 2.0)
 """Seconds after which a link is tried again, at first and at most."""
-CLOSING = DIAL + 1
+CLOSE_SECONDS = _DIAL_SECONDS + 1
 """Seconds that closing may take."""
 
 
@@ -65,7 +65,7 @@ class Transport(Protocol):
         """
         ...
 
-    def serve(self, hear: Hear) -> None:
+    def serve(self, handler: RequestHandler) -> None:
         """Call `hear(request, reply)` for each request that comes from now on, in one thread; it must return at once.
 
         `reply` may be called later, once, from any thread; empty, it says that there is no answer. It may block on a
@@ -73,7 +73,7 @@ class Transport(Protocol):
         """
         ...
 
-    def alive(self) -> frozenset[int]:
+    def connected_peers(self) -> frozenset[int]:
         """The agents whose link is up."""
         ...
 
@@ -90,7 +90,7 @@ class Zenoh:
     """
 
     def __init__(self, federation: Federation, identity: Identity, *, listen: bool | str = True) -> None:
-        identity.check()
+        identity.check_certificate()
         me, members = federation.id_of(identity.member), federation.members
         for member in members.values():
             if member.endpoint.startswith("["):
@@ -98,29 +98,29 @@ class Zenoh:
                     f"{member.endpoint} of {member.name} is an IPv6 address, and links take names and IPv4 addresses: "
                     "give that machine a name, and its member a new endpoint"
                 )
-        self._mine = _key(me)
+        self._mine = _key_expression(me)
         self._incoming: zenoh.Session | None = None
         self._links: dict[int, zenoh.Session] = {}
         sessions: list[zenoh.Session] = []
         self._hears: list[threading.Thread] = []
         self._open: set[object] = set()  # requests of which zenoh may still call back
         # At the end of the program too, while threads still run.
-        self._close = weakref.finalize(self, _close, sessions, self._hears, self._open)
+        self._close = weakref.finalize(self, _close_sessions, sessions, self._hears, self._open)
         try:
             if listen:
                 place = identity.member.endpoint if listen is True else listen
-                self._incoming = _listening(identity, members.values(), self._mine, place)
+                self._incoming = _open_listening_session(identity, members.values(), self._mine, place)
                 sessions.append(self._incoming)
             for id, member in members.items():
                 if id != me:
-                    self._links[id] = _linked(identity, member, _key(id))
+                    self._links[id] = _open_peer_session(identity, member, _key_expression(id))
                     sessions.append(self._links[id])
         except BaseException:
             self.close()
             raise
 
     @property
-    def listens(self) -> bool:
+    def is_listening(self) -> bool:
         """Whether others can ask it."""
         return self._incoming is not None
 
@@ -132,7 +132,7 @@ class Zenoh:
         stop, still_open = zenoh.CancellationToken(), self._open
 
         def take(reply: Any) -> None:  # on a thread of all links: never wait here
-            if replies.qsize() < MOST_ANSWERS:
+            if replies.qsize() < MAX_ANSWERS:
                 replies.put(reply)
 
         def over() -> None:
@@ -142,7 +142,7 @@ class Zenoh:
         still_open.add(replies)
         try:
             session.get(
-                _key(peer),
+                _key_expression(peer),
                 zenoh.handlers.Callback(take, over, indirect=False),
                 target=zenoh.QueryTarget.ALL,
                 consolidation=zenoh.ConsolidationMode.NONE,
@@ -154,18 +154,18 @@ class Zenoh:
         except zenoh.ZError:  # closed
             still_open.discard(replies)
             return iter(())
-        return _answers(replies, end, stop)
+        return _iterate_answers(replies, end, stop)
 
-    def serve(self, hear: Hear) -> None:  # noqa: D102
+    def serve(self, handler: RequestHandler) -> None:  # noqa: D102
         if self._incoming is None:
             raise RunError("a transport that does not listen cannot serve: open it with listen=True")
-        asked = self._incoming.declare_queryable(self._mine, zenoh.handlers.RingChannel(WAITING), complete=True)
+        asked = self._incoming.declare_queryable(self._mine, zenoh.handlers.RingChannel(_MAX_WAITING_REQUESTS), complete=True)
         self._hears.append(
-            threading.Thread(target=_hear, args=(asked, self._mine, hear), name="fedcb2o-hear", daemon=True)
+            threading.Thread(target=_handle_requests, args=(asked, self._mine, handler), name="fedcb2o-hear", daemon=True)
         )
         self._hears[-1].start()
 
-    def alive(self) -> frozenset[int]:  # noqa: D102
+    def connected_peers(self) -> frozenset[int]:  # noqa: D102
         alive = set()
         for id, session in self._links.items():
             with suppress(zenoh.ZError):  # closed
@@ -183,14 +183,14 @@ class Zenoh:
         self.close()
 
 
-def _key(agent: int) -> str:
+def _key_expression(agent: int) -> str:
     return f"fedcb2o/agents/{agent}"
 
 
-def _answers(replies: "Queue[Any]", end: float, stop: zenoh.CancellationToken) -> Iterator[bytes]:
+def _iterate_answers(replies: "Queue[Any]", end: float, stop: zenoh.CancellationToken) -> Iterator[bytes]:
     """What is in the replies to one request, up to the first None; whoever stops early lets the rest go."""
     try:
-        for _ in range(MOST_ANSWERS):
+        for _ in range(MAX_ANSWERS):
             reply = replies.get(timeout=max(0.0, end - time.monotonic()))
             if reply is None:
                 return
@@ -202,16 +202,16 @@ def _answers(replies: "Queue[Any]", end: float, stop: zenoh.CancellationToken) -
         stop.cancel()  # type: ignore[no-untyped-call]
 
 
-def _hear(asked: Any, key: str, hear: Hear) -> None:
+def _handle_requests(queryable: Any, key: str, handler: RequestHandler) -> None:
     """Pass on what is asked until the session is closed."""
     while True:
         try:
-            query = asked.recv()
+            query = queryable.recv()
         except zenoh.ZError:
             return
         reply = partial(_reply, query, key)
         try:
-            hear(query.payload.to_bytes() if query.payload is not None else b"", reply)
+            handler(query.payload.to_bytes() if query.payload is not None else b"", reply)
         except Exception:
             logging.getLogger(__name__).exception("a request could not be heard")
             reply(b"")
@@ -224,7 +224,7 @@ def _reply(query: Any, key: str, answer: bytes) -> None:
             query.reply(key, answer)
 
 
-def _close(
+def _close_sessions(
     sessions: Iterable[zenoh.Session], hears: Iterable[threading.Thread], still_open: Collection[object]
 ) -> None:
     """Close all at once; one that takes too long is left to itself, and the program ends when it is done.
@@ -232,8 +232,8 @@ def _close(
     Closing waits for a link that is just being opened, for no longer than DIAL. (No daemon threads: one that comes back
     into Python while that is shut down takes the whole process with it. So what waits in zenoh comes back before.)
     """
-    end = time.monotonic() + CLOSING
-    threads = [threading.Thread(target=_close_one, args=(session,), name="fedcb2o-close") for session in sessions]
+    end = time.monotonic() + CLOSE_SECONDS
+    threads = [threading.Thread(target=_close_session, args=(session,), name="fedcb2o-close") for session in sessions]
     for thread in threads:
         thread.start()
     for thread in (*threads, *hears):
@@ -242,48 +242,48 @@ def _close(
         time.sleep(0.005)
 
 
-def _close_one(session: zenoh.Session) -> None:
+def _close_session(session: zenoh.Session) -> None:
     with suppress(zenoh.ZError):
         session.close()  # type: ignore[no-untyped-call]
 
 
-def _listening(identity: Identity, members: Iterable[Member], key: str, place: str) -> zenoh.Session:
+def _open_listening_session(identity: Identity, members: Iterable[Member], key: str, address: str) -> zenoh.Session:
     """The session that hears the questions of all members, and nothing else of anybody."""
     roots = [member.root for member in members]
     settings = {
-        "listen/endpoints": [f"tls/{place}"],
-        "access_control": _allowed(key, comes=["query"], goes=["declare_queryable", "reply"]),
-        "transport/unicast/max_sessions": LINKS + len(roots),
-        "transport/unicast/accept_pending": PENDING,
-        "transport/unicast/accept_timeout": _ms(HANDSHAKE),
-        "transport/link/rx/max_message_size": MOST_REQUEST,
-        "transport/link/tx/queue/congestion_control/block/wait_before_close": int(SLOW * 1e6),
+        "listen/endpoints": [f"tls/{address}"],
+        "access_control": _access_rules(key, incoming=["query"], outgoing=["declare_queryable", "reply"]),
+        "transport/unicast/max_sessions": _MAX_EXTRA_LINKS + len(roots),
+        "transport/unicast/accept_pending": _MAX_PENDING_LINKS,
+        "transport/unicast/accept_timeout": _milliseconds(_HANDSHAKE_SECONDS),
+        "transport/link/rx/max_message_size": MAX_REQUEST_BYTES,
+        "transport/link/tx/queue/congestion_control/block/wait_before_close": int(_SEND_SECONDS * 1e6),
     }
     try:
-        return _open(identity, roots, settings)
+        return _open_session(identity, roots, settings)
     except zenoh.ZError as error:
-        raise _cannot_listen(place, str(error)) from error
+        raise _listen_error(address, str(error)) from error
 
 
-def _linked(identity: Identity, member: Member, key: str) -> zenoh.Session:
+def _open_peer_session(identity: Identity, member: Member, key: str) -> zenoh.Session:
     """The session with one member, to which its root alone is trusted: no other can answer in its place."""
-    first, most = AGAIN
+    first, most = _RETRY_SECONDS
     settings = {
         "connect/endpoints": [f"tls/{member.endpoint}"],
         "connect/retry": {
-            "period_init_ms": _ms(first),
-            "period_max_ms": _ms(most),
+            "period_init_ms": _milliseconds(first),
+            "period_max_ms": _milliseconds(most),
             "period_increase_factor": 2,
         },
-        "access_control": _allowed(key, comes=["declare_queryable", "reply"], goes=["query"]),
+        "access_control": _access_rules(key, incoming=["declare_queryable", "reply"], outgoing=["query"]),
         "transport/unicast/max_sessions": 1,
-        "transport/unicast/open_timeout": _ms(DIAL),
-        "transport/link/rx/max_message_size": MOST_ANSWER,
+        "transport/unicast/open_timeout": _milliseconds(_DIAL_SECONDS),
+        "transport/link/rx/max_message_size": MAX_ANSWER_BYTES,
     }
-    return _open(identity, [member.root], settings)
+    return _open_session(identity, [member.root], settings)
 
 
-def _open(identity: Identity, roots: Iterable[str], settings: Mapping[str, Any]) -> zenoh.Session:
+def _open_session(identity: Identity, roots: Iterable[str], settings: Mapping[str, Any]) -> zenoh.Session:
     """A session that links to nobody but as told, over TLS with certificates on both sides."""
     config = zenoh.Config()
     common = {
@@ -295,7 +295,7 @@ def _open(identity: Identity, roots: Iterable[str], settings: Mapping[str, Any])
         "transport/shared_memory/enabled": False,
         "transport/unicast/qos/enabled": False,
         "transport/link/protocols": ["tls"],
-        "transport/link/tx/lease": _ms(LEASE),
+        "transport/link/tx/lease": _milliseconds(LEASE_SECONDS),
         "transport/link/tls": {
             "root_ca_certificate_base64": base64.b64encode("".join(roots).encode()).decode(),
             "enable_mtls": True,
@@ -312,35 +312,35 @@ def _open(identity: Identity, roots: Iterable[str], settings: Mapping[str, Any])
     return zenoh.open(config)
 
 
-def _allowed(key: str, *, comes: list[str], goes: list[str]) -> dict[str, Any]:
+def _access_rules(key: str, *, incoming: list[str], outgoing: list[str]) -> dict[str, Any]:
     """What may pass on one key, in and out; all else is denied."""
     return {
         "enabled": True,
         "default_permission": "deny",
         "rules": [
             {"id": flow, "permission": "allow", "flows": [flow], "messages": messages, "key_exprs": [key]}
-            for flow, messages in (("ingress", comes), ("egress", goes))
+            for flow, messages in (("ingress", incoming), ("egress", outgoing))
         ],
         "subjects": [{"id": "anybody"}],
         "policies": [{"rules": ["ingress", "egress"], "subjects": ["anybody"]}],
     }
 
 
-def _ms(seconds: float) -> int:
+def _milliseconds(seconds: float) -> int:
     return round(1000 * seconds)
 
 
-def _cannot_listen(place: str, error: str) -> RunError | ConfigError:
+def _listen_error(address: str, error: str) -> RunError | ConfigError:
     """What to raise where nobody can be heard at a place."""
     if "in use" in error:
-        return RunError(f"cannot listen on {place}: the port is in use; is another peer running? Stop it first")
+        return RunError(f"cannot listen on {address}: the port is in use; is another peer running? Stop it first")
     if "assign" in error:
         return RunError(
-            f"cannot listen on {place}: no address of this machine; where others reach it by the address of another, "
+            f"cannot listen on {address}: no address of this machine; where others reach it by the address of another, "
             "say what to bind here: --listen 0.0.0.0:PORT"
         )
     if "denied" in error:
-        return RunError(f"cannot listen on {place}: permission denied; take a port above 1023")
+        return RunError(f"cannot listen on {address}: permission denied; take a port above 1023")
     if any(word in error for word in ("invalid", "lookup")):
-        return ConfigError(f"cannot listen on {place!r}: it must be HOST:PORT of this machine, such as 0.0.0.0:7447")
-    return RunError(f"cannot listen on {place}: {error.split(' at /')[0]}")
+        return ConfigError(f"cannot listen on {address!r}: it must be HOST:PORT of this machine, such as 0.0.0.0:7447")
+    return RunError(f"cannot listen on {address}: {error.split(' at /')[0]}")
