@@ -98,9 +98,13 @@ def with_dropout(shape: tuple[int, ...], classes: int) -> nn.Module:
 
 def changed(**changes: Any) -> Table:
     """The base with some keys changed: within a section, unless that names another function."""
-    table = {key: dict(value) if isinstance(value, Mapping) else value for key, value in BASE.items()}
+    table = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in BASE.items()
+    }
     for key, value in changes.items():
-        merge = isinstance(value, Mapping) and value.get("name", table[key].get("name")) == table[key].get("name")
+        merge = isinstance(value, Mapping) and value.get("name", table[key].get("name")) == table[
+            key
+        ].get("name")
         table[key] = {**table[key], **value} if merge else value
     return {key: value for key, value in table.items() if value is not None}
 
@@ -155,28 +159,47 @@ def algorithms() -> Iterator[tuple[str, Case]]:
     for name, option in options.items():
         yield f"fedcb2o: {name}", Case(changed(algorithm=option))
     for name, criterion in CRITERIA.items():
-        yield f"criterion: {name}", Case(changed(algorithm={"criterion": criterion, "own_model": "judged"}))
+        yield (
+            f"criterion: {name}",
+            Case(changed(algorithm={"criterion": criterion, "own_model": "judged"})),
+        )
     for name in ("average_loss", "class_loss_entropy", "worst_class_loss", "distance"):
         yield (
             f"criterion: {name}, trusted, from round 1",
             Case(changed(algorithm={"criterion": name, "criterion_from_round": 1})),
         )
     yield "fedcbo", Case(changed(algorithm=FEDCBO))
-    yield "fedcbo: excluded, alpha 10", Case(changed(algorithm={**FEDCBO, "own_model": "excluded", "alpha": 10.0}))
+    yield (
+        "fedcbo: excluded, alpha 10",
+        Case(changed(algorithm={**FEDCBO, "own_model": "excluded", "alpha": 10.0})),
+    )
     yield (
         "fedcbo: as released",
-        Case(changed(algorithm={**FEDCBO, "own_candidate": True, "first_contact": "whole", "alpha": 10.0})),
+        Case(
+            changed(
+                algorithm={**FEDCBO, "own_candidate": True, "first_contact": "whole", "alpha": 10.0}
+            )
+        ),
     )
     for own in ("judged", "excluded"):
         yield f"dfedavgm: own model {own}", Case(changed(algorithm={**AVERAGE, "own_model": own}))
     yield "dfedavgm: everyone", Case(changed(algorithm={**AVERAGE, "selection": "everyone"}))
-    yield "dfedavgm: prob_sampling", Case(changed(algorithm={**AVERAGE, "selection": "prob_sampling"}))
+    yield (
+        "dfedavgm: prob_sampling",
+        Case(changed(algorithm={**AVERAGE, "selection": "prob_sampling"})),
+    )
     yield "local_training", Case(changed(algorithm={"name": "local_training"}))
     clean = {"malicious_role": "clean"}
     for weights in ("equal", "samples"):
         yield f"ifca: {weights}", Case(changed(algorithm={**IFCA, "weights": weights}))
-        yield f"ifca: {weights}, clean", Case(changed(algorithm={**IFCA, "weights": weights}, agents=clean))
-    yield "ifca: 3 models, crafted", Case(changed(algorithm={**IFCA, "models": 3}, attack={"name": "alie"}))
+        yield (
+            f"ifca: {weights}, clean",
+            Case(changed(algorithm={**IFCA, "weights": weights}, agents=clean)),
+        )
+    yield (
+        "ifca: 3 models, crafted",
+        Case(changed(algorithm={**IFCA, "models": 3}, attack={"name": "alie"})),
+    )
     yield "ifca: for every receiver", Case(changed(algorithm=IFCA, attack={"name": "dissensus"}))
     yield "ifca: few online", Case(changed(algorithm=IFCA, agents={"participation": 0.5}))
 
@@ -205,7 +228,10 @@ ON_MODELS = (
 )  # fmt: skip
 ON_VALUES: dict[str, Any] = {
     "ubar": "ubar",
-    "sageflow": {"name": "sageflow", "threshold": 2.3},  # at first none is surer than the default asks
+    "sageflow": {
+        "name": "sageflow",
+        "threshold": 2.3,
+    },  # at first none is surer than the default asks
     "lfighter": "lfighter",
 }
 GIVEN: dict[str, Table] = {
@@ -229,17 +255,28 @@ def rules() -> Iterator[tuple[str, Case]]:
     """Every robust rule, with the own model and without, after pre-steps, with parameters given."""
     for name, rule in {**dict(zip(ON_MODELS, ON_MODELS, strict=True)), **ON_VALUES}.items():
         for own in ("judged", "excluded"):
-            yield f"rule: {name}, own model {own}", Case(changed(algorithm=by_rule(rule, own_model=own)))
+            yield (
+                f"rule: {name}, own model {own}",
+                Case(changed(algorithm=by_rule(rule, own_model=own))),
+            )
     for name in ON_MODELS:
         for step in ("nnm", "bucketing"):
-            yield f"rule: {name} after {step}", Case(changed(algorithm=by_rule(name, pre_step=step)))
+            yield (
+                f"rule: {name} after {step}",
+                Case(changed(algorithm=by_rule(name, pre_step=step))),
+            )
     for name, given in GIVEN.items():
         table = changed(algorithm=by_rule({"name": name, **given}), agents={"budget": 6})
-        yield f"rule: {name} with {', '.join(f'{key} {value}' for key, value in given.items())}", Case(table)
+        yield (
+            f"rule: {name} with {', '.join(f'{key} {value}' for key, value in given.items())}",
+            Case(table),
+        )
     more: dict[str, Table] = {
         "mean after nnm with f 1": by_rule("mean", pre_step={"name": "nnm", "f": 1}),
         "krum after bucketing by 3": by_rule("krum", pre_step={"name": "bucketing", "size": 3}),
-        "norm_clipping after nnm, excluded": by_rule("norm_clipping", pre_step="nnm", own_model="excluded"),
+        "norm_clipping after nnm, excluded": by_rule(
+            "norm_clipping", pre_step="nnm", own_model="excluded"
+        ),
         "krum by prob_sampling": by_rule("krum", selection="prob_sampling"),
         "ubar by prob_sampling": by_rule("ubar", selection="prob_sampling", own_model="excluded"),
         "trimmed_mean of everyone": by_rule("trimmed_mean", selection="everyone"),
@@ -275,8 +312,20 @@ EVERY_ATTACK = (
 )  # fmt: skip
 ATTACKS: dict[str, Table] = {
     "random_labels, a share": {"name": "random_labels", "share": 0.4},
-    "backdoor in parts": {**BACKDOOR, "parts": 2, "pattern": "cross", "size": 3, "corner": "top left", "margin": 1},
-    "clean_label, a share": {"name": "clean_label", "target": 3, "share": 0.5, "pattern": "checkerboard"},
+    "backdoor in parts": {
+        **BACKDOOR,
+        "parts": 2,
+        "pattern": "cross",
+        "size": 3,
+        "corner": "top left",
+        "margin": 1,
+    },
+    "clean_label, a share": {
+        "name": "clean_label",
+        "target": 3,
+        "share": 0.5,
+        "pattern": "checkerboard",
+    },
     "free_rider in disguise": {"name": "free_rider", "noise": 0.01},
     "not_finite huge": {"name": "not_finite", "value": "huge"},
     "alie from the benign": {"name": "alie", "z": 1.5, "estimated_from": "benign"},
@@ -297,12 +346,23 @@ def attacks() -> Iterator[tuple[str, Case]]:
         yield f"attack: {name}", Case(changed(attack=attack))
     sleepers = ("label_flips", "alie", "dissensus", "not_finite", "boosting")
     for name in sleepers:
-        yield f"sleeper: {name}", Case(changed(attack={"name": name, **NEEDED.get(name, {}), "from_round": 2}))
+        yield (
+            f"sleeper: {name}",
+            Case(changed(attack={"name": name, **NEEDED.get(name, {}), "from_round": 2})),
+        )
     yield "sybils: label_flip", Case(changed(attack={**FLIP, "sybils": True}))
-    yield "sybils: trash, from round 1", Case(changed(attack={"name": "trash", "sybils": True, "from_round": 1}))
+    yield (
+        "sybils: trash, from round 1",
+        Case(changed(attack={"name": "trash", "sybils": True, "from_round": 1})),
+    )
     yield (
         "sybils: first contact whole",
-        Case(changed(attack={**FLIP, "sybils": True}, algorithm={"first_contact": "whole", "own_candidate": True})),
+        Case(
+            changed(
+                attack={**FLIP, "sybils": True},
+                algorithm={"first_contact": "whole", "own_candidate": True},
+            )
+        ),
     )
     against: dict[str, Table] = {
         "dfedavgm": AVERAGE,
@@ -315,7 +375,10 @@ def attacks() -> Iterator[tuple[str, Case]]:
     }
     for defence, algorithm in against.items():
         for name in ("alie", "dissensus", "not_finite"):
-            yield f"{name} against {defence}", Case(changed(attack={"name": name}, algorithm=algorithm))
+            yield (
+                f"{name} against {defence}",
+                Case(changed(attack={"name": name}, algorithm=algorithm)),
+            )
 
 
 def populations() -> Iterator[tuple[str, Case]]:
@@ -340,11 +403,18 @@ def populations() -> Iterator[tuple[str, Case]]:
         "participation 0.7": {"participation": 0.7},
         "participation 0.2": {"participation": 0.2},
         "dirichlet": {"skew": {"name": "dirichlet", "concentration": 0.5}},
-        "dirichlet, stratified": {"skew": {"name": "dirichlet", "concentration": 2.0}, "split": "stratified"},
+        "dirichlet, stratified": {
+            "skew": {"name": "dirichlet", "concentration": 2.0},
+            "split": "stratified",
+        },
         "shards": {"skew": {"name": "shards", "classes": 3}},
         "stratified": {"split": "stratified"},
         "split as released": {"split": "released", "validation": 0.5},
-        "split as released, nothing held out": {"split": "released", "validation": 0.5, "hold_out": False},
+        "split as released, nothing held out": {
+            "split": "released",
+            "validation": 0.5,
+            "hold_out": False,
+        },
         "nothing held out": {"hold_out": False},
         "validation loss by batches": {"validation_loss": "batches", "validation": 0.5},
         "independent start": {"initialisation": "independent"},
@@ -362,13 +432,22 @@ def populations() -> Iterator[tuple[str, Case]]:
         yield f"agents: {name}", Case(changed(agents=part))
     benign = {"malicious_role": "benign"}
     yield "agents: malicious are benign, dfedavgm", Case(changed(agents=benign, algorithm=AVERAGE))
-    yield "agents: malicious are benign, krum", Case(changed(agents=benign, algorithm=by_rule("krum")))
-    yield "agents: removed, dfedavgm", Case(changed(agents={"malicious_role": "removed"}, algorithm=AVERAGE))
+    yield (
+        "agents: malicious are benign, krum",
+        Case(changed(agents=benign, algorithm=by_rule("krum"))),
+    )
+    yield (
+        "agents: removed, dfedavgm",
+        Case(changed(agents={"malicious_role": "removed"}, algorithm=AVERAGE)),
+    )
     yield (
         "agents: colluders without their own, one each",
         Case(changed(agents={"colluders_own_model": False, "malicious": 1, "budget": 3})),
     )
-    yield "agents: 4 clusters, ifca", Case(changed(agents={"num_clusters": 4}, algorithm={**IFCA, "models": 4}))
+    yield (
+        "agents: 4 clusters, ifca",
+        Case(changed(agents={"num_clusters": 4}, algorithm={**IFCA, "models": 4})),
+    )
 
 
 def settings() -> Iterator[tuple[str, Case]]:
@@ -395,26 +474,52 @@ def settings() -> Iterator[tuple[str, Case]]:
     }
     for name, training in trainings.items():
         yield f"training: {name}", Case(changed(training=training))
-    yield "training: cnn in bfloat16", Case(changed(model=models["cnn"], training={"precision": "bfloat16"}, rounds=1))
+    yield (
+        "training: cnn in bfloat16",
+        Case(changed(model=models["cnn"], training={"precision": "bfloat16"}, rounds=1)),
+    )
     for together in (1, 3, 32):
         yield f"together {together}", Case(changed(together=together))
-        yield f"together {together}, few online", Case(changed(together=together, agents={"participation": 0.6}))
+        yield (
+            f"together {together}, few online",
+            Case(changed(together=together, agents={"participation": 0.6})),
+        )
     yield "together 3, ifca", Case(changed(together=3, algorithm=IFCA))
     yield "together 3, dropout", Case(changed(together=3, model=models["dropout"]))
     yield "evaluated on tuning images", Case(changed(evaluate_on="tuning"))
-    yield "evaluated and saved every second round", Case(changed(rounds=5, evaluate_every=2, checkpoint_every=2))
+    yield (
+        "evaluated and saved every second round",
+        Case(changed(rounds=5, evaluate_every=2, checkpoint_every=2)),
+    )
     yield "a table", Case(changed(**TABLE, attack={"name": "random_labels"}))
     yield (
         "a table, logistic, from fedcbo",
-        Case(changed(**TABLE, model={"name": "logistic"}, algorithm=FEDCBO, attack={"name": "shifted_labels"})),
+        Case(
+            changed(
+                **TABLE,
+                model={"name": "logistic"},
+                algorithm=FEDCBO,
+                attack={"name": "shifted_labels"},
+            )
+        ),
     )
     yield "large", Case(changed(**LARGE))
     yield "large, crafted", Case(changed(**LARGE, attack={"name": "min_max"}))
-    yield "large, by columns", Case(changed(**LARGE, algorithm=by_rule("trimmed_mean", pre_step="nnm")))
+    yield (
+        "large, by columns",
+        Case(changed(**LARGE, algorithm=by_rule("trimmed_mean", pre_step="nnm"))),
+    )
     yield "large, ifca", Case(changed(**LARGE, algorithm={**IFCA, "models": 3}))
     yield "large, bfloat16", Case(changed(**LARGE, training={"precision": "bfloat16"}))
-    yield "large, on disk", Case(changed(**LARGE, attack={"name": "dissensus"}), memory=2**28 + 20 * 2**20)
-    wide = {"rounds": 1, "model": {"hidden": [1100, 1000]}, "agents": {"benign": 2, "malicious": 1, "budget": 3}}
+    yield (
+        "large, on disk",
+        Case(changed(**LARGE, attack={"name": "dissensus"}), memory=2**28 + 20 * 2**20),
+    )
+    wide = {
+        "rounds": 1,
+        "model": {"hidden": [1100, 1000]},
+        "agents": {"benign": 2, "malicious": 1, "budget": 3},
+    }
     for linear in ("torch", "onednn"):
         yield f"very large, by {linear}", Case(changed(**wide, linear=linear))
 
@@ -422,7 +527,9 @@ def settings() -> Iterator[tuple[str, Case]]:
 RESUMED: dict[str, Table] = {
     "fedcb2o": {},
     "fedcb2o, few online": {"agents": {"participation": 0.6}, "rounds": 4},
-    "first contact whole, T_G 2": {"algorithm": {"first_contact": "whole", "criterion_from_round": 2}},
+    "first contact whole, T_G 2": {
+        "algorithm": {"first_contact": "whole", "criterion_from_round": 2}
+    },
     "fedcbo": {"algorithm": FEDCBO},
     "ifca": {"algorithm": IFCA},
     "norm_clipping": {"algorithm": by_rule("norm_clipping")},
@@ -439,7 +546,10 @@ def resumed() -> Iterator[tuple[str, Case]]:
     """Runs that are stopped after a round and go on."""
     for name, changes in RESUMED.items():
         yield f"resumed after 1: {name}", Case(changed(**changes), stop=1)
-    yield "resumed after 3: saved every second round", Case(changed(rounds=5, checkpoint_every=2), stop=3)
+    yield (
+        "resumed after 3: saved every second round",
+        Case(changed(rounds=5, checkpoint_every=2), stop=3),
+    )
 
 
 def several() -> Iterator[tuple[str, Case]]:
@@ -453,7 +563,10 @@ def several() -> Iterator[tuple[str, Case]]:
         Case(changed(**LARGE, algorithm=by_rule("trimmed_mean", pre_step="nnm")), workers=2),
     )
     yield "2 workers: cnn", Case(changed(model={"name": "cnn", "hidden": 4}, rounds=1), workers=2)
-    yield "2 workers, resumed after 1: dissensus", Case(changed(**RESUMED["dissensus"]), workers=2, stop=1)
+    yield (
+        "2 workers, resumed after 1: dissensus",
+        Case(changed(**RESUMED["dissensus"]), workers=2, stop=1),
+    )
 
 
 # Running them
@@ -464,7 +577,9 @@ def digests_of(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             carry_out(case, Path(folder))
-        except Exception as error:  # another checkout may lack something: the other experiments go on
+        except (
+            Exception
+        ) as error:  # another checkout may lack something: the other experiments go on
             return {"error": f"{type(error).__name__}: {str(error).replace(folder, 'FOLDER')}"}
         return digested(Path(folder) / f"seed-{SEED}")
 
@@ -474,7 +589,14 @@ def carry_out(case: Case, folder: Path) -> None:
 
     def run(watch: Callable[[Any, int, Mapping[str, Any]], None], resume: bool) -> None:
         experiment = fedcb2o.load(case.table)
-        fedcb2o.run(experiment, out=folder, workers=case.workers, memory=case.memory, watch=watch, resume=resume)
+        fedcb2o.run(
+            experiment,
+            out=folder,
+            workers=case.workers,
+            memory=case.memory,
+            watch=watch,
+            resume=resume,
+        )
 
     def until(experiment: Any, seed: int, line: Mapping[str, Any]) -> None:
         if line["round"] == case.stop:
@@ -498,13 +620,17 @@ def digested(folder: Path) -> dict[str, Any]:
         rows = tensor[:, :dim].contiguous() if name == "models" else tensor
         found[f"checkpoint {name}"] = sha(bytes_of(rows))
         if name in ("models", "met"):
-            found[f"parts of checkpoint {name}"] = {f"row {j}": short(bytes_of(row)) for j, row in enumerate(rows)}
+            found[f"parts of checkpoint {name}"] = {
+                f"row {j}": short(bytes_of(row)) for j, row in enumerate(rows)
+            }
     for name in FILES:
         text = (folder / name).read_text()
         found[name] = sha(text.encode())
         lines = [json.loads(line) for line in (text.splitlines() if name.endswith("l") else [text])]
         found[f"parts of {name}"] = {
-            f"{key} of round {line['round']}" if name.endswith("l") else key: short(json.dumps(value).encode())
+            f"{key} of round {line['round']}" if name.endswith("l") else key: short(
+                json.dumps(value).encode()
+            )
             for line in lines
             for key, value in line.items()
         }
@@ -563,16 +689,28 @@ def compared(here: Digests, there: Digests, chosen: Callable[[str], Any]) -> int
 
 def surroundings() -> dict[str, str]:
     """What bits depend on beside the code."""
-    return {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.platform()}
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+    }
 
 
 def main() -> int:
     """Run, write and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the digests there")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with the digests there")
-    parser.add_argument("--only", metavar="PATTERN", help="experiments in whose name this regular expression is found")
-    parser.add_argument("--list", action="store_true", help="print the experiments' names, and run none")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="compare with the digests there"
+    )
+    parser.add_argument(
+        "--only",
+        metavar="PATTERN",
+        help="experiments in whose name this regular expression is found",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the experiments' names, and run none"
+    )
     options = parser.parse_args()
     chosen = re.compile(options.only or "", re.IGNORECASE).search
     some = {name: case for name, case in cases().items() if chosen(name)}
@@ -582,8 +720,13 @@ def main() -> int:
     if not some:
         parser.error(f"no experiment's name has {options.only!r} in it")
     there = json.loads(options.against.read_text()) if options.against else None
-    print(f"fedcb2o of {Path(fedcb2o.__file__).parent}, {len(some)} experiments", file=sys.stderr, flush=True)
-    start, here = time.perf_counter(), {}
+    print(
+        f"fedcb2o of {Path(fedcb2o.__file__).parent}, {len(some)} experiments",
+        file=sys.stderr,
+        flush=True,
+    )
+    start = time.perf_counter()
+    here = {}
     for i, (name, case) in enumerate(some.items(), 1):
         began = time.perf_counter()
         here[name] = digests_of(case)
@@ -592,14 +735,19 @@ def main() -> int:
         print(f"{i:>3}/{len(some)} {seconds:5.2f} s  {name}{told}", file=sys.stderr, flush=True)
     print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
     if options.out:
-        options.out.write_text(json.dumps({"surroundings": surroundings(), "digests": here}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"surroundings": surroundings(), "digests": here}, indent=1) + "\n"
+        )
     failed = sum("error" in found for found in here.values())
     if there is None:
         print(f"{len(here)} experiments, {failed} ended in an error")
         return 1 if failed else 0
     for key, value in surroundings().items():
         if (theirs := there["surroundings"].get(key)) != value:
-            print(f"Note: {key} is {value} here and {theirs} there: bits may differ for that.", file=sys.stderr)
+            print(
+                f"Note: {key} is {value} here and {theirs} there: bits may differ for that.",
+                file=sys.stderr,
+            )
     count = compared(here, there["digests"], chosen)
     print(f"{len(here)} experiments, {count} differ, {failed} ended in an error")
     return 1 if count else 0

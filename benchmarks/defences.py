@@ -25,15 +25,24 @@ from fedcb2o.report.grid_results import UNTIMED_PHASES
 
 def seconds(grid: Grid, defence: str, rounds: int, data_dir: Path | None) -> float:
     """The median over the rounds of one turn, without the first."""
-    attack, setting = next(iter(grid.attacks)), next(iter(grid.settings), "")
+    attack = next(iter(grid.attacks))
+    setting = next(iter(grid.settings), "")
     settings = grid.experiment(setting, defence, attack).settings()
     settings.pop("attack", None)
     settings["agents"]["malicious_role"] = "clean"
-    settings |= {"seeds": [0], "rounds": rounds + 1, "evaluate_every": rounds + 1, "checkpoint_every": rounds + 1}
+    settings |= {
+        "seeds": [0],
+        "rounds": rounds + 1,
+        "evaluate_every": rounds + 1,
+        "checkpoint_every": rounds + 1,
+    }
     with tempfile.TemporaryDirectory() as folder, one_thread():
         fedcb2o.run(fedcb2o.load(settings), out=Path(folder) / "run", workers=1, data_dir=data_dir)
         lines = next(Path(folder).rglob("timing.jsonl")).read_text(encoding="utf-8").splitlines()
-    took = [{part: s for part, s in json.loads(line).items() if part not in ("round", *UNTIMED_PHASES)} for line in lines[1:]]
+    took = [
+        {part: s for part, s in json.loads(line).items() if part not in ("round", *UNTIMED_PHASES)}
+        for line in lines[1:]
+    ]
     return statistics.median(sum(parts.values()) for parts in took)
 
 
@@ -54,8 +63,11 @@ def main() -> None:
     for _ in range(given.turns):
         for name, each in took.items():
             each.append(seconds(grid, name, given.rounds, given.data_dir))
-    median, least = ({name: of(each) for name, each in took.items()} for of in (statistics.median, min))
-    first, width = next(iter(took)), max(map(len, took))
+    median, least = (
+        {name: of(each) for name, each in took.items()} for of in (statistics.median, min)
+    )
+    first = next(iter(took))
+    width = max(map(len, took))
     print(f"{'seconds a round':{width}}  median   least    ratios of both")
     for name in took:
         ratios = "  ".join(f"{each[name] / each[first]:.2f}" for each in (median, least))

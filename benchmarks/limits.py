@@ -22,10 +22,12 @@ def multiplications(hidden: int) -> tuple[float, float]:
 
 def products(dtype: torch.dtype = torch.float32) -> dict[str, Product]:
     """Products like a round's, each with its floating-point operations."""
-    x, w = torch.randn(64, 32, 14, 14).to(dtype), torch.randn(64, 32, 5, 5).to(dtype)
+    x = torch.randn(64, 32, 14, 14).to(dtype)
+    w = torch.randn(64, 32, 5, 5).to(dtype)
     y, v = (t.to(memory_format=torch.channels_last) for t in (x, w))
     a, b = torch.randn(2, 2048, 2048).to(dtype)
-    convolution, square = 2.0 * 64 * 14 * 14 * 64 * 25 * 32, 2.0 * 2048**3
+    convolution = 2.0 * 64 * 14 * 14 * 64 * 25 * 32
+    square = 2.0 * 2048**3
 
     def by_onednn() -> torch.Tensor:
         with dispatch.use_kernels("onednn"):
@@ -50,7 +52,8 @@ def rate(world: object = None, dtype: torch.dtype = torch.float32) -> dict[str, 
     with torch.no_grad():
         for name, (count, product) in products(dtype).items():
             product()
-            seconds, end = [], time.perf_counter() + 0.5
+            seconds = []
+            end = time.perf_counter() + 0.5
             while len(seconds) < 5 or time.perf_counter() < end:
                 start = time.perf_counter()
                 product()

@@ -30,9 +30,13 @@ try:
     import cbx.dynamics
     from cbx.utils.torch_utils import to_torch_dynamic
 except ImportError:
-    raise SystemExit("this benchmark compares with cbx: .venv/bin/python -m pip install cbx==1.0.4") from None
+    raise SystemExit(
+        "this benchmark compares with cbx: .venv/bin/python -m pip install cbx==1.0.4"
+    ) from None
 
-ALPHA, SIGMA, DT = 30.0, 1.0, 0.01
+ALPHA = 30.0
+SIGMA = 1.0
+DT = 0.01
 CASES = ((1, 100, 20, 2000, 2.5), (1, 10_000, 100, 100, 2.0), (100, 100, 20, 200, 3.0))
 
 
@@ -64,7 +68,9 @@ def ours(start: torch.Tensor, steps: int) -> None:
 
 def cbx_numpy(start: torch.Tensor, steps: int) -> None:
     """The other one by NumPy."""
-    normal = functools.partial(np.random.Generator(np.random.SFC64(1)).standard_normal, dtype=start.numpy().dtype)
+    normal = functools.partial(
+        np.random.Generator(np.random.SFC64(1)).standard_normal, dtype=start.numpy().dtype
+    )
     dynamic = cbx.dynamics.CBO(
         rastrigin_numpy, f_dim="3D", check_f_dims=False, x=start.numpy(), noise="anisotropic", alpha=ALPHA, sigma=SIGMA,
         dt=DT, max_it=steps, verbosity=0, track_args={"names": []}, sampler=normal,
@@ -98,17 +104,27 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
-    print(f"{arguments.threads} thread(s), the least of {arguments.repeats} rounds, milliseconds a step")
+    print(
+        f"{arguments.threads} thread(s), the least of {arguments.repeats} rounds, milliseconds a step"
+    )
     for dtype in (torch.float32, torch.float64):
         for runs, n, dim, steps, goal in CASES:
-            start = torch.rand(runs, n, dim, dtype=dtype, generator=torch.Generator().manual_seed(1)) * 6 - 3
+            start = (
+                torch.rand(runs, n, dim, dtype=dtype, generator=torch.Generator().manual_seed(1))
+                * 6
+                - 3
+            )
             normals = Normals(list(range(runs)), "noise", n, dim, dtype=dtype, device=start.device)
             contenders: dict[str, Callable[[], object]] = {
                 "fedcb2o": lambda start=start, steps=steps: ours(start, steps),
                 "cbx numpy": lambda start=start, steps=steps: cbx_numpy(start, steps),
                 "cbx torch": lambda start=start, steps=steps: cbx_torch(start, steps),
-                "noise alone": lambda normals=normals, steps=steps: [normals.next() for _ in range(steps)],
-                "objective": lambda start=start, steps=steps: [rastrigin(start) for _ in range(steps)],
+                "noise alone": lambda normals=normals, steps=steps: [
+                    normals.next() for _ in range(steps)
+                ],
+                "objective": lambda start=start, steps=steps: [
+                    rastrigin(start) for _ in range(steps)
+                ],
             }
             taken: dict[str, list[float]] = {name: [] for name in contenders}
             for _ in range(arguments.repeats):
@@ -121,7 +137,8 @@ def main() -> None:
                 + ", ".join(f"{name} {time:.3g}" for name, time in least.items())
             )
             theirs = min(least["cbx numpy"], least["cbx torch"])
-            rate, floor = runs * n * dim / mine / 1e3, runs * n * dim / least["noise alone"] / 1e3
+            rate = runs * n * dim / mine / 1e3
+            floor = runs * n * dim / least["noise alone"] / 1e3
             print(
                 f"  {theirs / mine:.2f} times as fast as the faster back end of cbx (goal {goal});"
                 f" {rate:.1f} million particle-dimensions a second, of the noise alone {floor:.1f}:"

@@ -69,7 +69,8 @@ def make(work: Work) -> Agents:
 
 def train(agents: Agents, j: int, side: int, epochs: int) -> float:
     """LocalUpdate of agent j; the mean of its mini-batch losses."""
-    work, net = agents.work, agents.models[side][j]
+    work = agents.work
+    net = agents.models[side][j]
     optimiser = optim.SGD(net.parameters(), lr=work.lr, momentum=work.momentum)
     loader = DataLoader(TensorDataset(*work.train[j]), batch_size=work.batch_size, shuffle=True)
     net.train()
@@ -84,9 +85,13 @@ def train(agents: Agents, j: int, side: int, epochs: int) -> float:
     return sum(losses) / len(losses)
 
 
-def validate(net: Net, loader: DataLoader[tuple[Tensor, ...]], num_classes: int) -> tuple[float, Tensor, Tensor]:
+def validate(
+    net: Net, loader: DataLoader[tuple[Tensor, ...]], num_classes: int
+) -> tuple[float, Tensor, Tensor]:
     """The mean loss, the loss of each class, and how many samples of each class there are."""
-    total, by_class, counts = 0.0, torch.zeros(num_classes), torch.zeros(num_classes)
+    total = 0.0
+    by_class = torch.zeros(num_classes)
+    counts = torch.zeros(num_classes)
     net.eval()
     with torch.no_grad():
         for x, y in loader:
@@ -102,7 +107,8 @@ def aggregate(agents: Agents, j: int, side: int, peers: Sequence[int]) -> None:
 
     A malicious agent averages by the numbers of samples instead.
     """
-    work, nets = agents.work, agents.models[side]
+    work = agents.work
+    nets = agents.models[side]
     states = [nets[i].state_dict() for i in peers]
     held = work.validation[j]
     if held is None:
@@ -110,7 +116,8 @@ def aggregate(agents: Agents, j: int, side: int, peers: Sequence[int]) -> None:
     else:
         loader = DataLoader(TensorDataset(*held), batch_size=work.batch_size)
         own = validate(nets[j], loader, work.num_classes)
-        downloaded, gaps = Net(work.num_classes, work.hidden), []
+        downloaded = Net(work.num_classes, work.hidden)
+        gaps = []
         for state in states:
             downloaded.load_state_dict(state)
             _, by_class, counts = validate(downloaded, loader, work.num_classes)
@@ -119,7 +126,10 @@ def aggregate(agents: Agents, j: int, side: int, peers: Sequence[int]) -> None:
         weights = torch.exp(-work.alpha * (torch.stack(gaps) - min(gaps)))
     weights = weights / weights.sum()
     states.append(nets[j].state_dict())
-    average = {key: sum(w * state[key] for w, state in zip(weights, states, strict=True)) for key in states[0]}
+    average = {
+        key: sum(w * state[key] for w, state in zip(weights, states, strict=True))
+        for key in states[0]
+    }
     agents.models[1 - side][j].load_state_dict(average)
 
 
@@ -127,8 +137,12 @@ class Loop:
     """The loop in one process with `threads` threads, or in several processes of one thread each."""
 
     def __init__(self, agents: Agents, *, processes: int, threads: int) -> None:
-        self.agents, self.threads, self.side, self.pool = agents, threads, 0, None
-        many, few = f"{processes} processes", "1 process"
+        self.agents = agents
+        self.threads = threads
+        self.side = 0
+        self.pool = None
+        many = f"{processes} processes"
+        few = "1 process"
         self.name = f"{many if processes > 1 else few}, {threads} thread{'s' * (threads > 1)} each"
         if processes > 1:
             for net in (net for nets in agents.models for net in nets):
@@ -141,7 +155,9 @@ class Loop:
     ) -> dict[str, float]:
         """A round of the `chosen` agents, each with its peers; the seconds of its parts."""
         epochs = self.agents.work.epochs if epochs is None else epochs
-        order = sorted(chosen, key=lambda j: -len(self.agents.work.train[j][1]))  # the dearest first
+        order = sorted(
+            chosen, key=lambda j: -len(self.agents.work.train[j][1])
+        )  # the dearest first
         seconds = {}
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
@@ -151,7 +167,9 @@ class Loop:
         self._map(aggregate, [(j, self.side, peers[j]) for j in order])
         seconds["aggregate"] = time.perf_counter() - start - seconds["train"]
         torch.set_num_threads(before)
-        self.side = 1 - self.side if len(chosen) == len(peers) else self.side  # a part of the agents only tries
+        self.side = (
+            1 - self.side if len(chosen) == len(peers) else self.side
+        )  # a part of the agents only tries
         return seconds
 
     def _map(self, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> None:

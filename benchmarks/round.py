@@ -57,13 +57,18 @@ def random_images(*, per_class: int = 250, test_per_class: int = 296) -> Dataset
     y = torch.arange(NUM_CLASSES).repeat(per_class)
     x = torch.from_numpy(draw.integers(0, 256, (len(y), 1, 28, 28), dtype=np.uint8))
     again = torch.arange(test_per_class * NUM_CLASSES) % len(y)
-    return Dataset(pool=Shard(x, y), test=Shard(x[again], y[again]), class_names=tuple(map(str, range(NUM_CLASSES))))
+    return Dataset(
+        pool=Shard(x, y),
+        test=Shard(x[again], y[again]),
+        class_names=tuple(map(str, range(NUM_CLASSES))),
+    )
 
 
 def experiment_of(small: bool, real: bool) -> Experiment:
     """The speed setting, made from the preset of the paper's full size."""
     hidden = {"hidden": SMALL["model.hidden"]} if small else {}
-    probed, images = architectures.cnn((1, 28, 28), NUM_CLASSES, **hidden), torch.zeros(64, 1, 28, 28)
+    probed = architectures.cnn((1, 28, 28), NUM_CLASSES, **hidden)
+    images = torch.zeros(64, 1, 28, 28)
     by = {
         "linear": autotune.fastest_linear(),
         "convolution": autotune.fastest_single_convolution(probed, images, "float32"),
@@ -95,20 +100,31 @@ class Library:
 
 
 @contextlib.contextmanager
-def library(experiment: Experiment, dataset: Dataset, cores: int, options: argparse.Namespace) -> Iterator[Library]:
+def library(
+    experiment: Experiment, dataset: Dataset, cores: int, options: argparse.Namespace
+) -> Iterator[Library]:
     """A side of the library: `cores` processes that share its models."""
     prepared = build.prepare_seed(experiment, 0, dataset)
     dim = prepared.spec.dim
     make = functools.partial(build.build_full_group, experiment, 0, dataset.names, dim)
-    with shared_memory.allocate_shared(build.tensor_specs(dataset, experiment.num_models, dim)) as shared:
+    with shared_memory.allocate_shared(
+        build.tensor_specs(dataset, experiment.num_models, dim)
+    ) as shared:
         tensors = shared.tensors()
         for name, tensor in dataset_tensors(dataset).items():
             tensors[name].copy_(tensor)
         block = prepared.build_agent_group(tensors["models"][:, :dim])
         agents = range(prepared.spec.num_agents)
-        build.init_models_(block.models[: len(agents)], prepared.experiment, prepared.seed, prepared.dataset, agents)
+        build.init_models_(
+            block.models[: len(agents)],
+            prepared.experiment,
+            prepared.seed,
+            prepared.dataset,
+            agents,
+        )
         workers: PoolExecutor[AgentGroup] = PoolExecutor(cores, shared, make)
-        engine, memory = LocalEngine(block, workers), AgentState.initial(len(agents))
+        engine = LocalEngine(block, workers)
+        memory = AgentState.initial(len(agents))
         made = run_rounds(engine, memory, 0, options.rounds, lambda n: options.evaluate)
         yield Library(block, workers, made, [], [])
 
@@ -121,7 +137,8 @@ def shard_of(holdings: AgentData, j: int) -> Shard:
 
 def work_of(block: AgentGroup, experiment: Experiment) -> plain.Work:
     """What the library's agents hold and do, for the loop: float images, as a loop would keep them."""
-    holdings, training = block.data, block.spec.training
+    holdings = block.data
+    training = block.spec.training
     everyone = range(block.spec.num_agents)
     shards = [shard_of(holdings, j) for j in everyone]
     held = [Shard(*(each[0] for each in holdings.validation_data(np.array([j])))) for j in everyone]
@@ -140,8 +157,12 @@ def work_of(block: AgentGroup, experiment: Experiment) -> plain.Work:
 
 def peers_of(terms: RunSpec, n: int) -> list[list[int]]:
     """Whom each agent of the loop downloads from: `budget` others at random."""
-    draw, everyone = np.random.default_rng(n), range(terms.num_agents)
-    return [draw.choice([i for i in everyone if i != j], terms.budget, replace=False).tolist() for j in everyone]
+    draw = np.random.default_rng(n)
+    everyone = range(terms.num_agents)
+    return [
+        draw.choice([i for i in everyone if i != j], terms.budget, replace=False).tolist()
+        for j in everyone
+    ]
 
 
 def operations(terms: RunSpec, trained: int, validated: int, hidden: int) -> dict[str, float]:
@@ -160,8 +181,10 @@ def operations(terms: RunSpec, trained: int, validated: int, hidden: int) -> dic
 
 def ready(block: AgentGroup) -> None:
     """Have a worker make its block and take a step on a copy of a model, before a round is timed."""
-    terms, theta = block.spec, block.models[:1].clone()
-    shard, training = shard_of(block.data, 0), dataclasses.replace(terms.training, local_steps=1)
+    terms = block.spec
+    theta = block.models[:1].clone()
+    shard = shard_of(block.data, 0)
+    training = dataclasses.replace(terms.training, local_steps=1)
     with dispatch.use_kernels(terms.kernels.linear, terms.kernels.convolution):
         local_update_(theta[0], terms.module, shard, training, stream(terms.seed, "ready"))
         logits(terms.module, theta, torch.tensor([0]), shard.x[:100])
@@ -180,7 +203,8 @@ def fastest(agents: plain.Agents, terms: RunSpec, cores: int) -> tuple[plain.Loo
         tried.append((min(found), processes, threads))
         loop.close()
     told = "; ".join(
-        f"{p} process{'es' * (p > 1)} of {t} thread{'s' * (t > 1)}: {seconds:.2f} s" for seconds, p, t in tried
+        f"{p} process{'es' * (p > 1)} of {t} thread{'s' * (t > 1)}: {seconds:.2f} s"
+        for seconds, p, t in tried
     )
     _, processes, threads = min(tried)
     return plain.Loop(agents, processes=processes, threads=threads), told
@@ -203,19 +227,29 @@ class Others:
 
     def told(self) -> str:
         """In words, since this was made."""
-        (clock, machine, ours), (clock_before, machine_before, ours_before) = self._now(), self.start
+        (clock, machine, ours), (clock_before, machine_before, ours_before) = (
+            self._now(),
+            self.start,
+        )
         busy = (machine - machine_before - ours + ours_before) / (clock - clock_before)
         return f"; others kept {max(0.0, busy):.1f} cores busy" if machine else ""
 
     def _now(self) -> tuple[float, float, float]:
         """Seconds of the clock, of all processors' work, and of the work of this process and its descendants."""
-        ours, stat = 0, Path("/proc/stat")
+        ours = 0
+        stat = Path("/proc/stat")
         if not stat.exists():
             return time.perf_counter(), 0.0, 0.0
-        user, nice, system, _, _, *interrupts = map(int, stat.read_text().splitlines()[0].split()[1:8])
+        user, nice, system, _, _, *interrupts = map(
+            int, stat.read_text().splitlines()[0].split()[1:8]
+        )
         for pid in family(os.getpid()):
             with contextlib.suppress(OSError):  # it has ended
-                ours += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+                ours += sum(
+                    map(
+                        int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+                    )
+                )
         tick = os.sysconf("SC_CLK_TCK")
         return time.perf_counter(), (user + nice + system + sum(interrupts)) / tick, ours / tick
 
@@ -235,27 +269,43 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each side (default 3)")
-    parser.add_argument("--small", action="store_true", help="a quick check with a small network and few samples")
-    parser.add_argument("--evaluate", action="store_true", help="also time a test evaluation after each round")
-    parser.add_argument("--data-dir", type=Path, help="the folder of the EMNIST files, instead of random images")
+    parser.add_argument(
+        "--small", action="store_true", help="a quick check with a small network and few samples"
+    )
+    parser.add_argument(
+        "--evaluate", action="store_true", help="also time a test evaluation after each round"
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, help="the folder of the EMNIST files, instead of random images"
+    )
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    print(f"{processor()}, {cores} cores; Python {platform.python_version()}, torch {torch.__version__}", flush=True)
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    print(
+        f"{processor()}, {cores} cores; Python {platform.python_version()}, torch {torch.__version__}",
+        flush=True,
+    )
     experiment = experiment_of(options.small, options.data_dir is not None)
     dataset = load_dataset(experiment, options.data_dir)
     rates = {precision: [rate(dtype=dtype)] for precision, dtype in PRECISIONS.items()}
     with contextlib.ExitStack() as stack:
         sides = {
             precision: stack.enter_context(
-                library(load(experiment, {"training.precision": precision}), dataset, cores, options)
+                library(
+                    load(experiment, {"training.precision": precision}), dataset, cores, options
+                )
             )
             for precision in PRECISIONS
         }
-        block, workers = sides["float32"].block, sides["float32"].workers
-        terms, holdings = block.spec, block.data
-        trained, validated = len(holdings.train.values), len(holdings.validation.values)
+        block = sides["float32"].block
+        workers = sides["float32"].workers
+        terms = block.spec
+        holdings = block.data
+        trained = len(holdings.train.values)
+        validated = len(holdings.validation.values)
         print(
             f"N = {terms.num_agents}, M = {terms.budget}, d = {terms.dim:,}, {trained:,} training samples,"
             f" tau = {terms.training.local_epochs}, batches of {terms.training.batch_size},"
@@ -274,7 +324,10 @@ def main() -> None:
             theirs.append(loop.round(range(terms.num_agents), peers_of(terms, n)))
             line("plain", theirs[-1], others.told())
         loop.close()
-        together = {precision: workers.map(rate, [(dtype,)] * cores) for precision, dtype in PRECISIONS.items()}
+        together = {
+            precision: workers.map(rate, [(dtype,)] * cores)
+            for precision, dtype in PRECISIONS.items()
+        }
     for precision, dtype in PRECISIONS.items():
         rates[precision].append(rate(dtype=dtype))
 
@@ -288,7 +341,9 @@ def main() -> None:
     line("plain", plain_loop)
     for precision, side in sides.items():
         seconds = statistics.median(sum(s.values()) for s in side.found)
-        best, product = max((value, name) for found in rates[precision] for name, value in found.items())
+        best, product = max(
+            (value, name) for found in rates[precision] for name, value in found.items()
+        )
         at_once = sum(max(found.values()) for found in together[precision])
         limit = total / (best * cores)
         print(
@@ -298,15 +353,20 @@ def main() -> None:
         for part, count in counts.items():
             at_best = count / (best * cores)
             took = middle(side.found)[part]
-            print(f"  {part:<10} {count / 1e12:8.3f} TFLOP, {at_best:8.2f} s, the library takes {took:8.2f} s")
+            print(
+                f"  {part:<10} {count / 1e12:8.3f} TFLOP, {at_best:8.2f} s, the library takes {took:8.2f} s"
+            )
         print(
             f"  the library takes {seconds / limit:.2f} times the limit; the plain loop in float32 takes"
             f" {plain_seconds / seconds:.2f} times as long as the library"
         )
         if side.evaluations:
-            evaluation, every = statistics.median(side.evaluations), experiment.evaluate_every
+            evaluation = statistics.median(side.evaluations)
+            every = experiment.evaluate_every
             share = evaluation / (every * seconds + evaluation)
-            print(f"  a test evaluation takes {evaluation:.2f} s: {share:.1%} of a run with one in {every} rounds")
+            print(
+                f"  a test evaluation takes {evaluation:.2f} s: {share:.1%} of a run with one in {every} rounds"
+            )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ from fedcb2o.parallel.executors import one_thread
 from fedcb2o.records import RoundLog
 from fedcb2o.simulation.rounds import run_rounds
 
-FEATURES, CLASSES, SAMPLES = 20, 10, 20
+FEATURES = 20
+CLASSES = 10
+SAMPLES = 20
 PHASES = ("train", "aggregate", "mix", "records")
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -66,7 +68,9 @@ def experiment_of(agents: int, budget: int, hidden: int | None) -> Experiment:
                 "malicious_samples": SAMPLES * 4 // 5,
                 "budget": budget,
             },
-            "model": {"name": "logistic"} if hidden is None else {"name": "mlp", "hidden": [hidden]},
+            "model": {"name": "logistic"}
+            if hidden is None
+            else {"name": "mlp", "hidden": [hidden]},
             "training": {"gamma": 0.05, "batch_size": 8, "local_epochs": 1},
             "algorithm": {"name": "fedcb2o", "own_model": "trusted", "mixing_factor": 1.0},
             "attack": {"name": "label_flip", "source": 9, "target": 4},
@@ -94,10 +98,15 @@ def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, fl
     with ExitStack() as stack:
         engine = open_local_engine(stack, prepared, MemoryPlan(count, 0, 0))
         build.init_models_(
-            engine.group.models[: prepared.num_persistent_rows], prepared.experiment, 0, dataset, range(prepared.num_persistent_rows)
+            engine.group.models[: prepared.num_persistent_rows],
+            prepared.experiment,
+            0,
+            dataset,
+            range(prepared.num_persistent_rows),
         )
         log = RoundLog(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        memory, aim = AgentState.initial(prepared.spec.num_agents), attack_goal(experiment)
+        memory = AgentState.initial(prepared.spec.num_agents)
+        aim = attack_goal(experiment)
         marks: list[float] = []
 
         def tell(n: int, phase: str) -> None:
@@ -114,8 +123,14 @@ def measure(experiment: Experiment, count: int, num_rounds: int) -> dict[str, fl
             log.append("pairs", pairs_record(done))
             ended = processor_seconds()
             mixed = marks[2] - marks[1]
-            share = wall["aggregate"] / sum(wall.values())  # processor time is known for both together
-            line = {"train": marks[1] - marks[0], "aggregate": mixed * share, "mix": mixed * (1 - share)}
+            share = wall["aggregate"] / sum(
+                wall.values()
+            )  # processor time is known for both together
+            line = {
+                "train": marks[1] - marks[0],
+                "aggregate": mixed * share,
+                "mix": mixed * (1 - share),
+            }
             line["records"] = ended - began
             if len(marks) == 4:
                 line["evaluate"] = marks[3] - marks[2]
@@ -129,13 +144,26 @@ def operations(experiment: Experiment, dim: int) -> float:
     """Floating-point operations of an agent and round: training, and judging M models and the own one."""
     agents = experiment.agents
     trained = 6.0 * dim * SAMPLES * 4 / 5
-    judged = 2.0 * dim * (agents.budget + 1) * SAMPLES / 5 * agents.benign / (agents.benign + agents.malicious)
+    judged = (
+        2.0
+        * dim
+        * (agents.budget + 1)
+        * SAMPLES
+        / 5
+        * agents.benign
+        / (agents.benign + agents.malicious)
+    )
     return trained + judged
 
 
 def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What is measured, a line each."""
-    base = {"agents": options.agents, "budget": options.budget, "hidden": options.hidden, "workers": options.workers}
+    base = {
+        "agents": options.agents,
+        "budget": options.budget,
+        "hidden": options.hidden,
+        "workers": options.workers,
+    }
     sizes: dict[str, list[Any]] = {
         "agents": [100, 300, 1000] if options.small else [100, 1000, 10_000],
         "budget": [1, 4, 16, 64],
@@ -155,10 +183,14 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure each case and print a line for it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--in", dest="along", choices=["agents", "budget", "dim", "workers"], help="what grows")
+    parser.add_argument(
+        "--in", dest="along", choices=["agents", "budget", "dim", "workers"], help="what grows"
+    )
     parser.add_argument("--agents", type=int, help="N (default 1000, where something else grows)")
     parser.add_argument("--budget", type=int, default=4, help="M (default 4)")
-    parser.add_argument("--hidden", type=int, help="a hidden layer of so many units (default none: d = 210)")
+    parser.add_argument(
+        "--hidden", type=int, help="a hidden layer of so many units (default none: d = 210)"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default 3)")
     parser.add_argument("--small", action="store_true", help="up to 1,000 agents: some seconds")
@@ -166,7 +198,9 @@ def main() -> None:
     if not Path("/proc/self/stat").exists():
         sys.exit("this benchmark reads /proc/PID/stat, which only Linux has")
     best = max(rate().values())
-    print(f"one core's best rate: {best / 1e9:.0f} GFLOP/s; microseconds of processor time for an agent and round")
+    print(
+        f"one core's best rate: {best / 1e9:.0f} GFLOP/s; microseconds of processor time for an agent and round"
+    )
     names = (*PHASES, "all", "limit", "a round, s", "evaluation")
     print(f"{'N':>7} {'M':>4} {'d':>8} {'workers':>8}", *(f"{name:>11}" for name in names))
     for case in cases(options):
@@ -175,8 +209,16 @@ def main() -> None:
         total = sum(found[name] for name in PHASES)
         each = [1e6 * found[name] / case["agents"] for name in PHASES]
         limit = 1e6 * operations(experiment, int(found["dim"])) / best
-        numbers = [*each, 1e6 * total / case["agents"], limit, total, 1e6 * found["evaluate"] / case["agents"]]
-        start = f"{case['agents']:>7,} {case['budget']:>4} {int(found['dim']):>8,} {case['workers']:>8}"
+        numbers = [
+            *each,
+            1e6 * total / case["agents"],
+            limit,
+            total,
+            1e6 * found["evaluate"] / case["agents"],
+        ]
+        start = (
+            f"{case['agents']:>7,} {case['budget']:>4} {int(found['dim']):>8,} {case['workers']:>8}"
+        )
         print(start, *(f"{number:>11.2f}" for number in numbers), flush=True)
 
 

@@ -34,7 +34,9 @@ for path in sorted((HERE.parent / "src").rglob("*.*")):
     if path.suffix in {".py", ".toml"}:
         source.update(path.read_bytes())
 nb_execution_mode = "cache"
-nb_execution_cache_path = str(HERE.parent / "build" / "docs" / "notebooks" / source.hexdigest()[:16])
+nb_execution_cache_path = str(
+    HERE.parent / "build" / "docs" / "notebooks" / source.hexdigest()[:16]
+)
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600

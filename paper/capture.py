@@ -34,7 +34,9 @@ LEVELS = (0.0, 0.001, 0.01, 0.1)
 BETAS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 SIZES = (200, 1000, 10_000)
 LEFT = (0, 1, 2, 3, 4, 5, 6, 8, 10, 16, 24, 32, 50, 100, 250, 500)  # (beta - w_m) N
-Border = dict[str, dict[int, dict[int, tuple[torch.Tensor, bool]]]]  # by quantile, N and how many are left
+Border = dict[
+    str, dict[int, dict[int, tuple[torch.Tensor, bool]]]
+]  # by quantile, N and how many are left
 SETTINGS: dict[str, Any] = {
     "alpha": 1000.0,
     "beta": 0.05,
@@ -61,7 +63,9 @@ def distance(result: Result) -> torch.Tensor:
     return (result.x - torch.tensor(CIRCLE.target)).norm(dim=-1)
 
 
-def errors(at: tuple[float, ...], w_m: float, *, num_particles: int, runs: int, **settings: float) -> torch.Tensor:
+def errors(
+    at: tuple[float, ...], w_m: float, *, num_particles: int, runs: int, **settings: float
+) -> torch.Tensor:
     """The error of every run, [runs], under attackers at a point with that share."""
     attack = [adversaries.static(1, at, mass=w_m)] if w_m else []
     return distance(run(adversaries=attack, num_particles=num_particles, runs=runs, **settings))
@@ -71,13 +75,19 @@ def border(quantile: str, num_particles: int, left: int, runs: int) -> tuple[tor
     """The error of every run where attackers leave so many of beta N, [runs], and whether `minimize` warns of that."""
     num_malicious = round(SETTINGS["beta"] * num_particles) - left
     attack = [adversaries.static(num_malicious, CIRCLE.bad)] if num_malicious else []
-    found = run(adversaries=attack, num_particles=num_particles - num_malicious, runs=runs, quantile=quantile)
+    found = run(
+        adversaries=attack,
+        num_particles=num_particles - num_malicious,
+        runs=runs,
+        quantile=quantile,
+    )
     return distance(found), bool(found.notes)
 
 
 def told(values: torch.Tensor) -> str:
     """Median and, where it differs, the largest."""
-    middle, most = f"{values.median():.2g}", f"{values.max():.2g}"
+    middle = f"{values.median():.2g}"
+    most = f"{values.max():.2g}"
     return middle if middle == most else f"{middle} ({most})"
 
 
@@ -89,21 +99,35 @@ def table(title: str, head: tuple[float, ...], rows: dict[str, list[torch.Tensor
         print(f"| {name} | " + " | ".join(map(told, values)) + " |", flush=True)
 
 
-def draw(path: Path, by_share: dict[str, list[torch.Tensor]], by_beta: dict[str, list[torch.Tensor]]) -> None:
+def draw(
+    path: Path, by_share: dict[str, list[torch.Tensor]], by_beta: dict[str, list[torch.Tensor]]
+) -> None:
     """Write the figure."""
     with rc_context(STYLE):
         figure = Figure(figsize=(9.6, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)
         for ax, x, rows in ((left, SHARES, by_share), (right, BETAS, by_beta)):
             for k, (name, values) in enumerate(rows.items()):
-                look = {"color": PALETTE[k], "linestyle": LINE_STYLES[k], "marker": "osD^"[k], "markersize": 5}
+                look = {
+                    "color": PALETTE[k],
+                    "linestyle": LINE_STYLES[k],
+                    "marker": "osD^"[k],
+                    "markersize": 5,
+                }
                 ax.plot(x, [each.median() for each in values], label=name, **look)
             ax.set_yscale("log")
             ax.set_ylim(2e-4, 4)
             ax.set_ylabel("distance to the target")
             ax.legend(fontsize=9)
         left.axvline(0.05, color="0.35", linewidth=0.8)
-        left.annotate("w_m = beta", (0.05, 4), xytext=(3, -3), textcoords="offset points", va="top", fontsize=8)
+        left.annotate(
+            "w_m = beta",
+            (0.05, 4),
+            xytext=(3, -3),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+        )
         left.set_title("(a) Attackers at a bad minimiser of L")
         left.set_xlabel("share w_m of the attackers")
         right.set_title("(b) Attackers at the minimiser of G")
@@ -114,7 +138,11 @@ def draw(path: Path, by_share: dict[str, list[torch.Tensor]], by_beta: dict[str,
 def measure_border(runs: int) -> Border:
     """Measure the border and print it as a table, with a star where `minimize` warns."""
     found: Border = {quantile: {n: {} for n in SIZES} for quantile in ("plain", "averaged")}
-    print("\n| (beta - w_m) N | " + " | ".join(f"{quantile}, N = {n:,}" for quantile in found for n in SIZES) + " |")
+    print(
+        "\n| (beta - w_m) N | "
+        + " | ".join(f"{quantile}, N = {n:,}" for quantile in found for n in SIZES)
+        + " |"
+    )
     print("|---:" * (1 + 2 * len(SIZES)) + "|")
     for left in LEFT:
         cells = []
@@ -129,33 +157,56 @@ def measure_border(runs: int) -> Border:
 
 def draw_border(path: Path, found: Border) -> None:
     """Write the figure of the border: the error over w_m / beta, whose axis is logarithmic in the distance to 1."""
-    ticks, end = (0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998), 1.1e-3  # where 1 itself is shown
+    ticks, end = (
+        (0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998),
+        1.1e-3,
+    )  # where 1 itself is shown
 
     def place(ratio: float) -> float:
         return -math.log10(max(1 - ratio, end))
 
     with rc_context(STYLE):
         figure = Figure(figsize=(9.6, 4.1), layout="constrained")
-        for ax, (quantile, sizes) in zip(figure.subplots(1, 2, sharey=True), found.items(), strict=True):
+        for ax, (quantile, sizes) in zip(
+            figure.subplots(1, 2, sharey=True), found.items(), strict=True
+        ):
             for k, (n, rows) in enumerate(sizes.items()):
                 x = [place(1 - left / (SETTINGS["beta"] * n)) for left in rows]
                 low, middle, high = (
-                    [float(getattr(errors, name)()) for errors, _ in rows.values()] for name in ("min", "median", "max")
+                    [float(getattr(errors, name)()) for errors, _ in rows.values()]
+                    for name in ("min", "median", "max")
                 )
                 look = {"color": PALETTE[k], "zorder": 3 - k}
                 ax.plot(x, middle, linestyle=LINE_STYLES[k], label=f"N = {n:,}", **look)
                 ax.vlines(x, low, high, linewidth=1, alpha=0.5, **look)
                 for warned in (False, True):
-                    at = [j for j, (_, is_warned) in enumerate(rows.values()) if is_warned == warned]
+                    at = [
+                        j for j, (_, is_warned) in enumerate(rows.values()) if is_warned == warned
+                    ]
                     face = "white" if warned else PALETTE[k]
                     points = [x[j] for j in at], [middle[j] for j in at]
-                    ax.plot(*points, linestyle="none", marker="osD"[k], markersize=5.5, markerfacecolor=face, **look)
-            ax.plot([], [], "o", color="0.3", markerfacecolor="white", label="minimize warns (hollow)")
+                    ax.plot(
+                        *points,
+                        linestyle="none",
+                        marker="osD"[k],
+                        markersize=5.5,
+                        markerfacecolor=face,
+                        **look,
+                    )
+            ax.plot(
+                [], [], "o", color="0.3", markerfacecolor="white", label="minimize warns (hollow)"
+            )
             ax.set_yscale("log")
             ax.set_ylim(1e-4, 4)
-            ax.set_xticks([*map(place, ticks), place(1)], [*(f"{tick:g}" for tick in ticks), "1"], fontsize=8.5)
+            ax.set_xticks(
+                [*map(place, ticks), place(1)],
+                [*(f"{tick:g}" for tick in ticks), "1"],
+                fontsize=8.5,
+            )
             ax.set_xlabel("w_m / beta")
-            ax.set_title(f"({'a' if quantile == 'plain' else 'b'}) {quantile.capitalize()} quantile")
+            ax.set_title(
+                f"({'a' if quantile == 'plain' else 'b'}) {quantile.capitalize()} quantile"
+            )
         figure.axes[0].set_ylabel("distance to the target")
         figure.axes[1].legend(fontsize=9, loc="lower right")
         figure.savefig(path, dpi=110)
@@ -176,11 +227,13 @@ def main() -> None:
         return
     size = {"num_particles": arguments.num_particles, "runs": arguments.runs}
     by_share = {
-        f"delta_q = {level:g}": [errors(CIRCLE.bad, w_m, delta_q=level, **size) for w_m in SHARES] for level in LEVELS
+        f"delta_q = {level:g}": [errors(CIRCLE.bad, w_m, delta_q=level, **size) for w_m in SHARES]
+        for level in LEVELS
     }
     table("attackers at (-1, 0), w_m =", SHARES, by_share)
     by_beta = {
-        f"w_m = {w_m:g}": [errors(CIRCLE.lure, w_m, beta=beta, **size) for beta in BETAS] for w_m in (0.0, 0.1, 0.3)
+        f"w_m = {w_m:g}": [errors(CIRCLE.lure, w_m, beta=beta, **size) for beta in BETAS]
+        for w_m in (0.0, 0.1, 0.3)
     }
     table("attackers at (2, 0), beta =", BETAS, by_beta)
     if arguments.figure:

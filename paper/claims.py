@@ -63,10 +63,25 @@ PAPER = pd.DataFrame(  # tab:baselines, and tab:FedCB2O_T_G with T_G = 30, 20 an
 # The largest difference that the paper calls similar, comparable or very close, rounded up to half a point: 0.17, 8.07
 # and 7.65. The smallest that it calls a difference are 0.85, 15.50 and 16.50.
 MARGIN = {ACCURACY: 0.5, SOURCE: 8.5, SUCCESS: 8.0}
-EQUAL = (2 / 3, 3 / 2)  # "comparable", "nearly equal", of a ratio that the paper shows in a figure alone
+EQUAL = (
+    2 / 3,
+    3 / 2,
+)  # "comparable", "nearly equal", of a ratio that the paper shows in a figure alone
 MINIMAL = (-math.inf, 0.1)  # "minimal", of such a ratio
-VARIANTS = ("-trusted", "-released", "-paper", "-held-out", "")  # the last two are not the paper's Algorithm 2
-CURVES = ("fedcbo", "fedcbo-alpha10", "oracle-min", "oracle-max", *(f"fedcb2o{variant}" for variant in VARIANTS))
+VARIANTS = (
+    "-trusted",
+    "-released",
+    "-paper",
+    "-held-out",
+    "",
+)  # the last two are not the paper's Algorithm 2
+CURVES = (
+    "fedcbo",
+    "fedcbo-alpha10",
+    "oracle-min",
+    "oracle-max",
+    *(f"fedcb2o{variant}" for variant in VARIANTS),
+)
 MOST = len(figures.PALETTE)  # methods in one picture; of more, those of CURVES
 JUDGED_ALIKE = "FedCBO, judging by samples of the same kind"
 """What stands for FedCBO where it holds validation data out as FedCB2O does, or neither does: only then are losses of
@@ -109,7 +124,12 @@ def values(run: Run) -> pd.DataFrame:
     columns["elsewhere"] = _elsewhere(run)
     if run.config["algorithm"]["name"] == "fedcbo":
         columns["malicious_loss"] = _malicious_loss(run)
-    same = pair_statistics(run).query("relation == 'same'").set_index(["peer", "cluster", "seed"]).sort_index()
+    same = (
+        pair_statistics(run)
+        .query("relation == 'same'")
+        .set_index(["peer", "cluster", "seed"])
+        .sort_index()
+    )
     for cluster in sorted(same.index.unique("cluster")):
         benign, malicious = (same.loc[(peer, cluster)] for peer in ("benign", "malicious"))
         columns[f"benign_picked_{cluster + 1}"] = benign.frequency
@@ -129,7 +149,11 @@ def pictured(found: Values) -> list[figures.Curve]:
     names = [name for name in found if name in CURVES or len(found) <= MOST]
     switches = {name: re.search(r"-tg(\d+)$", name) for name in names}
     return [
-        figures.Curve(name, (found[name] / 100).reset_index(), int(match[1]) if (match := switches[name]) else 0)
+        figures.Curve(
+            name,
+            (found[name] / 100).reset_index(),
+            int(match[1]) if (match := switches[name]) else 0,
+        )
         for name in names
     ]
 
@@ -147,7 +171,13 @@ def _elsewhere(run: Run) -> "pd.Series[float]":
     """For each seed, the share of the weight that benign agents late in the run gave to peers of the other cluster."""
     pairs = last_fifth(_given(run))
     given = pairs.groupby("seed").weight.sum()
-    return pairs[pairs.cluster != pairs.there].groupby("seed").weight.sum().reindex(given.index, fill_value=0.0) / given
+    return (
+        pairs[pairs.cluster != pairs.there]
+        .groupby("seed")
+        .weight.sum()
+        .reindex(given.index, fill_value=0.0)
+        / given
+    )
 
 
 def _malicious_loss(run: Run) -> "pd.Series[float]":
@@ -176,15 +206,27 @@ def columns(known: Values) -> dict[str, dict[str, str]]:
     found = {}
     for variant in VARIANTS:
         fedcb2o = f"fedcb2o{variant}"
-        whole = {match[0]: match[1] for name in known if not variant and (match := re.fullmatch(r"fedcbo(-\d+)", name))}
+        whole = {
+            match[0]: match[1]
+            for name in known
+            if not variant and (match := re.fullmatch(r"fedcbo(-\d+)", name))
+        }
         own = [f"fedcbo{variant}"] if variant and f"fedcbo{variant}" in known else []
         if not own or len(known[own[0]]) < len(known.get(fedcb2o, ())):
             own += ["fedcbo-alpha10", "fedcbo"]
-        later = {int(match[1]): name for name in known if (match := re.fullmatch(rf"{fedcb2o}-tg(\d+)", name))}
+        later = {
+            int(match[1]): name
+            for name in known
+            if (match := re.fullmatch(rf"{fedcb2o}-tg(\d+)", name))
+        }
         switched = [later[start] for start in sorted(later)]
         for fedcbo in [*whole, *own] if fedcb2o in known else []:
             end = whole.get(fedcbo, "")
-            stands = {"FedCBO": fedcbo, "FedCB2O": fedcb2o, "FedCBO without attack": f"{fedcbo}-clean"}
+            stands = {
+                "FedCBO": fedcbo,
+                "FedCB2O": fedcb2o,
+                "FedCBO without attack": f"{fedcbo}-clean",
+            }
             stands |= {"Oracle Min": f"oracle-min{end}", "Oracle Max": f"oracle-max{end}"}
             if variant or fedcbo in whole:
                 stands[JUDGED_ALIKE] = fedcbo
@@ -196,39 +238,85 @@ def columns(known: Values) -> dict[str, dict[str, str]]:
                 stands |= {"with an earlier T_G": switched[0], "with a later T_G": switched[-1]}
             stands["FedCB2O of Fig. 6"] = stands.get("FedCB2O with T_G", fedcb2o)
             if fedcbo in known:
-                found[f"`{fedcbo}`, `{fedcb2o}`"] = {role: name for role, name in stands.items() if name in known}
+                found[f"`{fedcbo}`, `{fedcb2o}`"] = {
+                    role: name for role, name in stands.items() if name in known
+                }
     return found
 
 
 def claims() -> Iterator[Claim]:
     """All claims of sec:experiments, in its order."""
     flat = "FedCBO with alpha = 2"
-    yield _more("Settings", "alpha = 10 yields better performance of FedCBO, overall", ACCURACY, "FedCBO", flat)
+    yield _more(
+        "Settings",
+        "alpha = 10 yields better performance of FedCBO, overall",
+        ACCURACY,
+        "FedCBO",
+        flat,
+    )
     yield _more("Settings", "and on the source class", SOURCE, "FedCBO", flat)
     yield _less("Settings", "and in ASR", SUCCESS, "FedCBO", flat)
     yield _second("Oracle Max is the best or second-best overall", ACCURACY)
     yield _second("and on the source class", SOURCE)
     yield _second("and in ASR", SUCCESS)
-    yield _alike("(i)", "Oracle Min is similar to Oracle Max on the source class", SOURCE, "Oracle Min", "Oracle Max")
+    yield _alike(
+        "(i)",
+        "Oracle Min is similar to Oracle Max on the source class",
+        SOURCE,
+        "Oracle Min",
+        "Oracle Max",
+    )
     yield _alike("(i)", "and in ASR", SUCCESS, "Oracle Min", "Oracle Max")
     yield _less("(i)", "but lower overall", ACCURACY, "Oracle Min", "Oracle Max")
-    yield _alike("(ii)", "FedCBO is comparable to Oracle Max overall", ACCURACY, "FedCBO", "Oracle Max")
+    yield _alike(
+        "(ii)", "FedCBO is comparable to Oracle Max overall", ACCURACY, "FedCBO", "Oracle Max"
+    )
     attack = "since the attack has minimal impact on overall accuracy"
     yield _no_worse("(ii)", attack, ACCURACY, "FedCBO", "FedCBO without attack")
-    yield _of("(ii)", "FedCBO finds the clusters", "weight on the other cluster", "elsewhere", "FedCBO", MINIMAL)
-    yield _less("(ii)", "but degrades significantly on the source class", SOURCE, "FedCBO", "Oracle Max")
+    yield _of(
+        "(ii)",
+        "FedCBO finds the clusters",
+        "weight on the other cluster",
+        "elsewhere",
+        "FedCBO",
+        MINIMAL,
+    )
+    yield _less(
+        "(ii)", "but degrades significantly on the source class", SOURCE, "FedCBO", "Oracle Max"
+    )
     yield _more("(ii)", "with a notably high ASR", SUCCESS, "FedCBO", "Oracle Max")
-    yield from _bars("Fig. 6 (a)", "It selects malicious peers at a comparable frequency", "picked", "FedCBO", EQUAL)
+    yield from _bars(
+        "Fig. 6 (a)",
+        "It selects malicious peers at a comparable frequency",
+        "picked",
+        "FedCBO",
+        EQUAL,
+    )
     yield from _bars("Fig. 6 (b)", "and gives them nearly equal weight", "share", "FedCBO", EQUAL)
-    yield _more("(iii)", "FedCB2O is significantly higher on the source class", SOURCE, "FedCB2O", "FedCBO")
+    yield _more(
+        "(iii)", "FedCB2O is significantly higher on the source class", SOURCE, "FedCB2O", "FedCBO"
+    )
     yield _less("(iii)", "and much lower in ASR", SUCCESS, "FedCB2O", "FedCBO")
     for oracle in ("Oracle Min", "Oracle Max"):
-        yield _alike("(iii)", f"comparable to {oracle} on the source class", SOURCE, "FedCB2O", oracle)
+        yield _alike(
+            "(iii)", f"comparable to {oracle} on the source class", SOURCE, "FedCB2O", oracle
+        )
         yield _alike("(iii)", "and in ASR", SUCCESS, "FedCB2O", oracle)
     yield _alike("(iii)", "and very close to Oracle Min overall", ACCURACY, "FedCB2O", "Oracle Min")
-    yield _of("(iii)", "FedCB2O finds the clusters", "weight on the other cluster", "elsewhere", "FedCB2O", MINIMAL)
-    yield _more("Table 2", "T_G > 0 improves overall accuracy", ACCURACY, "FedCB2O with T_G", "FedCB2O")
-    yield _no_worse("Table 2", "the source class does not degrade", SOURCE, "FedCB2O with T_G", "FedCB2O")
+    yield _of(
+        "(iii)",
+        "FedCB2O finds the clusters",
+        "weight on the other cluster",
+        "elsewhere",
+        "FedCB2O",
+        MINIMAL,
+    )
+    yield _more(
+        "Table 2", "T_G > 0 improves overall accuracy", ACCURACY, "FedCB2O with T_G", "FedCB2O"
+    )
+    yield _no_worse(
+        "Table 2", "the source class does not degrade", SOURCE, "FedCB2O with T_G", "FedCB2O"
+    )
     yield _no_worse("Table 2", "nor does ASR", SUCCESS, "FedCB2O with T_G", "FedCB2O")
     for other in ("with an earlier T_G", "with a later T_G"):
         says = f"T_G = 30 strikes the best balance: better than {other.removeprefix('with ')} on the source class"
@@ -241,22 +329,33 @@ def claims() -> Iterator[Claim]:
     what = "average loss, malicious less benign peers of the cluster"
     yield _of("Fig. 6 (c)", says, what, "malicious_loss", "FedCBO", (-math.inf, 0.0))
     yield from _bars(
-        "Fig. 6 (c)", "it selects benign peers less than malicious ones", "picked", pictured, (1, math.inf)
+        "Fig. 6 (c)",
+        "it selects benign peers less than malicious ones",
+        "picked",
+        pictured,
+        (1, math.inf),
     )
-    yield from _bars("Fig. 6 (d)", "but gives malicious ones minimal weight", "share", pictured, MINIMAL)
+    yield from _bars(
+        "Fig. 6 (d)", "but gives malicious ones minimal weight", "share", pictured, MINIMAL
+    )
     what = "frequency, benign peers of the cluster"
     for cluster, end in CLUSTERS.items():
         says = f"Benign peers are selected less than in FedCBO{cluster}"
         yield _grown(says, what, f"benign_picked{end}", -math.inf, 0.0)
-    says, what = "since their own average loss is larger", "validation loss of benign agents, all rounds"
+    says = "since their own average loss is larger"
+    what = "validation loss of benign agents, all rounds"
     yield _grown(says, what, "loss", 0.0, math.inf, JUDGED_ALIKE)
 
 
-def _difference(where: str, says: str, metric: str, a: str, b: str, *, low: float, high: float) -> Claim:
+def _difference(
+    where: str, says: str, metric: str, a: str, b: str, *, low: float, high: float
+) -> Claim:
     """That the difference of two methods lies in a range."""
     paper = float(PAPER[a][metric] - PAPER[b][metric]) if {a, b} <= {*PAPER} else math.nan
     statistic = f"{NAMED[metric]}, {a} less {b}"
-    return Claim(where, says, statistic, (a, b), lambda v: v[a][metric] - v[b][metric], low, high, paper)
+    return Claim(
+        where, says, statistic, (a, b), lambda v: v[a][metric] - v[b][metric], low, high, paper
+    )
 
 
 _more = functools.partial(_difference, low=0.0, high=math.inf)
@@ -272,16 +371,21 @@ def _no_worse(where: str, says: str, metric: str, a: str, b: str) -> Claim:
     """That a method is not worse than another by more than what the paper calls alike; better it may be."""
     worse, better = ("high", "low") if metric == SUCCESS else ("low", "high")
     sign = 1 if metric == SUCCESS else -1
-    return _difference(where, says, metric, a, b, **{worse: sign * MARGIN[metric], better: -sign * math.inf})
+    return _difference(
+        where, says, metric, a, b, **{worse: sign * MARGIN[metric], better: -sign * math.inf}
+    )
 
 
 def _second(says: str, metric: str) -> Claim:
     """That at most one of the others is better than Oracle Max."""
-    others, sign = ["FedCBO", "Oracle Min", "FedCB2O"], -1 if metric == SUCCESS else 1
+    others = ["FedCBO", "Oracle Min", "FedCB2O"]
+    sign = -1 if metric == SUCCESS else 1
 
     def ahead(v: pd.DataFrame) -> "pd.Series[float]":
         v = sign * v.dropna()
-        best: pd.Series[float] = v["Oracle Max"] - v[others].apply(lambda row: row.nlargest(2).iloc[-1], axis="columns")
+        best: pd.Series[float] = v["Oracle Max"] - v[others].apply(
+            lambda row: row.nlargest(2).iloc[-1], axis="columns"
+        )
         return best
 
     return Claim(
@@ -296,12 +400,18 @@ def _second(says: str, metric: str) -> Claim:
     )
 
 
-def _of(where: str, says: str, what: str, column: str, role: str, limits: tuple[float, float]) -> Claim:
+def _of(
+    where: str, says: str, what: str, column: str, role: str, limits: tuple[float, float]
+) -> Claim:
     """That what stands in a column lies in a range."""
-    return Claim(where, says, f"{what}, {role}", (role,), lambda v: _column(v[role], column), *limits)
+    return Claim(
+        where, says, f"{what}, {role}", (role,), lambda v: _column(v[role], column), *limits
+    )
 
 
-def _bars(where: str, says: str, bar: str, role: str, limits: tuple[float, float]) -> Iterator[Claim]:
+def _bars(
+    where: str, says: str, bar: str, role: str, limits: tuple[float, float]
+) -> Iterator[Claim]:
     """The same of two bars of Figure 6 for each cluster: that of malicious over that of benign peers."""
     what = f"{'frequency' if bar == 'picked' else 'weight given'}, malicious over benign peers of the cluster"
     for cluster, end in CLUSTERS.items():
@@ -310,7 +420,8 @@ def _bars(where: str, says: str, bar: str, role: str, limits: tuple[float, float
 
 def _grown(says: str, what: str, column: str, low: float, high: float, *also: str) -> Claim:
     """That a column of FedCB2O less that of FedCBO lies in a range, where runs stand for `also`, too."""
-    a, b = "FedCB2O of Fig. 6", "FedCBO"
+    a = "FedCB2O of Fig. 6"
+    b = "FedCBO"
     return Claim(
         "Fig. 6 (a, c)",
         says,
@@ -346,7 +457,8 @@ def verdict(claim: Claim, low: float, high: float) -> str:
 
 def claims_table(known: Values) -> str:
     """The claims in Markdown, a column for each choice of runs; what only repeats the cell before it is ″."""
-    seeds, shown = max(map(len, known.values())), columns(known)
+    seeds = max(map(len, known.values()))
+    shown = columns(known)
 
     def cells(claim: Claim) -> Iterator[str]:
         before: tuple[str, ...] = ()
@@ -367,12 +479,19 @@ def glance_table(*folders: Path) -> str:
     for fedcb2o, (size, here) in itertools.product(("fedcb2o-released", "fedcb2o"), known.items()):
         stands = next(each for each in columns(here).values() if each["FedCB2O"] == fedcb2o)
         by_role = {role: here[name] for role, name in stands.items()}
-        shown[f"`{size}`: `{stands['FedCBO']}`, `{fedcb2o}`"] = by_role, max(map(len, here.values()))
+        shown[f"`{size}`: `{stands['FedCBO']}`, `{fedcb2o}`"] = (
+            by_role,
+            max(map(len, here.values())),
+        )
     main = (claim for claim in claims() if not claim.where.startswith(("Settings", "Fig.")))
-    return _rows(main, shown, lambda claim: (_cell(claim, here, seeds) for here, seeds in shown.values()))
+    return _rows(
+        main, shown, lambda claim: (_cell(claim, here, seeds) for here, seeds in shown.values())
+    )
 
 
-def _rows(told: Iterable[Claim], shown: Iterable[str], cells: Callable[[Claim], Iterable[str]]) -> str:
+def _rows(
+    told: Iterable[Claim], shown: Iterable[str], cells: Callable[[Claim], Iterable[str]]
+) -> str:
     """Claims in Markdown, with a column for each heading of `shown`; of those that have anything in a cell."""
     headings = [*shown]
     lines = [" | ".join(["| | The paper says | Statistic | In the paper", *headings]) + " |"]
@@ -381,7 +500,9 @@ def _rows(told: Iterable[Claim], shown: Iterable[str], cells: Callable[[Claim], 
         found = [*cells(claim)]
         if any(found):
             paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
-            lines.append("| " + " | ".join([claim.where, claim.says, claim.statistic, paper, *found]) + " |")
+            lines.append(
+                "| " + " | ".join([claim.where, claim.says, claim.statistic, paper, *found]) + " |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -393,8 +514,14 @@ def _cell(claim: Claim, runs: Values, seeds: int) -> str:
     mean, low, high = interval(each)
     sign = "+" if " less " in claim.statistic or " by" in claim.statistic else ""
     places = 2 if claim.statistic.startswith(tuple(NAMED.values())) else 3
-    count = "" if len(each) == seeds and seeds > 1 else f" ({len(each)} seed{'s' * (len(each) > 1)})"
-    return statistics.format_interval(mean, low, high, places, sign) + count + f" **{verdict(claim, low, high)}**"
+    count = (
+        "" if len(each) == seeds and seeds > 1 else f" ({len(each)} seed{'s' * (len(each) > 1)})"
+    )
+    return (
+        statistics.format_interval(mean, low, high, places, sign)
+        + count
+        + f" **{verdict(claim, low, high)}**"
+    )
 
 
 def metrics_table(known: Values) -> str:
@@ -406,7 +533,9 @@ def metrics_table(known: Values) -> str:
         cells = []
         for column in shown if not name.endswith("-clean") else ():
             mean, low, high = interval(_column(table, column))
-            cells.append("–" if math.isnan(mean) else statistics.format_interval(mean, low, high, digits=2))
+            cells.append(
+                "–" if math.isnan(mean) else statistics.format_interval(mean, low, high, digits=2)
+            )
         if cells:
             lines.append("| " + " | ".join([f"`{name}`", *cells, str(len(table))]) + " |")
     return "\n".join(lines) + "\n"
@@ -423,16 +552,29 @@ def rounds_table(folder: Path) -> str:
     heads = [f"`{name}`, {NAMED[metric]}" for name in found for metric in METRICS]
     lines = [" | ".join(["| Round", *heads]) + " |", "| ---: |" + " ---: |" * len(heads)]
     for each in sorted(set().union(*(table.index for table in found.values()))):
-        cells = [float(table[metric].get(each, math.nan)) for table in found.values() for metric in METRICS]
-        lines.append(" | ".join([f"| {each}", *("" if math.isnan(cell) else f"{cell:.2f}" for cell in cells)]) + " |")
+        cells = [
+            float(table[metric].get(each, math.nan))
+            for table in found.values()
+            for metric in METRICS
+        ]
+        lines.append(
+            " | ".join(
+                [f"| {each}", *("" if math.isnan(cell) else f"{cell:.2f}" for cell in cells)]
+            )
+            + " |"
+        )
     paper = [
-        PAPER["FedCBO" if name.startswith("fedcbo") else "FedCB2O"][metric] for name in found for metric in METRICS
+        PAPER["FedCBO" if name.startswith("fedcbo") else "FedCB2O"][metric]
+        for name in found
+        for metric in METRICS
     ]
     lines.append(" | ".join(["| 150, the paper", *(f"{cell:.2f}" for cell in paper)]) + " |")
     return "\n".join(lines) + "\n"
 
 
-TABLE = re.compile(r"(?P<mark>^<!-- claims: (?P<folder>\S+) (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
+TABLE = re.compile(
+    r"(?P<mark>^<!-- claims: (?P<folder>\S+) (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
+)
 
 
 def gathered(folders: Sequence[Path], into: Path) -> dict[str, list[Run]]:
@@ -441,7 +583,11 @@ def gathered(folders: Sequence[Path], into: Path) -> dict[str, list[Run]]:
     for config in (path for folder in folders for path in sorted(folder.glob("*/config.toml"))):
         run = Run(config.parent)
         there = into / settings_digest(run.config) / config.parent.name
-        done = [s for s in run.seeds if (run.summary_of(s) or {"rounds": -1})["rounds"] >= run.config["rounds"]]
+        done = [
+            s
+            for s in run.seeds
+            if (run.summary_of(s) or {"rounds": -1})["rounds"] >= run.config["rounds"]
+        ]
         if not done:
             continue
         there.mkdir(parents=True, exist_ok=True)
@@ -465,8 +611,13 @@ def read_values(folder: Path) -> dict[str, pd.DataFrame]:
 def read_mean(folder: Path, after: float = 0.5) -> dict[str, pd.DataFrame]:
     """The mean, for each seed, of what curves.csv of a folder holds beyond a share of the rounds, by method."""
     found = _by_round(folder)
-    start = after * max(int(table.index.get_level_values("round").max()) for table in found.values())
-    return {name: table.query(f"round > {start}").groupby("seed").mean() for name, table in found.items()}
+    start = after * max(
+        int(table.index.get_level_values("round").max()) for table in found.values()
+    )
+    return {
+        name: table.query(f"round > {start}").groupby("seed").mean()
+        for name, table in found.items()
+    }
 
 
 def _by_round(folder: Path) -> dict[str, pd.DataFrame]:
@@ -475,13 +626,17 @@ def _by_round(folder: Path) -> dict[str, pd.DataFrame]:
 
 def _by_method(path: Path, keys: list[str]) -> dict[str, pd.DataFrame]:
     table = pd.read_csv(path).set_index(keys)
-    return {str(name): mine.drop(columns="method") for name, mine in table.groupby("method", sort=False)}
+    return {
+        str(name): mine.drop(columns="method") for name, mine in table.groupby("method", sort=False)
+    }
 
 
 def added(path: Path, new: Values) -> dict[str, pd.DataFrame]:
     """The values of a file, and new ones, which replace those of the same method and seed; in the order of methods."""
     keys = [str(key) for key in next(iter(new.values())).index.names]
-    found = _by_method(path, keys) if path.exists() else {}  # curves.csv may not be there, and is not made then
+    found = (
+        _by_method(path, keys) if path.exists() else {}
+    )  # curves.csv may not be there, and is not made then
     for name, mine in new.items():
         old = found.get(name, mine.iloc[:0])
         old = old[~old.index.get_level_values("seed").isin(mine.index.get_level_values("seed"))]
@@ -515,16 +670,24 @@ def rewritten(page: Path) -> str:
 
 def draw(folder: Path) -> None:
     """The picture of a folder's curves.csv, beside it."""
-    figures.draw_panels(figures.curve_panels(pictured(_by_round(folder)))).savefig(folder / "curves.png", dpi=130)
+    figures.draw_panels(figures.curve_panels(pictured(_by_round(folder)))).savefig(
+        folder / "curves.png", dpi=130
+    )
 
 
 def main() -> None:
     """Read the runs, print the tables, and write what there is to keep; or write the tables of pages anew."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", type=Path, nargs="*", help="folders that hold runs")
     parser.add_argument("--out", type=Path, help="where values and figures go")
-    parser.add_argument("--keep", action="store_true", help="with --out: keep what it has of other seeds")
-    parser.add_argument("--page", type=Path, action="append", default=[], help="a page whose tables to write anew")
+    parser.add_argument(
+        "--keep", action="store_true", help="with --out: keep what it has of other seeds"
+    )
+    parser.add_argument(
+        "--page", type=Path, action="append", default=[], help="a page whose tables to write anew"
+    )
     arguments = parser.parse_args()
     if arguments.keep and (arguments.out is None or not (arguments.out / "values.csv").exists()):
         parser.error("--keep adds to the values.csv of --out, and there is none")
@@ -532,13 +695,17 @@ def main() -> None:
         parser.error("--keep adds runs, and no folder of any is given")
     with tempfile.TemporaryDirectory() as into:
         runs = gathered(arguments.folders, Path(into))
-        known = {name: pd.concat(map(values, each)).sort_index().round(4) for name, each in runs.items()}
+        known = {
+            name: pd.concat(map(values, each)).sort_index().round(4) for name, each in runs.items()
+        }
         curves = {name: pd.concat(map(curve, each)).sort_index() for name, each in runs.items()}
         if runs and arguments.keep:
             known = added(arguments.out / "values.csv", known)
             curves = added(arguments.out / "curves.csv", curves)
         if arguments.folders and not columns(known):
-            parser.error(f"no finished runs PREFIX-fedcbo and PREFIX-fedcb2o, only {', '.join(runs) or 'none'}")
+            parser.error(
+                f"no finished runs PREFIX-fedcbo and PREFIX-fedcb2o, only {', '.join(runs) or 'none'}"
+            )
         if known:
             print(metrics_table(known), claims_table(known), sep="\n")
         if known and arguments.out is not None:
@@ -549,7 +716,9 @@ def main() -> None:
                 draw(arguments.out)
         if known and arguments.out is not None and not arguments.keep:
             stands = next(iter(columns(known).values()))
-            bars = figures.figure6(*(runs[stands[role]][0] for role in ("FedCBO", "FedCB2O of Fig. 6")))
+            bars = figures.figure6(
+                *(runs[stands[role]][0] for role in ("FedCBO", "FedCB2O of Fig. 6"))
+            )
             bars.savefig(arguments.out / "figure6.png", dpi=130)
     if arguments.out is not None and not arguments.folders:
         if not (arguments.out / "curves.csv").exists():

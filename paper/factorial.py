@@ -47,12 +47,18 @@ FACTORS: dict[str, tuple[Tables, Tables]] = {
     "validation by batches": ({}, {"agents": {"validation_loss": "batches"}}),
     "own model judged": ({}, {"algorithm": {"own_model": "judged"}}),
     "beta 0.5": ({}, {"algorithm": {"beta": 0.5}}),
-    "newcomers 1/3": ({}, {"algorithm": {"selection": {"name": "prob_sampling", "newcomers": 1 / 3}}}),
+    "newcomers 1/3": (
+        {},
+        {"algorithm": {"selection": {"name": "prob_sampling", "newcomers": 1 / 3}}},
+    ),
     "T_G = 5": ({}, {"algorithm": {"criterion_from_round": 5}}),
     "alpha 5": ({"algorithm": {"alpha": 2.0}}, {"algorithm": {"alpha": 5.0}}),
     "tested 2": ({}, {"algorithm": {"tested": 2.0}}),
     "judged half-way": ({}, {"algorithm": {"judged_at": 0.5}}),
-    "gap tested, to the majority": ({}, {"algorithm": {"criterion": {"z": 2.0, "against": "majority"}}}),
+    "gap tested, to the majority": (
+        {},
+        {"algorithm": {"criterion": {"z": 2.0, "against": "majority"}}},
+    ),
     "record of L and G": ({}, {"algorithm": {"likelihood": "loss+criterion"}}),
     "ball 1.3": ({}, {"algorithm": {"ball": 1.3}}),
 }
@@ -67,7 +73,8 @@ class Study(NamedTuple):
     rows: int = 32
 
 
-CLEAN, DIRICHLET = {"malicious_role": "clean"}, {"skew": {"name": "dirichlet", "concentration": 0.5}}
+CLEAN = {"malicious_role": "clean"}
+DIRICHLET = {"skew": {"name": "dirichlet", "concentration": 0.5}}
 ATTACKS: dict[str, Tables] = {
     "none": {"agents": CLEAN},
     "flip": {"attack": FLIP},
@@ -99,7 +106,10 @@ STUDIES = {
             "model": {"name": "cnn", "channels": [8, 16], "hidden": 60, "down": "stride"},
             "training": {"gamma": 0.1, "batch_size": 32, "local_epochs": 1, "precision": "float32"},
         },
-        {"none": {**ATTACKS["none"], "attack": FLIP}, **{name: ATTACKS[name] for name in ("flip", "trash")}},
+        {
+            "none": {**ATTACKS["none"], "attack": FLIP},
+            **{name: ATTACKS[name] for name in ("flip", "trash")},
+        },
         rows=4,
     ),
 }
@@ -133,8 +143,14 @@ def jobs(study: str) -> Iterator[Job]:
 def experiment(job: Job) -> Tables:
     """The configuration of a run."""
     study = STUDIES[job.study]
-    tables: Tables = {"name": "run", "evaluate_on": "tuning", "algorithm": {"criterion": {"name": "class_loss_gap"}}}
-    chosen = [levels[sign == "+"] for levels, sign in zip(FACTORS.values(), job.levels, strict=True)]
+    tables: Tables = {
+        "name": "run",
+        "evaluate_on": "tuning",
+        "algorithm": {"criterion": {"name": "class_loss_gap"}},
+    }
+    chosen = [
+        levels[sign == "+"] for levels, sign in zip(FACTORS.values(), job.levels, strict=True)
+    ]
     for more in (study.shared, *chosen, study.settings[job.setting]):
         tables = merge(tables, more)
     rounds = tables.get("rounds", 25)
@@ -144,7 +160,9 @@ def experiment(job: Job) -> Tables:
 def measure(job: Job) -> tuple[float, float]:
     """Accuracy and attack success, if any, of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        run = fedcb2o.run(experiment(job), out=f"{folder}/run", seeds=[job.seed], workers=1, watch=lambda *_: None)
+        run = fedcb2o.run(
+            experiment(job), out=f"{folder}/run", seeds=[job.seed], workers=1, watch=lambda *_: None
+        )
         last = run.records[~run.records.malicious & (run.records["round"] == run.config["rounds"])]
         success = last.attack_success_rate.mean() if "attack_success_rate" in last else float("nan")
     return 100 * float(last.accuracy.mean()), 100 * float(success)
@@ -173,22 +191,26 @@ def run_missing(study: str) -> None:
 def main_effects(rows: pd.DataFrame, value: str) -> pd.DataFrame:
     """The effect of each factor in a setting, with Student's 95% interval over seeds [factors x mean, low, high]; where
     a seed does a part of its rows, by least squares beside seeds."""
-    levels, names = _levels(rows), list(FACTORS)
+    levels = _levels(rows)
+    names = list(FACTORS)
     if rows.groupby("seed").size().min() < 32:
         return _fitted(levels, rows, value, names).drop(columns="p")
     each = []
     for seed in sorted(set(rows.seed)):
         here = (rows.seed == seed).to_numpy()
-        x, y = levels[here], rows[value].to_numpy()[here]
+        x = levels[here]
+        y = rows[value].to_numpy()[here]
         each.append([y[column > 0].mean() - y[column < 0].mean() for column in x.T])
-    mean, half = np.mean(each, 0), interval_half_width(len(each), np.std(each, 0, ddof=1))
+    mean = np.mean(each, 0)
+    half = interval_half_width(len(each), np.std(each, 0, ddof=1))
     return pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half}, index=names)
 
 
 def interactions(rows: pd.DataFrame, value: str) -> pd.DataFrame:
     """By how much a factor's effect is larger at another's second level than at its first, halved; by least squares
     beside main effects and seeds, with Student's 95% interval [pairs x mean, low, high, p]."""
-    levels, pairs = _levels(rows), list(itertools.combinations(FACTORS, 2))
+    levels = _levels(rows)
+    pairs = list(itertools.combinations(FACTORS, 2))
     places = {name: i for i, name in enumerate(FACTORS)}
     both = np.stack([levels[:, places[a]] * levels[:, places[b]] for a, b in pairs], 1)
     names = [f"{a} x {b}" for a, b in pairs]
@@ -204,8 +226,11 @@ def _fitted(x: np.ndarray, rows: pd.DataFrame, value: str, names: list[str]) -> 
     freedom = len(y) - np.linalg.matrix_rank(all_columns)
     error = (np.square(y - all_columns @ found).sum() / freedom * np.diag(inverse)) ** 0.5
     mean, error = (2 * each[: x.shape[1]] for each in (found, error))
-    half, p = stats.t.ppf(0.975, freedom) * error, 2 * stats.t.sf(abs(mean / error), freedom)
-    return pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half, "p": p}, index=names)
+    half = stats.t.ppf(0.975, freedom) * error
+    p = 2 * stats.t.sf(abs(mean / error), freedom)
+    return pd.DataFrame(
+        {"mean": mean, "low": mean - half, "high": mean + half, "p": p}, index=names
+    )
 
 
 def _levels(rows: pd.DataFrame) -> np.ndarray:
@@ -224,7 +249,10 @@ def tables(study: str) -> list[str]:
             columns[f"{setting}: {value}"] = here, value
     effects = [main_effects(*column) for column in columns.values()]
     lines = [f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
-    lines += [f"| {factor} | {' | '.join(_cell(each.loc[factor]) for each in effects)} |" for factor in FACTORS]
+    lines += [
+        f"| {factor} | {' | '.join(_cell(each.loc[factor]) for each in effects)} |"
+        for factor in FACTORS
+    ]
     if STUDIES[study].rows < 32:
         return lines
     lines += ["", "| | both | effect |", "|---|---|---:|"]
@@ -241,9 +269,13 @@ def _cell(effect: "pd.Series[float]") -> str:
 
 def main() -> None:
     """Measure, or print the tables of what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("study", choices=list(STUDIES))
-    parser.add_argument("--tables", action="store_true", help="only print the tables of what there is")
+    parser.add_argument(
+        "--tables", action="store_true", help="only print the tables of what there is"
+    )
     asked = parser.parse_args()
     if not asked.tables:
         run_missing(asked.study)

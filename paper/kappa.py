@@ -31,7 +31,8 @@ from fedcb2o.rng import stream
 
 UNBOUNDED = 1e6  # what is beyond grows on: the search stops there
 LEAST_SPREAD = 1e-8  # of the models in S: what is nearer to each other counts as equal
-STARTS, BEST = 800, 8
+STARTS = 800
+BEST = 8
 
 Rule = functools.partial[Any]
 
@@ -39,14 +40,30 @@ Rule = functools.partial[Any]
 def rules(f: int) -> dict[str, Rule]:
     """The rules that look at nothing but differences of models, told of f attackers; so without BALANCE."""
     told: list[Callable[..., Any]] = [
-        *(coordinatewise.trimmed_mean, coordinatewise.meamed, gram_rules.krum, gram_rules.multi_krum, gram_rules.bulyan),
+        *(
+            coordinatewise.trimmed_mean,
+            coordinatewise.meamed,
+            gram_rules.krum,
+            gram_rules.multi_krum,
+            gram_rules.bulyan,
+        ),
         *(gram_rules.monna, gram_rules.clipped_gossip),
     ]
     plain: list[Callable[..., Any]] = [
-        *(gram_rules.mean, coordinatewise.coordinate_median, gram_rules.geometric_median, gram_rules.centred_clipping)
+        *(
+            gram_rules.mean,
+            coordinatewise.coordinate_median,
+            gram_rules.geometric_median,
+            gram_rules.centred_clipping,
+        )
     ]
-    made = [functools.partial(rule) for rule in plain] + [functools.partial(rule, f=f) for rule in told]
-    return {rule.func.__name__: rule for rule in sorted(made, key=lambda rule: bool(signature_of(rule).own_rows))}
+    made = [functools.partial(rule) for rule in plain] + [
+        functools.partial(rule, f=f) for rule in told
+    ]
+    return {
+        rule.func.__name__: rule
+        for rule in sorted(made, key=lambda rule: bool(signature_of(rule).own_rows))
+    }
 
 
 def admits(rule: Rule, n: int, f: int) -> bool:
@@ -104,8 +121,13 @@ class Found:
 
 def outcome(rule: Rule, x: Tensor, mixing: Rule | None) -> Tensor:
     """What `aggregate.apply` gives, without its care for models that are large."""
-    gram, own = x @ x.T, len(signature_of(rule).own_rows)
-    p = None if mixing is None else torch.block_diag(mixing(gram[: len(x) - own, : len(x) - own]), torch.eye(own))
+    gram = x @ x.T
+    own = len(signature_of(rule).own_rows)
+    p = (
+        None
+        if mixing is None
+        else torch.block_diag(mixing(gram[: len(x) - own, : len(x) - own]), torch.eye(own))
+    )
     made = evaluate_rule(rule, gram, p=p)
     return made.apply_to_buffer(x, 0) if isinstance(made, Reduction) else made @ x
 
@@ -130,9 +152,12 @@ def needed(rule: Rule, x: Tensor, sets: Tensor, mixing: Rule | None = None) -> F
 
 def places(n: int, draw: np.random.Generator) -> Tensor:
     """Models in a few places, some of them far, in a space of 1, 2 or n - 1 dimensions."""
-    d, count = int(draw.choice([1, 1, 2, n - 1])), int(draw.integers(2, 5))
+    d = int(draw.choice([1, 1, 2, n - 1]))
+    count = int(draw.integers(2, 5))
     there = draw.standard_normal((count, d)) * 10 ** draw.uniform(-0.5, 1.5, (count, 1))
-    return torch.from_numpy(there[draw.integers(count, size=n)] + 10 ** draw.uniform(-4, 0) * draw.normal(size=(n, d)))
+    return torch.from_numpy(
+        there[draw.integers(count, size=n)] + 10 ** draw.uniform(-4, 0) * draw.normal(size=(n, d))
+    )
 
 
 def changed(x: Tensor, draw: np.random.Generator) -> Tensor:
@@ -148,7 +173,9 @@ def changed(x: Tensor, draw: np.random.Generator) -> Tensor:
     return torch.where(which.unsqueeze(1), to, x)
 
 
-def search(rule: Rule, n: int, f: int, *, mixing: Rule | None = None, steps: int = 500, seed: int = 0) -> Found:
+def search(
+    rule: Rule, n: int, f: int, *, mixing: Rule | None = None, steps: int = 500, seed: int = 0
+) -> Found:
     """The largest kappa that was found to be needed by n models of which f may attack."""
     draw = stream(seed, "kappa", n, f)
     sets = subsets(n, f, own=bool(signature_of(rule).own_rows))
@@ -175,19 +202,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=["11,2", "11,4"], metavar="n,f")
     parser.add_argument("--only", nargs="+", metavar="RULE")
-    parser.add_argument("--steps", type=int, default=500, help="changes tried from each of the best starts")
+    parser.add_argument(
+        "--steps", type=int, default=500, help="changes tried from each of the best starts"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     begun = time.process_time()
-    header = ["n", "f", "rule", "found", "exact", "upper bound", "found, nnm", "upper bound, nnm", "f/(n - 2f)"]
+    header = [
+        "n",
+        "f",
+        "rule",
+        "found",
+        "exact",
+        "upper bound",
+        "found, nnm",
+        "upper bound, nnm",
+        "f/(n - 2f)",
+    ]
     widths = [3, 3, 18, 10, 10, 12, 11, 17, 11]
 
     def line(cells: list[str]) -> str:
         if arguments.markdown:
             return f"| {' | '.join(cells)} |"
-        return " ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+        return " ".join(
+            cell.ljust(width) for cell, width in zip(cells, widths, strict=True)
+        ).rstrip()
 
     print(line(header))
     if arguments.markdown:
@@ -202,7 +243,14 @@ def main() -> None:
                 search(rule, n, f, mixing=mixing, steps=arguments.steps, seed=arguments.seed).kappa
                 for mixing in (None, nnm)
             )
-            bounds = [plain, exact(name, n, f), upper(name, n, f), mixed, upper(name, n, f, mixed=True), least(n, f)]
+            bounds = [
+                plain,
+                exact(name, n, f),
+                upper(name, n, f),
+                mixed,
+                upper(name, n, f, mixed=True),
+                least(n, f),
+            ]
             print(line([str(n), str(f), name, *map(shown, bounds)]), flush=True)
     if not arguments.markdown:
         print(f"{time.process_time() - begun:.0f} s of one core")

@@ -41,9 +41,12 @@ from fedcb2o.report.grid_tables import (
 )
 from fedcb2o.report.page import slug
 
-TABLE = re.compile(r"(?P<mark>^<!-- table: (?P<folder>\S+) (?P<name>\S+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
+TABLE = re.compile(
+    r"(?P<mark>^<!-- table: (?P<folder>\S+) (?P<name>\S+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
+)
 PICTURE = re.compile(
-    r"^<!-- picture: (?P<folder>\S+) (?P<name>\S+)-regret -->\n\n!\[[^]]*\]\((?P<file>\S+)\)", re.MULTILINE
+    r"^<!-- picture: (?P<folder>\S+) (?P<name>\S+)-regret -->\n\n!\[[^]]*\]\((?P<file>\S+)\)",
+    re.MULTILINE,
 )
 DOTS, DRAWN_OF = 120, "Drawn of"  # of a picture, an inch; where its file says of which table
 WHOLE = {
@@ -53,7 +56,10 @@ WHOLE = {
     "overview": defence_overview,
     "strengths": lambda view: chosen_strengths_table(read_choices(view.results), view.setting),
     "tuning": lambda view: tuning_table(view.results),
-    **{f"parts-{name}": functools.partial(parts_table, family=family) for name, family in FAMILIES.items()},
+    **{
+        f"parts-{name}": functools.partial(parts_table, family=family)
+        for name, family in FAMILIES.items()
+    },
 }
 
 
@@ -72,9 +78,14 @@ def named(results: GridResults, name: str) -> pd.DataFrame:
     *where, last = name.split("/")
     if where[:1] == ["across"]:
         value = where[1].replace("-", "_")
-        attack = next(each for each in SettingResults(results, results.settings[0]).columns(value) if slug(each) == last)
+        attack = next(
+            each
+            for each in SettingResults(results, results.settings[0]).columns(value)
+            if slug(each) == last
+        )
         return compare_settings(results, value, attack)
-    view, value = _view(results, name), last.replace("-", "_")
+    view = _view(results, name)
+    value = last.replace("-", "_")
     if last in WHOLE:
         return WHOLE[last](view)
     if value.endswith("_regret"):
@@ -107,13 +118,16 @@ class Picture:
 
     def digest(self) -> str:
         """Of the table that it shows: what its file says it was drawn of."""
-        return hashlib.sha256(to_markdown(regret_matrix(self.view, self.value)).encode()).hexdigest()
+        return hashlib.sha256(
+            to_markdown(regret_matrix(self.view, self.value)).encode()
+        ).hexdigest()
 
     def draw(self) -> None:
         """Write the file, in 256 colours, unless it was drawn of the same table."""
         if drawn_of(self.file) == self.digest():
             return
-        buffer, told = io.BytesIO(), PngInfo()
+        buffer = io.BytesIO()
+        told = PngInfo()
         regret_figure(self.view, self.value).savefig(buffer, format="png", dpi=DOTS)
         told.add_text(DRAWN_OF, self.digest())
         Image.open(buffer).convert("RGB").quantize(256).save(self.file, optimize=True, pnginfo=told)
@@ -124,7 +138,9 @@ def pictures(page: Path) -> Iterator[Picture]:
     results = _beside(page)
     for found in PICTURE.finditer(page.read_text(encoding="utf-8")):
         view = _view(results(found["folder"]), found["name"])
-        yield Picture(page.parent / found["file"], view, found["name"].rpartition("/")[2].replace("-", "_"))
+        yield Picture(
+            page.parent / found["file"], view, found["name"].rpartition("/")[2].replace("-", "_")
+        )
 
 
 def drawn_of(file: Path) -> str:
@@ -137,7 +153,9 @@ def drawn_of(file: Path) -> str:
 
 def main() -> None:
     """Write the tables and pictures of the pages that are named anew."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pages", type=Path, nargs="+")
     given: list[Path] = parser.parse_args().pages
     if missing := [str(page) for page in given if not page.is_file()]:

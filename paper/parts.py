@@ -18,7 +18,12 @@ import pandas as pd
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.report import read_grid
 from fedcb2o.report.grid_results import GridResults
-from fedcb2o.report.grid_tables import COMPARED_METRICS, SIGNIFICANT_MARK, SettingResults, metric_info
+from fedcb2o.report.grid_tables import (
+    COMPARED_METRICS,
+    SIGNIFICANT_MARK,
+    SettingResults,
+    metric_info,
+)
 from fedcb2o.report.statistics import (
     CONFIDENCE,
     add_attack_effects,
@@ -44,13 +49,20 @@ class Family:
 
     def parts(self, results: GridResults) -> dict[str, str]:
         """The part that each of the other defences has more or less."""
-        named = {name: name.removeprefix(self.prefix) for name in results.defences if name.startswith(self.prefix)}
+        named = {
+            name: name.removeprefix(self.prefix)
+            for name in results.defences
+            if name.startswith(self.prefix)
+        }
         return {**dict(self.also), **named}
 
 
 FAMILIES = {
     "half": Family(
-        "FedCB2O, sub-level set", "Without: ", added=False, also=(("Without the released split", "released split"),)
+        "FedCB2O, sub-level set",
+        "Without: ",
+        added=False,
+        also=(("Without the released split", "released split"),),
     ),
     "all-data": Family("FedCB2O, all data", "All data, without: ", added=False),
     "alone": Family(
@@ -67,7 +79,8 @@ def gains(results: GridResults, family: Family) -> pd.DataFrame:
 
     Raises ConfigError where the grid has not the defences of the family.
     """
-    parts, found = family.parts(results), {}
+    parts = family.parts(results)
+    found = {}
     if not {family.base, *parts} <= {*results.defences}:
         raise ConfigError(f"{results.folder} has no {family.base!r} with a part more or less")
     for setting in results.settings:
@@ -87,11 +100,16 @@ def parts_table(view: SettingResults, family: Family) -> pd.DataFrame:
     """First what the family's own defence reaches, then for each part what it gains, in points of percent."""
     found = gains(view.results, family).loc[view.setting]
     columns = [(value, attack) for value in COMPARED_METRICS for attack in view.columns(value)]
-    base = {value: seed_statistics(view.rows[view.rows.defence == family.base], value).loc[family.base] for value in COMPARED_METRICS}
+    base = {
+        value: seed_statistics(view.rows[view.rows.defence == family.base], value).loc[family.base]
+        for value in COMPARED_METRICS
+    }
     rows = {family.base: [_told(base[value].loc[attack]) for value, attack in columns]}
     for part in family.parts(view.results).values():
         each = [found.loc[(value, part, attack)] for value, attack in columns]
-        rows[part[0].upper() + part[1:]] = [_told(one, "+") + SIGNIFICANT_MARK * int(one.stays) for one in each]
+        rows[part[0].upper() + part[1:]] = [
+            _told(one, "+") + SIGNIFICANT_MARK * int(one.stays) for one in each
+        ]
     heads = [attack + ", success" * (value != "accuracy") for value, attack in columns]
     return pd.DataFrame.from_dict(rows, orient="index", columns=heads).rename_axis("Part")
 
@@ -102,7 +120,9 @@ def _told(found: "pd.Series[float]", sign: str = "") -> str:
 
 def main() -> None:
     """Tell how many differences of each family stay, and which, the clearest first."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("grid", type=Path)
     try:
         results = read_grid(parser.parse_args().grid)
@@ -113,7 +133,9 @@ def main() -> None:
         stay = found[found.stays].sort_values("p")
         print(f"{name}: {len(stay)} of {len(found)} stay")
         for (setting, value, part, attack), one in stay.iterrows():
-            print(f"  {setting} | {part} | {COMPARED_METRICS[value].lower()} | {attack}: {_told(one, '+')}, p = {one.p:.1g}")
+            print(
+                f"  {setting} | {part} | {COMPARED_METRICS[value].lower()} | {attack}: {_told(one, '+')}, p = {one.p:.1g}"
+            )
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ READ = {"last": read_values, "later": read_mean, "all": functools.partial(read_m
 
 def sentences(page: Path) -> str:
     """A page without its commands, what is set as code, and tables that are held elsewhere, on one line."""
-    return " ".join(CODE.sub("``", HELD.sub("", COMMANDS.sub("", page.read_text(encoding="utf-8")))).split())
+    return " ".join(
+        CODE.sub("``", HELD.sub("", COMMANDS.sub("", page.read_text(encoding="utf-8")))).split()
+    )
 
 
 def quoted(text: str) -> list[str]:
@@ -88,13 +90,17 @@ def told_alone(docs: Path) -> set[tuple[str, str]]:
         return set()
     found = pd.Series(p, index=pd.MultiIndex.from_tuples(p, names=["folder", "one", "other"]))
     corrected = found.groupby("folder").transform(holm_correction)
-    alone = {tuple(pair) for _, *pair in found.index[(found < 1 - CONFIDENCE) & (corrected >= 1 - CONFIDENCE)]}
+    alone = {
+        tuple(pair)
+        for _, *pair in found.index[(found < 1 - CONFIDENCE) & (corrected >= 1 - CONFIDENCE)]
+    }
     return {line for line in lines if tuple(sorted(line)) in alone}
 
 
 def remarked(docs: Path, page: Path, alone: set[tuple[str, str]]) -> str:
     """The page with the degree signs where they belong, at what is told alone."""
-    text, left = page.read_text(encoding="utf-8"), defaultdict(list)
+    text = page.read_text(encoding="utf-8")
+    left = defaultdict(list)
     for line in listed(docs).itertuples():
         if docs / line.page == page:
             left[line.quote].append((line.of, line.less) in alone)
@@ -149,10 +155,17 @@ def _by_seed(folder: Path, setting: str, who: str, value: str, column: str) -> "
         rows, among = _contests(folder, setting)[column]
         column = worst_regret(rows, among).attack[who]
     elif value.endswith(" regret"):
-        rows, value = _short(folder, setting, value.removesuffix(" regret")), "regret"
+        rows = _short(folder, setting, value.removesuffix(" regret"))
+        value = "regret"
     elif column == "mean":
-        mine = view.rows[(view.rows.defence == who) & view.rows.attack.isin(view.attacks_with(value))]
-        return mine.pivot(index="seed", columns="attack", values=value).mean(axis="columns", skipna=False).dropna()
+        mine = view.rows[
+            (view.rows.defence == who) & view.rows.attack.isin(view.attacks_with(value))
+        ]
+        return (
+            mine.pivot(index="seed", columns="attack", values=value)
+            .mean(axis="columns", skipna=False)
+            .dropna()
+        )
     else:
         rows = view.rows
     return rows[(rows.defence == who) & (rows.attack == column)].set_index("seed")[value].dropna()
@@ -175,17 +188,25 @@ def _short(folder: Path, setting: str, value: str) -> pd.DataFrame:
 
 def faults(docs: Path) -> Iterator[str]:
     """What is wrong: intervals that no line tells, lines that no page quotes, and those that do not come out."""
-    lines, alone = listed(docs), told_alone(docs)
-    yield from (f"{page}: none of its quotes are looked at" for page in sorted({*lines.page} - {*PAGES}))
+    lines = listed(docs)
+    alone = told_alone(docs)
+    yield from (
+        f"{page}: none of its quotes are looked at" for page in sorted({*lines.page} - {*PAGES})
+    )
     for page in PAGES:
-        text, left = sentences(docs / page), defaultdict(list)
+        text = sentences(docs / page)
+        left = defaultdict(list)
         for line in lines[lines.page == page].itertuples():
             left[line.quote].append(line)
         for each in QUOTE.finditer(text):
             line = left[quote].pop(0) if left[quote := _plain(each)] else None
             found = _fault(docs, line) if line else "is not listed, or not so often"
             if not found and bool(each[4]) != ((line.of, line.less) in alone):
-                found = f"has {MARK}, and is told" if each[4] else f"lacks {MARK}: it is told by itself alone"
+                found = (
+                    f"has {MARK}, and is told"
+                    if each[4]
+                    else f"lacks {MARK}: it is told by itself alone"
+                )
             if found:
                 yield f"{page}: {quote} {found}"
         for quote in (line.quote for each in left.values() for line in each):
@@ -199,7 +220,9 @@ def _fault(docs: Path, line: Any) -> str:
     if not line.of:
         return "" if line.note else "has nothing to compute it of, and no note why"
     try:
-        found = recomputed(docs, line.of, line.less, len(line.quote.split(" ")[0].partition(".")[2]))
+        found = recomputed(
+            docs, line.of, line.less, len(line.quote.split(" ")[0].partition(".")[2])
+        )
     except ConfigError as error:
         return str(error)
     return "" if found == line.quote else f"is {found}: {_told(line)}"
@@ -212,11 +235,14 @@ def _told(line: Any) -> str:
 
 def main() -> None:
     """Tell what some quotes are of, or what is wrong with any."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("quote", nargs="?", help="how a quote begins")
     parser.add_argument("--mark", action="store_true", help="write the degree signs anew")
     given = parser.parse_args()
-    wanted, lines = given.quote, listed(DOCS)
+    wanted = given.quote
+    lines = listed(DOCS)
     if given.mark:
         alone = told_alone(DOCS)
         for page in PAGES:
@@ -227,7 +253,9 @@ def main() -> None:
         mine = lines[lines.quote.str.startswith(wanted)]
         if mine.empty:
             parser.error(f"no quote begins with {wanted!r}")
-        print(*(f"{line.page}: {line.quote}: {_told(line)}" for line in mine.itertuples()), sep="\n")
+        print(
+            *(f"{line.page}: {line.quote}: {_told(line)}" for line in mine.itertuples()), sep="\n"
+        )
         return
     found = list(faults(DOCS))
     print(*found, f"{len(lines)} quotes, {len(found)} faults", sep="\n")

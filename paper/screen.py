@@ -20,7 +20,8 @@ from fedcb2o.report.regret import worst_regret, worst_regret_differences
 
 def contenders(results: GridResults) -> set[str]:
     """The defences that need all seeds, by those that all have."""
-    found, seeds = {results.reference}, common(results)
+    found = {results.reference}
+    seeds = common(results)
     results = replace(results, rows=results.rows[results.rows.seed.isin(seeds)])
     for view in (SettingResults(results, setting) for setting in results.settings):
         for value in COMPARED_METRICS:
@@ -39,12 +40,17 @@ def common(results: GridResults) -> list[int]:
 
 def main() -> None:
     """Print who needs all seeds, and the line for each of the others."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     results = read_grid(parser.parse_args().folder)
-    found, seeds = contenders(results), common(results)
+    found = contenders(results)
+    seeds = common(results)
     print("All seeds:", *(name for name in results.defences if name in found), sep="\n  ")
-    print(f"seeds = {seeds}:", *(name for name in results.defences if name not in found), sep="\n  ")
+    print(
+        f"seeds = {seeds}:", *(name for name in results.defences if name not in found), sep="\n  "
+    )
 
 
 if __name__ == "__main__":

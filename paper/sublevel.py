@@ -26,7 +26,8 @@ from paper.sublevel_page import BUDGET
 
 import fedcb2o
 
-ROUNDS, SEEDS = 25, (3000, 3001, 3002, 3003, 3004)
+ROUNDS = 25
+SEEDS = (3000, 3001, 3002, 3003, 3004)
 MET = 5  # from this round on everybody has been asked once
 FLIP = {"name": "label_flip", "source": 3, "target": 8}
 ATTACKS: dict[str, dict[str, Any]] = {
@@ -69,16 +70,22 @@ class Setting:
             "agents": {"budget": BUDGET} | agents | self.changes.get("agents", {}),
             "algorithm": self.changes.get("algorithm", {}),
         }
-        return fedcb2o.load(table | ({"attack": attack} if (attack := ATTACKS[self.attack]) else {}))
+        return fedcb2o.load(
+            table | ({"attack": attack} if (attack := ATTACKS[self.attack]) else {})
+        )
 
 
 def settings() -> Iterator[Setting]:
     """All that is run: the ablation, then the border by the attackers' number and, of sybils, the newcomers' share."""
     ablation = {"Algorithm 2": {}, **{f"with {name}": each for name, each in BACK.items()}}
     ablation["with weight from the second meeting"] = {"counts_from": "second"}
-    ablation["with all four"] = {key: value for each in BACK.values() for key, value in each.items()}
+    ablation["with all four"] = {
+        key: value for each in BACK.values() for key, value in each.items()
+    }
     for left in BACK:
-        ablation[f"without {left}"] = {k: v for name, each in BACK.items() if name != left for k, v in each.items()}
+        ablation[f"without {left}"] = {
+            k: v for name, each in BACK.items() if name != left for k, v in each.items()
+        }
     for attack in shown.COLUMNS:
         for name, algorithm in ablation.items():
             yield Setting(name, attack, 3, {"algorithm": {"own_model": "excluded"} | algorithm})
@@ -104,7 +111,9 @@ def settings() -> Iterator[Setting]:
                 yield border("sybils", 6, "judged", beta, places=places)
 
 
-def border(attack: str, malicious: int, own: str, beta: float, *, places: int = 0, delta_q: float = 0.0) -> Setting:
+def border(
+    attack: str, malicious: int, own: str, beta: float, *, places: int = 0, delta_q: float = 0.0
+) -> Setting:
     """A setting of the border, with at most so many places for newcomers where any are given; sybils in one cluster, so
     that they take just these."""
     algorithm: dict[str, Any] = {"own_model": own, "beta": beta}
@@ -112,24 +121,35 @@ def border(attack: str, malicious: int, own: str, beta: float, *, places: int = 
         algorithm["selection"] = {"name": "prob_sampling", "newcomers": places / BUDGET}
     if delta_q:
         algorithm["delta_q"] = delta_q
-    agents = {"num_clusters": 1, "benign": 7, "malicious_samples": 100} if attack == "sybils" else {}
+    agents = (
+        {"num_clusters": 1, "benign": 7, "malicious_samples": 100} if attack == "sybils" else {}
+    )
     changes = {"agents": agents, "algorithm": algorithm}
     return Setting(shown.named(own, beta, places, delta_q), attack, malicious, changes)
 
 
 def lines(setting: Setting, run: fedcb2o.Run) -> pd.DataFrame:
     """A line for each seed of a run."""
-    last = run.records[~run.records.malicious & (run.records["round"] == run.records["round"].max())].groupby("seed")
+    last = run.records[
+        ~run.records.malicious & (run.records["round"] == run.records["round"].max())
+    ].groupby("seed")
     found = last[["accuracy", "source_accuracy", "attack_success_rate"]].mean() * 100
     who = run.agents.set_index(["seed", "agent"])[["malicious", "cluster"]]
-    pairs = run.pairs.join(who, on=["seed", "agent"]).join(who.add_suffix("_peer"), on=["seed", "peer"])
+    pairs = run.pairs.join(who, on=["seed", "agent"]).join(
+        who.add_suffix("_peer"), on=["seed", "peer"]
+    )
     start = max(MET, 1 + ATTACKS[setting.attack].get("from_round", 0))
     pairs = pairs[~pairs.malicious & (pairs["round"] >= start)]
-    own, same = pairs.agent == pairs.peer, pairs.cluster == pairs.cluster_peer
+    own = pairs.agent == pairs.peer
+    same = pairs.cluster == pairs.cluster_peer
     counted = pairs.malicious_peer & (same if setting.attack != "trash" else True)
     each = (
         pairs.assign(
-            m=~own, f=counted, near=same & ~own, mass=pairs.weight * pairs.malicious_peer, any=pairs.malicious_peer
+            m=~own,
+            f=counted,
+            near=same & ~own,
+            mass=pairs.weight * pairs.malicious_peer,
+            any=pairs.malicious_peer,
         )
         .groupby(["seed", "round", "agent"])[["m", "f", "near", "mass", "any"]]
         .sum()
@@ -138,11 +158,17 @@ def lines(setting: Setting, run: fedcb2o.Run) -> pd.DataFrame:
     algorithm = setting.changes.get("algorithm", {})
     itself = int(algorithm.get("own_model", "excluded") != "excluded")
     k = math.ceil(algorithm.get("beta", 1.0) * (BUDGET + itself) - 1e-9)
-    each["chance"] = [captured(f, near + itself, k) for f, near in zip(each.f, each.near, strict=True)]
+    each["chance"] = [
+        captured(f, near + itself, k) for f, near in zip(each.f, each.near, strict=True)
+    ]
     found["share"] = each["any"].groupby("seed").mean() / BUDGET
     for f in range(BUDGET + 1):
         some = each[each.f == f].groupby("seed")
-        found[f"n{f}"], found[f"weight{f}"], found[f"chance{f}"] = some.size(), some.mass.mean(), some.chance.mean()
+        found[f"n{f}"], found[f"weight{f}"], found[f"chance{f}"] = (
+            some.size(),
+            some.mass.mean(),
+            some.chance.mean(),
+        )
     found = found.reset_index()
     for name in ("malicious", "attack", "defence"):
         found.insert(0, name, getattr(setting, name))
@@ -166,14 +192,25 @@ def measure(path: Path) -> None:
             done = set(known[mine & (known.malicious == setting.malicious)].seed)
         if seeds := [seed for seed in SEEDS if seed not in done]:
             with tempfile.TemporaryDirectory() as folder:
-                found = lines(setting, fedcb2o.run(setting.experiment(seeds), out=Path(folder) / "run", workers=1))
+                found = lines(
+                    setting,
+                    fedcb2o.run(setting.experiment(seeds), out=Path(folder) / "run", workers=1),
+                )
             found.round(4).to_csv(path, mode="a", index=False, header=not path.exists())
-            print(setting.attack, setting.malicious, setting.defence, f"{found.accuracy.mean():.1f}", flush=True)
+            print(
+                setting.attack,
+                setting.malicious,
+                setting.defence,
+                f"{found.accuracy.mean():.1f}",
+                flush=True,
+            )
 
 
 def main() -> None:
     """Run what is missing; write the page's tables and the figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="the folder of runs.csv")
     parser.add_argument("--page", type=Path, help="the page whose tables to write anew")
     parser.add_argument("--figures", type=Path, help="the folder of its figures")
@@ -186,7 +223,9 @@ def main() -> None:
     if arguments.figures:
         for name, draw in {"omissions": shown.draw_omissions, "border": shown.draw_border}.items():
             with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-                draw(known).savefig(arguments.figures / f"sublevel-{name}.svg", metadata={"Date": None})
+                draw(known).savefig(
+                    arguments.figures / f"sublevel-{name}.svg", metadata={"Date": None}
+                )
 
 
 if __name__ == "__main__":

@@ -22,14 +22,21 @@ BUDGET = 6
 BORDER = {"flip": "flips of the own cluster", "trash": "random models", "sybils": "sybils"}
 EVEN = (2, 4, 6)  # attackers in a cluster of ten
 FEW = 20  # cases below which a mean of rounds is not shown
-COLUMNS = {"none": "Without attack", "trash": "Random models", "flip": "Label flip", "sybils": "Sybils"}
+COLUMNS = {
+    "none": "Without attack",
+    "trash": "Random models",
+    "flip": "Label flip",
+    "sybils": "Sybils",
+}
 TABLE = re.compile(r"(?P<mark>^<!-- sublevel: (?P<name>\S+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE)
 BAR: dict[str, Any] = {"markersize": 5, "capsize": 2, "elinewidth": 1}
 
 
 def named(own: str, beta: float, places: int = 0, delta_q: float = 0.0) -> str:
     """The defence of a line of the border."""
-    more = (f", newcomers {places}/{BUDGET}" if places else "") + (f", delta_q {delta_q:g}" if delta_q else "")
+    more = (f", newcomers {places}/{BUDGET}" if places else "") + (
+        f", delta_q {delta_q:g}" if delta_q else ""
+    )
     return f"own model {own}, beta {beta:g}{more}"
 
 
@@ -42,14 +49,18 @@ def omissions(known: pd.DataFrame) -> pd.DataFrame:
     """What Algorithm 2 reaches with each part put back, and all without each: accuracy, and attack success."""
     table: dict[str, dict[str, str]] = {}
     mine = ablated(known)
-    first = mine[(mine.attack == "none") & (mine.defence == "Algorithm 2")].set_index("seed").accuracy
+    first = (
+        mine[(mine.attack == "none") & (mine.defence == "Algorithm 2")].set_index("seed").accuracy
+    )
     for defence, rows in mine.groupby("defence", sort=False):
         by = {str(attack): some.set_index("seed") for attack, some in rows.groupby("attack")}
         cells = table.setdefault(str(defence), {})
         for attack, title in COLUMNS.items():
             cells[title] = told(by[attack].accuracy)
             if attack == "none":
-                cells["less Algorithm 2"] = told(by["none"].accuracy - first) if len(table) > 1 else ""
+                cells["less Algorithm 2"] = (
+                    told(by["none"].accuracy - first) if len(table) > 1 else ""
+                )
             elif attack != "trash":
                 cells[title] += f" / {told(by[attack].attack_success_rate)}"
     return pd.DataFrame(table).T
@@ -62,7 +73,9 @@ def random_models(known: pd.DataFrame) -> pd.DataFrame:
     lines = [named(own, beta) for own in ("excluded", "judged") for beta in BETAS]
     for name in [*lines, named("excluded", 0.25, delta_q=0.1), named("judged", 0.5, places=2)]:
         for malicious in EVEN:
-            reached, without = (accuracy(known, attack, name, malicious) for attack in ("trash", "removed"))
+            reached, without = (
+                accuracy(known, attack, name, malicious) for attack in ("trash", "removed")
+            )
             cell = told(reached) + (f" / {told(reached - without)}" if len(without) else "")
             table.setdefault(name, {})[f"{malicious} of 10"] = cell
     return pd.DataFrame(table).T
@@ -74,7 +87,9 @@ def removed(known: pd.DataFrame) -> pd.DataFrame:
     for own in ("excluded", "judged"):
         for beta in BETAS:
             for malicious in EVEN:
-                each, plain = (accuracy(known, "removed", named(own, b), malicious) for b in (beta, 1.0))
+                each, plain = (
+                    accuracy(known, "removed", named(own, b), malicious) for b in (beta, 1.0)
+                )
                 cell = told(each) + (f" / {told(each - plain)}" if beta < 1 else "")
                 table.setdefault(named(own, beta), {})[f"{10 - malicious} agents"] = cell
     return pd.DataFrame(table).T
@@ -93,7 +108,8 @@ def rounds(known: pd.DataFrame) -> pd.DataFrame:
     table = {}
     for beta in BETAS:
         rows = of_border(known, "flip", "excluded", beta)
-        weight, chance = by_count(rows, "weight"), by_count(rows, "chance")
+        weight = by_count(rows, "weight")
+        chance = by_count(rows, "chance")
         table[f"beta {beta:g}"] = {
             f"{f} of {BUDGET}": f"{told(weight[f])} ({chance[f].mean():.0f})" for f in weight if f
         }
@@ -137,8 +153,14 @@ def rewritten(page: Path, known: pd.DataFrame) -> str:
 def of_border(known: pd.DataFrame, attack: str, own: str, beta: float) -> pd.DataFrame:
     """The runs of one line, those with more than the plain set left out; of sybils `places` are those of newcomers."""
     places = known.defence.str.extract(r", newcomers (\d)/", expand=False)
-    names = [named(own, beta, k) for k in range(BUDGET + 1)] if attack == "sybils" else [named(own, beta)]
-    return known.assign(places=places.astype(float))[(known.attack == attack) & known.defence.isin(names)]
+    names = (
+        [named(own, beta, k) for k in range(BUDGET + 1)]
+        if attack == "sybils"
+        else [named(own, beta)]
+    )
+    return known.assign(places=places.astype(float))[
+        (known.attack == attack) & known.defence.isin(names)
+    ]
 
 
 def by_count(rows: pd.DataFrame, what: str) -> dict[int, "pd.Series[float]"]:
@@ -166,11 +188,17 @@ def draw_omissions(known: pd.DataFrame) -> Figure:
     names = list(dict.fromkeys(mine.defence))
     with rc_context(STYLE | {"axes.grid.axis": "x"}):
         figure = Figure(figsize=(11, 4), layout="constrained")
-        for ax, (attack, title) in zip(figure.subplots(1, 4, sharey=True), COLUMNS.items(), strict=True):
+        for ax, (attack, title) in zip(
+            figure.subplots(1, 4, sharey=True), COLUMNS.items(), strict=True
+        ):
             value = "accuracy" if attack in ("none", "trash") else "attack_success_rate"
             for i, name in enumerate(names):
                 some = mine[(mine.attack == attack) & (mine.defence == name)][value]
-                colour = 7 if name == "with all four" else {"with": 0, "without": 1}.get(name.split()[0], 7)
+                colour = (
+                    7
+                    if name == "with all four"
+                    else {"with": 0, "without": 1}.get(name.split()[0], 7)
+                )
                 points(ax, {i: some}, across=True, color=PALETTE[colour], marker="o")
             ax.set_title(title)
             ax.set_xlabel(called(value))
@@ -193,7 +221,10 @@ def draw_border(known: pd.DataFrame) -> Figure:
             draw_end(ax, known, attack)
         for ax in figure.axes:
             ax.set_ylim(0, 100)
-        handles = [Line2D([], [], label=f"beta = {beta:g}", markersize=5, **look(i)) for i, beta in enumerate(BETAS)]
+        handles = [
+            Line2D([], [], label=f"beta = {beta:g}", markersize=5, **look(i))
+            for i, beta in enumerate(BETAS)
+        ]
         dotted = "(a) above: by chance; below: own model excluded"
         handles.append(Line2D([], [], color="0.3", linestyle=":", label=dotted))
         figure.legend(handles=handles, loc="outside lower center", ncols=5)
@@ -210,10 +241,20 @@ def draw_round(ax: Axes, known: pd.DataFrame, attack: str) -> None:
             continue
         points(ax, by_count(rows, "weight"), **look(i))
         k = math.ceil(beta * BUDGET)
-        ax.plot(k if attack == "flip" else BUDGET - k + 1, 105, clip_on=False, **(look(i) | {"marker": "v"}))
+        ax.plot(
+            k if attack == "flip" else BUDGET - k + 1,
+            105,
+            clip_on=False,
+            **(look(i) | {"marker": "v"}),
+        )
         if attack == "flip":
             chance = by_count(rows, "chance")
-            ax.plot(list(chance), [each.mean() for each in chance.values()], color=PALETTE[i], linestyle=":")
+            ax.plot(
+                list(chance),
+                [each.mean() for each in chance.values()],
+                color=PALETTE[i],
+                linestyle=":",
+            )
     ax.set_xlabel(f"{BORDER[attack]} among the {BUDGET} received")
     ax.set_ylabel("their weight in m_j, percent")
 
@@ -228,7 +269,9 @@ def draw_end(ax: Axes, known: pd.DataFrame, attack: str) -> None:
             if attack == "sybils":
                 found = {places: each[value] for places, each in rows.groupby("places")}
             else:
-                found = {100 * each.share.mean(): each[value] for _, each in rows.groupby("malicious")}
+                found = {
+                    100 * each.share.mean(): each[value] for _, each in rows.groupby("malicious")
+                }
             points(ax, found, linestyle=line, **look(i))
     ax.set_ylabel(called(value))
     if attack == "sybils":
@@ -246,7 +289,9 @@ def look(i: int) -> dict[str, Any]:
     return {"color": PALETTE[i], "marker": MARKERS[i]}
 
 
-def points(ax: Axes, values: Mapping[Any, "pd.Series[float]"], *, across: bool = False, **look: Any) -> None:
+def points(
+    ax: Axes, values: Mapping[Any, "pd.Series[float]"], *, across: bool = False, **look: Any
+) -> None:
     """Means with intervals over seeds, by where they stand from left to right or, `across`, from top to bottom."""
     middle = [each.mean() for each in values.values()]
     half = [float(interval_half_width(len(each), each.std(ddof=1))) for each in values.values()]

@@ -57,7 +57,9 @@ def network() -> nn.Module:
 
 
 def convolutional() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(27, CLASSES))
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(27, CLASSES)
+    )
 
 
 def wide() -> nn.Module:
@@ -71,7 +73,12 @@ def normed(statistics: batch_norm.StatisticsMode = "shared") -> nn.Module:
     frozen.running_var.fill_(2.0)
     module = nn.Sequential(
         *(nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten()),
-        *(nn.Linear(27, 6), frozen.requires_grad_(False), nn.BatchNorm1d(6, affine=False, momentum=None), nn.ReLU()),
+        *(
+            nn.Linear(27, 6),
+            frozen.requires_grad_(False),
+            nn.BatchNorm1d(6, affine=False, momentum=None),
+            nn.ReLU(),
+        ),
         nn.Linear(6, CLASSES),
     )
     module.register_buffer("scale", torch.ones(3))
@@ -114,8 +121,12 @@ def held() -> Held:
     y = torch.from_numpy(draw.integers(CLASSES, size=300))
     x = torch.from_numpy(draw.normal(size=(300, 1, 3, 3))).float() + y.view(-1, 1, 1, 1) / 2
     order = np.split(draw.permutation(300), 10)
-    train = [chosen[:20] if bad else chosen[:13] for chosen, bad in zip(order, MALICIOUS, strict=False)]
-    validation = [chosen[:0] if bad else chosen[13:24] for chosen, bad in zip(order, MALICIOUS, strict=False)]
+    train = [
+        chosen[:20] if bad else chosen[:13] for chosen, bad in zip(order, MALICIOUS, strict=False)
+    ]
+    validation = [
+        chosen[:0] if bad else chosen[13:24] for chosen, bad in zip(order, MALICIOUS, strict=False)
+    ]
     return Held(Shard(x, y), train, validation)
 
 
@@ -137,7 +148,9 @@ def terms_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any)
     return RunSpec(**{**known, **changes})
 
 
-def attackers_of(attack: Attack = FLIP, *, own_model: bool = True, collude: bool = True) -> Adversary:
+def attackers_of(
+    attack: Attack = FLIP, *, own_model: bool = True, collude: bool = True
+) -> Adversary:
     return Adversary(
         attack=attack,
         malicious=np.array(MALICIOUS),
@@ -175,8 +188,12 @@ def block_of(
     clusters = terms.algorithm.clusters
     kept = int(rows.max()) + 1 + (0 if clusters is None else clusters.num_rows(len(ids)))
     each = attackers.attack.num_published(1, len(GOOD))
-    layout = BufferLayout.create(rows, kept, holdings.malicious, each, terms.algorithm.keeps_previous)
-    return AgentGroup(terms, holdings, attackers, layout, empty_models(layout.first_received + inbox, terms.dim))
+    layout = BufferLayout.create(
+        rows, kept, holdings.malicious, each, terms.algorithm.keeps_previous
+    )
+    return AgentGroup(
+        terms, holdings, attackers, layout, empty_models(layout.first_received + inbox, terms.dim)
+    )
 
 
 def first_models(terms: RunSpec, size: int = len(CLUSTER)) -> Tensor:
@@ -210,11 +227,15 @@ def models_of(engine: LocalEngine) -> Tensor:
     return engine.group.models[: len(CLUSTER)]
 
 
-def run_rounds(engine: Engine, count: int = 1, memory: AgentState | None = None, start: int = 0) -> list[Round]:
+def run_rounds(
+    engine: Engine, count: int = 1, memory: AgentState | None = None, start: int = 0
+) -> list[Round]:
     """Some rounds."""
     made = round_loop(engine)
     blank = AgentState.initial(len(CLUSTER))
-    return list(made(engine, memory or blank, start, start + count, lambda n: False, lambda n, phase: None))
+    return list(
+        made(engine, memory or blank, start, start + count, lambda n: False, lambda n, phase: None)
+    )
 
 
 @dataclass(frozen=True)
@@ -234,8 +255,12 @@ class Chosen:
 def chosen(choices: Decisions, j: int) -> Chosen:
     """What agent j decided."""
     k = choices.agents.tolist().index(j)
-    rows, weights = (choices.received.with_values(each)[k].tolist() for each in (choices.rows, choices.weights))
-    own_weight, before, f = (float(each[k]) for each in (choices.own_weight, choices.previous_weight, choices.f))
+    rows, weights = (
+        choices.received.with_values(each)[k].tolist() for each in (choices.rows, choices.weights)
+    )
+    own_weight, before, f = (
+        float(each[k]) for each in (choices.own_weight, choices.previous_weight, choices.f)
+    )
     received, asked = choices.received[k].tolist(), choices.asked[k].tolist()
     return Chosen(asked, received, rows, weights, own_weight, before, f, choices.reductions.get(j))
 
@@ -252,7 +277,10 @@ def oracle_agents(
         module = make()
         parameters.bind_(module, models_of(engine)[j].clone())
         (x, y), (seen, labels) = (
-            (torch.rot90(holdings.samples.x[held[j]], 2 * CLUSTER[j], (-2, -1)), holdings.samples.y[held[j]])
+            (
+                torch.rot90(holdings.samples.x[held[j]], 2 * CLUSTER[j], (-2, -1)),
+                holdings.samples.y[held[j]],
+            )
             for held in (holdings.train, holdings.validation)
         )
         if bad and engine.adversary.attack.poison is FLIP.poison:
@@ -260,5 +288,9 @@ def oracle_agents(
         own = "judged" if engine.adversary.averages_own_model else "excluded"
         colluder = dataclasses.replace(reference.COLLUDER, budget=BUDGET, own_model=own)
         algorithm = colluder if bad else options
-        agents.append(reference.Agent(module, x, y, seen, labels, bad, CLUSTER[j], algorithm, statistics=statistics))
+        agents.append(
+            reference.Agent(
+                module, x, y, seen, labels, bad, CLUSTER[j], algorithm, statistics=statistics
+            )
+        )
     return agents

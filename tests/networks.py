@@ -27,7 +27,11 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.twice, self.idle = nn.Linear(16, 8), nn.Linear(8, 8), nn.Parameter(torch.ones(3))
+        self.first, self.twice, self.idle = (
+            nn.Linear(16, 8),
+            nn.Linear(8, 8),
+            nn.Parameter(torch.ones(3)),
+        )
         self.again, self.alike, self.last = self.twice, nn.Linear(8, 8), nn.Linear(8, 4)
         self.alike.weight = self.twice.weight
 
@@ -54,13 +58,27 @@ with torch.random.fork_rng():
         "resnet": architectures.resnet([1, 4, 4], 4, width=8),
         "tied": Tied(),
         "norm": nn.Sequential(
-            *(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 4)),
+            *(
+                nn.Conv2d(1, 3, 3, padding=1),
+                nn.BatchNorm2d(3),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(48, 4),
+            ),
         ),
         "local": nn.Sequential(
-            *(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 6), nn.BatchNorm1d(6)),
+            *(
+                nn.Conv2d(1, 3, 3, padding=1),
+                nn.BatchNorm2d(3),
+                nn.Flatten(),
+                nn.Linear(48, 6),
+                nn.BatchNorm1d(6),
+            ),
             *(nn.ReLU(), nn.Linear(6, 4)),
         ),
-        "frozen": nn.Sequential(nn.Flatten(), nn.Linear(16, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 4)),
+        "frozen": nn.Sequential(
+            nn.Flatten(), nn.Linear(16, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 4)
+        ),
     }
 
     batch_norm.set_statistics_mode(NETWORKS["local"], "local")
@@ -80,5 +98,8 @@ def shards(count, n):
 def different(module, count):
     """Models of the size that networks begin with, each its own."""
     thetas = empty_models(count, parameters.dimension(module))
-    thetas[:] = parameters.flatten(module) + 0.1 * torch.from_numpy(stream(5, "theta").normal(size=thetas.shape)).float()
+    thetas[:] = (
+        parameters.flatten(module)
+        + 0.1 * torch.from_numpy(stream(5, "theta").normal(size=thetas.shape)).float()
+    )
     return thetas

@@ -26,14 +26,25 @@ from tests.agents import Held, block_of, first_models
 class Posted:
     """Blocks of the agents named, each in a pool whose rows are in random order."""
 
-    def __init__(self, terms: RunSpec, attackers: Adversary, holds: Held, blocks: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, terms: RunSpec, attackers: Adversary, holds: Held, blocks: Sequence[Sequence[int]]
+    ) -> None:
         self.terms, self.attackers, theta = terms, attackers, first_models(terms)
         self.blocks: list[AgentGroup] = []
         self.parts: list[np.ndarray] = []
-        self.where: list[tuple[int, np.ndarray]] = []  # the block of each part, and the places in it
+        self.where: list[
+            tuple[int, np.ndarray]
+        ] = []  # the block of each part, and the places in it
         for b, agents in enumerate(blocks):
             rows = stream(b, "rows").permutation(2 * len(agents) + 1)[: len(agents)]
-            block = block_of(terms, attackers, holds, agents, rows.tolist(), inbox=3 * terms.num_agents * len(agents))
+            block = block_of(
+                terms,
+                attackers,
+                holds,
+                agents,
+                rows.tolist(),
+                inbox=3 * terms.num_agents * len(agents),
+            )
             block.models[torch.from_numpy(block.layout.own)] = theta[list(agents)]
             self.blocks.append(block)
             costs = block.data.train.sizes.tolist()
@@ -66,7 +77,10 @@ class Posted:
             for k, j in enumerate(block.agents.tolist()):
                 for receiver in range(self.terms.num_agents) if online[j] else []:
                     place, to = np.array([k]), np.array([receiver])
-                    row, claim = int(box.rows(place, to)[0]), float(box.samples_claimed_to(place, to)[0])
+                    row, claim = (
+                        int(box.rows(place, to)[0]),
+                        float(box.samples_claimed_to(place, to)[0]),
+                    )
                     self.post[j, receiver] = save(
                         {
                             "theta": block.models[row].contiguous(),
@@ -77,7 +91,9 @@ class Posted:
 
     def exchange(self, n: int, asked: Sequence[Lists], deadline: float | None) -> list[Inbox]:
         free = [
-            list(stream(n, "slots", b).permutation(np.arange(x.layout.first_received, len(x.models))))
+            list(
+                stream(n, "slots", b).permutation(np.arange(x.layout.first_received, len(x.models)))
+            )
             for b, x in enumerate(self.blocks)
         ]
         return [
@@ -85,7 +101,9 @@ class Posted:
             for (b, _), part, ids in zip(self.where, self.parts, asked, strict=True)
         ]
 
-    def _arrived(self, n: int, block: AgentGroup, part: np.ndarray, free: list[int], asked: Lists) -> Inbox:
+    def _arrived(
+        self, n: int, block: AgentGroup, part: np.ndarray, free: list[int], asked: Lists
+    ) -> Inbox:
         there, rows, claims = [], [], []
         for i, j in zip(asked.values.tolist(), part[asked.row_ids].tolist(), strict=True):
             message = self._message(i, j)
@@ -93,7 +111,9 @@ class Posted:
             there.append(good)
             if not good:
                 continue
-            row = int(block.layout.own[block.agents.tolist().index(j)]) if i == j else int(free.pop())
+            row = (
+                int(block.layout.own[block.agents.tolist().index(j)]) if i == j else int(free.pop())
+            )
             block.models[row] = message.theta
             rows.append(row)
             claims.append(message.num_samples)
@@ -110,8 +130,15 @@ class Posted:
     def mix_(self, choices: Sequence[Decisions]) -> np.ndarray:
         finite = np.ones(self.terms.num_agents, dtype=bool)
         for b, block in enumerate(self.blocks):
-            whole = Decisions.concatenate([one for one, (owner, _) in zip(choices, self.where, strict=True) if owner == b])
-            mix_(block.models, mixing_matrix(whole, block.layout.own, block.layout.previous), 0, self.terms.dim)
+            whole = Decisions.concatenate(
+                [one for one, (owner, _) in zip(choices, self.where, strict=True) if owner == b]
+            )
+            mix_(
+                block.models,
+                mixing_matrix(whole, block.layout.own, block.layout.previous),
+                0,
+                self.terms.dim,
+            )
             finite[block.agents] = np.isfinite(max_abs(block.models, block.layout.own.tolist()))
         return finite
 
@@ -119,7 +146,9 @@ class Posted:
         found = {}
         for block in self.blocks:
             benign = np.flatnonzero(~block.data.malicious)
-            found |= dict(zip(block.agents[benign].tolist(), evaluate_models(block, benign), strict=True))
+            found |= dict(
+                zip(block.agents[benign].tolist(), evaluate_models(block, benign), strict=True)
+            )
         return found
 
     @property

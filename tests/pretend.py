@@ -13,9 +13,22 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 aten = torch.ops.aten
 CROSS = {aten._to_copy.default, aten.copy_.default}  # what takes numbers from one device to another
-INDEX = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default, aten.index_put.default}
-SHAPES = {aten.squeeze_.dim, aten.squeeze_.default, aten.unsqueeze_.default}  # change a tensor's shape in place
-WAITS = {aten._local_scalar_dense.default: "item", aten.nonzero.default: "nonzero", aten.equal.default: "equal"}
+INDEX = {
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten.index_put.default,
+}
+SHAPES = {
+    aten.squeeze_.dim,
+    aten.squeeze_.default,
+    aten.unsqueeze_.default,
+}  # change a tensor's shape in place
+WAITS = {
+    aten._local_scalar_dense.default: "item",
+    aten.nonzero.default: "nonzero",
+    aten.equal.default: "equal",
+}
 
 
 class Elsewhere(Tensor):
@@ -50,19 +63,35 @@ class Pretend(TorchDispatchMode):
         ours = [t for t in given if isinstance(t, Elsewhere)]
         asked = kwargs.get("device")
         if any(t.is_meta for t in given if isinstance(t, Tensor) and not isinstance(t, Elsewhere)):
-            raise RuntimeError(f"{func}: a list as an index, whose numbers the pretended device does not see")
+            raise RuntimeError(
+                f"{func}: a list as an index, whose numbers the pretended device does not see"
+            )
         if ours and func not in CROSS:
-            for i, other in enumerate(t for t in given if isinstance(t, Tensor) and not isinstance(t, Elsewhere)):
-                index = func in INDEX and isinstance(args[0], Elsewhere) and not other.is_floating_point()
+            for i, other in enumerate(
+                t for t in given if isinstance(t, Tensor) and not isinstance(t, Elsewhere)
+            ):
+                index = (
+                    func in INDEX
+                    and isinstance(args[0], Elsewhere)
+                    and not other.is_floating_point()
+                )
                 if other.ndim and not index:
-                    raise RuntimeError(f"{func}: tensors on the device and on the CPU, {tuple(other.shape)} at {i}")
-        if ours and any(func in INDEX and isinstance(t, Elsewhere) for t in given) and not isinstance(args[0], Tensor):
+                    raise RuntimeError(
+                        f"{func}: tensors on the device and on the CPU, {tuple(other.shape)} at {i}"
+                    )
+        if (
+            ours
+            and any(func in INDEX and isinstance(t, Elsewhere) for t in given)
+            and not isinstance(args[0], Tensor)
+        ):
             raise RuntimeError(f"{func}: what is indexed lies on the CPU, its indices do not")
         to_here = asked is not None and torch.device(asked).type == "cpu"
         if ours:
             if func in WAITS:
                 self.waits[WAITS[func]] += 1
-            if (func in CROSS and to_here) or (func is aten.copy_.default and not isinstance(args[0], Elsewhere)):
+            if (func in CROSS and to_here) or (
+                func is aten.copy_.default and not isinstance(args[0], Elsewhere)
+            ):
                 self.waits["transfer"] += 1
         there = asked is not None and torch.device(asked).type == "meta"
         if there:
@@ -73,7 +102,9 @@ class Pretend(TorchDispatchMode):
 
         found = func(*tree_map(plain, args), **tree_map(plain, kwargs))
         if ours and func in SHAPES:
-            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Python)):
+            with torch._C._ExcludeDispatchKeyGuard(
+                torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+            ):
                 func(*args)
         if there and found is plain(args[0] if args else None):
             found = found.clone()
@@ -84,7 +115,9 @@ class Pretend(TorchDispatchMode):
         known = {id(t.here): t for t in ours}  # what is changed in place stays what it was
 
         def back(t: Any) -> Any:
-            return (known[id(t)] if id(t) in known else Elsewhere(t)) if isinstance(t, Tensor) else t
+            return (
+                (known[id(t)] if id(t) in known else Elsewhere(t)) if isinstance(t, Tensor) else t
+            )
 
         return tree_map(back, found)
 

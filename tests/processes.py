@@ -28,7 +28,9 @@ def living(session: int) -> list[str]:
         with contextlib.suppress(OSError):
             if process.name.isdecimal() and os.getsid(int(process.name)) == session:
                 state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-                found += [] if state in "ZX" else [(process / "cmdline").read_text().replace("\0", " ")]
+                found += (
+                    [] if state in "ZX" else [(process / "cmdline").read_text().replace("\0", " ")]
+                )
     return found
 
 

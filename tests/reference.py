@@ -50,7 +50,9 @@ class Options:
     zeta: float = 0.5
     first_contact: Literal["average", "whole"] = "average"  # released code: whole
     validation_loss: Literal["samples", "batches"] = "samples"  # released code: batches
-    criterion: Literal["class_loss_gap", "perturbation_gap", "average_loss", "num_samples"] = "class_loss_gap"
+    criterion: Literal["class_loss_gap", "perturbation_gap", "average_loss", "num_samples"] = (
+        "class_loss_gap"
+    )
     criterion_from_round: int = 0  # T_G
     absent: Literal["masked", "zero"] = "masked"  # released code: zero
     alpha: float = 10.0
@@ -61,17 +63,27 @@ class Options:
     lambda1: float = 10.0
     mixing_factor: float | None = None  # None: lambda1 * gamma; released code: 1
     # Beyond the paper.
-    newcomers: float | None = None  # the share of M that goes to peers never asked; None: all of it, as in Algorithm 2
+    newcomers: float | None = (
+        None  # the share of M that goes to peers never asked; None: all of it, as in Algorithm 2
+    )
     judged_at: float = 1.0  # the share of the way to a peer's model after which it is judged
-    tested: float | None = None  # Q: what loses no more than the own model by so many standard errors, too
-    ball: float | None = None  # Q: nobody who is farther from the own model than so many times its norm
-    apart: float | None = None  # Q: nobody who is nearer to it than so many times what it moved in its LocalUpdate
+    tested: float | None = (
+        None  # Q: what loses no more than the own model by so many standard errors, too
+    )
+    ball: float | None = (
+        None  # Q: nobody who is farther from the own model than so many times its norm
+    )
+    apart: float | None = (
+        None  # Q: nobody who is nearer to it than so many times what it moved in its LocalUpdate
+    )
     z: float = 0.0  # so many standard errors, of a class loss or of a rise, are no gap
     pixels: int = 6  # that the perturbation worst for a model paints
     samples: int = 4  # on which it is sought
     steps: int = 1  # in which it is sought
     blend: float = 0.0  # the share of noise in these samples
-    against: Literal["own", "majority"] = "own"  # majority: or the median over Q, where that is more
+    against: Literal["own", "majority"] = (
+        "own"  # majority: or the median over Q, where that is more
+    )
     likelihood: Literal["loss", "loss+criterion"] = "loss"
     counts_from: Literal["first", "second"] = "first"  # meeting
     point: Literal["mean", "median"] = "mean"
@@ -81,7 +93,9 @@ FEDCB2O = Options()
 FEDCBO = Options(criterion="average_loss")
 # eq:clustered_csp: all N models, the agent's own among them, no sampling (beta is the user's).
 EXACT = Options(selection="everyone", own_model="judged", beta=0.5)
-DFEDAVGM = Options(selection="uniform", criterion="num_samples", own_model="judged", mixing_factor=1.0)
+DFEDAVGM = Options(
+    selection="uniform", criterion="num_samples", own_model="judged", mixing_factor=1.0
+)
 # With own_model="judged": the released code, where an attacker's own model is averaged too.
 COLLUDER = Options(selection="colluding", criterion="num_samples", mixing_factor=1.0)
 
@@ -126,21 +140,37 @@ class Info:
 
 
 def run_round(
-    agents: Sequence[Agent], n: int, *, seed: int, training: Training, num_classes: int, participation: float = 1.0
+    agents: Sequence[Agent],
+    n: int,
+    *,
+    seed: int,
+    training: Training,
+    num_classes: int,
+    participation: float = 1.0,
 ) -> list[Info]:
     """Algorithm 1, lines 3 and 4: everybody trains, then everybody aggregates."""
     local_updates(agents, n, seed=seed, training=training)
     return local_aggregations(
-        agents, n, seed=seed, training=training, num_classes=num_classes, participation=participation
+        agents,
+        n,
+        seed=seed,
+        training=training,
+        num_classes=num_classes,
+        participation=participation,
     )
 
 
 # ---- Algorithm 1: LocalUpdate ----
 
 
-def local_updates(agents: Sequence[Agent], n: int, *, seed: int, training: Training) -> list[list[float]]:
+def local_updates(
+    agents: Sequence[Agent], n: int, *, seed: int, training: Training
+) -> list[list[float]]:
     """Algorithm 1, line 3, for j in [N]; malicious agents do the same on their poisoned data (eq:MaliAgentObj)."""
-    return [local_update(agent, stream(seed, "batches", n, j), training) for j, agent in enumerate(agents)]
+    return [
+        local_update(agent, stream(seed, "batches", n, j), training)
+        for j, agent in enumerate(agents)
+    ]
 
 
 def local_update(agent: Agent, draw: np.random.Generator, training: Training) -> list[float]:
@@ -148,7 +178,9 @@ def local_update(agent: Agent, draw: np.random.Generator, training: Training) ->
     agent.before = copy.deepcopy(agent.module)
     # A fresh optimiser: no momentum is carried over from the last round.
     learning_rate = training.lambda2 * training.gamma
-    optimiser = torch.optim.SGD(agent.module.parameters(), lr=learning_rate, momentum=training.momentum)
+    optimiser = torch.optim.SGD(
+        agent.module.parameters(), lr=learning_rate, momentum=training.momentum
+    )
     agent.module.train()
     for norm in batch_norms(agent.module):
         assert norm.num_batches_tracked is not None
@@ -168,7 +200,11 @@ def batches(num_samples: int, draw: np.random.Generator, training: Training) -> 
     """The mini-batches of one LocalUpdate; the last of an epoch may be smaller."""
     found: list[Tensor] = []
     epoch = 0
-    while epoch < training.local_epochs if training.local_steps is None else len(found) < training.local_steps:
+    while (
+        epoch < training.local_epochs
+        if training.local_steps is None
+        else len(found) < training.local_steps
+    ):
         order = torch.from_numpy(draw.permutation(num_samples))
         for start in range(0, num_samples, training.batch_size):
             found.append(order[start : start + training.batch_size])
@@ -180,7 +216,13 @@ def batches(num_samples: int, draw: np.random.Generator, training: Training) -> 
 
 
 def local_aggregations(
-    agents: Sequence[Agent], n: int, *, seed: int, training: Training, num_classes: int, participation: float = 1.0
+    agents: Sequence[Agent],
+    n: int,
+    *,
+    seed: int,
+    training: Training,
+    num_classes: int,
+    participation: float = 1.0,
 ) -> list[Info]:
     """Algorithm 1, line 4, for j in [N]: synchronous, on the models as they are after everybody's LocalUpdate."""
     published = [copy.deepcopy(agent.module) for agent in agents]
@@ -213,28 +255,46 @@ def local_aggregations(
             gap = options.criterion.endswith("_gap") and n >= options.criterion_from_round
             if options.counts_from == "second":
                 at_hand = [i for i in at_hand if i == j or i in met_before]
-            outside = [i for i in received if not is_within(published[i], published[j], agent, options.ball)]
+            outside = [
+                i
+                for i in received
+                if not is_within(published[i], published[j], agent, options.ball)
+            ]
             peers = [i for i in received if i != j]
-            near = [i for i in peers if not is_apart(published[i], published[j], agent, options.apart)]
+            near = [
+                i for i in peers if not is_apart(published[i], published[j], agent, options.apart)
+            ]
             Q = sublevel_set(losses, [i for i in at_hand if i not in [*outside, *near]], j, options)
             G = {}
             for i in sorted({*received, j}):  # line 5
                 if gap and options.criterion == "perturbation_gap":
                     G[i] = 0.0
                     if i in Q and i != j:
-                        G[i] = perturbation_gap(published, Q, i, j, agent, stream(seed, "rule", n, j))
+                        G[i] = perturbation_gap(
+                            published, Q, i, j, agent, stream(seed, "rule", n, j)
+                        )
                 else:
-                    G[i] = class_loss_gap(losses, i, j, num_classes, options, Q) if gap else losses[i].mean
+                    G[i] = (
+                        class_loss_gap(losses, i, j, num_classes, options, Q)
+                        if gap
+                        else losses[i].mean
+                    )
                 G[i] = max(G[i], 2.0) if i in near else G[i]
                 G[i] = math.inf if i in outside else G[i]
             for i in received:  # line 4
                 worse = max(G[i], 0.0) if gap and options.likelihood == "loss+criterion" else 0.0
                 update_likelihood(agent, i, losses[i].mean + worse)
             values = {i: G[i] for i in at_hand}
-            weights = consensus_weights(values, Q, j, options, trusted=gap and options.own_model == "trusted")
+            weights = consensus_weights(
+                values, Q, j, options, trusted=gap and options.own_model == "trusted"
+            )
 
         if weights:
-            factor = training.gamma * options.lambda1 if options.mixing_factor is None else options.mixing_factor
+            factor = (
+                training.gamma * options.lambda1
+                if options.mixing_factor is None
+                else options.mixing_factor
+            )
             mix(agent, j, published, weights, factor)  # lines 6 and 7
             weights = {i: weights.get(i, 0.0) for i in sorted({*received, j})}
         else:  # nobody answered, or nobody is worth anything: the model is kept
@@ -271,7 +331,9 @@ def pick(ids: list[int], size: int, draw: np.random.Generator) -> list[int]:
     return [int(i) for i in draw.choice(ids, size=size, replace=False)]
 
 
-def prob_sampling(agent: Agent, candidates: list[int], M: int, draw: np.random.Generator) -> list[int]:
+def prob_sampling(
+    agent: Agent, candidates: list[int], M: int, draw: np.random.Generator
+) -> list[int]:
     """ProbSampling(P_n^j, M)."""
     # Line 1: P = 0 means "never selected" (rem:sampling_likelihood_init). The record is kept apart from P, which
     # underflows to 0 for a garbage model and stays unknown for a peer that never answers.
@@ -301,7 +363,9 @@ def likelihoods(agent: Agent, candidates: list[int]) -> list[float]:
     return [agent.P.get(i, unknown) for i in candidates]
 
 
-def with_newcomers(agent: Agent, S: list[int], met: list[int], M: int, draw: np.random.Generator) -> list[int]:
+def with_newcomers(
+    agent: Agent, S: list[int], met: list[int], M: int, draw: np.random.Generator
+) -> list[int]:
     """At most the share `newcomers` of M for S, who were never asked, and more where those who were met leave room."""
     assert agent.algorithm.newcomers is not None
     share = math.ceil(agent.algorithm.newcomers * M - 1e-9)
@@ -313,7 +377,9 @@ def with_newcomers(agent: Agent, S: list[int], met: list[int], M: int, draw: np.
 
 def colluding(agents: Sequence[Agent], j: int, M: int, draw: np.random.Generator) -> list[int]:
     """An attacker's choice: attackers of its cluster first, then benign agents of it (sec:experiments)."""
-    neighbours = [i for i in range(len(agents)) if i != j and agents[i].cluster == agents[j].cluster]
+    neighbours = [
+        i for i in range(len(agents)) if i != j and agents[i].cluster == agents[j].cluster
+    ]
     fellows = [i for i in neighbours if agents[i].malicious]
     benign = [i for i in neighbours if not agents[i].malicious]
     if len(fellows) > M:
@@ -343,9 +409,14 @@ def evaluate(model: nn.Module, agent: Agent, training: Training) -> Loss:
         mean = mean_of(errors)
     else:
         size = training.batch_size
-        mean = mean_of([mean_of(errors[start : start + size]) for start in range(0, len(errors), size)])
+        mean = mean_of(
+            [mean_of(errors[start : start + size]) for start in range(0, len(errors), size)]
+        )
     labels = [int(y) for y in agent.validation_y]
-    by_class = {c: mean_of([e for e, y in zip(errors, labels, strict=True) if y == c]) for c in sorted(set(labels))}
+    by_class = {
+        c: mean_of([e for e, y in zip(errors, labels, strict=True) if y == c])
+        for c in sorted(set(labels))
+    }
     return Loss(mean, by_class, errors, labels)
 
 
@@ -392,7 +463,9 @@ def standard_error(losses: dict[int, Loss], i: int, j: int) -> float:
     return math.sqrt(sum((each - mean) ** 2 for each in differences) / (n - 1) / n)
 
 
-def standard_error_of_class(losses: dict[int, Loss], i: int, j: int, c: int, labels: list[int]) -> float:
+def standard_error_of_class(
+    losses: dict[int, Loss], i: int, j: int, c: int, labels: list[int]
+) -> float:
     """Of L_{j,c}(theta^i) - L_{j,c}(theta^j), by the variance of the differences within classes, pooled."""
     total, degrees = 0.0, 0
     for each in set(labels):
@@ -420,11 +493,18 @@ def update_likelihood(agent: Agent, i: int, loss: float) -> None:
         agent.P[i] = (1 - zeta) * agent.P.get(i, 0.0) + zeta * benefit
 
 
-MOST = (2 - 2**-23) * 2.0**127  # what a float32 can be: better than a model that is broken by this is any other
+MOST = (
+    2 - 2**-23
+) * 2.0**127  # what a float32 can be: better than a model that is broken by this is any other
 
 
 def class_loss_gap(
-    losses: dict[int, Loss], i: int, j: int, num_classes: int, options: Options, Q: Sequence[int] = ()
+    losses: dict[int, Loss],
+    i: int,
+    j: int,
+    num_classes: int,
+    options: Options,
+    Q: Sequence[int] = (),
 ) -> float:
     """G_j(theta^i; theta^j) = max_c (L_{j,c}(theta^i) - L_{j,c}(theta^j)) (eq:robust_criterion_G_LF)."""
     if i == j:
@@ -444,13 +524,21 @@ def class_loss_gap(
                 expected = max(expected, of_most[(len(of_most) - 1) // 2])
             gap = theirs[c] - expected
             if options.z > 0:
-                gap = max(0.0, gap - options.z * standard_error_of_class(losses, i, j, c, losses[j].labels))
+                gap = max(
+                    0.0,
+                    gap - options.z * standard_error_of_class(losses, i, j, c, losses[j].labels),
+                )
             differences.append(gap)
     return max(differences)
 
 
 def perturbation_gap(
-    published: list[nn.Module], Q: list[int], i: int, j: int, agent: Agent, draw: np.random.Generator
+    published: list[nn.Module],
+    Q: list[int],
+    i: int,
+    j: int,
+    agent: Agent,
+    draw: np.random.Generator,
 ) -> float:
     """How much more the loss rises under the perturbation worst for a peer's model than the own one's under its own, or
     against the majority than the median model's of those in Q, where that rises more."""
@@ -481,7 +569,10 @@ def worst_rises(model: nn.Module, agent: Agent, some: Tensor, labels: Tensor) ->
         there[:, channel, row, column] = colour
     model.eval()
     with torch.no_grad():
-        before, after = (F.cross_entropy(model(each).double(), y, reduction="none").tolist() for each in (x, there))
+        before, after = (
+            F.cross_entropy(model(each).double(), y, reduction="none").tolist()
+            for each in (x, there)
+        )
     return [b - a for a, b in zip(before, after, strict=True)]
 
 
@@ -491,7 +582,9 @@ def spread(count: int, n: int) -> list[int]:
     return [k * n // count for k in range(count)]
 
 
-def worst_pixels(model: nn.Module, options: Options, x: Tensor, y: Tensor) -> list[tuple[int, int, int, float]]:
+def worst_pixels(
+    model: nn.Module, options: Options, x: Tensor, y: Tensor
+) -> list[tuple[int, int, int, float]]:
     """The pixels (with their channels) that, painted black (0) or white (1), to first order raise the output of one
     class most above that of the label: a part of them in each step, with those before painted, and after the first step
     for the `CANDIDATES` classes only for which that was most. Of the classes the one for which that is most, or with
@@ -508,7 +601,9 @@ def worst_pixels(model: nn.Module, options: Options, x: Tensor, y: Tensor) -> li
         for c in classes:
             gain, colours = gains_of_pixels(model, seen[c], y, c)
             painted = {(row, column) for _, row, column, _ in chosen[c]}
-            by_gain = sorted((pixel for pixel in gain if pixel not in painted), key=lambda pixel: -gain[pixel])
+            by_gain = sorted(
+                (pixel for pixel in gain if pixel not in painted), key=lambda pixel: -gain[pixel]
+            )
             most = [pixel for pixel in by_gain[: so_far[1] - so_far[0]] if gain[pixel] > 0]
             chosen[c] += [each for pixel in most for each in colours[pixel]]
             for channel, row, column, colour in chosen[c]:
@@ -556,7 +651,9 @@ def gains_of_pixels(
 # ---- lines 6 and 7: the consensus point ----
 
 
-def sublevel_set(losses: dict[int, Loss], at_hand: list[int], j: int, options: Options) -> list[int]:
+def sublevel_set(
+    losses: dict[int, Loss], at_hand: list[int], j: int, options: Options
+) -> list[int]:
     """Q_beta of eq:clustered_csp, where there is a beta, of the models at hand; or all of them."""
     if options.beta is None and options.tested is None:
         return at_hand
@@ -564,7 +661,11 @@ def sublevel_set(losses: dict[int, Loss], at_hand: list[int], j: int, options: O
     if options.beta is not None and at_hand:
         L = [losses[i].mean for i in at_hand]
         averaged = options.quantile == "averaged"
-        q_beta = averaged_level(options.beta, L, [1.0] * len(L)) if averaged else quantile(L, options.beta)
+        q_beta = (
+            averaged_level(options.beta, L, [1.0] * len(L))
+            if averaged
+            else quantile(L, options.beta)
+        )
         Q |= {i for i in at_hand if losses[i].mean <= q_beta + options.delta_q}
     if options.tested is not None:
         for i in at_hand:
@@ -605,7 +706,9 @@ def normalised(mu: dict[int, float]) -> dict[int, float]:
     return {i: value / total for i, value in mu.items()} if total > 0 else {}
 
 
-def mix(agent: Agent, j: int, published: Sequence[nn.Module], weights: dict[int, float], factor: float) -> None:
+def mix(
+    agent: Agent, j: int, published: Sequence[nn.Module], weights: dict[int, float], factor: float
+) -> None:
     """theta^j <- theta^j - factor (theta^j - m_j), m_j = sum_i w_i theta^i (eq:comp_csp, eq:local_agg_update)."""
     if agent.algorithm.point == "median" and agent.algorithm.criterion != "num_samples":
         mix_by_median(agent, j, published, weights, factor)
@@ -631,7 +734,9 @@ def mix_by_median(
             m = torch.zeros_like(theta)
             for x in range(len(theta)):
                 below = 0.0
-                for value, weight in sorted((float(models[i][k].flatten()[x]), w) for i, w in weights.items()):
+                for value, weight in sorted(
+                    (float(models[i][k].flatten()[x]), w) for i, w in weights.items()
+                ):
                     below += weight
                     m[x] = value
                     if below >= 0.5 - 1e-9:
@@ -733,11 +838,17 @@ def particle_step(
             continue
         away = [theta[k] - m[particle.cluster][k] for k in range(d)]
         D = away if sde.D == "anisotropic" else [norm(away)] * d
-        new = [theta[k] - sde.lambda1 * away[k] * sde.dt + sde.sigma1 * D[k] * B[i][k] * root for k in range(d)]
+        new = [
+            theta[k] - sde.lambda1 * away[k] * sde.dt + sde.sigma1 * D[k] * B[i][k] * root
+            for k in range(d)
+        ]
         if sde.lambda2 or sde.sigma2:
             slope = clusters[particle.cluster].grad(theta)
             for k in range(d):
-                new[k] += -sde.lambda2 * slope[k] * sde.dt + sde.sigma2 * norm(slope) * B_tilde[i][k] * root
+                new[k] += (
+                    -sde.lambda2 * slope[k] * sde.dt
+                    + sde.sigma2 * norm(slope) * B_tilde[i][k] * root
+                )
         if sde.box is not None:
             new = [min(max(new[k], sde.box[0][k]), sde.box[1][k]) for k in range(d)]
         moved.append(new)
@@ -786,8 +897,14 @@ def averaged_level(beta: float, L: Sequence[float], mass: Sequence[float]) -> fl
     """2/beta times the integral of q_a over [beta/2, beta] (eq:Q_beta): between its jumps, q_a is constant."""
     jumps = [a for a in (below(q, L, mass) for q in L) if beta / 2 + 1e-9 < a < beta - 1e-9]
     ends = [beta / 2, *sorted(set(jumps)), beta]
-    average = 2 / beta * sum((b - a) * level_at((a + b) / 2, L, mass) for a, b in itertools.pairwise(ends))
-    return min(max(average, level_at(beta / 2, L, mass)), level_at(beta, L, mass))  # so it is, but for rounding
+    average = (
+        2
+        / beta
+        * sum((b - a) * level_at((a + b) / 2, L, mass) for a, b in itertools.pairwise(ends))
+    )
+    return min(
+        max(average, level_at(beta / 2, L, mass)), level_at(beta, L, mass)
+    )  # so it is, but for rounding
 
 
 def below(q: float, L: Sequence[float], mass: Sequence[float]) -> float:

@@ -41,7 +41,11 @@ def run(**arguments):
 def numbers_of_numpy():
     plain = minimize(dim=2, seed=3, num_particles=20, maxiter=5, dt=0.5)
     same = minimize(
-        dim=np.int64(2), seed=np.int64(3), num_particles=np.int32(20), maxiter=np.int64(5), dt=np.float32(0.5)
+        dim=np.int64(2),
+        seed=np.int64(3),
+        num_particles=np.int32(20),
+        maxiter=np.int64(5),
+        dt=np.float32(0.5),
     )
     assert torch.equal(plain.x, same.x)
     assert (plain.success, plain.seed) == (same.success, same.seed)
@@ -98,13 +102,23 @@ ARGUMENTS = {
     "data_dir": [3],
     "watch": [3],
 }
-NO_EXPERIMENT = "an experiment is a preset's name, a file FILE.toml, a mapping or an Experiment, got"
+NO_EXPERIMENT = (
+    "an experiment is a preset's name, a file FILE.toml, a mapping or an Experiment, got"
+)
 NO_GRID = "a grid is a built-in one's name, a file GRID.toml or a mapping, got a"
 X, Y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 2
 
 CASES = [
-    *(("minimize", name, value, f"`{name}`") for name, values in SETTINGS.items() for value in values),
-    *(("run", name, value, f"`{name}` must be ") for name, values in ARGUMENTS.items() for value in values),
+    *(
+        ("minimize", name, value, f"`{name}`")
+        for name, values in SETTINGS.items()
+        for value in values
+    ),
+    *(
+        ("run", name, value, f"`{name}` must be ")
+        for name, values in ARGUMENTS.items()
+        for value in values
+    ),
     ("run", "memory", [1], "--memory needs a size"),
     ("run", "memory", "9" * 400, "--memory needs a size"),
     *(
@@ -123,27 +137,83 @@ CASES = [
         "the criterion must be a name or a function",
     ),
     ("call", "", lambda: did_you_mean(None, ["a"]), ""),
-    ("call", "", lambda: resolve_and_bind("rule", {"name": 3}, adversaries), "the rule must be a name or a function, got a int"),
-    *(("minimize", "upper", x0, "a point to start about is `x0`") for x0 in ([0.0, 0.0], np.zeros(2), torch.zeros(2))),
+    (
+        "call",
+        "",
+        lambda: resolve_and_bind("rule", {"name": 3}, adversaries),
+        "the rule must be a name or a function, got a int",
+    ),
+    *(
+        ("minimize", "upper", x0, "a point to start about is `x0`")
+        for x0 in ([0.0, 0.0], np.zeros(2), torch.zeros(2))
+    ),
     ("call", "", lambda: fedcb2o.Search(2, args=(1,)), "`args` is for functions"),
     ("call", "", lambda: fedcb2o.from_point(lower, workers=4), "`workers` must be a function"),
     ("call", "", lambda: minimize(runs=10**20), "runs of 1 particles of 2 coordinates need about"),
-    ("call", "", lambda: minimize(lower=lambda x: x.sum(-1).to_sparse()), "`lower` must return a dense tensor on cpu"),
-    ("call", "", lambda: minimize(lower=lambda x: x.sum(-1).to("meta")), "a strided tensor on meta"),
+    (
+        "call",
+        "",
+        lambda: minimize(lower=lambda x: x.sum(-1).to_sparse()),
+        "`lower` must return a dense tensor on cpu",
+    ),
+    (
+        "call",
+        "",
+        lambda: minimize(lower=lambda x: x.sum(-1).to("meta")),
+        "a strided tensor on meta",
+    ),
     *(("numpy", "", value, "must return an array of numbers") for value in (None, "abc")),
     *(("point", "", value, "of a point must return a number") for value in (None, [1.0, 2.0])),
     ("call", "", lambda: fedcb2o.Adversary(None, 3), "an adversary's `move` must be a function"),
-    ("call", "", lambda: fedcb2o.Adversary(lower, 2.5), "an adversary's `num_particles` must be a whole number"),
-    ("call", "", lambda: fedcb2o.Adversary(lower, 2, mass="x"), "an adversary's `mass` must be a number"),
-    ("call", "", lambda: adversaries.oscillating(3, (1, 2), period=None), "`period` must be a number"),
-    ("call", "", lambda: adversaries.oscillating(3, ([1.0],), period=1.0), "`between` must be two points"),
-    ("call", "", lambda: adversaries.greedy(3, candidates=2.5), "`candidates` must be a whole number, at least 2"),
-    ("call", "", lambda: minimize(adversaries=adversaries.tracking(3, "x")), "`offset` must be a point"),
+    (
+        "call",
+        "",
+        lambda: fedcb2o.Adversary(lower, 2.5),
+        "an adversary's `num_particles` must be a whole number",
+    ),
+    (
+        "call",
+        "",
+        lambda: fedcb2o.Adversary(lower, 2, mass="x"),
+        "an adversary's `mass` must be a number",
+    ),
+    (
+        "call",
+        "",
+        lambda: adversaries.oscillating(3, (1, 2), period=None),
+        "`period` must be a number",
+    ),
+    (
+        "call",
+        "",
+        lambda: adversaries.oscillating(3, ([1.0],), period=1.0),
+        "`between` must be two points",
+    ),
+    (
+        "call",
+        "",
+        lambda: adversaries.greedy(3, candidates=2.5),
+        "`candidates` must be a whole number, at least 2",
+    ),
+    (
+        "call",
+        "",
+        lambda: minimize(adversaries=adversaries.tracking(3, "x")),
+        "`offset` must be a point",
+    ),
     *(
-        ("call", "", lambda n=n: fedcb2o.dataset(X, Y, class_names=n), "`class_names` must be a list")
+        (
+            "call",
+            "",
+            lambda n=n: fedcb2o.dataset(X, Y, class_names=n),
+            "`class_names` must be a list",
+        )
         for n in (3, "ab")
     ),
-    *(("call", "", lambda n=n: fedcb2o.dataset(X, Y, test_share=n), "`test_share` is the share") for n in ("x", None)),
+    *(
+        ("call", "", lambda n=n: fedcb2o.dataset(X, Y, test_share=n), "`test_share` is the share")
+        for n in ("x", None)
+    ),
 ]
 
 
@@ -169,16 +239,23 @@ def outcome(kind, name, value):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(ROOT), ENVIRONMENT.get("PYTHONPATH", "")])}
+    environment = {
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), ENVIRONMENT.get("PYTHONPATH", "")]),
+    }
     folder = tmp_path_factory.mktemp("arguments")
     words = [sys.executable, "-m", "tests.test_arguments"]
-    done = subprocess.run(words, cwd=folder, env=environment, check=True, timeout=200, capture_output=True, text=True)
+    done = subprocess.run(
+        words, cwd=folder, env=environment, check=True, timeout=200, capture_output=True, text=True
+    )
     assert not any(folder.iterdir())
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize(
-    "case", range(len(CASES)), ids=[f"{kind} {name} {steady(value):.30}" for kind, name, value, _ in CASES]
+    "case",
+    range(len(CASES)),
+    ids=[f"{kind} {name} {steady(value):.30}" for kind, name, value, _ in CASES],
 )
 def test_an_argument_that_cannot_be_is_told_in_a_line(outcomes, case):
     ours, text = outcomes[case]

@@ -44,7 +44,15 @@ COMMANDS = {
         "--clean-twin",
         "Example: fedcb2o run",
     ],
-    ("bench",): ["GRID", "--list", "--out", "--jobs", "--data-dir", "--resume", "Example: fedcb2o bench quick"],
+    ("bench",): [
+        "GRID",
+        "--list",
+        "--out",
+        "--jobs",
+        "--data-dir",
+        "--resume",
+        "Example: fedcb2o bench quick",
+    ],
     ("compare",): ["RUN...", "Folders of runs"],
     ("report",): ["RUN...", "--out"],
     ("presets",): ["List the presets", "[PRESET]"],
@@ -118,7 +126,10 @@ def test_presets_are_a_line_each():
 
 def test_a_preset_is_printed_as_a_file_that_is_the_same_experiment(tmp_path):
     (tmp_path / "copy.toml").write_text(here("presets", "digits-fedcb2o-trusted-tg5").out)
-    assert fedcb2o.load(tmp_path / "copy.toml").settings() == fedcb2o.load("digits-fedcb2o-trusted-tg5").settings()
+    assert (
+        fedcb2o.load(tmp_path / "copy.toml").settings()
+        == fedcb2o.load("digits-fedcb2o-trusted-tg5").settings()
+    )
     assert "Did you mean `digits-fedcb2o`?" in here("presets", "digit-fedcb2o").one_line()
 
 
@@ -138,7 +149,11 @@ printf '%s ' "${COMPREPLY[@]}"
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_completion_is_installed_and_completes(tmp_path):
-    environment = {**ENVIRONMENT, "HOME": str(tmp_path), "PATH": f"{FEDCB2O.parent}:{os.environ['PATH']}"}
+    environment = {
+        **ENVIRONMENT,
+        "HOME": str(tmp_path),
+        "PATH": f"{FEDCB2O.parent}:{os.environ['PATH']}",
+    }
     (tmp_path / "mine.toml").touch()
 
     def bash(script, *words):
@@ -150,9 +165,14 @@ def test_completion_is_installed_and_completes(tmp_path):
         return done.stdout
 
     assert "bash completion installed" in bash("fedcb2o --install-completion; true")
-    assert (tmp_path / ".bashrc").read_text().strip() == f"source '{tmp_path}/.bash_completions/fedcb2o.sh'"
+    assert (
+        tmp_path / ".bashrc"
+    ).read_text().strip() == f"source '{tmp_path}/.bash_completions/fedcb2o.sh'"
     assert bash(BASH, "fedcb2o", "pre") == "presets "
-    assert bash(BASH, "fedcb2o run", "digits-oracle-min", "2") == "digits-oracle-min digits-oracle-min-70 "
+    assert (
+        bash(BASH, "fedcb2o run", "digits-oracle-min", "2")
+        == "digits-oracle-min digits-oracle-min-70 "
+    )
     assert bash(BASH, "fedcb2o run", "m", "2") == "mine.toml "
     assert bash(BASH, "fedcb2o track runs/mine --to", "t", "4") == "tensorboard "
 
@@ -169,12 +189,17 @@ def test_wrong_seeds_are_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match="--seeds needs whole numbers with commas, such as 0,1,2"):
         runs._parse_seeds(text)
     path = write(tmp_path / "tiny.toml")
-    assert "--seeds needs whole numbers" in here("run", path, "--seeds", text, "--out", tmp_path / "run").one_line()
+    assert (
+        "--seeds needs whole numbers"
+        in here("run", path, "--seeds", text, "--out", tmp_path / "run").one_line()
+    )
 
 
 @pytest.mark.parametrize("change", ["rounds", "=3", "", "rounds:3"])
 def test_set_needs_a_key_and_a_value(tmp_path, change):
-    line = here("run", write(tmp_path / "tiny.toml"), "--set", change, "--out", tmp_path / "run").one_line()
+    line = here(
+        "run", write(tmp_path / "tiny.toml"), "--set", change, "--out", tmp_path / "run"
+    ).one_line()
     assert line == f"--set needs KEY=VALUE, got {change!r}"
 
 
@@ -286,7 +311,9 @@ FILE["algorithm"] = {
 }
 
 
-@pytest.mark.parametrize("words", [pytest.param(["script.py"], marks=pytest.mark.slow), ["-"]], ids=["file", "stdin"])
+@pytest.mark.parametrize(
+    "words", [pytest.param(["script.py"], marks=pytest.mark.slow), ["-"]], ids=["file", "stdin"]
+)
 def test_own_parts_in_a_script_are_the_same_as_from_a_configuration(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -306,17 +333,25 @@ def test_own_parts_in_a_script_are_the_same_as_from_a_configuration(tmp_path, mo
     found, expected = bits(tmp_path / "scripted"), bits(tmp_path / "configured")
     del found["config.toml"], expected["config.toml"]
     assert found == expected
-    assert json.loads((tmp_path / "scripted/seed-1000/agents.json").read_text())["dim"] == 64 * 5 + 5 + 5 * 10 + 10
+    assert (
+        json.loads((tmp_path / "scripted/seed-1000/agents.json").read_text())["dim"]
+        == 64 * 5 + 5 + 5 * 10 + 10
+    )
 
 
 def test_python_says_what_the_command_line_says(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no preset `digit-fedcb2o`\. Did you mean `digits-fedcb2o`\?"):
+    with pytest.raises(
+        ConfigError, match=r"there is no preset `digit-fedcb2o`\. Did you mean `digits-fedcb2o`\?"
+    ):
         fedcb2o.run("digit-fedcb2o")
     with pytest.raises(ConfigError, match="there is no key `roundz`"):
         fedcb2o.run({**tiny(), "roundz": 3})
     seen = []
     run = fedcb2o.run(
-        tiny(rounds=2), out=tmp_path, seeds=range(2), watch=lambda e, seed, line: seen.append((seed, line["round"]))
+        tiny(rounds=2),
+        out=tmp_path,
+        seeds=range(2),
+        watch=lambda e, seed, line: seen.append((seed, line["round"])),
     )
     assert seen == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert run.seeds == (0, 1)

@@ -50,42 +50,72 @@ def folder(tmp_path, monkeypatch):
 
 
 def read(path):
-    return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return json.loads(
+        path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+    )
 
 
 def test_a_run_says_what_python_says(folder):
     done = here("minimize", "circle", *SMALL, "--seed", 3, "--delta-q", 0.001)
     assert done.status == 0, done.err
     table = read(folder / "runs" / "minimize-circle" / "result.json")
-    expected = fedcb2o.minimize(CIRCLE.lower, CIRCLE.upper, 2, num_particles=40, maxiter=60, seed=3, delta_q=0.001)
+    expected = fedcb2o.minimize(
+        CIRCLE.lower, CIRCLE.upper, 2, num_particles=40, maxiter=60, seed=3, delta_q=0.001
+    )
     assert table["x"] == expected.x.tolist()
     assert (table["lower"], table["upper"]) == (expected.lower.item(), expected.upper.item())
-    assert (table["nit"], table["nfev"], table["message"]) == (expected.nit, expected.nfev, expected.message)
+    assert (table["nit"], table["nfev"], table["message"]) == (
+        expected.nit,
+        expected.nfev,
+        expected.message,
+    )
     assert table["history"]["x"] == expected.history.x.tolist()
     assert (table["settings"]["delta_q"], table["settings"]["num_particles"]) == (0.001, 40)
-    assert table["error"] == pytest.approx((expected.x - torch.tensor(CIRCLE.target)).abs().max().item())
+    assert table["error"] == pytest.approx(
+        (expected.x - torch.tensor(CIRCLE.target)).abs().max().item()
+    )
     assert f"error {table['error']:.3g}" in done.out
     assert "message: maxiter = 60 steps were taken" in done.out
-    assert (folder / "runs" / "minimize-circle" / "landscape.png").read_bytes().startswith(b"\x89PNG")
+    assert (
+        (folder / "runs" / "minimize-circle" / "landscape.png").read_bytes().startswith(b"\x89PNG")
+    )
     assert done.err.startswith("Wrote runs/minimize-circle/result.json")
 
 
 def test_the_panel_of_decay_holds_v_and_the_fitted_rate():
-    settings = {"noise": "isotropic", "sigma1": 0.5, "num_particles": 500, "maxiter": 300, "xtol": 0.0, "beta": 0.05}
+    settings = {
+        "noise": "isotropic",
+        "sigma1": 0.5,
+        "num_particles": 500,
+        "maxiter": 300,
+        "xtol": 0.0,
+        "beta": 0.05,
+    }
     seen = []
     result, watch, used, lines = run_recorded(CIRCLE, [], settings, progress=False)
     assert lines == []
-    fedcb2o.minimize(CIRCLE.lower, CIRCLE.upper, 2, callback=lambda state: seen.append(state.theta.clone()), **settings)
+    fedcb2o.minimize(
+        CIRCLE.lower,
+        CIRCLE.upper,
+        2,
+        callback=lambda state: seen.append(state.theta.clone()),
+        **settings,
+    )
     decay = watch.decay(CIRCLE, result, used)
     V = theory.V(torch.stack(seen), torch.tensor(CIRCLE.target, dtype=torch.float64))
     assert decay.t == pytest.approx(0.01 * np.arange(301))
     assert decay.V[:, 0, 0] == pytest.approx(V.numpy())
     rows = slice(0, 1 + int((0.05 * V[0] >= V).nonzero()[0, 0]))
-    assert decay.fitted_rates[0] == pytest.approx(theory.fit_decay_rate(torch.from_numpy(decay.t)[rows], V[rows]).item())
+    assert decay.fitted_rates[0] == pytest.approx(
+        theory.fit_decay_rate(torch.from_numpy(decay.t)[rows], V[rows]).item()
+    )
     assert decay.fitted_rates[0] == pytest.approx(1.5, abs=0.3)
     assert decay.fit_windows[0] == (0.0, pytest.approx(decay.t[rows][-1]))
     low, high = theory.decay_bounds(torch.from_numpy(decay.t), V[0].item(), vartheta=0.25, rate=1.5)
-    assert [side[:, 0] for side in decay.theory_bounds] == [pytest.approx(low.numpy()), pytest.approx(high.numpy())]
+    assert [side[:, 0] for side in decay.theory_bounds] == [
+        pytest.approx(low.numpy()),
+        pytest.approx(high.numpy()),
+    ]
     assert "1.5" in decay.legend_label
 
 
@@ -113,8 +143,18 @@ def test_no_rate_is_stated_where_the_theorem_does_not_apply(name, settings, outs
 
 def test_under_attack_the_rate_is_stated():
     group = [adversaries.random(6, mass=0.3)]
-    for noise, rate in (("isotropic", "2λ₁ − dσ₁² = 1.5 (band: ϑ = 0.25)"), ("anisotropic", "2λ₁ − σ₁² = 1.75")):
-        settings = {"num_particles": 40, "maxiter": 20, "sigma1": 0.5, "noise": noise, "delta_q": 0.01, "beta": 0.05}
+    for noise, rate in (
+        ("isotropic", "2λ₁ − dσ₁² = 1.5 (band: ϑ = 0.25)"),
+        ("anisotropic", "2λ₁ − σ₁² = 1.75"),
+    ):
+        settings = {
+            "num_particles": 40,
+            "maxiter": 20,
+            "sigma1": 0.5,
+            "noise": noise,
+            "delta_q": 0.01,
+            "beta": 0.05,
+        }
         result, watch, used, _ = run_recorded(CIRCLE, group, settings, progress=False)
         decay = watch.decay(CIRCLE, result, used)
         assert decay.legend_label == f"theory: {rate}"
@@ -152,12 +192,25 @@ def test_an_unknown_target_is_the_last_consensus_point(folder):
     own = resolve_problem(None, "minimise_mine:counted", None, 3)
     result, *_ = run_recorded(own, [], {"num_particles": 40, "maxiter": 60}, progress=False)
     assert table["decay"]["V"][-1] == pytest.approx(theory.V(result.theta, result.x).item())
-    assert sorted(path.name for path in (folder / "runs" / "minimize-own").iterdir()) == ["result.json"]
+    assert sorted(path.name for path in (folder / "runs" / "minimize-own").iterdir()) == [
+        "result.json"
+    ]
 
 
 def test_own_functions_with_a_target(folder):
-    words = ("--lower", "minimise_mine:lower", "--upper", "minimise_mine:upper", "--dim", 2, "--target", "-1,0")
-    done = here("minimize", *words, *SMALL, "--bounds", "-2,2", "--out", "out", "--no-figure", "--beta", 0.3)
+    words = (
+        "--lower",
+        "minimise_mine:lower",
+        "--upper",
+        "minimise_mine:upper",
+        "--dim",
+        2,
+        "--target",
+        "-1,0",
+    )
+    done = here(
+        "minimize", *words, *SMALL, "--bounds", "-2,2", "--out", "out", "--no-figure", "--beta", 0.3
+    )
     assert done.status == 0, done.err
     table = read(folder / "out" / "result.json")
     assert table["target"] == [-1, 0]
@@ -177,7 +230,9 @@ def test_several_runs_count_those_near_the_target(folder):
 
 @pytest.mark.parametrize("name", problems())
 def test_every_problem_has_its_figure(folder, name):
-    done = here("minimize", name, "--num-particles", 30, "--batch", 30, "--maxiter", 12, "--out", "out")
+    done = here(
+        "minimize", name, "--num-particles", 30, "--batch", 30, "--maxiter", 12, "--out", "out"
+    )
     assert done.status == 0, done.err
     assert (folder / "out" / "landscape.png").stat().st_size > 20_000
     assert read(folder / "out" / "result.json")["problem"] == name
@@ -197,10 +252,23 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_attackers_are_those_of_python(folder, kind):
     same, more = KINDS[kind]
-    done = here("minimize", "circle", *SMALL, "--adversary", kind, "--num-malicious", 6, *more, "--out", "out")
+    done = here(
+        "minimize",
+        "circle",
+        *SMALL,
+        "--adversary",
+        kind,
+        "--num-malicious",
+        6,
+        *more,
+        "--out",
+        "out",
+    )
     assert done.status == 0, done.err
     table = read(folder / "out" / "result.json")
-    expected = fedcb2o.minimize(CIRCLE.lower, CIRCLE.upper, 2, num_particles=40, maxiter=60, adversaries=same)
+    expected = fedcb2o.minimize(
+        CIRCLE.lower, CIRCLE.upper, 2, num_particles=40, maxiter=60, adversaries=same
+    )
     assert table["x"] == expected.x.tolist()
     assert table["adversary"]["kind"] == kind
     warned = [line for line in done.err.splitlines() if line.startswith("Warning: ")]
@@ -210,16 +278,24 @@ def test_attackers_are_those_of_python(folder, kind):
 
 def test_a_note_that_is_no_warning_is_a_line(folder):
     done = here("minimize", "circle", *SMALL, "--noise", "isotropic", "--sigma1", 2, "--no-figure")
-    assert [line.split(":")[0] for line in done.err.splitlines()] == ["Note", "Wrote runs/minimize-circle/result.json"]
+    assert [line.split(":")[0] for line in done.err.splitlines()] == [
+        "Note",
+        "Wrote runs/minimize-circle/result.json",
+    ]
     assert "outside the convergence theorem" in done.err
     assert "note" not in done.out
 
 
 @pytest.mark.parametrize("kind", ["gif", "html"])
 def test_an_animation_on_request(folder, kind):
-    done = here("minimize", "waves-1d", "--maxiter", 6, "--animate", kind, "--no-figure", "--out", "out")
+    done = here(
+        "minimize", "waves-1d", "--maxiter", 6, "--animate", kind, "--no-figure", "--out", "out"
+    )
     assert done.status == 0, done.err
-    assert sorted(path.name for path in (folder / "out").iterdir()) == [f"landscape.{kind}", "result.json"]
+    assert sorted(path.name for path in (folder / "out").iterdir()) == [
+        f"landscape.{kind}",
+        "result.json",
+    ]
     assert (folder / "out" / f"landscape.{kind}").stat().st_size > 10_000
 
 
@@ -339,7 +415,14 @@ def test_where_particles_start_and_how_many_are_judged(folder):
     assert done.status == 0, done.err
     table = read(folder / "runs" / "minimize-circle" / "result.json")
     expected = fedcb2o.minimize(
-        CIRCLE.lower, CIRCLE.upper, 2, num_particles=40, maxiter=60, x0=[-1.0, 0.5], spread=0.5, maxfev=1000
+        CIRCLE.lower,
+        CIRCLE.upper,
+        2,
+        num_particles=40,
+        maxiter=60,
+        x0=[-1.0, 0.5],
+        spread=0.5,
+        maxfev=1000,
     )
     assert (table["x"], table["nfev"]) == (expected.x.tolist(), 1000)
     assert (table["settings"]["x0"], table["settings"]["spread"]) == ([-1.0, 0.5], 0.5)
@@ -347,7 +430,17 @@ def test_where_particles_start_and_how_many_are_judged(folder):
 
 @pytest.mark.slow
 def test_the_command_as_a_process_of_its_own(folder):
-    done = command("minimize", "circle", "--adversary", "static", "--num-malicious", 20, "--delta-q", 0.01, cwd=folder)
+    done = command(
+        "minimize",
+        "circle",
+        "--adversary",
+        "static",
+        "--num-malicious",
+        20,
+        "--delta-q",
+        0.01,
+        cwd=folder,
+    )
     assert done.status == 0, done.err
     assert "consensus: spread at most xtol" in done.out
     assert read(folder / "runs" / "minimize-circle" / "result.json")["error"] < 0.15

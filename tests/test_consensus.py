@@ -9,14 +9,26 @@ from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from tests import reference
 
-values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12).map(lambda v: torch.tensor(v, dtype=torch.float64))
+values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12).map(
+    lambda v: torch.tensor(v, dtype=torch.float64)
+)
 
 
 def test_quantile_by_hand():
     lower = torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0])
-    for beta, expected in ((0.01, 1.0), (0.2, 1.0), (0.21, 2.0), (0.4, 2.0), (0.5, 3.0), (0.6, 3.0), (1.0, 5.0)):
+    for beta, expected in (
+        (0.01, 1.0),
+        (0.2, 1.0),
+        (0.21, 2.0),
+        (0.4, 2.0),
+        (0.5, 3.0),
+        (0.6, 3.0),
+        (1.0, 5.0),
+    ):
         assert consensus.quantile(lower, beta).item() == expected
-    assert consensus.quantile(torch.arange(100.0), 0.07).item() == 6  # 0.07 * 100 is 7.000000000000001
+    assert (
+        consensus.quantile(torch.arange(100.0), 0.07).item() == 6
+    )  # 0.07 * 100 is 7.000000000000001
 
 
 @pytest.mark.parametrize("beta", [0.0, -0.1, 1.01, float("nan")])
@@ -34,14 +46,21 @@ def test_sublevel_set_keeps_ties_and_widens_by_delta_q():
 def test_weights_by_hand():
     mu = consensus.weights(torch.tensor([0.0, torch.log(torch.tensor(2.0)).item()]), 1.0)
     assert mu.tolist() == pytest.approx([2 / 3, 1 / 3])
-    masked = consensus.weights(torch.tensor([0.0, 1.0, 1.0]), 3.0, torch.tensor([False, True, True]))
+    masked = consensus.weights(
+        torch.tensor([0.0, 1.0, 1.0]), 3.0, torch.tensor([False, True, True])
+    )
     assert masked.tolist() == pytest.approx([0.0, 0.5, 0.5])
 
 
 @pytest.mark.parametrize("huge", [1e6, 1e300])
 def test_no_value_of_g_underflows_all(huge):
-    assert consensus.weights(torch.tensor([huge, huge], dtype=torch.float64), 1e3).tolist() == [0.5, 0.5]
-    assert consensus.weights(torch.tensor([huge, 2 * huge], dtype=torch.float64), 10.0).tolist() == [1.0, 0.0]
+    assert consensus.weights(torch.tensor([huge, huge], dtype=torch.float64), 1e3).tolist() == [
+        0.5,
+        0.5,
+    ]
+    assert consensus.weights(
+        torch.tensor([huge, 2 * huge], dtype=torch.float64), 10.0
+    ).tolist() == [1.0, 0.0]
 
 
 def test_what_is_bad_beyond_measure_has_no_weight():
@@ -65,14 +84,18 @@ def test_weights_are_a_distribution_that_no_shift_changes(upper, alpha, shift):
     mu = consensus.weights(upper, alpha)
     assert mu.sum().item() == pytest.approx(1.0)
     shifted = consensus.weights((upper + shift) - shift, alpha)  # the same rounding on both sides
-    torch.testing.assert_close(consensus.weights(upper + shift, alpha), shifted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        consensus.weights(upper + shift, alpha), shifted, rtol=1e-5, atol=1e-5
+    )
 
 
 @given(values, st.floats(0, 10), st.randoms(use_true_random=False))
 def test_weights_follow_a_permutation(upper, alpha, random):
     order = list(range(len(upper)))
     random.shuffle(order)
-    torch.testing.assert_close(consensus.weights(upper[order], alpha), consensus.weights(upper, alpha)[order])
+    torch.testing.assert_close(
+        consensus.weights(upper[order], alpha), consensus.weights(upper, alpha)[order]
+    )
 
 
 def test_leading_axes_are_independent():
@@ -105,7 +128,14 @@ def as_tensor(mass, m):
 def test_quantile_with_masses_by_hand():
     lower = torch.tensor([3.0, 1.0, 2.0])
     mass = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
-    for beta, expected in ((0.01, 1.0), (0.2, 1.0), (0.21, 2.0), (0.5, 2.0), (0.51, 3.0), (1.0, 3.0)):
+    for beta, expected in (
+        (0.01, 1.0),
+        (0.2, 1.0),
+        (0.21, 2.0),
+        (0.5, 2.0),
+        (0.51, 3.0),
+        (1.0, 3.0),
+    ):
         assert consensus.quantile(lower, beta, mass=mass).item() == expected
         assert consensus.quantile(lower, beta, mass=7 * mass).item() == expected
     # What has no mass is no quantile, but belongs to the set.
@@ -117,11 +147,19 @@ def test_quantile_with_masses_by_hand():
 def test_averaged_quantile_by_hand():
     lower = torch.tensor([3.0, 1.0, 2.0, 4.0])
     # q_a is 1 up to 1/4, 2 up to 1/2, 3 up to 3/4.
-    for beta, expected in ((0.2, 1.0), (0.25, 1.0), (0.5, 2.0), (0.75, (2 + 2 * 3) / 3), (1.0, 3.5)):
+    for beta, expected in (
+        (0.2, 1.0),
+        (0.25, 1.0),
+        (0.5, 2.0),
+        (0.75, (2 + 2 * 3) / 3),
+        (1.0, 3.5),
+    ):
         assert consensus.averaged_quantile(lower, beta).item() == pytest.approx(expected)
     mass = torch.tensor([0.5, 0.2, 0.3, 0.0], dtype=torch.float64)
     # 1 up to 0.2, 2 up to 0.5, 3 up to 1.
-    assert consensus.averaged_quantile(lower, 0.3, mass=mass).item() == pytest.approx((0.05 * 1 + 0.1 * 2) / 0.15)
+    assert consensus.averaged_quantile(lower, 0.3, mass=mass).item() == pytest.approx(
+        (0.05 * 1 + 0.1 * 2) / 0.15
+    )
     assert consensus.averaged_quantile(lower, 1.0, mass=mass).item() == pytest.approx(3.0)
 
 
@@ -148,22 +186,34 @@ def test_quantiles_are_those_of_the_oracle(lower, beta, mass):
 
 
 @given(values, betas, masses)
-@example(torch.full((7,), 51.0, dtype=torch.float64), 0.7, None)  # 2/beta * beta/2 * 51 is less than 51
+@example(
+    torch.full((7,), 51.0, dtype=torch.float64), 0.7, None
+)  # 2/beta * beta/2 * 51 is less than 51
 @example(torch.tensor([0.1]), 0.3, None)
 def test_averaged_quantile_lies_between_the_quantiles(lower, beta, mass):
     """So the sub-level set is never empty."""
     mass = as_tensor(mass, len(lower))
     averaged = consensus.averaged_quantile(lower, beta, mass=mass)
-    assert consensus.quantile(lower, beta / 2, mass=mass) <= averaged <= consensus.quantile(lower, beta, mass=mass)
+    assert (
+        consensus.quantile(lower, beta / 2, mass=mass)
+        <= averaged
+        <= consensus.quantile(lower, beta, mass=mass)
+    )
     assert consensus.sublevel_mask(lower, beta, averaged=True, mass=mass).any()
 
 
-@pytest.mark.parametrize(("finite", "m"), [(3, 10), (7, 10), (8, 10), (9, 10), (3, 30), (43, 100), (1, 1)])
+@pytest.mark.parametrize(
+    ("finite", "m"), [(3, 10), (7, 10), (8, 10), (9, 10), (3, 30), (43, 100), (1, 1)]
+)
 def test_infinite_values_beyond_beta_are_none_of_the_level(finite, m):
     """As many finite values as beta asks for: rounded sums of 1/m must not let the next one in."""
     lower = torch.tensor([1.0] * finite + [torch.inf] * (m - finite), dtype=torch.float64)
     beta = finite / m
-    for mass in (None, torch.full((m,), 1 / m, dtype=torch.float64), torch.full((m,), 0.37, dtype=torch.float64)):
+    for mass in (
+        None,
+        torch.full((m,), 1 / m, dtype=torch.float64),
+        torch.full((m,), 0.37, dtype=torch.float64),
+    ):
         assert consensus.quantile(lower, beta, mass=mass).item() == 1.0
         assert consensus.averaged_quantile(lower, beta, mass=mass).item() == pytest.approx(1.0)
         assert consensus.sublevel_mask(lower, beta, averaged=True, mass=mass).sum() == finite
@@ -178,7 +228,9 @@ def test_beta_out_of_range_of_the_average(beta):
 def test_weights_with_masses_by_hand():
     upper = torch.tensor([0.0, 0.0, torch.log(torch.tensor(2.0)).item(), 5.0])
     mass = torch.tensor([1.0, 0.5, 1.0, 0.0], dtype=torch.float64)
-    assert consensus.weights(upper, 1.0, mass=mass).tolist() == pytest.approx([0.5, 0.25, 0.25, 0.0])
+    assert consensus.weights(upper, 1.0, mass=mass).tolist() == pytest.approx(
+        [0.5, 0.25, 0.25, 0.0]
+    )
     worst = torch.tensor([True, False, False, True])
     assert consensus.weights(upper, 1.0, worst, mass=mass).tolist() == [1.0, 0.0, 0.0, 0.0]
     ends = torch.tensor([0.0, 0.0, -torch.inf, torch.nan])
@@ -188,7 +240,10 @@ def test_weights_with_masses_by_hand():
 @given(values, st.floats(0, 10), masses, st.sampled_from([1e-3, 0.5, 64.0]))
 def test_no_scale_of_the_masses_changes_anything(upper, alpha, mass, scale):
     mass = torch.tensor(shares(mass, len(upper)), dtype=torch.float64)
-    once, scaled = consensus.weights(upper, alpha, mass=mass), consensus.weights(upper, alpha, mass=mass * scale)
+    once, scaled = (
+        consensus.weights(upper, alpha, mass=mass),
+        consensus.weights(upper, alpha, mass=mass * scale),
+    )
     torch.testing.assert_close(once, scaled)
     assert once.sum().item() == pytest.approx(1.0)
     for averaged in (False, True):

@@ -39,7 +39,11 @@ def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
 def rows() -> list[tuple[str, str]]:
     """(equation, function) of each row of the table `| equation | what | function |`."""
     text = EQUATIONS.read_text(encoding="utf-8") if EQUATIONS.exists() else ""
-    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    cells = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in text.splitlines()
+        if line[:1] == "|"
+    ]
     return [(row[0], row[-1]) for row in cells if row[0] != "equation" and set(row[0]) - set("-: ")]
 
 
@@ -48,19 +52,26 @@ def test_there_is_documentation():
     assert rows(), "docs/equations.md has no row"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page, "python"))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(blocks(page, "python"))], ids=lambda page: page.name
+)
 def test_python_runs(page, tmp_path):
     lines: list[str] = []
     for start, block in blocks(page, "python"):
-        lines += [""] * (start - len(lines)) + block.splitlines()  # a traceback then names the page's own lines
+        lines += [""] * (
+            start - len(lines)
+        ) + block.splitlines()  # a traceback then names the page's own lines
     script = tmp_path / f"{page.stem}.py"
     script.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="elsewhere rounding, and so the way to the answer, is another"
+    platform.machine() != "x86_64",
+    reason="elsewhere rounding, and so the way to the answer, is another",
 )
 def test_the_first_result_of_the_tutorial_is_what_is_shown(capsys):
     page = ROOT / "docs" / "particles.md"
@@ -78,8 +89,12 @@ def test_the_first_result_of_the_tutorial_is_what_is_shown(capsys):
 def test_toml_is_valid(page, block):
     table = tomllib.loads(block)
     if {"attacks", "defences"} <= table.keys():
-        importlib.import_module("fedcb2o.experiments.grid.loading").load_grid({"name": "documented", **table})
-    elif "extends" in table or {"data", "agents", "algorithm"} <= table.keys():  # a whole experiment, not an excerpt
+        importlib.import_module("fedcb2o.experiments.grid.loading").load_grid(
+            {"name": "documented", **table}
+        )
+    elif (
+        "extends" in table or {"data", "agents", "algorithm"} <= table.keys()
+    ):  # a whole experiment, not an excerpt
         config = importlib.import_module("fedcb2o.experiments.config.settings")
         config.load({"name": "documented", **table})
 
@@ -93,10 +108,14 @@ def test_the_configuration_in_full_is_the_preset_of_the_papers_text():
 
 
 def test_the_default_is_what_the_page_says():
-    tables = [tomllib.loads(block) for _, block in blocks(ROOT / "docs" / "configuration.md", "toml")]
+    tables = [
+        tomllib.loads(block) for _, block in blocks(ROOT / "docs" / "configuration.md", "toml")
+    ]
     (shown,) = (table for table in tables if "judged_at" in table.get("algorithm", {}))
     config = importlib.import_module("fedcb2o.experiments.config.settings")
-    assert config.load({"name": "shown", **shown}).fingerprint(0) == config.load("digits-fedcb2o").fingerprint(0)
+    assert config.load({"name": "shown", **shown}).fingerprint(0) == config.load(
+        "digits-fedcb2o"
+    ).fingerprint(0)
 
 
 def labels(text: str | None) -> list[str]:
@@ -130,13 +149,17 @@ def test_equation_has_its_function(equation, function):
     assert targets, f"no `fedcb2o.module:function` in {function!r}"
     for module, name in targets:
         lacking = missing(equation, module, name)
-        assert not lacking, f"the docstring of {module}{':' * bool(name)}{name} does not name {lacking}"
+        assert not lacking, (
+            f"the docstring of {module}{':' * bool(name)}{name} does not name {lacking}"
+        )
 
 
 def anchors(text: str) -> set[str]:
     """What a forge and the site call a page's headings."""
     headings = re.findall(
-        r"^#{1,6} (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+        r"^#{1,6} (.+)$",
+        re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE),
+        re.MULTILINE,
     )
     plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each) for each in headings]
     return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in plain}

@@ -23,17 +23,26 @@ def test_the_papers_network_layer_by_layer():
     torch.manual_seed(0)
     network, x = architectures.cnn([3, 8, 12], 5, hidden=7), torch.randn(4, 3, 8, 12)
     first, second, third, last = (p for p in network if isinstance(p, nn.Conv2d | nn.Linear))
-    h = nn.functional.max_pool2d(nn.functional.conv2d(x, first.weight, first.bias, padding=2).relu(), 2)
-    h = nn.functional.max_pool2d(nn.functional.conv2d(h, second.weight, second.bias, padding=2).relu(), 2)
+    h = nn.functional.max_pool2d(
+        nn.functional.conv2d(x, first.weight, first.bias, padding=2).relu(), 2
+    )
+    h = nn.functional.max_pool2d(
+        nn.functional.conv2d(h, second.weight, second.bias, padding=2).relu(), 2
+    )
     h = h.flatten(1) @ third.weight.T + third.bias
     torch.testing.assert_close(network(x), h.relu() @ last.weight.T + last.bias)
     released = architectures.cnn([3, 8, 12], 5, hidden=7, dense_activation="none")
-    released.load_state_dict(dict(zip(released.state_dict(), network.state_dict().values(), strict=True)))
+    released.load_state_dict(
+        dict(zip(released.state_dict(), network.state_dict().values(), strict=True))
+    )
     torch.testing.assert_close(released(x), h @ last.weight.T + last.bias)
 
 
 def test_dense_networks():
-    assert parameters.dimension(architectures.mlp([1, 8, 8], 10, hidden=[32, 16])) == 64 * 32 + 32 + 32 * 16 + 16 + 16 * 10 + 10
+    assert (
+        parameters.dimension(architectures.mlp([1, 8, 8], 10, hidden=[32, 16]))
+        == 64 * 32 + 32 + 32 * 16 + 16 + 16 * 10 + 10
+    )
     assert parameters.dimension(architectures.logistic([1, 8, 8], 10)) == 650
     assert architectures.mlp([5], 3)(torch.zeros(2, 5)).shape == (2, 3)
 
@@ -44,13 +53,19 @@ def test_the_residual_network_layer_by_layer():
     network, x = architectures.resnet([3, 9, 12], 5, width=8), torch.randn(4, 3, 9, 12)
     parameters = iter(network.parameters())
     for p in network.parameters():
-        p.data = torch.randn_like(p) / p[0].numel() ** 0.5  # scales and shifts too, which begin as 1 and 0
+        p.data = (
+            torch.randn_like(p) / p[0].numel() ** 0.5
+        )  # scales and shifts too, which begin as 1 and 0
 
     def normed(h, stride=1):
         h = nn.functional.conv2d(h, next(parameters), padding=1, stride=stride)
         groups = h.view(4, h.shape[1] // 8, -1)
-        groups = (groups - groups.mean(-1, keepdim=True)) / (groups.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
-        return groups.view(h.shape) * next(parameters)[:, None, None] + next(parameters)[:, None, None]
+        groups = (groups - groups.mean(-1, keepdim=True)) / (
+            groups.var(-1, keepdim=True, correction=0) + 1e-5
+        ).sqrt()
+        return (
+            groups.view(h.shape) * next(parameters)[:, None, None] + next(parameters)[:, None, None]
+        )
 
     h = normed(x).relu()
     for stride in (1, 2, 2):
@@ -100,7 +115,9 @@ def test_layers_need_units(make, width):
         make([1, 8, 8], 10, hidden=width if make is architectures.cnn else [8, width])
 
 
-@pytest.mark.parametrize("make", [architectures.cnn, architectures.resnet, architectures.mlp, architectures.logistic])
+@pytest.mark.parametrize(
+    "make", [architectures.cnn, architectures.resnet, architectures.mlp, architectures.logistic]
+)
 def test_theta_and_the_network_are_one(make):
     network = make([1, 8, 8], 10)
     d = parameters.dimension(network)
@@ -123,12 +140,16 @@ def test_theta_and_the_network_are_one(make):
     assert not rows[2].any()
 
 
-@pytest.mark.parametrize("make", [architectures.cnn, architectures.resnet, architectures.mlp, architectures.logistic])
+@pytest.mark.parametrize(
+    "make", [architectures.cnn, architectures.resnet, architectures.mlp, architectures.logistic]
+)
 def test_training_in_a_row_is_pytorchs_training(make):
     """LocalUpdate on a row, against torch.optim.SGD on a network of its own: whatever the layout of the gradients."""
     draw, images = stream(0, "data"), stream(1, "data").random((40, 3, 8, 8), dtype="float32")
     shard = Shard(torch.from_numpy(images), torch.from_numpy(draw.integers(4, size=40)))
-    network, alone = (parameters.initialise(lambda: make([3, 8, 8], 4), stream(0, "model")) for _ in range(2))
+    network, alone = (
+        parameters.initialise(lambda: make([3, 8, 8], 4), stream(0, "model")) for _ in range(2)
+    )
     rows = empty_models(3, parameters.dimension(network))
     rows[1] = parameters.flatten(network)
     training = Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=40, local_epochs=3)
@@ -168,7 +189,10 @@ def test_rows_begin_at_cache_lines():
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)), "norm `0` keeps no statistics"),
+        (
+            nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)),
+            "norm `0` keeps no statistics",
+        ),
         (nn.Linear(2, 2).double(), "all of type float32"),
         (nn.Flatten(), "needs parameters to train"),
         (nn.Linear(2, 2).requires_grad_(False), "needs parameters to train"),

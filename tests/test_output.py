@@ -49,9 +49,17 @@ def ended(words, how, folder, streams=("stdout", "stderr")):
         closing = " ".join({"stdout": ">&-", "stderr": "2>&-"}[name] for name in streams)
         words, how = ["sh", "-c", f'exec "$@" {closing}', "sh", *words], None
     with contextlib.nullcontext() if how is None else unwritable(how) as broken:
-        where = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | dict.fromkeys(streams if how else (), broken)
+        where = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | dict.fromkeys(
+            streams if how else (), broken
+        )
         done = subprocess.run(
-            [*map(str, words)], cwd=folder, env=ENVIRONMENT, stdin=subprocess.DEVNULL, text=True, timeout=100, **where
+            [*map(str, words)],
+            cwd=folder,
+            env=ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=100,
+            **where,
         )
     return done.returncode, done.stdout, done.stderr
 
@@ -70,17 +78,29 @@ def talkative(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("how", "workers"), [("closed", 2), ("broken", 2), pytest.param("full", 1, marks=pytest.mark.slow)]
+    ("how", "workers"),
+    [("closed", 2), ("broken", 2), pytest.param("full", 1, marks=pytest.mark.slow)],
 )
 def test_a_run_ends_well_though_nothing_can_be_said(talkative, tmp_path, how, workers):
     folder, expected = talkative
-    words = [FEDCB2O, "run", "tiny.toml", "--out", tmp_path / "run", "--workers", workers, "--verbose"]
+    words = [
+        FEDCB2O,
+        "run",
+        "tiny.toml",
+        "--out",
+        tmp_path / "run",
+        "--workers",
+        workers,
+        "--verbose",
+    ]
     assert ended(words, how, folder)[0] == 0
     assert bits(tmp_path / "run") == expected
 
 
 @pytest.mark.slow
-def test_closed_standard_output_alone_is_no_matter_and_the_error_stream_says_all(talkative, tmp_path):
+def test_closed_standard_output_alone_is_no_matter_and_the_error_stream_says_all(
+    talkative, tmp_path
+):
     folder, _ = talkative
     words = [FEDCB2O, "run", "tiny.toml", "--out", tmp_path / "run", "--workers", 1]
     status, _, said = ended(words, "closed", folder, ["stdout"])
@@ -109,7 +129,9 @@ def test_minimize_writes_what_it_cannot_say(tmp_path, how):
 def test_a_grid_and_its_report_are_made_though_nothing_can_be_said(tmp_path, how):
     shared = {name: value for name, value in tiny(rounds=1).items() if name != "attack"}
     (tmp_path / "grid.toml").write_text(tomli_w.dumps({**shared, **AXES}))
-    assert ended([FEDCB2O, "bench", "grid.toml", "--out", "grid", "--jobs", 2], how, tmp_path)[0] == 0
+    assert (
+        ended([FEDCB2O, "bench", "grid.toml", "--out", "grid", "--jobs", 2], how, tmp_path)[0] == 0
+    )
     assert ended([FEDCB2O, "report", "grid", "--out", "report"], how, tmp_path)[0] == 0
     assert (tmp_path / "report" / "report.html").is_file()
 
@@ -123,7 +145,9 @@ def test_a_grid_and_its_report_are_made_though_nothing_can_be_said(tmp_path, how
         (["presets"], "broken", 1, ""),
     ],
 )
-def test_a_command_that_only_says_something_fails_where_it_cannot(tmp_path, words, how, status, said):
+def test_a_command_that_only_says_something_fails_where_it_cannot(
+    tmp_path, words, how, status, said
+):
     assert ended([FEDCB2O, *words], how, tmp_path, ["stdout"])[::2] == (status, said)
 
 
@@ -150,7 +174,10 @@ def test_an_output_drops_what_cannot_be_said_and_no_more():
 def test_standard_streams_are_put_back(capsys):
     before = sys.stdout, sys.stderr
     with safe_streams():
-        assert (sys.stdout.isatty(), sys.stderr.encoding) == (before[0].isatty(), before[1].encoding)
+        assert (sys.stdout.isatty(), sys.stderr.encoding) == (
+            before[0].isatty(),
+            before[1].encoding,
+        )
         print("said")
     assert (sys.stdout, sys.stderr) == before
     assert capsys.readouterr().out == "said\n"

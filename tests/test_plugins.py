@@ -14,7 +14,9 @@ from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.federated import algorithms, attacks, criteria, selection
 
 
-def plain(judged: Any, *, power: float = 1.0, kind: Literal["a", "b"] = "a", many: tuple[int, ...] = (1,)) -> Any:
+def plain(
+    judged: Any, *, power: float = 1.0, kind: Literal["a", "b"] = "a", many: tuple[int, ...] = (1,)
+) -> Any:
     return judged, power, kind, many
 
 
@@ -33,9 +35,14 @@ def test_built_in_names_are_what_a_room_offers():
     for hidden in ("annotations", "Judged", "torch", "__doc__", "Tensor"):
         with pytest.raises(ConfigError, match=f"there is no criterion `{hidden}`"):
             plugins.resolve("criterion", hidden, criteria)
-    with pytest.raises(ConfigError, match=r"Built in: everyone, prob_sampling, uniform; or name your own as \"package"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Built in: everyone, prob_sampling, uniform; or name your own as \"package",
+    ):
         plugins.resolve("selection", "best", selection)
-    with pytest.raises(ConfigError, match=r"there is no data set `digit`\. Did you mean `digits`\?"):
+    with pytest.raises(
+        ConfigError, match=r"there is no data set `digit`\. Did you mean `digits`\?"
+    ):
         plugins.resolve("data set", "digit", sets)
 
 
@@ -51,7 +58,9 @@ def test_import_paths_reach_a_users_module_beside_the_configuration(tmp_path, mo
     del sys.modules["my_own_parts"]
 
 
-@pytest.mark.parametrize("function", [plain, Callable(), functools.partial(plain, power=3.0), lambda judged: judged])
+@pytest.mark.parametrize(
+    "function", [plain, Callable(), functools.partial(plain, power=3.0), lambda judged: judged]
+)
 def test_functions_stand_for_themselves_and_keep_their_signature(function):
     found = plugins.resolve("criterion", function, criteria)
     assert plugins.parameters(found) == plugins.parameters(function)
@@ -117,7 +126,10 @@ def test_parameters_are_checked_against_the_signature():
         ({"power": "5"}, "criterion `plain`: `power` = '5': Input should be a valid number"),
         ({"many": [1, "2"]}, "criterion `plain`: `many` = .*: Input should be a valid integer"),
         ({"kind": 1}, "criterion `plain`: `kind` = 1: Input should be 'a' or 'b'"),
-        ({"power": float("nan")}, "criterion `plain`: `power` = nan: Input should be a finite number"),
+        (
+            {"power": float("nan")},
+            "criterion `plain`: `power` = nan: Input should be a finite number",
+        ),
         ({"kind": "c"}, "criterion `plain`: `kind` = 'c': Input should be 'a' or 'b'"),
         ({"many": ["x"]}, "criterion `plain`: `many` = "),
     ]
@@ -148,7 +160,9 @@ def test_annotations_that_are_strings_are_checked_where_they_can_be():
     room: dict[str, Any] = {}
     exec(POSTPONED, room)
     assert plugins.bind("criterion", room["checked"], {"power": 2}) == {"power": 2.0}
-    with pytest.raises(ConfigError, match="criterion `checked`: `power` = 'much': Input should be a valid number"):
+    with pytest.raises(
+        ConfigError, match="criterion `checked`: `power` = 'much': Input should be a valid number"
+    ):
         plugins.bind("criterion", room["checked"], {"power": "much"})
     assert plugins.bind("criterion", room["unknown"], {"power": "much"}) == {"power": "much"}
 

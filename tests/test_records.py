@@ -28,7 +28,9 @@ def records(tmp_path):
     records = RoundLog(tmp_path)
     for n in range(1, 6):
         records.append("metrics", {"round": n, "train_loss": [0.5 / n, 1.0]})
-        records.append("pairs", {"round": n, "ids": [[1], [0]], "weights": [[0.25], [1.0]], "own": [0.75, 0.0]})
+        records.append(
+            "pairs", {"round": n, "ids": [[1], [0]], "weights": [[0.25], [1.0]], "own": [0.75, 0.0]}
+        )
         records.append("timing", {"round": n, "train": 0.1})
     return records
 
@@ -43,7 +45,12 @@ def test_append_writes_arrays_tensors_and_null(tmp_path):
     }
     records.append("metrics", line)
     assert lines(tmp_path / "metrics.jsonl") == [
-        {"round": 1, "train_loss": [0.5, None], "answered": [2, 3], "more": [None, None, 0.25, True, "text"]}
+        {
+            "round": 1,
+            "train_loss": [0.5, None],
+            "answered": [2, 3],
+            "more": [None, None, 0.25, True, "text"],
+        }
     ]
 
 
@@ -61,7 +68,11 @@ def test_cut_drops_later_rounds_and_the_half_written_line(records, tmp_path):
         assert rounds(tmp_path / f"{name}.jsonl") == [1, 2, 3]
     records.append("metrics", {"round": 4})
     assert rounds(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "pairs.jsonl", "timing.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "metrics.jsonl",
+        "pairs.jsonl",
+        "timing.jsonl",
+    ]
 
 
 def test_cut_to_nothing_and_of_nothing(records, tmp_path):
@@ -120,7 +131,9 @@ except RunError as error:
 
 
 def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
-    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     first, second, third = done.stdout.splitlines()
     stopped, _, message = first.partition(" ")
     assert message == (
@@ -137,7 +150,9 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
 
 def test_no_space_left_on_device(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(RunError, match=r"metrics\.jsonl: No space left on device; nothing already written is lost"):
+    with pytest.raises(
+        RunError, match=r"metrics\.jsonl: No space left on device; nothing already written is lost"
+    ):
         RoundLog(tmp_path).append("metrics", {"round": 1})
 
 
@@ -164,8 +179,13 @@ def test_atomic_write_removes_its_temporary_and_keeps_the_old(tmp_path):
 
 
 def test_write_toml_and_json(tmp_path):
-    write_toml(tmp_path / "a.toml", {"name": "x", "none": None, "inner": {"beta": None, "seeds": (0, 1)}})
-    assert tomllib.loads((tmp_path / "a.toml").read_text()) == {"name": "x", "inner": {"seeds": [0, 1]}}
+    write_toml(
+        tmp_path / "a.toml", {"name": "x", "none": None, "inner": {"beta": None, "seeds": (0, 1)}}
+    )
+    assert tomllib.loads((tmp_path / "a.toml").read_text()) == {
+        "name": "x",
+        "inner": {"seeds": [0, 1]},
+    }
     write_json(tmp_path / "a.json", {"loss": float("nan"), "list": np.arange(2)})
     assert json.loads((tmp_path / "a.json").read_text()) == {"loss": None, "list": [0, 1]}
 
@@ -182,7 +202,12 @@ SMALL = {
 
 def small(folder, **more):
     metrics = [
-        {"round": 1, "train_loss": [1, 2, None], "malicious_weight": [0.5, 0.0, None], "answered": [2, 1, 0]},
+        {
+            "round": 1,
+            "train_loss": [1, 2, None],
+            "malicious_weight": [0.5, 0.0, None],
+            "answered": [2, 1, 0],
+        },
         {
             "round": 2,
             "train_loss": [0.5, 1, 2],
@@ -195,10 +220,22 @@ def small(folder, **more):
         },
     ]
     pairs = [
-        {"round": 1, "ids": [[1, 2], [0], []], "weights": [[0.25, 0.5], [1.0], []], "own": [0.25, 0.0, 1.0]},
-        {"round": 2, "ids": [[2], [], [0]], "weights": [[0.25], [], [0.5]], "own": [0.75, 1.0, 0.5]},
+        {
+            "round": 1,
+            "ids": [[1, 2], [0], []],
+            "weights": [[0.25, 0.5], [1.0], []],
+            "own": [0.25, 0.0, 1.0],
+        },
+        {
+            "round": 2,
+            "ids": [[2], [], [0]],
+            "weights": [[0.25], [], [0.5]],
+            "own": [0.75, 1.0, 0.5],
+        },
     ]
-    return write_run(folder, {"rounds": 2}, agents=SMALL, metrics={7: metrics}, pairs={7: pairs}, **more)
+    return write_run(
+        folder, {"rounds": 2}, agents=SMALL, metrics={7: metrics}, pairs={7: pairs}, **more
+    )
 
 
 def test_run_reads_back_what_was_written(tmp_path):
@@ -211,8 +248,19 @@ def test_run_reads_back_what_was_written(tmp_path):
     assert list(records.columns[:3]) == ["seed", "round", "agent"]
     assert len(records) == 6
     row = records[(records["round"] == 2) & (records.agent == 1)].iloc[0]
-    assert (row.seed, row.cluster, row.malicious, row.num_samples, row.source_in_validation) == (7, 0, False, 60, 2)
-    assert (row.train_loss, row.accuracy, row.source_accuracy, row.attack_success_rate) == (1, 0.75, 1, 0)
+    assert (row.seed, row.cluster, row.malicious, row.num_samples, row.source_in_validation) == (
+        7,
+        0,
+        False,
+        60,
+        2,
+    )
+    assert (row.train_loss, row.accuracy, row.source_accuracy, row.attack_success_rate) == (
+        1,
+        0.75,
+        1,
+        0,
+    )
     assert records[records["round"] == 1].accuracy.isna().all()
     assert records.malicious.dtype == bool
     assert run.agents.source_in_validation.isna().tolist() == [False, False, True]
@@ -272,7 +320,9 @@ def test_damaged_records_are_named(tmp_path):
     (seed / "metrics.jsonl").write_text('{"round": 1, "train_loss": [1, 2]}\n')
     with pytest.raises(RunError, match="round 1 has 2 values of train_loss for 3 agents"):
         _ = Run(run.folder).records
-    (seed / "pairs.jsonl").write_text('{"round": 1, "ids": [[1]], "weights": [[1, 2]], "own": [0]}\n')
+    (seed / "pairs.jsonl").write_text(
+        '{"round": 1, "ids": [[1]], "weights": [[1, 2]], "own": [0]}\n'
+    )
     with pytest.raises(RunError, match="not as many weights as peers"):
         _ = Run(run.folder).pairs
     (seed / "samples.safetensors").write_bytes(b"no")

@@ -80,14 +80,22 @@ def an_agent(
     return Agent(odds(k), x, y, held, torch.tensor(labels), malicious, cluster, algorithm)
 
 
-def aggregate(agents: list[Agent], n: int = 0, *, participation: float = 1.0, batch_size: int = 64) -> list[Info]:
+def aggregate(
+    agents: list[Agent], n: int = 0, *, participation: float = 1.0, batch_size: int = 64
+) -> list[Info]:
     training = Training(batch_size=batch_size)
-    return local_aggregations(agents, n, seed=0, training=training, num_classes=2, participation=participation)
+    return local_aggregations(
+        agents, n, seed=0, training=training, num_classes=2, participation=participation
+    )
 
 
-def weights_of_first(algorithm: Options, *, labels: tuple[int, ...] = (0, 1), n: int = 0) -> dict[int, float]:
+def weights_of_first(
+    algorithm: Options, *, labels: tuple[int, ...] = (0, 1), n: int = 0
+) -> dict[int, float]:
     """The weights of agent 0, odds 1, where its peers have odds 3 and 7."""
-    return aggregate([an_agent(1.0, algorithm, labels=labels), an_agent(3.0), an_agent(7.0)], n)[0].weights
+    return aggregate([an_agent(1.0, algorithm, labels=labels), an_agent(3.0), an_agent(7.0)], n)[
+        0
+    ].weights
 
 
 def is_close(found: dict[int, float], expected: dict[int, float]) -> bool:
@@ -120,14 +128,18 @@ def test_batches_are_consecutive_slices_of_the_epochs_permutations():
     expected = [first[:2], first[2:4], first[4:], second[:2], second[2:4], second[4:]]
     epochs = batches(5, stream(3, "batches", 2, 1), Training(batch_size=2, local_epochs=2))
     assert [list(map(int, b)) for b in epochs] == [list(map(int, b)) for b in expected]
-    steps = batches(5, stream(3, "batches", 2, 1), Training(batch_size=2, local_epochs=9, local_steps=4))
+    steps = batches(
+        5, stream(3, "batches", 2, 1), Training(batch_size=2, local_epochs=9, local_steps=4)
+    )
     assert [list(map(int, b)) for b in steps] == [list(map(int, b)) for b in expected[:4]]
 
 
 # ---- who is asked ----
 
 
-@pytest.mark.parametrize(("N", "M", "counts"), [(100, 20, [20, 20, 20, 20, 19]), (20, 6, [6, 6, 6, 1])])
+@pytest.mark.parametrize(
+    ("N", "M", "counts"), [(100, 20, [20, 20, 20, 20, 19]), (20, 6, [6, 6, 6, 1])]
+)
 def test_the_first_pass_has_no_top_up(N: int, M: int, counts: list[int]):
     agents = [an_agent(2.0, replace(FEDCB2O, budget=M)) for _ in range(N)]
     asked: list[int] = []
@@ -173,7 +185,9 @@ def test_the_draw_is_by_likelihood_and_the_unknown_count_as_the_mean():
     agents = [an_agent(2.0, replace(FEDCB2O, budget=1)) for _ in range(4)]
     agents[0].met, agents[0].P = {1, 2, 3}, {1: 0.5, 2: 0.25}
     drawn = [select(agents, 0, stream(s, "select", 0, 0))[0] for s in range(900)]
-    assert [drawn.count(i) for i in (1, 2, 3)] == pytest.approx([400, 200, 300], abs=45)  # three deviations
+    assert [drawn.count(i) for i in (1, 2, 3)] == pytest.approx(
+        [400, 200, 300], abs=45
+    )  # three deviations
     agents[0].P = {}
     drawn = [select(agents, 0, stream(s, "select", 0, 0))[0] for s in range(900)]
     assert [drawn.count(i) for i in (1, 2, 3)] == pytest.approx([300, 300, 300], abs=45)
@@ -253,9 +267,17 @@ def test_class_loss_gap_by_hand():
 
 
 def test_class_loss_gap_where_its_own_loss_is_infinite():
-    losses = {0: Loss(INF, {0: INF, 1: 1.0}), 1: Loss(INF, {0: INF, 1: 0.5}), 2: Loss(1.0, {0: 2.0, 1: 0.5})}
+    losses = {
+        0: Loss(INF, {0: INF, 1: 1.0}),
+        1: Loss(INF, {0: INF, 1: 0.5}),
+        2: Loss(1.0, {0: 2.0, 1: 0.5}),
+    }
     assert [class_loss_gap(losses, i, 0, 2, FEDCB2O) for i in range(3)] == [INF, INF, -0.5]
-    losses = {0: Loss(INF, {0: INF, 1: INF}), 1: Loss(INF, {0: INF, 1: 0.5}), 2: Loss(1.0, {0: 2.0, 1: 0.5})}
+    losses = {
+        0: Loss(INF, {0: INF, 1: INF}),
+        1: Loss(INF, {0: INF, 1: 0.5}),
+        2: Loss(1.0, {0: 2.0, 1: 0.5}),
+    }
     assert [class_loss_gap(losses, i, 0, 2, FEDCB2O) for i in range(3)] == [INF, INF, -MOST]
 
 
@@ -295,7 +317,10 @@ def test_quantile_by_hand():
 
 def test_the_sub_level_set_counts_whoever_is_as_good_as_its_last():
     # L = 1, 2, 2, 4 and beta = 1/2: q = 2, and the tie is kept. Weights by G among those alone.
-    G, L = {0: math.log(4), 1: math.log(2), 2: math.log(4), 3: -9.0}, {0: 1.0, 1: 2.0, 2: 2.0, 3: 4.0}
+    G, L = (
+        {0: math.log(4), 1: math.log(2), 2: math.log(4), 3: -9.0},
+        {0: 1.0, 1: 2.0, 2: 2.0, 3: 4.0},
+    )
     weights = plain_weights(G, L=L, alpha=1.0, beta=0.5)
     assert weights == pytest.approx({0: 1 / 4, 1: 1 / 2, 2: 1 / 4}, rel=1e-14)
     # beta = 1/4: the best alone, whatever its G.
@@ -315,8 +340,18 @@ def test_own_model_by_hand():
     assert is_near(weights_of_first(replace(SIMPLE, own_model="trusted")), 2 / 5, 2 / 5, 1 / 5)
     # In the set once, whether it sampled itself or is always there.
     assert is_near(weights_of_first(replace(SIMPLE, own_candidate=True)), 4 / 7, 2 / 7, 1 / 7)
-    assert is_near(weights_of_first(replace(SIMPLE, own_candidate=True, own_model="judged")), 4 / 7, 2 / 7, 1 / 7)
-    assert is_near(weights_of_first(replace(SIMPLE, own_candidate=True, own_model="trusted")), 2 / 5, 2 / 5, 1 / 5)
+    assert is_near(
+        weights_of_first(replace(SIMPLE, own_candidate=True, own_model="judged")),
+        4 / 7,
+        2 / 7,
+        1 / 7,
+    )
+    assert is_near(
+        weights_of_first(replace(SIMPLE, own_candidate=True, own_model="trusted")),
+        2 / 5,
+        2 / 5,
+        1 / 5,
+    )
 
 
 def test_average_loss_until_the_switch_by_hand():
@@ -325,8 +360,12 @@ def test_average_loss_until_the_switch_by_hand():
     fedcbo = replace(FEDCBO, selection="everyone", alpha=2.0)
     for n, algorithm in ((2, late), (99, fedcbo)):
         assert is_near(weights_of_first(algorithm, n=n), 0, 12 / 19, 7 / 19)
-        assert is_near(weights_of_first(replace(algorithm, own_model="judged"), n=n), 16 / 35, 12 / 35, 7 / 35)
-        assert is_near(weights_of_first(replace(algorithm, own_model="trusted"), n=n), 16 / 35, 12 / 35, 7 / 35)
+        assert is_near(
+            weights_of_first(replace(algorithm, own_model="judged"), n=n), 16 / 35, 12 / 35, 7 / 35
+        )
+        assert is_near(
+            weights_of_first(replace(algorithm, own_model="trusted"), n=n), 16 / 35, 12 / 35, 7 / 35
+        )
     assert is_near(weights_of_first(late, n=3), 0, 4 / 5, 1 / 5)  # the squares of 1/2 and 1/4
 
 
@@ -373,13 +412,16 @@ def test_sample_counts_by_hand():
 
     def round_of(colluder: Options) -> tuple[list[Agent], list[Info]]:
         agents = [
-            an_agent(k[j], colluder if j > 1 else DFEDAVGM, num_samples=counts[j], malicious=j > 1) for j in range(4)
+            an_agent(k[j], colluder if j > 1 else DFEDAVGM, num_samples=counts[j], malicious=j > 1)
+            for j in range(4)
         ]
         return agents, aggregate(agents)
 
     agents, infos = round_of(COLLUDER)
     assert is_near(infos[0].weights, 0.1, 0.2, 0.2, 0.5)
-    assert log_odds(agents[0]) == pytest.approx((a[0] + 2 * a[1] + 2 * a[2] + 5 * a[3]) / 10, rel=1e-14)
+    assert log_odds(agents[0]) == pytest.approx(
+        (a[0] + 2 * a[1] + 2 * a[2] + 5 * a[3]) / 10, rel=1e-14
+    )
     assert is_near(infos[3].weights, 1 / 5, 2 / 5, 2 / 5, 0)
     assert log_odds(agents[3]) == pytest.approx((a[0] + 2 * a[1] + 2 * a[2]) / 5, rel=1e-14)
     assert infos[0].losses == {}
@@ -408,7 +450,10 @@ def test_a_garbage_model_alone_leaves_the_model_as_it_is():
 def test_huge_gaps_still_share_the_weight():
     # Odds e^800 and 3 e^800: G = log(1 + k) - log 2, so mu is 1 to 1/3, where each alone is below 1e-347.
     agents = [an_agent(1.0), an_agent(1.0), an_agent(1.0)]
-    agents[1].module, agents[2].module = with_logits(0.0, 800.0), with_logits(0.0, 800.0 + math.log(3))
+    agents[1].module, agents[2].module = (
+        with_logits(0.0, 800.0),
+        with_logits(0.0, 800.0 + math.log(3)),
+    )
     assert aggregate(agents)[0].weights == pytest.approx({0: 0.0, 1: 3 / 4, 2: 1 / 4}, rel=1e-12)
 
 
@@ -433,19 +478,34 @@ def test_offline_agents_train_but_neither_ask_nor_answer():
 
 
 def test_nobody_online_but_me():
-    seed = next(s for s in range(99) if list(stream(s, "online", 0).random(2) < 0.5) == [True, False])
+    seed = next(
+        s for s in range(99) if list(stream(s, "online", 0).random(2) < 0.5) == [True, False]
+    )
     for own_model in ("excluded", "judged", "trusted"):
-        agents = [an_agent(1.0, replace(SIMPLE, own_model=own_model, mixing_factor=1.0)), an_agent(3.0)]
-        infos = local_aggregations(agents, 0, seed=seed, training=Training(), num_classes=2, participation=0.5)
+        agents = [
+            an_agent(1.0, replace(SIMPLE, own_model=own_model, mixing_factor=1.0)),
+            an_agent(3.0),
+        ]
+        infos = local_aggregations(
+            agents, 0, seed=seed, training=Training(), num_classes=2, participation=0.5
+        )
         assert (infos[0].asked, infos[0].received, infos[0].weights) == ([1], [], {0: 1.0})
         assert log_odds(agents[0]) == 0.0
 
 
 def test_every_round_of_weights_sums_to_one():
-    algorithms = [FEDCB2O, FEDCBO, DFEDAVGM, replace(FEDCB2O, own_model="trusted", own_candidate=True), EXACT]
+    algorithms = [
+        FEDCB2O,
+        FEDCBO,
+        DFEDAVGM,
+        replace(FEDCB2O, own_model="trusted", own_candidate=True),
+        EXACT,
+    ]
     agents = [an_agent(1.0 + j, replace(a, budget=3)) for j, a in enumerate(algorithms * 2)]
     agents += [an_agent(9.0, replace(COLLUDER, budget=3), malicious=True) for _ in range(3)]
     for n in range(8):
-        for info in run_round(agents, n, seed=2, training=Training(), num_classes=2, participation=0.8):
+        for info in run_round(
+            agents, n, seed=2, training=Training(), num_classes=2, participation=0.8
+        ):
             assert sum(info.weights.values()) == pytest.approx(1.0, rel=1e-14)
             assert set(info.received) <= set(info.asked)

@@ -14,13 +14,25 @@ def results(lost):
     """A grid of two attacks without floors: accuracies 0.9 less what each defence loses under each, by seed."""
     noise = np.array([-0.002, 0.0, 0.002])
     rows = [
-        {"setting": "", "defence": name, "attack": attack, "role": "attack", "floor": "", "seed": seed, "error": ""}
+        {
+            "setting": "",
+            "defence": name,
+            "attack": attack,
+            "role": "attack",
+            "floor": "",
+            "seed": seed,
+            "error": "",
+        }
         | {"accuracy": 0.9 - lose + (1 if name == "A" else -1) * noise[seed]}
         for name, losses in lost.items()
         for attack, lose in zip("xy", losses, strict=True)
         for seed in range(3)
     ]
-    table = {"seeds": [0, 1, 2], "attacks": {"x": {}, "y": {}}, "defences": {name: {} for name in lost}}
+    table = {
+        "seeds": [0, 1, 2],
+        "attacks": {"x": {}, "y": {}},
+        "defences": {name: {} for name in lost},
+    }
     frame = pd.DataFrame(rows).reindex(columns=[*KEY_COLUMNS, *RUN_METRICS, "error"])
     return GridResults(Path(), {**table, "reference": "A"}, {}, frame)
 

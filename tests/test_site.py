@@ -12,7 +12,9 @@ from fedcb2o.particles.result import Result
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPTS = sorted((DOCS / "gallery").glob("*.py"))
-REFERENCE = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
+REFERENCE = "\n".join(
+    page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md")
+)
 
 
 @pytest.mark.parametrize("name", fedcb2o.__all__)
@@ -26,7 +28,9 @@ def test_a_picture_is_a_script_of_under_30_lines_and_in_the_gallery(script):
     assert f"load: gallery/{script.name}" in (DOCS / "gallery.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", sorted((DOCS / "tutorials").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", sorted((DOCS / "tutorials").glob("*.md")), ids=lambda page: page.stem
+)
 def test_a_tutorial_stands_on_the_start_page(page):
     start = (DOCS / "index.md").read_text(encoding="utf-8")
     assert f"(tutorials/{page.name})" in start
@@ -34,4 +38,8 @@ def test_a_tutorial_stands_on_the_start_page(page):
 
 
 def test_minimize_tells_what_it_returns_not_the_steps_that_it_takes():
-    assert inspect.signature(fedcb2o.minimize).return_annotation is get_type_hints(fedcb2o.minimize)["return"] is Result
+    assert (
+        inspect.signature(fedcb2o.minimize).return_annotation
+        is get_type_hints(fedcb2o.minimize)["return"]
+        is Result
+    )

@@ -9,8 +9,19 @@ def test_a_name_is_a_stream():
 
 
 def test_names_do_not_collide():
-    names = [(0, "a"), (1, "a"), (0, "b"), (0, "a", 1), (0, "a", 11), (0, "a", 1, 1), (0, "a", "1"), (0, "a", "1", 1)]
-    assert len({tuple(stream(*name).integers(2**63, size=2).tolist()) for name in names}) == len(names)
+    names = [
+        (0, "a"),
+        (1, "a"),
+        (0, "b"),
+        (0, "a", 1),
+        (0, "a", 11),
+        (0, "a", 1, 1),
+        (0, "a", "1"),
+        (0, "a", "1", 1),
+    ]
+    assert len({tuple(stream(*name).integers(2**63, size=2).tolist()) for name in names}) == len(
+        names
+    )
 
 
 def test_streams_are_fixed_for_ever():
@@ -20,5 +31,8 @@ def test_streams_are_fixed_for_ever():
 
 def test_streams_of_several_agents_are_those_of_each():
     for key in ((0, "batches", 5), (3, "attack"), (7, "it's", 'a "name"')):
-        found = [draw.integers(2**63, size=3).tolist() for draw in agent_streams(*key, agents=[0, 7, 12345])]
+        found = [
+            draw.integers(2**63, size=3).tolist()
+            for draw in agent_streams(*key, agents=[0, 7, 12345])
+        ]
         assert found == [stream(*key, j).integers(2**63, size=3).tolist() for j in (0, 7, 12345)]

@@ -42,7 +42,11 @@ def resume(path, out):
 
 
 def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_a_complete_seed_has_the_sum_of_each_of_its_files(finished):
@@ -90,7 +94,12 @@ def null(path):
     path.write_text("null")
 
 
-READ_BY = {"metrics.jsonl": "compare", "agents.json": "compare", "pairs.jsonl": "report", "sums.json": "compare"}
+READ_BY = {
+    "metrics.jsonl": "compare",
+    "agents.json": "compare",
+    "pairs.jsonl": "report",
+    "sums.json": "compare",
+}
 MENDED = ("agents.json", "samples.safetensors", "summary.json", "sums.json", "config.toml")
 DAMAGE = [
     ("metrics.jsonl", cut),
@@ -124,7 +133,9 @@ def test_what_does_not_fit_is_refused_by_name_or_made_again(copy, tmp_path, name
     before = contents(out)
     damage(out / SEED / name)
     if name in READ_BY:
-        command = here(READ_BY[name], out, *(["--out", tmp_path / "page"] if READ_BY[name] == "report" else []))
+        command = here(
+            READ_BY[name], out, *(["--out", tmp_path / "page"] if READ_BY[name] == "report" else [])
+        )
         assert str(out / SEED) in command.one_line()
     if name != "sums.json" and (name, damage) != ("samples.safetensors", Path.unlink):
         with pytest.raises(RunError, match=f"{SEED}/{name} is damaged"):
@@ -136,17 +147,26 @@ def test_what_does_not_fit_is_refused_by_name_or_made_again(copy, tmp_path, name
         assert contents(out) == before
     else:
         assert str(out / SEED) in again.one_line()
-        assert {name for name, content in contents(out).items() if before[name] != content} <= {Path(SEED, name)}
+        assert {name for name, content in contents(out).items() if before[name] != content} <= {
+            Path(SEED, name)
+        }
 
 
 def test_the_cure_for_what_cannot_be_made_again_is_to_move_the_seed_away(copy):
     path, out = copy
     before = contents(out)
     one_digit(out / SEED / "metrics.jsonl")
-    assert f"restore it, or move {SEED} away: --resume then runs it again" in resume(path, out).one_line()
+    assert (
+        f"restore it, or move {SEED} away: --resume then runs it again"
+        in resume(path, out).one_line()
+    )
     (out / SEED).rename(out / "away")
     assert resume(path, out).status == 0
-    bits = {name: content for name, content in before.items() if name.name not in ("timing.jsonl", "sums.json")}
+    bits = {
+        name: content
+        for name, content in before.items()
+        if name.name not in ("timing.jsonl", "sums.json")
+    }
     assert {name: content for name, content in contents(out).items() if name in bits} == bits
 
 
@@ -197,12 +217,16 @@ def test_settings_that_were_changed_by_hand_are_refused_and_put_back(copy, chang
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("line", ["rounds = 'x'", "seeds = 3", "seeds = [1.5]", "name = []", "agents = 5"])
+@pytest.mark.parametrize(
+    "line", ["rounds = 'x'", "seeds = 3", "seeds = [1.5]", "name = []", "agents = 5"]
+)
 def test_a_config_of_wrong_types_is_one_line(copy, line):
     _, out = copy
     config = out / "config.toml"
     key = line.partition(" = ")[0]
-    settings = {name: each for name, each in tomllib.loads(config.read_text()).items() if name != key}
+    settings = {
+        name: each for name, each in tomllib.loads(config.read_text()).items() if name != key
+    }
     config.write_text(f"{line}\n{tomli_w.dumps(settings)}")
     assert "config.toml is damaged" in here("compare", out).one_line()
 
@@ -216,7 +240,10 @@ def test_lost_and_damaged_configs_are_written_anew_by_a_resume(copy):
         assert contents(out) == before
     (out / "config.toml").unlink()
     other = here("run", path, "--out", out, "--resume", "--set", "algorithm.alpha=3")
-    assert "config.toml is gone: restore it, or give the same experiment with --resume" in other.one_line()
+    assert (
+        "config.toml is gone: restore it, or give the same experiment with --resume"
+        in other.one_line()
+    )
 
 
 def test_settings_that_mean_the_same_are_the_same_however_they_are_written(copy):
@@ -256,7 +283,10 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(copy, monkeypatch):
 
         with monkeypatch.context() as few:
             few.setattr(Path, "read_bytes", refuses)
-            for words in (("compare", out), ("run", path, "--out", out, "--workers", 1, "--resume")):
+            for words in (
+                ("compare", out),
+                ("run", path, "--out", out, "--workers", 1, "--resume"),
+            ):
                 done = here(*words)
                 if done.status:
                     assert f"{name}: Too many open files" in done.one_line()
@@ -268,9 +298,15 @@ def test_a_seed_that_lost_a_file_is_not_begun_anew_without_resume(copy):
     path, out = copy
     before = contents(out)
     (out / SEED / "agents.json").unlink()
-    assert "already holds seed 1000 of this run" in here("run", path, "--out", out, "--workers", 1).one_line()
+    assert (
+        "already holds seed 1000 of this run"
+        in here("run", path, "--out", out, "--workers", 1).one_line()
+    )
     (out / "config.toml").unlink()
-    assert "give the same experiment with --resume" in here("run", path, "--out", out, "--workers", 1).one_line()
+    assert (
+        "give the same experiment with --resume"
+        in here("run", path, "--out", out, "--workers", 1).one_line()
+    )
     assert resume(path, out).status == 0
     assert contents(out) == before
 
@@ -291,7 +327,9 @@ def test_sums_without_their_own_sum_are_not_believed(copy):
     path, out = copy
     before = contents(out)
     sums = out / SEED / "sums.json"
-    sums.write_text(json.dumps({name: 3 for name in json.loads(sums.read_text()) if name != "sha256"}))
+    sums.write_text(
+        json.dumps({name: 3 for name in json.loads(sums.read_text()) if name != "sha256"})
+    )
     assert "sums.json is damaged" in here("compare", out).one_line()
     assert resume(path, out).status == 0
     assert contents(out) == before
@@ -338,11 +376,16 @@ def test_what_a_running_seed_had_at_its_last_checkpoint_must_be_there(copy, name
 def test_a_lost_or_older_checkpoint_of_a_running_seed_is_not_started_over(copy):
     path, out = copy
     goes_on(out)
-    checkpoint, metrics = out / SEED / "checkpoint.safetensors", (out / SEED / "metrics.jsonl").read_bytes()
+    checkpoint, metrics = (
+        out / SEED / "checkpoint.safetensors",
+        (out / SEED / "metrics.jsonl").read_bytes(),
+    )
     checkpoint.rename(out / "away")
     longer = "run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=5"
     assert "checkpoint.safetensors is damaged: it is gone" in here(*longer).one_line()
-    short = write(out.with_name("short.toml"), rounds=3, seeds=[1000], checkpoint_every=2, evaluate_every=1)
+    short = write(
+        out.with_name("short.toml"), rounds=3, seeds=[1000], checkpoint_every=2, evaluate_every=1
+    )
     assert here("run", short, "--out", out.with_name("short"), "--workers", 1).status == 0
     shutil.copy(out.with_name("short") / SEED / checkpoint.name, checkpoint)
     assert "is damaged" in here(*longer).one_line()
@@ -353,7 +396,9 @@ def test_a_run_that_is_made_longer_is_read_by_who_opened_it_before(copy):
     path, out = copy
     before = Run(out)
     assert before.complete
-    assert here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=5").status == 0
+    assert (
+        here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=5").status == 0
+    )
     assert before.records["round"].max() == 5
 
 
@@ -368,7 +413,10 @@ def test_a_seed_without_sums_is_told_and_gets_them(copy):
     assert contents(out) == before
     (out / SEED / "sums.json").unlink()
     one_digit(out / SEED / "metrics.jsonl")
-    assert "metrics.jsonl is damaged: it does not hold what it did when checkpoint" in resume(path, out).one_line()
+    assert (
+        "metrics.jsonl is damaged: it does not hold what it did when checkpoint"
+        in resume(path, out).one_line()
+    )
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -381,8 +429,13 @@ def test_without_sums_the_checkpoint_says_what_the_records_were(copy, ended):
     text = pairs.read_text()
     at = text.index('"own": [0.') + len('"own": [0.')
     pairs.write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
-    refused = here("run", path, "--out", out, "--resume", "--set", f"rounds={4 if ended else 5}").one_line()
-    assert f"{pairs} is damaged: it does not hold what it did when checkpoint.safetensors was written" in refused
+    refused = here(
+        "run", path, "--out", out, "--resume", "--set", f"rounds={4 if ended else 5}"
+    ).one_line()
+    assert (
+        f"{pairs} is damaged: it does not hold what it did when checkpoint.safetensors was written"
+        in refused
+    )
 
 
 def test_without_sums_the_records_that_the_checkpoint_knows_give_the_summary(copy):
@@ -390,7 +443,9 @@ def test_without_sums_the_records_that_the_checkpoint_knows_give_the_summary(cop
     before = contents(out)
     (out / SEED / "sums.json").unlink()
     one_digit_of_summary = out / SEED / "summary.json"
-    one_digit_of_summary.write_text(one_digit_of_summary.read_text().replace('"accuracy": 0.', '"accuracy": 0.9', 1))
+    one_digit_of_summary.write_text(
+        one_digit_of_summary.read_text().replace('"accuracy": 0.', '"accuracy": 0.9', 1)
+    )
     assert resume(path, out).status == 0
     assert contents(out) == before
 
@@ -398,7 +453,10 @@ def test_without_sums_the_records_that_the_checkpoint_knows_give_the_summary(cop
 def test_a_lost_config_is_told_to_readers(copy):
     _, out = copy
     (out / "config.toml").unlink()
-    assert "config.toml is gone; `fedcb2o run` of the experiment with this --out" in here("compare", out).one_line()
+    assert (
+        "config.toml is gone; `fedcb2o run` of the experiment with this --out"
+        in here("compare", out).one_line()
+    )
 
 
 def test_a_seed_without_sums_and_surroundings_does_not_choose_anew(copy):
@@ -430,7 +488,12 @@ def figures(folder):
     about = [found.about(seed) for seed in found.seeds]
     summaries = [found.summary_of(seed) for seed in found.seeds]
     config = {key: value for key, value in found.config.items() if key not in NON_RESULT_SETTINGS}
-    return (found.records, found.pairs, found.agents, found.timing), (samples, about, summaries, config)
+    return (found.records, found.pairs, found.agents, found.timing), (
+        samples,
+        about,
+        summaries,
+        config,
+    )
 
 
 def same(one, other):
@@ -457,13 +520,17 @@ def one_byte_changes(path, out, count):
         name = names[rng.integers(len(names))]
         whole = before[name]
         at = rng.integers(len(whole))
-        (out / name).write_bytes(whole[:at] + bytes([whole[at] ^ rng.integers(1, 256)]) + whole[at + 1 :])
+        (out / name).write_bytes(
+            whole[:at] + bytes([whole[at] ^ rng.integers(1, 256)]) + whole[at + 1 :]
+        )
         seen, refused = outcome(lambda: figures(out))
         if refused:
             assert str(out / name) in refused or name.name == "config.toml", (name, at, refused)
         else:
             assert same(seen, expected) or name.name == "config.toml", (name, at)
-        _, refused = outcome(lambda: run(experiment, out=out, workers=1, resume=True, watch=lambda *_: None))
+        _, refused = outcome(
+            lambda: run(experiment, out=out, workers=1, resume=True, watch=lambda *_: None)
+        )
         if refused:
             assert str(out / name) in refused, (name, at, refused)
             found["refused"] += 1

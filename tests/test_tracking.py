@@ -41,7 +41,11 @@ def scalars(folder):
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    found = [(tag, each.step, each.value) for tag in events.Tags()["scalars"] for each in events.Scalars(tag)]
+    found = [
+        (tag, each.step, each.value)
+        for tag in events.Tags()["scalars"]
+        for each in events.Scalars(tag)
+    ]
     assert len({(tag, step) for tag, step, _ in found}) == len(found)
     return {(tag, step): value for tag, step, value in found}
 
@@ -52,7 +56,9 @@ def metrics(uri):
 
     client, found = MlflowClient(uri), {}
     for run in client.search_runs([each.experiment_id for each in client.search_experiments()]):
-        histories = [m for key in run.data.metrics for m in client.get_metric_history(run.info.run_id, key)]
+        histories = [
+            m for key in run.data.metrics for m in client.get_metric_history(run.info.run_id, key)
+        ]
         numbers = {(each.key, each.step): each.value for each in histories}
         assert len(numbers) == len(histories)
         assert run.info.run_name not in found
@@ -83,7 +89,9 @@ def test_a_run_is_followed_through_a_stop_and_a_resume(tmp_path):
         assert {n for _, n in found} == {1, 2, 3, 4}
     assert found["accuracy/mean", 4] == pytest.approx(run.summary_of(7)["accuracy"])
     run.check()
-    longer = fedcb2o.run({**experiment, "rounds": 5}, out=out, workers=1, track="tensorboard", resume=True)
+    longer = fedcb2o.run(
+        {**experiment, "rounds": 5}, out=out, workers=1, track="tensorboard", resume=True
+    )
     assert scalars(out / "tensorboard/seed-5") == rough(expected(longer, 5))
 
 
@@ -93,7 +101,9 @@ def test_mlflow_follows_a_run_and_takes_no_round_twice(tmp_path):
     with pytest.raises(StopError):
         fedcb2o.run(experiment, out=out, workers=1, track=["mlflow"], watch=stop_after(2))
     uri = f"sqlite:///{out / 'mlflow.db'}"
-    assert [(name, status) for name, (_, _, status) in metrics(uri).items()] == [("mine seed 5", "KILLED")]
+    assert [(name, status) for name, (_, _, status) in metrics(uri).items()] == [
+        ("mine seed 5", "KILLED")
+    ]
     run = fedcb2o.run(experiment, out=out, workers=1, track=["mlflow"], resume=True)
     fedcb2o.track(out, "mlflow")
     found = metrics(uri)
@@ -101,7 +111,11 @@ def test_mlflow_follows_a_run_and_takes_no_round_twice(tmp_path):
     for seed in (5, 7):
         numbers, params, status = found[f"mine seed {seed}"]
         assert numbers == rough(expected(run, seed))
-        assert (params["agents.budget"], params["algorithm.name"], params["seed"]) == ("3", "fedcb2o", str(seed))
+        assert (params["agents.budget"], params["algorithm.name"], params["seed"]) == (
+            "3",
+            "fedcb2o",
+            str(seed),
+        )
         assert status == "FINISHED"
     assert not list(tmp_path.glob("mlruns"))
     other = fedcb2o.run(tiny(rounds=1, training={"gamma": 0.06}), out=tmp_path / "other", workers=1)
@@ -114,7 +128,10 @@ def test_afterwards_by_the_command_line_and_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write(tmp_path / "tiny.toml", rounds=2)
     for name, gamma in (("a", 0.05), ("b", 0.06)):
-        assert here("run", path, "--out", f"{name}/mine", "--set", f"training.gamma={gamma}").status == 0
+        assert (
+            here("run", path, "--out", f"{name}/mine", "--set", f"training.gamma={gamma}").status
+            == 0
+        )
     run = fedcb2o.Run("a/mine")
     assert (
         here(
@@ -129,11 +146,18 @@ def test_afterwards_by_the_command_line_and_elsewhere(tmp_path, monkeypatch):
     assert scalars("logs/mine/seed-1000") == rough(expected(run, 1000))
     assert len(list((tmp_path / "logs/mine/seed-1000").glob("*tfevents*"))) == 1
     line = here("track", "b/mine", "--to", "tensorboard=logs").one_line()
-    assert line == "logs/mine/seed-1000 holds the events of another run: name another folder, tensorboard=DIR"
+    assert (
+        line
+        == "logs/mine/seed-1000 holds the events of another run: name another folder, tensorboard=DIR"
+    )
 
 
 def test_a_grid_has_each_cell_and_floor(tmp_path):
-    shared = {key: value for key, value in tiny(rounds=1).items() if key not in ("name", "attack", "algorithm")}
+    shared = {
+        key: value
+        for key, value in tiny(rounds=1).items()
+        if key not in ("name", "attack", "algorithm")
+    }
     grid = {
         **shared,
         "name": "small",
@@ -176,7 +200,11 @@ def test_nowhere_to_copy_to_is_told(tmp_path):
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None if name == "alembic" else sys)
-    assert trackers.validate_targets("tensorboard") == trackers.validate_targets(["tensorboard"] * 2) == ("tensorboard",)
+    assert (
+        trackers.validate_targets("tensorboard")
+        == trackers.validate_targets(["tensorboard"] * 2)
+        == ("tensorboard",)
+    )
     told = "mlflow needs the extra, of which alembic is missing: pip install 'fedcb2o[mlflow]'"
     with pytest.raises(ConfigError, match=re.escape(told)):
         trackers.validate_targets("mlflow")
@@ -192,7 +220,9 @@ def test_a_tracker_that_fails_meanwhile_costs_no_run(tmp_path, monkeypatch, caps
     assert run.complete
     told = capsys.readouterr().err
     assert "by tensorboard (OSError: the server has gone): see that" in told
-    assert f"The run goes on; `fedcb2o track {run.folder} --to tensorboard` copies the rest." in told
+    assert (
+        f"The run goes on; `fedcb2o track {run.folder} --to tensorboard` copies the rest." in told
+    )
     with pytest.raises(RunError, match="the server has gone"):
         fedcb2o.track(run.folder, "tensorboard")
     with pytest.raises(RunError, match="there is no run in"):

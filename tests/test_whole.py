@@ -67,8 +67,17 @@ CASES: dict[str, dict[str, Any]] = {
     "FedCB2O as released": {
         "agents": {**RELEASED, "validation": 0.3},
         "algorithm": {
-            **{"name": "fedcb2o", "criterion": {"name": "class_loss_gap", "absent": "zero"}, "alpha": 2.0},
-            **{"own_model": "trusted", "own_candidate": True, "first_contact": "whole", "mixing_factor": 1.0},
+            **{
+                "name": "fedcb2o",
+                "criterion": {"name": "class_loss_gap", "absent": "zero"},
+                "alpha": 2.0,
+            },
+            **{
+                "own_model": "trusted",
+                "own_candidate": True,
+                "first_contact": "whole",
+                "mixing_factor": 1.0,
+            },
         },
     },
     "FedCBO": {"algorithm": {"name": "fedcbo", "own_model": "judged", "mixing_factor": 1.0}},
@@ -90,7 +99,10 @@ CASES: dict[str, dict[str, Any]] = {
         "agents": {"num_clusters": 1, "malicious_role": "benign", "hold_out": False},
         "algorithm": {"name": "dfedavgm"},
     },
-    "clean twin": {"agents": {"malicious_role": "clean"}, "algorithm": {"name": "fedcb2o", **MIXED}},
+    "clean twin": {
+        "agents": {"malicious_role": "clean"},
+        "algorithm": {"name": "fedcb2o", **MIXED},
+    },
     "attackers removed from both clusters": {"agents": {"malicious_role": "removed", "benign": 4}},
     "some offline": {"agents": {"participation": 0.6}, "algorithm": {"name": "fedcb2o", **MIXED}},
     "four clusters, stratified, tuning images": {
@@ -119,7 +131,14 @@ CASES: dict[str, dict[str, Any]] = {
     "the sub-level set by a test, judged half-way": {
         "rounds": 6,
         "algorithm": {
-            **{"name": "fedcb2o", "beta": 0.5, "tested": 1.0, "judged_at": 0.5, "alpha": 2.0, "own_model": "judged"},
+            **{
+                "name": "fedcb2o",
+                "beta": 0.5,
+                "tested": 1.0,
+                "judged_at": 0.5,
+                "alpha": 2.0,
+                "own_model": "judged",
+            },
             **{
                 "criterion": {"name": "class_loss_gap", "z": 1.0, "against": "majority"},
                 "likelihood": "loss+criterion",
@@ -131,12 +150,23 @@ CASES: dict[str, dict[str, Any]] = {
         "rounds": 6,
         "agents": {"benign_samples": 30, "hold_out": False, "validation": 1.0},
         "algorithm": {
-            **{"name": "fedcb2o", "beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "apart": 1.2},
+            **{
+                "name": "fedcb2o",
+                "beta": 0.5,
+                "tested": 1.0,
+                "judged_at": 0.5,
+                "own_model": "judged",
+                "apart": 1.2,
+            },
             **{
                 "criterion": {"name": "class_loss_gap", "z": 1.0, "against": "majority"},
                 "likelihood": "loss+criterion",
             },
-            **{"selection": {"name": "prob_sampling", "newcomers": 0.3}, "mixing_factor": 1.0, "alpha": 1.0},
+            **{
+                "selection": {"name": "prob_sampling", "newcomers": 0.3},
+                "mixing_factor": 1.0,
+                "alpha": 1.0,
+            },
         },
     },
     "a test alone, a CNN, T_G, sybils": {
@@ -144,30 +174,66 @@ CASES: dict[str, dict[str, Any]] = {
         "agents": {**FEW, "budget": 2},
         "training": FAST,
         "algorithm": {
-            **{"name": "fedcb2o", "tested": 2.0, "judged_at": 0.4, "criterion_from_round": 2, "ball": 0.4, **MIXED},
+            **{
+                "name": "fedcb2o",
+                "tested": 2.0,
+                "judged_at": 0.4,
+                "criterion_from_round": 2,
+                "ball": 0.4,
+                **MIXED,
+            },
             **{"criterion": {"name": "class_loss_gap", "z": 0.5}, "likelihood": "loss+criterion"},
         },
     },
     "the weighted median, from the second meeting": {
         "algorithm": {
-            **{"name": "fedcb2o", "beta": 0.75, "counts_from": "second", "point": "median", **MIXED, "alpha": 2.0},
+            **{
+                "name": "fedcb2o",
+                "beta": 0.75,
+                "counts_from": "second",
+                "point": "median",
+                **MIXED,
+                "alpha": 2.0,
+            },
             **{"selection": {"name": "prob_sampling", "newcomers": 0.5}},
         },
     },
     "the gap of the worst perturbations": {
         "attack": {"name": "label_flip", "source": 9, "target": 4, "from_round": 1},
         "algorithm": {
-            **{"name": "fedcb2o", "tested": 2.0, "judged_at": 0.5, "own_model": "judged", "alpha": 1.0},
-            **{"criterion": {"name": "perturbation_gap", "pixels": 3, "samples": 3, "z": 0.5}, "mixing_factor": 1.0},
+            **{
+                "name": "fedcb2o",
+                "tested": 2.0,
+                "judged_at": 0.5,
+                "own_model": "judged",
+                "alpha": 1.0,
+            },
+            **{
+                "criterion": {"name": "perturbation_gap", "pixels": 3, "samples": 3, "z": 0.5},
+                "mixing_factor": 1.0,
+            },
             "likelihood": "loss+criterion",
         },
     },
     "the gap of perturbations sought in steps": {
         "attack": {"name": "label_flip", "source": 9, "target": 4, "from_round": 1},
         "algorithm": {
-            **{"name": "fedcb2o", "beta": 0.75, "judged_at": 0.5, "own_model": "judged", "alpha": 1.0},
+            **{
+                "name": "fedcb2o",
+                "beta": 0.75,
+                "judged_at": 0.5,
+                "own_model": "judged",
+                "alpha": 1.0,
+            },
             "criterion": {
-                **{"name": "perturbation_gap", "pixels": 5, "samples": 3, "steps": 2, "z": 0.5, "against": "majority"},
+                **{
+                    "name": "perturbation_gap",
+                    "pixels": 5,
+                    "samples": 3,
+                    "steps": 2,
+                    "z": 0.5,
+                    "against": "majority",
+                },
                 "blend": 0.25,
             },
             "mixing_factor": 1.0,
@@ -234,7 +300,9 @@ def hold_who_is_who(whole: Whole, about: dict[str, Any]) -> None:
     assert about["malicious"] == [share.malicious for share in shares]
     assert about["num_samples"] == [len(share.train) for share in shares]
     held = [sum(int(y[i]) == source for i in share.validation) for share in shares]
-    expected = [None if share.malicious else count for share, count in zip(shares, held, strict=True)]
+    expected = [
+        None if share.malicious else count for share, count in zip(shares, held, strict=True)
+    ]
     assert about["source_in_validation"] == expected
 
 
@@ -265,7 +333,9 @@ def hold_metrics(whole: Whole, done: Done, metrics: dict[str, Any], near: Near) 
         ("validation_loss", {"rel": near.relative}),
         ("malicious_weight", {"rel": 0, "abs": near.weight}),
     ):
-        assert numbers(metrics[name]) == pytest.approx(numbers(expected[name]), nan_ok=True, **allowed), (done.n, name)
+        assert numbers(metrics[name]) == pytest.approx(
+            numbers(expected[name]), nan_ok=True, **allowed
+        ), (done.n, name)
 
 
 def numbers(values: list[float | None]) -> list[float]:
@@ -286,25 +356,37 @@ def hold_scores(whole: Whole, done: Done, metrics: dict[str, Any]) -> None:
                 assert found is None
             else:
                 allowed = getattr(score, sure) + 1e-12
-                assert found == pytest.approx(getattr(score, name), rel=0, abs=allowed), (done.n, name, j)
+                assert found == pytest.approx(getattr(score, name), rel=0, abs=allowed), (
+                    done.n,
+                    name,
+                    j,
+                )
 
 
 def hold_state(whole: Whole, state: dict[str, torch.Tensor], near: Near) -> None:
     start = 0
     for j, agent in enumerate(whole.agents):
         theta = torch.cat([p.detach().flatten() for p in agent.module.parameters()])
-        torch.testing.assert_close(state["models"][j, : len(theta)], theta, rtol=near.relative, atol=near.relative)
-        ids, likelihood = (state[key][start : start + int(state["met"][j])] for key in ("ids", "likelihood"))
+        torch.testing.assert_close(
+            state["models"][j, : len(theta)], theta, rtol=near.relative, atol=near.relative
+        )
+        ids, likelihood = (
+            state[key][start : start + int(state["met"][j])] for key in ("ids", "likelihood")
+        )
         start += len(ids)
         if agent.algorithm.selection == "prob_sampling":
             assert set(ids.tolist()) == agent.met
-            answered = {i: P for i, P in zip(ids.tolist(), likelihood.tolist(), strict=True) if P == P}
+            answered = {
+                i: P for i, P in zip(ids.tolist(), likelihood.tolist(), strict=True) if P == P
+            }
             assert answered == pytest.approx(agent.P, rel=near.relative, abs=0)
     assert start == len(state["ids"])
 
 
 def test_a_quarter_turn_by_hand():
-    x = torch.tensor([[[[1, 2], [3, 4]]]])  # counter-clockwise: the right column comes to lie on top
+    x = torch.tensor(
+        [[[[1, 2], [3, 4]]]]
+    )  # counter-clockwise: the right column comes to lie on top
     assert turned(x, 1).tolist() == [[[[2, 4], [1, 3]]]]
     assert turned(x, 2).tolist() == [[[[4, 3], [2, 1]]]]
     assert turned(x, 0) is x

@@ -22,14 +22,26 @@ from fedcb2o.nn import parameters
 from fedcb2o.parallel import resources
 
 FEDCB2O = Path(sys.executable).with_name("fedcb2o")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "COLUMNS": "200",
+    "NO_COLOR": "1",
+    "TERM": "dumb",
+}
 
 TINY: dict[str, Any] = {
     "name": "tiny",
     "seeds": [1000],
     "rounds": 3,
     "data": {"name": "digits"},
-    "agents": {"benign": 2, "malicious": 1, "benign_samples": 20, "malicious_samples": 30, "budget": 3},
+    "agents": {
+        "benign": 2,
+        "malicious": 1,
+        "benign_samples": 20,
+        "malicious_samples": 30,
+        "budget": 3,
+    },
     "model": {"name": "mlp", "hidden": [8]},
     "training": {"gamma": 0.05, "batch_size": 8, "local_epochs": 1},
     "algorithm": {"name": "fedcb2o", "alpha": 2.0, "own_model": "trusted", "mixing_factor": 1.0},
@@ -39,9 +51,13 @@ TINY: dict[str, Any] = {
 
 def tiny(**changes: Any) -> dict[str, Any]:
     """The tiny experiment with some keys changed; `agents={"benign": 3}` changes within a section."""
-    table = {key: dict(value) if isinstance(value, Mapping) else value for key, value in TINY.items()}
+    table = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in TINY.items()
+    }
     for key, value in changes.items():
-        merge = isinstance(value, Mapping) and value.get("name", table[key].get("name")) == table[key].get("name")
+        merge = isinstance(value, Mapping) and value.get("name", table[key].get("name")) == table[
+            key
+        ].get("name")
         table[key] = {**table[key], **value} if merge else value
     return table
 
@@ -63,7 +79,9 @@ class Done:
     def one_line(self) -> str:
         """The one line of the error; fails unless that is all there is to see, beside progress, and the status is 2."""
         assert self.status == 2, (self.status, self.out, self.err)
-        lines = [line for line in self.err.splitlines() if not line.startswith(("tiny seed", "tiny: "))]
+        lines = [
+            line for line in self.err.splitlines() if not line.startswith(("tiny seed", "tiny: "))
+        ]
         assert len(lines) == 1, self.err
         assert lines[0].startswith("Error: "), self.err
         return lines[0].removeprefix("Error: ")
@@ -85,7 +103,9 @@ def here(*arguments: object) -> Done:
     return Done(status, out.getvalue(), err.getvalue())
 
 
-def command(*arguments: object, cwd: Path | None = None, program: str | Path = FEDCB2O, **more: Any) -> Done:
+def command(
+    *arguments: object, cwd: Path | None = None, program: str | Path = FEDCB2O, **more: Any
+) -> Done:
     """`fedcb2o ARGUMENTS` as a process of its own."""
     done = subprocess.run(
         [program, *map(str, arguments)],
@@ -131,7 +151,9 @@ def bits_however(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes
     run(experiment, out=folder / "one", workers=1)
     found = bits(folder / "one")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resources, "available_processors", lambda: 3)  # on fewer, fewer of them would work
+        patch.setattr(
+            resources, "available_processors", lambda: 3
+        )  # on fewer, fewer of them would work
         for first in (3, 1):
             out = folder / f"after {first}"
             with pytest.raises(StopError):

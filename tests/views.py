@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from fedcb2o.data._dataset import Shard
-from fedcb2o.federated.types import AgentContext, AttackView, Contacts, CriterionInput, Losses, Received, Threat
+from fedcb2o.federated.types import (
+    AgentContext,
+    AttackView,
+    Contacts,
+    CriterionInput,
+    Losses,
+    Received,
+    Threat,
+)
 from fedcb2o.nn.parameters import gather_rows
 from fedcb2o.rng import stream
 
@@ -68,7 +76,10 @@ def models(m: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float64) ->
     return torch.from_numpy(stream(seed, "models", m, d).standard_normal((m, d))).to(dtype)
 
 
-BENIGN, FELLOWS = [0, 1, 2, 3], [4, 5, 6]  # in cluster 0; cluster 1 has benign agents 7 and 8 and attacker 9
+BENIGN, FELLOWS = (
+    [0, 1, 2, 3],
+    [4, 5, 6],
+)  # in cluster 0; cluster 1 has benign agents 7 and 8 and attacker 9
 
 
 def ten_models(d=5, seed=0):
@@ -82,10 +93,17 @@ def complete():
     return (cluster[:, None] == cluster) & ~np.eye(6, dtype=bool)
 
 
-def view_of(attack=None, *, models=None, agent=4, losses=None, see=("fellows", "benign"), links=complete):
+def view_of(
+    attack=None, *, models=None, agent=4, losses=None, see=("fellows", "benign"), links=complete
+):
     """What an attacker sees in a round."""
     models = ten_models() if models is None else models
-    ids = {("benign", 0): BENIGN, ("fellows", 0): FELLOWS, ("benign", 1): [7, 8], ("fellows", 1): [9]}
+    ids = {
+        ("benign", 0): BENIGN,
+        ("fellows", 0): FELLOWS,
+        ("benign", 1): [7, 8],
+        ("fellows", 1): [9],
+    }
     return AttackView(
         n=3,
         agent=agent,

@@ -56,7 +56,12 @@ FEDCB2O: dict[str, Any] = {
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "fedcb2o": FEDCB2O,
     "fedcbo": {**FEDCB2O, "criterion": "average_loss"},
-    "dfedavgm": {"criterion": "num_samples", "selection": "uniform", "own_model": "judged", "mixing_factor": 1.0},
+    "dfedavgm": {
+        "criterion": "num_samples",
+        "selection": "uniform",
+        "own_model": "judged",
+        "mixing_factor": 1.0,
+    },
 }
 
 
@@ -106,7 +111,9 @@ class Whole:
         self.shares, self.tuning = deal(labels, self.settings["agents"], seed)
         self.agents = [self._agent(j) for j in range(len(self.shares))]
         self.true_labels = [agent.train_y for agent in self.agents]
-        self.scored_on = [self._scored_on(cluster) for cluster in range(self.settings["agents"]["num_clusters"])]
+        self.scored_on = [
+            self._scored_on(cluster) for cluster in range(self.settings["agents"]["num_clusters"])
+        ]
 
     def rounds(self) -> Iterator[Done]:
         """Algorithm 1 from the first round to the last, each with what it led to."""
@@ -123,13 +130,24 @@ class Whole:
             )
             every, last = self.settings["evaluate_every"], self.settings["rounds"] - 1
             scored = (n + 1) % every == 0 or n == last
-            yield Done(n, [sum(each) / len(each) for each in steps], infos, self._scores() if scored else None)
+            yield Done(
+                n,
+                [sum(each) / len(each) for each in steps],
+                infos,
+                self._scores() if scored else None,
+            )
 
     def _agent(self, j: int) -> reference.Agent:
-        share, role, pool = self.shares[j], self.settings["agents"]["malicious_role"], self.dataset.pool
+        share, role, pool = (
+            self.shares[j],
+            self.settings["agents"]["malicious_role"],
+            self.dataset.pool,
+        )
         colluding = share.malicious and role in ("attack", "clean")
         return reference.Agent(
-            module=first_model(self.settings, self.seed, j, list(pool.x.shape[1:]), len(self.dataset.class_names)),
+            module=first_model(
+                self.settings, self.seed, j, list(pool.x.shape[1:]), len(self.dataset.class_names)
+            ),
             train_x=self._gather(pool.x[share.train], share.cluster),
             train_y=pool.y[share.train],
             validation_x=self._gather(pool.x[share.validation], share.cluster),
@@ -154,7 +172,13 @@ class Whole:
         """Each benign agent's, on images turned as its own cluster's are."""
         attack = self.settings["attack"]
         return {
-            j: scores(agent.module, *self.scored_on[agent.cluster], attack["source"], attack["target"], self.margin)
+            j: scores(
+                agent.module,
+                *self.scored_on[agent.cluster],
+                attack["source"],
+                attack["target"],
+                self.margin,
+            )
             for j, agent in enumerate(self.agents)
             if not agent.malicious
         }
@@ -198,7 +222,9 @@ def options_of(settings: dict[str, Any]) -> reference.Options:
     if chosen["mixing_factor"] == "lambda1*gamma":
         chosen["mixing_factor"] = None
     agents = settings["agents"]
-    return reference.Options(**chosen, budget=agents["budget"], validation_loss=agents["validation_loss"])
+    return reference.Options(
+        **chosen, budget=agents["budget"], validation_loss=agents["validation_loss"]
+    )
 
 
 def colluder_of(settings: dict[str, Any]) -> reference.Options:
@@ -213,18 +239,27 @@ def colluder_of(settings: dict[str, Any]) -> reference.Options:
     )
 
 
-def first_model(settings: dict[str, Any], seed: int, j: int, shape: list[int], num_classes: int) -> nn.Module:
+def first_model(
+    settings: dict[str, Any], seed: int, j: int, shape: list[int], num_classes: int
+) -> nn.Module:
     """theta_0^j, one for all agents or each its own."""
     chosen = {key: value for key, value in settings["model"].items() if key != "name"}
     make = NETWORKS[settings["model"]["name"]]
     key = (j,) if settings["agents"]["initialisation"] == "independent" else ()
-    return parameters.initialise(lambda: make(shape, num_classes, **chosen), stream(seed, "model", *key))
+    return parameters.initialise(
+        lambda: make(shape, num_classes, **chosen), stream(seed, "model", *key)
+    )
 
 
 def smooth_mlp(input_shape: Sequence[int], num_classes: int, *, hidden: int = 12) -> nn.Module:
     """A dense network without a kink: what rounding does to it stays rounding."""
     return nn.Sequential(
-        *(nn.Flatten(), nn.Linear(math.prod(input_shape), hidden), nn.Tanh(), nn.Linear(hidden, num_classes))
+        *(
+            nn.Flatten(),
+            nn.Linear(math.prod(input_shape), hidden),
+            nn.Tanh(),
+            nn.Linear(hidden, num_classes),
+        )
     )
 
 
@@ -278,13 +313,17 @@ def deal(labels: list[int], agents: dict[str, Any], seed: int) -> tuple[list[Sha
             train, validation = held, list[int]()
             if not malicious:
                 draw = stream(seed, "split", cluster * len(roles) + place).permutation(size)
-                train, validation = split([labels[i] for i in held], [int(k) for k in draw], held, agents)
+                train, validation = split(
+                    [labels[i] for i in held], [int(k) for k in draw], held, agents
+                )
             if not (malicious and agents["malicious_role"] == "removed"):
                 shares.append(Share(cluster, malicious, train, validation))
     return shares, left
 
 
-def split(labels: list[int], draw: list[int], held: list[int], agents: dict[str, Any]) -> tuple[list[int], list[int]]:
+def split(
+    labels: list[int], draw: list[int], held: list[int], agents: dict[str, Any]
+) -> tuple[list[int], list[int]]:
     """Training and validation samples of a benign agent; `draw` are its places 0 to n - 1 in random order."""
     fraction, chosen = agents["validation"], set()
     if agents["split"] == "random":
@@ -327,7 +366,9 @@ def flipped(labels: Tensor, source: int, target: int) -> Tensor:
 # ---- how good a model is ----
 
 
-def scores(module: nn.Module, x: Tensor, y: Tensor, source: int, target: int, margin: float) -> Scores:
+def scores(
+    module: nn.Module, x: Tensor, y: Tensor, source: int, target: int, margin: float
+) -> Scores:
     """Overall accuracy, accuracy on the source class and attack success rate (sec:experiments).
 
     Of two classes whose logits are less than `margin` apart, rounding may decide which one is predicted.
@@ -346,5 +387,10 @@ def scores(module: nn.Module, x: Tensor, y: Tensor, source: int, target: int, ma
             source_right += predicted == source
             taken += predicted == target
             source_unsure += first - second < margin
-    shares = (source_right / of_source, taken / of_source, unsure / len(y), source_unsure / of_source)
+    shares = (
+        source_right / of_source,
+        taken / of_source,
+        unsure / len(y),
+        source_unsure / of_source,
+    )
     return Scores(right / len(y), *shares)

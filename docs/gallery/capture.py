@@ -16,7 +16,13 @@ for delta_q, look in ((0.0, "o-"), (0.01, "s--")):
     far = []
     for bad in shares:
         group = [adversaries.static(bad, at=circle.bad)] if bad else []
-        settings = {"num_particles": 200 - bad, "adversaries": group, "delta_q": delta_q, "maxiter": 300, "runs": 3}
+        settings = {
+            "num_particles": 200 - bad,
+            "adversaries": group,
+            "delta_q": delta_q,
+            "maxiter": 300,
+            "runs": 3,
+        }
         found = fedcb2o.minimize(circle.lower, circle.upper, circle.dim, **settings)
         far.append((found.x - torch.tensor(circle.target)).norm(dim=-1).median())
     ax.plot([bad / 200 for bad in shares], far, look, label=f"delta_q = {delta_q:g}")

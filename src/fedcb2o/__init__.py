@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from fedcb2o.experiments.grid.grid_runner import bench
     from fedcb2o.experiments.runs.runner import run
     from fedcb2o.federated.types import knows
-    from fedcb2o.particles import Adversary, CaptureWarning, Search, cb2o, from_numpy, from_point, minimize
+    from fedcb2o.particles import (
+        Adversary,
+        CaptureWarning,
+        Search,
+        cb2o,
+        from_numpy,
+        from_point,
+        minimize,
+    )
     from fedcb2o.records import Run
     from fedcb2o.rng import stream
     from fedcb2o.tracking import track
@@ -59,7 +67,15 @@ _HOMES = {
     "experiments.config.tables": ("presets",),
     "experiments.runs.runner": ("run",),
     "federated.types": ("knows",),
-    "particles": ("Adversary", "CaptureWarning", "Search", "cb2o", "from_numpy", "from_point", "minimize"),
+    "particles": (
+        "Adversary",
+        "CaptureWarning",
+        "Search",
+        "cb2o",
+        "from_numpy",
+        "from_point",
+        "minimize",
+    ),
     "records": ("Run",),
     "rng": ("stream",),
     "tracking": ("track",),

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 
-_MAX_SUM_ELEMENTS = 2**12  # numbers of an ensemble below which a sum is faster than a product of matrices
+_MAX_SUM_ELEMENTS = (
+    2**12
+)  # numbers of an ensemble below which a sum is faster than a product of matrices
 
 
 def quantile(
@@ -47,11 +49,18 @@ def averaged_quantile(
     m = lower.shape[-1]
     ordered, ends = _mass_steps(lower, lower.new_full((m,), 1 / m) if mass is None else mass)
     ends[..., -1] = 1.0  # whatever the sum rounds to
-    width = ends.clamp(beta / 2, beta).diff(dim=-1, prepend=ends.new_full((*ends.shape[:-1], 1), beta / 2))
+    width = ends.clamp(beta / 2, beta).diff(
+        dim=-1, prepend=ends.new_full((*ends.shape[:-1], 1), beta / 2)
+    )
     idle = width <= 1e-9  # rounding: an infinite value of no width is none of the average
     level = (ordered.double() * width).masked_fill(idle, 0.0).sum(-1).mul(2 / beta).to(lower.dtype)
-    ends_of_it = ordered.masked_fill(idle, torch.inf).amin(-1), ordered.masked_fill(idle, -torch.inf).amax(-1)
-    return level.clamp(*ends_of_it)  # whatever rounding does: the average of equal values is their value
+    ends_of_it = (
+        ordered.masked_fill(idle, torch.inf).amin(-1),
+        ordered.masked_fill(idle, -torch.inf).amax(-1),
+    )
+    return level.clamp(
+        *ends_of_it
+    )  # whatever rounding does: the average of equal values is their value
 
 
 def sublevel_mask(
@@ -67,7 +76,9 @@ def sublevel_mask(
     The level is the plain quantile q_beta, or with `averaged` the averaged one as in eq:Q_beta, plus delta_q. Ties at
     the level are kept. Raises ConfigError unless 0 < beta <= 1.
     """
-    level = averaged_quantile(lower, beta, mass=mass) if averaged else quantile(lower, beta, mass=mass)
+    level = (
+        averaged_quantile(lower, beta, mass=mass) if averaged else quantile(lower, beta, mass=mass)
+    )
     return lower <= level.unsqueeze(-1) + delta_q
 
 
@@ -105,15 +116,21 @@ def point(mu: Float[Tensor, "*a m"], models: Float[Tensor, "*b m d"]) -> Float[T
         # A product of matrices mu by models would round by where each lies in memory. Which is fastest else: measured.
         if models.shape[1] * models.shape[2] <= _MAX_SUM_ELEMENTS:
             return (mu.unsqueeze(-1) * models).sum(1)
-        return torch.bmm(mu.unsqueeze(1), models).squeeze(1)  # for models.mT bits depend on how many there are
+        return torch.bmm(mu.unsqueeze(1), models).squeeze(
+            1
+        )  # for models.mT bits depend on how many there are
     return (mu.unsqueeze(-2) @ models).squeeze(-2)
 
 
-def _weights_with_infinities(upper: Tensor, alpha: float, mask: Tensor | None, mass: Tensor | None) -> Tensor:
+def _weights_with_infinities(
+    upper: Tensor, alpha: float, mask: Tensor | None, mass: Tensor | None
+) -> Tensor:
     """The weights where a value is infinite or NaN, or alpha G overflows, or no model is left."""
     usable = upper.isfinite() if mask is None else upper.isfinite() & mask
     lowest = upper.masked_fill(~usable, torch.inf).amin(-1, keepdim=True)
-    above = (upper - lowest).nan_to_num()  # a difference of finite numbers may overflow, and alpha be 0
+    above = (
+        upper - lowest
+    ).nan_to_num()  # a difference of finite numbers may overflow, and alpha be 0
     mu = torch.exp(-alpha * above).masked_fill(~usable, 0.0)
     if mass is not None:
         mu = mu * mass.double()

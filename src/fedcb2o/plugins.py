@@ -34,7 +34,9 @@ PYTORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 """The settings by which PyTorch computes in this process, each with what sets it."""
 
-_TYPO_CUTOFF = 0.81  # how like words are (difflib) that differ by a slip: "median" and "mean" are 0.8
+_TYPO_CUTOFF = (
+    0.81  # how like words are (difflib) that differ by a slip: "median" and "mean" are 0.8
+)
 
 F = TypeVar("F", bound=PluginFunction)
 T = TypeVar("T")
@@ -58,11 +60,14 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 def _match_parts(word: str, names: Iterable[str]) -> list[str]:
     """Up to three names that a word is in, else that have a part like it, else whose parts it abbreviates."""
-    bare, parts = "".join(_name_parts(word)), {name: _name_parts(name) for name in names}
+    bare = "".join(_name_parts(word))
+    parts = {name: _name_parts(name) for name in names}
     if not 3 <= len(bare) <= 60:
         return []
     found = [name for name in parts if bare in "".join(parts[name])]
-    found = found or [name for name in parts if difflib.get_close_matches(bare, parts[name], cutoff=_TYPO_CUTOFF)]
+    found = found or [
+        name for name in parts if difflib.get_close_matches(bare, parts[name], cutoff=_TYPO_CUTOFF)
+    ]
     found = found or [name for name in parts if _abbreviates(bare, parts[name])]
     return sorted(found, key=len)[:3]
 
@@ -100,7 +105,9 @@ def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) 
         if name in namespace.__all__ and callable(getattr(namespace, name)):
             return getattr(namespace, name)  # type: ignore[no-any-return]
         names = sorted(n for n in namespace.__all__ if callable(getattr(namespace, n)))
-        like = " To have none, leave it out." if name.lower() == "none" else did_you_mean(name, names)
+        like = (
+            " To have none, leave it out." if name.lower() == "none" else did_you_mean(name, names)
+        )
         raise ConfigError(
             f"there is no {kind} `{name}`.{like} Built in: {', '.join(names)};"
             ' or name your own as "package.module:function"'
@@ -110,11 +117,17 @@ def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) 
     if here not in sys.path:  # a user's module usually lies beside the configuration
         sys.path.insert(0, here)
     try:
-        function = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+        function = functools.reduce(
+            getattr, attribute.split("."), importlib.import_module(module_name)
+        )
     except (Exception, SystemExit) as error:  # a user's module may fail in any way at import
-        raise ConfigError(f"the {kind} `{name}` cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"the {kind} `{name}` cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     if not callable(function):
-        raise ConfigError(f"the {kind} `{name}` is of type {type(function).__name__}, not a function")
+        raise ConfigError(
+            f"the {kind} `{name}` is of type {type(function).__name__}, not a function"
+        )
     return wrap_user_function(kind, name, function)
 
 
@@ -133,11 +146,15 @@ def reexport(*namespaces: types.ModuleType) -> PluginFunction:
 def wrap_user_function(kind: str, name: str, function: PluginFunction) -> PluginFunction:
     """A user's function, its keywords bound or not, whose own failures are ConfigErrors that name it and its line."""
     if isinstance(function, functools.partial):
-        return functools.partial(wrap_user_function(kind, name, function.func), *function.args, **function.keywords)
+        return functools.partial(
+            wrap_user_function(kind, name, function.func), *function.args, **function.keywords
+        )
 
     @functools.wraps(function)
     def guarded(*arguments: Any, **keywords: Any) -> Any:
-        with attribute_errors(kind, name, getattr(getattr(function, "__code__", None), "co_filename", None)):
+        with attribute_errors(
+            kind, name, getattr(getattr(function, "__code__", None), "co_filename", None)
+        ):
             return function(*arguments, **keywords)
 
     return USER_FUNCTION(name)(guarded)
@@ -162,9 +179,15 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
     except (FedCB2OError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == file
+        ]
         where = f" at line {lines[-1]} of {file}" if lines else ""
-        raise ConfigError(f"the {kind} `{name}` failed{where}: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"the {kind} `{name}` failed{where}: {type(error).__name__}: {error}"
+        ) from error
     finally:
         for (get, put), was in zip(PYTORCH_SETTINGS, before, strict=True):
             if get() != was:
@@ -211,10 +234,16 @@ def _cached(find: Callable[[PluginFunction], T]) -> Callable[[PluginFunction], T
 def parameters(function: PluginFunction) -> Mapping[str, inspect.Parameter]:
     """The parameters of a plug-in: its keyword-only arguments."""
     try:
-        signature = inspect.signature(function, eval_str=True)  # as under `from __future__ import annotations`
+        signature = inspect.signature(
+            function, eval_str=True
+        )  # as under `from __future__ import annotations`
     except Exception:  # an annotation may name what is not there when the program runs
         signature = inspect.signature(function)
-    return {name: p for name, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return {
+        name: p
+        for name, p in signature.parameters.items()
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
 
 
 @_cached
@@ -225,17 +254,27 @@ def positional_inputs(function: PluginFunction) -> tuple[str, ...]:
     return tuple(n for n, p in found if p.kind in ours and p.default is inspect.Parameter.empty)
 
 
-def bind(kind: str, function: PluginFunction, values: Mapping[str, Any], *, deferred: Iterable[str] = ()) -> dict[str, Any]:
+def bind(
+    kind: str, function: PluginFunction, values: Mapping[str, Any], *, deferred: Iterable[str] = ()
+) -> dict[str, Any]:
     """The checked parameters for `function`, read from a configuration; those named in `later` may be missing.
 
     Raises ConfigError that names an unknown parameter (and the nearest right one), one of a wrong type, or one missing.
     """
-    name = getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", kind)
+    name = getattr(function, "__name__", None) or getattr(
+        getattr(function, "func", None), "__name__", kind
+    )
     known = parameters(function)
     for key in values:
         if key not in known:
-            has = f" It has: {', '.join(known)}" if known else " It has none (parameters are keyword-only arguments)"
-            raise ConfigError(f"{kind} `{name}` has no parameter `{key}`.{did_you_mean(key, known) or has}")
+            has = (
+                f" It has: {', '.join(known)}"
+                if known
+                else " It has none (parameters are keyword-only arguments)"
+            )
+            raise ConfigError(
+                f"{kind} `{name}` has no parameter `{key}`.{did_you_mean(key, known) or has}"
+            )
     checked = {}
     for key, parameter in known.items():
         if key not in values:
@@ -254,7 +293,9 @@ def bind(kind: str, function: PluginFunction, values: Mapping[str, Any], *, defe
     return checked
 
 
-def resolve_and_bind(kind: str, choice: PluginChoice, namespace: types.ModuleType, *, deferred: Iterable[str] = ()) -> functools.partial[Any]:
+def resolve_and_bind(
+    kind: str, choice: PluginChoice, namespace: types.ModuleType, *, deferred: Iterable[str] = ()
+) -> functools.partial[Any]:
     """The function that a choice means, with its checked parameters; raises ConfigError."""
     table = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
     if "name" not in table:
@@ -266,7 +307,9 @@ def resolve_and_bind(kind: str, choice: PluginChoice, namespace: types.ModuleTyp
 def _validate(annotation: Any, value: Any) -> Any:
     """The value as its annotation has it, read as JSON: a list may be a tuple and 5 be 5.0, but "5" and true are no
     numbers. What JSON cannot write (a function, an array: from Python) is taken as it is or fails."""
-    adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
+    adapter = TypeAdapter(
+        annotation, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+    )
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):

@@ -50,4 +50,6 @@ class _Key(ISeedSequence):
 
 
 _WORD = np.dtype("<u8")
-_START = np.zeros(4, np.uint64)  # Philox's counter, which it otherwise makes anew by Python's integers
+_START = np.zeros(
+    4, np.uint64
+)  # Philox's counter, which it otherwise makes anew by Python's integers

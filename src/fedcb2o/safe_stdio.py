@@ -17,7 +17,8 @@ class SafeStream:
     """A text stream whose writing never fails; `lost` is the first error that kept something from being said."""
 
     def __init__(self, stream: Any, lost: OSError | None = None) -> None:
-        self.stream, self.error = stream, lost
+        self.stream = stream
+        self.error = lost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -34,15 +35,21 @@ class SafeStream:
     def _try(self, what: str, *arguments: str) -> None:
         try:
             getattr(self.stream, what)(*arguments)
-        except (OSError, ValueError) as error:  # ValueError: it is closed, or its encoding lacks a character
-            self.error = self.error or (error if isinstance(error, OSError) else OSError(str(error)))
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: it is closed, or its encoding lacks a character
+            self.error = self.error or (
+                error if isinstance(error, OSError) else OSError(str(error))
+            )
             with contextlib.suppress(OSError, ValueError):
                 self._discard_buffer()
 
     def _discard_buffer(self) -> None:
         """Empty the stream's buffer, with which every later flush would fail, that at the end of Python too."""
         descriptor = self.stream.fileno()
-        kept, nowhere = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
+        kept = os.dup(descriptor)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(nowhere, descriptor)
             self.stream.flush()
@@ -78,8 +85,12 @@ def safe_streams() -> Iterator[None]:
         with _blocks.lock:
             _blocks.depth -= 1
             if not _blocks.depth:
-                for name, before, ours in zip(("stdout", "stderr"), _blocks.before, _blocks.ours, strict=True):
-                    if getattr(sys, name) is ours:  # else somebody has put another one there, which is theirs
+                for name, before, ours in zip(
+                    ("stdout", "stderr"), _blocks.before, _blocks.ours, strict=True
+                ):
+                    if (
+                        getattr(sys, name) is ours
+                    ):  # else somebody has put another one there, which is theirs
                         setattr(sys, name, before)
 
 
@@ -99,7 +110,7 @@ _blocks = _Blocks()
 def write_error() -> OSError | None:
     """What kept something from being said on standard output, where it is kept; None where all was said."""
     sys.stdout.flush()
-    return getattr(sys.stdout, "write_error", None)
+    return getattr(sys.stdout, "error", None)
 
 
 def _safe_stream(stream: Any, descriptor: int) -> SafeStream:
@@ -116,4 +127,6 @@ def _open_closed_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # the lowest number that is free: this one

@@ -17,7 +17,9 @@ from fedcb2o.data.release import Release
 
 def idx(values: np.ndarray) -> bytes:
     """An IDX file."""
-    header = bytes((0, 0, 8, values.ndim)) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+    header = bytes((0, 0, 8, values.ndim)) + b"".join(
+        size.to_bytes(4, "big") for size in values.shape
+    )
     return header + values.astype(np.uint8).tobytes()
 
 
@@ -37,7 +39,9 @@ def write(folder: Path, files: dict[str, bytes], zipped: bool = True) -> Path:
     folder.mkdir(exist_ok=True)
     for name, body in files.items():
         path = folder / name
-        (path if zipped else path.with_suffix("")).write_bytes(body if zipped else gzip.decompress(body))
+        (path if zipped else path.with_suffix("")).write_bytes(
+            body if zipped else gzip.decompress(body)
+        )
     return folder
 
 
@@ -69,7 +73,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def served(bodies: Mapping[str, bytes]) -> Iterator[str]:
     """The address of a server of `bodies`, as long as the context lasts."""
-    server = http.server.HTTPServer(("127.0.0.1", 0), type("Serves", (Handler,), {"bodies": bodies}))
+    server = http.server.HTTPServer(
+        ("127.0.0.1", 0), type("Serves", (Handler,), {"bodies": bodies})
+    )
     thread = threading.Thread(target=functools.partial(server.serve_forever, poll_interval=0.01))
     thread.start()
     try:

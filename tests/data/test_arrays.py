@@ -19,7 +19,9 @@ def test_labels_are_numbered_in_order_and_their_values_are_the_names():
     data = dataset(X, [7, 3] * 10)
     assert data.class_names == ("3", "7")
     assert data.pool.y.dtype == torch.int64
-    assert torch.equal(data.pool.y, (data.pool.x[:, 0].int() % 2 == 0).long())  # 7, the greater, in even rows
+    assert torch.equal(
+        data.pool.y, (data.pool.x[:, 0].int() % 2 == 0).long()
+    )  # 7, the greater, in even rows
     assert dataset(X, ["dog", "cat"] * 10).class_names == ("cat", "dog")
     assert dataset(X, np.array([True, False] * 10)).class_names == ("False", "True")
     assert dataset(X, np.array([0.0, 2.0] * 10)).class_names == ("0", "2")
@@ -33,7 +35,14 @@ def test_with_class_names_labels_are_numbers_into_them():
 
 
 @pytest.mark.parametrize(
-    "kind", [np.asarray, torch.tensor, np.ndarray.tolist, lambda a: pd.DataFrame(a).squeeze(), torch.from_numpy]
+    "kind",
+    [
+        np.asarray,
+        torch.tensor,
+        np.ndarray.tolist,
+        lambda a: pd.DataFrame(a).squeeze(),
+        torch.from_numpy,
+    ],
 )
 def test_arrays_tensors_lists_and_tables(kind):
     data, same = dataset(kind(X), kind(Y)), dataset(X, Y)
@@ -128,7 +137,10 @@ def test_what_cannot_be(x, y, more, message):
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
 def test_a_share_is_between_0_and_1(share):
-    with pytest.raises(ConfigError, match="`test_share` is the share of every class that tests, between 0 and 1, got"):
+    with pytest.raises(
+        ConfigError,
+        match="`test_share` is the share of every class that tests, between 0 and 1, got",
+    ):
         dataset(X, Y, test_share=share)
 
 
@@ -148,7 +160,9 @@ def test_an_npz_file(tmp_path, monkeypatch):
 
 def test_an_npz_file_with_everything(tmp_path):
     names = np.array(["no", "yes"])
-    np.savez_compressed(tmp_path / "my.npz", x=X, y=Y, x_test=X[:6], y_test=Y[:6], class_names=names)
+    np.savez_compressed(
+        tmp_path / "my.npz", x=X, y=Y, x_test=X[:6], y_test=Y[:6], class_names=names
+    )
     data = arrays(path="my.npz", data_dir=tmp_path)
     assert (len(data.pool), len(data.test), data.class_names) == (20, 6, ("no", "yes"))
     assert all(type(name) is str for name in data.class_names)
@@ -166,15 +180,30 @@ def not_zipped(path):
 
 
 FILES = {
-    "missing": (lambda path: path.unlink(), "there is no file .*my.npz: `data.path` begins in the folder of `--data-"),
-    "text": (lambda path: path.write_text("x,y\n1,2\n"), "my.npz is no .npz file: write it with numpy.savez"),
+    "missing": (
+        lambda path: path.unlink(),
+        "there is no file .*my.npz: `data.path` begins in the folder of `--data-",
+    ),
+    "text": (
+        lambda path: path.write_text("x,y\n1,2\n"),
+        "my.npz is no .npz file: write it with numpy.savez",
+    ),
     "npy": (not_zipped, "my.npz is no .npz file"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-30]), "my.npz is no .npz file"),
     "damaged": (damaged, "my.npz cannot be read .* it must hold arrays of numbers and words only"),
     "no y": (lambda path: np.savez(path, x=X), "my.npz holds no `y`"),
-    "another key": (lambda path: np.savez(path, x=X, y=Y, X_test=X), "`X_test`, .* Did you mean `x_test`?"),
-    "an object": (lambda path: np.savez(path, x=X, y=np.array([{}] * 20)), "Object arrays cannot be loaded when"),
-    "not finite": (lambda path: np.savez(path, x=X * np.nan, y=Y), "my.npz: `x` holds 60 values that are no finite"),
+    "another key": (
+        lambda path: np.savez(path, x=X, y=Y, X_test=X),
+        "`X_test`, .* Did you mean `x_test`?",
+    ),
+    "an object": (
+        lambda path: np.savez(path, x=X, y=np.array([{}] * 20)),
+        "Object arrays cannot be loaded when",
+    ),
+    "not finite": (
+        lambda path: np.savez(path, x=X * np.nan, y=Y),
+        "my.npz: `x` holds 60 values that are no finite",
+    ),
 }
 
 
@@ -195,15 +224,32 @@ def test_a_run_from_arrays(tmp_path):
 
     x, y = load_wine(return_X_y=True)
     np.savez(tmp_path / "wine.npz", x=x, y=y)
-    agents = {"num_clusters": 1, "benign": 3, "malicious": 0, "benign_samples": 30, "malicious_samples": 1, "budget": 2}
+    agents = {
+        "num_clusters": 1,
+        "benign": 3,
+        "malicious": 0,
+        "benign_samples": 30,
+        "malicious_samples": 1,
+        "budget": 2,
+    }
     runs = []
     for name, data in (
         ("file", {"name": "arrays", "path": "wine.npz", "standardise": True}),
         ("here", {"name": lambda: dataset(x, y, standardise=True)}),
     ):
         experiment = {
-            **{"name": name, "seeds": [0], "rounds": 3, "data": data, "agents": {**agents, "skew": "dirichlet"}},
-            **{"model": {"name": "logistic"}, "training": {"gamma": 0.05}, "algorithm": {"name": "fedcbo"}},
+            **{
+                "name": name,
+                "seeds": [0],
+                "rounds": 3,
+                "data": data,
+                "agents": {**agents, "skew": "dirichlet"},
+            },
+            **{
+                "model": {"name": "logistic"},
+                "training": {"gamma": 0.05},
+                "algorithm": {"name": "fedcbo"},
+            },
         }
         runs.append(fedcb2o.run(experiment, out=tmp_path / name, data_dir=tmp_path))
     pd.testing.assert_frame_equal(runs[0].records, runs[1].records)

@@ -45,7 +45,11 @@ def archive(files: dict[str, bytes]) -> bytes:
     """A tar file like the official one, with other files in it, and some that are up to no good."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archived:
-        for name, body in {**files, "readme.html": b"", "../evil.bin": b"out of the folder"}.items():
+        for name, body in {
+            **files,
+            "readme.html": b"",
+            "../evil.bin": b"out of the folder",
+        }.items():
             member = tarfile.TarInfo(f"{FOLDER}/{name}")
             member.size = len(body)
             archived.addfile(member, io.BytesIO(body))
@@ -88,9 +92,18 @@ def test_gzip_and_files_longer_than_a_block(tmp_path, monkeypatch):
 
 
 DAMAGES = {
-    "cut": (lambda body: body[:-1], rf"data_batch_2.bin is truncated or of another format: .* records of {RECORD_BYTES}"),
-    "label": (lambda body: b"\x0a" + body[1:], r"data_batch_\*.bin: labels must be between 0 and 9, but there is a 10"),
-    "one class": (lambda body: b"", r"data_batch_\*.bin: class 'airplane' has 8 samples, fewer than `train_per_class`"),
+    "cut": (
+        lambda body: body[:-1],
+        rf"data_batch_2.bin is truncated or of another format: .* records of {RECORD_BYTES}",
+    ),
+    "label": (
+        lambda body: b"\x0a" + body[1:],
+        r"data_batch_\*.bin: labels must be between 0 and 9, but there is a 10",
+    ),
+    "one class": (
+        lambda body: b"",
+        r"data_batch_\*.bin: class 'airplane' has 8 samples, fewer than `train_per_class`",
+    ),
 }
 
 
@@ -107,11 +120,15 @@ def test_damaged_files_get_one_clear_line(tmp_path, damage):
 def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(ConfigError, match="`test_per_class` of cifar10 must be at least 1, got -1"):
         cifar10(data_dir=tmp_path, test_per_class=-1)
-    with pytest.raises(DataError, match=f"no file data_batch_1.bin or {FOLDER}/data_batch_1.bin, plain or .gz, in "):
+    with pytest.raises(
+        DataError, match=f"no file data_batch_1.bin or {FOLDER}/data_batch_1.bin, plain or .gz, in "
+    ):
         cifar10(data_dir=tmp_path)
     write(tmp_path, contents())
     write(tmp_path / FOLDER, contents(1))
-    with pytest.raises(DataError, match=rf"two sets of CIFAR-10 files \(see data_batch_1.bin and {FOLDER}/data_b"):
+    with pytest.raises(
+        DataError, match=rf"two sets of CIFAR-10 files \(see data_batch_1.bin and {FOLDER}/data_b"
+    ):
         cifar10(data_dir=tmp_path)
 
 
@@ -136,8 +153,14 @@ def test_download(tmp_path):
     ("body", "message"),
     [
         (b"no archive", "cifar-10-binary.tar.gz is not a tar archive, or a damaged one"),
-        (archive(contents())[:-20_000], "cifar-10-binary.tar.gz is not a tar archive, or a damaged one"),
-        (gzip.compress(b"no archive"), "cifar-10-binary.tar.gz is not a tar archive, or a damaged one"),
+        (
+            archive(contents())[:-20_000],
+            "cifar-10-binary.tar.gz is not a tar archive, or a damaged one",
+        ),
+        (
+            gzip.compress(b"no archive"),
+            "cifar-10-binary.tar.gz is not a tar archive, or a damaged one",
+        ),
         (
             archive({"test_batch.bin": b""}),
             "in what came from .*cifar-10-binary.tar.gz: CIFAR-10: no file data_batch_1",
@@ -148,8 +171,9 @@ def test_download(tmp_path):
 def test_download_that_fails_leaves_nothing(tmp_path, body, message):
     with served({ARCHIVE: body}) as address, pytest.raises(DataError, match=message) as caught:
         download(at(RELEASE, address, {ARCHIVE: body}), tmp_path, progress=False)
-    assert f"fetch {ARCHIVE} from {address} in another way and run `fedcb2o data cifar10 --from DIR`" in str(
-        caught.value
+    assert (
+        f"fetch {ARCHIVE} from {address} in another way and run `fedcb2o data cifar10 --from DIR`"
+        in str(caught.value)
     )
     assert names(tmp_path) == []
 
@@ -161,30 +185,45 @@ def test_import(tmp_path, named):
         (source / ARCHIVE).write_bytes(archive(contents()))
     else:
         write(source / FOLDER if named == "subfolder" else source, contents())
-    files = import_files(RELEASE, source / ARCHIVE if named == "archive" else source, tmp_path / "target")
-    assert names(tmp_path / "target") == sorted(RELEASE.file_names) == sorted(path.name for path in files)
+    files = import_files(
+        RELEASE, source / ARCHIVE if named == "archive" else source, tmp_path / "target"
+    )
+    assert (
+        names(tmp_path / "target")
+        == sorted(RELEASE.file_names)
+        == sorted(path.name for path in files)
+    )
     assert len(cifar10(data_dir=tmp_path / "target").pool) == 100
 
 
 def test_import_into_itself_checks(tmp_path):
     write(tmp_path / FOLDER, contents())
     before = names(tmp_path)
-    assert import_files(RELEASE, tmp_path, tmp_path) == [tmp_path / FOLDER / name for name in RELEASE.file_names]
+    assert import_files(RELEASE, tmp_path, tmp_path) == [
+        tmp_path / FOLDER / name for name in RELEASE.file_names
+    ]
     assert names(tmp_path) == before
 
 
 def test_import_beside_another_set(tmp_path):
     write(tmp_path / "target" / FOLDER, {"test_batch.bin": b""})
-    with pytest.raises(DataError, match=f"holds another set of CIFAR-10 files .{FOLDER}/test_batch.bin.; remove it"):
+    with pytest.raises(
+        DataError, match=f"holds another set of CIFAR-10 files .{FOLDER}/test_batch.bin.; remove it"
+    ):
         import_files(RELEASE, write(tmp_path / "source", contents()), tmp_path / "target")
 
 
 def test_import_from_nowhere(tmp_path):
-    with pytest.raises(DataError, match=f"must hold {ARCHIVE}, or these files, plain or .gz: data_batch_1.bin, data_b"):
+    with pytest.raises(
+        DataError,
+        match=f"must hold {ARCHIVE}, or these files, plain or .gz: data_batch_1.bin, data_b",
+    ):
         import_files(RELEASE, tmp_path / "nowhere", tmp_path / "target")
 
 
-@pytest.mark.skipif(not REAL, reason="FEDCB2O_CIFAR10 does not name a folder with CIFAR-10's binary files")
+@pytest.mark.skipif(
+    not REAL, reason="FEDCB2O_CIFAR10 does not name a folder with CIFAR-10's binary files"
+)
 def test_the_real_files():
     data = cifar10(data_dir=Path(str(REAL)))
     assert torch.bincount(data.pool.y).tolist() == [5000] * 10

@@ -53,7 +53,9 @@ def test_labels_belong_to_images():
 
 @pytest.mark.parametrize("wrong", [0, -1, 174])
 def test_too_many_or_none(wrong):
-    with pytest.raises(ConfigError, match=rf"`test_per_class` of digits must be between 1 and 173, got {wrong}"):
+    with pytest.raises(
+        ConfigError, match=rf"`test_per_class` of digits must be between 1 and 173, got {wrong}"
+    ):
         digits(test_per_class=wrong)
 
 

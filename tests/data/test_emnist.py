@@ -25,7 +25,12 @@ from fedcb2o.data.sets._emnist import RELEASE
 from fedcb2o.errors import ConfigError, DataError
 
 REAL = os.environ.get("FEDCB2O_EMNIST")
-PARTS = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "test-images-idx3-ubyte", "test-labels-idx1-ubyte")
+PARTS = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "test-images-idx3-ubyte",
+    "test-labels-idx1-ubyte",
+)
 
 
 def contents(train: int = 3, test: int = 2, images_seed: int = 0) -> dict[str, bytes]:
@@ -42,7 +47,9 @@ def contents(train: int = 3, test: int = 2, images_seed: int = 0) -> dict[str, b
     return files
 
 
-def write(folder: Path, files: dict[str, bytes], name: str = "emnist-balanced", zipped: bool = True) -> Path:
+def write(
+    folder: Path, files: dict[str, bytes], name: str = "emnist-balanced", zipped: bool = True
+) -> Path:
     folder.mkdir(exist_ok=True)
     for part, data in files.items():
         if zipped:
@@ -70,7 +77,11 @@ def archive(files: dict[str, bytes]) -> bytes:
 @pytest.mark.parametrize("name", ["emnist-balanced", "emnist47"])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_reads_both_sets_plain_and_gzip(tmp_path, name, zipped):
-    data = emnist(data_dir=write(tmp_path, contents(), name, zipped), train_per_class=None, test_per_class=None)
+    data = emnist(
+        data_dir=write(tmp_path, contents(), name, zipped),
+        train_per_class=None,
+        test_per_class=None,
+    )
     assert data.pool.x.shape == (141, 1, 28, 28)
     assert data.test.x.shape == (94, 1, 28, 28)
     assert data.pool.x.dtype == torch.uint8
@@ -177,7 +188,10 @@ DAMAGES = {
         r"test-images-idx3-ubyte.gz is not an IDX file of bytes in 3 dimensions",
     ),
     "another size": (
-        change("test-images-idx3-ubyte", lambda data: data[:8] + bytes((0, 0, 0, 14, 0, 0, 0, 56)) + data[16:]),
+        change(
+            "test-images-idx3-ubyte",
+            lambda data: data[:8] + bytes((0, 0, 0, 14, 0, 0, 0, 56)) + data[16:],
+        ),
         r"test-images-idx3-ubyte.gz holds rows of shape \(14, 56\), not \(28, 28\)",
     ),
     "fewer labels": (
@@ -185,7 +199,9 @@ DAMAGES = {
         r"train-images-idx3-ubyte.gz holds 141 images, but .*train-labels-idx1-ubyte.gz 140 labels",
     ),
     "more labels": (
-        change("test-labels-idx1-ubyte", lambda data: idx(np.frombuffer(data[8:] + b"\1", np.uint8))),
+        change(
+            "test-labels-idx1-ubyte", lambda data: idx(np.frombuffer(data[8:] + b"\1", np.uint8))
+        ),
         r"test-images-idx3-ubyte.gz holds 94 images, but .*test-labels-idx1-ubyte.gz 95 labels",
     ),
     "no such label": (
@@ -234,7 +250,8 @@ def test_damaged_files_get_one_clear_line(tmp_path, damage):
 
 def test_a_class_smaller_than_asked_for(tmp_path):
     with pytest.raises(
-        DataError, match=r"class '0' has 2 samples, fewer than `test_per_class` = 296; set it to at mos"
+        DataError,
+        match=r"class '0' has 2 samples, fewer than `test_per_class` = 296; set it to at mos",
     ):
         emnist(data_dir=write(tmp_path, contents()))
 
@@ -243,7 +260,9 @@ def test_a_file_that_cannot_be_opened(tmp_path):
     write(tmp_path, contents())
     path = tmp_path / "emnist-balanced-test-labels-idx1-ubyte"
     path.write_bytes(b"")  # the plain form of a file comes first
-    with pytest.raises(DataError, match="emnist-balanced-test-labels-idx1-ubyte is not an IDX file"):
+    with pytest.raises(
+        DataError, match="emnist-balanced-test-labels-idx1-ubyte is not an IDX file"
+    ):
         emnist(data_dir=tmp_path)
 
 
@@ -257,7 +276,10 @@ def test_nothing_there(tmp_path):
 
 def test_two_sets_in_one_folder(tmp_path):
     write(write(tmp_path, contents()), contents(), "emnist47")
-    with pytest.raises(DataError, match=r"holds two sets of EMNIST files \(see emnist-balanced-train-.* and emnist47-"):
+    with pytest.raises(
+        DataError,
+        match=r"holds two sets of EMNIST files \(see emnist-balanced-train-.* and emnist47-",
+    ):
         emnist(data_dir=tmp_path)
 
 
@@ -270,7 +292,9 @@ def test_none_of_a_class(tmp_path, name):
 # --- download
 
 
-FOUR_AND_MAPPING = sorted([*(f"emnist-balanced-{part}.gz" for part in PARTS), "emnist-balanced-mapping.txt"])
+FOUR_AND_MAPPING = sorted(
+    [*(f"emnist-balanced-{part}.gz" for part in PARTS), "emnist-balanced-mapping.txt"]
+)
 
 
 @pytest.fixture
@@ -284,7 +308,9 @@ def published():
 def test_download(tmp_path, published, capsys):
     target = tmp_path / "cache" / "emnist"
     files = download(published, target)
-    assert names(tmp_path) == sorted(["cache", "emnist", *FOUR_AND_MAPPING])  # only those, and no archive
+    assert names(tmp_path) == sorted(
+        ["cache", "emnist", *FOUR_AND_MAPPING]
+    )  # only those, and no archive
     assert sorted(path.name for path in files) == FOUR_AND_MAPPING
     assert all(path.is_file() for path in files)
     assert len(emnist(data_dir=target, train_per_class=3, test_per_class=2).pool) == 141
@@ -321,7 +347,12 @@ CUT = archive(contents() | {"train-images-idx3-ubyte": contents()["train-images-
         (None, "", "", "EMNIST cannot be fetched from .*404"),
         (b"no zip", "", "", "is not a zip archive"),
         (WITHOUT_LABELS, "", "", "no file emnist-balanced-test-labels-idx1-ubyte"),
-        (CUT, "", "", "in what came from .*/gzip.zip: emnist-balanced-train-images-idx3-ubyte.gz is truncated"),
+        (
+            CUT,
+            "",
+            "",
+            "in what came from .*/gzip.zip: emnist-balanced-train-images-idx3-ubyte.gz is truncated",
+        ),
     ],
     ids=["another", "half", "missing", "no zip", "without a file", "with a damaged file"],
 )
@@ -375,16 +406,22 @@ def test_import_of_a_folder(tmp_path, name, zipped):
     source = write(tmp_path / "source", contents(), name, zipped)
     (source / "something-else.txt").write_text("")
     files = import_files(RELEASE, source, tmp_path / "target")
-    assert names(tmp_path / "target") == sorted(f"{name}-{part}{'.gz' if zipped else ''}" for part in PARTS)
+    assert names(tmp_path / "target") == sorted(
+        f"{name}-{part}{'.gz' if zipped else ''}" for part in PARTS
+    )
     assert sorted(files) == sorted((tmp_path / "target").iterdir())
-    assert len(emnist(data_dir=tmp_path / "target", train_per_class=3, test_per_class=2).pool) == 141
+    assert (
+        len(emnist(data_dir=tmp_path / "target", train_per_class=3, test_per_class=2).pool) == 141
+    )
     assert len(names(source)) == 5
 
 
 @pytest.mark.parametrize("named", ["folder", "archive"])
 def test_import_of_the_archive(tmp_path, named):
     (tmp_path / "gzip.zip").write_bytes(archive(contents()))
-    import_files(RELEASE, tmp_path if named == "folder" else tmp_path / "gzip.zip", tmp_path / "target")
+    import_files(
+        RELEASE, tmp_path if named == "folder" else tmp_path / "gzip.zip", tmp_path / "target"
+    )
     assert names(tmp_path / "target") == FOUR_AND_MAPPING
 
 
@@ -395,14 +432,14 @@ def test_import_into_itself_checks(tmp_path):
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "gzip cut", "fewer labels", "no such label"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "missing", "gzip cut", "fewer labels", "no such label"]
+)
 def test_import_checks_before_it_copies(tmp_path, damage):
     do, message = DAMAGES[damage]
     do(write(tmp_path / "source", contents()))
     if damage == "missing":  # the cure is not the command that just failed
-        message = (
-            r"no file emnist-balanced-test-labels-idx1-ubyte, .* in .*source; DIR in .* must hold gzip\.zip, or these"
-        )
+        message = r"no file emnist-balanced-test-labels-idx1-ubyte, .* in .*source; DIR in .* must hold gzip\.zip, or these"
     with pytest.raises(DataError, match=message):
         import_files(RELEASE, tmp_path / "source", tmp_path / "target")
     assert names(tmp_path / "target") == []
@@ -410,7 +447,9 @@ def test_import_checks_before_it_copies(tmp_path, damage):
 
 def test_import_of_a_bad_archive(tmp_path):
     (tmp_path / "gzip.zip").write_bytes(archive(contents())[:1000])
-    with pytest.raises(DataError, match=r"gzip.zip is not a zip archive, or a damaged one .*`fedcb2o data emnist`"):
+    with pytest.raises(
+        DataError, match=r"gzip.zip is not a zip archive, or a damaged one .*`fedcb2o data emnist`"
+    ):
         import_files(RELEASE, tmp_path, tmp_path / "target")
     assert names(tmp_path / "target") == []
 
@@ -446,7 +485,10 @@ with downloads._staging(RELEASE, Path(sys.argv[1])) as folder:
 def test_what_a_killed_download_left_goes_with_the_next_one_and_not_before(tmp_path):
     source, target = write(tmp_path / "source", contents()), tmp_path / "target"
     running = subprocess.Popen(
-        [sys.executable, "-c", HALF, target], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HALF, target],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert running.stdout.readline() == "half\n"
     import_files(RELEASE, source, target)
@@ -469,7 +511,10 @@ def test_the_real_files():
     assert torch.bincount(data.pool.y).tolist() == [900] * 47
     assert torch.bincount(data.test.y).tolist() == [296] * 47
     # An upright T has its bar on top, an L its foot at the bottom; half a turn moves them.
-    ink = {c: data.test.x[data.test.y == RELEASE.class_names.index(c)].float().mean((0, 1)) for c in "TL"}
+    ink = {
+        c: data.test.x[data.test.y == RELEASE.class_names.index(c)].float().mean((0, 1))
+        for c in "TL"
+    }
     assert ink["T"][4:12].sum() > 1.3 * ink["T"][16:24].sum()
     assert ink["L"][14:].sum() > 1.3 * ink["L"][:14].sum()
     turned = rotate(ink["T"].expand(1, 28, 28), 1, 2)[0]

@@ -24,7 +24,9 @@ def test_typefaces():
 def test_digits_of_a_typeface_are_told_by_its_own_and_by_others():
     """The nearest mean image of all owners tells most digits of the typefaces that nobody owns."""
     data = typefaces()
-    means = torch.stack([data.pool.x[data.pool.y == digit].mean(0) for digit in range(10)]).flatten(1)
+    means = torch.stack([data.pool.x[data.pool.y == digit].mean(0) for digit in range(10)]).flatten(
+        1
+    )
     common = data.owners.test < 0
     nearest = torch.cdist(data.test.x[common].flatten(1), means).argmin(1)
     assert (nearest == data.test.y[common]).float().mean() > 0.4
@@ -40,9 +42,12 @@ def test_shops(tmp_path):
     assert 10 <= sizes.min() < sizes.max() <= 40
     assert data.pool.x.dtype == torch.uint8
     classes = [
-        torch.bincount(data.pool.y[owners.pool == k], minlength=10) / (owners.pool == k).sum() for k in range(10)
+        torch.bincount(data.pool.y[owners.pool == k], minlength=10) / (owners.pool == k).sum()
+        for k in range(10)
     ]
-    assert max((one - other).abs().sum() for one in classes for other in classes) > 0.5  # assortments differ
+    assert (
+        max((one - other).abs().sum() for one in classes for other in classes) > 0.5
+    )  # assortments differ
     every = torch.cat([data.pool.x, data.test.x[owners.test >= 0]]).flatten(1)
     assert len(every.unique(dim=0)) == len(every)  # no photograph is in two shops
 
@@ -62,7 +67,10 @@ def test_diabetes():
         (lambda folder: typefaces(fewest=5), "`fewest` of typefaces must be at least 20"),
         (lambda folder: typefaces(fewest=50, most=40), "and `most` no less, got 50 and 40"),
         (lambda folder: fashion_shops(data_dir=folder, shops=1), "needs 2 `shops` or more"),
-        (lambda folder: fashion_shops(data_dir=folder, test_per_class=2), "photographs are too many: there are 30"),
+        (
+            lambda folder: fashion_shops(data_dir=folder, test_per_class=2),
+            "photographs are too many: there are 30",
+        ),
     ],
 )
 def test_what_cannot_be(tmp_path, make, message):

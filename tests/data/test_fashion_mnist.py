@@ -22,7 +22,9 @@ from fedcb2o.errors import DataError
 
 PACKAGED = RELEASE.system_folder or Path()
 LABELS = "t10k-labels-idx1-ubyte.gz"
-MODULE = sys.modules["fedcb2o.data.sets._fashion_mnist"]  # its name in the package is the function's
+MODULE = sys.modules[
+    "fedcb2o.data.sets._fashion_mnist"
+]  # its name in the package is the function's
 HEADER = 10  # bytes of a gzip file without a name
 
 
@@ -45,32 +47,49 @@ def test_reads_clothes(tmp_path):
 @pytest.mark.parametrize(
     ("read", "release", "message"),
     [
-        (fashion_mnist, RELEASE, r"labels-idx1-ubyte.gz is MNIST's, not Fashion-MNIST's; .*`--data-dir`"),
+        (
+            fashion_mnist,
+            RELEASE,
+            r"labels-idx1-ubyte.gz is MNIST's, not Fashion-MNIST's; .*`--data-dir`",
+        ),
         (mnist, MNIST, r"labels-idx1-ubyte.gz is Fashion-MNIST's, not MNIST's; .*`--data-dir`"),
     ],
 )
 def test_one_is_not_taken_for_the_other_nor_overwritten(tmp_path, read, release, message):
-    theirs, mine = write(tmp_path / "theirs", labelled(release)), write(tmp_path / "mine", contents())
+    theirs, mine = (
+        write(tmp_path / "theirs", labelled(release)),
+        write(tmp_path / "mine", contents()),
+    )
     before = {path.name: path.read_bytes() for path in theirs.iterdir()}
     with pytest.raises(DataError, match=message):
         read(data_dir=theirs)
     other = release.lookalikes[0][0]
-    with served(contents()) as address, pytest.raises(DataError, match=f"theirs holds {other}'s files, which have"):
+    with (
+        served(contents()) as address,
+        pytest.raises(DataError, match=f"theirs holds {other}'s files, which have"),
+    ):
         download(at(release, address, contents()), theirs, progress=False)
-    with pytest.raises(DataError, match=f"theirs holds {other}'s files, which have the same names; name another"):
+    with pytest.raises(
+        DataError, match=f"theirs holds {other}'s files, which have the same names; name another"
+    ):
         import_files(release, mine, theirs)
     assert {path.name: path.read_bytes() for path in theirs.iterdir()} == before
     (theirs / LABELS).write_bytes(b"damaged")
     assert len(import_files(release, mine, theirs)) == 4
 
 
-def test_what_a_package_has_put_there_is_read_unless_there_are_files_of_ones_own(tmp_path, monkeypatch):
+def test_what_a_package_has_put_there_is_read_unless_there_are_files_of_ones_own(
+    tmp_path, monkeypatch
+):
     packaged, own = write(tmp_path / "packaged", contents(train=2)), tmp_path / "own"
     monkeypatch.setenv("FEDCB2O_DATA", str(own))
     monkeypatch.setattr(MODULE, "RELEASE", replace(RELEASE, system_folder=packaged))
     assert len(fashion_mnist().pool) == 20
     assert f"4 files in {packaged}" in here("data", "fashion_mnist").out  # nothing is fetched
-    assert f"4 files in {own}" in here("data", "fashion_mnist", "--from", write(tmp_path / "mine", contents())).out
+    assert (
+        f"4 files in {own}"
+        in here("data", "fashion_mnist", "--from", write(tmp_path / "mine", contents())).out
+    )
     assert len(fashion_mnist().pool) == 30
     (own / LABELS).unlink()
     with pytest.raises(DataError, match=f"no file t10k-labels-idx1-ubyte, plain or .gz, in {own}"):
@@ -86,7 +105,9 @@ def test_download(tmp_path, monkeypatch):
     bodies = contents()
     monkeypatch.setenv("FEDCB2O_DATA", str(tmp_path))
     with served(bodies) as address:
-        monkeypatch.setattr(MODULE, "RELEASE", at(replace(RELEASE, system_folder=None), address, bodies))
+        monkeypatch.setattr(
+            MODULE, "RELEASE", at(replace(RELEASE, system_folder=None), address, bodies)
+        )
         done = here("data", "fashion_mnist")
     assert done.status == 0
     assert f"4 files in {tmp_path}" in done.out
@@ -95,7 +116,9 @@ def test_download(tmp_path, monkeypatch):
     assert len(fashion_mnist().pool) == 30
 
 
-@pytest.mark.skipif(not PACKAGED.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+@pytest.mark.skipif(
+    not PACKAGED.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
+)
 def test_the_files_of_the_package():
     data = fashion_mnist(data_dir=PACKAGED)
     assert torch.bincount(data.pool.y).tolist() == [6000] * 10
@@ -105,11 +128,19 @@ def test_the_files_of_the_package():
     assert boot[14:].mean() > 5 * boot[:7].mean()  # upright: the sole is below
 
 
-@pytest.mark.skipif(not PACKAGED.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+@pytest.mark.skipif(
+    not PACKAGED.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
+)
 def test_the_files_of_the_package_are_those_of_the_release():
     """Packed as they were published, by gzip with their names and dates, they have the MD5 sums of the release."""
     for part, date in (("train", 1504176606), ("t10k", 1504176627)):
         for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
-            header = b"\x1f\x8b\x08\x08" + date.to_bytes(4, "little") + b"\x00\x03" + name.encode() + b"\x00"
+            header = (
+                b"\x1f\x8b\x08\x08"
+                + date.to_bytes(4, "little")
+                + b"\x00\x03"
+                + name.encode()
+                + b"\x00"
+            )
             packed = (PACKAGED / f"{name}.gz").read_bytes()[HEADER:]
             assert md5(header + packed) == RELEASE.md5[f"{name}.gz"]

@@ -39,9 +39,15 @@ def test_keeps_the_first_of_each_class(tmp_path):
 def test_what_is_wrong_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="`train_per_class` of mnist must be at least 1, got 0"):
         mnist(data_dir=tmp_path, train_per_class=0)
-    with pytest.raises(DataError, match=r"MNIST: no file train-images-idx3-ubyte, plain or .gz, .*fedcb2o data mnist"):
+    with pytest.raises(
+        DataError,
+        match=r"MNIST: no file train-images-idx3-ubyte, plain or .gz, .*fedcb2o data mnist",
+    ):
         mnist(data_dir=tmp_path)
-    with pytest.raises(DataError, match=r"class '0' has 2 samples, fewer than `test_per_class` = 3; set it to at most"):
+    with pytest.raises(
+        DataError,
+        match=r"class '0' has 2 samples, fewer than `test_per_class` = 3; set it to at most",
+    ):
         mnist(data_dir=write(tmp_path, contents()), test_per_class=3)
 
 
@@ -67,23 +73,36 @@ def test_download(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"t10k-labels-idx1-ubyte.gz": b"another"}, "/t10k-labels-idx1-ubyte.gz is damaged or another file: its MD5"),
-        ({"t10k-labels-idx1-ubyte.gz": None}, "MNIST cannot be fetched from .*/t10k-labels-idx1-ubyte.gz .404"),
+        (
+            {"t10k-labels-idx1-ubyte.gz": b"another"},
+            "/t10k-labels-idx1-ubyte.gz is damaged or another file: its MD5",
+        ),
+        (
+            {"t10k-labels-idx1-ubyte.gz": None},
+            "MNIST cannot be fetched from .*/t10k-labels-idx1-ubyte.gz .404",
+        ),
     ],
     ids=["another", "missing"],
 )
 def test_download_that_fails_leaves_nothing(tmp_path, change, message):
     bodies = contents()
-    with served({name: body for name, body in {**bodies, **change}.items() if body is not None}) as address:
+    with served(
+        {name: body for name, body in {**bodies, **change}.items() if body is not None}
+    ) as address:
         with pytest.raises(DataError, match=message) as caught:
             download(at(RELEASE, address, bodies), tmp_path, progress=False)
-        assert f"or fetch {', '.join(bodies)} from {address} in another way and run" in str(caught.value)
+        assert f"or fetch {', '.join(bodies)} from {address} in another way and run" in str(
+            caught.value
+        )
     assert names(tmp_path) == []
 
 
 def test_download_of_what_is_no_mnist_leaves_nothing(tmp_path):
     bodies = contents(test=0)
-    with served(bodies) as address, pytest.raises(DataError, match=f"in what came from {address}: .* has 0 samples"):
+    with (
+        served(bodies) as address,
+        pytest.raises(DataError, match=f"in what came from {address}: .* has 0 samples"),
+    ):
         download(at(RELEASE, address, bodies), tmp_path, progress=False)
     assert names(tmp_path) == []
 
@@ -91,9 +110,13 @@ def test_download_of_what_is_no_mnist_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("zipped", [True, False])
 def test_import(tmp_path, zipped):
     source = write(tmp_path / "source", contents(), zipped)
-    (source / "emnist-balanced-train-images-idx3-ubyte").write_bytes(b"")  # another data set in the same folder
+    (source / "emnist-balanced-train-images-idx3-ubyte").write_bytes(
+        b""
+    )  # another data set in the same folder
     files = import_files(RELEASE, source, tmp_path / "target")
-    assert [path.name for path in files] == [f"{part}{'.gz' if zipped else ''}" for part in RELEASE.file_names]
+    assert [path.name for path in files] == [
+        f"{part}{'.gz' if zipped else ''}" for part in RELEASE.file_names
+    ]
     assert len(mnist(data_dir=tmp_path / "target").pool) == 30
 
 
@@ -106,5 +129,27 @@ def test_import_from_nowhere(tmp_path):
 @pytest.mark.skipif(not REAL, reason="FEDCB2O_MNIST does not name a folder with MNIST's files")
 def test_the_real_files():
     data = mnist(data_dir=Path(str(REAL)))
-    assert torch.bincount(data.pool.y).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
-    assert torch.bincount(data.test.y).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert torch.bincount(data.pool.y).tolist() == [
+        5923,
+        6742,
+        5958,
+        6131,
+        5842,
+        5421,
+        5918,
+        6265,
+        5851,
+        5949,
+    ]
+    assert torch.bincount(data.test.y).tolist() == [
+        980,
+        1135,
+        1032,
+        1010,
+        982,
+        892,
+        958,
+        1028,
+        974,
+        1009,
+    ]

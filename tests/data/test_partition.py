@@ -67,7 +67,9 @@ def test_the_draws_by_their_names():
     order = stream(7, "split", 6).permutation(20)
     assert sorted(population.validation[6].tolist()) == sorted(second[order[:5]].tolist())
     assert sorted(population.train[6].tolist()) == sorted(second[order[5:]].tolist())
-    assert population.train[8].tolist() == dealt[60:90].tolist()  # the first malicious one of cluster 1
+    assert (
+        population.train[8].tolist() == dealt[60:90].tolist()
+    )  # the first malicious one of cluster 1
     assert population.tuning.tolist() == drawn[120:].tolist()
 
 
@@ -87,13 +89,24 @@ def test_what_holds_for_every_population(tuning_size, **settings):
     settings |= {"validation": 0.3, "num_classes": 4}
     population = partition(LABELS, tuning_size=tuning_size, **settings)
     K, per_cluster = settings["num_clusters"], settings["benign"] + settings["malicious"]
-    assert len(population.train) == len(population.validation) == len(population.cluster) == K * per_cluster
-    need = settings["benign"] * settings["benign_samples"] + settings["malicious"] * settings["malicious_samples"]
+    assert (
+        len(population.train)
+        == len(population.validation)
+        == len(population.cluster)
+        == K * per_cluster
+    )
+    need = (
+        settings["benign"] * settings["benign_samples"]
+        + settings["malicious"] * settings["malicious_samples"]
+    )
     chosen = set()
     for c in range(K):
         held = []
         for agent in torch.nonzero(population.cluster == c).flatten().tolist():
-            train, validation = population.train[agent].tolist(), population.validation[agent].tolist()
+            train, validation = (
+                population.train[agent].tolist(),
+                population.validation[agent].tolist(),
+            )
             bad = bool(population.malicious[agent])
             mine = sorted(train) if bad or not settings["hold_out"] else sorted(train + validation)
             assert len(mine) == settings["malicious_samples" if bad else "benign_samples"]
@@ -103,7 +116,11 @@ def test_what_holds_for_every_population(tuning_size, **settings):
         chosen = chosen or set(held)
         assert set(held) == chosen  # the same images in every cluster
     assert not chosen & set(population.tuning.tolist())
-    assert len(set(population.tuning.tolist())) == len(population.tuning) == min(tuning_size, 200 - need)
+    assert (
+        len(set(population.tuning.tolist()))
+        == len(population.tuning)
+        == min(tuning_size, 200 - need)
+    )
 
 
 @given(
@@ -151,7 +168,9 @@ def test_a_skew_deals_the_same_samples_by_its_own_stream():
         assert labels.tolist() == LABELS[torch.from_numpy(dealt)].tolist()
         assert sizes == [20, 20, 20, 30, 30]
         assert first == stream(7, "skew", c).random()
-        assert population.train[5 * c + 4].tolist() == dealt[:30].tolist()  # the last agent gets the first samples
+        assert (
+            population.train[5 * c + 4].tolist() == dealt[:30].tolist()
+        )  # the last agent gets the first samples
         assert sorted(holds(population, 5 * c)) == sorted(dealt[100:].tolist())
     assert torch.equal(population.tuning, partition(LABELS, **settings).tuning)
 
@@ -159,13 +178,22 @@ def test_a_skew_deals_the_same_samples_by_its_own_stream():
 @pytest.mark.parametrize(
     ("skew", "message"),
     [
-        (lambda labels, sizes, draw: None, "the skew returned NoneType, expected an array of 120 integers: who gets "),
+        (
+            lambda labels, sizes, draw: None,
+            "the skew returned NoneType, expected an array of 120 integers: who gets ",
+        ),
         (lambda labels, sizes, draw: [0] * 120, "the skew returned list, expected"),
         (lambda labels, sizes, draw: np.zeros(120), r"the skew returned float64 \[120\], expected"),
         (lambda labels, sizes, draw: sizes, r"the skew returned int64 \[5\], expected"),
-        (lambda labels, sizes, draw: labels + 2, "gives samples to agents 2 to 5, and a cluster has agents 0 to 4"),
+        (
+            lambda labels, sizes, draw: labels + 2,
+            "gives samples to agents 2 to 5, and a cluster has agents 0 to 4",
+        ),
         (lambda labels, sizes, draw: labels - 1, "gives samples to agents -1 to 2"),
-        (lambda labels, sizes, draw: labels * 0, "the skew gives agent 0 120 samples instead of 20"),
+        (
+            lambda labels, sizes, draw: labels * 0,
+            "the skew gives agent 0 120 samples instead of 20",
+        ),
     ],
 )
 def test_a_skew_gives_every_agent_its_number(skew, message):
@@ -183,7 +211,9 @@ def test_clusters_deal_anew_and_seeds_draw_anew():
 def test_without_hold_out_training_adds_the_validation_data():
     held_out, all_of_it = partition(LABELS, **SMALL), partition(LABELS, **SMALL, hold_out=False)
     assert same(all_of_it.validation, held_out.validation)
-    assert all_of_it.train[0].tolist() == held_out.train[0].tolist() + held_out.validation[0].tolist()
+    assert (
+        all_of_it.train[0].tolist() == held_out.train[0].tolist() + held_out.validation[0].tolist()
+    )
     assert torch.equal(all_of_it.train[3], held_out.train[3])  # malicious: all there was
 
 
@@ -200,7 +230,13 @@ def test_without_hold_out_training_adds_the_validation_data():
 )
 def test_splits_by_class_by_hand(split, fraction, expected):
     labels = torch.tensor([0] * 10 + [1] * 5 + [2] * 4 + [3])
-    settings = SMALL | {"num_clusters": 1, "benign": 1, "malicious": 0, "validation": fraction, "split": split}
+    settings = SMALL | {
+        "num_clusters": 1,
+        "benign": 1,
+        "malicious": 0,
+        "validation": fraction,
+        "split": split,
+    }
     population = partition(labels, **settings)
     assert torch.bincount(labels[population.validation[0]], minlength=4).tolist() == expected
     assert sorted(holds(population, 0)) == list(range(20))
@@ -209,11 +245,21 @@ def test_splits_by_class_by_hand(split, fraction, expected):
 @pytest.mark.parametrize("split", ["random", "stratified", "released"])
 def test_without_hold_out_all_samples_may_validate(split):
     settings = SMALL | {"split": split, "hold_out": False}
-    half, whole = (partition(LABELS, **(settings | {"validation": fraction})) for fraction in (0.5, 1.0))
+    half, whole = (
+        partition(LABELS, **(settings | {"validation": fraction})) for fraction in (0.5, 1.0)
+    )
     for j in (~whole.malicious).nonzero().flatten().tolist():
-        assert sorted(whole.train[j].tolist()) == sorted(whole.validation[j].tolist()) == sorted(half.train[j].tolist())
-    few = partition(LABELS, **(settings | {"benign_samples": 8, "validation": 0.1, "split": "released"}))
-    assert all(len(v) == len(t) for v, t in zip(few.validation, few.train, strict=True) if len(v))  # classes of < 10
+        assert (
+            sorted(whole.train[j].tolist())
+            == sorted(whole.validation[j].tolist())
+            == sorted(half.train[j].tolist())
+        )
+    few = partition(
+        LABELS, **(settings | {"benign_samples": 8, "validation": 0.1, "split": "released"})
+    )
+    assert all(
+        len(v) == len(t) for v, t in zip(few.validation, few.train, strict=True) if len(v)
+    )  # classes of < 10
 
 
 def test_which_samples_of_a_class_validate_differs_by_agent_and_seed():
@@ -232,7 +278,10 @@ def test_which_samples_of_a_class_validate_differs_by_agent_and_seed():
         ({"benign_samples": 50}, r"3 \* 50 \+ 2 \* 30 = 210, and the pool has 200 samples"),
         ({"num_clusters": 3}, "`num_clusters` must be 1, 2 or 4.* got 3"),
         ({"num_clusters": 0}, "`num_clusters` must be 1, 2 or 4.* got 0"),
-        ({"split": "striped"}, "`split` must be one of random, stratified, released, got 'striped'"),
+        (
+            {"split": "striped"},
+            "`split` must be one of random, stratified, released, got 'striped'",
+        ),
         ({"benign": 0}, "`benign` must be at least 1, got 0"),
         ({"malicious": -1}, "`malicious` must be at least 0, got -1"),
         ({"benign_samples": 1}, "`benign_samples` must be at least 2, got 1"),
@@ -240,11 +289,20 @@ def test_which_samples_of_a_class_validate_differs_by_agent_and_seed():
         ({"tuning_size": -1}, "`tuning_size` must be at least 0, got -1"),
         ({"validation": 0.0}, "`validation` .* above 0 and at most 1, got 0.0"),
         ({"validation": 1.5}, "`validation` .* above 0 and at most 1, got 1.5"),
-        ({"validation": 1.0}, "leaves agent 0 no training data .* set another fraction or `hold_out` = false"),
+        (
+            {"validation": 1.0},
+            "leaves agent 0 no training data .* set another fraction or `hold_out` = false",
+        ),
         ({"validation": float("nan")}, "`validation` .* got nan"),
-        ({"validation": 0.01}, "`validation` = 0.01 with `split` = 'random' leaves agent 0 no validation data"),
+        (
+            {"validation": 0.01},
+            "`validation` = 0.01 with `split` = 'random' leaves agent 0 no validation data",
+        ),
         ({"validation": 0.99}, "leaves agent 0 no training data among its 20 samples"),
-        ({"split": "released", "benign_samples": 8, "validation": 0.1}, "'released' leaves agent 0 no training data"),
+        (
+            {"split": "released", "benign_samples": 8, "validation": 0.1},
+            "'released' leaves agent 0 no training data",
+        ),
     ],
 )
 def test_what_cannot_be(change, message):
@@ -269,7 +327,12 @@ def test_rotation_by_hand():
     half = [[[9, 8, 7], [6, 5, 4], [3, 2, 1]]]
     quarter = [[[3, 6, 9], [2, 5, 8], [1, 4, 7]]]  # counter-clockwise
     three_quarters = [[[7, 4, 1], [8, 5, 2], [9, 6, 3]]]
-    assert rotate(x, 0, 1).tolist() == rotate(x, 0, 2).tolist() == rotate(x, 0, 4).tolist() == x.tolist()
+    assert (
+        rotate(x, 0, 1).tolist()
+        == rotate(x, 0, 2).tolist()
+        == rotate(x, 0, 4).tolist()
+        == x.tolist()
+    )
     assert rotate(x, 1, 2).tolist() == rotate(x, 2, 4).tolist() == half
     assert rotate(x, 1, 4).tolist() == quarter
     assert rotate(x, 3, 4).tolist() == three_quarters

@@ -17,14 +17,19 @@ def counts(skew, *, num_classes=10, sizes=SIZES, seed=0, **parameters):
     draw = stream(seed, "test")
     labels = draw.permutation(np.arange(sizes.sum()) % num_classes)
     owners = skew(labels, sizes, draw, **parameters)
-    return np.stack([np.bincount(labels[owners == agent], minlength=num_classes) for agent in range(len(sizes))])
+    return np.stack(
+        [np.bincount(labels[owners == agent], minlength=num_classes) for agent in range(len(sizes))]
+    )
 
 
 @given(
     labels=st.lists(st.sampled_from([0, 1, 2, 7, 46]), min_size=12, max_size=60),
     cuts=st.lists(st.integers(0, 60), max_size=5),
     skew=st.one_of(
-        st.builds(lambda c: (dirichlet, {"concentration": c}), st.sampled_from([1e-300, 1e-3, 0.1, 1.0, 100.0, 1e300])),
+        st.builds(
+            lambda c: (dirichlet, {"concentration": c}),
+            st.sampled_from([1e-300, 1e-3, 0.1, 1.0, 100.0, 1e300]),
+        ),
         st.builds(lambda c: (shards, {"classes": c}), st.integers(1, 80)),
     ),
     seed=st.integers(0, 2**32),
@@ -43,7 +48,9 @@ def test_every_agent_gets_its_number_of_samples(labels, cuts, skew, seed):
 @pytest.mark.parametrize("concentration", [2.0, 10.0, 100.0, 1e9])
 def test_dirichlet_is_as_uneven_as_its_concentration_says(concentration):
     """Counts of an agent with m samples are Dirichlet-multinomial: variance m p (1 - p) (m + a) / (1 + a)."""
-    found = np.mean([counts(dirichlet, concentration=concentration, seed=seed)[:60].var() for seed in range(10)])
+    found = np.mean(
+        [counts(dirichlet, concentration=concentration, seed=seed)[:60].var() for seed in range(10)]
+    )
     expected = 30 * 0.1 * 0.9 * (30 + concentration) / (1 + concentration)
     assert found == pytest.approx(expected, rel=0.15)  # classes that are used up take a little off
 
@@ -62,7 +69,9 @@ def test_dirichlet_by_hand():
     """With a concentration near 0 each of two agents wants one class: its own whole, or half of what both want."""
     seen = set()
     for seed in range(40):
-        first, second = counts(dirichlet, num_classes=2, sizes=np.array([50, 50]), concentration=1e-9, seed=seed)
+        first, second = counts(
+            dirichlet, num_classes=2, sizes=np.array([50, 50]), concentration=1e-9, seed=seed
+        )
         assert (first + second).tolist() == [50, 50]
         seen.add("shared" if 10 < first[0] < 40 else first[0])
     assert seen == {0, 50, "shared"}
@@ -83,12 +92,21 @@ def test_shards_by_hand():
     for seed in range(40):
         owners = shards(labels, np.array([6, 4]), stream(seed, "test"), classes=2)
         seen.add("".join(map(str, owners[np.argsort(labels, kind="stable")])))
-    assert seen == {"0000001111", "0001100011", "0001111000", "1100000011", "1100011000", "1111000000"}
+    assert seen == {
+        "0000001111",
+        "0001100011",
+        "0001111000",
+        "1100000011",
+        "1100011000",
+        "1111000000",
+    }
 
 
 @pytest.mark.parametrize("concentration", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_concentration_is_above_0(concentration):
-    with pytest.raises(ConfigError, match="`concentration` of the skew dirichlet must be above 0, got "):
+    with pytest.raises(
+        ConfigError, match="`concentration` of the skew dirichlet must be above 0, got "
+    ):
         counts(dirichlet, concentration=concentration)
 
 

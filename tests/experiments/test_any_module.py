@@ -26,7 +26,9 @@ class Adapter(nn.Module):
 
 
 def adapted(input_shape, num_classes, *, rank: int = 2):
-    return nn.Sequential(nn.Flatten(), Adapter(nn.Linear(64, 32), rank), nn.ReLU(), Adapter(nn.Linear(32, 10), rank))
+    return nn.Sequential(
+        nn.Flatten(), Adapter(nn.Linear(64, 32), rank), nn.ReLU(), Adapter(nn.Linear(32, 10), rank)
+    )
 
 
 def counting(input_shape, num_classes):
@@ -81,9 +83,13 @@ def test_a_frozen_base_is_no_part_of_what_agents_exchange(tmp_path):
 
 
 def test_local_statistics_are_what_a_file_need_not_say():
-    said, silent, other = (load(experiment(with_norms, **each)) for each in ({"buffers": "local"}, {}, SHARED))
+    said, silent, other = (
+        load(experiment(with_norms, **each)) for each in ({"buffers": "local"}, {}, SHARED)
+    )
     assert said.fingerprint(0) == silent.fingerprint(0) != other.fingerprint(0)
-    with pytest.raises(ConfigError, match=r"`model\.buffers`: input should be 'shared', 'local' or 'dropped'"):
+    with pytest.raises(
+        ConfigError, match=r"`model\.buffers`: input should be 'shared', 'local' or 'dropped'"
+    ):
         load(experiment(with_norms, buffers="mixed"))
 
 
@@ -93,18 +99,32 @@ def test_state_that_agents_could_not_exchange_is_refused(tmp_path):
 
 
 def test_a_network_that_cannot_train_is_told_before_a_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"the model `.*failing` failed: IndexError: no such head"):
+    with pytest.raises(
+        ConfigError, match=r"the model `.*failing` failed: IndexError: no such head"
+    ):
         run(experiment(failing), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_batch_norm_is_never_given_a_sample_by_itself(tmp_path):
-    left = tiny(model={"name": with_norms}, agents={"benign_samples": 21}, training={"batch_size": 16}, rounds=1)
-    assert run(left, out=tmp_path / "left").records.train_loss.notna().all()  # 17 to train on: one batch
-    with pytest.raises(ConfigError, match=r"`training\.batch_size` must be 2 or more, got 1: the model's batch norms"):
+    left = tiny(
+        model={"name": with_norms},
+        agents={"benign_samples": 21},
+        training={"batch_size": 16},
+        rounds=1,
+    )
+    assert (
+        run(left, out=tmp_path / "left").records.train_loss.notna().all()
+    )  # 17 to train on: one batch
+    with pytest.raises(
+        ConfigError,
+        match=r"`training\.batch_size` must be 2 or more, got 1: the model's batch norms",
+    ):
         run({**left, "training": {**left["training"], "batch_size": 1}}, out=tmp_path / "single")
 
 
 def test_a_network_in_place_of_a_function_is_told(tmp_path):
-    with pytest.raises(ConfigError, match=r"`model\.name` must be a function .input_shape, num_classes. that makes"):
+    with pytest.raises(
+        ConfigError, match=r"`model\.name` must be a function .input_shape, num_classes. that makes"
+    ):
         run(tiny(model={"name": with_norms((1, 8, 8), 10)}), out=tmp_path / "run")

@@ -37,7 +37,9 @@ def test_probes_are_every_strength_against_every_defence_as_it_will_be_run():
         for attack in ("label-flip", "alie")
         for number in (1, 2)
     ]
-    assert {(probe.experiment.seeds, probe.experiment.evaluate_on) for probe in probes} == {((1002, 1003), "tuning")}
+    assert {(probe.experiment.seeds, probe.experiment.evaluate_on) for probe in probes} == {
+        ((1002, 1003), "tuning")
+    }
     assert [probe.experiment.attack.from_round for probe in probes[:2]] == [0, 1]
     assert [probe.experiment.attack.parameters["z"] for probe in probes[2:4]] == [0.5, 2.0]
     assert probes[3].experiment.algorithm.parameters["alpha"] == 5.0
@@ -61,7 +63,11 @@ def test_each_setting_has_an_adversary_of_its_own_unless_one_is_named():
     named = load_grid(strong(settings=settings, adversary={"seeds": [7], "setting": "Two"}))
     assert {probe.key.setting for probe in named.probes()} == {"Two"}
     cells = named.cells({}, {("Two", "DFedAvgM", "ALIE"): 1})
-    taken = [cell.experiment.attack.parameters.get("z") for cell in cells if cell.folder.endswith("dfedavgm/alie")]
+    taken = [
+        cell.experiment.attack.parameters.get("z")
+        for cell in cells
+        if cell.folder.endswith("dfedavgm/alie")
+    ]
     assert taken == [2.0, 2.0]
 
 
@@ -111,14 +117,22 @@ def probe(folder, defence, attack, number, scores):
 def test_what_harms_most_is_taken_and_everything_kept(tmp_path):
     plan = load_grid(strong())
     for defence in ("fedcb2o", "dfedavgm"):
-        probe(tmp_path, defence, "label-flip", 1, [(0.5, 0.25), (0.5, 0.25)])  # by its rate, whatever the accuracy
+        probe(
+            tmp_path, defence, "label-flip", 1, [(0.5, 0.25), (0.5, 0.25)]
+        )  # by its rate, whatever the accuracy
         probe(tmp_path, defence, "label-flip", 2, [(0.9, 0.5), (0.9, 0.125)])
         probe(tmp_path, defence, "alie", 1, [(0.75, None), (0.5, None)])
         probe(tmp_path, defence, "alie", 2, [(0.75, None), (0.75, None)])
-    errors = {f"strengths/dfedavgm/alie/{k}": "too much" for k in (1, 2)} | {"strengths/fedcb2o/alie/1": "too much"}
+    errors = {f"strengths/dfedavgm/alie/{k}": "too much" for k in (1, 2)} | {
+        "strengths/fedcb2o/alie/1": "too much"
+    }
     chosen = attack_strength.read_choices(tmp_path, plan)
     assert attack_strength.choose(tmp_path, plan, chosen, errors) == {
-        ("", "DFedAvgM", "ALIE"): "it could be run at no strength; DFedAvgM, ALIE, strength 2: too much"
+        (
+            "",
+            "DFedAvgM",
+            "ALIE",
+        ): "it could be run at no strength; DFedAvgM, ALIE, strength 2: too much"
     }
     assert attack_strength.worst_strengths(chosen) == {
         ("", "FedCB2O", "Label flip"): 1, ("", "FedCB2O", "ALIE"): 1, ("", "DFedAvgM", "Label flip"): 1,
@@ -126,9 +140,14 @@ def test_what_harms_most_is_taken_and_everything_kept(tmp_path):
     assert attack_strength.read_choices(tmp_path, plan) == chosen
     flip, alie = (chosen["", "FedCB2O", attack]["tried"] for attack in ("Label flip", "ALIE"))
     assert flip[1] == {"harm": 0.3125, "accuracy": [0.9, 0.9], "attack_success_rate": [0.5, 0.125]}
-    assert alie == [{"harm": None}, {"harm": 0.25, "accuracy": [0.75, 0.75], "attack_success_rate": None}]
+    assert alie == [
+        {"harm": None},
+        {"harm": 0.25, "accuracy": [0.75, 0.75], "attack_success_rate": None},
+    ]
     other = strong(attacks={"Label flip": LATE, "ALIE": {**ALIE, "strengths": Z[:1]}})
-    with pytest.raises(RunError, match="what was chosen for `ALIE` against `FedCB2O` over other strengths or seeds"):
+    with pytest.raises(
+        RunError, match="what was chosen for `ALIE` against `FedCB2O` over other strengths or seeds"
+    ):
         attack_strength.read_choices(tmp_path, load_grid(other))
 
 
@@ -136,7 +155,9 @@ def test_a_grid_runs_each_defence_under_what_was_worst_for_it(tmp_path):
     path, out = tmp_path / "mine.toml", tmp_path / "out"
     attacks = {"ALIE": {"attack": {"name": "alie", "estimated_from": "benign", "z": 0.0}}}
     attacks["ALIE"]["strengths"] = [{}, {"attack": {"z": 500.0}}]
-    path.write_text(tomli_w.dumps(strong(name="mine", attacks=attacks, adversary={"seeds": [1002]})))
+    path.write_text(
+        tomli_w.dumps(strong(name="mine", attacks=attacks, adversary={"seeds": [1002]}))
+    )
     assert here("bench", path, "--out", out, "--jobs", 1).status == 0
     chosen = json.loads((out / "strengths.json").read_text())["choices"]
     assert {line["defence"] for line in chosen} == {"FedCB2O", "DFedAvgM"}

@@ -25,7 +25,9 @@ def path(tmp_path):
     return write(tmp_path / "tiny.toml")
 
 
-@pytest.mark.parametrize("change", ["roundz=3", "algorithm.alfa=1", "agents.budget=6", "training.gamma=nan"])
+@pytest.mark.parametrize(
+    "change", ["roundz=3", "algorithm.alfa=1", "agents.budget=6", "training.gamma=nan"]
+)
 def test_a_wrong_setting_is_one_line(tmp_path, path, change):
     line = here("run", path, "--out", tmp_path / "run", "--set", change).one_line()
     assert line.startswith(f"{path} with changes: ")
@@ -119,7 +121,9 @@ def test_divergence_later_names_agent_and_round_and_loses_nothing(tmp_path):
 
 
 def test_missing_and_wrong_data_files_are_one_line(tmp_path):
-    missing = here("run", "emnist-fedcb2o", "--data-dir", tmp_path, "--out", tmp_path / "run").one_line()
+    missing = here(
+        "run", "emnist-fedcb2o", "--data-dir", tmp_path, "--out", tmp_path / "run"
+    ).one_line()
     assert "EMNIST: no file emnist-balanced-train-images-idx3-ubyte" in missing
     assert "get the files with `fedcb2o data emnist`" in missing
     for part in ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1"):
@@ -127,8 +131,12 @@ def test_missing_and_wrong_data_files_are_one_line(tmp_path):
     assert "is not an IDX file" in here("run", "emnist-fedcb2o", "--data-dir", tmp_path).one_line()
     (tmp_path / "bare").mkdir()
     for source, told in (("nowhere", " (there is no such folder)"), ("bare", "")):
-        line = here("data", "emnist", "--from", tmp_path / source, "--data-dir", tmp_path / "x").one_line()
-        assert line.startswith("EMNIST: no file emnist-balanced-train-images-idx3-ubyte or emnist47-train-images-idx3")
+        line = here(
+            "data", "emnist", "--from", tmp_path / source, "--data-dir", tmp_path / "x"
+        ).one_line()
+        assert line.startswith(
+            "EMNIST: no file emnist-balanced-train-images-idx3-ubyte or emnist47-train-images-idx3"
+        )
         assert line.endswith(
             f"in {tmp_path / source}{told}; DIR in `fedcb2o data emnist --from DIR` must hold gzip.zip, or these "
             "files, plain or .gz: emnist-balanced-train-images-idx3-ubyte, emnist-balanced-train-labels-idx1-ubyte, "
@@ -150,12 +158,20 @@ def test_a_folder_that_another_process_writes_to_is_left_alone(tmp_path, path):
 def test_a_folder_that_is_not_this_runs_is_left_alone(tmp_path, path):
     out = tmp_path / "run"
     (tmp_path / "file").write_text("mine")
-    assert "file is not a folder: choose another" in here("run", path, "--out", tmp_path / "file").one_line()
+    assert (
+        "file is not a folder: choose another"
+        in here("run", path, "--out", tmp_path / "file").one_line()
+    )
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
-    assert f"{out} is not empty and holds no run: choose another" in here("run", path, "--out", out).one_line()
+    assert (
+        f"{out} is not empty and holds no run: choose another"
+        in here("run", path, "--out", out).one_line()
+    )
     assert [entry.name for entry in out.iterdir()] == ["thesis.txt"]
-    assert "cannot make the folder" in here("run", path, "--out", tmp_path / "file" / "run").one_line()
+    assert (
+        "cannot make the folder" in here("run", path, "--out", tmp_path / "file" / "run").one_line()
+    )
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -190,7 +206,9 @@ def test_a_value_that_cannot_be_is_one_line(tmp_path, path, change):
 def test_a_rule_of_another_name_is_told(tmp_path, path):
     change = ["--set", "algorithm={name='by_rule', rule='median'}"]
     line = here("run", path, "--out", tmp_path / "run", *change).one_line()
-    assert "there is no rule `median`. Did you mean `geometric_median` or `coordinate_median`?" in line
+    assert (
+        "there is no rule `median`. Did you mean `geometric_median` or `coordinate_median`?" in line
+    )
 
 
 def test_a_runs_configuration_that_is_nested_too_deeply_is_one_line(tmp_path, path):
@@ -210,7 +228,9 @@ def test_a_runs_configuration_that_is_nested_too_deeply_is_one_line(tmp_path, pa
 def test_the_folder_of_a_grid_is_not_compared_as_a_run(tmp_path):
     (tmp_path / "grid.toml").write_text("rounds = 3")
     line = here("compare", tmp_path).one_line()
-    assert line.endswith(f"it is that of a grid: `fedcb2o report {tmp_path}` shows it, and its runs lie in its cells/")
+    assert line.endswith(
+        f"it is that of a grid: `fedcb2o report {tmp_path}` shows it, and its runs lie in its cells/"
+    )
 
 
 def test_a_report_that_cannot_be_written_does_not_say_resume_alone(tmp_path, path):
@@ -219,11 +239,14 @@ def test_a_report_that_cannot_be_written_does_not_say_resume_alone(tmp_path, pat
     (page / "report.html").mkdir(parents=True)
     line = here("report", out, "--out", page).one_line()
     assert "report.html: Is a directory" in line
-    assert line.endswith("make room (or mend the folder) and give the command again, that of a run with --resume")
+    assert line.endswith(
+        "make room (or mend the folder) and give the command again, that of a run with --resume"
+    )
 
 
 @pytest.mark.parametrize(
-    "damage", ["[[[", "a = 1", "defences = 3\nattacks = 4\nseeds = 5", "\xff", f"a = {'[' * 99_999}"]
+    "damage",
+    ["[[[", "a = 1", "defences = 3\nattacks = 4\nseeds = 5", "\xff", f"a = {'[' * 99_999}"],
 )
 def test_a_grid_file_that_cannot_be_read_is_one_line(tmp_path, damage):
     (tmp_path / "grid.toml").write_bytes(damage.encode("latin-1"))
@@ -235,26 +258,39 @@ def test_what_was_run_is_not_run_over(tmp_path, path):
     assert here("run", path, "--out", out, "--workers", 1).status == 0
     before = bits(out)
     again = here("run", path, "--out", out, "--workers", 1).one_line()
-    assert again == f"{out} already holds seed 1000 of this run: --resume goes on with it, or choose another --out"
+    assert (
+        again
+        == f"{out} already holds seed 1000 of this run: --resume goes on with it, or choose another --out"
+    )
     other = here("run", path, "--out", out, "--set", "agents.budget=2").one_line()
-    assert other == f"{out} holds another run (`agents.budget` is 3 there and 2 here): choose another --out"
+    assert (
+        other
+        == f"{out} holds another run (`agents.budget` is 3 there and 2 here): choose another --out"
+    )
     assert bits(out) == before
     assert here("run", path, "--out", out, "--workers", 1, "--resume").status == 0
     assert bits(out) == before
-    assert here("run", path, "--out", out, "--workers", 1, "--seeds", "1001").status == 0  # another seed joins
+    assert (
+        here("run", path, "--out", out, "--workers", 1, "--seeds", "1001").status == 0
+    )  # another seed joins
     for name, content in bits(out).items():
         assert name == "config.toml" or content == before[name]
     (out / "config.toml").write_text("rounds = = 3")
     assert "config.toml cannot be read" in here("run", path, "--out", out).one_line()
     assert "config.toml cannot be read" in here("compare", out).one_line()
-    assert here("run", path, "--out", out, "--workers", 1, "--resume").status == 0  # its seeds know what they are of
+    assert (
+        here("run", path, "--out", out, "--workers", 1, "--resume").status == 0
+    )  # its seeds know what they are of
     restored = bits(out)
     assert restored == {**before, "config.toml": restored["config.toml"]}
 
 
 def test_runs_that_cannot_be_read_are_one_line(tmp_path, path):
     assert "there is no run in " in here("compare", tmp_path / "nowhere").one_line()
-    assert "was not written by `fedcb2o run`" in here("report", tmp_path, "--out", tmp_path / "report").one_line()
+    assert (
+        "was not written by `fedcb2o run`"
+        in here("report", tmp_path, "--out", tmp_path / "report").one_line()
+    )
     assert not (tmp_path / "report").exists()
 
 
@@ -400,7 +436,8 @@ WRONG_PARTS = {
     "criterion_wide": "the criterion {part} returned shape (3, 10), expected (3,): a value for each received model",
     "criterion_none": "the criterion {part} returned a NoneType, expected a tensor",
     "criterion_raises": "the criterion `parts:criterion_raises` failed at line {line} of {folder}/parts.py: Attribut",
-    "criterion_local": "the criterion `parts:criterion_local` failed at line {line} of {folder}/parts.py: " + SEVERAL,
+    "criterion_local": "the criterion `parts:criterion_local` failed at line {line} of {folder}/parts.py: "
+    + SEVERAL,
     "selection_strangers": "the selection {part} chose [101, 102, 103, 104, 105], expected different ones of [1, ",
     "selection_twice": "the selection {part} chose [1, 1], expected different ones of [1, 2, 3, 4, 5]",
     "selection_many": "the selection {part} chose 4 peers, more than `budget` = 3: [1, 2, 3, 4]",
@@ -413,7 +450,8 @@ WRONG_PARTS = {
     "rule_nan": "the rule {part} returned weights that are not positive with sum 1: [nan, nan, nan]",
     "rule_none": "the rule {part} returned a NoneType, expected a tensor",
     "rule_raises": "the rule `parts:rule_raises` failed at line {line} of {folder}/parts.py: ZeroDivisionError: ",
-    "rule_local": "the rule `parts:rule_local` failed at line {line} of {folder}/parts.py: " + SEVERAL,
+    "rule_local": "the rule `parts:rule_local` failed at line {line} of {folder}/parts.py: "
+    + SEVERAL,
     "algorithm_none": "the algorithm returned a NoneType, expected an Algorithm",
     "notes": "the model `parts:notes` is of type int, not a function",
     "nothing": "the model `parts:nothing` cannot be imported: AttributeError: ",
@@ -466,8 +504,13 @@ def found(tmp_path_factory):
     for name in WRONG_PARTS:
         write(folder / f"{name}.toml", **with_part(name))
     (folder / "cases.json").write_text(json.dumps(list(WRONG_PARTS)))
-    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "src")))}
-    subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=environment, check=True, timeout=200)
+    environment = {
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "src"))),
+    }
+    subprocess.run(
+        [sys.executable, "-c", DRIVER], cwd=folder, env=environment, check=True, timeout=200
+    )
     return folder, json.loads((folder / "found.json").read_text())
 
 
@@ -476,5 +519,10 @@ def test_a_users_function_that_does_not_fit_is_one_line(found, name):
     folder, outcomes = found
     done = Done(*outcomes[name])
     assert done.out == ""
-    line = next((i for i, text in enumerate(PARTS.splitlines(), 1) if text.startswith(f"def {name}(")), None)
-    assert WRONG_PARTS[name].format(folder=folder, line=line, part=f"`parts:{name}`") in done.one_line()
+    line = next(
+        (i for i, text in enumerate(PARTS.splitlines(), 1) if text.startswith(f"def {name}(")), None
+    )
+    assert (
+        WRONG_PARTS[name].format(folder=folder, line=line, part=f"`parts:{name}`")
+        in done.one_line()
+    )

@@ -16,7 +16,13 @@ SOME = [1, 3, 4]
 TABLE = {
     "evaluate_on": "redrawn",
     "data": {"name": "breast_cancer"},
-    "agents": {"num_clusters": 1, "benign": 7, "malicious": 3, "benign_samples": 30, "malicious_samples": 30},
+    "agents": {
+        "num_clusters": 1,
+        "benign": 7,
+        "malicious": 3,
+        "benign_samples": 30,
+        "malicious_samples": 30,
+    },
     "attack": {"name": "label_flip", "source": 0, "target": 1},
 }
 
@@ -27,20 +33,32 @@ def prepared(**changes):
 
 
 @pytest.mark.parametrize("initialisation", ["common", "independent"])
-@pytest.mark.parametrize("algorithm", [tiny()["algorithm"], {"name": "ifca", "models": 2}], ids=["fedcb2o", "ifca"])
+@pytest.mark.parametrize(
+    "algorithm", [tiny()["algorithm"], {"name": "ifca", "models": 2}], ids=["fedcb2o", "ifca"]
+)
 def test_the_first_models_of_some_are_those_of_all(initialisation, algorithm):
     made = prepared(agents={"initialisation": initialisation}, algorithm=algorithm)
-    every, some = empty_models(made.num_persistent_rows, made.spec.dim), empty_models(len(SOME), made.spec.dim)
+    every, some = (
+        empty_models(made.num_persistent_rows, made.spec.dim),
+        empty_models(len(SOME), made.spec.dim),
+    )
     init_models_(every, made.experiment, made.seed, made.dataset, range(made.num_persistent_rows))
     init_models_(some, made.experiment, made.seed, made.dataset, SOME)
     assert some.equal(every[SOME])
     different = len(every.unique(dim=0))
-    assert different == (made.num_persistent_rows if initialisation == "independent" else 1 + made.num_persistent_rows - made.spec.num_agents)
+    assert different == (
+        made.num_persistent_rows
+        if initialisation == "independent"
+        else 1 + made.num_persistent_rows - made.spec.num_agents
+    )
 
 
 def test_what_some_hold_is_what_they_hold_among_all():
     made, cpu = prepared(), torch.device("cpu")
-    every, some = made.build_agent_data(range(made.spec.num_agents), cpu), made.build_agent_data(SOME, cpu)
+    every, some = (
+        made.build_agent_data(range(made.spec.num_agents), cpu),
+        made.build_agent_data(SOME, cpu),
+    )
     for k, j in enumerate(SOME):
         for mine, theirs in zip(
             some.training_data(np.array([k]), 0) + some.validation_data(np.array([k])),
@@ -77,7 +95,11 @@ def test_redrawn_test_samples_are_each_seeds_own_balanced_and_held_by_nobody():
 def test_redrawn_test_images_are_held_by_nobody_turned_or_not(tmp_path):
     """By bytes of a pool and a test set of other sizes: 8 and 2 images of each class, every one another image."""
     experiment = load(
-        tiny(evaluate_on="redrawn", data={"name": "fashion_mnist"}, agents={"num_clusters": 4, "benign_samples": 25})
+        tiny(
+            evaluate_on="redrawn",
+            data={"name": "fashion_mnist"},
+            agents={"num_clusters": 4, "benign_samples": 25},
+        )
     )
     dataset = load_dataset(experiment, write(tmp_path, contents(train=8, test=2)))
     drawn = []
@@ -85,10 +107,17 @@ def test_redrawn_test_images_are_held_by_nobody_turned_or_not(tmp_path):
         made = prepare_seed(experiment, seed, dataset)
         assert torch.bincount(made.scored_samples().y).tolist() == [2] * 10
         everybody = made.build_agent_data(range(made.spec.num_agents), torch.device("cpu"))
-        tests = [set(map(bytes, test.x.numpy())) for _, test in everybody.test_sets(np.arange(len(everybody.agents)))]
+        tests = [
+            set(map(bytes, test.x.numpy()))
+            for _, test in everybody.test_sets(np.arange(len(everybody.agents)))
+        ]
         assert [len(test) for test in tests] == [20] * 4
-        seen = [everybody.training_data(np.array([j]), 0)[0][0] for j in range(made.spec.num_agents)]
-        seen += [everybody.validation_data(np.array([j]))[0][0] for j in range(made.spec.num_agents)]
+        seen = [
+            everybody.training_data(np.array([j]), 0)[0][0] for j in range(made.spec.num_agents)
+        ]
+        seen += [
+            everybody.validation_data(np.array([j]))[0][0] for j in range(made.spec.num_agents)
+        ]
         held = set(map(bytes, torch.cat(seen).numpy()))
         assert len(held) == 4 * (2 * 25 + 30)  # all others, as each cluster sees them
         assert not held & set.union(*tests)
@@ -102,11 +131,15 @@ def test_redrawn_samples_of_a_table():
     first, second = (prepare_seed(experiment, seed, dataset) for seed in (0, 1))
     for made in (first, second):
         assert torch.bincount(made.scored_samples().y).tolist() == [53, 89]
-        whose = torch.cat([*made.population.train, *made.population.validation, made.population.tuning])
+        whose = torch.cat(
+            [*made.population.train, *made.population.validation, made.population.tuning]
+        )
         assert len(whose) == len(whose.unique()) == 7 * 30 + 3 * 30 + 142
     assert not first.scored_samples().x.equal(second.scored_samples().x)
 
 
 def test_test_samples_are_drawn_before_agents_get_theirs():
-    with pytest.raises(ConfigError, match=r"= 2 \* 700 \+ 1 \* 200 = 1600, and the pool has 1557 samples"):
+    with pytest.raises(
+        ConfigError, match=r"= 2 \* 700 \+ 1 \* 200 = 1600, and the pool has 1557 samples"
+    ):
         prepared(evaluate_on="redrawn", agents={"benign_samples": 700, "malicious_samples": 200})

@@ -33,7 +33,10 @@ FILES = ("metrics.jsonl", "pairs.jsonl", "summary.json", "checkpoint.safetensors
 
 
 def spread(rounds: int = 4, **changes: object) -> dict[str, object]:
-    return tiny(rounds=rounds, agents={"benign": 3, "budget": 2}, **changes) | {"together": 1, "checkpoint_every": 1}
+    return tiny(rounds=rounds, agents={"benign": 3, "budget": 2}, **changes) | {
+        "together": 1,
+        "checkpoint_every": 1,
+    }
 
 
 def whole(folder: Path) -> dict[str, bytes]:
@@ -60,7 +63,9 @@ def actors_now() -> list[int]:
     parents, found = dict[int, int](), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(folder.name)] = int(
+                (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            )
             if (folder / "cmdline").read_bytes().startswith(b"ray::Holder"):
                 found.append(int(folder.name))
         except OSError:
@@ -83,7 +88,9 @@ def gone() -> bool:
 
 def test_a_run_goes_on_after_an_actor_is_killed(cluster, undisturbed, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.seed_run"], "PAUSE", 0.5)
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.seed_run"], "LOSSES", 1)  # from one checkpoint
+    monkeypatch.setattr(
+        sys.modules["fedcb2o.experiments.runs.seed_run"], "LOSSES", 1
+    )  # from one checkpoint
     killed = []
 
     def kill(experiment, seed, line):
@@ -113,7 +120,10 @@ def test_it_gives_up_after_some_losses(cluster, tmp_path, monkeypatch):
 
 def test_more_blocks_than_processors_or_teams_are_fewer(cluster, tmp_path, capsys):
     run(spread(1), out=tmp_path / "run", cluster=cluster, blocks=7)
-    assert "tiny seed 1000: 4 blocks on 1 node, not 7: there are 4 processors\n" in capsys.readouterr().err
+    assert (
+        "tiny seed 1000: 4 blocks on 1 node, not 7: there are 4 processors\n"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,11 +142,15 @@ def test_what_cannot_be(cluster, tmp_path, given, told):
 @pytest.mark.parametrize("blocks", [None, 3])
 def test_too_little_memory_is_told_before_a_cluster_is_joined(tmp_path, monkeypatch, blocks):
     monkeypatch.setattr(connect, "connected", lambda *_: pytest.fail("it could be told at once"))
-    with pytest.raises(RunError, match=r"each process needs 0.25 GiB or more, and `memory` is 1.0 MiB"):
+    with pytest.raises(
+        RunError, match=r"each process needs 0.25 GiB or more, and `memory` is 1.0 MiB"
+    ):
         run(spread(), out=tmp_path / "run", cluster="auto", blocks=blocks, memory="1MiB")
 
 
-def node(name: str, processors: int, speed: float = 1.0, *, memory: int = 2**34, store: int = 2**33) -> placement.Node:
+def node(
+    name: str, processors: int, speed: float = 1.0, *, memory: int = 2**34, store: int = 2**33
+) -> placement.Node:
     return placement.Node(name, name, processors, memory, store, speed=speed)
 
 
@@ -150,11 +164,18 @@ def test_nodes_take_blocks_by_what_they_do_in_the_same_time():
     assert names(placement.place_groups(6, [node("a", 4), node("b", 4, 0.5)])) == "aabaab"
     assert names(placement.place_groups(5, [node("a", 2), node("b", 4, 0.1)])) == "aabbb"
     many = placement.place_groups(20, [node("a", 9), node("b", 7, 0.6), node("c", 8, 0.3)])
-    assert all(names(many).startswith(names(placement.place_groups(k, [*dict.fromkeys(many)]))) for k in range(20))
+    assert all(
+        names(many).startswith(names(placement.place_groups(k, [*dict.fromkeys(many)])))
+        for k in range(20)
+    )
 
 
 def placed(
-    monkeypatch, nodes: list[placement.Node], blocks: int | None = None, memory: int | None = None, **changes: object
+    monkeypatch,
+    nodes: list[placement.Node],
+    blocks: int | None = None,
+    memory: int | None = None,
+    **changes: object,
 ):
     """Where 4 agents of as many samples each go, three of them benign."""
     agents = {
@@ -173,12 +194,17 @@ def placed(
 
 def test_agents_are_shared_out_so_that_all_nodes_end_together(monkeypatch):
     found, _ = placed(monkeypatch, [node("fast", 1), node("slow", 1, 0.4)])
-    assert [(each.name, len(share)) for each, share in zip(found.nodes, found.shares, strict=True)] == [
+    assert [
+        (each.name, len(share)) for each, share in zip(found.nodes, found.shares, strict=True)
+    ] == [
         ("fast", 3),
         ("slow", 1),
     ]
     found, _ = placed(monkeypatch, [node("fast", 1), node("slow", 1, 0.2)])
-    assert (names(found.nodes), str(found)) == ("fast", "1 block on 1 node")  # elsewhere one agent takes as long as 5
+    assert (names(found.nodes), str(found)) == (
+        "fast",
+        "1 block on 1 node",
+    )  # elsewhere one agent takes as long as 5
     found, _ = placed(monkeypatch, [node("a", 2), node("b", 2)], blocks=3)
     assert (names(found.nodes), sorted(map(len, found.shares))) == ("aba", [1, 1, 2])
     assert str(found) == "3 blocks on 2 nodes"
@@ -188,7 +214,11 @@ def test_agents_are_shared_out_so_that_all_nodes_end_together(monkeypatch):
     ("changes", "speed", "told"),
     [
         ({}, 1.0, "4 blocks on 2 nodes, not 9: there are 4 agents"),
-        ({"together": 2}, 1.0, "3 blocks on 2 nodes, not 9: agents who train in one program stay together (--set"),
+        (
+            {"together": 2},
+            1.0,
+            "3 blocks on 2 nodes, not 9: agents who train in one program stay together (--set",
+        ),
         ({}, 0.1, "3 blocks on 1 node, not 9: more would not end sooner"),
     ],
 )
@@ -201,8 +231,12 @@ def test_what_a_node_holds_is_counted(monkeypatch):
     found, prepared = placed(monkeypatch, [node("a", 1), node("b", 1)])
     row, data = 4 * row_stride(prepared.spec.dim), 1797 * (4 * 64 + 8)
     rows, stored = found.required_bytes(prepared, found.nodes[0])
-    assert rows == 2**28 + 12 * prepared.spec.dim + row * (2 + 2)  # two agents, and the two others' models
-    assert stored == data + row * (2 * 2 + 2)  # small rows once for each node; what is copied from others
+    assert rows == 2**28 + 12 * prepared.spec.dim + row * (
+        2 + 2
+    )  # two agents, and the two others' models
+    assert stored == data + row * (
+        2 * 2 + 2
+    )  # small rows once for each node; what is copied from others
 
 
 @pytest.mark.parametrize(("selection", "inbox"), [("prob_sampling", 2), ("everyone", 3)])
@@ -210,7 +244,9 @@ def test_who_asks_everybody_receives_more_than_the_budget(monkeypatch, selection
     algorithm = {"name": "fedcb2o", "alpha": 2.0, "selection": selection}
     found, prepared = placed(monkeypatch, [node(name, 1) for name in "abcd"], algorithm=algorithm)
     row = 4 * row_stride(prepared.spec.dim)
-    assert found.required_bytes(prepared, found.nodes[0])[0] == 2**28 + 12 * prepared.spec.dim + row * (1 + inbox)
+    assert found.required_bytes(prepared, found.nodes[0])[
+        0
+    ] == 2**28 + 12 * prepared.spec.dim + row * (1 + inbox)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +258,11 @@ def test_who_asks_everybody_receives_more_than_the_budget(monkeypatch, selection
             r"node b needs 0.\d MiB of Ray's store for 1 block, and has 64.0 KiB: start it by "
             r"`ray start --object-store-memory \d+ \.\.\.`",
         ),
-        ([node("a", 1), node("b", 1, memory=2**20)], None, "node b needs .* for 1 block, and has 1.0 MiB"),
+        (
+            [node("a", 1), node("b", 1, memory=2**20)],
+            None,
+            "node b needs .* for 1 block, and has 1.0 MiB",
+        ),
         ([node("a", 1)], 2**21, "node a needs .* for 1 block, and has 2.0 MiB"),
         ([], None, "no node of the cluster has processors"),
     ],
@@ -235,17 +275,24 @@ def test_a_node_that_cannot_hold_what_is_its_own(monkeypatch, nodes, memory, tol
 def test_a_block_on_a_gpu_is_where_one_is(cluster, monkeypatch):
     assert placement.list_nodes(device="cuda") == []
     (known,) = ray.nodes()
-    monkeypatch.setattr(ray, "nodes", lambda: [known, {**known, "Resources": {**known["Resources"], "GPU": 3.0}}])
+    monkeypatch.setattr(
+        ray, "nodes", lambda: [known, {**known, "Resources": {**known["Resources"], "GPU": 3.0}}]
+    )
     (found,) = placement.list_nodes(device="cuda")
     assert (found.processors, found.speed) == (3, 1.0)
-    with pytest.raises(RunError, match="no node of the cluster has GPUs, which `device` = 'cuda' needs"):
+    with pytest.raises(
+        RunError, match="no node of the cluster has GPUs, which `device` = 'cuda' needs"
+    ):
         placed(monkeypatch, [], device="cuda")
 
 
 @pytest.mark.slow
 def test_unequal_speeds_change_no_bit(cluster, undisturbed, tmp_path, monkeypatch):
     (here,) = placement.list_nodes()
-    two = [dataclasses.replace(here, name=name, processors=2, speed=s) for name, s in (("fast", 1.0), ("slow", 0.3))]
+    two = [
+        dataclasses.replace(here, name=name, processors=2, speed=s)
+        for name, s in (("fast", 1.0), ("slow", 0.3))
+    ]
     monkeypatch.setattr(placement, "list_nodes", lambda own, device: two)
     run(spread(), out=tmp_path / "run", cluster=cluster, blocks=4)
     assert whole(tmp_path / "run") == undisturbed
@@ -253,7 +300,12 @@ def test_unequal_speeds_change_no_bit(cluster, undisturbed, tmp_path, monkeypatc
 
 def test_a_coordinator_stays_on_one_machine(cluster, tmp_path):
     with pytest.raises(ConfigError, match="run on one machine: no --cluster"):
-        run(spread(algorithm={"name": "ifca", "models": 2}), out=tmp_path / "run", cluster=cluster, blocks=2)
+        run(
+            spread(algorithm={"name": "ifca", "models": 2}),
+            out=tmp_path / "run",
+            cluster=cluster,
+            blocks=2,
+        )
 
 
 def test_blocks_need_a_cluster(tmp_path):
@@ -266,9 +318,18 @@ def test_blocks_need_a_cluster(tmp_path):
     [
         (("bench", "--cluster", "digits"), "'digits' is no address of a cluster: these are local"),
         (("run", "--cluster", "digits-fedcb2o"), "'digits-fedcb2o' is no address of a cluster"),
-        (("run", "digits-fedcb2o", "--cluster", "10.0.0.1"), "'10.0.0.1' is no address of a cluster"),
-        (("run", "digits-fedcb2o", "--cluster", "head:70000"), "'head:70000' is no address of a cluster"),
-        (("run", "digits-fedcb2o", "--cluster", "ray://head:10001"), "give this command to one of its machines"),
+        (
+            ("run", "digits-fedcb2o", "--cluster", "10.0.0.1"),
+            "'10.0.0.1' is no address of a cluster",
+        ),
+        (
+            ("run", "digits-fedcb2o", "--cluster", "head:70000"),
+            "'head:70000' is no address of a cluster",
+        ),
+        (
+            ("run", "digits-fedcb2o", "--cluster", "ray://head:10001"),
+            "give this command to one of its machines",
+        ),
     ],
 )
 def test_what_is_no_address(words, told):
@@ -286,7 +347,10 @@ def test_no_cluster_to_be_joined(nobody, monkeypatch):
         raise ConnectionError("Could not find any running Ray instance.")
 
     monkeypatch.setattr(connect.services, "canonicalize_bootstrap_address", found)
-    with pytest.raises(RunError, match="this machine is in no cluster: `ray start`"), connect.connected("auto"):
+    with (
+        pytest.raises(RunError, match="this machine is in no cluster: `ray start`"),
+        connect.connected("auto"),
+    ):
         pass
 
 
@@ -334,11 +398,16 @@ def test_what_listens_is_no_cluster(nobody):
         ):
             pass
         server.join()
-    with pytest.raises(RunError, match=rf"no cluster can be reached at '{address}' \(.*refused"), connect.connected(address):
+    with (
+        pytest.raises(RunError, match=rf"no cluster can be reached at '{address}' \(.*refused"),
+        connect.connected(address),
+    ):
         pass
 
 
-@pytest.mark.parametrize("words", [("--cluster",), ("--cluster", "--blocks", "2"), ("--cluster", "local")])
+@pytest.mark.parametrize(
+    "words", [("--cluster",), ("--cluster", "--blocks", "2"), ("--cluster", "local")]
+)
 def test_an_address_left_out_is_this_machine(tmp_path, monkeypatch, words):
     monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.runner"], "run", given := Mock())
     assert here("run", "digits-fedcb2o", *words).status == 0
@@ -348,7 +417,9 @@ def test_an_address_left_out_is_this_machine(tmp_path, monkeypatch, words):
 
 def test_nothing_is_left_to_do(cluster, tmp_path, monkeypatch):
     run(spread(1), out=tmp_path / "run", workers=1)
-    monkeypatch.setattr(connect, "connected", lambda *_: pytest.fail("there is nothing to do there"))
+    monkeypatch.setattr(
+        connect, "connected", lambda *_: pytest.fail("there is nothing to do there")
+    )
     run(spread(1), out=tmp_path / "run", cluster=cluster, blocks=2, resume=True)
 
 
@@ -356,7 +427,9 @@ def test_another_ray(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, connect.__name__)
     monkeypatch.delattr(connect.__name__)
     monkeypatch.setitem(sys.modules, "ray._raylet", None)
-    with pytest.raises(ConfigError, match=rf"Ray {ray.__version__} lacks what a cluster needs of it \(.*_raylet"):
+    with pytest.raises(
+        ConfigError, match=rf"Ray {ray.__version__} lacks what a cluster needs of it \(.*_raylet"
+    ):
         run(spread(), out=tmp_path / "run", cluster="local", blocks=2)
 
 
@@ -427,7 +500,9 @@ def test_own_parts_travel_with_what_lies_beside_them(cluster, tmp_path, own):
     del told[f"data-{os.getpid()}"]  # data go to nodes from here
     assert len(told) == 2
     for files in told.values():
-        assert all("py_modules_files" in file and not file.startswith(str(tmp_path)) for file in files)
+        assert all(
+            "py_modules_files" in file and not file.startswith(str(tmp_path)) for file in files
+        )
     run(experiment, out=tmp_path / "one", workers=1)
     assert whole(tmp_path / "run") == whole(tmp_path / "one")
 
@@ -451,7 +526,13 @@ def test_own_parts_from_standard_input(cluster, tmp_path):
     (tmp_path / "beside.py").touch()
     script = STDIN.format(spread(2), ray.get_runtime_context().gcs_address)
     done = subprocess.run(
-        [sys.executable, "-"], input=script, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+        [sys.executable, "-"],
+        input=script,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.stdout == "done\n", done.stderr
     assert whole(tmp_path / "blocks-2") == whole(tmp_path / "blocks-None")
@@ -465,7 +546,10 @@ def test_errors_of_own_parts_say_where_they_lie_here(cluster, tmp_path, own, blo
     path.write_text(path.read_text() + "\n\ndef criterion(judged):\n    1 / 0\n")
     with pytest.raises((ConfigError, RunError)) as error:
         run(experiment, out=tmp_path / "run", cluster=cluster, blocks=blocks)
-    assert f"failed at line {len(path.read_text().splitlines())} of {path}: ZeroDivisionError" in str(error.value)
+    assert (
+        f"failed at line {len(path.read_text().splitlines())} of {path}: ZeroDivisionError"
+        in str(error.value)
+    )
 
 
 def test_own_parts_that_a_node_cannot_import(cluster, tmp_path, own):
@@ -483,7 +567,8 @@ def test_own_parts_that_a_node_cannot_import(cluster, tmp_path, own):
 def test_other_versions_on_a_node(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(placement, "version", lambda name: "0.0")
     with pytest.raises(
-        RunError, match=r"node \S+ of the cluster has fedcb2o \S+ \(\w+\), here 0.0 \(\w+\), torch .* must be the same"
+        RunError,
+        match=r"node \S+ of the cluster has fedcb2o \S+ \(\w+\), here 0.0 \(\w+\), torch .* must be the same",
     ):
         run(spread(), out=tmp_path / "run", cluster=cluster, blocks=2)
     assert not (tmp_path / "run").exists()
@@ -496,14 +581,22 @@ def test_processors_of_another_kind_are_told_once(cluster, tmp_path, monkeypatch
     run(spread(1), out=tmp_path / "run", cluster=cluster, **given)
     told = capsys.readouterr().err
     assert (
-        len(re.findall(r"Note: 1 node of the cluster with other processors .*here Abacus\): bits may differ", told))
+        len(
+            re.findall(
+                r"Note: 1 node of the cluster with other processors .*here Abacus\): bits may differ",
+                told,
+            )
+        )
         == 1
     )
 
 
 def test_nodes_that_do_not_answer_are_named(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(placement, "ANSWER_SECONDS", 0.0)
-    with pytest.raises(RunError, match=rf"did not answer within 0 seconds: {socket.gethostname()}; see `ray status`"):
+    with pytest.raises(
+        RunError,
+        match=rf"did not answer within 0 seconds: {socket.gethostname()}; see `ray status`",
+    ):
         run(spread(1), out=tmp_path / "run", cluster=cluster, blocks=2)
 
 
@@ -511,5 +604,7 @@ def test_nodes_that_do_not_answer_are_named(cluster, tmp_path, monkeypatch):
 def test_processors_that_others_have(cluster, tmp_path, monkeypatch):
     with placement.start_workers(placement.list_nodes() * 4):
         monkeypatch.setattr(placement, "PLACEMENT_SECONDS", 1.0)
-        with pytest.raises(RunError, match="2 of 2 blocks found no free processor on the cluster in 1 seconds"):
+        with pytest.raises(
+            RunError, match="2 of 2 blocks found no free processor on the cluster in 1 seconds"
+        ):
             run(spread(), out=tmp_path / "run", cluster=cluster, blocks=2)

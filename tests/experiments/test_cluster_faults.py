@@ -27,7 +27,12 @@ from ray.cluster_utils import Cluster
 pytestmark = [needs_proc, pytest.mark.slow]
 
 COMMAND = [sys.executable, "-c", "from fedcb2o.cli import main; main()", "run"]
-IN_THE_BACKGROUND = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]  # as a shell has it: deaf to Ctrl-C
+IN_THE_BACKGROUND = [
+    "sh",
+    "-c",
+    'trap "" INT; exec "$@"',
+    "sh",
+]  # as a shell has it: deaf to Ctrl-C
 STORE = 100 * 2**20
 ROUNDS = 200
 
@@ -38,7 +43,8 @@ def three() -> Iterator[Cluster]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     jaxtyping.config.update("jaxtyping_disable", True)
     made = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False}
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False},
     )
     made.others = [made.add_node(num_cpus=2, object_store_memory=STORE) for _ in range(2)]
     yield made
@@ -54,7 +60,10 @@ def of_ray(pid: int) -> list[str]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             told = (folder / "cmdline").read_text().replace("\0", " ")
-            if any(session.search(each) for each in (told, *(str(file.readlink()) for file in folder.glob("fd/*")))):
+            if any(
+                session.search(each)
+                for each in (told, *(str(file.readlink()) for file in folder.glob("fd/*")))
+            ):
                 found.append(told)
     return found
 
@@ -109,7 +118,12 @@ def begun(folder: Path, address: str, before: Sequence[str] = ()) -> subprocess.
 def last_words(process: subprocess.Popen[str]) -> str:
     """The last line that a command said, beside which there is no more than its progress and what it went on after."""
     *lines, last = process.communicate(timeout=200)[1].splitlines()
-    known = ("Joining the cluster ", "Starting Ray ", "tiny seed 1000: ", "Note: a part of the cluster is lost ")
+    known = (
+        "Joining the cluster ",
+        "Starting Ray ",
+        "tiny seed 1000: ",
+        "Note: a part of the cluster is lost ",
+    )
     assert all(line.startswith(known) for line in lines), lines
     return last
 
@@ -142,7 +156,11 @@ def test_the_command_is_stopped_within_a_round(three, alone, tmp_path, number):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [("gcs_server", "the head of the cluster at "), ("raylet", "this machine's node of the cluster")]
+    ("kind", "told"),
+    [
+        ("gcs_server", "the head of the cluster at "),
+        ("raylet", "this machine's node of the cluster"),
+    ],
 )
 def test_the_head_is_killed(three, alone, tmp_path, kind, told):
     process = begun(tmp_path / "run", three.address, IN_THE_BACKGROUND)
@@ -161,6 +179,8 @@ def test_a_run_with_a_ray_of_its_own_is_stopped(tmp_path, number):
     process.send_signal(number)
     process.wait(60)
     process.stderr.close()
-    assert until(lambda: not of_ray(process.pid), 150)  # agents of Ray look after their parent once a minute
+    assert until(
+        lambda: not of_ray(process.pid), 150
+    )  # agents of Ray look after their parent once a minute
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number

@@ -27,7 +27,12 @@ def test_every_preset_is_valid_and_says_what_it_is(name):
 VARIANTS = {  # as docs/configuration.md has them side by side
     "": {"own_candidate": False, "first_contact": "average"},
     "-trusted": {"own_candidate": False, "first_contact": "average", "own_model": "trusted"},
-    "-paper": {"own_candidate": False, "first_contact": "average", "own_model": "excluded", "alpha": 10.0},
+    "-paper": {
+        "own_candidate": False,
+        "first_contact": "average",
+        "own_model": "excluded",
+        "alpha": 10.0,
+    },
     "-held-out": {"own_candidate": False, "first_contact": "average"},
     "-released": {"own_candidate": True, "first_contact": "whole"},
 }
@@ -63,11 +68,21 @@ OF_A_VARIANT = [found for name in presets() if (found := VARIANT.fullmatch(name)
 
 @pytest.mark.parametrize("data", ["digits", "emnist-small", "emnist"])
 def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(data):
-    with_one_more, default = (load(f"{data}-fedcb2o{ending}").settings() for ending in ("-perturbations", ""))
+    with_one_more, default = (
+        load(f"{data}-fedcb2o{ending}").settings() for ending in ("-perturbations", "")
+    )
     gap = default["algorithm"].pop("criterion")
     criterion = with_one_more["algorithm"].pop("criterion")
-    sought = {"name": "perturbation_gap", "pixels": 16, "steps": 2, "against": "majority", "scale": 5.0}
-    sought |= {} if data == "digits" else {"blend": 0.5}  # black all around the letters, and units with ReLU
+    sought = {
+        "name": "perturbation_gap",
+        "pixels": 16,
+        "steps": 2,
+        "against": "majority",
+        "scale": 5.0,
+    }
+    sought |= (
+        {} if data == "digits" else {"blend": 0.5}
+    )  # black all around the letters, and units with ReLU
     assert criterion == {"name": "largest", "of": [gap, sought]}
     assert with_one_more["algorithm"] == default["algorithm"]
     assert with_one_more["agents"] == default["agents"]
@@ -77,15 +92,28 @@ def test_the_presets_against_backdoors_are_the_default_with_one_more_criterion(d
 def test_the_presets_that_hold_out_are_the_default_but_for_that_and_what_it_takes(data):
     held, default = (load(f"{data}-fedcb2o{ending}").settings() for ending in ("-held-out", ""))
     assert default["algorithm"] == {**held["algorithm"], "alpha": 1.0, "apart": 0.75}
-    assert held["agents"] == {**load(f"{data}-fedcb2o-released").settings()["agents"], "validation_loss": "samples"}
+    assert held["agents"] == {
+        **load(f"{data}-fedcb2o-released").settings()["agents"],
+        "validation_loss": "samples",
+    }
 
 
 @pytest.mark.parametrize("found", OF_A_VARIANT, ids=lambda found: found[0])
 def test_every_variant_is_what_its_name_says(found):
     name, size, method, ending, switch = found[0], *found.groups()
     experiment = load(name)
-    expected = {"name": method, "criterion_from_round": int(switch or 0), "selection": "prob_sampling"}
-    expected |= {"kappa": 2.0, "zeta": 0.5, "beta": None, **VARIANTS[ending], **METHODS.get((ending, method), {})}
+    expected = {
+        "name": method,
+        "criterion_from_round": int(switch or 0),
+        "selection": "prob_sampling",
+    }
+    expected |= {
+        "kappa": 2.0,
+        "zeta": 0.5,
+        "beta": None,
+        **VARIANTS[ending],
+        **METHODS.get((ending, method), {}),
+    }
     settings = experiment.settings()["algorithm"]
     assert {key: settings.get(key) for key in expected} == expected
     algorithm = experiment.algorithm.bind("algorithm", algorithms)()
@@ -116,7 +144,12 @@ def test_what_config_toml_holds_is_the_same_experiment(name):
 
 def test_the_sources_of_an_experiment_are_alike(tmp_path):
     from_file, from_mapping = load(write(tmp_path / "tiny.toml")), load(tiny())
-    assert from_file == from_mapping == load(from_mapping) == Experiment(**from_mapping.model_dump(exclude_unset=True))
+    assert (
+        from_file
+        == from_mapping
+        == load(from_mapping)
+        == Experiment(**from_mapping.model_dump(exclude_unset=True))
+    )
     assert from_mapping.title == "tiny"
     assert tiny() == TINY
 
@@ -135,7 +168,9 @@ def test_extends_changes_a_preset_section_by_section(tmp_path):
     mine, preset = load(tmp_path / "mine.toml"), load("digits-fedcb2o")
     assert (mine.name, mine.rounds, mine.agents.budget) == ("mine", 7, 3)
     assert mine.agents.model_copy(update={"budget": preset.agents.budget}) == preset.agents
-    assert mine.model.parameters == {}  # another function: the parameters of the first do not follow it
+    assert (
+        mine.model.parameters == {}
+    )  # another function: the parameters of the first do not follow it
     assert mine.algorithm == preset.algorithm
 
 
@@ -153,7 +188,9 @@ def test_changes_reach_every_depth():
     assert (changed.rounds, changed.agents.budget, changed.training.local_steps) == (9, 2, 3)
     assert changed.algorithm.parameters["criterion"] == {"name": "class_loss_gap", "absent": "zero"}
     assert changed.algorithm.parameters["alpha"] == 2.0
-    deep = load(tiny(), {"algorithm.criterion.name": "class_loss_gap", "algorithm.criterion.absent": "zero"})
+    deep = load(
+        tiny(), {"algorithm.criterion.name": "class_loss_gap", "algorithm.criterion.absent": "zero"}
+    )
     assert deep.algorithm == changed.algorithm
     assert load(tiny(), {"name": "other"}).fingerprint(0) == load(tiny()).fingerprint(0)
     other = load(tiny(), {"algorithm.name": "dfedavgm"})
@@ -186,11 +223,24 @@ def test_the_clean_twin_differs_in_the_role_alone():
 
 def test_the_fingerprint_is_that_of_what_the_numbers_depend_on():
     one = load(tiny())
-    for same in (tiny(name="other"), tiny(seeds=[1, 2]), tiny(rounds=99), tiny(checkpoint_every=7), tiny(title="x")):
+    for same in (
+        tiny(name="other"),
+        tiny(seeds=[1, 2]),
+        tiny(rounds=99),
+        tiny(checkpoint_every=7),
+        tiny(title="x"),
+    ):
         assert load(same).fingerprint(5) == one.fingerprint(5)
-    others = [tiny(training={"gamma": 0.06}), tiny(algorithm={"alpha": 2.5}), tiny(agents={"budget": 2})]
+    others = [
+        tiny(training={"gamma": 0.06}),
+        tiny(algorithm={"alpha": 2.5}),
+        tiny(agents={"budget": 2}),
+    ]
     others += [tiny(evaluate_every=2), tiny(model={"name": "logistic"}), tiny(attack={"target": 3})]
-    prints = {load(table).fingerprint(5) for table in others} | {one.fingerprint(5), one.fingerprint(6)}
+    prints = {load(table).fingerprint(5) for table in others} | {
+        one.fingerprint(5),
+        one.fingerprint(6),
+    }
     assert len(prints) == len(others) + 2
 
 
@@ -301,11 +351,16 @@ def test_what_is_missing_is_named():
         load(table)
     table = tiny()
     del table["attack"]
-    with pytest.raises(ConfigError, match=r"malicious agents that attack need an \[attack\] section"):
+    with pytest.raises(
+        ConfigError, match=r"malicious agents that attack need an \[attack\] section"
+    ):
         load(table)
 
 
 def test_the_step_of_the_paper_may_not_overshoot():
     table = tiny(training={"gamma": 0.2}, algorithm={"name": "fedcbo"})
-    with pytest.raises(ConfigError, match=r"lambda1 \* gamma must be above 0 and at most 1, got 2: choose a smaller"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lambda1 \* gamma must be above 0 and at most 1, got 2: choose a smaller",
+    ):
         load({**table, "algorithm": {"name": "fedcbo"}})

@@ -25,7 +25,13 @@ from fedcb2o.experiments.grid.loading import _parse_grid, _read_built_in, grids,
 
 FLIP = {"attack": {"name": "label_flip", "source": 9, "target": 4}}
 ALIE = {"attack": {"name": "alie"}}
-GAP = {"attack": {"name": "gap_aware", "data": {"name": "label_flip", "source": 9, "target": 4}, "from_round": 1}}
+GAP = {
+    "attack": {
+        "name": "gap_aware",
+        "data": {"name": "label_flip", "source": 9, "target": 4},
+        "from_round": 1,
+    }
+}
 BACKDOOR = {"attack": {"name": "backdoor", "target": 7, "share": 0.3, "size": 3}}
 MEAN = {"algorithm": {"name": "dfedavgm"}}
 
@@ -33,7 +39,10 @@ MEAN = {"algorithm": {"name": "dfedavgm"}}
 def grid(**changes):
     """A tiny grid, some of its keys changed."""
     base = {key: value for key, value in tiny(rounds=2).items() if key != "attack"}
-    axes = {"defences": {"FedCB2O": {}, "DFedAvgM": MEAN}, "attacks": {"Label flip": FLIP, "ALIE": ALIE}}
+    axes = {
+        "defences": {"FedCB2O": {}, "DFedAvgM": MEAN},
+        "attacks": {"Label flip": FLIP, "ALIE": ALIE},
+    }
     return {**base, "name": "grid", **axes, **changes}
 
 
@@ -41,7 +50,9 @@ def tuned(**changes):
     """A grid with two candidates of one defence."""
     candidates = [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 5.0}}]
     defences = {"FedCB2O": {"tune": candidates}, "DFedAvgM": MEAN}
-    return grid(**{"defences": defences, "tuning": {"seeds": [1001], "attacks": ["ALIE"]}, **changes})
+    return grid(
+        **{"defences": defences, "tuning": {"seeds": [1001], "attacks": ["ALIE"]}, **changes}
+    )
 
 
 # What the cells are
@@ -50,7 +61,9 @@ def tuned(**changes):
 def test_cells_are_every_defence_against_every_attack_with_the_same_seeds():
     cells = [cell for cell in load_grid(grid(seeds=[3, 4])).cells() if cell.kind == "cell"]
     assert [(cell.key.defence, cell.key.attack) for cell in cells] == [
-        (defence, attack) for defence in ("FedCB2O", "DFedAvgM") for attack in ("Label flip", "ALIE")
+        (defence, attack)
+        for defence in ("FedCB2O", "DFedAvgM")
+        for attack in ("Label flip", "ALIE")
     ]
     assert {cell.experiment.seeds for cell in cells} == {(3, 4)}
     assert cells[3].folder == "cells/dfedavgm/alie"
@@ -66,14 +79,23 @@ def test_a_defence_may_have_fewer_seeds_and_its_floors_with_it():
         ("FedCB2O", (3, 4)),
         ("DFedAvgM", (4,)),
     }
-    assert {cell.folder for cell in plan.cells()} == {cell.folder for cell in load_grid(grid(seeds=[3, 4])).cells()}
+    assert {cell.folder for cell in plan.cells()} == {
+        cell.folder for cell in load_grid(grid(seeds=[3, 4])).cells()
+    }
     assert load_grid(plan.to_table()).cells() == plan.cells()
 
 
 def test_attacks_of_equal_aims_share_a_floor():
-    attacks = {"Label flip": FLIP, "Late": {"attack": {**FLIP["attack"], "from_round": 1}}, "Gap": GAP, "ALIE": ALIE}
+    attacks = {
+        "Label flip": FLIP,
+        "Late": {"attack": {**FLIP["attack"], "from_round": 1}},
+        "Gap": GAP,
+        "ALIE": ALIE,
+    }
     more = {"Shift": {"attack": {"name": "shifted_labels"}}, "Back": BACKDOOR}
-    more |= {name: {"attack": {"name": f"{name}_flip", "target": 2}} for name in ("spread", "rarest")}
+    more |= {
+        name: {"attack": {"name": f"{name}_flip", "target": 2}} for name in ("spread", "rarest")
+    }
     weaker = {
         "Weak": {"attack": {**BACKDOOR["attack"], "share": 0.1}},
         "Small": {"attack": {"name": "backdoor", "target": 7}},
@@ -85,8 +107,12 @@ def test_attacks_of_equal_aims_share_a_floor():
     assert floor["Back"] == floor["Weak"] != floor["Small"]
     assert floor["spread"] == floor["rarest"]
     assert len(set(floor.values())) == 5
-    floors = {cell.folder.rpartition("/")[2]: cell.experiment for cell in cells if cell.kind == "clean"}
-    removed = {cell.folder.rpartition("/")[2]: cell.experiment for cell in cells if cell.kind == "removed"}
+    floors = {
+        cell.folder.rpartition("/")[2]: cell.experiment for cell in cells if cell.kind == "clean"
+    }
+    removed = {
+        cell.folder.rpartition("/")[2]: cell.experiment for cell in cells if cell.kind == "removed"
+    }
     assert floors.keys() == removed.keys() == set(floor.values())
     assert {experiment.agents.malicious_role for experiment in floors.values()} == {"clean"}
     assert {experiment.agents.malicious_role for experiment in removed.values()} == {"removed"}
@@ -103,13 +129,22 @@ def test_attacks_of_equal_aims_share_a_floor():
 
 def test_a_floor_is_the_clean_twin():
     experiment = load_grid(grid()).experiment("", "FedCB2O", "Label flip")
-    twin, floor = experiment.clean_counterpart().settings(), fedcb2o.load(baseline_table(experiment, "clean")).settings()
+    twin, floor = (
+        experiment.clean_counterpart().settings(),
+        fedcb2o.load(baseline_table(experiment, "clean")).settings(),
+    )
     assert {key for key in twin if twin[key] != floor.get(key)} == {"name", "title", "description"}
 
 
 def test_who_would_ask_more_peers_than_are_left_asks_all_of_them():
-    experiment = load_grid(grid(agents={**tiny()["agents"], "budget": 5})).experiment("", "DFedAvgM", "ALIE")
-    assert (experiment.agents.benign, experiment.agents.malicious, experiment.agents.num_clusters) == (2, 1, 2)
+    experiment = load_grid(grid(agents={**tiny()["agents"], "budget": 5})).experiment(
+        "", "DFedAvgM", "ALIE"
+    )
+    assert (
+        experiment.agents.benign,
+        experiment.agents.malicious,
+        experiment.agents.num_clusters,
+    ) == (2, 1, 2)
     assert baseline_table(experiment, "clean")["agents"]["budget"] == 5
     assert fedcb2o.load(baseline_table(experiment, "removed")).agents.budget == 3
 
@@ -117,12 +152,16 @@ def test_who_would_ask_more_peers_than_are_left_asks_all_of_them():
 def test_what_attacks_change_beside_the_attack_is_in_their_floor_too():
     attacks = {"Label flip": FLIP, "Alone": {**FLIP, "agents": {"colluders_own_model": False}}}
     cells = load_grid(grid(attacks=attacks, defences={"One": {}})).cells()
-    assert [cell.experiment.agents.colluders_own_model for cell in cells if cell.kind == "clean"] == [True, False]
+    assert [
+        cell.experiment.agents.colluders_own_model for cell in cells if cell.kind == "clean"
+    ] == [True, False]
 
 
 def test_an_entry_that_attacks_nobody_has_no_floor():
     calm = {"agents": {"malicious_role": "clean"}, **FLIP}
-    cells = load_grid(grid(attacks={"Label flip": FLIP, "Calm": calm}, defences={"One": {}})).cells()
+    cells = load_grid(
+        grid(attacks={"Label flip": FLIP, "Calm": calm}, defences={"One": {}})
+    ).cells()
     assert [cell.baseline is None for cell in cells if cell.key.attack == "Calm"] == [True]
 
 
@@ -135,7 +174,9 @@ def test_settings_multiply_the_cells():
 
 
 def test_a_preset_may_lie_under_a_grid():
-    plan = load_grid({"extends": "digits-fedcb2o", "rounds": 3, "defences": {"A": {}}, "attacks": {"ALIE": ALIE}})
+    plan = load_grid(
+        {"extends": "digits-fedcb2o", "rounds": 3, "defences": {"A": {}}, "attacks": {"ALIE": ALIE}}
+    )
     experiment = plan.experiment("", "A", "ALIE")
     assert (experiment.rounds, experiment.agents.benign, experiment.seeds) == (3, 5, (0, 1, 2))
     assert plan.to_table()["agents"]["benign"] == 5
@@ -159,17 +200,27 @@ DEFAULT = {
     "FedCB2O, sub-level set": "-held-out",
 }
 OF_THE_DEFAULT = [
-    (name, *each) for name in grids() for each in DEFAULT.items() if each[0] in _read_built_in(name)["defences"]
+    (name, *each)
+    for name in grids()
+    for each in DEFAULT.items()
+    if each[0] in _read_built_in(name)["defences"]
 ]
 
 
 @pytest.mark.parametrize(("name", "defence", "ending"), OF_THE_DEFAULT)
 def test_what_grids_have_of_the_default_is_its_preset(name, defence, ending):
-    plan, preset = _parse_grid(_read_built_in(name)), fedcb2o.load(f"digits-fedcb2o{ending}").settings()
-    found = plan.experiment(next(iter(plan.settings), ""), defence, next(iter(plan.attacks))).settings()
+    plan, preset = (
+        _parse_grid(_read_built_in(name)),
+        fedcb2o.load(f"digits-fedcb2o{ending}").settings(),
+    )
+    found = plan.experiment(
+        next(iter(plan.settings), ""), defence, next(iter(plan.attacks))
+    ).settings()
     assert found["algorithm"] == preset["algorithm"]
     assert found["agents"]["hold_out"] == preset["agents"]["hold_out"]
-    key = "split" if found["agents"]["hold_out"] else "validation"  # where all samples validate nothing is split
+    key = (
+        "split" if found["agents"]["hold_out"] else "validation"
+    )  # where all samples validate nothing is split
     assert found["agents"][key] == preset["agents"][key]
 
 
@@ -199,7 +250,10 @@ def test_the_chosen_candidate_is_in_every_cell_of_its_defence_and_in_its_floors_
 
 # What is wrong, and where
 
-ODD = {"defences": {"FedCB2O": {"tune": [{}]}, "B": {"tune": [{}, {}]}}, "tuning": {"seeds": [1], "attacks": ["ALIE"]}}
+ODD = {
+    "defences": {"FedCB2O": {"tune": [{}]}, "B": {"tune": [{}, {}]}},
+    "tuning": {"seeds": [1], "attacks": ["ALIE"]},
+}
 WRONG = {
     "shared": ({"roundz": 3}, "the grid: there is no key `roundz` here. Did you mean `rounds`?"),
     "axis": ({"atacks": {}}, "the grid: there is no key `atacks` here. Did you mean `attacks`?"),
@@ -284,7 +338,10 @@ def test_what_is_wrong_with_the_tuning_is_told_with_its_place(case):
 
 def test_a_name_that_is_none_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "there is no grid `quik`. Did you mean `quick`? Built in: " in here("bench", "quik").one_line()
+    assert (
+        "there is no grid `quik`. Did you mean `quick`? Built in: "
+        in here("bench", "quik").one_line()
+    )
     assert here("bench").one_line().startswith("which grid? Name its file")
     listed = here("bench", "--list")
     assert [line.split()[0] for line in listed.out.splitlines()] == list(grids())
@@ -302,7 +359,10 @@ def test_a_folder_of_something_else_is_one_line(tmp_path):
     path.write_text(tomli_w.dumps(grid()))
     full.mkdir()
     (full / "file").write_text("")
-    assert "full is not empty and holds no grid: choose another --out" in here("bench", path, "--out", full).one_line()
+    assert (
+        "full is not empty and holds no grid: choose another --out"
+        in here("bench", path, "--out", full).one_line()
+    )
 
 
 # What tuning chooses
@@ -330,12 +390,21 @@ def test_the_best_mean_of_accuracy_less_success_is_chosen_and_kept(tmp_path):
     assert tuning.best_candidates(frozen) == {"FedCB2O": 1}
     written = json.loads((tmp_path / "tuning.json").read_text())["FedCB2O"]
     assert written["scores"] == pytest.approx([0.6, 0.65])
-    assert written["by_attack"][0] == {"Label flip": pytest.approx([0.4, 0.6]), "ALIE": pytest.approx([0.8, 0.6])}
+    assert written["by_attack"][0] == {
+        "Label flip": pytest.approx([0.4, 0.6]),
+        "ALIE": pytest.approx([0.8, 0.6]),
+    }
     assert tuning.read_choices(tmp_path, plan) == frozen
     other = tuned(
-        **attacks, defences={"FedCB2O": {"tune": [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 3.0}}]}}
+        **attacks,
+        defences={
+            "FedCB2O": {"tune": [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 3.0}}]}
+        },
     )
-    with pytest.raises(RunError, match="holds what was chosen for `FedCB2O` over other candidates, attacks or seeds"):
+    with pytest.raises(
+        RunError,
+        match="holds what was chosen for `FedCB2O` over other candidates, attacks or seeds",
+    ):
         tuning.read_choices(tmp_path, load_grid(other))
 
 
@@ -345,7 +414,9 @@ def test_a_candidate_that_cannot_run_is_not_chosen_and_without_any_the_defence_i
     frozen = {}
     assert tuning.choose(tmp_path, plan, frozen, {"tuning/fedcb2o/2/alie": "too much"}) == {}
     assert frozen["FedCB2O"]["scores"] == [0.2, None]
-    none = tuning.choose(tmp_path, plan, nothing := {}, {f"tuning/fedcb2o/{k}/alie": "too much" for k in (1, 2)})
+    none = tuning.choose(
+        tmp_path, plan, nothing := {}, {f"tuning/fedcb2o/{k}/alie": "too much" for k in (1, 2)}
+    )
     assert none["FedCB2O"].startswith("none of its candidates could run; FedCB2O, candidate")
     assert nothing == {}
 
@@ -365,8 +436,16 @@ def alphas(*values):
         (alphas(1.0, 2.0, 5.0), [0.2, 0.1, None], {"algorithm": {"alpha": 0.5}}),
         (alphas(1.0, 2.0), [None, None], None),
         ([{"algorithm": {"alpha": 1.0}}, {}], [0.1, 0.2], None),
-        ([{}, *alphas(1.0, 4.0)], [0.1, 0.2, 0.3], {"algorithm": {"alpha": 16.0}}),  # its default is no number
-        ([{"algorithm": {"own_model": "judged"}}, {"algorithm": {"own_model": "trusted"}}], [0.1, 0.2], None),
+        (
+            [{}, *alphas(1.0, 4.0)],
+            [0.1, 0.2, 0.3],
+            {"algorithm": {"alpha": 16.0}},
+        ),  # its default is no number
+        (
+            [{"algorithm": {"own_model": "judged"}}, {"algorithm": {"own_model": "trusted"}}],
+            [0.1, 0.2],
+            None,
+        ),
     ],
 )
 def test_what_lies_beyond_the_best_candidate(candidates, scores, following):
@@ -387,7 +466,10 @@ def test_candidates_are_added_until_the_best_lies_inside_or_nothing_lies_beyond(
     again = tuning.read_choices(tmp_path, plan)
     assert tuning.with_added_candidates(plan, again).candidates == once.candidates
     down = load_grid(
-        tuned(defences={"A": {"tune": alphas(0.0, 5.0)}}, tuning={"seeds": [7], "attacks": ["ALIE"], "widen": 3})
+        tuned(
+            defences={"A": {"tune": alphas(0.0, 5.0)}},
+            tuning={"seeds": [7], "attacks": ["ALIE"], "widen": 3},
+        )
     )
     for number, accuracy in ((1, 0.3), (2, 0.2)):
         trial(tmp_path, number, "alie", {7: (accuracy, None)}, defence="a")
@@ -410,7 +492,9 @@ def test_the_estimate_is_by_defence_and_nothing_before_there_is_a_basis(monkeypa
     assert pace.weight(fast[0]) == float("inf")
     pace.start(fast[0])
     assert pace.finish(fast[0], 4.0) == 2.0
-    assert pace.remaining() == pytest.approx(3 * 4 / 2)  # nothing is known of the other: as much as all
+    assert pace.remaining() == pytest.approx(
+        3 * 4 / 2
+    )  # nothing is known of the other: as much as all
     pace.start(slow[0])
     assert pace.finish(slow[0], 20.0) == 10.0
     assert pace.weight(slow[1]) == 20.0 > pace.weight(fast[1]) == 4.0
@@ -423,7 +507,9 @@ def test_the_estimate_is_by_defence_and_nothing_before_there_is_a_basis(monkeypa
     assert pace.remaining() == pytest.approx(8.0)
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(8.2, "8 s"), (99.0, "99 s"), (720.0, "12 min"), (12600.0, "3.5 h")])
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(8.2, "8 s"), (99.0, "99 s"), (720.0, "12 min"), (12600.0, "3.5 h")]
+)
 def test_durations_are_told_as_one_reads_them(seconds, told):
     assert format_duration(seconds) == told
 
@@ -431,7 +517,11 @@ def test_durations_are_told_as_one_reads_them(seconds, told):
 # Run for real
 
 
-WIDENED = {"seeds": [1001], "attacks": ["ALIE"], "widen": 1}  # of two candidates one is always an end
+WIDENED = {
+    "seeds": [1001],
+    "attacks": ["ALIE"],
+    "widen": 1,
+}  # of two candidates one is always an end
 
 
 @pytest.fixture(scope="module")
@@ -450,15 +540,24 @@ def everything(folder):
     """All bits of a grid that its file determines."""
     cells = json.loads((folder / "cells.json").read_text())["cells"]
     seeds = {"tuning": 1001}
-    found = {cell["folder"]: bits(folder / cell["folder"], seeds.get(cell["kind"], 1000)) for cell in cells}
+    found = {
+        cell["folder"]: bits(folder / cell["folder"], seeds.get(cell["kind"], 1000))
+        for cell in cells
+    }
     untimed = [{**cell, "seconds": None} for cell in cells]
-    return {**found, "cells": untimed, **{n: (folder / n).read_bytes() for n in ("grid.toml", "tuning.json")}}
+    return {
+        **found,
+        "cells": untimed,
+        **{n: (folder / n).read_bytes() for n in ("grid.toml", "tuning.json")},
+    }
 
 
 def test_a_grid_is_the_runs_that_its_cells_are(undisturbed, tmp_path):
     path, folder = undisturbed
     chosen = tuning.best_candidates(tuning.read_choices(folder, load_grid(path)))
-    plan = tuning.with_added_candidates(load_grid(path), tuning.read_choices(folder, load_grid(path)))
+    plan = tuning.with_added_candidates(
+        load_grid(path), tuning.read_choices(folder, load_grid(path))
+    )
     assert len(plan.candidates["FedCB2O"]) == 3
     cells = plan.cells(chosen)
     assert {cell.folder for cell in cells} == {
@@ -476,15 +575,33 @@ def test_a_grid_is_the_runs_that_its_cells_are(undisturbed, tmp_path):
 def test_what_cells_share_is_changed_from_the_command_line(tmp_path):
     path, out = tmp_path / "mine.toml", tmp_path / "grid"
     longer = {"rounds": 3, "training": {**tiny()["training"], "batch_size": 4}}
-    defences = {"FedCB2O": {"seeds": [4, 5]}, "DFedAvgM": {**MEAN, "seeds": [6]}, "FedCBO": {**longer}}
+    defences = {
+        "FedCB2O": {"seeds": [4, 5]},
+        "DFedAvgM": {**MEAN, "seeds": [6]},
+        "FedCBO": {**longer},
+    }
     path.write_text(tomli_w.dumps(grid(seeds=[4, 5, 6], defences=defences, attacks={"ALIE": ALIE})))
-    words = ("bench", path, "--out", out, "--set", "rounds=1", "--set", "training.batch_size=16", "--seeds", "4,7")
+    words = (
+        "bench",
+        path,
+        "--out",
+        out,
+        "--set",
+        "rounds=1",
+        "--set",
+        "training.batch_size=16",
+        "--seeds",
+        "4,7",
+    )
     assert here(*words, "--jobs", 1).status == 0
     made = tomllib.loads((out / "grid.toml").read_text())
     assert (made["seeds"], made["rounds"], made["training"]["batch_size"]) == ([4, 7], 1, 16)
     paths = {path.parent.parent.name: path for path in out.glob("cells/*/alie/config.toml")}
     found = {name: tomllib.loads(path.read_text()) for name, path in paths.items()}
-    said = {name: (each["seeds"], each["rounds"], each["training"]["batch_size"]) for name, each in found.items()}
+    said = {
+        name: (each["seeds"], each["rounds"], each["training"]["batch_size"])
+        for name, each in found.items()
+    }
     assert said == {"fedcb2o": ([4], 1, 16), "dfedavgm": ([4, 7], 1, 16), "fedcbo": ([4, 7], 3, 4)}
     with pytest.raises(ConfigError, match="grid `quick` with changes: there is no key `tau`"):
         load_grid("quick", {"tau": 1})
@@ -503,7 +620,8 @@ def test_a_device_that_is_not_there_is_one_line_before_anything_begins(tmp_path)
 def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp_path):
     path, folder = undisturbed
     assert (
-        "already holds runs of this grid: --resume goes on with it" in here("bench", path, "--out", folder).one_line()
+        "already holds runs of this grid: --resume goes on with it"
+        in here("bench", path, "--out", folder).one_line()
     )
     other = tmp_path / "other.toml"
     changes = {
@@ -520,10 +638,19 @@ def test_a_folder_with_runs_needs_resume_and_then_the_same_grid(undisturbed, tmp
     for told, change in changes.items():
         other.write_text(tomli_w.dumps(tuned(**{"name": "mine", "rounds": 8, **change})))
         assert told in here("bench", other, "--out", folder, "--resume").one_line()
-    plan = load_grid(tuned(name="mine", rounds=8, attacks={"Label flip": FLIP, "ALIE": ALIE, "Gap": GAP}))
+    plan = load_grid(
+        tuned(name="mine", rounds=8, attacks={"Label flip": FLIP, "ALIE": ALIE, "Gap": GAP})
+    )
     frozen = tuning.read_choices(folder, plan)
     before = (folder / "grid.toml").read_bytes()
-    _open_grid(folder, plan, frozen, {}, [*plan.trials(), *plan.cells(tuning.best_candidates(frozen))], True)  # cells may be added
+    _open_grid(
+        folder,
+        plan,
+        frozen,
+        {},
+        [*plan.trials(), *plan.cells(tuning.best_candidates(frozen))],
+        True,
+    )  # cells may be added
     (folder / "grid.toml").write_bytes(before)
 
 
@@ -547,8 +674,13 @@ def test_what_is_damaged_in_a_grid_is_made_again_or_fails_its_cell_alone(undistu
     assert command("bench", path, "--out", out, "--jobs", 1, "--resume").status == 0
     assert everything(out) == before
     chosen = out / "tuning.json"
-    chosen.write_text(chosen.read_text().replace('"best": 0', '"best": 1').replace('"best": 2', '"best": 1'))
-    for words in (("report", out, "--out", tmp_path / "page"), ("bench", path, "--out", out, "--resume")):
+    chosen.write_text(
+        chosen.read_text().replace('"best": 0', '"best": 1').replace('"best": 2', '"best": 1')
+    )
+    for words in (
+        ("report", out, "--out", tmp_path / "page"),
+        ("bench", path, "--out", out, "--resume"),
+    ):
         assert "tuning.json is damaged" in here(*words).one_line()
     chosen.unlink()  # what the message says
     assert command("bench", path, "--out", out, "--resume").status == 0
@@ -632,7 +764,9 @@ def attack(shard, draw):
 def test_a_cell_that_fails_is_told_and_the_others_go_on_and_it_is_tried_again(tmp_path):
     (tmp_path / "parts.py").write_text(PART)
     attacks = {"Mine": {"attack": {"name": "parts:attack"}}, "ALIE": ALIE}
-    (tmp_path / "mine.toml").write_text(tomli_w.dumps(grid(attacks=attacks, defences={"DFedAvgM": MEAN})))
+    (tmp_path / "mine.toml").write_text(
+        tomli_w.dumps(grid(attacks=attacks, defences={"DFedAvgM": MEAN}))
+    )
     done = command("bench", "mine.toml", "--out", "out", "--jobs", 1, cwd=tmp_path)
     assert (done.status, done.out) == (1, "")
     assert "Failed: DFedAvgM, Mine: the tide is out" in done.err
@@ -645,4 +779,6 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on_and_it_is_tried_again(tm
     again = command("bench", "mine.toml", "--out", "out", "--jobs", 1, "--resume", cwd=tmp_path)
     assert again.status == 0, again.err
     assert "3 of 4 cells were done before" in again.err
-    assert [cell["error"] for cell in json.loads((tmp_path / "out/cells.json").read_text())["cells"]] == [None] * 4
+    assert [
+        cell["error"] for cell in json.loads((tmp_path / "out/cells.json").read_text())["cells"]
+    ] == [None] * 4

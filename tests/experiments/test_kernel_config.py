@@ -16,7 +16,9 @@ IMAGES = {"name": "cnn", "hidden": 4}
 def test_patches_that_memory_has_no_room_for_are_not_made(tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "resolve_device", lambda _: torch.device("meta"))
     monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *_: "unfolded")
-    monkeypatch.setattr(devices, "max_batched_agents", lambda *given: 2 if given[-1] == "unfolded" else 5)
+    monkeypatch.setattr(
+        devices, "max_batched_agents", lambda *given: 2 if given[-1] == "unfolded" else 5
+    )
     for together, expected in ((None, ("unfolded", 2)), (2, ("unfolded", 2)), (4, ("grouped", 4))):
         changes = {} if together is None else {"together": together}
         experiment = settings.load(tiny(model=IMAGES, device="meta", **changes))
@@ -33,7 +35,8 @@ def test_a_choice_that_this_pytorch_lacks_is_an_error(tmp_path, monkeypatch):
 
 def test_another_way_is_an_error():
     with pytest.raises(
-        ConfigError, match="`convolution`: input should be 'grouped', 'unfolded', 'mixed' or 'fourier', got 'winograd'"
+        ConfigError,
+        match="`convolution`: input should be 'grouped', 'unfolded', 'mixed' or 'fourier', got 'winograd'",
     ):
         run(tiny(convolution="winograd"))
 
@@ -45,8 +48,11 @@ def test_verbose_says_what_was_chosen(tmp_path):
     path = write(path, rounds=1, model=IMAGES, together=3, convolution="unfolded")
     done = here("run", path, "--out", tmp_path / "more", "--workers", 1, "--verbose")
     assert (
-        "tiny seed 1000: processes 1, 3 agents at once, convolutions unfolded, large dense layers by torch" in done.err
+        "tiny seed 1000: processes 1, 3 agents at once, convolutions unfolded, large dense layers by torch"
+        in done.err
     )
     path = write(path, rounds=1, model=IMAGES, convolution="fourier")
     done = here("run", path, "--out", tmp_path / "spectra", "--workers", 1, "--verbose")
-    assert "tiny seed 1000: processes 1, convolutions fourier, large dense layers by torch" in done.err
+    assert (
+        "tiny seed 1000: processes 1, convolutions fourier, large dense layers by torch" in done.err
+    )

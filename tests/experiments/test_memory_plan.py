@@ -21,7 +21,9 @@ from fedcb2o.simulation import checkpoint
 def planned(tmp_path, given, count=1, **changes):
     """The plan of 6 agents with 100,000 parameters each."""
     experiment = load(tiny(**changes))
-    return memory_plan.plan_memory(experiment, load_dataset(experiment, None), 100_000, count, given, tmp_path)
+    return memory_plan.plan_memory(
+        experiment, load_dataset(experiment, None), 100_000, count, given, tmp_path
+    )
 
 
 def test_models_go_to_memory_or_to_disk(tmp_path, monkeypatch):
@@ -42,7 +44,8 @@ def test_what_fits_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     whole = planned(tmp_path, 10**9)
     with pytest.raises(
-        RunError, match=r"^6 agents need .* of memory, or on disk .* that are free: 3 agents would fit$"
+        RunError,
+        match=r"^6 agents need .* of memory, or on disk .* that are free: 3 agents would fit$",
     ):
         planned(tmp_path, whole.other_bytes + whole.model_bytes // 2)
     with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
@@ -52,9 +55,14 @@ def test_what_fits_is_said(tmp_path, monkeypatch):
 def test_what_is_too_small_to_mix_in_is_said(tmp_path, monkeypatch):
     """Neither a disk without end nor models that would fit are a promise where mixing has no room."""
     monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
-    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18))
+    monkeypatch.setattr(
+        memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18)
+    )
     rest = planned(tmp_path, 10**9).other_bytes
-    assert planned(tmp_path, rest + 8 * 6 * memory_plan.REDUCTION_TILE_COLUMNS).columns_per_mix == memory_plan.REDUCTION_TILE_COLUMNS
+    assert (
+        planned(tmp_path, rest + 8 * 6 * memory_plan.REDUCTION_TILE_COLUMNS).columns_per_mix
+        == memory_plan.REDUCTION_TILE_COLUMNS
+    )
     with pytest.raises(RunError, match=r": 5 agents would fit$"):
         planned(tmp_path, rest + 8 * 6 * memory_plan.REDUCTION_TILE_COLUMNS - 1)
 
@@ -83,9 +91,16 @@ def test_as_many_processes_work_as_there_is_work_and_room_for(tmp_path, eight, m
 
 def test_up_to_half_of_the_processes_are_given_for_memory(tmp_path, eight, monkeypatch):
     many = {"agents": {"benign": 60}}
-    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18))
+    monkeypatch.setattr(
+        memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18)
+    )
     eight_of_them, five, four = (planned(tmp_path, 10**10, count, **many) for count in (8, 5, 4))
-    assert planned(tmp_path, eight_of_them.model_bytes + eight_of_them.other_bytes - 1, None, **many).processes == 7
+    assert (
+        planned(
+            tmp_path, eight_of_them.model_bytes + eight_of_them.other_bytes - 1, None, **many
+        ).processes
+        == 7
+    )
     assert planned(tmp_path, five.model_bytes + five.other_bytes, None, **many) == five
     below = planned(tmp_path, four.model_bytes + four.other_bytes, None, **many)
     assert (below.processes, below.folder) == (5, tmp_path)
@@ -104,7 +119,9 @@ def test_processes_that_would_fit_are_named(tmp_path, eight, monkeypatch):
         planned(tmp_path, 1000, None)
 
 
-def test_small_models_lie_in_memory_with_no_more_processes_than_it_has_room_for(tmp_path, eight, monkeypatch):
+def test_small_models_lie_in_memory_with_no_more_processes_than_it_has_room_for(
+    tmp_path, eight, monkeypatch
+):
     one = planned(tmp_path, 10**9, 1)
     assert one.model_bytes < one.other_bytes
     monkeypatch.setattr(memory_plan.machine, "free_memory", lambda: one.model_bytes)
@@ -114,16 +131,22 @@ def test_small_models_lie_in_memory_with_no_more_processes_than_it_has_room_for(
 
 def test_all_that_takes_memory_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
-    training = 12 * memory_plan.MAX_BATCH_PARAMETERS  # of small dense networks so many numbers at once
+    training = (
+        12 * memory_plan.MAX_BATCH_PARAMETERS
+    )  # of small dense networks so many numbers at once
     data = planned(tmp_path, 10**9).other_bytes - training
     assert planned(tmp_path, 10**9, together=50).other_bytes == data + 12 * 6 * 100_000
-    assert planned(tmp_path, 10**9, count=2).other_bytes == 2 * (data + training)  # the data as they were read, and shared
+    assert planned(tmp_path, 10**9, count=2).other_bytes == 2 * (
+        data + training
+    )  # the data as they were read, and shared
 
 
 def test_a_checkpoint_that_is_there_needs_no_more_room(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_plan, "PROCESS_BYTES", 0)
     whole = planned(tmp_path, 10**9)
-    monkeypatch.setattr(memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * whole.model_bytes))
+    monkeypatch.setattr(
+        memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * whole.model_bytes)
+    )
     given = whole.other_bytes + whole.model_bytes - 1
     with pytest.raises(RunError, match="would fit"):
         planned(tmp_path, given)
@@ -138,15 +161,20 @@ def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
     left = shared / f"{shared_memory.PREFIX}1-0{shared_memory.SUFFIX}"
     left.touch()
     monkeypatch.setattr(shared_memory, "_candidate_folders", lambda: [shared])
-    monkeypatch.setattr(memory_plan.machine, "free_memory", lambda: 1000 if left.exists() else 10**10)
+    monkeypatch.setattr(
+        memory_plan.machine, "free_memory", lambda: 1000 if left.exists() else 10**10
+    )
     assert planned(tmp_path, None).folder is None
     assert not left.exists()
 
 
 @pytest.mark.parametrize(
-    ("asked", "processors", "expected"), [(40, 2, 2), (2, 2, 2), (40, 8, 6), (6, 8, 6), (1, 8, 1), (2, 1, 1)]
+    ("asked", "processors", "expected"),
+    [(40, 2, 2), (2, 2, 2), (40, 8, 6), (6, 8, 6), (1, 8, 1), (2, 1, 1)],
 )
-def test_no_more_processes_work_than_there_are_processors_and_agents(monkeypatch, capsys, asked, processors, expected):
+def test_no_more_processes_work_than_there_are_processors_and_agents(
+    monkeypatch, capsys, asked, processors, expected
+):
     monkeypatch.setattr(resources, "available_processors", lambda: processors)
     assert memory_plan.clip_workers(asked, 6, "agents") == expected
     note = f"Note: {expected} processes work, not {asked}: there are {processors} processors and 6 agents.\n"
@@ -172,28 +200,44 @@ def test_fewer_than_one_process_is_refused(tmp_path, asked):
     [
         ("-v 700000", (), "PyTorch takes 1.00 GiB: raise it"),
         ("-v 2000000", ("model.hidden=[400000]",), "a process may map"),
-        ("-n 8", (), "cannot start a worker process (Too many open files): raise `ulimit -n`, or try with fewer"),
+        (
+            "-n 8",
+            (),
+            "cannot start a worker process (Too many open files): raise `ulimit -n`, or try with fewer",
+        ),
     ],
 )
 def test_what_a_limit_forbids_is_one_line(tmp_path, limit, changes, words):
     path = write(tmp_path / "tiny.toml")
     given = [word for change in changes for word in ("--set", change)]
     arguments = ["run", path, "--out", tmp_path / "run", "--workers", 2, *given]
-    said = command("-c", f'ulimit {limit}; exec "$0" "$@"', FEDCB2O, *arguments, program="sh").one_line()
+    said = command(
+        "-c", f'ulimit {limit}; exec "$0" "$@"', FEDCB2O, *arguments, program="sh"
+    ).one_line()
     assert words in said
 
 
 def test_full_memory_is_one_line(tmp_path, monkeypatch):
-    errors = (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."))
-    there = Exception("Traceback ...: MemoryError\n\nThe above exception was the direct cause")  # a worker's
+    errors = (
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."),
+    )
+    there = Exception(
+        "Traceback ...: MemoryError\n\nThe above exception was the direct cause"
+    )  # a worker's
     blamed = [(ConfigError("the model `own` failed"), cause) for cause in (*errors, there)]
     for error, cause in [*((error, None) for error in errors), *blamed]:
 
         def fail(*given, error=error, cause=cause, **more):
             raise error from cause
 
-        monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.local_backend"], "first_models_", fail)
-        assert "memory is full" in here("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run").one_line()
+        monkeypatch.setattr(
+            sys.modules["fedcb2o.experiments.runs.local_backend"], "first_models_", fail
+        )
+        assert (
+            "memory is full"
+            in here("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run").one_line()
+        )
 
 
 def test_models_that_a_killed_run_left_on_disk_go_before_the_next(tmp_path):
@@ -235,7 +279,9 @@ def test_sizes(text, expected):
 def test_what_is_no_size_is_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match="needs a size such as 24GiB"):
         memory_plan.parse_size(text)
-    said = here("run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run", f"--memory={text}").one_line()
+    said = here(
+        "run", write(tmp_path / "tiny.toml"), "--out", tmp_path / "run", f"--memory={text}"
+    ).one_line()
     assert "needs a size such as 24GiB" in said
     assert not (tmp_path / "run").exists()
 
@@ -247,7 +293,9 @@ def test_which_size_is_which_is_in_the_help():
 
 def test_what_is_refused_writes_nothing_and_the_next_command_may_use_its_folder(tmp_path):
     path, out = write(tmp_path / "tiny.toml"), tmp_path / "run"
-    said = here("run", path, "--set", "rounds=4", "--out", out, "--memory", "1MiB", "--workers", 1).one_line()
+    said = here(
+        "run", path, "--set", "rounds=4", "--out", out, "--memory", "1MiB", "--workers", 1
+    ).one_line()
     assert "need" in said
     assert not out.exists()
     with pytest.raises(RunError, match=r"agents need .* of 1\.0 MiB of memory"):
@@ -265,12 +313,24 @@ def test_what_is_done_needs_no_memory(tmp_path):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("algorithm", [{}, {"name": "by_rule", "rule": "trimmed_mean"}])
 def test_models_on_disk_have_the_same_bits(tmp_path, monkeypatch, workers, algorithm):
-    changes = {"model": {"hidden": [300]}, "rounds": 2, **({"algorithm": algorithm} if algorithm else {})}
+    changes = {
+        "model": {"hidden": [300]},
+        "rounds": 2,
+        **({"algorithm": algorithm} if algorithm else {}),
+    }
     fedcb2o.run(tiny(**changes), out=tmp_path / "memory", workers=workers)
     chosen = functools.partial(memory_plan.MemoryPlan, workers, 0, 0, columns=4100)
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs.local_backend"], "plan", lambda *given: chosen(folder=given[-1]))
+    monkeypatch.setattr(
+        sys.modules["fedcb2o.experiments.runs.local_backend"],
+        "plan",
+        lambda *given: chosen(folder=given[-1]),
+    )
     made, shared = [], shared_memory.allocate_shared
-    monkeypatch.setattr(shared_memory, "allocate_shared", lambda specs, folder: made.append(folder) or shared(specs, folder))
+    monkeypatch.setattr(
+        shared_memory,
+        "allocate_shared",
+        lambda specs, folder: made.append(folder) or shared(specs, folder),
+    )
     fedcb2o.run(tiny(**changes), out=tmp_path / "disk", workers=workers)
     assert made == [tmp_path / "disk/seed-1000"]
     assert not list(tmp_path.rglob("*.arena"))

@@ -62,12 +62,17 @@ def mean_of_squares(outputs, targets):
 
 
 def normed(input_shape, num_outputs) -> nn.Module:
-    return nn.Sequential(nn.Linear(input_shape[0], 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, num_outputs))
+    return nn.Sequential(
+        nn.Linear(input_shape[0], 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, num_outputs)
+    )
 
 
 def natural(**changes: Any) -> dict[str, Any]:
     """The experiment with other values in some sections."""
-    return {**EXPERIMENT, **{k: {**EXPERIMENT[k], **v} if k == "training" else v for k, v in changes.items()}}
+    return {
+        **EXPERIMENT,
+        **{k: {**EXPERIMENT[k], **v} if k == "training" else v for k, v in changes.items()},
+    }
 
 
 def run(out, workers=1, **changes):
@@ -100,7 +105,9 @@ def test_each_agent_is_scored_on_its_own_and_on_what_tests_everybody(tmp_path):
         else:
             assert row.accuracy == pytest.approx(float(right[own].float().mean()))
             assert row.global_accuracy == pytest.approx(float(right[everybodys].float().mean()))
-            assert row.source_accuracy == pytest.approx(float(right[own & (data.test.y == 1)].float().mean()))
+            assert row.source_accuracy == pytest.approx(
+                float(right[own & (data.test.y == 1)].float().mean())
+            )
     summary = done.summary_of(1)
     assert summary["global_accuracy"] == pytest.approx(last.global_accuracy.mean())
 
@@ -111,7 +118,10 @@ def test_numbers_are_learnt_by_the_loss_that_is_named(tmp_path):
     assert rows.accuracy.isna().all()
     first, last = (rows[rows["round"] == n].test_loss.mean() for n in (5, 30))
     assert last < first / 2
-    module, final = architectures.mlp([2], 1, hidden=[4]), rows[rows["round"] == 30].set_index("agent")
+    module, final = (
+        architectures.mlp([2], 1, hidden=[4]),
+        rows[rows["round"] == 30].set_index("agent"),
+    )
     for j, theta in enumerate(last_models(done)):
         if j in final.index:
             parameters.bind_(module, theta.clone())
@@ -130,7 +140,9 @@ def test_several_processes_find_the_same(tmp_path, changes):
     one, two = run(tmp_path / "one", **changes), run(tmp_path / "two", workers=2, **changes)
     assert torch.equal(last_models(one), last_models(two))
     for name in ("metrics.jsonl", "pairs.jsonl", "agents.json", "summary.json"):
-        assert filecmp.cmp(one.folder / "seed-1" / name, two.folder / "seed-1" / name, shallow=False)
+        assert filecmp.cmp(
+            one.folder / "seed-1" / name, two.folder / "seed-1" / name, shallow=False
+        )
 
 
 def test_a_loss_of_ones_own(tmp_path):
@@ -151,7 +163,9 @@ def test_with_statistics_of_norms_and_another_optimiser(tmp_path):
         with torch.no_grad():
             loss = (done.model(j)(data.test.x[own]) - data.test.y[own]).abs().mean()
         assert last.set_index("agent").test_loss[j] == pytest.approx(loss.item(), rel=1e-4)
-    with pytest.raises(RunError, match="has data without classes, so that there is nothing to confuse"):
+    with pytest.raises(
+        RunError, match="has data without classes, so that there is nothing to confuse"
+    ):
         done.confusion(0)
 
 
@@ -167,7 +181,17 @@ def test_from_the_command_line(tmp_path):
     assert "global_accuracy" not in fedcb2o.Run(out).records
     done = here("report", out, "--out", tmp_path / "report")
     assert done.status == 0, done.err
-    done = here("run", tmp_path / "natural.toml", "--data-dir", tmp_path, "--out", out, "--set", "rounds=3", "--resume")
+    done = here(
+        "run",
+        tmp_path / "natural.toml",
+        "--data-dir",
+        tmp_path,
+        "--out",
+        out,
+        "--set",
+        "rounds=3",
+        "--resume",
+    )
     assert done.status == 0, done.err
 
 

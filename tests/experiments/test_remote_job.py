@@ -42,7 +42,9 @@ def done(folder: Path, *, watched: bool = True, **changes: object) -> list[JobUp
     folder.mkdir(exist_ok=True)
     open_run(folder, experiment, resume=True)
     dataset = load_dataset(experiment, None)
-    errand = RemoteJob(experiment, dataset.names, dataset_dtypes(dataset), None, 0.0, watched, str(folder))
+    errand = RemoteJob(
+        experiment, dataset.names, dataset_dtypes(dataset), None, 0.0, watched, str(folder)
+    )
     files = {str(path.relative_to(folder)): read_bytes(path) for path in file_stamps(folder)}
     return list(execute(errand, files, dataset_bytes(dataset)))
 

@@ -27,17 +27,32 @@ pytest.importorskip("ray")
 from fedcb2o.ray_backend import connect, tasks
 from fedcb2o.ray_backend.tasks import Task, TaskPool
 
-SAID = ("environment.json", "timing.jsonl", "cells.json", "sums.json")  # they tell seconds, or sums of what does
+SAID = (
+    "environment.json",
+    "timing.jsonl",
+    "cells.json",
+    "sums.json",
+)  # they tell seconds, or sums of what does
 SEEDS = [1000, 1001, 1002]
 
 
 def bits(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in file_stamps(folder) if path.name not in SAID}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in file_stamps(folder)
+        if path.name not in SAID
+    }
 
 
 def slow_loss(told: Path) -> dict[str, object]:
     """An algorithm whose criterion tells in a folder which process came to which round, and takes some time."""
-    return {"criterion": {"name": "tests.experiments.user_functions:slow_loss", "folder": str(told), "seconds": 0.1}}
+    return {
+        "criterion": {
+            "name": "tests.experiments.user_functions:slow_loss",
+            "folder": str(told),
+            "seconds": 0.1,
+        }
+    }
 
 
 def until(there, seconds: float) -> bool:
@@ -67,7 +82,9 @@ def halves(told: Path) -> dict[str, object]:
     return {"name": "tests.experiments.user_functions:halves", "folder": str(told)}
 
 
-def test_a_grid_is_that_of_one_machine_and_its_data_are_loaded_once(cluster, tmp_path, told, monkeypatch):
+def test_a_grid_is_that_of_one_machine_and_its_data_are_loaded_once(
+    cluster, tmp_path, told, monkeypatch
+):
     plan = tuned(data=halves(told))
     fedcb2o.bench(plan, out=tmp_path / "one", jobs=1)
     for path in told.iterdir():
@@ -80,7 +97,9 @@ def test_a_grid_is_that_of_one_machine_and_its_data_are_loaded_once(cluster, tmp
     assert not fedcb2o.bench(plan, out=tmp_path / "many", cluster=cluster, resume=True).failed
 
 
-def test_seeds_go_on_from_those_of_one_machine_and_their_rounds_are_told(cluster, tmp_path, told, monkeypatch):
+def test_seeds_go_on_from_those_of_one_machine_and_their_rounds_are_told(
+    cluster, tmp_path, told, monkeypatch
+):
     heard: dict[str, list[tuple[int, object]]] = {"one": [], "many": []}
 
     def watch(where: str):
@@ -88,11 +107,20 @@ def test_seeds_go_on_from_those_of_one_machine_and_their_rounds_are_told(cluster
 
     plan = tiny(data=halves(told))
     run(plan, out=tmp_path / "one", seeds=SEEDS, workers=1, watch=watch("one"))
-    run({**plan, "rounds": 1}, out=tmp_path / "many", seeds=SEEDS[:2], workers=1, watch=watch("many"))
+    run(
+        {**plan, "rounds": 1},
+        out=tmp_path / "many",
+        seeds=SEEDS[:2],
+        workers=1,
+        watch=watch("many"),
+    )
     run(plan, out=tmp_path / "many", seeds=SEEDS, cluster=cluster, resume=True, watch=watch("many"))
     assert bits(tmp_path / "one") == bits(tmp_path / "many")
     assert len(list(told.iterdir())) == 3
-    one, many = ([(seed, line) for seed, _, line in sorted(heard[w], key=lambda each: each[0])] for w in heard)
+    one, many = (
+        [(seed, line) for seed, _, line in sorted(heard[w], key=lambda each: each[0])]
+        for w in heard
+    )
     assert one == many
     assert {seeds for _, seeds, _ in heard["many"]} == {tuple(SEEDS[:2]), tuple(SEEDS)}
     monkeypatch.setattr(connect, "connected", lambda *_: pytest.fail("nothing is left to do there"))
@@ -115,12 +143,18 @@ def test_no_other_process_writes_to_a_folder_while_its_run_is_away(cluster, tmp_
         ended[k] = result[1], busy(folders[k])
 
     sets = [(experiment.data, load_dataset(experiment, None))]
-    with exclusive_lock(folders[1]), remote_runs.connect_executor(cluster, "one run", [experiment], sets) as there:
+    with (
+        exclusive_lock(folders[1]),
+        remote_runs.connect_executor(cluster, "one run", [experiment], sets) as there,
+    ):
         runs = [(k, (experiment, folder)) for k, folder in enumerate(folders)]
         there.map(2, runs, heard, lambda: during.append(busy(folders[0])))
     assert during[0]
     assert ended[0] == (None, False)
-    assert ended[1] == (f"another process is writing to {folders[1]}: wait for it, or choose another --out", True)
+    assert ended[1] == (
+        f"another process is writing to {folders[1]}: wait for it, or choose another --out",
+        True,
+    )
 
 
 def test_seeds_that_fail_are_told_in_the_end(cluster, tmp_path):
@@ -130,7 +164,17 @@ def test_seeds_that_fail_are_told_in_the_end(cluster, tmp_path):
     for path in damaged:
         path.write_text("nothing\n")
     settings = write(tmp_path / "tiny.toml")
-    done = here("run", settings, "--out", tmp_path / "run", "--seeds", "1000-1002", "--cluster", cluster, "--resume")
+    done = here(
+        "run",
+        settings,
+        "--out",
+        tmp_path / "run",
+        "--seeds",
+        "1000-1002",
+        "--cluster",
+        cluster,
+        "--resume",
+    )
     told = done.one_line()
     assert told.startswith("2 of 3 seeds failed, which --resume tries again: seed 1000: ")
     assert f"{damaged[0]} is damaged" in told
@@ -146,8 +190,12 @@ def test_what_work_raises_is_told_after_what_it_yields(cluster, monkeypatch):
         heard.append((type(error), str(error)))
         return heard.count(0) < 2
 
-    TaskPool().map_unordered(2, ["one"], lambda _: Task(broken, (0,)), lambda _, number: heard.append(number), failed)
-    assert heard == [0, 1, (RunError, "work on the cluster failed (ValueError: out of numbers)")] * 2
+    TaskPool().map_unordered(
+        2, ["one"], lambda _: Task(broken, (0,)), lambda _, number: heard.append(number), failed
+    )
+    assert (
+        heard == [0, 1, (RunError, "work on the cluster failed (ValueError: out of numbers)")] * 2
+    )
 
 
 def test_what_failed_begins_anew_after_a_pause_in_which_the_others_go_on(cluster, monkeypatch):
@@ -166,13 +214,17 @@ def test_what_failed_begins_anew_after_a_pause_in_which_the_others_go_on(cluster
             return True
         return False
 
-    TaskPool().map_unordered(2, ["bad", *map(str, range(4))], lambda _: Task(broken, (0,)), begun, failed)
+    TaskPool().map_unordered(
+        2, ["bad", *map(str, range(4))], lambda _: Task(broken, (0,)), begun, failed
+    )
     assert times["again"] - times["failed"] >= 4
     assert times["others"] < times["again"]
 
 
 @needs_proc
-def test_a_run_whose_process_is_killed_goes_on_from_what_came_back(cluster, tmp_path, told, monkeypatch, capfd):
+def test_a_run_whose_process_is_killed_goes_on_from_what_came_back(
+    cluster, tmp_path, told, monkeypatch, capfd
+):
     monkeypatch.setattr(remote_runs, "CHECKPOINT_INTERVAL", 0.0)
     monkeypatch.setattr(tasks, "RETRY_SECONDS", 0.5)
     kept = []
@@ -192,7 +244,10 @@ def test_a_run_whose_process_is_killed_goes_on_from_what_came_back(cluster, tmp_
     first, second = rounds_by(told).values()
     assert first[0] == 0
     assert min(second) >= kept[0]
-    assert f"{tmp_path / 'run' / 'seed-1000'} goes on from what had come back" in capfd.readouterr().err
+    assert (
+        f"{tmp_path / 'run' / 'seed-1000'} goes on from what had come back"
+        in capfd.readouterr().err
+    )
     run(tiny(rounds=12, algorithm=slow_loss(told)), out=tmp_path / "one", workers=1)
     assert bits(tmp_path / "run") == bits(tmp_path / "one")
 
@@ -207,13 +262,22 @@ def test_it_gives_up_after_some_losses(cluster, tmp_path, told, monkeypatch):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
-    with pytest.raises(RunError, match=r"a part of the cluster is lost .* has gone on 1 times, and gives up"):
-        run(tiny(rounds=40, algorithm=slow_loss(told)), out=tmp_path / "run", cluster=cluster, watch=kill)
+    with pytest.raises(
+        RunError, match=r"a part of the cluster is lost .* has gone on 1 times, and gives up"
+    ):
+        run(
+            tiny(rounds=40, algorithm=slow_loss(told)),
+            out=tmp_path / "run",
+            cluster=cluster,
+            watch=kill,
+        )
     assert len(rounds_by(told)) == 2
 
 
 @needs_proc
-def test_what_is_interrupted_keeps_what_came_back_and_leaves_no_task(cluster, tmp_path, told, monkeypatch):
+def test_what_is_interrupted_keeps_what_came_back_and_leaves_no_task(
+    cluster, tmp_path, told, monkeypatch
+):
     monkeypatch.setattr(remote_runs, "CHECKPOINT_INTERVAL", 0.0)
 
     def stop(experiment, seed, line):
@@ -221,6 +285,13 @@ def test_what_is_interrupted_keeps_what_came_back_and_leaves_no_task(cluster, tm
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(tiny(rounds=200, algorithm=slow_loss(told)), out=tmp_path / "run", cluster=cluster, watch=stop)
-    assert until(lambda: not any(Path(f"/proc/{process}").exists() for process in rounds_by(told)), 20)
+        run(
+            tiny(rounds=200, algorithm=slow_loss(told)),
+            out=tmp_path / "run",
+            cluster=cluster,
+            watch=stop,
+        )
+    assert until(
+        lambda: not any(Path(f"/proc/{process}").exists() for process in rounds_by(told)), 20
+    )
     assert records.Run(tmp_path / "run").records["round"].max() >= 3

@@ -22,7 +22,10 @@ FILES = (
 
 
 def lines(folder, name):
-    return [json.loads(text) for text in (folder / "seed-1000" / f"{name}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(text)
+        for text in (folder / "seed-1000" / f"{name}.jsonl").read_text().splitlines()
+    ]
 
 
 def test_the_summary_is_what_the_report_says(tmp_path):
@@ -32,8 +35,13 @@ def test_the_summary_is_what_the_report_says(tmp_path):
         assert told == expected.to_dict()
         assert (told["seed"], told["round"], told["rounds"]) == (seed, 5, 5)
         assert told["accuracy_worst"] == told["accuracy_worst_tenth"] <= told["accuracy"]
-    accuracies = [json.loads((tmp_path / f"seed-{s}/summary.json").read_text())["accuracy"] for s in (1000, 1001)]
-    assert compare([done]).loc["Overall accuracy", "tiny"].startswith(f"{50 * sum(accuracies):.1f} [")
+    accuracies = [
+        json.loads((tmp_path / f"seed-{s}/summary.json").read_text())["accuracy"]
+        for s in (1000, 1001)
+    ]
+    assert (
+        compare([done]).loc["Overall accuracy", "tiny"].startswith(f"{50 * sum(accuracies):.1f} [")
+    )
 
 
 def test_who_was_asked_and_did_not_answer_is_on_record(tmp_path):
@@ -55,7 +63,9 @@ def test_a_run_taken_further_keeps_the_evaluation_of_its_former_last_round(tmp_p
     run({**seldom, "rounds": 4}, out=tmp_path / "at once", workers=1)
     further, at_once = bits(tmp_path / "further"), bits(tmp_path / "at once")
     assert {name for name in further if further[name] != at_once[name]} == {"metrics.jsonl"}
-    evaluated = [line["round"] for line in lines(tmp_path / "further", "metrics") if "accuracy" in line]
+    evaluated = [
+        line["round"] for line in lines(tmp_path / "further", "metrics") if "accuracy" in line
+    ]
     assert evaluated == [2, 3, 4]
 
 
@@ -63,7 +73,11 @@ def test_what_a_kill_left_half_written_is_swept_even_where_nobody_writes_that_fi
     out, experiment = tmp_path / "run", tiny(rounds=1)
     run(experiment, out=out, workers=1)
     left = [out / "config.toml.tmp", *(out / "seed-1000" / f"{name}.tmp" for name in FILES)]
-    mine = [out / "notes.tmp", out / "seed-1000" / "picture.png.tmp", out / "elsewhere" / "metrics.jsonl.tmp"]
+    mine = [
+        out / "notes.tmp",
+        out / "seed-1000" / "picture.png.tmp",
+        out / "elsewhere" / "metrics.jsonl.tmp",
+    ]
     (out / "elsewhere").mkdir()
     for path in left + mine:
         path.write_bytes(b"half")
@@ -115,7 +129,11 @@ def test_progress_says_at_once_what_a_round_is_at(capsys, terminal):
         assert ("0/3" if terminal else "tiny seed 7: round 1/3 training\n") in first
         progress.phase(experiment, 7, 1, "evaluating")
         assert ("evaluating" in told()) == terminal  # elsewhere not before some time has passed
-        scores = {"accuracy": [0.5, None], "source_accuracy": [None, None], "attack_success_rate": [None, None]}
+        scores = {
+            "accuracy": [0.5, None],
+            "source_accuracy": [None, None],
+            "attack_success_rate": [None, None],
+        }
         progress(experiment, 7, {"round": 3, **scores})
         assert "3/3" in (last := told())
         assert "accuracy 50.0%" in last
@@ -123,7 +141,11 @@ def test_progress_says_at_once_what_a_round_is_at(capsys, terminal):
 
 def test_a_line_of_progress_names_the_round_of_its_scores(capsys):
     experiment = load(tiny(rounds=300))
-    scores = {"accuracy": [0.5, None], "source_accuracy": [0.25, None], "attack_success_rate": [None, None]}
+    scores = {
+        "accuracy": [0.5, None],
+        "source_accuracy": [0.25, None],
+        "attack_success_rate": [None, None],
+    }
     with Progress(Console(file=io.StringIO()), every=0.0) as progress:
         progress(experiment, 7, {"round": 1})
         progress(experiment, 7, {"round": 2, **scores})
@@ -131,7 +153,9 @@ def test_a_line_of_progress_names_the_round_of_its_scores(capsys):
         progress(experiment, 7, {"round": 3})
         progress.phase(experiment, 7, 4, "training")
         progress(experiment, 7, {"round": 300, **scores})
-    assert [line.removeprefix("tiny seed 7: ") for line in capsys.readouterr().err.splitlines()] == [
+    assert [
+        line.removeprefix("tiny seed 7: ") for line in capsys.readouterr().err.splitlines()
+    ] == [
         "round 1/300 done",
         "round 2/300 accuracy 50.0%, source 25.0%",
         "round 2/300 accuracy 50.0%, source 25.0%; 3: mixing",
@@ -148,7 +172,12 @@ def test_what_is_told_at_80_columns_is_whole(tmp_path):
     with Progress(Console(file=shown, force_terminal=True, width=80)) as progress:
         for n in range(1, 5):
             progress(experiment, 1000, {"round": n, **scores})
-            progress.phase(experiment, 1000, n + 1, "mixing, 12.5 MiB a round, slowest 3 on second.example")
+            progress.phase(
+                experiment, 1000, n + 1, "mixing, 12.5 MiB a round, slowest 3 on second.example"
+            )
     text = Text.from_ansi(shown.getvalue()).plain
-    assert all(word in text for word in ("digits-fedcb2o seed 1000 ", " 4/300 0:00", "12.5%", "second.example"))
+    assert all(
+        word in text
+        for word in ("digits-fedcb2o seed 1000 ", " 4/300 0:00", "12.5%", "second.example")
+    )
     assert "…" not in text

@@ -30,7 +30,10 @@ def grids():
 
 def wrong(validator, table):
     """What is wrong with a table, a line each, with its key."""
-    return [f"{'.'.join(map(str, each.absolute_path))}: {each.message}" for each in validator.iter_errors(table)]
+    return [
+        f"{'.'.join(map(str, each.absolute_path))}: {each.message}"
+        for each in validator.iter_errors(table)
+    ]
 
 
 def test_it_is_what_the_command_prints(experiments, grids):
@@ -41,15 +44,26 @@ def test_it_is_what_the_command_prints(experiments, grids):
 
 def test_every_preset_is_valid_as_it_is_written_and_as_it_resolves(experiments):
     for name in tables.presets():
-        assert wrong(experiments, tomllib.loads((PACKAGE / "presets" / f"{name}.toml").read_text())) == [], name
+        assert (
+            wrong(experiments, tomllib.loads((PACKAGE / "presets" / f"{name}.toml").read_text()))
+            == []
+        ), name
         assert wrong(experiments, fedcb2o.load(name).settings()) == [], name
 
 
 def test_every_grid_is_valid_and_a_slip_in_an_entry_is_not(grids):
     for name in grids():
-        assert wrong(grids, tomllib.loads((PACKAGE / "grids" / f"{name}.toml").read_text())) == [], name
+        assert (
+            wrong(grids, tomllib.loads((PACKAGE / "grids" / f"{name}.toml").read_text())) == []
+        ), name
     entry = {"extends": "digits-fedcb2o", "attacks": {"Flip": {"attack": {"name": "label_flip"}}}}
-    assert wrong(grids, {**entry, "defences": {"A": {"algorithm": {"alpha": 2}, "tune": [{"rounds": 3}]}}}) == []
+    assert (
+        wrong(
+            grids,
+            {**entry, "defences": {"A": {"algorithm": {"alpha": 2}, "tune": [{"rounds": 3}]}}},
+        )
+        == []
+    )
     assert wrong(grids, {**entry, "defences": {"A": {"algorithm": {"alpah": 2}}}})
     assert wrong(grids, {**entry, "defences": {"A": {"tune": [{"round": 3}]}}})
     assert wrong(grids, entry) == [": 'defences' is a required property"]
@@ -67,7 +81,10 @@ def test_the_experiments_of_the_documentation_are_valid(experiments):
     ("changes", "message"),
     [
         ({"roundz": 3}, ": Additional properties are not allowed ('roundz' was unexpected)"),
-        ({"agents": {"buget": 3}}, "agents: Additional properties are not allowed ('buget' was unexpected)"),
+        (
+            {"agents": {"buget": 3}},
+            "agents: Additional properties are not allowed ('buget' was unexpected)",
+        ),
         (
             {"algorithm": {"name": "fedcb2o", "alpah": 2}},
             "algorithm: Additional properties are not allowed ('alpah' was unexpected)",
@@ -75,17 +92,35 @@ def test_the_experiments_of_the_documentation_are_valid(experiments):
         ({"algorithm": {"name": "fedcb20"}}, "algorithm.name: 'fedcb20' is not valid"),
         ({"algorithm": "fedcb2o"}, "algorithm: 'fedcb2o' is not of type 'object'"),
         ({"algorithm": {"name": "by_rule"}}, "algorithm: 'rule' is a required property"),
-        ({"algorithm": {"name": "fedcb2o", "criterion": "class_gap"}}, "algorithm.criterion: 'class_gap' is not valid"),
-        ({"algorithm": {"name": "fedcb2o", "own_model": "own"}}, "algorithm.own_model: 'own' is not"),
-        ({"algorithm": {"name": "dfedavgm", "own_model": "trusted"}}, "algorithm.own_model: 'trusted' is not one of"),
+        (
+            {"algorithm": {"name": "fedcb2o", "criterion": "class_gap"}},
+            "algorithm.criterion: 'class_gap' is not valid",
+        ),
+        (
+            {"algorithm": {"name": "fedcb2o", "own_model": "own"}},
+            "algorithm.own_model: 'own' is not",
+        ),
+        (
+            {"algorithm": {"name": "dfedavgm", "own_model": "trusted"}},
+            "algorithm.own_model: 'trusted' is not one of",
+        ),
         ({"algorithm": {"name": "by_rule", "rule": {"name": "krum", "g": 1}}}, "algorithm.rule: "),
-        ({"attack": {"name": "label_flip", "source": 9}}, "attack: 'target' is a required property"),
-        ({"attack": {"name": "label_flip", "source": 9, "target": "4"}}, "attack.target: '4' is not of type 'integer'"),
+        (
+            {"attack": {"name": "label_flip", "source": 9}},
+            "attack: 'target' is a required property",
+        ),
+        (
+            {"attack": {"name": "label_flip", "source": 9, "target": "4"}},
+            "attack.target: '4' is not of type 'integer'",
+        ),
         ({"attack": {"name": "ipm", "data": {"name": "label_flp"}}}, "attack.data: "),
         ({"agents": {"skew": {"name": "dirichlet", "concentrate": 1.0}}}, "agents.skew: "),
         ({"rounds": 0}, "rounds: 0 is less than the minimum of 1"),
         ({"seeds": []}, "seeds: [] should be non-empty"),
-        ({"training": {"momentum": 1.0}}, "training.momentum: 1.0 is greater than or equal to the maximum of 1"),
+        (
+            {"training": {"momentum": 1.0}},
+            "training.momentum: 1.0 is greater than or equal to the maximum of 1",
+        ),
     ],
 )
 def test_a_slip_is_found_under_its_key(experiments, changes, message):
@@ -99,7 +134,13 @@ def test_a_slip_is_found_under_its_key(experiments, changes, message):
 
 
 def test_what_extends_a_preset_may_leave_out_what_that_has(experiments):
-    assert wrong(experiments, {"extends": "digits-fedcb2o", "algorithm": {"alpha": 5}, "agents": {"budget": 3}}) == []
+    assert (
+        wrong(
+            experiments,
+            {"extends": "digits-fedcb2o", "algorithm": {"alpha": 5}, "agents": {"budget": 3}},
+        )
+        == []
+    )
     assert wrong(experiments, {"extends": "digits-fedcb2o", "algorithm": {"alpah": 5}})
     assert wrong(experiments, {"extends": "digit-fedcb2o"})
     assert wrong(experiments, {"algorithm": {"alpha": 5}})
@@ -128,13 +169,18 @@ def test_optimisers_metrics_and_what_becomes_of_statistics(experiments):
 def test_a_combination_of_criteria_has_scales(experiments):
     of = ["class_loss_gap", {"name": "trigger_sensitivity", "scale": 2.0, "tiles": 3}]
     for value, good in ((of, True), ([*of, {"name": "distance", "scale": 0}], False), ([], False)):
-        table = {**tiny(), "algorithm": {"name": "fedcb2o", "criterion": {"name": "largest", "of": value}}}
+        table = {
+            **tiny(),
+            "algorithm": {"name": "fedcb2o", "criterion": {"name": "largest", "of": value}},
+        }
         assert (wrong(experiments, table) == []) == good
 
 
 def test_every_key_is_explained(experiments):
     keys = [
-        name for name in Experiment.model_fields if name not in ("data", "agents", "model", "training", "algorithm")
+        name
+        for name in Experiment.model_fields
+        if name not in ("data", "agents", "model", "training", "algorithm")
     ]
     keys += [f"agents.{name}" for name in AgentsSection.model_fields]
     keys += [f"training.{name}" for name in TrainingSection.model_fields]
@@ -142,6 +188,9 @@ def test_every_key_is_explained(experiments):
     whole = experiments.schema["properties"]
     assert all(each.get("description") for each in whole.values())
     budget = whole["agents"]["properties"]["budget"]
-    assert budget["description"] == "M, models that an agent asks for in a round (1 to N - 1; default: needed)"
+    assert (
+        budget["description"]
+        == "M, models that an agent asks for in a round (1 to N - 1; default: needed)"
+    )
     names = experiments.schema["definitions"]["algorithm"]["properties"]["name"]["anyOf"]
     assert all(each["description"] for each in names)

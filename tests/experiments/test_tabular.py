@@ -31,13 +31,17 @@ TRIGGERED = ("backdoor", "blended", "clean_label", "signal")
 def benign(out, **changes):
     """The last scores of the benign agents."""
     run = fedcb2o.run(tiny(**{**TABLE, **changes}), out=out, workers=1, watch=lambda *_: None)
-    return run.records[~run.records.malicious & (run.records["round"] == run.records["round"].max())]
+    return run.records[
+        ~run.records.malicious & (run.records["round"] == run.records["round"].max())
+    ]
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 0)])
 def test_flips_harm_the_mean_and_not_fedcb2o(tmp_path, source, target):
     flip = {"name": "label_flip", "source": source, "target": target}
-    defended, mean = (benign(tmp_path / name, attack=flip, **more) for name, more in (("a", {}), ("b", MEAN)))
+    defended, mean = (
+        benign(tmp_path / name, attack=flip, **more) for name, more in (("a", {}), ("b", MEAN))
+    )
     assert defended.accuracy.mean() > 0.93  # of 142 tumours
     assert mean.accuracy.mean() < defended.accuracy.mean() - 0.05
     assert defended.attack_success_rate.mean() < mean.attack_success_rate.mean() - 0.05
@@ -55,7 +59,8 @@ def test_attacks_on_models(tmp_path, attack):
 @pytest.mark.parametrize("name", TRIGGERED)
 def test_triggers_are_for_images_and_refused_before_anything_is_written(tmp_path, name):
     with pytest.raises(
-        ConfigError, match=r"a trigger marks images, and the samples have shape \(30,\): take an attack"
+        ConfigError,
+        match=r"a trigger marks images, and the samples have shape \(30,\): take an attack",
     ):
         benign(tmp_path / "run", attack={"name": name, "target": 1})
     assert not (tmp_path / "run").exists()

@@ -53,14 +53,21 @@ class Replacing:
             p.data = p.data - self.lr * p.grad
 
 
-@pytest.mark.parametrize("model", [{"name": "mlp"}, {"name": "cnn", "hidden": 8}, {"name": with_norms}])
+@pytest.mark.parametrize(
+    "model", [{"name": "mlp"}, {"name": "cnn", "hidden": 8}, {"name": with_norms}]
+)
 @pytest.mark.parametrize("buffers", ["shared", "local"])
 def test_a_model_is_what_the_records_say_of_it(tmp_path, model, buffers):
     layout = "channels_last" if model["name"] == "cnn" else None
-    done = run(tiny(model={**model, "buffers": buffers}, seeds=[3, 4], rounds=2, layout=layout), out=tmp_path)
+    done = run(
+        tiny(model={**model, "buffers": buffers}, seeds=[3, 4], rounds=2, layout=layout),
+        out=tmp_path,
+    )
     dataset = digits()
     for seed in (3, 4):
-        last = done.records[(done.records["round"] == 2) & (done.records.seed == seed)].set_index("agent")
+        last = done.records[(done.records["round"] == 2) & (done.records.seed == seed)].set_index(
+            "agent"
+        )
         for j in (0, 1, 3, 4):  # the benign ones of two clusters
             network = done.model(j, seed=seed)
             assert isinstance(network, nn.Module)
@@ -71,7 +78,9 @@ def test_a_model_is_what_the_records_say_of_it(tmp_path, model, buffers):
             assert accuracy == pytest.approx(last.accuracy[j], abs=1e-6)
             confusion = done.confusion(j, seed=seed)
             assert list(confusion.columns) == list(confusion.index) == list(dataset.class_names)
-            assert confusion.to_numpy().trace() / len(dataset.test) == pytest.approx(last.accuracy[j])
+            assert confusion.to_numpy().trace() / len(dataset.test) == pytest.approx(
+                last.accuracy[j]
+            )
             nines = confusion.loc["9"]
             assert nines["4"] / nines.sum() == pytest.approx(last.attack_success_rate[j])
     first, other = (parameters.flatten(done.model(0, **chosen)) for chosen in ({}, {"seed": 4}))
@@ -94,11 +103,19 @@ def test_what_is_not_there(tmp_path):
 @pytest.mark.parametrize("own", [adamw, lambda parameters, lr: heavy(parameters, lr, momentum=0.8)])
 def test_an_optimiser_steps_as_in_a_plain_loop(own):
     draw = stream(0, "data")
-    x, y = torch.from_numpy(draw.normal(size=(30, 6))).float(), torch.from_numpy(draw.integers(3, size=30))
-    module, alone = (parameters.initialise(lambda: architectures.mlp([6], 3, hidden=[4]), stream(0, "model")) for _ in range(2))
+    x, y = (
+        torch.from_numpy(draw.normal(size=(30, 6))).float(),
+        torch.from_numpy(draw.integers(3, size=30)),
+    )
+    module, alone = (
+        parameters.initialise(lambda: architectures.mlp([6], 3, hidden=[4]), stream(0, "model"))
+        for _ in range(2)
+    )
     rows = empty_models(2, parameters.dimension(module))
     rows[1] = parameters.flatten(module)
-    training = Training(gamma=0.1, lambda2=0.5, momentum=0.9, batch_size=30, local_epochs=4, optimiser=own)
+    training = Training(
+        gamma=0.1, lambda2=0.5, momentum=0.9, batch_size=30, local_epochs=4, optimiser=own
+    )
     local_update_(rows[1], module, Shard(x, y), training, stream(0, "batches"))
     optimiser = own(list(alone.parameters()), 0.05)
     for _ in range(4):
@@ -123,10 +140,22 @@ def test_an_optimiser_of_ones_own_in_a_run(tmp_path):
         with pytest.raises(ConfigError, match=message):
             load(tiny(training={"optimiser": wrong}))
     for name, wrong, message in (
-        ("before", nothing, "the optimiser `.*nothing` returned a NoneType, expected a torch.optim.Optimizer"),
-        ("before", {"name": "adamw", "beta1": 2.0}, "the optimiser `adamw` failed: ValueError: .*beta"),
+        (
+            "before",
+            nothing,
+            "the optimiser `.*nothing` returned a NoneType, expected a torch.optim.Optimizer",
+        ),
+        (
+            "before",
+            {"name": "adamw", "beta1": 2.0},
+            "the optimiser `adamw` failed: ValueError: .*beta",
+        ),
         ("step", failing, "the optimiser `.*failing` failed: TypeError: .*closure"),
-        ("new", Replacing, "the optimiser `.*Replacing` puts new tensors in the place of parameters"),
+        (
+            "new",
+            Replacing,
+            "the optimiser `.*Replacing` puts new tensors in the place of parameters",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             run(tiny(training={"optimiser": wrong}, rounds=1), out=tmp_path / name, workers=1)
@@ -134,7 +163,12 @@ def test_an_optimiser_of_ones_own_in_a_run(tmp_path):
 
 
 def test_metrics_of_ones_own_are_columns_of_the_records(tmp_path):
-    chosen = [{"name": share_of_nines, "times": 2.0}, "worst_class_accuracy", "balanced_accuracy", undefined]
+    chosen = [
+        {"name": share_of_nines, "times": 2.0},
+        "worst_class_accuracy",
+        "balanced_accuracy",
+        undefined,
+    ]
     experiment = {**tiny(rounds=2), "evaluate_every": 2, "metrics": chosen}
     done = fedcb2o.Run(run(experiment, out=tmp_path).folder)
     test, benign = digits().test.y, ~done.records.malicious
@@ -153,7 +187,10 @@ def test_metrics_of_ones_own_are_columns_of_the_records(tmp_path):
     ("chosen", "message"),
     [
         ([a_word], "the metric `.*a_word` returned no number: 'good'"),
-        (["balanced_accuracy", "balanced_accuracy"], "`metrics` has one called `balanced_accuracy`, as another column"),
+        (
+            ["balanced_accuracy", "balanced_accuracy"],
+            "`metrics` has one called `balanced_accuracy`, as another column",
+        ),
         (["accuracy"], "there is no metric `accuracy`"),
         ([], "`metrics`: .*at least 1 item"),
     ],

@@ -343,8 +343,19 @@ NOT_SUM = "{part} returned weights that are not positive with sum 1"
 CASES = {
     **dict.fromkeys(
         [
-            *("criterion_list", "criterion_numpy", "criterion_grad", "criterion_expanded", "criterion_inference"),
-            *("criterion_losses", "criterion_losses_numpy", "criterion_losses_together", "criterion_keeps"),
+            *(
+                "criterion_list",
+                "criterion_numpy",
+                "criterion_grad",
+                "criterion_expanded",
+                "criterion_inference",
+            ),
+            *(
+                "criterion_losses",
+                "criterion_losses_numpy",
+                "criterion_losses_together",
+                "criterion_keeps",
+            ),
             *("criterion_change_writes", "criterion_change_grad"),
         ],
         ("criterion_plain",),
@@ -396,7 +407,14 @@ CASES = {
     "pre_step_writes": None,
     **dict.fromkeys(
         [
-            *("attack_grad", "attack_parameter", "attack_list", "attack_numpy", "attack_double", "attack_private"),
+            *(
+                "attack_grad",
+                "attack_parameter",
+                "attack_list",
+                "attack_numpy",
+                "attack_double",
+                "attack_private",
+            ),
             "attack_losses_int",
         ],
         ("attack_plain",),
@@ -464,7 +482,9 @@ def with_part(name: str) -> dict[str, Any]:
         case "rule":
             return {"algorithm": by_rule}
         case "pre":
-            return {"algorithm": {"name": "by_rule", "rule": "coordinate_median", "pre_step": place}}
+            return {
+                "algorithm": {"name": "by_rule", "rule": "coordinate_median", "pre_step": place}
+            }
         case "poison" | "trigger" | "attack":
             return {"attack": {"name": place}}
         case "selection":
@@ -499,9 +519,16 @@ def outcomes(folder: Path, workers: int, names: list[str]) -> dict[str, list[Any
     (folder / "own.py").write_text(PARTS)
     for name in names:
         write(folder / f"{name}.toml", **{"rounds": 2, **with_part(name)})
-    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "src")))}
+    environment = {
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT, ROOT / "src"))),
+    }
     subprocess.run(
-        [sys.executable, "-c", DRIVER, str(workers), *names], cwd=folder, env=environment, check=True, timeout=1500
+        [sys.executable, "-c", DRIVER, str(workers), *names],
+        cwd=folder,
+        env=environment,
+        check=True,
+        timeout=1500,
     )
     return json.loads((folder / f"found-{workers}.json").read_text())
 
@@ -516,9 +543,15 @@ def holds(name: str, folder: Path, found: dict[str, list[Any]]) -> None:
             assert found[expected[0]][0] == 0, found[expected[0]]
             assert kept == found[expected[0]][3:]
         return
-    line = next(i for i, text in enumerate(PARTS.splitlines(), 1) if text.startswith(f"def {name}("))
-    kind = {"pre": "pre-step", "poison": "attack", "data": "data set"}.get(name.split("_")[0], name.split("_")[0])
-    told = expected.replace("{line+1}", str(line + 1)).format(folder=folder, line=line, part=f"the {kind} `own:{name}`")
+    line = next(
+        i for i, text in enumerate(PARTS.splitlines(), 1) if text.startswith(f"def {name}(")
+    )
+    kind = {"pre": "pre-step", "poison": "attack", "data": "data set"}.get(
+        name.split("_")[0], name.split("_")[0]
+    )
+    told = expected.replace("{line+1}", str(line + 1)).format(
+        folder=folder, line=line, part=f"the {kind} `own:{name}`"
+    )
     assert told in Done(status, out, err).one_line()
 
 
@@ -533,7 +566,10 @@ def test_in_one_process(one_process, name):
     holds(name, *one_process)
 
 
-SOME = ["attack_private", "criterion_pool_numpy"]  # an error ends the workers, and new ones take seconds
+SOME = [
+    "attack_private",
+    "criterion_pool_numpy",
+]  # an error ends the workers, and new ones take seconds
 
 
 @pytest.fixture(scope="module")
@@ -560,7 +596,10 @@ def test_the_models_of_the_round_before_stay(tmp_path):
     """What was written into is not kept: the run goes on from the checkpoint once the part is mended."""
     experiment = tiny(algorithm={"criterion": gap_that_may_write})
     late[0] = True
-    with pytest.raises(ConfigError, match=r"the criterion `.*:gap_that_may_write` wrote into models that it was shown"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the criterion `.*:gap_that_may_write` wrote into models that it was shown",
+    ):
         run(experiment, out=tmp_path / "mended", workers=1)
     late[0] = False
     lines = (tmp_path / "mended/seed-1000/metrics.jsonl").read_text().splitlines()

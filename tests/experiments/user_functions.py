@@ -15,7 +15,10 @@ def halves(*, folder: str) -> Dataset:
     """The digits, as numbers that NumPy has no type for."""
     (Path(folder) / f"data-{time.monotonic_ns()}-{os.getpid()}").touch()
     found = digits()
-    return Dataset(*(Shard(each.x.to(torch.bfloat16), each.y) for each in (found.pool, found.test)), found.class_names)
+    return Dataset(
+        *(Shard(each.x.to(torch.bfloat16), each.y) for each in (found.pool, found.test)),
+        found.class_names,
+    )
 
 
 def slow_loss(judged, *, folder: str, seconds: float):

@@ -32,21 +32,32 @@ def with_one(value):
 
 
 @pytest.mark.parametrize("num_samples", [0.0, 1.0, 20.5, 1e12])
-@pytest.mark.parametrize("theta", [torch.ones(DIM), with_one(MAX_VALUE), with_one(-MAX_VALUE), torch.zeros(DIM)])
+@pytest.mark.parametrize(
+    "theta", [torch.ones(DIM), with_one(MAX_VALUE), with_one(-MAX_VALUE), torch.zeros(DIM)]
+)
 def test_what_is_in_order_is_received(theta, num_samples):
     assert rejection_reason(message(theta, num_samples), dim=DIM, n=3) == ""
 
 
 REFUSED = {
-    "too short": (message(torch.ones(DIM - 1)), r"its model has type torch.float32 and shape \(5,\), expected float32"),
+    "too short": (
+        message(torch.ones(DIM - 1)),
+        r"its model has type torch.float32 and shape \(5,\), expected float32",
+    ),
     "too long": (message(torch.ones(DIM + 1)), r"shape \(7,\), expected float32 and \(6,\)"),
     "a matrix": (message(torch.ones(1, DIM)), r"shape \(1, 6\)"),
     "a number": (message(torch.tensor(1.0)), r"shape \(\)"),
     "empty": (message(torch.zeros(0)), r"shape \(0,\)"),
-    "float64": (message(torch.ones(DIM).double()), r"its model has type torch.float64 and shape \(6,\)"),
+    "float64": (
+        message(torch.ones(DIM).double()),
+        r"its model has type torch.float64 and shape \(6,\)",
+    ),
     "integers": (message(torch.ones(DIM).int()), "type torch.int32"),
     "complex": (message(torch.ones(DIM).to(torch.complex64)), "type torch.complex64"),
-    "NaN": (message(with_one(math.nan)), "its model holds numbers that are not finite, or beyond 1e.06"),
+    "NaN": (
+        message(with_one(math.nan)),
+        "its model holds numbers that are not finite, or beyond 1e.06",
+    ),
     "all NaN": (message(torch.full((DIM,), math.nan)), "not finite"),
     "infinite": (message(with_one(math.inf)), "not finite"),
     "minus infinity": (message(with_one(-math.inf)), "not finite"),
@@ -75,7 +86,14 @@ def test_what_is_not_is_refused_in_words(name):
 
 
 def test_claims_are_believed_up_to_what_an_agent_may_hold():
-    assert clip_claimed_samples(np.array([0.0, 1.0, 20.0, 30.0, 31.0, 1e300]), 30).tolist() == [0, 1, 20, 30, 30, 30]
+    assert clip_claimed_samples(np.array([0.0, 1.0, 20.0, 30.0, 31.0, 1e300]), 30).tolist() == [
+        0,
+        1,
+        20,
+        30,
+        30,
+        30,
+    ]
     assert clip_claimed_samples(np.zeros(0), 30).tolist() == []
 
 
@@ -112,7 +130,9 @@ def test_extents_of_any_rows(name, copied, monkeypatch):
 
 
 def test_within_the_bound():
-    assert is_admissible(np.array([0.0, MAX_VALUE, np.nextafter(MAX_VALUE, np.inf), np.inf, np.nan])).tolist() == [
+    assert is_admissible(
+        np.array([0.0, MAX_VALUE, np.nextafter(MAX_VALUE, np.inf), np.inf, np.nan])
+    ).tolist() == [
         *(True, True),
         *(False, False, False),
     ]

@@ -51,7 +51,9 @@ def holdings(attack=None):
 def turned(image, times):
     """An image [1, 3, 3] after so many quarter turns counter-clockwise."""
     for _ in range(times):
-        image = torch.stack([torch.stack([image[0, j, 2 - i] for j in range(3)]) for i in range(3)]).unsqueeze(0)
+        image = torch.stack(
+            [torch.stack([image[0, j, 2 - i] for j in range(3)]) for i in range(3)]
+        ).unsqueeze(0)
     return image
 
 
@@ -87,19 +89,25 @@ def test_an_attack_that_asks_is_told_who_it_poisons_for():
     def marked(shard, draw, me, *, by):
         return Shard(torch.full_like(shard.x, by * me), shard.y)
 
-    x, _ = holdings(Attack(poison=functools.partial(marked, by=2))).training_data(np.array([1, 3]), 0)
+    x, _ = holdings(Attack(poison=functools.partial(marked, by=2))).training_data(
+        np.array([1, 3]), 0
+    )
     assert [one.unique().tolist() for one in x] == [[2 * AGENTS[1]], [2 * AGENTS[3]]]
 
 
 def test_nobody_poisons_without_an_attack_on_data():
     held = holdings(Attack(craft=lambda view, draw: view.own))
-    hold_equal(held.training_data(np.arange(4), 9), [seen(k, TRAIN[k], held.samples) for k in range(4)])
+    hold_equal(
+        held.training_data(np.arange(4), 9), [seen(k, TRAIN[k], held.samples) for k in range(4)]
+    )
 
 
 @pytest.mark.parametrize("some", SOME)
 def test_nobody_poisons_what_it_judges_on(some):
     held = holdings()
-    hold_equal(held.validation_data(np.array(some)), [seen(k, VALIDATION[k], held.samples) for k in some])
+    hold_equal(
+        held.validation_data(np.array(some)), [seen(k, VALIDATION[k], held.samples) for k in some]
+    )
 
 
 def test_the_true_samples_and_the_test_set():

@@ -21,14 +21,20 @@ def test_no_row_is_used_twice(malicious, more, each, before, draw):
     own = draw.sample(range(kept), count)
     layout = BufferLayout.create(np.array(own), kept, np.array(malicious), each, before)
     assert layout.own.tolist() == own
-    crafted = [row for k in np.flatnonzero(malicious).tolist() for row in range(layout.first_received)[layout.crafted_rows(k)]]
+    crafted = [
+        row
+        for k in np.flatnonzero(malicious).tolist()
+        for row in range(layout.first_received)[layout.crafted_rows(k)]
+    ]
     then = [] if layout.previous is None else layout.previous.tolist()
     assert [len(crafted), len(then)] == [each * sum(malicious), count * before]
     assert [*range(kept), *crafted, *then] == list(range(layout.first_received))
 
 
 def test_a_layout_by_hand():
-    layout = BufferLayout.create(np.array([3, 0, 4, 1]), 5, np.array([False, True, False, True]), 2, True)
+    layout = BufferLayout.create(
+        np.array([3, 0, 4, 1]), 5, np.array([False, True, False, True]), 2, True
+    )
     assert [layout.crafted_rows(k) for k in (1, 3)] == [slice(5, 7), slice(7, 9)]
     assert layout.previous is not None
     assert layout.previous.tolist() == [9, 10, 11, 12]

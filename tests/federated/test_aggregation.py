@@ -23,8 +23,19 @@ from fedcb2o.rng import stream
 
 
 def test_f_is_clipped_to_what_the_models_admit():
-    cases = {gram_rules.krum: 2, gram_rules.multi_krum: 2, gram_rules.bulyan: 1, preaggregation.nnm: 3, gram_rules.monna: 3}
-    cases |= {coordinatewise.trimmed_mean: 3, coordinatewise.meamed: 3, gram_rules.ubar: 5, gram_rules.clipped_gossip: 5}
+    cases = {
+        gram_rules.krum: 2,
+        gram_rules.multi_krum: 2,
+        gram_rules.bulyan: 1,
+        preaggregation.nnm: 3,
+        gram_rules.monna: 3,
+    }
+    cases |= {
+        coordinatewise.trimmed_mean: 3,
+        coordinatewise.meamed: 3,
+        gram_rules.ubar: 5,
+        gram_rules.clipped_gossip: 5,
+    }
     x = models(7, 5)
     for rule, most in cases.items():
         assert clip_byzantine_count(rule, most, 7) == clip_byzantine_count(rule, 99, 7) == most
@@ -32,7 +43,8 @@ def test_f_is_clipped_to_what_the_models_admit():
         assert clip_byzantine_count(rule, 3, 0) == 0
         validate_byzantine_count(rule, most, 7)
         with pytest.raises(
-            ConfigError, match=rf"`f` = {most + 1} attackers are more than \w+ admits among 7 models: at "
+            ConfigError,
+            match=rf"`f` = {most + 1} attackers are more than \w+ admits among 7 models: at ",
         ):
             validate_byzantine_count(rule, most + 1, 7)
         given = (torch.rand(7),) if rule is gram_rules.ubar else ()
@@ -44,13 +56,23 @@ def test_f_is_clipped_to_what_the_models_admit():
 
 @pytest.mark.parametrize("f", [-1, True])
 def test_an_impossible_f(f):
-    with pytest.raises(ConfigError, match=r"`f`, the number of attackers to assume, must be a whole number from 0 up"):
+    with pytest.raises(
+        ConfigError,
+        match=r"`f`, the number of attackers to assume, must be a whole number from 0 up",
+    ):
         clip_byzantine_count(gram_rules.krum, f, 7)
 
 
 def test_nothing_to_aggregate():
     with pytest.raises(ConfigError, match="the rule trusts none of the models"):
-        apply(gram_rules.sageflow, models(2, 4), None, torch.ones(2), torch.full((2,), 9.0), torch.ones(2))
+        apply(
+            gram_rules.sageflow,
+            models(2, 4),
+            None,
+            torch.ones(2),
+            torch.full((2,), 9.0),
+            torch.ones(2),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -69,7 +91,9 @@ def test_the_gram_matrix_of_any_rows_in_any_blocks(dtype, size):
         torch.testing.assert_close(part.diagonal(), (both @ both.T).diagonal())
         assert part[:-2, :-2].isnan().sum() == len(x) * (len(x) - 1)
         torch.testing.assert_close(
-            gram(pool, rows, columns=(0, 12), size=size) + gram(pool, rows, columns=(12, 31), size=size), x @ x.T
+            gram(pool, rows, columns=(0, 12), size=size)
+            + gram(pool, rows, columns=(12, 31), size=size),
+            x @ x.T,
         )
 
 
@@ -78,14 +102,22 @@ def test_rows_and_mixing_are_what_a_copy_would_be(monkeypatch):
     pool = models(9, 31)
     rows = torch.tensor([6, 1, 4, 3, 8])
     assert apply(gram_rules.fltrust, pool, rows).equal(apply(gram_rules.fltrust, pool[rows]))
-    torch.testing.assert_close(apply(coordinatewise.coordinate_median, pool, rows), pool[rows].quantile(0.5, dim=0))
+    torch.testing.assert_close(
+        apply(coordinatewise.coordinate_median, pool, rows), pool[rows].quantile(0.5, dim=0)
+    )
     rows = rows[:4]
     mixing = functools.partial(preaggregation.nnm, f=1)
     mixed = preaggregation.nnm(gram(pool[rows]), f=1) @ pool[rows]
-    for rule in (coordinatewise.coordinate_median, functools.partial(gram_rules.krum, f=0), gram_rules.geometric_median):
+    for rule in (
+        coordinatewise.coordinate_median,
+        functools.partial(gram_rules.krum, f=0),
+        gram_rules.geometric_median,
+    ):
         torch.testing.assert_close(apply(rule, pool, rows, mixing=mixing), apply(rule, mixed))
     # The own model is left as it is: the pre-step mixes the others.
-    own = torch.cat([preaggregation.nnm(gram(pool[rows[:3]]), f=1) @ pool[rows[:3]], pool[rows[3:]]])
+    own = torch.cat(
+        [preaggregation.nnm(gram(pool[rows[:3]]), f=1) @ pool[rows[:3]], pool[rows[3:]]]
+    )
     rule = functools.partial(gram_rules.monna, f=1)
     torch.testing.assert_close(apply(rule, pool, rows, mixing=mixing), apply(rule, own))
     buckets = preaggregation.bucketing(3, stream(0, "buckets"))
@@ -96,7 +128,9 @@ def test_rows_and_mixing_are_what_a_copy_would_be(monkeypatch):
     buckets = torch.tensor([[0.5, 0, 0.5, 0], [0, 0, 0, 1.0]], dtype=torch.float64)
     expected = ((pool[6] + pool[4]) / 2 + pool[3]) / 2
     torch.testing.assert_close(apply(gram_rules.mean, pool, rows, mixing=buckets), expected)
-    torch.testing.assert_close(apply(coordinatewise.coordinate_median, pool, rows, mixing=buckets), expected)
+    torch.testing.assert_close(
+        apply(coordinatewise.coordinate_median, pool, rows, mixing=buckets), expected
+    )
 
 
 @pytest.mark.parametrize("name", ["mean", "trimmed_mean", "krum", "monna", "fltrust"])

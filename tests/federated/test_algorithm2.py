@@ -36,7 +36,9 @@ from fedcb2o.federated.types import Attack, Reduction, RuleOutput
 from fedcb2o.nn import parameters
 from fedcb2o.simulation.rounds import run_rounds
 
-LARGE = dataclasses.replace(ours.TRAINING, batch_size=11)  # no batch has a single sample, which a batch norm refuses
+LARGE = dataclasses.replace(
+    ours.TRAINING, batch_size=11
+)  # no batch has a single sample, which a batch norm refuses
 
 
 def compare(algorithm, options, *, num_rounds=6, make=network, statistics="shared", **changes):
@@ -46,11 +48,21 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
     options = dataclasses.replace(options, budget=BUDGET, validation_loss=terms.loss_average)
     agents = oracle_agents(engine, make, options, statistics)
     training = reference.Training(
-        **{field.name: getattr(terms.training, field.name) for field in dataclasses.fields(reference.Training)}
+        **{
+            field.name: getattr(terms.training, field.name)
+            for field in dataclasses.fields(reference.Training)
+        }
     )
-    for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, lambda n: False):
+    for done in run_rounds(
+        engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, lambda n: False
+    ):
         infos = reference.run_round(
-            agents, done.n, seed=SEED, training=training, num_classes=CLASSES, participation=terms.participation
+            agents,
+            done.n,
+            seed=SEED,
+            training=training,
+            num_classes=CLASSES,
+            participation=terms.participation,
         )
         for j, (met, info) in enumerate(zip(done.memory.contacts, infos, strict=True)):
             mixed = chosen(done.decisions, j)
@@ -65,17 +77,27 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
             known = ~met.likelihood.isnan()
             if not MALICIOUS[j] and options.criterion != "num_samples":
                 assert set(met.ids.tolist()) == agents[j].met
-                likelihood = dict(zip(met.ids[known].tolist(), met.likelihood[known].tolist(), strict=True))
+                likelihood = dict(
+                    zip(met.ids[known].tolist(), met.likelihood[known].tolist(), strict=True)
+                )
                 assert likelihood == pytest.approx(agents[j].P, rel=2e-5)
             theta = ours.models_of(engine)[j]
-            torch.testing.assert_close(theta, parameters.flatten(agents[j].module), rtol=1e-4, atol=2e-5)
-            parameters.bind_(agents[j].module, theta.clone())  # a ReLU at its kink magnifies rounding
+            torch.testing.assert_close(
+                theta, parameters.flatten(agents[j].module), rtol=1e-4, atol=2e-5
+            )
+            parameters.bind_(
+                agents[j].module, theta.clone()
+            )  # a ReLU at its kink magnifies rounding
 
 
 FEDCB2O = {
     "the text": {},
     "FedCBO": {"criterion": "average_loss"},
-    "FedCBO, own trusted": {"criterion": "average_loss", "own_model": "trusted", "mixing_factor": 1.0},
+    "FedCBO, own trusted": {
+        "criterion": "average_loss",
+        "own_model": "trusted",
+        "mixing_factor": 1.0,
+    },
     "T_G": {"criterion_from_round": 3},
     "T_G, own trusted": {"criterion_from_round": 3, "own_model": "trusted", "mixing_factor": 1.0},
     "own judged": {"own_model": "judged", "mixing_factor": 1.0},
@@ -88,7 +110,12 @@ FEDCB2O = {
     "beta, own excluded": {"beta": 0.4},
     "exact consensus": {"selection": "everyone", "beta": 0.34, "own_model": "judged"},
     "delta_q": {"selection": "everyone", "beta": 0.3, "delta_q": 0.15, "own_model": "judged"},
-    "averaged level": {"selection": "everyone", "beta": 0.4, "quantile": "averaged", "own_model": "judged"},
+    "averaged level": {
+        "selection": "everyone",
+        "beta": 0.4,
+        "quantile": "averaged",
+        "own_model": "judged",
+    },
     "uniform peers": {"selection": "uniform"},
 }
 
@@ -102,9 +129,19 @@ def test_fedcb2o_equals_the_oracle(choice):
 @pytest.mark.parametrize("statistics", ["shared", "local", "dropped"])
 def test_batch_norms_equal_the_oracle(statistics, own_model):
     """Agents who mix them, who estimate their own, and who leave them as they were."""
-    choice, make = {"own_model": own_model, "mixing_factor": 1.0}, functools.partial(normed, statistics)
+    choice, make = (
+        {"own_model": own_model, "mixing_factor": 1.0},
+        functools.partial(normed, statistics),
+    )
     options = dataclasses.replace(reference.FEDCB2O, **choice)
-    compare(algorithms.fedcb2o(**choice), options, make=make, statistics=statistics, training=LARGE, num_rounds=3)
+    compare(
+        algorithms.fedcb2o(**choice),
+        options,
+        make=make,
+        statistics=statistics,
+        training=LARGE,
+        num_rounds=3,
+    )
 
 
 def test_adapters_on_a_frozen_base_equal_the_oracle():
@@ -138,7 +175,9 @@ def test_dfedavgm_equals_the_oracle(own_model):
 
 def test_a_rule_without_losses_equals_the_oracle_and_nothing_is_evaluated(monkeypatch):
     for name in ("losses_of", "losses_of_each"):
-        monkeypatch.setattr(validation, name, lambda *judged, **more: pytest.fail("a model was evaluated"))
+        monkeypatch.setattr(
+            validation, name, lambda *judged, **more: pytest.fail("a model was evaluated")
+        )
     compare(algorithms.by_rule(rule="by_num_samples", needs_losses=False), reference.DFEDAVGM)
 
 
@@ -147,7 +186,11 @@ def test_batch_means_equal_the_oracle():
 
 
 def test_steps_instead_of_epochs_equal_the_oracle():
-    compare(algorithms.fedcb2o(), reference.FEDCB2O, training=dataclasses.replace(TRAINING, local_steps=4))
+    compare(
+        algorithms.fedcb2o(),
+        reference.FEDCB2O,
+        training=dataclasses.replace(TRAINING, local_steps=4),
+    )
 
 
 @pytest.mark.parametrize("own_model", ["excluded", "trusted"])
@@ -220,11 +263,16 @@ def test_a_benign_agent_that_an_attack_broke_is_no_error_and_spreads_nothing():
         assert not chosen(done.decisions, 0).ids
     assert theta[0].isnan().all()
     assert theta[1:].isfinite().all()
-    assert sizes == [2, 2, 2, 2] * 3  # of three and of two benign agents; the first of the three is broken
+    assert (
+        sizes == [2, 2, 2, 2] * 3
+    )  # of three and of two benign agents; the first of the three is broken
     for silent in (Attack(), dataclasses.replace(attack, from_round=1)):
         engine = engine_of(silent)
         ours.models_of(engine)[0] = torch.nan
-        with pytest.raises(RunError, match="training diverged: the model or the loss of benign agent 0 is not finite"):
+        with pytest.raises(
+            RunError,
+            match="training diverged: the model or the loss of benign agent 0 is not finite",
+        ):
             run_rounds(engine)
 
 
@@ -234,9 +282,14 @@ def test_a_benign_model_that_overflows_where_it_mixes_is_told():
     def rule(block):
         return torch.full_like(block[0], torch.inf)
 
-    algorithm = algorithms.by_rule(rule=rule_signature("columns")(rule), selection="everyone", needs_losses=False)
+    algorithm = algorithms.by_rule(
+        rule=rule_signature("columns")(rule), selection="everyone", needs_losses=False
+    )
     told = "the rule `.*rule` returned numbers that are not finite, of models that are"
-    for attack in (Attack(), Attack(craft=lambda view, draw: view.own)):  # whoever attacks, that is the rule's fault
+    for attack in (
+        Attack(),
+        Attack(craft=lambda view, draw: view.own),
+    ):  # whoever attacks, that is the rule's fault
         with pytest.raises(ConfigError, match=told):
             ours.run_rounds(ours.together(algorithm, attack=attack))
 
@@ -244,5 +297,8 @@ def test_a_benign_model_that_overflows_where_it_mixes_is_told():
         return RuleOutput(Reduction(judged.received.rows, rule))
 
     algorithm = dataclasses.replace(algorithm, rule=weigh)
-    with pytest.raises(RunError, match="the model of benign agent 0 is not finite after mixing in round 1: its rule"):
+    with pytest.raises(
+        RunError,
+        match="the model of benign agent 0 is not finite after mixing in round 1: its rule",
+    ):
         ours.run_rounds(ours.together(algorithm, attack=Attack()))

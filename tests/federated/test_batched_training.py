@@ -29,7 +29,13 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
-CHANGES = [{}, {"local_steps": 5}, {"momentum": 0.0}, {"batch_size": 100}, {"lambda2": 0.2, "local_epochs": 3}]
+CHANGES = [
+    {},
+    {"local_steps": 5},
+    {"momentum": 0.0},
+    {"batch_size": 100},
+    {"lambda2": 0.2, "local_epochs": 3},
+]
 
 
 @pytest.mark.parametrize("changes", CHANGES)
@@ -38,8 +44,13 @@ def test_a_team_learns_what_each_learns_alone(name, changes):
     module, training = fresh(name), Training(**{**TRAINING.__dict__, **changes})
     mine, data = different(module, 7), shards(7, 11)
     alone = mine.clone()
-    one_by_one = [local_update_(alone[j], module, data[j], training, stream(5, "batches", j)) for j in range(7)]
-    found = batched_local_update_(mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(7)])
+    one_by_one = [
+        local_update_(alone[j], module, data[j], training, stream(5, "batches", j))
+        for j in range(7)
+    ]
+    found = batched_local_update_(
+        mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(7)]
+    )
     torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6 if WIDE else 1e-5)
     assert found == pytest.approx(one_by_one, rel=1e-5)
 
@@ -51,8 +62,13 @@ def test_so_does_a_team_of_unlike_numbers_of_samples(name, changes):
     counts = [12, 9, 12, 10]  # three batches of 4 an epoch
     mine, data = different(module, 4), shards(4, 12)
     alone = mine.clone()
-    held = [Shard(shard.x[:count], shard.y[:count]) for shard, count in zip(data, counts, strict=True)]
-    one_by_one = [local_update_(alone[j], module, held[j], training, stream(5, "batches", j)) for j in range(4)]
+    held = [
+        Shard(shard.x[:count], shard.y[:count]) for shard, count in zip(data, counts, strict=True)
+    ]
+    one_by_one = [
+        local_update_(alone[j], module, held[j], training, stream(5, "batches", j))
+        for j in range(4)
+    ]
     for shard, count in zip(data, counts, strict=True):
         shard.x[count:], shard.y[count:] = 7.0, 0  # nobody reads them
     draws = [stream(5, "batches", j) for j in range(4)]
@@ -65,10 +81,18 @@ def test_targets_of_several_numbers_do_not_change_that():
     module, counts = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), [3, 6, 5]
     training = Training(**{**TRAINING.__dict__, "loss": losses.squared_error, "batch_size": 10})
     mine, draw = different(module, 3), torch.Generator().manual_seed(2)
-    alone, x, y = mine.clone(), torch.rand(3, 6, 1, 4, 4, generator=draw), torch.rand(3, 6, 2, generator=draw)
+    alone, x, y = (
+        mine.clone(),
+        torch.rand(3, 6, 1, 4, 4, generator=draw),
+        torch.rand(3, 6, 2, generator=draw),
+    )
     for j, n in enumerate(counts):
-        local_update_(alone[j], module, Shard(x[j, :n], y[j, :n]), training, stream(5, "batches", j))
-    batched_local_update_(mine, module, x, y, training, [stream(5, "batches", j) for j in range(3)], counts)
+        local_update_(
+            alone[j], module, Shard(x[j, :n], y[j, :n]), training, stream(5, "batches", j)
+        )
+    batched_local_update_(
+        mine, module, x, y, training, [stream(5, "batches", j) for j in range(3)], counts
+    )
     torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-6)
 
 
@@ -77,24 +101,41 @@ def test_who_trains_together():
     d = parameters.dimension(small)
     assert training_batches(small, d, [35, 35, 205, 35]) == [[0, 1, 3], [2]]
     assert sorted(map(len, training_batches(small, d, [8] * 150))) == [22, 64, 64]
-    assert training_batches(architectures.mlp([1, 28, 28], 10, hidden=[1000]), 10**6, [8, 8]) == [[0], [1]]  # too large to gain by it
+    assert training_batches(architectures.mlp([1, 28, 28], 10, hidden=[1000]), 10**6, [8, 8]) == [
+        [0],
+        [1],
+    ]  # too large to gain by it
     other = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 4))
     assert training_batches(other, parameters.dimension(other), [8, 8]) == [[0], [1]]
-    assert training_batches(other, parameters.dimension(other), [8, 8, 9, 8], models_per_batch=2) == [[0, 1], [3], [2]]
+    assert training_batches(
+        other, parameters.dimension(other), [8, 8, 9, 8], models_per_batch=2
+    ) == [[0, 1], [3], [2]]
     assert training_batches(small, d, [8, 8, 8], models_per_batch=1) == [[0], [1], [2]]
-    assert training_batches(small, d, [8, 5, 9, 6], models_per_batch=3, batch_size=4) == [[0, 1, 3], [2]]
-    assert training_batches(small, d, [8, 5, 8, 5], models_per_batch=2, batch_size=4) == [[1, 3], [0, 2]]
+    assert training_batches(small, d, [8, 5, 9, 6], models_per_batch=3, batch_size=4) == [
+        [0, 1, 3],
+        [2],
+    ]
+    assert training_batches(small, d, [8, 5, 8, 5], models_per_batch=2, batch_size=4) == [
+        [1, 3],
+        [0, 2],
+    ]
 
 
 def test_samples_that_meet_in_training_train_with_equally_many_only():
     x = torch.rand(2, 1, 4, 4)
     normed = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 4))
     drawing = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, 4))
-    assert [batch_norm.is_sample_independent(module, x) for module in (fresh("cnn"), normed, drawing)] == [True, False, False]
+    assert [
+        batch_norm.is_sample_independent(module, x) for module in (fresh("cnn"), normed, drawing)
+    ] == [True, False, False]
     nn.init.zeros_(normed[-1].weight)  # whatever the norm does, nothing is seen of it
-    tracking = nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(16, 4))
+    tracking = nn.Sequential(
+        nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(16, 4)
+    )
     centred = nn.Sequential(Centred(), nn.Flatten(), nn.Linear(16, 4))
-    assert not any(batch_norm.is_sample_independent(module, x) for module in (normed, tracking, centred))
+    assert not any(
+        batch_norm.is_sample_independent(module, x) for module in (normed, tracking, centred)
+    )
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -104,7 +145,9 @@ def test_bfloat16_changes_products_only(name):
     exact, alone = thetas.clone(), thetas.clone()
     for mine, precision in ((thetas, "bfloat16"), (exact, "float32")):
         training = Training(**{**TRAINING.__dict__, "precision": precision})
-        batched_local_update_(mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(3)])
+        batched_local_update_(
+            mine, module, *stacked(data), training, [stream(5, "batches", j) for j in range(3)]
+        )
     training = Training(**{**TRAINING.__dict__, "precision": "bfloat16"})
     for j in range(3):
         local_update_(alone[j], module, data[j], training, stream(5, "batches", j))
@@ -121,7 +164,9 @@ def test_a_network_that_draws_draws_for_each_agent_and_again_alike():
         mine = empty_models(3, parameters.dimension(module))
         mine[:] = begun
         before = torch.random.get_rng_state()
-        batched_local_update_(mine, module, *stacked(data), TRAINING, [stream(5, "batches", 0) for _ in range(3)])
+        batched_local_update_(
+            mine, module, *stacked(data), TRAINING, [stream(5, "batches", 0) for _ in range(3)]
+        )
         assert torch.equal(torch.random.get_rng_state(), before)
         found.append(mine)
     assert torch.equal(found[0], found[1])

@@ -22,7 +22,9 @@ from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.rng import stream
 
 if importlib.util.find_spec("byzfl") is None:
-    pytest.skip("byzfl is not installed: pip install --no-deps byzfl==0.0.11", allow_module_level=True)
+    pytest.skip(
+        "byzfl is not installed: pip install --no-deps byzfl==0.0.11", allow_module_level=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,13 @@ def from_the_origin(rule: Callable[..., Any]) -> Callable[..., Tensor]:
 def weiszfeld(x: Tensor, f: int) -> Tensor:
     """byzfl's iterations begin at the origin, ours at an average of models: so the first of three is made here."""
     whole = torch.cat([x, origin(x)])
-    first = gram_rules._squared_distances_to(gram(whole), torch.eye(len(whole), dtype=torch.float64)[-1]).sqrt()[:-1]
+    first = gram_rules._squared_distances_to(
+        gram(whole), torch.eye(len(whole), dtype=torch.float64)[-1]
+    ).sqrt()[:-1]
     start = 1 / first.clamp(min=0.1)
-    rule = functools.partial(gram_rules.geometric_median, smoothing=0.1, iterations=2, start=start / start.sum())
+    rule = functools.partial(
+        gram_rules.geometric_median, smoothing=0.1, iterations=2, start=start / start.sum()
+    )
     return apply(rule, x)
 
 
@@ -80,10 +86,21 @@ PAIRS: dict[str, tuple[Callable[[Any, int], Any], Callable[[Tensor, int], Tensor
         lambda b, f: b.CenteredClipping(L=3, tau=2.0),
         from_the_origin(functools.partial(gram_rules.centred_clipping, radius=2.0, iterations=3)),
     ),
-    "MoNNA": (lambda b, f: b.MoNNA(f, 0), lambda x, f: apply(functools.partial(gram_rules.monna, f=f), x.flip(0))),
+    "MoNNA": (
+        lambda b, f: b.MoNNA(f, 0),
+        lambda x, f: apply(functools.partial(gram_rules.monna, f=f), x.flip(0)),
+    ),
     "NNM": (lambda b, f: b.NNM(f), lambda x, f: preaggregation.nnm(gram(x), f=f).to(x.dtype) @ x),
 }
-SHAPES = ((7, 5, 1), (7, 5, 2), (8, 1, 2), (20, 100, 0), (21, 100, 5), (21, 3000, 9), (100, 300, 30))
+SHAPES = (
+    (7, 5, 1),
+    (7, 5, 2),
+    (8, 1, 2),
+    (20, 100, 0),
+    (21, 100, 5),
+    (21, 3000, 9),
+    (100, 300, 30),
+)
 
 
 @pytest.mark.parametrize("name", PAIRS)

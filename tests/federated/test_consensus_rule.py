@@ -25,11 +25,17 @@ def test_all_peers_huge_still_gives_weights(own_model):
     """In the first rounds every peer may be bad: the least bad one counts, and nothing is 0 / 0."""
     view = judged([[1e6, 1e6], [1e300, 0.0], [1e6, 1e6]], [0.5, 0.5])
     mu = algorithms.fedcb2o(own_model=own_model).rule(view).outcome
-    expected = {"excluded": [0.5, 0, 0.5, 0], "judged": [0, 0, 0, 1], "trusted": [1 / 3, 0, 1 / 3, 1 / 3]}
+    expected = {
+        "excluded": [0.5, 0, 0.5, 0],
+        "judged": [0, 0, 0, 1],
+        "trusted": [1 / 3, 0, 1 / 3, 1 / 3],
+    }
     assert mu.tolist() == pytest.approx(expected[own_model])
 
 
-@pytest.mark.parametrize(("own_model", "kept"), [("excluded", 0.0), ("judged", 1.0), ("trusted", 0.0)])
+@pytest.mark.parametrize(
+    ("own_model", "kept"), [("excluded", 0.0), ("judged", 1.0), ("trusted", 0.0)]
+)
 def test_nobody_to_be_trusted_keeps_the_model(own_model, kept):
     view = judged([[INF, 1.0], [2.0, INF]], [0.5, 0.5])
     mu = algorithms.fedcb2o(own_model=own_model).rule(view).outcome
@@ -70,12 +76,16 @@ def test_a_value_that_is_no_finite_number_has_no_weight(own_model, bad, case, co
     options = {"alpha": 2.0, "beta": beta, "own_model": own_model}
     mu = algorithms.fedcb2o(criterion=named, **options).rule(view).outcome.tolist()
     G = dict(enumerate(values)) | ({} if own_model == "excluded" else {4: 1.125})
-    losses = {i: reference.Loss(loss, {}) for i, loss in enumerate([1.0, 0.5, 2.0, 3.0, 1.5]) if i in G}
+    losses = {
+        i: reference.Loss(loss, {}) for i, loss in enumerate([1.0, 0.5, 2.0, 3.0, 1.5]) if i in G
+    }
     known = reference.Options(**options)
     Q = reference.sublevel_set(losses, list(G), 4, known)
     expected = reference.consensus_weights(G, Q, 4, known, trusted=own_model == "trusted")
     assert mu == pytest.approx([expected.get(i, 0.0) for i in range(5)])
-    assert [mu[i] for i, value in enumerate(values) if value == bad or value != value] == [0.0] * values.count(bad)
+    assert [mu[i] for i, value in enumerate(values) if value == bad or value != value] == [
+        0.0
+    ] * values.count(bad)
     if own_model == "trusted":
         assert mu[4] == max(mu[:4])
 
@@ -101,12 +111,18 @@ def test_a_test_widens_the_sub_level_set():
     """One sample of each of four classes: differences 1, 1, 1, 1 have no error, and 0, 0, 0, 2 one of 0.5."""
     view = judged([[2.0] * 4, [1.0, 1.0, 1.0, 3.0], [0.5] * 4], [1.0] * 4)
     for tested, members in ((0.0, [2, 3]), (0.5, [2, 3]), (1.5, [1, 2, 3]), (99.0, [1, 2, 3])):
-        mu = algorithms.fedcb2o(alpha=0.0, own_model="judged", loss_tolerance=tested).rule(view).outcome
+        mu = (
+            algorithms.fedcb2o(alpha=0.0, own_model="judged", loss_tolerance=tested)
+            .rule(view)
+            .outcome
+        )
         assert mu.nonzero().flatten().tolist() == members
     both = {"alpha": 0.0, "own_model": "judged", "tested": 0.0, "criterion": "worst_class_loss"}
     mu = algorithms.fedcb2o(beta=1.0, **both).rule(view).outcome
     assert mu.tolist() == [0.25] * 4
-    mu = algorithms.fedcb2o(loss_tolerance=0.0, alpha=0.0).rule(view).outcome  # the own model does not count
+    mu = (
+        algorithms.fedcb2o(loss_tolerance=0.0, alpha=0.0).rule(view).outcome
+    )  # the own model does not count
     assert mu.tolist() == [0.0, 0.0, 1.0, 0.0]
 
 
@@ -125,8 +141,12 @@ def test_who_is_hardly_apart_from_the_own_model_does_not_count():
         decided = algorithms.fedcb2o(**weigh, **given).rule(view)
         assert decided.outcome.nonzero().flatten().tolist() == members
         assert decided.values.tolist() == values
-    itself = dataclasses.replace(view, received=received(torch.tensor([4, 1, 2, 3])))  # it drew itself
-    excluded = algorithms.fedcb2o(alpha=0.0, min_distance=0.5, own_model="excluded", own_candidate=True).rule(itself)
+    itself = dataclasses.replace(
+        view, received=received(torch.tensor([4, 1, 2, 3]))
+    )  # it drew itself
+    excluded = algorithms.fedcb2o(
+        alpha=0.0, min_distance=0.5, own_model="excluded", own_candidate=True
+    ).rule(itself)
     assert excluded.outcome.nonzero().flatten().tolist() == [0, 1, 3]
     assert excluded.values.tolist() == [0.0, 0.0, 2.0, 0.0]
     assert algorithms.fedcb2o(min_distance=0.5).keeps_previous

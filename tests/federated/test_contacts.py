@@ -14,7 +14,9 @@ several = st.lists(ascending, min_size=1, max_size=5)
 
 def contacts_of(ids):
     """Each peer with a likelihood that tells which it is."""
-    return Contacts(torch.tensor(ids, dtype=torch.int64), torch.tensor(ids, dtype=torch.float64) / 7)
+    return Contacts(
+        torch.tensor(ids, dtype=torch.int64), torch.tensor(ids, dtype=torch.float64) / 7
+    )
 
 
 def met_of(each):
@@ -37,7 +39,10 @@ def test_contacts_are_those_of_each(each, others, data):
     chosen = data.draw(st.lists(st.integers(0, len(each) - 1), max_size=6))
     hold_equal(met_of(each).take(np.array(chosen, np.int64)), [each[k] for k in chosen])
     gone = data.draw(ascending)
-    hold_equal(met_of(each).forget(np.array(gone, np.int64)), [[i for i in ids if i not in gone] for ids in each])
+    hold_equal(
+        met_of(each).forget(np.array(gone, np.int64)),
+        [[i for i in ids if i not in gone] for ids in each],
+    )
     hold_equal(ContactTable.empty(len(each)), [[]] * len(each))
 
 
@@ -47,8 +52,12 @@ def test_what_some_remember_afterwards_stands_in_their_places(each, data):
     new = [data.draw(ascending) for _ in those]
     found = met_of(new) if new else ContactTable.empty(0)
     states = [{"kept": torch.tensor(k)} for k in range(len(each))]
-    after = AgentState(met_of(each), ({},) * len(each)).updated(np.array(those, np.int64), found, states)
-    hold_equal(after.contacts, [new[those.index(k)] if k in those else ids for k, ids in enumerate(each)])
+    after = AgentState(met_of(each), ({},) * len(each)).updated(
+        np.array(those, np.int64), found, states
+    )
+    hold_equal(
+        after.contacts, [new[those.index(k)] if k in those else ids for k, ids in enumerate(each)]
+    )
     assert [int(state["kept"]) for state in after.rule_states] == list(range(len(each)))
 
 
@@ -62,7 +71,9 @@ def test_peers_are_those_of_plain_lists(lists, shared, data):
     which = [data.draw(st.integers(0, len(lists) - 1)) if shared else k for k in range(count)]
     own = [data.draw(st.integers(0, 12)) for _ in range(count)]
     ids = [np.array(each, np.int64) for each in lists]
-    peers = CandidatePeers.from_lists(ids, np.array(which) if shared else None, excluded=np.array(own))
+    peers = CandidatePeers.from_lists(
+        ids, np.array(which) if shared else None, excluded=np.array(own)
+    )
     plain = [[i for i in lists[which[k]] if i != own[k]] for k in range(count)]
     assert [peers.ids(k).tolist() for k in range(count)] == plain
     assert peers.counts.tolist() == [len(each) for each in plain]
@@ -70,17 +81,27 @@ def test_peers_are_those_of_plain_lists(lists, shared, data):
     among, places = peers.find(*(np.array(each) for each in zip(*asked, strict=True)))
     assert among.tolist() == [i in plain[k] for k, i in asked]
     assert places.tolist() == [plain[k].index(i) for k, i in asked if i in plain[k]]
-    there = np.array([(k, place) for k in range(count) for place in range(len(plain[k]))], np.int64).reshape(-1, 2)
+    there = np.array(
+        [(k, place) for k in range(count) for place in range(len(plain[k]))], np.int64
+    ).reshape(-1, 2)
     assert peers.ids_at(there[:, 0], there[:, 1]).tolist() == [i for each in plain for i in each]
     both = peers.including_self(np.array(own))
-    assert [both.ids(k).tolist() for k in range(count)] == [sorted({*plain[k], own[k]}) for k in range(count)]
+    assert [both.ids(k).tolist() for k in range(count)] == [
+        sorted({*plain[k], own[k]}) for k in range(count)
+    ]
 
 
 def test_an_agent_may_be_among_those_it_asks():
-    shared = CandidatePeers.from_lists([np.arange(4)], np.zeros(2, np.int64), excluded=np.array([0, 3]))
+    shared = CandidatePeers.from_lists(
+        [np.arange(4)], np.zeros(2, np.int64), excluded=np.array([0, 3])
+    )
     assert [shared.ids(k).tolist() for k in range(2)] == [[1, 2, 3], [0, 1, 2]]
     assert shared.counts.tolist() == [3, 3]
-    assert [shared.including_self(np.array([0, 3])).ids(k).tolist() for k in range(2)] == [[0, 1, 2, 3]] * 2
-    own = CandidatePeers.from_lists([np.array([2]), np.zeros(0, np.int64)], excluded=np.array([1, 7]))
+    assert [shared.including_self(np.array([0, 3])).ids(k).tolist() for k in range(2)] == [
+        [0, 1, 2, 3]
+    ] * 2
+    own = CandidatePeers.from_lists(
+        [np.array([2]), np.zeros(0, np.int64)], excluded=np.array([1, 7])
+    )
     assert own.counts.tolist() == [1, 0]
     assert [own.including_self(np.array([1, 7])).ids(k).tolist() for k in range(2)] == [[1, 2], [7]]

@@ -20,16 +20,28 @@ from fedcb2o.rng import stream
 INF = math.inf
 
 
-NEEDED = {name: {"of": ["class_loss_gap", "trigger_sensitivity"]} for name in ("largest", "weighted_sum")}
+NEEDED = {
+    name: {"of": ["class_loss_gap", "trigger_sensitivity"]} for name in ("largest", "weighted_sum")
+}
 
 
-RELATIVE = ("class_loss_gap", "distance", "largest", "perturbation_gap", "trigger_sensitivity", "weighted_sum")
+RELATIVE = (
+    "class_loss_gap",
+    "distance",
+    "largest",
+    "perturbation_gap",
+    "trigger_sensitivity",
+    "weighted_sum",
+)
 
 
 def brightness_judges(thetas, x, rows=None, by_class=None):
     """A view in which a model's loss on an image is the product of the two, plus 1, or as far as its outputs tell their
     difference, the label being the first; the last model is the own one."""
-    m, by_class = len(thetas) - 1, torch.ones(len(thetas), 2).double() if by_class is None else by_class
+    m, by_class = (
+        len(thetas) - 1,
+        torch.ones(len(thetas), 2).double() if by_class is None else by_class,
+    )
 
     def losses_of(models, change):
         seen = x if change is None else change(x)
@@ -39,7 +51,9 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
     def outputs_of(models, change=None, count=None):
         seen = (x if change is None else change(x))[:count].double()
         second = thetas[models.rows].double() @ seen.flatten(1).T
-        return torch.stack([torch.zeros_like(second), second], -1), torch.zeros(len(seen), dtype=torch.int64)
+        return torch.stack([torch.zeros_like(second), second], -1), torch.zeros(
+            len(seen), dtype=torch.int64
+        )
 
     def some_samples(count):
         few = x[:count].float()
@@ -65,7 +79,10 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
         own_entry=me,
         losses_of=losses_of,
         agent_context=views.local(
-            outputs_of=outputs_of, some_samples=some_samples, outputs_at=outputs_at, gradients_of=gradients_of
+            outputs_of=outputs_of,
+            some_samples=some_samples,
+            outputs_at=outputs_at,
+            gradients_of=gradients_of,
         ),
     )
 
@@ -92,26 +109,41 @@ def sampled(each, own, labels, **more):
 
     def losses(rows):
         rows = torch.tensor(rows, dtype=torch.float64)
-        by_class = torch.stack([rows[:, labels == c].sum(1) / max(1, int(counts[c])) for c in range(3)], 1)
-        return Losses(rows.mean(1), by_class, counts > 0, torch.zeros(len(rows)).double(), rows, labels)
+        by_class = torch.stack(
+            [rows[:, labels == c].sum(1) / max(1, int(counts[c])) for c in range(3)], 1
+        )
+        return Losses(
+            rows.mean(1), by_class, counts > 0, torch.zeros(len(rows)).double(), rows, labels
+        )
 
     return dataclasses.replace(
-        judged([[0.0] * 3] * len(each), [0.0] * 3), losses=losses(each), own_losses=losses([own]), **more
+        judged([[0.0] * 3] * len(each), [0.0] * 3),
+        losses=losses(each),
+        own_losses=losses([own]),
+        **more,
     )
 
 
 def test_standard_errors_by_hand():
     """Differences 1, 3 of class 0 and 5, 5, 8 of class 1: within classes 2 + 6 squares and 3 degrees of freedom."""
-    view = sampled([[2.0, 5.0, 5.0, 6.0, 8.0], [1.0, 2.0, 0.0, 1.0, 0.0]], [1.0, 2.0, 0.0, 1.0, 0.0], [0, 0, 1, 1, 1])
+    view = sampled(
+        [[2.0, 5.0, 5.0, 6.0, 8.0], [1.0, 2.0, 0.0, 1.0, 0.0]],
+        [1.0, 2.0, 0.0, 1.0, 0.0],
+        [0, 0, 1, 1, 1],
+    )
     variance = (2.0 + 6.0) / 3
     expected = [[math.sqrt(variance / 2), math.sqrt(variance / 3), INF], [0.0, 0.0, INF]]
-    assert class_standard_error(view.losses, view.own_losses).tolist() == [pytest.approx(row) for row in expected]
+    assert class_standard_error(view.losses, view.own_losses).tolist() == [
+        pytest.approx(row) for row in expected
+    ]
     over_all = math.sqrt((3.4**2 + 1.4**2 + 0.6**2 * 2 + 3.6**2) / 4 / 5)
     assert standard_error(view.losses, view.own_losses).tolist() == pytest.approx([over_all, 0.0])
     gaps = [2 - 1.5 * expected[0][0], 6 - 1.5 * expected[0][1]]
     assert criteria.class_loss_gap(view, z=1.5).tolist() == pytest.approx([max(gaps), 0.0])
     assert criteria.class_loss_gap(view, z=99.0).tolist() == [0.0, 0.0]
-    alone = sampled([[3.0, 1.0]], [1.0, 2.0], [0, 1])  # one sample of each class: nothing is known of their spread
+    alone = sampled(
+        [[3.0, 1.0]], [1.0, 2.0], [0, 1]
+    )  # one sample of each class: nothing is known of their spread
     assert criteria.class_loss_gap(alone, z=9.0).tolist() == [2.0]
 
 
@@ -120,7 +152,10 @@ def test_what_is_not_finite_is_no_gap_of_honest_models():
     assert criteria.class_loss_gap(view, z=2.0).tolist() == [INF, 0.0]
     broken = sampled([[1.0, 1.0, 1.0], [INF, 2.0, 0.0]], [INF, 1.0, 0.0], [0, 0, 1])
     assert criteria.class_loss_gap(broken, z=2.0).tolist() == [1.0, INF]
-    assert criteria.class_loss_gap(broken, z=2.0, against="majority").isfinite().tolist() == [True, False]
+    assert criteria.class_loss_gap(broken, z=2.0, against="majority").isfinite().tolist() == [
+        True,
+        False,
+    ]
 
 
 def test_the_gap_to_the_majority_is_to_the_median_of_the_sub_level_set_where_that_is_more():
@@ -136,21 +171,33 @@ def test_the_gap_to_the_majority_is_to_the_median_of_the_sub_level_set_where_tha
 
 @pytest.mark.parametrize("z", [-1.0, INF, float("nan")])
 def test_z_must_be_a_number_of_standard_errors(z):
-    with pytest.raises(ConfigError, match=r"criterion `class_loss_gap`: `z` = .*(greater than|finite)"):
+    with pytest.raises(
+        ConfigError, match=r"criterion `class_loss_gap`: `z` = .*(greater than|finite)"
+    ):
         algorithms.fedcb2o(criterion={"name": "class_loss_gap", "z": z})
 
 
 def test_worst_class_loss():
-    view = judged([[1.0, 5.0, 9.0], [2.0, 0.25, 0.0], [INF, 0.0, 0.0]], [0.0, 0.0, 0.0], present=[True, True, False])
+    view = judged(
+        [[1.0, 5.0, 9.0], [2.0, 0.25, 0.0], [INF, 0.0, 0.0]],
+        [0.0, 0.0, 0.0],
+        present=[True, True, False],
+    )
     assert criteria.worst_class_loss(view).tolist() == [5.0, 2.0, INF]
 
 
 def test_class_loss_entropy():
     """Equal class losses are trusted, however large; all loss on one of two classes is log 2 away from that."""
-    view = judged([[2.0, 2.0], [0.0, 0.0], [3.0, 0.0], [3.0, 1.0], [INF, 1.0], [INF, INF]], [1.0, 1.0])
+    view = judged(
+        [[2.0, 2.0], [0.0, 0.0], [3.0, 0.0], [3.0, 1.0], [INF, 1.0], [INF, INF]], [1.0, 1.0]
+    )
     uneven = math.log(2) + 0.75 * math.log(0.75) + 0.25 * math.log(0.25)
-    assert criteria.class_loss_entropy(view).tolist() == pytest.approx([0, 0, math.log(2), uneven, INF, INF])
-    absent = judged([[2.0, 2.0, 0.0], [4.0, 0.0, 0.0]], [1.0, 1.0, 0.0], present=[True, True, False])
+    assert criteria.class_loss_entropy(view).tolist() == pytest.approx(
+        [0, 0, math.log(2), uneven, INF, INF]
+    )
+    absent = judged(
+        [[2.0, 2.0, 0.0], [4.0, 0.0, 0.0]], [1.0, 1.0, 0.0], present=[True, True, False]
+    )
     assert criteria.class_loss_entropy(absent).tolist() == pytest.approx([0, math.log(2)])
     one = judged([[2.0, 0.0]], [1.0, 0.0], present=[True, False])
     assert criteria.class_loss_entropy(one).tolist() == [0.0]
@@ -168,7 +215,9 @@ def test_distances_of_large_models_in_any_rows():
     thetas = torch.from_numpy(stream(0, "thetas").normal(size=(7, 70_000))).float()
     rows = torch.tensor([5, 0, 3, 2])
     view = brightness_judges(thetas, torch.zeros(1, 1, 1, 70_000), rows)
-    plain = (thetas[rows[:-1]].double() - thetas[2].double()).norm(dim=1) / thetas[2].double().norm()
+    plain = (thetas[rows[:-1]].double() - thetas[2].double()).norm(dim=1) / thetas[
+        2
+    ].double().norm()
     assert criteria.distance(view).tolist() == pytest.approx(plain.tolist())
 
 
@@ -184,7 +233,11 @@ def test_trigger_sensitivity():
     assert criteria.trigger_sensitivity(view).tolist() == [5.0, 0.0, 0.0]
     assert criteria.trigger_sensitivity(view, values=[0.5]).tolist() == [2.5, 0.0, 0.0]
     assert criteria.trigger_sensitivity(view, tiles=1).tolist() == [1.0, -8.0, -2.0]
-    assert criteria.trigger_sensitivity(view, tiles=1, values=[0.0, 1.0]).tolist() == [1.0, 0.0, 0.0]
+    assert criteria.trigger_sensitivity(view, tiles=1, values=[0.0, 1.0]).tolist() == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_a_trigger_across_tiles_lies_whole_in_one_that_overlaps():
@@ -211,31 +264,47 @@ def test_a_trigger_anywhere_is_a_gap_and_a_clean_model_has_none():
     four = [rise(8.25) - rise(0.5), rise(4) - rise(0.5), 0.0, 0.0]
     assert criteria.perturbation_gap(view, pixels=4).tolist() == pytest.approx(four, abs=1e-6)
     some = dataclasses.replace(view, in_sublevel_set=torch.tensor([False, True, True, True]))
-    assert criteria.perturbation_gap(some, pixels=2).tolist() == pytest.approx([0.0, *two[1:]], abs=1e-6)
-    assert criteria.perturbation_gap(view, pixels=2, steps=2).tolist() == pytest.approx(two, abs=1e-6)
+    assert criteria.perturbation_gap(some, pixels=2).tolist() == pytest.approx(
+        [0.0, *two[1:]], abs=1e-6
+    )
+    assert criteria.perturbation_gap(view, pixels=2, steps=2).tolist() == pytest.approx(
+        two, abs=1e-6
+    )
 
 
 def test_rises_are_measured_on_so_many_samples_and_no_more(monkeypatch):
-    view = brightness_judges(torch.tensor([[4.0], [0.0]]), torch.tensor([0.0, 0.5, 1.0, 1.0]).view(4, 1, 1, 1))
+    view = brightness_judges(
+        torch.tensor([[4.0], [0.0]]), torch.tensor([0.0, 0.5, 1.0, 1.0]).view(4, 1, 1, 1)
+    )
     by_sample = torch.tensor([rise(4), rise(4) - rise(2), 0.0, 0.0])
     for measured, found in ((2, by_sample[:2]), (4, by_sample), (9, by_sample)):
         monkeypatch.setattr(universal_perturbation, "MAX_SAMPLES", measured)
         expected = float(found.mean())
-        assert criteria.perturbation_gap(view, z=0.0).tolist() == pytest.approx([expected], abs=1e-6)
+        assert criteria.perturbation_gap(view, z=0.0).tolist() == pytest.approx(
+            [expected], abs=1e-6
+        )
 
 
 def test_what_most_models_rise_by_is_no_gap_to_the_majority():
-    thetas = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]])  # the own one is the last, and the third in the middle
+    thetas = torch.tensor(
+        [[4.0], [3.0], [2.0], [1.0], [0.0]]
+    )  # the own one is the last, and the third in the middle
     view = brightness_judges(thetas, torch.zeros(1, 1, 1, 1))
     own = [rise(4), rise(3), rise(2), rise(1)]
     assert criteria.perturbation_gap(view).tolist() == pytest.approx(own, abs=1e-6)
     most = [rise(4) - rise(2), rise(3) - rise(2), 0.0, 0.0]
-    assert criteria.perturbation_gap(view, against="majority").tolist() == pytest.approx(most, abs=1e-6)
+    assert criteria.perturbation_gap(view, against="majority").tolist() == pytest.approx(
+        most, abs=1e-6
+    )
     # Those that count are 4, 2, 1 and the own one's 0, and the median is the lower of two.
     some = dataclasses.replace(view, in_sublevel_set=torch.tensor([True, False, True, True]))
     few = [rise(4) - rise(1), 0.0, rise(2) - rise(1), 0.0]
-    assert criteria.perturbation_gap(some, against="majority").tolist() == pytest.approx(few, abs=1e-6)
-    broken = brightness_judges(torch.tensor([[INF], [INF], [INF], [2.0], [1.0]]), torch.zeros(1, 1, 1, 1))
+    assert criteria.perturbation_gap(some, against="majority").tolist() == pytest.approx(
+        few, abs=1e-6
+    )
+    broken = brightness_judges(
+        torch.tensor([[INF], [INF], [INF], [2.0], [1.0]]), torch.zeros(1, 1, 1, 1)
+    )
     assert criteria.perturbation_gap(broken, against="majority").tolist() == pytest.approx(
         [INF, INF, INF, rise(2) - rise(1)], abs=1e-6
     )
@@ -254,7 +323,9 @@ def test_a_gap_of_perturbations_counts_as_far_as_it_is_sure():
     mean, error = float(rises.mean()), float(rises.std() / math.sqrt(2))
     for z in (0.0, 0.5, 9.0):
         expected = max(0.0, mean - z * error)
-        assert criteria.perturbation_gap(view, pixels=1, z=z).tolist() == pytest.approx([expected], abs=1e-6)
+        assert criteria.perturbation_gap(view, pixels=1, z=z).tolist() == pytest.approx(
+            [expected], abs=1e-6
+        )
 
 
 def test_the_error_is_that_of_the_difference_to_the_median_model():
@@ -278,9 +349,13 @@ def test_tiles_leave_no_pixel_out(tiles, dtype):
 
     def keep(models, change):
         painted.add_(change(x))
-        return views.losses(*(torch.zeros(2, *shape).double() for shape in ((), (2,))), view.losses.present)
+        return views.losses(
+            *(torch.zeros(2, *shape).double() for shape in ((), (2,))), view.losses.present
+        )
 
-    criteria.trigger_sensitivity(dataclasses.replace(view, losses_of=keep), tiles=tiles, values=[0.2])
+    criteria.trigger_sensitivity(
+        dataclasses.replace(view, losses_of=keep), tiles=tiles, values=[0.2]
+    )
     assert painted.unique().tolist() == pytest.approx([51.0 if dtype == torch.uint8 else 0.2])
     assert not x.any()
 
@@ -288,13 +363,18 @@ def test_tiles_leave_no_pixel_out(tiles, dtype):
 @pytest.mark.parametrize(("shape", "tiles"), [((2, 6), 2), ((2, 1, 4, 4), 5)])
 def test_tiles_that_do_not_fit(shape, tiles):
     view = brightness_judges(torch.zeros(2, math.prod(shape[1:])), torch.zeros(shape))
-    with pytest.raises(ConfigError, match=rf"`tiles` = {tiles} .* shape \({shape[1]}, ?.*: the criterion needs images"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"`tiles` = {tiles} .* shape \({shape[1]}, ?.*: the criterion needs images",
+    ):
         criteria.trigger_sensitivity(view, tiles=tiles)
 
 
 @pytest.mark.parametrize("given", [{"tiles": 0}, {"values": ()}, {"values": (0.0, 2.0)}])
 def test_tiles_and_values_out_of_range(given):
-    with pytest.raises(ConfigError, match="`tiles` must be 1 or more and `values` from 0 to 1, got "):
+    with pytest.raises(
+        ConfigError, match="`tiles` must be 1 or more and `values` from 0 to 1, got "
+    ):
         criteria.trigger_sensitivity(random_view(), **given)
 
 
@@ -329,7 +409,9 @@ def test_the_order_of_the_models_does_not_matter(name):
 @pytest.mark.parametrize("name", RELATIVE)
 def test_the_own_model_is_where_a_relative_criterion_is_0(name):
     function, given = getattr(criteria, name), NEEDED.get(name, {})
-    assert function(CriterionInput.with_own_only(random_view()), **given).tolist() == pytest.approx([0.0], abs=1e-7)
+    assert function(CriterionInput.with_own_only(random_view()), **given).tolist() == pytest.approx(
+        [0.0], abs=1e-7
+    )
 
 
 @pytest.mark.parametrize("name", criteria.__all__)
@@ -347,29 +429,41 @@ def test_no_validation_data_is_told(name):
 
 
 def test_a_criterion_without_losses_is_told():
-    with pytest.raises(ConfigError, match="the criterion looks at losses, and the algorithm evaluates none"):
+    with pytest.raises(
+        ConfigError, match="the criterion looks at losses, and the algorithm evaluates none"
+    ):
         criteria.average_loss(dataclasses.replace(random_view(), losses=None, own_losses=None))
 
 
 @pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
 def test_the_criterion_begins_with_t_g(own_model):
-    algorithm = algorithms.fedcb2o(criterion="distance", criterion_from_round=2, own_model=own_model)
+    algorithm = algorithms.fedcb2o(
+        criterion="distance", criterion_from_round=2, own_model=own_model
+    )
     average = algorithms.fedcbo(own_model=own_model)
     always = algorithms.fedcb2o(criterion="distance", own_model=own_model)
     for n in range(4):
         view = dataclasses.replace(random_view(), n=n)
-        assert algorithm.rule(view).outcome.equal((always if n >= 2 else average).rule(view).outcome)
+        assert algorithm.rule(view).outcome.equal(
+            (always if n >= 2 else average).rule(view).outcome
+        )
 
 
 # Combinations
 
 
 def test_the_largest_and_the_sum():
-    view = judged([[1.0, 5.0], [4.0, 4.0], [INF, 0.0]], [1.0, 1.0])  # gaps 4, 3, inf; means 3, 4, inf
+    view = judged(
+        [[1.0, 5.0], [4.0, 4.0], [INF, 0.0]], [1.0, 1.0]
+    )  # gaps 4, 3, inf; means 3, 4, inf
     of = [{"name": "class_loss_gap"}, {"name": "average_loss", "scale": 2.0}]
     assert criteria.largest(view, of=of).tolist() == [6.0, 8.0, INF]
     assert criteria.weighted_sum(view, of=of).tolist() == [10.0, 11.0, INF]
-    assert criteria.largest(view, of=["class_loss_gap", criteria.average_loss]).tolist() == [4.0, 4.0, INF]
+    assert criteria.largest(view, of=["class_loss_gap", criteria.average_loss]).tolist() == [
+        4.0,
+        4.0,
+        INF,
+    ]
     nested = [{"name": "largest", "of": of, "scale": 0.5}, "average_loss"]
     assert criteria.weighted_sum(view, of=nested).tolist() == [6.0, 8.0, INF]
 
@@ -384,10 +478,19 @@ def constant(judged, *, value: float = 1.0):
         ([], r"a combination needs criteria: of = \["),
         (["class_gap"], "there is no criterion `class_gap`. Did you mean `class_loss_gap`?"),
         ([{"scale": 2.0}], "the criterion has no `name`"),
-        ([{"name": "average_loss", "scale": 0}], "the `scale` of a criterion must be a number above 0, got 0"),
+        (
+            [{"name": "average_loss", "scale": 0}],
+            "the `scale` of a criterion must be a number above 0, got 0",
+        ),
         ([{"name": "average_loss", "scale": True}], "must be a number above 0, got True"),
-        ([{"name": "class_loss_gap", "absent": "one"}], "criterion `class_loss_gap`: `absent` = 'one': "),
-        ([{"name": "largest", "of": [{"name": constant, "valu": 1.0}]}], "no parameter `valu`. Did you mean `value`?"),
+        (
+            [{"name": "class_loss_gap", "absent": "one"}],
+            "criterion `class_loss_gap`: `absent` = 'one': ",
+        ),
+        (
+            [{"name": "largest", "of": [{"name": constant, "valu": 1.0}]}],
+            "no parameter `valu`. Did you mean `value`?",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_told_before_a_run(of, message):
@@ -400,7 +503,9 @@ def test_a_part_of_another_shape_is_told():
     def two(judged):
         return torch.zeros(2)
 
-    with pytest.raises(ConfigError, match=r"the criterion `.*two` returned shape \(2,\), expected \(6,\)"):
+    with pytest.raises(
+        ConfigError, match=r"the criterion `.*two` returned shape \(2,\), expected \(6,\)"
+    ):
         criteria.largest(random_view(), of=[constant, two])
 
 
@@ -410,10 +515,22 @@ def own_gap(judged, *, power: float = 1.0):
 
 
 PARTS = {
-    "largest": {"name": "largest", "of": ["class_loss_gap", {"name": "average_loss", "scale": 0.3}]},
-    "patches": {"name": "largest", "of": ["class_loss_gap", {"name": "trigger_sensitivity", "overlap": True}]},
-    "sum": {"name": "weighted_sum", "of": [*["class_loss_gap", "class_loss_entropy", "worst_class_loss"] * 2, own_gap]},
-    "nested": {"name": "largest", "of": [{"name": "weighted_sum", "of": ["class_loss_gap", "average_loss"]}, own_gap]},
+    "largest": {
+        "name": "largest",
+        "of": ["class_loss_gap", {"name": "average_loss", "scale": 0.3}],
+    },
+    "patches": {
+        "name": "largest",
+        "of": ["class_loss_gap", {"name": "trigger_sensitivity", "overlap": True}],
+    },
+    "sum": {
+        "name": "weighted_sum",
+        "of": [*["class_loss_gap", "class_loss_entropy", "worst_class_loss"] * 2, own_gap],
+    },
+    "nested": {
+        "name": "largest",
+        "of": [{"name": "weighted_sum", "of": ["class_loss_gap", "average_loss"]}, own_gap],
+    },
 }
 
 
@@ -425,7 +542,9 @@ def test_a_combination_of_parts_that_look_at_several_agents_at_once_does_so(
     given = tiny(algorithm={"criterion": criterion, "own_model": own_model})
     seen, judge = [], combinations.validated_criterion
     monkeypatch.setattr(
-        combinations, "validated_criterion", lambda part, view: seen.append(view.received.ids.ndim) or judge(part, view)
+        combinations,
+        "validated_criterion",
+        lambda part, view: seen.append(view.received.ids.ndim) or judge(part, view),
     )
     run(given, out=tmp_path / "together", workers=1)
     assert set(seen) == {2}
@@ -439,7 +558,10 @@ def test_a_combination_of_parts_that_look_at_several_agents_at_once_does_so(
 
 @pytest.mark.parametrize("alone", ["distance", {"name": "distance"}, constant])
 def test_a_combination_with_a_part_that_looks_at_one_agent_looks_at_one(alone):
-    for of in ([alone, "average_loss"], ["average_loss", {"name": "largest", "of": ["average_loss", alone]}]):
+    for of in (
+        [alone, "average_loss"],
+        ["average_loss", {"name": "largest", "of": ["average_loss", alone]}],
+    ):
         algorithm = algorithms.fedcb2o(criterion={"name": "weighted_sum", "of": of})
         assert not BATCHED.get(algorithm.rule)
 
@@ -451,13 +573,19 @@ def test_a_combination_with_a_part_that_looks_at_one_agent_looks_at_one(alone):
 @pytest.mark.parametrize("own_model", ["judged", "trusted"])
 def test_each_criterion_runs(tmp_path, name, own_model):
     criterion = {"name": name, **NEEDED.get(name, {})}
-    done = run(tiny(algorithm={"criterion": criterion, "own_model": own_model}), out=tmp_path, workers=1)
+    done = run(
+        tiny(algorithm={"criterion": criterion, "own_model": own_model}), out=tmp_path, workers=1
+    )
     assert done.complete
     assert done.records[~done.records.malicious].accuracy.notna().all()
 
 
 def test_a_combination_is_written_and_read_again(tmp_path):
-    of = [{"name": "class_loss_gap", "absent": "zero"}, {"name": constant, "value": 0.5, "scale": 2.0}, "average_loss"]
+    of = [
+        {"name": "class_loss_gap", "absent": "zero"},
+        {"name": constant, "value": 0.5, "scale": 2.0},
+        "average_loss",
+    ]
     experiment = load(tiny(algorithm={"criterion": {"name": "largest", "of": of}}))
     run(experiment, out=tmp_path / "given", workers=1)
     run(tmp_path / "given/config.toml", out=tmp_path / "read", workers=1)

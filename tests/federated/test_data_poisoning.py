@@ -28,7 +28,9 @@ NEEDED = {
 def shard(n=400, classes=4, dtype=torch.float32):
     draw = stream(0, "shard")
     x = torch.from_numpy(draw.random((n, 1, 6, 6))).float()
-    return Shard((255 * x).to(torch.uint8) if dtype == torch.uint8 else x, torch.arange(n) % classes)
+    return Shard(
+        (255 * x).to(torch.uint8) if dtype == torch.uint8 else x, torch.arange(n) % classes
+    )
 
 
 def test_label_flip_by_hand():
@@ -40,13 +42,24 @@ def test_label_flip_by_hand():
     assert flipped.x.equal(x)
     assert s.x.equal(x)  # what it was given stays as it was
     assert s.y.equal(y)
-    assert attacks.label_flip(s, stream(0, "x"), source=4, target=9).y.tolist() == [9, 9, 0, 9, 9, 9, 8]
+    assert attacks.label_flip(s, stream(0, "x"), source=4, target=9).y.tolist() == [
+        9,
+        9,
+        0,
+        9,
+        9,
+        9,
+        8,
+    ]
     assert attacks.label_flip(s, stream(0, "x"), source=3, target=4).y.equal(y)  # nothing to flip
 
 
 def test_label_flips():
     s = shard(8)
-    assert attacks.label_flips(s, stream(0, "x"), pairs=((0, 1), (1, 2))).y.tolist() == [1, 2, 2, 3] * 2
+    assert (
+        attacks.label_flips(s, stream(0, "x"), pairs=((0, 1), (1, 2))).y.tolist()
+        == [1, 2, 2, 3] * 2
+    )
     assert attacks.label_flips(s, stream(0, "x"), pairs=((3, 0),)).x is s.x
 
 
@@ -76,12 +89,46 @@ def test_a_spread_flip_takes_as_much_of_every_class():
 
 
 def test_the_rarest_class_is_flipped():
-    s = Shard(torch.zeros(9, 1), torch.tensor([0, 0, 0, 2, 4, 4, 5, 5, 5]))  # 2 is the rarest, then 4
-    assert attacks.rarest_flip(s, stream(0, "x"), target=0).y.tolist() == [0, 0, 0, 0, 4, 4, 5, 5, 5]
-    assert attacks.rarest_flip(s, stream(0, "x"), target=2).y.tolist() == [0, 0, 0, 2, 2, 2, 5, 5, 5]
-    assert attacks.rarest_flip(s, stream(0, "x"), target=9).y.tolist() == [0, 0, 0, 9, 4, 4, 5, 5, 5]
+    s = Shard(
+        torch.zeros(9, 1), torch.tensor([0, 0, 0, 2, 4, 4, 5, 5, 5])
+    )  # 2 is the rarest, then 4
+    assert attacks.rarest_flip(s, stream(0, "x"), target=0).y.tolist() == [
+        0,
+        0,
+        0,
+        0,
+        4,
+        4,
+        5,
+        5,
+        5,
+    ]
+    assert attacks.rarest_flip(s, stream(0, "x"), target=2).y.tolist() == [
+        0,
+        0,
+        0,
+        2,
+        2,
+        2,
+        5,
+        5,
+        5,
+    ]
+    assert attacks.rarest_flip(s, stream(0, "x"), target=9).y.tolist() == [
+        0,
+        0,
+        0,
+        9,
+        4,
+        4,
+        5,
+        5,
+        5,
+    ]
     equal = Shard(torch.zeros(2, 1), torch.tensor([0, 1]))
-    drawn = {tuple(attacks.rarest_flip(equal, stream(k, "x"), target=3).y.tolist()) for k in range(9)}
+    drawn = {
+        tuple(attacks.rarest_flip(equal, stream(k, "x"), target=3).y.tolist()) for k in range(9)
+    }
     assert drawn == {(3, 1), (0, 3)}
     alone = Shard(torch.zeros(2, 1), torch.tensor([1, 1]))
     assert attacks.rarest_flip(alone, stream(0, "x"), target=1) is alone
@@ -146,10 +193,19 @@ def test_any_attackers_that_follow_each_other_have_the_parts_of_a_distributed_ba
 def test_waves_by_hand():
     """A period of four columns: 0, 1, 0, -1 times delta, cut off where a pixel would be below 0 or above 1."""
     x = torch.tensor([0.5, 0.95, 0.5, 0.05]).view(1, 1, 1, 4).repeat(1, 1, 2, 1)
-    torch.testing.assert_close(waves(x, delta=0.2, frequency=1.0)[0, 0, 1], torch.tensor([0.5, 1.0, 0.5, 0.0]))
+    torch.testing.assert_close(
+        waves(x, delta=0.2, frequency=1.0)[0, 0, 1], torch.tensor([0.5, 1.0, 0.5, 0.0])
+    )
     grey = torch.full((1, 1, 1, 4), 100, dtype=torch.uint8)
-    assert waves(grey, delta=0.1, frequency=1.0).flatten().tolist() == [100, 126, 100, 74]  # 25.5 to the even one
-    with pytest.raises(ConfigError, match=r"a trigger marks images, and the samples have shape \(4,\): take"):
+    assert waves(grey, delta=0.1, frequency=1.0).flatten().tolist() == [
+        100,
+        126,
+        100,
+        74,
+    ]  # 25.5 to the even one
+    with pytest.raises(
+        ConfigError, match=r"a trigger marks images, and the samples have shape \(4,\): take"
+    ):
         waves(torch.zeros(2, 4))
 
 
@@ -164,7 +220,9 @@ def test_a_signal_is_on_samples_of_its_target_or_makes_them():
     assert float(hit.float().mean()) == pytest.approx(0.3, abs=0.07)
     assert dirty.y[hit].eq(2).all()
     assert dirty.y[~hit].equal(s.y[~hit])
-    with pytest.raises(ConfigError, match="waves of `frequency` 6 are 0 in every one of 6 columns: take another"):
+    with pytest.raises(
+        ConfigError, match="waves of `frequency` 6 are 0 in every one of 6 columns: take another"
+    ):
         attacks.signal(s, stream(0, "x"), target=2)
 
 
@@ -186,8 +244,14 @@ def test_a_blend_is_between_an_image_and_one_pattern():
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"size": 7}, r"a trigger of `size` 7 and `margin` 0 does not fit into samples of shape \(1, 6, 6\)"),
-        ({"size": 2, "parts": 5}, "`parts` must be between 1 and 4, the pixels of the trigger, got 5"),
+        (
+            {"size": 7},
+            r"a trigger of `size` 7 and `margin` 0 does not fit into samples of shape \(1, 6, 6\)",
+        ),
+        (
+            {"size": 2, "parts": 5},
+            "`parts` must be between 1 and 4, the pixels of the trigger, got 5",
+        ),
         ({"size": 0}, "does not fit"),
     ],
 )

@@ -19,7 +19,11 @@ def by_the_library(apart):
     from sklearn.cluster import HDBSCAN
 
     clusters = HDBSCAN(
-        min_cluster_size=len(apart) // 2 + 1, min_samples=1, allow_single_cluster=True, metric="precomputed", copy=True
+        min_cluster_size=len(apart) // 2 + 1,
+        min_samples=1,
+        allow_single_cluster=True,
+        metric="precomputed",
+        copy=True,
     )
     return clusters.fit_predict(apart.numpy()) == 0
 
@@ -53,7 +57,9 @@ def test_outliers_go_and_updates_are_clipped_to_the_median():
     assert made.rows.tolist() == [0, 1, 2, 4]
     factors = [1 / 3, 1 / 3, 2.5 / 3 / 3]  # the median of 1, 2, 3 and 8 is 2.5
     assert made.weights.tolist() == pytest.approx([*factors, 1 - sum(factors)])
-    assert apply(lambda g: flame(g, stream(0, "noise"), noise=0.0), x).tolist() == pytest.approx([10 + 5.5 / 3, 0.0])
+    assert apply(lambda g: flame(g, stream(0, "noise"), noise=0.0), x).tolist() == pytest.approx(
+        [10 + 5.5 / 3, 0.0]
+    )
 
 
 def test_noise_is_of_the_promised_size_and_the_same_by_any_blocks(monkeypatch):

@@ -36,7 +36,9 @@ def plain_loop(histories: list[list[float]], kappa: float = 1.0) -> list[float]:
         for j in range(n):
             if i != j and v[j] > v[i]:
                 cs[i][j] *= v[i] / v[j]  # pardoning
-        alpha.append(min(1.0, max(0.0, 1 - max([cs[i][j] for j in range(n) if j != i], default=-math.inf))))
+        alpha.append(
+            min(1.0, max(0.0, 1 - max([cs[i][j] for j in range(n) if j != i], default=-math.inf)))
+        )
     if max(alpha) == 0:
         return alpha
     alpha = [each / max(alpha) for each in alpha]
@@ -51,10 +53,14 @@ def test_learning_rates_by_hand():
     rate = math.log(0.4 / 0.6) + 0.5
     x = torch.tensor([[1.0, 0.0, 0.0], [3.0, 4.0, 0.0], [0.0, 0.0, 0.1]])
     found = learning_rates(x.double())
-    assert found.tolist() == pytest.approx([rate / (1 + 2 * rate), rate / (1 + 2 * rate), 1 / (1 + 2 * rate)])
+    assert found.tolist() == pytest.approx(
+        [rate / (1 + 2 * rate), rate / (1 + 2 * rate), 1 / (1 + 2 * rate)]
+    )
     assert found.tolist() == pytest.approx(plain_loop(x.tolist()))
     rates = [2 * rate, 2 * rate, 1.0]
-    assert learning_rates(x.double(), 2.0).tolist() == pytest.approx([each / sum(rates) for each in rates])
+    assert learning_rates(x.double(), 2.0).tolist() == pytest.approx(
+        [each / sum(rates) for each in rates]
+    )
     # Who is like one of two that are more alike is pardoned: 0.5 becomes 0.5 * 0.5 / 0.7, and 0.3 to the two is less.
     angles = torch.tensor([0.0, math.pi / 3, math.pi / 3 + math.acos(0.7)]).double()
     y = torch.stack([angles.cos(), angles.sin()], 1)
@@ -75,10 +81,17 @@ def test_learning_rates_where_there_is_nobody_to_compare():
 
 
 @settings(max_examples=50)
-@given(n=st.integers(1, 9), d=st.integers(2, 6), seed=st.integers(0, 10**6), kappa=st.sampled_from([0.5, 1.0, 3.0]))
+@given(
+    n=st.integers(1, 9),
+    d=st.integers(2, 6),
+    seed=st.integers(0, 10**6),
+    kappa=st.sampled_from([0.5, 1.0, 3.0]),
+)
 def test_learning_rates_equal_the_plain_loop(n, d, seed, kappa):
     x = torch.from_numpy(stream(seed, "histories").normal(size=(n, d)))
-    assert learning_rates(x, kappa).tolist() == pytest.approx(plain_loop(x.tolist(), kappa), abs=1e-9)
+    assert learning_rates(x, kappa).tolist() == pytest.approx(
+        plain_loop(x.tolist(), kappa), abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -86,7 +99,10 @@ def test_sybils_that_push_the_same_way_get_next_to_nothing(count):
     draw = stream(0, "sybils")
     honest = torch.from_numpy(draw.normal(size=(6, 400)))
     aim = torch.from_numpy(draw.normal(size=400))
-    for sybils in (aim.expand(count, -1), aim + 1e-3 * torch.from_numpy(draw.normal(size=(count, 400)))):
+    for sybils in (
+        aim.expand(count, -1),
+        aim + 1e-3 * torch.from_numpy(draw.normal(size=(count, 400))),
+    ):
         found = learning_rates(torch.cat([honest, sybils]))
         assert float(found[6:].sum()) < 1e-6
         assert found[:6].tolist() == pytest.approx([1 / 6] * 6, rel=0.1)
@@ -99,7 +115,11 @@ C, H = 3, 2
 
 def layer(theta):
     """The last dense layer at the end of a model: for each class its weights and, last, its bias."""
-    return torch.cat([theta[-C * (H + 1) : -C].view(C, H), theta[-C:].view(C, 1)], 1).flatten().double()
+    return (
+        torch.cat([theta[-C * (H + 1) : -C].view(C, H), theta[-C:].view(C, 1)], 1)
+        .flatten()
+        .double()
+    )
 
 
 def seen_by(me, ids, pool, before, met, n=0):
@@ -113,7 +133,10 @@ def seen_by(me, ids, pool, before, met, n=0):
 
 def pools(count):
     """Models of five agents and, in row 5, that before the round, with four more parameters ahead of the layer."""
-    return [torch.from_numpy(stream(n, "pool").normal(size=(6, 4 + C * (H + 1)))).float() for n in range(count)]
+    return [
+        torch.from_numpy(stream(n, "pool").normal(size=(6, 4 + C * (H + 1)))).float()
+        for n in range(count)
+    ]
 
 
 def test_histories_add_up_over_rounds():
@@ -125,7 +148,9 @@ def test_histories_add_up_over_rounds():
     state, weights = foolsgold({}, seen_by(2, [0, 4], first, 5, []))
     expected = {0: update(first, 0), 2: update(first, 2), 4: update(first, 4)}
     assert state["ids"].tolist() == [0, 2, 4]
-    torch.testing.assert_close(state["sums"].double(), torch.stack(list(expected.values())), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        state["sums"].double(), torch.stack(list(expected.values())), rtol=1e-5, atol=1e-6
+    )
     order = [expected[i].tolist() for i in (0, 4, 2)]  # the own model comes last
     assert weights.tolist() == pytest.approx(plain_loop(order), abs=1e-5)
     state, weights = foolsgold(state, seen_by(2, [1, 4], second, 5, [0, 4], n=1))
@@ -136,16 +161,30 @@ def test_histories_add_up_over_rounds():
         4: expected[4] + update(second, 4),
     }
     assert state["ids"].tolist() == [0, 1, 2, 4]
-    torch.testing.assert_close(state["sums"].double(), torch.stack(list(expected.values())), rtol=1e-5, atol=1e-5)
-    assert weights.tolist() == pytest.approx(plain_loop([expected[i].tolist() for i in (1, 4, 2)]), abs=1e-5)
+    torch.testing.assert_close(
+        state["sums"].double(), torch.stack(list(expected.values())), rtol=1e-5, atol=1e-5
+    )
+    assert weights.tolist() == pytest.approx(
+        plain_loop([expected[i].tolist() for i in (1, 4, 2)]), abs=1e-5
+    )
     # 4 comes under a new name, so that nobody has met it: its history begins anew.
     state, weights = foolsgold(state, seen_by(2, [1, 4], third, 5, [0, 1], n=2))
-    expected = {**expected, 1: expected[1] + update(third, 1), 2: expected[2] + update(third, 2), 4: update(third, 4)}
+    expected = {
+        **expected,
+        1: expected[1] + update(third, 1),
+        2: expected[2] + update(third, 2),
+        4: update(third, 4),
+    }
     assert state["ids"].tolist() == [0, 1, 2, 4]
     torch.testing.assert_close(
-        state["sums"].double(), torch.stack([expected[i] for i in (0, 1, 2, 4)]), rtol=1e-5, atol=1e-5
+        state["sums"].double(),
+        torch.stack([expected[i] for i in (0, 1, 2, 4)]),
+        rtol=1e-5,
+        atol=1e-5,
     )
-    assert weights.tolist() == pytest.approx(plain_loop([expected[i].tolist() for i in (1, 4, 2)]), abs=1e-5)
+    assert weights.tolist() == pytest.approx(
+        plain_loop([expected[i].tolist() for i in (1, 4, 2)]), abs=1e-5
+    )
     # And is forgotten where it does not come again.
     state, _ = foolsgold(state, seen_by(2, [1], third, 5, [0, 1], n=3))
     assert state["ids"].tolist() == [0, 1, 2]
@@ -163,8 +202,16 @@ def test_confidence_is_that_of_the_learning_rates():
 def test_a_network_without_a_last_dense_layer():
     (pool,) = pools(1)
     theirs, me = (received(torch.tensor([i])) for i in (0, 2))
-    with pytest.raises(ConfigError, match="the rule looks at the last dense layer, and this model does not end in one"):
-        foolsgold({}, CriterionInput(0, pool, None, None, theirs, me, no_losses, local(), previous=torch.tensor(5)))
+    with pytest.raises(
+        ConfigError,
+        match="the rule looks at the last dense layer, and this model does not end in one",
+    ):
+        foolsgold(
+            {},
+            CriterionInput(
+                0, pool, None, None, theirs, me, no_losses, local(), previous=torch.tensor(5)
+            ),
+        )
 
 
 # Rounds and runs
@@ -189,7 +236,9 @@ def test_whole_rounds_equal_the_plain_loop():
         memory = done.memory
         for j in GOOD:
             mine = chosen(done.decisions, j)
-            assert set(memory.rule_states[j]) == ({"ids", "sums"} if histories[j] or mine.asked else set())
+            assert set(memory.rule_states[j]) == (
+                {"ids", "sums"} if histories[j] or mine.asked else set()
+            )
             if not mine.asked:  # it is not there
                 continue
             mixed += 1
@@ -197,7 +246,9 @@ def test_whole_rounds_equal_the_plain_loop():
                 histories[j][i] = histories[j].get(i, 0) + tail(trained[i]) - tail(before[j])
             state, known = memory.rule_states[j], sorted(histories[j])
             assert state["ids"].tolist() == known
-            torch.testing.assert_close(state["sums"].double(), torch.stack([histories[j][i] for i in known]))
+            torch.testing.assert_close(
+                state["sums"].double(), torch.stack([histories[j][i] for i in known])
+            )
             expected = plain_loop([histories[j][i].tolist() for i in [*mine.ids, j]])
             assert [*mine.weights, mine.own_weight] == pytest.approx(expected, abs=1e-6)
     assert mixed > 10
@@ -232,8 +283,16 @@ def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
 
 def test_a_run_that_goes_on_goes_on_with_its_histories(tmp_path):
     """In two halves it is the run of all its rounds: what the rule kept was read again."""
-    run(tiny(rounds=4, agents=TEAM, algorithm=FOOLSGOLD, evaluate_every=4), out=tmp_path / "whole", workers=1)
-    run(tiny(rounds=2, agents=TEAM, algorithm=FOOLSGOLD, evaluate_every=4), out=tmp_path / "halves", workers=1)
+    run(
+        tiny(rounds=4, agents=TEAM, algorithm=FOOLSGOLD, evaluate_every=4),
+        out=tmp_path / "whole",
+        workers=1,
+    )
+    run(
+        tiny(rounds=2, agents=TEAM, algorithm=FOOLSGOLD, evaluate_every=4),
+        out=tmp_path / "halves",
+        workers=1,
+    )
     run(
         tiny(rounds=4, agents=TEAM, algorithm=FOOLSGOLD, evaluate_every=4),
         out=tmp_path / "halves",
@@ -241,5 +300,7 @@ def test_a_run_that_goes_on_goes_on_with_its_histories(tmp_path):
         resume=True,
     )
     whole, halves = bits(tmp_path / "whole"), bits(tmp_path / "halves")
-    assert {name for name in whole if whole[name] != halves.get(name)} <= {"metrics.jsonl"}  # one more evaluation
+    assert {name for name in whole if whole[name] != halves.get(name)} <= {
+        "metrics.jsonl"
+    }  # one more evaluation
     assert whole.keys() == halves.keys()

@@ -31,7 +31,9 @@ def weights(rule: Callable[..., Tensor], x: Tensor, *given: Any, **parameters: A
 def test_krum_by_hand():
     # m - f - 2 = 2 nearest others: scores 1 + 4, 1 + 1, 1 + 4, 4 + 9, far.
     assert weights(gram_rules.krum, LINE, f=1) == [0, 1, 0, 0, 0]
-    assert weights(gram_rules.multi_krum, LINE, f=1, selected=3) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0, 0])
+    assert weights(gram_rules.multi_krum, LINE, f=1, selected=3) == pytest.approx(
+        [1 / 3, 1 / 3, 1 / 3, 0, 0]
+    )
     assert weights(gram_rules.multi_krum, LINE, f=1) == [0.25, 0.25, 0.25, 0.25, 0]
     # One nearest other: 0, 1 and 2 tie at 1, and the middle one is nearest to all.
     assert weights(gram_rules.krum, LINE, f=1, neighbours=1) == [0, 0, 1, 0, 0]
@@ -54,13 +56,21 @@ def test_clipping_by_hand():
     x = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])  # at distances 5 and 0.5 of the last
     assert weights(gram_rules.centred_clipping, x, radius=1.0) == pytest.approx([0.1, 0.5, 0.4])
     assert weights(gram_rules.norm_clipping, x, radius=1.0) == pytest.approx([0.1, 0.5, 0.4])
-    assert weights(gram_rules.norm_clipping, x) == pytest.approx([2.75 / 5 / 2, 0.5, 0.5 - 2.75 / 5 / 2])
-    assert weights(gram_rules.clipped_gossip, x, f=0, radius=1.0) == pytest.approx([0.2 / 3, 1 / 3, 2 / 3 - 0.2 / 3])
+    assert weights(gram_rules.norm_clipping, x) == pytest.approx(
+        [2.75 / 5 / 2, 0.5, 0.5 - 2.75 / 5 / 2]
+    )
+    assert weights(gram_rules.clipped_gossip, x, f=0, radius=1.0) == pytest.approx(
+        [0.2 / 3, 1 / 3, 2 / 3 - 0.2 / 3]
+    )
     # radius^2 = 1/1 of 0.5^2, the nearest one.
-    assert weights(gram_rules.clipped_gossip, x, f=1) == pytest.approx([0.1 / 3, 1 / 3, 2 / 3 - 0.1 / 3])
+    assert weights(gram_rules.clipped_gossip, x, f=1) == pytest.approx(
+        [0.1 / 3, 1 / 3, 2 / 3 - 0.1 / 3]
+    )
     # CS+ clips 2 f = 2 of three to the nearest one's distance, and where there are but two to nothing.
     more = torch.cat([torch.tensor([[0.0, 1.0]]), x])
-    assert weights(gram_rules.cs_plus, more, f=1) == pytest.approx([0.5 / 4, 0.1 / 4, 1 / 4, 1 - 1.6 / 4])
+    assert weights(gram_rules.cs_plus, more, f=1) == pytest.approx(
+        [0.5 / 4, 0.1 / 4, 1 / 4, 1 - 1.6 / 4]
+    )
     assert weights(gram_rules.cs_plus, x, f=1) == [0, 0, 1]
     # Twice: v = (0.45, 0.6), at 4.25 of the first and 0.25 of the second model.
     v = torch.tensor([0.45, 0.6])
@@ -81,14 +91,21 @@ def test_rules_about_the_own_model_by_hand():
     assert weights(gram_rules.ubar, x, losses, f=1) == [0.5, 0, 0, 0.5]
     assert weights(gram_rules.ubar, x, losses, f=0, alpha=0.2) == pytest.approx([0.4, 0, 0.4, 0.2])
     assert weights(gram_rules.ubar, x, torch.tensor([5.0, 4.0, 0.1, 2.0]), f=1) == [0, 0.5, 0, 0.5]
-    assert weights(gram_rules.ubar, x, torch.tensor([math.nan, math.inf, 0.1, 2.0]), f=1) == [0, 0, 0, 1]
+    assert weights(gram_rules.ubar, x, torch.tensor([math.nan, math.inf, 0.1, 2.0]), f=1) == [
+        0,
+        0,
+        0,
+        1,
+    ]
 
 
 def test_fltrust_by_hand():
     # Updates about b = (1, 1): (2, 0) of cosine 1, (3, 3) of cosine 1 / sqrt 2, (-1, 0); the own one is (1, 0).
     x = torch.tensor([[3.0, 1.0], [4.0, 4.0], [0.0, 1.0], [2.0, 1.0], [1.0, 1.0]])
     trust = torch.tensor([1.0, 1 / math.sqrt(2)])
-    expected = (trust[0] * torch.tensor([1.0, 0]) + trust[1] * torch.tensor([1.0, 1.0]) / math.sqrt(2)) / trust.sum()
+    expected = (
+        trust[0] * torch.tensor([1.0, 0]) + trust[1] * torch.tensor([1.0, 1.0]) / math.sqrt(2)
+    ) / trust.sum()
     assert apply(gram_rules.fltrust, x).tolist() == pytest.approx((expected + 1).tolist())
     assert weights(gram_rules.fltrust, x[2:]) == [0, 1, 0]  # nobody is trusted
     assert weights(gram_rules.fltrust, x[3:]) == [1, 0]
@@ -97,11 +114,17 @@ def test_fltrust_by_hand():
 def test_sageflow_by_hand():
     losses, entropies = torch.tensor([1.0, 2.0, 0.5, math.nan]), torch.tensor([0.5, 0.9, 1.0, 0.1])
     samples = torch.tensor([100.0, 300.0, 100.0, 100.0])
-    assert gram_rules.sageflow(losses, entropies, samples).tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
-    assert gram_rules.sageflow(losses, entropies, samples, delta=2.0).tolist() == pytest.approx([0.8, 0.2, 0, 0])
+    assert gram_rules.sageflow(losses, entropies, samples).tolist() == pytest.approx(
+        [2 / 3, 1 / 3, 0, 0]
+    )
+    assert gram_rules.sageflow(losses, entropies, samples, delta=2.0).tolist() == pytest.approx(
+        [0.8, 0.2, 0, 0]
+    )
     by_samples = functools.partial(gram_rules.sageflow, by_samples=True)
     assert by_samples(losses, entropies, samples).tolist() == pytest.approx([0.4, 0.6, 0, 0])
-    assert by_samples(losses, entropies, samples, delta=2.0).tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0])
+    assert by_samples(losses, entropies, samples, delta=2.0).tolist() == pytest.approx(
+        [4 / 7, 3 / 7, 0, 0]
+    )
     assert gram_rules.sageflow(losses, entropies, samples, threshold=0.0).tolist() == [0, 0, 0, 0]
 
 
@@ -136,12 +159,21 @@ def test_limits_that_are_the_mean(m):
     ):
         torch.testing.assert_close(apply(rule, x), average)
     mixing = functools.partial(preaggregation.nnm, f=0)
-    for rule in (coordinatewise.coordinate_median, gram_rules.geometric_median, functools.partial(gram_rules.krum, f=1)):
+    for rule in (
+        coordinatewise.coordinate_median,
+        gram_rules.geometric_median,
+        functools.partial(gram_rules.krum, f=1),
+    ):
         torch.testing.assert_close(apply(rule, x, mixing=mixing), average)
     for size in (1, 2, m):
         if m % size == 0:
             torch.testing.assert_close(
-                apply(gram_rules.mean, x, mixing=preaggregation.bucketing(m, stream(0, "b"), size=size)), average
+                apply(
+                    gram_rules.mean,
+                    x,
+                    mixing=preaggregation.bucketing(m, stream(0, "b"), size=size),
+                ),
+                average,
             )
     if m > 1:
         others = x[:-1].mean(0)
@@ -157,10 +189,15 @@ def test_limits_that_are_the_mean(m):
 def test_more_limits():
     x = models(9, 50)
     median = apply(coordinatewise.coordinate_median, x)
-    torch.testing.assert_close(apply(functools.partial(coordinatewise.trimmed_mean, f=4), x), median)
+    torch.testing.assert_close(
+        apply(functools.partial(coordinatewise.trimmed_mean, f=4), x), median
+    )
     # In one dimension the geometric median is the median.
     torch.testing.assert_close(
-        apply(functools.partial(gram_rules.geometric_median, smoothing=1e-12, iterations=10_000), x[:, :1]),
+        apply(
+            functools.partial(gram_rules.geometric_median, smoothing=1e-12, iterations=10_000),
+            x[:, :1],
+        ),
         median[:1],
         rtol=0,
         atol=1e-5,
@@ -207,21 +244,31 @@ CASES = {
     "mean": Case(gram_rules.mean, takes_f=False, promises=False),
     "krum": Case(gram_rules.krum),
     "multi_krum": Case(gram_rules.multi_krum),
-    "geometric_median": Case(functools.partial(gram_rules.geometric_median, smoothing=1e-12), takes_f=False),
+    "geometric_median": Case(
+        functools.partial(gram_rules.geometric_median, smoothing=1e-12), takes_f=False
+    ),
     "coordinate_median": Case(coordinatewise.coordinate_median, takes_f=False),
     "trimmed_mean": Case(coordinatewise.trimmed_mean),
     "meamed": Case(coordinatewise.meamed),
     "bulyan": Case(gram_rules.bulyan),
     "centred_clipping": Case(
-        functools.partial(gram_rules.centred_clipping, radius=1.0), takes_f=False, last=1, scales=False
+        functools.partial(gram_rules.centred_clipping, radius=1.0),
+        takes_f=False,
+        last=1,
+        scales=False,
     ),
     "centred_clipping twice": Case(
-        functools.partial(gram_rules.centred_clipping, radius=1.0, iterations=2), takes_f=False, last=1, scales=False
+        functools.partial(gram_rules.centred_clipping, radius=1.0, iterations=2),
+        takes_f=False,
+        last=1,
+        scales=False,
     ),
     "norm_clipping": Case(gram_rules.norm_clipping, takes_f=False, last=1),
     "clipped_gossip": Case(gram_rules.clipped_gossip, last=1),
     "cs_plus": Case(gram_rules.cs_plus, last=1),
-    "balance": Case(gram_rules.balance, takes_f=False, last=1, given=lambda x: (0.5,), translates=False),
+    "balance": Case(
+        gram_rules.balance, takes_f=False, last=1, given=lambda x: (0.5,), translates=False
+    ),
     "monna": Case(gram_rules.monna, last=1),
     "ubar": Case(gram_rules.ubar, last=1, given=by_distance),
     "fltrust": Case(gram_rules.fltrust, takes_f=False, last=2),
@@ -323,10 +370,16 @@ def test_huge_models_stay_finite(name):
     [
         (lambda g: gram_rules.centred_clipping(g, radius=0.0), "`radius` must be above 0, got 0.0"),
         (lambda g: gram_rules.norm_clipping(g, radius=-1.0), "`radius` must be above 0"),
-        (lambda g: gram_rules.clipped_gossip(g, f=1, radius=math.nan), "`radius` must be above 0, got nan"),
+        (
+            lambda g: gram_rules.clipped_gossip(g, f=1, radius=math.nan),
+            "`radius` must be above 0, got nan",
+        ),
         (lambda g: gram_rules.geometric_median(g, smoothing=0.0), "`smoothing` must be above 0"),
         (lambda g: gram_rules.krum(g, f=1, neighbours=0), "`neighbours` must be 1 or more, got 0"),
-        (lambda g: gram_rules.multi_krum(g, f=1, selected=0), "`selected` must be 1 or more, got 0"),
+        (
+            lambda g: gram_rules.multi_krum(g, f=1, selected=0),
+            "`selected` must be 1 or more, got 0",
+        ),
         (lambda g: gram_rules.balance(g, 0.0, gamma=0.0), "`gamma` must be above 0"),
         (
             lambda g: gram_rules.balance(g, 0.0, alpha=1.5),

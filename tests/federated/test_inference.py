@@ -36,7 +36,9 @@ def test_batch_means_by_hand():
          for x, y in zip(part.x, part.y, strict=True)],
         dim=1,
     )  # fmt: skip
-    batches = model_losses(module, pool, torch.arange(2), part, 4, average="batches", batch_size=8).mean
+    batches = model_losses(
+        module, pool, torch.arange(2), part, 4, average="batches", batch_size=8
+    ).mean
     expected = (one_by_one[:, :8].mean(1) + one_by_one[:, 8:].mean(1)) / 2
     torch.testing.assert_close(batches, expected, rtol=1e-5, atol=1e-6)
 
@@ -50,12 +52,19 @@ def test_models_are_judged_together_as_one_by_one(name, rows, together, monkeypa
     pool, rows = different(module, 5), torch.tensor(rows)
     (seen,) = (shard.x for shard in shards(2, 9)[1:])
     reference = seen if name == "local" else None
-    alone = inference.model_losses(module, pool, rows, data, 4, models_per_batch=1, reference=reference)
-    found = inference.model_losses(module, pool, rows, data, 4, models_per_batch=together, reference=reference)
+    alone = inference.model_losses(
+        module, pool, rows, data, 4, models_per_batch=1, reference=reference
+    )
+    found = inference.model_losses(
+        module, pool, rows, data, 4, models_per_batch=together, reference=reference
+    )
     for key in ("mean", "by_class", "entropy"):
         torch.testing.assert_close(getattr(found, key), getattr(alone, key), rtol=1e-5, atol=1e-6)
     each = None if reference is None else [reference] * len(rows)
-    counts = [inference.confusion_matrices(module, pool, rows, data, 4, some, each) for some in (1, together)]
+    counts = [
+        inference.confusion_matrices(module, pool, rows, data, 4, some, each)
+        for some in (1, together)
+    ]
     assert torch.equal(*counts)
 
 
@@ -64,16 +73,26 @@ def test_large_samples_are_judged_agent_by_agent(monkeypatch):
     module = nn.Sequential(nn.Flatten(), nn.Linear(6, 3))
     pool, rows = torch.randn(9, 21), torch.randint(9, (5, 4))
     x, y = torch.rand(5, 7, 6), torch.randint(3, (5, 7))
-    whole, seen, baddbmm = inference.per_agent_losses(module, pool, rows, x, y, 3), [], torch.baddbmm
-    monkeypatch.setattr(torch, "baddbmm", lambda bias, h, weight: seen.append(len(h)) or baddbmm(bias, h, weight))
+    whole, seen, baddbmm = (
+        inference.per_agent_losses(module, pool, rows, x, y, 3),
+        [],
+        torch.baddbmm,
+    )
+    monkeypatch.setattr(
+        torch, "baddbmm", lambda bias, h, weight: seen.append(len(h)) or baddbmm(bias, h, weight)
+    )
     for most, counts in ((2 * 4 * 7 * 6, [8, 8, 4]), (1, [4] * 5)):
         seen.clear()
         monkeypatch.setattr(inference, "MAX_BATCH_INPUTS", most)
-        torch.testing.assert_close(inference.per_agent_losses(module, pool, rows, x, y, 3).by_class, whole.by_class)
+        torch.testing.assert_close(
+            inference.per_agent_losses(module, pool, rows, x, y, 3).by_class, whole.by_class
+        )
         assert seen == counts
 
 
-@pytest.mark.parametrize("wrap", [nn.Sequential, lambda *layers: nn.Sequential(nn.Identity(), *layers)])
+@pytest.mark.parametrize(
+    "wrap", [nn.Sequential, lambda *layers: nn.Sequential(nn.Identity(), *layers)]
+)
 def test_confusion_counts_each_sample_once(wrap):
     """Three models that always answer the class of their largest bias, evaluated together and one by one."""
     module = wrap(nn.Flatten(), nn.Linear(2, 3))

@@ -36,7 +36,12 @@ def test_coefficients_by_hand():
     # Of 0, 0, 1 and nobody outside: (1/3)^2 over 2/9. Of -2, 1, 1 and one at infinity: 1 over 2.
     assert kappa.exact("coordinate_median", 3, 0) == 0.5
     assert kappa.exact("coordinate_median", 4, 1) == 0.5
-    assert kappa.exact("coordinate_median", 3, 1) == kappa.exact("trimmed_mean", 3, 1) == kappa.least(3, 1) == 1.0
+    assert (
+        kappa.exact("coordinate_median", 3, 1)
+        == kappa.exact("trimmed_mean", 3, 1)
+        == kappa.least(3, 1)
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("name", kappa.rules(1))
@@ -56,10 +61,14 @@ def test_without_attackers_the_mean_needs_nothing_and_with_one_there_is_no_bound
 @pytest.mark.parametrize(("n", "f"), [(3, 1), (4, 1), (7, 2)])
 @pytest.mark.parametrize("name", ["trimmed_mean", "coordinate_median"])
 def test_known_coefficients_are_found(name, n, f):
-    assert 0.98 * kappa.exact(name, n, f) <= found(name, n, f) <= kappa.exact(name, n, f) * (1 + 1e-9)
+    assert (
+        0.98 * kappa.exact(name, n, f) <= found(name, n, f) <= kappa.exact(name, n, f) * (1 + 1e-9)
+    )
 
 
-@pytest.mark.parametrize("name", ["trimmed_mean", "coordinate_median", "geometric_median", "meamed", "krum"])
+@pytest.mark.parametrize(
+    "name", ["trimmed_mean", "coordinate_median", "geometric_median", "meamed", "krum"]
+)
 def test_what_is_found_lies_between_the_bounds(name):
     """Krum's bound is for n - f - 1 neighbours."""
     n, f = 7, 2

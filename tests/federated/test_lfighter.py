@@ -12,7 +12,9 @@ from fedcb2o.rng import stream
 def heads_of(*updates):
     """The last layers of models with these updates of [C, h], before the row of the model before the round."""
     before = torch.ones(3, 3, dtype=torch.float64)
-    return torch.stack([before + torch.tensor(update, dtype=torch.float64) for update in updates] + [before])
+    return torch.stack(
+        [before + torch.tensor(update, dtype=torch.float64) for update in updates] + [before]
+    )
 
 
 def test_lfighter_keeps_the_large_cluster_that_is_less_alike():
@@ -20,8 +22,12 @@ def test_lfighter_keeps_the_large_cluster_that_is_less_alike():
     benign = [[[1, a, 0], [-1, 0, 0], [0, 0, 9e-3]] for a in (0.5, 0.0, -0.5)]
     flipped = [[[-1, 0, 0], [1, 0, 0], [0, 0, -9e-3]]] * 2
     third = 1 / 3
-    assert _lfighter.lfighter(heads_of(*benign, *flipped)).tolist() == pytest.approx([third] * 3 + [0, 0, 0])
-    assert _lfighter.lfighter(heads_of(*flipped, *benign)).tolist() == pytest.approx([0, 0] + [third] * 3 + [0])
+    assert _lfighter.lfighter(heads_of(*benign, *flipped)).tolist() == pytest.approx(
+        [third] * 3 + [0, 0, 0]
+    )
+    assert _lfighter.lfighter(heads_of(*flipped, *benign)).tolist() == pytest.approx(
+        [0, 0] + [third] * 3 + [0]
+    )
 
 
 def test_lfighter_where_there_is_nothing_to_part():
@@ -37,5 +43,11 @@ def test_two_means_are_at_least_as_good_as_the_librarys(m, seed):
 
     points = torch.from_numpy(stream(seed, "points").normal(size=(m, 3)))
     first = _lfighter._two_means(points)
-    inertia = sum(float((points[some] - points[some].mean(0)).square().sum()) for some in (first, ~first) if some.any())
-    assert inertia <= KMeans(n_clusters=2, n_init=5, random_state=0).fit(points.numpy()).inertia_ * (1 + 1e-9)
+    inertia = sum(
+        float((points[some] - points[some].mean(0)).square().sum())
+        for some in (first, ~first)
+        if some.any()
+    )
+    assert inertia <= KMeans(n_clusters=2, n_init=5, random_state=0).fit(
+        points.numpy()
+    ).inertia_ * (1 + 1e-9)

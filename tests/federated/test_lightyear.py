@@ -36,7 +36,9 @@ def test_scores_by_hand():
     # Sure of 0.75, right and wrong: of one bin of half, an accuracy of 0.5; sure of 0.5 and right, the other bin.
     outputs = logits_for([0.75, 0.25], [0.25, 0.75], [0.5, 0.5])
     labels = torch.tensor([0, 0, 0])
-    accuracy, error, sharpness = prediction_scores(outputs.unsqueeze(0), labels, bins=2)[:, 0].tolist()
+    accuracy, error, sharpness = prediction_scores(outputs.unsqueeze(0), labels, bins=2)[
+        :, 0
+    ].tolist()
     assert accuracy == pytest.approx(2 / 3)
     assert error == pytest.approx((2 * 0.25 + 0.5) / 3)
     assert sharpness == pytest.approx(2 / 3)
@@ -52,7 +54,9 @@ def test_scores_equal_the_plain_loop():
 
 def test_the_released_confidence_is_an_output():
     outputs = torch.tensor([[[0.5, 0.2], [4.0, 1.0]]])
-    accuracy, error, sharpness = prediction_scores(outputs, torch.tensor([0, 0]), 15, probability=False)[:, 0].tolist()
+    accuracy, error, sharpness = prediction_scores(
+        outputs, torch.tensor([0, 0]), 15, probability=False
+    )[:, 0].tolist()
     assert (accuracy, sharpness) == (1.0, 2.25)
     assert error == pytest.approx(0.5 / 2)  # the second lies in no bin
 
@@ -84,19 +88,28 @@ def sure(*guesses, of=0.75):
 def test_who_agrees_is_averaged_and_trust_decays():
     # The own model is right in three of four; another errs elsewhere, and agrees wholly; one errs always, another is
     # less sure.
-    own, other, wrong, vague = sure(0, 0, 1, 0), sure(1, 0, 1, 1), sure(1, 1, 0, 0), sure(0, 0, 1, 0, of=0.55)
+    own, other, wrong, vague = (
+        sure(0, 0, 1, 0),
+        sure(1, 0, 1, 1),
+        sure(1, 1, 0, 0),
+        sure(0, 0, 1, 0, of=0.55),
+    )
     outputs = torch.stack([other, wrong, vague, own])
     # Of wrong: accuracy 0 against 3/4, calibration 0.75 against 0, sharpness the same: (1/4 + 1/4 + 1) / 3 = 1/2.
     # Of vague: accuracy the same, calibration 0.2, sharpness 0.2 less: (1 + 0.8 + 0.8) / 3.
     assert lightyear(view(outputs, LABELS)).tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
     assert lightyear(view(outputs, LABELS), threshold=0.49).tolist() == pytest.approx([0.25] * 4)
-    assert lightyear(view(outputs, LABELS), threshold=0.9).tolist() == pytest.approx([0.5, 0, 0, 0.5])
+    assert lightyear(view(outputs, LABELS), threshold=0.9).tolist() == pytest.approx(
+        [0.5, 0, 0, 0.5]
+    )
     later = lightyear(view(outputs, LABELS, n=3), decay=0.5).tolist()
     assert later == pytest.approx([1 / 24, 0, 1 / 24, 1 - 2 / 24])
 
 
 def test_who_drew_itself_and_who_is_broken():
-    outputs = torch.stack([sure(0, 0, 1, 0), sure(1, 0, 1, 1), torch.full((4, 2), torch.nan), sure(0, 0, 1, 0)])
+    outputs = torch.stack(
+        [sure(0, 0, 1, 0), sure(1, 0, 1, 1), torch.full((4, 2), torch.nan), sure(0, 0, 1, 0)]
+    )
     assert lightyear(view(outputs, LABELS, own=0)).tolist() == pytest.approx([0, 0.5, 0, 0.5])
     assert lightyear(view(outputs[-1:], LABELS)).tolist() == [1]
 

@@ -21,7 +21,9 @@ def test_one_step_by_hand():
     module = nn.Linear(1, 2, bias=False)
     theta = torch.zeros(1, 2)[0]
     one = Training(gamma=0.5, lambda2=2.0, momentum=0.9, batch_size=4, local_epochs=1)
-    loss = local_update_(theta, module, Shard(torch.ones(4, 1), torch.tensor([0, 0, 0, 1])), one, stream(0, "x"))
+    loss = local_update_(
+        theta, module, Shard(torch.ones(4, 1), torch.tensor([0, 0, 0, 1])), one, stream(0, "x")
+    )
     # theta <- 0 - 1 * mean gradient; class 0: 1/2 - 3/4, class 1: 1/2 - 1/4.
     assert theta.tolist() == pytest.approx([0.25, -0.25])
     assert loss == pytest.approx(math.log(2))
@@ -40,10 +42,22 @@ def test_momentum_is_not_carried_over():
 def test_batches_cover_every_epoch_and_steps_cycle():
     found = [len(batch) for batch in mini_batches(10, TRAINING, stream(0, "x"))]
     assert found == [4, 4, 2] * 3
-    first = [i for batch in list(mini_batches(10, TRAINING, stream(0, "x")))[:3] for i in batch.tolist()]
+    first = [
+        i for batch in list(mini_batches(10, TRAINING, stream(0, "x")))[:3] for i in batch.tolist()
+    ]
     assert sorted(first) == list(range(10))
-    steps = Training(gamma=0.5, lambda2=1.0, momentum=0.0, batch_size=4, local_epochs=3, local_steps=7)
-    assert [len(batch) for batch in mini_batches(10, steps, stream(0, "x"))] == [4, 4, 2, 4, 4, 2, 4]
+    steps = Training(
+        gamma=0.5, lambda2=1.0, momentum=0.0, batch_size=4, local_epochs=3, local_steps=7
+    )
+    assert [len(batch) for batch in mini_batches(10, steps, stream(0, "x"))] == [
+        4,
+        4,
+        2,
+        4,
+        4,
+        2,
+        4,
+    ]
 
 
 def test_a_last_sample_joins_the_batch_before_it_where_norms_refuse_it_by_itself():
@@ -61,8 +75,13 @@ def test_training_stays_in_the_row_and_touches_no_other(precision):
     rows[:] = parameters.flatten(module)
     before = rows.clone()
     draw = stream(1, "data")
-    shard = Shard(torch.from_numpy(draw.random((20, 1, 8, 8))).float(), torch.from_numpy(draw.integers(3, size=20)))
-    training = Training(gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=1, precision=precision)
+    shard = Shard(
+        torch.from_numpy(draw.random((20, 1, 8, 8))).float(),
+        torch.from_numpy(draw.integers(3, size=20)),
+    )
+    training = Training(
+        gamma=0.05, lambda2=1.0, momentum=0.9, batch_size=8, local_epochs=1, precision=precision
+    )
     local_update_(rows[1], module, shard, training, stream(1, "x"))
     assert parameters.is_bound(module, rows[1])
     assert rows[0].equal(before[0])

@@ -17,7 +17,9 @@ from fedcb2o.rng import agent_streams, stream
 
 OUTPUTS, TARGETS = torch.tensor([[1.0, 2.0], [0.0, 4.0]]), torch.tensor([[0.0, 0.0], [0.0, 1.0]])
 LINE = Shard(torch.linspace(-1, 1, 12).unsqueeze(1), 3 * torch.linspace(-1, 1, 12) + 1)
-TRAINING = Training(gamma=0.1, lambda2=1.0, momentum=0.0, batch_size=4, local_epochs=1, loss=losses.squared_error)
+TRAINING = Training(
+    gamma=0.1, lambda2=1.0, momentum=0.0, batch_size=4, local_epochs=1, loss=losses.squared_error
+)
 
 
 def test_by_hand():
@@ -25,7 +27,9 @@ def test_by_hand():
     assert losses.absolute_error(OUTPUTS, TARGETS).tolist() == [1.5, 1.5]
     assert losses.huber(OUTPUTS, TARGETS).tolist() == [(0.5 + 1.5) / 2, 2.5 / 2]
     assert losses.squared_error(OUTPUTS[:, :1], torch.tensor([3.0, 1.0])).tolist() == [4.0, 1.0]
-    assert torch.allclose(losses.cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, 2])), torch.tensor(math.log(4)))
+    assert torch.allclose(
+        losses.cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, 2])), torch.tensor(math.log(4))
+    )
 
 
 def network():
@@ -72,7 +76,9 @@ def test_models_are_judged_by_it():
 def test_classes_keep_theirs_under_another_loss():
     pool, y = torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.tensor([0, 1, 1])
     module, data = nn.Linear(1, 2), Shard(torch.zeros(3, 1), y)
-    found = model_losses(module, pool, torch.arange(1), data, 2, loss=lambda outputs, y: 1.0 + y.float())
+    found = model_losses(
+        module, pool, torch.arange(1), data, 2, loss=lambda outputs, y: 1.0 + y.float()
+    )
     assert found.by_class.tolist() == [[1.0, 2.0]]
     assert float(found.entropy[0]) == pytest.approx(math.log(2))
 
@@ -81,5 +87,7 @@ def test_one_number_for_each_sample():
     def mean(outputs, targets):
         return (outputs - targets).square().mean()
 
-    with pytest.raises(ConfigError, match=r"the loss returned shape \(\) for 2 samples, expected a number for each"):
+    with pytest.raises(
+        ConfigError, match=r"the loss returned shape \(\) for 2 samples, expected a number for each"
+    ):
         losses.per_sample_losses(mean, OUTPUTS, TARGETS, 1)

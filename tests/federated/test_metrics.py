@@ -25,6 +25,8 @@ def test_success_by_hand():
     assert AttackGoal((1,)).success_rate(table) is None
     # Of the 20 samples of classes 0 and 1, 1 + 3 are taken for class 2; those of class 2 itself do not count.
     assert false_positive_share(table, 2) == pytest.approx(4 / 20)
-    assert AttackGoal((), (2,)).success_rate(torch.eye(3, dtype=torch.int64), table) == pytest.approx(4 / 20)
+    assert AttackGoal((), (2,)).success_rate(
+        torch.eye(3, dtype=torch.int64), table
+    ) == pytest.approx(4 / 20)
     assert AttackGoal((), (2,)).success_rate(table) == pytest.approx(4 / 20)
     assert AttackGoal((), (2,)).source_accuracy(table) is None

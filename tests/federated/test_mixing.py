@@ -17,7 +17,9 @@ from fedcb2o.rng import stream
 def test_mixing_is_the_plain_loop():
     """Rows beyond the agents': what agent j mixes is by its rows, not by who sent it."""
     attack = Attack(craft=attacks.dissensus, threat=attacks.dissensus.threat)
-    block = ours.together(algorithms.fedcb2o(own_model="judged", mixing_factor=0.7), attack=attack).group
+    block = ours.together(
+        algorithms.fedcb2o(own_model="judged", mixing_factor=0.7), attack=attack
+    ).group
     draw, n = stream(3, "pool"), len(CLUSTER)
     block.models[:] = torch.from_numpy(draw.normal(size=block.models.shape)).float()
     ids = Lists.from_arrays([draw.permutation(n)[:4] for _ in range(n)])
@@ -25,8 +27,14 @@ def test_mixing_is_the_plain_loop():
     for j, i, row in zip(ids.row_ids, ids.values, rows, strict=True):
         assert (row >= n) == (j in GOOD and i in BAD)
     weights = draw.dirichlet([1.0] * 5, size=n)
-    choices = Decisions.empty(np.arange(n), Lists.empty(n), Inbox(ids, rows, np.ones(4 * n), np.zeros(4 * n, np.int64)))
-    choices.weights[:], choices.own_weight[:], choices.factor[:] = weights[:, :4].flatten(), weights[:, 4], 0.7
+    choices = Decisions.empty(
+        np.arange(n), Lists.empty(n), Inbox(ids, rows, np.ones(4 * n), np.zeros(4 * n, np.int64))
+    )
+    choices.weights[:], choices.own_weight[:], choices.factor[:] = (
+        weights[:, :4].flatten(),
+        weights[:, 4],
+        0.7,
+    )
     before = block.models.clone()
     mixed = mixing_matrix(choices, block.layout.own)
     assert len(block.models) == n + len(BAD) * len(GOOD)

@@ -40,8 +40,12 @@ def test_what_an_agent_alone_can_do():
 @pytest.mark.parametrize("name", ["trash", "gaussian_noise"])
 def test_noise_is_as_large_as_the_model(name):
     models = ten_models(20_000) * 3
-    noise = crafted(name, scale=0.5, view=view_of(models=models)) - (models[4] if name == "gaussian_noise" else 0)
-    assert float(noise.std()) == pytest.approx(0.5 * float(models[4].square().mean().sqrt()), rel=0.03)
+    noise = crafted(name, scale=0.5, view=view_of(models=models)) - (
+        models[4] if name == "gaussian_noise" else 0
+    )
+    assert float(noise.std()) == pytest.approx(
+        0.5 * float(models[4].square().mean().sqrt()), rel=0.03
+    )
     assert abs(float(noise.mean())) < 0.05
 
 
@@ -51,7 +55,9 @@ def test_ipm_is_minus_eps_times_the_mean_update():
     close(update, -0.3 * (ten_models()[BENIGN] - view.previous).mean(0))
 
 
-@pytest.mark.parametrize(("n", "f", "share"), [(10, 2, 4 / 8), (50, 24, 24 / 26), (7, 3, 3 / 4), (10, 5, 4 / 5)])
+@pytest.mark.parametrize(
+    ("n", "f", "share"), [(10, 2, 4 / 8), (50, 24, 24 / 26), (7, 3, 3 / 4), (10, 5, 4 / 5)]
+)
 def test_alie_z_by_hand(n, f, share):
     """n = 50, f = 24: s = 26 - 24 = 2, so (50 - 24 - 2) / (50 - 24); with half attackers or more s is 1."""
     assert alie_z(n, f) == pytest.approx(NormalDist().inv_cdf(share))
@@ -106,13 +112,24 @@ def test_hybrid_sparse_by_hand():
     deviation = torch.tensor([1.0, 2.0, 3.0, 4.0])
     models = torch.zeros(10, 4)
     models[[0, 2]], models[[1, 3]] = 5 + deviation, 5 - deviation
-    view = dataclasses.replace(view_of(models=models), previous=torch.tensor([5.0, 4.9, 5.0, 1.0]))  # 0, 0.49, 0, 4
-    close(crafted("hybrid_sparse", kept=0.25, scale=1.5, z=0.2, view=view), 5 - torch.tensor([0.2, 0.4, 0.6, 6.0]))
+    view = dataclasses.replace(
+        view_of(models=models), previous=torch.tensor([5.0, 4.9, 5.0, 1.0])
+    )  # 0, 0.49, 0, 4
+    close(
+        crafted("hybrid_sparse", kept=0.25, scale=1.5, z=0.2, view=view),
+        5 - torch.tensor([0.2, 0.4, 0.6, 6.0]),
+    )
     # The nearest to the others is any of them, at |deviation|^2 = 30 from the mean: 0.5^2 * 16 is spent on the blow.
     z = math.sqrt((30 - 4) / (1 + 4 + 9))
-    close(crafted("hybrid_sparse", kept=0.25, scale=0.5, view=view), 5 - torch.tensor([z, 2 * z, 3 * z, 2.0]))
+    close(
+        crafted("hybrid_sparse", kept=0.25, scale=0.5, view=view),
+        5 - torch.tensor([z, 2 * z, 3 * z, 2.0]),
+    )
     # A blow beyond the bound leaves no drift; nothing kept is ALIE downwards, and holds the bound.
-    close(crafted("hybrid_sparse", kept=0.25, scale=1.5, view=view), 5 - torch.tensor([0.0, 0.0, 0.0, 6.0]))
+    close(
+        crafted("hybrid_sparse", kept=0.25, scale=1.5, view=view),
+        5 - torch.tensor([0.0, 0.0, 0.0, 6.0]),
+    )
     close(crafted("hybrid_sparse", kept=0.0, view=view), 5 - deviation)
     with pytest.raises(ConfigError, match="`kept` must be between 0 and 1, got 2"):
         crafted("hybrid_sparse", kept=2.0)
@@ -172,4 +189,8 @@ def test_built_in_attacks_declare_their_threat_model():
     assert {name for name in on_models if getattr(attacks, name).threat.each_receiver} == {
         "dissensus", "echo", "equivocation", "spectral",
     }  # fmt: skip
-    assert {n for n in on_models if getattr(attacks, n).threat.on_poisoned_data} == {"echo", "gap_aware", "slow_drift"}
+    assert {n for n in on_models if getattr(attacks, n).threat.on_poisoned_data} == {
+        "echo",
+        "gap_aware",
+        "slow_drift",
+    }

@@ -39,11 +39,24 @@ def test_an_own_selection_may_change_its_candidates(tmp_path):
         candidates[:] = candidates.flip(0)
         return candidates[:budget]
 
-    algorithm = {"name": "fedcb2o", "selection": reversed_, "own_candidate": True, "mixing_factor": 1.0}
+    algorithm = {
+        "name": "fedcb2o",
+        "selection": reversed_,
+        "own_candidate": True,
+        "mixing_factor": 1.0,
+    }
     fedcb2o.run(tiny(algorithm=algorithm), out=tmp_path, workers=1)
-    pairs = [json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()]
-    benign = [j for j, bad in enumerate(records.read_json(tmp_path / "seed-1000/agents.json")["malicious"]) if not bad]
-    assert [line["asked"][j] for line in pairs for j in benign] == [[5, 4, 3]] * len(pairs) * len(benign)
+    pairs = [
+        json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
+    ]
+    benign = [
+        j
+        for j, bad in enumerate(records.read_json(tmp_path / "seed-1000/agents.json")["malicious"])
+        if not bad
+    ]
+    assert [line["asked"][j] for line in pairs for j in benign] == [[5, 4, 3]] * len(pairs) * len(
+        benign
+    )
 
 
 def test_nobody_has_met_a_sybil(tmp_path):
@@ -51,7 +64,9 @@ def test_nobody_has_met_a_sybil(tmp_path):
     flip = {"name": "label_flip", "source": 9, "target": 4}
     asked = {}
     for sybils in (False, True):
-        experiment = tiny(rounds=12, agents=TEAM, attack={**flip, "sybils": sybils, "from_round": 6})
+        experiment = tiny(
+            rounds=12, agents=TEAM, attack={**flip, "sybils": sybils, "from_round": 6}
+        )
         run(experiment, out=tmp_path / str(sybils), workers=1)
         text = (tmp_path / str(sybils) / "seed-1000/pairs.jsonl").read_text()
         asked[sybils] = [json.loads(line)["asked"] for line in text.splitlines()]
@@ -95,14 +110,19 @@ def test_candidates_are_neighbours_and_maybe_oneself():
     near = tuple(torch.tensor(sorted({(j - 1) % 9, (j + 2) % 9}, reverse=True)) for j in range(9))
     for own_candidate in (False, True):
         algorithm = algorithms.fedcb2o(selection="everyone", own_candidate=own_candidate)
-        expected = [sorted({(j - 1) % 9, (j + 2) % 9} | ({j} if own_candidate else set())) for j in (1, 5)]
+        expected = [
+            sorted({(j - 1) % 9, (j + 2) % 9} | ({j} if own_candidate else set())) for j in (1, 5)
+        ]
         assert asked(algorithm, [1, 5], neighbours=near) == expected
 
 
 @pytest.mark.parametrize("collude", [True, False])
 def test_who_does_what(collude):
     """Of those that are there, attackers collude or do as everybody else."""
-    block, some = ours.together(algorithms.fedcb2o(), collude=collude).group, np.array([8, 0, 4, 1, 3])
+    block, some = (
+        ours.together(algorithms.fedcb2o(), collude=collude).group,
+        np.array([8, 0, 4, 1, 3]),
+    )
     active = np.arange(len(CLUSTER)) != 1
     benign, colluders = (some[places].tolist() for places in split_by_role(block, some, active))
     assert (benign, colluders) == (([0], [8, 4, 3]) if collude else ([8, 0, 4, 3], []))
@@ -113,8 +133,11 @@ def test_sybils_are_known_to_nobody_from_their_round_on(n):
     attack = dataclasses.replace(FLIP, sybils=True, from_round=1)
     block = ours.together(algorithms.fedcb2o(), attack=attack).group
     met = ContactTable(
-        Lists.from_arrays([np.array([1, 3, 5]), np.array([0, 4]), np.array([8])]), np.array([0.1, 0.3, 0.5, 0.0, 0.4, 0.8])
+        Lists.from_arrays([np.array([1, 3, 5]), np.array([0, 4]), np.array([8])]),
+        np.array([0.1, 0.3, 0.5, 0.0, 0.4, 0.8]),
     )
     found = forget_renamed(block, met, n)
     assert found.ids.tolist() == ([[1, 3, 5], [0, 4], [8]] if n < 1 else [[1, 5], [0], []])
-    assert found.likelihood.tolist() == ([0.1, 0.3, 0.5, 0.0, 0.4, 0.8] if n < 1 else [0.1, 0.5, 0.0])
+    assert found.likelihood.tolist() == (
+        [0.1, 0.3, 0.5, 0.0, 0.4, 0.8] if n < 1 else [0.1, 0.5, 0.0]
+    )

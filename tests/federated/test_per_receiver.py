@@ -54,7 +54,10 @@ def test_spectral_on_a_path():
     found = crafted("spectral", eps=0.3, view=view_of(models=models, links=lambda: links))
     a, b = math.cos(math.pi / 8) / math.sqrt(2), math.cos(3 * math.pi / 8) / math.sqrt(2)
     push = 0.3 * 4 / 3  # four benign agents and three attackers
-    for ids, places, f in ((BENIGN, [0, 1, 2, 3], [a, b, -b, -a]), ([7, 8], [4, 5], [math.sqrt(0.5), -math.sqrt(0.5)])):
+    for ids, places, f in (
+        (BENIGN, [0, 1, 2, 3], [a, b, -b, -a]),
+        ([7, 8], [4, 5], [math.sqrt(0.5), -math.sqrt(0.5)]),
+    ):
         along = sum(weight * models[i] for weight, i in zip(f, ids, strict=True))
         for place, weight, i in zip(places, f, ids, strict=True):
             close(found[place], models[i] + push * weight * along)

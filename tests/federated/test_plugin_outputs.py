@@ -8,7 +8,11 @@ from tests.agents import run_rounds
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.plugin_outputs import validated_row_weights, validated_state, validated_weights
+from fedcb2o.federated.plugin_outputs import (
+    validated_row_weights,
+    validated_state,
+    validated_weights,
+)
 from fedcb2o.federated.types import Attack, CriterionInput, batched
 from fedcb2o.plugins import USER_FUNCTION
 
@@ -20,8 +24,12 @@ def test_a_rule_for_several_agents_that_returns_weights_of_one_is_an_error(m):
         return torch.full((m,), 1 / m)
 
     received = views.received(torch.zeros(3, m, dtype=torch.int64))
-    view = CriterionInput(0, torch.zeros(1, 1), None, None, received, received, views.no_losses, None)
-    with pytest.raises(ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"):
+    view = CriterionInput(
+        0, torch.zeros(1, 1), None, None, received, received, views.no_losses, None
+    )
+    with pytest.raises(
+        ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"
+    ):
         validated_weights(rule, rule(view), (3, m))
 
 
@@ -33,10 +41,17 @@ def rule():
 def test_weights_that_are_negative_by_rounding_are_zero():
     found, own = validated_weights(rule, torch.tensor([1.0, -1e-17, 0.0]), (2,))
     assert (found.tolist(), own.tolist()) == ([1.0, 0.0], 0.0)
-    assert validated_row_weights(rule, torch.tensor([-1e-17, 1.0]), 2, has_previous=False).tolist() == [0.0, 1.0]
-    assert validated_row_weights(rule, torch.tensor([-1e-17, 1.5, -0.5]), 3, has_previous=True).tolist() == [0.0, 1.5, -0.5]
+    assert validated_row_weights(
+        rule, torch.tensor([-1e-17, 1.0]), 2, has_previous=False
+    ).tolist() == [0.0, 1.0]
+    assert validated_row_weights(
+        rule, torch.tensor([-1e-17, 1.5, -0.5]), 3, has_previous=True
+    ).tolist() == [0.0, 1.5, -0.5]
     for wrong in ([-1e-3, 1.0], [-1e-17, 1e-17], [float("nan"), 1.0]):
-        with pytest.raises(ConfigError, match="the rule `own:rule` returned weights that are not positive with sum 1"):
+        with pytest.raises(
+            ConfigError,
+            match="the rule `own:rule` returned weights that are not positive with sum 1",
+        ):
             validated_row_weights(rule, torch.tensor(wrong), 2, has_previous=False)
 
 
@@ -45,8 +60,14 @@ def test_weights_that_are_negative_by_rounding_are_zero():
     [
         (torch.ones(2), "returned a Tensor, expected"),
         (({"a": 1.0}, torch.ones(2)), "keeps `a`, a float"),
-        (({"a": torch.ones(2, dtype=torch.complex64)}, torch.ones(2)), "keeps `a` of type torch.complex64"),
-        (({"a": torch.ones(2, 2).to_sparse()}, torch.ones(2)), "keeps `a`, a Tensor, in its state: expected dense"),
+        (
+            ({"a": torch.ones(2, dtype=torch.complex64)}, torch.ones(2)),
+            "keeps `a` of type torch.complex64",
+        ),
+        (
+            ({"a": torch.ones(2, 2).to_sparse()}, torch.ones(2)),
+            "keeps `a`, a Tensor, in its state: expected dense",
+        ),
     ],
 )
 def test_what_is_no_state_is_told(returned, message):
@@ -57,7 +78,10 @@ def test_what_is_no_state_is_told(returned, message):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda view: view.own[:-1], r"the attack returned models of shape \(87,\), expected \(88,\)"),
+        (
+            lambda view: view.own[:-1],
+            r"the attack returned models of shape \(87,\), expected \(88,\)",
+        ),
         (lambda view: None, "the attack returned a NoneType, expected a tensor"),
         (lambda view: torch.stack([view.own] * 2), r"of shape \(2, 88\), expected \(88,\)"),
     ],

@@ -39,10 +39,15 @@ def test_each_receiver_has_its_own_row_and_fellows_have_the_true_models(monkeypa
     @knows("benign", each_receiver=True)
     def numbered(view, draw):
         seen[view.agent] = view.receivers.tolist()
-        return torch.stack([torch.full_like(view.own, 100 * view.agent + i) for i in view.receivers.tolist()])
+        return torch.stack(
+            [torch.full_like(view.own, 100 * view.agent + i) for i in view.receivers.tolist()]
+        )
 
     def by_samples(found, me):  # the rule of colluders, several at once
-        whose, k = me.ids.flatten().tolist(), len(found.ids) if found.ids.ndim == 1 else found.ids.shape[1]
+        whose, k = (
+            me.ids.flatten().tolist(),
+            len(found.ids) if found.ids.ndim == 1 else found.ids.shape[1],
+        )
         for j, ids, rows in zip(whose, found.ids.view(-1, k), found.rows.view(-1, k), strict=True):
             received[j] = (ids.tolist(), rows.tolist(), engine.group.models[rows])
         return aggregation.sample_weights(found, me)
@@ -70,7 +75,12 @@ def test_the_view_of_a_round():
 
     @knows("fellows", "benign")
     def watch(view, draw):
-        views[view.agent] = (view, view.fellows().clone(), view.benign().clone(), float(draw.random()))
+        views[view.agent] = (
+            view,
+            view.fellows().clone(),
+            view.benign().clone(),
+            float(draw.random()),
+        )
         return view.own
 
     def poison(shard, draw):
@@ -86,7 +96,11 @@ def test_the_view_of_a_round():
         assert view.before.equal(before[j])
         assert fellows[team.index(j)].equal(view.own)
         assert not view.own.equal(view.before)
-        assert (len(fellows), len(benign)) == (view.num_fellows, view.num_benign) == (2, CLUSTER.count(CLUSTER[j]) - 2)
+        assert (
+            (len(fellows), len(benign))
+            == (view.num_fellows, view.num_benign)
+            == (2, CLUSTER.count(CLUSTER[j]) - 2)
+        )
         assert len(view.data.y.unique()) > 1
         assert view.losses(torch.stack([view.own, view.before])).by_class.shape == (2, 4)
 
@@ -97,13 +111,26 @@ def test_lies_about_samples_are_believed_up_to_what_the_terms_allow():
     for name, claims in (("truth", None), ("lie", 10**9), ("understatement", 1)):
         terms = terms_of(algorithms.dfedavgm(selection="everyone"), network(), most_samples=17)
         block = block_of(
-            terms, attackers_of(Attack(claimed_samples=claims)), Held(held().samples, held().train, held().validation)
+            terms,
+            attackers_of(Attack(claimed_samples=claims)),
+            Held(held().samples, held().train, held().validation),
         )
-        (done,) = run_rounds(LocalEngine(block, SerialExecutor(block)), AgentState.initial(len(CLUSTER)), 0, 1, lambda n: False)
-        of_first = done.decisions.received[0], done.decisions.received.with_values(done.decisions.weights)[0]
+        (done,) = run_rounds(
+            LocalEngine(block, SerialExecutor(block)),
+            AgentState.initial(len(CLUSTER)),
+            0,
+            1,
+            lambda n: False,
+        )
+        of_first = (
+            done.decisions.received[0],
+            done.decisions.received.with_values(done.decisions.weights)[0],
+        )
         weights[name] = dict(zip(*(each.tolist() for each in of_first), strict=True))
         fellows = done.decisions.received.with_values(done.decisions.weights)[3]
-        assert np.isclose(fellows.max() / fellows.min(), 17 / 13)  # among themselves they tell the truth
+        assert np.isclose(
+            fellows.max() / fellows.min(), 17 / 13
+        )  # among themselves they tell the truth
     total = 5 * 13 + 4 * 17
     assert weights["truth"] == weights["lie"]
     assert weights["lie"][3] == pytest.approx(17 / total)
@@ -130,7 +157,8 @@ SENDERS, RECEIVERS = np.array([0, 1, 1, 1, 2, 2, 2]), np.array([4, 4, 7, 5, 4, 7
 
 
 @pytest.mark.parametrize(
-    ("each", "crafts", "rows"), [(True, [3, 3, 5], [2, 3, 4, 0, 5, 6, 1]), (False, [3, 3, 4], [2, 3, 3, 0, 4, 4, 1])]
+    ("each", "crafts", "rows"),
+    [(True, [3, 3, 5], [2, 3, 4, 0, 5, 6, 1]), (False, [3, 3, 4], [2, 3, 3, 0, 4, 4, 1])],
 )
 def test_rows_by_hand(each, crafts, rows):
     """Each receiver has a row of its own, or all have the same; who is not deceived has the model that was trained."""
@@ -139,7 +167,15 @@ def test_rows_by_hand(each, crafts, rows):
 
 def test_claims_by_hand():
     """Fellow attackers are told the truth."""
-    assert by_hand(True, [3, 3, 5]).samples_claimed_to(SENDERS, RECEIVERS).tolist() == [13, 1, 1, 20, 1e9, 1e9, 20]
+    assert by_hand(True, [3, 3, 5]).samples_claimed_to(SENDERS, RECEIVERS).tolist() == [
+        13,
+        1,
+        1,
+        20,
+        1e9,
+        1e9,
+        20,
+    ]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
@@ -157,7 +193,9 @@ def test_what_is_crafted_lies_in_the_rows_of_its_attacker():
 
     @knows(each_receiver=True)
     def numbered(view, draw):
-        return torch.stack([torch.full_like(view.own, 100 * view.agent + i) for i in view.receivers.tolist()])
+        return torch.stack(
+            [torch.full_like(view.own, 100 * view.agent + i) for i in view.receivers.tolist()]
+        )
 
     block = engine_of(Attack(craft=numbered, threat=numbered.threat)).group
     before, finite = block.models.clone(), np.arange(len(CLUSTER)) != 4

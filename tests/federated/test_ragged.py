@@ -9,10 +9,14 @@ from fedcb2o.federated.ragged import Lists, complement
 
 nested = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
 some_of_them = nested.flatmap(
-    lambda each: st.tuples(st.just(each), st.lists(st.integers(0, len(each) - 1), max_size=8) if each else st.just([]))
+    lambda each: st.tuples(
+        st.just(each), st.lists(st.integers(0, len(each) - 1), max_size=8) if each else st.just([])
+    )
 )
 kept_of_them = nested.flatmap(
-    lambda each: st.tuples(st.just(each), st.tuples(*(st.tuples(*[st.booleans()] * len(one)) for one in each)))
+    lambda each: st.tuples(
+        st.just(each), st.tuples(*(st.tuples(*[st.booleans()] * len(one)) for one in each))
+    )
 )
 
 
@@ -44,7 +48,9 @@ def test_empty_ones(count):
 
 @given(st.lists(nested, min_size=1, max_size=4))
 def test_joined_they_follow_each_other(parts):
-    assert Lists.concatenate([of(each) for each in parts]).tolist() == [one for each in parts for one in each]
+    assert Lists.concatenate([of(each) for each in parts]).tolist() == [
+        one for each in parts for one in each
+    ]
 
 
 @given(some_of_them)
@@ -53,7 +59,9 @@ def test_taken_in_any_order_and_twice(each_and_chosen):
     lists = of(each)
     expected = [each[k] for k in chosen]
     assert lists.take(places(chosen)).tolist() == expected
-    assert lists.values[lists.flat_index(places(chosen))].tolist() == [value for one in expected for value in one]
+    assert lists.values[lists.flat_index(places(chosen))].tolist() == [
+        value for one in expected for value in one
+    ]
 
 
 @given(kept_of_them)
@@ -61,24 +69,31 @@ def test_only_what_is_kept(each_and_kept):
     each, kept = each_and_kept
     found = of(each).filter(np.array([keep for one in kept for keep in one], dtype=bool))
     assert found.tolist() == [
-        [value for value, keep in zip(*pair, strict=True) if keep] for pair in zip(each, kept, strict=True)
+        [value for value, keep in zip(*pair, strict=True) if keep]
+        for pair in zip(each, kept, strict=True)
     ]
 
 
-@given(st.lists(st.tuples(st.integers(-1, 2), st.lists(st.integers(0, 99), max_size=3)), max_size=7))
+@given(
+    st.lists(st.tuples(st.integers(-1, 2), st.lists(st.integers(0, 99), max_size=3)), max_size=7)
+)
 def test_placed_lists_stand_in_their_places(agents):
     """Each agent belongs to one of three parts or, with -1, to none and has an empty list."""
     parts = [[j for j, (part, _) in enumerate(agents) if part == k] for k in range(3)]
     given = [(places(those), of([agents[j][1] for j in those])) for those in parts]
     expected = [list(one) if part >= 0 else [] for part, one in agents]
     assert Lists.scatter(len(agents), *given).tolist() == expected
-    assert Lists.scatter(len(agents), *(pair for pair in given if len(pair[0]))).tolist() == expected
+    assert (
+        Lists.scatter(len(agents), *(pair for pair in given if len(pair[0]))).tolist() == expected
+    )
 
 
 def test_nothing_placed():
     assert Lists.scatter(3).tolist() == [[], [], []]
 
 
-@pytest.mark.parametrize(("chosen", "others"), [([], [0, 1, 2, 3]), ([2, 0], [1, 3]), ([0, 1, 2, 3], [])])
+@pytest.mark.parametrize(
+    ("chosen", "others"), [([], [0, 1, 2, 3]), ([2, 0], [1, 3]), ([0, 1, 2, 3], [])]
+)
 def test_the_rest(chosen, others):
     assert complement(places(chosen), 4).tolist() == others

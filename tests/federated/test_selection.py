@@ -10,7 +10,12 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated import selection
 from fedcb2o.federated.contacts import CandidatePeers, ContactTable
 from fedcb2o.federated.ragged import Lists
-from fedcb2o.federated.selection import prob_sampling, select_colluding_peers, uniform, update_likelihoods
+from fedcb2o.federated.selection import (
+    prob_sampling,
+    select_colluding_peers,
+    uniform,
+    update_likelihoods,
+)
 from fedcb2o.federated.types import Contacts
 from fedcb2o.rng import agent_streams, stream
 
@@ -28,11 +33,20 @@ def after(contacts, asked, answered, losses, *, kappa=2.0, zeta=0.5, first_conta
     """The contacts of one agent after a round."""
     both = (Lists.from_arrays([torch.as_tensor(ids).numpy()]) for ids in (asked, answered))
     losses = torch.as_tensor(losses, dtype=torch.float64).numpy()
-    (found,) = update_likelihoods(ContactTable.from_contacts([contacts]), *both, losses, kappa=kappa, zeta=zeta, first_contact=first_contact)
+    (found,) = update_likelihoods(
+        ContactTable.from_contacts([contacts]),
+        *both,
+        losses,
+        kappa=kappa,
+        zeta=zeta,
+        first_contact=first_contact,
+    )
     return found
 
 
-@pytest.mark.parametrize(("n", "budget", "counts"), [(100, 20, [20, 20, 20, 20, 19]), (20, 6, [6, 6, 6, 1])])
+@pytest.mark.parametrize(
+    ("n", "budget", "counts"), [(100, 20, [20, 20, 20, 20, 19]), (20, 6, [6, 6, 6, 1])]
+)
 def test_the_first_pass_has_no_top_up(n, budget, counts):
     contacts, found = NOBODY, []
     for k in range(len(counts)):
@@ -45,7 +59,14 @@ def test_the_first_pass_has_no_top_up(n, budget, counts):
 
 @pytest.mark.parametrize(
     ("met", "unmet", "counts"),  # of eight asked, at most a quarter newcomers, rounded up
-    [(0, 20, (0, 8)), (3, 20, (3, 5)), (20, 20, (6, 2)), (20, 1, (7, 1)), (20, 0, (8, 0)), (2, 3, (2, 3))],
+    [
+        (0, 20, (0, 8)),
+        (3, 20, (3, 5)),
+        (20, 20, (6, 2)),
+        (20, 1, (7, 1)),
+        (20, 0, (8, 0)),
+        (2, 3, (2, 3)),
+    ],
 )
 def test_newcomers_are_a_share_at_most_unless_there_is_room(met, unmet, counts):
     known = torch.arange(1, 1 + met)
@@ -60,7 +81,9 @@ def test_newcomers_are_a_share_at_most_unless_there_is_room(met, unmet, counts):
 
 def test_whose_likelihood_is_nothing_leaves_room_for_newcomers():
     contacts = after(NOBODY, range(1, 6), range(1, 6), [0.1, INF, INF, INF, INF])
-    chosen = prob_sampling(contacts, torch.arange(1, 20), 4, stream(0, "x"), newcomers=0.25).tolist()
+    chosen = prob_sampling(
+        contacts, torch.arange(1, 20), 4, stream(0, "x"), newcomers=0.25
+    ).tolist()
     assert chosen[0] == 1
     assert all(i > 5 for i in chosen[1:])
     assert len(chosen) == 4
@@ -68,7 +91,10 @@ def test_whose_likelihood_is_nothing_leaves_room_for_newcomers():
 
 @pytest.mark.parametrize("newcomers", [0.0, -0.5, 1.5])
 def test_newcomers_are_a_share(newcomers):
-    with pytest.raises(ConfigError, match=f"selection `prob_sampling`: `newcomers` = {newcomers}: .* (greater|less)"):
+    with pytest.raises(
+        ConfigError,
+        match=f"selection `prob_sampling`: `newcomers` = {newcomers}: .* (greater|less)",
+    ):
         selection.resolve_selection({"name": "prob_sampling", "newcomers": newcomers})
 
 
@@ -77,7 +103,10 @@ def test_a_likelihood_that_underflows_is_never_drawn_and_never_first_again():
     contacts = after(NOBODY, everyone, everyone, [0.1, 1e5, INF, 0.2])
     assert contacts.likelihood[1:3].tolist() == [0.0, 0.0]
     for seed in range(20):
-        assert ask(contacts, 5, budget=3, seed=seed).tolist() == [1, 4]  # two are positive: two are drawn
+        assert ask(contacts, 5, budget=3, seed=seed).tolist() == [
+            1,
+            4,
+        ]  # two are positive: two are drawn
 
 
 def test_nobody_positive_is_nobody():
@@ -105,7 +134,10 @@ def test_likelihood_by_hand():
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(1, 15))
 def test_colluders_prefer_fellows(num_fellows, num_benign, budget):
-    fellows, benign = CandidatePeers.from_lists([np.arange(num_fellows)]), CandidatePeers.from_lists([np.arange(100, 100 + num_benign)])
+    fellows, benign = (
+        CandidatePeers.from_lists([np.arange(num_fellows)]),
+        CandidatePeers.from_lists([np.arange(100, 100 + num_benign)]),
+    )
     asked = select_colluding_peers(fellows, benign, budget, [stream(0, "x")])[0].tolist()
     assert len(asked) == len(set(asked)) == min(budget, num_fellows + num_benign)
     assert sum(i < 100 for i in asked) == min(budget, num_fellows)
@@ -136,7 +168,9 @@ class Counted(np.ndarray):
 @pytest.mark.parametrize("select", [selection.prob_sampling, selection.uniform])
 def test_who_is_asked_costs_nothing_for_those_who_are_not(select):
     """Of a million peers only some are looked at, by their place: no pass over all."""
-    peers = CandidatePeers.from_lists([np.arange(10**6).view(Counted)], np.array([0, 0]), excluded=np.array([5, 7]))
+    peers = CandidatePeers.from_lists(
+        [np.arange(10**6).view(Counted)], np.array([0, 0]), excluded=np.array([5, 7])
+    )
     met = ContactTable(Lists(np.array([3, 9]), np.array([2, 0])), np.ones(2))
     Counted.most = 0
     asked = select.at_once(met, peers, 4, agent_streams(0, "x", agents=range(2)))
@@ -170,7 +204,13 @@ def test_many_ask_whom_each_asks_alone(name, shared):
             alone = select(met[j], ids[ids != j], 3, draws[1][j], **more)
             assert alone.tolist() == asked[j].tolist()
             those, one = asked.having(there)[j], met.take(np.array([j]))
-            mine = update_likelihoods(one, Lists.from_arrays([alone.numpy()]), Lists.from_arrays([alone.numpy()[those]]), lost[j], **rule)
+            mine = update_likelihoods(
+                one,
+                Lists.from_arrays([alone.numpy()]),
+                Lists.from_arrays([alone.numpy()[those]]),
+                lost[j],
+                **rule,
+            )
             assert mine[0].ids.equal(after[j].ids)
             assert mine[0].likelihood.view(torch.int64).equal(after[j].likelihood.view(torch.int64))
         met = after
@@ -182,9 +222,15 @@ def test_many_collude_as_each_alone():
     own = np.array([1, 4, 2])
     for budget in range(1, 6):
         draws = [agent_streams(budget, "x", agents=range(3)) for _ in range(2)]
-        many = CandidatePeers.from_lists(fellows, which, excluded=own), CandidatePeers.from_lists(benign, which)
+        many = (
+            CandidatePeers.from_lists(fellows, which, excluded=own),
+            CandidatePeers.from_lists(benign, which),
+        )
         asked = selection.select_colluding_peers(*many, budget, draws[0])
         for k in range(3):
-            near, far = CandidatePeers.from_lists([fellows[which[k]]], excluded=own[k : k + 1]), CandidatePeers.from_lists([benign[which[k]]])
+            near, far = (
+                CandidatePeers.from_lists([fellows[which[k]]], excluded=own[k : k + 1]),
+                CandidatePeers.from_lists([benign[which[k]]]),
+            )
             alone = selection.select_colluding_peers(near, far, budget, draws[1][k : k + 1])
             assert alone[0].tolist() == asked[k].tolist()

@@ -24,10 +24,21 @@ def losses_of(*means):
 def seen_by(pool, ids, losses, own_loss, met=(), layers=LAYERS):
     """The last row is the agent's own model."""
     me = len(pool) - 1
-    contacts = Contacts(torch.tensor(met, dtype=torch.int64), torch.ones(len(met), dtype=torch.float64))
+    contacts = Contacts(
+        torch.tensor(met, dtype=torch.int64), torch.ones(len(met), dtype=torch.float64)
+    )
     knows = local(contacts_of=lambda: contacts, layers=layers)
     mine = received(torch.tensor([me]))
-    return CriterionInput(0, pool, losses_of(*losses), losses_of(own_loss), received(torch.tensor(ids)), mine, no_losses, knows)
+    return CriterionInput(
+        0,
+        pool,
+        losses_of(*losses),
+        losses_of(own_loss),
+        received(torch.tensor(ids)),
+        mine,
+        no_losses,
+        knows,
+    )
 
 
 def test_layers_by_hand():
@@ -44,7 +55,9 @@ def test_weights_and_scaled_layers_by_hand():
     pool = torch.stack([2 * OWN, -OWN, 0.5 * OWN, OWN, OWN])
     ids, losses = [0, 1, 2, 3], [1.0, 0.1, 0.3, 2.0]
     state, decided = sentinel({}, seen_by(pool, ids, losses, 0.5))
-    raw = torch.tensor([math.exp(-1.0), 1.0, 0.0, 1.0]).double()  # of 0, 2, 3 and the own one: exp(-3) is below 0.1
+    raw = torch.tensor(
+        [math.exp(-1.0), 1.0, 0.0, 1.0]
+    ).double()  # of 0, 2, 3 and the own one: exp(-3) is below 0.1
     expected = raw / raw.sum()
     assert decided.outcome.rows.tolist() == [0, 2, 3, 4]
     assert decided.outcome.weights.tolist() == pytest.approx(expected.tolist())
@@ -61,7 +74,9 @@ def test_each_layer_is_scaled_by_itself():
     other = torch.cat([3 * OWN[:4], 0.5 * OWN[4:]])
     pool = torch.stack([other, OWN])
     _, decided = sentinel({}, seen_by(pool, [0], [0.5], 0.5))
-    torch.testing.assert_close(decided.outcome.apply_to_buffer(pool, 0), torch.cat([OWN[:4], 0.75 * OWN[4:]]))
+    torch.testing.assert_close(
+        decided.outcome.apply_to_buffer(pool, 0), torch.cat([OWN[:4], 0.75 * OWN[4:]])
+    )
 
 
 def test_losses_are_averaged_over_the_rounds_in_which_a_peer_passed():

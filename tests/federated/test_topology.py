@@ -19,7 +19,9 @@ def test_graphs_link_whom_they_say():
     cluster = torch.tensor([0] * 6 + [1] * 6)
 
     def made(name, **parameters):
-        found = topology.neighbours(functools.partial(getattr(topology, name), **parameters), cluster, stream(0, "graph"))
+        found = topology.neighbours(
+            functools.partial(getattr(topology, name), **parameters), cluster, stream(0, "graph")
+        )
         assert all(i in found[j].tolist() for i, near in enumerate(found) for j in near.tolist())
         assert all(i not in near.tolist() for i, near in enumerate(found))
         return [len(near) for near in found], found
@@ -38,7 +40,9 @@ def test_graphs_link_whom_they_say():
 def test_agents_ask_their_neighbours_only(tmp_path):
     ring = tiny(agents={**TEAM, "graph": "ring"}, algorithm={"name": "dfedavgm"})
     run(ring, out=tmp_path, workers=1)
-    lines = [json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
+    ]
     neighbours = [{i for line in lines for i in line["asked"][j]} for j in range(10)]
     benign = [0, 1, 2, 5, 6, 7]
     assert all(len(neighbours[j]) == 2 for j in benign)
@@ -55,7 +59,10 @@ def test_agents_ask_their_neighbours_only(tmp_path):
             {"agents": {**TEAM, "graph": {"name": "ring", "near": 5}}},
             "`near` must be between 1 and 4 for 10 agents, got 5",
         ),
-        ({"agents": {**TEAM, "graph": {"name": "random_regular", "degree": 10}}}, "`degree` must be between 1 and 9"),
+        (
+            {"agents": {**TEAM, "graph": {"name": "random_regular", "degree": 10}}},
+            "`degree` must be between 1 and 9",
+        ),
     ],
 )
 def test_a_graph_that_does_not_fit_is_told(tmp_path, changes, message):

@@ -21,9 +21,14 @@ def test_an_attack_sees_what_it_declares_and_no_more():
     ):
         other = "benign" if whose == "fellows" else "fellows"
         call(view_of(see=(whose,)))
-        with pytest.raises(ConfigError, match=rf'which it does not declare to know: write @fedcb2o.knows\("{whose}"\)'):
+        with pytest.raises(
+            ConfigError,
+            match=rf'which it does not declare to know: write @fedcb2o.knows\("{whose}"\)',
+        ):
             call(view_of(see=(other,)))
-    with pytest.raises(ConfigError, match=r"an attack may know the models of .*, got \['everybody'\]"):
+    with pytest.raises(
+        ConfigError, match=r"an attack may know the models of .*, got \['everybody'\]"
+    ):
         knows("everybody")
 
 
@@ -39,20 +44,33 @@ def test_models_are_seen_without_a_copy_where_they_lie_together():
 
 def test_rounds_before_the_first_are_honest():
     sleeper = Attack(poison=attacks.label_flip, craft=attacks.random_model, from_round=3)
-    assert [sleeper.is_poisoning(n) for n in range(5)] == [sleeper.is_crafting(n) for n in range(5)] == [False] * 3 + [True] * 2
-    assert Attack().num_published(3, 4) == Attack(poison=attacks.label_flip).num_published(3, 4) == 0
+    assert (
+        [sleeper.is_poisoning(n) for n in range(5)]
+        == [sleeper.is_crafting(n) for n in range(5)]
+        == [False] * 3 + [True] * 2
+    )
+    assert (
+        Attack().num_published(3, 4) == Attack(poison=attacks.label_flip).num_published(3, 4) == 0
+    )
     assert sleeper.num_published(3, 4) == 3
-    assert Attack(craft=attacks.dissensus, threat=attacks.dissensus.threat).num_published(3, 4) == 12
+    assert (
+        Attack(craft=attacks.dissensus, threat=attacks.dissensus.threat).num_published(3, 4) == 12
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_reduction_of_a_block_is_that_of_a_copy(dtype):
     block = models(7, 12, dtype=dtype)
-    rows, mixing = torch.tensor([5, 0, 2]), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    rows, mixing = (
+        torch.tensor([5, 0, 2]),
+        torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64),
+    )
     plain = Reduction(rows, coordinatewise.coordinate_median)
     assert plain.apply_to_buffer(block, 0).equal(block[rows].quantile(0.5, dim=0))
     mixed = Reduction(rows, coordinatewise.coordinate_median, mixing)
-    torch.testing.assert_close(mixed.apply_to_buffer(block, 0), ((block[5] + block[0]) / 2 + block[2]) / 2)
+    torch.testing.assert_close(
+        mixed.apply_to_buffer(block, 0), ((block[5] + block[0]) / 2 + block[2]) / 2
+    )
     assert mixed.apply_to_buffer(block, 0).dtype == dtype
     placed = Reduction(rows, lambda x, first: x[0] + first, takes_offset=True)
     assert placed.apply_to_buffer(block, 4).equal(block[5] + 4)

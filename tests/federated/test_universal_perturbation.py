@@ -27,7 +27,10 @@ def seeing(outputs_of, x, labels, **known):
         return torch.autograd.grad(of(outputs_at(models, seen)).sum(), seen)[0]
 
     return views.local(
-        some_samples=lambda count: (x, labels), outputs_at=outputs_at, gradients_of=gradients_of, **known
+        some_samples=lambda count: (x, labels),
+        outputs_at=outputs_at,
+        gradients_of=gradients_of,
+        **known,
     )
 
 
@@ -37,7 +40,9 @@ ONE = views.received(torch.tensor([0]))
 def linear(weights, x, pixels, labels=LABELS, steps=1):
     """The worst ways of one model, whose outputs are products of an image with the weights of each class."""
     weights = torch.tensor(weights)
-    return worst_perturbation(seeing(lambda x: x @ weights.T, x, labels), ONE, len(weights), pixels, len(x), steps)
+    return worst_perturbation(
+        seeing(lambda x: x @ weights.T, x, labels), ONE, len(weights), pixels, len(x), steps
+    )
 
 
 def test_the_pixels_that_raise_one_class_above_the_label_most():
@@ -46,7 +51,9 @@ def test_the_pixels_that_raise_one_class_above_the_label_most():
     weights = [[0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, -0.5], [-2.0, 0.25, 1.0, 0.0]]
     assert linear(weights, x, 1).tolist() == [[[[-1.0, 0.0], [0.0, 0.0]]]]
     assert linear(weights, x, 2).tolist() == [[[[-1.0, 0.0], [1.0, 0.0]]]]
-    assert linear(weights, x, 9).tolist() == [[[[-1.0, 1.0], [1.0, 0.0]]]]  # the last: 0.5 for one, -0.5 for one
+    assert linear(weights, x, 9).tolist() == [
+        [[[-1.0, 1.0], [1.0, 0.0]]]
+    ]  # the last: 0.5 for one, -0.5 for one
     for pixels in (1, 2, 9):  # what is linear is found in steps as in one
         assert torch.equal(linear(weights, x, pixels, steps=2), linear(weights, x, pixels))
 
@@ -77,10 +84,14 @@ def test_painted_pixels_are_black_and_white_and_others_as_they_were(dtype):
 
 
 @pytest.mark.parametrize(
-    ("x", "y"), [(torch.zeros(2, 5), LABELS), (torch.zeros(2, 1, 2, 2), torch.zeros(2))], ids=["table", "numbers"]
+    ("x", "y"),
+    [(torch.zeros(2, 5), LABELS), (torch.zeros(2, 1, 2, 2), torch.zeros(2))],
+    ids=["table", "numbers"],
 )
 def test_samples_without_pixels_or_classes_are_told(x, y):
-    with pytest.raises(ConfigError, match=r"looks for pixels that change the class of images, .*: take another"):
+    with pytest.raises(
+        ConfigError, match=r"looks for pixels that change the class of images, .*: take another"
+    ):
         linear([[0.0], [0.0]], x, 1, y)
 
 
@@ -160,7 +171,9 @@ def test_noise_finds_what_units_that_are_off_hide():
         a, b, _ = x.unbind(-1)
         return torch.stack([torch.zeros_like(a), 9 * torch.relu(a + b - 0.25)], -1)
 
-    known = seeing(outputs_of, torch.zeros(1, 1, 1, 3), LABELS[:1], draw_of=lambda: np.random.default_rng(0))
+    known = seeing(
+        outputs_of, torch.zeros(1, 1, 1, 3), LABELS[:1], draw_of=lambda: np.random.default_rng(0)
+    )
     assert not worst_perturbation(known, ONE, 2, 2, 1, 2).any()
     assert worst_perturbation(known, ONE, 2, 2, 1, 2, blend=0.5).tolist() == [[[[1.0, 1.0, 0.0]]]]
 
@@ -173,7 +186,9 @@ def test_a_model_whose_gradients_are_not_finite_hides_nothing(steps):
         a, b = x.unbind(-1)
         return torch.stack([torch.zeros_like(a), 1e38 * a * 10 + b], -1)
 
-    found = worst_perturbation(seeing(outputs_of, torch.zeros(1, 1, 1, 2), LABELS[:1]), ONE, 2, 1, 1, steps)
+    found = worst_perturbation(
+        seeing(outputs_of, torch.zeros(1, 1, 1, 2), LABELS[:1]), ONE, 2, 1, 1, steps
+    )
     assert found.isnan().all()
 
 
@@ -183,13 +198,17 @@ def test_classes_beyond_what_goes_through_at_once_are_sought_as_well():
     weights[97, 1] = 2.0
     weights[5, 0] = 1.0
     for steps in (1, 2):
-        assert linear(weights.tolist(), x, 1, torch.tensor([0, 1, 2]), steps).tolist() == [[[[0.0, 1.0]]]]
+        assert linear(weights.tolist(), x, 1, torch.tensor([0, 1, 2]), steps).tolist() == [
+            [[[0.0, 1.0]]]
+        ]
 
 
 NETWORKS = {
     "logistic": lambda: logistic((1, 4, 4), 3),
     "dense": lambda: mlp((1, 4, 4), 3, hidden=(5,)),
-    "convolutions": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    ),
 }
 
 
@@ -201,12 +220,16 @@ def test_gradients_are_what_outputs_change_by(make, together):
     pool, rows = 0.3 * models(5, dim, dtype=torch.float32), torch.tensor([3, 0, 4])
     x = models(6, 16, seed=1, dtype=torch.float32).view(3, 2, 1, 4, 4)
     outputs = logits_per_model(module, pool, rows, x, together)
-    found = input_gradients(module, pool, rows, x, lambda outputs: outputs[..., 0] - outputs[..., 1], together)
+    found = input_gradients(
+        module, pool, rows, x, lambda outputs: outputs[..., 0] - outputs[..., 1], together
+    )
     assert found.shape == x.shape
     assert not found.requires_grad
     step = 1e-3
     for i in range(3):
-        torch.testing.assert_close(outputs[i : i + 1], logits(module, pool, rows[i : i + 1], x[i], together))
+        torch.testing.assert_close(
+            outputs[i : i + 1], logits(module, pool, rows[i : i + 1], x[i], together)
+        )
         for row, column in ((0, 0), (2, 3)):
             there = [x[i].clone(), x[i].clone()]
             there[0][..., row, column] -= step

@@ -14,9 +14,20 @@ from fedcb2o.rng import stream
 
 
 def seen_by(pool, ids, me, met=(), n=0, share=0.0):
-    contacts = Contacts(torch.tensor(met, dtype=torch.int64), torch.ones(len(met), dtype=torch.float64))
+    contacts = Contacts(
+        torch.tensor(met, dtype=torch.int64), torch.ones(len(met), dtype=torch.float64)
+    )
     knows = local(contacts_of=lambda: contacts, share=share)
-    return CriterionInput(n, pool, None, None, received(torch.tensor(ids)), received(torch.tensor([me])), no_losses, knows)
+    return CriterionInput(
+        n,
+        pool,
+        None,
+        None,
+        received(torch.tensor(ids)),
+        received(torch.tensor([me])),
+        no_losses,
+        knows,
+    )
 
 
 def test_distances_about_the_median_by_hand():
@@ -27,7 +38,9 @@ def test_distances_about_the_median_by_hand():
     large = models(6, 9000, dtype=torch.float32)
     squared, cosine = distances_from_median(large, torch.arange(5))
     median = large[:5].double().quantile(0.5, dim=0)
-    torch.testing.assert_close(squared, (large[:5].double() - median).square().sum(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        squared, (large[:5].double() - median).square().sum(1), rtol=1e-5, atol=0
+    )
     alike = torch.nn.functional.cosine_similarity(large[:5].double(), median, dim=1)
     torch.testing.assert_close(cosine, 1 - alike, rtol=1e-5, atol=1e-6)
 
@@ -51,7 +64,9 @@ def test_steady_is_the_authors_band(seed):
         mean, std = before.mean().mean(), before.std()[1:].mean()
         return mean - std <= three[-1] <= mean + std
 
-    assert is_steady(moves).tolist() == [all(within(three.tolist()) for three in two) for two in moves]
+    assert is_steady(moves).tolist() == [
+        all(within(three.tolist()) for three in two) for two in moves
+    ]
 
 
 def test_weights_by_hand():
@@ -64,9 +79,9 @@ def test_weights_by_hand():
     _, weights = wfagg({}, view)
     assert weights.tolist() == pytest.approx([0.8 / 4] * 4 + [0, 0.2])
     # The share of the received, rounded up: f = 1.
-    assert wfagg({}, seen_by(pool, [0, 1, 2, 3, 4], 5, share=0.2), smoothing=0.6)[1].tolist() == pytest.approx(
-        [0.3, 0, 0, 0.3, 0, 0.4]
-    )
+    assert wfagg({}, seen_by(pool, [0, 1, 2, 3, 4], 5, share=0.2), smoothing=0.6)[
+        1
+    ].tolist() == pytest.approx([0.3, 0, 0, 0.3, 0, 0.4])
 
 
 def test_who_moves_as_before_needs_one_filter_more_alone():
@@ -74,7 +89,9 @@ def test_who_moves_as_before_needs_one_filter_more_alone():
     pool = torch.tensor([[2.0, 2.0], [3.5, 1.0], [9.0, 9.0], [1.5, 1.5], [-9.0, 9.0], [5.0, 5.0]])
     before = pool[:5] + torch.tensor([0.1, 0.2])
     now = movement(before, pool[:5]).unsqueeze(-1)
-    moves = torch.cat([torch.full_like(now, torch.nan), 0.5 * now, 1.5 * now], -1)  # a band of about 0.5 to 2 times now
+    moves = torch.cat(
+        [torch.full_like(now, torch.nan), 0.5 * now, 1.5 * now], -1
+    )  # a band of about 0.5 to 2 times now
     moves[2] = 10 * now[2]
     state = {"ids": torch.arange(5), "models": before, "moves": moves}
     kept, weights = wfagg(state, seen_by(pool, [0, 1, 2, 3, 4], 5, range(5), n=4), f=1)
@@ -96,7 +113,9 @@ def test_what_is_kept():
     state, _ = wfagg(state, seen_by(later, [1, 2], 3, [0, 2], n=4))
     assert state["ids"].tolist() == [0, 1, 2]
     assert state["models"].equal(torch.stack([pool[0], later[1], later[2]]))
-    assert state["moves"][2, :, -1].tolist() == pytest.approx(movement(pool[2:3], later[2:3])[0].tolist())
+    assert state["moves"][2, :, -1].tolist() == pytest.approx(
+        movement(pool[2:3], later[2:3])[0].tolist()
+    )
     assert state["moves"][:2].isnan().all()
     # Under a new name nobody has met 2: its past is gone.
     state, _ = wfagg(state, seen_by(pool, [2], 3, [0, 1], n=5))

@@ -101,7 +101,9 @@ def test_a_run_keeps_its_precision_when_it_is_resumed(tmp_path, monkeypatch, cap
     with pytest.raises(StopError):
         run(experiment, out=tmp_path / "probed", workers=1, watch=stop_after(1))
     told = capsys.readouterr().err
-    assert ("tiny seed 1000 trains in float32: bfloat16 is far slower here" in told) == (takes == "float32")
+    assert ("tiny seed 1000 trains in float32: bfloat16 is far slower here" in told) == (
+        takes == "float32"
+    )
     monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: later)
     run(experiment, out=tmp_path / "probed", workers=2, resume=True)
     told = capsys.readouterr().err
@@ -121,7 +123,9 @@ def test_small_models_are_not_timed(tmp_path, monkeypatch):
 
 def convolutions(input_shape, num_classes):
     first = nn.Conv2d(input_shape[0], 4, 3, padding=1)
-    return nn.Sequential(first, nn.ReLU(), nn.Flatten(), nn.Linear(4 * math.prod(input_shape[1:]), num_classes))
+    return nn.Sequential(
+        first, nn.ReLU(), nn.Flatten(), nn.Linear(4 * math.prod(input_shape[1:]), num_classes)
+    )
 
 
 class Views(nn.Sequential):
@@ -131,14 +135,19 @@ class Views(nn.Sequential):
 
 
 def views(input_shape, num_classes):
-    return Views(nn.Conv2d(input_shape[0], 4, 3), nn.Linear(4 * math.prod(n - 2 for n in input_shape[1:]), num_classes))
+    return Views(
+        nn.Conv2d(input_shape[0], 4, 3),
+        nn.Linear(4 * math.prod(n - 2 for n in input_shape[1:]), num_classes),
+    )
 
 
 def test_images_lie_the_faster_way_by_a_margin(monkeypatch):
     x = torch.zeros(2, 1, 8, 8)
     monkeypatch.setattr(autotune, "_has_channels_last_overrun", lambda: False)
     for last, expected in ((0.5, "channels_last"), (0.8, "contiguous"), (2.0, "contiguous")):
-        now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, last]))  # before and after, one way and the other
+        now = itertools.accumulate(
+            itertools.cycle([0.0, 1.0, 0.0, last])
+        )  # before and after, one way and the other
         monkeypatch.setattr(autotune.time, "thread_time", lambda now=now: next(now))
         assert autotune.fastest_layout(convolutions((1, 8, 8), 10), x, "float32") == expected
 
@@ -146,7 +155,10 @@ def test_images_lie_the_faster_way_by_a_margin(monkeypatch):
 def test_where_gradients_overrun_their_memory_the_other_way_is_not_tried(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(autotune, "_speedup", lambda *_: pytest.fail("timed"))
-    assert autotune.fastest_layout(convolutions((1, 8, 8), 10), torch.zeros(2, 1, 8, 8), "float32") == "contiguous"
+    assert (
+        autotune.fastest_layout(convolutions((1, 8, 8), 10), torch.zeros(2, 1, 8, 8), "float32")
+        == "contiguous"
+    )
 
 
 @pytest.mark.parametrize("size", [8, 28])
@@ -194,42 +206,76 @@ def test_a_layout_is_kept_and_agrees_to_rounding(tmp_path, monkeypatch):
     run(experiment, out=tmp_path / "probed", workers=2, resume=True)
     probed, given = bits(tmp_path / "probed"), bits(tmp_path / "given")
     assert {name for name in probed if probed[name] != given[name]} == {"config.toml"}
-    models_of = [load_file(tmp_path / name / "seed-1000/checkpoint.safetensors") for name in ("given", "plain")]
+    models_of = [
+        load_file(tmp_path / name / "seed-1000/checkpoint.safetensors")
+        for name in ("given", "plain")
+    ]
     torch.testing.assert_close(*(found["models"] for found in models_of), rtol=1e-4, atol=1e-6)
 
 
 def test_a_layout_that_a_network_cannot_read_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r'cannot read samples of shape .* with `layout` = "channels_last"'):
+    with pytest.raises(
+        ConfigError, match=r'cannot read samples of shape .* with `layout` = "channels_last"'
+    ):
         run(tiny(model={"name": views}, layout="channels_last"), out=tmp_path / "run", workers=1)
 
 
 def test_convolutions_go_the_faster_way_by_a_margin(monkeypatch):
-    module, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(2, 1, 8, 8)
+    module, x = (
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)),
+        torch.zeros(2, 1, 8, 8),
+    )
     for unfolded, expected in ((0.5, "unfolded"), (0.95, "grouped"), (2.0, "grouped")):
         now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, unfolded]))
-        monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda now=now: next(now)))
-        assert autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3) == expected
+        monkeypatch.setattr(
+            autotune, "time", SimpleNamespace(perf_counter=lambda now=now: next(now))
+        )
+        assert (
+            autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3)
+            == expected
+        )
 
 
 def test_the_fastest_of_the_others_is_taken(monkeypatch):
-    module, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(2, 1, 8, 8)
-    for gains, expected in (((1.2, 1.5), "mixed"), ((1.5, 1.2), "unfolded"), ((0.5, 1.05), "grouped")):
+    module, x = (
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)),
+        torch.zeros(2, 1, 8, 8),
+    )
+    for gains, expected in (
+        ((1.2, 1.5), "mixed"),
+        ((1.5, 1.2), "unfolded"),
+        ((0.5, 1.05), "grouped"),
+    ):
         monkeypatch.setattr(autotune, "_speedup", Mock(side_effect=gains))
-        assert autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3) == expected
+        assert (
+            autotune.fastest_batched_convolution(module, x, "float32", torch.device("cpu"), 3)
+            == expected
+        )
 
 
 def test_what_is_timed_is_a_training_step_of_a_team(monkeypatch):
-    module, x, teams = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)), torch.zeros(5, 1, 8, 8), []
+    module, x, teams = (
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 10)),
+        torch.zeros(5, 1, 8, 8),
+        [],
+    )
     made = autotune.batched_forward
 
     def seen(module, dim):
         at_once = made(module, dim)
-        return lambda parameters, x: (teams.append((x.shape, len(parameters[0]))), at_once(parameters, x))[1]
+        return lambda parameters, x: (
+            teams.append((x.shape, len(parameters[0]))),
+            at_once(parameters, x),
+        )[1]
 
     monkeypatch.setattr(autotune, "batched_forward", seen)
     fastest_convolution = autotune.fastest_batched_convolution
     with pretended(monkeypatch) as mode:
-        assert fastest_convolution(module, x, "float32", META, 40) in ("grouped", "unfolded", "mixed")
+        assert fastest_convolution(module, x, "float32", META, 40) in (
+            "grouped",
+            "unfolded",
+            "mixed",
+        )
     assert set(teams) == {((autotune._TIMED_AGENTS, 5, 1, 8, 8), autotune._TIMED_AGENTS)}
     assert len(teams) == 4 * (autotune._REPEATS + 1) == mode.waits.total()
 
@@ -245,7 +291,10 @@ def test_what_cannot_be_tried_is_grouped(monkeypatch):
     assert autotune.fastest_batched_convolution(module, x, "float32", device, 4) == "grouped"
     monkeypatch.setattr(autotune, "_speedup", lambda *_: pytest.fail("timed"))
     assert autotune.fastest_batched_convolution(module, x, "float32", device, 1) == "grouped"
-    for other in (architectures.mlp((1, 8, 8), 10), nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten())):
+    for other in (
+        architectures.mlp((1, 8, 8), 10),
+        nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten()),
+    ):
         assert autotune.fastest_batched_convolution(other, x, "float32", device, 4) == "grouped"
 
 
@@ -255,10 +304,16 @@ def test_a_run_keeps_its_convolutions_when_it_is_resumed(tmp_path, monkeypatch):
         run({**experiment, "convolution": "unfolded"}, out=tmp_path / "given")
         run({**experiment, "convolution": "grouped"}, out=tmp_path / "other")
         asked = []
-        monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *given: asked.append(given[2:]) or "unfolded")
+        monkeypatch.setattr(
+            autotune,
+            "fastest_batched_convolution",
+            lambda *given: asked.append(given[2:]) or "unfolded",
+        )
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "probed", watch=stop_after(1))
-        monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *_: pytest.fail("timed"))
+        monkeypatch.setattr(
+            autotune, "fastest_batched_convolution", lambda *_: pytest.fail("timed")
+        )
         run(experiment, out=tmp_path / "probed", resume=True)
     assert asked == [("float32", META, 6)]
     probed, given_, other = (bits(tmp_path / name) for name in ("probed", "given", "other"))
@@ -270,8 +325,14 @@ def test_a_run_keeps_its_convolutions_when_it_is_resumed(tmp_path, monkeypatch):
 def test_on_the_cpu_only_agents_one_by_one_may_go_another_way(tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "fastest_batched_convolution", lambda *_: pytest.fail("timed"))
     asked = []
-    monkeypatch.setattr(autotune, "fastest_single_convolution", lambda *given: asked.append(given) or "fourier")
-    for changes, expected in (({}, "fourier"), ({"together": 3}, "grouped"), ({"convolution": "grouped"}, "grouped")):
+    monkeypatch.setattr(
+        autotune, "fastest_single_convolution", lambda *given: asked.append(given) or "fourier"
+    )
+    for changes, expected in (
+        ({}, "fourier"),
+        ({"together": 3}, "grouped"),
+        ({"convolution": "grouped"}, "grouped"),
+    ):
         folder = tmp_path / str(changes)
         run(tiny(model=IMAGES, rounds=1, **changes), out=folder, workers=1)
         assert told_of(folder)["convolution"] == expected
@@ -283,13 +344,17 @@ def test_on_the_cpu_only_agents_one_by_one_may_go_another_way(tmp_path, monkeypa
 
 
 def test_convolutions_of_one_network_go_by_spectra_by_a_margin(monkeypatch):
-    torch.manual_seed(0)  # with one draw of twenty nothing gets through so few hidden units, however it is computed
+    torch.manual_seed(
+        0
+    )  # with one draw of twenty nothing gets through so few hidden units, however it is computed
     x = torch.rand(8, 1, 28, 28)
     module = architectures.cnn((1, 28, 28), 10, hidden=4)
     before = parameters.flatten(module)
     for spectra, expected in ((0.7, "fourier"), (0.8, "grouped"), (2.0, "grouped")):
         now = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, spectra]))
-        monkeypatch.setattr(autotune, "time", SimpleNamespace(thread_time=lambda now=now: next(now)))
+        monkeypatch.setattr(
+            autotune, "time", SimpleNamespace(thread_time=lambda now=now: next(now))
+        )
         assert autotune.fastest_single_convolution(module, x, "float32") == expected
     assert torch.equal(parameters.flatten(module), before)
     monkeypatch.setattr(autotune, "_speedup", lambda *_: pytest.fail("timed"))
@@ -304,8 +369,14 @@ def test_convolutions_of_one_network_go_by_spectra_by_a_margin(monkeypatch):
 
 
 def test_what_is_timed_by_spectra_leaves_no_trace():
-    module = nn.Sequential(architectures.cnn((1, 28, 28), 10, hidden=4), nn.BatchNorm1d(10), nn.Dropout())
-    x, before, threads = torch.rand(8, 1, 28, 28), copy.deepcopy(module.state_dict()), torch.get_num_threads()
+    module = nn.Sequential(
+        architectures.cnn((1, 28, 28), 10, hidden=4), nn.BatchNorm1d(10), nn.Dropout()
+    )
+    x, before, threads = (
+        torch.rand(8, 1, 28, 28),
+        copy.deepcopy(module.state_dict()),
+        torch.get_num_threads(),
+    )
     drawn = torch.get_rng_state()
     autotune.fastest_single_convolution(module, x, "float32")
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
@@ -321,10 +392,20 @@ def test_a_run_by_spectra_finds_what_it_finds_by_pytorch(tmp_path, monkeypatch):
     for convolution in ("grouped", "fourier"):
         run({**experiment, "convolution": convolution}, out=tmp_path / convolution, workers=1)
     with pytest.raises(StopError):
-        run({**experiment, "convolution": "fourier"}, out=tmp_path / "resumed", workers=1, watch=stop_after(1))
+        run(
+            {**experiment, "convolution": "fourier"},
+            out=tmp_path / "resumed",
+            workers=1,
+            watch=stop_after(1),
+        )
     run({**experiment, "convolution": "fourier"}, out=tmp_path / "resumed", workers=1, resume=True)
-    grouped, spectra, resumed = (bits(tmp_path / name) for name in ("grouped", "fourier", "resumed"))
+    grouped, spectra, resumed = (
+        bits(tmp_path / name) for name in ("grouped", "fourier", "resumed")
+    )
     assert spectra == resumed
     assert spectra["checkpoint models"] != grouped["checkpoint models"]
-    found = [load_file(tmp_path / name / "seed-1000/checkpoint.safetensors") for name in ("grouped", "fourier")]
+    found = [
+        load_file(tmp_path / name / "seed-1000/checkpoint.safetensors")
+        for name in ("grouped", "fourier")
+    ]
     torch.testing.assert_close(found[0]["models"], found[1]["models"], rtol=1e-3, atol=1e-5)

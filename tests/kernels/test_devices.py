@@ -35,7 +35,9 @@ RUNS = {
     "convolutions": tiny(rounds=2, model=IMAGES, training={"momentum": 0.0}),
     "unfolded": tiny(rounds=2, model=IMAGES, convolution="unfolded"),
     "mixed": tiny(rounds=2, model=IMAGES, convolution="mixed"),
-    "unlike numbers": tiny(rounds=2, model=IMAGES, agents={"split": "released", "benign": 4, "benign_samples": 40}),
+    "unlike numbers": tiny(
+        rounds=2, model=IMAGES, agents={"split": "released", "benign": 4, "benign_samples": 40}
+    ),
     "two by two": tiny(rounds=2, model=IMAGES, together=2, training={"local_steps": 2}),
     "a backdoor, tiles": tiny(
         rounds=2,
@@ -53,15 +55,24 @@ RUNS = {
     ),
     "distance": tiny(rounds=2, algorithm={"criterion": "distance", "own_model": "judged"}),
     "half-way": tiny(
-        rounds=2, algorithm={"tested": 1.0, "judged_at": 0.5, "own_model": "judged", "criterion": TESTED_GAP}
+        rounds=2,
+        algorithm={"tested": 1.0, "judged_at": 0.5, "own_model": "judged", "criterion": TESTED_GAP},
     ),
-    "weighted median": tiny(rounds=2, algorithm={"tested": 1.0, "own_model": "judged", "point": "median"}),
+    "weighted median": tiny(
+        rounds=2, algorithm={"tested": 1.0, "own_model": "judged", "point": "median"}
+    ),
     "noise": tiny(rounds=2, attack={"name": "gaussian_noise"}, algorithm=by_rule("trimmed_mean")),
-    "broken": tiny(rounds=2, attack={"name": "not_finite"}, algorithm=by_rule("krum", pre_step="nnm")),
+    "broken": tiny(
+        rounds=2, attack={"name": "not_finite"}, algorithm=by_rule("krum", pre_step="nnm")
+    ),
     "farthest": tiny(rounds=2, attack={"name": "min_max"}, algorithm=by_rule("geometric_median")),
-    "for each receiver": tiny(rounds=2, attack={"name": "dissensus"}, algorithm=by_rule("clipped_gossip")),
+    "for each receiver": tiny(
+        rounds=2, attack={"name": "dissensus"}, algorithm=by_rule("clipped_gossip")
+    ),
     "aware of the gap": tiny(rounds=2, attack={"name": "gap_aware", "data": FLIP}),
-    "drift": tiny(rounds=2, attack={"name": "slow_drift", "data": FLIP}, algorithm=by_rule("bulyan")),
+    "drift": tiny(
+        rounds=2, attack={"name": "slow_drift", "data": FLIP}, algorithm=by_rule("bulyan")
+    ),
     "heads": tiny(rounds=2, algorithm=by_rule("lfighter")),
     "before": tiny(rounds=2, algorithm=by_rule("norm_clipping")),
     "a memory": tiny(rounds=2, algorithm=by_rule("foolsgold", judges=False)),
@@ -73,7 +84,9 @@ def close(found, expected):
     """Whether two records say the same, numbers to rounding."""
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(close, found, expected))
-    return found == (pytest.approx(expected, rel=1e-3, abs=1e-4) if isinstance(expected, float) else expected)
+    return found == (
+        pytest.approx(expected, rel=1e-3, abs=1e-4) if isinstance(expected, float) else expected
+    )
 
 
 def lines(folder, name):
@@ -97,7 +110,9 @@ def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch
     with on(device, monkeypatch):
         run({**experiment, "device": device}, out=tmp_path / "device")
     for file in ("metrics.jsonl", "pairs.jsonl"):
-        for found, expected in zip(lines(tmp_path / "device", file), lines(tmp_path / "cpu", file), strict=True):
+        for found, expected in zip(
+            lines(tmp_path / "device", file), lines(tmp_path / "cpu", file), strict=True
+        ):
             for key in expected:
                 assert close(found[key], expected[key]), key
     models = [
@@ -110,7 +125,10 @@ def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch
 def test_a_round_waits_for_the_device_a_few_times_only(tmp_path, monkeypatch):
     def waits(**changes):
         with pretended(monkeypatch) as mode:
-            run(tiny(device="meta", rounds=1, **changes), out=tmp_path / f"run{len(list(tmp_path.iterdir()))}")
+            run(
+                tiny(device="meta", rounds=1, **changes),
+                out=tmp_path / f"run{len(list(tmp_path.iterdir()))}",
+            )
         return mode.waits
 
     for convolution in ("grouped", "unfolded", "mixed"):
@@ -123,13 +141,17 @@ def test_a_round_waits_for_the_device_a_few_times_only(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("convolution", ["grouped", "unfolded", "mixed"])
-def test_a_run_on_a_device_is_resumed_and_repeated_to_the_bit(tmp_path, monkeypatch, device, convolution):
+def test_a_run_on_a_device_is_resumed_and_repeated_to_the_bit(
+    tmp_path, monkeypatch, device, convolution
+):
     experiment = {**RUNS["convolutions"], "device": device, "rounds": 3, "convolution": convolution}
     with on(device, monkeypatch):
         run(experiment, out=tmp_path / "whole")
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "parts", watch=stop_after(1))
-        monkeypatch.setattr(devices, "device_memory", lambda device: 1)  # how many at once is on record
+        monkeypatch.setattr(
+            devices, "device_memory", lambda device: 1
+        )  # how many at once is on record
         run(experiment, out=tmp_path / "parts", resume=True)
         name = devices.device_name(torch.device(device))
     assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
@@ -144,14 +166,18 @@ def dropout(shape, classes):
 TOGETHER = {
     "convolutions": tiny(rounds=2, model=IMAGES, together=3, training={"precision": "bfloat16"}),
     "unfolded": tiny(rounds=2, model=IMAGES, together=3, convolution="unfolded"),
-    "residual": tiny(rounds=2, model={"name": "resnet", "width": 8}, together=8, training={"batch_size": 16}),
+    "residual": tiny(
+        rounds=2, model={"name": "resnet", "width": 8}, together=8, training={"batch_size": 16}
+    ),
     "dropout": tiny(rounds=2, model={"name": dropout}, together=4),
 }
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_several_in_one_program_repeat_their_bits(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: 1.0)  # in bfloat16 on any processor
+    monkeypatch.setattr(
+        autotune, "_bfloat16_speedup", lambda _: 1.0
+    )  # in bfloat16 on any processor
     experiment = TOGETHER[name]
     run(experiment, out=tmp_path / "whole", workers=1)
     with pytest.raises(StopError):
@@ -171,7 +197,8 @@ def stubborn(shape, classes):
 
 def test_a_network_that_cannot_be_several_trains_one_by_one(tmp_path, monkeypatch):
     with pytest.raises(
-        ConfigError, match=r"`.*stubborn` cannot be computed several times at once: leave out `together`"
+        ConfigError,
+        match=r"`.*stubborn` cannot be computed several times at once: leave out `together`",
     ):
         run(tiny(model={"name": stubborn}, together=4), out=tmp_path / "run")
     module, x = stubborn((1, 8, 8), 10), torch.zeros(4, 1, 8, 8)
@@ -180,7 +207,10 @@ def test_a_network_that_cannot_be_several_trains_one_by_one(tmp_path, monkeypatc
 
 def test_how_many_train_at_once_is_what_the_memory_takes(monkeypatch):
     monkeypatch.setattr(devices, "device_memory", lambda device: 2**30)
-    module, x = nn.Sequential(nn.Flatten(), nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 10)), torch.rand(8, 1, 8, 8)
+    module, x = (
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 10)),
+        torch.rand(8, 1, 8, 8),
+    )
     each = devices.training_bytes(module, x)
     d = sum(p.numel() for p in module.parameters())
     assert 24 * d < each < 24 * d + 4 * 128 * (64 + 2 * 1000 + 10)
@@ -190,7 +220,10 @@ def test_how_many_train_at_once_is_what_the_memory_takes(monkeypatch):
 
 
 def test_the_patches_count_as_memory():
-    module, x = nn.Sequential(nn.Conv2d(4, 8, 5, padding=2), nn.Flatten(), nn.Linear(512, 10)), torch.rand(64, 4, 8, 8)
+    module, x = (
+        nn.Sequential(nn.Conv2d(4, 8, 5, padding=2), nn.Flatten(), nn.Linear(512, 10)),
+        torch.rand(64, 4, 8, 8),
+    )
     more = devices.training_bytes(module, x, "unfolded") - devices.training_bytes(module, x)
     patches, images = 4 * 64 * 64 * 100, 4 * 64 * 4 * 64
     assert 2 * (patches - images) <= more < 2 * patches + 2**20
@@ -214,12 +247,19 @@ def test_the_cpu_by_name_is_the_default(tmp_path):
 def test_what_does_not_go_with_a_device_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r'"tf32" needs a CUDA device, and `device` is "cpu"'):
         fedcb2o.load(tiny(training={"precision": "tf32"}))
-    assert fedcb2o.load(tiny(training={"precision": "tf32"}, device="cuda:1")).training.precision == "tf32"
+    assert (
+        fedcb2o.load(tiny(training={"precision": "tf32"}, device="cuda:1")).training.precision
+        == "tf32"
+    )
     with pretended(monkeypatch):
-        with pytest.raises(ConfigError, match="one process works on `device` = 'meta', and `workers` is 2"):
+        with pytest.raises(
+            ConfigError, match="one process works on `device` = 'meta', and `workers` is 2"
+        ):
             run(tiny(device="meta"), out=tmp_path / "run", workers=2)
         run(tiny(device="meta", rounds=1), out=tmp_path / "run")
-    with pytest.raises(RunError, match=r"holds another run \(`device` is 'meta' there and not set here\)"):
+    with pytest.raises(
+        RunError, match=r"holds another run \(`device` is 'meta' there and not set here\)"
+    ):
         run(tiny(), out=tmp_path / "run", resume=True)
 
 
@@ -228,7 +268,10 @@ def test_a_full_device_is_one_line(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr("fedcb2o.federated.batched_training.batched_local_update_", full)
-    with pretended(monkeypatch), pytest.raises(RunError, match=r"meta is out of memory: .* by `together`"):
+    with (
+        pretended(monkeypatch),
+        pytest.raises(RunError, match=r"meta is out of memory: .* by `together`"),
+    ):
         run(tiny(device="meta"), out=tmp_path / "run")
 
 

@@ -17,7 +17,13 @@ def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-SIZES = [((14, 14), (5, 5)), ((7, 9), (4, 2)), ((6, 6), (6, 6)), ((9, 8), (1, 5)), ((5, 5), (11, 7))]
+SIZES = [
+    ((14, 14), (5, 5)),
+    ((7, 9), (4, 2)),
+    ((6, 6), (6, 6)),
+    ((9, 8), (1, 5)),
+    ((5, 5), (11, 7)),
+]
 
 
 def counted(compute):
@@ -54,15 +60,24 @@ def test_any_convolution_and_its_gradients(always, shape, kernel, padding, chann
     y, convolutions = counted(lambda: F.conv2d(seen, weight, bias, padding=padding))
     assert convolutions == 0
     for kernels in (weight, weight.to(memory_format=torch.channels_last)):
-        both = [counted(lambda w=kernels: F.conv2d(seen, w, bias, padding=padding))[0] for _ in range(2)]
+        both = [
+            counted(lambda w=kernels: F.conv2d(seen, w, bias, padding=padding))[0] for _ in range(2)
+        ]
         plain = F.conv2d(seen, kernels, bias, padding=padding)
         for layout in (torch.contiguous_format, torch.channels_last):
-            assert both[0].is_contiguous(memory_format=layout) == plain.is_contiguous(memory_format=layout)
+            assert both[0].is_contiguous(memory_format=layout) == plain.is_contiguous(
+                memory_format=layout
+            )
         assert torch.equal(*both)
     g = drawn(*y.shape, seed=3)
-    found, wanted = torch.autograd.grad(y, inputs, g), torch.autograd.grad(expected, exact, g.double())
+    found, wanted = (
+        torch.autograd.grad(y, inputs, g),
+        torch.autograd.grad(expected, exact, g.double()),
+    )
     for one, other in zip((y, *found), (expected, *wanted), strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=0, atol=2e-6 * other.abs().max().item())
+        torch.testing.assert_close(
+            one.double(), other, rtol=0, atol=2e-6 * other.abs().max().item()
+        )
 
 
 def test_by_hand(always):
@@ -84,7 +99,9 @@ def test_the_papers_second_convolution_takes_a_quarter_of_the_multiplications():
     for fewer, expected in ((4.18, True), (4.19, False)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fft_conv, "MIN_SAVING", fewer)
-            assert fft_conv._is_faster((64, 32, 14, 14), (64, 32, 5, 5), [(2, 2), (2, 2)]) == expected
+            assert (
+                fft_conv._is_faster((64, 32, 14, 14), (64, 32, 5, 5), [(2, 2), (2, 2)]) == expected
+            )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +156,10 @@ def test_errors_are_pytorchs():
     ):
         told = []
         for convolution in ("grouped", "fourier"):
-            with pytest.raises(RuntimeError) as caught, dispatch.use_kernels(convolution=convolution):
+            with (
+                pytest.raises(RuntimeError) as caught,
+                dispatch.use_kernels(convolution=convolution),
+            ):
                 F.conv2d(**{"input": x, "weight": weight, **changes})
             told.append(str(caught.value))
         assert told[0] == told[1]
@@ -188,7 +208,9 @@ def test_other_ways_to_differentiate():
     assert convolutions == 0
     torch.testing.assert_close(by_grad, torch.func.grad(loss)(weight), rtol=1e-3, atol=1e-5)
     (_, along), _ = counted(lambda: torch.func.jvp(loss, (weight,), (weight,)))
-    torch.testing.assert_close(along, 2 * loss(weight), rtol=1e-4, atol=0)  # the loss is a square of the weight
+    torch.testing.assert_close(
+        along, 2 * loss(weight), rtol=1e-4, atol=0
+    )  # the loss is a square of the weight
 
 
 def test_training_after_inference():
@@ -207,7 +229,9 @@ def test_a_network_repeats_its_bits_and_finds_what_pytorch_finds():
     module, x = architectures.cnn((1, 28, 28), 10, hidden=8), drawn(16, 1, 28, 28)
     parameters = list(module.parameters())
     # Always the same: rounding makes a pooling of three in 120 random networks take the other of two near values.
-    nn.utils.vector_to_parameters(drawn(sum(p.numel() for p in parameters), seed=1) / 20, parameters)
+    nn.utils.vector_to_parameters(
+        drawn(sum(p.numel() for p in parameters), seed=1) / 20, parameters
+    )
 
     def step():
         return torch.autograd.grad(module(x).square().sum(), parameters)
@@ -216,16 +240,23 @@ def test_a_network_repeats_its_bits_and_finds_what_pytorch_finds():
     assert convolutions == 1  # the first, of one channel
     for one, other, expected in zip(first, again, plain, strict=True):
         assert torch.equal(one, other)
-        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        torch.testing.assert_close(
+            one, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item()
+        )
 
 
 def test_gradients_of_what_asks_for_them():
     x, weight, bias = drawn(16, 32, 14, 14), drawn(64, 32, 5, 5, seed=1), drawn(64, seed=2)
     g = drawn(16, 64, 14, 14, seed=3)
     all_of_them = [x.clone(), weight.clone(), bias.clone()]
-    wanted = torch.autograd.grad(F.conv2d(*(t.requires_grad_() for t in all_of_them), padding=2), all_of_them, g)
+    wanted = torch.autograd.grad(
+        F.conv2d(*(t.requires_grad_() for t in all_of_them), padding=2), all_of_them, g
+    )
     for asked in itertools.product([False, True], repeat=3):
-        inputs = [t.detach().clone().requires_grad_(a) for t, a in zip((x, weight, bias), asked, strict=True)]
+        inputs = [
+            t.detach().clone().requires_grad_(a)
+            for t, a in zip((x, weight, bias), asked, strict=True)
+        ]
         y, convolutions = counted(functools.partial(F.conv2d, *inputs, padding=2))
         assert convolutions == 0
         assert y.requires_grad == any(asked)
@@ -234,4 +265,6 @@ def test_gradients_of_what_asks_for_them():
         for tensor, expected, a in zip(inputs, wanted, asked, strict=True):
             assert (tensor.grad is not None) == a
             if a:
-                torch.testing.assert_close(tensor.grad, expected, rtol=1e-3, atol=2e-6 * expected.abs().max().item())
+                torch.testing.assert_close(
+                    tensor.grad, expected, rtol=1e-3, atol=2e-6 * expected.abs().max().item()
+                )

@@ -74,7 +74,10 @@ def test_a_layer_that_is_used_twice_trains_right():
 def test_second_derivatives(layout):
     """Of what a layer says of a sample's gradient, as a network of scores asks."""
     draw = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(6, WIDE[0], generator=draw), torch.randn(WIDE[1], WIDE[0], generator=draw) / 30
+    x, weight = (
+        torch.randn(6, WIDE[0], generator=draw),
+        torch.randn(WIDE[1], WIDE[0], generator=draw) / 30,
+    )
     found = []
     for linear in ("torch", "onednn"):
         inputs = [t.clone().requires_grad_() for t in (x, weight, torch.zeros(WIDE[1]))]

@@ -40,7 +40,9 @@ def agree(convolve, x, parameters):
         inputs = [t[i].clone().requires_grad_() for t in (x, *parameters)]
         alone = convolve(*inputs)
         torch.testing.assert_close(y[i], alone)
-        torch.testing.assert_close([gradient[i] for gradient in found], list(torch.autograd.grad(alone, inputs, g)))
+        torch.testing.assert_close(
+            [gradient[i] for gradient in found], list(torch.autograd.grad(alone, inputs, g))
+        )
 
 
 def one_or_two(least, most):
@@ -78,14 +80,18 @@ def test_a_layer_is_found_whatever_its_margins_are_filled_with():
     for mode in ("zeros", "reflect", "circular"):
         layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode).double()
         agree(
-            lambda x, weight, bias, layer=layer: torch.func.functional_call(layer, {"weight": weight, "bias": bias}, x),
+            lambda x, weight, bias, layer=layer: torch.func.functional_call(
+                layer, {"weight": weight, "bias": bias}, x
+            ),
             drawn(2, 4, 2, 6, 6),
             [drawn(2, 3, 2, 3, 3, seed=1), drawn(2, 3, seed=2)],
         )
 
 
 def test_by_hand():
-    x = torch.tensor([[[[[1.0, 2.0], [3.0, 4.0]]]], [[[[5.0, 6.0], [7.0, 8.0]]]]])  # two networks, an image of 2x2 each
+    x = torch.tensor(
+        [[[[[1.0, 2.0], [3.0, 4.0]]]], [[[[5.0, 6.0], [7.0, 8.0]]]]]
+    )  # two networks, an image of 2x2 each
     weight = torch.tensor([[[[[1.0, 0.0], [0.0, 10.0]]]], [[[[0.0, 1.0], [1.0, 0.0]]]]])
     y, (_, by_weight), _ = of_each(F.conv2d, x, [weight])
     assert y.flatten().tolist() == [41.0, 13.0]
@@ -98,7 +104,9 @@ OTHERS = {
     "the same weights": lambda x, w: vmap(F.conv2d, (0, None))(x, w[0]),
     "one network": lambda x, w: F.conv2d(x[0], w[0]),
     "one image": lambda x, w: vmap(F.conv2d)(x[:, 0], w),
-    "groups": lambda x, w: vmap(lambda x, w: F.conv2d(input=x, weight=w, groups=2))(torch.cat([x, x], 2), w),
+    "groups": lambda x, w: vmap(lambda x, w: F.conv2d(input=x, weight=w, groups=2))(
+        torch.cat([x, x], 2), w
+    ),
 }
 
 
@@ -117,7 +125,9 @@ def test_what_pytorch_refuses_is_refused_alike(padding):
     told = []
     for convolution in ("grouped", "unfolded"):
         with pytest.raises(RuntimeError) as caught, dispatch.use_kernels(convolution=convolution):
-            vmap(lambda x, w: F.conv2d(x, w, stride=2, padding=padding))(drawn(2, 3, 2, 5, 5), drawn(2, 4, 2, 3, 3))
+            vmap(lambda x, w: F.conv2d(x, w, stride=2, padding=padding))(
+                drawn(2, 3, 2, 5, 5), drawn(2, 4, 2, 3, 3)
+            )
         told.append(str(caught.value))
     assert told[0] == told[1]
 
@@ -143,7 +153,9 @@ class Views(nn.Sequential):
 NETWORKS = {
     "cnn": lambda shape: architectures.cnn(shape, 10, hidden=8),
     "resnet": lambda shape: architectures.resnet(shape, 10, width=8),
-    "views": lambda shape: Views(nn.Conv2d(shape[0], 4, 3), nn.Linear(4 * math.prod(n - 2 for n in shape[1:]), 10)),
+    "views": lambda shape: Views(
+        nn.Conv2d(shape[0], 4, 3), nn.Linear(4 * math.prod(n - 2 for n in shape[1:]), 10)
+    ),
 }
 
 
@@ -160,8 +172,13 @@ def test_networks_agree_to_rounding(name, shared, way):
         with Seen() as seen, dispatch.use_kernels(convolution=convolution):
             y = batched_forward(module, thetas.shape[1])(leaves, x)
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
-    most = sum(isinstance(part, nn.Conv2d) and part.in_channels >= FEW_CHANNELS for part in module.modules())
+    most = sum(
+        isinstance(part, nn.Conv2d) and part.in_channels >= FEW_CHANNELS
+        for part in module.modules()
+    )
     first = 1 if shared else 0  # on the same images the first layer has m times the channels
     assert seen.convolutions == first + (most if way == "mixed" else 0)
     for other, grouped in zip(*found, strict=True):
-        torch.testing.assert_close(other, grouped, rtol=1e-4, atol=1e-4 * float(grouped.abs().max()))
+        torch.testing.assert_close(
+            other, grouped, rtol=1e-4, atol=1e-4 * float(grouped.abs().max())
+        )

@@ -20,10 +20,20 @@ from tests.processes import needs_proc
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.parallel import shared_memory
-from fedcb2o.parallel.executors import Executor, PoolExecutor, SerialExecutor, balance_load, one_thread
+from fedcb2o.parallel.executors import (
+    Executor,
+    PoolExecutor,
+    SerialExecutor,
+    balance_load,
+    one_thread,
+)
 from fedcb2o.parallel.process_pool import current_pool
 
-SPECS = {"models": (torch.float32, (3, 5)), "labels": (torch.int64, (7,)), "none": (torch.uint8, (0, 2))}
+SPECS = {
+    "models": (torch.float32, (3, 5)),
+    "labels": (torch.int64, (7,)),
+    "none": (torch.uint8, (0, 2)),
+}
 
 
 def fill(world, row, value):
@@ -86,7 +96,12 @@ def test_workers_change_the_tensors_in_place_with_one_thread_each(pool):
 
 
 def test_results_come_in_the_order_of_the_tasks(pool):
-    assert pool.map(slowly, [(0.2, "a"), (0.0, "b"), (0.1, "c"), (0.0, "d")]) == ["a", "b", "c", "d"]
+    assert pool.map(slowly, [(0.2, "a"), (0.0, "b"), (0.1, "c"), (0.0, "d")]) == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]
     assert pool.map(slowly, []) == []
 
 
@@ -105,7 +120,11 @@ def test_results_come_in_the_order_of_the_tasks(pool):
 def test_any_tensor_goes_there_and_back(pool, given):
     """Users' functions may hold what NumPy has not."""
     (found,) = pool.map(slowly, [(0, given)])
-    assert (found.dtype, found.layout, found.requires_grad) == (given.dtype, given.layout, given.requires_grad)
+    assert (found.dtype, found.layout, found.requires_grad) == (
+        given.dtype,
+        given.layout,
+        given.requires_grad,
+    )
     assert found.shape == given.shape
     assert found.to_dense().equal(given.to_dense())
 
@@ -143,7 +162,9 @@ def test_a_worker_killed_while_it_has_nothing_to_do_is_replaced(pool):
 
 
 @needs_proc
-def test_a_worker_with_a_child_of_its_own_that_dies_is_missed_and_its_child_goes_with_it(pool, tmp_path):
+def test_a_worker_with_a_child_of_its_own_that_dies_is_missed_and_its_child_goes_with_it(
+    pool, tmp_path
+):
     with pytest.raises(RunError, match="a worker process was killed"):
         pool.map(stuck, [(tmp_path / "child",)])
     child, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 3
@@ -166,7 +187,9 @@ def test_what_cannot_come_back_is_told(pool, kind):
 def test_what_cannot_be_sent_is_told(pool):
     deep = functools.reduce(lambda inner, _: [inner], range(100_000), [])
     for what in (threading.Lock(), deep):
-        with pytest.raises(RunError, match=r"cannot be sent to another process .*: take --workers 1"):
+        with pytest.raises(
+            RunError, match=r"cannot be sent to another process .*: take --workers 1"
+        ):
             pool.map(slowly, [(0, what)])
 
 
@@ -210,7 +233,11 @@ def test_a_worker_that_prints_is_not_stopped_by_a_terminal_that_stops_the_backgr
     ours, theirs = os.openpty()
     try:
         done = subprocess.Popen(
-            [sys.executable, "-c", TERMINAL], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+            [sys.executable, "-c", TERMINAL],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
         )
         try:
             assert done.wait(60) == 0
@@ -222,7 +249,9 @@ def test_a_worker_that_prints_is_not_stopped_by_a_terminal_that_stops_the_backgr
         os.close(theirs)
 
 
-def test_workers_stay_for_the_next_run_and_with_another_path_others_come(pool, monkeypatch, tmp_path):
+def test_workers_stay_for_the_next_run_and_with_another_path_others_come(
+    pool, monkeypatch, tmp_path
+):
     pool.map(slowly, [(0.1, 0)] * 2)
     before = {member.process.pid for member in current_pool().workers}
     assert pids(pool) <= before
@@ -328,7 +357,9 @@ def slow(tensors, folder):
 def test_a_worker_that_ends_first_gives_back_what_it_is_giving_back(tmp_path):
     """A thread that is cut short within PyTorch takes its process down: "terminate called"."""
     with shared_memory.allocate_shared(SPECS) as shared:
-        pids = set(PoolExecutor(2, shared, functools.partial(slow, folder=tmp_path)).map(who, [()] * 4))
+        pids = set(
+            PoolExecutor(2, shared, functools.partial(slow, folder=tmp_path)).map(who, [()] * 4)
+        )
     end = time.monotonic() + 30
     while len(list(tmp_path.glob("begun-*"))) < len(pids) and time.monotonic() < end:
         time.sleep(0.01)
@@ -364,7 +395,9 @@ def test_an_arena_holds_zeros_shared_and_aligned_and_is_removed():
 def test_an_arena_that_is_gone_is_not_made_again(tmp_path):
     with shared_memory.allocate_shared(SPECS, tmp_path) as shared:
         pass
-    with pytest.raises(FileNotFoundError):  # a worker that starts while its run ends is late, and is heard by nobody
+    with pytest.raises(
+        FileNotFoundError
+    ):  # a worker that starts while its run ends is late, and is heard by nobody
         shared.tensors()
     assert list(tmp_path.iterdir()) == []
 
@@ -377,7 +410,9 @@ def test_an_arena_is_removed_after_an_error():
 
 def test_sweeping_takes_what_was_left_and_nothing_that_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_memory, "_candidate_folders", lambda: [tmp_path])
-    left, used, other = (tmp_path / f"fedcb2o-{name}" for name in ("1-a.arena", "2-b.arena", "notes.txt"))
+    left, used, other = (
+        tmp_path / f"fedcb2o-{name}" for name in ("1-a.arena", "2-b.arena", "notes.txt")
+    )
     for path in (left, used, other):
         path.write_bytes(b"x")
     with used.open("rb") as file:
@@ -426,6 +461,8 @@ def test_where_whatever_is_made_goes_again_that_is_an_error_in_the_end(tmp_path,
 
 def test_no_room_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_memory, "_candidate_folders", lambda: [tmp_path])
-    with pytest.raises(RunError, match=r"no room to share 4194304\.00 GiB of models and data between processes: "):
+    with pytest.raises(
+        RunError, match=r"no room to share 4194304\.00 GiB of models and data between processes: "
+    ):
         shared_memory.allocate_shared({"models": (torch.float32, (2**20, 2**30))}).__enter__()
     assert list(tmp_path.iterdir()) == []

@@ -132,12 +132,19 @@ def undisturbed(tmp_path_factory):
 
 def start_run(path, out, sabotage="nowhere parent 0"):
     """`fedcb2o run` with two workers."""
-    return start("run", path, "--out", out, "--workers", 2, "--resume", cwd=path.parent, SABOTAGE=sabotage)
+    return start(
+        "run", path, "--out", out, "--workers", 2, "--resume", cwd=path.parent, SABOTAGE=sabotage
+    )
 
 
 def left_by(pid: int) -> set[Path]:
     """What a process shared with others and is still there: arenas, semaphores and what else bears its number."""
-    return {path for folder in shared_memory._candidate_folders() for path in folder.iterdir() if f"-{pid}-" in path.name}
+    return {
+        path
+        for folder in shared_memory._candidate_folders()
+        for path in folder.iterdir()
+        if f"-{pid}-" in path.name
+    }
 
 
 PLACES = {"training": 40, "judging": 8, "mixing": 3, "writing": 2, "renaming": 2}
@@ -146,7 +153,12 @@ PLACES = {"training": 40, "judging": 8, "mixing": 3, "writing": 2, "renaming": 2
 QUICK = {("training", "parent"), ("mixing", "worker"), ("writing", "parent")}
 
 MOMENTS = [
-    pytest.param(place, victim, id=f"{place}-{victim}", marks=() if (place, victim) in QUICK else pytest.mark.slow)
+    pytest.param(
+        place,
+        victim,
+        id=f"{place}-{victim}",
+        marks=() if (place, victim) in QUICK else pytest.mark.slow,
+    )
     for place in PLACES
     for victim in ("parent", "worker")
 ]
@@ -162,7 +174,9 @@ def test_a_kill_in_the_middle_changes_no_bit(undisturbed, tmp_path, place, victi
     _, errors = process.communicate(timeout=100)
     if victim == "parent":
         assert process.returncode == -signal.SIGKILL, errors
-    elif process.returncode == 0:  # it had nothing to do, and others took its place before it was missed
+    elif (
+        process.returncode == 0
+    ):  # it had nothing to do, and others took its place before it was missed
         assert place in ("writing", "renaming"), errors
         assert bits(out) == expected
         return
@@ -208,13 +222,18 @@ WAYS = {
 
 
 @needs_proc
-@pytest.mark.parametrize("way", [pytest.param(way, marks=() if "SIGINT" in way else pytest.mark.slow) for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if "SIGINT" in way else pytest.mark.slow) for way in WAYS]
+)
 def test_what_stops_a_run_is_one_line_and_leaves_nothing(undisturbed, tmp_path, way):
     path, expected = undisturbed
     out = tmp_path / "run"
     process = start_run(path, out, "slowly nobody 0")
     pairs, deadline = out / "seed-1000" / "pairs.jsonl", time.monotonic() + 60
-    while not (pairs.exists() and pairs.read_bytes().count(b"\n") >= 3) and time.monotonic() < deadline:
+    while (
+        not (pairs.exists() and pairs.read_bytes().count(b"\n") >= 3)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     victim, name = way.split("-")
     (os.killpg if victim == "group" else os.kill)(process.pid, signal.Signals[name])
@@ -222,7 +241,9 @@ def test_what_stops_a_run_is_one_line_and_leaves_nothing(undisturbed, tmp_path, 
     status, word = WAYS[way]
     assert process.returncode == status, errors
     said = [line for line in errors.splitlines() if not line.startswith("tiny seed")]
-    assert said == [f"{word}. What is written stays; a run goes on from its last checkpoint with --resume."]
+    assert said == [
+        f"{word}. What is written stays; a run goes on from its last checkpoint with --resume."
+    ]
     assert output == ""
     assert_gone(process.pid)
     assert left_by(process.pid) == set()
@@ -231,7 +252,8 @@ def test_what_stops_a_run_is_one_line_and_leaves_nothing(undisturbed, tmp_path, 
 
 @needs_proc
 @pytest.mark.parametrize(
-    "after", [0.0, pytest.param(2.0, marks=pytest.mark.slow), pytest.param(4.0, marks=pytest.mark.slow)]
+    "after",
+    [0.0, pytest.param(2.0, marks=pytest.mark.slow), pytest.param(4.0, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_group_that_ends_while_workers_start_leaves_nothing(undisturbed, tmp_path, number, after):
@@ -272,7 +294,9 @@ def test_a_worker_killed_after_the_end_holds_up_nobody(undisturbed, tmp_path, af
     process = start_run(path, tmp_path / "run")
     children: list[str] = []
     for line in process.stderr:
-        children = children or Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = (
+            children or Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        )
         if line.startswith("Done."):
             break
     time.sleep(after)
@@ -289,7 +313,10 @@ def test_a_worker_killed_after_the_end_holds_up_nobody(undisturbed, tmp_path, af
 @pytest.mark.slow
 def test_the_next_start_sweeps_what_a_killed_one_left(undisturbed, tmp_path):
     path, expected = undisturbed
-    left = shared_memory._candidate_folders()[0] / f"{shared_memory.PREFIX}0-left{shared_memory.SUFFIX}"
+    left = (
+        shared_memory._candidate_folders()[0]
+        / f"{shared_memory.PREFIX}0-left{shared_memory.SUFFIX}"
+    )
     left.write_bytes(bytes(64))
     process = start_run(path, tmp_path / "run")
     process.communicate(timeout=100)

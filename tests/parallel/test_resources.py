@@ -89,10 +89,14 @@ def test_control_groups_limit_the_processors(tmp_path, sixty_four, where, quota,
     assert resources.available_processors(tmp_path) == expected
 
 
-@pytest.mark.parametrize("line", ["4:cpu:/pod/box", "4:cpu,cpuacct:/pod/box", "4:cpuacct,cpu:/pod/box"])
+@pytest.mark.parametrize(
+    "line", ["4:cpu:/pod/box", "4:cpu,cpuacct:/pod/box", "4:cpuacct,cpu:/pod/box"]
+)
 @pytest.mark.parametrize("where", [".", "pod", "pod/box"])
 @pytest.mark.parametrize(("quota", "expected"), [(-1, 64), (200_000, 4), (10_000, 1)])
-def test_control_groups_of_version_1_limit_the_processors(tmp_path, sixty_four, line, where, quota, expected):
+def test_control_groups_of_version_1_limit_the_processors(
+    tmp_path, sixty_four, line, where, quota, expected
+):
     group = group_of(tmp_path, line, where)
     (group / "cpu.cfs_period_us").write_text("50000\n")
     assert resources.available_processors(tmp_path) == 64

@@ -40,7 +40,9 @@ def watched(adversary, lower=circle, upper=LURE, **settings):
     def watch(state):
         seen.append((state.theta_m.clone(), state.x.clone()))
 
-    result = fedcb2o.minimize(lower, upper, 2, adversaries=adversary, callback=watch, **{**SETTINGS, **settings})
+    result = fedcb2o.minimize(
+        lower, upper, 2, adversaries=adversary, callback=watch, **{**SETTINGS, **settings}
+    )
     theta_m, x = zip(*seen, strict=True)
     assert torch.equal(theta_m[-1], result.theta_m)
     return torch.stack(theta_m), torch.stack(x), result
@@ -72,7 +74,9 @@ def test_oscillating_swings_with_its_period():
     torch.testing.assert_close(theta_m[8:], theta_m[:-8])
     share = (theta_m[:, 0, 0] + 1) / 2
     t = torch.arange(25) * 0.01
-    torch.testing.assert_close(share, ((1 - torch.cos(2 * math.pi * t / 0.08)) / 2).double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        share, ((1 - torch.cos(2 * math.pi * t / 0.08)) / 2).double(), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("goal", [circle, LURE, lambda x: -last_coordinate(x)])
@@ -93,7 +97,9 @@ def test_gradient_flow_is_the_flow():
 def test_random_diffuses():
     """After a time t the variance is sigma^2 t in each coordinate: of 8,000 known to 5 standard errors of 1.6%."""
     start = [3.0, -1.0]
-    theta_m, _, _ = watched(adversaries.random(4000, sigma=1.5, initial=start, mass=0.1), maxiter=40)
+    theta_m, _, _ = watched(
+        adversaries.random(4000, sigma=1.5, initial=start, mass=0.1), maxiter=40
+    )
     for n in (1, 10, 40):
         away = theta_m[n] - torch.tensor(start).double()
         assert away.var().item() == pytest.approx(1.5**2 * n * 0.01, rel=0.08)
@@ -114,7 +120,12 @@ def test_matrix_diffusion():
     diagonal = torch.tensor([2.0, 0.5]).double()
     runs = [
         watched(Adversary(lambda view, A=A: (0.0, A), 7, [0.0, 0.0]))[0]
-        for A in (diagonal, diagonal.expand(1, 7, 2), diagonal.diag().expand(1, 7, 2, 2), diagonal.diag()[None, None])
+        for A in (
+            diagonal,
+            diagonal.expand(1, 7, 2),
+            diagonal.diag().expand(1, 7, 2, 2),
+            diagonal.diag()[None, None],
+        )
     ]
     for other in runs[1:]:
         torch.testing.assert_close(other, runs[0])
@@ -139,7 +150,11 @@ def test_greedy_is_better_than_chance(clusters):
         torch.testing.assert_close(chosen, chosen[:, :1].expand_as(chosen))  # all at one point
         # Where benign particles are, and anywhere.
         places = torch.cat(
-            [view.theta[:, rng.integers(60, size=20)], torch.from_numpy(rng.uniform(-3, 3, (2, 20, 2)))], 1
+            [
+                view.theta[:, rng.integers(60, size=20)],
+                torch.from_numpy(rng.uniform(-3, 3, (2, 20, 2))),
+            ],
+            1,
         )
         reached = moved_by(view, chosen[:, :1])
         assert (reached >= moved_by(view, view.theta_m[:, :1]) - 1e-9).all() or view.n == 0
@@ -148,7 +163,12 @@ def test_greedy_is_better_than_chance(clusters):
 
     lowers = circle if clusters == 1 else (circle, LURE)
     fedcb2o.minimize(
-        lowers, norm if clusters == 1 else last_coordinate, 2, adversaries=Adversary(move, 15), runs=2, **SETTINGS
+        lowers,
+        norm if clusters == 1 else last_coordinate,
+        2,
+        adversaries=Adversary(move, 15),
+        runs=2,
+        **SETTINGS,
     )
     assert len(wins) == 12
     assert np.mean(wins) > 0.9
@@ -173,7 +193,9 @@ def test_what_an_adversary_may_ask(upper, mass, settings):
     by = ConsensusParams(30.0, 0.4, 0.1, settings.get("radius", math.inf), "quantile" in settings)
 
     def m_of(theta, masses):
-        return consensus_point(theta, evaluate_objectives(theta, circle, upper, radius=by.radius), by, masses)
+        return consensus_point(
+            theta, evaluate_objectives(theta, circle, upper, radius=by.radius), by, masses
+        )
 
     def move(view):
         asked.append(view.n)
@@ -191,11 +213,15 @@ def test_what_an_adversary_may_ask(upper, mass, settings):
             theta = torch.cat([view.theta, points[:, c : c + 1].expand(-1, n_m, -1)], 1)
             torch.testing.assert_close(found[:, c, 0], m_of(theta, masses))
         if "batch" not in settings:
-            torch.testing.assert_close(view.m[:, 0], m_of(torch.cat([view.theta, view.theta_m], 1), masses))
+            torch.testing.assert_close(
+                view.m[:, 0], m_of(torch.cat([view.theta, view.theta_m], 1), masses)
+            )
         return 0.0, 0.0
 
     adversary = Adversary(move, 20, [-1.0, 0.0], mass)
-    fedcb2o.minimize(circle, upper, 2, adversaries=adversary, runs=2, **{**SETTINGS, **settings, "maxiter": 3})
+    fedcb2o.minimize(
+        circle, upper, 2, adversaries=adversary, runs=2, **{**SETTINGS, **settings, "maxiter": 3}
+    )
     assert asked == [0, 1, 2]
 
 
@@ -207,13 +233,17 @@ def test_several_adversaries_and_their_masses():
         adversaries.static(2, (0.0, -1.0), mass=0.3),
     ]
     start = np.zeros((15, 2))
-    result = fedcb2o.minimize(circle, last_coordinate, initial=start, adversaries=groups, alpha=0.0, beta=1.0, maxiter=0)
+    result = fedcb2o.minimize(
+        circle, last_coordinate, initial=start, adversaries=groups, alpha=0.0, beta=1.0, maxiter=0
+    )
     # The remaining 0.5 is shared by 15 benign particles at 0 and 5 malicious ones at (0, 1).
     assert result.x.tolist() == pytest.approx([0.2, 0.5 * 5 / 20 - 0.3])
     assert result.theta.shape == (15, 2)
     assert result.theta_m.shape == (10, 2)
     with pytest.raises(ConfigError, match=r"must add up to less than 1, got 1\.1"):
-        fedcb2o.minimize(circle, dim=2, adversaries=[adversaries.static(1, (0.0, 0.0), mass=0.55)] * 2)
+        fedcb2o.minimize(
+            circle, dim=2, adversaries=[adversaries.static(1, (0.0, 0.0), mass=0.55)] * 2
+        )
 
 
 def test_without_mass_it_is_as_if_nobody_were_there():
@@ -283,7 +313,13 @@ def bounded(x):
 
 @pytest.mark.parametrize(
     ("lower", "where"),
-    [(circle, math.inf), (circle, math.nan), (circle, 1e200), (bounded, math.inf), (bounded, math.nan)],
+    [
+        (circle, math.inf),
+        (circle, math.nan),
+        (circle, 1e200),
+        (bounded, math.inf),
+        (bounded, math.nan),
+    ],
 )
 def test_particles_that_go_to_infinity_do_no_harm(lower, where):
     """Also where the objectives are bounded, so that they find a number for them."""
@@ -296,7 +332,14 @@ def test_particles_that_go_to_infinity_do_no_harm(lower, where):
 
 # ---- facts on capture, cure and price (paper/notes.md), with N = 2,000 ----
 
-FACTS = {"alpha": 1e3, "beta": 0.05, "sigma1": 0.5, "noise": "isotropic", "maxiter": 600, "xtol": 0.0}
+FACTS = {
+    "alpha": 1e3,
+    "beta": 0.05,
+    "sigma1": 0.5,
+    "noise": "isotropic",
+    "maxiter": 600,
+    "xtol": 0.0,
+}
 
 
 def attacked(at, w_m, **settings):
@@ -343,12 +386,19 @@ def test_beta_against_attackers_at_the_minimiser_of_g():
 
 def test_the_averaged_quantile_and_mass_instead_of_numbers():
     """What decides is the mass: 10 attackers with w_m = 0.3 capture, 600 with w_m = 0.01 do not."""
-    few, many = adversaries.static(10, (-1.0, 0.0), mass=0.3), adversaries.static(600, (-1.0, 0.0), mass=0.01)
+    few, many = (
+        adversaries.static(10, (-1.0, 0.0), mass=0.3),
+        adversaries.static(600, (-1.0, 0.0), mass=0.01),
+    )
     settings = {**FACTS, "num_particles": 500, "maxiter": 200}
     for adversary, error in ((few, 2.0), (many, 0.0)):
         for quantile in ("plain", "averaged"):
-            result = fedcb2o.minimize(circle, LURE, 2, adversaries=adversary, quantile=quantile, **settings)
-            assert (result.x - torch.tensor([1.0, 0.0]).double()).norm().item() == pytest.approx(error, abs=0.1)
+            result = fedcb2o.minimize(
+                circle, LURE, 2, adversaries=adversary, quantile=quantile, **settings
+            )
+            assert (result.x - torch.tensor([1.0, 0.0]).double()).norm().item() == pytest.approx(
+                error, abs=0.1
+            )
 
 
 @pytest.mark.parametrize(
@@ -397,7 +447,9 @@ def test_capture_warning_where_it_should_be(num_benign, num_malicious, settings,
     group = [adversaries.static(num_malicious, (-1.0, 0.0), mass=mass)] if num_malicious else ()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = fedcb2o.minimize(circle, dim=2, num_particles=num_benign, adversaries=group, maxiter=0, **settings)
+        result = fedcb2o.minimize(
+            circle, dim=2, num_particles=num_benign, adversaries=group, maxiter=0, **settings
+        )
     assert [each.category for each in caught if each.category is not CaptureWarning] == []
     assert bool(caught) == warned
     assert bool(result.notes) == warned
@@ -406,5 +458,7 @@ def test_capture_warning_where_it_should_be(num_benign, num_malicious, settings,
 
 def test_capture_warning_is_a_user_warning_that_says_what_to_do():
     with pytest.warns(CaptureWarning, match="take delta_q > 0"):
-        fedcb2o.minimize(circle, LURE, 2, adversaries=adversaries.static(50, (-1.0, 0.0)), maxiter=0)
+        fedcb2o.minimize(
+            circle, LURE, 2, adversaries=adversaries.static(50, (-1.0, 0.0)), maxiter=0
+        )
     assert issubclass(CaptureWarning, UserWarning)

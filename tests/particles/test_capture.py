@@ -12,7 +12,14 @@ from fedcb2o.particles.objectives import problem
 from fedcb2o.rng import stream
 
 CIRCLE = problem("circle")
-FACTS = {"alpha": 1e3, "beta": 0.05, "sigma1": 0.5, "noise": "isotropic", "maxiter": 600, "xtol": 0.0}
+FACTS = {
+    "alpha": 1e3,
+    "beta": 0.05,
+    "sigma1": 0.5,
+    "noise": "isotropic",
+    "maxiter": 600,
+    "xtol": 0.0,
+}
 
 
 def border(quantile, num_malicious, runs=5):
@@ -29,7 +36,13 @@ def border(quantile, num_malicious, runs=5):
 
 @pytest.mark.parametrize(
     ("quantile", "num_malicious", "error"),
-    [("plain", 8, 0.0), ("plain", 10, 2.0), ("averaged", 6, 0.0), ("averaged", 9, 2.0), ("averaged", 10, 2.0)],
+    [
+        ("plain", 8, 0.0),
+        ("plain", 10, 2.0),
+        ("averaged", 6, 0.0),
+        ("averaged", 9, 2.0),
+        ("averaged", 10, 2.0),
+    ],
 )
 def test_the_border_of_capture(quantile, num_malicious, error):
     """Of N = 200 with beta = 0.05, 10 particles are in Q_beta: what attackers leave of them decides."""
@@ -55,7 +68,9 @@ def test_benign_left_by_hand():
 
     def averaged(num_malicious, dim, num_particles=200):
         n = num_particles - num_malicious
-        return capture_risk.benign_left(beta=0.1, w_m=num_malicious / num_particles, num_benign=n, dim=dim, averaged=True)
+        return capture_risk.benign_left(
+            beta=0.1, w_m=num_malicious / num_particles, num_benign=n, dim=dim, averaged=True
+        )
 
     # In two dimensions the i-th least L is i. Of the ranks 11 to 20 that are averaged, 16 are attackers': (1+2+3+4)/10.
     assert averaged(16, 2) == 1
@@ -75,10 +90,16 @@ def test_as_many_stay_or_more_where_the_minimisers_are_a_surface():
     for codimension in (1, 2, 4, 6):
         generator, counts = stream(0, "surface", codimension), []
         for _ in range(200):
-            lower = torch.from_numpy(generator.uniform(-1, 1, (1000, 6)))[:, :codimension].square().sum(-1)
+            lower = (
+                torch.from_numpy(generator.uniform(-1, 1, (1000, 6)))[:, :codimension]
+                .square()
+                .sum(-1)
+            )
             lower[:60] = 0.0
             counts.append(consensus.sublevel_mask(lower, 0.1, averaged=True).sum() - 60.0)
         found.append(torch.stack(counts).mean().item())
-        left = capture_risk.benign_left(beta=0.1, w_m=0.06, num_benign=940, dim=codimension, averaged=True)
+        left = capture_risk.benign_left(
+            beta=0.1, w_m=0.06, num_benign=940, dim=codimension, averaged=True
+        )
         assert found[-1] == pytest.approx(left, abs=2)
     assert found == sorted(found, reverse=True)

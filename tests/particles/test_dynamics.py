@@ -26,7 +26,11 @@ G = paraboloid(2.0, 0.0)
 
 
 def values(lower, upper, **rest):
-    return Values(torch.tensor([lower], dtype=torch.float64), torch.tensor([upper], dtype=torch.float64), **rest)
+    return Values(
+        torch.tensor([lower], dtype=torch.float64),
+        torch.tensor([upper], dtype=torch.float64),
+        **rest,
+    )
 
 
 def ensemble(*points):
@@ -42,9 +46,13 @@ def final_error(normals, dt, *, lambda1=1.0, sigma1=1.0):
     merged = round(dt * steps)
     m = torch.tensor([[3.0, -5.0]], dtype=torch.float64)
     theta = (m + torch.tensor([1.0, -2.0])).expand(1, paths, dim).clone()
-    exact = (theta - m) * torch.exp(-(lambda1 + sigma1**2 / 2) + sigma1 * normals.sum(0) / math.sqrt(steps)) + m
+    exact = (theta - m) * torch.exp(
+        -(lambda1 + sigma1**2 / 2) + sigma1 * normals.sum(0) / math.sqrt(steps)
+    ) + m
     for each in normals.reshape(steps // merged, merged, paths, dim).sum(1) / math.sqrt(merged):
-        consensus_step_(theta, m, each.unsqueeze(0), lambda1=lambda1, sigma1=sigma1, dt=dt, noise="anisotropic")
+        consensus_step_(
+            theta, m, each.unsqueeze(0), lambda1=lambda1, sigma1=sigma1, dt=dt, noise="anisotropic"
+        )
     return (theta - exact).abs().mean().item()
 
 
@@ -81,12 +89,18 @@ def test_moments_of_a_step(noise, share):
 
 def test_the_four_terms_by_hand():
     theta, m = ensemble([3.0, 4.0]), torch.zeros(1, 2, dtype=torch.float64)
-    consensus_step_(theta, m, ensemble([1.0, -1.0]), lambda1=2.0, sigma1=0.5, dt=0.25, noise="isotropic")
+    consensus_step_(
+        theta, m, ensemble([1.0, -1.0]), lambda1=2.0, sigma1=0.5, dt=0.25, noise="isotropic"
+    )
     # 3 - 2 * 3 / 4 + 0.5 * 5 * 1 / 2, and 4 - 2 * 4 / 4 - 0.5 * 5 / 2
     assert theta.tolist() == [[[2.75, 0.75]]]
-    consensus_step_(theta, m, ensemble([1.0, -1.0]), lambda1=0.0, sigma1=2.0, dt=0.25, noise="anisotropic")
+    consensus_step_(
+        theta, m, ensemble([1.0, -1.0]), lambda1=0.0, sigma1=2.0, dt=0.25, noise="anisotropic"
+    )
     assert theta.tolist() == [[[5.5, 0.0]]]
-    gradient_step_(theta, ensemble([3.0, -4.0]), ensemble([2.0, 1.0]), lambda2=2.0, sigma2=0.2, dt=0.25)
+    gradient_step_(
+        theta, ensemble([3.0, -4.0]), ensemble([2.0, 1.0]), lambda2=2.0, sigma2=0.2, dt=0.25
+    )
     # 5.5 - 2 * 3 / 4 + 0.2 * 5 * 2 / 2, and 0 + 2 * 4 / 4 + 0.2 * 5 * 1 / 2
     assert theta.tolist() == pytest.approx(np.array([[[5.0, 2.5]]]))
     gradient_step_(theta, ensemble([1.0, 0.0]), None, lambda2=1.0, sigma2=9.0, dt=0.5)
@@ -102,13 +116,21 @@ def test_consensus_point_by_hand():
     log2 = math.log(2)
     v = values([1.0, 1.0, 2.0, 3.0], [0.0, log2, 0.0, -9.0])
     # q_{1/2} = 1 keeps two, with the weights 1 and 1/2.
-    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5))[0].tolist() == pytest.approx([4 / 3, 0])
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5))[0].tolist() == pytest.approx(
+        [4 / 3, 0]
+    )
     # alpha = 2: 1 and 1/4.
-    assert consensus_point(theta, v, ConsensusParams(2.0, 0.5))[0].tolist() == pytest.approx([4 / 5, 0])
+    assert consensus_point(theta, v, ConsensusParams(2.0, 0.5))[0].tolist() == pytest.approx(
+        [4 / 5, 0]
+    )
     # delta_q = 1 keeps the third: 1, 1/2, 1.
-    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5, 1.0))[0].tolist() == pytest.approx([4 / 5, 8 / 5])
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5, 1.0))[0].tolist() == pytest.approx(
+        [4 / 5, 8 / 5]
+    )
     # q_{3/4} = 2; the averaged level is (1 * (1/2 - 3/8) + 2 * (3/4 - 1/2)) / (3/8) = 5/3 and keeps two.
-    assert consensus_point(theta, v, ConsensusParams(1.0, 0.75))[0].tolist() == pytest.approx([4 / 5, 8 / 5])
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.75))[0].tolist() == pytest.approx(
+        [4 / 5, 8 / 5]
+    )
     by = ConsensusParams(1.0, 0.75, averaged=True)
     assert consensus_point(theta, v, by)[0].tolist() == pytest.approx([4 / 3, 0])
     # delta_q = 1/3 and a little takes that to 2.
@@ -121,17 +143,25 @@ def test_consensus_point_with_masses_by_hand():
     v = values([1.0, 1.0, 2.0, 3.0], [0.0, math.log(2), 0.0, -9.0])
     mass = torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
     # rho(L <= 1) = 0.3, rho(L <= 2) = 0.6; the weights are 0.1, 0.2 / 2 and 0.3.
-    assert consensus_point(theta, v, ConsensusParams(1.0, 0.3), mass)[0].tolist() == pytest.approx([2, 0])
-    assert consensus_point(theta, v, ConsensusParams(1.0, 0.31), mass)[0].tolist() == pytest.approx([0.8, 2.4])
-    # beta = 0.5: (1 * (0.3 - 0.25) + 2 * (0.5 - 0.3)) / 0.25 = 1.8, which is below 2.
-    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5, averaged=True), mass)[0].tolist() == pytest.approx([2, 0])
-    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5, 0.21, averaged=True), mass)[0].tolist() == pytest.approx(
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.3), mass)[0].tolist() == pytest.approx(
+        [2, 0]
+    )
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.31), mass)[0].tolist() == pytest.approx(
         [0.8, 2.4]
     )
+    # beta = 0.5: (1 * (0.3 - 0.25) + 2 * (0.5 - 0.3)) / 0.25 = 1.8, which is below 2.
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5, averaged=True), mass)[
+        0
+    ].tolist() == pytest.approx([2, 0])
+    assert consensus_point(theta, v, ConsensusParams(1.0, 0.5, 0.21, averaged=True), mass)[
+        0
+    ].tolist() == pytest.approx([0.8, 2.4])
     # Without G all count (eq:fedcbo_ConsensusPoint): 0.1, 0.2, 0.3 e^-1, 0.4 e^-2.
     weights = torch.tensor([0.1, 0.2, 0.3 / math.e, 0.4 / math.e**2], dtype=torch.float64)
     expected = (weights / weights.sum()) @ theta[0]
-    torch.testing.assert_close(consensus_point(theta, Values(v.lower, None), ConsensusParams(1.0, 0.1), mass)[0], expected)
+    torch.testing.assert_close(
+        consensus_point(theta, Values(v.lower, None), ConsensusParams(1.0, 0.1), mass)[0], expected
+    )
 
 
 def test_ties_at_the_quantile_are_kept():
@@ -140,7 +170,9 @@ def test_ties_at_the_quantile_are_kept():
     for averaged in (False, True):
         mu = consensus_weights(v, ConsensusParams(1.0, 0.2, averaged=averaged))
         assert mu[0].tolist() == pytest.approx([0, 0.25, 0.25, 0.25, 0.25, 0])
-        assert consensus_point(theta, v, ConsensusParams(1.0, 0.2, averaged=averaged)).item() == pytest.approx(2.5)
+        assert consensus_point(
+            theta, v, ConsensusParams(1.0, 0.2, averaged=averaged)
+        ).item() == pytest.approx(2.5)
 
 
 def test_the_ball_cuts_the_sublevel_set_but_not_its_level():
@@ -164,7 +196,12 @@ def test_nobody_inside_the_ball_without_g():
 def test_only_excluded_particles_inside_the_ball():
     """The level is infinite, so Q_beta holds all; who is inside is excluded."""
     theta = ensemble([0.0], [3.0], [4.0])
-    v = evaluate_objectives(theta, lambda x: torch.where(x[..., 0] < 1, torch.nan, x[..., 0]), lambda x: x[..., 0], radius=1.0)
+    v = evaluate_objectives(
+        theta,
+        lambda x: torch.where(x[..., 0] < 1, torch.nan, x[..., 0]),
+        lambda x: x[..., 0],
+        radius=1.0,
+    )
     with pytest.raises(RunError, match="`radius` = 1"):
         consensus_point(theta, v, ConsensusParams(1.0, 1.0, radius=1.0))
 
@@ -201,7 +238,9 @@ def drawn(rng, *, exact=False):
     """An ensemble with its L, G and masses; L has ties and no other coincidences, or is `exact` under shifts."""
     n, d = int(rng.integers(1, 13)), int(rng.integers(1, 4))
     theta = torch.from_numpy(rng.standard_normal((1, n, d)))
-    lower = rng.integers(-12, 12, (1, n)) / 8 if exact else rng.choice(rng.standard_normal(6), (1, n))
+    lower = (
+        rng.integers(-12, 12, (1, n)) / 8 if exact else rng.choice(rng.standard_normal(6), (1, n))
+    )
     lower = torch.from_numpy(lower)
     upper = torch.from_numpy(rng.integers(-40, 40, (1, n)) / 8)
     mass = torch.from_numpy(rng.dirichlet(np.ones(n), 1)) if rng.random() < 0.5 else None
@@ -218,13 +257,20 @@ def test_no_order_of_the_particles_changes_it(rng, by):
     torch.testing.assert_close(other, m)
 
 
-@given(ensembles, filters, st.sampled_from([-1e5, -0.5, 3.0, 1e6]), st.sampled_from([-64.0, 0.25, 1024.0]))
+@given(
+    ensembles,
+    filters,
+    st.sampled_from([-1e5, -0.5, 3.0, 1e6]),
+    st.sampled_from([-64.0, 0.25, 1024.0]),
+)
 def test_no_shift_of_g_or_l_or_scale_of_the_mass_changes_it(rng, by, shift, other_shift):
     theta, lower, upper, mass = drawn(rng, exact=True)
     m = consensus_point(theta, Values(lower, upper), by, mass)
     torch.testing.assert_close(consensus_point(theta, Values(lower, upper + shift), by, mass), m)
     if not by.averaged:  # a mean of shifted numbers rounds anew
-        torch.testing.assert_close(consensus_point(theta, Values(lower + other_shift, upper), by, mass), m)
+        torch.testing.assert_close(
+            consensus_point(theta, Values(lower + other_shift, upper), by, mass), m
+        )
     if mass is not None:
         torch.testing.assert_close(consensus_point(theta, Values(lower, upper), by, mass * 4), m)
 
@@ -253,11 +299,15 @@ def test_it_is_that_of_the_oracle(rng, by):
     shares = [1.0] * theta.shape[1] if mass is None else mass[0].tolist()
     # The oracle judges points: these are known by their first coordinates, almost surely different.
     rows = {point[0]: i for i, point in enumerate(theta[0].tolist())}
-    cluster = reference.Cluster(lambda x: lower[0, rows[x[0]]].item(), list, lambda x: upper[0, rows[x[0]]].item())
+    cluster = reference.Cluster(
+        lambda x: lower[0, rows[x[0]]].item(), list, lambda x: upper[0, rows[x[0]]].item()
+    )
     particles = [reference.Particle(p, w) for p, w in zip(theta[0].tolist(), shares, strict=True)]
     sde = reference.SDE(alpha=by.alpha, beta=by.beta, delta_q=by.delta_q, averaged=by.averaged)
     expected = reference.consensus_point(particles, cluster, sde)
-    assert consensus_point(theta, Values(lower, upper), by, mass)[0].tolist() == pytest.approx(expected, abs=1e-9)
+    assert consensus_point(theta, Values(lower, upper), by, mass)[0].tolist() == pytest.approx(
+        expected, abs=1e-9
+    )
 
 
 @given(st.floats(-1e3, 1e3), st.sampled_from([0.05, 0.1, 0.3, 0.7, 1.0]))
@@ -267,9 +317,13 @@ def test_an_ensemble_of_one_value_is_whole(value, beta):
     theta = torch.ones(1, 7, 2, dtype=torch.float64)
     lower = torch.full((1, 7), value, dtype=torch.float64)
     for averaged in (False, True):
-        mu = consensus_weights(Values(lower, lower * 0), ConsensusParams(3.0, beta, averaged=averaged))
+        mu = consensus_weights(
+            Values(lower, lower * 0), ConsensusParams(3.0, beta, averaged=averaged)
+        )
         assert mu[0].tolist() == pytest.approx([1 / 7] * 7)
-        point = consensus_point(theta, Values(lower, lower * 0), ConsensusParams(3.0, beta, averaged=averaged))
+        point = consensus_point(
+            theta, Values(lower, lower * 0), ConsensusParams(3.0, beta, averaged=averaged)
+        )
         assert point[0].tolist() == pytest.approx([1.0, 1.0])
 
 
@@ -279,15 +333,23 @@ def test_an_ensemble_of_one_value_is_whole(value, beta):
 def test_what_is_not_finite_is_excluded():
     theta = ensemble([1.0], [2.0], [3.0], [4.0])
     bad = {1.0: torch.nan, 2.0: torch.inf, 3.0: 0.5, 4.0: 0.25}
-    v = evaluate_objectives(theta, lambda x: x[..., 0].clone().apply_(bad.get), lambda x: x[..., 0] * 0)
+    v = evaluate_objectives(
+        theta, lambda x: x[..., 0].clone().apply_(bad.get), lambda x: x[..., 0] * 0
+    )
     assert v.excluded.tolist() == [[True, True, False, False]]
     assert consensus_point(theta, v, ConsensusParams(1.0, 1.0)).item() == pytest.approx(3.5)
     v = evaluate_objectives(theta, lambda x: x[..., 0], lambda x: x[..., 0].clone().apply_(bad.get))
     assert v.excluded.tolist() == [[True, True, False, False]]
-    minus = evaluate_objectives(theta, lambda x: torch.where(x[..., 0] < 2, -torch.inf, x[..., 0]), None)
+    minus = evaluate_objectives(
+        theta, lambda x: torch.where(x[..., 0] < 2, -torch.inf, x[..., 0]), None
+    )
     assert minus.excluded.tolist() == [[True, False, False, False]]
     with pytest.raises(RunError, match="all 4 particles have NaN or infinite objectives"):
-        consensus_point(theta, evaluate_objectives(theta, lambda x: x[..., 0] * torch.nan, None), ConsensusParams(1.0, 0.5))
+        consensus_point(
+            theta,
+            evaluate_objectives(theta, lambda x: x[..., 0] * torch.nan, None),
+            ConsensusParams(1.0, 0.5),
+        )
 
 
 def test_values_whose_sum_overflows_are_finite():
@@ -315,7 +377,9 @@ def test_nor_where_the_objectives_are_bounded(where):
 
     for lower in (bounded, lambda x: -bounded(x)):
         for by in (ConsensusParams(0.0, 0.4), ConsensusParams(5.0, 1.0)):
-            assert consensus_point(theta, evaluate_objectives(theta, lower, bounded), by)[0].tolist() == pytest.approx([1.0, 1.0])
+            assert consensus_point(theta, evaluate_objectives(theta, lower, bounded), by)[
+                0
+            ].tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_gradients():
@@ -324,7 +388,9 @@ def test_gradients():
     v = evaluate_objectives(theta, circle, None, gradient=True)
     torch.testing.assert_close(v.gradient, expected)
     assert not v.lower.requires_grad
-    given = evaluate_objectives(theta, circle, None, gradient=lambda x: 4 * (x.square().sum(-1, keepdim=True) - 1) * x)
+    given = evaluate_objectives(
+        theta, circle, None, gradient=lambda x: 4 * (x.square().sum(-1, keepdim=True) - 1) * x
+    )
     torch.testing.assert_close(given.gradient, expected)
     flat = evaluate_objectives(theta[:1], circle, None, flat=True, gradient=True)
     torch.testing.assert_close(flat.gradient, expected[:1])

@@ -61,7 +61,9 @@ def test_the_edge_is_that_of_the_initial_ensemble():
     start = torch.linspace(-1.0, 1.0, 50, dtype=torch.float64).unsqueeze(1)
     assert not fedcb2o.minimize(about(8.0), initial=start, **QUICK).success
     assert fedcb2o.minimize(about(8.0), initial=8.0 * start, **QUICK).success
-    assert fedcb2o.minimize(about(8.0), dim=1, initial=lambda draw, n, d: draw.uniform(-9, 9, (n, d)), **QUICK).success
+    assert fedcb2o.minimize(
+        about(8.0), dim=1, initial=lambda draw, n, d: draw.uniform(-9, 9, (n, d)), **QUICK
+    ).success
 
 
 def test_at_a_wall_a_minimum_of_what_is_allowed_is_a_success():
@@ -79,7 +81,10 @@ def test_outside_of_a_functions_domain_nothing_is_known(domain, success, upper):
             raise ValueError("outside of the domain")
         return about(100.0)(x)
 
-    start = {"initial": torch.linspace(-3.0, 3.0, 100, dtype=torch.float64).unsqueeze(1), "sigma1": 0.1}
+    start = {
+        "initial": torch.linspace(-3.0, 3.0, 100, dtype=torch.float64).unsqueeze(1),
+        "sigma1": 0.1,
+    }
     objectives = (nothing, bounded) if upper else (bounded, None)
     assert fedcb2o.minimize(*objectives, **start, **QUICK).success == success
 
@@ -110,9 +115,18 @@ def test_delta_q_is_what_l_may_rise_by():
     [
         ({"num_particles": 1, "dim": 2}, "one particle is its own consensus point"),
         ({"initial": [[0.5, 0.5]]}, "one particle is its own consensus point"),
-        ({"initial": np.ones((5, 2))}, "all particles start at one point, and agree before they have looked"),
-        ({"initial": lambda draw, n, d: np.full((n, d), 3.0), "dim": 2}, "all particles start at one point"),
-        ({"initial": [[3.0, 4.0], [5.0, 6.0]], "bounds": [(0, 1), (0, 1)]}, "all particles start at one point"),
+        (
+            {"initial": np.ones((5, 2))},
+            "all particles start at one point, and agree before they have looked",
+        ),
+        (
+            {"initial": lambda draw, n, d: np.full((n, d), 3.0), "dim": 2},
+            "all particles start at one point",
+        ),
+        (
+            {"initial": [[3.0, 4.0], [5.0, 6.0]], "bounds": [(0, 1), (0, 1)]},
+            "all particles start at one point",
+        ),
     ],
 )
 def test_who_agrees_before_they_have_looked_is_told(settings, what):
@@ -121,6 +135,13 @@ def test_who_agrees_before_they_have_looked_is_told(settings, what):
 
 
 def test_a_particle_of_each_cluster_will_do():
-    assert fedcb2o.minimize([about(0.0), about(0.0)], dim=2, num_particles=1, maxiter=5).x.shape == (2, 2)
+    assert fedcb2o.minimize(
+        [about(0.0), about(0.0)], dim=2, num_particles=1, maxiter=5
+    ).x.shape == (2, 2)
     attacked = fedcb2o.Adversary(lambda view: (0.0, 0.0), 3, [1.0, 0.0])
-    assert fedcb2o.minimize(about(1.0, 0.0), initial=np.zeros((5, 2)), adversaries=attacked, maxiter=5).nit == 5
+    assert (
+        fedcb2o.minimize(
+            about(1.0, 0.0), initial=np.zeros((5, 2)), adversaries=attacked, maxiter=5
+        ).nit
+        == 5
+    )

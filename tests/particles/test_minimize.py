@@ -78,26 +78,43 @@ CENTRES = ((0.0, 0.0), (1.5, 0.5), (-1.0, 1.0))
 
 def by_loops(settings, sizes, groups, steps, with_g, seed):
     """The same run by the oracle: all particles, and the consensus points before each step and at the end."""
-    at = {name: settings.get(name, default) for name, default in (("alpha", 30.0), ("beta", 0.3), ("sigma1", 1.0))}
+    at = {
+        name: settings.get(name, default)
+        for name, default in (("alpha", 30.0), ("beta", 0.3), ("sigma1", 1.0))
+    }
     n, d = sum(sizes), 2
     n_m = sum(group[2] for group in groups.entries)
     upper = (lambda x: (x[0] - 2) ** 2 + x[1] ** 2) if with_g else None
     clusters = [plain_circle(*centre, upper=upper) for centre in CENTRES[: len(sizes)]]
     given = sum(mass for *_, mass in groups.entries if mass is not None)
-    alike = (1 - given) / (n + sum(count for _, _, count, _, mass in groups.entries if mass is None))
+    alike = (1 - given) / (
+        n + sum(count for _, _, count, _, mass in groups.entries if mass is None)
+    )
     low, high = settings.get("bounds", (-3.0, 3.0))
     start = fedcb2o.stream(seed, "particles", "initial").uniform(low, high, (n, d)).tolist()
     of = [k for k, size in enumerate(sizes) for _ in range(size)]
     particles = [reference.Particle(theta, alike, k) for theta, k in zip(start, of, strict=True)]
     for _, move, count, where, mass in groups.entries:
         particles += [
-            reference.Particle(list(where), alike if mass is None else mass / count, attack=move) for _ in range(count)
+            reference.Particle(list(where), alike if mass is None else mass / count, attack=move)
+            for _ in range(count)
         ]
-    noise = Normals([seed], "particles noise", n, d, dtype=torch.float64, device=torch.device("cpu"))
-    shake = Normals([seed], "particles gradient noise", n, d, dtype=torch.float64, device=torch.device("cpu"))
+    noise = Normals(
+        [seed], "particles noise", n, d, dtype=torch.float64, device=torch.device("cpu")
+    )
+    shake = Normals(
+        [seed], "particles gradient noise", n, d, dtype=torch.float64, device=torch.device("cpu")
+    )
     ends = list(itertools.accumulate((group[2] for group in groups.entries), initial=n))
     theirs = [
-        Normals([seed], f"particles adversary {first}", end - first, d, dtype=torch.float64, device=torch.device("cpu"))
+        Normals(
+            [seed],
+            f"particles adversary {first}",
+            end - first,
+            d,
+            dtype=torch.float64,
+            device=torch.device("cpu"),
+        )
         for first, end in itertools.pairwise(ends)
     ]
     order, orders = [], fedcb2o.stream(seed, "particles", "batches")
@@ -217,7 +234,9 @@ def test_the_plain_loops_find_the_same_without_g(case, attack, clusters):
 def check(result, plain, m, clusters):
     n = len(result.theta)
     close = {"rtol": 1e-9, "atol": 1e-10}
-    torch.testing.assert_close(result.theta, torch.tensor([p.theta for p in plain[:n]], dtype=torch.float64), **close)
+    torch.testing.assert_close(
+        result.theta, torch.tensor([p.theta for p in plain[:n]], dtype=torch.float64), **close
+    )
     malicious = torch.tensor([p.theta for p in plain[n:]], dtype=torch.float64).reshape(-1, 2)
     torch.testing.assert_close(result.theta_m, malicious, **close)
     m = torch.tensor(m, dtype=torch.float64)
@@ -225,7 +244,9 @@ def check(result, plain, m, clusters):
     torch.testing.assert_close(result.history.x, m, **close)
     torch.testing.assert_close(result.x, m[-1], **close)
     x = result.x.reshape(-1, 2)
-    lower = torch.stack([circle_about(*centre)(x[k]) for k, centre in enumerate(CENTRES[:clusters])])
+    lower = torch.stack(
+        [circle_about(*centre)(x[k]) for k, centre in enumerate(CENTRES[:clusters])]
+    )
     torch.testing.assert_close(result.lower.reshape(-1), lower)
     if result.upper is not None:
         torch.testing.assert_close(result.upper.reshape(-1), G(x))
@@ -239,9 +260,18 @@ def test_a_given_gradient_is_as_good_as_autograd():
     def slope(x):
         return 4 * (x.square().sum(-1, keepdim=True) - 1) * x
 
-    settings = {"lambda2": 0.2, "sigma2": 0.1, "num_particles": 20, "maxiter": 20, "runs": 2, "bounds": (-1.5, 1.5)}
+    settings = {
+        "lambda2": 0.2,
+        "sigma2": 0.1,
+        "num_particles": 20,
+        "maxiter": 20,
+        "runs": 2,
+        "bounds": (-1.5, 1.5),
+    }
     found = fedcb2o.minimize(circle, G, 2, **settings)
-    torch.testing.assert_close(fedcb2o.minimize(circle, G, 2, gradient=slope, **settings).theta, found.theta)
+    torch.testing.assert_close(
+        fedcb2o.minimize(circle, G, 2, gradient=slope, **settings).theta, found.theta
+    )
     two = fedcb2o.minimize([circle, circle_about(1.0, 0.0)], G, 2, **settings)
     slopes = [slope, lambda x: slope(x - x.new_tensor([1.0, 0.0]))]
     given = fedcb2o.minimize([circle, circle_about(1.0, 0.0)], G, 2, gradient=slopes, **settings)
@@ -250,9 +280,13 @@ def test_a_given_gradient_is_as_good_as_autograd():
 
 def test_each_cluster_may_have_its_own_g():
     uppers = (last_coordinate, lambda x: -last_coordinate(x))
-    result = fedcb2o.minimize([circle, circle], uppers, 2, num_particles=50, alpha=100.0, maxiter=600, runs=20)
+    result = fedcb2o.minimize(
+        [circle, circle], uppers, 2, num_particles=50, alpha=100.0, maxiter=600, runs=20
+    )
     middle = result.x.median(0).values  # seven runs of ten find both
-    torch.testing.assert_close(middle, torch.tensor([[0.0, -1.0], [0.0, 1.0]]).double(), rtol=0, atol=0.1)
+    torch.testing.assert_close(
+        middle, torch.tensor([[0.0, -1.0], [0.0, 1.0]]).double(), rtol=0, atol=0.1
+    )
 
 
 # ---- a batch equals its runs one by one, bit by bit ----
@@ -262,7 +296,14 @@ def rastrigin(x):
     return x.square().sum(-1) - 10 * torch.cos(2 * math.pi * x).sum(-1) + 10 * x.shape[-1]
 
 
-COMMON = {"num_particles": 30, "beta": 0.2, "alpha": 30.0, "maxiter": 25, "record_every": 5, "xtol": 0.0}
+COMMON = {
+    "num_particles": 30,
+    "beta": 0.2,
+    "alpha": 30.0,
+    "maxiter": 25,
+    "record_every": 5,
+    "xtol": 0.0,
+}
 BATCHES = {
     "circle": (circle, G, 2, {}),
     "isotropic": (circle, G, 2, {"noise": "isotropic", "sigma1": 0.5}),
@@ -294,14 +335,22 @@ BATCHES = {
 
 
 # In float32 some, and all in the slow tests.
-SINGLE = ("circle", "stops, with batches and attackers", "high dimension, cbo", "clusters, attacked")
+SINGLE = (
+    "circle",
+    "stops, with batches and attackers",
+    "high dimension, cbo",
+    "clusters, attacked",
+)
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
         *((case, torch.float64) for case in BATCHES),
-        *(pytest.param(case, torch.float32, marks=() if case in SINGLE else pytest.mark.slow) for case in BATCHES),
+        *(
+            pytest.param(case, torch.float32, marks=() if case in SINGLE else pytest.mark.slow)
+            for case in BATCHES
+        ),
     ],
 )
 def test_a_batch_equals_its_runs(case, dtype):
@@ -351,15 +400,26 @@ def same(together, alone, run, alike=bit_by_bit):
 def test_a_batch_equals_its_runs_at_any_size(n, dim):
     """The library chooses its ways of summing by the size: they must not depend on the number of runs."""
     settings = {**COMMON, "num_particles": n, "maxiter": 3}
-    together = fedcb2o.minimize(rastrigin, G if dim == 2 else last_coordinate, dim, runs=5, seed=10, **settings)
+    together = fedcb2o.minimize(
+        rastrigin, G if dim == 2 else last_coordinate, dim, runs=5, seed=10, **settings
+    )
     for run in (0, 4):
-        alone = fedcb2o.minimize(rastrigin, G if dim == 2 else last_coordinate, dim, seed=10 + run, **settings)
+        alone = fedcb2o.minimize(
+            rastrigin, G if dim == 2 else last_coordinate, dim, seed=10 + run, **settings
+        )
         same(together, alone, run)
 
 
 def test_two_threads_find_the_same_noise():
     before = torch.get_num_threads()
-    settings = {"num_particles": 40_000, "dim": 4, "maxiter": 2, "runs": 2, "alpha": 30.0, "beta": 0.2}
+    settings = {
+        "num_particles": 40_000,
+        "dim": 4,
+        "maxiter": 2,
+        "runs": 2,
+        "alpha": 30.0,
+        "beta": 0.2,
+    }
     found = []
     try:
         for threads in (1, 2):
@@ -393,9 +453,15 @@ def test_all_seeds_repeat_all_runs():
 
 def test_a_generator_draws_the_seed():
     settings = {"num_particles": 20, "maxiter": 5}
-    for make in (np.random.default_rng, np.random.RandomState, lambda seed: torch.Generator().manual_seed(seed)):
+    for make in (
+        np.random.default_rng,
+        np.random.RandomState,
+        lambda seed: torch.Generator().manual_seed(seed),
+    ):
         generator = make(1)
-        first, second = (fedcb2o.minimize(circle, G, 2, seed=generator, **settings) for _ in range(2))
+        first, second = (
+            fedcb2o.minimize(circle, G, 2, seed=generator, **settings) for _ in range(2)
+        )
         assert not torch.equal(first.x, second.x)
         assert torch.equal(fedcb2o.minimize(circle, G, 2, seed=make(1), **settings).x, first.x)
         assert torch.equal(fedcb2o.minimize(circle, G, 2, seed=second.seed, **settings).x, second.x)
@@ -455,7 +521,10 @@ def test_shapes_of_runs_and_clusters():
     assert many.theta_m.shape == (2, 0, 2)
     assert many.success.tolist() == [False, False]
     assert many.nit.tolist() == [4, 4]
-    assert many.nfev.tolist() == [3 * 90, 3 * 90]  # 18 particles before 4 steps and at the end, by every cluster's L
+    assert many.nfev.tolist() == [
+        3 * 90,
+        3 * 90,
+    ]  # 18 particles before 4 steps and at the end, by every cluster's L
     assert many.excluded.tolist() == [0, 0]
     assert many.message == ["maxiter = 4 steps were taken"] * 2
     assert many.history.x.shape == (3, 2, 3, 2)
@@ -477,7 +546,9 @@ def test_shapes_of_runs_and_clusters():
 
 
 @pytest.mark.parametrize("clusters", [1, 2, 3])
-@pytest.mark.parametrize("settings", [{}, {"batch": 7}, {"batch": 7, "lambda2": 0.1, "update": "all"}], ids=steady)
+@pytest.mark.parametrize(
+    "settings", [{}, {"batch": 7}, {"batch": 7, "lambda2": 0.1, "update": "all"}], ids=steady
+)
 def test_nfev_is_what_the_objectives_saw(clusters, settings):
     seen = {"lower": 0, "upper": 0}
 
@@ -490,7 +561,14 @@ def test_nfev_is_what_the_objectives_saw(clusters, settings):
 
     lowers = [counted("lower", circle_about(float(k), 0.0)) for k in range(clusters)]
     result = fedcb2o.minimize(
-        lowers, counted("upper", G), 2, num_particles=9, maxiter=12, record_every=5, xtol=0.0, **settings
+        lowers,
+        counted("upper", G),
+        2,
+        num_particles=9,
+        maxiter=12,
+        record_every=5,
+        xtol=0.0,
+        **settings,
     )
     at_x = clusters  # every cluster's answer is looked at in the end
     assert (result.nfev + at_x, result.nfev + at_x) == (seen["lower"], seen["upper"])
@@ -501,7 +579,10 @@ def test_excluded_are_counted_as_nfev_is():
         [lambda x: torch.where(x[..., 0] > 0, torch.nan, circle(x)), circle], G, 2, initial=[[1.0, 0.0], [-1.0, 0.5]],
         maxiter=0,
     )  # fmt: skip
-    assert (result.nfev, result.excluded) == (4, 1)  # both clusters judge both particles; one is bad for one
+    assert (result.nfev, result.excluded) == (
+        4,
+        1,
+    )  # both clusters judge both particles; one is bad for one
 
 
 def test_what_objectives_see():
@@ -519,7 +600,14 @@ def test_what_objectives_see():
 
 
 def test_consensus_and_success():
-    settings = {"num_particles": 50, "alpha": 30.0, "beta": 0.2, "sigma1": 0.3, "lambda1": 3.0, "maxiter": 2000}
+    settings = {
+        "num_particles": 50,
+        "alpha": 30.0,
+        "beta": 0.2,
+        "sigma1": 0.3,
+        "lambda1": 3.0,
+        "maxiter": 2000,
+    }
     result = fedcb2o.minimize(circle, G, 2, xtol=0.01, record_every=7, **settings)
     assert result.success is True
     assert result.message == "consensus: spread at most xtol = 0.01"
@@ -546,13 +634,17 @@ def test_all_clusters_must_agree():
 def test_maxiter_0_judges_the_first_ensemble():
     """The answer is the consensus point, not the best particle."""
     start = [[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [9.0, 9.0]]
-    result = fedcb2o.minimize(circle, last_coordinate, initial=start, alpha=0.0, beta=0.75, maxiter=0)
+    result = fedcb2o.minimize(
+        circle, last_coordinate, initial=start, alpha=0.0, beta=0.75, maxiter=0
+    )
     # L is 1, 9, 9, large: three of four are in the sub-level set.
     assert result.x.tolist() == pytest.approx([2 / 3, 2 / 3])
     assert (result.nit, result.nfev) == (0, 4)
     assert result.history.n.tolist() == [0]
     assert result.theta.tolist() == start
-    best = fedcb2o.minimize(circle, last_coordinate, initial=start, alpha=math.log(2), beta=0.75, maxiter=0)
+    best = fedcb2o.minimize(
+        circle, last_coordinate, initial=start, alpha=math.log(2), beta=0.75, maxiter=0
+    )
     # weights 1, 1, 1/4
     assert best.x.tolist() == pytest.approx([2 / 2.25, 0.5 / 2.25])
     assert best.lower.item() == pytest.approx(circle(best.x).item())
@@ -569,16 +661,22 @@ def test_a_result_is_a_mapping():
         result["keys"]
 
 
-@pytest.mark.parametrize("settings", [{}, {"batch": 7}, {"batch": 7, "record_every": 3}, {"batch": 7, "lambda2": 0.1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"batch": 7}, {"batch": 7, "record_every": 3}, {"batch": 7, "lambda2": 0.1}]
+)
 def test_maxfev(settings):
     common = {"num_particles": 20, "xtol": 0.0, "runs": 2, **settings}
     for maxfev in range(60, 200, 7):
         result = fedcb2o.minimize(circle, G, 2, maxfev=maxfev, **common)
         assert max(result.nfev) <= maxfev
-        assert result.message[0] == f"another step would judge more than maxfev = {maxfev} particles"
+        assert (
+            result.message[0] == f"another step would judge more than maxfev = {maxfev} particles"
+        )
         further = fedcb2o.minimize(circle, G, 2, maxiter=int(result.nit[0]) + 1, **common)
         assert max(further.nfev) > maxfev
-    assert fedcb2o.minimize(circle, G, 2, maxfev=60, maxiter=2, num_particles=20).message.startswith("maxiter")
+    assert fedcb2o.minimize(
+        circle, G, 2, maxfev=60, maxiter=2, num_particles=20
+    ).message.startswith("maxiter")
 
 
 def test_further_arguments():
@@ -590,14 +688,18 @@ def test_further_arguments():
     assert torch.equal(fedcb2o.minimize(about, None, 2, args=1.0, maxiter=5).x,
                        fedcb2o.minimize(lambda x: about(x, 1.0), None, 2, maxiter=5).x)  # fmt: skip
     both = fedcb2o.minimize([circle_of, circle_of], G_of, 2, args=(0.5,), maxiter=5)
-    plain = fedcb2o.minimize([lambda x: circle_of(x, 0.5)] * 2, lambda x: G_of(x, 0.5), 2, maxiter=5)
+    plain = fedcb2o.minimize(
+        [lambda x: circle_of(x, 0.5)] * 2, lambda x: G_of(x, 0.5), 2, maxiter=5
+    )
     assert torch.equal(both.theta, plain.theta)
     for adapter, function in (
         (fedcb2o.from_numpy, lambda x, a: ((x - a) ** 2).sum(-1)),
         (fedcb2o.from_point, lambda x, a: ((x - a) ** 2).sum()),
     ):
         adapted = fedcb2o.minimize(adapter(function), dim=2, args=(0.5,), maxiter=5)
-        torch.testing.assert_close(adapted.x, fedcb2o.minimize(about, dim=2, args=(0.5,), maxiter=5).x)
+        torch.testing.assert_close(
+            adapted.x, fedcb2o.minimize(about, dim=2, args=(0.5,), maxiter=5).x
+        )
     with pytest.raises(ConfigError, match="writes_into_it, writes into"):
         fedcb2o.minimize(writes_into_it, dim=2, args=(2.0,))
 
@@ -618,7 +720,16 @@ def test_repr_of_one_run():
     text = repr(fedcb2o.minimize(circle, G, 2, num_particles=50, sigma1=0.3, maxiter=5))
     lines = text.splitlines()
     assert lines[0].startswith("message: maxiter = 5 steps were taken")
-    for name in ("success: False", "x: [", "lower: ", "upper: ", "spread: ", "nit: 5", "nfev: 300", "seconds: "):
+    for name in (
+        "success: False",
+        "x: [",
+        "lower: ",
+        "upper: ",
+        "spread: ",
+        "nit: 5",
+        "nfev: 300",
+        "seconds: ",
+    ):
         assert any(line.lstrip().startswith(name) for line in lines), name
     assert "tensor(" not in text
     assert "excluded" not in text
@@ -627,11 +738,15 @@ def test_repr_of_one_run():
     assert "upper" not in repr(fedcb2o.minimize(circle, dim=2, maxiter=1))
     lowers = [circle, circle_about(1.0, 0.0)]
     assert "note" in repr(fedcb2o.minimize(lowers, G, 2, noise="isotropic", sigma1=2.0, maxiter=1))
-    assert "excluded: " in repr(fedcb2o.minimize(lambda x: circle(x) / (x[..., 0] > 0), dim=2, maxiter=1))
+    assert "excluded: " in repr(
+        fedcb2o.minimize(lambda x: circle(x) / (x[..., 0] > 0), dim=2, maxiter=1)
+    )
 
 
 def test_repr_of_many_runs():
-    text = repr(fedcb2o.minimize(circle, G, 2, runs=30, num_particles=20, sigma1=0.3, xtol=0.1, maxiter=150))
+    text = repr(
+        fedcb2o.minimize(circle, G, 2, runs=30, num_particles=20, sigma1=0.3, xtol=0.1, maxiter=150)
+    )
     assert "30, of which " in text
     assert "reached a consensus" in text
     assert "x: tensor of shape [30, 2]" in text
@@ -650,7 +765,9 @@ def test_callback_stops(how):
             raise StopIteration
         return None
 
-    result = fedcb2o.minimize(circle, G, 2, num_particles=10, callback=watch, xtol=0.0, record_every=3)
+    result = fedcb2o.minimize(
+        circle, G, 2, num_particles=10, callback=watch, xtol=0.0, record_every=3
+    )
     assert seen == [0, 1, 2, 3, 4]
     assert result.nit == 4
     assert result.message == "the callback stopped the run"
@@ -677,7 +794,13 @@ def test_what_a_callback_sees():
     def watch(state):
         states.append(dataclasses.replace(state, theta=state.theta.clone()))
 
-    settings = {"num_particles": 8, "maxiter": 3, "xtol": 0.0, "adversaries": adversaries.random(2), "beta": 0.5}
+    settings = {
+        "num_particles": 8,
+        "maxiter": 3,
+        "xtol": 0.0,
+        "adversaries": adversaries.random(2),
+        "beta": 0.5,
+    }
     result = fedcb2o.minimize(circle, G, 2, callback=watch, **settings)
     first = states[0]
     assert (first.n, first.t, states[2].n, states[2].t) == (0, 0.0, 2, 0.02)
@@ -696,7 +819,9 @@ def test_what_a_callback_sees():
     assert states[0].theta_m.shape == (3, 2, 2)
     assert states[0].lower.shape == (3, 16)
     assert states[0].upper is None
-    own = torch.cat([circle(states[0].theta[:, :8]), circle_about(1.0, 0.0)(states[0].theta[:, 8:])], 1)
+    own = torch.cat(
+        [circle(states[0].theta[:, :8]), circle_about(1.0, 0.0)(states[0].theta[:, 8:])], 1
+    )
     torch.testing.assert_close(states[0].lower, own)
     states.clear()
     fedcb2o.minimize(circle, G, 2, batch=4, callback=watch, **settings)
@@ -735,7 +860,13 @@ def test_time_limit():
 def test_an_outline_of_the_options():
     """float32, infinite radius, samplers, arrays of each kind."""
     result = fedcb2o.minimize(circle, G, 2, dtype=torch.float32, maxiter=3)
-    assert result.x.dtype == result.theta.dtype == result.lower.dtype == result.history.x.dtype == torch.float32
+    assert (
+        result.x.dtype
+        == result.theta.dtype
+        == result.lower.dtype
+        == result.history.x.dtype
+        == torch.float32
+    )
 
     def ring(generator, n, d):
         angle = generator.uniform(0, 2 * math.pi, n)
@@ -745,7 +876,12 @@ def test_an_outline_of_the_options():
     torch.testing.assert_close(result.theta.norm(dim=-1), torch.ones(2, 40).double())
     assert not torch.equal(result.theta[0], result.theta[1])
     start = np.random.default_rng(0).standard_normal((3, 10, 2))
-    for initial in (start, torch.from_numpy(start), start.tolist(), torch.from_numpy(start).float()):
+    for initial in (
+        start,
+        torch.from_numpy(start),
+        start.tolist(),
+        torch.from_numpy(start).float(),
+    ):
         result = fedcb2o.minimize(circle, G, initial=initial, runs=3, maxiter=0)
         torch.testing.assert_close(result.theta, torch.from_numpy(start), rtol=1e-6, atol=1e-6)
     alike = fedcb2o.minimize(circle, G, initial=start[0], runs=2, maxiter=0).theta
@@ -797,8 +933,12 @@ def test_particles_stay_inside_the_bounds(bounds, dim, low, high):
 @pytest.mark.parametrize("initial", ["array", "sampler"])
 def test_also_where_they_start(initial):
     start = np.random.default_rng(0).normal(size=(20, 2)) * 3
-    given = start if initial == "array" else lambda generator, n, d: generator.normal(size=(n, d)) * 3
-    result = fedcb2o.minimize(circle, G, 2, bounds=(-1.0, 1.0), initial=given, num_particles=20, maxiter=0)
+    given = (
+        start if initial == "array" else lambda generator, n, d: generator.normal(size=(n, d)) * 3
+    )
+    result = fedcb2o.minimize(
+        circle, G, 2, bounds=(-1.0, 1.0), initial=given, num_particles=20, maxiter=0
+    )
     assert (result.theta.abs() <= 1).all()
     assert (result.x.abs() <= 1).all()
 
@@ -839,11 +979,17 @@ def test_where_particles_start(settings, low, high):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"x0": [-1.0, 0.0], "bounds": (0, None)}, r"`x0` = \[-1.0, 0.0\] is not within the `bounds`"),
+        (
+            {"x0": [-1.0, 0.0], "bounds": (0, None)},
+            r"`x0` = \[-1.0, 0.0\] is not within the `bounds`",
+        ),
         ({"x0": [1.0, 0.0, 0.0], "dim": 2}, "`x0` has 3 coordinates, `dim` is 2"),
         ({"x0": [[1.0, 0.0]]}, r"`x0` must be a point \[d\] .* and an ensemble is `initial`"),
         ({"x0": [math.nan, 0.0]}, "`x0` must be a point"),
-        ({"x0": [0.0, 0.0], "initial": [[0.0, 1.0], [1.0, 0.0]]}, "`initial` says where particles start, and so do"),
+        (
+            {"x0": [0.0, 0.0], "initial": [[0.0, 1.0], [1.0, 0.0]]},
+            "`initial` says where particles start, and so do",
+        ),
         ({"spread": 0.0, "dim": 2}, "`spread` must be above 0"),
         ({"spread": [1.0, 1.0, 1.0], "dim": 2}, "`spread` must be above 0"),
         ({"spread": -1.0, "x0": [0.0, 0.0]}, "`spread` must be above 0"),
@@ -898,12 +1044,16 @@ def test_bad_values_are_excluded_and_counted(lower, upper, bad):
         def broken(x):
             return torch.where(x[..., 0] > 0.5, value, (lower if of_lower else upper)(x))
 
-        return fedcb2o.minimize(*((broken, upper) if of_lower else (lower, broken)), initial=initial, **settings)
+        return fedcb2o.minimize(
+            *((broken, upper) if of_lower else (lower, broken)), initial=initial, **settings
+        )
 
     result = answer(bad)
     assert result.excluded == right.sum()
     # Where they are is of no influence: it is as if they had the worst L of all, and no weight.
-    assert torch.equal(answer(bad, initial=np.where(right[:, None], start + 7.0, start)).x, result.x)
+    assert torch.equal(
+        answer(bad, initial=np.where(right[:, None], start + 7.0, start)).x, result.x
+    )
     torch.testing.assert_close(answer(1e9).x, result.x)
     # Nor does it matter which of the two is bad.
     other = answer(bad, of_lower=False)
@@ -941,7 +1091,12 @@ def test_a_bad_gradient_is_the_particles_own_affair():
     start = np.random.default_rng(0).uniform(0.5, 1.5, (30, 1))
     start[0] = 0.0
     result = fedcb2o.minimize(
-        lambda x: (x[..., 0].square()).sqrt(), None, initial=start, lambda2=0.1, sigma1=0.3, maxiter=20
+        lambda x: (x[..., 0].square()).sqrt(),
+        None,
+        initial=start,
+        lambda2=0.1,
+        sigma1=0.3,
+        maxiter=20,
     )
     assert result.x.isfinite().all()
     assert result.theta[1:].isfinite().all()
@@ -1002,31 +1157,55 @@ def test_nobody_inside_the_radius():
         ({"maxiter": -1}, "`maxiter` must be a whole number, at least 0"),
         ({"record_every": 0}, "`record_every` must be a whole number, at least 1"),
         ({"num_particles": 0}, "`num_particles` must be a whole number, at least 1"),
-        ({"num_particles": [10, 20]}, "`num_particles` must be one for all or one for each of the 1"),
+        (
+            {"num_particles": [10, 20]},
+            "`num_particles` must be one for all or one for each of the 1",
+        ),
         ({"runs": 0}, "`runs` must be a whole number, at least 1"),
         ({"batch": 0}, "`batch` must be a whole number, at least 1"),
-        ({"batch": 21, "num_particles": 20}, "`batch` must be at most the number of particles, 20, got 21"),
+        (
+            {"batch": 21, "num_particles": 20},
+            "`batch` must be at most the number of particles, 20, got 21",
+        ),
         ({"dim": 0}, "`dim` must be a whole number, at least 1"),
         ({"noise": "isotopic"}, "`noise` must be 'anisotropic' or 'isotropic', got 'isotopic'"),
         ({"quantile": "mean"}, "`quantile` must be 'plain' or 'averaged', got 'mean'"),
         ({"update": "none"}, "`update` must be 'batch' or 'all', got 'none'"),
-        ({"dtype": torch.float16}, "`dtype` must be torch.float64 or torch.float32, got torch.float16"),
+        (
+            {"dtype": torch.float16},
+            "`dtype` must be torch.float64 or torch.float32, got torch.float16",
+        ),
         ({"seed": [1, 2], "runs": 3}, "`seed` names 2 seeds for 3 runs"),
         ({"seed": []}, "`seed` names 0 seeds"),
         ({"dim": None}, "`dim` is not known"),
         ({"initial": np.zeros((5, 3))}, "`initial` has points of 3 coordinates, `dim` is 2"),
-        ({"initial": np.zeros((5, 2)), "num_particles": 6}, "`initial` has 5 particles, `num_particles` asks for 6"),
-        ({"initial": np.zeros((3, 5, 2)), "runs": 2}, "`initial` has ensembles for 3 runs, there are 2"),
+        (
+            {"initial": np.zeros((5, 2)), "num_particles": 6},
+            "`initial` has 5 particles, `num_particles` asks for 6",
+        ),
+        (
+            {"initial": np.zeros((3, 5, 2)), "runs": 2},
+            "`initial` has ensembles for 3 runs, there are 2",
+        ),
         ({"initial": np.zeros((3, 5, 2))}, "`initial` has ensembles for 3 runs, there are 1"),
         ({"initial": np.zeros(2)}, "`initial` must be"),
         ({"initial": np.zeros((1, 1, 5, 2))}, "`initial` must be"),
         ({"initial": np.zeros((0, 2))}, "`num_particles` must be a whole number, at least 1"),
         ({"initial": [[0.0, math.nan], [0.0, 0.0]]}, "`initial` ensemble has NaN or infinite"),
         ({"initial": [[0.0, 1.0], [2.0]]}, "`initial`"),
-        ({"initial": lambda generator, n, d: generator.random((d, n))}, "the sampler `initial` must return the shape"),
-        ({"initial": lambda generator, n, d: np.full((n, d), np.inf)}, "`initial` ensemble has NaN or infinite"),
+        (
+            {"initial": lambda generator, n, d: generator.random((d, n))},
+            "the sampler `initial` must return the shape",
+        ),
+        (
+            {"initial": lambda generator, n, d: np.full((n, d), np.inf)},
+            "`initial` ensemble has NaN or infinite",
+        ),
         ({"initial": lambda generator, n, d: None}, "`initial`"),
-        ({"gradient": [circle, circle], "lambda2": 1.0}, "`gradient` must be one for all or one for each of the 1"),
+        (
+            {"gradient": [circle, circle], "lambda2": 1.0},
+            "`gradient` must be one for all or one for each of the 1",
+        ),
         ({"gradient": circle, "lambda2": 1.0}, "`gradient` must return a tensor of shape"),
     ],
     ids=steady,
@@ -1057,7 +1236,9 @@ def test_schedules_that_return_what_cannot_be(schedule, message):
 
 def test_schedules_may_return_any_number():
     plain = fedcb2o.minimize(circle, G, 2, maxiter=3, alpha=20.0, sigma1=1.0)
-    other = fedcb2o.minimize(circle, G, 2, maxiter=3, alpha=lambda n: np.int64(20), sigma1=lambda n: torch.tensor(1.0))
+    other = fedcb2o.minimize(
+        circle, G, 2, maxiter=3, alpha=lambda n: np.int64(20), sigma1=lambda n: torch.tensor(1.0)
+    )
     assert torch.equal(plain.x, other.x)
 
 
@@ -1094,16 +1275,27 @@ def test_isotropic_noise_outside_the_theorem_is_noted():
         (3, 0.9, "isotropic", True),
         (2, 5.0, "anisotropic", False),
     ):
-        result = fedcb2o.minimize(circle, last_coordinate, dim, sigma1=sigma1, noise=noise, maxiter=0)
+        result = fedcb2o.minimize(
+            circle, last_coordinate, dim, sigma1=sigma1, noise=noise, maxiter=0
+        )
         assert any("2 lambda1" in note for note in result.notes) == noted
-    assert "(thm:main)" in fedcb2o.minimize(circle, last_coordinate, 9, noise="isotropic", maxiter=0).notes[0]
+    assert (
+        "(thm:main)"
+        in fedcb2o.minimize(circle, last_coordinate, 9, noise="isotropic", maxiter=0).notes[0]
+    )
 
 
 def test_the_warning_points_at_the_caller():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = fedcb2o.minimize(
-            circle, G, 2, noise="isotropic", sigma1=9.0, maxiter=0, adversaries=adversaries.static(1000, (-1.0, 0.0))
+            circle,
+            G,
+            2,
+            noise="isotropic",
+            sigma1=9.0,
+            maxiter=0,
+            adversaries=adversaries.static(1000, (-1.0, 0.0)),
         )
     assert [each.category for each in caught] == [CaptureWarning, CaptureWarning]
     assert len(result.notes) == 3

@@ -105,7 +105,9 @@ def test_no_number_of_threads_changes_them(dtype, threads):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_seed_and_purpose_name_the_stream(dtype):
-    found = [draws([seed], 20, 2, 2, dtype, purpose) for seed in (0, 1) for purpose in ("noise", "other")]
+    found = [
+        draws([seed], 20, 2, 2, dtype, purpose) for seed in (0, 1) for purpose in ("noise", "other")
+    ]
     for one, other in itertools.combinations(found, 2):
         assert not torch.equal(one, other)
     assert torch.equal(found[0], draws([0], 20, 2, 2, dtype))

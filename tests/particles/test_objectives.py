@@ -26,7 +26,9 @@ def per_cluster(name):
     one = problem(name)
     lowers = [one.lower] if callable(one.lower) else list(one.lower)
     targets = [one.target] if callable(one.lower) else list(one.target)
-    return [(lower, one.upper, np.array(target)) for lower, target in zip(lowers, targets, strict=True)]
+    return [
+        (lower, one.upper, np.array(target)) for lower, target in zip(lowers, targets, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,7 +72,9 @@ def test_values_by_hand():
     assert value(objectives.norm, [3.0, -4.0]) == 5
     assert value(objectives.last_coordinate, [3.0, -4.0]) == -4
     assert value(objectives.waves_1d, [0.5]) == pytest.approx((math.sin(1.5) + math.cos(-0.5)) / 2)
-    assert value(objectives.waves_2d, [1.1, 2.0]) == pytest.approx(math.sin(0.5) + math.cos(2 - math.pi))
+    assert value(objectives.waves_2d, [1.1, 2.0]) == pytest.approx(
+        math.sin(0.5) + math.cos(2 - math.pi)
+    )
     assert value(objectives.rastrigin, [0.5, 1.0]) == pytest.approx(0.25 + 20 + 1)
     assert value(objectives.rastrigin, [0.0] * 5) == 0
     assert value(objectives.ackley(0.5, 1 / 3), [0.5, 1 / 3]) == pytest.approx(0, abs=1e-12)
@@ -90,7 +94,9 @@ def test_where_attackers_stand(name):
         assert value(upper, one.bad) > value(upper, target) + 0.5
     if one.lure is not None:
         start = np.array(one.lure) + 0.01
-        found = optimize.minimize(lambda x: value(one.upper, x), start, method="Nelder-Mead", options={"fatol": 1e-10})
+        found = optimize.minimize(
+            lambda x: value(one.upper, x), start, method="Nelder-Mead", options={"fatol": 1e-10}
+        )
         assert found.x == pytest.approx(np.array(one.lure), abs=1e-3)
 
 
@@ -127,9 +133,13 @@ def test_from_numpy():
     torch.testing.assert_close(other.x, plain.x)
     with pytest.raises(ConfigError, match="`lower` has no gradient by autograd"):
         fedcb2o.minimize(wrapped, dim=2, lambda2=1.0)
-    descent = fedcb2o.minimize(wrapped, dim=2, lambda2=1.0, gradient=fedcb2o.from_numpy(lambda x: 2 * x), maxiter=3)
+    descent = fedcb2o.minimize(
+        wrapped, dim=2, lambda2=1.0, gradient=fedcb2o.from_numpy(lambda x: 2 * x), maxiter=3
+    )
     assert descent.nit == 3
-    single = fedcb2o.minimize(fedcb2o.from_numpy(lambda x: x[..., 0]), dim=2, maxiter=3, dtype=torch.float32)
+    single = fedcb2o.minimize(
+        fedcb2o.from_numpy(lambda x: x[..., 0]), dim=2, maxiter=3, dtype=torch.float32
+    )
     assert single.x.dtype == torch.float32
 
 
@@ -149,8 +159,12 @@ def test_from_point():
     assert wrapped(x[0, 0]).shape == ()
     integers = fedcb2o.from_point(lambda x: int(x[0] > 0))
     assert integers(x).dtype == torch.float64
-    runs = fedcb2o.minimize(wrapped, fedcb2o.from_point(lambda x: x[-1]), 2, runs=2, num_particles=10, maxiter=4)
-    plain = fedcb2o.minimize(objectives.circle, objectives.last_coordinate, 2, runs=2, num_particles=10, maxiter=4)
+    runs = fedcb2o.minimize(
+        wrapped, fedcb2o.from_point(lambda x: x[-1]), 2, runs=2, num_particles=10, maxiter=4
+    )
+    plain = fedcb2o.minimize(
+        objectives.circle, objectives.last_coordinate, 2, runs=2, num_particles=10, maxiter=4
+    )
     torch.testing.assert_close(runs.x, plain.x)
 
 
@@ -159,7 +173,9 @@ def test_from_point_by_a_pool():
         wrapped = fedcb2o.from_point(numpy_circle, workers=pool.map)
         x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 3)))
         torch.testing.assert_close(wrapped(x), objectives.circle(x))
-    arrays = fedcb2o.from_point(lambda x: x[:1])  # one number in an array, as many of SciPy's users return
+    arrays = fedcb2o.from_point(
+        lambda x: x[:1]
+    )  # one number in an array, as many of SciPy's users return
     torch.testing.assert_close(arrays(x), x[..., 0])
 
 
@@ -223,7 +239,9 @@ def test_published_rate_in_one_dimension():
 
 @busy
 @pytest.mark.slow
-@pytest.mark.parametrize(("beta", "least"), [(0.05, two_errors(0.76)), (0.10, 0.93), (0.15, two_errors(0.98))])
+@pytest.mark.parametrize(
+    ("beta", "least"), [(0.05, two_errors(0.76)), (0.10, 0.93), (0.15, two_errors(0.98))]
+)
 def test_published_rates_in_two_dimensions(beta, least):
     """At beta = 0.10, 100 of 100 are stated, which leaves no standard error.
 
@@ -248,10 +266,22 @@ def test_decay_in_the_mean_field_regime(sigma1):
     one, logs = problem("circle"), []
 
     def watch(state):
-        logs.append((state.theta - state.theta.new_tensor(one.target)).square().sum(-1).mean(-1).log())
+        logs.append(
+            (state.theta - state.theta.new_tensor(one.target)).square().sum(-1).mean(-1).log()
+        )
 
-    settings = {"alpha": 1e3, "beta": 0.05, "sigma1": sigma1, "noise": "isotropic", "num_particles": 10_000}
-    settings |= {"initial": lambda generator, n, d: generator.standard_normal((n, d)), "runs": 20, "maxiter": 199}
+    settings = {
+        "alpha": 1e3,
+        "beta": 0.05,
+        "sigma1": sigma1,
+        "noise": "isotropic",
+        "num_particles": 10_000,
+    }
+    settings |= {
+        "initial": lambda generator, n, d: generator.standard_normal((n, d)),
+        "runs": 20,
+        "maxiter": 199,
+    }
     fedcb2o.minimize(one.lower, one.upper, 2, callback=watch, **settings)
     t = np.arange(len(logs)) * 0.01
     rates = -np.polyfit(t, torch.stack(logs).numpy(), 1)[0]

@@ -21,10 +21,22 @@ def circle(x):
 
 def test_it_is_minimize_with_names_of_scipy():
     found = optimize.minimize(
-        quartic, [0.0, 0.5], (0.5,), fedcb2o.cb2o, bounds=[(0, None), (-1, 1)], tol=1e-9, options={"seed": 4, **QUICK}
+        quartic,
+        [0.0, 0.5],
+        (0.5,),
+        fedcb2o.cb2o,
+        bounds=[(0, None), (-1, 1)],
+        tol=1e-9,
+        options={"seed": 4, **QUICK},
     )
     same = fedcb2o.minimize(
-        fedcb2o.from_point(quartic), x0=[0.0, 0.5], args=(0.5,), bounds=[(0, None), (-1, 1)], xtol=1e-9, seed=4, **QUICK
+        fedcb2o.from_point(quartic),
+        x0=[0.0, 0.5],
+        args=(0.5,),
+        bounds=[(0, None), (-1, 1)],
+        xtol=1e-9,
+        seed=4,
+        **QUICK,
     )
     assert isinstance(found, optimize.OptimizeResult)
     assert isinstance(found.x, np.ndarray)
@@ -32,13 +44,20 @@ def test_it_is_minimize_with_names_of_scipy():
     assert found.fun == quartic(found.x, 0.5) == float(same.fun)
     assert type(found.fun) is float
     assert (found.nit, found.nfev, found.seed) == (60, 61 * 40, 4)
-    assert (found.success, found.status, found.message) == (False, 1, "maxiter = 60 steps were taken")
+    assert (found.success, found.status, found.message) == (
+        False,
+        1,
+        "maxiter = 60 steps were taken",
+    )
     assert "upper" not in found
 
 
 def test_it_finds_the_minimum():
     found = optimize.minimize(
-        optimize.rosen, [0.0, 0.0], method=fedcb2o.cb2o, options={"spread": 2.0, "alpha": 1e5, "seed": 1}
+        optimize.rosen,
+        [0.0, 0.0],
+        method=fedcb2o.cb2o,
+        options={"spread": 2.0, "alpha": 1e5, "seed": 1},
     )
     assert found.x == pytest.approx([1, 1], abs=0.1)
 
@@ -67,7 +86,9 @@ def test_callbacks_of_both_kinds():
 
     for callback in (by_x, by_result):
         seen.clear()
-        found = optimize.minimize(quartic, [0.0, 0.0], method=fedcb2o.cb2o, callback=callback, options=QUICK)
+        found = optimize.minimize(
+            quartic, [0.0, 0.0], method=fedcb2o.cb2o, callback=callback, options=QUICK
+        )
         assert (found.nit, found.message) == (2, "the callback stopped the run")
     assert seen[2].x == pytest.approx(found.x)
     assert seen[2].fun == found.fun
@@ -80,7 +101,10 @@ def test_a_gradient_is_for_lambda2():
     options = {"lambda2": 0.5, **QUICK}
     found = optimize.minimize(quartic, [0.0, 0.0], 0.5, fedcb2o.cb2o, jac=slope, options=options)
     plain = fedcb2o.minimize(
-        lambda x: (x - 0.5).pow(4).sum(-1), x0=[0.0, 0.0], gradient=lambda x: slope(x, 0.5), **options
+        lambda x: (x - 0.5).pow(4).sum(-1),
+        x0=[0.0, 0.0],
+        gradient=lambda x: slope(x, 0.5),
+        **options,
     )
     assert found.x == pytest.approx(plain.x.numpy())
     both = optimize.minimize(lambda x: (quartic(x), slope(x, 1.0)), [0.0, 0.0], method=fedcb2o.cb2o, jac=True,
@@ -105,11 +129,20 @@ def test_disp_prints(capsys):
         ({"options": {"maxitr": 3}}, "cb2o has no option `maxitr`. Did you mean `maxiter`?"),
         ({"options": {"runs": 3}}, "cb2o has no option `runs`"),
         ({"options": {"seed": [1, 2]}}, "cb2o takes one seed"),
-        ({"constraints": {"type": "eq", "fun": circle}}, "cb2o has bounds and no other constraints"),
-        ({"constraints": [{"type": "eq", "fun": circle}]}, "cb2o has bounds and no other constraints"),
+        (
+            {"constraints": {"type": "eq", "fun": circle}},
+            "cb2o has bounds and no other constraints",
+        ),
+        (
+            {"constraints": [{"type": "eq", "fun": circle}]},
+            "cb2o has bounds and no other constraints",
+        ),
         ({"bounds": [(1, 2), (1, 2)]}, "`x0` = .* is not within the `bounds`"),
         ({"options": {"lambda2": 1.0}}, "`lower` has no gradient by autograd"),
-        ({"options": {"lambda2": 1.0}, "jac": np.sum}, r"`jac` must return the gradient .* of shape \[2\], got \[\]"),
+        (
+            {"options": {"lambda2": 1.0}, "jac": np.sum},
+            r"`jac` must return the gradient .* of shape \[2\], got \[\]",
+        ),
     ],
 )
 def test_what_it_has_not_is_told(arguments, message):

@@ -36,7 +36,9 @@ def told(lower, upper, **settings):
     times = 0
     while not search.done:
         x, times = search.ask(), times + 1
-        moving = settings.get("lambda2") and x.shape[-2] > 3  # the last ensemble is the last that has a gradient
+        moving = (
+            settings.get("lambda2") and x.shape[-2] > 3
+        )  # the last ensemble is the last that has a gradient
         search.tell(lower(x), None if upper is None else upper(x), slope(x) if moving else None)
     return search.result, times
 
@@ -153,5 +155,7 @@ def test_nothing_but_nan_is_a_run_error():
 
 def test_an_adversary_that_asks_needs_functions():
     search = fedcb2o.Search(2, num_particles=20, adversaries=adversaries.greedy(3))
-    with pytest.raises(ConfigError, match="an adversary asks what L and G are where no particle is"):
+    with pytest.raises(
+        ConfigError, match="an adversary asks what L and G are where no particle is"
+    ):
         search.tell(circle(search.ask()))

@@ -49,9 +49,13 @@ def test_an_objective_that_writes_into_the_particles_is_named(writer, runs):
     with pytest.raises(ConfigError, match=told):
         fedcb2o.minimize(writer, circle, dim=2, runs=runs)
     if writer in (by_torch, by_view):  # what autograd follows has no NumPy array
-        with pytest.raises(ConfigError, match=rf"`lower`, .*{writer.__name__}, writes into the particles"):
+        with pytest.raises(
+            ConfigError, match=rf"`lower`, .*{writer.__name__}, writes into the particles"
+        ):
             fedcb2o.minimize([circle, writer], dim=2, lambda2=0.1, runs=runs)
-    with pytest.raises(ConfigError, match=rf"`upper`, .*{writer.__name__}, writes into the particles"):
+    with pytest.raises(
+        ConfigError, match=rf"`upper`, .*{writer.__name__}, writes into the particles"
+    ):
         fedcb2o.minimize(circle, writer, dim=2, batch=50, runs=runs)
 
 
@@ -83,7 +87,9 @@ def test_an_adversary_that_writes_is_named(name, way):
         return 0.0, 0.0
 
     what = "consensus points" if name == "m" else "particles"
-    with pytest.raises(ConfigError, match=rf"an adversary's `move`, .*moves, writes into the {what}"):
+    with pytest.raises(
+        ConfigError, match=rf"an adversary's `move`, .*moves, writes into the {what}"
+    ):
         fedcb2o.minimize(circle, dim=2, adversaries=fedcb2o.Adversary(moves, 10, [1.0, 0.0]))
 
 
@@ -118,7 +124,9 @@ def test_numpy_functions_get_arrays_of_their_own():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_is_shown_may_be_nan(dtype):
     theta = torch.tensor([[[torch.nan, 1.0], [torch.inf, 0.0], [0.0, 2.0]]], dtype=dtype)
-    assert evaluate_objectives(theta, circle, circle, check_writes=True).excluded.tolist() == [[True, True, False]]
+    assert evaluate_objectives(theta, circle, circle, check_writes=True).excluded.tolist() == [
+        [True, True, False]
+    ]
 
 
 def test_what_pytorch_does_not_count_is_no_fault():

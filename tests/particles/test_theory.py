@@ -89,7 +89,9 @@ def malicious(problem, how, seed):
     """Attackers at a minimiser of L far from the target or near it, off them all, or anywhere about them."""
     if problem is points:
         at = {"behind": -1.0, "beside": 0.95, "nowhere": 9.0}
-        return torch.full((3, 1), at[how]).double() if how in at else -1 + 0.2 * normal(seed, 300, 1)
+        return (
+            torch.full((3, 1), at[how]).double() if how in at else -1 + 0.2 * normal(seed, 300, 1)
+        )
     at = {"behind": (math.pi, 1.0), "beside": (0.8, 1.0), "nowhere": (0.0, 5.0)}
     anywhere = (3 * normal(seed, 300), 1 + 0.02 * normal(seed + 1, 300))
     angle, rho = (torch.tensor([x]).double() for x in at[how]) if how in at else anywhere
@@ -107,7 +109,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("problem", "constants", "r_G"), [(circle, CIRCLE, 0.2), (circle, CIRCLE, 0.5), (points, POINTS, 0.2)]
+    ("problem", "constants", "r_G"),
+    [(circle, CIRCLE, 0.2), (circle, CIRCLE, 0.5), (points, POINTS, 0.2)],
 )
 def test_the_constants_are_right(problem, constants, r_G):
     x = benign(problem, "at large", 0)
@@ -165,12 +168,16 @@ def test_bounds_under_attack(problem, setting, constants, attack, w_m):
         assert control.outside <= control.outside_bound
         # prop:attack is on the terms of prop:QQLP.
         factor = w_m / (1 - w_m) / bounds.ball_mass(mixture.theta, mixture.target, setting.r)
-        assert bound.inside == pytest.approx(factor * math.exp(-setting.alpha * setting.u) * control.inside, rel=1e-9)
+        assert bound.inside == pytest.approx(
+            factor * math.exp(-setting.alpha * setting.u) * control.inside, rel=1e-9
+        )
         assert bound.outside == pytest.approx(factor * control.outside, rel=1e-9)
         far = constants is WIDE, constants is not WIDE  # on which side of R_K_G what is behind lies
         there = (control.inside > 0, control.outside > 0)
         if attack != "anywhere":
-            assert there == {"behind": far, "beside": (True, False), "nowhere": (False, False)}[attack]
+            assert (
+                there == {"behind": far, "beside": (True, False), "nowhere": (False, False)}[attack]
+            )
         else:
             assert there == ((True, True) if problem is circle else far)
 
@@ -178,11 +185,17 @@ def test_bounds_under_attack(problem, setting, constants, attack, w_m):
 def test_attack_bounds_are_nearly_reached():
     """Attackers at the rim of the ball, to either side of it."""
     R = POINTS.R_K_G
-    setting = dataclasses.replace(ON_A_LINE, alpha=0.5, u=0.875, G_r=0.125)  # u + G_r + 2.5 r_G = 1.5
+    setting = dataclasses.replace(
+        ON_A_LINE, alpha=0.5, u=0.875, G_r=0.125
+    )  # u + G_r + 2.5 r_G = 1.5
     for position, side in ((1 - R, "inside"), (1 - R - 1e-9, "outside")):
         attackers = torch.tensor([[position]], dtype=torch.float64)
-        mixture = dataclasses.replace(points(torch.ones(5, 1).double(), attackers, 0.5), lower=lambda x: 0 * x[:, 0])
-        control = bounds.attack_bounds(mixture, setting, POINTS)  # here L = 0: the attackers are in Q_beta
+        mixture = dataclasses.replace(
+            points(torch.ones(5, 1).double(), attackers, 0.5), lower=lambda x: 0 * x[:, 0]
+        )
+        control = bounds.attack_bounds(
+            mixture, setting, POINTS
+        )  # here L = 0: the attackers are in Q_beta
         assert control.applies
         assert control.inside == (R if side == "inside" else 0)
         expected = R * math.exp(0.5 * (0.125 - R**2)) if side == "outside" else 0
@@ -196,7 +209,10 @@ def test_terms_by_hand():
     setting = dataclasses.replace(ON_A_LINE, alpha=2, beta=0.5)
     # L = 0, 1/32, 0, 2 and 0: both halves of the quantile are 0, the level is delta_q = 0.1, and 3 is out. Two of four
     # benign particles are within r = 1/16; G_r = 2.5/16.
-    weight = {x: mass * math.exp(-2 * (x - 2) ** 2) for x, mass in ((1, 0.1875), (1 + 1 / 32, 0.1875), (-1, 0.4375))}
+    weight = {
+        x: mass * math.exp(-2 * (x - 2) ** 2)
+        for x, mass in ((1, 0.1875), (1 + 1 / 32, 0.1875), (-1, 0.4375))
+    }
     m = sum(x * w for x, w in weight.items()) / sum(weight.values())
     for constants, inside, outside in (
         (POINTS, 0, (1 / 3) / 0.5 * 2 * math.exp(2 * (2.5 / 16 - 2**2))),
@@ -217,8 +233,12 @@ def test_attackers_without_mass_change_nothing():
     massless = bounds.laplace_bound(points(theta, attackers, 0.0), ON_A_LINE, POINTS)
     nearly = bounds.laplace_bound(points(theta, attackers, 1e-12), ON_A_LINE, POINTS)
     for one in (massless, nearly):
-        assert (one.distance, one.total) == pytest.approx((without.distance, without.total), abs=1e-9)
-    assert bounds.attack_bounds(points(theta, attackers, 0.0), ON_A_LINE, WIDE).inside == pytest.approx(2)
+        assert (one.distance, one.total) == pytest.approx(
+            (without.distance, without.total), abs=1e-9
+        )
+    assert bounds.attack_bounds(
+        points(theta, attackers, 0.0), ON_A_LINE, WIDE
+    ).inside == pytest.approx(2)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +275,9 @@ def test_nobody_near_the_target():
 
 def test_a_large_beta_breaks_a_hypothesis_and_the_bound():
     mixture = circle(benign(circle, "at large", 0))
-    bound = bounds.laplace_bound(mixture, dataclasses.replace(AROUND, beta=0.95, alpha=400, u=0.1), CIRCLE)
+    bound = bounds.laplace_bound(
+        mixture, dataclasses.replace(AROUND, beta=0.95, alpha=400, u=0.1), CIRCLE
+    )
     assert [name for name, held in bound.hypotheses.items() if not held] == ["beta"]
     assert bound.distance > bound.total  # the consensus point is near (2,0), where G is least
 
@@ -284,9 +306,13 @@ def test_holder_continuity_must_be_two_sided():
 def test_what_the_bound_may_lack_beyond_the_ball():
     """`near` is a distance from p, not from the target: with A5's first part beyond r_G, it may lack |p - target|."""
     # L = |x_2| on R^2, G = |x - p| with p = (0, 0.5), the target 0, r_G = 0.5: H_G = eta_G = nu_G = 1.
-    theta = torch.tensor([[0.0, 0.0]] * 2 + [[-3.0, 0.25]] * 120 + [[0.495, 0.5]] * 78, dtype=torch.float64)
+    theta = torch.tensor(
+        [[0.0, 0.0]] * 2 + [[-3.0, 0.25]] * 120 + [[0.495, 0.5]] * 78, dtype=torch.float64
+    )
     p = torch.tensor([0.0, 0.5], dtype=torch.float64)
-    mixture = Mixture(theta, torch.zeros(2).double(), lambda x: x[:, 1].abs(), lambda x: (x - p).norm(dim=-1))
+    mixture = Mixture(
+        theta, torch.zeros(2).double(), lambda x: x[:, 1].abs(), lambda x: (x - p).norm(dim=-1)
+    )
     setting = Setting(alpha=1e4, beta=0.5, delta_q=0.25, r_G=0.5, r=0.01, u=0.01)
     constants = Constants(
         L_low=0, H_L=1, h_L=1, R_H_L=INF, L_inf=INF, eta_L=1, nu_L=1,
@@ -299,10 +325,14 @@ def test_what_the_bound_may_lack_beyond_the_ball():
 
 def test_float32_and_empty_ball():
     theta = benign(points, "at large", 0)
-    single, double = (bounds.laplace_bound(points(each), ON_A_LINE, POINTS) for each in (theta.float(), theta))
+    single, double = (
+        bounds.laplace_bound(points(each), ON_A_LINE, POINTS) for each in (theta.float(), theta)
+    )
     assert single.total == pytest.approx(double.total, rel=1e-2)
     with pytest.raises(ConfigError, match=r"`radius` = 0\.1"):
-        bounds.laplace_bound(circle(benign(circle, "near", 0)), dataclasses.replace(AROUND, radius=0.1), CIRCLE)
+        bounds.laplace_bound(
+            circle(benign(circle, "near", 0)), dataclasses.replace(AROUND, radius=0.1), CIRCLE
+        )
 
 
 # ---- thm:main ----
@@ -311,7 +341,10 @@ def test_float32_and_empty_ball():
 def test_functional_and_ball_mass_by_hand():
     theta = torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=torch.float64)
     assert theory.V(theta, torch.zeros(2).double()) == 6.25  # (0 + 25) / 2 / 2
-    assert theory.V(torch.stack([theta, theta + 1]), torch.ones(2).double()).tolist() == [3.75, 6.25]
+    assert theory.V(torch.stack([theta, theta + 1]), torch.ones(2).double()).tolist() == [
+        3.75,
+        6.25,
+    ]
     assert bounds.ball_mass(theta, torch.zeros(2).double(), 4.9) == 0.5
     assert bounds.ball_mass(theta, torch.zeros(2).double(), 5) == 1
 
@@ -329,12 +362,20 @@ def test_rates_and_times_by_hand():
 
 def test_closeness_by_hand():
     # 2 lambda - d sigma^2 = 1.5 and lambda + d sigma^2 = 1.5; the other side is sqrt(0.5 * 1.5 / 0.5) = 1.22.
-    assert theory.closeness(vartheta=0.5, lambda1=1, sigma1=0.5, dim=2) == pytest.approx(0.25 / math.sqrt(2))
+    assert theory.closeness(vartheta=0.5, lambda1=1, sigma1=0.5, dim=2) == pytest.approx(
+        0.25 / math.sqrt(2)
+    )
     # 4 - 3 = 1 and 2 + 3 = 5.
-    assert theory.closeness(vartheta=0.2, lambda1=2, sigma1=1, dim=3) == pytest.approx(0.02 / math.sqrt(2))
-    assert theory.closeness(vartheta=0.5, lambda1=7, sigma1=0, dim=3) == pytest.approx(0.5 / math.sqrt(2))
+    assert theory.closeness(vartheta=0.2, lambda1=2, sigma1=1, dim=3) == pytest.approx(
+        0.02 / math.sqrt(2)
+    )
+    assert theory.closeness(vartheta=0.5, lambda1=7, sigma1=0, dim=3) == pytest.approx(
+        0.5 / math.sqrt(2)
+    )
     # An hour in place of a second changes nothing.
-    assert theory.closeness(vartheta=0.2, lambda1=32, sigma1=4, dim=3) == pytest.approx(0.02 / math.sqrt(2))
+    assert theory.closeness(vartheta=0.2, lambda1=32, sigma1=4, dim=3) == pytest.approx(
+        0.02 / math.sqrt(2)
+    )
 
 
 def slope(v, w, lambda1, sigma1):
@@ -351,7 +392,11 @@ def test_within_closeness_v_decays_as_the_theorem_says(vartheta, sigma1):
     rate = theory.contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=dim)
     c = theory.closeness(vartheta=vartheta, lambda1=lambda1, sigma1=sigma1, dim=dim)
     fast, slow = -(1 + vartheta / 2) * rate, -(1 - vartheta) * rate
-    for spread, shift in ((1.0, 0.0), (0.3, 1.0), (1e-6, 1.0)):  # about the target, beside it, and all in one point
+    for spread, shift in (
+        (1.0, 0.0),
+        (0.3, 1.0),
+        (1e-6, 1.0),
+    ):  # about the target, beside it, and all in one point
         v = shift + spread * normal(3, 5000, dim)
         size = theory.V(v, torch.zeros(dim).double()).sqrt()
         for direction in (*normal(4, 20, dim), v.mean(0), -v.mean(0)):
@@ -384,7 +429,9 @@ def test_decay_with_the_consensus_at_the_target(noise):
     values = [theory.V(theta, target)]
     for n in range(150):
         D = theta.norm(dim=-1, keepdim=True) if noise == "isotropic" else theta
-        theta = theta - lambda1 * theta * dt + sigma1 * math.sqrt(dt) * D * normal(2 + n, 20_000, dim)
+        theta = (
+            theta - lambda1 * theta * dt + sigma1 * math.sqrt(dt) * D * normal(2 + n, 20_000, dim)
+        )
         values.append(theory.V(theta, target))
     t, v = torch.arange(151).double() * dt, torch.stack(values)
     assert theory.fit_decay_rate(t, v).item() == pytest.approx(rate, rel=0.03)
@@ -399,7 +446,10 @@ def test_decay_with_the_consensus_at_the_target(noise):
 
 # ---- the choice of beta and alpha ----
 
-C, EPS = 0.5, 0.04  # the theorem asks |m - target| < c sqrt(V) as long as V > eps; at V = eps that is 0.1
+C, EPS = (
+    0.5,
+    0.04,
+)  # the theorem asks |m - target| < c sqrt(V) as long as V > eps; at V = eps that is 0.1
 
 
 def test_scales_by_hand():
@@ -417,19 +467,40 @@ def test_scales_by_hand():
 
 
 def test_beta_0_and_alpha_0_by_hand():
-    assert theory.beta_0(w_m=0.25, ball_mass=0.2, p_H=0.5, end_time=2) == pytest.approx(0.375 * 0.2 * math.exp(-1))
-    given = {"ball_mass": 0.1, "V0": 1.0, "eps": 0.01, "vartheta": 0.5, "rate": 2, "c": 0.12, "u": 0.25}
+    assert theory.beta_0(w_m=0.25, ball_mass=0.2, p_H=0.5, end_time=2) == pytest.approx(
+        0.375 * 0.2 * math.exp(-1)
+    )
+    given = {
+        "ball_mass": 0.1,
+        "V0": 1.0,
+        "eps": 0.01,
+        "vartheta": 0.5,
+        "rate": 2,
+        "c": 0.12,
+        "u": 0.25,
+    }
     # log(12/0.12) + log 10 + max(1/2, p / 1) log 100 + max(0, log(w_m/w_b 1.5 / 0.1)), over u.
     assert theory.alpha_0(POINTS, w_m=0, p=0, **given) == pytest.approx(4 * math.log(1e4))
     assert theory.alpha_0(POINTS, w_m=0, p=2, **given) == pytest.approx(4 * math.log(1e7))
     assert theory.alpha_0(POINTS, w_m=0.4, p=0, **given) == pytest.approx(4 * math.log(1e5))
-    assert theory.alpha_0(POINTS, w_m=0.05, p=0, **given) == theory.alpha_0(POINTS, w_m=0, p=0, **given)
+    assert theory.alpha_0(POINTS, w_m=0.05, p=0, **given) == theory.alpha_0(
+        POINTS, w_m=0, p=0, **given
+    )
     # The other side of the maximum: 1 / (2 * 1 * 1.5^2).
     assert theory.alpha_0(POINTS, w_m=0.4, p=0, **{**given, "u": 1e3}) == pytest.approx(1 / 4.5)
 
 
 def test_how_they_move_with_the_share():
-    given = {"ball_mass": 0.1, "V0": 1.0, "eps": 0.01, "vartheta": 0.5, "rate": 2, "c": 0.12, "u": 0.25, "p": 1.0}
+    given = {
+        "ball_mass": 0.1,
+        "V0": 1.0,
+        "eps": 0.01,
+        "vartheta": 0.5,
+        "rate": 2,
+        "c": 0.12,
+        "u": 0.25,
+        "p": 1.0,
+    }
     shares = [0.0, 1e-12, 0.01, 0.1, 0.3, 0.6, 0.9, 0.99]
     alphas = [theory.alpha_0(POINTS, w_m=w_m, **given) for w_m in shares]
     assert alphas == sorted(alphas)
@@ -464,7 +535,9 @@ def test_above_alpha_0_the_consensus_is_near(constants, w_m):
     mixture = points(1 + 0.5 * normal(0, 20_000, 1), attackers, w_m)
     mass = bounds.ball_mass(mixture.theta, mixture.target, r / 2)
     V0 = theory.V(mixture.theta, mixture.target).item()
-    alpha = theory.alpha_0(constants, w_m=w_m, ball_mass=mass, V0=V0, eps=EPS, vartheta=0.5, rate=1.5, c=C, u=s.u, p=0)
+    alpha = theory.alpha_0(
+        constants, w_m=w_m, ball_mass=mass, V0=V0, eps=EPS, vartheta=0.5, rate=1.5, c=C, u=s.u, p=0
+    )
     mass_H = bounds.ball_mass(mixture.theta, mixture.target, s.r_H / 2)
     beta = 0.999 * theory.beta_0(w_m=w_m, ball_mass=mass_H, p_H=0, end_time=2)
     setting = Setting(alpha=alpha, beta=beta, delta_q=s.delta_q, r_G=s.r_G, r=r, u=s.u)
@@ -473,7 +546,9 @@ def test_above_alpha_0_the_consensus_is_near(constants, w_m):
     assert bounds.attack_bounds(mixture, setting, constants).applies
     assert bound.distance <= bound.total <= C * math.sqrt(EPS)
     if constants is WIDE and w_m == 0.9:  # with half of it, the attackers' term is too large
-        weak = bounds.laplace_bound(mixture, dataclasses.replace(setting, alpha=alpha / 2), constants)
+        weak = bounds.laplace_bound(
+            mixture, dataclasses.replace(setting, alpha=alpha / 2), constants
+        )
         assert weak.total > C * math.sqrt(EPS)
 
 
@@ -494,7 +569,9 @@ def test_suggestion_agrees_with_alpha_0_and_beta_0():
     for share in (0.0, 0.05, 0.4, 0.9):
         free = theory.alpha_0(POINTS, w_m=0, eps=0.01, u=0.25, **given)
         found = theory.suggest_parameters(share, alpha=free, R_K_G=POINTS.R_K_G, eps=0.01, u=0.25)
-        assert found.alpha == pytest.approx(theory.alpha_0(POINTS, w_m=share, eps=0.01, u=0.25, **given))
+        assert found.alpha == pytest.approx(
+            theory.alpha_0(POINTS, w_m=share, eps=0.01, u=0.25, **given)
+        )
         assert found.alpha_increase == pytest.approx(4 * found.alpha_increase_in_1_over_u)
     partly = theory.suggest_parameters(0.4, alpha=10, R_K_G=1.5, eps=0.01)
     assert partly.alpha_increase_in_1_over_u == pytest.approx(math.log(10))
@@ -510,7 +587,9 @@ def test_suggestion_without_attackers_changes_nothing():
 def test_suggestion_warns_of_capture():
     assert "delta_q = 0" in theory.suggest_parameters(0.3, beta=0.1).notes[0]
     assert "0.07" in theory.suggest_parameters(0.3, beta=0.1).notes[0]
-    assert len(theory.suggest_parameters(0.1, beta=0.5).notes) == len(theory.suggest_parameters(0.3).notes)
+    assert len(theory.suggest_parameters(0.1, beta=0.5).notes) == len(
+        theory.suggest_parameters(0.3).notes
+    )
 
 
 # ---- what cannot be ----
@@ -519,16 +598,31 @@ def test_suggestion_warns_of_capture():
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: theory.end_time(1.0, 0.1, vartheta=0.5, rate=-18.0), "2 lambda - d sigma^2 > 0, got -18"),
+        (
+            lambda: theory.end_time(1.0, 0.1, vartheta=0.5, rate=-18.0),
+            "2 lambda - d sigma^2 > 0, got -18",
+        ),
         (lambda: theory.end_time_window(1.0, 0.1, vartheta=0.5, rate=0), "smaller sigma1"),
-        (lambda: theory.end_time(1.0, 2.0, vartheta=0.5, rate=1), "`eps` must be above 0 and below V0 = 1, got 2"),
+        (
+            lambda: theory.end_time(1.0, 2.0, vartheta=0.5, rate=1),
+            "`eps` must be above 0 and below V0 = 1, got 2",
+        ),
         (lambda: theory.end_time(1.0, 0.1, vartheta=1, rate=1), "`vartheta`"),
-        (lambda: theory.closeness(vartheta=0.5, lambda1=1, sigma1=1, dim=2), "2 lambda - d sigma^2 > 0, got 0"),
+        (
+            lambda: theory.closeness(vartheta=0.5, lambda1=1, sigma1=1, dim=2),
+            "2 lambda - d sigma^2 > 0, got 0",
+        ),
         (lambda: theory.closeness(vartheta=1.5, lambda1=1, sigma1=0, dim=2), "`vartheta`"),
         (lambda: theory.decay_bounds(torch.zeros(1), 1.0, vartheta=0.0, rate=1), "`vartheta`"),
         (lambda: theory.beta_0(w_m=1.0, ball_mass=0.1, p_H=1, end_time=1), "`w_m`"),
-        (lambda: theory.beta_0(w_m=0.1, ball_mass=0.0, p_H=1, end_time=1), "particles near the target"),
-        (lambda: theory.beta_0(w_m=0.1, ball_mass=0.1, p_H=-1, end_time=1), "`p_H` must be at least 0"),
+        (
+            lambda: theory.beta_0(w_m=0.1, ball_mass=0.0, p_H=1, end_time=1),
+            "particles near the target",
+        ),
+        (
+            lambda: theory.beta_0(w_m=0.1, ball_mass=0.1, p_H=-1, end_time=1),
+            "`p_H` must be at least 0",
+        ),
         (lambda: theory.contraction_rate(lambda1=1, sigma1=1, dim=1, noise="pink"), "got pink"),
         (lambda: theory.scales(POINTS, c=C, eps=EPS, delta_q=1.0), "at most 0.00333333, got 1.0"),
         (lambda: theory.scales(POINTS, c=0.0, eps=EPS), "`c` must be above 0 and finite"),

@@ -15,7 +15,9 @@ def write_node(folder, lines, **about):
         "class_names": ["benign", "malignant"], "num_samples": 400, "validation_samples": 80,
     }  # fmt: skip
     (folder / "agent.json").write_text(json.dumps(told | about), encoding="utf-8")
-    (folder / "rounds.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8")
+    (folder / "rounds.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8"
+    )
     return folder
 
 
@@ -38,7 +40,9 @@ def draw_node(folder, *, agents=8, rounds=50, budget=4, seed=0):
     reasons = ["signature", "size", "not finite", "hash of a chunk", "round"]
     lines = []
     for n in range(1, rounds + 1):
-        asked = sorted(int(i) for i in rng.choice(np.arange(1, agents), min(budget, agents - 1), replace=False))
+        asked = sorted(
+            int(i) for i in rng.choice(np.arange(1, agents), min(budget, agents - 1), replace=False)
+        )
         received, refused, late = [], {}, []
         for i in asked:
             if i == agents - 1:
@@ -47,7 +51,9 @@ def draw_node(folder, *, agents=8, rounds=50, budget=4, seed=0):
                 late.append(i)
             elif not (i == 1 and n > 0.7 * rounds):
                 mu = rng.gamma(5) * (0.02 if i >= agents - 3 else 1)
-                received.append([i, float(rng.gamma(4, 0.03) * (4 if i == 2 else 1)), 26_400_000, mu])
+                received.append(
+                    [i, float(rng.gamma(4, 0.03) * (4 if i == 2 else 1)), 26_400_000, mu]
+                )
         own = rng.gamma(6)
         total = own + sum(each[3] for each in received)
         train, wait = float(rng.gamma(30, 0.02)), float(rng.gamma(4, 0.05))

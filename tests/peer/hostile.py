@@ -47,7 +47,9 @@ from fedcb2o.peer.wire.transport import Zenoh, _key_expression, _open_peer_sessi
 
 HEAD = 26  # bytes of an answer in which there is nothing
 LATE = "late"  # a peer that gives nothing in time counts as late, and nothing more is said
-Lie: TypeAlias = "Callable[[Liar, Request], Iterable[BytesLike]]"  # the answers to a request for a manifest
+Lie: TypeAlias = (
+    "Callable[[Liar, Request], Iterable[BytesLike]]"  # the answers to a request for a manifest
+)
 
 LIES: dict[str, tuple[set[str], Lie]] = {}
 CHUNKS: dict[str, "Callable[[bytes, int], tuple[AnswerStatus, BytesLike] | None]"] = {}
@@ -58,19 +60,25 @@ CONTENTS: list[str] = []
 class Liar:
     """A member of a federation that keeps to nothing of it; it notes to whom it told which lie."""
 
-    def __init__(self, federation: Federation, identity: Identity, log: Path, lies: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, federation: Federation, identity: Identity, log: Path, lies: Sequence[Sequence[str]]
+    ) -> None:
         self.federation, self.identity, self.lies = federation, identity, lies
         self.me = federation.id_of(identity.member)
         self.dim = len(parameters.flatten(build_network(federation)))
         self.transport = Zenoh(federation, identity)
-        self.content: dict[bytes, tuple[str, bytes]] = {}  # by the digest of a manifest: the lie, and what is sent
+        self.content: dict[
+            bytes, tuple[str, bytes]
+        ] = {}  # by the digest of a manifest: the lie, and what is sent
         self.stolen: dict[int, bytes] = {}  # manifests of others
         self.asked = threading.Event()  # since when it is asked for models
         self.log = log.open("a", buffering=1)
 
     def serve(self) -> None:
         """Answer until the process ends: each request on a thread of its own, as often as it likes."""
-        asked = self.transport._incoming.declare_queryable(self.key, zenoh.handlers.FifoChannel(1024), complete=True)
+        asked = self.transport._incoming.declare_queryable(
+            self.key, zenoh.handlers.FifoChannel(1024), complete=True
+        )
         while True:
             query = asked.recv()
             threading.Thread(target=self.answer, args=(query,), daemon=True).start()
@@ -97,7 +105,13 @@ class Liar:
             yield from LIES[name][1](self, request)
         elif request.kind is RequestKind.CHUNK and request.digest in self.content:
             name, content = self.content[request.digest]
-            how = CHUNKS.get(name, lambda content, k: (AnswerStatus.OK, content[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES]))
+            how = CHUNKS.get(
+                name,
+                lambda content, k: (
+                    AnswerStatus.OK,
+                    content[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES],
+                ),
+            )
             found = how(content, request.index)
             if found is None:
                 time.sleep(60)
@@ -135,12 +149,16 @@ class Liar:
                 answer = decode_answer(data)
                 if answer.status is AnswerStatus.OK:
                     self.stolen[other], _ = decode_offer(answer.body)
-        return next((signed for other, signed in self.stolen.items() if other != request.sender), b"")
+        return next(
+            (signed for other, signed in self.stolen.items() if other != request.sender), b""
+        )
 
     def request(self, kind: RequestKind, peer: int, **changes: Any) -> Request:
         """A request that is in order, but for some changes."""
         nonce = secrets.token_bytes(16)
-        right = Request(kind=kind, run=self.federation.run, sender=self.me, receiver=peer, nonce=nonce)
+        right = Request(
+            kind=kind, run=self.federation.run, sender=self.me, receiver=peer, nonce=nonce
+        )
         return replace(right, **changes)
 
     def pester(self, count: int) -> None:
@@ -151,7 +169,9 @@ class Liar:
         for name, asking in REQUESTS.items():
             for peer in others:
                 began = time.monotonic()
-                waiting = [self.transport.ask(peer, data, 2.0) for data in asking(self, peer, count)]
+                waiting = [
+                    self.transport.ask(peer, data, 2.0) for data in asking(self, peer, count)
+                ]
                 told = [data for each in waiting for data in each]
                 given = sum(len(data) > HEAD for data in told)
                 self.note(
@@ -180,7 +200,10 @@ def answers(name: str, *reasons: str) -> Any:
 
     def named(function: Callable[[Liar, Request, bytes], Iterable[BytesLike]]) -> Any:
         honest = lambda liar, request: liar.signed(request, liar.manifest(request))  # noqa: E731
-        LIES[name] = (set(reasons), lambda liar, request: function(liar, request, honest(liar, request)))
+        LIES[name] = (
+            set(reasons),
+            lambda liar, request: function(liar, request, honest(liar, request)),
+        )
         return function
 
     return named
@@ -191,21 +214,31 @@ def answers(name: str, *reasons: str) -> Any:
 answers("random bytes", LATE)(lambda liar, request, good: [secrets.token_bytes(1000)])
 answers("nothing", LATE)(lambda liar, request, good: [])
 answers("half of a head", LATE)(lambda liar, request, good: [good[:20]])
-answers("an empty offer", "malformed")(lambda liar, request, good: [Answer(request.nonce, AnswerStatus.OK, b"").encode()])
+answers("an empty offer", "malformed")(
+    lambda liar, request, good: [Answer(request.nonce, AnswerStatus.OK, b"").encode()]
+)
 answers("to another question", LATE)(
-    lambda liar, request, good: [Answer(bytes(16), AnswerStatus.OK, decode_answer(good).body).encode()]
+    lambda liar, request, good: [
+        Answer(bytes(16), AnswerStatus.OK, decode_answer(good).body).encode()
+    ]
 )
 answers("another protocol", LATE)(lambda liar, request, good: [good[:7] + b"\2" + good[8:]])
 answers("an unknown status", LATE)(lambda liar, request, good: [good[:9] + b"\x63" + good[10:]])
-answers("busy", LATE)(lambda liar, request, good: [Answer(request.nonce, AnswerStatus.BUSY).encode()])
+answers("busy", LATE)(
+    lambda liar, request, good: [Answer(request.nonce, AnswerStatus.BUSY).encode()]
+)
 answers("a run that is over", "another run")(
     lambda liar, request, good: [Answer(request.nonce, AnswerStatus.ANOTHER_RUN).encode()]
 )
 answers("cut in the manifest", "malformed")(lambda liar, request, good: [good[:-100]])
 answers("a byte too many", "malformed")(lambda liar, request, good: [good + b"\0"])
-answers("a length of 2^32 - 1", "malformed")(lambda liar, request, good: [good[:26] + b"\xff" * 4 + good[30:]])
+answers("a length of 2^32 - 1", "malformed")(
+    lambda liar, request, good: [good[:26] + b"\xff" * 4 + good[30:]]
+)
 answers("a thousand answers", LATE, "malformed")(
-    lambda liar, request, good: [Answer(request.nonce, AnswerStatus.OK, secrets.token_bytes(1000)).encode()] * 1000
+    lambda liar, request, good: (
+        [Answer(request.nonce, AnswerStatus.OK, secrets.token_bytes(1000)).encode()] * 1000
+    )
 )
 answers("65 digests", "malformed")(
     lambda liar, request, good: [good + struct.pack("<II32s", 0, request.round, bytes(32)) * 65]
@@ -232,7 +265,9 @@ def manifests(name: str, *reasons: str) -> Any:
 
     def named(changes: Callable[[Liar, Request], dict[str, Any]]) -> None:
         lie(name, *reasons)(
-            lambda liar, request: [liar.signed(request, liar.manifest(request, **changes(liar, request)))]
+            lambda liar, request: [
+                liar.signed(request, liar.manifest(request, **changes(liar, request)))
+            ]
         )
 
     return named
@@ -243,7 +278,9 @@ manifests("in another's name", "signature")(lambda liar, request: {"agent": (lia
 manifests("another run", "run")(lambda liar, request: {"run": bytes(32)})
 manifests("round 2^32 - 1", "round")(lambda liar, request: {"round": 2**32 - 1})
 manifests("after the last round", "round")(lambda liar, request: {"round": liar.federation.rounds})
-manifests("an old round", "round")(lambda liar, request: {"round": request.round - liar.federation.lag - 1})
+manifests("an old round", "round")(
+    lambda liar, request: {"round": request.round - liar.federation.lag - 1}
+)
 manifests("too small", "size")(lambda liar, request: {"size": 4 * liar.dim - 4})
 manifests("too large", "size")(lambda liar, request: {"size": 4 * liar.dim + 4})
 manifests("2^63 bytes", "size")(lambda liar, request: {"size": 2**63})
@@ -251,9 +288,15 @@ manifests("2^64 - 1 bytes", "size")(lambda liar, request: {"size": 2**64 - 1})
 manifests("no bytes", "size")(lambda liar, request: {"size": 0, "chunks": ()})
 manifests("another network", "size")(lambda liar, request: {"dim": liar.dim - 1})
 manifests("2^63 parameters", "size")(lambda liar, request: {"dim": 2**63})
-manifests("a chunk too few", "size")(lambda liar, request: {"chunks": (bytes(32),) * (num_chunks(4 * liar.dim) - 1)})
-manifests("a chunk too many", "length")(lambda liar, request: {"chunks": (bytes(32),) * (num_chunks(4 * liar.dim) + 1)})
-manifests("2^14 chunks", "length")(lambda liar, request: {"size": 2**34, "dim": 2**32, "chunks": (bytes(32),) * 2**14})
+manifests("a chunk too few", "size")(
+    lambda liar, request: {"chunks": (bytes(32),) * (num_chunks(4 * liar.dim) - 1)}
+)
+manifests("a chunk too many", "length")(
+    lambda liar, request: {"chunks": (bytes(32),) * (num_chunks(4 * liar.dim) + 1)}
+)
+manifests("2^14 chunks", "length")(
+    lambda liar, request: {"size": 2**34, "dim": 2**32, "chunks": (bytes(32),) * 2**14}
+)
 manifests("another encoding", "dtype")(lambda liar, request: {"encoding": 1})
 manifests("an unknown encoding", "dtype")(lambda liar, request: {"encoding": 255})
 manifests("another base", "dtype")(lambda liar, request: {"base": secrets.token_bytes(32)})
@@ -290,7 +333,11 @@ def contents(name: str, *reasons: str, digests: int = 0) -> Any:
             sent = content(liar.dim).tobytes()[: 4 * liar.dim]
             manifest = liar.manifest(request, sent)
             liar.content[manifest.digest] = name, sent
-            false = [(i, request.round - 1, secrets.token_bytes(32)) for i in range(3) for _ in range(digests)]
+            false = [
+                (i, request.round - 1, secrets.token_bytes(32))
+                for i in range(3)
+                for _ in range(digests)
+            ]
             yield liar.signed(request, manifest, digests=false[:64])
 
         lie(name, *reasons)(told)
@@ -301,11 +348,15 @@ def contents(name: str, *reasons: str, digests: int = 0) -> Any:
 
 contents("NaN", "not finite")(lambda dim: np.full(dim, np.nan, "<f4"))
 contents("infinite", "not finite")(lambda dim: np.full(dim, np.inf, "<f4"))
-contents("one NaN, the last", "not finite")(lambda dim: np.where(np.arange(dim) < dim - 1, 0, np.nan).astype("<f4"))
+contents("one NaN, the last", "not finite")(
+    lambda dim: np.where(np.arange(dim) < dim - 1, 0, np.nan).astype("<f4")
+)
 contents("1e38", "bound")(lambda dim: np.full(dim, 1e38, "<f4"))
 contents("-1e38 once", "bound")(lambda dim: np.where(np.arange(dim) > 0, 0, -1e38).astype("<f4"))
 contents("float64", "bound", "not finite")(lambda dim: np.random.default_rng(0).normal(size=dim))
-contents("big-endian", "bound", "not finite")(lambda dim: np.random.default_rng(0).normal(size=dim).astype(">f4"))
+contents("big-endian", "bound", "not finite")(
+    lambda dim: np.random.default_rng(0).normal(size=dim).astype(">f4")
+)
 contents("64 false digests", "not finite")(lambda dim: np.full(dim, -np.inf, "<f4"))
 
 
@@ -320,10 +371,21 @@ def chunks(name: str, *reasons: str) -> Any:
     return named
 
 
-chunks("other bytes", "hash")(lambda content, k: (AnswerStatus.OK, secrets.token_bytes(min(CHUNK_BYTES, len(content) - k * CHUNK_BYTES))))
-chunks("shorter chunks", "hash")(lambda content, k: (AnswerStatus.OK, content[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES - 1]))
-chunks("longer chunks", "hash")(lambda content, k: (AnswerStatus.OK, content[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES] + b"\0"))
-chunks("truncated", "hash")(lambda content, k: (AnswerStatus.OK, content[:CHUNK_BYTES] if not k else b""))
+chunks("other bytes", "hash")(
+    lambda content, k: (
+        AnswerStatus.OK,
+        secrets.token_bytes(min(CHUNK_BYTES, len(content) - k * CHUNK_BYTES)),
+    )
+)
+chunks("shorter chunks", "hash")(
+    lambda content, k: (AnswerStatus.OK, content[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES - 1])
+)
+chunks("longer chunks", "hash")(
+    lambda content, k: (AnswerStatus.OK, content[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES] + b"\0")
+)
+chunks("truncated", "hash")(
+    lambda content, k: (AnswerStatus.OK, content[:CHUNK_BYTES] if not k else b"")
+)
 chunks("no chunks", "hash")(lambda content, k: (AnswerStatus.NOT_HERE, b""))
 chunks("chunks never", LATE)(lambda content, k: None)
 answers("8 MiB", LATE)(lambda liar, request, good: [good + bytes(2**23)])
@@ -343,29 +405,42 @@ def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
 # Requests: of each kind the bytes of so many, for one peer. Nothing may be given for any.
 
 REQUESTS: "dict[str, Callable[[Liar, int, int], Iterable[bytes]]]" = {
-    "random bytes": lambda liar, peer, count: (secrets.token_bytes(REQUEST_BYTES) for _ in range(count)),
+    "random bytes": lambda liar, peer, count: (
+        secrets.token_bytes(REQUEST_BYTES) for _ in range(count)
+    ),
     "of any length": lambda liar, peer, count: (bytes(k * 4096 // count) for k in range(count)),
     "unsigned": lambda liar, peer, count: (
-        liar.request(RequestKind.HELLO, peer).encode(lambda body: secrets.token_bytes(SIGNATURE_BYTES)) for _ in range(count)
+        liar.request(RequestKind.HELLO, peer).encode(
+            lambda body: secrets.token_bytes(SIGNATURE_BYTES)
+        )
+        for _ in range(count)
     ),
     "to another": lambda liar, peer, count: (
-        liar.request(RequestKind.MANIFEST, peer + 1).encode(liar.identity.sign) for _ in range(count)
+        liar.request(RequestKind.MANIFEST, peer + 1).encode(liar.identity.sign)
+        for _ in range(count)
     ),
     "in another's name": lambda liar, peer, count: (
-        liar.request(RequestKind.MANIFEST, peer, sender=(peer + 1) % 3).encode(liar.identity.sign) for _ in range(count)
+        liar.request(RequestKind.MANIFEST, peer, sender=(peer + 1) % 3).encode(liar.identity.sign)
+        for _ in range(count)
     ),
     "of no member": lambda liar, peer, count: (
-        liar.request(RequestKind.MANIFEST, peer, sender=2**32 - 1).encode(liar.identity.sign) for _ in range(count)
+        liar.request(RequestKind.MANIFEST, peer, sender=2**32 - 1).encode(liar.identity.sign)
+        for _ in range(count)
     ),
     "of another run": lambda liar, peer, count: (
-        liar.request(RequestKind.MANIFEST, peer, run=bytes(32)).encode(liar.identity.sign) for _ in range(count)
+        liar.request(RequestKind.MANIFEST, peer, run=bytes(32)).encode(liar.identity.sign)
+        for _ in range(count)
     ),
     "no such chunk": lambda liar, peer, count: (
-        liar.request(RequestKind.CHUNK, peer, index=2**32 - 1, digest=secrets.token_bytes(32)).encode(liar.identity.sign)
+        liar.request(
+            RequestKind.CHUNK, peer, index=2**32 - 1, digest=secrets.token_bytes(32)
+        ).encode(liar.identity.sign)
         for _ in range(count)
     ),
     "no such witness": lambda liar, peer, count: (
-        liar.request(RequestKind.WITNESS, peer, index=2**32 - 1, round=2**32 - 1).encode(liar.identity.sign)
+        liar.request(RequestKind.WITNESS, peer, index=2**32 - 1, round=2**32 - 1).encode(
+            liar.identity.sign
+        )
         for _ in range(count)
     ),
     "replayed": lambda liar, peer, count: (
@@ -375,7 +450,9 @@ REQUESTS: "dict[str, Callable[[Liar, int, int], Iterable[bytes]]]" = {
 }
 
 
-def run(federation: Path, identity: Path, log: Path, lies: Sequence[Sequence[str]], pesters: int = 0) -> None:
+def run(
+    federation: Path, identity: Path, log: Path, lies: Sequence[Sequence[str]], pesters: int = 0
+) -> None:
     """A hostile member, in its process, until it is killed. In the n-th round agent j hears the j-th of the n-th lies,
     and after the last round of these the same again. With `pesters` all agents but the last of these are asked for what
     this one should not get, so often in each way."""
@@ -396,10 +473,14 @@ def strangers(federation: Path, folder: Path, member: Path, target: int, stop: A
     host, port = victim.endpoint.rsplit(":", 1)
     while not _open(host, int(port)):
         time.sleep(0.1)
-    silent = [socket.create_connection((host, int(port))) for _ in range(100)]  # slowloris: they say nothing,
+    silent = [
+        socket.create_connection((host, int(port))) for _ in range(100)
+    ]  # slowloris: they say nothing,
     for k, each in enumerate(silent[:50]):  # or begin to
         each.sendall(b"\x16\x03\x01\x02\x00\x01"[: 1 + k % 6])
-    outsider = Identity.make(folder / "outsider", name=victim.name, endpoint=victim.endpoint)  # its chain is valid
+    outsider = Identity.make(
+        folder / "outsider", name=victim.name, endpoint=victim.endpoint
+    )  # its chain is valid
     lent = Identity.read(member)
     sessions = [
         _open_peer_session(outsider, victim, _key_expression(target)),
@@ -419,7 +500,9 @@ def strangers(federation: Path, folder: Path, member: Path, target: int, stop: A
                 link.sendall(rng.bytes(4096))
                 done["answered"] += len(link.recv(100)) > 7  # an alert of TLS has 7 bytes
         nonce = secrets.token_bytes(16)
-        asked = Request(kind=RequestKind.MANIFEST, run=agreed.run, sender=made, receiver=target, nonce=nonce)
+        asked = Request(
+            kind=RequestKind.MANIFEST, run=agreed.run, sender=made, receiver=target, nonce=nonce
+        )
         data = asked.encode(outsider.sign)
         for name, session in zip(("outsider", "lent"), sessions, strict=True):
             done[f"{name} linked"] += bool(session.info.peers_zid())

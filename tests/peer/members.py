@@ -28,22 +28,36 @@ def identities(folder: Path, n: int, **options: Any) -> list[Identity]:
     made = []
     for j, port in enumerate(free_ports(n)):
         name = f"org-{j}"
-        made.append(Identity.make(folder / name, name=name, endpoint=f"127.0.0.1:{port}", **options))
+        made.append(
+            Identity.make(folder / name, name=name, endpoint=f"127.0.0.1:{port}", **options)
+        )
     return made
 
 
 def experiment(n: int, **changes: Any) -> dict[str, Any]:
     """The tiny experiment of n agents in one cluster, the last of them malicious."""
-    agents = {"num_clusters": 1, "benign": n - 1, "malicious": 1, "budget": min(3, n - 1), **changes.pop("agents", {})}
+    agents = {
+        "num_clusters": 1,
+        "benign": n - 1,
+        "malicious": 1,
+        "budget": min(3, n - 1),
+        **changes.pop("agents", {}),
+    }
     return tiny(agents=agents, **changes)
 
 
 def federated(
-    who: Sequence[Identity], *, changes: dict[str, Any] | None = None, path: Path | None = None, **options: Any
+    who: Sequence[Identity],
+    *,
+    changes: dict[str, Any] | None = None,
+    path: Path | None = None,
+    **options: Any,
 ) -> Federation:
     """A federation of these, of the tiny experiment on digits with `changes`, written to `path` where one is given."""
     members = [identity.member for identity in who]
-    made = federation.make_federation(experiment(len(who), **(changes or {})), members, dataset=digits(), **options)
+    made = federation.make_federation(
+        experiment(len(who), **(changes or {})), members, dataset=digits(), **options
+    )
     if path is not None:
         federation.write_federation(made, path)
     return made

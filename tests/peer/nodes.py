@@ -20,10 +20,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.peer.nodes", "fedcb2o.peer.node.node", "fedcb2o.data.sets._digits", "sklearn.datasets"])
+FORKED.set_forkserver_preload(
+    ["tests.peer.nodes", "fedcb2o.peer.node.node", "fedcb2o.data.sets._digits", "sklearn.datasets"]
+)
 
 
-def _run(federation: Path, identity: Path, out: Path, simulate: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def _run(
+    federation: Path,
+    identity: Path,
+    out: Path,
+    simulate: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:
     """One node, in its process; what it says goes to node.log, in a line each."""
     from fedcb2o.errors import FedCB2OError
     from fedcb2o.experiments.config.settings import load
@@ -48,8 +56,19 @@ def _run(federation: Path, identity: Path, out: Path, simulate: Mapping[str, Any
 class Nodes:
     """The nodes of a federation, by their ids; each writes to `folder`/out-ID."""
 
-    def __init__(self, folder: Path, federation: Path, identities: Sequence[Path], simulate: Mapping[str, Any]) -> None:
-        self.folder, self.federation, self.identities, self.simulate = folder, federation, identities, simulate
+    def __init__(
+        self,
+        folder: Path,
+        federation: Path,
+        identities: Sequence[Path],
+        simulate: Mapping[str, Any],
+    ) -> None:
+        self.folder, self.federation, self.identities, self.simulate = (
+            folder,
+            federation,
+            identities,
+            simulate,
+        )
         self.processes: dict[int, BaseProcess] = {}
 
     def out(self, j: int) -> Path:
@@ -58,7 +77,13 @@ class Nodes:
     def start(self, *ids: int, **options: Any) -> None:
         """Start some nodes, by default all, with options of `Node` (and `prepare`, a function of a module)."""
         for j in ids or range(len(self.identities)):
-            work = self.federation, self.identities[j], self.out(j), self.simulate, {"gather": 20.0, **options}
+            work = (
+                self.federation,
+                self.identities[j],
+                self.out(j),
+                self.simulate,
+                {"gather": 20.0, **options},
+            )
             self.processes[j] = FORKED.Process(target=_run, args=work, daemon=True)
             self.processes[j].start()
 
@@ -113,7 +138,9 @@ def wait_for(true: Callable[[], bool], seconds: float, told: Callable[[], str] =
 
 
 @contextlib.contextmanager
-def nodes(folder: Path, count: int, *, changes: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Nodes]:
+def nodes(
+    folder: Path, count: int, *, changes: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[Nodes]:
     """A federation of the tiny experiment among so many nodes, none of them started; all end with the test."""
     from tests.peer import members
 

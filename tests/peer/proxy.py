@@ -96,7 +96,10 @@ class Proxy:
             self._writers.discard(writer)
             return
         self._writers.add(on)
-        pumps = [asyncio.create_task(self._pump(reader, on, 0)), asyncio.create_task(self._pump(there, writer, 1))]
+        pumps = [
+            asyncio.create_task(self._pump(reader, on, 0)),
+            asyncio.create_task(self._pump(there, writer, 1)),
+        ]
         cutter = asyncio.create_task(self._cutter())
         try:
             await asyncio.wait([*pumps, cutter], return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +117,9 @@ class Proxy:
                 self.dropped += 1
                 return
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: int) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: int
+    ) -> None:
         """Pass on what is read, `delay` later and no faster than `rate`."""
         travelling: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(maxsize=64)
 

@@ -27,7 +27,9 @@ from fedcb2o.peer.wire.transport import Reply, Zenoh
 
 
 @pytest.fixture(scope="module")
-def organisations(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Identity], Federation, Path]:
+def organisations(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[Identity], Federation, Path]:
     """Three of them, and their federation in a file."""
     folder = tmp_path_factory.mktemp("organisations")
     who = identities(folder, 3)
@@ -41,15 +43,24 @@ def opened() -> Iterator[ExitStack]:
 
 
 def says(
-    opened: ExitStack, federation: Federation, identity: Identity, said: Mapping[str, Any], *, signer: Identity
+    opened: ExitStack,
+    federation: Federation,
+    identity: Identity,
+    said: Mapping[str, Any],
+    *,
+    signer: Identity,
 ) -> None:
     """Somebody who answers HELLO with what is `said`, beside or in place of the usual."""
     one = opened.enter_context(Zenoh(federation, identity))
 
     def hear(data: bytes, reply: Reply) -> None:
         nonce = decode_request(data)[0].nonce
-        body = encode_hello({**hello_content(federation, identity), "checking": False, **said}, nonce, signer.sign)
-        threading.Thread(target=reply, args=(Answer(nonce, AnswerStatus.OK, body).encode(),), daemon=True).start()
+        body = encode_hello(
+            {**hello_content(federation, identity), "checking": False, **said}, nonce, signer.sign
+        )
+        threading.Thread(
+            target=reply, args=(Answer(nonce, AnswerStatus.OK, body).encode(),), daemon=True
+        ).start()
 
     one.serve(hear)
 
@@ -57,14 +68,21 @@ def says(
 def one(organisations: Any, **options: Any) -> dict[str, CheckResult]:
     """What the first of them finds, by name."""
     who, federation, _ = organisations
-    return {each.name: each for each in check_members(federation, who[0], **{"seconds": 2.0, **options})}
+    return {
+        each.name: each for each in check_members(federation, who[0], **{"seconds": 2.0, **options})
+    }
 
 
 def test_all_check_at_once(organisations: Any) -> None:
     who, federation, _ = organisations
     start = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
-        late = [pool.submit(lambda who=who, j=j: time.sleep(0.3 * j) or check_members(federation, who[j])) for j in range(3)]
+        late = [
+            pool.submit(
+                lambda who=who, j=j: time.sleep(0.3 * j) or check_members(federation, who[j])
+            )
+            for j in range(3)
+        ]
         found = [each.result() for each in late]
     assert time.monotonic() - start < 15  # of 20: it ends when all answered
     for j, each in enumerate(found):
@@ -116,7 +134,11 @@ def test_what_a_member_says(tmp_path: Path, opened: ExitStack) -> None:
             "",
         ),
         (lambda: {"federation": "00"}, "another version 1", ""),
-        (lambda: {"federation": "00", "run": "00", "keys": 7}, "another federation, differing in", ""),
+        (
+            lambda: {"federation": "00", "run": "00", "keys": 7},
+            "another federation, differing in",
+            "",
+        ),
     ):
         said.clear()
         said.update(changes())
@@ -145,7 +167,9 @@ def test_an_answer_of_another_key_proves_nothing(organisations: Any, opened: Exi
     assert "is not signed by org-1's key" in one(organisations, seconds=0.7)["org-1"].error
 
 
-def test_what_listens_in_place_of_a_member(organisations: Any, opened: ExitStack, tmp_path: Path) -> None:
+def test_what_listens_in_place_of_a_member(
+    organisations: Any, opened: ExitStack, tmp_path: Path
+) -> None:
     """An identity made anew, and another program."""
     who, _, _ = organisations
     anew = Identity.make(tmp_path / "anew", name="org-1", endpoint=who[1].member.endpoint)
@@ -184,11 +208,22 @@ def test_the_command(organisations: Any, opened: ExitStack) -> None:
     who, federation, folder = organisations
     for each in who[1:]:
         says(opened, federation, each, {}, signer=each)
-    command = ["peer", "check", str(folder / "federation.toml"), "--identity", str(who[0].folder), "--seconds", "3"]
+    command = [
+        "peer",
+        "check",
+        str(folder / "federation.toml"),
+        "--identity",
+        str(who[0].folder),
+        "--seconds",
+        "3",
+    ]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0
     head, *each = done.stdout.splitlines()
-    assert head == f"tiny, run {federation.run.hex(' ', 2)}, version 1, 3 members: compare this by telephone"
+    assert (
+        head
+        == f"tiny, run {federation.run.hex(' ', 2)}, version 1, 3 members: compare this by telephone"
+    )
     assert len(each) == 3
     opened.close()
     command[-1] = "0.3"
@@ -203,7 +238,17 @@ def test_the_command_tells_of_own_functions_and_whether_the_data_fit(tmp_path: P
     name = "tests.peer.test_federation:own_criterion"
     named = {"algorithm": {"criterion": {"name": name, "by": 2.0}}}
     federated(who, changes=named, path=tmp_path / "f.toml")
-    command = [*("peer", "check", str(tmp_path / "f.toml"), "--identity", str(who[0].folder), "--seconds", "0")]
+    command = [
+        *(
+            "peer",
+            "check",
+            str(tmp_path / "f.toml"),
+            "--identity",
+            str(who[0].folder),
+            "--seconds",
+            "0",
+        )
+    ]
     assert f"names {name}, code that would run here: read it, then --own {name}" in invoked(command)
     assert "names" not in invoked([*command, "--own", name])
     x, y = torch.rand(80, 1, 8, 8).numpy(), torch.arange(80).numpy() % 10

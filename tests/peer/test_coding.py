@@ -14,7 +14,14 @@ from torch import Tensor
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.admission import MAX_VALUE
-from fedcb2o.peer.wire.compression import BLOCK_SIZE, MAX_SCALE, MAX_WINDOW_BYTES, Codec, Int8Codec, RawCodec
+from fedcb2o.peer.wire.compression import (
+    BLOCK_SIZE,
+    MAX_SCALE,
+    MAX_WINDOW_BYTES,
+    Codec,
+    Int8Codec,
+    RawCodec,
+)
 
 DIM = 3 * BLOCK_SIZE + 5  # the last block is not full
 
@@ -50,15 +57,23 @@ def plain_of(scales: list[float], numbers: bytes) -> bytes:
 
 
 def test_raw_bytes_are_little_endian_float32():
-    assert RawCodec(3).encode(torch.tensor([1.0, -2.0, 0.15625])) == bytes.fromhex("0000803f 000000c0 0000203e")
+    assert RawCodec(3).encode(torch.tensor([1.0, -2.0, 0.15625])) == bytes.fromhex(
+        "0000803f 000000c0 0000203e"
+    )
     assert RawCodec(3).base == bytes(32)
     assert RawCodec(3).max_bytes == 12
 
 
 def test_a_raw_model_comes_back_to_the_bit():
-    theta = torch.cat([torch.tensor([0.0, -0.0, 1e-45, 3e38, torch.inf, torch.nan]), drawn(0, 300_000)])
-    back = received(RawCodec(len(theta)), memoryview(RawCodec(len(theta)).encode(theta)), len(theta))
-    assert torch.equal(back.view(torch.int32), theta.view(torch.int32))  # what is not finite is for others to refuse
+    theta = torch.cat(
+        [torch.tensor([0.0, -0.0, 1e-45, 3e38, torch.inf, torch.nan]), drawn(0, 300_000)]
+    )
+    back = received(
+        RawCodec(len(theta)), memoryview(RawCodec(len(theta)).encode(theta)), len(theta)
+    )
+    assert torch.equal(
+        back.view(torch.int32), theta.view(torch.int32)
+    )  # what is not finite is for others to refuse
 
 
 @pytest.mark.parametrize("coding", [RawCodec(DIM), Int8Codec(drawn(0))], ids=["raw", "int8"])
@@ -97,7 +112,9 @@ def test_raw_bytes_of_another_length_are_refused(size):
 
 def test_the_bytes_of_a_small_model_and_what_rounding_owes():
     coding = Int8Codec(torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0]))
-    theta = torch.tensor([128.0, -63.0, 1.375, 1.625, 1.0])  # differences 127, -64, 0.375, 0.625, 0: a step is 1
+    theta = torch.tensor(
+        [128.0, -63.0, 1.375, 1.625, 1.0]
+    )  # differences 127, -64, 0.375, 0.625, 0: a step is 1
     content = coding.encode(theta)
     assert zstandard.decompress(content) == bytes.fromhex("0000803f 7f c0 00 01 00")
     assert received(coding, content, 5).tolist() == [128.0, -63.0, 1.0, 2.0, 1.0]
@@ -133,7 +150,9 @@ def test_no_size_of_numbers_breaks_the_rounding(size):
     sender, receiver = Int8Codec(torch.full((DIM,), -size)), Int8Codec(torch.full((DIM,), -size))
     for _ in range(3):
         back = received(receiver, sender.encode(theta))
-        assert (back - theta).abs().max() <= 2.1 * size / 127 + 1e-42  # the smallest scales are rounded themselves
+        assert (
+            back - theta
+        ).abs().max() <= 2.1 * size / 127 + 1e-42  # the smallest scales are rounded themselves
 
 
 # Feedback
@@ -173,7 +192,10 @@ def test_a_model_that_is_not_finite_is_refused_and_owes_nothing():
     theta = drawn(1)
     theta[5] = torch.nan
     coding.encode(theta)
-    assert torch.equal(received(coding, coding.encode(drawn(1))), received(coding, Int8Codec(drawn(0)).encode(drawn(1))))
+    assert torch.equal(
+        received(coding, coding.encode(drawn(1))),
+        received(coding, Int8Codec(drawn(0)).encode(drawn(1))),
+    )
 
 
 # Bits and checkpoints
@@ -205,7 +227,9 @@ def test_the_bits_do_not_depend_on_the_number_of_threads():
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("state", [{}, {"owed": torch.zeros(DIM - 1)}, {"owed": torch.zeros(DIM).double()}])
+@pytest.mark.parametrize(
+    "state", [{}, {"owed": torch.zeros(DIM - 1)}, {"owed": torch.zeros(DIM).double()}]
+)
 def test_a_state_of_another_model_is_refused(state):
     with pytest.raises(RunError, match="another encoding"):
         Int8Codec(drawn(0)).load_state(state)
@@ -254,14 +278,19 @@ def test_what_is_no_model_is_refused_with_the_reason(content, reason):
 def test_a_frame_to_be_skipped_and_one_with_a_dictionary_are_refused():
     assert refused(Int8Codec(drawn(0)), SKIPPED)
     words = zstandard.ZstdCompressionDict(b"scale" * 100, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
-    assert received(Int8Codec(torch.zeros(DIM)), frame(GOOD, dict_data=words)).abs().max() == 0  # it names none
+    assert (
+        received(Int8Codec(torch.zeros(DIM)), frame(GOOD, dict_data=words)).abs().max() == 0
+    )  # it names none
     content = bytearray(frame(GOOD))
     content[4] |= 1  # ... and this one says that it has one
     assert "dictionary" in refused(Int8Codec(drawn(0)), bytes(content[:5] + b"\x07" + content[5:]))
 
 
 def test_what_passes_is_finite_also_at_its_largest():
-    found = received(Int8Codec(torch.full((DIM,), -MAX_VALUE)), frame(plain_of([MAX_SCALE] * BLOCKS, b"\x80" * DIM)))
+    found = received(
+        Int8Codec(torch.full((DIM,), -MAX_VALUE)),
+        frame(plain_of([MAX_SCALE] * BLOCKS, b"\x80" * DIM)),
+    )
     assert found.isfinite().all()
     assert found.min() < -MAX_VALUE  # ... and for the receiver to refuse
 
@@ -271,17 +300,34 @@ def bomb(claims: int | None) -> bytes:
     press = zstandard.ZstdCompressor(write_content_size=False).compressobj()
     found = b"".join(press.compress(bytes(2**20)) for _ in range(64)) + press.flush()
     assert found[4] == 0  # a header of a descriptor and a window
-    return found if claims is None else found[:4] + b"\x80" + found[5:6] + struct.pack("<I", claims) + found[6:]
+    return (
+        found
+        if claims is None
+        else found[:4] + b"\x80" + found[5:6] + struct.pack("<I", claims) + found[6:]
+    )
 
 
 def huge_window(log: int) -> bytes:
     """A frame of the right size that asks for 2^log bytes to look back, and then ends."""
-    return b"\x28\xb5\x2f\xfd\x80" + bytes([(log - 10) << 3]) + struct.pack("<I", len(GOOD)) + frame(GOOD)[8:-8]
+    return (
+        b"\x28\xb5\x2f\xfd\x80"
+        + bytes([(log - 10) << 3])
+        + struct.pack("<I", len(GOOD))
+        + frame(GOOD)[8:-8]
+    )
 
 
 @pytest.mark.parametrize(
     "content",
-    [bomb(None), bomb(2**26), bomb(2**32 - 1), bomb(len(GOOD)), huge_window(31), huge_window(25), frame(GOOD)[:-3]],
+    [
+        bomb(None),
+        bomb(2**26),
+        bomb(2**32 - 1),
+        bomb(len(GOOD)),
+        huge_window(31),
+        huge_window(25),
+        frame(GOOD)[:-3],
+    ],
     ids=["unsaid", "honest", "4 GiB", "lying", "window of 2 GiB", "window of 32 MiB", "truncated"],
 )
 def test_memory_is_bounded_whatever_a_frame_claims(content):
@@ -309,7 +355,9 @@ def test_unpacking_takes_a_byte_a_number_and_little_more():
 def test_a_message_is_never_larger_than_a_receiver_takes():
     for dim in (1, 5, BLOCK_SIZE, DIM, 150_001):
         coding = Int8Codec(torch.zeros(dim))
-        noise = torch.from_numpy(np.random.default_rng(0).integers(-127, 128, dim).astype(np.float32))
+        noise = torch.from_numpy(
+            np.random.default_rng(0).integers(-127, 128, dim).astype(np.float32)
+        )
         content = coding.encode(noise)
         assert len(content) <= coding.max_bytes
         assert torch.allclose(received(coding, content, dim), noise, rtol=0, atol=0.51)
@@ -317,7 +365,9 @@ def test_a_message_is_never_larger_than_a_receiver_takes():
 
 def test_a_window_larger_than_ours_is_refused():
     dim = 4 * MAX_WINDOW_BYTES
-    content = zstandard.ZstdCompressor(level=19).compress(plain_of([1.0] * (dim // BLOCK_SIZE), bytes(dim)))
+    content = zstandard.ZstdCompressor(level=19).compress(
+        plain_of([1.0] * (dim // BLOCK_SIZE), bytes(dim))
+    )
     assert "window" in refused(Int8Codec(torch.zeros(dim)), content, dim)
 
 

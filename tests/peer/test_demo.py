@@ -38,15 +38,25 @@ def parties(tmp_path_factory):
         Identity.make(folder / name, name=name, endpoint=f"127.0.0.1:{port}")
         for name, port in (("hospital-a", 7001), ("hospital-b", 7002))
     ]
-    changes = {"agents.num_clusters": 1, "agents.benign": 2, "agents.malicious": 0, "agents.budget": 1, "rounds": 40}
+    changes = {
+        "agents.num_clusters": 1,
+        "agents.benign": 2,
+        "agents.malicious": 0,
+        "agents.budget": 1,
+        "rounds": 40,
+    }
     experiment = load("digits-fedcb2o", changes)
-    return federation.make_federation(experiment, [each.member for each in both], dataset=breast_cancer()), both
+    return federation.make_federation(
+        experiment, [each.member for each in both], dataset=breast_cancer()
+    ), both
 
 
 def asked(liar, kind, **keys):
     """What the liar answers to a request: its status and body, or None where that is no answer at all."""
     nonce = secrets.token_bytes(16)
-    request = Request(kind=kind, run=liar.federation.run, sender=ME, receiver=LIAR, nonce=nonce, **keys)
+    request = Request(
+        kind=kind, run=liar.federation.run, sender=ME, receiver=LIAR, nonce=nonce, **keys
+    )
     try:
         answer = protocol.decode_answer(liar.answer(request))
     except protocol.MalformedError:
@@ -63,11 +73,21 @@ def refused(liar, n):
         return "no answer"
     signed, _ = protocol.decode_offer(body)
     coding = RawCodec(DIM)
-    told = {"federation": liar.federation, "asked": LIAR, "n": n, "least": 0, "dim": DIM, "most": coding.max_bytes}
+    told = {
+        "federation": liar.federation,
+        "asked": LIAR,
+        "n": n,
+        "least": 0,
+        "dim": DIM,
+        "most": coding.max_bytes,
+    }
     reason, manifest = protocol.validate_manifest(signed, **told)
     if manifest is None:
         return reason
-    chunks = [bytes(asked(liar, RequestKind.CHUNK, index=k, digest=manifest.digest)) for k in range(len(manifest.chunks))]
+    chunks = [
+        bytes(asked(liar, RequestKind.CHUNK, index=k, digest=manifest.digest))
+        for k in range(len(manifest.chunks))
+    ]
     if [hashlib.sha256(chunk).digest() for chunk in chunks] != list(manifest.chunks):
         return "hash"
     row = torch.zeros(DIM)
@@ -109,7 +129,11 @@ def test_the_tables_say_what_the_folders_hold(tmp_path):
     scores = {"source_accuracy": 0.9, "attack_success_rate": 0.05}
     first = [line(n, (2, 0.1, 100, 0.5)) for n in range(1, 5)]
     write_node(tmp_path / "a", [*first, line(5, (1, 0.1, 100, 0.4), (2, 0.1, 100, 0.1), **scores)])
-    write_node(tmp_path / "b", [line(n, (0, 0.1, 9, 0.25), refused={"3": "size"}) for n in range(1, 6)], id=1)
+    write_node(
+        tmp_path / "b",
+        [line(n, (0, 0.1, 9, 0.25), refused={"3": "size"}) for n in range(1, 6)],
+        id=1,
+    )
     write_node(tmp_path / "c", [line(1, (0, 0.1, 9, 1.0), refused={"0": "hash"})], id=2)
     (tmp_path / "b" / "proofs").mkdir()
     (tmp_path / "b" / "proofs" / "d-3.proof.toml").write_text('name = "d"')
@@ -147,7 +171,9 @@ def test_where_one_fails_all_are_ended(tmp_path, monkeypatch):
         """,
     )
     monkeypatch.setattr(demo, "STOP_SECONDS", 1.0)
-    with pytest.raises(RunError, match="hospital-c failed with status 1: Error: no such thing: do another"):
+    with pytest.raises(
+        RunError, match="hospital-c failed with status 1: Error: no such thing: do another"
+    ):
         demo.run_demo(tmp_path / "demo", rounds=2)
     assert len(found) == 8
     assert all(process.returncode is not None for process in found)
@@ -172,7 +198,9 @@ def test_a_signal_leaves_no_process(tmp_path):
         demo.RUN = (sys.executable, "-c", "import time; time.sleep(100)")
         demo.demo(Path({str(tmp_path / "demo")!r}), rounds=2)
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE
+    )
     try:
         deadline = time.monotonic() + 60
         logs = tmp_path / "demo" / "logs"
@@ -208,7 +236,9 @@ def test_the_whole_demo(tmp_path):
     results, refused = demo.run_demo(tmp_path / "demo", rounds=30).values()
     kinds = results.groupby("kind").size().to_dict()
     assert kinds == {demo.BENIGN: 5, demo.FLIPPER: 2, demo.GARBAGE: 1}
-    percent = results.replace("–", "nan%").map(lambda cell: float(cell.removesuffix("%")) if "%" in cell else cell)
+    percent = results.replace("–", "nan%").map(
+        lambda cell: float(cell.removesuffix("%")) if "%" in cell else cell
+    )
     benign = percent[percent.kind == demo.BENIGN]
     assert (benign.rounds == "30").all()
     assert benign.accuracy.mean() > 85

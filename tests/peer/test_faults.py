@@ -34,7 +34,9 @@ CHANGES = {
 PACE = {"round_seconds": 0.15, "deadline_seconds": 3.0, "lag": 5}
 
 
-def whole(peers: Nodes, *ids: int, rounds: int = CHANGES["rounds"], stopped: Collection[int] = ()) -> float:
+def whole(
+    peers: Nodes, *ids: int, rounds: int = CHANGES["rounds"], stopped: Collection[int] = ()
+) -> float:
     """Each of some nodes, by default all, has every round once, nobody has accused anybody, no model was refused, and
     no exchange lasted beyond its deadline but of those who were `stopped` themselves; the mean accuracy at the end of
     those that are benign."""
@@ -43,11 +45,17 @@ def whole(peers: Nodes, *ids: int, rounds: int = CHANGES["rounds"], stopped: Col
         lines = peers.lines(j)
         assert [line["round"] for line in lines] == list(range(1, rounds + 1)), peers.log(j)
         assert not list(peers.out(j).glob("proofs/*"))
-        assert not any(line["refused"] for line in lines), [line["refused"] for line in lines if line["refused"]]
+        assert not any(line["refused"] for line in lines), [
+            line["refused"] for line in lines if line["refused"]
+        ]
         if j not in stopped:
-            assert max(line["seconds"]["exchange"] for line in lines) < PACE["deadline_seconds"] + 1.5
+            assert (
+                max(line["seconds"]["exchange"] for line in lines) < PACE["deadline_seconds"] + 1.5
+            )
         assert (peers.out(j) / "model.safetensors").exists()
-    return statistics.mean(line["accuracy"] for j in ids for line in peers.lines(j)[-1:] if "accuracy" in line)
+    return statistics.mean(
+        line["accuracy"] for j in ids for line in peers.lines(j)[-1:] if "accuracy" in line
+    )
 
 
 def test_members_that_are_killed_stopped_short_of_disk_and_wrong_about_the_time(tmp_path):
@@ -86,12 +94,24 @@ def arguments(peers: Nodes, j: int) -> list[object]:
     """Of `fedcb2o`, for a node."""
     simulate = peers.folder / "simulate.toml"
     simulate.write_text(tomli_w.dumps(dict(peers.simulate)))
-    run = ["peer", "run", peers.federation, "--simulate", simulate, "--gather", "60", "--linger", "20"]
+    run = [
+        "peer",
+        "run",
+        peers.federation,
+        "--simulate",
+        simulate,
+        "--gather",
+        "60",
+        "--linger",
+        "20",
+    ]
     return [*run, "--identity", peers.identities[j], "--out", peers.out(j)]
 
 
 def test_ctrl_c_and_sigterm_end_a_node_in_order_and_it_goes_on(tmp_path):
-    with nodes(tmp_path, 3, changes={**CHANGES, "agents": {**CHANGES["agents"], "budget": 2}}, **PACE) as peers:
+    with nodes(
+        tmp_path, 3, changes={**CHANGES, "agents": {**CHANGES["agents"], "budget": 2}}, **PACE
+    ) as peers:
         peers.start(0, 1)
         before = 0
         for number, word in ((signal.SIGINT, "Interrupted"), (signal.SIGTERM, "Terminated")):
@@ -148,11 +168,17 @@ def test_who_is_left_alone_finishes_alone_and_nothing_is_begun_twice(tmp_path):
 @pytest.mark.timeout(120)
 def test_a_lost_folder_and_an_old_copy_make_nobody_sign_a_round_twice(tmp_path):
     """What the others hold of it tells the agent how far it was."""
-    with nodes(tmp_path, 4, changes={**CHANGES, "rounds": 30}, **{**PACE, "round_seconds": 0.6}) as peers:
+    with nodes(
+        tmp_path, 4, changes={**CHANGES, "rounds": 30}, **{**PACE, "round_seconds": 0.6}
+    ) as peers:
 
         def had(j: int, n: int) -> bool:
             """Whether the first agent received the model of round n of another, or a later one."""
-            return any(m["id"] == j and m["round"] >= n for line in peers.lines(0) for m in line["received"])
+            return any(
+                m["id"] == j and m["round"] >= n
+                for line in peers.lines(0)
+                for m in line["received"]
+            )
 
         peers.start()
         wait_for(lambda: had(2, 2), 60)
@@ -174,10 +200,15 @@ def test_a_lost_folder_and_an_old_copy_make_nobody_sign_a_round_twice(tmp_path):
         assert peers.wait() == [0] * 4, [peers.log(j) for j in range(4)]
         whole(peers, rounds=30)
         for j in (2, 3):
-            signed = [json.loads(line)["round"] for line in (peers.out(j) / "signed.jsonl").read_text().splitlines()]
+            signed = [
+                json.loads(line)["round"]
+                for line in (peers.out(j) / "signed.jsonl").read_text().splitlines()
+            ]
             assert len(signed) < 30
             assert signed == sorted(set(signed))
-            assert any(j in [model["id"] for model in line["received"]] for line in peers.lines(0)[-8:])
+            assert any(
+                j in [model["id"] for model in line["received"]] for line in peers.lines(0)[-8:]
+            )
 
 
 def refused(peers: Nodes, j: int, *, out: Path | None = None, **options: Any) -> str:
@@ -193,7 +224,9 @@ def refused(peers: Nodes, j: int, *, out: Path | None = None, **options: Any) ->
     return line
 
 
-@pytest.mark.parametrize(("count", "rounds"), [(4, 20), pytest.param(8, 50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "rounds"), [(4, 20), pytest.param(8, 50, marks=pytest.mark.slow)]
+)
 @pytest.mark.timeout(120)
 def test_a_certificate_that_ends_cuts_its_member_off_until_it_is_renewed(count, rounds, tmp_path):
     changes = {**CHANGES, "rounds": rounds}
@@ -239,7 +272,9 @@ def ends(peers: Nodes, *, stopped: Collection[int] = ()) -> None:
     accuracy = whole(peers, rounds=50, stopped=stopped)
     missed = sum(len(line["late"]) for j in range(8) for line in peers.lines(j))
     got = sum(len(line["received"]) for j in range(8) for line in peers.lines(j))
-    print(f"accuracy {accuracy:.3f}; {got} models arrived and {missed} were missed in 8 x 50 rounds")
+    print(
+        f"accuracy {accuracy:.3f}; {got} models arrived and {missed} were missed in 8 x 50 rounds"
+    )
     assert accuracy > SPREAD
 
 
@@ -304,7 +339,9 @@ def test_two_of_eight_are_stopped_for_longer_than_a_lease(seed, tmp_path):
 def test_a_link_of_1_mb_a_second_and_one_that_is_cut(seed, tmp_path):
     """Models of 150 kB; whoever asks the first agent gets 1 MB a second, and links to the second are cut every 3 s."""
     with ExitStack() as stack:
-        peers = stack.enter_context(nodes(tmp_path, 8, changes={**LONG, "model": {"hidden": [512]}}, **PACE))
+        peers = stack.enter_context(
+            nodes(tmp_path, 8, changes={**LONG, "model": {"hidden": [512]}}, **PACE)
+        )
         proxies = []
         for j, how in ((0, {"rate": 1e6}), (1, {"drop": 0.33, "delay": 0.02, "seed": seed})):
             there = int(Identity.read(peers.identities[j]).member.endpoint.split(":")[1])
@@ -325,7 +362,9 @@ def test_three_disks_of_eight_are_full(seed, tmp_path):
     with nodes(tmp_path, 8, changes=LONG, **PACE) as peers:
         short = draw.sample(range(8), 3)
         for j in range(8):
-            size = draw.randrange(1000, 25_000)  # bytes: it ends while one or another file is written
+            size = draw.randrange(
+                1000, 25_000
+            )  # bytes: it ends while one or another file is written
             peers.start(j, **({"prepare": partial(faults.full, size)} if j in short else {}))
         for j in short:
             assert peers.wait(j) == [2], peers.log(j)
@@ -360,18 +399,34 @@ time_t time(time_t *now) {
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler to change the clock of a process")
+@pytest.mark.skipif(
+    shutil.which("cc") is None, reason="needs a C compiler to change the clock of a process"
+)
 def test_clocks_that_are_an_hour_early_and_late(tmp_path):
     """Of the whole process, TLS included."""
     (tmp_path / "clock.c").write_text(SHIM)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "clock.so", tmp_path / "clock.c", "-ldl"], check=True)
-    with nodes(tmp_path, 8, changes=LONG, **{**PACE, "round_seconds": 0.3}) as peers, ExitStack() as stack:
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", tmp_path / "clock.so", tmp_path / "clock.c", "-ldl"],
+        check=True,
+    )
+    with (
+        nodes(tmp_path, 8, changes=LONG, **{**PACE, "round_seconds": 0.3}) as peers,
+        ExitStack() as stack,
+    ):
         wrong = {}
         for j, off in ((6, -3600), (7, 3600)):
-            environment = {**ENVIRONMENT, "LD_PRELOAD": str(tmp_path / "clock.so"), "CLOCK_OFF": str(off)}
-            told = subprocess.run(["date", "+%s"], env=environment, capture_output=True, text=True, check=True)
+            environment = {
+                **ENVIRONMENT,
+                "LD_PRELOAD": str(tmp_path / "clock.so"),
+                "CLOCK_OFF": str(off),
+            }
+            told = subprocess.run(
+                ["date", "+%s"], env=environment, capture_output=True, text=True, check=True
+            )
             assert abs(int(told.stdout) - time.time() - off) < 60
-            wrong[j] = subprocess.Popen([FEDCB2O, *arguments(peers, j)], env=environment, stderr=subprocess.PIPE)
+            wrong[j] = subprocess.Popen(
+                [FEDCB2O, *arguments(peers, j)], env=environment, stderr=subprocess.PIPE
+            )
             stack.callback(wrong[j].kill)
         peers.start(*range(6), gather=60.0)
         assert peers.wait(seconds=100) == [0] * 6

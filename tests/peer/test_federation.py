@@ -82,11 +82,22 @@ def test_a_file_holds_what_all_agree_on(path, eight):
     assert made == federated(eight[:4])
     assert made.run == made.digest
     assert len(made.run) == 32
-    assert (made.version, made.num_agents, made.rounds, made.seed, made.shape) == (1, 4, 3, 1000, (1, 8, 8))
+    assert (made.version, made.num_agents, made.rounds, made.seed, made.shape) == (
+        1,
+        4,
+        3,
+        1000,
+        (1, 8, 8),
+    )
     assert made.class_names == tuple("0123456789")
     assert [made.id_of(identity.member) for identity in eight[:4]] == [0, 1, 2, 3]
-    assert {id: member.name for id, member in made.members.items()} == {j: f"org-{j}" for j in range(4)}
-    assert (made.share, made.most_samples) == (0.25, 30)  # the experiment's: one of four attacks; 20 or 30 samples
+    assert {id: member.name for id, member in made.members.items()} == {
+        j: f"org-{j}" for j in range(4)
+    }
+    assert (made.share, made.most_samples) == (
+        0.25,
+        30,
+    )  # the experiment's: one of four attacks; 20 or 30 samples
     with pytest.raises(ConfigError, match="org-4 is no member of tiny, version 1"):
         made.id_of(eight[4].member)
     assert "PRIVATE" not in path.read_text()
@@ -94,7 +105,9 @@ def test_a_file_holds_what_all_agree_on(path, eight):
 
 def test_the_experiment_is_the_simulations_without_its_attackers(eight):
     simulated = load(experiment(4, agents={"validation": 0.4, "split": "stratified"}, seeds=[7, 8]))
-    made = make_federation(simulated, [each.member for each in eight[:4]], dataset=digits(), rounds=9, encoding="int8")
+    made = make_federation(
+        simulated, [each.member for each in eight[:4]], dataset=digits(), rounds=9, encoding="int8"
+    )
     agreed = made.experiment
     assert (agreed.rounds, agreed.seeds, made.encoding) == (9, (7,), "int8")
     assert (agreed.agents.num_agents, agreed.agents.benign, agreed.attacked) == (4, 4, False)
@@ -108,7 +121,13 @@ def test_the_experiment_is_the_simulations_without_its_attackers(eight):
 
 def test_every_preset_can_be_a_federation(eight, tmp_path):
     members, data = [each.member for each in eight[:4]], digits()
-    agents = {"num_clusters": 1, "benign": 3, "malicious": 1, "malicious_role": "attack", "budget": 3}
+    agents = {
+        "num_clusters": 1,
+        "benign": 3,
+        "malicious": 1,
+        "malicious_role": "attack",
+        "budget": 3,
+    }
     changes = {f"agents.{key}": value for key, value in agents.items()}
     for name in presets():
         if name.startswith("digits-"):
@@ -117,14 +136,19 @@ def test_every_preset_can_be_a_federation(eight, tmp_path):
             write_federation(made, tmp_path / "f.toml")
             again = read_federation(tmp_path / "f.toml")
             assert again.digest == made.digest
-            assert build_algorithm(again.experiment).mixing_factor == build_algorithm(simulated).mixing_factor
+            assert (
+                build_algorithm(again.experiment).mixing_factor
+                == build_algorithm(simulated).mixing_factor
+            )
 
 
 def test_the_hash_is_of_the_content_and_not_of_how_it_is_written(path):
     made = read_federation(path)
     table = tomllib.loads(path.read_text())
     backwards = dict(reversed([(key, table[key]) for key in table]))
-    backwards["experiment"] = {key: dict(reversed(table["experiment"][key].items())) for key in table["experiment"]}
+    backwards["experiment"] = {
+        key: dict(reversed(table["experiment"][key].items())) for key in table["experiment"]
+    }
     backwards["members"] = table["members"][::-1]
     backwards["experiment"]["algorithm"]["alpha"] = 2.0
     backwards["deadline_seconds"] = 60
@@ -144,23 +168,42 @@ def on_a_frozen_base(input_shape, num_classes, *, hidden: list[int]):
 
 def test_a_peer_may_ask_as_often_as_a_model_needs_and_not_much_more(eight):
     assert federated(eight[:2]).limits.answers_per_minute == 6000  # rounds as fast as they go
-    assert federated(eight[:2], round_seconds=0.2).limits.answers_per_minute == 3000  # 5 rounds a second, 2 (1 + 4)
+    assert (
+        federated(eight[:2], round_seconds=0.2).limits.answers_per_minute == 3000
+    )  # 5 rounds a second, 2 (1 + 4)
     assert federated(eight[:2], round_seconds=30.0).limits.answers_per_minute == 300
-    assert federated(eight[:2], round_seconds=30.0, limits={"answers_per_minute": 7}).limits.answers_per_minute == 7
-    wide = {"model": {"hidden": [2**15]}}  # 2^15 (64 + 1 + 10) + 10 parameters: 9.4 MiB, 2.3 of int8
+    assert (
+        federated(
+            eight[:2], round_seconds=30.0, limits={"answers_per_minute": 7}
+        ).limits.answers_per_minute
+        == 7
+    )
+    wide = {
+        "model": {"hidden": [2**15]}
+    }  # 2^15 (64 + 1 + 10) + 10 parameters: 9.4 MiB, 2.3 of int8
     for encoding, answers in (("float32", 12 * 2 * (9 + 5)), ("int8", 300)):
         made = federated(eight[:2], changes=wide, round_seconds=5.0, encoding=encoding)
         assert made.limits.answers_per_minute == answers
-    frozen = federated(eight[:2], changes={"model": {"name": on_a_frozen_base, "hidden": []}}, round_seconds=5.0)
+    frozen = federated(
+        eight[:2], changes={"model": {"name": on_a_frozen_base, "hidden": []}}, round_seconds=5.0
+    )
     assert frozen.limits.answers_per_minute == 300  # what is frozen is not sent
 
 
 def test_differing_keys_are_named(path, eight, tmp_path):
     made = read_federation(path)
-    other = federated([*eight[:3], eight[4]], changes={"algorithm": {"alpha": 3.0}, "model": {"hidden": [9]}}, lag=6)
+    other = federated(
+        [*eight[:3], eight[4]],
+        changes={"algorithm": {"alpha": 3.0}, "model": {"hidden": [9]}},
+        lag=6,
+    )
     assert made.differing_keys(other.value_hashes()) == sorted(
         ["experiment.algorithm.alpha", "experiment.model.hidden", "lag"]
-        + [f"members.{name}.{key}" for name in ("org-3", "org-4") for key in ("endpoint", "id", "key", "name", "root")]
+        + [
+            f"members.{name}.{key}"
+            for name in ("org-3", "org-4")
+            for key in ("endpoint", "id", "key", "name", "root")
+        ]
     )
     assert made.differing_keys({}) == sorted(made.value_hashes())
     assert all(len(value) == 16 for value in made.value_hashes().values())
@@ -213,12 +256,18 @@ def test_members_must_differ(eight, tmp_path):
     a, b = (each.member for each in eight[:2])
     same_name = Identity.make(tmp_path / "x", name=a.name, endpoint="127.0.0.1:1").member
     same_endpoint = Identity.make(tmp_path / "y", name="y", endpoint=a.endpoint).member
-    for other, told in ((a, "`name`: 'org-0'"), (same_name, "`name`: 'org-0'"), (same_endpoint, "`endpoint`")):
+    for other, told in (
+        (a, "`name`: 'org-0'"),
+        (same_name, "`name`: 'org-0'"),
+        (same_endpoint, "`endpoint`"),
+    ):
         with pytest.raises(ConfigError, match=f"two members of the same {told}"):
             make_federation(experiment(3), [a, b, other], dataset=digits())
     z = Identity.make(tmp_path / "z", name="z", endpoint="127.0.0.1:1").member
     with pytest.raises(ConfigError, match="two members of the same `key`"):
-        make_federation(experiment(3), [a, b, Member(z.name, z.endpoint, b.key, z.root)], dataset=digits())
+        make_federation(
+            experiment(3), [a, b, Member(z.name, z.endpoint, b.key, z.root)], dataset=digits()
+        )
 
 
 # ------------------------------------------------------------------------------------------------ versions
@@ -233,7 +282,12 @@ def signed_by(path, who):
 @pytest.mark.parametrize(("n", "enough"), [(2, 2), (3, 2), (4, 3), (5, 3), (8, 5)])
 def test_a_version_counts_when_more_than_half_signed_it(eight, tmp_path, n, enough):
     first, path = federated(eight[:n]), tmp_path / "2.toml"
-    write_federation(amend_federation(first, add=[eight[n].member] if n < 8 else [], remove=["org-0"] if n == 8 else []), path)
+    write_federation(
+        amend_federation(
+            first, add=[eight[n].member] if n < 8 else [], remove=["org-0"] if n == 8 else []
+        ),
+        path,
+    )
     for count in range(enough):
         told = refused(path, f"version 2 lacks {enough - count} of the {enough} signatures")
         assert all((f"org-{j}" in told) == (count <= j < min(n, count + 5)) for j in range(8))
@@ -256,7 +310,10 @@ def test_who_was_removed_is_gone_with_its_id_and_name(path, eight, tmp_path):
     assert list(second.members) == [0, 1, 2]
     with pytest.raises(ConfigError, match="no member"):
         second.id_of(eight[3].member)
-    assert (second.num_agents, second.experiment.agents.num_agents) == (4, 4)  # the others' draws stay as they were
+    assert (second.num_agents, second.experiment.agents.num_agents) == (
+        4,
+        4,
+    )  # the others' draws stay as they were
     write_federation(amend_federation(second, add=[eight[4].member]), three)
     with pytest.raises(ConfigError, match="that of no member of the version before"):
         sign_federation(three, eight[3])
@@ -276,7 +333,13 @@ def test_who_was_removed_is_gone_with_its_id_and_name(path, eight, tmp_path):
 
 
 def test_a_graph_that_cannot_be_made_is_told_before_anybody_signs(eight):
-    agents = {"num_clusters": 1, "benign": 4, "malicious": 0, "budget": 2, "graph": {"name": "torus"}}
+    agents = {
+        "num_clusters": 1,
+        "benign": 4,
+        "malicious": 0,
+        "budget": 2,
+        "graph": {"name": "torus"},
+    }
     made = federated(eight[:4], changes={"agents": agents})
     with pytest.raises(ConfigError, match=r"a torus needs a number of agents .* got 5"):
         amend_federation(made, add=[eight[4].member])
@@ -295,7 +358,9 @@ def test_a_certificate_or_a_key_is_replaced_under_the_same_id(path, eight, tmp_p
         f"gives org-2 another key ({stolen.member.fingerprint}, not {eight[2].member.fingerprint}) and root",
     ]
     assert [second.id_of(each.member) for each in (eight[0], moved, stolen)] == [0, 1, 2]
-    with pytest.raises(ConfigError, match="org-1 stands in tiny, version 2, with another `endpoint`"):
+    with pytest.raises(
+        ConfigError, match="org-1 stands in tiny, version 2, with another `endpoint`"
+    ):
         second.id_of(eight[1].member)
     with pytest.raises(ConfigError, match=f"with another key .{stolen.member.fingerprint}, not "):
         second.id_of(eight[2].member)
@@ -308,7 +373,9 @@ def test_a_root_that_has_ended_stops_a_federation_until_it_is_replaced(eight, tm
     federated([*eight[:2], old], path=one)
     refused(one, "`root` of old expired at")
     new = old.with_endpoint(tmp_path / "new", endpoint="127.0.0.1:7000")
-    write_federation(amend_federation(read_federation(one, allow_unsigned=True), replace=[new.member]), two)
+    write_federation(
+        amend_federation(read_federation(one, allow_unsigned=True), replace=[new.member]), two
+    )
     assert signed_by(two, [eight[0], new]).members[2] == new.member
 
 
@@ -321,7 +388,9 @@ def test_copies_that_were_signed_apart_are_merged(path, eight, tmp_path):
     sign_federation(b, eight[2], merge=[a])
     assert read_federation(b).missing_signatures == 0
     write_federation(amend_federation(read_federation(path), remove=["org-2"]), c)
-    with pytest.raises(ConfigError, match=r"is another version than .*, which differs in `members\.org-2"):
+    with pytest.raises(
+        ConfigError, match=r"is another version than .*, which differs in `members\.org-2"
+    ):
         sign_federation(a, eight[0], merge=[c])
     with pytest.raises(ConfigError, match="version 1, which needs no signature"):
         sign_federation(path, eight[0])
@@ -353,7 +422,9 @@ def test_what_was_signed_cannot_be_changed(path, eight, tmp_path):
         table["history"][1]["members"].append(table["history"][0]["members"][3])
 
     def another_first(table):
-        table["history"][0]["members"][0].update({key: eight[5].member.table()[key] for key in ("key", "root", "name")})
+        table["history"][0]["members"][0].update(
+            {key: eight[5].member.table()[key] for key in ("key", "root", "name")}
+        )
 
     def swapped(table):
         table["signatures"][0]["signature"] = table["signatures"][1]["signature"]
@@ -370,7 +441,16 @@ def test_what_was_signed_cannot_be_changed(path, eight, tmp_path):
     def forgotten(table):
         table["history"] = table["history"][1:]
 
-    changes = (other_rounds, kept_member, another_first, swapped, of_before, cut, no_history, forgotten)
+    changes = (
+        other_rounds,
+        kept_member,
+        another_first,
+        swapped,
+        of_before,
+        cut,
+        no_history,
+        forgotten,
+    )
     for change in changes:
         three.write_bytes(good)
         refused(
@@ -405,7 +485,10 @@ def test_an_amendment_must_change_something_once(path, eight):
         ({"replace": [eight[1].member]}, "the same as the last one"),
         ({"replace": [eight[5].member]}, "there is no member `org-5`"),
         ({"add": [eight[1].member]}, "org-1 is a member: --replace"),
-        ({"remove": ["org-0", "org-1", "org-2"]}, "the new version: a federation has at least 2 members"),
+        (
+            {"remove": ["org-0", "org-1", "org-2"]},
+            "the new version: a federation has at least 2 members",
+        ),
     ):
         with pytest.raises(ConfigError, match=told) as raised:
             amend_federation(made, **how)
@@ -420,7 +503,9 @@ def test_a_file_cannot_run_code_that_this_organisation_has_not_allowed(path, eig
     own = {"name": "os:system", "command": f"touch {trap}"}
     edited(path, lambda table: table["experiment"].update(algorithm=own))
     made = read_federation(path)  # it can be read, hashed and signed
-    with pytest.raises(ConfigError, match="names 'os:system', which is no part of fedcb2o and would run here"):
+    with pytest.raises(
+        ConfigError, match="names 'os:system', which is no part of fedcb2o and would run here"
+    ):
         made.experiment  # noqa: B018
     criterion = {"name": "fedcb2o", "criterion": {"name": "os:system"}, "alpha": 2.0}
     edited(path, lambda table: table["experiment"].update(algorithm=criterion))
@@ -487,7 +572,9 @@ HOSTILE = {
     "no budget": at("experiment", "agents", value={}),
     "no algorithm": at("experiment", "algorithm", value={}),
     "an unknown algorithm": at("experiment", "algorithm", "name", value="fedcb"),
-    "an algorithm with a coordinator": at("experiment", "algorithm", value={"name": "ifca", "models": 2}),
+    "an algorithm with a coordinator": at(
+        "experiment", "algorithm", value={"name": "ifca", "models": 2}
+    ),
     "an unknown parameter": at("experiment", "algorithm", "gamma", value=1),
     "a parameter of another type": at("experiment", "training", "gamma", value="0.1"),
     "one member": at("members", value=[]),
@@ -525,7 +612,9 @@ def test_another_members_root_is_refused(path):
     def exchange(table):
         table["members"][0]["root"] = table["members"][1]["root"]
 
-    assert "version 1, agent 0: `root` of org-0 is that of another" in refused(edited(path, exchange))
+    assert "version 1, agent 0: `root` of org-0 is that of another" in refused(
+        edited(path, exchange)
+    )
 
 
 def test_what_is_no_toml_is_refused_in_one_line(path, tmp_path):
@@ -557,21 +646,32 @@ def test_another_file_is_called_what_it_is(eight, tmp_path):
 
 
 SCALARS = st.one_of(
-    st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.text(max_size=20), st.just("os:system")
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=20),
+    st.just("os:system"),
 )
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_change_gives_a_federation_or_one_line(path, data):
     table = tomllib.loads(path.read_text())
     before = path.read_bytes()
     place = table
     while True:
-        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        key = data.draw(
+            st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place)))
+        )
         if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.booleans()):
             break
         place = place[key]
@@ -603,7 +703,16 @@ def test_from_keys_to_a_signed_version_by_commands(tmp_path):
     files = []
     for number, folder in enumerate(folders):
         endpoint = f"127.0.0.1:{7001 + number}"
-        here("peer", "identity", "--name", f"hospital-{folder.name}", "--endpoint", endpoint, "--out", folder)
+        here(
+            "peer",
+            "identity",
+            "--name",
+            f"hospital-{folder.name}",
+            "--endpoint",
+            endpoint,
+            "--out",
+            folder,
+        )
         files.append(folder / f"hospital-{folder.name}.member.toml")
     agents = {"num_clusters": 1, "benign": 3, "malicious": 0, "budget": 2}
     source = write_experiment(tmp_path / "tiny.toml", agents=agents)
@@ -611,19 +720,39 @@ def test_from_keys_to_a_signed_version_by_commands(tmp_path):
     members = [word for file in files for word in ("--member", file)]
     few = here("peer", "federation", source, *members[:4], "--out", one)
     assert "has 3 agents, and there are 2 members" in few.one_line()
-    made = here("peer", "federation", source, *members, "--out", one, "--set", "rounds=8", "--lag", 2, "--synchronous")
+    made = here(
+        "peer",
+        "federation",
+        source,
+        *members,
+        "--out",
+        one,
+        "--set",
+        "rounds=8",
+        "--lag",
+        2,
+        "--synchronous",
+    )
     assert (made.status, made.err) == (0, "")
     first = read_federation(one)
     assert (first.rounds, first.lag, first.synchronous) == (8, 2, True)
     run = first.run.hex(" ", 2)
     assert f"tiny, run {run}, version 1, 3 members" in made.out
     key = hashlib.sha256(Member.read(files[0]).key).hexdigest()[:32]
-    assert f"adds hospital-a (127.0.0.1:7001, key {' '.join(key[k : k + 4] for k in range(0, 32, 4))})" in made.out
+    assert (
+        f"adds hospital-a (127.0.0.1:7001, key {' '.join(key[k : k + 4] for k in range(0, 32, 4))})"
+        in made.out
+    )
     assert here("peer", "sign", one).out in made.out
-    assert "choose another --out" in here("peer", "federation", source, *members, "--out", one).one_line()
+    assert (
+        "choose another --out"
+        in here("peer", "federation", source, *members, "--out", one).one_line()
+    )
     changed = here("peer", "amend", one, "--remove", "hospital-c", "--out", two)
     assert "- removes hospital-c" in changed.out
-    assert "It counts when 2 more of hospital-a, hospital-b, hospital-c have signed it" in changed.out
+    assert (
+        "It counts when 2 more of hospital-a, hospital-b, hospital-c have signed it" in changed.out
+    )
     looked = here("peer", "sign", two)
     assert (looked.status, looked.out) == (0, changed.out)
     assert "give --identity too" in here("peer", "sign", two, "--merge", two).one_line()
@@ -633,8 +762,14 @@ def test_from_keys_to_a_signed_version_by_commands(tmp_path):
     assert "It counts. Send it to all" in here("peer", "sign", two, "--identity", folders[1]).out
     assert list(read_federation(two).members) == [0, 1]
     second = read_federation(two)
-    assert second.verification_phrase == f"tiny, run {run[:19]}, version 2 {second.digest.hex(' ', 2)}, 2 members"
-    new, three = tmp_path / "b-new", tmp_path / "federation-3.toml"  # the key of hospital-b was stolen
+    assert (
+        second.verification_phrase
+        == f"tiny, run {run[:19]}, version 2 {second.digest.hex(' ', 2)}, 2 members"
+    )
+    new, three = (
+        tmp_path / "b-new",
+        tmp_path / "federation-3.toml",
+    )  # the key of hospital-b was stolen
     here("peer", "identity", "--name", "hospital-b", "--endpoint", "127.0.0.1:7002", "--out", new)
     here("peer", "amend", one, "--replace", new / "hospital-b.member.toml", "--out", three)
     for folder in (folders[0], folders[2]):
@@ -647,4 +782,8 @@ def test_from_keys_to_a_signed_version_by_commands(tmp_path):
 def test_the_order_of_keys_makes_no_difference():
     """Inside a list too, where it is no key of its own."""
     one, other = ({"a": 1, "b": 2}, {"b": 2, "a": 1})
-    assert federation._short_hash([one]) == federation._short_hash([other]) != federation._short_hash([{"a": 2, "b": 1}])
+    assert (
+        federation._short_hash([one])
+        == federation._short_hash([other])
+        != federation._short_hash([{"a": 2, "b": 1}])
+    )

@@ -80,27 +80,47 @@ def test_no_lie_of_a_member_is_received(tmp_path):
             for line in lines:
                 found[told.get((j, line["round"]), "")].add(heard(line))
             assert sum(len(line["received"]) for line in lines) > ROUNDS
-            assert max(line["seconds"]["exchange"] for line in lines) < TIMES["deadline_seconds"] + 1.5
+            assert (
+                max(line["seconds"]["exchange"] for line in lines) < TIMES["deadline_seconds"] + 1.5
+            )
             assert peers.peak(j) < peers.peak(QUIET) + MARGIN
         assert "received" not in set().union(*found.values())
-        unseen = {lie for lie in {lie for turn in TURNS for lie in turn} if not found[lie] & hostile.LIES[lie][0]}
+        unseen = {
+            lie
+            for lie in {lie for turn in TURNS for lie in turn}
+            if not found[lie] & hostile.LIES[lie][0]
+        }
         assert all(found[lie] <= {"late"} for lie in unseen), {lie: found[lie] for lie in unseen}
         assert len(unseen) < 6  # where the machine is so busy that an answer takes a second
         asked = [note for note in notes if "request" in note]
         assert {note["request"] for note in asked} == {*hostile.REQUESTS}
         assert not any(note["given"] for note in asked)
-        away = sum((Counter(line["turned_away"]) for j in range(3) for line in peers.lines(j)), Counter())
-        assert away.keys() >= {"malformed", "member", "receiver", "signature", "run", "replay", "version"}
+        away = sum(
+            (Counter(line["turned_away"]) for j in range(3) for line in peers.lines(j)), Counter()
+        )
+        assert away.keys() >= {
+            "malformed",
+            "member",
+            "receiver",
+            "signature",
+            "run",
+            "replay",
+            "version",
+        }
         proofs = [path for j in range(3) for path in peers.out(j).glob("proofs/*")]
         assert proofs
-        assert all("org-3" in verify_proof(path, read_federation(peers.federation)) for path in proofs)
+        assert all(
+            "org-3" in verify_proof(path, read_federation(peers.federation)) for path in proofs
+        )
 
 
 def test_strangers_are_nothing_to_a_node(tmp_path):
     """Another root, no certificate, no TLS, a member's certificate without its key, and 100 connections that say
     nothing: all from before the second node is there until both have ended."""
     changes = {"rounds": 12, "agents": {"benign": 3, "malicious": 0, "budget": 2}}
-    with nodes(tmp_path, 3, changes=changes, lag=5, deadline_seconds=3.0, round_seconds=0.3) as peers:
+    with nodes(
+        tmp_path, 3, changes=changes, lag=5, deadline_seconds=3.0, round_seconds=0.3
+    ) as peers:
         stop = FORKED.Event()
         peers.start(0, gather=3.0, linger=5.0)
         work = peers.federation, tmp_path, peers.identities[2], 0, stop
@@ -113,7 +133,9 @@ def test_strangers_are_nothing_to_a_node(tmp_path):
         assert peers.wait(2) == [0]
         done = json.loads((tmp_path / "strangers.json").read_text())
         assert done["times"] > 3
-        assert not any(done[what] for what in ("answered", "outsider linked", "outsider told", "lent told"))
+        assert not any(
+            done[what] for what in ("answered", "outsider linked", "outsider told", "lent told")
+        )
         for j in range(2):
             lines = peers.lines(j)
             assert [line["round"] for line in lines] == list(range(1, 13))
@@ -149,21 +171,34 @@ def test_ten_thousand_requests_and_a_gigabyte(tmp_path):
             assert not any(heard(line) == "received" for line in lines)
             assert peers.peak(j) < peers.peak(QUIET) + MARGIN
             missed.append(2 * rounds - sum(len(line["received"]) for line in lines))
-            seconds.append(statistics.median(each["seconds"] for line in lines for each in line["received"]))
+            seconds.append(
+                statistics.median(each["seconds"] for line in lines for each in line["received"])
+            )
         counted = sum(note["asked"] for note in asked)
         huge = [note["lie"] for note in notes if "lie" in note].count("1 GiB")
-        print(f"\n{counted} requests, given {sum(note['given'] for note in asked)}; {huge} times 1 GiB")
+        print(
+            f"\n{counted} requests, given {sum(note['given'] for note in asked)}; {huge} times 1 GiB"
+        )
         print(
             f"honest models missed {missed}, median seconds {seconds}, peaks {[peers.peak(j) >> 20 for j in range(3)]}"
         )
-        print("the longest exchanges", [max(line["seconds"]["exchange"] for line in peers.lines(j)) for j in range(3)])
+        print(
+            "the longest exchanges",
+            [max(line["seconds"]["exchange"] for line in peers.lines(j)) for j in range(3)],
+        )
 
 
 EQUIVOCATOR = {
     "rounds": 8,
     "model": {"name": "mlp", "hidden": [16]},
     "training": {"gamma": 0.1},
-    "agents": {"benign": 4, "malicious": 1, "benign_samples": 40, "malicious_samples": 40, "budget": 4},
+    "agents": {
+        "benign": 4,
+        "malicious": 1,
+        "benign_samples": 40,
+        "malicious_samples": 40,
+        "budget": 4,
+    },
 }
 PACE = {"lag": 5, "deadline_seconds": 3.0, "round_seconds": 0.4}
 
@@ -182,7 +217,11 @@ def caught(peers: Nodes, guilty: int) -> list[int | None]:
             line["round"]
             for line in peers.lines(j)
             if "equivocation" in line["refused"].values()
-            or (list(peers.out(j).glob("proofs/*")) and guilty in line["alive"] and guilty not in line["asked"])
+            or (
+                list(peers.out(j).glob("proofs/*"))
+                and guilty in line["alive"]
+                and guilty not in line["asked"]
+            )
         )
         found.append(next(rounds, None))
     return found
@@ -202,13 +241,18 @@ def test_who_tells_everybody_something_else_is_found_out(tmp_path):
         for j in range(4):
             (proof,) = peers.out(j).glob("proofs/*")
             assert federation.members[4].name in verify_proof(proof, federation)
-            assert f"agent 4 of {federation.name}" in here("peer", "proof", proof, "--federation", peers.federation).out
+            assert (
+                f"agent 4 of {federation.name}"
+                in here("peer", "proof", proof, "--federation", peers.federation).out
+            )
             assert 4 not in peers.lines(j)[-1]["asked"]
         assert all(n is not None and n <= 6 for n in caught(peers, 4)), caught(peers, 4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attack", [{"name": "equivocation", "z": 4.0}, {"name": "dissensus", "eps": 2.0}])
+@pytest.mark.parametrize(
+    "attack", [{"name": "equivocation", "z": 4.0}, {"name": "dissensus", "eps": 2.0}]
+)
 def test_what_finding_out_is_worth(attack, tmp_path):
     """Plain averages under an attack that only who compares manifests can see, with that and without; `-s` prints."""
     accuracy, rounds = defaultdict(list), []
@@ -228,8 +272,15 @@ def test_what_finding_out_is_worth(attack, tmp_path):
                 accuracy[check] += [peers.lines(j)[-1]["accuracy"] for j in range(4)]
                 if check:
                     rounds += caught(peers, 4)
-                assert not any("equivocation" in line["refused"].values() for line in peers.lines(0)) or check
-    found, with_it, without = (sum(each) / len(each) for each in (rounds, accuracy[True], accuracy[False]))
-    print(f"\n{attack['name']}: found out in round {found:.1f}; accuracy {with_it:.1%}, unchecked {without:.1%}")
+                assert (
+                    not any("equivocation" in line["refused"].values() for line in peers.lines(0))
+                    or check
+                )
+    found, with_it, without = (
+        sum(each) / len(each) for each in (rounds, accuracy[True], accuracy[False])
+    )
+    print(
+        f"\n{attack['name']}: found out in round {found:.1f}; accuracy {with_it:.1%}, unchecked {without:.1%}"
+    )
     assert found <= 5
     assert with_it > without

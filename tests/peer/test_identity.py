@@ -15,7 +15,12 @@ import zenoh
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from tests.peer.members import free_ports, identities
 from tests.tiny import ENVIRONMENT, here
 
@@ -41,15 +46,25 @@ def one_line(raised):
 def test_an_identity_is_files_of_which_only_the_owner_reads_the_secrets(made):
     modes = {path.name: path.stat().st_mode & 0o777 for path in made.folder.iterdir()}
     assert made.folder.stat().st_mode & 0o777 == 0o700
-    assert {name for name, mode in modes.items() if mode == 0o600} == {"signing.key", "root.key", "tls.key"}
-    assert modes.keys() - {"signing.key", "root.key", "tls.key"} == {"root.pem", "tls.pem", "hospital-a.member.toml"}
+    assert {name for name, mode in modes.items() if mode == 0o600} == {
+        "signing.key",
+        "root.key",
+        "tls.key",
+    }
+    assert modes.keys() - {"signing.key", "root.key", "tls.key"} == {
+        "root.pem",
+        "tls.pem",
+        "hospital-a.member.toml",
+    }
     again = Identity.read(made.folder)
     again.check_certificate()
     assert again == made
     assert again.sign(b"x") == made.sign(b"x")
     assert Member.read(made.folder / "hospital-a.member.toml") == made.member
     assert again.expires - datetime.now(UTC) > timedelta(days=396)
-    assert [path.name for path in made.folder.parent.iterdir()] == ["a"]  # nothing is left beside it
+    assert [path.name for path in made.folder.parent.iterdir()] == [
+        "a"
+    ]  # nothing is left beside it
 
 
 def test_a_signature_is_of_one_message_by_one_key(made, tmp_path):
@@ -59,7 +74,13 @@ def test_a_signature_is_of_one_message_by_one_key(made, tmp_path):
     assert made.member.verify(b"message", signature)
     assert not made.member.verify(b"massage", signature)
     assert not other.member.verify(b"message", signature)
-    for wrong in (b"", bytes(64), signature[:-1], signature + b"\0", bytes([signature[0] ^ 1]) + signature[1:]):
+    for wrong in (
+        b"",
+        bytes(64),
+        signature[:-1],
+        signature + b"\0",
+        bytes([signature[0] ^ 1]) + signature[1:],
+    ):
         assert not made.member.verify(b"message", wrong)
 
 
@@ -84,7 +105,13 @@ def test_nothing_is_overwritten_and_a_failure_leaves_nothing(made, tmp_path):
         Identity.make(tmp_path / "file" / "below", name="hospital-a", endpoint=ENDPOINT)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "file"}
     (tmp_path / "empty").mkdir()
-    assert Identity.make(tmp_path / "empty", name="hospital-a", endpoint=ENDPOINT).folder.stat().st_mode % 512 == 0o700
+    assert (
+        Identity.make(tmp_path / "empty", name="hospital-a", endpoint=ENDPOINT)
+        .folder.stat()
+        .st_mode
+        % 512
+        == 0o700
+    )
 
 
 @pytest.mark.parametrize("secret", ["signing.key", "root.key", "tls.key"])
@@ -96,9 +123,19 @@ def test_a_secret_that_others_may_read_is_refused(made, secret):
 
 def test_files_that_do_not_belong_together_are_refused(made, tmp_path):
     other = Identity.make(tmp_path / "b", name="hospital-b", endpoint="127.0.0.1:7448")
-    for name, cure in (("signing.key", "restore"), ("root.pem", "restore"), ("tls.key", "renew"), ("tls.pem", "renew")):
+    for name, cure in (
+        ("signing.key", "restore"),
+        ("root.pem", "restore"),
+        ("tls.key", "renew"),
+        ("tls.pem", "renew"),
+    ):
         kept = (made.folder / name).read_bytes()
-        for content in ((other.folder / name).read_bytes(), b"", b"-----BEGIN x\n", b"\xff" * 70_000):
+        for content in (
+            (other.folder / name).read_bytes(),
+            b"",
+            b"-----BEGIN x\n",
+            b"\xff" * 70_000,
+        ):
             (made.folder / name).write_bytes(content)
             with pytest.raises(ConfigError, match=cure) as raised:
                 Identity.read(made.folder).check_certificate()
@@ -118,7 +155,9 @@ def test_an_expired_certificate_is_renewed_and_nobody_has_to_be_told(tmp_path):
     old = Identity.make(tmp_path / "a", name="hospital-a", endpoint=ENDPOINT, until=until)
     read = Identity.read(tmp_path / "a")
     assert abs(read.expires - until) < timedelta(seconds=2)
-    with pytest.raises(ConfigError, match=f"expired at .* UTC: `fedcb2o peer renew --identity {tmp_path / 'a'}`"):
+    with pytest.raises(
+        ConfigError, match=f"expired at .* UTC: `fedcb2o peer renew --identity {tmp_path / 'a'}`"
+    ):
         read.check_certificate()
     key = old.tls_key.read_bytes()
     read.renew(days=3)
@@ -133,8 +172,14 @@ def test_a_root_that_has_ended_is_replaced(tmp_path):
     then = datetime.now(UTC) - timedelta(days=certificates.ROOT_DAYS + 1)
     old = Identity.make(tmp_path / "a", name="hospital-a", endpoint=ENDPOINT, now=then)
     read = Identity.read(tmp_path / "a")
-    for act in (read.check_certificate, read.renew, lambda: Member.read(tmp_path / "a" / "hospital-a.member.toml")):
-        with pytest.raises(ConfigError, match=r"expired at .* UTC: `fedcb2o peer renew --out` makes a new one"):
+    for act in (
+        read.check_certificate,
+        read.renew,
+        lambda: Member.read(tmp_path / "a" / "hospital-a.member.toml"),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"expired at .* UTC: `fedcb2o peer renew --out` makes a new one"
+        ):
             act()
     new = read.with_endpoint(tmp_path / "b", endpoint=ENDPOINT)
     new.check_certificate()
@@ -191,7 +236,9 @@ def forged(by, folder, name, endpoint):
     made = certificates.new_leaf(name, endpoint, key, root, root_key, now, now + timedelta(days=1))
     folder.mkdir()
     (folder / "tls.pem").write_bytes(made.public_bytes(Encoding.PEM))
-    (folder / "tls.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    (folder / "tls.key").write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
     return folder / "tls.pem", folder / "tls.key"
 
 
@@ -227,7 +274,9 @@ def test_members_link_each_by_its_own_root_and_nobody_else_does(three, tmp_path)
     assert linked(files(a), files(late), roots)
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="there 127.0.0.2 is no address of this machine")
+@pytest.mark.skipif(
+    sys.platform == "darwin", reason="there 127.0.0.2 is no address of this machine"
+)
 def test_no_members_root_speaks_for_anothers_name_or_host(three, tmp_path):
     a, b, _, roots = three
     assert linked(forged(b, tmp_path / "own", "org-1", ENDPOINT), files(a), roots)
@@ -235,11 +284,17 @@ def test_no_members_root_speaks_for_anothers_name_or_host(three, tmp_path):
         false = forged(b, tmp_path / f"{name}-{host}", name, f"{host}:7447")
         assert not linked(false, files(a), roots, patience=0.4)
         assert not linked(files(a), false, roots, host, patience=0.4)
-    assert not linked(files(a), files(b), roots, "127.0.0.2", patience=0.4)  # a certificate is of one host
+    assert not linked(
+        files(a), files(b), roots, "127.0.0.2", patience=0.4
+    )  # a certificate is of one host
 
 
 def member_table(identity, **changes):
-    return {key: value for key, value in {**identity.member.table(), **changes}.items() if value is not None}
+    return {
+        key: value
+        for key, value in {**identity.member.table(), **changes}.items()
+        if value is not None
+    }
 
 
 LONG = "x" * 1_000_000
@@ -270,7 +325,9 @@ WRONG = {
     "a key beyond ASCII": {"key": "é" * 44},
     "a key of zeros": {"key": "A" * 43 + "="},
     "no root": {"root": ""},
-    "a root that is text": {"root": "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"},
+    "a root that is text": {
+        "root": "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+    },
     "a number more": {"age": 7},
     "a key with a line break more": {"a\nb": "x"},
 }
@@ -295,10 +352,16 @@ def test_a_root_that_is_not_a_members_own_is_refused(made, tmp_path):
         builder = x509.CertificateBuilder().subject_name(root.subject).issuer_name(root.subject)
         builder = builder.public_key(key.public_key()).serial_number(5)
         builder = builder.not_valid_before(now - timedelta(days=20)).not_valid_after(until)
-        builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-        builder = builder.add_extension(root.extensions.get_extension_for_class(x509.KeyUsage).value, critical=True)
+        builder = builder.add_extension(
+            x509.BasicConstraints(ca=ca, path_length=None), critical=True
+        )
+        builder = builder.add_extension(
+            root.extensions.get_extension_for_class(x509.KeyUsage).value, critical=True
+        )
         if tied:
-            builder = builder.add_extension(certificates.name_constraints("hospital-a", ENDPOINT), critical=True)
+            builder = builder.add_extension(
+                certificates.name_constraints("hospital-a", ENDPOINT), critical=True
+            )
         return builder.sign(by, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
 
     path = tmp_path / "x.member.toml"
@@ -333,7 +396,14 @@ def test_a_root_with_any_byte_changed_is_refused(made):
 
 
 def test_a_file_that_is_no_members_is_refused_in_one_line(tmp_path):
-    for content in (b"", b"\xff", b"x = " + b"[" * 5000, b"x" * 10**6, b"name = 0x" + b"f" * 60_000, b"name = nan"):
+    for content in (
+        b"",
+        b"\xff",
+        b"x = " + b"[" * 5000,
+        b"x" * 10**6,
+        b"name = 0x" + b"f" * 60_000,
+        b"name = nan",
+    ):
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(ConfigError) as raised:
             Member.read(tmp_path / "x")
@@ -343,7 +413,9 @@ def test_a_file_that_is_no_members_is_refused_in_one_line(tmp_path):
             Member.read(path)
 
 
-@pytest.mark.parametrize("endpoint", ["node.example.org:7447", "[2001:db8::1]:7447", "192.0.2.7:1", "localhost:65535"])
+@pytest.mark.parametrize(
+    "endpoint", ["node.example.org:7447", "[2001:db8::1]:7447", "192.0.2.7:1", "localhost:65535"]
+)
 def test_an_endpoint_is_a_name_or_an_address(tmp_path, endpoint):
     made = Identity.make(tmp_path / "a", name="3rd-hospital", endpoint=endpoint)
     assert Identity.read(made.folder).member.endpoint == endpoint
@@ -352,7 +424,9 @@ def test_an_endpoint_is_a_name_or_an_address(tmp_path, endpoint):
 
 def test_a_name_that_no_certificate_can_hold_is_told_before_one_is_made(tmp_path):
     for name in ("Hôpital", "a b", "", "-a", "x" * 64, "7", "localhost"):
-        done = here("peer", "identity", "--name", name, "--endpoint", ENDPOINT, "--out", tmp_path / "a")
+        done = here(
+            "peer", "identity", "--name", name, "--endpoint", ENDPOINT, "--out", tmp_path / "a"
+        )
         assert "a member's name has up to 63 small letters from a to z" in done.one_line()
         assert not list(tmp_path.iterdir())
 
@@ -363,15 +437,29 @@ def test_the_command_tells_what_to_send_and_shows_no_secret(tmp_path):
     assert (done.status, done.err) == (0, "")
     assert done.out.splitlines()[-1] == str(folder / "hospital-a.member.toml")
     assert tomllib.loads((folder / "hospital-a.member.toml").read_text())["name"] == "hospital-a"
-    again = here("peer", "identity", "--name", "hospital-a", "--endpoint", ENDPOINT, "--out", folder)
+    again = here(
+        "peer", "identity", "--name", "hospital-a", "--endpoint", ENDPOINT, "--out", folder
+    )
     assert "not empty" in again.one_line()
     renewed = here("peer", "renew", "--identity", folder, "--days", 2)
     assert renewed.status == 0
     assert Identity.read(folder).expires - datetime.now(UTC) < timedelta(days=2, seconds=1)
-    moved = here("peer", "renew", "--identity", folder, "--out", tmp_path / "b", "--endpoint", "127.0.0.1:7448")
+    moved = here(
+        "peer",
+        "renew",
+        "--identity",
+        folder,
+        "--out",
+        tmp_path / "b",
+        "--endpoint",
+        "127.0.0.1:7448",
+    )
     assert moved.status == 0
     assert Identity.read(tmp_path / "b").member.endpoint == "127.0.0.1:7448"
-    assert "give --out" in here("peer", "renew", "--identity", folder, "--endpoint", "127.0.0.1:7448").one_line()
+    assert (
+        "give --out"
+        in here("peer", "renew", "--identity", folder, "--endpoint", "127.0.0.1:7448").one_line()
+    )
     said = done.out + again.err + renewed.out + moved.out + repr(Identity.read(folder))
     for secret in ("signing.key", "root.key", "tls.key"):
         content = (folder / secret).read_text().splitlines()[1]
@@ -387,7 +475,9 @@ def test_without_the_extra_a_command_names_it_and_help_is_given(tmp_path):
 
     done = said("peer", "sign", "f.toml", "--identity", str(tmp_path))
     assert done.returncode == 2
-    assert done.stderr == ("Error: real peers need the extra, of which zenoh is missing: pip install 'fedcb2o[peer]'\n")
+    assert done.stderr == (
+        "Error: real peers need the extra, of which zenoh is missing: pip install 'fedcb2o[peer]'\n"
+    )
     assert "Usage: " in said("peer", "sign", "--help").stdout
 
 

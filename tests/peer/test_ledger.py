@@ -36,9 +36,16 @@ def sign(who, federation):
     """The signed manifest of an agent for a round; another `text` is another model."""
 
     def made(
-        agent: int, n: int, text: bytes = b"model", *, by: int | None = None, run: bytes = federation.run
+        agent: int,
+        n: int,
+        text: bytes = b"model",
+        *,
+        by: int | None = None,
+        run: bytes = federation.run,
     ) -> bytes:
-        manifest = Manifest.from_content(text, run=run, agent=agent, round=n, dim=2, num_samples=1, encoding=0, base=ZERO_DIGEST)
+        manifest = Manifest.from_content(
+            text, run=run, agent=agent, round=n, dim=2, num_samples=1, encoding=0, base=ZERO_DIGEST
+        )
         return manifest.to_signed_bytes(who[agent if by is None else by].sign)
 
     return made
@@ -126,8 +133,13 @@ def test_what_is_held_is_bounded(tmp_path, federation, sign):
     assert len(seen) == 4 * (federation.lag + 8)
     assert [n for _, n, _ in seen] == [n for n in range(59, 49, -1) for _ in range(4)]
     strangers = [(agent, n, ZERO_DIGEST) for agent in (4, 2**32 - 1) for n in (0, 59, 2**32 - 1)]
-    assert ledger.find_conflicts([*strangers, (0, 49, ZERO_DIGEST), (0, 2**32 - 1, ZERO_DIGEST)]) == []
-    assert ledger.find_conflicts([(0, 50, ZERO_DIGEST), (0, 59, ZERO_DIGEST)]) == [(0, 50, ZERO_DIGEST), (0, 59, ZERO_DIGEST)]
+    assert (
+        ledger.find_conflicts([*strangers, (0, 49, ZERO_DIGEST), (0, 2**32 - 1, ZERO_DIGEST)]) == []
+    )
+    assert ledger.find_conflicts([(0, 50, ZERO_DIGEST), (0, 59, ZERO_DIGEST)]) == [
+        (0, 50, ZERO_DIGEST),
+        (0, 59, ZERO_DIGEST),
+    ]
     assert len(ledger.find_conflicts([(0, 40, bytes([k]) * 32) for k in range(64)])) == 64
 
 
@@ -151,7 +163,9 @@ def test_who_claims_to_be_far_ahead_leaves_room_for_others(tmp_path, federation,
             ledger.record(sign(agent, n))
     for n in range(10):
         ledger.record(sign(0, n))
-    assert [(agent, n) for agent, n, _ in ledger.digests()[:10]] == [(0, n) for n in range(9, -1, -1)]
+    assert [(agent, n) for agent, n, _ in ledger.digests()[:10]] == [
+        (0, n) for n in range(9, -1, -1)
+    ]
 
 
 def test_a_disk_that_is_full_holds_nobody_innocent(tmp_path, federation, sign, monkeypatch):
@@ -169,7 +183,9 @@ def test_a_disk_that_is_full_holds_nobody_innocent(tmp_path, federation, sign, m
     assert Ledger(tmp_path, federation).equivocators == {1}
 
 
-def test_proofs_of_other_runs_and_files_that_are_none_prove_nothing(tmp_path, who, federation, sign):
+def test_proofs_of_other_runs_and_files_that_are_none_prove_nothing(
+    tmp_path, who, federation, sign
+):
     proofs = tmp_path / "proofs"
     other = federated(who, rounds=999)
     ledger = Ledger(tmp_path, other)
@@ -198,7 +214,9 @@ def test_the_command_tells_it_in_a_line(tmp_path, path, federation, capsys):
     assert capsys.readouterr().out == told.format(federation.run.hex()[:16])
 
 
-def test_who_got_another_key_is_not_guilty_of_what_was_signed_by_the_old_one(tmp_path, path, who, federation):
+def test_who_got_another_key_is_not_guilty_of_what_was_signed_by_the_old_one(
+    tmp_path, path, who, federation
+):
     (other,) = identities(tmp_path / "new", 1)
     new = Identity.make(tmp_path / "org-1", name="org-1", endpoint=other.member.endpoint)
     later = amend_federation(federation, replace=[new.member])
@@ -279,7 +297,9 @@ def test_a_proof_is_held_against_the_federation(tmp_path, path, who, federation,
 def test_no_change_of_a_proof_raises_anything_else(path, place, piece):
     whole = path.read_bytes()
     changed = path.with_name("changed.proof.toml")
-    changed.write_bytes(whole[: place % len(whole)] + piece + whole[place % len(whole) + len(piece) :])
+    changed.write_bytes(
+        whole[: place % len(whole)] + piece + whole[place % len(whole) + len(piece) :]
+    )
     try:
         assert Proof.read(changed).manifests == Proof.read(path).manifests
     except DataError as error:
@@ -340,4 +360,6 @@ def test_what_the_disk_does_not_take_is_not_signed(tmp_path, monkeypatch):
     assert journal.reserve(2, b"c" * 32)
     assert journal.reserve(3, b"d" * 32)
     again = SigningJournal(tmp_path)
-    assert [again.reserve(n, letter * 32) for n, letter in ((1, b"a"), (2, b"c"), (3, b"d"))] == [True] * 3
+    assert [again.reserve(n, letter * 32) for n, letter in ((1, b"a"), (2, b"c"), (3, b"d"))] == [
+        True
+    ] * 3

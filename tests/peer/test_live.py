@@ -42,7 +42,9 @@ def test_a_line_a_round_where_there_is_no_terminal():
 
 
 def test_who_is_down_is_named_where_nobody_was_asked():
-    assert "0 of 0 taken, down: clinic-c university-d, " in shown(lines=[line(1, alive=[1], asked=[])])
+    assert "0 of 0 taken, down: clinic-c university-d, " in shown(
+        lines=[line(1, alive=[1], asked=[])]
+    )
 
 
 def test_lines_go_to_standard_error(capsys):
@@ -69,7 +71,10 @@ def test_more_peers_than_lines():
 
 def test_what_others_chose_moves_no_cursor_and_styles_nothing():
     evil = line(1, refused={"3": "\x1b[2J[red]\n\r"})
-    for text in (shown(lines=[evil]), shown(lines=[evil], force_terminal=True, _environ={"TERM": "xterm"})):
+    for text in (
+        shown(lines=[evil]),
+        shown(lines=[evil], force_terminal=True, _environ={"TERM": "xterm"}),
+    ):
         assert "\x1b[2J" not in text
         assert "?[2J[red]??" in text
 
@@ -77,6 +82,9 @@ def test_what_others_chose_moves_no_cursor_and_styles_nothing():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_the_cursor_comes_back(error):
     file = io.StringIO()
-    with pytest.raises(error), LiveTable(NAMES, agent_id=0, rounds=5, console=Console(file=file, force_terminal=True)):
+    with (
+        pytest.raises(error),
+        LiveTable(NAMES, agent_id=0, rounds=5, console=Console(file=file, force_terminal=True)),
+    ):
         raise error
     assert file.getvalue().rstrip("\n").endswith("\x1b[?25h")

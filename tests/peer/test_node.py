@@ -73,10 +73,19 @@ def in_memory(folder, count, changes, **options):
     """The settings of a simulation, and the node of each of its agents on one wire."""
     who = members.identities(folder, count)
     settings = members.experiment(count, **changes)
-    made = members.federated(who, changes=changes, synchronous=True, deadline_seconds=60.0, **options)
+    made = members.federated(
+        who, changes=changes, synchronous=True, deadline_seconds=60.0, **options
+    )
     wire = Wire()
     return settings, [
-        Node(made, identity, out=folder / f"out-{j}", simulate=load(settings), connect=joining(wire, j), **QUIET)
+        Node(
+            made,
+            identity,
+            out=folder / f"out-{j}",
+            simulate=load(settings),
+            connect=joining(wire, j),
+            **QUIET,
+        )
         for j, identity in enumerate(who)
     ]
 
@@ -94,9 +103,15 @@ def test_processes_over_tls_reproduce_the_simulation(tmp_path):
         for j in range(6):
             assert [(line["refused"], line["late"]) for line in peers.lines(j)] == [({}, [])] * 5
             assert_same(peers.model(j), models[j])
-            theirs = pairs[(pairs["agent"] == j) & (pairs["peer"] != j)].groupby("round")["peer"].apply(list)
+            theirs = (
+                pairs[(pairs["agent"] == j) & (pairs["peer"] != j)]
+                .groupby("round")["peer"]
+                .apply(list)
+            )
             for line in peers.lines(j):
-                assert sorted(each["id"] for each in line["received"]) == sorted(theirs[line["round"]])
+                assert sorted(each["id"] for each in line["received"]) == sorted(
+                    theirs[line["round"]]
+                )
 
 
 ALGORITHMS = {
@@ -130,7 +145,12 @@ def test_every_kind_of_algorithm_reproduces_the_simulation(name, tmp_path):
 @pytest.mark.parametrize("buffers", ["shared", "local"])
 def test_statistics_of_norms_reproduce_the_simulation_and_are_written(buffers, tmp_path):
     path = "tests.networks:with_norms"
-    changes = {**CHANGES, "rounds": 2, "model": {"name": path, "buffers": buffers}, "training": {"batch_size": 7}}
+    changes = {
+        **CHANGES,
+        "rounds": 2,
+        "model": {"name": path, "buffers": buffers},
+        "training": {"batch_size": 7},
+    }
     changes["layout"] = "contiguous"
     settings, made = in_memory(tmp_path, 6, changes)
     run_all(made)
@@ -138,14 +158,23 @@ def test_statistics_of_norms_reproduce_the_simulation_and_are_written(buffers, t
     simulated = fedcb2o.Run(tmp_path / "simulation")
     for j in range(6):
         assert_same(model_of(tmp_path / f"out-{j}"), models[j])
-        mine, theirs = agent.load_model(tmp_path / f"out-{j}", allowed_functions=[path]), simulated.model(j)
+        mine, theirs = (
+            agent.load_model(tmp_path / f"out-{j}", allowed_functions=[path]),
+            simulated.model(j),
+        )
         assert mine.state_dict().keys() == theirs.state_dict().keys()
         for name, tensor in theirs.state_dict().items():
-            assert tensor.equal(mine.state_dict()[name]) or name.endswith("num_batches_tracked"), name
+            assert tensor.equal(mine.state_dict()[name]) or name.endswith("num_batches_tracked"), (
+                name
+            )
 
 
 def test_a_graph_says_whom_an_agent_may_ask(tmp_path):
-    changes = {**CHANGES, "rounds": 3, "agents": {**CHANGES["agents"], "budget": 2, "graph": {"name": "ring"}}}
+    changes = {
+        **CHANGES,
+        "rounds": 3,
+        "agents": {**CHANGES["agents"], "budget": 2, "graph": {"name": "ring"}},
+    }
     settings, made = in_memory(tmp_path, 6, changes)
     run_all(made)
     models, _ = simulation_of(tmp_path / "simulation", settings)
@@ -203,7 +232,9 @@ def quick(tmp_path):
 def share(j):
     """A third of the digits."""
     whole = digits()
-    return fedcb2o.Dataset(fedcb2o.Shard(whole.pool.x[j::3], whole.pool.y[j::3]), whole.test, whole.class_names)
+    return fedcb2o.Dataset(
+        fedcb2o.Shard(whole.pool.x[j::3], whole.pool.y[j::3]), whole.test, whole.class_names
+    )
 
 
 def test_organisations_with_their_own_data_learn_from_each_other(three, tmp_path):
@@ -213,7 +244,9 @@ def test_organisations_with_their_own_data_learn_from_each_other(three, tmp_path
 
     async def together():
         ran = [
-            Node(made, each, share(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), **QUIET).train()
+            Node(
+                made, each, share(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), **QUIET
+            ).train()
             for j, each in enumerate(who)
         ]
         return await asyncio.gather(*ran)
@@ -225,7 +258,9 @@ def test_organisations_with_their_own_data_learn_from_each_other(three, tmp_path
         lines = lines_of(folder)
         network = agent.load_model(folder)
         with torch.no_grad():
-            predicted = network(test.x.float() / 255 if test.x.dtype == torch.uint8 else test.x.float()).argmax(1)
+            predicted = network(
+                test.x.float() / 255 if test.x.dtype == torch.uint8 else test.x.float()
+            ).argmax(1)
         accuracy = float((predicted == test.y).float().mean())
         assert accuracy == pytest.approx(lines[-1]["accuracy"], abs=1e-6)
         assert accuracy > 0.7, j
@@ -235,7 +270,9 @@ def test_organisations_with_their_own_data_learn_from_each_other(three, tmp_path
 
 def test_a_cancelled_task_ends_the_node(three, tmp_path):
     who, made = three
-    node = Node(made, who[0], share(0), out=tmp_path / "out", connect=joining(Wire(), 0), gather=60.0)
+    node = Node(
+        made, who[0], share(0), out=tmp_path / "out", connect=joining(Wire(), 0), gather=60.0
+    )
 
     async def cancelled():
         task = asyncio.create_task(node.train())
@@ -251,10 +288,18 @@ def test_a_cancelled_task_ends_the_node(three, tmp_path):
 def test_data_that_do_not_fit(three, tmp_path):
     who, made = three
     whole = share(0)
-    wide = fedcb2o.Dataset(whole.pool, fedcb2o.Shard(torch.zeros(3, 1, 9, 9), whole.test.y[:3]), whole.class_names)
+    wide = fedcb2o.Dataset(
+        whole.pool, fedcb2o.Shard(torch.zeros(3, 1, 9, 9), whole.test.y[:3]), whole.class_names
+    )
     for data, told in (
-        (wide, r"samples of shape \(1, 9, 9\) in their test, and the federation agreed on \(1, 8, 8\)"),
-        (dataclasses.replace(whole, class_names=whole.class_names[::-1]), "the classes 9, 8, 7, 6, 5 and 5 more"),
+        (
+            wide,
+            r"samples of shape \(1, 9, 9\) in their test, and the federation agreed on \(1, 8, 8\)",
+        ),
+        (
+            dataclasses.replace(whole, class_names=whole.class_names[::-1]),
+            "the classes 9, 8, 7, 6, 5 and 5 more",
+        ),
         (
             dataclasses.replace(whole, class_names=(*whole.class_names, "x")),
             "have 11 classes, .* and the federation 10",
@@ -268,8 +313,12 @@ def test_data_that_do_not_fit(three, tmp_path):
 
 def test_a_simulation_must_be_what_was_agreed_on(three):
     _, made = three
-    other = load(members.experiment(3, agents={"benign": 3, "malicious": 0}, algorithm={"name": "fedcbo"}))
-    with pytest.raises(ConfigError, match=r"differs from the federation in .*experiment\.algorithm\.name"):
+    other = load(
+        members.experiment(3, agents={"benign": 3, "malicious": 0}, algorithm={"name": "fedcbo"})
+    )
+    with pytest.raises(
+        ConfigError, match=r"differs from the federation in .*experiment\.algorithm\.name"
+    ):
         agent.simulated_agent(made, 0, other)
     with pytest.raises(ConfigError, match="has 4 agents, and the federation 3 members"):
         agent.simulated_agent(made, 0, load(members.experiment(4)))
@@ -280,26 +329,46 @@ def test_a_folder_is_of_one_agent_and_federation(three, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(RunError, match="is not empty and holds no peer's run"):
-        Node(made, who[0], share(0), out=tmp_path / "full", connect=joining(Wire(), 0), **QUIET).run()
+        Node(
+            made, who[0], share(0), out=tmp_path / "full", connect=joining(Wire(), 0), **QUIET
+        ).run()
     (tmp_path / "mine").mkdir()
     federation.write_federation(made, tmp_path / "mine" / "federation.toml")
     with pytest.raises(RunError, match="mine is not the folder of a peer's run"):
-        Node(made, who[0], share(0), out=tmp_path / "mine", connect=joining(Wire(), 0), **QUIET).run()
+        Node(
+            made, who[0], share(0), out=tmp_path / "mine", connect=joining(Wire(), 0), **QUIET
+        ).run()
     federation.write_federation(made, tmp_path / "federation.toml")
     alone = Node(
-        tmp_path / "federation.toml", who[0].folder, share(0), out=tmp_path / "out", connect=joining(Wire(), 0)
+        tmp_path / "federation.toml",
+        who[0].folder,
+        share(0),
+        out=tmp_path / "out",
+        connect=joining(Wire(), 0),
     )
     alone.gather = alone.linger = 0.0
     alone.run()
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
-    federation.write_federation(federation.amend_federation(made, remove=["org-2"]), tmp_path / "2.toml")
+    federation.write_federation(
+        federation.amend_federation(made, remove=["org-2"]), tmp_path / "2.toml"
+    )
     for each in who[:2]:
         second = federation.sign_federation(tmp_path / "2.toml", each)
     by_itself(second, who[0], share(0), tmp_path / "out", resume=True).run()
-    with pytest.raises(RunError, match="went on with version 2 of the federation, and the one given is version 1"):
+    with pytest.raises(
+        RunError, match="went on with version 2 of the federation, and the one given is version 1"
+    ):
         by_itself(made, who[0], share(0), tmp_path / "out", resume=True).run()
     with pytest.raises(RunError, match="of another federation or agent"):
-        Node(made, who[1], share(1), out=tmp_path / "out", connect=joining(Wire(), 1), resume=True, **QUIET).run()
+        Node(
+            made,
+            who[1],
+            share(1),
+            out=tmp_path / "out",
+            connect=joining(Wire(), 1),
+            resume=True,
+            **QUIET,
+        ).run()
 
 
 class Notes:
@@ -320,7 +389,9 @@ class Notes:
 
 def by_itself(made, identity, data, out, **options):
     """A node that waits for nobody."""
-    return Node(made, identity, data, out=out, connect=joining(Wire(), 0), gather=0.0, linger=0.0, **options)
+    return Node(
+        made, identity, data, out=out, connect=joining(Wire(), 0), gather=0.0, linger=0.0, **options
+    )
 
 
 def test_a_node_that_is_told_to_end_before_it_begins(quick, tmp_path):
@@ -383,7 +454,9 @@ def test_other_data_and_a_damaged_checkpoint_never_lead_to_a_second_signature(qu
         by_itself(made, who[0], share(1), out, resume=True).run()
     path = out / "checkpoint.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(RunError, match="or remove this file alone: --resume then begins again with round 1"):
+    with pytest.raises(
+        RunError, match="or remove this file alone: --resume then begins again with round 1"
+    ):
         by_itself(made, who[0], share(0), out, resume=True).run()
     path.unlink()
     notes = Notes()
@@ -404,7 +477,9 @@ def test_the_operator_is_told_once_who_equivocated(quick, tmp_path):
     for guilty in ({1}, {1}, {0, 1}, {0, 1}):
         node._report_equivocation(frozenset(guilty))
     other, mine = notes.notes
-    assert other.startswith("org-1 signed two models for one round, and is asked no more: the proof is in")
+    assert other.startswith(
+        "org-1 signed two models for one round, and is asked no more: the proof is in"
+    )
     assert "was the key stolen?" in mine
 
 
@@ -429,14 +504,17 @@ def test_no_model_within_the_bound_ends_a_node(tmp_path):
     made = members.federated(who, changes=changes, most_samples=500, deadline_seconds=5.0)
     *hidden, weight, bias = agent.build_network(made).parameters()
     evil = torch.cat(
-        [torch.full((each.numel(),), 1e6) for each in hidden] + [torch.zeros(len(weight) * 32 + len(bias))]
+        [torch.full((each.numel(),), 1e6) for each in hidden]
+        + [torch.zeros(len(weight) * 32 + len(bias))]
     )
     wire = Wire()
     ledger, transport = Ledger(tmp_path / "liar", made), wire.agent(1)
     server = Server(made, 1, who[1], ledger, hello_content=dict)
     transport.serve(server.on_request)
     (tmp_path / "liar").mkdir()
-    ModelPublisher(made, who[1], RawCodec(len(evil)), SigningJournal(tmp_path / "liar"), server, print).publish(3, evil, 500)
+    ModelPublisher(
+        made, who[1], RawCodec(len(evil)), SigningJournal(tmp_path / "liar"), server, print
+    ).publish(3, evil, 500)
     notes = Notes()
     node = Node(
         made,
@@ -453,8 +531,9 @@ def test_no_model_within_the_bound_ends_a_node(tmp_path):
     lines = lines_of(tmp_path / "out")
     assert [line["round"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["received"][0]["weight"] > 0.1
-    assert "training diverged in round 2: it begins again with the initial model; are the data " in "\n".join(
-        notes.notes
+    assert (
+        "training diverged in round 2: it begins again with the initial model; are the data "
+        in "\n".join(notes.notes)
     )
 
 
@@ -466,13 +545,22 @@ def test_who_holds_another_file_is_told_what_differs_and_refused(tmp_path):
         changes = {"rounds": rounds, "agents": {"benign": 2, "malicious": 0, "budget": 1}}
         agreed = members.federated(who, changes=changes, most_samples=500, deadline_seconds=20.0)
         node = Node(
-            agreed, who[j], share(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), observer=told[j], **QUIET
+            agreed,
+            who[j],
+            share(j),
+            out=tmp_path / f"out-{j}",
+            connect=joining(wire, j),
+            observer=told[j],
+            **QUIET,
         )
         made.append(node)
     run_all(made)
     for j in range(2):
         (note,) = [note for note in told[j].notes if "differing" in note]
-        assert note == f"org-{1 - j}: it holds another federation, differing in rounds: send one file to all"
+        assert (
+            note
+            == f"org-{1 - j}: it holds another federation, differing in rounds: send one file to all"
+        )
         assert not any(line["received"] for line in lines_of(tmp_path / f"out-{j}"))
 
 
@@ -484,9 +572,12 @@ def test_an_identity_signs_for_a_run_in_one_folder_alone(quick, tmp_path):
     first.close()
     for resume in (False, True):
         with pytest.raises(
-            RunError, match=r"org-0 already signs for this run in \S+/out: give that --out and --resume"
+            RunError,
+            match=r"org-0 already signs for this run in \S+/out: give that --out and --resume",
         ):
             by_itself(made, who[0], share(0), tmp_path / "uot", resume=resume).run()
     (tmp_path / "out").rename(tmp_path / "moved")
     by_itself(made, who[0], share(0), tmp_path / "moved", resume=True).run()
-    assert [line["round"] for line in lines_of(tmp_path / "moved")] == list(range(1, made.rounds + 1))
+    assert [line["round"] for line in lines_of(tmp_path / "moved")] == list(
+        range(1, made.rounds + 1)
+    )

@@ -8,7 +8,15 @@ import pytest
 import torch
 from tests.experiments.test_natural import EXPERIMENT, natural, with_global
 from tests.peer import members
-from tests.peer.test_node import QUIET, assert_same, joining, lines_of, model_of, run_all, simulation_of
+from tests.peer.test_node import (
+    QUIET,
+    assert_same,
+    joining,
+    lines_of,
+    model_of,
+    run_all,
+    simulation_of,
+)
 from tests.peer.wire import Wire
 
 import fedcb2o
@@ -42,12 +50,16 @@ def line(j: int, **more: object) -> fedcb2o.Dataset:
         x = draw.normal(loc=j, size=(count, 3)).astype(np.float32)
         return x, x @ SLOPES.numpy()
 
-    return fedcb2o.datasets({"mine": {"train": some(30 + 5 * j), "validation": some(9), "test": some(8)}}, numbers=True)
+    return fedcb2o.datasets(
+        {"mine": {"train": some(30 + 5 * j), "validation": some(9), "test": some(8)}}, numbers=True
+    )
 
 
 def agreed(who):
     experiment = {key: value for key, value in LINES.items() if value is not None}
-    return federation.make_federation(experiment, [each.member for each in who], dataset=line(0), most_samples=100)
+    return federation.make_federation(
+        experiment, [each.member for each in who], dataset=line(0), most_samples=100
+    )
 
 
 def test_with_nothing_held_out_an_organisation_trains_on_all_and_judges_by_all(tmp_path):
@@ -55,18 +67,30 @@ def test_with_nothing_held_out_an_organisation_trains_on_all_and_judges_by_all(t
     settings["agents"] = {**settings["agents"], "hold_out": False, "validation": 1.0}
     who, brought = members.identities(tmp_path, 3), line(0)
     train, test = ((part.x.numpy(), part.y.numpy()) for part in (brought.pool, brought.test))
-    plain = fedcb2o.datasets({"mine": {"train": train, "test": test}}, numbers=True)  # nothing brought for validation
-    made = federation.make_federation(settings, [each.member for each in who], dataset=plain, most_samples=100)
+    plain = fedcb2o.datasets(
+        {"mine": {"train": train, "test": test}}, numbers=True
+    )  # nothing brought for validation
+    made = federation.make_federation(
+        settings, [each.member for each in who], dataset=plain, most_samples=100
+    )
     holdings = agent.agent_from_dataset(made, 1, plain).data
-    assert sorted(holdings.train[0].tolist()) == sorted(holdings.validation[0].tolist()) == [*range(len(plain.pool))]
+    assert (
+        sorted(holdings.train[0].tolist())
+        == sorted(holdings.validation[0].tolist())
+        == [*range(len(plain.pool))]
+    )
 
 
 def test_a_peer_without_bfloat16_trains_in_float32_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(autotune, "_bfloat16_speedup", lambda _: 0.02)
     settings = load({**EXPERIMENT, "training": {**EXPERIMENT["training"], "precision": "bfloat16"}})
     who = members.identities(tmp_path, 4)
-    made = federation.make_federation(settings, [each.member for each in who], dataset=with_global())
-    node = Node(made, who[0], out=tmp_path / "out", simulate=settings, connect=joining(Wire(), 0), **QUIET)
+    made = federation.make_federation(
+        settings, [each.member for each in who], dataset=with_global()
+    )
+    node = Node(
+        made, who[0], out=tmp_path / "out", simulate=settings, connect=joining(Wire(), 0), **QUIET
+    )
     assert node.agent.spec.training.precision == "float32"
     (tmp_path / "out").mkdir()
     open_run(tmp_path / "out", made, who[0], node.agent, resume=False)
@@ -76,13 +100,26 @@ def test_a_peer_without_bfloat16_trains_in_float32_and_says_so(tmp_path, monkeyp
 
 def test_peers_do_what_a_simulation_of_owners_does(tmp_path):
     """Sizes differ for everybody, and one flips labels; each is scored on its own test samples and on everybody's."""
-    who, settings, wire = members.identities(tmp_path, 4), load({**EXPERIMENT, "together": 1}), Wire()
+    who, settings, wire = (
+        members.identities(tmp_path, 4),
+        load({**EXPERIMENT, "together": 1}),
+        Wire(),
+    )
     terms = {"synchronous": True, "deadline_seconds": 60.0}
-    made = federation.make_federation(settings, [each.member for each in who], dataset=with_global(), **terms)
+    made = federation.make_federation(
+        settings, [each.member for each in who], dataset=with_global(), **terms
+    )
     assert made.most_samples == 22
     run_all(
         [
-            Node(made, each, out=tmp_path / f"out-{j}", simulate=settings, connect=joining(wire, j), **QUIET)
+            Node(
+                made,
+                each,
+                out=tmp_path / f"out-{j}",
+                simulate=settings,
+                connect=joining(wire, j),
+                **QUIET,
+            )
             for j, each in enumerate(who)
         ]
     )
@@ -90,7 +127,10 @@ def test_peers_do_what_a_simulation_of_owners_does(tmp_path):
     run = fedcb2o.Run(tmp_path / "simulation").records
     for j in range(4):
         assert_same(model_of(tmp_path / f"out-{j}"), theirs[j])
-        last, mine = lines_of(tmp_path / f"out-{j}")[-1], run[(run.agent == j) & (run["round"] == 2)].iloc[0]
+        last, mine = (
+            lines_of(tmp_path / f"out-{j}")[-1],
+            run[(run.agent == j) & (run["round"] == 2)].iloc[0],
+        )
         if not mine.malicious:
             assert last["accuracy"] == mine.accuracy
             assert last["global_accuracy"] == mine.global_accuracy
@@ -106,7 +146,9 @@ def test_organisations_tell_numbers(tmp_path):
 
     async def together():
         ran = [
-            Node(again, each, line(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), **QUIET).train()
+            Node(
+                again, each, line(j), out=tmp_path / f"out-{j}", connect=joining(wire, j), **QUIET
+            ).train()
             for j, each in enumerate(who)
         ]
         return await asyncio.gather(*ran)
@@ -131,8 +173,14 @@ def test_data_that_do_not_fit(tmp_path):
             fedcb2o.datasets([(x, y[:, :1])] * 2, numbers=True),
             "the data have 2 owners, 0, 1: an organisation brings its",
         ),
-        (fedcb2o.dataset(x, y, numbers=True), r"numbers of shape \(2,\) to be told in their pool, and the .* \(1,\)"),
-        (fedcb2o.dataset(x, np.arange(20) % 2), "the data have 2 classes, 0, 1, and the federation 0"),
+        (
+            fedcb2o.dataset(x, y, numbers=True),
+            r"numbers of shape \(2,\) to be told in their pool, and the .* \(1,\)",
+        ),
+        (
+            fedcb2o.dataset(x, np.arange(20) % 2),
+            "the data have 2 classes, 0, 1, and the federation 0",
+        ),
     ):
         with pytest.raises(DataError, match=told):
             agent.agent_from_dataset(made, 0, data)
@@ -147,5 +195,7 @@ def test_classes_or_numbers(tmp_path):
     federation.write_federation(text, tmp_path / "f.toml")
     both = (tmp_path / "f.toml").read_text().replace("class_names = []", 'class_names = ["a", "b"]')
     (tmp_path / "both.toml").write_text(both)
-    with pytest.raises(ConfigError, match="`data` has two or more `class_names`, or none and the shape"):
+    with pytest.raises(
+        ConfigError, match="`data` has two or more `class_names`, or none and the shape"
+    ):
         federation.read_federation(tmp_path / "both.toml")

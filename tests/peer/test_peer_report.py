@@ -9,21 +9,35 @@ from tests.peer.folders import draw_node, line, write_node
 
 from fedcb2o.errors import RunError
 from fedcb2o.peer.report import figures
-from fedcb2o.peer.report.node_page import format_bytes, peers_table, refused_table, write_node_report
+from fedcb2o.peer.report.node_page import (
+    format_bytes,
+    peers_table,
+    refused_table,
+    write_node_report,
+)
 from fedcb2o.peer.report.peer_records import MAX_LINE_BYTES, PeerRecords
 from fedcb2o.report.html import SORT_SCRIPT
 
 OWN = ("#", "data:image/png;base64,")  # what a page may link to
 
 ROUNDS = [
-    line(1, (1, 0.25, 1000, 0.5), (2, 1.0, 2000, 0.1), refused={"3": "signature"}, turned_away={"another run": 2}),
+    line(
+        1,
+        (1, 0.25, 1000, 0.5),
+        (2, 1.0, 2000, 0.1),
+        refused={"3": "signature"},
+        turned_away={"another run": 2},
+    ),
     line(2, (1, 0.75, 1000, 0.2), refused={"3": "size"}, late=[2], alive=[1, 3], accuracy=None),
     line(3, (1, 0.5, 1000, 0.3), asked=[1, 2], alive=[1]),
 ]
 
 
 def test_those_of_whom_nothing_was_ever_taken(tmp_path):
-    lines = [line(1, alive=[1, 2], asked=[1, 2], refused={"2": "another run"}), line(2, alive=[1], asked=[1])]
+    lines = [
+        line(1, alive=[1, 2], asked=[1, 2], refused={"2": "another run"}),
+        line(2, alive=[1], asked=[1]),
+    ]
     read = PeerRecords.read(write_node(tmp_path, lines))
     assert read.missing_models([1, 2, 3]) == {
         "hospital-b": "no answer",
@@ -31,9 +45,9 @@ def test_those_of_whom_nothing_was_ever_taken(tmp_path):
         "university-d": "never there",
     }
     assert read.missing_models([1]) == {"hospital-b": "no answer"}  # those of this version alone
-    assert PeerRecords.read(write_node(tmp_path, [*ROUNDS, line(4, asked=[])])).missing_models([1, 2, 3]) == {
-        "university-d": "size"
-    }
+    assert PeerRecords.read(write_node(tmp_path, [*ROUNDS, line(4, asked=[])])).missing_models(
+        [1, 2, 3]
+    ) == {"university-d": "size"}
 
 
 class Page(HTMLParser):
@@ -48,7 +62,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.tags.add(tag)
         self.links += [
-            value for name, value in attributes if name in ("src", "href", "xlink:href") or name.startswith("on")
+            value
+            for name, value in attributes
+            if name in ("src", "href", "xlink:href") or name.startswith("on")
         ]
         if tag == "tr":
             self.rows.append([])
@@ -67,14 +83,29 @@ def node(tmp_path):
 
 def test_the_page_says_what_happened_and_needs_no_other_file(node):
     assert write_node_report(node) == node / "report.html"
-    assert sorted(path.name for path in node.iterdir()) == ["agent.json", "report.html", "rounds.jsonl"]
+    assert sorted(path.name for path in node.iterdir()) == [
+        "agent.json",
+        "report.html",
+        "rounds.jsonl",
+    ]
     page = Page(node / "report.html")
     assert page.links
     assert all(link.startswith(OWN) for link in page.links)
     assert "Agent 0 of run 9f9f9f9f9f9f9f9f, version 1" in page.text
     assert "Rounds done: 3 of 3. Accuracy 83.33%." in page.text
     peers = {row[0]: row[1:] for row in page.rows if len(row) == 11}
-    assert peers["hospital-b"] == ["3", "3", "0", "0", "0", "0.500", "0.750", "3.0 kB", "30.00%", "3"]
+    assert peers["hospital-b"] == [
+        "3",
+        "3",
+        "0",
+        "0",
+        "0",
+        "0.500",
+        "0.750",
+        "3.0 kB",
+        "30.00%",
+        "3",
+    ]
     assert peers["clinic-c"] == ["3", "1", "0", "1", "1", "1.000", "1.000", "2.0 kB", "0.00%", "1"]
     assert peers["university-d"] == ["2", "0", "2", "0", "0", "–", "–", "0 B", "0.00%", "2"]
     assert ["university-d", "1", "1"] in page.rows
@@ -113,7 +144,9 @@ def test_what_others_chose_is_escaped(tmp_path):
     lines = [line(1, refused={"1": evil}, turned_away={evil: 1}, seconds={evil: 1.0, "round": 2.0})]
     node = write_node(tmp_path / "node", lines)
     (node / "proofs").mkdir()
-    (node / "proofs" / "<img src=x onerror=alert(1)>.proof.toml").write_text(f"name = '{evil}'\nround = '{evil}'\n")
+    (node / "proofs" / "<img src=x onerror=alert(1)>.proof.toml").write_text(
+        f"name = '{evil}'\nround = '{evil}'\n"
+    )
     page = Page(write_node_report(node))
     assert not page.tags & {"iframe", "link", "x", "img"}
     assert all(link.startswith(OWN) for link in page.links)
@@ -125,8 +158,19 @@ def test_what_others_chose_is_escaped(tmp_path):
 def test_one_round_and_no_peer(tmp_path):
     page = Page(write_node_report(write_node(tmp_path / "one", [ROUNDS[0]])))
     assert "Rounds done: 1. Accuracy 50.00%." in page.text
-    alone = line(1, asked=[], alive=[], own_weight=None, accuracy=None, train_loss=None, own_loss=None, seconds={})
-    page = Page(write_node_report(write_node(tmp_path / "alone", [alone], names={"0": "hospital-a"})))
+    alone = line(
+        1,
+        asked=[],
+        alive=[],
+        own_weight=None,
+        accuracy=None,
+        train_loss=None,
+        own_loss=None,
+        seconds={},
+    )
+    page = Page(
+        write_node_report(write_node(tmp_path / "alone", [alone], names={"0": "hospital-a"}))
+    )
     assert "Rounds done: 1." in page.text
 
 
@@ -164,15 +208,25 @@ def damaged(field, value):
         pytest.param(damaged("round", 10**30), "`round`", id="round-huge"),
         pytest.param(damaged("round", "1"), "`round`", id="round-text"),
         pytest.param(damaged("accuracy", 1.5), "`accuracy`", id="accuracy"),
-        pytest.param('{"round": 1, "asked": [], "received": [], "own_weight": NaN}', "`own_weight`", id="nan"),
-        pytest.param('{"round": 1, "asked": [], "received": [], "own_weight": 1e999}', "`own_weight`", id="infinite"),
+        pytest.param(
+            '{"round": 1, "asked": [], "received": [], "own_weight": NaN}', "`own_weight`", id="nan"
+        ),
+        pytest.param(
+            '{"round": 1, "asked": [], "received": [], "own_weight": 1e999}',
+            "`own_weight`",
+            id="infinite",
+        ),
         pytest.param(damaged("asked", [-1]), "`asked.0`", id="id"),
         pytest.param(damaged("asked", 3), "`asked`", id="asked"),
         pytest.param(damaged("received", [{"id": 1}]), "`received.0.seconds`", id="received"),
-        pytest.param(damaged("received", ROUNDS[0]["received"][:1] * 2), "twice", id="received-twice"),
+        pytest.param(
+            damaged("received", ROUNDS[0]["received"][:1] * 2), "twice", id="received-twice"
+        ),
         pytest.param(damaged("refused", {"1": "x" * 10_000}), "`refused.1`", id="reason"),
         pytest.param(damaged("sent", 10**400), "`sent`", id="sent"),
-        pytest.param(json.dumps(ROUNDS[1]) + "\n" + json.dumps(ROUNDS[0]), "comes after round 2", id="order"),
+        pytest.param(
+            json.dumps(ROUNDS[1]) + "\n" + json.dumps(ROUNDS[0]), "comes after round 2", id="order"
+        ),
         pytest.param("x" * (MAX_LINE_BYTES + 1), "longer than", id="long"),
     ],
 )
@@ -187,7 +241,14 @@ def test_a_damaged_line_is_one_clear_error(node, text, told):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"names": {"1": "<b>"}}, {"run": "../.."}, {"names": []}, {"id": -1}, {"version": 2**70}, {"name": None}],
+    [
+        {"names": {"1": "<b>"}},
+        {"run": "../.."},
+        {"names": []},
+        {"id": -1},
+        {"version": 2**70},
+        {"name": None},
+    ],
 )
 def test_a_damaged_description_is_one_clear_error(tmp_path, changes):
     with pytest.raises(RunError, match=r"agent\.json is damaged"):
@@ -221,5 +282,6 @@ def test_bytes_are_told_in_units():
 
 def test_the_reasons_are_counted_by_rounds(node):
     assert (
-        re.sub(r"\s+", " ", refused_table(PeerRecords.read(node)).to_string()) == " signature size peer university-d 1 1"
+        re.sub(r"\s+", " ", refused_table(PeerRecords.read(node)).to_string())
+        == " signature size peer university-d 1 1"
     )

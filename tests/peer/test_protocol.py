@@ -61,11 +61,27 @@ def content() -> bytes:
 
 @pytest.fixture(scope="module")
 def manifest(federation, content) -> Manifest:
-    return Manifest.from_content(content, run=federation.run, agent=1, round=N, dim=DIM, num_samples=50, encoding=0, base=ZERO_DIGEST)
+    return Manifest.from_content(
+        content,
+        run=federation.run,
+        agent=1,
+        round=N,
+        dim=DIM,
+        num_samples=50,
+        encoding=0,
+        base=ZERO_DIGEST,
+    )
 
 
 def judged(data, federation, **changes) -> str:
-    settings = {"federation": federation, "asked": 1, "n": N, "least": 0, "dim": DIM, "most": 4 * DIM}
+    settings = {
+        "federation": federation,
+        "asked": 1,
+        "n": N,
+        "least": 0,
+        "dim": DIM,
+        "most": 4 * DIM,
+    }
     reason, manifest = validate_manifest(data, **{**settings, **changes})
     assert (manifest is None) == bool(reason)
     return reason
@@ -80,8 +96,13 @@ def test_a_manifest_says_what_was_sent(who, federation, manifest, content):
     assert read.digest == hashlib.sha256(body).digest()
     assert read.size == len(content)
     assert read.sha256 == hashlib.sha256(content).digest()
-    assert read.chunks == (hashlib.sha256(content[:CHUNK_BYTES]).digest(), hashlib.sha256(content[CHUNK_BYTES:]).digest())
-    assert validate_manifest(signed, federation=federation, peer=1, n=N, min_round=N, dim=DIM, max_bytes=4 * DIM) == ("", manifest)
+    assert read.chunks == (
+        hashlib.sha256(content[:CHUNK_BYTES]).digest(),
+        hashlib.sha256(content[CHUNK_BYTES:]).digest(),
+    )
+    assert validate_manifest(
+        signed, federation=federation, peer=1, n=N, min_round=N, dim=DIM, max_bytes=4 * DIM
+    ) == ("", manifest)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +134,15 @@ def test_a_manifest_says_what_was_sent(who, federation, manifest, content):
     ],
 )
 def test_what_a_member_signs_is_refused_for_its_reason(who, federation, manifest, changed, reason):
-    assert judged(dataclasses.replace(manifest, **changed).signed(who[1].sign), federation) == reason
+    assert (
+        judged(dataclasses.replace(manifest, **changed).signed(who[1].sign), federation) == reason
+    )
 
 
 def test_the_first_reason_is_told_in_the_order_of_the_page(who, federation, manifest):
-    stranger = dataclasses.replace(manifest, agent=9, run=ZERO_DIGEST, round=0, dim=1, size=2**63, encoding=1, base=b"1" * 32)
+    stranger = dataclasses.replace(
+        manifest, agent=9, run=ZERO_DIGEST, round=0, dim=1, size=2**63, encoding=1, base=b"1" * 32
+    )
     other = federated(who, rounds=20, lag=2, synchronous=True)
     signed = stranger.signed(who[1].sign)
     changes = [
@@ -127,13 +152,20 @@ def test_the_first_reason_is_told_in_the_order_of_the_page(who, federation, mani
         ("malformed", lambda data: data[:-1]),
         ("member", lambda data: data),
     ]
-    assert [judged(change(signed), federation) for _, change in changes] == [reason for reason, _ in changes]
+    assert [judged(change(signed), federation) for _, change in changes] == [
+        reason for reason, _ in changes
+    ]
     mended = [
         ("signature", {"agent": 2}, who[1].sign, federation),
         ("run", {}, who[2].sign, federation),
         ("agent", {"run": federation.run}, who[2].sign, federation),
         ("round", {"agent": 1}, who[1].sign, federation),
-        ("round", {"round": N + 1, "run": other.run}, who[1].sign, other),  # synchronous: this round's alone
+        (
+            "round",
+            {"round": N + 1, "run": other.run},
+            who[1].sign,
+            other,
+        ),  # synchronous: this round's alone
         ("size", {"round": N}, who[1].sign, other),
         ("dtype", {"dim": DIM, "size": manifest.size}, who[1].sign, other),
         ("", {"encoding": 0, "base": ZERO_DIGEST}, who[1].sign, other),
@@ -179,7 +211,9 @@ def test_a_gigabyte_is_refused_before_anything_is_made_of_it(who, federation, ma
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("data", [b"", b"fedcb2o", b"fedcb2o\1", b"fedcb2o\1\1", b"FEDCB2O\1" + bytes(100)])
+@pytest.mark.parametrize(
+    "data", [b"", b"fedcb2o", b"fedcb2o\1", b"fedcb2o\1\1", b"FEDCB2O\1" + bytes(100)]
+)
 def test_bytes_that_are_none_of_ours(data, federation):
     assert judged(data, federation) == "malformed"
     for read in (decode_manifest, decode_request, decode_answer):
@@ -267,18 +301,25 @@ def test_what_a_member_says_of_itself_is_for_who_asked_alone(who):
             decode_hello(bad, nonce, member)
     for text in (b"[" * 10**5, b"7", b"\xff", b"{", b"1" * 10**4):
         with pytest.raises(MalformedError, match="malformed"):
-            decode_hello(text + who[1].sign(protocol.HELLO_CONTEXT + NONCE + text), NONCE, who[1].member)
+            decode_hello(
+                text + who[1].sign(protocol.HELLO_CONTEXT + NONCE + text), NONCE, who[1].member
+            )
 
 
 def test_no_bytes_raise_anything_else(who, federation, manifest):
     signed = manifest.signed(who[1].sign)
-    request = Request(kind=RequestKind.HELLO, run=federation.run, sender=0, receiver=1, nonce=NONCE).encode(who[0].sign)
+    request = Request(
+        kind=RequestKind.HELLO, run=federation.run, sender=0, receiver=1, nonce=NONCE
+    ).encode(who[0].sign)
     answer = Answer(NONCE, AnswerStatus.OK, encode_offer(signed, [(1, 2, ZERO_DIGEST)])).encode()
     places = st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=9)), max_size=4)
 
     @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
-        st.sampled_from([signed, request, answer, answer[26:]]), places, st.integers(0, 400), st.binary(max_size=400)
+        st.sampled_from([signed, request, answer, answer[26:]]),
+        places,
+        st.integers(0, 400),
+        st.binary(max_size=400),
     )
     def fuzz(whole, changes, end, noise):
         changed = bytearray(whole)
@@ -337,7 +378,9 @@ def table(heading: str, first: str) -> list[list[str]]:
 
 def hexadecimal() -> dict[str, bytes]:
     """The page's vectors by their names."""
-    found = re.findall(r"^([a-z0-9-]+) =((?:\s+[0-9a-f]+$)+)", PAGE[PAGE.index("## Test vectors") :], re.MULTILINE)
+    found = re.findall(
+        r"^([a-z0-9-]+) =((?:\s+[0-9a-f]+$)+)", PAGE[PAGE.index("## Test vectors") :], re.MULTILINE
+    )
     return {name: bytes.fromhex("".join(text.split())) for name, text in found}
 
 
@@ -391,7 +434,13 @@ def test_the_pages_manifests_are_what_the_code_makes(keys, described):
     two = bytes(i % 251 for i in range(2**20 + 4))
     for name, n, content in (("", 7, VECTORS["content"]), ("-of-two-chunks", 8, two)):
         signed = VECTORS["manifest" + name]
-        values = {"run": VECTORS["run"], "agent": 1, "round": n, "dim": len(content) // 4, "num_samples": 50}
+        values = {
+            "run": VECTORS["run"],
+            "agent": 1,
+            "round": n,
+            "dim": len(content) // 4,
+            "num_samples": 50,
+        }
         made = Manifest.from_content(content, **values, encoding=0, base=ZERO_DIGEST)
         assert made.to_signed_bytes(keys[1].sign) == signed
         assert made.digest == VECTORS["digest" + name] == hashlib.sha256(signed[:-64]).digest()
@@ -413,18 +462,24 @@ def test_the_pages_requests_and_answers_are_what_the_code_makes(keys, described)
     for kind, values in asked.items():
         data = VECTORS[f"request-{kind}"]
         nonce = data[90:106]
-        made = Request(kind=RequestKind[kind.upper()], run=run, sender=0, receiver=1, nonce=nonce, **values)
+        made = Request(
+            kind=RequestKind[kind.upper()], run=run, sender=0, receiver=1, nonce=nonce, **values
+        )
         assert made.encode(keys[0].sign) == data
         holds(sliced("## Request", data), made)
         keys[0].public_key().verify(data[106:], b"fedcb2o request v1\0" + data[:106])
-    answers = {name: VECTORS[f"answer-{name}"] for name in ("hello", "manifest", "not-yet", "chunk")}
+    answers = {
+        name: VECTORS[f"answer-{name}"] for name in ("hello", "manifest", "not-yet", "chunk")
+    }
     read = {name: decode_answer(data) for name, data in answers.items()}
     for name, answer in read.items():
         assert answer.encode() == answers[name]
         fields = sliced("## Answer", answers[name])
         holds(fields, answer)
         assert fields["content"] == answer.body
-        assert answer.nonce == VECTORS[f"request-{'manifest' if name == 'not-yet' else name}"][90:106]
+        assert (
+            answer.nonce == VECTORS[f"request-{'manifest' if name == 'not-yet' else name}"][90:106]
+        )
     assert read["not-yet"].status is AnswerStatus.NOT_YET
     assert decode_offer(read["manifest"].body) == (VECTORS["manifest"], [(2, 6, other)])
     assert encode_offer(VECTORS["manifest"], [(2, 6, other)]) == read["manifest"].body
@@ -446,7 +501,9 @@ def test_the_pages_refusals_are_the_codes(keys, described):
             changed[-64:] = keys[int(by)].sign(protocol.MANIFEST_CONTEXT + bytes(changed[:-64]))
         assert judged(bytes(changed), **settings) == reason, (reason, offset, change)
     told = [row[0] for row in table("## How a manifest is judged", "reason")]
-    assert list(dict.fromkeys(row[0] for row in rows)) == [reason for reason in told if reason != "length"]
+    assert list(dict.fromkeys(row[0] for row in rows)) == [
+        reason for reason in told if reason != "length"
+    ]
 
 
 def power(text: str) -> int:
@@ -469,5 +526,10 @@ def test_the_pages_numbers_are_the_codes():
         "nonces remembered": server.MAX_NONCES,
     }
     assert f"{protocol.MAX_MANIFEST_BYTES:,}" in PAGE
-    for most in (protocol.MAX_MANIFEST_BYTES, protocol.MAX_OFFER_BYTES, protocol.MAX_HELLO_BYTES, CHUNK_BYTES):
+    for most in (
+        protocol.MAX_MANIFEST_BYTES,
+        protocol.MAX_OFFER_BYTES,
+        protocol.MAX_HELLO_BYTES,
+        CHUNK_BYTES,
+    ):
         assert 26 + most <= transport.MAX_ANSWER_BYTES

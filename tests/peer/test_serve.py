@@ -36,7 +36,9 @@ def who(tmp_path_factory) -> list[Identity]:
 
 @pytest.fixture(scope="module")
 def federation(who) -> Federation:
-    return federated(who, rounds=100, lag=2, limits={"answers_per_minute": 6000, "uploads": 2, "per_peer": 2})
+    return federated(
+        who, rounds=100, lag=2, limits={"answers_per_minute": 6000, "uploads": 2, "per_peer": 2}
+    )
 
 
 class Scene:
@@ -66,7 +68,13 @@ class Scene:
         return Request(kind=kind, sender=sender, **settings).encode(self.who[by].sign)
 
     def snapshot(self, n: int, text: bytes = b"model", agent: int = ME) -> Snapshot:
-        settings = {"run": self.federation.run, "agent": agent, "round": n, "dim": len(text), "num_samples": 3}
+        settings = {
+            "run": self.federation.run,
+            "agent": agent,
+            "round": n,
+            "dim": len(text),
+            "num_samples": 3,
+        }
         manifest = Manifest.from_content(text, **settings, encoding=0, base=ZERO_DIGEST)
         return Snapshot(manifest.to_signed_bytes(self.who[agent].sign), text)
 
@@ -123,16 +131,30 @@ def test_a_model_is_downloaded_by_its_manifest_and_chunks(scene, federation):
     signed, seen = decode_offer(answer.body)
     manifest = decode_manifest(signed)[0]
     assert (manifest.round, manifest.size) == (7, len(content))
-    assert seen == [(3, 7, decode_manifest(other)[0].digest)]  # what it says itself is in the manifest
-    parts = [scene.ask(server, scene.request(RequestKind.CHUNK, index=k, digest=manifest.digest)).body for k in range(3)]
+    assert seen == [
+        (3, 7, decode_manifest(other)[0].digest)
+    ]  # what it says itself is in the manifest
+    parts = [
+        scene.ask(server, scene.request(RequestKind.CHUNK, index=k, digest=manifest.digest)).body
+        for k in range(3)
+    ]
     assert [hashlib.sha256(part).digest() for part in parts] == list(manifest.chunks)
     assert b"".join(parts) == content
     for index, digest in ((3, manifest.digest), (2**32 - 1, manifest.digest), (0, ZERO_DIGEST)):
         answer = scene.ask(server, scene.request(RequestKind.CHUNK, index=index, digest=digest))
         assert (answer.status, answer.body) == (AnswerStatus.NOT_HERE, b"")
-    for digest, status in ((seen[0][2], AnswerStatus.OK), (ZERO_DIGEST, AnswerStatus.OK), (b"?" * 32, AnswerStatus.NOT_HERE)):
-        answer = scene.ask(server, scene.request(RequestKind.WITNESS, index=3, round=7, digest=digest))
-        assert (answer.status, bytes(answer.body)) == (status, other if status is AnswerStatus.OK else b"")
+    for digest, status in (
+        (seen[0][2], AnswerStatus.OK),
+        (ZERO_DIGEST, AnswerStatus.OK),
+        (b"?" * 32, AnswerStatus.NOT_HERE),
+    ):
+        answer = scene.ask(
+            server, scene.request(RequestKind.WITNESS, index=3, round=7, digest=digest)
+        )
+        assert (answer.status, bytes(answer.body)) == (
+            status,
+            other if status is AnswerStatus.OK else b"",
+        )
     assert until(lambda: server.counts.answered == 6)
     counts = server.counts
     assert counts.requests == 10
@@ -145,8 +167,15 @@ def test_this_snapshot_and_the_one_before_are_served(scene):
     snapshots = [scene.snapshot(n, b"%d" % n) for n in range(3)]
     for snapshot in snapshots:
         server.publish(snapshot)
-    found = [scene.ask(server, scene.request(RequestKind.CHUNK, digest=snapshot.digest)) for snapshot in snapshots]
-    assert [answer.status for answer in found] == [AnswerStatus.NOT_HERE, AnswerStatus.OK, AnswerStatus.OK]
+    found = [
+        scene.ask(server, scene.request(RequestKind.CHUNK, digest=snapshot.digest))
+        for snapshot in snapshots
+    ]
+    assert [answer.status for answer in found] == [
+        AnswerStatus.NOT_HERE,
+        AnswerStatus.OK,
+        AnswerStatus.OK,
+    ]
     assert [bytes(answer.body) for answer in found] == [b"", b"1", b"2"]
 
 
@@ -155,7 +184,13 @@ def test_the_newest_model_goes_to_who_takes_it(scene):
     assert scene.ask(server, scene.request(RequestKind.MANIFEST)).status is AnswerStatus.NOT_YET
     server.publish(scene.snapshot(4))
     server.publish(scene.snapshot(5))
-    for n, status in ((0, AnswerStatus.OK), (5, AnswerStatus.OK), (7, AnswerStatus.OK), (8, AnswerStatus.NOT_YET), (2**32 - 1, AnswerStatus.NOT_YET)):
+    for n, status in (
+        (0, AnswerStatus.OK),
+        (5, AnswerStatus.OK),
+        (7, AnswerStatus.OK),
+        (8, AnswerStatus.NOT_YET),
+        (2**32 - 1, AnswerStatus.NOT_YET),
+    ):
         answer = scene.ask(server, scene.request(RequestKind.MANIFEST, round=n))
         assert answer.status is status, n
         if status is AnswerStatus.OK:
@@ -167,8 +202,15 @@ def test_a_synchronous_round_gets_its_own_model(scene, who, federation):
     server = scene.server(agreed)
     server.publish(scene.snapshot(4))
     server.publish(scene.snapshot(5))
-    found = {n: scene.ask(server, scene.request(RequestKind.MANIFEST, round=n)) for n in (3, 4, 5, 6)}
-    assert [answer.status for answer in found.values()] == [AnswerStatus.NOT_HERE, AnswerStatus.OK, AnswerStatus.OK, AnswerStatus.NOT_YET]
+    found = {
+        n: scene.ask(server, scene.request(RequestKind.MANIFEST, round=n)) for n in (3, 4, 5, 6)
+    }
+    assert [answer.status for answer in found.values()] == [
+        AnswerStatus.NOT_HERE,
+        AnswerStatus.OK,
+        AnswerStatus.OK,
+        AnswerStatus.NOT_YET,
+    ]
     for n in (4, 5):
         assert decode_manifest(decode_offer(found[n].body)[0])[0].round == n
 
@@ -179,7 +221,10 @@ def test_some_members_are_shown_another_model(scene):
     for sender, text in ((1, b"to all"), (2, b"to 2"), (3, b"to all")):
         answer = scene.ask(server, scene.request(RequestKind.MANIFEST, sender, round=5))
         digest = decode_manifest(decode_offer(answer.body)[0])[0].digest
-        assert bytes(scene.ask(server, scene.request(RequestKind.CHUNK, sender, digest=digest)).body) == text
+        assert (
+            bytes(scene.ask(server, scene.request(RequestKind.CHUNK, sender, digest=digest)).body)
+            == text
+        )
         other = 1 if sender == 2 else 2
         assert scene.ask(server, scene.request(RequestKind.CHUNK, other, digest=digest)).status is (
             AnswerStatus.OK if {sender, other} == {1, 3} else AnswerStatus.NOT_HERE
@@ -189,16 +234,36 @@ def test_some_members_are_shown_another_model(scene):
 def test_a_simulated_attacker_publishes_twice_in_a_round(scene):
     """At first nothing for those whom it deceives, then what it crafted; the round before stays for who is behind."""
     server = scene.server()
-    before, first, second = (scene.snapshot(n, text) for n, text in ((4, b"4"), (5, b"5"), (5, b"again")))
+    before, first, second = (
+        scene.snapshot(n, text) for n, text in ((4, b"4"), (5, b"5"), (5, b"again"))
+    )
     server.publish(before)
     server.publish(first, to={1: None})
-    assert decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 1, round=5)).body)[0] == before.manifest
-    assert decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 2, round=5)).body)[0] == first.manifest
+    assert (
+        decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 1, round=5)).body)[0]
+        == before.manifest
+    )
+    assert (
+        decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 2, round=5)).body)[0]
+        == first.manifest
+    )
     server.publish(second, to={1: scene.snapshot(5, b"crafted")})
-    crafted = decode_manifest(decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 1, round=5)).body)[0])[0].digest
-    for sender, digest, text in ((1, crafted, b"crafted"), (2, second.digest, b"again"), (2, first.digest, b"5")):
-        assert bytes(scene.ask(server, scene.request(RequestKind.CHUNK, sender, digest=digest)).body) == text
-    assert bytes(scene.ask(server, scene.request(RequestKind.CHUNK, 1, digest=before.digest)).body) == b"4"
+    crafted = decode_manifest(
+        decode_offer(scene.ask(server, scene.request(RequestKind.MANIFEST, 1, round=5)).body)[0]
+    )[0].digest
+    for sender, digest, text in (
+        (1, crafted, b"crafted"),
+        (2, second.digest, b"again"),
+        (2, first.digest, b"5"),
+    ):
+        assert (
+            bytes(scene.ask(server, scene.request(RequestKind.CHUNK, sender, digest=digest)).body)
+            == text
+        )
+    assert (
+        bytes(scene.ask(server, scene.request(RequestKind.CHUNK, 1, digest=before.digest)).body)
+        == b"4"
+    )
     assert scene.ledger.guilty == frozenset()
 
 
@@ -206,10 +271,24 @@ def test_a_member_with_another_file_is_greeted_and_gets_nothing_else(scene, who,
     server = scene.server()
     server.publish(scene.snapshot(5))
     nonce = b"n" * 16
-    for run, sender in ((federation.run, 1), (bytes(32), 77)):  # ids may differ too: it is known by its key
-        data = scene.request(RequestKind.HELLO, sender, by=1, run=run, digest=who[1].member.key, nonce=nonce, receiver=ME)
+    for run, sender in (
+        (federation.run, 1),
+        (bytes(32), 77),
+    ):  # ids may differ too: it is known by its key
+        data = scene.request(
+            RequestKind.HELLO,
+            sender,
+            by=1,
+            run=run,
+            digest=who[1].member.key,
+            nonce=nonce,
+            receiver=ME,
+        )
         answer = scene.ask(server, data)
-        assert decode_hello(answer.body, nonce, who[ME].member) == {"round": 7, "keys": federation.keys()}
+        assert decode_hello(answer.body, nonce, who[ME].member) == {
+            "round": 7,
+            "keys": federation.keys(),
+        }
         nonce = b"m" * 16
     for kind in (RequestKind.MANIFEST, RequestKind.CHUNK, RequestKind.WITNESS):
         answer = scene.ask(server, scene.request(kind, run=bytes(32)))
@@ -270,7 +349,9 @@ def test_a_minute_has_so_many_answers_for_each_member(scene, federation):
     server = scene.server(federation.model_copy(update={"limits": limits}), clock=lambda: now[0])
 
     def statuses(sender: int, count: int) -> list[AnswerStatus]:
-        return [scene.ask(server, scene.request(RequestKind.CHUNK, sender)).status for _ in range(count)]
+        return [
+            scene.ask(server, scene.request(RequestKind.CHUNK, sender)).status for _ in range(count)
+        ]
 
     assert statuses(1, 8) == [AnswerStatus.NOT_HERE] * 6 + [AnswerStatus.BUSY] * 2
     assert statuses(2, 6) == [AnswerStatus.NOT_HERE] * 6
@@ -329,7 +410,9 @@ def test_slow_readers_delay_nobody_else(scene, federation):
         for _ in range(MAX_PENDING):
             server.hear(scene.request(RequestKind.MANIFEST, sender, round=5), reply)
     started = time.monotonic()
-    assert [scene.ask(server, scene.request(RequestKind.MANIFEST, 4, round=5)).status for _ in range(20)] == [AnswerStatus.OK] * 20
+    assert [
+        scene.ask(server, scene.request(RequestKind.MANIFEST, 4, round=5)).status for _ in range(20)
+    ] == [AnswerStatus.OK] * 20
     assert time.monotonic() - started < 3
     assert until(lambda: len(inside) == 6)
     time.sleep(0.2)

@@ -96,12 +96,18 @@ def test_a_request_is_answered_by_the_one_that_was_asked(three: list[Transport])
     assert list(three[0].ask(99, b"nobody", 5.0)) == []
 
 
-def test_requests_of_many_threads_do_not_mix(three: list[Transport], pool: ThreadPoolExecutor) -> None:
+def test_requests_of_many_threads_do_not_mix(
+    three: list[Transport], pool: ThreadPoolExecutor
+) -> None:
     large = os.urandom(2**20)
     three[1].serve(lambda request, reply: pool.submit(reply, request + large))
     until(lambda: list(three[0].ask(1, b"?", 5.0)))
-    asked = {k: three[k % 2 * 2].ask(1, b"%d " % k, 20.0) for k in range(24)}  # all sent before one is answered
-    assert {k: list(answers) for k, answers in asked.items()} == {k: [b"%d " % k + large] for k in asked}
+    asked = {
+        k: three[k % 2 * 2].ask(1, b"%d " % k, 20.0) for k in range(24)
+    }  # all sent before one is answered
+    assert {k: list(answers) for k, answers in asked.items()} == {
+        k: [b"%d " % k + large] for k in asked
+    }
 
 
 def test_no_answer_ends_the_wait(three: list[Transport]) -> None:
@@ -160,7 +166,9 @@ def raw(identity: Identity, federation: Federation, **settings: Any) -> zenoh.Se
     """A session of a member that keeps none of our rules."""
     roots = [member.root for member in federation.members.values()]
     wild = {"transport/link/rx/max_message_size": 2**30, "transport/unicast/open_timeout": 2000}
-    return transport._open_session(identity, roots, wild | {key.replace("__", "/"): value for key, value in settings.items()})
+    return transport._open_session(
+        identity, roots, wild | {key.replace("__", "/"): value for key, value in settings.items()}
+    )
 
 
 def test_no_member_answers_for_another(organisations: Any, opened: contextlib.ExitStack) -> None:
@@ -184,31 +192,53 @@ def test_no_member_answers_for_another(organisations: Any, opened: contextlib.Ex
     assert other.connected_peers() == {0}
 
 
-def test_no_member_takes_the_place_of_another(organisations: Any, opened: contextlib.ExitStack) -> None:
+def test_no_member_takes_the_place_of_another(
+    organisations: Any, opened: contextlib.ExitStack
+) -> None:
     who, federation = organisations
     one, _ = linked(opened, organisations, 0, 1)
-    thief = opened.enter_context(raw(who[2], federation, listen__endpoints=[f"tls/{who[3].member.endpoint}"]))
+    thief = opened.enter_context(
+        raw(who[2], federation, listen__endpoints=[f"tls/{who[3].member.endpoint}"])
+    )
     thief.declare_queryable("fedcb2o/agents/3", lambda query: query.drop())
     time.sleep(1)  # enough for links to the others
     assert one.connected_peers() == {1}
 
 
-def test_a_member_asks_nobody_through_another(organisations: Any, opened: contextlib.ExitStack) -> None:
+def test_a_member_asks_nobody_through_another(
+    organisations: Any, opened: contextlib.ExitStack
+) -> None:
     who, federation = organisations
     linked(opened, organisations, 0, 1)
-    nosy = opened.enter_context(raw(who[2], federation, connect__endpoints=[f"tls/{who[0].member.endpoint}"]))
+    nosy = opened.enter_context(
+        raw(who[2], federation, connect__endpoints=[f"tls/{who[0].member.endpoint}"])
+    )
     heard = []
     remote = zenoh.Locality.REMOTE
-    nosy.declare_subscriber("**", zenoh.handlers.Callback(heard.append, indirect=False), allowed_origin=remote)
+    nosy.declare_subscriber(
+        "**", zenoh.handlers.Callback(heard.append, indirect=False), allowed_origin=remote
+    )
     until(lambda: nosy.info.links())
-    until(lambda: [reply for reply in nosy.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok])
-    assert [reply for reply in nosy.get("fedcb2o/agents/1", payload=b"?", timeout=5) if reply.ok] == []
-    assert [reply.ok.payload.to_bytes() for reply in nosy.get("fedcb2o/**", payload=b"?", timeout=5) if reply.ok] == []
+    until(
+        lambda: [
+            reply for reply in nosy.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok
+        ]
+    )
+    assert [
+        reply for reply in nosy.get("fedcb2o/agents/1", payload=b"?", timeout=5) if reply.ok
+    ] == []
+    assert [
+        reply.ok.payload.to_bytes()
+        for reply in nosy.get("fedcb2o/**", payload=b"?", timeout=5)
+        if reply.ok
+    ] == []
     assert heard == []
 
 
 @pytest.mark.parametrize("kind", ["another root", "no certificate", "no TLS", "silence"])
-def test_strangers_are_kept_out(kind: str, organisations: Any, opened: contextlib.ExitStack, tmp_path: Path) -> None:
+def test_strangers_are_kept_out(
+    kind: str, organisations: Any, opened: contextlib.ExitStack, tmp_path: Path
+) -> None:
     who, federation = organisations
     one, other = linked(opened, organisations, 0, 1)
     host, _, port = who[0].member.endpoint.partition(":")
@@ -221,12 +251,18 @@ def test_strangers_are_kept_out(kind: str, organisations: Any, opened: contextli
             with contextlib.suppress(ConnectionError):
                 assert stranger.recv(100)[:1] in (b"", b"\x15")  # closed, or a TLS alert
     else:
-        outsider = Identity.make(tmp_path / "out", name=who[1].member.name, endpoint=who[1].member.endpoint)
+        outsider = Identity.make(
+            tmp_path / "out", name=who[1].member.name, endpoint=who[1].member.endpoint
+        )
         extra = {"transport__link__tls__enable_mtls": False} if kind == "no certificate" else {}
         place = [f"tls/{who[0].member.endpoint}"]
-        stranger = opened.enter_context(raw(outsider, federation, connect__endpoints=place, **extra))
+        stranger = opened.enter_context(
+            raw(outsider, federation, connect__endpoints=place, **extra)
+        )
         time.sleep(0.5)
-        assert not [reply for reply in stranger.get("fedcb2o/agents/0", payload=b"?", timeout=1) if reply.ok]
+        assert not [
+            reply for reply in stranger.get("fedcb2o/agents/0", payload=b"?", timeout=1) if reply.ok
+        ]
     assert list(other.ask(0, b"hello", 5.0)) == [b"agent 0 heard hello"]
     other.close()
     (again,) = linked(opened, organisations, 1)
@@ -234,11 +270,19 @@ def test_strangers_are_kept_out(kind: str, organisations: Any, opened: contextli
     assert until(lambda: list(one.ask(1, b"again", 5.0))) == [b"agent 1 heard again"]
 
 
-def test_what_is_too_large_or_too_much_is_dropped(organisations: Any, opened: contextlib.ExitStack) -> None:
+def test_what_is_too_large_or_too_much_is_dropped(
+    organisations: Any, opened: contextlib.ExitStack
+) -> None:
     who, federation = organisations
     (one,) = linked(opened, organisations, 0)
-    many = {b"large": [bytes(MAX_ANSWER_BYTES + 2**17)], b"largest": [bytes(2**20 + 2**19)], b"many": [b"x"] * 1000}
-    wild = opened.enter_context(raw(who[1], federation, listen__endpoints=[f"tls/{who[1].member.endpoint}"]))
+    many = {
+        b"large": [bytes(MAX_ANSWER_BYTES + 2**17)],
+        b"largest": [bytes(2**20 + 2**19)],
+        b"many": [b"x"] * 1000,
+    }
+    wild = opened.enter_context(
+        raw(who[1], federation, listen__endpoints=[f"tls/{who[1].member.endpoint}"])
+    )
 
     def flood(query: zenoh.Query) -> None:
         with query:
@@ -252,8 +296,14 @@ def test_what_is_too_large_or_too_much_is_dropped(organisations: Any, opened: co
     assert list(one.ask(1, b"many", 5.0)) == [b"x"] * MAX_ANSWERS
     assert list(one.ask(1, b"then", 5.0)) == [b"fine"]
 
-    asking = opened.enter_context(raw(who[2], federation, connect__endpoints=[f"tls/{who[0].member.endpoint}"]))
-    until(lambda: [reply for reply in asking.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok])
+    asking = opened.enter_context(
+        raw(who[2], federation, connect__endpoints=[f"tls/{who[0].member.endpoint}"])
+    )
+    until(
+        lambda: [
+            reply for reply in asking.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok
+        ]
+    )
     got = asking.get("fedcb2o/agents/0", payload=bytes(2**24 + MAX_REQUEST_BYTES), timeout=0.5)
     assert [reply for reply in got if reply.ok] == []
     assert [reply for reply in asking.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok]
@@ -275,7 +325,9 @@ def test_what_cannot_be_heard_is_not_the_end(
     assert "a request could not be heard" in caplog.text
 
 
-def through(proxy: Proxy, port: int, folder: Path, opened: contextlib.ExitStack, hear: RequestHandler) -> tuple[Zenoh, Zenoh]:
+def through(
+    proxy: Proxy, port: int, folder: Path, opened: contextlib.ExitStack, hear: RequestHandler
+) -> tuple[Zenoh, Zenoh]:
     """An agent that answers behind a proxy, and one that asks it."""
     served = Identity.make(folder / "served", name="served", endpoint=f"127.0.0.1:{proxy.port}")
     (asking,) = identities(folder, 1)
@@ -291,7 +343,9 @@ def test_a_bad_line(tmp_path: Path, opened: contextlib.ExitStack, pool: ThreadPo
     (port,) = free_ports(1)
     proxy = opened.enter_context(Proxy(port, rate=4e6))
     chunk = os.urandom(2**20)
-    one, _ = through(proxy, port, tmp_path, opened, lambda request, reply: pool.submit(reply, request + chunk))
+    one, _ = through(
+        proxy, port, tmp_path, opened, lambda request, reply: pool.submit(reply, request + chunk)
+    )
     start = time.monotonic()
     asked = [one.ask(1, b"%d" % k, 30.0) for k in range(4)]
     assert [list(answers) for answers in asked] == [[b"%d" % k + chunk] for k in range(4)]
@@ -330,12 +384,23 @@ def test_a_slow_reader_delays_nobody_else(organisations: Any, opened: contextlib
 
     one.serve(hear)
     proxy = opened.enter_context(Proxy(int(who[0].member.endpoint.partition(":")[2])))
-    slow = opened.enter_context(raw(who[2], federation, connect__endpoints=[f"tls/127.0.0.1:{proxy.port}"]))
+    slow = opened.enter_context(
+        raw(who[2], federation, connect__endpoints=[f"tls/127.0.0.1:{proxy.port}"])
+    )
     until(lambda: list(other.ask(0, b"quick", 5.0)))
-    until(lambda: [reply for reply in slow.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok])
+    until(
+        lambda: [
+            reply for reply in slow.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok
+        ]
+    )
     proxy.rate = 1
     for _ in range(32):
-        slow.get("fedcb2o/agents/0", payload=b"slow", congestion_control=zenoh.CongestionControl.BLOCK, timeout=60)
+        slow.get(
+            "fedcb2o/agents/0",
+            payload=b"slow",
+            congestion_control=zenoh.CongestionControl.BLOCK,
+            timeout=60,
+        )
     time.sleep(0.5)
     start = time.monotonic()
     assert [len(answer) for answer in other.ask(0, b"quick", 20.0)] == [2**20]
@@ -400,7 +465,9 @@ def test_closing_waits_for_all_that_would_come_back_into_python(
     assert [list(answers) for answers in waiting] == [[]] * 20
 
 
-def test_a_program_that_forgets_to_close_ends_in_silence(organisations: Any, tmp_path: Path) -> None:
+def test_a_program_that_forgets_to_close_ends_in_silence(
+    organisations: Any, tmp_path: Path
+) -> None:
     """While it dials one that is not there and one that never answers."""
     who, federation = organisations
     federations.write_federation(federation, tmp_path / "federation.toml")
@@ -422,7 +489,9 @@ def test_a_program_that_forgets_to_close_ends_in_silence(organisations: Any, tmp
 
 
 @pytest.mark.slow
-def test_a_certificate_that_ends_ends_its_links(organisations: Any, opened: contextlib.ExitStack) -> None:
+def test_a_certificate_that_ends_ends_its_links(
+    organisations: Any, opened: contextlib.ExitStack
+) -> None:
     who, _ = organisations
     now = datetime.now(UTC)
     who[1].renew(now=now - timedelta(days=2), until=now + timedelta(seconds=5))

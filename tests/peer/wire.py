@@ -43,7 +43,9 @@ class Wired:
         if self.closed or peer == self.id or peer not in self.alive():
             answers.put(None)
         else:
-            threading.Thread(target=self._send, args=(self.wire.agents[peer], request, answers), daemon=True).start()
+            threading.Thread(
+                target=self._send, args=(self.wire.agents[peer], request, answers), daemon=True
+            ).start()
         return self._answers(answers, end)
 
     def serve(self, hear: RequestHandler) -> None:

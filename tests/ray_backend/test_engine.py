@@ -57,7 +57,10 @@ COUNTS = [1, 2, 3, 7]
 def cluster():
     """Ray on this machine, and seven actors, of which a run takes some."""
     jaxtyping.config.update("jaxtyping_disable", True)  # as in the test of two engines
-    with connect.connected(connect.LOCAL, 200 * 2**20, 8), placement.start_workers(placement.list_nodes() * 7) as actors:
+    with (
+        connect.connected(connect.LOCAL, 200 * 2**20, 8),
+        placement.start_workers(placement.list_nodes() * 7) as actors,
+    ):
         yield actors
     jaxtyping.config.update("jaxtyping_disable", False)
 
@@ -75,9 +78,14 @@ class Scene:
 
     def block(self, tensors: Any = None, agents: Any = EVERYBODY) -> AgentGroup:
         terms, holds = terms_of(self.algorithm(), self.network(), **self.changes), held()
-        if self.skewed:  # nobody has the classes of its own number, and some have many samples and others few
+        if (
+            self.skewed
+        ):  # nobody has the classes of its own number, and some have many samples and others few
             parts = [
-                [each[(holds.samples.y[each] != j % 4).numpy()][: len(each) - j] for j, each in enumerate(lists)]
+                [
+                    each[(holds.samples.y[each] != j % 4).numpy()][: len(each) - j]
+                    for j, each in enumerate(lists)
+                ]
                 for lists in (holds.train, holds.validation)
             ]
             holds = dataclasses.replace(holds, train=parts[0], validation=parts[1])
@@ -108,14 +116,25 @@ def clustered(actors, scene: Scene, count: int, nodes: int = 2) -> RayEngine:
 
 
 def hold_equal(
-    actors, algorithm, attack=flipped, make=network, rounds=2, own_model=True, skewed=False, counts=COUNTS, **changes
+    actors,
+    algorithm,
+    attack=flipped,
+    make=network,
+    rounds=2,
+    own_model=True,
+    skewed=False,
+    counts=COUNTS,
+    **changes,
 ):
     """Run on one machine and on clusters, and hold all that they find equal."""
     known = {"primitives": KernelConfig(models_per_batch=2), "most_samples": 17, **changes}
     scene = Scene(algorithm, attack, make, own_model, skewed, known)
     here = scene.block()
     here.models[: len(CLUSTER)] = first_models(here.spec)
-    mine, models = found_by(LocalEngine(here, SerialExecutor(here)), rounds), here.models[: len(CLUSTER)]
+    mine, models = (
+        found_by(LocalEngine(here, SerialExecutor(here)), rounds),
+        here.models[: len(CLUSTER)],
+    )
     for count in counts:
         engine = clustered(actors, scene, count)
         for n, (one, other) in enumerate(zip(mine, found_by(engine, rounds), strict=True)):
@@ -134,15 +153,31 @@ ALGORITHMS = {
     "sub-level set": partial(
         algorithms.fedcb2o,
         criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
-        **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
+        **{
+            "beta": 0.5,
+            "tested": 1.0,
+            "judged_at": 0.5,
+            "own_model": "judged",
+            "likelihood": "loss+criterion",
+        },
         max_distance=1.0,
         min_distance=1.2,
         selection={"name": "prob_sampling", "newcomers": 0.4},
     ),
-    "median": partial(algorithms.fedcb2o, loss_tolerance=2.0, point="median", own_model="judged", mixing_factor=1.0),
+    "median": partial(
+        algorithms.fedcb2o,
+        loss_tolerance=2.0,
+        point="median",
+        own_model="judged",
+        mixing_factor=1.0,
+    ),
     "everyone": partial(algorithms.fedcb2o, selection="everyone", own_model="judged", beta=0.4),
-    "itself too": partial(algorithms.fedcb2o, own_model="judged", own_candidate=True, mixing_factor=1.0),
-    "patches": partial(algorithms.fedcb2o, criterion={"name": "trigger_sensitivity"}, own_model="judged"),
+    "itself too": partial(
+        algorithms.fedcb2o, own_model="judged", own_candidate=True, mixing_factor=1.0
+    ),
+    "patches": partial(
+        algorithms.fedcb2o, criterion={"name": "trigger_sensitivity"}, own_model="judged"
+    ),
     "T_G": partial(algorithms.fedcb2o, criterion_from_round=1),
 }
 
@@ -160,7 +195,12 @@ def test_agents_that_lack_classes(cluster, algorithm):
 
 @pytest.mark.parametrize("training", [{"precision": "bfloat16"}, {"local_steps": 3}], ids=str)
 def test_training(cluster, training):
-    hold_equal(cluster, partial(algorithms.fedcb2o), training=dataclasses.replace(TRAINING, **training), counts=[3])
+    hold_equal(
+        cluster,
+        partial(algorithms.fedcb2o),
+        training=dataclasses.replace(TRAINING, **training),
+        counts=[3],
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,12 +214,27 @@ def test_statistics_and_what_is_frozen(cluster, make):
     hold_equal(cluster, algorithms.fedcb2o, make=make, training=training, counts=[3])
 
 
-RULES = ["mean", "trimmed_mean", "geometric_median", "krum", "foolsgold", "fltrust", "monna", "flame", "sentinel"]
+RULES = [
+    "mean",
+    "trimmed_mean",
+    "geometric_median",
+    "krum",
+    "foolsgold",
+    "fltrust",
+    "monna",
+    "flame",
+    "sentinel",
+]
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_under_an_attack_that_looks_at_others(cluster, rule):
-    hold_equal(cluster, partial(algorithms.by_rule, rule=rule, needs_losses=True), partial(crafting, "alie"), share=0.4)
+    hold_equal(
+        cluster,
+        partial(algorithms.by_rule, rule=rule, needs_losses=True),
+        partial(crafting, "alie"),
+        share=0.4,
+    )
 
 
 @pytest.mark.parametrize(("rule", "pre_step"), [("trimmed_mean", "nnm"), ("monna", "bucketing")])
@@ -209,15 +264,29 @@ def test_a_rule_with_memory(cluster):
 
 def test_what_rules_keep_stays_with_the_agents(cluster):
     """It comes when it is looked at, as it is after the last round, and another cluster goes on from it."""
-    scene = Scene(by_steady, flipped, network, True, False, {"primitives": KernelConfig(models_per_batch=2)})
+    scene = Scene(
+        by_steady, flipped, network, True, False, {"primitives": KernelConfig(models_per_batch=2)}
+    )
     engine, again = clustered(cluster[:3], scene, 3), clustered(cluster[3:5], scene, 2)
     first, _, third = run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, lambda n: False)
     with pytest.raises(AssertionError, match="another round"):
         dict(first.memory.rule_states[0])
     states = [dict(state) for state in third.memory.rule_states]
-    assert [int(state["seen"].sum()) if state else 0 for state in states] == [9, 9, 9, 0, 0, 9, 9, 0, 0]
+    assert [int(state["seen"].sum()) if state else 0 for state in states] == [
+        9,
+        9,
+        9,
+        0,
+        0,
+        9,
+        9,
+        0,
+        0,
+    ]
     again.load_models_(torch.cat(list(engine.persistent_models())))
-    (there,) = run_rounds(again, AgentState(third.memory.contacts, tuple(states)), 3, 4, lambda n: False)
+    (there,) = run_rounds(
+        again, AgentState(third.memory.contacts, tuple(states)), 3, 4, lambda n: False
+    )
     (here,) = run_rounds(engine, third.memory, 3, 4, lambda n: False)
     for mine, theirs in zip(here.memory.rule_states, there.memory.rule_states, strict=True):
         assert mine.keys() == theirs.keys()
@@ -228,7 +297,9 @@ def test_what_rules_keep_stays_with_the_agents(cluster):
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_no_byte_goes_that_was_not_asked_for(cluster, count, nodes):
     known = {"primitives": KernelConfig(models_per_batch=1)}
-    engine = clustered(cluster, Scene(algorithms.dfedavgm, flipped, wide, True, False, known), count, nodes)
+    engine = clustered(
+        cluster, Scene(algorithms.dfedavgm, flipped, wide, True, False, known), count, nodes
+    )
     homes = {int(j): b for b, agents in enumerate(engine.sharding.agents) for j in agents}
     for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 2, lambda n: False):
         received = [(homes[j], int(i)) for j in EVERYBODY for i in done.decisions.received[j]]
@@ -263,7 +334,11 @@ GONE = ray.exceptions.WorkerCrashedError()
 @pytest.mark.parametrize(
     ("error", "kind", "told"),
     [
-        (FULL, RunError, r"^Ray's store or disk is full on a node \(ObjectStoreFullError: no room\): take more nodes"),
+        (
+            FULL,
+            RunError,
+            r"^Ray's store or disk is full on a node \(ObjectStoreFullError: no room\): take more nodes",
+        ),
         (GONE, WorkerLostError, r"^a part of the cluster is lost \(WorkerCrashedError: .*\)$"),
     ],
 )
@@ -282,7 +357,12 @@ def test_a_full_store_is_no_loss_and_what_ray_lost_is_one(cluster, error, kind, 
 def test_attacks_on_models(cluster, name):
     """Also those that look at others' models, and those that send each receiver another."""
     attack = partial(crafting, name)
-    hold_equal(cluster, partial(algorithms.fedcb2o, own_model="judged", mixing_factor=1.0), attack, rounds=3)
+    hold_equal(
+        cluster,
+        partial(algorithms.fedcb2o, own_model="judged", mixing_factor=1.0),
+        attack,
+        rounds=3,
+    )
 
 
 def backdoor() -> Attack:
@@ -311,7 +391,9 @@ def test_other_attacks(cluster, attack):
 def test_graphs(cluster, name):
     graph = partial(getattr(topology, name), **({"degree": 4} if name == "random_regular" else {}))
     near = topology.neighbours(graph, torch.tensor(CLUSTER), stream(0, "graph"))
-    hold_equal(cluster, partial(algorithms.fedcb2o, mixing_factor=1.0), neighbours=near, participation=0.8)
+    hold_equal(
+        cluster, partial(algorithms.fedcb2o, mixing_factor=1.0), neighbours=near, participation=0.8
+    )
 
 
 def channels_last() -> nn.Module:
@@ -321,4 +403,6 @@ def channels_last() -> nn.Module:
 @pytest.mark.parametrize("make", [convolutional, channels_last, wide])
 @pytest.mark.parametrize("rule", ["mean", "geometric_median"])
 def test_other_networks(cluster, make, rule):
-    hold_equal(cluster, partial(algorithms.by_rule, rule=rule), partial(crafting, "dissensus"), make)
+    hold_equal(
+        cluster, partial(algorithms.by_rule, rule=rule), partial(crafting, "dissensus"), make
+    )

@@ -12,8 +12,14 @@ OWNER = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2])  # three actors with three rows ea
 def told(wanted, nodes, size):
     """Each parcel as its owner, its rows, and the rows that each taker takes."""
     return [
-        (made.owner, made.rows.tolist(), {b: made.rows[places].tolist() for b, places in made.receivers.items()})
-        for made in plan_transfers(OWNER, [np.array(rows, np.int64) for rows in wanted], np.array(nodes), size)
+        (
+            made.owner,
+            made.rows.tolist(),
+            {b: made.rows[places].tolist() for b, places in made.receivers.items()},
+        )
+        for made in plan_transfers(
+            OWNER, [np.array(rows, np.int64) for rows in wanted], np.array(nodes), size
+        )
     ]
 
 
@@ -64,7 +70,9 @@ def test_each_node_gets_what_its_actors_want_and_no_row_twice(actors, per_node, 
         np.testing.assert_array_equal(np.sort(np.concatenate([[], *taken])), wanted[b])
     for node in range(nodes.max() + 1):
         mine = np.flatnonzero(nodes == node)
-        came = np.concatenate([[], *(each.rows for each in made if set(mine) & set(each.receivers))])
+        came = np.concatenate(
+            [[], *(each.rows for each in made if set(mine) & set(each.receivers))]
+        )
         asked = np.unique(np.concatenate([wanted[b] for b in mine]))
         np.testing.assert_array_equal(np.sort(came), asked)
     for each in made:

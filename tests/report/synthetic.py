@@ -17,7 +17,9 @@ CONFIG = {
 }
 
 
-def write_run(folder, config, *, agents, metrics, pairs=None, complete=True, samples=None, angles=(0,)):
+def write_run(
+    folder, config, *, agents, metrics, pairs=None, complete=True, samples=None, angles=(0,)
+):
     """A run whose `metrics` and `pairs` are lists of lines by seed; `config` is laid over a small default."""
     config = {"name": folder.name, **CONFIG, "seeds": list(metrics), **config}
     folder.mkdir(parents=True)
@@ -25,12 +27,18 @@ def write_run(folder, config, *, agents, metrics, pairs=None, complete=True, sam
     for seed, lines in metrics.items():
         inside = folder / f"seed-{seed}"
         inside.mkdir()
-        about = {"class_names": [str(c) for c in range(10)], "num_classes": 10, "clusters": len(angles)}
+        about = {
+            "class_names": [str(c) for c in range(10)],
+            "num_classes": 10,
+            "clusters": len(angles),
+        }
         write_json(inside / "agents.json", {**about, "angles": angles, "dim": 1000, **agents})
         records = RoundLog(inside)
         for line in lines:
             records.append("metrics", line)
-            records.append("timing", {"round": line["round"], "train": 1.5, "aggregate": 0.5, "mix": 0.1})
+            records.append(
+                "timing", {"round": line["round"], "train": 1.5, "aggregate": 0.5, "mix": 0.1}
+            )
         for line in (pairs or {}).get(seed, []):
             records.append("pairs", line)
         if samples is not None:
@@ -40,13 +48,27 @@ def write_run(folder, config, *, agents, metrics, pairs=None, complete=True, sam
     return Run(folder)
 
 
-def draw_run(folder, config=None, *, clusters=2, benign=7, malicious=3, rounds=50, seeds=(0, 1, 2), pull=0.5, hit=0.4):
+def draw_run(
+    folder,
+    config=None,
+    *,
+    clusters=2,
+    benign=7,
+    malicious=3,
+    rounds=50,
+    seeds=(0, 1, 2),
+    pull=0.5,
+    hit=0.4,
+):
     """Like an experiment: malicious peers get `pull` of the weight of benign ones, and the attack costs `hit`."""
     rng = np.random.default_rng(len(folder.name))
     size = benign + malicious
     N = clusters * size
     M = min(6, N - 1)
-    cluster, bad = np.repeat(np.arange(clusters), size), np.tile(np.arange(size) >= benign, clusters)
+    cluster, bad = (
+        np.repeat(np.arange(clusters), size),
+        np.tile(np.arange(size) >= benign, clusters),
+    )
     counts = np.where(bad, 0, rng.poisson(2.0, N))
     agents = {
         "cluster": cluster,
@@ -61,7 +83,9 @@ def draw_run(folder, config=None, *, clusters=2, benign=7, malicious=3, rounds=5
             ids, weights, own, mass = [], [], [], []
             for j in range(N):
                 others = np.delete(np.arange(N), j)
-                likely = np.where(cluster[others] == cluster[j], 1.0, 0.03) * np.where(bad[others], 1.4, 1.0)
+                likely = np.where(cluster[others] == cluster[j], 1.0, 0.03) * np.where(
+                    bad[others], 1.4, 1.0
+                )
                 ids.append(np.sort(rng.choice(others, M, replace=False, p=likely / likely.sum())))
                 mu = (
                     rng.gamma(5, size=M)
@@ -73,13 +97,23 @@ def draw_run(folder, config=None, *, clusters=2, benign=7, malicious=3, rounds=5
                 weights.append(mu[:-1])
                 own.append(mu[-1])
                 mass.append(None if bad[j] else mu[:-1][bad[ids[-1]]].sum())
-            line = {"round": n, "train_loss": rng.random(N), "malicious_weight": mass, "answered": [M] * N}
+            line = {
+                "round": n,
+                "train_loss": rng.random(N),
+                "malicious_weight": mass,
+                "answered": [M] * N,
+            }
             if n % 5 == 0 or n == rounds:
                 grown = 1 - np.exp(-n / 12)
                 scores = {
                     "accuracy": 0.80 * grown - 0.02 * hit + 0.01 * rng.standard_normal(N),
-                    "source_accuracy": (0.7 - hit) * grown + 0.05 * rng.standard_normal(N) + 0.02 * counts,
-                    "attack_success_rate": 0.15 + hit * grown + 0.05 * rng.standard_normal(N) - 0.02 * counts,
+                    "source_accuracy": (0.7 - hit) * grown
+                    + 0.05 * rng.standard_normal(N)
+                    + 0.02 * counts,
+                    "attack_success_rate": 0.15
+                    + hit * grown
+                    + 0.05 * rng.standard_normal(N)
+                    - 0.02 * counts,
                 }
                 for key, values in scores.items():
                     values = np.clip(values + 0.01 * rng.standard_normal(), 0, 1)
@@ -89,7 +123,15 @@ def draw_run(folder, config=None, *, clusters=2, benign=7, malicious=3, rounds=5
     angles = [360 * c // clusters for c in range(clusters)]
     images = load_digits().images[10:20].astype(np.uint8)
     samples = np.stack([np.rot90(images, angle // 90, axes=(1, 2)) for angle in angles])
-    role = {"num_clusters": clusters, "malicious_role": "attack", "budget": M, "benign": benign, "malicious": malicious}
+    role = {
+        "num_clusters": clusters,
+        "malicious_role": "attack",
+        "budget": M,
+        "benign": benign,
+        "malicious": malicious,
+    }
     config = {"rounds": rounds, "evaluate_every": 5, **(config or {})}
     config["agents"] = {**role, **config.get("agents", {})}
-    return write_run(folder, config, agents=agents, metrics=metrics, pairs=pairs, samples=samples, angles=angles)
+    return write_run(
+        folder, config, agents=agents, metrics=metrics, pairs=pairs, samples=samples, angles=angles
+    )

@@ -20,7 +20,10 @@ def test_lines_begin_and_end():
     left.set(title="Accuracy", xlabel="round")
     left.yaxis.set_major_formatter(percent_formatter())
     right.plot([1, 2, 3], [0.001234, 2, 1234], label="loss")
-    assert describe_figure(figure) == "Accuracy: T_G = 3 25% to 50% (round 2 to 4); at random 50%. loss 0.00123 to 1.23e+03."
+    assert (
+        describe_figure(figure)
+        == "Accuracy: T_G = 3 25% to 50% (round 2 to 4); at random 50%. loss 0.00123 to 1.23e+03."
+    )
 
 
 def test_bars_are_told_by_group():
@@ -44,7 +47,14 @@ def test_very_many_bars_are_told_as_ranges():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return draw_run(tmp_path_factory.mktemp("run") / "run", rounds=5, seeds=(0,), benign=3, malicious=1, pull=0.0)
+    return draw_run(
+        tmp_path_factory.mktemp("run") / "run",
+        rounds=5,
+        seeds=(0,),
+        benign=3,
+        malicious=1,
+        pull=0.0,
+    )
 
 
 def test_weights_are_told_by_who_gives_them_to_whom(run):
@@ -52,10 +62,17 @@ def test_weights_are_told_by_who_gives_them_to_whom(run):
     assert words.startswith("run, weights between agents. Benign agents of cluster 1 give ")
     assert "0% to malicious ones of it" in words
     assert "Benign agents of cluster 2" in words
-    shares = [int(word.strip("%")) for word in words.split(" give ")[1].split(".")[0].split() if word.endswith("%")]
+    shares = [
+        int(word.strip("%"))
+        for word in words.split(" give ")[1].split(".")[0].split()
+        if word.endswith("%")
+    ]
     assert sum(shares) == pytest.approx(100, abs=2)
 
 
 def test_every_figure_says_something(run):
-    assert describe_figure(sample_images(run)) == "10 sample images, the same in 2 clusters, each in its rotation."
+    assert (
+        describe_figure(sample_images(run))
+        == "10 sample images, the same in 2 clusters, each in its rotation."
+    )
     assert describe_figure(source_counts([run])).startswith("Source class accuracy: 0: run ")

@@ -18,7 +18,9 @@ from tests.report.test_matrix import make_grid
 from fedcb2o.peer.report.node_page import write_node_report as report_node
 from fedcb2o.report import grid_page, page, read_grid, report, report_grid
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 WIDTHS = (420, 1400)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
 
@@ -74,7 +76,10 @@ for (const [name, address, width] of frames) {
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     few = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
-    runs = [draw_run(folder / f"run-{i}", {"title": f"FedCB2O, variant {i}"}, **few, hit=i / 5) for i in range(2)]
+    runs = [
+        draw_run(folder / f"run-{i}", {"title": f"FedCB2O, variant {i}"}, **few, hit=i / 5)
+        for i in range(2)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         for module in (page, grid_page):
             patch.setattr(module, "png", lambda _: b"")  # the files beside the page
@@ -88,12 +93,24 @@ def pages(tmp_path_factory):
 
 def seen(pages, folder, *options):
     """What the browser sees of each page at each width."""
-    frames = [(f"{name} {width}", path.as_uri(), width) for name, path in pages.items() for width in WIDTHS]
+    frames = [
+        (f"{name} {width}", path.as_uri(), width)
+        for name, path in pages.items()
+        for width in WIDTHS
+    ]
     (folder / "probe.html").write_text(PROBE % json.dumps(frames))
-    own = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--timeout=30000"]
+    own = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--allow-file-access-from-files",
+        "--timeout=30000",
+    ]
     profile = f"--user-data-dir={folder / 'profile'}"
     command = [BROWSER, *own, profile, "--virtual-time-budget=10000", *options, "--dump-dom"]
-    done = subprocess.run([*command, str(folder / "probe.html")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*command, str(folder / "probe.html")], capture_output=True, text=True, timeout=60
+    )
     found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stderr
     return json.loads(html.unescape(found[1]))
@@ -101,12 +118,16 @@ def seen(pages, folder, *options):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_pages_are_legible_at_any_width(pages, tmp_path, dark):
-    for name, found in seen(pages, tmp_path, *["--blink-settings=preferredColorScheme=0"] * dark).items():
+    for name, found in seen(
+        pages, tmp_path, *["--blink-settings=preferredColorScheme=0"] * dark
+    ).items():
         assert (found["paper"] < 0.1) == dark, name
         assert found["wider"] <= 0, name
         assert found["out"] == 0, name
         assert min(found["contrasts"]) > 4.5, name
-        assert min((scale for _, scale in found["figures"]), default=1) > 0.8, name  # pixels for each point of letters
+        assert min((scale for _, scale in found["figures"]), default=1) > 0.8, (
+            name
+        )  # pixels for each point of letters
         assert all(len(told) > 30 for told, _ in found["figures"]), name
         assert set(found["frames"]) == {0}, name  # they scroll by keys
         assert found["lost"] == 0, name

@@ -23,7 +23,9 @@ def claim(low, high):
 
 def that(says, *, statistic=""):
     """The claim of these words."""
-    (found,) = (each for each in claims.claims() if each.says == says and statistic in each.statistic)
+    (found,) = (
+        each for each in claims.claims() if each.says == says and statistic in each.statistic
+    )
     return found
 
 
@@ -34,7 +36,9 @@ def table(**columns):
 def test_the_interval_is_students():
     mean, low, high = claims.interval(pd.Series([1.0, 2.0, 3.0, math.nan]))
     assert mean == pytest.approx(2.0)
-    assert high - 2.0 == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)  # t at 97.5%, two degrees of freedom
+    assert high - 2.0 == pytest.approx(
+        4.302653 / math.sqrt(3), rel=1e-6
+    )  # t at 97.5%, two degrees of freedom
     assert mean - low == pytest.approx(high - mean)
 
 
@@ -63,15 +67,23 @@ def test_what_does_not_degrade_may_improve():
 def test_margins_are_the_papers_words():
     """Wide enough for every difference that the paper calls alike, by less than half a point, and for no other one."""
     for metric, margin in claims.MARGIN.items():
-        named = [c for c in claims.claims() if c.statistic.startswith(claims.NAMED[metric]) and not math.isnan(c.paper)]
+        named = [
+            c
+            for c in claims.claims()
+            if c.statistic.startswith(claims.NAMED[metric]) and not math.isnan(c.paper)
+        ]
         alike = [abs(c.paper) for c in named if (c.low, c.high) == (-margin, margin)]
-        apart = [abs(c.paper) for c in named if 0.0 in (c.low, c.high) and c.where in ("(ii)", "(iii)")]
+        apart = [
+            abs(c.paper) for c in named if 0.0 in (c.low, c.high) and c.where in ("(ii)", "(iii)")
+        ]
         assert margin - 0.5 < max(alike) <= margin < min(apart, default=math.inf)
 
 
 def test_the_paper_meets_its_own_claims():
     for each in claims.claims():
-        assert math.isnan(each.paper) or claims.verdict(each, each.paper, each.paper) == "held", each.says
+        assert math.isnan(each.paper) or claims.verdict(each, each.paper, each.paper) == "held", (
+            each.says
+        )
 
 
 def test_differences_are_between_runs_of_one_seed():
@@ -92,12 +104,21 @@ def test_second_best_lets_one_be_better():
         "FedCBO": table(attack_success_rate=[30.0, 40.0]),
     }
     success = that("and in ASR", statistic="second best")
-    assert success.of(known).tolist() == [5.0, -1.0]  # behind one, ahead of 9; behind two, by 1 of the second
+    assert success.of(known).tolist() == [
+        5.0,
+        -1.0,
+    ]  # behind one, ahead of 9; behind two, by 1 of the second
     assert success.paper == pytest.approx(38.73 - 32.19)
 
 
 def test_columns_are_of_the_runs_that_there_are():
-    names = ["fedcbo", "fedcbo-alpha10", "fedcbo-paper", "oracle-max", *(f"fedcb2o{each}" for each in claims.VARIANTS)]
+    names = [
+        "fedcbo",
+        "fedcbo-alpha10",
+        "fedcbo-paper",
+        "oracle-max",
+        *(f"fedcb2o{each}" for each in claims.VARIANTS),
+    ]
     switched = [f"fedcb2o-trusted-tg{start}" for start in (3, 5, 10)]
     found = claims.columns(dict.fromkeys([*names, *switched], pd.DataFrame()))
     pairs = [(stands["FedCBO"], stands["FedCB2O"]) for stands in found.values()]
@@ -106,11 +127,19 @@ def test_columns_are_of_the_runs_that_there_are():
     assert ("fedcbo-paper", "fedcb2o-paper") in pairs
     assert pairs[-2:] == [("fedcbo-alpha10", "fedcb2o"), ("fedcbo", "fedcb2o")]
     first, last = next(iter(found.values())), list(found.values())[-1]
-    assert (first["with an earlier T_G"], first["with a later T_G"]) == ("fedcb2o-trusted-tg3", "fedcb2o-trusted-tg10")
-    assert (first["FedCB2O of Fig. 6"], last["FedCB2O of Fig. 6"]) == ("fedcb2o-trusted-tg5", "fedcb2o")
+    assert (first["with an earlier T_G"], first["with a later T_G"]) == (
+        "fedcb2o-trusted-tg3",
+        "fedcb2o-trusted-tg10",
+    )
+    assert (first["FedCB2O of Fig. 6"], last["FedCB2O of Fig. 6"]) == (
+        "fedcb2o-trusted-tg5",
+        "fedcb2o",
+    )
 
 
-@pytest.mark.parametrize(("seeds", "beside"), [(2, ["fedcbo-released", "fedcbo"]), (3, ["fedcbo-released"])])
+@pytest.mark.parametrize(
+    ("seeds", "beside"), [(2, ["fedcbo-released", "fedcbo"]), (3, ["fedcbo-released"])]
+)
 def test_a_fedcbo_with_fewer_seeds_does_not_hide_the_other(seeds, beside):
     known = {name: table(loss=[0.0] * 3) for name in ("fedcbo", "fedcb2o-released")}
     known["fedcbo-released"] = table(loss=[0.0] * seeds)
@@ -118,23 +147,47 @@ def test_a_fedcbo_with_fewer_seeds_does_not_hide_the_other(seeds, beside):
 
 
 def test_what_holds_nothing_out_stands_beside_its_like_first():
-    names = ["fedcbo", "fedcbo-70", "fedcbo-alpha10", "fedcb2o", "fedcb2o-held-out", "oracle-max", "oracle-max-70"]
+    names = [
+        "fedcbo",
+        "fedcbo-70",
+        "fedcbo-alpha10",
+        "fedcb2o",
+        "fedcb2o-held-out",
+        "oracle-max",
+        "oracle-max-70",
+    ]
     found = claims.columns(dict.fromkeys(names, pd.DataFrame()))
     default = [stands for stands in found.values() if stands["FedCB2O"] == "fedcb2o"]
     oracles = [(stands["FedCBO"], stands["Oracle Max"]) for stands in default]
-    assert oracles == [("fedcbo-70", "oracle-max-70"), ("fedcbo-alpha10", "oracle-max"), ("fedcbo", "oracle-max")]
+    assert oracles == [
+        ("fedcbo-70", "oracle-max-70"),
+        ("fedcbo-alpha10", "oracle-max"),
+        ("fedcbo", "oracle-max"),
+    ]
     held_out = [stands for stands in found.values() if stands["FedCB2O"] == "fedcb2o-held-out"]
     assert [stands["FedCBO"] for stands in held_out] == ["fedcbo-alpha10", "fedcbo"]
     loss = that("since their own average loss is larger")
-    compared = [{*loss.needs} <= {*stands} for stands in (*default, *held_out)]  # of samples that were trained on
+    compared = [
+        {*loss.needs} <= {*stands} for stands in (*default, *held_out)
+    ]  # of samples that were trained on
     assert compared == [True, False, False, True, True]
 
 
 def test_only_the_cell_before_is_repeated():
-    names = ["fedcbo", "fedcbo-70", "fedcbo-alpha10", "fedcb2o", "fedcb2o-held-out", "oracle-min", "oracle-max"]
+    names = [
+        "fedcbo",
+        "fedcbo-70",
+        "fedcbo-alpha10",
+        "fedcb2o",
+        "fedcb2o-held-out",
+        "oracle-min",
+        "oracle-max",
+    ]
     known = dict.fromkeys(names, table(**{metric: [50.0, 50.0] for metric in claims.METRICS}))
     text = claims.claims_table(known)
-    (row,) = (row for row in text.splitlines() if "overall accuracy, Oracle Min less Oracle Max" in row)
+    (row,) = (
+        row for row in text.splitlines() if "overall accuracy, Oracle Min less Oracle Max" in row
+    )
     cell = "+0.00 [+0.00, +0.00] **held**"
     assert [each.strip() for each in row.split("|")[5:-1]] == [cell, "″", "", cell, "″"]
 
@@ -145,7 +198,9 @@ def test_weight_that_went_elsewhere_is_of_the_last_fifth():
     rows += [(0, 10, 0, 2, 0.3), (0, 10, 0, 0, 5.0), (0, 10, 1, 2, 9.0)]
     run = SimpleNamespace(
         pairs=pd.DataFrame(rows, columns=["seed", "round", "agent", "peer", "weight"]),
-        agents=pd.DataFrame({"seed": 0, "agent": [0, 1, 2], "cluster": [0, 0, 1], "malicious": [False, True, False]}),
+        agents=pd.DataFrame(
+            {"seed": 0, "agent": [0, 1, 2], "cluster": [0, 0, 1], "malicious": [False, True, False]}
+        ),
     )
     assert claims._elsewhere(run).to_dict() == pytest.approx({0: 0.3 / 1.5})
 
@@ -154,11 +209,15 @@ def test_weights_of_fedcbo_tell_how_losses_differ():
     # Agents 0 and 1 benign and 2 malicious in cluster 0, agent 3 in cluster 1; each agent's weights have a factor.
     losses = [(1, 0, 1, 0.5, 3.0), (1, 0, 2, 0.7, 3.0), (1, 0, 3, 0.1, 3.0), (2, 0, 2, 9.0, 1.0)]
     losses += [(2, 1, 0, 0.4, 0.2), (2, 1, 2, 0.3, 0.2), (2, 2, 0, 0.1, 1.0), (2, 2, 1, 0.2, 1.0)]
-    pairs = pd.DataFrame(losses, columns=["round", "agent", "peer", "loss", "factor"]).assign(seed=0)
+    pairs = pd.DataFrame(losses, columns=["round", "agent", "peer", "loss", "factor"]).assign(
+        seed=0
+    )
     malicious = [False, False, True, False]
     run = SimpleNamespace(
         pairs=pairs.assign(weight=pairs.factor * np.exp(-10 * pairs.loss)),
-        agents=pd.DataFrame({"seed": 0, "agent": range(4), "cluster": [0, 0, 0, 1], "malicious": malicious}),
+        agents=pd.DataFrame(
+            {"seed": 0, "agent": range(4), "cluster": [0, 0, 0, 1], "malicious": malicious}
+        ),
         config={"algorithm": {"name": "fedcbo", "alpha": 10.0}},
     )
     assert claims._malicious_loss(run).to_dict() == pytest.approx({0: (0.2 - 0.1) / 2})
@@ -171,24 +230,42 @@ def test_published_tables_are_recomputed_from_the_values_that_are_kept():
 
 def test_bars_are_by_cluster_and_seed(tmp_path):
     run = draw_run(tmp_path / "fedcbo", benign=3, malicious=1, rounds=10)
-    found, bars = claims.values(run), pair_statistics(run).set_index(["seed", "cluster", "relation", "peer"])
+    found, bars = (
+        claims.values(run),
+        pair_statistics(run).set_index(["seed", "cluster", "relation", "peer"]),
+    )
     for seed in run.seeds:
         for cluster in (0, 1):
-            benign, malicious = (bars.loc[seed, cluster, "same", peer] for peer in ("benign", "malicious"))
+            benign, malicious = (
+                bars.loc[seed, cluster, "same", peer] for peer in ("benign", "malicious")
+            )
             mine = found.loc[seed].filter(like=f"_{cluster + 1}")
             assert mine[f"benign_picked_{cluster + 1}"] == benign.frequency
-            assert mine[f"malicious_picked_{cluster + 1}"] == pytest.approx(malicious.frequency / benign.frequency)
-            assert mine[f"malicious_share_{cluster + 1}"] == pytest.approx(malicious.share / benign.share)
+            assert mine[f"malicious_picked_{cluster + 1}"] == pytest.approx(
+                malicious.frequency / benign.frequency
+            )
+            assert mine[f"malicious_share_{cluster + 1}"] == pytest.approx(
+                malicious.share / benign.share
+            )
 
 
 def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
     for seed, rounds, more in ((0, 10, {}), (3, 10, {}), (4, 8, {}), (5, 10, {"device": "cuda"})):
         settings = {"rounds": 10, **more}
-        draw_run(tmp_path / f"by-{seed}" / "x-fedcbo", settings, benign=3, malicious=1, rounds=rounds, seeds=[seed])
+        draw_run(
+            tmp_path / f"by-{seed}" / "x-fedcbo",
+            settings,
+            benign=3,
+            malicious=1,
+            rounds=rounds,
+            seeds=[seed],
+        )
     into = tmp_path / "into"
     into.mkdir()
     runs = claims.gathered(sorted(tmp_path.glob("by-*")), into)
-    assert {name: [run.seeds for run in each] for name, each in runs.items()} == {"fedcbo": [(0, 3), (5,)]}
+    assert {name: [run.seeds for run in each] for name, each in runs.items()} == {
+        "fedcbo": [(0, 3), (5,)]
+    }
     whole = Run(tmp_path / "by-3" / "x-fedcbo")
     pd.testing.assert_frame_equal(claims.values(runs["fedcbo"][0]).loc[[3]], claims.values(whole))
 
@@ -196,10 +273,18 @@ def test_seeds_of_one_run_may_lie_in_several_folders(tmp_path):
 def test_seeds_are_added_to_values_whose_runs_are_gone(tmp_path, monkeypatch):
     for by, seed in (("a", 0), ("b", 1), ("c", 2), ("again", 1)):
         for name in ("x-fedcbo", "x-fedcb2o"):
-            draw_run(tmp_path / by / name, {"rounds": 10}, rounds=10, seeds=[seed], hit=len(by) / 10 + seed / 20)
+            draw_run(
+                tmp_path / by / name,
+                {"rounds": 10},
+                rounds=10,
+                seeds=[seed],
+                hit=len(by) / 10 + seed / 20,
+            )
 
     def kept(out, *words):
-        monkeypatch.setattr("sys.argv", ["claims.py", "--out", str(tmp_path / out), *map(str, words)])
+        monkeypatch.setattr(
+            "sys.argv", ["claims.py", "--out", str(tmp_path / out), *map(str, words)]
+        )
         claims.main()
         return {path.name: path.read_bytes() for path in (tmp_path / out).iterdir()}
 
@@ -220,7 +305,9 @@ def test_the_picture_has_all_methods_or_the_main_ones_and_marks_the_switch():
     eight = [*claims.CURVES[:6], "fedcb2o-released-tg10", "fedcbo-clean"]
     drawn = claims.pictured(dict.fromkeys(eight, one))
     assert [curve.name for curve in drawn] == eight
-    assert {curve.name: curve.criterion_from_round for curve in drawn if curve.criterion_from_round} == {"fedcb2o-released-tg10": 10}
+    assert {
+        curve.name: curve.criterion_from_round for curve in drawn if curve.criterion_from_round
+    } == {"fedcb2o-released-tg10": 10}
     ax = figures.draw_panels(figures.curve_panels(drawn)).axes[0]
     assert ax.lines[0].get_ydata() == pytest.approx([0.6, 0.7])
     nine = claims.pictured(dict.fromkeys([*eight, "fedcb2o"], one))
@@ -231,7 +318,11 @@ def test_the_picture_is_drawn_anew_without_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["claims.py", "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
         claims.main()
-    lines = ["method,seed,round,accuracy,source_accuracy,attack_success_rate", "fedcbo,0,5,1,2,3", "fedcbo,0,10,4,5,6"]
+    lines = [
+        "method,seed,round,accuracy,source_accuracy,attack_success_rate",
+        "fedcbo,0,5,1,2,3",
+        "fedcbo,0,10,4,5,6",
+    ]
     (tmp_path / "curves.csv").write_text("\n".join(lines) + "\n")
     claims.main()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["curves.csv", "curves.png"]
@@ -247,13 +338,19 @@ def test_the_second_half_is_the_mean_of_its_evaluations(tmp_path):
     assert found["fedcbo"].accuracy.to_dict() == {0: 13.0, 1: 13.0}  # after round 10 of 20
     assert found["fedcb2o"].source_accuracy.to_dict() == {0: 0.0, 1: 1.0}
     table = claims.claims_table(found)
-    assert "source class accuracy, FedCB2O less FedCBO | +15.50 | +0.00 [+0.00, +0.00] **held** |" in table
+    assert (
+        "source class accuracy, FedCB2O less FedCBO | +15.50 | +0.00 [+0.00, +0.00] **held** |"
+        in table
+    )
     assert "Fig. 6" not in table  # curves know nothing of weights
     page = tmp_path / "page.md"
     marks = {name: f"<!-- claims: . later_{name} -->\n\n" for name in ("metrics", "claims")}
     page.write_text("".join(marks.values()))
     metrics = claims.metrics_table(found)
-    assert "| `fedcbo` | 13.00 [13.00, 13.00] | 0.50 [-5.85, 6.85] | 9.00 [9.00, 9.00] | 2 |\n" in metrics
+    assert (
+        "| `fedcbo` | 13.00 [13.00, 13.00] | 0.50 [-5.85, 6.85] | 9.00 [9.00, 9.00] | 2 |\n"
+        in metrics
+    )
     assert claims.rewritten(page) == f"{marks['metrics']}{metrics}\n{marks['claims']}{table}\n"
 
 
@@ -271,19 +368,31 @@ def test_the_readmes_table_is_that_of_its_seeds():
 def test_sizes_stand_beside_each_other_at_a_glance(tmp_path):
     for size, ahead in (("small", (3.0, 5.0)), ("large", (-1.0, 1.0))):
         (tmp_path / size).mkdir()
-        rows = ["method,seed,accuracy,source_accuracy,attack_success_rate,elsewhere,malicious_picked_1"]
-        for method, gain in (("fedcbo", (0.0, 0.0)), ("fedcb2o", ahead), ("fedcb2o-released", ahead[:1])):
+        rows = [
+            "method,seed,accuracy,source_accuracy,attack_success_rate,elsewhere,malicious_picked_1"
+        ]
+        for method, gain in (
+            ("fedcbo", (0.0, 0.0)),
+            ("fedcb2o", ahead),
+            ("fedcb2o-released", ahead[:1]),
+        ):
             rows += [f"{method},{seed},80,{40 + each},9,0,1" for seed, each in enumerate(gain)]
         (tmp_path / size / "values.csv").write_text("\n".join(rows) + "\n")
     page = tmp_path / "page.md"
     page.write_text("<!-- claims: small,large glance -->\n\n")
     heading, _, *rows = claims.rewritten(page).splitlines()[2:]
-    pairs = [f"`{size}`: `fedcbo`, `{name}`" for name in ("fedcb2o-released", "fedcb2o") for size in ("small", "large")]
+    pairs = [
+        f"`{size}`: `fedcbo`, `{name}`"
+        for name in ("fedcb2o-released", "fedcb2o")
+        for size in ("small", "large")
+    ]
     assert heading.split(" | ")[-4:] == [*pairs[:3], pairs[3] + " |"]
     says = "| (iii) | FedCB2O is significantly higher on the source class | "
     statistic = "source class accuracy, FedCB2O less FedCBO | +15.50 | "
     one = "+3.00 (1 seed) **undecided** | -1.00 (1 seed) **undecided** | "
-    both = "+4.00 [-8.71, +16.71] **undecided** | +0.00 [-12.71, +12.71] **undecided** |"  # t = 12.706
+    both = (
+        "+4.00 [-8.71, +16.71] **undecided** | +0.00 [-12.71, +12.71] **undecided** |"  # t = 12.706
+    )
     assert says + statistic + one + both in rows
     assert not any("Fig. 6" in row or "Oracle" in row for row in rows)
 

@@ -14,7 +14,9 @@ LOG = Path(__file__).parents[2] / "docs" / "log.md"
 def test_within_a_seed_main_effects_are_clear_of_each_other_and_of_pairs() -> None:
     for seed in (1000, 1001):
         x = factorial.design(seed)
-        pairs = np.stack([x[:, i] * x[:, j] for i, j in itertools.combinations(range(x.shape[1]), 2)], 1)
+        pairs = np.stack(
+            [x[:, i] * x[:, j] for i, j in itertools.combinations(range(x.shape[1]), 2)], 1
+        )
         assert x.shape == (32, len(factorial.FACTORS))
         assert (x.T @ x == 32 * np.eye(x.shape[1])).all()
         assert (x.T @ pairs == 0).all()
@@ -35,7 +37,9 @@ def made(*, rows: int) -> pd.DataFrame:
 @pytest.mark.parametrize("rows", [32, 4])
 def test_effects_are_those_that_were_put_in(rows: int) -> None:
     runs = made(rows=rows)
-    runs.accuracy -= 0 if rows == 32 else [float(x[0] == x[2]) * 2 - 1 for x in runs.levels]  # a few rows see no pairs
+    runs.accuracy -= (
+        0 if rows == 32 else [float(x[0] == x[2]) * 2 - 1 for x in runs.levels]
+    )  # a few rows see no pairs
     effects = factorial.main_effects(runs, "accuracy")
     assert effects["mean"].to_numpy() == pytest.approx([0, 3] + [0] * 13, abs=1e-9)
 
@@ -50,8 +54,8 @@ def test_a_pair_is_told_from_the_others() -> None:
 @pytest.mark.parametrize("study", factorial.STUDIES)
 def test_the_log_has_its_tables(study: str) -> None:
     text = LOG.read_text()
-    assert {tuple(run) for run in factorial.measured(study)[["setting", "seed", "levels"]].to_numpy()} == {
-        job[1:] for job in factorial.jobs(study)
-    }
+    assert {
+        tuple(run) for run in factorial.measured(study)[["setting", "seed", "levels"]].to_numpy()
+    } == {job[1:] for job in factorial.jobs(study)}
     for table in "\n".join(factorial.tables(study)).split("\n\n"):
         assert f"\n\n{table}\n\n" in text

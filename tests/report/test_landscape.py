@@ -20,7 +20,12 @@ def scene(*, dim=2, clusters=1, runs=1, malicious=3, upper=True, target=True, ba
     )  # fmt: skip
     shrink = np.exp(-np.arange(frames))[:, None, None]
     t = np.linspace(0, 3, 40)
-    V = 2 * np.exp(-1.5 * t)[:, None, None] * np.linspace(0.5, 1.5, runs)[None, :, None] * np.ones(clusters)
+    V = (
+        2
+        * np.exp(-1.5 * t)[:, None, None]
+        * np.linspace(0.5, 1.5, runs)[None, :, None]
+        * np.ones(clusters)
+    )
     line = np.repeat(2 * np.exp(-t)[:, None], clusters, 1)
     return Scene(
         title="a title < with & signs", dim=dim, box=(-2.0, 2.0), grid=grid, lower_values=lower,
@@ -64,7 +69,9 @@ def test_it_is_drawn_and_leaves_no_state_behind(case, tmp_path):
 def test_panel_b_shows_the_median_the_fit_and_the_theory():
     drawn = scene(runs=5)
     right = draw_landscape(drawn).axes[1]
-    median = next(line for line in right.lines if str(line.get_label()).startswith("median of 5 runs"))
+    median = next(
+        line for line in right.lines if str(line.get_label()).startswith("median of 5 runs")
+    )
     assert median.get_ydata() == pytest.approx(np.median(drawn.decay.V[..., 0], 1))
     assert "fitted rate 1.5 (dashed, t = 0 to 1)" in median.get_label()
     dashed = right.lines[-1]
@@ -84,7 +91,10 @@ def test_what_has_diverged_or_vanished_is_left_out(tmp_path):
     lower = drawn.lower_values.copy()
     lower[:, :3] = np.nan
     drawn = dataclasses.replace(
-        drawn, theta=theta, lower=lower, decay=dataclasses.replace(drawn.decay, V=values, fitted=[np.nan])
+        drawn,
+        theta=theta,
+        lower=lower,
+        decay=dataclasses.replace(drawn.decay, V=values, fitted=[np.nan]),
     )
     draw_landscape(drawn).savefig(tmp_path / "figure.png", dpi=30)
     nothing = dataclasses.replace(drawn.decay, V=np.full_like(values, np.nan), line=None, band=None)
@@ -100,7 +110,9 @@ def test_a_gif_has_its_frames(tmp_path):
         assert film.width > 300
 
 
-@pytest.mark.parametrize("case", [{"dim": 1, "runs": 3}, {"dim": 3, "clusters": 2}], ids=["line", "high"])
+@pytest.mark.parametrize(
+    "case", [{"dim": 1, "runs": 3}, {"dim": 3, "clusters": 2}], ids=["line", "high"]
+)
 def test_a_page_stands_alone(tmp_path, case):
     write_animation(scene(frames=4, **case), tmp_path / "film.html")
     page = (tmp_path / "film.html").read_text(encoding="utf-8")

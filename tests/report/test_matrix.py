@@ -84,7 +84,9 @@ KINDS = {"clean": "clean", "removed": "removed", "cell": "cells"}
 
 def six(values):
     """The values of the four benign agents among all six."""
-    return [None] * 6 if values is None else [values[0], values[1], None, values[2], values[3], None]
+    return (
+        [None] * 6 if values is None else [values[0], values[1], None, values[2], values[3], None]
+    )
 
 
 def line(scores, *, answered=2, weight=0.25):
@@ -105,10 +107,29 @@ PAIRS = {
 }
 
 
-def make_grid(folder, *, cells=CELLS, floors=FLOORS, removed=REMOVED, errors=None, weights=True, f=None, **table):
+def make_grid(
+    folder,
+    *,
+    cells=CELLS,
+    floors=FLOORS,
+    removed=REMOVED,
+    errors=None,
+    weights=True,
+    f=None,
+    **table,
+):
     """A grid's folder with the runs in `cells`, `floors` and `removed`, and messages for what failed."""
-    defences = {MEDIAN: {"algorithm": {"name": "by_rule"}}, MEAN: {"algorithm": {"name": "dfedavgm"}}}
-    grid = {"name": "hand", "seeds": [0, 1], "defences": defences, "attacks": {FLIP: {}, NOISE: {}}, **table}
+    defences = {
+        MEDIAN: {"algorithm": {"name": "by_rule"}},
+        MEAN: {"algorithm": {"name": "dfedavgm"}},
+    }
+    grid = {
+        "name": "hand",
+        "seeds": [0, 1],
+        "defences": defences,
+        "attacks": {FLIP: {}, NOISE: {}},
+        **table,
+    }
     folder.mkdir()
     write_toml(folder / "grid.toml", grid)
     lines = []
@@ -116,22 +137,45 @@ def make_grid(folder, *, cells=CELLS, floors=FLOORS, removed=REMOVED, errors=Non
         for kind, runs in (("clean", floors), ("removed", removed), ("cell", cells)):
             for attack in (FLIP, NOISE):
                 place = f"{KINDS[kind]}/{defence}/{attack}"
-                found = {seed: scores for (d, a, seed), scores in runs.items() if (d, a) == (defence, attack)}
+                found = {
+                    seed: scores
+                    for (d, a, seed), scores in runs.items()
+                    if (d, a) == (defence, attack)
+                }
                 if found:
                     (folder / place).parent.mkdir(parents=True, exist_ok=True)
-                    pairs = PAIRS if weights else {**PAIRS, "weights": [[None] * len(w) for w in PAIRS["weights"]]}
+                    pairs = (
+                        PAIRS
+                        if weights
+                        else {**PAIRS, "weights": [[None] * len(w) for w in PAIRS["weights"]]}
+                    )
                     if f is not None:
                         pairs = {**pairs, "f": [f] * 6}
                     share = 0.25 if weights else None
                     metrics = {seed: [line(scores, weight=share)] for seed, scores in found.items()}
                     run = write_run(
-                        folder / place, {}, agents=AGENTS, metrics=metrics, pairs={seed: [pairs] for seed in found}
+                        folder / place,
+                        {},
+                        agents=AGENTS,
+                        metrics=metrics,
+                        pairs={seed: [pairs] for seed in found},
                     )
                     for seed in found:
                         row = summary(run.records_of(seed)).iloc[0].to_dict()
                         write_json(folder / place / f"seed-{seed}" / "summary.json", row)
-                known = {"kind": kind, "setting": "", "defence": defence, "folder": place, "rounds": 1, "seconds": None}
-                of = {"attack": attack, "floor": attack} if kind == "cell" else {"attack": None, "floor": None}
+                known = {
+                    "kind": kind,
+                    "setting": "",
+                    "defence": defence,
+                    "folder": place,
+                    "rounds": 1,
+                    "seconds": None,
+                }
+                of = (
+                    {"attack": attack, "floor": attack}
+                    if kind == "cell"
+                    else {"attack": None, "floor": None}
+                )
                 lines.append({**known, **of, "error": (errors or {}).get((kind, defence, attack))})
     write_json(folder / "cells.json", {"cells": lines})
     return folder
@@ -155,7 +199,10 @@ def test_accuracy_is_the_mean_over_agents_and_then_over_seeds(view):
     assert table.loc[MEDIAN].tolist() == [
         "87.5 [55.7, 119.3]", "80.0 [80.0, 80.0]", "75.0 [11.5, 138.5]", "60.0 [-67.1, 187.1]", "60.0 [-67.1, 187.1]",
     ]  # fmt: skip
-    assert table.loc[MEAN, [FLIP, "Worst"]].tolist() == ["75.0 [-115.6, 265.6]", "15.0 [-48.5, 78.5]"]
+    assert table.loc[MEAN, [FLIP, "Worst"]].tolist() == [
+        "75.0 [-115.6, 265.6]",
+        "15.0 [-48.5, 78.5]",
+    ]
 
 
 def test_what_an_attack_did_is_net_of_the_better_floor(view):
@@ -169,7 +216,10 @@ def test_what_an_attack_did_is_net_of_the_better_floor(view):
     assert lost.loc[MEAN, FLIP] == "23.0 [-154.9, 200.9]"
     assert success.loc[MEAN, FLIP] == "60.0 [-194.1, 314.1]"
     rate = metric_matrix(view, "attack_success_rate")
-    assert rate.loc[MEAN].to_dict() == {FLIP: "65.0 [-125.6, 255.6]", "Worst": "65.0 [-125.6, 255.6]"}
+    assert rate.loc[MEAN].to_dict() == {
+        FLIP: "65.0 [-125.6, 255.6]",
+        "Worst": "65.0 [-125.6, 255.6]",
+    }
 
 
 def test_regret_is_behind_the_best_of_each_column(view):
@@ -177,9 +227,18 @@ def test_regret_is_behind_the_best_of_each_column(view):
     assert table.loc[MEDIAN, "Attackers clean"] == "8.5 [-10.6, 27.6]"  # 0.95 - 0.85 and 0.97 - 0.9
     assert table.loc[MEDIAN, "Attackers removed"] == "18.0 [5.3, 30.7]"  # 0.97 - 0.8 and 0.99 - 0.8
     assert table.loc[MEAN, ["Attackers clean", "Attackers removed"]].tolist() == ["best", "best"]
-    assert table.loc[:, NOISE].tolist() == ["best", "45.0 [-18.5, 108.5]"]  # 0.5 - 0.1 and 0.7 - 0.2
-    assert table.loc[:, "Worst"].tolist() == ["18.0 [5.3, 30.7] (Attackers removed)", "45.0 [-18.5, 108.5] (Noise)"]
-    assert regret_matrix(view, "attack_success_rate").loc[:, FLIP].tolist() == ["best", "42.5 [-52.8, 137.8]"]
+    assert table.loc[:, NOISE].tolist() == [
+        "best",
+        "45.0 [-18.5, 108.5]",
+    ]  # 0.5 - 0.1 and 0.7 - 0.2
+    assert table.loc[:, "Worst"].tolist() == [
+        "18.0 [5.3, 30.7] (Attackers removed)",
+        "45.0 [-18.5, 108.5] (Noise)",
+    ]
+    assert regret_matrix(view, "attack_success_rate").loc[:, FLIP].tolist() == [
+        "best",
+        "42.5 [-52.8, 137.8]",
+    ]
 
 
 def test_the_headline_is_the_worst_regret_with_and_without_what_is_set_aside(tmp_path):
@@ -188,25 +247,34 @@ def test_the_headline_is_the_worst_regret_with_and_without_what_is_set_aside(tmp
     assert table.loc[MEAN, "Accuracy, worst"] == "45.0 [-18.5, 108.5] (Noise)"
     assert table.loc[MEAN, "Attack success, worst but Noise"] == "42.5 [-52.8, 137.8] (Label flip)"
     assert table.loc[MEAN, "Either, worst"] == "45.0 [-18.5, 108.5] (Noise, accuracy)"
-    assert table.loc[MEAN, "Either, worst but Noise"] == "42.5 [-52.8, 137.8] (Label flip, attack success)"
+    assert (
+        table.loc[MEAN, "Either, worst but Noise"]
+        == "42.5 [-52.8, 137.8] (Label flip, attack success)"
+    )
     # Each in its own worst column: 0.4 - 0.17 and 0.5 - 0.19.
     assert worst_regret_differences(view).loc[MEAN, "Accuracy, worst"] == "+27.0 [-23.8, +77.8]"
 
 
 def test_the_most_that_an_attack_does_is_told_against_the_better_floor_too(tmp_path):
     view = SettingResults(read_grid(make_grid(tmp_path / "grid", set_aside=[NOISE])), "")
-    assert losses_against_baselines(view).loc[MEDIAN].to_dict() == {
-        "Accuracy lost, worst": "27.5 [-67.8, 122.8] (Noise)",  # 0.85 - 0.5 and 0.9 - 0.7
-        "Accuracy lost, worst but Noise": "12.5 [-19.3, 44.3] (Label flip)",  # 0.85 - 0.7 and 0.9 - 0.8
-        "Attack success, net, worst": "17.5 [-77.8, 112.8] (Label flip)",  # 0.3 - 0.05 and 0.15 - 0.05
-        "Attack success, net, worst but Noise": "17.5 [-77.8, 112.8] (Label flip)",
-    }
+    assert (
+        losses_against_baselines(view).loc[MEDIAN].to_dict()
+        == {
+            "Accuracy lost, worst": "27.5 [-67.8, 122.8] (Noise)",  # 0.85 - 0.5 and 0.9 - 0.7
+            "Accuracy lost, worst but Noise": "12.5 [-19.3, 44.3] (Label flip)",  # 0.85 - 0.7 and 0.9 - 0.8
+            "Attack success, net, worst": "17.5 [-77.8, 112.8] (Label flip)",  # 0.3 - 0.05 and 0.15 - 0.05
+            "Attack success, net, worst but Noise": "17.5 [-77.8, 112.8] (Label flip)",
+        }
+    )
 
 
 def test_a_defence_that_lacks_a_column_has_no_worst_regret(tmp_path):
     cells = {key: scores for key, scores in CELLS.items() if key[:2] != (MEAN, NOISE)}
     view = SettingResults(read_grid(make_grid(tmp_path / "grid", cells=cells)), "")
-    assert worst_regrets(view).loc[:, "Accuracy, worst"].tolist() == ["18.0 [5.3, 30.7] (Attackers removed)", "–"]
+    assert worst_regrets(view).loc[:, "Accuracy, worst"].tolist() == [
+        "18.0 [5.3, 30.7] (Attackers removed)",
+        "–",
+    ]
     assert worst_regret_differences(view).loc[MEAN, "Accuracy, worst"] == "–"
 
 
@@ -214,14 +282,22 @@ def test_holms_correction_and_students_p():
     p = pd.Series([0.01, 0.04, math.nan, 0.03])
     assert holm_correction(p).tolist() == pytest.approx([0.03, 0.06, math.nan, 0.06], nan_ok=True)
     rows = pd.DataFrame({"defence": "a", "attack": ["b"] * 3 + ["c"] * 3 + ["d"] * 3 + ["e"]})
-    found = seed_statistics(rows.assign(value=[1.0, 2, 3, 0, 0, 0, 2, 2, 2, 1]), "value").droplevel("defence")
-    assert found.p.to_dict() == pytest.approx({"b": 0.0741799, "c": 1, "d": 0, "e": math.nan}, rel=1e-5, nan_ok=True)
+    found = seed_statistics(rows.assign(value=[1.0, 2, 3, 0, 0, 0, 2, 2, 2, 1]), "value").droplevel(
+        "defence"
+    )
+    assert found.p.to_dict() == pytest.approx(
+        {"b": 0.0741799, "c": 1, "d": 0, "e": math.nan}, rel=1e-5, nan_ok=True
+    )
 
 
 @pytest.mark.parametrize(
     ("ends", "digits", "text"),
     [
-        ((0.44, -0.0134, 0.8934), 1, "0.44 [-0.01, 0.89]"),  # 0 lies in it, which "0.4 [0.0, 0.9]" does not show
+        (
+            (0.44, -0.0134, 0.8934),
+            1,
+            "0.44 [-0.01, 0.89]",
+        ),  # 0 lies in it, which "0.4 [0.0, 0.9]" does not show
         ((-0.3, -0.604, 0.004), 1, "-0.300 [-0.604, 0.004]"),
         ((0.45, 0.0066, 0.8934), 1, "0.5 [0.0, 0.9]"),  # here it does not
         ((0.45, 0.0, 0.9), 1, "0.5 [0.0, 0.9]"),
@@ -238,34 +314,59 @@ def test_whether_0_lies_in_an_interval_can_be_seen(ends, digits, text):
 def test_more_malicious_models_than_a_rule_assumes_are_marked(tmp_path, f, exceeded):
     view = SettingResults(read_grid(make_grid(tmp_path / "grid", f=f)), "")
     attacked = view.rows[view.rows.attack == FLIP]
-    assert attacked.malicious_most.tolist() == [1.0] * 4  # agents 0, 1 and 3 receive one, agent 4 none
+    assert (
+        attacked.malicious_most.tolist() == [1.0] * 4
+    )  # agents 0, 1 and 3 receive one, agent 4 none
     assert attacked.f_exceeded.tolist() == pytest.approx([exceeded] * 4, nan_ok=True)
     assert (metric_matrix(view, "accuracy").loc[MEDIAN, FLIP][-1] == "†") is (f == 0)
     worst = worst_regrets(view).loc[MEAN, ["Accuracy, worst", "Either, worst"]]
     assert [text.endswith(") †") for text in worst] == [f == 0] * 2
     drawn = [text.get_text() for text in regret_figure(view, "accuracy").axes[0].texts]
     cells = view.exceeded_cells(view.columns("accuracy")).to_numpy().sum()
-    assert sum(text.endswith("†") for text in drawn) == cells + (f == 0) * 2  # and where each is worst
+    assert (
+        sum(text.endswith("†") for text in drawn) == cells + (f == 0) * 2
+    )  # and where each is worst
 
 
 def test_source_accuracy_is_there_where_an_attack_has_a_source(view):
     table = metric_matrix(view, "source_accuracy")
-    assert table.loc[MEDIAN].to_dict() == {FLIP: "60.0 [-67.1, 187.1]", "Worst": "60.0 [-67.1, 187.1]"}
+    assert table.loc[MEDIAN].to_dict() == {
+        FLIP: "60.0 [-67.1, 187.1]",
+        "Worst": "60.0 [-67.1, 187.1]",
+    }
 
 
 def test_worst_agent_worst_tenth_and_clusters(view):
-    assert metric_matrix(view, "accuracy_worst").loc[MEDIAN, FLIP] == "70.0 [-57.1, 197.1]"  # 0.6 and 0.8
+    assert (
+        metric_matrix(view, "accuracy_worst").loc[MEDIAN, FLIP] == "70.0 [-57.1, 197.1]"
+    )  # 0.6 and 0.8
     assert metric_matrix(view, "accuracy_worst_tenth").loc[MEDIAN, FLIP] == "70.0 [-57.1, 197.1]"
-    assert metric_matrix(view, "attack_success_rate_worst").loc[MEAN, FLIP] == "70.0 [-184.1, 324.1]"  # 0.9 and 0.5
-    assert metric_matrix(view, "accuracy_cluster_1").loc[MEDIAN, "Attackers clean"] == "90.0 [90.0, 90.0]"
-    assert metric_matrix(view, "accuracy_cluster_2").loc[MEDIAN, "Attackers clean"] == "85.0 [21.5, 148.5]"  # 0.8 and 0.9
+    assert (
+        metric_matrix(view, "attack_success_rate_worst").loc[MEAN, FLIP] == "70.0 [-184.1, 324.1]"
+    )  # 0.9 and 0.5
+    assert (
+        metric_matrix(view, "accuracy_cluster_1").loc[MEDIAN, "Attackers clean"]
+        == "90.0 [90.0, 90.0]"
+    )
+    assert (
+        metric_matrix(view, "accuracy_cluster_2").loc[MEDIAN, "Attackers clean"]
+        == "85.0 [21.5, 148.5]"
+    )  # 0.8 and 0.9
 
 
 def test_what_is_received_weighed_waited_for_and_downloaded(view):
-    row = add_attack_effects(view.results, "").set_index(["defence", "attack", "seed"]).loc[(MEDIAN, FLIP, 0)]
+    row = (
+        add_attack_effects(view.results, "")
+        .set_index(["defence", "attack", "seed"])
+        .loc[(MEDIAN, FLIP, 0)]
+    )
     assert row.malicious_weight == 0.25
-    assert row.malicious_received == pytest.approx(3 / 6)  # benign agents receive 1, 2, 5, 4, 5, 0: three malicious
-    assert row.other_cluster_received == pytest.approx(2 / 6, abs=1e-5)  # 5 by agent 1, 0 by agent 4
+    assert row.malicious_received == pytest.approx(
+        3 / 6
+    )  # benign agents receive 1, 2, 5, 4, 5, 0: three malicious
+    assert row.other_cluster_received == pytest.approx(
+        2 / 6, abs=1e-5
+    )  # 5 by agent 1, 0 by agent 4
     assert row.other_cluster_weight == pytest.approx((0 + 0.4 + 0 + 0.3) / 4)
     assert row.own_weight == pytest.approx((0.4 + 0.6 + 0.6 + 0.7) / 4)
     assert row.seconds == pytest.approx(1.5 + 0.5 + 0.1)
@@ -278,7 +379,9 @@ def test_a_rule_without_weights_has_none_in_the_matrix(tmp_path):
     assert results.rows.malicious_weight.isna().all()
     assert results.rows.other_cluster_weight.isna().all()
     assert results.rows.malicious_received.notna().all()
-    assert set(metric_matrix(SettingResults(results, ""), "malicious_weight").to_numpy().ravel()) == {"–"}
+    assert set(
+        metric_matrix(SettingResults(results, ""), "malicious_weight").to_numpy().ravel()
+    ) == {"–"}
 
 
 def test_differences_are_paired_by_seed_and_intervals_are_students(view):
@@ -287,8 +390,12 @@ def test_differences_are_paired_by_seed_and_intervals_are_students(view):
     assert found["mean"] == pytest.approx(0)
     assert found.deviation == pytest.approx(0.2 / math.sqrt(2))
     assert found.high == pytest.approx(12.7062 * 0.1, rel=1e-4)
-    assert difference_matrix(view, "accuracy").loc[MEAN, NOISE] == "-45.0 [-108.5, +18.5]"  # -0.4 and -0.5
-    assert difference_matrix(view, "accuracy").loc[MEAN, "Attackers removed"] == "+18.0 [+5.3, +30.7]"
+    assert (
+        difference_matrix(view, "accuracy").loc[MEAN, NOISE] == "-45.0 [-108.5, +18.5]"
+    )  # -0.4 and -0.5
+    assert (
+        difference_matrix(view, "accuracy").loc[MEAN, "Attackers removed"] == "+18.0 [+5.3, +30.7]"
+    )
     assert list(difference_matrix(view, "attack_success_rate").columns) == [FLIP]
     three = pd.DataFrame({"defence": "a", "attack": "b", "value": [1.0, 2.0, 3.0]})
     assert seed_statistics(three, "value").iloc[0].to_dict() == pytest.approx(
@@ -307,8 +414,12 @@ def test_the_overview(view):
     table = defence_overview(view)
     assert table.loc[MEDIAN, "Attackers removed"] == "80.0 [80.0, 80.0]"
     assert table.loc[MEAN, "Accuracy, worst attack"] == f"15.0 [-48.5, 78.5] ({NOISE})"
-    assert table.loc[MEDIAN, "Accuracy, mean over attacks"] == "67.5 [-27.8, 162.8]"  # (0.7 + 0.5) / 2, (0.8 + 0.7) / 2
-    assert table.loc[MEDIAN, "Attack success, mean over attacks"] == "22.5 [-72.8, 117.8]"  # of the one that has a rate
+    assert (
+        table.loc[MEDIAN, "Accuracy, mean over attacks"] == "67.5 [-27.8, 162.8]"
+    )  # (0.7 + 0.5) / 2, (0.8 + 0.7) / 2
+    assert (
+        table.loc[MEDIAN, "Attack success, mean over attacks"] == "22.5 [-72.8, 117.8]"
+    )  # of the one that has a rate
 
 
 def test_the_page_and_its_files(view, tmp_path):
@@ -318,20 +429,38 @@ def test_the_page_and_its_files(view, tmp_path):
     assert sorted(paths) == sorted(path for path in (tmp_path / "out").rglob("*") if path.is_file())
     names = {str(path.relative_to(tmp_path / "out")) for path in paths}
     matrices = {
-        f"matrices/{name}.{end}" for name in ("accuracy", "accuracy-regret") for end in ("csv", "md", "tex", "png")
+        f"matrices/{name}.{end}"
+        for name in ("accuracy", "accuracy-regret")
+        for end in ("csv", "md", "tex", "png")
     }
-    assert matrices | {"report.html", "summary.csv", "cells.csv", "statistics.csv", "grid.toml"} <= names
+    assert (
+        matrices | {"report.html", "summary.csv", "cells.csv", "statistics.csv", "grid.toml"}
+        <= names
+    )
     page = (tmp_path / "out" / "report.html").read_text()
     assert "partial" not in page
     assert "://" not in page
-    for definition in ("best defence there", "train on true labels", "Student", "with the worst mean over seeds"):
+    for definition in (
+        "best defence there",
+        "train on true labels",
+        "Student",
+        "with the worst mean over seeds",
+    ):
         assert definition in page
     assert "17.5 <small>[-77.8, 112.8]</small>" in page
-    cells = pd.read_csv(tmp_path / "out" / "cells.csv").set_index(["defence", "attack", "seed", "metric"]).value
+    cells = (
+        pd.read_csv(tmp_path / "out" / "cells.csv")
+        .set_index(["defence", "attack", "seed", "metric"])
+        .value
+    )
     assert cells[MEAN, FLIP, 0, "success"] == pytest.approx(0.8)
     assert cells[MEAN, "Attackers clean", 0, "accuracy"] == pytest.approx(0.95)
-    found = pd.read_csv(tmp_path / "out" / "statistics.csv").set_index(["defence", "attack", "metric"])
-    assert found.loc[(MEAN, FLIP, "accuracy"), "difference_high"] == pytest.approx(1.27062, rel=1e-4)
+    found = pd.read_csv(tmp_path / "out" / "statistics.csv").set_index(
+        ["defence", "attack", "metric"]
+    )
+    assert found.loc[(MEAN, FLIP, "accuracy"), "difference_high"] == pytest.approx(
+        1.27062, rel=1e-4
+    )
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -342,7 +471,9 @@ def test_a_report_is_made_again_from_its_summary_alone(view, tmp_path):
         (tmp_path / "first" / name).rename(tmp_path / "kept" / name)
     report_grid(read_grid(tmp_path / "kept"), tmp_path / "again")
     for path in (tmp_path / "first" / "matrices").iterdir():
-        assert path.read_bytes() == (tmp_path / "again" / "matrices" / path.name).read_bytes(), path.name
+        assert path.read_bytes() == (tmp_path / "again" / "matrices" / path.name).read_bytes(), (
+            path.name
+        )
     for name in ("grid.toml", "summary.csv"):
         assert (tmp_path / "kept" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
@@ -355,15 +486,33 @@ def test_names_that_pandas_takes_for_missing_survive_the_summary(tmp_path):
     table = {**results.table, "attacks": {FLIP: {}, "None": {}}, "defences": {MEDIAN: {}, "NA": {}}}
     write_toml(tmp_path / "kept" / "grid.toml", table)
     rows.to_csv(tmp_path / "kept" / "summary.csv", index=False)
-    assert metric_matrix(SettingResults(read_grid(tmp_path / "kept"), ""), "accuracy").loc["NA", "None"] == "15.0 [-48.5, 78.5]"
+    assert (
+        metric_matrix(SettingResults(read_grid(tmp_path / "kept"), ""), "accuracy").loc[
+            "NA", "None"
+        ]
+        == "15.0 [-48.5, 78.5]"
+    )
 
 
 def test_a_partial_grid_says_what_is_missing(tmp_path):
-    cells = {key: scores for key, scores in CELLS.items() if key not in ((MEAN, NOISE, 0), (MEAN, NOISE, 1))}
+    cells = {
+        key: scores
+        for key, scores in CELLS.items()
+        if key not in ((MEAN, NOISE, 0), (MEAN, NOISE, 1))
+    }
     floors = {key: scores for key, scores in FLOORS.items() if key != (MEDIAN, NOISE, 1)}
-    folder = make_grid(tmp_path / "grid", cells=cells, floors=floors, errors={("cell", MEAN, NOISE): "`f` = 4 is much"})
+    folder = make_grid(
+        tmp_path / "grid",
+        cells=cells,
+        floors=floors,
+        errors={("cell", MEAN, NOISE): "`f` = 4 is much"},
+    )
     view = SettingResults(read_grid(folder), "")
-    assert metric_matrix(view, "accuracy").loc[MEAN].tolist()[2:] == ["75.0 [-115.6, 265.6]", "failed", "–"]
+    assert metric_matrix(view, "accuracy").loc[MEAN].tolist()[2:] == [
+        "75.0 [-115.6, 265.6]",
+        "failed",
+        "–",
+    ]
     assert metric_matrix(view, "lost").loc[MEDIAN, NOISE] == "35.0"  # one seed: no interval
     assert defence_overview(view).loc[MEAN, "Accuracy, worst attack"] == "–"
     assert list(grid_notes(view.results)) == [
@@ -377,9 +526,13 @@ def test_a_seed_that_has_not_done_all_rounds_does_not_count(tmp_path):
     folder = make_grid(tmp_path / "grid")
     path = folder / "cells" / MEDIAN / FLIP / "seed-0" / "summary.json"
     path.write_text('{"rounds": 0}')
-    assert metric_matrix(SettingResults(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.0"
+    assert (
+        metric_matrix(SettingResults(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.0"
+    )
     path.unlink()
-    assert metric_matrix(SettingResults(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.0"
+    assert (
+        metric_matrix(SettingResults(read_grid(folder), ""), "accuracy").loc[MEDIAN, FLIP] == "80.0"
+    )
 
 
 def test_an_entry_that_attacks_nobody_has_accuracy_and_no_success(tmp_path):
@@ -398,7 +551,9 @@ def test_a_setting_without_results_is_left_out(tmp_path):
     results = read_grid(make_grid(tmp_path / "grid"))
     results.rows["setting"] = "Few"
     results.table["settings"] = {"Few": {}, "Many": {}}
-    names = {str(path.relative_to(tmp_path / "out")) for path in report_grid(results, tmp_path / "out")}
+    names = {
+        str(path.relative_to(tmp_path / "out")) for path in report_grid(results, tmp_path / "out")
+    }
     assert "matrices/few/accuracy.csv" in names
     assert "matrices/many/accuracy.csv" not in names
     assert "partial: 8 of 16 runs" in (tmp_path / "out" / "report.html").read_text()
@@ -406,7 +561,9 @@ def test_a_setting_without_results_is_left_out(tmp_path):
 
 def test_seeds_that_left_the_grid_do_not_count(tmp_path):
     folder = make_grid(tmp_path / "grid", seeds=[1])
-    assert metric_matrix(SettingResults(read_grid(folder), ""), "accuracy").loc[MEDIAN].tolist() == [
+    assert metric_matrix(SettingResults(read_grid(folder), ""), "accuracy").loc[
+        MEDIAN
+    ].tolist() == [
         "90.0",
         "80.0",
         "80.0",
@@ -420,27 +577,51 @@ def test_settings_have_matrices_of_their_own(view, tmp_path):
     results = view.results
     results.rows.loc[results.rows.defence != "", "setting"] = "Few"
     many = results.rows.assign(setting="Many, $ & <b>", accuracy=results.rows.accuracy / 2)
-    table = {**results.table, "settings": {"Few": {}, "Many, $ & <b>": {"agents": {"malicious": 3}}}}
+    table = {
+        **results.table,
+        "settings": {"Few": {}, "Many, $ & <b>": {"agents": {"malicious": 3}}},
+    }
     both = type(results)(results.folder, table, {}, pd.concat([results.rows, many]))
     results.rows["setting"] = ""
-    names = {str(path.relative_to(tmp_path / "out")) for path in report_grid(both, tmp_path / "out")}
+    names = {
+        str(path.relative_to(tmp_path / "out")) for path in report_grid(both, tmp_path / "out")
+    }
     assert {"matrices/few/accuracy.png", "matrices/many-b/accuracy.png"} <= names
-    assert metric_matrix(SettingResults(both, "Many, $ & <b>"), "accuracy").loc[MEDIAN, FLIP] == "37.5 [5.7, 69.3]"
+    assert (
+        metric_matrix(SettingResults(both, "Many, $ & <b>"), "accuracy").loc[MEDIAN, FLIP]
+        == "37.5 [5.7, 69.3]"
+    )
     assert "agents.malicious = 3" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_the_candidates_and_the_choice_are_on_the_page(tmp_path):
-    asked = {"seeds": [9], "setting": "", "attacks": {FLIP: {}}, "candidates": [{"algorithm": {"alpha": 1.0}}, {}]}
+    asked = {
+        "seeds": [9],
+        "setting": "",
+        "attacks": {FLIP: {}},
+        "candidates": [{"algorithm": {"alpha": 1.0}}, {}],
+    }
     choice = {
-        MEDIAN: {"best": 0, "at_end": True, "scores": [0.5, None], "by_attack": [{FLIP: [0.5]}, None], "asked": asked}
+        MEDIAN: {
+            "best": 0,
+            "at_end": True,
+            "scores": [0.5, None],
+            "by_attack": [{FLIP: [0.5]}, None],
+            "asked": asked,
+        }
     }
     defences = {MEDIAN: {"tune": asked["candidates"]}, MEAN: {}}
-    folder = make_grid(tmp_path / "grid", tuning={"seeds": [9], "attacks": [FLIP]}, defences=defences)
+    folder = make_grid(
+        tmp_path / "grid", tuning={"seeds": [9], "attacks": [FLIP]}, defences=defences
+    )
     (folder / "tuning.json").write_text(json.dumps(choice))
     results = read_grid(folder)
     rows = tuning_table(results).reset_index().to_numpy().tolist()
-    assert rows == [[MEDIAN, "algorithm.alpha = 1.0", "50.00", "yes, at an end"], [MEDIAN, "unchanged", "failed", ""]]
+    assert rows == [
+        [MEDIAN, "algorithm.alpha = 1.0", "50.00", "yes, at an end"],
+        [MEDIAN, "unchanged", "failed", ""],
+    ]
     assert "tuning.json" in {path.name for path in report_grid(results, tmp_path / "out")}
     raw = (tmp_path / "out" / "tuning.csv").read_text().splitlines()
     assert raw[1:] == [f"{MEDIAN},algorithm.alpha = 1.0,{FLIP},9,0.5"]
@@ -462,16 +643,23 @@ def test_the_mean_over_attacks_is_over_seeds_that_have_them_all(view, missing):
 def test_a_heat_map_of_twenty_by_twenty_has_a_number_in_every_cell():
     draw = np.random.default_rng(0)
     names = [f"A defence with $ and a rather long name {i}" for i in range(20)]
-    means = pd.DataFrame(draw.random((20, 20)), index=names, columns=[f"attack {j}" for j in range(20)])
+    means = pd.DataFrame(
+        draw.random((20, 20)), index=names, columns=[f"attack {j}" for j in range(20)]
+    )
     means.iloc[3, 4], means.iloc[5, 6] = np.nan, np.nan
     failed = means.isna() & (means.index.to_numpy()[:, None] == names[3])
-    figure = draw_heat_map(means, means / 10, means, failed=failed, marked=means > 0.9, separated=("attack 0",))
+    figure = draw_heat_map(
+        means, means / 10, means, failed=failed, marked=means > 0.9, separated=("attack 0",)
+    )
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert len(texts) == 2 * 398 + 1
     assert texts.count("failed") == 1
     assert f"{100 * means.iloc[0, 0]:.1f}" in texts
     assert sum(text.endswith("†") for text in texts) == (means > 0.9).to_numpy().sum()
-    assert max(len(label.get_text().replace("\\", "")) for label in figure.axes[0].get_yticklabels()) == 40
+    assert (
+        max(len(label.get_text().replace("\\", "")) for label in figure.axes[0].get_yticklabels())
+        == 40
+    )
     assert len(figure.axes[0].patches) == 400
     signed = draw_heat_map(means - 0.5, means / 10, means - 0.5, signed=True, bold=means > 0.5)
     bold = [text.get_text() for text in signed.axes[0].texts if text.get_weight() == "bold"]
@@ -495,7 +683,10 @@ def test_the_command_compares_with_whom_it_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     results = read_grid(make_grid(tmp_path / "grid"))
     ours, theirs = (
-        difference_matrix(SettingResults(replace(results, table={**results.table, "reference": each}), ""), "accuracy")
+        difference_matrix(
+            SettingResults(replace(results, table={**results.table, "reference": each}), ""),
+            "accuracy",
+        )
         for each in (MEDIAN, MEAN)
     )
     for reference, expected in ((MEDIAN, ours), (MEAN, theirs)):
@@ -503,10 +694,14 @@ def test_the_command_compares_with_whom_it_is_told(tmp_path, monkeypatch):
         assert (tmp_path / "out/matrices/accuracy-difference.csv").read_text() == expected.to_csv()
     assert list(theirs.index) == [MEDIAN]
     assert (
-        "has no defence `Medain`. Did you mean `Median`?" in here("report", "grid", "--reference", "Medain").one_line()
+        "has no defence `Medain`. Did you mean `Median`?"
+        in here("report", "grid", "--reference", "Medain").one_line()
     )
     assert "has no defence ``" in here("report", "grid", "--reference", "").one_line()
-    assert "is for the folder of a grid" in here("report", "grid/" + KINDS["cell"], "--reference", MEAN).one_line()
+    assert (
+        "is for the folder of a grid"
+        in here("report", "grid/" + KINDS["cell"], "--reference", MEAN).one_line()
+    )
 
 
 def test_a_folder_without_results_is_one_line(tmp_path):
@@ -514,7 +709,9 @@ def test_a_folder_without_results_is_one_line(tmp_path):
     with pytest.raises(RunError, match=r"no run in .* is done yet, so there is nothing to report"):
         report_grid(read_grid(tmp_path / "grid"), tmp_path / "out")
     (tmp_path / "grid" / "cells.json").unlink()
-    with pytest.raises(RunError, match=r"holds a grid.toml, but no run and no summary.csv: fedcb2o bench"):
+    with pytest.raises(
+        RunError, match=r"holds a grid.toml, but no run and no summary.csv: fedcb2o bench"
+    ):
         read_grid(tmp_path / "grid")
     (tmp_path / "grid" / "summary.csv").write_text("defence\n1")
     with pytest.raises(RunError, match=r"summary.csv cannot be read .*: restore it"):

@@ -31,7 +31,9 @@ def test_published_pictures_are_drawn_of_the_values_that_are_kept(page):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", sorted(DOCS.glob("benchmark/*/grid.toml")), ids=lambda file: file.parent.name)
+@pytest.mark.parametrize(
+    "file", sorted(DOCS.glob("benchmark/*/grid.toml")), ids=lambda file: file.parent.name
+)
 def test_a_grid_that_is_kept_can_be_run_again(file):
     grid, rows = load_grid(str(file)), read_grid(file.parent).rows
     assert grid.name == file.parent.name
@@ -57,14 +59,18 @@ def test_every_table_of_a_report_has_its_name(tmp_path):
     results = read_grid(make_grid(tmp_path / "grid"))
     report_grid(results, tmp_path / "report")
     for path in (tmp_path / "report" / "matrices").rglob("*.csv"):
-        found = named(results, str(path.relative_to(tmp_path / "report" / "matrices").with_suffix("")))
+        found = named(
+            results, str(path.relative_to(tmp_path / "report" / "matrices").with_suffix(""))
+        )
         assert found.to_csv() == path.read_text(), path
 
 
 def test_a_picture_is_drawn_anew_when_its_values_have_changed(tmp_path):
     report_grid(read_grid(make_grid(tmp_path / "grid")), tmp_path / "report")
     page, picture = tmp_path / "page.md", tmp_path / "picture.png"
-    page.write_text("Before\n\n<!-- picture: report accuracy-regret -->\n\n![Accuracy,\nbehind](picture.png)\n")
+    page.write_text(
+        "Before\n\n<!-- picture: report accuracy-regret -->\n\n![Accuracy,\nbehind](picture.png)\n"
+    )
     found = next(pictures(page))
     assert drawn_of(picture) == ""
     found.draw()

@@ -20,7 +20,10 @@ LEFT_OUT = Family(MEDIAN, "DFed", added=False, looks=1)
 def results(tmp_path):
     found = read_grid(make_grid(tmp_path / "grid"))
     rows = found.rows
-    rows.loc[(rows.defence == MEDIAN) & (rows.attack == NOISE), "accuracy"] = [0.5, 0.61]  # the other has 0.1 and 0.2
+    rows.loc[(rows.defence == MEDIAN) & (rows.attack == NOISE), "accuracy"] = [
+        0.5,
+        0.61,
+    ]  # the other has 0.1 and 0.2
     return found
 
 
@@ -28,7 +31,9 @@ def test_a_gain_is_more_accuracy_or_less_of_the_attack(results):
     found = gains(results, LEFT_OUT)["mean"].loc[""]
     assert found["accuracy", "AvgM", NOISE] == pytest.approx(0.405)
     assert found["accuracy", "AvgM", FLIP] == pytest.approx(0.0)
-    assert found["attack_success_rate", "AvgM", FLIP] == pytest.approx(0.425)  # 0.8 and 0.5, and with it 0.3 and 0.15
+    assert found["attack_success_rate", "AvgM", FLIP] == pytest.approx(
+        0.425
+    )  # 0.8 and 0.5, and with it 0.3 and 0.15
     added = gains(results, replace(LEFT_OUT, added=True))["mean"].loc[""]
     assert added.tolist() == pytest.approx((-found).tolist())
 
@@ -37,7 +42,9 @@ def test_what_stays_is_corrected_for_all_differences_and_looks(results):
     found = gains(results, LEFT_OUT)
     assert len(found) == 5  # two floors and two attacks in accuracy, one in success
     one = found.loc[("", "accuracy", "AvgM", NOISE)]
-    assert one.p == pytest.approx(0.00786, abs=1e-5)  # t = 81 with one degree of freedom; five times that is below 5%
+    assert one.p == pytest.approx(
+        0.00786, abs=1e-5
+    )  # t = 81 with one degree of freedom; five times that is below 5%
     assert found[found.stays].index.get_level_values("attack").tolist() == [NOISE]
     assert not gains(results, replace(LEFT_OUT, looks=2)).stays.any()
 
@@ -45,14 +52,22 @@ def test_what_stays_is_corrected_for_all_differences_and_looks(results):
 def test_a_table_has_what_the_whole_reaches_and_then_what_parts_gain(results):
     table = parts_table(SettingResults(results, ""), LEFT_OUT)
     assert table.index.tolist() == [MEDIAN, "AvgM"]
-    assert table.columns.tolist() == ["Attackers clean", "Attackers removed", FLIP, NOISE, f"{FLIP}, success"]
+    assert table.columns.tolist() == [
+        "Attackers clean",
+        "Attackers removed",
+        FLIP,
+        NOISE,
+        f"{FLIP}, success",
+    ]
     assert table.loc[MEDIAN, FLIP].startswith("75.0 [")
     assert table.loc["AvgM", NOISE] == "+40.5 [+34.1, +46.9] *"
     assert table.loc["AvgM", f"{FLIP}, success"] == "+42.5 [-52.8, +137.8]"
 
 
 def test_a_grid_without_the_parts_is_an_error(results):
-    with pytest.raises(ConfigError, match="has no 'FedCB2O, sub-level set' with a part more or less"):
+    with pytest.raises(
+        ConfigError, match="has no 'FedCB2O, sub-level set' with a part more or less"
+    ):
         gains(results, FAMILIES["half"])
 
 

@@ -13,7 +13,13 @@ def rows(**harm):
     for attack, (a, b) in harm.items():
         for defence, values in (("A", a), ("B", b)):
             found += [
-                {"defence": defence, "attack": attack, "seed": seed, "success": value, "lost": np.nan}
+                {
+                    "defence": defence,
+                    "attack": attack,
+                    "seed": seed,
+                    "success": value,
+                    "lost": np.nan,
+                }
                 for seed, value in enumerate(values)
             ]
     return pd.DataFrame(found)

@@ -36,7 +36,10 @@ def docs(tmp_path_factory):
 
 
 def told(values, scale=100, decimals=1):
-    mean, half = values.mean(), stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    mean, half = (
+        values.mean(),
+        stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5,
+    )
     mean, low, high = (f"{scale * end:.{decimals}f}" for end in (mean, mean - half, mean + half))
     return f"{mean} [{low}, {high}]"
 
@@ -47,16 +50,24 @@ def test_the_pages_quote_what_comes_out():
 
 def test_a_value_is_of_its_cell_and_a_difference_is_paired_by_seed(docs):
     rows = read_grid(docs / "grid").rows
-    of = {who: rows[(rows.defence == who) & (rows.attack == FLIP)].set_index("seed") for who in (MEDIAN, MEAN)}
+    of = {
+        who: rows[(rows.defence == who) & (rows.attack == FLIP)].set_index("seed")
+        for who in (MEDIAN, MEAN)
+    }
     assert quotes.recomputed(docs, CELL) == told(of[MEDIAN].accuracy)
     less = of[MEDIAN].accuracy - of[MEAN].accuracy
-    assert quotes.recomputed(docs, CELL, CELL.replace(MEDIAN, MEAN), decimals=2) == told(less, decimals=2)
+    assert quotes.recomputed(docs, CELL, CELL.replace(MEDIAN, MEAN), decimals=2) == told(
+        less, decimals=2
+    )
     megabytes = quotes.recomputed(docs, CELL.replace("accuracy", "megabytes"), decimals=4)
     assert megabytes == told(of[MEDIAN].megabytes, scale=1, decimals=4)
 
 
 def test_the_mean_over_attacks_is_of_seeds_that_have_them_all(docs, tmp_path):
-    both, *each = (quotes.term(docs, f"grid | {MEDIAN} | accuracy | {column}")[0] for column in ("mean", FLIP, NOISE))
+    both, *each = (
+        quotes.term(docs, f"grid | {MEDIAN} | accuracy | {column}")[0]
+        for column in ("mean", FLIP, NOISE)
+    )
     pd.testing.assert_series_equal(both, sum(each) / 2, check_names=False)
     (tmp_path / "grid").mkdir()
     (tmp_path / "grid" / "grid.toml").write_bytes((docs / "grid" / "grid.toml").read_bytes())
@@ -79,23 +90,38 @@ def test_regret_is_that_of_the_report(docs):
 
 def test_methods_of_claims_are_paired_over_the_seeds_that_both_have(docs):
     of, less = (f"claims | {method} | accuracy | last" for method in ("fedcb2o", "fedcbo"))
-    assert quotes.recomputed(docs, of, less) == "20.0 [-107.1, 147.1]"  # 30 and 10; t is 12.7 with one degree
-    assert [quotes.term(docs, less.replace("last", when))[0].tolist() for when in ("later", "all")] == [
+    assert (
+        quotes.recomputed(docs, of, less) == "20.0 [-107.1, 147.1]"
+    )  # 30 and 10; t is 12.7 with one degree
+    assert [
+        quotes.term(docs, less.replace("last", when))[0].tolist() for when in ("later", "all")
+    ] == [
         [17.5, 18.5],
         [12.5, 13.5],
     ]
 
 
 def test_that_0_lies_in_an_interval_is_seen(docs):
-    lines = ["method,seed,accuracy", *(f"fedcbo,{seed},{value}" for seed, value in enumerate((0.01, 0.0, 0.02)))]
+    lines = [
+        "method,seed,accuracy",
+        *(f"fedcbo,{seed},{value}" for seed, value in enumerate((0.01, 0.0, 0.02))),
+    ]
     (docs / "near").mkdir()
     (docs / "near" / "values.csv").write_text("\n".join(lines) + "\n")
     assert quotes.recomputed(docs, "near | fedcbo | accuracy | last") == "0.01 [-0.01, 0.03]"
 
 
 def test_what_is_not_kept_is_an_error_that_names_it(docs):
-    wrong = [CELL.replace(MEDIAN, "Medain"), CELL.replace("accuracy", "acuracy"), "none | a | b | c", "grid | a"]
-    wrong += [CELL.replace("grid", "grid | 3 of 10 | twice"), "claims | Few | fedcbo | accuracy | last"]
+    wrong = [
+        CELL.replace(MEDIAN, "Medain"),
+        CELL.replace("accuracy", "acuracy"),
+        "none | a | b | c",
+        "grid | a",
+    ]
+    wrong += [
+        CELL.replace("grid", "grid | 3 of 10 | twice"),
+        "claims | Few | fedcbo | accuracy | last",
+    ]
     for of in (*wrong, "claims | fedcbo | accuracy | first"):
         with pytest.raises(ConfigError, match=r"is nothing that is kept|has no value"):
             quotes.recomputed(docs, of)
@@ -107,42 +133,62 @@ def listed_faults(docs, monkeypatch, page, *lines):
     monkeypatch.setattr(quotes, "PAGES", ("page.md",))
     (docs / "page.md").write_text(page)
     rows = [("page.md", *line) if len(line) == 4 else line for line in lines]
-    pd.DataFrame(rows, columns=["page", "quote", "of", "less", "note"]).to_csv(docs / "quotes.csv", index=False)
+    pd.DataFrame(rows, columns=["page", "quote", "of", "less", "note"]).to_csv(
+        docs / "quotes.csv", index=False
+    )
     return [fault.removeprefix("page.md: ") for fault in quotes.faults(docs)]
 
 
 def test_faults_are_what_is_not_listed_or_not_quoted_or_differs(docs, monkeypatch):
     right = quotes.recomputed(docs, CELL)
-    page = f"It has {right.replace(' [', '% [')}, the other\n-3.0 [-4.0,\n-2.0], and 7.0 [6.0, 8.0].\n"
-    lines = [(right, CELL, "", ""), ("7.0 [6.0, 8.0]", "", "", ""), ("-3.0 [-4.0, -2.0]", CELL, "", "")]
-    assert listed_faults(docs, monkeypatch, page, *lines, ("5.0 [4.0, 6.0]", "", "", "not kept")) == [
+    page = (
+        f"It has {right.replace(' [', '% [')}, the other\n-3.0 [-4.0,\n-2.0], and 7.0 [6.0, 8.0].\n"
+    )
+    lines = [
+        (right, CELL, "", ""),
+        ("7.0 [6.0, 8.0]", "", "", ""),
+        ("-3.0 [-4.0, -2.0]", CELL, "", ""),
+    ]
+    assert listed_faults(
+        docs, monkeypatch, page, *lines, ("5.0 [4.0, 6.0]", "", "", "not kept")
+    ) == [
         f"-3.0 [-4.0, -2.0] is {right}: {CELL}",
         "7.0 [6.0, 8.0] has nothing to compute it of, and no note why",
         "5.0 [4.0, 6.0] is listed, and not quoted, or not so often",
     ]
     lines = [(right, CELL, "", ""), ("7.0 [6.0, 8.0]", "", "", "not kept")]
-    assert listed_faults(docs, monkeypatch, page, *lines) == ["-3.0 [-4.0, -2.0] is not listed, or not so often"]
+    assert listed_faults(docs, monkeypatch, page, *lines) == [
+        "-3.0 [-4.0, -2.0] is not listed, or not so often"
+    ]
     elsewhere = ("other.md", right, CELL, "", "")
-    assert listed_faults(docs, monkeypatch, "", elsewhere) == ["other.md: none of its quotes are looked at"]
+    assert listed_faults(docs, monkeypatch, "", elsewhere) == [
+        "other.md: none of its quotes are looked at"
+    ]
 
 
 def test_of_equal_quotes_each_has_its_line(docs, monkeypatch):
     right = quotes.recomputed(docs, CELL)
     line, other = (right, CELL, "", ""), (right, CELL.replace(MEDIAN, MEAN), "", "")
-    assert listed_faults(docs, monkeypatch, f"{right} and {right}", line) == [f"{right} is not listed, or not so often"]
+    assert listed_faults(docs, monkeypatch, f"{right} and {right}", line) == [
+        f"{right} is not listed, or not so often"
+    ]
     assert listed_faults(docs, monkeypatch, f"{right} and {right}", line, line) == []
     (fault,) = listed_faults(docs, monkeypatch, f"{right} and {right}", line, other)
     assert fault.startswith(f"{right} is ")
     assert fault.endswith(other[1])
 
 
-def test_code_and_tables_that_are_held_are_left_out_and_what_may_be_an_interval_is_not(docs, monkeypatch):
+def test_code_and_tables_that_are_held_are_left_out_and_what_may_be_an_interval_is_not(
+    docs, monkeypatch
+):
     table = "| 1.0 [0.0, 2.0] |\n| --- |\n"
     page = f"`values = [0.0, 1.0]`, version 1.2.3 [0.0, 1.0]\n\n```\n4.0 [3.0, 5.0]\n```\n\n<!-- held -->\n\n{table}"
     assert listed_faults(docs, monkeypatch, page) == [
         "[0.0, 1.0] may be an interval, and is not written as one: 1.0 [0.0, 2.0]"
     ]
-    assert listed_faults(docs, monkeypatch, table) == ["1.0 [0.0, 2.0] is not listed, or not so often"]
+    assert listed_faults(docs, monkeypatch, table) == [
+        "1.0 [0.0, 2.0] is not listed, or not so often"
+    ]
     for written in (
         "3.6 points [3.1, 4.2]",
         "3.6% [3.1%, 4.2%]",
@@ -153,22 +199,46 @@ def test_code_and_tables_that_are_held_are_left_out_and_what_may_be_an_interval_
         assert "may be an interval" in "".join(listed_faults(docs, monkeypatch, written)), written
 
 
-def test_what_is_told_alone_and_not_among_all_that_are_quoted_has_a_degree_sign(docs, monkeypatch, tmp_path):
+def test_what_is_told_alone_and_not_among_all_that_are_quoted_has_a_degree_sign(
+    docs, monkeypatch, tmp_path
+):
     (tmp_path / "grid").mkdir()
     (tmp_path / "grid" / "grid.toml").write_bytes((docs / "grid" / "grid.toml").read_bytes())
     rows = pd.read_csv(docs / "grid" / "summary.csv", keep_default_na=False)
-    rows.loc[(rows.attack == NOISE) & (rows.defence == MEDIAN), "accuracy"] = [0.5, 0.61]  # 0.4 and 0.41 more: p 0.008
-    rows.loc[(rows.attack == FLIP) & (rows.defence == MEDIAN), "accuracy"] = [0.7, 1.012]  # 0.1 and 0.112 more: p 0.036
+    rows.loc[(rows.attack == NOISE) & (rows.defence == MEDIAN), "accuracy"] = [
+        0.5,
+        0.61,
+    ]  # 0.4 and 0.41 more: p 0.008
+    rows.loc[(rows.attack == FLIP) & (rows.defence == MEDIAN), "accuracy"] = [
+        0.7,
+        1.012,
+    ]  # 0.1 and 0.112 more: p 0.036
     rows.to_csv(tmp_path / "grid" / "summary.csv", index=False)
     terms = (CELL.replace(FLIP, NOISE), CELL, CELL.replace("accuracy", "attack_success_rate"))
     lines = [
-        (quotes.recomputed(tmp_path, of, of.replace(MEDIAN, MEAN)), of, of.replace(MEDIAN, MEAN), "") for of in terms
+        (
+            quotes.recomputed(tmp_path, of, of.replace(MEDIAN, MEAN)),
+            of,
+            of.replace(MEDIAN, MEAN),
+            "",
+        )
+        for of in terms
     ]
     (clear, open_, untold), page = (line[0] for line in lines), tmp_path / "page.md"
-    assert listed_faults(tmp_path, monkeypatch, f"{clear}, {open_}", *lines[:2]) == []  # Holm: 0.016 and 0.036
+    assert (
+        listed_faults(tmp_path, monkeypatch, f"{clear}, {open_}", *lines[:2]) == []
+    )  # Holm: 0.016 and 0.036
     _, less, of, _ = lines[1]
-    twice = (quotes.recomputed(tmp_path, of, less), of, less, "")  # the other way round it is the same difference
-    assert listed_faults(tmp_path, monkeypatch, f"{clear}, {open_}, {twice[0]}", *lines[:2], twice) == []
+    twice = (
+        quotes.recomputed(tmp_path, of, less),
+        of,
+        less,
+        "",
+    )  # the other way round it is the same difference
+    assert (
+        listed_faults(tmp_path, monkeypatch, f"{clear}, {open_}, {twice[0]}", *lines[:2], twice)
+        == []
+    )
     assert listed_faults(tmp_path, monkeypatch, f"{clear}, {open_}, {untold}\n", *lines) == [
         f"{open_} lacks °: it is told by itself alone"  # 0.024 and 0.072 of three
     ]

@@ -9,7 +9,15 @@ from matplotlib.figure import Figure
 from tests.report.synthetic import draw_run, write_run
 
 from fedcb2o.errors import RunError
-from fedcb2o.report import curves, figure6, pair_statistics, report, sample_images, source_counts, weight_matrix
+from fedcb2o.report import (
+    curves,
+    figure6,
+    pair_statistics,
+    report,
+    sample_images,
+    source_counts,
+    weight_matrix,
+)
 from fedcb2o.report.figures import learning_curves
 
 SMALL = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
@@ -18,7 +26,10 @@ SMALL = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    late = {"title": "FedCB2O (T_G = 30)", "algorithm": {"name": "fedcb2o", "criterion_from_round": 5}}
+    late = {
+        "title": "FedCB2O (T_G = 30)",
+        "algorithm": {"name": "fedcb2o", "criterion_from_round": 5},
+    }
     return [
         draw_run(folder / "fedcbo", {"title": "FedCBO"}, **SMALL),
         draw_run(folder / "fedcb2o", late, **SMALL, pull=0.1, hit=0.1),
@@ -29,10 +40,25 @@ def test_report_writes_everything_and_one_page_that_stands_alone(runs, tmp_path)
     before = dict(mpl.rcParams)
     paths = report(runs, tmp_path / "out")
     assert dict(mpl.rcParams) == before
-    assert sorted(path.name for path in paths) == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert sorted(path.name for path in paths) == sorted(
+        path.name for path in (tmp_path / "out").iterdir()
+    )
     names = {path.name for path in paths}
-    assert {"results.csv", "results.md", "results.tex", "curves.png", "figure6.png", "samples.png"} <= names
-    assert {"source-count.png", "weights-1-fedcbo.png", "seeds.csv", "pairs.csv", "report.html"} <= names
+    assert {
+        "results.csv",
+        "results.md",
+        "results.tex",
+        "curves.png",
+        "figure6.png",
+        "samples.png",
+    } <= names
+    assert {
+        "source-count.png",
+        "weights-1-fedcbo.png",
+        "seeds.csv",
+        "pairs.csv",
+        "report.html",
+    } <= names
     assert all(path.stat().st_size > 100 for path in paths)
     page = (tmp_path / "out" / "report.html").read_text()
     ids = re.findall(r' id="([^"]+)"', page)
@@ -53,14 +79,19 @@ def test_figure6_shows_the_statistics(runs):
         heights = [bar.get_height() for bar in ax.patches]
         expected = statistics.groupby(["relation", "peer", "cluster"])[value].mean()
         order = [(r, p) for r in ("same", "other") for p in ("benign", "malicious")]
-        assert heights == pytest.approx([expected[relation, peer, c] for relation, peer in order for c in (0, 1)])
+        assert heights == pytest.approx(
+            [expected[relation, peer, c] for relation, peer in order for c in (0, 1)]
+        )
     at_random = figure.axes[0].lines[-1].get_ydata()[0]
     assert at_random == pytest.approx(6 / 7)
 
 
 def test_a_curve_is_of_benign_agents_under_the_title_of_its_run(runs):
     found = learning_curves(runs)
-    assert [(curve.name, curve.criterion_from_round) for curve in found] == [("FedCBO", 0), ("FedCB2O ($T_G = 30$)", 5)]
+    assert [(curve.name, curve.criterion_from_round) for curve in found] == [
+        ("FedCBO", 0),
+        ("FedCB2O ($T_G = 30$)", 5),
+    ]
     assert not any(curve.table.malicious.any() for curve in found)
 
 
@@ -84,12 +115,22 @@ def test_weight_matrix_has_the_own_weight_on_the_diagonal_and_rows_that_sum_to_o
     own = pairs[(pairs.agent == 0) & (pairs.peer == 0) & (pairs["round"] > 8)].weight.mean()
     assert matrix[0, 0] == pytest.approx(own)
     labels = [label.get_text().replace("\n", " ") for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["cluster 1 benign", "cluster 1 malicious", "cluster 2 benign", "cluster 2 malicious"]
+    assert labels == [
+        "cluster 1 benign",
+        "cluster 1 malicious",
+        "cluster 2 benign",
+        "cluster 2 malicious",
+    ]
 
 
 def test_weight_matrix_leaves_out_seeds_with_other_attackers(tmp_path):
     def seed(folder, malicious):
-        agents = {"cluster": [0, 0], "malicious": malicious, "num_samples": [1, 1], "source_in_validation": [1, 1]}
+        agents = {
+            "cluster": [0, 0],
+            "malicious": malicious,
+            "num_samples": [1, 1],
+            "source_in_validation": [1, 1],
+        }
         pairs = [{"round": 1, "ids": [[1], [0]], "weights": [[0.5], [0.5]], "own": [0.5, 0.5]}]
         return write_run(folder, {}, agents=agents, metrics={0: [{"round": 1}]}, pairs={0: pairs})
 
@@ -101,10 +142,25 @@ def test_weight_matrix_leaves_out_seeds_with_other_attackers(tmp_path):
 
 
 def test_a_bar_of_nothing_is_told_from_nobody(tmp_path):
-    agents = {"cluster": [0, 0], "malicious": [False] * 2, "num_samples": [1, 1], "source_in_validation": [0, 2]}
-    line = {"round": 1, "accuracy": [0.5, 0.5], "source_accuracy": [0.0, 0.25], "attack_success_rate": [0.0, 0.0]}
+    agents = {
+        "cluster": [0, 0],
+        "malicious": [False] * 2,
+        "num_samples": [1, 1],
+        "source_in_validation": [0, 2],
+    }
+    line = {
+        "round": 1,
+        "accuracy": [0.5, 0.5],
+        "source_accuracy": [0.0, 0.25],
+        "attack_success_rate": [0.0, 0.0],
+    }
     run = write_run(tmp_path / "run", {}, agents=agents, metrics={0: [line]})
-    other = write_run(tmp_path / "other", {}, agents={**agents, "source_in_validation": [0, 0]}, metrics={0: [line]})
+    other = write_run(
+        tmp_path / "other",
+        {},
+        agents={**agents, "source_in_validation": [0, 0]},
+        metrics={0: [line]},
+    )
     figure = source_counts([run, other])
     told = [[text.get_text() for text in ax.texts] for ax in figure.axes]
     assert told == [["0", "25", "12"], ["0", "0", "0"]]
@@ -112,7 +168,9 @@ def test_a_bar_of_nothing_is_told_from_nobody(tmp_path):
 
 
 def test_the_worst_tenth_is_there_where_it_is_not_the_worst(tmp_path):
-    few, many = (draw_run(tmp_path / str(n), rounds=5, seeds=(0,), clusters=1, benign=n) for n in (10, 11))
+    few, many = (
+        draw_run(tmp_path / str(n), rounds=5, seeds=(0,), clusters=1, benign=n) for n in (10, 11)
+    )
     assert "worst-tenth.csv" not in {path.name for path in report([few], tmp_path / "few")}
     assert "worst-tenth.csv" in {path.name for path in report([many], tmp_path / "many")}
 
@@ -141,9 +199,16 @@ def test_any_shape_of_run_is_drawn(tmp_path, shape):
 
 
 def bare(folder, *, rounds=1, complete=False, **config):
-    agents = {"cluster": [0, 0], "malicious": [False] * 2, "num_samples": [1, 1], "source_in_validation": [None, None]}
+    agents = {
+        "cluster": [0, 0],
+        "malicious": [False] * 2,
+        "num_samples": [1, 1],
+        "source_in_validation": [None, None],
+    }
     metrics = [{"round": n, "accuracy": [0.5, 0.75]} for n in range(1, rounds + 1)]
-    return write_run(folder, {"rounds": 5, **config}, agents=agents, metrics={0: metrics}, complete=complete)
+    return write_run(
+        folder, {"rounds": 5, **config}, agents=agents, metrics={0: metrics}, complete=complete
+    )
 
 
 def test_no_source_no_pairs_no_images_and_not_complete(tmp_path):
@@ -173,5 +238,7 @@ def test_runs_without_results_are_named_and_left_out(tmp_path):
 
 def test_a_folder_that_cannot_be_made(runs, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"cannot make the folder .*file: |cannot make the folder .*File exists"):
+    with pytest.raises(
+        RunError, match=r"cannot make the folder .*file: |cannot make the folder .*File exists"
+    ):
         report(runs, tmp_path / "file")

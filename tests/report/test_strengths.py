@@ -12,7 +12,11 @@ from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 
 from fedcb2o.records import read_json_with_checksum, write_json_with_checksum
 from fedcb2o.report import grid_page
-from fedcb2o.report.attack_strengths import chosen_strengths_table, tested_strengths_table, write_strengths
+from fedcb2o.report.attack_strengths import (
+    chosen_strengths_table,
+    tested_strengths_table,
+    write_strengths,
+)
 from fedcb2o.report.grid_page import report_grid
 from fedcb2o.report.grid_results import read_grid
 from fedcb2o.report.page import create_page
@@ -28,7 +32,14 @@ def choice(defence, attack, worst, rates=None):
         {"harm": None},
     ]
     asked = {"seeds": [7, 8], "strengths": STRENGTHS}
-    return {"setting": "", "defence": defence, "attack": attack, "worst": worst, "tried": tried, "asked": asked}
+    return {
+        "setting": "",
+        "defence": defence,
+        "attack": attack,
+        "worst": worst,
+        "tried": tried,
+        "asked": asked,
+    }
 
 
 CHOICES = [choice(MEDIAN, NOISE, 1), choice(MEDIAN, FLIP, 2, [0.25, 0.5]), choice(MEAN, NOISE, 0)]
@@ -71,17 +82,29 @@ def test_a_report_can_be_made_again_with_its_strengths(folder, tmp_path, monkeyp
     report_grid(read_grid(folder), tmp_path / "once")
     again = read_grid(tmp_path / "once")
     report_grid(again, tmp_path / "twice")
-    assert named(again, "strengths").to_csv() == (tmp_path / "once" / "matrices" / "strengths.csv").read_text()
+    assert (
+        named(again, "strengths").to_csv()
+        == (tmp_path / "once" / "matrices" / "strengths.csv").read_text()
+    )
     for name in ("strengths.csv", "strengths.json", "matrices/strengths.md"):
         assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
     assert "strengths = " not in (tmp_path / "once" / "report.html").read_text()
 
 
-@pytest.mark.parametrize("file", sorted(DOCS.glob("benchmark/*/strengths.json")), ids=lambda file: file.parent.name)
+@pytest.mark.parametrize(
+    "file", sorted(DOCS.glob("benchmark/*/strengths.json")), ids=lambda file: file.parent.name
+)
 def test_kept_choices_are_over_what_the_grid_lists(file):
     grid = tomllib.loads((file.parent / "grid.toml").read_text())
-    strengths = {name: attack["strengths"] for name, attack in grid["attacks"].items() if "strengths" in attack}
-    asked = {(each["defence"], each["attack"]): each["asked"] for each in read_json_with_checksum(file)["choices"]}
+    strengths = {
+        name: attack["strengths"]
+        for name, attack in grid["attacks"].items()
+        if "strengths" in attack
+    }
+    asked = {
+        (each["defence"], each["attack"]): each["asked"]
+        for each in read_json_with_checksum(file)["choices"]
+    }
     assert asked == {
         (defence, attack): {"seeds": grid["adversary"]["seeds"], "strengths": listed}
         for defence, (attack, listed) in product(grid["defences"], strengths.items())

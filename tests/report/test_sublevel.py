@@ -14,7 +14,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 KNOWN = pd.read_csv(DOCS / "benchmark" / "sublevel" / "runs.csv")
 
 
-@pytest.mark.parametrize(("f", "near", "k"), [(0, 4, 2), (1, 5, 2), (2, 5, 2), (4, 6, 3), (3, 3, 5), (2, 3, 5)])
+@pytest.mark.parametrize(
+    ("f", "near", "k"), [(0, 4, 2), (1, 5, 2), (2, 5, 2), (4, 6, 3), (3, 3, 5), (2, 3, 5)]
+)
 def test_capture_by_chance_is_the_share_of_orders_in_which_attackers_come_first(f, near, k):
     orders = list(itertools.permutations(["attacker"] * f + ["benign"] * (near - f)))
     first = sum(set(order[:k]) == {"attacker"} for order in orders)
@@ -35,7 +37,13 @@ def test_a_line_counts_what_the_run_recorded(tmp_path):
             continue
         received.append(sum(malicious[peer] for peer in mine.peer))
         near = sum(malicious[peer] and cluster[peer] == cluster[agent] for peer in mine.peer)
-        cases[near].append(sum(weight for peer, weight in zip(mine.peer, mine.weight, strict=True) if malicious[peer]))
+        cases[near].append(
+            sum(
+                weight
+                for peer, weight in zip(mine.peer, mine.weight, strict=True)
+                if malicious[peer]
+            )
+        )
     assert sum(map(len, cases.values())) > 0
     assert line.share == pytest.approx(sum(received) / len(received) / shown.BUDGET)
     for f, weights in cases.items():
@@ -46,7 +54,11 @@ def test_a_line_counts_what_the_run_recorded(tmp_path):
 
 def test_the_mean_weight_is_that_of_all_cases():
     rows = pd.DataFrame(
-        {"seed": [0, 1], **{f"n{f}": [0.0, 0.0] for f in range(7)}, **{f"weight{f}": None for f in range(7)}}
+        {
+            "seed": [0, 1],
+            **{f"n{f}": [0.0, 0.0] for f in range(7)},
+            **{f"weight{f}": None for f in range(7)},
+        }
     )
     rows["n1"], rows["weight1"] = [30.0, 10.0], [0.1, 0.5]
     rows["n4"], rows["weight4"] = [10.0, 0.0], [0.9, float("nan")]
@@ -59,7 +71,8 @@ def test_all_settings_were_run_with_all_seeds():
     runs = {(each.defence, each.attack, each.malicious) for each in sublevel.settings()}
     assert set(KNOWN.groupby(["defence", "attack", "malicious"]).groups) == runs
     assert all(
-        sorted(seeds) == list(sublevel.SEEDS) for _, seeds in KNOWN.groupby(["defence", "attack", "malicious"]).seed
+        sorted(seeds) == list(sublevel.SEEDS)
+        for _, seeds in KNOWN.groupby(["defence", "attack", "malicious"]).seed
     )
 
 
@@ -84,16 +97,29 @@ def test_the_pages_sentences_quote_the_runs():
     page = " ".join((DOCS / "sublevel.md").read_text().split())
     own = less("with the own model", "Algorithm 2", "flip", "attack_success_rate")
     assert f"is told from Algorithm 2 in success, by {own}" in page
-    assert f"{less('without the own model', 'with all four', 'flip', 'accuracy')} of what the other three have" in page
+    assert (
+        f"{less('without the own model', 'with all four', 'flip', 'accuracy')} of what the other three have"
+        in page
+    )
     plain = shown.named("excluded", 0.25)
     cost = less(plain, shown.named("excluded", 0.25, delta_q=0.1), "trash", "accuracy", malicious=2)
     assert f"costs here: {cost} points with two attackers" in page
-    assert f"all four together cost {less('Algorithm 2', 'with all four', 'none', 'accuracy')} points" in page
-    assert f"the set by itself {less('Algorithm 2', 'with the sub-level set', 'none', 'accuracy')}" in page
+    assert (
+        f"all four together cost {less('Algorithm 2', 'with all four', 'none', 'accuracy')} points"
+        in page
+    )
+    assert (
+        f"the set by itself {less('Algorithm 2', 'with the sub-level set', 'none', 'accuracy')}"
+        in page
+    )
 
 
 def test_no_beta_is_told_from_1_by_the_success_of_flips():
-    for own, beta, malicious in itertools.product(("excluded", "judged"), (0.25, 0.5, 0.75), (2, 4, 6)):
-        told = less(shown.named(own, beta), shown.named(own, 1.0), "flip", "attack_success_rate", malicious)
+    for own, beta, malicious in itertools.product(
+        ("excluded", "judged"), (0.25, 0.5, 0.75), (2, 4, 6)
+    ):
+        told = less(
+            shown.named(own, beta), shown.named(own, 1.0), "flip", "attack_success_rate", malicious
+        )
         low, high = told.partition("[")[2].strip("]").split(", ")
         assert float(low) <= 0 <= float(high)

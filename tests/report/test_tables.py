@@ -49,9 +49,13 @@ def run_of(folder, metrics, pairs=None, **config):
 @pytest.fixture
 def attacked(tmp_path):
     best = scores([1, 1, 1], [1, 1, 1], [0, 0, 0], n=1)
-    first = scores([0.5, 0.75, 0.25], [0.5, 0.5, 0.2], [0.125, 0.5, 0.125], n=2, mass=(0.3, 0.0, 0.0))
+    first = scores(
+        [0.5, 0.75, 0.25], [0.5, 0.5, 0.2], [0.125, 0.5, 0.125], n=2, mass=(0.3, 0.0, 0.0)
+    )
     second = scores([0.5, 0.5, 0.5], [0.2, 0.2, 0.2], [0.75, 0.75, 0.75], n=2, mass=(0.0, 0.0, 0.3))
-    return run_of(tmp_path / "attacked", {0: [best, first], 1: [best, second]}, title="FedCBO", rounds=2)
+    return run_of(
+        tmp_path / "attacked", {0: [best, first], 1: [best, second]}, title="FedCBO", rounds=2
+    )
 
 
 def test_summary_is_the_last_round_over_benign_agents(attacked):
@@ -79,7 +83,9 @@ def test_the_last_fifth_of_the_rounds():
 
 
 def test_spread():
-    assert format_mean_interval(pd.Series([0.25, 0.75])) == "50.0 [-267.7, 367.7]"  # 12.706 * 35.355 / sqrt(2)
+    assert (
+        format_mean_interval(pd.Series([0.25, 0.75])) == "50.0 [-267.7, 367.7]"
+    )  # 12.706 * 35.355 / sqrt(2)
     assert format_mean_interval(pd.Series([0.25])) == "25.0"
     assert format_mean_interval(pd.Series([math.nan])) == "–"
 
@@ -88,7 +94,9 @@ def test_the_caption_tells_the_seeds_or_how_many_where_they_differ(attacked, tmp
     assert seed_caption([attacked]).endswith("mean and 95% interval over seeds (0, 1).")
     other = run_of(tmp_path / "other", {7: [scores([0.5] * 3, None, None)]}, title="Oracle")
     assert seed_caption([other]) == "Percent, at the last round of seed 7."
-    assert seed_caption([attacked, other]).endswith("over seeds, as many as each has: FedCBO 2, Oracle 1.")
+    assert seed_caption([attacked, other]).endswith(
+        "over seeds, as many as each has: FedCBO 2, Oracle 1."
+    )
 
 
 def test_compare_is_the_papers_table(attacked, tmp_path):
@@ -121,7 +129,10 @@ def test_net_attack_success_is_paired_by_seed(attacked, tmp_path):
     table = compare([twin, attacked])
     assert table.columns.tolist() == ["FedCBO"]
     assert table.loc["Net attack success", "FedCBO"] == "50.0"
-    assert compare([attacked, twin], with_counterparts=True).columns.tolist() == ["FedCBO", "FedCBO clean"]
+    assert compare([attacked, twin], with_counterparts=True).columns.tolist() == [
+        "FedCBO",
+        "FedCBO clean",
+    ]
     assert compare([twin]).columns.tolist() == ["FedCBO clean"]
 
 
@@ -137,7 +148,11 @@ def test_the_twin_is_found_beside_the_run_and_only_if_its_settings_match(attacke
 
 
 def test_nobody_has_a_malicious_weight_where_nobody_attacks(attacked, tmp_path):
-    calm = run_of(tmp_path / "calm", {0: [scores([1] * 3, [1] * 3, [0] * 3)]}, agents={"malicious_role": "benign"})
+    calm = run_of(
+        tmp_path / "calm",
+        {0: [scores([1] * 3, [1] * 3, [0] * 3)]},
+        agents={"malicious_role": "benign"},
+    )
     assert by_source_count(calm).malicious_weight.isna().all()
     assert compare([attacked, calm]).loc["Malicious weight", "calm"] == "–"
 
@@ -152,8 +167,16 @@ def test_by_source_count(attacked):
 
 def test_pair_statistics_by_hand(tmp_path):
     pairs = [
-        {"round": 1, "ids": [[1, 2], [2, 3], [0], [4], [3]], "weights": [[0.5, 0.25], [0.5, 0.1], [1], [0], [1]]},
-        {"round": 2, "ids": [[2], [0, 4], [0], [], []], "weights": [[0.75], [0.25, 0.3], [1], [], []]},
+        {
+            "round": 1,
+            "ids": [[1, 2], [2, 3], [0], [4], [3]],
+            "weights": [[0.5, 0.25], [0.5, 0.1], [1], [0], [1]],
+        },
+        {
+            "round": 2,
+            "ids": [[2], [0, 4], [0], [], []],
+            "weights": [[0.75], [0.25, 0.3], [1], [], []],
+        },
     ]
     pairs[0]["own"] = [0.25, 0.4, 0.0, 1.0, 0.0]
     pairs[1]["own"] = [0.25, 0.45, 0.0, 1.0, 1.0]
@@ -166,10 +189,16 @@ def test_pair_statistics_by_hand(tmp_path):
     assert first.loc[order].frequency.tolist() == [2 / 4, 3 / 4, 1 / 4, 1 / 4]
     assert first.loc[order].mean_weight.tolist() == pytest.approx([0.375, 0.5, 0.1, 0.3])
     total = 0.75 + 1.5 + 0.1 + 0.3
-    assert first.loc[order].share.tolist() == pytest.approx([0.75 / total, 1.5 / total, 0.1 / total, 0.3 / total])
+    assert first.loc[order].share.tolist() == pytest.approx(
+        [0.75 / total, 1.5 / total, 0.1 / total, 0.3 / total]
+    )
     # Cluster 2 has one benign agent, so no benign peer in its own cluster; it met one, whom it gave nothing.
     second = table.loc[1]
-    assert second.index.tolist() == [("same", "malicious"), ("other", "benign"), ("other", "malicious")]
+    assert second.index.tolist() == [
+        ("same", "malicious"),
+        ("other", "benign"),
+        ("other", "malicious"),
+    ]
     assert second.available.tolist() == [1, 2, 1]
     assert second.frequency.tolist() == [0.5, 0.0, 0.0]
     assert second.mean_weight.isna().tolist() == [False, True, True]
@@ -177,10 +206,20 @@ def test_pair_statistics_by_hand(tmp_path):
 
 
 def test_uniform_choice_is_seen_as_budget_over_peers(tmp_path):
-    pairs = {0: [{"round": 1, "ids": [[1, 2, 3, 4], [0, 2, 3, 4], [], [0, 1, 2, 4], []], "weights": [[0.25] * 4] * 5}]}
+    pairs = {
+        0: [
+            {
+                "round": 1,
+                "ids": [[1, 2, 3, 4], [0, 2, 3, 4], [], [0, 1, 2, 4], []],
+                "weights": [[0.25] * 4] * 5,
+            }
+        ]
+    }
     pairs[0][0]["weights"] = [[0.25] * len(ids) for ids in pairs[0][0]["ids"]]
     pairs[0][0]["own"] = [0, 0, 1, 0, 1]
-    table = pair_statistics(run_of(tmp_path / "run", {0: [scores([1] * 3, None, None)]}, pairs=pairs))
+    table = pair_statistics(
+        run_of(tmp_path / "run", {0: [scores([1] * 3, None, None)]}, pairs=pairs)
+    )
     assert table.frequency.eq(1).all()
     assert table[table.cluster == 0].share.tolist() == pytest.approx([0.25] * 4)
 
@@ -194,7 +233,9 @@ def test_an_incomplete_run_says_so(tmp_path):
     assert compare([run]).loc["Overall accuracy", "FedCBO"] == "100.0"
 
 
-TABLE = pd.DataFrame({"A & B": ["1.0 [0.9, 1.1]", "–"], "FedCB2O (T_G = 30)": ["2.00", "x|y"]}, index=["50%", "b"])
+TABLE = pd.DataFrame(
+    {"A & B": ["1.0 [0.9, 1.1]", "–"], "FedCB2O (T_G = 30)": ["2.00", "x|y"]}, index=["50%", "b"]
+)
 
 
 def test_markdown_latex_and_html():
@@ -208,7 +249,10 @@ def test_markdown_latex_and_html():
     assert r"& A \& B & FedCB2O ($T_G$ = 30) \\" in latex
     assert r"50\% & 1.0 [0.9, 1.1] & 2.00 \\" in latex
     page = table_formats.to_html(TABLE)
-    assert '<th scope="col">A &amp; B</th><th scope="col">FedCB2O (<i>T</i><sub>G</sub> = 30)</th>' in page
+    assert (
+        '<th scope="col">A &amp; B</th><th scope="col">FedCB2O (<i>T</i><sub>G</sub> = 30)</th>'
+        in page
+    )
     assert '<th scope="row">50%</th><td>1.0 <small>[0.9, 1.1]</small></td>' in page
 
 
@@ -229,7 +273,9 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(runs):
         "Net attack success",
         "Malicious weight",
     ]
-    table = pd.DataFrame({f"FedCB2O (T_G = {i})": ["84.3 [74.1, 94.4]"] * 5 for i in range(runs)}, index=rows)
+    table = pd.DataFrame(
+        {f"FedCB2O (T_G = {i})": ["84.3 [74.1, 94.4]"] * 5 for i in range(runs)}, index=rows
+    )
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table_formats.to_rich(table))
     text = console.export_text()
@@ -237,7 +283,9 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(runs):
 
 
 def test_readable_is_in_percent_and_counts_clusters_from_one():
-    table = pd.DataFrame({"cluster": [0], "frequency": [0.125], "share": [math.nan], "accuracy": [math.nan]})
+    table = pd.DataFrame(
+        {"cluster": [0], "frequency": [0.125], "share": [math.nan], "accuracy": [math.nan]}
+    )
     shown = table_formats.to_readable(table, empty=["accuracy"])
     assert shown.index.name == "Selecting cluster"
     assert shown.reset_index().to_numpy().tolist() == [["1", "12.50", "–"]]

@@ -23,10 +23,15 @@ from fedcb2o.records import Manifest
 from fedcb2o.simulation import checkpoint
 
 MODELS = torch.arange(12.0).view(3, 4) / 7
-MET = ContactTable(Lists(np.array([0, 2, 1]), np.array([0, 2, 1])), np.array([0.25, np.nan, 5e-324]))
+MET = ContactTable(
+    Lists(np.array([0, 2, 1]), np.array([0, 2, 1])), np.array([0.25, np.nan, 5e-324])
+)
 MEMORY = AgentState(MET, ({}, {}, {}))
 STATES = (
-    {"sums": torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3), "ids": torch.tensor([3, 2**40])},
+    {
+        "sums": torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3),
+        "ids": torch.tensor([3, 2**40]),
+    },
     {},
     {
         "seen": torch.tensor([True, False, True]),
@@ -35,7 +40,14 @@ STATES = (
         "a.b": torch.tensor([math.nan, math.inf, -0.0]),
         **{
             f"of {dtype}": torch.arange(3).to(dtype)
-            for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32)
+            for dtype in (
+                torch.float16,
+                torch.bfloat16,
+                torch.int8,
+                torch.uint8,
+                torch.int16,
+                torch.int32,
+            )
         },
     },
 )
@@ -45,7 +57,9 @@ STATEFUL = AgentState(MET, STATES)
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same to the bit, in type and shape too."""
     alike = (a.dtype, a.shape) == (b.dtype, b.shape)
-    return alike and (not a.numel() or a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8)))
+    return alike and (
+        not a.numel() or a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
+    )
 
 
 def assert_same_memory(found: AgentState, expected: AgentState) -> None:
@@ -58,7 +72,9 @@ def assert_same_memory(found: AgentState, expected: AgentState) -> None:
         assert all(same(mine[name], theirs[name]) for name in theirs), (mine, theirs)
 
 
-@pytest.mark.parametrize("memory", [MEMORY, STATEFUL, AgentState.initial(3)], ids=["contacts", "states", "nothing"])
+@pytest.mark.parametrize(
+    "memory", [MEMORY, STATEFUL, AgentState.initial(3)], ids=["contacts", "states", "nothing"]
+)
 def test_what_is_saved_is_loaded(tmp_path, memory):
     checkpoint.save(tmp_path, 5, [MODELS], memory, "mine")
     found = torch.zeros(3, 4)
@@ -69,7 +85,9 @@ def test_what_is_saved_is_loaded(tmp_path, memory):
 
 
 def test_a_state_may_be_a_number(tmp_path):
-    memory = AgentState(MET, ({}, {"n": torch.tensor(3), "mean": torch.tensor(2.5, dtype=torch.float64)}, {}))
+    memory = AgentState(
+        MET, ({}, {"n": torch.tensor(3), "mean": torch.tensor(2.5, dtype=torch.float64)}, {})
+    )
     checkpoint.save(tmp_path, 5, [MODELS], memory, "mine")
     _, remembered = checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine")
     assert_same_memory(remembered, memory)
@@ -79,7 +97,12 @@ def test_models_in_parts_are_the_same_file(tmp_path):
     checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
     whole = (tmp_path / checkpoint.FILE).read_bytes()
     apart = torch.zeros(3, 16)[:, :4].copy_(MODELS)  # rows that do not follow each other in memory
-    for parts in (MODELS.split(1), [MODELS[:2], MODELS[2:]], [MODELS[:0], MODELS], iter(apart.split(2))):
+    for parts in (
+        MODELS.split(1),
+        [MODELS[:2], MODELS[2:]],
+        [MODELS[:0], MODELS],
+        iter(apart.split(2)),
+    ):
         checkpoint.save(tmp_path, 5, parts, STATEFUL, "mine")
         assert (tmp_path / checkpoint.FILE).read_bytes() == whole
 
@@ -99,7 +122,9 @@ def test_some_rows_are_loaded(tmp_path):
 def test_other_programs_can_read_the_file(tmp_path):
     checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
     tensors = load_file(tmp_path / checkpoint.FILE)
-    states = {f"state.{j}.{name}": each for j, state in enumerate(STATES) for name, each in state.items()}
+    states = {
+        f"state.{j}.{name}": each for j, state in enumerate(STATES) for name, each in state.items()
+    }
     assert tensors.keys() == {"models", "met", "ids", "likelihood", *states}
     assert tensors["models"].equal(MODELS)
     assert (tensors["met"].tolist(), tensors["ids"].tolist()) == ([0, 2, 1], [0, 2, 1])
@@ -107,7 +132,10 @@ def test_other_programs_can_read_the_file(tmp_path):
     assert all(same(tensors[name], each) for name, each in states.items())
     with safe_open(tmp_path / checkpoint.FILE, framework="pt") as file:
         header = file.metadata()
-        assert all(file.get_tensor(name).data_ptr() % each.element_size() == 0 for name, each in tensors.items())
+        assert all(
+            file.get_tensor(name).data_ptr() % each.element_size() == 0
+            for name, each in tensors.items()
+        )
     assert header.keys() == {"rounds", "fingerprint", "lines", "sums"}
     assert (header["rounds"], header["fingerprint"]) == ("5", "mine")
 
@@ -146,14 +174,22 @@ def test_another_fingerprint_or_shape_is_refused(tmp_path):
         checkpoint.load_models_(tmp_path, torch.zeros(3, 5), "mine")
 
 
-@pytest.mark.parametrize("states", [({}, {}, {}), ({}, {"sums": torch.ones(2)}, {})], ids=["contacts", "states"])
+@pytest.mark.parametrize(
+    "states", [({}, {}, {}), ({}, {"sums": torch.ones(2)}, {})], ids=["contacts", "states"]
+)
 def test_every_flipped_byte_and_every_truncation_is_found(tmp_path, states):
     checkpoint.save(tmp_path, 5, [torch.arange(12.0).view(3, 4)], AgentState(MET, states), "mine")
     path = tmp_path / checkpoint.FILE
     whole = path.read_bytes()
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
-    assert names == {"models", "met", "ids", "likelihood", *(["state.1.sums"] if any(states) else [])}
+    assert names == {
+        "models",
+        "met",
+        "ids",
+        "likelihood",
+        *(["state.1.sums"] if any(states) else []),
+    }
     expected = checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine")
     for at in range(len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
@@ -261,17 +297,23 @@ def test_lost_metrics_are_told_and_not_made_up(stopped):
 def test_another_configuration_is_refused_by_the_setting_that_differs(stopped):
     path, short, out, expected = stopped
     stop(short, out)
-    other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3")
+    other = here(
+        "run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3"
+    )
     assert other.one_line() == (
         f"{out} holds another run (`algorithm.alpha` is 2.0 there and 3 here): choose another --out"
     )
     # Its configuration exchanged behind its back: the checkpoint itself knows.
     config = out / "config.toml"
     config.write_text(config.read_text().replace("alpha = 2.0", "alpha = 3"))
-    other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3")
+    other = here(
+        "run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3"
+    )
     assert "seed-1000 holds another seed or another run, by its sums.json" in other.one_line()
     Manifest.remove(out / "seed-1000")
-    other = here("run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3")
+    other = here(
+        "run", path, "--out", out, "--workers", 1, "--resume", "--set", "algorithm.alpha=3"
+    )
     assert "is the checkpoint of another configuration" in other.one_line()
     config.write_text(config.read_text().replace("alpha = 3", "alpha = 2.0"))
     assert resume(path, out).status == 0
@@ -312,7 +354,9 @@ main()
 """
 
 
-@pytest.mark.parametrize(("limit", "file"), [(6_000, "metrics.jsonl"), (100_000, "checkpoint.safetensors")])
+@pytest.mark.parametrize(
+    ("limit", "file"), [(6_000, "metrics.jsonl"), (100_000, "checkpoint.safetensors")]
+)
 def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, limit, file):
     # A checkpoint of 6 agents has 4 kB with 1 hidden unit, 150 kB with 80; a line of metrics half a kB.
     hidden, rounds = (80, 2) if file == "checkpoint.safetensors" else (1, 16)
@@ -326,7 +370,9 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, limit, file):
     assert done.returncode == 2, done.stderr
     assert len(said) == 1, done.stderr
     assert said[0].startswith(f"Error: cannot write {out}/seed-1000/{file}: ")
-    assert said[0].endswith("make room (or mend the folder) and give the command again, that of a run with --resume")
+    assert said[0].endswith(
+        "make room (or mend the folder) and give the command again, that of a run with --resume"
+    )
     for text in (out / "seed-1000/metrics.jsonl").read_text().splitlines():
         json.loads(text)
     assert not list(out.rglob("*.tmp"))
@@ -347,7 +393,9 @@ def test_a_full_standard_output_is_one_line(tmp_path):
 
 
 def test_a_reader_that_left_is_no_error():
-    reader = subprocess.Popen([FEDCB2O, "presets"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    reader = subprocess.Popen(
+        [FEDCB2O, "presets"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     reader.stdout.close()
     assert reader.stderr.read() == b""
     assert reader.wait(timeout=60) == 1

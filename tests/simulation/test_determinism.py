@@ -19,7 +19,9 @@ def with_dropout(shape, classes):
 
 VARIANTS = {
     "fedcb2o": tiny(agents={"participation": 0.7}),
-    "convolutions": tiny(rounds=2, model={"name": "cnn", "hidden": 4}, algorithm={"criterion": "average_loss"}),
+    "convolutions": tiny(
+        rounds=2, model={"name": "cnn", "hidden": 4}, algorithm={"criterion": "average_loss"}
+    ),
     "dropout": tiny(model={"name": with_dropout}, agents={"initialisation": "independent"}),
     # So large that each agent is a task of its own and mixing has several tiles.
     "large": tiny(rounds=2, model={"hidden": [2000]}, training={"precision": "bfloat16"}),
@@ -32,7 +34,9 @@ def done(tmp_path_factory):
     """Every variant with 1, 2 and 3 workers; all with as many after each other, since the same workers then go on."""
     folder = tmp_path_factory.mktemp("workers")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(autotune, "_bfloat16_speedup", lambda _: 1.0)  # in bfloat16 on any processor
+        patched.setattr(
+            autotune, "_bfloat16_speedup", lambda _: 1.0
+        )  # in bfloat16 on any processor
         for workers in (1, 2, 3):
             for variant, experiment in VARIANTS.items():
                 run(experiment, out=folder / f"{variant}-{workers}", workers=workers)
@@ -45,13 +49,25 @@ def test_the_number_of_workers_changes_no_bit(done, variant, workers):
     assert bits(done / f"{variant}-{workers}") == bits(done / f"{variant}-1")
 
 
-@pytest.mark.parametrize(("checkpoint_every", "first", "second"), [(1, 1, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1)])
+@pytest.mark.parametrize(
+    ("checkpoint_every", "first", "second"), [(1, 1, 1), (3, 1, 1), (3, 1, 2), (3, 2, 1)]
+)
 def test_an_interruption_changes_no_bit(tmp_path, checkpoint_every, first, second):
     experiment = {**VARIANTS["fedcb2o"], "rounds": 8, "checkpoint_every": checkpoint_every}
     run(experiment, out=tmp_path / "whole", workers=1)
-    for rounds in (2, 4, 7):  # before the first checkpoint of every three rounds, on one, and after one
+    for rounds in (
+        2,
+        4,
+        7,
+    ):  # before the first checkpoint of every three rounds, on one, and after one
         with pytest.raises(StopError):
-            run(experiment, out=tmp_path / "parts", workers=first, resume=rounds > 2, watch=stop_after(rounds))
+            run(
+                experiment,
+                out=tmp_path / "parts",
+                workers=first,
+                resume=rounds > 2,
+                watch=stop_after(rounds),
+            )
     run(experiment, out=tmp_path / "parts", workers=second, resume=True)
     assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
 
@@ -71,7 +87,10 @@ def test_how_often_is_evaluated_and_saved_changes_no_model(tmp_path):
     often, seldom = bits(tmp_path / "often"), bits(tmp_path / "seldom")
     for name in ("checkpoint models", "checkpoint likelihood", "pairs.jsonl"):
         assert seldom[name] == often[name]
-    lines = [json.loads(text) for text in (tmp_path / "seldom/seed-1000/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(text)
+        for text in (tmp_path / "seldom/seed-1000/metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["round"] for line in lines if "accuracy" in line] == [3, 4]
 
 
@@ -84,12 +103,18 @@ def test_a_finished_run_can_be_taken_further(tmp_path):
 
 def test_the_clean_twin_holds_the_same_samples_and_starts_alike(tmp_path):
     attacked = run(tiny(rounds=1), out=tmp_path / "attacked", workers=1)
-    clean = run(tiny(rounds=1, agents={"malicious_role": "clean"}), out=tmp_path / "clean", workers=1)
+    clean = run(
+        tiny(rounds=1, agents={"malicious_role": "clean"}), out=tmp_path / "clean", workers=1
+    )
     assert clean.about(1000) == attacked.about(1000)
-    first, second = ({"train": r.records["train_loss"][~r.agents["malicious"]].tolist()} for r in (attacked, clean))
+    first, second = (
+        {"train": r.records["train_loss"][~r.agents["malicious"]].tolist()}
+        for r in (attacked, clean)
+    )
     assert first == second
     models = [
-        load_file(tmp_path / name / "seed-1000/checkpoint.safetensors")["models"] for name in ("attacked", "clean")
+        load_file(tmp_path / name / "seed-1000/checkpoint.safetensors")["models"]
+        for name in ("attacked", "clean")
     ]
     assert not models[0].equal(models[1])
 
@@ -108,8 +133,16 @@ def many(num: int, **changes):
     """Agents of the smallest model, 3 of 10 malicious."""
     agents = {"num_clusters": 1, "benign": num * 7 // 10, "malicious": num * 3 // 10, "budget": 4}
     agents |= {"benign_samples": 5, "malicious_samples": 4}
-    changed = {"data": {"name": points, "samples": 5 * num}, "agents": agents, "rounds": 2, "evaluate_every": 9}
-    changed |= {"model": {"name": "logistic"}, "attack": {"name": "label_flip", "source": 1, "target": 2}}
+    changed = {
+        "data": {"name": points, "samples": 5 * num},
+        "agents": agents,
+        "rounds": 2,
+        "evaluate_every": 9,
+    }
+    changed |= {
+        "model": {"name": "logistic"},
+        "attack": {"name": "label_flip", "source": 1, "target": 2},
+    }
     return tiny(**{**changed, **changes})
 
 
@@ -128,5 +161,9 @@ def test_two_processes_find_the_bits_of_one(crowd, tmp_path):
 def test_a_crowd_goes_on_from_its_checkpoint(crowd, tmp_path):
     fedcb2o.run(many(2000, rounds=1), out=tmp_path, workers=1)
     fedcb2o.run(many(2000), out=tmp_path, workers=1, resume=True)
-    found, whole = (load_file(folder / "seed-1000/checkpoint.safetensors") for folder in (tmp_path, crowd))
-    assert all(tensor.numpy().tobytes() == whole[name].numpy().tobytes() for name, tensor in found.items())
+    found, whole = (
+        load_file(folder / "seed-1000/checkpoint.safetensors") for folder in (tmp_path, crowd)
+    )
+    assert all(
+        tensor.numpy().tobytes() == whole[name].numpy().tobytes() for name, tensor in found.items()
+    )

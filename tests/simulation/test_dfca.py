@@ -61,7 +61,9 @@ def engine_of(attack=ours.FLIP, **changes):
     """All agents, each with K models so alike that not everybody chooses the same."""
     engine = ours.together(algorithms.dfca(models=K), attack=attack, collude=False, **changes)
     kept = held_of(engine)
-    kept[:] = torch.from_numpy(stream(SEED, "theta").normal(size=(K, engine.spec.dim)) * 0.3).float()
+    kept[:] = torch.from_numpy(
+        stream(SEED, "theta").normal(size=(K, engine.spec.dim)) * 0.3
+    ).float()
     kept.copy_(kept[:, :1].lerp(kept, 0.1))
     return engine
 
@@ -79,7 +81,14 @@ def compare(engine, published=lambda i, j, theta: theta, num_rounds=4):
         for module, theta in zip(own, thetas, strict=True):
             parameters.bind_(module, theta.clone())
     agents, seen = oracle_agents(engine, network, reference.FEDCB2O), []
-    for done in dfca.run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, lambda n: False, lambda n, phase: None):
+    for done in dfca.run_rounds(
+        engine,
+        AgentState.initial(len(CLUSTER)),
+        0,
+        num_rounds,
+        lambda n: False,
+        lambda n, phase: None,
+    ):
         asked = [chosen(done.decisions, j).asked for j in range(len(CLUSTER))]
         best, online = oracle_round(engine, agents, held, done.n, asked, published)
         seen.append(best)
@@ -93,7 +102,9 @@ def compare(engine, published=lambda i, j, theta: theta, num_rounds=4):
             assert len(mixed.asked) == (3 if online[j] else 0)
             assert mixed.ids == [i for i in mixed.asked if online[i]]
             there = [i for i in mixed.ids if best[i] == k]
-            assert mixed.weights == pytest.approx([(i in there) / (1 + len(there)) for i in mixed.ids])
+            assert mixed.weights == pytest.approx(
+                [(i in there) / (1 + len(there)) for i in mixed.ids]
+            )
             assert mixed.own_weight == pytest.approx(1 / (1 + len(there)))
     return seen
 
@@ -107,17 +118,23 @@ def test_rounds_equal_the_plain_loops(participation):
 def test_what_attackers_publish_is_averaged_by_whom_they_deceive():
     @knows(each_receiver=True)
     def numbered(view, draw):
-        return torch.stack([torch.full_like(view.own, view.agent / 10 + i) for i in view.receivers.tolist()])
+        return torch.stack(
+            [torch.full_like(view.own, view.agent / 10 + i) for i in view.receivers.tolist()]
+        )
 
     def published(i, j, theta):
         return torch.full_like(theta, i / 10 + j) if i in BAD and j in GOOD else theta
 
-    compare(engine_of(attack=Attack(craft=numbered, threat=numbered.threat)), published, num_rounds=2)
+    compare(
+        engine_of(attack=Attack(craft=numbered, threat=numbered.threat)), published, num_rounds=2
+    )
 
 
 def test_what_is_not_finite_never_arrives():
     engine = engine_of(attack=Attack(craft=lambda view, draw: torch.full_like(view.own, torch.nan)))
-    for done in dfca.run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, 3, lambda n: False, lambda n, phase: None):
+    for done in dfca.run_rounds(
+        engine, AgentState.initial(len(CLUSTER)), 0, 3, lambda n: False, lambda n, phase: None
+    ):
         received = [i for j in GOOD for i in chosen(done.decisions, j).ids]
         assert received
         assert not set(received) & set(BAD)
@@ -139,18 +156,24 @@ def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
 
 @pytest.mark.parametrize("initialisation", ["common", "independent"])
 def test_what_is_kept_and_on_record(tmp_path, initialisation):
-    experiment = tiny(rounds=1, agents={**TEAM, "initialisation": initialisation, "budget": 1}, algorithm=DFCA)
+    experiment = tiny(
+        rounds=1, agents={**TEAM, "initialisation": initialisation, "budget": 1}, algorithm=DFCA
+    )
     assert load(experiment).num_models == 8 + 8 * 2
     done = run(experiment, out=tmp_path, workers=1)
     saved = load_file(tmp_path / "seed-1000/checkpoint.safetensors")["models"]
     assert len(saved) == 8 + 8 * 2
     held = saved[8:].view(8, 2, -1)
-    assert all(any(theta.equal(each) for each in own) for theta, own in zip(saved[:8], held, strict=True))
+    assert all(
+        any(theta.equal(each) for each in own) for theta, own in zip(saved[:8], held, strict=True)
+    )
     assert all(not own[0].equal(own[1]) for own in held)
     # In one round with one peer, most agents have a model that nobody trained: the first one, which all have or not.
     rows = {tuple(theta[:8].tolist()) for theta in held.flatten(0, 1)}
     assert (len(rows) == 16) == (initialisation == "independent")
-    (line,) = [json.loads(text) for text in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()]
+    (line,) = [
+        json.loads(text) for text in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
+    ]
     for weights, own in zip(line["weights"], line["own"], strict=True):
         assert sum(weights) + own == pytest.approx(1, abs=1e-4)
     benign = done.records[~done.records.malicious]

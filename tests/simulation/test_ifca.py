@@ -66,10 +66,16 @@ def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
     made = []
     for k, centre in enumerate(centres):
         members = [j for j in range(len(agents)) if best[j] == k and online[j]]
-        size = {j: len(agents[j].train_y) if engine.terms.algorithm.clusters.by_samples else 1 for j in members}
+        size = {
+            j: len(agents[j].train_y) if engine.terms.algorithm.clusters.by_samples else 1
+            for j in members
+        }
         weights = {j: size[j] / sum(size.values()) for j in members}
         if members:
-            theta = sum(weights[j] * published(j, parameters.flatten(agents[j].module)).double() for j in members)
+            theta = sum(
+                weights[j] * published(j, parameters.flatten(agents[j].module)).double()
+                for j in members
+            )
             parameters.bind_(centre, theta.float())
         made.append(weights)
     return made
@@ -80,7 +86,9 @@ def engine_of(num_models, weights="equal", attack=ours.FLIP, settings=None, **ch
     algorithm = algorithms.ifca(models=num_models, weights=weights, **(settings or {}))
     engine = ours.together(algorithm, attack=attack, collude=False, **changes)
     kept = len(kept_of(engine))
-    kept_of(engine)[:] = torch.from_numpy(stream(SEED, "theta").normal(size=(kept, engine.spec.dim)) * 0.3).float()
+    kept_of(engine)[:] = torch.from_numpy(
+        stream(SEED, "theta").normal(size=(kept, engine.spec.dim)) * 0.3
+    ).float()
     centres = centres_of(engine)
     centres.copy_(centres[0].lerp(centres, 0.1))
     return engine
@@ -105,7 +113,9 @@ def modules_of(engine):
 
 def one_by_one(engine, count):
     """Some rounds, each when it is asked for."""
-    return ifca.run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, count, lambda n: False, lambda n, phase: None)
+    return ifca.run_rounds(
+        engine, AgentState.initial(len(CLUSTER)), 0, count, lambda n: False, lambda n, phase: None
+    )
 
 
 def compare(engine, published=lambda j, theta: theta, num_rounds=5):
@@ -208,7 +218,9 @@ def test_a_robust_rule_takes_the_place_of_the_average(rule):
     (done,) = run_rounds(engine)
     assert len(set(best)) == 2
     for k in set(best):
-        members = [parameters.flatten(agents[j].module) for j in range(len(CLUSTER)) if best[j] == k]
+        members = [
+            parameters.flatten(agents[j].module) for j in range(len(CLUSTER)) if best[j] == k
+        ]
         f = 1 if rule != "trimmed_mean" and rule != "krum" else math.ceil(0.4 * len(members))
         used = getattr(aggregation, rule if isinstance(rule, str) else rule["name"])
         expected = base.apply(functools.partial(used, f=f), torch.stack(members))
@@ -246,7 +258,9 @@ def test_of_several_starts_the_one_that_fits_best_is_taken():
 # Runs
 
 VARIANTS = {
-    "robust restarts": tiny(agents=TEAM, algorithm={**IFCA, "rule": "trimmed_mean", "restarts": 2, "trial": 1}),
+    "robust restarts": tiny(
+        agents=TEAM, algorithm={**IFCA, "rule": "trimmed_mean", "restarts": 2, "trial": 1}
+    ),
     "few take part": tiny(agents={**TEAM, "participation": 0.6}, algorithm=IFCA),
     "crafted": tiny(agents=TEAM, algorithm={**IFCA, "weights": "samples"}, attack={"name": "alie"}),
     "large": tiny(rounds=2, agents=TEAM, model={"hidden": [2000]}, algorithm={**IFCA, "models": 3}),
@@ -267,9 +281,13 @@ def test_what_is_kept_and_on_record(tmp_path):
     assert len(saved) == 8 + 2
     assert all(any(theta.equal(centre) for centre in saved[8:]) for theta in saved[:8])
     assert not saved[8].equal(saved[9])
-    lines = [json.loads(text) for text in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(text) for text in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
+    ]
     for line in lines:
-        for j, (ids, weights, own) in enumerate(zip(line["ids"], line["weights"], line["own"], strict=True)):
+        for j, (ids, weights, own) in enumerate(
+            zip(line["ids"], line["weights"], line["own"], strict=True)
+        ):
             assert j not in ids
             assert sum(weights) + own == pytest.approx(1, abs=1e-4)
     benign = done.records[~done.records.malicious]
@@ -283,12 +301,27 @@ def test_what_is_kept_and_on_record(tmp_path):
     [
         ({"name": "ifca"}, "algorithm `ifca` needs the parameter `models`"),
         ({"name": "ifca", "models": 0}, "`models` must be 1 or more, got 0"),
-        ({"name": "ifca", "models": 2.5}, "algorithm `ifca`: `models` = 2.5: Input should be a valid integer"),
-        ({"name": "ifca", "models": 2, "weights": "sample"}, "algorithm `ifca`: `weights` = 'sample': Input should be"),
+        (
+            {"name": "ifca", "models": 2.5},
+            "algorithm `ifca`: `models` = 2.5: Input should be a valid integer",
+        ),
+        (
+            {"name": "ifca", "models": 2, "weights": "sample"},
+            "algorithm `ifca`: `weights` = 'sample': Input should be",
+        ),
         ({"name": "ifca", "models": 2, "restarts": 0}, "`restarts` must be 1 or more, got 0"),
-        ({"name": "ifca", "models": 2, "rule": "fltrust"}, "the `rule` of ifca looks at models alone"),
-        ({"name": "ifca", "models": 2, "rule": "sageflow"}, "the `rule` of ifca looks at models alone"),
-        ({"name": "ifca", "models": 2, "rule": "mean", "weights": "samples"}, '`weights` = "samples" goes without'),
+        (
+            {"name": "ifca", "models": 2, "rule": "fltrust"},
+            "the `rule` of ifca looks at models alone",
+        ),
+        (
+            {"name": "ifca", "models": 2, "rule": "sageflow"},
+            "the `rule` of ifca looks at models alone",
+        ),
+        (
+            {"name": "ifca", "models": 2, "rule": "mean", "weights": "samples"},
+            '`weights` = "samples" goes without',
+        ),
         ({"name": "icfa", "models": 2}, "there is no algorithm `icfa`. Did you mean `ifca`?"),
     ],
 )

@@ -52,19 +52,37 @@ def flip(shard, draw):
 def found_by(engine: Engine, count: int) -> list[tuple[str, dict, dict]]:
     """The records of some rounds, what agents chose and remember, to the bit."""
     found = []
-    for done in run_rounds(engine, AgentState.initial(len(CLUSTER)), 0, count, lambda n: n == count - 1):
+    for done in run_rounds(
+        engine, AgentState.initial(len(CLUSTER)), 0, count, lambda n: n == count - 1
+    ):
         choices, memory = done.decisions, done.memory
-        lines = metrics_record(AttackGoal((1,), (2,)), engine.adversary.malicious, done), pairs_record(done)
+        lines = (
+            metrics_record(AttackGoal((1,), (2,)), engine.adversary.malicious, done),
+            pairs_record(done),
+        )
         arrays = {
             "asked": choices.asked.values,
             "received": choices.received.values,
-            **{name: getattr(choices, name) for name in ("weights", "own_weight", "factor", "own_loss", "before", "f")},
+            **{
+                name: getattr(choices, name)
+                for name in ("weights", "own_weight", "factor", "own_loss", "before", "f")
+            },
             "met": memory.contacts.ids.values,
             "sizes": memory.contacts.ids.sizes,
             "likelihood": memory.contacts.likelihood,
-            **{f"{j} {name}": each.numpy() for j, state in enumerate(memory.rule_states) for name, each in state.items()},
+            **{
+                f"{j} {name}": each.numpy()
+                for j, state in enumerate(memory.rule_states)
+                for name, each in state.items()
+            },
         }
-        found.append((json.dumps(lines), {name: each.tobytes() for name, each in arrays.items()}, choices.reductions))
+        found.append(
+            (
+                json.dumps(lines),
+                {name: each.tobytes() for name, each in arrays.items()},
+                choices.reductions,
+            )
+        )
     return found
 
 
@@ -84,12 +102,17 @@ def hold_equal(algorithm, attack=FLIP, make=network, count=2, own_model=True, **
     attackers, holds, ours = attackers_of(attack, own_model=own_model), held(), {}
     for name, blocks in BLOCKS.items():
         together = None if name == "all" else 1  # who trains in one program may change bits
-        terms = functools.partial(terms_of, algorithm, primitives=KernelConfig(models_per_batch=together), most_samples=17)
+        terms = functools.partial(
+            terms_of, algorithm, primitives=KernelConfig(models_per_batch=together), most_samples=17
+        )
         if together not in ours:
             of_shared = terms(make(), **changes)
             block = block_of(of_shared, attackers, holds)
             block.models[: len(CLUSTER)] = first_models(of_shared)
-            ours[together] = found_by(LocalEngine(block, SerialExecutor(block)), count), block.models[: len(CLUSTER)]
+            ours[together] = (
+                found_by(LocalEngine(block, SerialExecutor(block)), count),
+                block.models[: len(CLUSTER)],
+            )
         posted = Posted(terms(make(), **changes), attackers, holds, blocks)
         theirs, (mine, models) = found_by(posted, count), ours[together]
         for n, (one, other) in enumerate(zip(mine, theirs, strict=True)):
@@ -104,27 +127,49 @@ ALGORITHMS = {
     "FedCB2O, as released": algorithms.fedcb2o(
         own_model="trusted", own_candidate=True, first_contact="whole", mixing_factor=1.0, alpha=2.0
     ),
-    "own model judged": algorithms.fedcb2o(own_model="judged", own_candidate=True, mixing_factor=1.0),
+    "own model judged": algorithms.fedcb2o(
+        own_model="judged", own_candidate=True, mixing_factor=1.0
+    ),
     "T_G": algorithms.fedcb2o(criterion_from_round=2),
-    "exact": algorithms.fedcb2o(selection="everyone", own_model="judged", beta=0.4, delta_q=0.01, quantile="averaged"),
+    "exact": algorithms.fedcb2o(
+        selection="everyone", own_model="judged", beta=0.4, delta_q=0.01, quantile="averaged"
+    ),
     "FedCBO": algorithms.fedcbo(),
     "DFedAvgM": algorithms.dfedavgm(),
     "alone": algorithms.local_training(),
     "largest": algorithms.fedcb2o(
-        criterion={"name": "largest", "of": ["class_loss_gap", "distance"]}, own_model="judged", mixing_factor=1.0
+        criterion={"name": "largest", "of": ["class_loss_gap", "distance"]},
+        own_model="judged",
+        mixing_factor=1.0,
     ),
     "sub-level set": algorithms.fedcb2o(
         criterion={"name": "class_loss_gap", "z": 1.0, "against": "majority"},
-        **{"beta": 0.5, "tested": 1.0, "judged_at": 0.5, "own_model": "judged", "likelihood": "loss+criterion"},
+        **{
+            "beta": 0.5,
+            "tested": 1.0,
+            "judged_at": 0.5,
+            "own_model": "judged",
+            "likelihood": "loss+criterion",
+        },
         max_distance=1.0,
         min_distance=1.2,
         selection={"name": "prob_sampling", "newcomers": 0.4},
     ),
     "sub-level set, patches": algorithms.fedcb2o(
-        criterion={"name": "trigger_sensitivity"}, loss_tolerance=2.0, interpolation=0.3, own_model="judged", mixing_factor=1.0
+        criterion={"name": "trigger_sensitivity"},
+        loss_tolerance=2.0,
+        interpolation=0.3,
+        own_model="judged",
+        mixing_factor=1.0,
     ),
     "perturbations": algorithms.fedcb2o(
-        criterion={"name": "perturbation_gap", "pixels": 3, "steps": 2, "z": 0.5, "against": "majority"},
+        criterion={
+            "name": "perturbation_gap",
+            "pixels": 3,
+            "steps": 2,
+            "z": 0.5,
+            "against": "majority",
+        },
         beta=0.6,
         own_model="judged",
         mixing_factor=1.0,
@@ -137,7 +182,9 @@ ALGORITHMS = {
         mixing_factor=1.0,
         selection={"name": "prob_sampling", "newcomers": 0.4},
     ),
-    "patches": algorithms.fedcb2o(criterion={"name": "trigger_sensitivity"}, own_model="judged", mixing_factor=1.0),
+    "patches": algorithms.fedcb2o(
+        criterion={"name": "trigger_sensitivity"}, own_model="judged", mixing_factor=1.0
+    ),
 }
 
 
@@ -147,7 +194,9 @@ def test_every_algorithm(algorithm, participation):
     hold_equal(algorithm, count=5, participation=participation)
 
 
-@pytest.mark.parametrize("make", [normed, functools.partial(normed, "local"), Adapted], ids=["shared", "local", "base"])
+@pytest.mark.parametrize(
+    "make", [normed, functools.partial(normed, "local"), Adapted], ids=["shared", "local", "base"]
+)
 def test_statistics_and_what_is_frozen(make):
     training = dataclasses.replace(TRAINING, batch_size=11)
     hold_equal(algorithms.fedcb2o(own_model="judged"), make=make, training=training)
@@ -198,9 +247,16 @@ def test_other_attacks(attack):
 
 @pytest.mark.parametrize("name", topology.__all__)
 def test_every_graph(name):
-    graph = functools.partial(getattr(topology, name), **({"degree": 4} if name == "random_regular" else {}))
+    graph = functools.partial(
+        getattr(topology, name), **({"degree": 4} if name == "random_regular" else {})
+    )
     near = topology.neighbours(graph, torch.tensor(CLUSTER), stream(0, "graph"))
-    hold_equal(algorithms.fedcb2o(mixing_factor=1.0, own_model="trusted"), neighbours=near, count=3, participation=0.8)
+    hold_equal(
+        algorithms.fedcb2o(mixing_factor=1.0, own_model="trusted"),
+        neighbours=near,
+        count=3,
+        participation=0.8,
+    )
 
 
 @pytest.mark.parametrize("make", [convolutional, wide], ids=["convolutions", "several tiles"])
@@ -226,7 +282,13 @@ def test_a_rule_with_memory_keeps_it_from_round_to_round():
     terms = terms_of(algorithm, network())
     block = block_of(terms, attackers_of())
     block.models[: len(CLUSTER)] = first_models(terms)
-    *_, done = run_rounds(LocalEngine(block, SerialExecutor(block)), AgentState.initial(len(CLUSTER)), 0, 4, lambda n: False)
+    *_, done = run_rounds(
+        LocalEngine(block, SerialExecutor(block)),
+        AgentState.initial(len(CLUSTER)),
+        0,
+        4,
+        lambda n: False,
+    )
     assert [int(state["seen"].sum()) if state else 0 for state in done.memory.rule_states] == [
         12,
         12,

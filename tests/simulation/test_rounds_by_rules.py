@@ -20,7 +20,11 @@ from fedcb2o.federated.types import Attack, Received, RuleOutput, batched, state
 from fedcb2o.federated.validation import losses_seen_by
 from fedcb2o.rng import stream
 
-ROBUST = [name for name in aggregation.__all__ if RULE_SIGNATURE.get(getattr(aggregation, name)) is not None]
+ROBUST = [
+    name
+    for name in aggregation.__all__
+    if RULE_SIGNATURE.get(getattr(aggregation, name)) is not None
+]
 
 
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
@@ -35,7 +39,10 @@ def by_rule(name, **more):
 
 def one_round(algorithm, attack=None, **changes):
     """The models before the round and after LocalUpdate, the engine after the whole round, and what each chose."""
-    engines = [ours.together(algorithm, attack=attack or Attack(), share=SHARE, **changes) for _ in range(2)]
+    engines = [
+        ours.together(algorithm, attack=attack or Attack(), share=SHARE, **changes)
+        for _ in range(2)
+    ]
     before = ours.models_of(engines[0]).clone()
     engines[0].map_groups(train_, 0)
     (done,) = run_rounds(engines[1])
@@ -48,7 +55,9 @@ def one_round(algorithm, attack=None, **changes):
 def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
     rule = getattr(aggregation, name)
     form = signature_of(rule)
-    algorithm = algorithms.by_rule(rule=name, own_model=own_model, mixing_factor=0.75, needs_losses=True)
+    algorithm = algorithms.by_rule(
+        rule=name, own_model=own_model, mixing_factor=0.75, needs_losses=True
+    )
     before, trained, engine, mixed = one_round(algorithm)
     for j in GOOD:
         f = math.ceil(SHARE * len(mixed[j].ids))
@@ -61,7 +70,9 @@ def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
         received = mixed[j].ids + [j] * (len(x) - len(mixed[j].ids) - ("before" in last))
         whole = torch.tensor(received)
         engine.group.models[: len(trained)], after = trained, ours.models_of(engine).clone()
-        losses = losses_seen_by(engine.group, j)(Received(whole, whole, torch.ones(len(whole)).double(), whole), None)
+        losses = losses_seen_by(engine.group, j)(
+            Received(whole, whole, torch.ones(len(whole)).double(), whole), None
+        )
         ours.models_of(engine).copy_(after)
         given = {
             "losses": losses.mean,
@@ -73,13 +84,16 @@ def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
         }
         bound = functools.partial(rule, f=f) if form.max_byzantine else functools.partial(rule)
         try:
-            expected = apply(bound, x, None, *(given[one] for one in robust_rule.extra_inputs(bound)))
+            expected = apply(
+                bound, x, None, *(given[one] for one in robust_rule.extra_inputs(bound))
+            )
         except ConfigError:  # it trusts none of them: then an agent keeps its model
             assert name == "sageflow"
             expected = trained[j]
         torch.testing.assert_close(after[j], trained[j].lerp(expected, 0.75), rtol=1e-5, atol=1e-6)
         assert mixed[j].f == pytest.approx(
-            math.nan if form.max_byzantine is None else min(f, form.max_byzantine(len(x))), nan_ok=True
+            math.nan if form.max_byzantine is None else min(f, form.max_byzantine(len(x))),
+            nan_ok=True,
         )
 
 
@@ -97,7 +111,9 @@ def test_a_pre_step_goes_before_the_rule(name, pre_step):
         if pre_step != "nnm":
             mixing = preaggregation.bucketing(len(x) - own, stream(SEED, "rule", 0, j), size=2)
         bound = functools.partial(rule, f=f) if signature_of(rule).max_byzantine else rule
-        torch.testing.assert_close(ours.models_of(engine)[j], apply(bound, x, mixing=mixing), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            ours.models_of(engine)[j], apply(bound, x, mixing=mixing), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_with_nothing_trimmed_the_trimmed_mean_is_the_mean_and_dfedavgm():
@@ -117,7 +133,9 @@ def test_a_reduction_that_is_nearly_an_average_shows_its_weights():
         assert sum(mixed[j].weights) + mixed[j].own_weight == pytest.approx(1)
         assert mixed[j].own_weight > 0
         assert not torch.equal(ours.models_of(engine)[j], trained[j])
-    before, trained, engine, mixed = one_round(algorithms.by_rule(rule={"name": "flame", "noise": 0.0}))
+    before, trained, engine, mixed = one_round(
+        algorithms.by_rule(rule={"name": "flame", "noise": 0.0})
+    )
     for j in GOOD:  # what is missing to 1 is that of the model before the round
         rest = 1 - sum(mixed[j].weights) - mixed[j].own_weight
         average = sum(w * trained[i] for w, i in zip(mixed[j].weights, mixed[j].ids, strict=True))
@@ -133,19 +151,31 @@ def test_who_trains_alone_keeps_its_model():
 
 
 VARIANTS = {
-    "trimmed_mean": tiny(agents=TEAM, algorithm=by_rule("trimmed_mean", pre_step="nnm", selection="prob_sampling")),
+    "trimmed_mean": tiny(
+        agents=TEAM, algorithm=by_rule("trimmed_mean", pre_step="nnm", selection="prob_sampling")
+    ),
     "bulyan": tiny(agents={**TEAM, "participation": 0.6}, algorithm=by_rule("bulyan")),
     "fltrust": tiny(agents=TEAM, algorithm=by_rule("fltrust"), attack={"name": "alie"}),
     "lfighter": tiny(agents=TEAM, algorithm=by_rule("lfighter")),
-    "flame": tiny(agents=TEAM, model={"hidden": [400]}, algorithm=by_rule({"name": "flame", "noise": 0.01})),
-    "sentinel": tiny(agents=TEAM, model={"hidden": [400]}, algorithm=by_rule("sentinel", selection="prob_sampling")),
-    "wfagg": tiny(agents=TEAM, algorithm=by_rule({"name": "wfagg", "transient": 0}), attack={"name": "alie"}),
+    "flame": tiny(
+        agents=TEAM, model={"hidden": [400]}, algorithm=by_rule({"name": "flame", "noise": 0.01})
+    ),
+    "sentinel": tiny(
+        agents=TEAM,
+        model={"hidden": [400]},
+        algorithm=by_rule("sentinel", selection="prob_sampling"),
+    ),
+    "wfagg": tiny(
+        agents=TEAM, algorithm=by_rule({"name": "wfagg", "transient": 0}), attack={"name": "alie"}
+    ),
     "lightyear": tiny(agents=TEAM, algorithm=by_rule("lightyear"), attack={"name": "alie"}),
     "a graph and sybils": tiny(
         agents={**TEAM, "graph": {"name": "small_world", "near": 2, "p": 0.3}},
         attack={"name": "label_flip", "source": 9, "target": 4, "sybils": True},
     ),
-    "several tiles": tiny(rounds=2, agents=TEAM, model={"hidden": [2000]}, algorithm=by_rule("meamed")),
+    "several tiles": tiny(
+        rounds=2, agents=TEAM, model={"hidden": [2000]}, algorithm=by_rule("meamed")
+    ),
 }
 
 
@@ -156,8 +186,12 @@ def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
 
 def test_what_is_on_record_of_a_rule(tmp_path):
     done = run(tiny(agents=TEAM, algorithm=by_rule("trimmed_mean")), out=tmp_path, workers=1)
-    lines = [json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()]
-    assert [line["f"] for line in lines] == [[2, 2, 2, None, None] * 2] * 3  # 2 = ceil(0.4 * 4) of 5 models
+    lines = [
+        json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
+    ]
+    assert [line["f"] for line in lines] == [
+        [2, 2, 2, None, None] * 2
+    ] * 3  # 2 = ceil(0.4 * 4) of 5 models
     benign = done.records[~done.records.malicious]
     assert benign.malicious_weight.isna().all()  # a rule by columns has no weights
     assert benign.accuracy.notna().all()
@@ -178,7 +212,10 @@ def test_what_is_on_record_of_a_rule(tmp_path):
             {"algorithm": by_rule({"name": "krum", "f": 3})},
             "`f` = 3 attackers are more than krum admits among 5 models",
         ),
-        ({"algorithm": by_rule({"name": "krum", "f": -1})}, "`f`, the number of attackers to assume, must be a whole"),
+        (
+            {"algorithm": by_rule({"name": "krum", "f": -1})},
+            "`f`, the number of attackers to assume, must be a whole",
+        ),
         (
             {"algorithm": by_rule("mean", pre_step={"name": "nnm", "f": 3})},
             "`f` = 3 attackers are more than nnm admits",
@@ -187,7 +224,10 @@ def test_what_is_on_record_of_a_rule(tmp_path):
             {"algorithm": by_rule("sageflow", pre_step="nnm")},
             "a `pre_step` mixes models, and the rule looks at entropies",
         ),
-        ({"algorithm": by_rule("by_num_samples", pre_step="nnm")}, "`own_model` and `pre_step` go with robust rules"),
+        (
+            {"algorithm": by_rule("by_num_samples", pre_step="nnm")},
+            "`own_model` and `pre_step` go with robust rules",
+        ),
         ({"algorithm": by_rule("mean", pre_step="krum")}, "there is no pre-step `krum`"),
     ],
 )
@@ -206,7 +246,9 @@ def momentum(state, judged):
     """Whoever is nearest to where the own model was; it keeps a row of the pool as it is."""
     models = judged.pool[judged.received.rows]
     far = (models - state.get("last", judged.pool[judged.before])).norm(dim=1)
-    return {"zeta": judged.theta[:1], "last": judged.theta, "alpha": far}, torch.softmax(-far.double(), 0)
+    return {"zeta": judged.theta[:1], "last": judged.theta, "alpha": far}, torch.softmax(
+        -far.double(), 0
+    )
 
 
 @stateful()
@@ -234,10 +276,17 @@ def test_what_a_rule_keeps_is_a_copy_whatever_the_workers_and_stops(tmp_path):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (shrinking, "the rule gave weight to the model before the round, and did not declare to look at it"),
+        (
+            shrinking,
+            "the rule gave weight to the model before the round, and did not declare to look at it",
+        ),
         (both, "a rule with a memory is asked for one agent at a time"),
     ],
 )
 def test_a_memory_that_does_not_fit_is_told(tmp_path, rule, message):
     with pytest.raises(ConfigError, match=message):
-        run(tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": rule, "judges": False}), out=tmp_path, workers=1)
+        run(
+            tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": rule, "judges": False}),
+            out=tmp_path,
+            workers=1,
+        )

@@ -92,13 +92,21 @@ def test_a_sleeper_is_honest_until_it_wakes(tmp_path):
     honest = with_attack("label_flip", agents={**TEAM, "malicious_role": "clean"})
     for name, experiment in (("asleep", asleep), ("honest", honest)):
         run(experiment, out=tmp_path / name, workers=1)
-    lines = [(tmp_path / name / "seed-1000/pairs.jsonl").read_text().splitlines() for name in ("asleep", "honest")]
+    lines = [
+        (tmp_path / name / "seed-1000/pairs.jsonl").read_text().splitlines()
+        for name in ("asleep", "honest")
+    ]
     assert lines[0][:2] == lines[1][:2]
     assert lines[0][2] != lines[1][2]
-    for j, ids in enumerate(json.loads(lines[0][2])["ids"]):  # awake: benign agents receive nothing from attackers
+    for j, ids in enumerate(
+        json.loads(lines[0][2])["ids"]
+    ):  # awake: benign agents receive nothing from attackers
         if j in (0, 1, 4, 5):
             assert not set(ids) & {2, 3, 6, 7}
-    timing = [json.loads(line) for line in (tmp_path / "asleep/seed-1000/timing.jsonl").read_text().splitlines()]
+    timing = [
+        json.loads(line)
+        for line in (tmp_path / "asleep/seed-1000/timing.jsonl").read_text().splitlines()
+    ]
     assert ["craft" in line for line in timing] == [False, False, True]
 
 
@@ -118,16 +126,40 @@ def undeclared(view, draw):
     ("attack", "message"),
     [
         ({"name": "alie", "zz": 1}, "attack `alie` has no parameter `zz`. Did you mean `z`?"),
-        ({"name": "gap_aware"}, "the attack `gap_aware` publishes what was learnt from poisoned data: name an attack"),
-        ({"name": "alie", "data": "ipm"}, "`attack.data` takes an attack on data, and `ipm` is one on models"),
-        ({"name": "alie", "data": {"name": "label_flip", "source": 1}}, "`label_flip` needs the parameter `target`"),
-        ({**FLIP, "data": FLIP}, "`attack.data` goes with an attack on models, and `label_flip` is one on data"),
-        ({**FLIP, "from_round": -1}, "`attack.from_round`: input should be greater than or equal to 0, got -1"),
+        (
+            {"name": "gap_aware"},
+            "the attack `gap_aware` publishes what was learnt from poisoned data: name an attack",
+        ),
+        (
+            {"name": "alie", "data": "ipm"},
+            "`attack.data` takes an attack on data, and `ipm` is one on models",
+        ),
+        (
+            {"name": "alie", "data": {"name": "label_flip", "source": 1}},
+            "`label_flip` needs the parameter `target`",
+        ),
+        (
+            {**FLIP, "data": FLIP},
+            "`attack.data` goes with an attack on models, and `label_flip` is one on data",
+        ),
+        (
+            {**FLIP, "from_round": -1},
+            "`attack.from_round`: input should be greater than or equal to 0, got -1",
+        ),
         ({**FLIP, "sybils": "yes"}, "`attack.sybils`"),
-        ({"name": undeclared}, r"undeclared` does not declare what it knows: write @fedcb2o.knows\(\)"),
-        ({"name": "boosting", "data": {**FLIP, "source": 11}}, "`attack.source` must be between 0 and 9, got 11"),
+        (
+            {"name": undeclared},
+            r"undeclared` does not declare what it knows: write @fedcb2o.knows\(\)",
+        ),
+        (
+            {"name": "boosting", "data": {**FLIP, "source": 11}},
+            "`attack.source` must be between 0 and 9, got 11",
+        ),
         ({"name": "label_flips", "pairs": [[1, 2, 3]]}, "attack `label_flips`: `pairs` = "),
-        ({"name": "backdoor", "target": 1, "size": 9}, "a trigger of `size` 9 and `margin` 0 does not fit"),
+        (
+            {"name": "backdoor", "target": 1, "size": 9},
+            "a trigger of `size` 9 and `margin` 0 does not fit",
+        ),
         ({"name": curious}, r'write @fedcb2o.knows\("benign"\) above it'),
     ],
 )
@@ -154,11 +186,18 @@ def test_who_sends_a_receivers_own_model_back_gets_little_weight_for_it(tmp_path
     for apart in (0.75, 1e-9):
         experiment = load(
             "digits-fedcb2o",
-            {**changes, "attack": {"name": "dissensus", "eps": 0.1}, "algorithm.apart": apart, "name": f"near-{apart}"},
+            {
+                **changes,
+                "attack": {"name": "dissensus", "eps": 0.1},
+                "algorithm.apart": apart,
+                "name": f"near-{apart}",
+            },
         )
         done = run(experiment, out=tmp_path / f"{apart}", workers=1)
         bad = done.agents.set_index(["seed", "agent"]).malicious
-        pairs = done.pairs.join(bad, on=["seed", "agent"]).join(bad.rename("from_bad"), on=["seed", "peer"])
+        pairs = done.pairs.join(bad, on=["seed", "agent"]).join(
+            bad.rename("from_bad"), on=["seed", "peer"]
+        )
         weights[apart] = pairs[~pairs.malicious.astype(bool) & pairs.from_bad.astype(bool)].weight
         assert len(weights[apart]) > 50
     assert (weights[0.75] > 0).mean() < 0.4 < (weights[1e-9] > 0).mean()
@@ -168,7 +207,9 @@ def test_who_sends_a_receivers_own_model_back_gets_little_weight_for_it(tmp_path
 def test_benign_peers_that_begin_alike_go_on_exchanging(tmp_path):
     """With many samples alike all move alike in the first round, and are near each other; later they are not."""
     team = {"agents.num_clusters": 1, "agents.benign": 4, "agents.malicious": 0, "agents.budget": 3}
-    experiment = load("digits-fedcb2o", {**team, "agents.benign_samples": 200, "rounds": 3, "seeds": [0]})
+    experiment = load(
+        "digits-fedcb2o", {**team, "agents.benign_samples": 200, "rounds": 3, "seeds": [0]}
+    )
     done = run(experiment, out=tmp_path, workers=1)
     received = done.pairs[done.pairs.agent != done.pairs.peer].groupby("round")
     assert received.size().tolist() == [12, 12, 12]

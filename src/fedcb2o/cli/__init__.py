@@ -40,7 +40,9 @@ for _get in (data.emnist, data.mnist, data.fashion_mnist, data.cifar10):
     _data_app.command(_get.__name__)(_get)  # as in a configuration: with an underscore
 app.add_typer(_data_app, name="data")
 _peer_app = typer.Typer(
-    help="Train with other organisations, a process each.", no_args_is_help=True, callback=peers.require_extra
+    help="Train with other organisations, a process each.",
+    no_args_is_help=True,
+    callback=peers.require_extra,
 )
 for _step in (
     peers.identity,
@@ -57,7 +59,9 @@ for _step in (
     _peer_app.command()(_step)
 app.add_typer(_peer_app, name="peer")
 
-_UsageError: Any = typer.BadParameter.__base__  # click's, or that of the click inside typer, which does not name it
+_UsageError: Any = (
+    typer.BadParameter.__base__
+)  # click's, or that of the click inside typer, which does not name it
 
 
 def _version(wanted: bool) -> bool:
@@ -69,7 +73,9 @@ def _version(wanted: bool) -> bool:
 
 @app.callback()
 def _root(
-    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     resources.check_address_space()
 

@@ -22,8 +22,12 @@ def trackers(incomplete: str) -> list[str]:
 
 
 def _builtin_names(folder: str, incomplete: str) -> list[str]:
-    found = resources.files("fedcb2o") / "experiments" / folder  # `fedcb2o.experiments` would import PyTorch
-    names = sorted(path.name.removesuffix(".toml") for path in found.iterdir() if path.name.endswith(".toml"))
+    found = (
+        resources.files("fedcb2o") / "experiments" / folder
+    )  # `fedcb2o.experiments` would import PyTorch
+    names = sorted(
+        path.name.removesuffix(".toml") for path in found.iterdir() if path.name.endswith(".toml")
+    )
     return [name for name in names if name.startswith(incomplete)]
 
 

@@ -13,7 +13,10 @@ def presets(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PRESET]", help="Print this one.", show_default=False, autocompletion=completion.presets
+            metavar="[PRESET]",
+            help="Print this one.",
+            show_default=False,
+            autocompletion=completion.presets,
         ),
     ] = None,
 ) -> None:

@@ -10,9 +10,15 @@ if TYPE_CHECKING:
 
 _SourceOption = Annotated[
     Path | None,
-    typer.Option("--from", metavar="DIR", help="Take files at hand: the folder of them, or of the official archive."),
+    typer.Option(
+        "--from",
+        metavar="DIR",
+        help="Take files at hand: the folder of them, or of the official archive.",
+    ),
 ]
-_DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="Where to put them. Default: the user's cache.")]
+_DataDirOption = Annotated[
+    Path | None, typer.Option("--data-dir", help="Where to put them. Default: the user's cache.")
+]
 
 
 def emnist(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:
@@ -40,7 +46,9 @@ def cifar10(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Pa
     """Get CIFAR-10 (Krizhevsky 2009): download its binary version, checked by its checksum, or take it at hand."""
     from fedcb2o.data.sets._cifar10 import RELEASE
 
-    return _get(RELEASE, source, data_dir, "digits-fedcb2o --set data.name=cifar10 --set model.name=resnet")
+    return _get(
+        RELEASE, source, data_dir, "digits-fedcb2o --set data.name=cifar10 --set model.name=resnet"
+    )
 
 
 def _get(release: "Release", source: Path | None, data_dir: Path | None, example: str) -> Path:

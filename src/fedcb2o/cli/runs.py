@@ -36,12 +36,20 @@ def _validate_cluster_address(value: str | None) -> str | None:
 
 _ChangesOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as algorithm.alpha=2. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a setting, such as algorithm.alpha=2. Repeatable.",
+    ),
 ]
-_SeedsOption = Annotated[str | None, typer.Option(help="Seeds, such as 0,1,2 or 0-19. Default: the file's own.")]
+_SeedsOption = Annotated[
+    str | None, typer.Option(help="Seeds, such as 0,1,2 or 0-19. Default: the file's own.")
+]
 _DeviceOption = Annotated[
     str | None,
-    typer.Option(help="Where models and data lie: cpu, cuda, cuda:1, mps, ... Default: the file's, or cpu."),
+    typer.Option(
+        help="Where models and data lie: cpu, cuda, cuda:1, mps, ... Default: the file's, or cpu."
+    ),
 ]
 _ClusterOption = Annotated[
     str | None,
@@ -62,7 +70,9 @@ _TrackOption = Annotated[
         " tensorboard=DIR or mlflow=URI. Repeatable.",
     ),
 ]
-_RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)]
+_RunsArgument = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)
+]
 
 
 def run(
@@ -79,11 +89,16 @@ def run(
     seeds: _SeedsOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="The run's folder (with several experiments: of their folders). Default: runs/NAME."),
+        typer.Option(
+            help="The run's folder (with several experiments: of their folders). Default: runs/NAME."
+        ),
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes. Default: from the work, the processors and the memory.")
+        int | None,
+        typer.Option(
+            min=1, help="Processes. Default: from the work, the processors and the memory."
+        ),
     ] = None,
     memory: Annotated[
         str | None,
@@ -96,11 +111,18 @@ def run(
     device: _DeviceOption = None,
     cluster: _ClusterOption = None,
     blocks: Annotated[
-        int | None, typer.Option(min=1, help="Spread the agents of each seed over a cluster, in so many blocks.")
+        int | None,
+        typer.Option(
+            min=1, help="Spread the agents of each seed over a cluster, in so many blocks."
+        ),
     ] = None,
     track: _TrackOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Say what was chosen for this machine.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Say what was chosen for this machine.")
+    ] = False,
     clean_twin: Annotated[
         bool,
         typer.Option(
@@ -118,10 +140,17 @@ def run(
     from fedcb2o.experiments.runs.progress import Progress
     from fedcb2o.experiments.runs.runner import run as run_experiment
 
-    settings, chosen = _settings(changes, seeds, device), []
+    settings = _settings(changes, seeds, device)
+    chosen = []
     for name in experiments:
         one = load(name, settings)
-        folder = Path("runs") / one.name if out is None else out if len(experiments) == 1 else out / one.name
+        folder = (
+            Path("runs") / one.name
+            if out is None
+            else out
+            if len(experiments) == 1
+            else out / one.name
+        )
         chosen.append((one, folder))
         if clean_twin and one.attacked:
             chosen.append((one.clean_counterpart(), folder.with_name(f"{folder.name}-clean")))
@@ -146,7 +175,9 @@ def run(
     return folders
 
 
-def _settings(changes: Sequence[str] | None, seeds: str | None, device: str | None) -> dict[str, Any]:
+def _settings(
+    changes: Sequence[str] | None, seeds: str | None, device: str | None
+) -> dict[str, Any]:
     settings = parse_settings(changes)
     if seeds is not None:
         settings["seeds"] = _parse_seeds(seeds)
@@ -175,7 +206,9 @@ def _parse_seeds(text: str) -> list[int]:
             return [seed for each in ends for seed in range(each[0], each[-1] + 1)]
         raise ValueError
     except ValueError as error:
-        raise ConfigError(f"--seeds needs whole numbers with commas, such as 0,1,2 or 0-19, got {text!r}") from error
+        raise ConfigError(
+            f"--seeds needs whole numbers with commas, such as 0,1,2 or 0-19, got {text!r}"
+        ) from error
 
 
 def bench(
@@ -188,14 +221,20 @@ def bench(
             autocompletion=completion.grids,
         ),
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the built-in grids, a line each.")] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="List the built-in grids, a line each.")
+    ] = False,
     changes: _ChangesOption = None,
     seeds: _SeedsOption = None,
     out: Annotated[Path | None, typer.Option(help="The grid's folder. Default: runs/NAME.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one for each processor.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Default: one for each processor.")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where the data set's files lie.")] = None,
     device: _DeviceOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on; what failed is tried again.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on; what failed is tried again.")
+    ] = False,
     cluster: _ClusterOption = None,
     track: _TrackOption = None,
 ) -> Path | None:
@@ -210,16 +249,28 @@ def bench(
         print_descriptions(grids())
         return None
     if grid is None:
-        raise ConfigError("which grid? Name its file, GRID.toml, or a built-in one (fedcb2o bench --list)")
+        raise ConfigError(
+            "which grid? Name its file, GRID.toml, or a built-in one (fedcb2o bench --list)"
+        )
     settings = _settings(changes, seeds, device)
     done = run_grid(
-        grid, changes=settings, out=out, jobs=jobs, data_dir=data_dir, resume=resume, cluster=cluster, track=track
+        grid,
+        changes=settings,
+        out=out,
+        jobs=jobs,
+        data_dir=data_dir,
+        resume=resume,
+        cluster=cluster,
+        track=track,
     )
     told = f"For the matrices: fedcb2o report {done.folder}"
     if done.failed:
         for title, error in done.failed.items():
             print(f"Failed: {title}: {error}", file=sys.stderr)
-        print(f"{len(done.failed)} of {done.cells} cells failed; --resume tries them again. {told}", file=sys.stderr)
+        print(
+            f"{len(done.failed)} of {done.cells} cells failed; --resume tries them again. {told}",
+            file=sys.stderr,
+        )
         raise typer.Exit(1)
     print(f"Done. {told}", file=sys.stderr)
     return done.folder
@@ -229,7 +280,9 @@ def compare(
     runs: _RunsArgument,
     over: Annotated[
         _AgentSummary,
-        typer.Option(help="What to show of the benign agents: their mean, the worst one, the mean of the worst tenth."),
+        typer.Option(
+            help="What to show of the benign agents: their mean, the worst one, the mean of the worst tenth."
+        ),
     ] = _AgentSummary.mean,
 ) -> None:
     """Print one table over runs: the paper's Table 1, at the last round, mean and 95% interval over seeds."""
@@ -240,10 +293,15 @@ def compare(
 
 def report(
     runs: _RunsArgument,
-    out: Annotated[Path, typer.Option(help="Where tables, figures and report.html go.")] = Path("report"),
+    out: Annotated[Path, typer.Option(help="Where tables, figures and report.html go.")] = Path(
+        "report"
+    ),
     reference: Annotated[
         str | None,
-        typer.Option(metavar="DEFENCE", help="Of a grid: whom the others are compared with. Default: the grid's."),
+        typer.Option(
+            metavar="DEFENCE",
+            help="Of a grid: whom the others are compared with. Default: the grid's.",
+        ),
     ] = None,
 ) -> Path:
     """Write tables, figures and one page over runs or, of a grid's folder, its matrices; and print the table."""
@@ -255,11 +313,15 @@ def report(
         _report_grid(runs, out, reference)
         return out
     if reference is not None:
-        raise ConfigError("`--reference` is for the folder of a grid, whose differences are to one of its defences")
+        raise ConfigError(
+            "`--reference` is for the folder of a grid, whose differences are to one of its defences"
+        )
     opened = [Run(folder) for folder in runs]
     write_report(opened, out)
     _print_table(opened, _AgentSummary.mean)
-    print(f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG) lie beside it.")
+    print(
+        f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG) lie beside it."
+    )
     return out
 
 
@@ -268,13 +330,18 @@ def _report_grid(folders: list[Path], out: Path, reference: str | None) -> None:
 
     if len(folders) > 1:
         raise ConfigError("the folder of a grid is reported by itself: give it alone")
-    results, console = read_grid(folders[0], reference), Console()
+    results = read_grid(folders[0], reference)
+    console = Console()
     report_grid(results, out)
     for sentence in grid_notes(results):
         print(f"Note: {sentence}.", file=sys.stderr)
     for setting, table in terminal_tables(results).items():
-        console.print(to_rich(table, title=setting or None, caption="Percent.", width=console.width))
-    print(f"\nThe page is {out / 'report.html'}; the matrices (CSV, Markdown, LaTeX, PNG) are in {out / 'matrices'}.")
+        console.print(
+            to_rich(table, title=setting or None, caption="Percent.", width=console.width)
+        )
+    print(
+        f"\nThe page is {out / 'report.html'}; the matrices (CSV, Markdown, LaTeX, PNG) are in {out / 'matrices'}."
+    )
 
 
 def _print_table(runs: list["Run"], over: _AgentSummary) -> None:
@@ -285,12 +352,17 @@ def _print_table(runs: list["Run"], over: _AgentSummary) -> None:
     for run in runs:
         for sentence in filter(None, (incomplete_note(run), unverified_note(run))):
             print(f"Note: {sentence}.", file=sys.stderr)
-    console.print(to_rich(compare_runs(runs, over=over.value), caption=seed_caption(runs), width=console.width))
+    console.print(
+        to_rich(
+            compare_runs(runs, over=over.value), caption=seed_caption(runs), width=console.width
+        )
+    )
 
 
 def track(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs or of grids.", show_default=False)
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders of runs or of grids.", show_default=False),
     ],
     to: Annotated[
         list[str],

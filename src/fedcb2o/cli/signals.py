@@ -7,7 +7,9 @@ import time
 from types import FrameType
 from typing import Any
 
-IGNORE_SECONDS = 5.0  # seconds after one that others are not heard: whoever stops a command may send several
+IGNORE_SECONDS = (
+    5.0  # seconds after one that others are not heard: whoever stops a command may send several
+)
 
 
 class SignalGuard:
@@ -16,10 +18,16 @@ class SignalGuard:
     it does, for an own part may have swallowed the first (`except:`)."""
 
     def __init__(self) -> None:
-        self.received, self.received_at, self.previous_handlers = signal.SIGINT, -math.inf, dict[int, Any]()
+        self.received, self.received_at, self.previous_handlers = (
+            signal.SIGINT,
+            -math.inf,
+            dict[int, Any](),
+        )
         if threading.current_thread() is threading.main_thread():
             for each in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(each) is signal.SIG_DFL:  # a command under nohup is deaf to SIGHUP
+                if (
+                    signal.getsignal(each) is signal.SIG_DFL
+                ):  # a command under nohup is deaf to SIGHUP
                     self.previous_handlers[each] = signal.signal(each, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

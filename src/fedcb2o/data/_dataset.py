@@ -94,7 +94,9 @@ class Dataset:
         return samples.y if self.class_names else torch.zeros(len(samples), dtype=torch.int64)
 
 
-def hold_out(samples: Shard, per_class: Sequence[int], draw: np.random.Generator) -> tuple[Shard, Shard]:
+def hold_out(
+    samples: Shard, per_class: Sequence[int], draw: np.random.Generator
+) -> tuple[Shard, Shard]:
     """The samples without, and those with, `per_class[c]` random ones of each class c: a pool and a test set.
 
     Both keep the order that the samples came in.
@@ -103,7 +105,9 @@ def hold_out(samples: Shard, per_class: Sequence[int], draw: np.random.Generator
     return samples.part(np.flatnonzero(~held)), samples.part(np.flatnonzero(held))
 
 
-def stratified_mask(groups: Int[np.ndarray, " n"], counts: Sequence[int], draw: np.random.Generator) -> Bool[np.ndarray, " n"]:
+def stratified_mask(
+    groups: Int[np.ndarray, " n"], counts: Sequence[int], draw: np.random.Generator
+) -> Bool[np.ndarray, " n"]:
     """Which of n samples are `counts[g]` random ones of each group g."""
     held = np.zeros(len(groups), dtype=bool)
     for members, count in zip(group_members(groups, len(counts)), counts, strict=True):

@@ -90,7 +90,8 @@ def partition(
         )
     if split not in _SPLITS:
         raise ConfigError(f"`split` must be one of {', '.join(_SPLITS)}, got {split!r}")
-    need, n = benign * benign_samples + malicious * malicious_samples, len(labels)
+    need = benign * benign_samples + malicious * malicious_samples
+    n = len(labels)
     if need > n:
         raise ConfigError(
             f"clusters cannot be filled: `benign` * `benign_samples` + `malicious` * `malicious_samples` ="
@@ -98,11 +99,16 @@ def partition(
         )
     y = labels.numpy()
     if n and not (y.min() >= 0 and y.max() < num_classes):
-        raise DataError(f"labels must be between 0 and {num_classes - 1}, got {y.min()} to {y.max()}")
+        raise DataError(
+            f"labels must be between 0 and {num_classes - 1}, got {y.min()} to {y.max()}"
+        )
     drawn = stream(seed, "partition", "pool").permutation(n)
     sizes = np.array([benign_samples] * benign + [malicious_samples] * malicious)
     is_malicious = [False] * benign + [True] * malicious
-    cluster, roles, train, held = [], [], [], []
+    cluster = []
+    roles = []
+    train = []
+    held = []
     for c in range(num_clusters):
         dealt = stream(seed, "partition", c).permutation(drawn[:need])
         if skew is not None:
@@ -113,7 +119,9 @@ def partition(
         for i, (share, bad) in enumerate(zip(shares, is_malicious, strict=True)):
             if bad and remove_malicious:
                 continue
-            agent = c * len(sizes) + i  # in the full population, so that removal changes nobody's split
+            agent = (
+                c * len(sizes) + i
+            )  # in the full population, so that removal changes nobody's split
             holds = np.zeros(len(share), bool)
             if not bad:
                 holds = validation_mask(y[share], agent, validation, split, seed, hold_out=hold_out)
@@ -132,7 +140,9 @@ def partition(
     )
 
 
-def rotate(x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int) -> Shaped[Tensor, "n *features"]:
+def rotate(
+    x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int
+) -> Shaped[Tensor, "n *features"]:
     """Images [n, ..., s, s] as a cluster sees them: turned counter-clockwise by cluster * 360 / num_clusters degrees.
 
     As in the paper (sec:experiments). Raises ConfigError if `num_clusters` is not 1, 2 or 4, or if there is more than
@@ -180,9 +190,19 @@ def validation_mask(
 
 
 def _check_skew(owners: object, sizes: NDArray[np.int64]) -> None:
-    if not isinstance(owners, np.ndarray) or owners.dtype.kind not in "iu" or owners.shape != (sizes.sum(),):
-        got = f"{owners.dtype} {list(owners.shape)}" if isinstance(owners, np.ndarray) else type(owners).__name__
-        raise ConfigError(f"the skew returned {got}, expected an array of {sizes.sum()} integers: who gets each sample")
+    if (
+        not isinstance(owners, np.ndarray)
+        or owners.dtype.kind not in "iu"
+        or owners.shape != (sizes.sum(),)
+    ):
+        got = (
+            f"{owners.dtype} {list(owners.shape)}"
+            if isinstance(owners, np.ndarray)
+            else type(owners).__name__
+        )
+        raise ConfigError(
+            f"the skew returned {got}, expected an array of {sizes.sum()} integers: who gets each sample"
+        )
     if owners.min() < 0 or owners.max() >= len(sizes):
         raise ConfigError(
             f"the skew gives samples to agents {owners.min()} to {owners.max()}, and a cluster has agents 0 to"
@@ -190,9 +210,13 @@ def _check_skew(owners: object, sizes: NDArray[np.int64]) -> None:
         )
     counts = np.bincount(owners, minlength=len(sizes))
     if (wrong := np.flatnonzero(counts != sizes)).size:
-        raise ConfigError(f"the skew gives agent {wrong[0]} {counts[wrong[0]]} samples instead of {sizes[wrong[0]]}")
+        raise ConfigError(
+            f"the skew gives agent {wrong[0]} {counts[wrong[0]]} samples instead of {sizes[wrong[0]]}"
+        )
 
 
 def _check_clusters(num_clusters: int) -> None:
     if num_clusters not in (1, 2, 4):
-        raise ConfigError(f"`num_clusters` must be 1, 2 or 4, as images turn by multiples of 90°, got {num_clusters}")
+        raise ConfigError(
+            f"`num_clusters` must be 1, 2 or 4, as images turn by multiples of 90°, got {num_clusters}"
+        )

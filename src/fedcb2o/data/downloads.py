@@ -19,7 +19,14 @@ from typing import IO
 
 import pooch  # type: ignore[import-untyped]
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from fedcb2o.data import cifar10, emnist, fashion_mnist, mnist
 from fedcb2o.data.idx import identify_lookalike
@@ -27,7 +34,9 @@ from fedcb2o.data.release import Release, find_files, find_plain_or_gzip
 from fedcb2o.errors import DataError
 from fedcb2o.safe_stdio import safe_streams
 
-_STAGING_PREFIX = ".incoming-"  # how the names of folders begin whose files are not yet known to be whole
+_STAGING_PREFIX = (
+    ".incoming-"  # how the names of folders begin whose files are not yet known to be whole
+)
 _READERS = {"cifar10": cifar10, "emnist": emnist, "fashion_mnist": fashion_mnist, "mnist": mnist}
 _ARCHIVE_ERRORS = (
     zipfile.BadZipFile,
@@ -62,11 +71,17 @@ def download(release: Release, target: Path, *, progress: bool = True) -> list[P
             _fetch(release, url, staging / name, progress, cure)
             got = pooch.file_hash(str(staging / name), alg="md5")
             if got != md5:
-                raise DataError(f"{url} is damaged or another file: its MD5 is {got}, not {md5}; try again, or {cure}")
+                raise DataError(
+                    f"{url} is damaged or another file: its MD5 is {got}, not {md5}; try again, or {cure}"
+                )
         if release.archive is None:
             return _install(release, _verify_source(release, staging, release.url, cure), target)
         name = f"{release.url}/{release.archive}"
-        return _install(release, _unpack(release, staging / release.archive, staging / "files", name, cure), target)
+        return _install(
+            release,
+            _unpack(release, staging / release.archive, staging / "files", name, cure),
+            target,
+        )
 
 
 def import_files(release: Release, source: Path, target: Path) -> list[Path]:
@@ -75,13 +90,18 @@ def import_files(release: Release, source: Path, target: Path) -> list[Path]:
     `source` is a folder with the files of one set, plain or gzip, or with the archive of the release, or that archive.
     Raises DataError, and leaves nothing behind, if files are missing or damaged.
     """
-    source, target = source.expanduser(), target.expanduser()
+    source = source.expanduser()
+    target = target.expanduser()
     with _staging(release, target) as staging:
         if release.archive is not None:
             archive = source if source.is_file() else source / release.archive
             if archive.is_file():
                 cure = f"fetch it again from {release.url}, or run `fedcb2o data {release.name}`"
-                return _install(release, _unpack(release, archive, staging / "files", str(archive), cure), target)
+                return _install(
+                    release,
+                    _unpack(release, archive, staging / "files", str(archive), cure),
+                    target,
+                )
         try:
             find_files(release, source)
         except DataError as error:
@@ -90,7 +110,9 @@ def import_files(release: Release, source: Path, target: Path) -> list[Path]:
         if source.resolve() == target.resolve():
             return files
         files += _optional_files(release, files[0].parent)
-        return _install(release, [shutil.copyfile(path, staging / path.name) for path in files], target)
+        return _install(
+            release, [shutil.copyfile(path, staging / path.name) for path in files], target
+        )
 
 
 def _required_files(release: Release) -> str:
@@ -119,13 +141,22 @@ def _staging(release: Release, target: Path) -> Iterator[Path]:
         with ExitStack() as stack:
             with _folder_lock(target):  # so that nobody sweeps what was made and is not yet locked
                 for left in target.glob(f"{_STAGING_PREFIX}*"):
-                    with suppress(BlockingIOError, FileNotFoundError), _folder_lock(left, fcntl.LOCK_NB):
+                    with (
+                        suppress(BlockingIOError, FileNotFoundError),
+                        _folder_lock(left, fcntl.LOCK_NB),
+                    ):
                         shutil.rmtree(left)
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=target)))
+                folder = Path(
+                    stack.enter_context(
+                        tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=target)
+                    )
+                )
                 stack.enter_context(_folder_lock(folder))
             yield folder
     except OSError as error:
-        raise DataError(f"{release.title}'s files cannot be put into {target}: {error.strerror or error}") from error
+        raise DataError(
+            f"{release.title}'s files cannot be put into {target}: {error.strerror or error}"
+        ) from error
 
 
 @contextmanager
@@ -142,7 +173,9 @@ def _folder_lock(folder: Path, how: int = 0) -> Iterator[None]:
 def _require_single_set(release: Release, target: Path, name: str) -> None:
     """Raises DataError if files of another set than `name` lie in `target`, or of another data set under the same
     names: a folder holds one set."""
-    for other in (each + part for each in release.prefixes if each != name for part in release.file_names):
+    for other in (
+        each + part for each in release.prefixes if each != name for part in release.file_names
+    ):
         if (path := find_plain_or_gzip(target, other)) is not None:
             raise DataError(
                 f"{target} holds another set of {release.title} files ({path.relative_to(target)}); remove it or name"
@@ -150,7 +183,9 @@ def _require_single_set(release: Release, target: Path, name: str) -> None:
             )
     labels = find_plain_or_gzip(target, name + release.file_names[-1])
     if labels is not None and (owner := identify_lookalike(release, labels)) is not None:
-        raise DataError(f"{target} holds {owner}'s files, which have the same names; name another folder")
+        raise DataError(
+            f"{target} holds {owner}'s files, which have the same names; name another folder"
+        )
 
 
 def _fetch(release: Release, url: str, path: Path, progress: bool, cure: str) -> None:
@@ -164,7 +199,9 @@ def _fetch(release: Release, url: str, path: Path, progress: bool, cure: str) ->
                 raise  # the disk; requests' own errors carry no number
             if (answer := getattr(error, "response", None)) is not None:
                 answer.close()  # pooch leaves it open
-            raise DataError(f"{release.title} cannot be fetched from {url} ({error}); try again, or {cure}") from error
+            raise DataError(
+                f"{release.title} cannot be fetched from {url} ({error}); try again, or {cure}"
+            ) from error
 
 
 class _ProgressBar:
@@ -188,14 +225,18 @@ def _unpack(release: Release, archive: Path, folder: Path, name: str, cure: str)
     """The files of a data set out of the archive that the user knows as `name`, written into `folder`."""
     files = [release.prefixes[0] + part for part in release.file_names]
     wanted = {*files, *(f"{file}.gz" for file in files), *release.optional_files}
-    kind, members = ("zip", _zip_members) if str(release.archive).endswith(".zip") else ("tar", _tar_members)
+    kind, members = (
+        ("zip", _zip_members) if str(release.archive).endswith(".zip") else ("tar", _tar_members)
+    )
     folder.mkdir()
     try:
         for base, packed in members(archive, wanted):
             with packed, (folder / base).open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked, 2**20)
     except _ARCHIVE_ERRORS as error:
-        raise DataError(f"{name} is not a {kind} archive, or a damaged one ({error}); {cure}") from error
+        raise DataError(
+            f"{name} is not a {kind} archive, or a damaged one ({error}); {cure}"
+        ) from error
     return _verify_source(release, folder, name, cure)
 
 
@@ -212,7 +253,8 @@ def _zip_members(archive: Path, wanted: Collection[str]) -> Iterator[tuple[str, 
 def _tar_members(archive: Path, wanted: Collection[str]) -> Iterator[tuple[str, IO[bytes]]]:
     with tarfile.open(archive) as archived:
         for member in archived:
-            base, packed = PurePosixPath(member.name).name, archived.extractfile(member) if member.isfile() else None
+            base = PurePosixPath(member.name).name
+            packed = archived.extractfile(member) if member.isfile() else None
             if base in wanted and packed is not None:
                 yield base, packed
 
@@ -230,9 +272,13 @@ def _verify_source(release: Release, folder: Path, name: str, cure: str) -> list
 def _install(release: Release, files: Iterable[Path], target: Path) -> list[Path]:
     """Moves whole files into `target`, in place of earlier ones, and gives their paths there."""
     files = list(files)
-    _require_single_set(release, target, next(name for name in release.prefixes if files[0].name.startswith(name)))
+    _require_single_set(
+        release, target, next(name for name in release.prefixes if files[0].name.startswith(name))
+    )
     for path in files:
         path.replace(target / path.name)
         # The plain form of a file and the gzip one are one file: what is not replaced is removed.
-        (target / (path.stem if path.suffix == ".gz" else f"{path.name}.gz")).unlink(missing_ok=True)
+        (target / (path.stem if path.suffix == ".gz" else f"{path.name}.gz")).unlink(
+            missing_ok=True
+        )
     return [target / path.name for path in files]

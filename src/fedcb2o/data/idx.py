@@ -46,7 +46,13 @@ def read_dataset(
         blocks = _read_blocks(images, release.shape[1:], release.advice)
         upright = (block.swapaxes(1, 2) for block in blocks) if transposed else blocks
         return select_per_class(
-            release, y, upright, per_class=per_class, parameter=parameter, labels=labels, images=images
+            release,
+            y,
+            upright,
+            per_class=per_class,
+            parameter=parameter,
+            labels=labels,
+            images=images,
         )
 
     test = shard(test_images, test_labels, "test_per_class", test_per_class)
@@ -58,13 +64,16 @@ def identify_lookalike(release: Release, test_labels: Path) -> str | None:
     """The data set that a file of labels is of, if it is another one whose files have the same names; or None."""
     with suppress(DataError), open_plain_or_gzip(test_labels, release.advice) as file:
         start = file.read(64)[8:]  # after the header
-        return next((title for title, labels in release.lookalikes if start.startswith(labels)), None)
+        return next(
+            (title for title, labels in release.lookalikes if start.startswith(labels)), None
+        )
     return None
 
 
 def _read_blocks(path: Path, row: tuple[int, ...], cure: str) -> Iterator[NDArray[np.uint8]]:
     """The unsigned bytes in an IDX file, some rows at a time, each of shape `row`; and that nothing follows them."""
-    magic, width = bytes((0, 0, 8, 1 + len(row))), int(np.prod(row))
+    magic = bytes((0, 0, 8, 1 + len(row)))
+    width = int(np.prod(row))
     with open_plain_or_gzip(path, cure) as file:
         start = file.read(4)
         if start != magic:

@@ -13,17 +13,25 @@ from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import DataError
 
 
-def check_samples_and_labels(name: str, x: Any, label: str, y: Any, *, numbers: bool = False) -> tuple[Tensor, NDArray[Any]]:
+def check_samples_and_labels(
+    name: str, x: Any, label: str, y: Any, *, numbers: bool = False
+) -> tuple[Tensor, NDArray[Any]]:
     """Samples and their labels as they were given, or `numbers` to be told, checked; `name` and `label` are what
     messages call them."""
-    samples, found = check_samples(name, x), _check_numbers(label, y) if numbers else _check_labels(label, y)
+    samples = check_samples(name, x)
+    found = _check_numbers(label, y) if numbers else _check_labels(label, y)
     if len(samples) != len(found):
-        raise DataError(f"`{name}` holds {len(samples)} samples, and `{label}` {len(found)} labels: each needs one")
+        raise DataError(
+            f"`{name}` holds {len(samples)} samples, and `{label}` {len(found)} labels: each needs one"
+        )
     return samples, found
 
 
 def to_shards(
-    parts: Sequence[tuple[Tensor, NDArray[Any]]], class_names: Sequence[str] | None, *, numbers: bool
+    parts: Sequence[tuple[Tensor, NDArray[Any]]],
+    class_names: Sequence[str] | None,
+    *,
+    numbers: bool,
 ) -> tuple[list[Shard], tuple[str, ...]]:
     """Samples with their classes as numbers from 0 on, or with numbers to be told; and the names of the classes."""
     if numbers:
@@ -73,22 +81,43 @@ def _to_finite_float32(name: str, given: NDArray[Any]) -> NDArray[np.float32]:
     return found
 
 
-def _check_labels(name: str, y: Any, singular: str = "label", plural: str = "classes") -> NDArray[Any]:
+def _check_labels(
+    name: str, y: Any, singular: str = "label", plural: str = "classes"
+) -> NDArray[Any]:
     """Labels as whole numbers, truth values or words; `one` and `many` are what messages call them."""
     labels = _to_array(name, y)
     if labels.ndim != 1:
         cure = ""
         if labels.ndim == 2:
-            cure = ": take its argmax along the rows" if labels.shape[1] > 1 else ": take its only column"
-        raise DataError(f"`{name}` must hold one {singular} for each sample, [n], got shape {labels.shape}{cure}")
+            cure = (
+                ": take its argmax along the rows"
+                if labels.shape[1] > 1
+                else ": take its only column"
+            )
+        raise DataError(
+            f"`{name}` must hold one {singular} for each sample, [n], got shape {labels.shape}{cure}"
+        )
     if labels.dtype.kind in "bU":
         return labels
     if labels.dtype == object and all(isinstance(label, str) for label in labels):
         return labels.astype(str)
-    whole = (abs(labels) < 2**63) & (labels == np.round(labels)) if labels.dtype.kind in "iuf" else np.array([False])
+    whole = (
+        (abs(labels) < 2**63) & (labels == np.round(labels))
+        if labels.dtype.kind in "iuf"
+        else np.array([False])
+    )
     if not whole.all():
-        wrong = labels[np.flatnonzero(~whole)[0]] if labels.dtype.kind in "fu" else f"values of type {labels.dtype}"
-        part = labels.dtype.kind == "f" and plural == "classes" and bool(np.isfinite(wrong)) and wrong % 1
+        wrong = (
+            labels[np.flatnonzero(~whole)[0]]
+            if labels.dtype.kind in "fu"
+            else f"values of type {labels.dtype}"
+        )
+        part = (
+            labels.dtype.kind == "f"
+            and plural == "classes"
+            and bool(np.isfinite(wrong))
+            and wrong % 1
+        )
         cure = "; numbers to be told need `numbers=True`" if part else ""
         raise DataError(f"`{name}` must hold {plural}, whole numbers or words, got {wrong}{cure}")
     return labels.astype(np.int64)
@@ -105,18 +134,24 @@ def _to_array(name: str, values: Any) -> NDArray[Any]:
         raise DataError(f"`{name}` cannot be read as an array ({error}){cure}") from error
 
 
-def _resolve_classes(labels: Sequence[NDArray[Any]], class_names: Sequence[str] | None) -> tuple[NDArray[Any], tuple[str, ...]]:
+def _resolve_classes(
+    labels: Sequence[NDArray[Any]], class_names: Sequence[str] | None
+) -> tuple[NDArray[Any], tuple[str, ...]]:
     """The values of the labels that are the classes 0 to C - 1, ascending, and the names of these."""
     if len({each.dtype.kind == "U" for each in labels}) > 1:
         raise DataError("`y` and `y_test` must hold labels of one kind, got words and numbers")
     values = np.unique(np.concatenate(labels))
     if isinstance(class_names, str) or not isinstance(class_names, Iterable | None):
-        raise DataError(f"`class_names` must be a list of words, one for each class, got {class_names!r}")
+        raise DataError(
+            f"`class_names` must be a list of words, one for each class, got {class_names!r}"
+        )
     names = tuple(str(name) for name in (values.tolist() if class_names is None else class_names))
     if class_names is None and len(names) == 1:
         raise DataError(f"every sample has the label {names[0]}: there must be two classes or more")
     if len(set(names)) < max(2, len(names)):
-        raise DataError(f"there must be two classes or more, of different names, got {', '.join(names)}")
+        raise DataError(
+            f"there must be two classes or more, of different names, got {', '.join(names)}"
+        )
     if class_names is not None:
         if values.dtype.kind == "U" or values[0] < 0 or values[-1] >= len(names):
             raise DataError(
@@ -134,7 +169,8 @@ def check_owners(
     everybody's, -1, where `owner_test` is not given."""
     of = _check_owner_labels("owner", owner, samples)
     values = np.unique(of)
-    names, whose = tuple(map(str, values.tolist())), torch.from_numpy(np.searchsorted(values, of))
+    names = tuple(map(str, values.tolist()))
+    whose = torch.from_numpy(np.searchsorted(values, of))
     if owner_test is None:
         return names, whose, torch.full((tests,), -1)
     of_test = _check_owner_labels("owner_test", owner_test, tests)

@@ -34,38 +34,55 @@ def partition_by_owner(
     `remove_malicious` are those of `partition`. Raises ConfigError or DataError where an agent is left without
     training, validation or test data.
     """
-    there, n = len(owners.names), benign + malicious
+    there = len(owners.names)
+    n = benign + malicious
     if n > there:
         raise ConfigError(
             f"`agents.benign` + `agents.malicious` = {n}, and the data have {there} owners: take at most as many"
         )
     drawn = np.sort(stream(seed, "owners").permutation(there)[:n])
     bad = np.isin(np.arange(n), stream(seed, "owners", "malicious").permutation(n)[:malicious])
-    pool, test = group_members(owners.pool.numpy(), there), group_members(owners.test.numpy(), there)
-    kept, labels, common = owners.validates.numpy(), dataset.labels(dataset.pool).numpy(), (owners.test < 0).any()
-    agents, train, held, tests = [], [], [], []
+    pool = group_members(owners.pool.numpy(), there)
+    test = group_members(owners.test.numpy(), there)
+    kept = owners.validates.numpy()
+    labels = dataset.labels(dataset.pool).numpy()
+    common = (owners.test < 0).any()
+    agents = []
+    train = []
+    held = []
+    tests = []
     for agent, owner in enumerate(drawn.tolist()):
         if bad[agent] and remove_malicious:
             continue
-        mine, most, name = (
-            pool[owner],
-            malicious_samples if bad[agent] else benign_samples,
-            f"owner {owners.names[owner]!r}",
-        )
+        mine = pool[owner]
+        most = malicious_samples if bad[agent] else benign_samples
+        name = f"owner {owners.names[owner]!r}"
         brought = kept[mine].any()
         if most is not None and len(mine) > most:
-            mine = np.sort(stream(seed, "owners", "samples", owner).choice(mine, most, replace=False))
+            mine = np.sort(
+                stream(seed, "owners", "samples", owner).choice(mine, most, replace=False)
+            )
         holds = kept[mine] & (not bad[agent])
         if not bad[agent]:
             if not brought:
-                holds = validation_mask(labels[mine], agent, validation, split, seed, hold_out=hold_out, name=name)
+                holds = validation_mask(
+                    labels[mine], agent, validation, split, seed, hold_out=hold_out, name=name
+                )
             if (hold_out and holds.all()) or not holds.any():
                 what = "validation" if not holds.any() else "training"
-                raise DataError(f"{name} is left without {what} samples: give it some, or leave it out")
+                raise DataError(
+                    f"{name} is left without {what} samples: give it some, or leave it out"
+                )
             if not (len(test[owner]) or common):
-                raise DataError(f"{name} has no test samples: give it some, or a test set for everybody")
+                raise DataError(
+                    f"{name} has no test samples: give it some, or a test set for everybody"
+                )
         agents.append(agent)
-        train.append(torch.from_numpy(mine[~holds] if hold_out else np.concatenate([mine[~holds], mine[holds]])))
+        train.append(
+            torch.from_numpy(
+                mine[~holds] if hold_out else np.concatenate([mine[~holds], mine[holds]])
+            )
+        )
         held.append(torch.from_numpy(mine[holds]))
         tests.append(torch.from_numpy(test[owner]))
     return Population(

@@ -42,21 +42,37 @@ def datasets(
         parts = {str(k): part for k, part in enumerate(parts)}
     if not parts:
         raise DataError("there must be a data set for each owner, got none")
-    pieces, kinds, whose = list[tuple[Tensor, NDArray[Any]]](), list[str](), list[int]()
-    found = [(k, *each) for k, (name, part) in enumerate(parts.items()) for each in _pieces_by_purpose(str(name), part)]
-    for owner, kind, where, part in [*found, *([(-1, "test", "test", test)] if test is not None else [])]:
+    pieces = list[tuple[Tensor, NDArray[Any]]]()
+    kinds = list[str]()
+    whose = list[int]()
+    found = [
+        (k, *each)
+        for k, (name, part) in enumerate(parts.items())
+        for each in _pieces_by_purpose(str(name), part)
+    ]
+    for owner, kind, where, part in [
+        *found,
+        *([(-1, "test", "test", test)] if test is not None else []),
+    ]:
         x, y = _samples_and_labels(where, part)
-        pieces.append(input_validation.check_samples_and_labels(f"x of {where}", x, f"y of {where}", y, numbers=numbers))
+        pieces.append(
+            input_validation.check_samples_and_labels(
+                f"x of {where}", x, f"y of {where}", y, numbers=numbers
+            )
+        )
         kinds.append(kind)
         whose.append(owner)
         if (shape := pieces[-1][0].shape[1:]) != pieces[0][0].shape[1:]:
             shapes = tuple(shape), tuple(pieces[0][0].shape[1:])
-            raise DataError(f"the samples of {where} have shape {shapes[0]}, and those of {found[0][2]} {shapes[1]}")
+            raise DataError(
+                f"the samples of {where} have shape {shapes[0]}, and those of {found[0][2]} {shapes[1]}"
+            )
     if len({x.dtype for x, _ in pieces}) > 1:
         raise DataError("some owners bring pixels (uint8) and others numbers: make them one")
     shards, names = input_validation.to_shards(pieces, class_names, numbers=numbers)
     sizes = [len(each) for each in shards]
-    of, purpose = np.repeat(whose, sizes), np.repeat(kinds, sizes)
+    of = np.repeat(whose, sizes)
+    purpose = np.repeat(kinds, sizes)
     testing = purpose == "test"
     whole = Shard(torch.cat([each.x for each in shards]), torch.cat([each.y for each in shards]))
     owners = Owners(
@@ -66,7 +82,9 @@ def datasets(
         torch.from_numpy(purpose[~testing] == "validation"),
     )
     tests = whole.part(np.flatnonzero(testing)) if testing.any() else None
-    return build_dataset(whole.part(np.flatnonzero(~testing)), tests, names, owners, test_share, standardise)
+    return build_dataset(
+        whole.part(np.flatnonzero(~testing)), tests, names, owners, test_share, standardise
+    )
 
 
 def _pieces_by_purpose(name: str, part: Any) -> Iterator[tuple[str, str, Any]]:
@@ -99,4 +117,6 @@ def _samples_and_labels(where: str, part: Any) -> tuple[Any, Any]:
         items = [(np.asarray(x), np.asarray(y)) for x, y in (part[k] for k in range(len(part)))]
         return np.stack([x for x, _ in items]), np.stack([y for _, y in items])
     except Exception as error:  # a user's data set may fail in any way
-        raise DataError(f"{where} must have items (x, y) of one shape ({type(error).__name__}: {error})") from error
+        raise DataError(
+            f"{where} must have items (x, y) of one shape ({type(error).__name__}: {error})"
+        ) from error

@@ -67,10 +67,15 @@ def user_folder(release: Release) -> Path:
 
 def default_folder(release: Release) -> Path:
     """Where a data set's files lie if no folder is named: `own_folder`, or where they are packaged if none is there."""
-    own, packaged = user_folder(release), release.system_folder
+    own = user_folder(release)
+    packaged = release.system_folder
     if packaged is None or any(any(files) for files in _files_by_prefix(release, own).values()):
         return own
-    return packaged if any(all(files) for files in _files_by_prefix(release, packaged).values()) else own
+    return (
+        packaged
+        if any(all(files) for files in _files_by_prefix(release, packaged).values())
+        else own
+    )
 
 
 def find_files(release: Release, folder: Path | None) -> tuple[Path, ...]:
@@ -84,18 +89,27 @@ def find_files(release: Release, folder: Path | None) -> tuple[Path, ...]:
     if len(whole) > 1:
         # Which images were used must never depend on an order of preference that nobody sees.
         first = " and ".join(f"{name}{release.file_names[0]}" for name in whole)
-        raise DataError(f"{folder} holds two sets of {release.title} files (see {first}); keep one of them there")
+        raise DataError(
+            f"{folder} holds two sets of {release.title} files (see {first}); keep one of them there"
+        )
     if whole:
         return tuple(path for path in found[whole[0]] if path is not None)
     started = [name for name in release.prefixes if any(found[name])]
-    missing = [name + release.file_names[found[name].index(None)] for name in started or release.prefixes]
+    missing = [
+        name + release.file_names[found[name].index(None)] for name in started or release.prefixes
+    ]
     here = "" if folder.is_dir() else " (there is no such folder)"
-    raise DataError(f"{release.title}: no file {' or '.join(missing)}, plain or .gz, in {folder}{here}; {release.advice}")
+    raise DataError(
+        f"{release.title}: no file {' or '.join(missing)}, plain or .gz, in {folder}{here}; {release.advice}"
+    )
 
 
 def _files_by_prefix(release: Release, folder: Path) -> dict[str, list[Path | None]]:
     """The files of each set in a folder, in the order of `parts`; None for each that is not there."""
-    return {name: [find_plain_or_gzip(folder, name + part) for part in release.file_names] for name in release.prefixes}
+    return {
+        name: [find_plain_or_gzip(folder, name + part) for part in release.file_names]
+        for name in release.prefixes
+    }
 
 
 def find_plain_or_gzip(folder: Path, name: str) -> Path | None:
@@ -110,9 +124,13 @@ def open_plain_or_gzip(path: Path, advice: str) -> Iterator[gzip.GzipFile | Buff
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield file
     except gzip.BadGzipFile as error:
-        raise DataError(f"{path} is not a gzip file, or a damaged one ({error}); {advice}") from error
+        raise DataError(
+            f"{path} is not a gzip file, or a damaged one ({error}); {advice}"
+        ) from error
     except (EOFError, zlib.error) as error:
-        raise DataError(f"{path} is a truncated or damaged gzip file ({error}); {advice}") from error
+        raise DataError(
+            f"{path} is a truncated or damaged gzip file ({error}); {advice}"
+        ) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}); {advice}") from error
 
@@ -141,10 +159,14 @@ def select_per_class(
     """
     names = release.class_names
     if len(y) and y.max() >= len(names):
-        raise DataError(f"{labels}: labels must be between 0 and {len(names) - 1}, but there is a {y.max()}")
+        raise DataError(
+            f"{labels}: labels must be between 0 and {len(names) - 1}, but there is a {y.max()}"
+        )
     counts = np.bincount(y, minlength=len(names))
     by_class = np.argsort(y, kind="stable")
-    rank = np.arange(len(y)) - (counts.cumsum() - counts)[y[by_class]]  # of a sample within its class
+    rank = (
+        np.arange(len(y)) - (counts.cumsum() - counts)[y[by_class]]
+    )  # of a sample within its class
     keep = np.sort(by_class[rank < (per_class or len(y))])
     x = np.empty((len(keep), *release.shape), np.uint8)
     count = 0
@@ -153,7 +175,9 @@ def select_per_class(
         x[lo:hi] = block[keep[lo:hi] - count].reshape(-1, *release.shape)
         count += len(block)
     if count != len(y):
-        raise DataError(f"{images} holds {count} images, but {labels.name} {len(y)} labels; {release.advice}")
+        raise DataError(
+            f"{images} holds {count} images, but {labels.name} {len(y)} labels; {release.advice}"
+        )
     fewest = int(counts.argmin())
     if counts[fewest] < (per_class or 1):
         short = f"{labels}: class {names[fewest]!r} has {counts[fewest]} samples, fewer than"

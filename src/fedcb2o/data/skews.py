@@ -30,22 +30,33 @@ def dirichlet(
     classes of equal size, that is concentration = C a.)
     """
     if not 0 < concentration < np.inf:
-        raise ConfigError(f"`concentration` of the skew dirichlet must be above 0, got {concentration}")
+        raise ConfigError(
+            f"`concentration` of the skew dirichlet must be above 0, got {concentration}"
+        )
     _, left = np.unique(labels, return_counts=True)
     q = draw.dirichlet(concentration * left / left.sum(), size=len(sizes))
-    taken, missing = np.zeros(q.shape, np.int64), sizes
+    taken = np.zeros(q.shape, np.int64)
+    missing = sizes
     while missing.any():
         p = np.where(left > 0, q, 0.0)
-        p = np.where(p.sum(1, keepdims=True) > np.finfo(float).tiny, p, left)  # nothing left of what it would take
+        p = np.where(
+            p.sum(1, keepdims=True) > np.finfo(float).tiny, p, left
+        )  # nothing left of what it would take
         wanted = draw.multinomial(missing, p / p.sum(1, keepdims=True))
         for c in np.flatnonzero(wanted.sum(0) > left):
             wanted[:, c] = draw.multivariate_hypergeometric(wanted[:, c], left[c])
-        taken, left, missing = taken + wanted, left - wanted.sum(0), missing - wanted.sum(1)
+        taken = taken + wanted
+        left = left - wanted.sum(0)
+        missing = missing - wanted.sum(1)
     return _along_labels(labels, np.tile(np.arange(len(sizes)), q.shape[1]), taken.T.ravel())
 
 
 def shards(
-    labels: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " N"], draw: np.random.Generator, *, classes: int = 2
+    labels: Int[np.ndarray, " n"],
+    sizes: Int[np.ndarray, " N"],
+    draw: np.random.Generator,
+    *,
+    classes: int = 2,
 ) -> Int[np.ndarray, " n"]:
     """The samples, sorted by label, are cut into shards, of which every agent gets `classes` random ones.
 
@@ -57,13 +68,17 @@ def shards(
     if classes < 1:
         raise ConfigError(f"`classes` of the skew shards must be at least 1, got {classes}")
     parts = np.arange(classes)
-    lengths = sizes[:, None] // classes + (parts < sizes[:, None] % classes)  # [N, classes], each row sums to its size
+    lengths = sizes[:, None] // classes + (
+        parts < sizes[:, None] % classes
+    )  # [N, classes], each row sums to its size
     order = draw.permutation(lengths.size)
     return _along_labels(labels, order // classes, lengths.ravel()[order])
 
 
 def _along_labels(
-    labels: Int[np.ndarray, " n"], agents: Int[np.ndarray, " parts"], lengths: Int[np.ndarray, " parts"]
+    labels: Int[np.ndarray, " n"],
+    agents: Int[np.ndarray, " parts"],
+    lengths: Int[np.ndarray, " parts"],
 ) -> NDArray[np.int64]:
     """Who gets each sample, where parts of the samples sorted by label go to `agents`, one part after the other."""
     owners = np.empty(len(labels), np.int64)

@@ -25,7 +25,13 @@ from fedcb2o.experiments.config.settings import (
     TrainingSection,
 )
 from fedcb2o.experiments.config.tables import presets
-from fedcb2o.experiments.grid.definition import AXIS_KEYS, CELL_KEYS, AdversarySection, Grid, TuningSection
+from fedcb2o.experiments.grid.definition import (
+    AXIS_KEYS,
+    CELL_KEYS,
+    AdversarySection,
+    Grid,
+    TuningSection,
+)
 from fedcb2o.federated import (
     aggregation,
     algorithms,
@@ -62,7 +68,11 @@ _CATALOGUES: Mapping[str, ModuleType] = {
 
 _SECTION_NAMES = tuple(key for key, _, _ in COMPONENT_SECTIONS)
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # the latest that TOML's editors know
-_USER_FUNCTION = {"type": "string", "pattern": "^[^:]+:[^:]+$", "description": "a function of your own, package.module:function"}
+_USER_FUNCTION = {
+    "type": "string",
+    "pattern": "^[^:]+:[^:]+$",
+    "description": "a function of your own, package.module:function",
+}
 
 
 def schema() -> _Schema:
@@ -76,7 +86,10 @@ def schema() -> _Schema:
         **table,
         "if": {"not": {"required": ["extends"]}},
         "then": {"required": _required_keys(Experiment, "name"), "properties": own},
-        "definitions": {**_definitions(), **{f"{key}.needs": _required_parameters(key) for key in _SECTION_NAMES}},
+        "definitions": {
+            **_definitions(),
+            **{f"{key}.needs": _required_parameters(key) for key in _SECTION_NAMES},
+        },
     }
 
 
@@ -87,31 +100,46 @@ def grid_schema() -> _Schema:
     changes: _Schema = {"$ref": "#/definitions/changes"}
     several = {"type": "array", "items": changes, "minItems": 1}
     lists = {"tune": several, "strengths": several, "seeds": every["seeds"]}
-    own = {key: value for key, value in _section_properties(Grid).items() if key not in ("shared", "widened")}
+    own = {
+        key: value
+        for key, value in _section_properties(Grid).items()
+        if key not in ("shared", "widened")
+    }
     tuning = _section_properties(TuningSection)
-    tuning["attacks"]["items"] = {"anyOf": [{"type": "string"}, _object({"name": {"type": "string"}, **varied})]}
+    tuning["attacks"]["items"] = {
+        "anyOf": [{"type": "string"}, _object({"name": {"type": "string"}, **varied})]
+    }
     axes = {
         axis: {
             "type": "object",
-            "additionalProperties": _object({**varied, **{key: lists[key] for key in AXIS_KEYS.get(axis, ())}}),
+            "additionalProperties": _object(
+                {**varied, **{key: lists[key] for key in AXIS_KEYS.get(axis, ())}}
+            ),
         }
         for axis in ("settings", "defences", "attacks")
     }
     parts = {
         "tuning": _object(tuning, _required_keys(TuningSection)),
-        "adversary": _object(_section_properties(AdversarySection), _required_keys(AdversarySection)),
+        "adversary": _object(
+            _section_properties(AdversarySection), _required_keys(AdversarySection)
+        ),
     }
     return {
         "$schema": _DRAFT,
         "title": "A grid of fedcb2o",
-        **_object({"extends": _extends(), **varied, "seeds": every["seeds"], **own, **axes, **parts}),
+        **_object(
+            {"extends": _extends(), **varied, "seeds": every["seeds"], **own, **axes, **parts}
+        ),
         "required": _required_keys(Grid, "name", "shared"),
         "definitions": {**_definitions(), "changes": _object(varied)},
     }
 
 
 def _extends() -> _Schema:
-    return {"enum": list(presets()), "description": "The preset that this file changes, section by section."}
+    return {
+        "enum": list(presets()),
+        "description": "The preset that this file changes, section by section.",
+    }
 
 
 def _object(properties: _Schema, required: Sequence[str] = ()) -> _Schema:
@@ -123,20 +151,30 @@ def _object(properties: _Schema, required: Sequence[str] = ()) -> _Schema:
 def _section_properties(part: type[BaseModel], section: str = "") -> dict[str, _Schema]:
     """The keys of a section, or of the whole file."""
     return {
-        name: _with_description(_property(name, field.rebuild_annotation(), field.get_default(), section), f"{section}{name}")
+        name: _with_description(
+            _property(name, field.rebuild_annotation(), field.get_default(), section),
+            f"{section}{name}",
+        )
         for name, field in part.model_fields.items()
     }
 
 
 def _required_keys(part: type[BaseModel], *given: str) -> list[str]:
     """The keys of a section that it has to hold, but for those that are given otherwise."""
-    return [name for name, field in part.model_fields.items() if field.is_required() and name not in given]
+    return [
+        name
+        for name, field in part.model_fields.items()
+        if field.is_required() and name not in given
+    ]
 
 
 def _property(name: str, annotation: Any, default: Any, section: str) -> _Schema:
     inner = {each for each in _nested_annotations(annotation) if inspect.isclass(each)}
     if part := next((each for each in (AgentsSection, TrainingSection) if each in inner), None):
-        return {**_object(_section_properties(part, f"{name}.")), "description": _summary_line(part)}
+        return {
+            **_object(_section_properties(part, f"{name}.")),
+            "description": _summary_line(part),
+        }
     if not any(issubclass(each, Component) for each in inner):
         return _value_schema(annotation, default)
     if name in _SECTION_NAMES and not section:
@@ -158,16 +196,28 @@ def _nested_annotations(annotation: Any) -> Iterator[Any]:
 def _value_schema(annotation: Any, default: Any) -> _Schema:
     """What a value may be, by its annotation; anything, where TOML cannot say it."""
     try:
-        found = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True)).json_schema()
+        found = TypeAdapter(
+            annotation, config=ConfigDict(arbitrary_types_allowed=True)
+        ).json_schema()
     except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
         return {}
     if "$ref" in str(found):
         return {}
-    choices = [each for each in found.get("anyOf", ()) if each != {"type": "null"}]  # TOML has no null
+    choices = [
+        each for each in found.get("anyOf", ()) if each != {"type": "null"}
+    ]  # TOML has no null
     found = choices[0] if len(choices) == 1 else {**found, "anyOf": choices} if choices else found
-    found = {key: value for key, value in found.items() if key not in ("default", "format", "prefixItems")}
+    found = {
+        key: value
+        for key, value in found.items()
+        if key not in ("default", "format", "prefixItems")
+    }
     plain = isinstance(default, bool | int | float | str | tuple)
-    return {**found, "default": list(default) if isinstance(default, tuple) else default} if plain else found
+    return (
+        {**found, "default": list(default) if isinstance(default, tuple) else default}
+        if plain
+        else found
+    )
 
 
 def _with_description(found: _Schema, key: str) -> _Schema:
@@ -185,16 +235,29 @@ def _definitions() -> dict[str, _Schema]:
     for name, field in Experiment.model_fields.items():
         for part in _nested_annotations(field.annotation):
             if name in _SECTION_NAMES and inspect.isclass(part) and issubclass(part, Component):
-                more[name] = {key: each for key, each in _section_properties(part, f"{name}.").items() if key != "name"}
+                more[name] = {
+                    key: each
+                    for key, each in _section_properties(part, f"{name}.").items()
+                    if key != "name"
+                }
     scale = {"scale": {"type": "number", "exclusiveMinimum": 0, "default": 1.0}}
-    return {**{key: _function_table(key, more[key]) for key in _CATALOGUES}, "part": _function_table("criterion", scale)}
+    return {
+        **{key: _function_table(key, more[key]) for key in _CATALOGUES},
+        "part": _function_table("criterion", scale),
+    }
 
 
 def _function_choice(key: str, table: str | None = None) -> _Schema:
     """A name, or a table with a name; of a key whose room is not among ROOMS no more is known."""
     if key not in _CATALOGUES:
         return {"type": ["string", "object"]}
-    return {"anyOf": [{"enum": list(_catalogue(key))}, _USER_FUNCTION, {"$ref": f"#/definitions/{table or key}"}]}
+    return {
+        "anyOf": [
+            {"enum": list(_catalogue(key))},
+            _USER_FUNCTION,
+            {"$ref": f"#/definitions/{table or key}"},
+        ]
+    }
 
 
 def _function_table(key: str, more: _Schema) -> _Schema:
@@ -211,9 +274,13 @@ def _function_table(key: str, more: _Schema) -> _Schema:
     return {
         "type": "object",
         "properties": {
-            "name": {"anyOf": [*names, _USER_FUNCTION], "description": f"Which {key.replace('_', '-')}."},
+            "name": {
+                "anyOf": [*names, _USER_FUNCTION],
+                "description": f"Which {key.replace('_', '-')}.",
+            },
             **{
-                p: _with_description(each[0] if len(each) == 1 else {"anyOf": each}, f"{key}.{p}") for p, each in every.items()
+                p: _with_description(each[0] if len(each) == 1 else {"anyOf": each}, f"{key}.{p}")
+                for p, each in every.items()
             },
             **more,
         },
@@ -221,7 +288,10 @@ def _function_table(key: str, more: _Schema) -> _Schema:
             _if_named(
                 name,
                 _object(
-                    {p: True if p not in known or len(every[p]) == 1 else known[p] for p in ["name", *known, *more]}
+                    {
+                        p: True if p not in known or len(every[p]) == 1 else known[p]
+                        for p in ["name", *known, *more]
+                    }
                 ),
             )
             for name, known in typed.items()
@@ -235,7 +305,11 @@ def _required_parameters(key: str) -> _Schema:
     """What a section needs that extends nothing: a name, and the function's parameters without default."""
     found = []
     for name, function in _catalogue(key).items():
-        needed = [p for p, each in plugins.parameters(function).items() if each.default is inspect.Parameter.empty]
+        needed = [
+            p
+            for p, each in plugins.parameters(function).items()
+            if each.default is inspect.Parameter.empty
+        ]
         found += [_if_named(name, {"required": needed})] if needed else []
     return {"required": ["name"], **({"allOf": found} if found else {})}
 
@@ -246,15 +320,24 @@ def _if_named(name: str, then: _Schema) -> _Schema:
 
 def _catalogue(key: str) -> dict[str, Callable[..., Any]]:
     room = _CATALOGUES[key]
-    return {name: getattr(room, name) for name in sorted(room.__all__) if callable(getattr(room, name))}
+    return {
+        name: getattr(room, name) for name in sorted(room.__all__) if callable(getattr(room, name))
+    }
 
 
 def _parameter_schemas(function: Callable[..., Any]) -> dict[str, _Schema]:
     found: dict[str, _Schema] = {}
     for name, parameter in plugins.parameters(function).items():
         if parameter.annotation is combinations.Criteria:
-            found[name] = {"type": "array", "items": _function_choice("criterion", "part"), "minItems": 1}
-        elif name in _CATALOGUES and parameter.annotation in (plugins.PluginChoice, plugins.PluginChoice | None):
+            found[name] = {
+                "type": "array",
+                "items": _function_choice("criterion", "part"),
+                "minItems": 1,
+            }
+        elif name in _CATALOGUES and parameter.annotation in (
+            plugins.PluginChoice,
+            plugins.PluginChoice | None,
+        ):
             found[name] = _function_choice(name)
         else:
             found[name] = _value_schema(parameter.annotation, parameter.default)

@@ -33,7 +33,8 @@ class Message:
 
 def rejection_reason(message: Message, *, dim: int, n: int) -> str:
     """Why a message is not received in round `n` (alg:localAggregation, line 2); nothing where it is."""
-    theta, claim = message.theta, message.num_samples
+    theta = message.theta
+    claim = message.num_samples
     if not isinstance(theta, Tensor) or theta.layout is not torch.strided:
         return "it holds no dense tensor"
     if theta.dtype != torch.float32 or theta.shape != (dim,):
@@ -47,7 +48,9 @@ def rejection_reason(message: Message, *, dim: int, n: int) -> str:
     return ""
 
 
-def clip_claimed_samples(claims: Float[np.ndarray, " m"], max_samples: int) -> Float[np.ndarray, " m"]:
+def clip_claimed_samples(
+    claims: Float[np.ndarray, " m"], max_samples: int
+) -> Float[np.ndarray, " m"]:
     """How many samples peers that claim so many are believed to have trained on."""
     found: np.ndarray = np.minimum(claims, max_samples)
     return found
@@ -60,8 +63,12 @@ def max_abs(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarr
     """
     size = max(1, _NUMBERS_PER_CALL // models.shape[1])
     some = [gather_rows(models, rows[k : k + size]) for k in range(0, len(rows), size)]
-    ends = [torch.stack((each.amin(1), each.amax(1)), -1) for each in some]  # a quarter of the time of aminmax
-    sizes: np.ndarray = torch.cat(ends).cpu().abs().amax(1).double().numpy() if ends else np.zeros(0)
+    ends = [
+        torch.stack((each.amin(1), each.amax(1)), -1) for each in some
+    ]  # a quarter of the time of aminmax
+    sizes: np.ndarray = (
+        torch.cat(ends).cpu().abs().amax(1).double().numpy() if ends else np.zeros(0)
+    )
     return sizes
 
 

@@ -42,14 +42,19 @@ class Adversary:
     def members_by_role(self) -> dict[tuple[Knowledge, int], Int[np.ndarray, " n"]]:
         """The malicious agents of each cluster, "fellows", and its "benign" ones."""
         return {
-            (whose, k): np.flatnonzero((self.cluster == k) & (self.malicious == (whose == "fellows")))
+            (whose, k): np.flatnonzero(
+                (self.cluster == k) & (self.malicious == (whose == "fellows"))
+            )
             for k in range(self.num_clusters)
             for whose in ("fellows", "benign")
         }
 
-    def benign_adjacency(self, neighbours: tuple[Int[Tensor, " _k"], ...] | None) -> Bool[np.ndarray, "b b"]:
+    def benign_adjacency(
+        self, neighbours: tuple[Int[Tensor, " _k"], ...] | None
+    ) -> Bool[np.ndarray, "b b"]:
         """Which benign agents may ask which others of their own cluster."""
-        ids, cluster = self.benign_ids, self.cluster[self.benign_ids]
+        ids = self.benign_ids
+        cluster = self.cluster[self.benign_ids]
         links: np.ndarray = (cluster[:, None] == cluster) & ~np.eye(len(ids), dtype=bool)
         if neighbours is not None:
             links &= np.stack([np.isin(ids, neighbours[j].numpy()) for j in ids.tolist()])
@@ -64,12 +69,20 @@ class Adversary:
     ) -> tuple[CandidatePeers, CandidatePeers]:
         """The fellow attackers that some of them may ask, and the benign agents of their clusters."""
         clusters, which = np.unique(self.cluster[agents], return_inverse=True)
-        fellows, benign = ([self.members_by_role[whose, k] for k in clusters.tolist()] for whose in ("fellows", "benign"))
+        fellows, benign = (
+            [self.members_by_role[whose, k] for k in clusters.tolist()]
+            for whose in ("fellows", "benign")
+        )
         if neighbours is not None:
             near = [neighbours[j].numpy() for j in agents.tolist()]
             fellows, benign = (
-                [ids[np.isin(ids, mine)] for ids, mine in zip((side[k] for k in which), near, strict=True)]
+                [
+                    ids[np.isin(ids, mine)]
+                    for ids, mine in zip((side[k] for k in which), near, strict=True)
+                ]
                 for side in (fellows, benign)
             )
             which = np.arange(len(agents))
-        return CandidatePeers.from_lists(fellows, which, excluded=agents), CandidatePeers.from_lists(benign, which)
+        return CandidatePeers.from_lists(
+            fellows, which, excluded=agents
+        ), CandidatePeers.from_lists(benign, which)

@@ -52,15 +52,22 @@ class AgentData:
         attack."""
         x, y = self._gather(members, self.train)
         attack = self.attack
-        if attack.poison is None or not attack.is_poisoning(n) or not (bad := np.flatnonzero(self.malicious[members])).size:
+        if (
+            attack.poison is None
+            or not attack.is_poisoning(n)
+            or not (bad := np.flatnonzero(self.malicious[members])).size
+        ):
             return x, y
         ids = self.agents[members[bad]].tolist()
         draws = agent_streams(self.seed, "attack", agents=ids)
-        poison, told = attack.poison, "me" in plugins.positional_inputs(getattr(attack.poison, "func", attack.poison))
+        poison = attack.poison
+        told = "me" in plugins.positional_inputs(getattr(attack.poison, "func", attack.poison))
         places = torch.from_numpy(bad)
         shards = map(Shard, x[places].cpu().unbind(), y[places].cpu().unbind())
         made = [
-            validated_poison(poison, poison(shard, draw, me) if told else poison(shard, draw), shard)
+            validated_poison(
+                poison, poison(shard, draw, me) if told else poison(shard, draw), shard
+            )
             for shard, draw, me in zip(shards, draws, ids, strict=True)
         ]
         labels = torch.stack([each.y for each in made])
@@ -84,7 +91,10 @@ class AgentData:
         if self.own_tests is None:
             cluster = self.cluster[members]
             for k in np.unique(cluster).tolist():
-                yield members[cluster == k], Shard(rotate(self.test.x, k, self.num_clusters), self.test.y)
+                yield (
+                    members[cluster == k],
+                    Shard(rotate(self.test.x, k, self.num_clusters), self.test.y),
+                )
             return
         alone = self.own_tests.sizes[members] > 0
         for k in members[alone].tolist():
@@ -94,11 +104,18 @@ class AgentData:
 
     def common_test_set(self) -> Shard | None:
         """The samples that test everybody, where agents have others of their own too."""
-        return self.test.part(self.common_test) if self.common_test is not None and len(self.common_test) else None
+        return (
+            self.test.part(self.common_test)
+            if self.common_test is not None and len(self.common_test)
+            else None
+        )
 
     def _gather(self, members: Indices, sample_ids: Ragged) -> SampleBatch:
-        chosen = torch.from_numpy(sample_ids.values[sample_ids.flat_index(members)].reshape(len(members), -1))
-        x, cluster = self.samples.x[chosen], self.cluster[members]
+        chosen = torch.from_numpy(
+            sample_ids.values[sample_ids.flat_index(members)].reshape(len(members), -1)
+        )
+        x = self.samples.x[chosen]
+        cluster = self.cluster[members]
         for k in np.unique(cluster).tolist():
             theirs = torch.from_numpy(np.flatnonzero(cluster == k))
             if len(theirs) == len(cluster):

@@ -31,18 +31,31 @@ class BufferLayout:
 
     @classmethod
     def create(
-        cls, own: Int[np.ndarray, " a"], num_kept: int, malicious: Bool[np.ndarray, " a"], crafted_per_attacker: int, keep_previous: bool
+        cls,
+        own: Int[np.ndarray, " a"],
+        num_kept: int,
+        malicious: Bool[np.ndarray, " a"],
+        crafted_per_attacker: int,
+        keep_previous: bool,
     ) -> "BufferLayout":
         """`own` rows among so many that are `kept` from round to round, then `each` ones for every malicious agent,
         then those `before` the round."""
         ahead = malicious.cumsum() - malicious
         end = num_kept + crafted_per_attacker * int(malicious.sum())
         then = np.arange(end, end + len(own)) if keep_previous else None
-        return cls(own, num_kept + crafted_per_attacker * ahead, crafted_per_attacker, then, end + len(own) * keep_previous)
+        return cls(
+            own,
+            num_kept + crafted_per_attacker * ahead,
+            crafted_per_attacker,
+            then,
+            end + len(own) * keep_previous,
+        )
 
     def crafted_rows(self, k: int) -> slice:
         """The rows that the malicious agent in place k publishes."""
-        return slice(int(self.first_crafted[k]), int(self.first_crafted[k]) + self.crafted_per_attacker)
+        return slice(
+            int(self.first_crafted[k]), int(self.first_crafted[k]) + self.crafted_per_attacker
+        )
 
 
 @dataclass(frozen=True)
@@ -71,4 +84,8 @@ class AgentGroup:
 
     def references(self, members: Indices) -> list[Shaped[Tensor, "_k *features"]] | None:
         """Those of agents in some places."""
-        return [x for k in members.tolist() if (x := self.reference(k)) is not None] if self.spec.has_local_statistics else None
+        return (
+            [x for k in members.tolist() if (x := self.reference(k)) is not None]
+            if self.spec.has_local_statistics
+            else None
+        )

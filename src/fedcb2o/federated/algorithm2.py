@@ -14,7 +14,12 @@ from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.consensus_weights import assign_sample_weights_, assign_weights_
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.peer_sampling import forget_renamed, sample_benign_peers, sample_colluding_peers, split_by_role
+from fedcb2o.federated.peer_sampling import (
+    forget_renamed,
+    sample_benign_peers,
+    sample_colluding_peers,
+    split_by_role,
+)
 from fedcb2o.federated.ragged import Indices, Ragged
 from fedcb2o.federated.selection import update_likelihoods
 from fedcb2o.federated.validation import validate_batches
@@ -24,7 +29,9 @@ from fedcb2o.federated.validation import validate_batches
 class Engine(Protocol):
     """Who holds the agents, in parts of blocks, and answers `exchange`."""
 
-    def map_groups(self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()) -> list[Any]:
+    def map_groups(
+        self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+    ) -> list[Any]:
         """`function(block, places, *own, *common)` for each part of the agents, with what is its `own`."""
         ...
 
@@ -50,16 +57,28 @@ def local_aggregation_(
     What each part of them remembers then, what it chose, and whose models are finite in the end; `lap` hears when lines
     1 to 6, and 7, are done.
     """
-    asked = engine.map_groups(sample_peers, n, active, arguments=[[each.contacts for each in states]])  # line 1: A_n <- ProbSampling(P_n^j, M)
+    asked = engine.map_groups(
+        sample_peers, n, active, arguments=[[each.contacts for each in states]]
+    )  # line 1: A_n <- ProbSampling(P_n^j, M)
     received = engine.exchange(n, asked, deadline)  # line 2: download theta_n^i for i in A_n
-    decided = engine.map_groups(decide, n, active, arguments=[states, asked, received])  # lines 3 to 6
+    decided = engine.map_groups(
+        decide, n, active, arguments=[states, asked, received]
+    )  # lines 3 to 6
     on_step("aggregate")
-    finite = engine.mix_([choices for _, choices in decided])  # line 7: theta_n^j - lambda1 gamma (theta_n^j - m_j)
+    finite = engine.mix_(
+        [choices for _, choices in decided]
+    )  # line 7: theta_n^j - lambda1 gamma (theta_n^j - m_j)
     on_step("mix")
     return [memory for memory, _ in decided], [choices for _, choices in decided], finite
 
 
-def sample_peers(group: AgentGroup, members: Indices, contacts: ContactTable, n: int, active: Bool[np.ndarray, " N"]) -> Ragged:
+def sample_peers(
+    group: AgentGroup,
+    members: Indices,
+    contacts: ContactTable,
+    n: int,
+    active: Bool[np.ndarray, " N"],
+) -> Ragged:
     """Line 1 (alg:localAggregation): A_n; colluding attackers ask each other first (sec:experiments)."""
     benign, colluders = split_by_role(group, members, active)
     parts = []
@@ -72,10 +91,17 @@ def sample_peers(group: AgentGroup, members: Indices, contacts: ContactTable, n:
 
 
 def decide(
-    group: AgentGroup, members: Indices, state: AgentState, asked: Ragged, inbox: Inbox, n: int, active: Bool[np.ndarray, " N"]
+    group: AgentGroup,
+    members: Indices,
+    state: AgentState,
+    asked: Ragged,
+    inbox: Inbox,
+    n: int,
+    active: Bool[np.ndarray, " N"],
 ) -> tuple[AgentState, Decisions]:
     """Lines 3 to 6 (alg:localAggregation): what each agent remembers then, and how it weighs what it received."""
-    algorithm, choices = group.spec.algorithm, Decisions.empty(group.agents[members], asked, inbox)
+    algorithm = group.spec.algorithm
+    choices = Decisions.empty(group.agents[members], asked, inbox)
     benign, colluders = split_by_role(group, members, active)
     P = forget_renamed(group, state.contacts, n)
     judged, L = validate_batches(group, members, benign, inbox, n)  # line 3: L_j^i, i in A_n

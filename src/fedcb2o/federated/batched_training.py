@@ -29,7 +29,13 @@ from fedcb2o.federated.local_update import (
 from fedcb2o.federated.losses import cross_entropy, per_sample_losses
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.federated.run_spec import RunSpec
-from fedcb2o.nn.parameters import contiguous_leaves, gather_rows, is_contiguous_range, trainable_stack, unstack_views
+from fedcb2o.nn.parameters import (
+    contiguous_leaves,
+    gather_rows,
+    is_contiguous_range,
+    trainable_stack,
+    unstack_views,
+)
 from fedcb2o.rng import agent_streams
 
 MAX_BATCH_PARAMETERS = 2**19  # parameters of a team: with gradients and momentum 6 MiB
@@ -38,18 +44,27 @@ _MAX_BATCH_AGENTS = 64  # agents of a team, so that there are enough teams for t
 
 def plan_training_batches(spec: RunSpec, num_samples: Sequence[int]) -> list[list[int]]:
     """The `teams` of a run's agents."""
-    training, together = spec.training, spec.kernels.models_per_batch
+    training = spec.training
+    together = spec.kernels.models_per_batch
     batch = training.batch_size if together is not None and training.is_sample_independent else 1
     return training_batches(spec.module, spec.dim, num_samples, together, batch)
 
 
 def training_batches(
-    module: nn.Module, dim: int, num_samples: Sequence[int], models_per_batch: int | None = None, batch_size: int = 1
+    module: nn.Module,
+    dim: int,
+    num_samples: Sequence[int],
+    models_per_batch: int | None = None,
+    batch_size: int = 1,
 ) -> list[list[int]]:
     """Which agents train together: those with equally many batches of this size, at most so many of them `together`; by
     default as many as there is room for near the core of small dense networks, and of others each alone. Where
     there are more than one team takes, those with the nearest numbers of samples."""
-    size = models_per_batch or (max(1, min(_MAX_BATCH_AGENTS, MAX_BATCH_PARAMETERS // dim)) if dense_layers(module, dim) else 1)
+    size = models_per_batch or (
+        max(1, min(_MAX_BATCH_AGENTS, MAX_BATCH_PARAMETERS // dim))
+        if dense_layers(module, dim)
+        else 1
+    )
     alike: dict[int, list[int]] = {}
     for j, count in enumerate(num_samples):
         alike.setdefault(-(-count // batch_size), []).append(j)
@@ -57,30 +72,44 @@ def training_batches(
     return [sorted(same[i : i + size]) for same in ordered for i in range(0, len(same), size)]
 
 
-def train_(group: AgentGroup, members: Indices, n: int) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"]]:
+def train_(
+    group: AgentGroup, members: Indices, n: int
+) -> tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"]]:
     """LocalUpdate in round n for agents in some places, a team (alg:FedCB2O, line 3): their mean training losses, and
     the extents of their models then.
 
     What an attacker began with lies where it will craft, and what each agent began with where a rule looks for it.
     """
-    terms, pool, layout, attackers = group.spec, group.models, group.layout, group.adversary
+    terms = group.spec
+    pool = group.models
+    layout = group.layout
+    attackers = group.adversary
     rows = layout.own[members].tolist()
     for k, row in zip(members.tolist(), rows, strict=True):
         if attackers.attack.is_crafting(n) and group.data.malicious[k]:
             pool[layout.first_crafted[k]] = pool[row]
         if layout.previous is not None:
             pool[layout.previous[k]] = pool[row]
-    counts, (x, y) = group.data.train.sizes[members].tolist(), _padded_training_data(group, members, n)
+    counts, (x, y) = (
+        group.data.train.sizes[members].tolist(),
+        _padded_training_data(group, members, n),
+    )
     draws = agent_streams(terms.seed, "batches", n, agents=group.agents[members].tolist())
     with plugins.attribute_errors("model", terms.model):
-        if len(members) == 1 or terms.training.optimiser is not None:  # which may look at a model as a whole
+        if (
+            len(members) == 1 or terms.training.optimiser is not None
+        ):  # which may look at a model as a whole
             losses = [
-                local_update_(pool[i], terms.module, Shard(x[:count], y[:count]), terms.training, draw)
+                local_update_(
+                    pool[i], terms.module, Shard(x[:count], y[:count]), terms.training, draw
+                )
                 for i, x, y, count, draw in zip(rows, x, y, counts, draws, strict=True)
             ]
         else:
             thetas = gather_rows(pool, rows)
-            losses = batched_local_update_(thetas, terms.module, x, y, terms.training, draws, counts)
+            losses = batched_local_update_(
+                thetas, terms.module, x, y, terms.training, draws, counts
+            )
             if not is_contiguous_range(rows):
                 torch._foreach_copy_([pool[row] for row in rows], thetas.unbind())
     return np.array(losses), max_abs(pool, rows)
@@ -118,16 +147,20 @@ def batched_local_update_(
 
     A network that draws while it trains draws otherwise than one by one.
     """
-    dim, device = thetas.shape[1], thetas.device
+    dim = thetas.shape[1]
+    device = thetas.device
     tensors = trainable_stack(module, thetas)
     copied = device.type != "cpu"
     if copied:
         tensors = contiguous_leaves(tensors)
     parameters = [tensor for tensor in tensors if tensor.requires_grad]
     counts = counts or [x.shape[1]] * len(x)
-    x, steps = features(x), batched_mini_batches(counts, training, draws, device)
+    x = features(x)
+    steps = batched_mini_batches(counts, training, draws, device)
     everyone = torch.arange(len(x), device=device).unsqueeze(1)
-    outputs, losses, momentum = batched_forward(module, dim), [], list[Tensor]()
+    outputs = batched_forward(module, dim)
+    losses = []
+    momentum = list[Tensor]()
     with training_mode(module, training, draws[0], device.type):
         for chosen in steps:
             labels = y[everyone, chosen]
@@ -137,9 +170,13 @@ def batched_local_update_(
             if min(counts) == max(counts):
                 loss = each.mean(1)
             else:
-                again = chosen.diff(prepend=chosen.new_full((len(x), 1), -1)) == 0  # what fills a last batch up
+                again = (
+                    chosen.diff(prepend=chosen.new_full((len(x), 1), -1)) == 0
+                )  # what fills a last batch up
                 loss = each.masked_fill(again, 0.0).sum(1) / (~again).sum(1)
-            gradients = torch.autograd.grad(loss.sum(), parameters, allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(
+                loss.sum(), parameters, allow_unused=True, materialize_grads=True
+            )
             with torch.no_grad():
                 if momentum:
                     torch._foreach_mul_(momentum, training.momentum)
@@ -148,7 +185,9 @@ def batched_local_update_(
                     momentum = [gradient.clone() for gradient in gradients]
                 torch._foreach_add_(parameters, momentum, alpha=-training.lambda2 * training.gamma)
             losses.append(loss.detach())
-    for view, tensor in zip(unstack_views(module, thetas), tensors, strict=False):  # local statistics are not kept
+    for view, tensor in zip(
+        unstack_views(module, thetas), tensors, strict=False
+    ):  # local statistics are not kept
         if copied or not tensor.requires_grad:
             view.copy_(tensor.detach())
     return mean_loss(losses, (len(thetas),)).tolist()

@@ -31,7 +31,9 @@ class ContactTable:
     def from_contacts(cls, contacts: Sequence[Contacts]) -> "ContactTable":
         """The contacts of several agents."""
         ids = Ragged.from_arrays([each.ids.numpy() for each in contacts])
-        return cls(ids, np.concatenate([np.zeros(0), *(each.likelihood.numpy() for each in contacts)]))
+        return cls(
+            ids, np.concatenate([np.zeros(0), *(each.likelihood.numpy() for each in contacts)])
+        )
 
     @classmethod
     def empty(cls, count: int) -> "ContactTable":
@@ -43,7 +45,8 @@ class ContactTable:
         """The contacts of the agents of all parts, one part after the other."""
         likelihood = [one.likelihood for one in parts]
         return cls(
-            Ragged.concatenate([one.ids for one in parts]), likelihood[0] if len(parts) == 1 else np.concatenate(likelihood)
+            Ragged.concatenate([one.ids for one in parts]),
+            likelihood[0] if len(parts) == 1 else np.concatenate(likelihood),
         )
 
     def take(self, rows: Indices) -> "ContactTable":
@@ -61,12 +64,16 @@ class ContactTable:
         return len(self.ids)
 
     def __getitem__(self, k: int) -> Contacts:
-        ids, likelihood = self.ids[k], self.ids.with_values(self.likelihood)[k]
+        ids = self.ids[k]
+        likelihood = self.ids.with_values(self.likelihood)[k]
         return Contacts(torch.from_numpy(ids.copy()), torch.from_numpy(likelihood.copy()))
 
     def __iter__(self) -> Iterator[Contacts]:
         sizes = self.ids.sizes.tolist()
-        both = (torch.split(torch.from_numpy(values.copy()), sizes) for values in (self.ids.values, self.likelihood))
+        both = (
+            torch.split(torch.from_numpy(values.copy()), sizes)
+            for values in (self.ids.values, self.likelihood)
+        )
         return map(Contacts, *both)
 
 
@@ -86,18 +93,27 @@ class AgentState:
     @classmethod
     def concatenate(cls, parts: "Sequence[AgentState]") -> "AgentState":
         """That of the agents of all parts, one part after the other."""
-        return cls(ContactTable.concatenate([one.contacts for one in parts]), tuple(itertools.chain(*(one.rule_states for one in parts))))
+        return cls(
+            ContactTable.concatenate([one.contacts for one in parts]),
+            tuple(itertools.chain(*(one.rule_states for one in parts))),
+        )
 
-    def updated(self, rows: Indices, contacts: ContactTable, rule_states: Sequence[RuleState]) -> "AgentState":
+    def updated(
+        self, rows: Indices, contacts: ContactTable, rule_states: Sequence[RuleState]
+    ) -> "AgentState":
         """The same where agents in some places now remember whom they `met`, and all keep `states`."""
         if len(rows) < len(self):
             others = complement(rows, len(self))
-            contacts = ContactTable.concatenate([contacts, self.contacts.take(others)]).take(np.concatenate([rows, others]).argsort())
+            contacts = ContactTable.concatenate([contacts, self.contacts.take(others)]).take(
+                np.concatenate([rows, others]).argsort()
+            )
         return AgentState(contacts, tuple(rule_states))
 
     def take(self, rows: Indices) -> "AgentState":
         """That of the agents in some places, in their order."""
-        return AgentState(self.contacts.take(rows), tuple(self.rule_states[k] for k in rows.tolist()))
+        return AgentState(
+            self.contacts.take(rows), tuple(self.rule_states[k] for k in rows.tolist())
+        )
 
     def __len__(self) -> int:
         return len(self.contacts)
@@ -124,7 +140,8 @@ class CandidatePeers:
     ) -> "CandidatePeers":
         """Peers by lists of their ids, of which by default each agent has its own; each `but` for one of them, which
         may not be among them."""
-        list_index, lists = np.arange(len(ids)) if list_index is None else list_index, Ragged.from_arrays(ids)
+        list_index = np.arange(len(ids)) if list_index is None else list_index
+        lists = Ragged.from_arrays(ids)
         everyone = cls(lists, list_index, np.full(len(list_index), len(lists.values)))
         if excluded is None:
             return everyone
@@ -135,8 +152,12 @@ class CandidatePeers:
     def including_self(self, agents: Int[np.ndarray, " a"]) -> "CandidatePeers":
         """These and, for each agent, itself."""
         if (self.excluded < self.lists.sizes[self.list_index]).all():
-            return dataclasses.replace(self, excluded=np.full_like(self.excluded, len(self.lists.values)))
-        return CandidatePeers.from_lists([np.union1d(self.ids(k), agents[k : k + 1]) for k in range(len(agents))])
+            return dataclasses.replace(
+                self, excluded=np.full_like(self.excluded, len(self.lists.values))
+            )
+        return CandidatePeers.from_lists(
+            [np.union1d(self.ids(k), agents[k : k + 1]) for k in range(len(agents))]
+        )
 
     @property
     def counts(self) -> Int[np.ndarray, " a"]:
@@ -149,14 +170,19 @@ class CandidatePeers:
         found = self.lists[int(self.list_index[k])]
         return np.delete(found, self.excluded[k]) if self.excluded[k] < len(found) else found.copy()
 
-    def find(self, agents: Indices, ids: Int[np.ndarray, " k"]) -> tuple[Bool[np.ndarray, " k"], Int[np.ndarray, " f"]]:
+    def find(
+        self, agents: Indices, ids: Int[np.ndarray, " k"]
+    ) -> tuple[Bool[np.ndarray, " k"], Int[np.ndarray, " f"]]:
         """Which of some ids are among the peers of the agents in some places, and where those are, counted from 0."""
-        keys, wanted, which = self.lists.values, ids, self.list_index[agents]
+        keys = self.lists.values
+        wanted = ids
+        which = self.list_index[agents]
         if not len(keys) or not len(ids):
             return np.zeros(len(ids), dtype=bool), np.zeros(0, np.int64)
         if len(self.lists) > 1:
             span = 1 + max(int(keys.max()), int(ids.max()))
-            keys, wanted = self.lists.row_ids * span + keys, which * span + ids
+            keys = self.lists.row_ids * span + keys
+            wanted = which * span + ids
         places = keys.searchsorted(wanted)
         found: np.ndarray = keys.take(places, mode="clip") == wanted
         places -= self.lists.offsets[which]
@@ -168,7 +194,9 @@ class CandidatePeers:
     def ids_at(self, agents: Indices, positions: Int[np.ndarray, " k"]) -> Int[np.ndarray, " k"]:
         """The ids of what agents have in some places, counted from 0."""
         starts = self.lists.offsets[self.list_index[agents]]
-        found: np.ndarray = self.lists.values[starts + positions + (positions >= self.excluded[agents])]
+        found: np.ndarray = self.lists.values[
+            starts + positions + (positions >= self.excluded[agents])
+        ]
         return found
 
 

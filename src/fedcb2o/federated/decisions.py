@@ -25,7 +25,9 @@ class Inbox:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def group_by_size(self, members: Indices, *keys: Int[np.ndarray, " a"]) -> Iterator[tuple[Indices, Indices, Received]]:
+    def group_by_size(
+        self, members: Indices, *keys: Int[np.ndarray, " a"]
+    ) -> Iterator[tuple[Indices, Indices, Received]]:
         """Of agents in some places, those that received equally many models (and are alike in numbers that all agents
         have): their places, where these models lie, and the models [a, m]."""
         kind = np.zeros(len(members), np.int64)
@@ -35,7 +37,13 @@ class Inbox:
             those = members[kind == k]
             where = self.ids.flat_index(those)
             parts = (self.ids.values, self.rows, self.num_samples, self.round)
-            yield those, where, Received(*(torch.from_numpy(each[where].reshape(len(those), -1)) for each in parts))
+            yield (
+                those,
+                where,
+                Received(
+                    *(torch.from_numpy(each[where].reshape(len(those), -1)) for each in parts)
+                ),
+            )
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,10 @@ class Decisions:
             asked=Ragged.concatenate([one.asked for one in parts]).take(order),
             received=received.take(order),
             **{name: whole(name)[received.flat_index(order)] for name in ("rows", "weights")},
-            **{name: whole(name)[order] for name in ("own_weight", "factor", "own_loss", "previous_weight", "f")},
+            **{
+                name: whole(name)[order]
+                for name in ("own_weight", "factor", "own_loss", "previous_weight", "f")
+            },
             reductions={j: each for one in parts for j, each in one.reductions.items()},
         )
 

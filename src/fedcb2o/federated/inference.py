@@ -20,11 +20,23 @@ from fedcb2o.data._dataset import Shard, features
 from fedcb2o.federated.losses import Loss, per_sample_losses
 from fedcb2o.federated.types import Losses, ScalarObjective
 from fedcb2o.nn import batch_norm
-from fedcb2o.nn.parameters import agent_state, bind_, empty_local_statistics, gather_rows, unstack_views
+from fedcb2o.nn.parameters import (
+    agent_state,
+    bind_,
+    empty_local_statistics,
+    gather_rows,
+    unstack_views,
+)
 
-_MAX_BATCH_PARAMETERS = 2**21  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
-MAX_BATCH_INPUTS = 2**20  # numbers in the samples of several agents, once for each of their models, in one product: 4 MiB
-SAMPLES_PER_PASS = 128  # samples that go through a network at once: their activations stay near a core's cache
+_MAX_BATCH_PARAMETERS = (
+    2**21
+)  # parameters of the models that are evaluated in one product: 8 MiB, small beside any copy of a pool
+MAX_BATCH_INPUTS = (
+    2**20
+)  # numbers in the samples of several agents, once for each of their models, in one product: 4 MiB
+SAMPLES_PER_PASS = (
+    128  # samples that go through a network at once: their activations stay near a core's cache
+)
 
 LossAverage = Literal["samples", "batches"]
 Reference = Shaped[Tensor, "k *features"]
@@ -63,7 +75,9 @@ def logits(
     with torch.no_grad():
         found = [
             torch.cat([network(features(part).unsqueeze(0)) for part in parts], 1)
-            for _, network in _networks(module, models, rows, models_per_batch, reference, interpolation)
+            for _, network in _networks(
+                module, models, rows, models_per_batch, reference, interpolation
+            )
         ]
     return torch.cat(found)
 
@@ -77,7 +91,8 @@ def logits_per_model(
     reference: Reference | None = None,
 ) -> Float[Tensor, "m n *C"]:
     """The outputs of m models on n samples each, otherwise as `logits`."""
-    found, rest = [], x
+    found = []
+    rest = x
     with torch.no_grad():
         for k, network in _networks(module, models, rows, models_per_batch, reference):
             found.append(network(rest[:k]))
@@ -96,10 +111,12 @@ def input_gradients(
 ) -> Float[Tensor, "m n *features"]:
     """The gradients, with respect to each of n samples of each of m models, of what `of` makes of its outputs, which
     are those of `logits_of_own`."""
-    found, rest = [], x
+    found = []
+    rest = x
     with torch.enable_grad():
         for k, network in _networks(module, models, rows, models_per_batch, reference):
-            seen, rest = rest[:k].detach().clone().requires_grad_(), rest[k:]
+            seen = rest[:k].detach().clone().requires_grad_()
+            rest = rest[k:]
             outputs = network(seen)
             with plugins.attribute_errors("function of", "gradients_of"):
                 total = objective(outputs).sum()
@@ -142,7 +159,11 @@ def _interpolate(
     pool: Float[Tensor, "p d"], models: Float[Tensor, "*m d"], interpolation: Interpolation | None
 ) -> Float[Tensor, "*m d"]:
     """The models themselves, or where the way `towards` them leads from one model."""
-    return models if interpolation is None else torch.lerp(pool[interpolation.own], models, interpolation.share)
+    return (
+        models
+        if interpolation is None
+        else torch.lerp(pool[interpolation.own], models, interpolation.share)
+    )
 
 
 def batched_forward(module: nn.Module, dim: int) -> _BatchedForward:
@@ -170,7 +191,9 @@ def _vmapped(module: nn.Module) -> _BatchedForward:
         outputs: Tensor = functional_call(module, given, (x,), tie_weights=False)
         return outputs
 
-    def outputs(parameters: Sequence[Float[Tensor, "m ..."]], x: Float[Tensor, "k n *features"]) -> Tensor:
+    def outputs(
+        parameters: Sequence[Float[Tensor, "m ..."]], x: Float[Tensor, "k n *features"]
+    ) -> Tensor:
         shared = len(x) < len(parameters[0])
         of_each = vmap(one, in_dims=(0, None if shared else 0), randomness="different")
         found: Float[Tensor, "m n *C"] = of_each(list(parameters), x[0] if shared else x)
@@ -183,22 +206,29 @@ def dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
     """The layers of a network that `dense_logits` can read: flattened samples, dense layers with a bias, none of
     them twice, and ReLU; of any other network none."""
     layers = list(module) if type(module) is nn.Sequential else []
-    plain = all(type(p) in (nn.Flatten, nn.ReLU) or (type(p) is nn.Linear and p.bias is not None) for p in layers)
+    plain = all(
+        type(p) in (nn.Flatten, nn.ReLU) or (type(p) is nn.Linear and p.bias is not None)
+        for p in layers
+    )
     once = sum(p.numel() for layer in layers for p in layer.parameters()) == dim
     return layers if plain and once and type(layers[0]) is nn.Flatten else []
 
 
 def _dense_logits(
-    layers: list[nn.Module], parameters: Sequence[Float[Tensor, "m ..."]], x: Float[Tensor, "k n *features"]
+    layers: list[nn.Module],
+    parameters: Sequence[Float[Tensor, "m ..."]],
+    x: Float[Tensor, "k n *features"],
 ) -> Float[Tensor, "m n C"]:
     """The outputs of m networks, each on its own n samples or all on the same (k = 1), from their weights [m, out, in]
     and biases [m, out]."""
-    h, given = x.expand(len(parameters[0]), *x.shape[1:]).flatten(2), iter(parameters)
+    h = x.expand(len(parameters[0]), *x.shape[1:]).flatten(2)
+    given = iter(parameters)
     for layer in layers:
         if isinstance(layer, nn.ReLU):
             h = h.relu()
         elif isinstance(layer, nn.Linear):
-            weight, bias = next(given), next(given)
+            weight = next(given)
+            bias = next(given)
             h = torch.baddbmm(bias.unsqueeze(1), h, weight.mT)
     return h
 
@@ -258,7 +288,9 @@ def per_agent_losses(
     (a, m), n = rows.shape, y.shape[1]
     outputs = models.new_zeros(a, 0, n, num_classes)
     if m:
-        outputs = _per_agent_logits(module, models, rows, x, models_per_batch, references, interpolation)
+        outputs = _per_agent_logits(
+            module, models, rows, x, models_per_batch, references, interpolation
+        )
     certain = lost = outputs.new_full((a, m, n), torch.nan)
     if num_classes > 1:
         log_p = F.log_softmax(outputs, dim=-1)
@@ -269,12 +301,15 @@ def per_agent_losses(
             targets = y.unsqueeze(1).expand(a, m, *y.shape[1:])
             lost = per_sample_losses(loss, outputs, targets, 3).to(outputs.dtype)
     losses, certain = torch.stack([lost, certain]).cpu().double()
-    losses, entropy = losses.nan_to_num(nan=torch.inf, posinf=torch.inf), -certain.mean(-1)
+    losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    entropy = -certain.mean(-1)
     y = y.cpu() if num_classes > 1 else torch.zeros(a, n, dtype=torch.int64)
     parts = torch.split(losses, batch_size, dim=-1) if average == "batches" else (losses,)
     mean = torch.stack([part.mean(-1) for part in parts]).mean(0)
     counts = F.one_hot(y, num_classes).sum(1)
-    by_class = losses.new_zeros(a, m, num_classes).scatter_add_(-1, y.unsqueeze(1).expand(a, m, n), losses)
+    by_class = losses.new_zeros(a, m, num_classes).scatter_add_(
+        -1, y.unsqueeze(1).expand(a, m, n), losses
+    )
     by_class /= counts.clamp(min=1).unsqueeze(1)
     return Losses(mean, by_class, counts > 0, entropy, losses, y)
 
@@ -291,20 +326,38 @@ def _per_agent_logits(
     """The outputs of m models for each agent on its own samples: those of several agents in one program too."""
     (a, m), dim = rows.shape, pool.shape[1]
     dense = bool(dense_layers(module, dim))
-    size = ((_MAX_BATCH_PARAMETERS // dim if dense else 1) if models_per_batch is None else models_per_batch) // m
+    size = (
+        (_MAX_BATCH_PARAMETERS // dim if dense else 1)
+        if models_per_batch is None
+        else models_per_batch
+    ) // m
     size = min(size, MAX_BATCH_INPUTS // max(1, m * x[0].numel())) if dense else size
     if a == 1 or size < 2 or references is not None:
-        froms = [None] * a if interpolation is None else [Interpolation(own, interpolation.share) for own in interpolation.own]
+        froms = (
+            [None] * a
+            if interpolation is None
+            else [Interpolation(own, interpolation.share) for own in interpolation.own]
+        )
         each = zip(rows, x, [None] * a if references is None else references, froms, strict=True)
         return torch.stack(
-            [logits(module, pool, row, one, models_per_batch, reference, way) for row, one, reference, way in each]
+            [
+                logits(module, pool, row, one, models_per_batch, reference, way)
+                for row, one, reference, way in each
+            ]
         )
     module.eval()
     with torch.no_grad():
-        at_once, found = batched_forward(module, dim), []
+        at_once = batched_forward(module, dim)
+        found = []
         starts = rows[:, 0] if interpolation is None else interpolation.own
-        for some, own, seen in zip(*(torch.split(each, size) for each in (rows, starts, x)), strict=True):
-            way = None if interpolation is None else Interpolation(own.repeat_interleave(m), interpolation.share)
+        for some, own, seen in zip(
+            *(torch.split(each, size) for each in (rows, starts, x)), strict=True
+        ):
+            way = (
+                None
+                if interpolation is None
+                else Interpolation(own.repeat_interleave(m), interpolation.share)
+            )
             models = pool.index_select(0, some.flatten().to(pool.device))
             parameters = unstack_views(module, _interpolate(pool, models, way))
             seen = features(seen).repeat_interleave(m, 0)
@@ -330,7 +383,15 @@ def confusion_matrices(
     """
     m = len(rows)
     counts = torch.zeros(m, num_classes * num_classes, dtype=torch.int64)
-    predicted = _measure_on_test_set(module, models, rows, test, lambda outputs, _: outputs.argmax(-1), models_per_batch, references)
+    predicted = _measure_on_test_set(
+        module,
+        models,
+        rows,
+        test,
+        lambda outputs, _: outputs.argmax(-1),
+        models_per_batch,
+        references,
+    )
     pairs = test.y.cpu() * num_classes + predicted
     return counts.scatter_add_(1, pairs, torch.ones_like(pairs)).view(m, num_classes, num_classes)
 
@@ -348,7 +409,9 @@ def mean_test_losses(
     `references` are those of `confusion`."""
 
     def lost(outputs: Tensor, y: Tensor) -> Tensor:
-        return per_sample_losses(loss, outputs, y.unsqueeze(0).expand(len(outputs), *y.shape), 2).double()
+        return per_sample_losses(
+            loss, outputs, y.unsqueeze(0).expand(len(outputs), *y.shape), 2
+        ).double()
 
     losses = _measure_on_test_set(module, models, rows, test, lost, models_per_batch, references)
     return losses.mean(1).nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -364,12 +427,19 @@ def _measure_on_test_set(
     references: Sequence[Reference] | None,
 ) -> Shaped[Tensor, "m n"]:
     """What `measure` makes of the outputs [k, n, C] of models and of the targets [n], some test samples at a time."""
-    alone = [(rows, None)] if references is None else zip(torch.split(rows, 1), references, strict=True)
+    alone = (
+        [(rows, None)] if references is None else zip(torch.split(rows, 1), references, strict=True)
+    )
     found = []
     for some, reference in alone:
-        size = SAMPLES_PER_PASS if reference is None else len(test)  # what is estimated on a reference is, once
+        size = (
+            SAMPLES_PER_PASS if reference is None else len(test)
+        )  # what is estimated on a reference is, once
         parts = zip(torch.split(test.x, size), torch.split(test.y, size), strict=True)
         with torch.no_grad():
-            each = [measure(logits(module, models, some, x, models_per_batch, reference), y).cpu() for x, y in parts]
+            each = [
+                measure(logits(module, models, some, x, models_per_batch, reference), y).cpu()
+                for x, y in parts
+            ]
         found.append(torch.cat(each, 1))
     return torch.cat(found)

@@ -51,13 +51,21 @@ class Training:
     is_sample_independent: bool = False
 
 
-def mini_batches(n: int, training: Training, draw: np.random.Generator) -> list[Int[np.ndarray, " b"]]:
+def mini_batches(
+    n: int, training: Training, draw: np.random.Generator
+) -> list[Int[np.ndarray, " b"]]:
     """The sample numbers of each mini-batch of one LocalUpdate (alg:FedCB2O): every epoch anew, the last short."""
-    return [chosen[0].numpy() for chosen in batched_mini_batches([n], training, [draw], torch.device("cpu"))]
+    return [
+        chosen[0].numpy()
+        for chosen in batched_mini_batches([n], training, [draw], torch.device("cpu"))
+    ]
 
 
 def batched_mini_batches(
-    counts: Sequence[int], training: Training, draws: Sequence[np.random.Generator], device: torch.device
+    counts: Sequence[int],
+    training: Training,
+    draws: Sequence[np.random.Generator],
+    device: torch.device,
 ) -> tuple[Int[Tensor, "a b"], ...]:
     """The same of some agents with so many samples each, of which each makes equally many batches; they move to the
     device at once.
@@ -69,10 +77,14 @@ def batched_mini_batches(
     epoch = [training.batch_size] * full + [rest] * (rest > 0)
     if full and rest == 1 and not training.accepts_single_sample:
         epoch[-2:] = [training.batch_size + 1]
-    steps = training.local_epochs * len(epoch) if training.local_steps is None else training.local_steps
+    steps = (
+        training.local_epochs * len(epoch) if training.local_steps is None else training.local_steps
+    )
     epochs = -(-steps // max(1, len(epoch)))
     drawn = [
-        np.pad(draw.permutation(count), (0, n - count), "edge") if count < n else draw.permutation(n)
+        np.pad(draw.permutation(count), (0, n - count), "edge")
+        if count < n
+        else draw.permutation(n)
         for count, draw in zip(counts, draws, strict=True)
         for _ in range(epochs)
     ]
@@ -84,7 +96,9 @@ def batched_mini_batches(
 
 
 @contextlib.contextmanager
-def training_mode(module: nn.Module, training: Training, draw: np.random.Generator, device: str) -> Iterator[None]:
+def training_mode(
+    module: nn.Module, training: Training, draw: np.random.Generator, device: str
+) -> Iterator[None]:
     """Within it a module trains: it draws what it draws (dropout) from a generator of its own, and products on a CUDA
     device are rounded as `training.precision` says."""
     batch_norm.train_(module)
@@ -106,7 +120,11 @@ def allow_tf32(tf32: bool, device: str) -> Iterator[None]:
     key: str = "allow_tf32"
     value: bool | str = tf32
     if hasattr(torch.backends.cudnn, "conv"):  # PyTorch 2.9 and later
-        backends[1], key, value = torch.backends.cudnn.conv, "fp32_precision", ("ieee", "tf32")[tf32]
+        backends[1], key, value = (
+            torch.backends.cudnn.conv,
+            "fp32_precision",
+            ("ieee", "tf32")[tf32],
+        )
     before = [getattr(backend, key) for backend in backends]
     try:
         for backend in backends:
@@ -119,17 +137,31 @@ def allow_tf32(tf32: bool, device: str) -> Iterator[None]:
 
 def autocast(precision: Precision, device: str) -> contextlib.AbstractContextManager[Any]:
     """Within it the products of a network are in bfloat16, where the precision says so."""
-    return torch.autocast(device, torch.bfloat16) if precision == "bfloat16" else contextlib.nullcontext()
+    return (
+        torch.autocast(device, torch.bfloat16)
+        if precision == "bfloat16"
+        else contextlib.nullcontext()
+    )
 
 
-def mean_loss(losses: Sequence[Float[Tensor, "*k"]], shape: tuple[int, ...] = ()) -> Float[Tensor, "*k"]:
+def mean_loss(
+    losses: Sequence[Float[Tensor, "*k"]], shape: tuple[int, ...] = ()
+) -> Float[Tensor, "*k"]:
     """The mean over steps, in float64 on the CPU: losses that lie on a device move here once."""
-    found = torch.stack(list(losses)).cpu().double() if losses else torch.zeros(1, *shape, dtype=torch.float64)
+    found = (
+        torch.stack(list(losses)).cpu().double()
+        if losses
+        else torch.zeros(1, *shape, dtype=torch.float64)
+    )
     return found.cumsum(0)[-1] / max(1, len(losses))
 
 
 def local_update_(
-    theta: Float[Tensor, " d"], module: nn.Module, shard: Shard, training: Training, draw: np.random.Generator
+    theta: Float[Tensor, " d"],
+    module: nn.Module,
+    shard: Shard,
+    training: Training,
+    draw: np.random.Generator,
 ) -> float:
     """Train `theta` in place on `shard` (alg:FedCB2O, LocalUpdate); the mean of the mini-batch losses.
 
@@ -137,13 +169,19 @@ def local_update_(
     """
     bind_(module, theta)
     parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-    x, steps, losses = features(shard.x), batched_mini_batches([len(shard)], training, [draw], theta.device), []
-    own, lr = training.optimiser, training.lambda2 * training.gamma
-    step = _sgd(parameters, lr, training.momentum) if own is None else make_step(own, parameters, lr)
+    x = features(shard.x)
+    steps = batched_mini_batches([len(shard)], training, [draw], theta.device)
+    losses = []
+    own = training.optimiser
+    lr = training.lambda2 * training.gamma
+    step = (
+        _sgd(parameters, lr, training.momentum) if own is None else make_step(own, parameters, lr)
+    )
     with training_mode(module, training, draw, theta.device.type):
         for (chosen,) in steps:
             with autocast(training.precision, theta.device.type):
-                found, labels = module(x[chosen]), shard.y[chosen]
+                found = module(x[chosen])
+                labels = shard.y[chosen]
                 if training.loss is None:
                     loss = F.cross_entropy(found, labels)
                 else:

@@ -26,12 +26,16 @@ def cross_entropy(
     return F.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
 
 
-def squared_error(outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]) -> Float[Tensor, " n"]:
+def squared_error(
+    outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]
+) -> Float[Tensor, " n"]:
     """The squared difference, the mean over the numbers of a sample."""
     return _mean_per_sample(_difference(outputs, targets).square())
 
 
-def absolute_error(outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]) -> Float[Tensor, " n"]:
+def absolute_error(
+    outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]
+) -> Float[Tensor, " n"]:
     """The absolute difference, the mean over the numbers of a sample."""
     return _mean_per_sample(_difference(outputs, targets).abs())
 
@@ -61,8 +65,16 @@ def per_sample_losses(
     returns one number for each."""
     shape = targets.shape[:num_axes]
     found = loss(outputs.flatten(0, num_axes - 1), targets.flatten(0, num_axes - 1))
-    if not isinstance(found, Tensor) or found.shape != (shape.numel(),) or not found.is_floating_point():
-        got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    if (
+        not isinstance(found, Tensor)
+        or found.shape != (shape.numel(),)
+        or not found.is_floating_point()
+    ):
+        got = (
+            f"shape {tuple(found.shape)}"
+            if isinstance(found, Tensor)
+            else f"a {type(found).__name__}"
+        )
         raise ConfigError(
             f"the {display_name('loss', loss)} returned {got} for {shape.numel()} samples, expected a number for each"
         )

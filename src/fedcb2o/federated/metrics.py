@@ -77,10 +77,14 @@ class AttackGoal:
 
     def source_accuracy(self, confusion: Int[Tensor, "C C"]) -> float | None:
         """Source-class accuracy, the mean over the sources that were tested; None where there is none."""
-        found = [source_accuracy(confusion, source) for source in self.sources if confusion[source].any()]
+        found = [
+            source_accuracy(confusion, source) for source in self.sources if confusion[source].any()
+        ]
         return sum(found) / len(found) if found else None
 
-    def success_rate(self, confusion: Int[Tensor, "C C"], triggered: Int[Tensor, "C C"] | None = None) -> float | None:
+    def success_rate(
+        self, confusion: Int[Tensor, "C C"], triggered: Int[Tensor, "C C"] | None = None
+    ) -> float | None:
         """Attack success rate: the mean over the pairs, or of all classes but the target, `triggered` for a backdoor.
 
         None where there is no target, or none of the classes that are to be taken for it was tested.
@@ -89,7 +93,11 @@ class AttackGoal:
             seen = confusion if triggered is None else triggered
             others = seen.sum() - seen[self.targets[0]].sum()
             return false_positive_share(seen, self.targets[0]) if others else None
-        pairs = [pair for pair in zip(self.sources, self.targets, strict=False) if confusion[pair[0]].any()]
+        pairs = [
+            pair
+            for pair in zip(self.sources, self.targets, strict=False)
+            if confusion[pair[0]].any()
+        ]
         found = [attack_success_rate(confusion, source, target) for source, target in pairs]
         return sum(found) / len(found) if found else None
 
@@ -97,7 +105,8 @@ class AttackGoal:
 def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, float | None]:
     """All metrics of one agent's model by their names, None where one does not apply; those that are not there for
     every kind of data only where they are."""
-    own, common = result.own.confusion, result.common
+    own = result.own.confusion
+    common = result.common
     found = {
         "accuracy": None if own is None else accuracy(own),
         "source_accuracy": None if own is None else goal.source_accuracy(own),
@@ -106,5 +115,8 @@ def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, flo
     others: dict[str, float | None] = {"test_loss": result.own.loss}
     if common is not None:
         confused = common.confusion
-        others |= {"global_accuracy": None if confused is None else accuracy(confused), "global_loss": common.loss}
+        others |= {
+            "global_accuracy": None if confused is None else accuracy(confused),
+            "global_loss": common.loss,
+        }
     return found | {name: value for name, value in others.items() if value is not None}

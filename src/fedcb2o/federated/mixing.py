@@ -15,10 +15,16 @@ from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.types import Reduction
 from fedcb2o.nn.parameters import is_contiguous_range, row_stride
 
-_TILE_COLUMNS = 2048  # columns of the models that are mixed at once: N of them stay in a core's cache
-REDUCTION_TILE_COLUMNS = 8192  # the same where rules work on columns, which costs some calls for each block
+_TILE_COLUMNS = (
+    2048  # columns of the models that are mixed at once: N of them stay in a core's cache
+)
+REDUCTION_TILE_COLUMNS = (
+    8192  # the same where rules work on columns, which costs some calls for each block
+)
 _AFTER_EVERY_ID = 2**62  # after every id
-_DEVICE_TILE_COLUMNS = 2**16  # the same on another device than the CPU, where calls cost more and caches less
+_DEVICE_TILE_COLUMNS = (
+    2**16
+)  # the same on another device than the CPU, where calls cost more and caches less
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,9 @@ class MixingMatrix:
         return REDUCTION_TILE_COLUMNS if self.reductions else _TILE_COLUMNS
 
 
-def mixing_matrix(decisions: Decisions, own: Int[np.ndarray, " a"], previous: Int[np.ndarray, " a"] | None = None) -> MixingMatrix:
+def mixing_matrix(
+    decisions: Decisions, own: Int[np.ndarray, " a"], previous: Int[np.ndarray, " a"] | None = None
+) -> MixingMatrix:
     """W with theta_{n+1} = W theta_n for agents whose models lie in the rows `own`, and what they had before the round
     in the rows `before`: row j is (1 - f) e_j + f mu_j (eq:local_agg_update), f their factor.
 
@@ -49,20 +57,40 @@ def mixing_matrix(decisions: Decisions, own: Int[np.ndarray, " a"], previous: In
     they lie, so that it has the same bits in every pool. Weights of zero are not stored, so that what is not trusted
     cannot even be not a number.
     """
-    ids, owner, factor, rest = decisions.agents, decisions.received.row_ids, decisions.factor, np.nan_to_num(decisions.previous_weight)
+    ids = decisions.agents
+    owner = decisions.received.row_ids
+    factor = decisions.factor
+    rest = np.nan_to_num(decisions.previous_weight)
     total = np.bincount(owner, decisions.weights, len(ids)) + decisions.own_weight + rest
-    moves = (total > 0) & ~np.isin(ids, list(decisions.reductions))  # a rule on columns has no weights, or shows some
+    moves = (total > 0) & ~np.isin(
+        ids, list(decisions.reductions)
+    )  # a rule on columns has no weights, or shows some
     share = np.where(moves, 1 - factor + factor * decisions.own_weight, 1.0)
-    of, agents = moves[owner], np.arange(len(ids))
-    sender, row, weight = decisions.received.values[of], decisions.rows[of], (factor[owner] * decisions.weights)[of]
+    of = moves[owner]
+    agents = np.arange(len(ids))
+    sender = decisions.received.values[of]
+    row = decisions.rows[of]
+    weight = (factor[owner] * decisions.weights)[of]
     parts = [(agents, ids, own, share), (owner[of], sender, row, weight)]
     if previous is not None:
-        parts.append((agents[moves], np.full(moves.sum(), _AFTER_EVERY_ID), previous[moves], (factor * rest)[moves]))
+        parts.append(
+            (
+                agents[moves],
+                np.full(moves.sum(), _AFTER_EVERY_ID),
+                previous[moves],
+                (factor * rest)[moves],
+            )
+        )
     owner, key, columns, values = (np.concatenate(each) for each in zip(*parts, strict=True))
     order = np.lexsort((key, owner))
-    owner, key, columns, values = owner[order], key[order], columns[order], values[order]
+    owner = owner[order]
+    key = key[order]
+    columns = columns[order]
+    values = values[order]
     first = np.flatnonzero(np.diff(owner, prepend=-1) | np.diff(key, prepend=-1))
-    values = np.add.reduceat(values, first).astype(np.float32)  # an agent that drew itself has two parts
+    values = np.add.reduceat(values, first).astype(
+        np.float32
+    )  # an agent that drew itself has two parts
     kept = values != 0
     starts = np.searchsorted(owner[first][kept], np.arange(len(ids) + 1))
     places = ids.searchsorted(np.array(list(decisions.reductions), np.int64)).tolist()
@@ -71,18 +99,33 @@ def mixing_matrix(decisions: Decisions, own: Int[np.ndarray, " a"], previous: In
     return MixingMatrix(own, starts, columns[first][kept], values[kept], found)
 
 
-def mix_(models: Float[Tensor, "p d"], matrix: MixingMatrix, start: int, stop: int, *, through_copy: bool = False) -> None:
+def mix_(
+    models: Float[Tensor, "p d"],
+    matrix: MixingMatrix,
+    start: int,
+    stop: int,
+    *,
+    through_copy: bool = False,
+) -> None:
     """theta <- W theta in place for the columns from `start` to `stop`, a tile at a time (eq:local_agg_update); for the
     agents whose rules work on columns, theta <- (1 - f) theta + f times the reductions.
 
     With `copied` it works on a copy in memory, so that of models on a disk each page is read and written once.
     """
-    device, columns = models.device, models[:, start:stop]
-    w, tile = product_with(sparse_matrix(matrix, len(models)), device), matrix.tile_columns if device.type == "cpu" else _DEVICE_TILE_COLUMNS
+    device = models.device
+    columns = models[:, start:stop]
+    w = product_with(sparse_matrix(matrix, len(models)), device)
+    tile = matrix.tile_columns if device.type == "cpu" else _DEVICE_TILE_COLUMNS
     if through_copy:
-        columns = columns.new_empty(len(columns), row_stride(stop - start))[:, : stop - start].copy_(columns)
+        columns = columns.new_empty(len(columns), row_stride(stop - start))[
+            :, : stop - start
+        ].copy_(columns)
     rows = matrix.own.tolist()
-    own = slice(rows[0], rows[0] + len(rows)) if is_contiguous_range(rows) else torch.from_numpy(matrix.own).to(device)
+    own = (
+        slice(rows[0], rows[0] + len(rows))
+        if is_contiguous_range(rows)
+        else torch.from_numpy(matrix.own).to(device)
+    )
     for a in range(0, stop - start, tile):
         block = columns[:, a : a + tile]
         mixed = w(block)
@@ -96,19 +139,31 @@ def mix_(models: Float[Tensor, "p d"], matrix: MixingMatrix, start: int, stop: i
 def sparse_matrix(w: MixingMatrix, num_rows: int) -> Tensor:
     """W for a pool of so many rows."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta state|invariant checks are)")
+        warnings.filterwarnings(
+            "ignore", message="Sparse (CSR tensor support is in beta state|invariant checks are)"
+        )
         starts, columns, values = map(torch.from_numpy, (w.row_offsets, w.columns, w.values))
         size = (len(w.own), num_rows)
-        return torch.sparse_csr_tensor(starts, columns, values, size, dtype=torch.float32, check_invariants=False)
+        return torch.sparse_csr_tensor(
+            starts, columns, values, size, dtype=torch.float32, check_invariants=False
+        )
 
 
-def product_with(w: Tensor, device: torch.device) -> Callable[[Float[Tensor, "rows b"]], Float[Tensor, "N b"]]:
+def product_with(
+    w: Tensor, device: torch.device
+) -> Callable[[Float[Tensor, "rows b"]], Float[Tensor, "N b"]]:
     """The product of a sparse matrix with what lies on a device. Off the CPU the matrix is dense: not every other
     device has sparse products, nor do they always repeat their bits."""
-    return w.matmul if device.type == "cpu" else functools.partial(dense_product, w.to_dense().to(device))
+    return (
+        w.matmul
+        if device.type == "cpu"
+        else functools.partial(dense_product, w.to_dense().to(device))
+    )
 
 
-def dense_product(w: Float[Tensor, "N rows"], group: Float[Tensor, "rows b"]) -> Float[Tensor, "N b"]:
+def dense_product(
+    w: Float[Tensor, "N rows"], group: Float[Tensor, "rows b"]
+) -> Float[Tensor, "N b"]:
     """W times a block, in which numbers that are not finite spoil what has a weight on them, and nothing else."""
     broken = (w != 0).to(w.dtype) @ group.isfinite().logical_not_().to(w.dtype) > 0
     return (w @ group.nan_to_num(0.0, 0.0, 0.0)).masked_fill_(broken, torch.nan)

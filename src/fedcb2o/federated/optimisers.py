@@ -29,10 +29,14 @@ def adamw(
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as `torch.optim.AdamW` has it."""
     import torch.optim  # its compiler takes a second to import, which nobody else waits for
 
-    return torch.optim.AdamW(parameters, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+    return torch.optim.AdamW(
+        parameters, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay
+    )
 
 
-def make_step(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> Callable[[Sequence[Tensor]], None]:
+def make_step(
+    optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
+) -> Callable[[Sequence[Tensor]], None]:
     """What takes a step of an optimiser, new for these parameters, by their gradients.
 
     Raises ConfigError where the function fails, or returned something else.
@@ -41,7 +45,9 @@ def make_step(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> 
     with attribute_errors("optimiser", name):
         made = optimiser(parameters, lr)
     if not callable(getattr(made, "step", None)):
-        raise ConfigError(f"the optimiser `{name}` returned a {type(made).__name__}, expected a torch.optim.Optimizer")
+        raise ConfigError(
+            f"the optimiser `{name}` returned a {type(made).__name__}, expected a torch.optim.Optimizer"
+        )
 
     def step(gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -57,4 +63,6 @@ def make_step(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> 
 def optimiser_name(optimiser: Optimiser) -> str:
     """What messages call an optimiser, its keywords bound or not."""
     function = getattr(optimiser, "func", optimiser)
-    return USER_FUNCTION.get(optimiser) or str(getattr(function, "__name__", type(function).__name__))
+    return USER_FUNCTION.get(optimiser) or str(
+        getattr(function, "__name__", type(function).__name__)
+    )

@@ -12,9 +12,12 @@ from fedcb2o.federated.selection import BATCHED_SELECTION, extra_inputs, select_
 from fedcb2o.rng import agent_streams
 
 
-def split_by_role(group: AgentGroup, members: Indices, active: Bool[np.ndarray, " N"]) -> tuple[Indices, Indices]:
+def split_by_role(
+    group: AgentGroup, members: Indices, active: Bool[np.ndarray, " N"]
+) -> tuple[Indices, Indices]:
     """Which of agents in some places do as Algorithm 2 says, and which collude, of those `active` in the round."""
-    ids, attackers = group.agents[members], group.adversary
+    ids = group.agents[members]
+    attackers = group.adversary
     colludes = attackers.malicious[ids] & attackers.colludes
     return np.flatnonzero(active[ids] & ~colludes), np.flatnonzero(active[ids] & colludes)
 
@@ -25,33 +28,44 @@ def forget_renamed(group: AgentGroup, contacts: ContactTable, n: int) -> Contact
     return contacts.forget(renamed) if len(renamed) else contacts
 
 
-def sample_benign_peers(group: AgentGroup, members: Indices, contacts: ContactTable, n: int) -> Ragged:
+def sample_benign_peers(
+    group: AgentGroup, members: Indices, contacts: ContactTable, n: int
+) -> Ragged:
     """Whom agents in some places ask, by the algorithm's selection; raises ConfigError where a user's chose whom they
     may not ask."""
-    terms, agents = group.spec, group.agents[members]
+    terms = group.spec
+    agents = group.agents[members]
     if terms.neighbours is None:
-        peers = CandidatePeers.from_lists([np.arange(terms.num_agents)], np.zeros_like(agents), excluded=agents)
+        peers = CandidatePeers.from_lists(
+            [np.arange(terms.num_agents)], np.zeros_like(agents), excluded=agents
+        )
     else:
-        peers = CandidatePeers.from_lists([terms.neighbours[j].sort().values.numpy() for j in agents.tolist()], excluded=agents)
+        peers = CandidatePeers.from_lists(
+            [terms.neighbours[j].sort().values.numpy() for j in agents.tolist()], excluded=agents
+        )
     if terms.algorithm.own_candidate:
         peers = peers.including_self(agents)
-    select, budget, draws = (
-        terms.algorithm.select,
-        terms.budget,
-        agent_streams(terms.seed, "select", n, agents=agents.tolist()),
-    )
+    select = terms.algorithm.select
+    budget = terms.budget
+    draws = agent_streams(terms.seed, "select", n, agents=agents.tolist())
     if (several := BATCHED_SELECTION.get(select)) is not None:
         return several(contacts, peers, budget, draws, **getattr(select, "keywords", {}))
-    asked, names = [], extra_inputs(select)
+    asked = []
+    names = extra_inputs(select)
     for k, (known, draw) in enumerate(zip(contacts, draws, strict=True)):
         more = {"n": n, "me": int(agents[k])}
-        chosen = select(known, torch.from_numpy(peers.ids(k)), budget, draw, *(more[name] for name in names))
+        chosen = select(
+            known, torch.from_numpy(peers.ids(k)), budget, draw, *(more[name] for name in names)
+        )
         asked.append(validated_selection(select, chosen, peers, k, budget))
     return Ragged.from_arrays(asked)
 
 
 def sample_colluding_peers(group: AgentGroup, members: Indices, n: int) -> Ragged:
     """Whom malicious agents in some places ask: fellow attackers first (sec:experiments)."""
-    terms, agents = group.spec, group.agents[members]
+    terms = group.spec
+    agents = group.agents[members]
     draws = agent_streams(terms.seed, "select", n, agents=agents.tolist())
-    return select_colluding_peers(*group.adversary.colluding_peers(agents, terms.neighbours), terms.budget, draws)
+    return select_colluding_peers(
+        *group.adversary.colluding_peers(agents, terms.neighbours), terms.budget, draws
+    )

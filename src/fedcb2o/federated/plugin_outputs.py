@@ -27,7 +27,12 @@ from fedcb2o.federated.types import (
 from fedcb2o.plugins import USER_FUNCTION, display_name
 
 # The types of what a rule may keep, by their names in a checkpoint.
-STATE_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+STATE_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 STATE_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
 STATE_DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
@@ -38,32 +43,51 @@ def _dense_tensor(name: str, values: Any) -> Tensor:
     try:
         found = torch.as_tensor(values.copy() if isinstance(values, np.ndarray) else values)
     except Exception as error:  # what a user returns may be anything
-        raise ConfigError(f"the {name} returned a {type(values).__name__}, expected a tensor") from error
+        raise ConfigError(
+            f"the {name} returned a {type(values).__name__}, expected a tensor"
+        ) from error
     kinds = {
         "nested": found.is_nested,
         "quantised": found.is_quantized,
         "sparse": found.layout is not torch.strided,
-        "meta": found.is_meta and type(found) is Tensor,  # a wrapper of another type may have its numbers elsewhere
+        "meta": found.is_meta
+        and type(found) is Tensor,  # a wrapper of another type may have its numbers elsewhere
         "complex": found.is_complex(),
     }
     if wrong := [kind for kind, is_one in kinds.items() if is_one]:
-        raise ConfigError(f"the {name} returned a {wrong[0]} tensor, expected a dense one of real numbers")
+        raise ConfigError(
+            f"the {name} returned a {wrong[0]} tensor, expected a dense one of real numbers"
+        )
     return found.detach()
 
 
-def validated_selection(select: Select, output: Any, candidates: CandidatePeers, k: int, budget: int) -> Int[np.ndarray, " s"]:
+def validated_selection(
+    select: Select, output: Any, candidates: CandidatePeers, k: int, budget: int
+) -> Int[np.ndarray, " s"]:
     """The ids that a selection chose for the agent in place k; raises ConfigError unless they are different ones of its
     peers, and no more than the budget."""
     who = display_name("selection", select)
     output = _dense_tensor(who, output).cpu()
     if output.ndim != 1:
-        raise ConfigError(f"the {who} returned shape {tuple(output.shape)}, expected ids of shape [s]")
+        raise ConfigError(
+            f"the {who} returned shape {tuple(output.shape)}, expected ids of shape [s]"
+        )
     ids: np.ndarray = output.long().numpy()
-    whole = not (len(output) and (output.is_floating_point() or output.dtype == torch.bool))  # an empty list has no type
-    if not (whole and len(set(ids.tolist())) == len(ids) and candidates.find(np.full(len(ids), k), ids)[0].all()):
-        raise ConfigError(f"the {who} chose {output.tolist()}, expected different ones of {candidates.ids(k).tolist()}")
+    whole = not (
+        len(output) and (output.is_floating_point() or output.dtype == torch.bool)
+    )  # an empty list has no type
+    if not (
+        whole
+        and len(set(ids.tolist())) == len(ids)
+        and candidates.find(np.full(len(ids), k), ids)[0].all()
+    ):
+        raise ConfigError(
+            f"the {who} chose {output.tolist()}, expected different ones of {candidates.ids(k).tolist()}"
+        )
     if len(ids) > budget:
-        raise ConfigError(f"the {who} chose {len(ids)} peers, more than `budget` = {budget}: {ids.tolist()}")
+        raise ConfigError(
+            f"the {who} chose {len(ids)} peers, more than `budget` = {budget}: {ids.tolist()}"
+        )
     return ids
 
 
@@ -76,7 +100,9 @@ def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[T
     it counts as plus infinity, which has no weight.
     """
     who = display_name("criterion", criterion)
-    values = _dense_tensor(who, criterion(inputs if USER_FUNCTION.get(criterion) is None else inputs.copy()))
+    values = _dense_tensor(
+        who, criterion(inputs if USER_FUNCTION.get(criterion) is None else inputs.copy())
+    )
     if values.shape != inputs.received.ids.shape:
         raise ConfigError(
             f"the {who} returned shape {tuple(values.shape)}, expected {tuple(inputs.received.ids.shape)}: "
@@ -106,7 +132,9 @@ def validated_weights(
     return weights[..., :m], weights[..., m:].sum(-1)
 
 
-def validated_row_weights(rule: Callable[..., Any], weights: Any, num_rows: int, has_previous: bool) -> Float[Tensor, " k"]:
+def validated_row_weights(
+    rule: Callable[..., Any], weights: Any, num_rows: int, has_previous: bool
+) -> Float[Tensor, " k"]:
     """The weights of so many models as a robust rule returned them; raises ConfigError where a user's are no such.
 
     The last may be that of the model `before` the round, which may be negative.
@@ -117,25 +145,38 @@ def validated_row_weights(rule: Callable[..., Any], weights: Any, num_rows: int,
     who = display_name("rule", rule)
     found = _dense_tensor(who, weights).cpu().double()
     if found.shape != (num_rows,):
-        raise ConfigError(f"the {who} returned weights of shape {tuple(found.shape)}, expected ({num_rows},)")
-    received, rest = found[: num_rows - has_previous], found[num_rows - has_previous :]
+        raise ConfigError(
+            f"the {who} returned weights of shape {tuple(found.shape)}, expected ({num_rows},)"
+        )
+    received = found[: num_rows - has_previous]
+    rest = found[num_rows - has_previous :]
     return torch.cat([_convex_weights(who, received, float(rest.sum())), rest])
 
 
-def _convex_weights(name: str, weights: Float[Tensor, "*a k"], rest: float = 0.0) -> Float[Tensor, "*a k"]:
+def _convex_weights(
+    name: str, weights: Float[Tensor, "*a k"], rest: float = 0.0
+) -> Float[Tensor, "*a k"]:
     """Weights of a convex combination, or all zero, of which those that are negative by rounding are zero; raises
     ConfigError where they are not."""
     positive = weights.clamp(min=0.0)
     total = positive.sum(-1) + rest
-    good = positive.isfinite().all(-1) & (weights > -1e-6).all(-1) & (((total - 1).abs() < 1e-6) | (total == 0))
+    good = (
+        positive.isfinite().all(-1)
+        & (weights > -1e-6).all(-1)
+        & (((total - 1).abs() < 1e-6) | (total == 0))
+    )
     if not good.all():
         wrong = weights[~good].tolist() if weights.ndim > 1 else weights.tolist()
         before = f" with {rest} for the model before the round" if rest else ""
-        raise ConfigError(f"the {name} returned weights that are not positive with sum 1{before}: {wrong}")
+        raise ConfigError(
+            f"the {name} returned weights that are not positive with sum 1{before}: {wrong}"
+        )
     return positive
 
 
-def validated_mixing(pre_step: Callable[..., Any], matrix: Any, num_rows: int) -> Float[Tensor, "j k"]:
+def validated_mixing(
+    pre_step: Callable[..., Any], matrix: Any, num_rows: int
+) -> Float[Tensor, "j k"]:
     """The matrix by which a pre-step mixes so many models; raises ConfigError where not each row of a user's is an
     average."""
     if USER_FUNCTION.get(pre_step) is None:
@@ -144,18 +185,30 @@ def validated_mixing(pre_step: Callable[..., Any], matrix: Any, num_rows: int) -
     who = display_name("pre-step", pre_step)
     p = _dense_tensor(who, matrix).cpu().double()
     if p.ndim != 2 or p.shape[1] != num_rows or (num_rows and not len(p)):
-        raise ConfigError(f"the {who} returned shape {tuple(p.shape)}, expected a matrix of {num_rows} columns")
+        raise ConfigError(
+            f"the {who} returned shape {tuple(p.shape)}, expected a matrix of {num_rows} columns"
+        )
     if num_rows and not ((p.sum(1) - 1).abs() < 1e-6).all():  # NaN is no sum either
-        raise ConfigError(f"the {who} returned a matrix whose rows do not each sum to 1: {p.sum(1).tolist()}")
+        raise ConfigError(
+            f"the {who} returned a matrix whose rows do not each sum to 1: {p.sum(1).tolist()}"
+        )
     return p
 
 
-def validated_reduction(rule: Callable[..., Any], reduce: ColumnReduction | OffsetColumnReduction) -> ColumnReduction | OffsetColumnReduction:
+def validated_reduction(
+    rule: Callable[..., Any], reduce: ColumnReduction | OffsetColumnReduction
+) -> ColumnReduction | OffsetColumnReduction:
     """How a rule reduces a block of columns of models, which is checked where it is computed if it is a user's."""
-    return reduce if USER_FUNCTION.get(rule) is None else functools.partial(_checked_columns, display_name("rule", rule), reduce)
+    return (
+        reduce
+        if USER_FUNCTION.get(rule) is None
+        else functools.partial(_checked_columns, display_name("rule", rule), reduce)
+    )
 
 
-def _checked_columns(name: str, reduce: Callable[..., Any], x: Float[Tensor, "k b"], *first: int) -> Float[Tensor, " b"]:
+def _checked_columns(
+    name: str, reduce: Callable[..., Any], x: Float[Tensor, "k b"], *first: int
+) -> Float[Tensor, " b"]:
     """What a rule makes of a block of columns of models; raises ConfigError where that has another shape, or is not
     finite though the models are."""
     finite = x.isfinite().all()  # before: it may write into its block
@@ -189,7 +242,10 @@ def validated_state(rule: Callable[..., Any], output: Any) -> tuple[RuleState, A
             raise ConfigError(
                 f"the {who} keeps `{name}` of type {value.dtype}: expected one of {', '.join(map(str, STATE_DTYPES))}"
             )
-    own = {name: kept[name].detach().cpu().clone(memory_format=torch.contiguous_format) for name in sorted(kept)}
+    own = {
+        name: kept[name].detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name in sorted(kept)
+    }
     return own, decided  # copies: what a rule keeps may be a row of the pool
 
 
@@ -220,16 +276,22 @@ def validated_poison(poison: Poison, output: Any, shard: Shard) -> Shard:
 def require_known_labels(poison: Poison, labels: Int[Tensor, "a n"], num_classes: int) -> None:
     """Raises ConfigError where an attack gave samples other labels than there are."""
     if labels.numel() and not (labels.min() >= 0 and labels.max() < num_classes):
-        raise ConfigError(f"the {display_name('attack', poison)} returned labels outside 0 to {num_classes - 1}")
+        raise ConfigError(
+            f"the {display_name('attack', poison)} returned labels outside 0 to {num_classes - 1}"
+        )
 
 
-def validated_crafted_models(craft: Craft, output: Any, shape: tuple[int, int]) -> Shaped[Tensor, "..."]:
+def validated_crafted_models(
+    craft: Craft, output: Any, shape: tuple[int, int]
+) -> Shaped[Tensor, "..."]:
     """The models [r, d] that an attack crafted, or the one [d] for everybody; raises ConfigError for other shapes."""
     who, (receivers, dim) = display_name("attack", craft), shape
     models = _dense_tensor(who, output)
     if models.shape not in ((dim,), shape):
         wanted = f"({dim},)" + (f" or {shape}" if receivers > 1 else "")
-        raise ConfigError(f"the {who} returned models of shape {tuple(models.shape)}, expected {wanted}")
+        raise ConfigError(
+            f"the {who} returned models of shape {tuple(models.shape)}, expected {wanted}"
+        )
     return models
 
 
@@ -238,7 +300,9 @@ def validated_queries(craft: Craft, output: Any, dim: int) -> Float[Tensor, "m d
     who = display_name("attack", craft)
     thetas = _dense_tensor(f"{who}, which asks the losses of models,", output)
     if thetas.ndim != 2 or thetas.shape[1] != dim:
-        raise ConfigError(f"the {who} asks the losses of models of shape {tuple(thetas.shape)}, expected (m, {dim})")
+        raise ConfigError(
+            f"the {who} asks the losses of models of shape {tuple(thetas.shape)}, expected (m, {dim})"
+        )
     return thetas
 
 

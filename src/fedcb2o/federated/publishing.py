@@ -42,13 +42,19 @@ class Outbox:
         """The rows of what agents in some places publish, one for each of the receivers."""
         place, deceived = self._locate_receivers(receivers)
         crafted = self.first_crafted[senders] + (place if self.per_receiver else 0)
-        found: np.ndarray = np.where(self.is_attacking[senders] & deceived, crafted, self.own[senders])
+        found: np.ndarray = np.where(
+            self.is_attacking[senders] & deceived, crafted, self.own[senders]
+        )
         return found
 
-    def samples_claimed_to(self, senders: Indices, receivers: Int[np.ndarray, " m"]) -> Float[np.ndarray, " m"]:
+    def samples_claimed_to(
+        self, senders: Indices, receivers: Int[np.ndarray, " m"]
+    ) -> Float[np.ndarray, " m"]:
         """How many samples agents in some places say that they trained on, to each of the receivers."""
         _, deceived = self._locate_receivers(receivers)
-        found: np.ndarray = np.where(deceived, self.claimed_samples[senders], self.num_samples[senders])
+        found: np.ndarray = np.where(
+            deceived, self.claimed_samples[senders], self.num_samples[senders]
+        )
         return found
 
     def deliver(
@@ -61,13 +67,16 @@ class Outbox:
     ) -> Inbox:
         """What some agents receive in round n of those whom they asked, all of whom are in this block: where the rows
         of its pool are `good`."""
-        senders, to = asked.values, receivers[asked.row_ids]
+        senders = asked.values
+        to = receivers[asked.row_ids]
         rows = self.rows(senders, to)
         there = admissible[rows]
         claims = clip_claimed_samples(self.samples_claimed_to(senders, to), max_samples)
         return Inbox(asked.filter(there), rows[there], claims[there], np.full(there.sum(), n))
 
-    def _locate_receivers(self, receivers: Int[np.ndarray, " m"]) -> tuple[Indices, Bool[np.ndarray, " m"]]:
+    def _locate_receivers(
+        self, receivers: Int[np.ndarray, " m"]
+    ) -> tuple[Indices, Bool[np.ndarray, " m"]]:
         """Where some agents stand among the receivers, and whether they are there."""
         place = self.receivers.searchsorted(receivers)
         return place, self.receivers.take(place, mode="clip") == receivers
@@ -78,9 +87,15 @@ def make_outbox(group: AgentGroup, n: int) -> Outbox:
 
     Only benign agents are deceived: fellow attackers receive the models that each trained.
     """
-    attack, layout, holdings = group.adversary.attack, group.layout, group.data
+    attack = group.adversary.attack
+    layout = group.layout
+    holdings = group.data
     samples = holdings.train.sizes.astype(float)
-    claims = np.where(holdings.malicious & attack.misreports_samples(n), float(attack.claimed_samples or 0), samples)
+    claims = np.where(
+        holdings.malicious & attack.misreports_samples(n),
+        float(attack.claimed_samples or 0),
+        samples,
+    )
     return Outbox(
         own=layout.own,
         first_crafted=layout.first_crafted,
@@ -99,7 +114,9 @@ def craft_models_(
 
     `finite` says whose models of all agents are: the others are not seen, and craft nothing.
     """
-    terms, attackers, attack = group.spec, group.adversary, group.adversary.attack
+    terms = group.spec
+    attackers = group.adversary
+    attack = group.adversary.attack
     assert attack.craft is not None
     craft = attack.craft
 
@@ -109,14 +126,23 @@ def craft_models_(
 
     done = []
     for k in some.tolist():
-        j, cluster, rows = int(group.agents[k]), int(group.data.cluster[k]), group.layout.crafted_rows(k)
-        fellows, benign = (attackers.members_by_role[whose, cluster] for whose in ("fellows", "benign"))
+        j = int(group.agents[k])
+        cluster = int(group.data.cluster[k])
+        rows = group.layout.crafted_rows(k)
+        fellows, benign = (
+            attackers.members_by_role[whose, cluster] for whose in ("fellows", "benign")
+        )
         if not (finite[j] and finite[benign].any()):
             done.append(np.full(group.layout.crafted_per_attacker, np.nan))
             continue
-        data, reference = group.data.clean_training_data(k), group.reference(k)
+        data = group.data.clean_training_data(k)
+        reference = group.reference(k)
 
-        def losses(models: Float[Tensor, "m d"], data: Shard = data, reference: Reference | None = reference) -> Losses:
+        def losses(
+            models: Float[Tensor, "m d"],
+            data: Shard = data,
+            reference: Reference | None = reference,
+        ) -> Losses:
             models = validated_queries(craft, models, terms.dim).to(group.models)
             return training_losses(terms, models, torch.arange(len(models)), data, reference)
 

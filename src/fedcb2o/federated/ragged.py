@@ -35,7 +35,10 @@ class Ragged:
         """The lists of the agents of all parts, one part after the other."""
         if len(parts) == 1:
             return parts[0]
-        return cls(np.concatenate([one.values for one in parts]), np.concatenate([one.sizes for one in parts]))
+        return cls(
+            np.concatenate([one.values for one in parts]),
+            np.concatenate([one.sizes for one in parts]),
+        )
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -61,7 +64,9 @@ class Ragged:
     def flat_index(self, rows: Indices) -> Int[np.ndarray, " c"]:
         """Where the lists of some agents lie, in the order of these."""
         wanted = self.sizes[rows]
-        return np.repeat(self.offsets[rows] - (wanted.cumsum() - wanted), wanted) + np.arange(wanted.sum())
+        return np.repeat(self.offsets[rows] - (wanted.cumsum() - wanted), wanted) + np.arange(
+            wanted.sum()
+        )
 
     def take(self, rows: Indices) -> "Ragged":
         """The lists of some agents, in the order of these."""
@@ -89,7 +94,9 @@ class Ragged:
 
     def tolist(self) -> list[list[Any]]:
         """The list of each agent, in Python's numbers."""
-        values, starts, ends = self.values.tolist(), self.offsets.tolist(), self.sizes.cumsum().tolist()
+        values = self.values.tolist()
+        starts = self.offsets.tolist()
+        ends = self.sizes.cumsum().tolist()
         return [values[a:b] for a, b in zip(starts, ends, strict=True)]
 
 

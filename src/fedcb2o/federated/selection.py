@@ -41,9 +41,21 @@ def batched_selection(batched: _BatchedSelect) -> Select:
 
     @functools.wraps(batched)
     def select(
-        contacts: Contacts, candidates: Int[Tensor, " c"], budget: int, draw: np.random.Generator, **more: Any
+        contacts: Contacts,
+        candidates: Int[Tensor, " c"],
+        budget: int,
+        draw: np.random.Generator,
+        **more: Any,
     ) -> Int[Tensor, " s"]:
-        return torch.from_numpy(batched(ContactTable.from_contacts([contacts]), CandidatePeers.from_lists([candidates.numpy()]), budget, [draw], **more)[0])
+        return torch.from_numpy(
+            batched(
+                ContactTable.from_contacts([contacts]),
+                CandidatePeers.from_lists([candidates.numpy()]),
+                budget,
+                [draw],
+                **more,
+            )[0]
+        )
 
     return BATCHED_SELECTION(batched)(select)
 
@@ -69,18 +81,32 @@ def prob_sampling(
     """
     owner = contacts.ids.row_ids
     among, places = candidates.find(owner, contacts.ids.values)
-    owner, likelihood = owner[among], contacts.likelihood[among]
-    sizes, counts = np.bincount(owner, minlength=len(contacts)), candidates.counts
-    starts, unmet = sizes.cumsum() - sizes, counts - sizes
-    fresh, known = [], []
-    for a, size, left, draw in zip(starts.tolist(), sizes.tolist(), unmet.tolist(), draws, strict=True):
+    owner = owner[among]
+    likelihood = contacts.likelihood[among]
+    sizes = np.bincount(owner, minlength=len(contacts))
+    counts = candidates.counts
+    starts = sizes.cumsum() - sizes
+    unmet = counts - sizes
+    fresh = []
+    known = []
+    for a, size, left, draw in zip(
+        starts.tolist(), sizes.tolist(), unmet.tolist(), draws, strict=True
+    ):
         P = likelihood[a : a + size]
-        most, rest = (budget, 0 if left else budget) if newcomers is None else (_max_newcomers(P, newcomers, budget), budget)
+        most, rest = (
+            (budget, 0 if left else budget)
+            if newcomers is None
+            else (_max_newcomers(P, newcomers, budget), budget)
+        )
         fresh.append(_draw_indices(left, most, draw))
         known.append(_draw_by_likelihood(P, rest - len(fresh[-1]), draw) if rest else _NO_INDICES)
-    new, old = Ragged.from_arrays(fresh), Ragged.from_arrays(known)
+    new = Ragged.from_arrays(fresh)
+    old = Ragged.from_arrays(known)
     new_ids = candidates.ids_at(new.row_ids, new.values + _known_before(new, Ragged(places, sizes)))
-    return _merge(new.with_values(new_ids), old.with_values(candidates.ids_at(old.row_ids, places[starts[old.row_ids] + old.values])))
+    return _merge(
+        new.with_values(new_ids),
+        old.with_values(candidates.ids_at(old.row_ids, places[starts[old.row_ids] + old.values])),
+    )
 
 
 def _max_newcomers(P: Float[np.ndarray, " k"], newcomers: float, budget: int) -> int:
@@ -94,53 +120,88 @@ def _known_before(ranks: Ragged, places: Ragged) -> Int[np.ndarray, " s"]:
 
     As many as have at most `rank` others before them: the i-th that was met has places[i] - i of these.
     """
-    others = places.values - (np.arange(len(places.values)) - np.repeat(places.offsets, places.sizes))
-    span = 1 + max((int(values.max()) for values in (others, ranks.values) if len(values)), default=0)
+    others = places.values - (
+        np.arange(len(places.values)) - np.repeat(places.offsets, places.sizes)
+    )
+    span = 1 + max(
+        (int(values.max()) for values in (others, ranks.values) if len(values)), default=0
+    )
     asker = ranks.row_ids
-    passed = (places.row_ids * span + others).searchsorted(asker * span + ranks.values, side="right")
+    passed = (places.row_ids * span + others).searchsorted(
+        asker * span + ranks.values, side="right"
+    )
     found: np.ndarray = passed - places.offsets[asker]
     return found
 
 
 @batched_selection
-def uniform(contacts: ContactTable, candidates: CandidatePeers, budget: int, draws: Sequence[np.random.Generator]) -> Ragged:
+def uniform(
+    contacts: ContactTable,
+    candidates: CandidatePeers,
+    budget: int,
+    draws: Sequence[np.random.Generator],
+) -> Ragged:
     """`budget` peers uniformly at random without replacement: the random batch of DFedAvgM."""
     counts = candidates.counts.tolist()
-    chosen = [np.sort(draw.choice(n, min(budget, n), replace=False)) for n, draw in zip(counts, draws, strict=True)]
+    chosen = [
+        np.sort(draw.choice(n, min(budget, n), replace=False))
+        for n, draw in zip(counts, draws, strict=True)
+    ]
     places = Ragged.from_arrays(chosen)
     return places.with_values(candidates.ids_at(places.row_ids, places.values))
 
 
 @batched_selection
-def everyone(contacts: ContactTable, candidates: CandidatePeers, budget: int, draws: Sequence[np.random.Generator]) -> Ragged:
+def everyone(
+    contacts: ContactTable,
+    candidates: CandidatePeers,
+    budget: int,
+    draws: Sequence[np.random.Generator],
+) -> Ragged:
     """All peers, whatever the budget: the particles of eq:clustered_csp."""
     return Ragged.from_arrays([candidates.ids(k) for k in range(len(contacts))])
 
 
 @batched_selection
-def no_peers(contacts: ContactTable, candidates: CandidatePeers, budget: int, draws: Sequence[np.random.Generator]) -> Ragged:
+def no_peers(
+    contacts: ContactTable,
+    candidates: CandidatePeers,
+    budget: int,
+    draws: Sequence[np.random.Generator],
+) -> Ragged:
     """No peers: every agent for itself."""
     return Ragged.empty(len(contacts))
 
 
-def select_colluding_peers(colluders: CandidatePeers, benign: CandidatePeers, budget: int, draws: Sequence[np.random.Generator]) -> Ragged:
+def select_colluding_peers(
+    colluders: CandidatePeers,
+    benign: CandidatePeers,
+    budget: int,
+    draws: Sequence[np.random.Generator],
+) -> Ragged:
     """The choices of malicious agents (sec:experiments): fellow attackers of its cluster first, then benign agents of
     its cluster at random."""
-    near, far, none = colluders.counts.tolist(), benign.counts.tolist(), np.zeros(0, np.int64)
-    first = Ragged.from_arrays([_draw_indices(n, budget, draw) for n, draw in zip(near, draws, strict=True)])
+    near = colluders.counts.tolist()
+    far = benign.counts.tolist()
+    none = np.zeros(0, np.int64)
+    first = Ragged.from_arrays(
+        [_draw_indices(n, budget, draw) for n, draw in zip(near, draws, strict=True)]
+    )
     then = Ragged.from_arrays(
         [
             draw.choice(others, min(budget - n, others), replace=False) if n <= budget else none
             for n, others, draw in zip(near, far, draws, strict=True)
         ]
     )
-    near_ids, far_ids = colluders.ids_at(first.row_ids, first.values), benign.ids_at(then.row_ids, then.values)
+    near_ids = colluders.ids_at(first.row_ids, first.values)
+    far_ids = benign.ids_at(then.row_ids, then.values)
     return _merge(first.with_values(near_ids), then.with_values(far_ids))
 
 
 def _merge(members: Ragged, others: Ragged) -> Ragged:
     """The numbers of both, ascending, of each."""
-    values, owners = np.concatenate([members.values, others.values]), np.concatenate([members.row_ids, others.row_ids])
+    values = np.concatenate([members.values, others.values])
+    owners = np.concatenate([members.row_ids, others.row_ids])
     return Ragged(values[np.lexsort((values, owners))], members.sizes + others.sizes)
 
 
@@ -160,7 +221,9 @@ def extra_inputs(select: Select) -> tuple[str, ...]:
     names = plugins.positional_inputs(getattr(select, "func", select))[4:]
     if unknown := [name for name in names if name not in _EXTRA_INPUTS]:
         near = plugins.did_you_mean(unknown[0], _EXTRA_INPUTS)
-        raise ConfigError(f"the selection looks at `{unknown[0]}`.{near} There is: {', '.join(_EXTRA_INPUTS)}")
+        raise ConfigError(
+            f"the selection looks at `{unknown[0]}`.{near} There is: {', '.join(_EXTRA_INPUTS)}"
+        )
     return names
 
 
@@ -175,7 +238,9 @@ def _draw_indices(
     return chosen
 
 
-def _draw_by_likelihood(likelihood: Float[np.ndarray, " k"], budget: int, draw: np.random.Generator) -> Int[np.ndarray, " s"]:
+def _draw_by_likelihood(
+    likelihood: Float[np.ndarray, " k"], budget: int, draw: np.random.Generator
+) -> Int[np.ndarray, " s"]:
     """The places of `budget` peers, drawn by their likelihood."""
     likelihood = _fill_unknown(likelihood)
     total = float(torch.from_numpy(likelihood).sum())
@@ -211,28 +276,36 @@ def update_likelihoods(
     `losses` are those of who answered. `first_contact="whole"` sets P to exp(-kappa L) itself when a peer answers for
     the first time (released code). Without `losses` nothing is judged, and P stays as it is.
     """
-    span = 1 + max((int(ids.values.max()) for ids in (contacts.ids, sampled) if len(ids.values)), default=0)
+    span = 1 + max(
+        (int(ids.values.max()) for ids in (contacts.ids, sampled) if len(ids.values)), default=0
+    )
 
     def keys(ids: Ragged) -> Int[np.ndarray, " k"]:
-        found: np.ndarray = ids.row_ids * span + ids.values  # they ascend, as agents do and the contacts of each
+        found: np.ndarray = (
+            ids.row_ids * span + ids.values
+        )  # they ascend, as agents do and the contacts of each
         return found
 
-    known, new = keys(contacts.ids), keys(sampled)
+    known = keys(contacts.ids)
+    new = keys(sampled)
     if len(known):
         new = new[known.take(known.searchsorted(new), mode="clip") != new]
-    ids, likelihood = contacts.ids, contacts.likelihood.copy()
+    ids = contacts.ids
+    likelihood = contacts.likelihood.copy()
     if len(new):
         known = np.concatenate([known, new])
         order = known.argsort(kind="stable")
         known = known[order]
         ids = Ragged(
-            np.concatenate([ids.values, new % span])[order], ids.sizes + np.bincount(new // span, minlength=len(ids))
+            np.concatenate([ids.values, new % span])[order],
+            ids.sizes + np.bincount(new // span, minlength=len(ids)),
         )
         likelihood = np.concatenate([likelihood, np.full(len(new), np.nan)])[order]
     if losses is not None:
         at = known.searchsorted(keys(received))
         finite = np.isfinite(losses)  # 0 * inf is no number
-        old, gain = likelihood[at], torch.exp(-kappa * torch.from_numpy(np.where(finite, losses, 0.0))).numpy() * finite
+        old = likelihood[at]
+        gain = torch.exp(-kappa * torch.from_numpy(np.where(finite, losses, 0.0))).numpy() * finite
         first = np.isnan(old)
         average = (1 - zeta) * np.where(first, 0.0, old) + zeta * gain
         likelihood[at] = np.where(first, gain, average) if first_contact == "whole" else average

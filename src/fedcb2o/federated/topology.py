@@ -22,7 +22,9 @@ __all__ = ["erdos_renyi", "random_regular", "ring", "same_cluster", "small_world
 _Graph = Callable[[Int[Tensor, " N"], np.random.Generator], Any]
 
 
-def neighbours(graph: _Graph, cluster: Int[Tensor, " N"], draw: np.random.Generator) -> tuple[Int[Tensor, " _k"], ...]:
+def neighbours(
+    graph: _Graph, cluster: Int[Tensor, " N"], draw: np.random.Generator
+) -> tuple[Int[Tensor, " _k"], ...]:
     """The agents that each agent may ask, ascending; raises ConfigError where a graph is not one on these agents."""
     n = len(cluster)
     made = graph(cluster.clone(), draw)
@@ -45,28 +47,38 @@ def torus(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> nx.Graph:
     n = len(cluster)
     rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
     if rows < 2:
-        raise ConfigError(f"a torus needs a number of agents that is a product of two from 2 up, got {n}")
+        raise ConfigError(
+            f"a torus needs a number of agents that is a product of two from 2 up, got {n}"
+        )
     grid = nx.convert_node_labels_to_integers(nx.grid_2d_graph(rows, n // rows, periodic=True))
     return _shuffled(grid, draw)
 
 
-def random_regular(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, degree: int = 4) -> nx.Graph:
+def random_regular(
+    cluster: Int[Tensor, " N"], draw: np.random.Generator, *, degree: int = 4
+) -> nx.Graph:
     """A random graph in which each agent has `degree` neighbours."""
     n = len(cluster)
     _require_between("degree", degree, 1, n - 1, n)
     if n * degree % 2:
-        raise ConfigError(f"no graph on {n} agents gives each `degree` = {degree} neighbours: one of them must be even")
+        raise ConfigError(
+            f"no graph on {n} agents gives each `degree` = {degree} neighbours: one of them must be even"
+        )
     return nx.random_regular_graph(degree, n, seed=_seed(draw))
 
 
-def erdos_renyi(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, p: float = 0.3) -> nx.Graph:
+def erdos_renyi(
+    cluster: Int[Tensor, " N"], draw: np.random.Generator, *, p: float = 0.3
+) -> nx.Graph:
     """Each pair of agents is linked with probability `p` (Erdős and Rényi 1959)."""
     if not 0 <= p <= 1:
         raise ConfigError(f"`p` must be between 0 and 1, got {p}")
     return nx.fast_gnp_random_graph(len(cluster), p, seed=_seed(draw))
 
 
-def small_world(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: int = 2, p: float = 0.1) -> nx.Graph:
+def small_world(
+    cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: int = 2, p: float = 0.1
+) -> nx.Graph:
     """A ring with the `near` next on either side, each link moved elsewhere with probability `p` (Watts and Strogatz,
     "Collective dynamics of small-world networks", 1998)."""
     n = len(cluster)
@@ -97,4 +109,6 @@ def _seed(draw: np.random.Generator) -> int:
 
 def _require_between(name: str, value: int, lower: int, upper: int, n: int) -> None:
     if not lower <= value <= upper:
-        raise ConfigError(f"`{name}` must be between {lower} and {upper} for {n} agents, got {value}")
+        raise ConfigError(
+            f"`{name}` must be between {lower} and {upper} for {n} agents, got {value}"
+        )

@@ -43,8 +43,16 @@ class Losses:
 
     def select(self, models: slice) -> "Losses":
         """Those of some of the models."""
-        mean, entropy = self.mean[..., models], self.entropy[..., models]
-        return Losses(mean, self.by_class[..., models, :], self.present, entropy, self.per_sample[..., models, :], self.labels)
+        mean = self.mean[..., models]
+        entropy = self.entropy[..., models]
+        return Losses(
+            mean,
+            self.by_class[..., models, :],
+            self.present,
+            entropy,
+            self.per_sample[..., models, :],
+            self.labels,
+        )
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -86,7 +94,9 @@ class Received:
 
     def with_own(self, own: "Received") -> "Received":
         """These and, last, the agent's own."""
-        return Received(*(torch.cat(pair, -1) for pair in zip(self._tensors, own._tensors, strict=True)))
+        return Received(
+            *(torch.cat(pair, -1) for pair in zip(self._tensors, own._tensors, strict=True))
+        )
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -119,7 +129,9 @@ class AgentContext:
     outputs: Callable[..., Outputs]  # of models, of a change or None, and at how many
     samples: Callable[[int], tuple[Float[Tensor, "k *features"], Shaped[Tensor, "k *target"]]]
     outputs_per_model: Callable[[Received, Float[Tensor, "m k *features"]], Float[Tensor, "m k *C"]]
-    input_gradients: Callable[[Received, Float[Tensor, "m k *features"], ScalarObjective], Float[Tensor, "m k *features"]]
+    input_gradients: Callable[
+        [Received, Float[Tensor, "m k *features"], ScalarObjective], Float[Tensor, "m k *features"]
+    ]
     malicious_share: float = 0.0
     progress: float = 0.0
     last_layer: tuple[int, int] | None = None
@@ -162,22 +174,55 @@ class CriterionInput:
     in_sublevel_set: Bool[Tensor, "*a m"] | None = None
     previous: Int[Tensor, "*a"] | None = None
 
-    def for_agent(self, k: int, losses_of: Callable[[Received, SampleTransform | None], Losses], context: AgentContext) -> "CriterionInput":
+    def for_agent(
+        self,
+        k: int,
+        losses_of: Callable[[Received, SampleTransform | None], Losses],
+        context: AgentContext,
+    ) -> "CriterionInput":
         """The view of one of several agents."""
         losses, own = (None if each is None else each[k] for each in (self.losses, self.own_losses))
-        among, before = (None if each is None else each[k] for each in (self.in_sublevel_set, self.previous))
-        return CriterionInput(self.n, self.models, losses, own, self.received[k], self.own_entry[k], losses_of, context, among, before)
+        among, before = (
+            None if each is None else each[k] for each in (self.in_sublevel_set, self.previous)
+        )
+        return CriterionInput(
+            self.n,
+            self.models,
+            losses,
+            own,
+            self.received[k],
+            self.own_entry[k],
+            losses_of,
+            context,
+            among,
+            before,
+        )
 
     def copy(self) -> "CriterionInput":
         """The same with all but the models copied: who writes to it changes nothing for others."""
-        losses, own = (None if each is None else each.copy() for each in (self.losses, self.own_losses))
-        among, before = (None if each is None else each.clone() for each in (self.in_sublevel_set, self.previous))
-        received, me = self.received.copy(), self.own_entry.copy()
-        return dataclasses.replace(self, losses=losses, own_losses=own, received=received, own_entry=me, in_sublevel_set=among, previous=before)
+        losses, own = (
+            None if each is None else each.copy() for each in (self.losses, self.own_losses)
+        )
+        among, before = (
+            None if each is None else each.clone() for each in (self.in_sublevel_set, self.previous)
+        )
+        received = self.received.copy()
+        me = self.own_entry.copy()
+        return dataclasses.replace(
+            self,
+            losses=losses,
+            own_losses=own,
+            received=received,
+            own_entry=me,
+            in_sublevel_set=among,
+            previous=before,
+        )
 
     def with_own_only(self) -> "CriterionInput":
         """The same with the agent's own model as the only one received."""
-        return dataclasses.replace(self, losses=self.own_losses, received=self.own_entry, in_sublevel_set=None)
+        return dataclasses.replace(
+            self, losses=self.own_losses, received=self.own_entry, in_sublevel_set=None
+        )
 
     @property
     def context(self) -> AgentContext:
@@ -257,7 +302,9 @@ Rule = Callable[[CriterionInput], Float[Tensor, " k"] | RuleOutput]
 RuleState = Mapping[str, Tensor]
 """What an agent's rule keeps from one round to the next, by name; nothing before the first."""
 
-StatefulRule = Callable[[RuleState, CriterionInput], tuple[RuleState, Float[Tensor, " k"] | RuleOutput]]
+StatefulRule = Callable[
+    [RuleState, CriterionInput], tuple[RuleState, Float[Tensor, " k"] | RuleOutput]
+]
 """A rule that also gets what it kept after the agent's round before, and returns what it keeps."""
 
 
@@ -296,14 +343,18 @@ class Threat:
 THREAT = Declaration[Threat]("threat")
 
 
-def knows(*models: str, each_receiver: bool = False, on_poisoned_data: bool = False) -> Callable[[F], F]:
+def knows(
+    *models: str, each_receiver: bool = False, on_poisoned_data: bool = False
+) -> Callable[[F], F]:
     """Declares an attack on models, and whose models it sees: those of its "fellows", of "benign" agents, or neither.
 
     `each_receiver`: it may publish another model for every receiver. `on_poisoned_data`: it makes no sense for an agent
     that trains on true data.
     """
     if unknown := set(models) - set(get_args(Knowledge)):
-        raise ConfigError(f'an attack may know the models of "fellows" and of "benign" agents, got {sorted(unknown)}')
+        raise ConfigError(
+            f'an attack may know the models of "fellows" and of "benign" agents, got {sorted(unknown)}'
+        )
     return THREAT(Threat(frozenset(models), each_receiver, on_poisoned_data))
 
 

@@ -37,8 +37,12 @@ from fedcb2o.parallel.executors import one_thread
 # another, `resnet` 0.86 to 1.26, plain convolutions 1.3 to 1.7, the paper's by spectra 1.7 to 2 (docs/log.md).
 MIN_SPEEDUP = 1.05
 MIN_CONV_SPEEDUP = 1.3
-MIN_BFLOAT16_SPEEDUP = 1 / 3  # of bfloat16: about 2 where a processor has it, 0.02 to 0.03 on one that lacks it
-MIN_BATCHED_CONV_SPEEDUP = 1.1  # on a GPU, which runs share less; the paper's network lay below, with "mixed"
+MIN_BFLOAT16_SPEEDUP = (
+    1 / 3
+)  # of bfloat16: about 2 where a processor has it, 0.02 to 0.03 on one that lacks it
+MIN_BATCHED_CONV_SPEEDUP = (
+    1.1  # on a GPU, which runs share less; the paper's network lay below, with "mixed"
+)
 _REPEATS = 11  # turns
 _TIMED_AGENTS = 16  # agents of a team that is timed: enough to fill a device
 
@@ -53,7 +57,8 @@ def onednn_speedup() -> float:
     """How many times as fast oneDNN does the layer's three products."""
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 3136, generator=draw, requires_grad=True) for n in (64, 2048))
-    g, bias = torch.randn(64, 2048, generator=draw), torch.zeros(2048, requires_grad=True)
+    g = torch.randn(64, 2048, generator=draw)
+    bias = torch.zeros(2048, requires_grad=True)
 
     def layer(linear: LinearKernel) -> None:
         with use_kernels(linear):
@@ -65,7 +70,11 @@ def onednn_speedup() -> float:
 
 def supported_precision(asked: Precision, device: torch.device) -> Precision:
     """The precision that is asked for; "float32" in place of "bfloat16" where products in that are far slower."""
-    return "float32" if asked == "bfloat16" and _bfloat16_speedup(device) < MIN_BFLOAT16_SPEEDUP else asked
+    return (
+        "float32"
+        if asked == "bfloat16" and _bfloat16_speedup(device) < MIN_BFLOAT16_SPEEDUP
+        else asked
+    )
 
 
 @functools.cache
@@ -87,7 +96,9 @@ def _bfloat16_speedup(device: torch.device) -> float:
         return 0.0
 
 
-def _speedup(default: Callable[[], Any], other: Callable[[], Any], clock: Callable[[], float]) -> float:
+def _speedup(
+    default: Callable[[], Any], other: Callable[[], Any], clock: Callable[[], float]
+) -> float:
     """How many times as fast as the default the other way is: the median over turns of the two, after one that builds
     kernels. What slows a machine for a while slows both of a turn."""
 
@@ -106,7 +117,9 @@ def _has_channels_last_overrun() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def fastest_layout(module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision) -> MemoryLayout:
+def fastest_layout(
+    module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision
+) -> MemoryLayout:
     """How a network with convolutions reads a batch like `x` faster here, tried on one thread: with the channels of an
     image one after the other, or those of a pixel where that is clearly faster and it can read them so."""
     parts = list(module.modules())
@@ -163,13 +176,20 @@ def fastest_single_convolution(
 
 
 def fastest_batched_convolution(
-    module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision, device: torch.device, max_agents: int
+    module: nn.Module,
+    x: Shaped[Tensor, "n *features"],
+    precision: Precision,
+    device: torch.device,
+    max_agents: int,
 ) -> ConvolutionKernel:
     """How a device computes a network with convolutions faster for so many agents, or for a team of `TEAM`: tried on a
     training step of theirs with a batch like `x`. "grouped" unless another is clearly faster, and can be tried."""
-    if max_agents < 2 or not any(isinstance(part, nn.Conv2d) and part.groups == 1 for part in module.modules()):
+    if max_agents < 2 or not any(
+        isinstance(part, nn.Conv2d) and part.groups == 1 for part in module.modules()
+    ):
         return "grouped"
-    theta, team = flatten(module), min(max_agents, _TIMED_AGENTS)
+    theta = flatten(module)
+    team = min(max_agents, _TIMED_AGENTS)
     others: tuple[ConvolutionKernel, ...] = ("unfolded", "mixed")
 
     def step(convolution: ConvolutionKernel) -> None:
@@ -180,16 +200,25 @@ def fastest_batched_convolution(
 
     tf32 = precision == "tf32"
     try:
-        with deterministic(device), torch.random.fork_rng(devices=[]), allow_tf32(tf32, device.type):
+        with (
+            deterministic(device),
+            torch.random.fork_rng(devices=[]),
+            allow_tf32(tf32, device.type),
+        ):
             there = copy.deepcopy(module).to(device)  # what of it is in no row
             batch_norm.train_(there)
             outputs = batched_forward(there, len(theta))
-            thetas = torch.empty(team, row_stride(len(theta)), device=device)[:, : len(theta)].copy_(theta)
+            thetas = torch.empty(team, row_stride(len(theta)), device=device)[
+                :, : len(theta)
+            ].copy_(theta)
             tensors = contiguous_leaves(trainable_stack(there, thetas))
             parameters = [tensor for tensor in tensors if tensor.requires_grad]
             images = torch.stack([features(x.to(device))] * team)
             grouped = functools.partial(step, "grouped")
-            gains = {way: _speedup(grouped, functools.partial(step, way), time.perf_counter) for way in others}
+            gains = {
+                way: _speedup(grouped, functools.partial(step, way), time.perf_counter)
+                for way in others
+            }
     except Exception:  # the device may lack an operation, or memory
         return "grouped"
     best = max(others, key=lambda way: gains[way])

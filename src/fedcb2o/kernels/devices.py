@@ -44,7 +44,11 @@ def is_cpu(name: str | None) -> bool:
 
 def _describe_devices() -> str:
     accelerators: Any = getattr(torch, "accelerator", None)  # from PyTorch 2.6 on
-    kind = accelerators.current_accelerator() if accelerators is not None and accelerators.is_available() else None
+    kind = (
+        accelerators.current_accelerator()
+        if accelerators is not None and accelerators.is_available()
+        else None
+    )
     if kind is None:
         return 'there is "cpu"'
     return f'there are "cpu" and {accelerators.device_count()} of "{kind.type}"'
@@ -64,7 +68,10 @@ def deterministic(device: torch.device) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     memory: Any = torch.utils.deterministic
     filling = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -91,7 +98,10 @@ def max_batched_agents(
     """
     if batching_obstacle(module, x[:2]):
         return 1
-    return max(1, int(MEMORY_SHARE * (device_memory(device) - pool) / training_bytes(module, x, convolution)))
+    return max(
+        1,
+        int(MEMORY_SHARE * (device_memory(device) - pool) / training_bytes(module, x, convolution)),
+    )
 
 
 def device_memory(device: torch.device) -> int:
@@ -99,10 +109,16 @@ def device_memory(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     properties = getattr(getattr(torch, device.type, None), "get_device_properties", None)
-    return int(getattr(properties(device), "total_memory", _FALLBACK_MEMORY)) if properties is not None else _FALLBACK_MEMORY
+    return (
+        int(getattr(properties(device), "total_memory", _FALLBACK_MEMORY))
+        if properties is not None
+        else _FALLBACK_MEMORY
+    )
 
 
-def training_bytes(module: nn.Module, x: Shaped[Tensor, "n *features"], convolution: ConvolutionKernel = "grouped") -> int:
+def training_bytes(
+    module: nn.Module, x: Shaped[Tensor, "n *features"], convolution: ConvolutionKernel = "grouped"
+) -> int:
     """About the memory that an agent of a team takes: its model, gradient and momentum, each twice, and twice what a
     batch like `x` leaves for the backward pass, or once what the images leave that its model is judged on at once."""
     left: dict[int, int] = {}
@@ -111,7 +127,8 @@ def training_bytes(module: nn.Module, x: Shaped[Tensor, "n *features"], convolut
         left[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
-    few, theta = x[:2], flatten(module)
+    few = x[:2]
+    theta = flatten(module)
     tensors = trainable_stack(module, theta.unsqueeze(0))
     batch_norm.train_(module)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
@@ -127,11 +144,16 @@ def batching_obstacle(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> st
     theta = flatten(module)
     batch_norm.train_(module)
     try:
-        for several in (features(x).unsqueeze(0), torch.stack([features(x)] * 2)):  # the same samples, and their own
+        for several in (
+            features(x).unsqueeze(0),
+            torch.stack([features(x)] * 2),
+        ):  # the same samples, and their own
             tensors = trainable_stack(module, torch.stack([theta, theta]))
             with torch.random.fork_rng(devices=[]):
                 outputs = batched_forward(module, len(theta))(tensors, several)
-            torch.autograd.grad(outputs.sum(), [each for each in tensors if each.requires_grad], allow_unused=True)
+            torch.autograd.grad(
+                outputs.sum(), [each for each in tensors if each.requires_grad], allow_unused=True
+            )
     except Exception as error:  # a user's network may fail in any way
         return str(error)
     return ""

@@ -27,7 +27,9 @@ _CONVOLUTIONS: dict[ConvolutionKernel, Callable[..., Any]] = {
 }
 
 
-def use_kernels(linear: LinearKernel = "torch", convolution: ConvolutionKernel = "grouped") -> contextlib.AbstractContextManager[Any]:
+def use_kernels(
+    linear: LinearKernel = "torch", convolution: ConvolutionKernel = "grouped"
+) -> contextlib.AbstractContextManager[Any]:
     """Within it, large dense layers of any network, in float32, go through what `linear` names, and convolutions are
     done as `convolution` says."""
     ours: dict[Any, Callable[..., Any]] = {}
@@ -46,6 +48,10 @@ class _ReplacedFunctions(TorchFunctionMode):
         self.replacements = ours
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return self.replacements.get(func, func)(*args, **(kwargs or {}))

@@ -25,7 +25,9 @@ from fedcb2o.nn.memory_layout import is_vmapped
 
 MIN_SAVING = 2  # times as many multiplications as spectra take: theirs are in smaller products
 
-_Spectrum = tuple[Float[Tensor, "_f _n _c"], Float[Tensor, "_f _n _c"]]  # the real part, and the imaginary one
+_Spectrum = tuple[
+    Float[Tensor, "_f _n _c"], Float[Tensor, "_f _n _c"]
+]  # the real part, and the imaginary one
 
 
 def conv2d(
@@ -40,12 +42,24 @@ def conv2d(
     """What takes the place of `F.conv2d`: by spectra where a processor computes one network, in float32, and they take
     far fewer multiplications."""
     given = [tensor for tensor in (input, weight, bias) if tensor is not None]
-    ours = all(each.dtype == torch.float32 and each.device.type == "cpu" and not is_vmapped(each) for each in given)
+    ours = all(
+        each.dtype == torch.float32 and each.device.type == "cpu" and not is_vmapped(each)
+        for each in given
+    )
     ours = ours and not torch.is_autocast_enabled("cpu")
-    ours = ours and input.ndim == weight.ndim == 4 and input.shape[1] == weight.shape[1] and groups == 1
-    ours = ours and all(np.size(each) <= 2 and np.all(np.equal(each, 1)) for each in (stride, dilation))
+    ours = (
+        ours
+        and input.ndim == weight.ndim == 4
+        and input.shape[1] == weight.shape[1]
+        and groups == 1
+    )
+    ours = ours and all(
+        np.size(each) <= 2 and np.all(np.equal(each, 1)) for each in (stride, dilation)
+    )
     ours = ours and (bias is None or bias.shape == weight.shape[:1])
-    if ours and (padding in ("same", "valid") if isinstance(padding, str) else np.size(padding) <= 2):
+    if ours and (
+        padding in ("same", "valid") if isinstance(padding, str) else np.size(padding) <= 2
+    ):
         margins = padding_margins(padding, weight)
         if _is_faster(input.shape, weight.shape, margins):
             return _fft_conv2d(input, weight, bias, margins)
@@ -64,13 +78,18 @@ def _is_faster(images: Sequence[int], weight: Sequence[int], margins: Margins) -
     def transform(h: int, w: int) -> int:
         return 2 * half * h * w + half * 2 * t * 2 * w
 
-    spectra = channels * (n * transform(*shape) + found * transform(*kernel)) + n * found * transform(*after)
+    spectra = channels * (
+        n * transform(*shape) + found * transform(*kernel)
+    ) + n * found * transform(*after)
     spectra += 4 * half * t * n * channels * found
     return MIN_SAVING * spectra < n * channels * found * math.prod(after) * math.prod(kernel)
 
 
 def _fft_conv2d(
-    x: Float[Tensor, "n C H W"], weight: Float[Tensor, "O C k l"], bias: Float[Tensor, " O"] | None, margins: Margins
+    x: Float[Tensor, "n C H W"],
+    weight: Float[Tensor, "O C k l"],
+    bias: Float[Tensor, " O"] | None,
+    margins: Margins,
 ) -> Float[Tensor, "n O h w"]:
     """y[i] = sum_d x[i + d - m] w[d] in each of two directions, m the margin before the image, is X conj(W)."""
     sizes = _periods(x.shape[2:], margins)
@@ -81,8 +100,13 @@ def _fft_conv2d(
         torch.baddbmm(torch.bmm(imaginary, kernel[0]), real, kernel[1], alpha=-1),
     )
     y = _inverse_transform(found, sizes, _output_shape(x.shape[2:], weight.shape[2:], margins))
-    last = any(t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous() for t in (x, weight))
-    y = y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)  # as PyTorch has it
+    last = any(
+        t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
+        for t in (x, weight)
+    )
+    y = y.contiguous(
+        memory_format=torch.channels_last if last else torch.contiguous_format
+    )  # as PyTorch has it
     return y if bias is None else y.add_(bias[:, None, None])
 
 
@@ -101,34 +125,57 @@ def _dft_tables(size: int, count: int, start: int) -> tuple[Float[Tensor, "_r _c
     turns, of half of the frequencies [2 h, count]; their inverse [count, 2 h]; and stacked real and imaginary ones to
     the real parts of all [size, 2 count], and to the imaginary ones."""
     angle = 2 * math.pi / size * np.outer(np.arange(size), np.arange(start, start + count))
-    cos, sin = np.cos(angle), np.sin(angle)
+    cos = np.cos(angle)
+    sin = np.sin(angle)
     half = size // 2 + 1
     rows = np.stack([cos[:half], -sin[:half]], 1)
     # The other half is the conjugate of this one, whose first, and last of an even number, have none there.
     weights = np.array([1.0, *[2.0] * ((size - 1) // 2), *[1.0] * (size % 2 == 0)])
     back = (rows * weights[:, None, None]).reshape(2 * half, count).T / size
-    tables = rows.reshape(2 * half, count), back, np.concatenate([cos, sin], 1), np.concatenate([-sin, cos], 1)
+    tables = (
+        rows.reshape(2 * half, count),
+        back,
+        np.concatenate([cos, sin], 1),
+        np.concatenate([-sin, cos], 1),
+    )
     with torch.inference_mode(False):  # they are kept for training as well
-        return tuple(torch.from_numpy(np.ascontiguousarray(table, dtype=np.float32)) for table in tables)
+        return tuple(
+            torch.from_numpy(np.ascontiguousarray(table, dtype=np.float32)) for table in tables
+        )
 
 
-def _transform(x: Float[Tensor, "n C h w"], sizes: Sequence[int], starts: Sequence[int] = (0, 0)) -> _Spectrum:
+def _transform(
+    x: Float[Tensor, "n C h w"], sizes: Sequence[int], starts: Sequence[int] = (0, 0)
+) -> _Spectrum:
     n, channels, h, w = x.shape
     rows, *_ = _dft_tables(sizes[0], h, starts[0])
     _, _, real, imaginary = _dft_tables(sizes[1], w, starts[1])
     found = (rows @ x.permute(2, 3, 0, 1).reshape(h, -1)).view(len(rows) // 2, 2 * w, n * channels)
-    first, second = (torch.bmm(_expand_table(table, found), found).view(-1, n, channels) for table in (real, imaginary))
+    first, second = (
+        torch.bmm(_expand_table(table, found), found).view(-1, n, channels)
+        for table in (real, imaginary)
+    )
     return first, second
 
 
-def _inverse_transform(spectrum: _Spectrum, sizes: Sequence[int], shape: Sequence[int]) -> Float[Tensor, "n C h w"]:
+def _inverse_transform(
+    spectrum: _Spectrum, sizes: Sequence[int], shape: Sequence[int]
+) -> Float[Tensor, "n C h w"]:
     (h, w), (n, channels) = shape, spectrum[0].shape[1:]
     _, back, *_ = _dft_tables(sizes[0], h, 0)
     _, _, real, imaginary = _dft_tables(sizes[1], w, 0)
     first, second = (part.view(-1, sizes[1], n * channels) for part in spectrum)
-    found = torch.baddbmm(torch.bmm(_expand_table(real.T, first), first), _expand_table(imaginary.T, second), second)
-    return (back / sizes[1] @ found.view(back.shape[1], -1)).view(h, w, n, channels).permute(2, 3, 0, 1)
+    found = torch.baddbmm(
+        torch.bmm(_expand_table(real.T, first), first), _expand_table(imaginary.T, second), second
+    )
+    return (
+        (back / sizes[1] @ found.view(back.shape[1], -1))
+        .view(h, w, n, channels)
+        .permute(2, 3, 0, 1)
+    )
 
 
-def _expand_table(table: Float[Tensor, "r k"], columns: Float[Tensor, "b k c"]) -> Float[Tensor, "b r k"]:
+def _expand_table(
+    table: Float[Tensor, "r k"], columns: Float[Tensor, "b k c"]
+) -> Float[Tensor, "b r k"]:
     return table.expand(len(columns), -1, -1)

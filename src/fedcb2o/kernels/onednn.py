@@ -19,7 +19,11 @@ def is_available() -> bool:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """What takes the place of `F.linear`: by oneDNN where a layer is large."""
-    ours = input.ndim == weight.ndim == 2 and weight.numel() >= MIN_WEIGHTS and input.dtype == weight.dtype == torch.float32
+    ours = (
+        input.ndim == weight.ndim == 2
+        and weight.numel() >= MIN_WEIGHTS
+        and input.dtype == weight.dtype == torch.float32
+    )
     ours = ours and not (is_vmapped(input) or is_vmapped(weight))
     if not ours or input.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return F.linear(input, weight, bias)
@@ -43,8 +47,11 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needed, g = ctx.needs_input_grad, g.contiguous()
-        if torch.is_grad_enabled():  # it is to be differentiated again, and oneDNN's products cannot
+        needed = ctx.needs_input_grad
+        g = g.contiguous()
+        if (
+            torch.is_grad_enabled()
+        ):  # it is to be differentiated again, and oneDNN's products cannot
             return g @ weight, g.T @ x, g.sum(0) if needed[2] else None
         return (
             _matmul(g, weight.T) if needed[0] else None,

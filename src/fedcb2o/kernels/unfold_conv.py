@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from fedcb2o.nn.memory_layout import is_vmapped
 
-Margins = Sequence[tuple[int, int]]  # of zeros before and after an image, from top to bottom and from left to right
+Margins = Sequence[
+    tuple[int, int]
+]  # of zeros before and after an image, from top to bottom and from left to right
 
 FEW_CHANNELS = 8  # channels: what reads fewer has no form for the units that devices have for products of matrices
 
@@ -33,24 +35,35 @@ def conv2d(
 ) -> Tensor:
     """What takes the place of `F.conv2d`: unfolded where `torch.func.vmap` computes several networks, on images of
     their own, and the convolution has no groups itself; of those only what reads fewer `channels` than these."""
-    steps, apart = _pair(stride), _pair(dilation)
-    known = padding == "valid" or (padding == "same" and steps == (1, 1)) or not isinstance(padding, str)
+    steps = _pair(stride)
+    apart = _pair(dilation)
+    known = (
+        padding == "valid"
+        or (padding == "same" and steps == (1, 1))
+        or not isinstance(padding, str)
+    )
     if not (known and groups == 1 and input.ndim == 4 and is_vmapped(input) and is_vmapped(weight)):
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
     kind = input.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        input = input.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     if max_channels is not None and weight.shape[1] >= max_channels:
         return F.conv2d(input, weight, bias, stride, padding, dilation)
-    return _unfold_conv2d(input, weight, bias, steps, padding_margins(padding, weight, apart), apart)
+    return _unfold_conv2d(
+        input, weight, bias, steps, padding_margins(padding, weight, apart), apart
+    )
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
-def padding_margins(padding: str | int | Sequence[int], weight: Tensor, apart: tuple[int, int] = (1, 1)) -> Margins:
+def padding_margins(
+    padding: str | int | Sequence[int], weight: Tensor, apart: tuple[int, int] = (1, 1)
+) -> Margins:
     """The zeros that a convolution's `padding` stands for, pixels of its kernel being so far `apart`."""
     if padding == "same":
         reach = [d * (k - 1) for d, k in zip(apart, weight.shape[2:], strict=True)]

@@ -35,7 +35,9 @@ def cnn(
     seen, height, width = _image_shape("cnn", input_shape)
     _check_widths("cnn", [hidden])
     if len(channels) != 2 or min(channels) < 1:
-        raise ConfigError(f"model `cnn`: `channels` must be two numbers of 1 or more, got {list(channels)}")
+        raise ConfigError(
+            f"model `cnn`: `channels` must be two numbers of 1 or more, got {list(channels)}"
+        )
     first, second = channels
 
     def halved(before: int, after: int) -> list[nn.Module]:
@@ -55,7 +57,9 @@ def cnn(
     )
 
 
-def mlp(input_shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (64,)) -> nn.Module:
+def mlp(
+    input_shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (64,)
+) -> nn.Module:
     """Dense layers of `hidden` units with ReLU between them."""
     _check_widths("mlp", hidden)
     widths = [math.prod(input_shape), *hidden, num_classes]
@@ -70,7 +74,9 @@ def logistic(input_shape: Sequence[int], num_classes: int) -> nn.Module:
     return mlp(input_shape, num_classes, hidden=())
 
 
-def resnet(input_shape: Sequence[int], num_classes: int, *, width: int = 16, blocks: int = 1) -> nn.Module:
+def resnet(
+    input_shape: Sequence[int], num_classes: int, *, width: int = 16, blocks: int = 1
+) -> nn.Module:
     """A residual network for small images, of 6 * `blocks` + 2 layers, without batch statistics.
 
     He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2016), Section 4.2: three stages of `blocks`
@@ -80,7 +86,9 @@ def resnet(input_shape: Sequence[int], num_classes: int, *, width: int = 16, blo
     """
     channels, *_ = _image_shape("resnet", input_shape)
     if width < 8 or width % 8:
-        raise ConfigError(f"model `resnet`: `width` must be a multiple of 8, the channels of a group, got {width}")
+        raise ConfigError(
+            f"model `resnet`: `width` must be a multiple of 8, the channels of a group, got {width}"
+        )
     if blocks < 1:
         raise ConfigError(f"model `resnet`: `blocks` must be at least 1, got {blocks}")
     widths = [width] + [factor * width for factor in (1, 2, 4) for _ in range(blocks)]
@@ -98,7 +106,8 @@ class _ResidualBlock(nn.Module):
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
-        self.stride, self.extra_channels = 1 if before == after else 2, after - before
+        self.stride = 1 if before == after else 2
+        self.extra_channels = after - before
         self.change = nn.Sequential(
             *(_convolution(before, after, self.stride), _group_norm(after), nn.ReLU()),
             *(_convolution(after, after), _group_norm(after)),
@@ -129,4 +138,6 @@ def _image_shape(name: str, input_shape: Sequence[int]) -> tuple[int, int, int]:
 
 def _check_widths(name: str, hidden: Sequence[int]) -> None:
     if any(width < 1 for width in hidden):
-        raise ConfigError(f"model `{name}`: `hidden` needs layers of 1 unit or more, got {list(hidden)}")
+        raise ConfigError(
+            f"model `{name}`: `hidden` needs layers of 1 unit or more, got {list(hidden)}"
+        )

@@ -46,7 +46,11 @@ def require_tracked_statistics(module: nn.Module) -> None:
 def statistics(module: nn.Module, *kinds: StatisticsMode) -> dict[str, Float[Tensor, " c"]]:
     """The statistics of the norms of some kinds, by their names in the network."""
     found = _norm_layers(module, *kinds).items()
-    return {f"{name}.{each}".lstrip("."): getattr(part, each) for name, part in found for each in _STATISTIC_NAMES}
+    return {
+        f"{name}.{each}".lstrip("."): getattr(part, each)
+        for name, part in found
+        for each in _STATISTIC_NAMES
+    }
 
 
 def has_local_statistics(module: nn.Module) -> bool:
@@ -126,7 +130,8 @@ def is_sample_independent(module: nn.Module, x: Float[Tensor, "2 *features"]) ->
     try:
         with _trial_training(module):
             torch.default_generator.manual_seed(0)  # so that the network alone decides
-            both, alone = module(x)[:1], module(x[:1])
+            both = module(x)[:1]
+            alone = module(x[:1])
             return torch.allclose(both, alone, rtol=0.0, atol=1e-4 * float(both.abs().max()))
     except Exception:  # whatever else a user's network does in training, training tells
         return False
@@ -151,7 +156,9 @@ def _norm_layers(module: nn.Module, *kinds: StatisticsMode) -> dict[str, _NormBa
     return {
         name: part
         for name, part in module.named_modules()
-        if isinstance(part, _NormBase) and part.running_mean is not None and _statistics_mode(part) in kinds
+        if isinstance(part, _NormBase)
+        and part.running_mean is not None
+        and _statistics_mode(part) in kinds
     }
 
 

@@ -14,7 +14,11 @@ class ChannelsLast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same values in another order of memory."""
-        return x if x.device.type != "cpu" or is_vmapped(x) else x.to(memory_format=torch.channels_last)
+        return (
+            x
+            if x.device.type != "cpu" or is_vmapped(x)
+            else x.to(memory_format=torch.channels_last)
+        )
 
 
 def with_memory_format(module: nn.Module, layout: MemoryLayout) -> nn.Module:

@@ -32,7 +32,9 @@ def agent_state(module: nn.Module) -> dict[str, Tensor]:
 def load_state_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Have a network be an agent's, by its `state`; raises ValueError where that is one of another network."""
     mine = agent_state(module)
-    if {name: each.shape for name, each in tensors.items()} != {name: each.shape for name, each in mine.items()}:
+    if {name: each.shape for name, each in tensors.items()} != {
+        name: each.shape for name, each in mine.items()
+    }:
         raise ValueError("it is the model of another network")
     for name, tensor in mine.items():
         tensor.detach().copy_(tensors[name])
@@ -85,12 +87,16 @@ def unstack_views(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float
     return [part.view(len(part), *size) for part, size in zip(parts, sizes, strict=True)]
 
 
-def trainable_stack(module: nn.Module, thetas: Float[Tensor, "m d"]) -> list[Float[Tensor, "m ..."]]:
+def trainable_stack(
+    module: nn.Module, thetas: Float[Tensor, "m d"]
+) -> list[Float[Tensor, "m ..."]]:
     """The same for training: parameters that take gradients, and copies of the statistics, which a batched program
     changes in place where they lie side by side; after these, room for those that are local."""
     trained = [tensor.requires_grad for tensor in shared_tensors(module).values()]
     views = [
-        view.detach().requires_grad_() if takes else view.clone(memory_format=torch.contiguous_format)
+        view.detach().requires_grad_()
+        if takes
+        else view.clone(memory_format=torch.contiguous_format)
         for view, takes in zip(unstack_views(module, thetas), trained, strict=True)
     ]
     return [*views, *empty_local_statistics(module, len(thetas))]
@@ -104,7 +110,9 @@ def contiguous_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def empty_local_statistics(module: nn.Module, m: int) -> list[Float[Tensor, "m ..."]]:
     """Room for the local statistics of m networks."""
-    return [each.expand(m, -1).contiguous() for each in batch_norm.statistics(module, "local").values()]
+    return [
+        each.expand(m, -1).contiguous() for each in batch_norm.statistics(module, "local").values()
+    ]
 
 
 def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:

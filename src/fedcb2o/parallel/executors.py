@@ -36,7 +36,9 @@ class Executor(Protocol):
         """How many work at once."""
         ...
 
-    def map(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> list[Result]:
+    def map(
+        self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]
+    ) -> list[Result]:
         """`function(world, *task)` for every task."""
         ...
 
@@ -48,7 +50,9 @@ class SerialExecutor(Generic[Context]):
     context: Context
     count: int = 1
 
-    def map(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> list[Result]:
+    def map(
+        self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]
+    ) -> list[Result]:
         """`function(world, *task)` for every task, one after the other."""
         with one_thread():
             return [function(self.context, *task) for task in tasks]
@@ -66,7 +70,9 @@ class PoolExecutor(Generic[Context]):
         """What follows is done by the code that this process has now."""
         current_pool().reload_if_stale()
 
-    def map(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> list[Result]:
+    def map(
+        self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]
+    ) -> list[Result]:
         """`function(world, *task)` for every task, as workers come free.
 
         Raises RunError where a worker cannot start or dies (often for want of memory).
@@ -94,7 +100,8 @@ def balance_load(
     """Agents in `count` blocks that take about as long as each other, dearest first (longest processing time): that is
     their cost, by the speed of who works on them where `speeds` differ. None is empty but those of who is too slow."""
     shares: list[list[int]] = [[] for _ in range(min(count, len(agents)))]
-    loads, speeds = [0] * len(shares), speeds or [1.0] * len(shares)
+    loads = [0] * len(shares)
+    speeds = speeds or [1.0] * len(shares)
     for agent in sorted(agents, key=lambda a: -costs[a]):
         first = min(range(len(shares)), key=lambda b: (loads[b] + costs[agent]) / speeds[b])
         shares[first].append(agent)
@@ -107,7 +114,12 @@ def balance_load(
 _contexts: dict[Path, Any] = {}
 
 
-def _run_task(arena: SharedTensors, make: Callable[..., Any], function: Callable[..., Result], task: tuple[Any, ...]) -> Result:
+def _run_task(
+    arena: SharedTensors,
+    make: Callable[..., Any],
+    function: Callable[..., Result],
+    task: tuple[Any, ...],
+) -> Result:
     world = _contexts.get(arena.path)
     if world is None:
         _drop_stale_contexts()

@@ -33,7 +33,10 @@ Result = TypeVar("Result")
 LIVENESS_SECONDS = 1.0  # seconds without a word after which it is looked whether members live
 IDLE_SECONDS = 600.0  # seconds without work after which a member leaves
 EXIT_SECONDS = 5.0  # seconds that members may take for leaving before they are killed
-_SIGNALS = {signal.SIGINT, signal.SIGTERM}  # sent to all processes of a run, they are the first one's to answer
+_SIGNALS = {
+    signal.SIGINT,
+    signal.SIGTERM,
+}  # sent to all processes of a run, they are the first one's to answer
 _FEWER_WORKERS = "with fewer of them (--workers 1; of a grid, --jobs 1)"
 _BOOTSTRAP = """
 import sys
@@ -56,7 +59,11 @@ class ProcessPool:
     """Some processes, each of which does one task at a time. They end with the one that made them."""
 
     def __init__(self) -> None:
-        self.key, self.workers, self._module_specs = _pool_key(), list[_WorkerProcess](), dict[str, Any]()
+        self.key, self.workers, self._module_specs = (
+            _pool_key(),
+            list[_WorkerProcess](),
+            dict[str, Any](),
+        )
         self.reload_if_stale()
         weakref.finalize(self, _stop_at_exit, self.workers, os.getpid())
 
@@ -102,8 +109,14 @@ class ProcessPool:
     def reload_if_stale(self) -> None:
         """Where this process has loaded a module again since it was last asked, end the members, who may know its old
         code. One whose file was edited alone is the old one here as there."""
-        loaded = {name: getattr(module, "__dict__", {}).get("__spec__") for name, module in sys.modules.copy().items()}
-        if any(loaded[name] is not self._module_specs[name] for name in loaded.keys() & self._module_specs):
+        loaded = {
+            name: getattr(module, "__dict__", {}).get("__spec__")
+            for name, module in sys.modules.copy().items()
+        }
+        if any(
+            loaded[name] is not self._module_specs[name]
+            for name in loaded.keys() & self._module_specs
+        ):
             self.terminate()
         self._module_specs |= loaded
 
@@ -115,7 +128,9 @@ class ProcessPool:
     def _ensure_workers(self, count: int) -> None:
         """Have `count` members who live and will not leave soon."""
         fit = [member for member in self.workers if member.is_reusable()]
-        _stop_workers([member for member in self.workers if member not in fit[:count]], EXIT_SECONDS)
+        _stop_workers(
+            [member for member in self.workers if member not in fit[:count]], EXIT_SECONDS
+        )
         self.workers[:] = fit[:count]
         while len(self.workers) < count:
             self.workers.append(_WorkerProcess())
@@ -137,11 +152,17 @@ class _WorkerProcess:
                 )  # fmt: skip
         except OSError as error:
             cure = "raise `ulimit -n`, or " if error.errno == errno.EMFILE else ""
-            raise WorkerProcessError(f"cannot start a worker process ({error.strerror}): {cure}try {_FEWER_WORKERS}") from error
+            raise WorkerProcessError(
+                f"cannot start a worker process ({error.strerror}): {cure}try {_FEWER_WORKERS}"
+            ) from error
 
     def is_reusable(self) -> bool:
         """Whether it may be given work: it lives, and will not leave soon."""
-        return not self.pipe.closed and time.monotonic() - self.idle_since < 0.8 * IDLE_SECONDS and not self.pipe.poll()
+        return (
+            not self.pipe.closed
+            and time.monotonic() - self.idle_since < 0.8 * IDLE_SECONDS
+            and not self.pipe.poll()
+        )
 
     def has_exited(self) -> bool:
         """Whether it is dead, and what it started with it, whose copies of its pipe would hide that."""
@@ -152,7 +173,9 @@ class _WorkerProcess:
 
     def submit(self, task_id: Any, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
         """Have it do a task."""
-        content, self.busy, self.task_id = serialize((function, task)), True, task_id
+        content = serialize((function, task))
+        self.busy = True
+        self.task_id = task_id
         with contextlib.suppress(OSError):  # its last words follow, or its death
             self.pipe.send_bytes(content)
 
@@ -178,7 +201,9 @@ def current_pool() -> ProcessPool:
 def serve_tasks(pipe: Connection) -> None:
     """Do what is given through a pipe, until it is closed or nothing has come for a long time."""
     for each in _SIGNALS:
-        signal.signal(each, lambda *_: None)  # unlike "ignored", this does not pass on to a process that a task starts
+        signal.signal(
+            each, lambda *_: None
+        )  # unlike "ignored", this does not pass on to a process that a task starts
     # Out of the terminal's foreground, what is written there would stop it under `stty tostop`, with a handler too; and
     # what a task starts, which inherits this.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -275,7 +300,9 @@ def unwrap_result(content: bytes) -> Any:
     """The result in an answer; raises what was raised there, and CrewError where a member could not start."""
     done, result = pickle.loads(content)
     if done is None:
-        raise WorkerProcessError(f"a worker process cannot start, perhaps for want of memory ({result}): try {_FEWER_WORKERS}")
+        raise WorkerProcessError(
+            f"a worker process cannot start, perhaps for want of memory ({result}): try {_FEWER_WORKERS}"
+        )
     if not done:
         raise result[0] from _RemoteTraceback(result[1])
     return result
@@ -285,15 +312,24 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     """A small tensor as bytes: PyTorch's own way between processes takes ten times as long, and more room for views."""
     try:
         content = tensor.contiguous().numpy().tobytes()
-    except (RuntimeError, TypeError):  # what NumPy has not, in a user's function: bfloat16, a gradient, sparse ones
+    except (
+        RuntimeError,
+        TypeError,
+    ):  # what NumPy has not, in a user's function: bfloat16, a gradient, sparse ones
         return tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
     return _rebuild_tensor, (tensor.dtype, tuple(tensor.shape), content)
 
 
 def _rebuild_tensor(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> torch.Tensor:
-    found = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    found = (
+        torch.frombuffer(bytearray(content), dtype=dtype)
+        if content
+        else torch.empty(0, dtype=dtype)
+    )
     return found.view(shape)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table: ClassVar[Any] = collections.ChainMap({torch.Tensor: _reduce_tensor}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = collections.ChainMap(
+        {torch.Tensor: _reduce_tensor}, cloudpickle.Pickler.dispatch_table
+    )

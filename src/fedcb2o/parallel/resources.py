@@ -16,7 +16,13 @@ from fedcb2o.errors import RunError
 _MIN_ADDRESS_SPACE = 2**30  # bytes of addresses that PyTorch, pandas and scikit-learn take
 MEMORY_CURES = "let fewer processes work (--workers 1), take fewer agents or a smaller model, or give more memory (`ulimit -v`)"
 # What libraries say; and the traceback of an error in a worker.
-_OUT_OF_MEMORY_PHRASES = ("allocate memory", "not enough memory", "failed to map segment", "bad_alloc", "MemoryError")
+_OUT_OF_MEMORY_PHRASES = (
+    "allocate memory",
+    "not enough memory",
+    "failed to map segment",
+    "bad_alloc",
+    "MemoryError",
+)
 
 
 def available_processors(root: Path = Path("/")) -> int:
@@ -32,7 +38,9 @@ def available_processors(root: Path = Path("/")) -> int:
             if (group / "cpu.max").exists():
                 quota, period = map(int, (group / "cpu.max").read_text().split())
             else:
-                quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+                quota, period = (
+                    int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period")
+                )
             if quota > 0 and period > 0:  # -1 is no limit
                 found = min(found, math.ceil(quota / period))
     return found
@@ -43,17 +51,31 @@ def free_memory(root: Path = Path("/")) -> int:
     control group says so, as on macOS."""
     found = []
     with contextlib.suppress(OSError, LookupError, ValueError):
-        lines = dict(line.partition(":")[::2] for line in (root / "proc/meminfo").read_text().splitlines())
+        lines = dict(
+            line.partition(":")[::2] for line in (root / "proc/meminfo").read_text().splitlines()
+        )
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
         for group in _control_groups("memory", root):
             cache = 0
             with contextlib.suppress(OSError, ValueError):
-                stat = dict(line.partition(" ")[::2] for line in (group / "memory.stat").read_text().splitlines())
+                stat = dict(
+                    line.partition(" ")[::2]
+                    for line in (group / "memory.stat").read_text().splitlines()
+                )
                 cache = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
             with contextlib.suppress(OSError, ValueError):
-                found.append(int((group / limit).read_text()) - int((group / used).read_text()) + cache)
-    return max(0, min(found)) if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+                found.append(
+                    int((group / limit).read_text()) - int((group / used).read_text()) + cache
+                )
+    return (
+        max(0, min(found))
+        if found
+        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    )
 
 
 def processor_model(root: Path = Path("/")) -> str:
@@ -87,7 +109,9 @@ def check_address_space() -> None:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error says that there is no more memory."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY_PHRASES)
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in _OUT_OF_MEMORY_PHRASES
+    )
 
 
 def retain_freed_memory() -> None:
@@ -116,7 +140,9 @@ def _control_groups(kind: str, root: Path) -> list[Path]:
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, kinds, path = (*line.split(":", 2), "?", "?")[:3]  # a line cut short names no group
             if not kinds or kind in kinds.split(","):
-                top = root / "sys/fs/cgroup" / (kind if kinds else "")  # "cpu" is there for "cpu,cpuacct" too
+                top = (
+                    root / "sys/fs/cgroup" / (kind if kinds else "")
+                )  # "cpu" is there for "cpu,cpuacct" too
                 group = top / path.lstrip("/")
                 found += [each for each in (group, *group.parents) if each.is_relative_to(top)]
     return found

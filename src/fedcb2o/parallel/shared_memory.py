@@ -17,7 +17,8 @@ from torch import Tensor
 from fedcb2o.errors import RunError
 from fedcb2o.parallel.resources import format_bytes
 
-PREFIX, SUFFIX = "fedcb2o-", ".arena"
+PREFIX = "fedcb2o-"
+SUFFIX = ".arena"
 MAX_ATTEMPTS = 100
 TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -37,7 +38,9 @@ class SharedTensors:
         """
         size = _offsets(self.specs)[1]
         with self.path.open("rb+") as file:
-            storage = torch.from_file(f"/dev/fd/{file.fileno()}", shared=True, size=size, dtype=torch.uint8)
+            storage = torch.from_file(
+                f"/dev/fd/{file.fileno()}", shared=True, size=size, dtype=torch.uint8
+            )
         found = {}
         for name, start in _offsets(self.specs)[0].items():
             dtype, shape = self.specs[name]
@@ -47,7 +50,8 @@ class SharedTensors:
 
 
 def _offsets(specs: TensorSpecs) -> tuple[dict[str, int], int]:
-    places, end = {}, 0
+    places = {}
+    end = 0
     for name, (dtype, shape) in specs.items():
         places[name] = end
         end += -(-torch.Size(shape).numel() * dtype.itemsize // 64) * 64

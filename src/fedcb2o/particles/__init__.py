@@ -2,7 +2,14 @@
 
 from fedcb2o.particles._minimize import CaptureWarning, minimize
 from fedcb2o.particles.adversaries import Adversary
-from fedcb2o.particles.objectives import Objective, Problem, from_numpy, from_point, problem, problems
+from fedcb2o.particles.objectives import (
+    Objective,
+    Problem,
+    from_numpy,
+    from_point,
+    problem,
+    problems,
+)
 from fedcb2o.particles.result import Result
 from fedcb2o.particles.scipy_method import cb2o
 from fedcb2o.particles.search import Search

@@ -136,13 +136,19 @@ def minimize(
         settings.check_positive(f"`{name}`", value)
     for name, value in {"radius": radius, "time_limit": time_limit}.items():
         settings.check_positive(f"`{name}`", value, finite=False)
-    for name, value in {"lambda2": lambda2, "sigma2": sigma2, "delta_q": delta_q, "xtol": xtol}.items():
+    for name, value in {
+        "lambda2": lambda2,
+        "sigma2": sigma2,
+        "delta_q": delta_q,
+        "xtol": xtol,
+    }.items():
         settings.check_not_negative(f"`{name}`", value)
     dim, runs, batch, maxfev = (
         None if value is None else settings.check_count(f"`{name}`", value)
         for name, value in (("dim", dim), ("runs", runs), ("batch", batch), ("maxfev", maxfev))
     )
-    record_every, maxiter = settings.check_count("`record_every`", record_every), settings.check_count("`maxiter`", maxiter, 0)
+    record_every = settings.check_count("`record_every`", record_every)
+    maxiter = settings.check_count("`maxiter`", maxiter, 0)
     settings.check_choices({
         "`noise`": (noise, ("anisotropic", "isotropic")), "`quantile`": (quantile, ("plain", "averaged")),
         "`update`": (update, ("batch", "all")), "`dtype`": (dtype, (torch.float64, torch.float32)),
@@ -157,33 +163,49 @@ def minimize(
     device = settings.check_device(device)
     lower, upper, gradient = (with_args(each, args) for each in (lower, upper, gradient))
     groups = check_adversaries(adversaries)
-    shape = OutputShape(single_run=runs is None and not has_many_seeds(seed), single_cluster=callable(lower))
+    shape = OutputShape(
+        single_run=runs is None and not has_many_seeds(seed), single_cluster=callable(lower)
+    )
     seeds = resolve_seeds(seed, runs)
     if initial is not None and not callable(initial):
         initial = check_ensemble(initial, len(seeds))
-    clusters = build_clusters(lower, upper, gradient if lambda2 or sigma2 else False, num_particles, initial)
-    settings.check_memory(len(seeds), clusters[-1].rows.stop, dim or 1)  # before there is a box of that many coordinates
+    clusters = build_clusters(
+        lower, upper, gradient if lambda2 or sigma2 else False, num_particles, initial
+    )
+    settings.check_memory(
+        len(seeds), clusters[-1].rows.stop, dim or 1
+    )  # before there is a box of that many coordinates
     walls, box = build_box(bounds, initial, x0, spread, dim)
     theta = draw_ensembles(initial, box, clusters[-1].rows.stop, groups, seeds).to(device, dtype)
     if batch is not None and batch > theta.shape[1]:
-        raise ConfigError(f"`batch` must be at most the number of particles, {theta.shape[1]}, got {batch}")
+        raise ConfigError(
+            f"`batch` must be at most the number of particles, {theta.shape[1]}, got {batch}"
+        )
     if walls is not None:
         walls = walls[0].to(theta), walls[1].to(theta)
         theta[:, : clusters[-1].rows.stop].clamp_(*walls)
     if not sigma2 and theta.eq(theta[:, :1]).all(2).all(1).any():
-        raise ConfigError("all particles start at one point, and agree before they have looked: spread `initial`")
+        raise ConfigError(
+            "all particles start at one point, and agree before they have looked: spread `initial`"
+        )
     start = theta[:, : clusters[-1].rows.stop].aminmax(dim=1)
     system = System(theta, clusters, groups, seeds, flat=shape.single_run, bounds=walls)
 
     def filter_at(n: int) -> ConsensusParams:
-        levels = settings.schedule_value("alpha", alpha, n), settings.schedule_value("beta", beta, n)
+        levels = (
+            settings.schedule_value("alpha", alpha, n),
+            settings.schedule_value("beta", beta, n),
+        )
         return ConsensusParams(*levels, delta_q, radius, averaged=quantile == "averaged")
 
     by = filter_at(0)
-    notes = _theory_notes(system, by, settings.schedule_value("sigma1", sigma1, 0), lambda1, noise, batch)
+    notes = _theory_notes(
+        system, by, settings.schedule_value("sigma1", sigma1, 0), lambda1, noise, batch
+    )
     _keep_freed_memory()
     started = time.monotonic()
-    records, ends = [], []
+    records = []
+    ends = []
     for n in itertools.count():
         if n > 0 and (callable(alpha) or callable(beta)):
             by = filter_at(n)
@@ -192,12 +214,18 @@ def minimize(
         look = yield from system.evaluate(by, batch, check_writes=looking)
         reason = f"the time limit of {time_limit:g} s passed" if late else ""
         reason = f"maxiter = {maxiter} steps were taken" if n == maxiter else reason
-        if callback is not None and callback_requests_stop(callback, shape, system, look, n, dt, looking):
-            looking, reason = True, "the callback stopped the run"
+        if callback is not None and callback_requests_stop(
+            callback, shape, system, look, n, dt, looking
+        ):
+            looking = True
+            reason = "the callback stopped the run"
         if maxfev is not None and not reason:
-            further = system.evaluation_cost(batch) + (0 if batch is None else (1 + looking) * system.evaluation_cost())
+            further = system.evaluation_cost(batch) + (
+                0 if batch is None else (1 + looking) * system.evaluation_cost()
+            )
             if system.num_evaluated + further > maxfev:
-                looking, reason = True, f"another step would judge more than maxfev = {maxfev} particles"
+                looking = True
+                reason = f"another step would judge more than maxfev = {maxfev} particles"
         if looking:
             whole = look if batch is None else (yield from system.evaluate(by))
             spread = system.spread(whole.m)
@@ -231,10 +259,20 @@ def _keep_freed_memory() -> None:
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
-def _theory_notes(system: System, by: ConsensusParams, sigma1: float, lambda1: float, noise: str, batch: int | None) -> tuple[str, ...]:
+def _theory_notes(
+    system: System,
+    by: ConsensusParams,
+    sigma1: float,
+    lambda1: float,
+    noise: str,
+    batch: int | None,
+) -> tuple[str, ...]:
     """What the theory says on the settings at the start; warns where they are open to capture."""
-    notes, open_to = [], []
-    dim, w_m, two_levels = system.theta.shape[-1], system.malicious_mass, system.clusters[0].upper is not None
+    notes = []
+    open_to = []
+    dim = system.theta.shape[-1]
+    w_m = system.malicious_mass
+    two_levels = system.clusters[0].upper is not None
     if noise == "isotropic" and 2 * lambda1 <= dim * sigma1**2:
         notes.append(
             f"2 lambda1 = {2 * lambda1:g} <= d sigma1^2 = {dim * sigma1**2:g}: outside the convergence theorem"
@@ -242,7 +280,9 @@ def _theory_notes(system: System, by: ConsensusParams, sigma1: float, lambda1: f
         )
     if w_m > 0 and two_levels:
         seen = 1.0 if batch is None else batch / system.theta.shape[1]
-        if by.delta_q == 0 and (told := capture_risk.explain(by, w_m, max(1, round(seen * system.num_benign)), dim)):
+        if by.delta_q == 0 and (
+            told := capture_risk.explain(by, w_m, max(1, round(seen * system.num_benign)), dim)
+        ):
             open_to.append(told)
         if by.beta >= (1 - w_m) / 2 - 1e-12:
             open_to.append(

@@ -23,7 +23,16 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import settings
 
-__all__ = ["Adversary", "View", "gradient_flow", "greedy", "oscillating", "random", "static", "tracking"]
+__all__ = [
+    "Adversary",
+    "View",
+    "gradient_flow",
+    "greedy",
+    "oscillating",
+    "random",
+    "static",
+    "tracking",
+]
 
 Point = Tensor | np.ndarray | Sequence[float | int]
 
@@ -79,8 +88,13 @@ class Adversary:
     def __post_init__(self) -> None:
         settings.check_function("an adversary's `move`", self.move)
         settings.check_count("an adversary's `num_particles`", self.num_particles)
-        if self.mass is not None and not 0 <= settings.check_number("an adversary's `mass`", self.mass) < 1:
-            raise ConfigError(f"an adversary's `mass` (w_m) must be at least 0 and below 1, got {self.mass}")
+        if (
+            self.mass is not None
+            and not 0 <= settings.check_number("an adversary's `mass`", self.mass) < 1
+        ):
+            raise ConfigError(
+                f"an adversary's `mass` (w_m) must be at least 0 and below 1, got {self.mass}"
+            )
 
 
 def static(num_particles: int, at: Point, *, mass: float | None = None) -> Adversary:
@@ -103,7 +117,11 @@ def tracking(num_particles: int, offset: Point, *, mass: float | None = None) ->
 
 
 def random(
-    num_particles: int, *, sigma: float = 1.0, initial: Point | None = None, mass: float | None = None
+    num_particles: int,
+    *,
+    sigma: float = 1.0,
+    initial: Point | None = None,
+    mass: float | None = None,
 ) -> Adversary:
     """Particles in Brownian motion with diffusion sigma."""
     return Adversary(lambda view: (0.0, sigma), num_particles, initial, mass)
@@ -163,7 +181,9 @@ def greedy(
     def move(view: View) -> tuple[Tensor, float]:
         runs, n, dim = view.theta.shape
         chosen = np.stack([each.integers(n, size=candidates - 1) for each in view.generators])
-        start = view.theta.gather(1, torch.from_numpy(chosen).to(view.theta.device).unsqueeze(-1).expand(-1, -1, dim))
+        start = view.theta.gather(
+            1, torch.from_numpy(chosen).to(view.theta.device).unsqueeze(-1).expand(-1, -1, dim)
+        )
         own = view.theta_m[:, :1]
         half = (candidates - 1) // 2
         start[:, :half] = own
@@ -182,7 +202,11 @@ def _point(name: str, value: Point, like: Tensor) -> Float[Tensor, " d"]:
     try:
         point = torch.as_tensor(value, dtype=like.dtype, device=like.device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"an adversary's `{name}` must be a point, an array of numbers: {error}") from error
+        raise ConfigError(
+            f"an adversary's `{name}` must be a point, an array of numbers: {error}"
+        ) from error
     if point.shape != like.shape[-1:]:
-        raise ConfigError(f"an adversary's `{name}` must have the shape {[*like.shape[-1:]]}, got {[*point.shape]}")
+        raise ConfigError(
+            f"an adversary's `{name}` must have the shape {[*like.shape[-1:]]}, got {[*point.shape]}"
+        )
     return point

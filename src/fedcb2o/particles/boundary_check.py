@@ -36,7 +36,8 @@ def is_boundary_consensus(
     It is no edge where `walls` keep the particles in. Where L or G fails further out, nothing is known of there.
     """
     low, high = (side.unsqueeze(1) for side in start)
-    middle, half = (low + high) / 2, (high - low) / 2
+    middle = (low + high) / 2
+    half = (high - low) / 2
     away = x - middle
     at_edge = (away.abs() > _EDGE_SHARE * half) & (half > 0)
     if walls is not None:
@@ -46,15 +47,21 @@ def is_boundary_consensus(
         return further
     step = torch.where(at_edge, away.sign() * half, 0.0).unsqueeze(2)
     furthest = (
-        (step * away.unsqueeze(2) / half.square().unsqueeze(2)).nan_to_num(0.0).topk(min(_MAX_SINGLE_COORDINATES, x.shape[2])).indices
+        (step * away.unsqueeze(2) / half.square().unsqueeze(2))
+        .nan_to_num(0.0)
+        .topk(min(_MAX_SINGLE_COORDINATES, x.shape[2]))
+        .indices
     )
     alone = step.new_zeros(*x.shape[:2], furthest.shape[-1], x.shape[2])
     alone.scatter_(3, furthest.movedim(2, 3), step.gather(3, furthest).movedim(2, 3))
     steps = torch.cat([step, alone], 2)
     for k, size in itertools.product(range(len(clusters)), _STEP_SIZES):
-        each, here = clusters[k], at_x[k]
+        each = clusters[k]
+        here = at_x[k]
         try:
-            there = yield EvaluationRequest(x[:, k, None] + size * steps[:, k], each.lower, each.upper, flat)
+            there = yield EvaluationRequest(
+                x[:, k, None] + size * steps[:, k], each.lower, each.upper, flat
+            )
         except Exception:  # a user's function may fail outside of its domain
             continue
         if there.upper is None or here.upper is None:

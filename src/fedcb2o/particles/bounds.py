@@ -57,7 +57,11 @@ class Constants:
 
     def __post_init__(self) -> None:
         may_be_infinite = ("R_H_L", "L_inf", "R_H_G", "G_inf", "R_G")
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "L_low"}
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "L_low"
+        }
         check_positive({name: values.pop(name) for name in may_be_infinite}, finite=False)
         check_positive(values)
         if not math.isfinite(self.L_low):
@@ -99,7 +103,9 @@ class Mixture:
     def __post_init__(self) -> None:
         check_share(self.w_m)
         if self.w_m > 0 and (self.theta_m is None or not len(self.theta_m)):
-            raise ConfigError(f"`w_m` = {self.w_m} needs malicious particles in `theta_m`; without them, let it be 0")
+            raise ConfigError(
+                f"`w_m` = {self.w_m} needs malicious particles in `theta_m`; without them, let it be 0"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,12 +127,16 @@ class Setting:
     G_r: Number | None = None
 
     def __post_init__(self) -> None:
-        check_positive({name: getattr(self, name) for name in ("alpha", "delta_q", "r_G", "r", "u")})
+        check_positive(
+            {name: getattr(self, name) for name in ("alpha", "delta_q", "r_G", "r", "u")}
+        )
         check_positive({"radius": self.radius, "r_R": self.r_R}, finite=False)
         if not 0 < self.beta < 1:
             raise ConfigError(f"`beta` must be above 0 and below 1, got {self.beta}")
         if self.G_r is not None and not 0 <= self.G_r < math.inf:
-            raise ConfigError(f"`G_r` must be at least 0, for the target itself is in the ball, got {self.G_r}")
+            raise ConfigError(
+                f"`G_r` must be at least 0, for the target itself is in the ball, got {self.G_r}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +193,10 @@ def laplace_bound(mixture: Mixture, setting: Setting, constants: Constants) -> L
 
     Raises ConfigError where no particle of Q_beta is inside B_R(0).
     """
-    terms, G_r = _integrals(mixture, setting, constants), _G_r(setting, constants)
-    mass, fade = ball_mass(mixture.theta, mixture.target, setting.r), math.exp(-setting.alpha * setting.u)
+    terms = _integrals(mixture, setting, constants)
+    G_r = _G_r(setting, constants)
+    mass = ball_mass(mixture.theta, mixture.target, setting.r)
+    fade = math.exp(-setting.alpha * setting.u)
     odds = mixture.w_m / (1 - mixture.w_m)
 
     def over_mass(x: float) -> float:
@@ -192,11 +204,16 @@ def laplace_bound(mixture: Mixture, setting: Setting, constants: Constants) -> L
 
     return LaplaceBound(
         distance=terms.distance,
-        near=float((setting.u + G_r + constants.max_rise(setting.r_G)) ** constants.nu_G / constants.eta_G),
+        near=float(
+            (setting.u + G_r + constants.max_rise(setting.r_G)) ** constants.nu_G / constants.eta_G
+        ),
         benign=over_mass(fade * terms.benign),
         inside=over_mass(odds * fade * terms.inside) if odds else 0.0,
         outside=over_mass(odds * terms.outside) if odds else 0.0,
-        hypotheses={**_hypotheses(terms.q, setting, constants, constants.upper_cap(attack=False)), "mass": mass > 0},
+        hypotheses={
+            **_hypotheses(terms.q, setting, constants, constants.upper_cap(attack=False)),
+            "mass": mass > 0,
+        },
     )
 
 
@@ -206,7 +223,8 @@ def attack_bounds(mixture: Mixture, setting: Setting, constants: Constants) -> A
     At most R_K_G (eq:mali_bound_inside_ball) and R_K_G exp(-alpha u) (eq:mali_bound_outside_ball). Raises ConfigError
     where no particle of Q_beta is inside B_R(0).
     """
-    terms, R = _integrals(mixture, setting, constants), float(constants.R_K_G)
+    terms = _integrals(mixture, setting, constants)
+    R = float(constants.R_K_G)
     held = _hypotheses(terms.q, setting, constants, constants.upper_cap(attack=True))
     return AttackBounds(
         inside=terms.inside,
@@ -230,21 +248,32 @@ class _Integrals:
 
 def _integrals(mixture: Mixture, setting: Setting, constants: Constants) -> _Integrals:
     n = len(mixture.theta)
-    models = mixture.theta if mixture.theta_m is None else torch.cat([mixture.theta, mixture.theta_m])
-    mass = torch.full((len(models),), (1 - mixture.w_m) / n, dtype=torch.float64, device=models.device)
+    models = (
+        mixture.theta if mixture.theta_m is None else torch.cat([mixture.theta, mixture.theta_m])
+    )
+    mass = torch.full(
+        (len(models),), (1 - mixture.w_m) / n, dtype=torch.float64, device=models.device
+    )
     mass[n:] = mixture.w_m / max(1, len(models) - n)
     L = mixture.lower(models)
-    kept = consensus.sublevel_mask(L, setting.beta, delta_q=float(setting.delta_q), averaged=True, mass=mass)
+    kept = consensus.sublevel_mask(
+        L, setting.beta, delta_q=float(setting.delta_q), averaged=True, mass=mass
+    )
     kept = kept & (models.norm(dim=-1) <= setting.radius)
     if not (kept & (mass > 0)).any():
-        raise ConfigError(f"no particle of Q_beta is in the ball of `radius` = {setting.radius:g} about 0: enlarge it")
+        raise ConfigError(
+            f"no particle of Q_beta is in the ball of `radius` = {setting.radius:g} about 0: enlarge it"
+        )
     m = consensus.point(
-        consensus.weights(mixture.upper(models), float(setting.alpha), kept, mass=mass), models.double()
+        consensus.weights(mixture.upper(models), float(setting.alpha), kept, mass=mass),
+        models.double(),
     )
     far = distance(models, mixture.target)
     counted = torch.where(kept, far, 0.0)
     within = far[n:] <= constants.R_K_G
-    faded = far[n:] * torch.exp(setting.alpha * (_G_r(setting, constants) - constants.K_G * far[n:] ** constants.k_G))
+    faded = far[n:] * torch.exp(
+        setting.alpha * (_G_r(setting, constants) - constants.K_G * far[n:] ** constants.k_G)
+    )
     parts = (counted[n:].where(within, 0.0), faded.where(kept[n:] & ~within, 0.0))
     return _Integrals(
         float(distance(m, mixture.target)),
@@ -256,7 +285,9 @@ def _integrals(mixture: Mixture, setting: Setting, constants: Constants) -> _Int
 
 def _hypotheses(q: float, setting: Setting, constants: Constants, cap: float) -> dict[str, bool]:
     """What prop:QQLP and prop:attack suppose alike, but for the cap on G."""
-    s, k, lower_cap = setting, constants, constants.lower_cap(setting.r_G)
+    s = setting
+    k = constants
+    lower_cap = constants.lower_cap(setting.r_G)
     return {
         "r_G": s.r_G <= min(k.R_G, k.R_H_G, k.R_K_G, (cap / (2 * k.H_G)) ** (1 / k.h_G)),
         "delta_q": s.delta_q <= lower_cap / 2,
@@ -280,15 +311,21 @@ def distance(theta: Tensor, target: Tensor) -> Tensor:
     return (theta.double() - target.double()).square().sum(-1).sqrt()
 
 
-def check_positive(values: Mapping[str, Number], *, finite: bool = True, or_zero: bool = False) -> None:
+def check_positive(
+    values: Mapping[str, Number], *, finite: bool = True, or_zero: bool = False
+) -> None:
     """Raise ConfigError for the first number that is not above 0."""
     for name, value in values.items():
         if not (value > 0 or (or_zero and value == 0)) or (finite and value == math.inf):
             bound = "at least 0" if or_zero else "above 0"
-            raise ConfigError(f"`{name}` must be {bound}{' and finite' if finite else ''}, got {value}")
+            raise ConfigError(
+                f"`{name}` must be {bound}{' and finite' if finite else ''}, got {value}"
+            )
 
 
 def check_share(w_m: Number, name: str = "w_m") -> None:
     """Raise ConfigError unless it is a share of attackers."""
     if not 0 <= w_m < 1:
-        raise ConfigError(f"`{name}`, the share of attackers, must be at least 0 and below 1, got {w_m}")
+        raise ConfigError(
+            f"`{name}`, the share of attackers, must be at least 0 and below 1, got {w_m}"
+        )

@@ -14,7 +14,9 @@ from fedcb2o.particles.dynamics import ConsensusParams
 _MIN_BENIGN = 2  # benign particles that G needs in Q_beta to choose among
 
 
-def benign_left(*, beta: float, w_m: float, num_benign: int, dim: int, averaged: bool = False) -> int:
+def benign_left(
+    *, beta: float, w_m: float, num_benign: int, dim: int, averaged: bool = False
+) -> int:
     """How many of so many benign particles are in Q_beta with delta_q = 0 if attackers stand on a minimiser of L.
 
     By the plain quantile (eq:q_beta) it is a rank, about (beta - w_m) N, whatever L is. In the averaged one (eq:Q_beta)
@@ -27,13 +29,17 @@ def benign_left(*, beta: float, w_m: float, num_benign: int, dim: int, averaged:
     mass = torch.full_like(ranks, (1 - w_m) / num_benign)
     mass[0] = w_m
     level = ranks ** (2 / dim)
-    mask = consensus.sublevel_mask(level, beta, delta_q=1e-9, averaged=averaged, mass=mass)  # delta_q: for rounding
+    mask = consensus.sublevel_mask(
+        level, beta, delta_q=1e-9, averaged=averaged, mass=mass
+    )  # delta_q: for rounding
     return int(mask[1:].sum())
 
 
 def explain(params: ConsensusParams, w_m: float, num_benign: int, dim: int) -> str:
     """What to say where attackers leave fewer than `CHOICE` benign particles, with the cure; else nothing."""
-    left = benign_left(beta=params.beta, w_m=w_m, num_benign=num_benign, dim=dim, averaged=params.averaged)
+    left = benign_left(
+        beta=params.beta, w_m=w_m, num_benign=num_benign, dim=dim, averaged=params.averaged
+    )
     if left >= _MIN_BENIGN:
         return ""
     room = f"{'about ' if params.averaged and left else ''}{left or 'no'} benign particle"

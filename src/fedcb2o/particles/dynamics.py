@@ -68,7 +68,8 @@ def evaluate_objectives(
     kind, and for a function that writes into the particles; looked at `closely`, by way of NumPy too.
     """
     seen = theta[0] if flat else theta
-    slope, copy = None, seen.clone() if check_writes else None
+    slope = None
+    copy = seen.clone() if check_writes else None
     if gradient is True:
         particles = seen.detach().requires_grad_()
         with torch.enable_grad():
@@ -86,7 +87,9 @@ def evaluate_objectives(
             slope = gradient(seen)
             require_unwritten("`gradient`", gradient, seen, before, copy)
             if not isinstance(slope, Tensor) or slope.shape != seen.shape:
-                raise ConfigError(f"`gradient` must return a tensor of shape {[*seen.shape]}, got {_describe_type(slope)}")
+                raise ConfigError(
+                    f"`gradient` must return a tensor of shape {[*seen.shape]}, got {_describe_type(slope)}"
+                )
     up = None if upper is None else _evaluate_objective("upper", upper, seen, copy)
     if flat:
         low = low.unsqueeze(0)
@@ -105,7 +108,9 @@ def to_values(
 ) -> Values:
     """L, G and the gradient of L of an ensemble as its Values: who is inside the ball B_R(0), who is excluded."""
     inside = None if radius == math.inf else theta.square().sum(-1) <= radius * radius
-    if math.isfinite(theta.sum().item() + low.sum().item() + (0.0 if up is None else up.sum().item())):
+    if math.isfinite(
+        theta.sum().item() + low.sum().item() + (0.0 if up is None else up.sum().item())
+    ):
         return Values(low, up, slope, inside)
     bad = ~(low.isfinite() & theta.isfinite().all(-1))
     if up is not None:
@@ -114,7 +119,9 @@ def to_values(
     return Values(low.masked_fill(bad, torch.inf), up, slope, inside, bad)
 
 
-def consensus_weights(values: Values, params: ConsensusParams, mass: Float[Tensor, "... n"] | None = None) -> Float[Tensor, "*a n"]:
+def consensus_weights(
+    values: Values, params: ConsensusParams, mass: Float[Tensor, "... n"] | None = None
+) -> Float[Tensor, "*a n"]:
     """The weights of the particles in m_{alpha,beta} (eq:consensus_point), in float64.
 
     Without G they are exp(-alpha L) of all particles (eq:fedcbo_dynamic, eq:fedcbo_ConsensusPoint). `mass` is each
@@ -123,9 +130,13 @@ def consensus_weights(values: Values, params: ConsensusParams, mass: Float[Tenso
     """
     mask = values.in_ball
     if values.upper is not None:
-        mask = consensus.sublevel_mask(values.lower, params.beta, delta_q=params.delta_q, averaged=params.averaged, mass=mass)
+        mask = consensus.sublevel_mask(
+            values.lower, params.beta, delta_q=params.delta_q, averaged=params.averaged, mass=mass
+        )
         mask = mask if values.in_ball is None else mask & values.in_ball
-    mu = consensus.weights(values.lower if values.upper is None else values.upper, params.alpha, mask, mass=mass)
+    mu = consensus.weights(
+        values.lower if values.upper is None else values.upper, params.alpha, mask, mass=mass
+    )
     if (values.excluded is not None or values.in_ball is not None) and not (mu.sum(-1) > 0).all():
         if values.excluded is not None and values.excluded.all(-1).any():
             raise RunError(
@@ -140,11 +151,17 @@ def consensus_weights(values: Values, params: ConsensusParams, mass: Float[Tenso
 
 
 def consensus_point(
-    theta: Float[Tensor, "r n d"], values: Values, params: ConsensusParams, mass: Float[Tensor, "... n"] | None = None
+    theta: Float[Tensor, "r n d"],
+    values: Values,
+    params: ConsensusParams,
+    mass: Float[Tensor, "... n"] | None = None,
 ) -> Float[Tensor, "r d"]:
     """m_{alpha,beta} of every run (eq:consensus_point, eq:clustered_csp)."""
     mu = consensus_weights(values, params, mass)
-    return consensus.point(mu, theta if values.excluded is None else theta.masked_fill(values.excluded.unsqueeze(-1), 0.0))
+    return consensus.point(
+        mu,
+        theta if values.excluded is None else theta.masked_fill(values.excluded.unsqueeze(-1), 0.0),
+    )
 
 
 def consensus_step_(
@@ -162,7 +179,8 @@ def consensus_step_(
     D(theta - m) is |theta - m| Id for "isotropic" noise, as in the paper, and diag(theta - m) for "anisotropic".
     Without normals there is no noise; their memory is used for the step.
     """
-    m, size = m.unsqueeze(-2), sigma1 * math.sqrt(dt)
+    m = m.unsqueeze(-2)
+    size = sigma1 * math.sqrt(dt)
     if normals is None:
         theta.lerp_(m, lambda1 * dt)
     elif noise == "anisotropic":  # every coordinate goes a part of its own of the way to m
@@ -195,13 +213,17 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def _evaluate_objective(name: str, objective: Objective, theta: Tensor, copy: Tensor | None) -> Tensor:
+def _evaluate_objective(
+    name: str, objective: Objective, theta: Tensor, copy: Tensor | None
+) -> Tensor:
     """What an objective makes of an ensemble, checked: one number a particle, and nothing written."""
     before = write_count(theta)
     try:
         values: object = objective(theta)
     except TypeError as error:
-        error.add_note(f"`{name}` gets a tensor of points; a function of NumPy's goes through fedcb2o.from_numpy")
+        error.add_note(
+            f"`{name}` gets a tensor of points; a function of NumPy's goes through fedcb2o.from_numpy"
+        )
         raise
     if copy is not None or write_count(theta) != before:
         require_unwritten(f"`{name}`", objective, theta, before, copy)
@@ -225,4 +247,8 @@ def _evaluate_objective(name: str, objective: Objective, theta: Tensor, copy: Te
 
 
 def _describe_type(value: object) -> str:
-    return f"a tensor of shape {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return (
+        f"a tensor of shape {[*value.shape]}"
+        if isinstance(value, Tensor)
+        else f"a {type(value).__name__}"
+    )

@@ -24,7 +24,11 @@ _DEFAULT_SPREAD = 3.0  # how far from their middle particles start where nothing
 
 def has_many_seeds(seed: Any) -> bool:
     """Whether these are seeds, one for each run."""
-    return isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes) and np.ndim(seed) > 0
+    return (
+        isinstance(seed, Sequence | np.ndarray)
+        and not isinstance(seed, str | bytes)
+        and np.ndim(seed) > 0
+    )
 
 
 def resolve_seeds(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
@@ -34,7 +38,9 @@ def resolve_seeds(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
         return [first + run for run in range(runs or 1)]
     seeds = [settings.check_count("`seed`", each, least=None) for each in seed]  # type: ignore[union-attr]
     if (runs is not None and len(seeds) != runs) or not seeds:
-        raise ConfigError(f"`seed` names {len(seeds)} seeds for {runs} runs: give one for each, or the first alone")
+        raise ConfigError(
+            f"`seed` names {len(seeds)} seeds for {runs} runs: give one for each, or the first alone"
+        )
     return seeds
 
 
@@ -67,7 +73,9 @@ def check_ensemble(initial: Any, runs: int) -> Tensor:
     """The ensemble [n, d], or one for each run, [runs, n, d], that particles are to start as."""
     ensemble = _array("`initial`", initial)
     if ensemble.ndim not in (2, 3) or not ensemble.shape[-1]:
-        raise ConfigError(f"`initial` must be [n, d] or [runs, n, d] or a sampler, got the shape {[*ensemble.shape]}")
+        raise ConfigError(
+            f"`initial` must be [n, d] or [runs, n, d] or a sampler, got the shape {[*ensemble.shape]}"
+        )
     if ensemble.ndim == 3 and len(ensemble) != runs:
         raise ConfigError(f"`initial` has ensembles for {len(ensemble)} runs, there are {runs}")
     return ensemble
@@ -102,18 +110,24 @@ def build_clusters(
         sizes = [initial.shape[-2] // k] * k
     sizes = [settings.check_count("`num_particles`", size) for size in sizes]
     if sum(sizes) < 2:
-        raise ConfigError("one particle is its own consensus point, wherever it is: `num_particles` must be at least 2")
+        raise ConfigError(
+            "one particle is its own consensus point, wherever it is: `num_particles` must be at least 2"
+        )
     if isinstance(initial, Tensor):
         n = initial.shape[-2]
         if sum(sizes) != n:
-            raise ConfigError(f"`initial` has {n} particles, `num_particles` asks for {sizes if k > 1 else sizes[0]}")
+            raise ConfigError(
+                f"`initial` has {n} particles, `num_particles` asks for {sizes if k > 1 else sizes[0]}"
+            )
     ends = list(itertools.accumulate(sizes, initial=0))
     slopes = [True if one is None else one for one in each("gradient", gradient)]
     rows = itertools.starmap(slice, itertools.pairwise(ends))
     return [Cluster(*parts) for parts in zip(lowers, uppers, slopes, rows, strict=True)]
 
 
-def build_box(bounds: Any, initial: Any, x0: Any, spread: Any, dim: int | None) -> tuple[_Box | None, _Box]:
+def build_box(
+    bounds: Any, initial: Any, x0: Any, spread: Any, dim: int | None
+) -> tuple[_Box | None, _Box]:
     """The bounds, if there are any, infinite where a side is open, and the box where particles start.
 
     That is x0 +- spread, as far as the bounds allow. Where both bounds of a coordinate are finite, it is by default
@@ -127,15 +141,25 @@ def build_box(bounds: Any, initial: Any, x0: Any, spread: Any, dim: int | None) 
     given = initial if middle is None else middle
     if isinstance(given, Tensor):
         if dim not in (None, given.shape[-1]):
-            has = f"`x0` has {len(given)}" if given is middle else f"`initial` has points of {given.shape[-1]}"
+            has = (
+                f"`x0` has {len(given)}"
+                if given is middle
+                else f"`initial` has points of {given.shape[-1]}"
+            )
             raise ConfigError(f"{has} coordinates, `dim` is {dim}")
         dim = given.shape[-1]
     low, high = _bounds_of_coordinates(bounds, dim)
     closed = (high - low).isfinite()
     half = (high - low) / 2
-    far = torch.where(closed, half, _DEFAULT_SPREAD) if spread is None else _point("`spread`", spread, len(low))
+    far = (
+        torch.where(closed, half, _DEFAULT_SPREAD)
+        if spread is None
+        else _point("`spread`", spread, len(low))
+    )
     if len(far) != len(low) or not ((far > 0) & far.isfinite()).all():
-        raise ConfigError(f"`spread` must be above 0 and finite, one for all or one for each coordinate, got {spread}")
+        raise ConfigError(
+            f"`spread` must be above 0 and finite, one for all or one for each coordinate, got {spread}"
+        )
     if middle is None:
         middle = torch.where(closed, low + half, torch.zeros_like(low).clamp(low + far, high - far))
         if spread is None:  # to the bit
@@ -155,7 +179,9 @@ def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
             )
         bounds = (None, None)
     if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
-        bounds = np.stack(np.broadcast_arrays(np.atleast_1d(bounds.lb), np.atleast_1d(bounds.ub)), -1)
+        bounds = np.stack(
+            np.broadcast_arrays(np.atleast_1d(bounds.lb), np.atleast_1d(bounds.ub)), -1
+        )
         bounds = bounds[0] if len(bounds) == 1 else bounds
     pairs = _array("`bounds`", _replace_none(bounds))
     if pairs.shape == (2,) and dim is not None:
@@ -176,7 +202,10 @@ def _replace_none(bounds: Any) -> Any:
     if not isinstance(bounds, Sequence) or isinstance(bounds, str | bytes):
         return bounds
     if len(bounds) == 2 and any(each is None for each in bounds):
-        return [end if each is None else each for each, end in zip(bounds, (-np.inf, np.inf), strict=True)]
+        return [
+            end if each is None else each
+            for each, end in zip(bounds, (-np.inf, np.inf), strict=True)
+        ]
     return [_replace_none(each) for each in bounds]
 
 
@@ -184,19 +213,27 @@ def _point(name: str, value: Any, dim: int | None) -> Tensor:
     """One number for each coordinate [d], or the same for all."""
     point = _array(name, value)
     if point.ndim > 1 or not point.isfinite().all():
-        got = f"the shape {[*point.shape]}, and an ensemble is `initial`" if point.ndim > 1 else f"{point.tolist()}"
+        got = (
+            f"the shape {[*point.shape]}, and an ensemble is `initial`"
+            if point.ndim > 1
+            else f"{point.tolist()}"
+        )
         raise ConfigError(f"{name} must be a point [d] of finite numbers, got {got}")
     return point if point.ndim else point.expand(dim or 1)
 
 
-def draw_ensembles(initial: Any, box: _Box, num_benign: int, adversaries: Sequence[Adversary], seeds: Sequence[int]) -> Tensor:
+def draw_ensembles(
+    initial: Any, box: _Box, num_benign: int, adversaries: Sequence[Adversary], seeds: Sequence[int]
+) -> Tensor:
     """The first ensemble of every run, [runs, n, d] in float64: the benign particles, then each adversary's.
 
     Without `initial` they start uniformly in the `box`.
     """
     low, high = box
     dim = len(low)
-    settings.check_memory(len(seeds), num_benign + sum(each.num_particles for each in adversaries), dim)
+    settings.check_memory(
+        len(seeds), num_benign + sum(each.num_particles for each in adversaries), dim
+    )
 
     def uniform(generator: np.random.Generator, n: int, d: int) -> Any:
         return generator.uniform(low.numpy(), high.numpy(), (n, d))
@@ -205,10 +242,14 @@ def draw_ensembles(initial: Any, box: _Box, num_benign: int, adversaries: Sequen
 
     def drawn(purpose: str, n: int) -> Tensor:
         name = "what the sampler `initial` returns"
-        points = [_array(name, sampler(stream(seed, "particles", purpose), n, dim)) for seed in seeds]
+        points = [
+            _array(name, sampler(stream(seed, "particles", purpose), n, dim)) for seed in seeds
+        ]
         for one in points:
             if one.shape != (n, dim):
-                raise ConfigError(f"the sampler `initial` must return the shape {[n, dim]}, got {[*one.shape]}")
+                raise ConfigError(
+                    f"the sampler `initial` must return the shape {[n, dim]}, got {[*one.shape]}"
+                )
         return torch.stack(points)
 
     given = isinstance(initial, Tensor)

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from fedcb2o.rng import stream
 
-_BLOCK = 2**15  # normals to a stream: few enough for the cache, and threads can share one run's draws
+_BLOCK = (
+    2**15
+)  # normals to a stream: few enough for the cache, and threads can share one run's draws
 _MAX_BUFFER = 2**20  # normals that small runs draw at once, for several steps
 _MIN_THREADED = 2**17  # normals that are worth a second thread
 _GROUP = 4  # so many take a whole number of words
@@ -29,7 +31,14 @@ class Normals:
     """
 
     def __init__(
-        self, seeds: Sequence[int], purpose: str, n: int, dim: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        seeds: Sequence[int],
+        purpose: str,
+        n: int,
+        dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._shape = (n, dim)
         size = -(n * dim) % _GROUP + n * dim
@@ -39,7 +48,9 @@ class Normals:
         self._block = _BLOCK if on_cpu else size
         self._buffer = torch.empty(len(seeds), ahead, size, dtype=dtype, device=device)
         starts = range(0, size, self._block)
-        self._sources = [[_source(seed, purpose, start, device) for start in starts] for seed in seeds]
+        self._sources = [
+            [_source(seed, purpose, start, device) for start in starts] for seed in seeds
+        ]
         threads = torch.get_num_threads() if on_cpu else 1
         self._pool = concurrent.futures.ThreadPoolExecutor(threads) if threads > 1 else None
         self._threads = threads
@@ -74,12 +85,16 @@ class Normals:
             (sources, self._buffer[first : first + together, :, start : start + block])
             for first in range(0, runs, together)
             for start, sources in zip(
-                range(0, size, block), zip(*self._sources[first : first + together], strict=True), strict=True
+                range(0, size, block),
+                zip(*self._sources[first : first + together], strict=True),
+                strict=True,
             )
         ]
         # Views, also where a step does not fill its group: a copy would stay as it is.
         strides = (ahead * size, dim, 1)
-        self._steps = [self._buffer.as_strided((runs, n, dim), strides, step * size) for step in range(ahead)]
+        self._steps = [
+            self._buffer.as_strided((runs, n, dim), strides, step * size) for step in range(ahead)
+        ]
 
 
 def _source(seed: int, purpose: str, start: int, device: torch.device) -> _Source:
@@ -111,7 +126,8 @@ def _box_muller(sources: Sequence[np.random.Generator], out: NDArray[np.float32]
     drawn = [source.bit_generator.random_raw(steps * size // 2) for source in sources]
     words = drawn[0] if runs == 1 else np.concatenate(drawn)
     bits = words.view("u4").reshape(runs, steps, 2, size // 2)
-    for_u, for_v = bits[:, :, 0], bits[:, :, 1].view("i4")
+    for_u = bits[:, :, 0]
+    for_v = bits[:, :, 1].view("i4")
     for_u |= 1  # never log 0
     radius = for_u.astype("f4")
     radius *= 2.0**-32

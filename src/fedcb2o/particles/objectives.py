@@ -43,7 +43,9 @@ def from_numpy(function: Callable[..., Any]) -> Callable[..., Tensor]:
     return objective
 
 
-def from_point(function: Callable[..., Any], *, workers: Callable[..., Any] = map) -> Callable[..., Tensor]:
+def from_point(
+    function: Callable[..., Any], *, workers: Callable[..., Any] = map
+) -> Callable[..., Tensor]:
     """An objective from a function of one point, as SciPy's are: a NumPy array [d] of its own -> a number.
 
     It is called for each particle, by `workers`: the built-in `map`, or that of a pool of threads or processes.
@@ -64,7 +66,9 @@ def _evaluate_point(function: Callable[..., Any], args: tuple[Any, ...], point: 
     try:
         return float(np.asarray(value).item())
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the function {label(function)} of a point must return a number: {error}") from error
+        raise ConfigError(
+            f"the function {label(function)} of a point must return a number: {error}"
+        ) from error
 
 
 def with_args(objective: Any, args: Any) -> Any:
@@ -106,7 +110,9 @@ def problem(name: str) -> Problem:
     """The built-in problem of that name. Raises ConfigError if there is none."""
     known = problems()
     if name not in known:
-        raise ConfigError(f"there is no problem `{name}`.{did_you_mean(name, known)} Built in: {', '.join(known)}")
+        raise ConfigError(
+            f"there is no problem `{name}`.{did_you_mean(name, known)} Built in: {', '.join(known)}"
+        )
     return known[name]
 
 
@@ -224,4 +230,11 @@ def far_box(generator: np.random.Generator, n: int, dim: int) -> Any:
 
 # The settings of the published CB2O experiments.
 _CB2O = {"num_particles": 50, "alpha": 30.0, "beta": 1 / 20, "maxiter": 300, "xtol": 0.0}
-_FAR = {"initial": far_box, "num_particles": 200, "batch": 100, "sigma1": 10.0, "alpha": 20.0, "xtol": 0.0}
+_FAR = {
+    "initial": far_box,
+    "num_particles": 200,
+    "batch": 100,
+    "sigma1": 10.0,
+    "alpha": 20.0,
+    "xtol": 0.0,
+}

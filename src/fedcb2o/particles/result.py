@@ -100,7 +100,9 @@ class Result(Mapping[str, Any]):
         lines = []
         if isinstance(self.message, list):
             count = len(self.message)
-            lines.append(("runs", f"{count}, of which {int(self.success.sum())} reached a consensus"))
+            lines.append(
+                ("runs", f"{count}, of which {int(self.success.sum())} reached a consensus")
+            )
             common = max(set(self.message), key=self.message.count)
             lines.append(("message", f"{common} ({self.message.count(common)} of {count} runs)"))
             for name in ("x", "lower", "upper", "nit"):
@@ -111,15 +113,25 @@ class Result(Mapping[str, Any]):
             for name in ("x", "lower", "upper"):
                 if (value := getattr(self, name)) is not None:
                     lines.append(
-                        (name, np.array2string(value.cpu().numpy(), precision=6, threshold=12, suppress_small=True))
+                        (
+                            name,
+                            np.array2string(
+                                value.cpu().numpy(), precision=6, threshold=12, suppress_small=True
+                            ),
+                        )
                     )
-            lines += [("spread", f"{float(self.spread.max()):.3g}"), ("nit", self.nit), ("nfev", self.nfev)]
+            lines += [
+                ("spread", f"{float(self.spread.max()):.3g}"),
+                ("nit", self.nit),
+                ("nfev", self.nfev),
+            ]
             lines += [("excluded", self.excluded)] if self.excluded else []
         lines.append(("seconds", f"{self.seconds:.2f}"))
         lines += [("note", note) for note in self.notes]
         wide = max(len(name) for name, _ in lines)
         return "\n".join(
-            f"{name:>{wide}}: {str(value).replace(chr(10), chr(10) + ' ' * (wide + 2))}" for name, value in lines
+            f"{name:>{wide}}: {str(value).replace(chr(10), chr(10) + ' ' * (wide + 2))}"
+            for name, value in lines
         )
 
 
@@ -158,7 +170,9 @@ class FinishedRuns:
     reason: str
 
 
-def finish_runs(system: System, m: Tensor, spread: Tensor, n: int, agreed: Tensor, ending: Tensor, reason: str) -> FinishedRuns:
+def finish_runs(
+    system: System, m: Tensor, spread: Tensor, n: int, agreed: Tensor, ending: Tensor, reason: str
+) -> FinishedRuns:
     """The runs that are `ending` at step n, for that reason or because they `agreed`."""
     tensors = (m, spread, system.benign, system.malicious)
     if not ending.all():
@@ -193,16 +207,27 @@ def build_result(
     x = gather("m")
     at_x = []
     for k, each in enumerate(clusters):
-        at_x.append((yield EvaluationRequest(x[:, k : k + 1], each.lower, each.upper, shape.single_run)))
+        at_x.append(
+            (yield EvaluationRequest(x[:, k : k + 1], each.lower, each.upper, shape.single_run))
+        )
     lower = torch.cat([values.lower for values in at_x], 1)
     upper = torch.cat([values.upper for values in at_x], 1) if at_x[0].upper is not None else None  # type: ignore[misc]
     success = gather("agreed")
-    messages = [(_CONSENSUS_MESSAGE.format(xtol) if agreed else end.reason) for end in ends for agreed in end.agreed.tolist()]
+    messages = [
+        (_CONSENSUS_MESSAGE.format(xtol) if agreed else end.reason)
+        for end in ends
+        for agreed in end.agreed.tolist()
+    ]
     messages = [messages[k] for k in order.tolist()]
     if success.any():
-        further = yield from is_boundary_consensus(x, at_x, start, clusters, walls=walls, delta_q=delta_q, flat=shape.single_run)
+        further = yield from is_boundary_consensus(
+            x, at_x, start, clusters, walls=walls, delta_q=delta_q, flat=shape.single_run
+        )
         stuck = success & further.any(1).cpu()
-        messages = [_BOUNDARY_MESSAGE if at_edge else told for told, at_edge in zip(messages, stuck.tolist(), strict=True)]
+        messages = [
+            _BOUNDARY_MESSAGE if at_edge else told
+            for told, at_edge in zip(messages, stuck.tolist(), strict=True)
+        ]
         success = success & ~stuck
     nit = torch.cat([torch.full_like(end.runs, end.n) for end in ends])[order]
     steps = torch.tensor([n for n, *_ in records])

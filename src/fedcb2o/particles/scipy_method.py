@@ -62,7 +62,9 @@ def cb2o(
     known = set(inspect.signature(minimize).parameters) - _NOT_OPTIONS
     for name in options:
         if name not in known:
-            raise ConfigError(f"cb2o has no option `{name}`.{did_you_mean(name, known)} It has those of fedcb2o.minimize")
+            raise ConfigError(
+                f"cb2o has no option `{name}`.{did_you_mean(name, known)} It has those of fedcb2o.minimize"
+            )
     if np.size(constraints):
         raise ConfigError(
             "cb2o has bounds and no other constraints: let `fun` be by how much a point breaks them, and the objective"
@@ -92,7 +94,11 @@ def _call_callback(callback: Callable[..., Any], x: Any, fun: Callable[[Any], An
         whole = set(inspect.signature(callback).parameters) == {"intermediate_result"}
     except (TypeError, ValueError):  # a built-in function shows no signature
         whole = False
-    return callback(intermediate_result=OptimizeResult(x=x, fun=fun(x.copy()))) if whole else callback(x)
+    return (
+        callback(intermediate_result=OptimizeResult(x=x, fun=fun(x.copy())))
+        if whole
+        else callback(x)
+    )
 
 
 def _batch_gradient(jac: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -111,8 +117,26 @@ def _batch_gradient(jac: Callable[..., Any]) -> Callable[..., Tensor]:
 
 def _to_scipy_result(result: Result) -> OptimizeResult:
     """The result by NumPy, under SciPy's names."""
-    names = ("x", "fun", "upper", "success", "message", "nit", "nfev", "excluded", "spread", "theta", "seed", "notes")
+    names = (
+        "x",
+        "fun",
+        "upper",
+        "success",
+        "message",
+        "nit",
+        "nfev",
+        "excluded",
+        "spread",
+        "theta",
+        "seed",
+        "notes",
+    )
     values = {name: result[name] for name in names if result[name] is not None}
-    values = {name: each.numpy() if isinstance(each, Tensor) and each.ndim else each for name, each in values.items()}
-    values = {name: each.item() if isinstance(each, Tensor) else each for name, each in values.items()}
+    values = {
+        name: each.numpy() if isinstance(each, Tensor) and each.ndim else each
+        for name, each in values.items()
+    }
+    values = {
+        name: each.item() if isinstance(each, Tensor) else each for name, each in values.items()
+    }
     return OptimizeResult(values, status=0 if result.success else 1)

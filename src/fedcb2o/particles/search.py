@@ -41,12 +41,18 @@ class Search:
         """
         for name in ("lower", "args", "gradient"):
             if name in settings:
-                raise ConfigError(f"`{name}` is for functions, which Search has none of: leave it out")
+                raise ConfigError(
+                    f"`{name}` is for functions, which Search has none of: leave it out"
+                )
         self.result: Result | None = None
         self._question: EvaluationRequest | None = None
         steps = inspect.unwrap(minimize)
         self._steps: EvaluationSteps[Result] = steps(
-            _unavailable_objective, _unavailable_objective if upper else None, dim, gradient=_unavailable_objective, **settings
+            _unavailable_objective,
+            _unavailable_objective if upper else None,
+            dim,
+            gradient=_unavailable_objective,
+            **settings,
         )
         with torch.no_grad():
             self._question = next(self._steps)
@@ -78,10 +84,16 @@ class Search:
         question = self._pending_request()
         points = question.user_points
         low = _check_values("lower", lower, points, points.shape[:-1])
-        up = _check_values("upper", upper, points, None if question.upper is None else points.shape[:-1])
-        slope = _check_values("gradient", gradient, points, points.shape if question.gradient else None)
+        up = _check_values(
+            "upper", upper, points, None if question.upper is None else points.shape[:-1]
+        )
+        slope = _check_values(
+            "gradient", gradient, points, points.shape if question.gradient else None
+        )
         if question.flat:
-            low, up, slope = (None if each is None else each.unsqueeze(0) for each in (low, up, slope))
+            low, up, slope = (
+                None if each is None else each.unsqueeze(0) for each in (low, up, slope)
+            )
         values = to_values(question.theta, low, up, slope, radius=question.radius)  # type: ignore[arg-type]
         self._question = None
         try:
@@ -92,15 +104,23 @@ class Search:
 
     def _pending_request(self) -> EvaluationRequest:
         if self._question is None:
-            raise RunError("this search has ended: its answer is `result`" if self.done else "this search has failed")
+            raise RunError(
+                "this search has ended: its answer is `result`"
+                if self.done
+                else "this search has failed"
+            )
         return self._question
 
 
-def _check_values(name: str, values: Any, points: Tensor, shape: torch.Size | None) -> Tensor | None:
+def _check_values(
+    name: str, values: Any, points: Tensor, shape: torch.Size | None
+) -> Tensor | None:
     """Values as a tensor of that shape, beside the points; None where they are not asked for."""
     if shape is None:
         if values is not None:
-            raise ConfigError(f"`{name}` is told and not asked for: a search with G is Search(..., upper=True)")
+            raise ConfigError(
+                f"`{name}` is told and not asked for: a search with G is Search(..., upper=True)"
+            )
         return None
     if values is None:
         raise ConfigError(f"`{name}` must be told, of the shape {[*shape]}")

@@ -55,7 +55,9 @@ def check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
     """Raise ConfigError where a setting's value is none of its choices."""
     for name, (value, known) in choices.items():
         if not any(value is each or (isinstance(value, str) and value == each) for each in known):
-            raise ConfigError(f"{name} must be {' or '.join(map(repr, known))}, got {_short_repr(value)}")
+            raise ConfigError(
+                f"{name} must be {' or '.join(map(repr, known))}, got {_short_repr(value)}"
+            )
 
 
 def schedule_value(name: str, value: Schedule, n: int) -> float:
@@ -89,7 +91,9 @@ def check_functions(name: str, value: Any, *, or_none: bool = False) -> None:
     several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     for each in value if several else [value]:
         if not (callable(each) or (or_none and each is None)):
-            raise ConfigError(f"{name} must be a function, or a list with one for each cluster, got {_short_repr(each)}")
+            raise ConfigError(
+                f"{name} must be a function, or a list with one for each cluster, got {_short_repr(each)}"
+            )
 
 
 def check_function(name: str, value: Any) -> Callable[..., Any]:
@@ -114,7 +118,8 @@ def check_device(name: Any) -> torch.device:
 def check_memory(runs: int, num_particles: int, dim: int) -> None:
     """Raise ConfigError where ensembles need more memory than this machine has."""
     # A control group may allow less; what is far too much for the machine is what is meant.
-    needed, there = 8 * _ENSEMBLE_COPIES * runs * num_particles * dim, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = 8 * _ENSEMBLE_COPIES * runs * num_particles * dim
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         several = f"{runs:,} runs of " if runs > 1 else ""
         raise ConfigError(

@@ -31,11 +31,20 @@ class State:
 
 
 def callback_requests_stop(
-    callback: Callable[[State], Any], shape: OutputShape, system: System, evaluation: Evaluation, n: int, dt: float, check_writes: bool
+    callback: Callable[[State], Any],
+    shape: OutputShape,
+    system: System,
+    evaluation: Evaluation,
+    n: int,
+    dt: float,
+    check_writes: bool,
 ) -> bool:
     """Whether the callback, shown the state before step n, wants all runs to stop."""
     own = evaluation.batch is None
-    lower = [values.lower[:, each.rows] for each, values in zip(system.clusters, evaluation.values, strict=True)]
+    lower = [
+        values.lower[:, each.rows]
+        for each, values in zip(system.clusters, evaluation.values, strict=True)
+    ]
     upper = [
         None if values.upper is None else values.upper[:, each.rows]
         for each, values in zip(system.clusters, evaluation.values, strict=True)
@@ -58,4 +67,6 @@ def callback_requests_stop(
     try:
         return told is not None and bool(told)
     except RuntimeError as error:
-        raise ConfigError(f"`callback` must return whether to stop, True or False, or None: {error}") from error
+        raise ConfigError(
+            f"`callback` must return whether to stop, True or False, or None: {error}"
+        ) from error

@@ -58,7 +58,12 @@ class Evaluation:
     def for_runs(self, kept: Tensor) -> "Evaluation":
         """The same for some of the runs."""
         batch = None if self.batch is None else self.batch[kept]
-        return Evaluation([values.map(lambda part: part[kept]) for values in self.values], self.m[kept], batch, self.covers_all)
+        return Evaluation(
+            [values.map(lambda part: part[kept]) for values in self.values],
+            self.m[kept],
+            batch,
+            self.covers_all,
+        )
 
 
 class System:
@@ -79,14 +84,18 @@ class System:
         self.seeds = list(seeds)
         self.runs = torch.arange(len(seeds))
         self.num_benign: int = clusters[-1].rows.stop
-        ends = itertools.accumulate((each.num_particles for each in adversaries), initial=self.num_benign)
+        ends = itertools.accumulate(
+            (each.num_particles for each in adversaries), initial=self.num_benign
+        )
         self.adversaries = [
-            (each, slice(*rows)) for each, rows in zip(adversaries, itertools.pairwise(ends), strict=True)
+            (each, slice(*rows))
+            for each, rows in zip(adversaries, itertools.pairwise(ends), strict=True)
         ]
         self.mass = _mass(theta, self.num_benign, adversaries)
         self.num_evaluated = 0  # particles of each run, once for every cluster
         self.excluded = torch.zeros(len(seeds), dtype=torch.long)
-        self._flat, self._bounds = flat, bounds
+        self._flat = flat
+        self._bounds = bounds
         self._normals: dict[str, Normals] = {}
         self._streams: dict[str, list[np.random.Generator]] = {}
         self._order = torch.empty(len(seeds), 0, dtype=torch.long)
@@ -110,7 +119,9 @@ class System:
             return (n - self.num_benign) / n
         return float(self.mass[self.num_benign :].sum())
 
-    def evaluate(self, params: ConsensusParams, batch: int | None = None, check_writes: bool = False) -> EvaluationSteps[Evaluation]:
+    def evaluate(
+        self, params: ConsensusParams, batch: int | None = None, check_writes: bool = False
+    ) -> EvaluationSteps[Evaluation]:
         """Have all particles judged, or each run's next random batch, and find the consensus points.
 
         Looked at `closely`, functions that write into the particles by way of NumPy are noticed too.
@@ -119,7 +130,8 @@ class System:
         (Carrillo, Jin, Li and Zhu, "A consensus-based global optimization method for high dimensional machine learning
         problems", 2021, Algorithm 2.1).
         """
-        theta, mass = self.theta, self.mass
+        theta = self.theta
+        mass = self.mass
         rows = None if batch is None else self._next_batch(batch)
         mass = mass if mass is None or rows is None else mass[rows]
         whole = self._evaluates_all(batch)
@@ -127,15 +139,23 @@ class System:
         judged = theta if whole else seen
         values = []
         for cluster in self.clusters:
-            values.append((yield self._request(judged, cluster, params, cluster.gradient, check_writes)))
+            values.append(
+                (yield self._request(judged, cluster, params, cluster.gradient, check_writes))
+            )
         self.num_evaluated += self.evaluation_cost(batch)
         m = []
         for each in values:
             if each.excluded is not None:
                 self.excluded += each.excluded.sum(-1).cpu()
-            counted = each if rows is None or not whole else each.map(lambda part: _gather_rows(part, rows))
+            counted = (
+                each
+                if rows is None or not whole
+                else each.map(lambda part: _gather_rows(part, rows))
+            )
             m.append(consensus_point(seen, counted, params, mass))
-        return Evaluation(values, torch.stack(m, 1) if len(m) > 1 else m[0].unsqueeze(1), rows, whole)
+        return Evaluation(
+            values, torch.stack(m, 1) if len(m) > 1 else m[0].unsqueeze(1), rows, whole
+        )
 
     def evaluation_cost(self, batch: int | None = None) -> int:
         """How many particles of each run the next look judges, each once for every cluster."""
@@ -147,7 +167,10 @@ class System:
 
     def spread(self, m: Tensor) -> Tensor:
         """The root mean squared distance of each cluster's particles from its consensus point, [runs, clusters]."""
-        squares = [(theta - m[:, k : k + 1]).square_().sum(-1).mean(-1) for k, (theta, _) in enumerate(self._parts)]
+        squares = [
+            (theta - m[:, k : k + 1]).square_().sum(-1).mean(-1)
+            for k, (theta, _) in enumerate(self._parts)
+        ]
         return torch.stack(squares, 1).sqrt()
 
     def step_(
@@ -166,7 +189,10 @@ class System:
         check_writes: bool = False,
     ) -> None:
         """One Euler-Maruyama step of all particles (eq:fedcb2o_dynamics, eq:dyn_macro), all from the same theta_t."""
-        moves = [self._move(n, evaluation, params, group, rows, dt, check_writes) for group, rows in self.adversaries]
+        moves = [
+            self._move(n, evaluation, params, group, rows, dt, check_writes)
+            for group, rows in self.adversaries
+        ]
         before = self.benign.clone() if batch_only and evaluation.batch is not None else None
         normals = self._draw("noise", self.num_benign) if sigma1 else None
         shaking = self._draw("gradient noise", self.num_benign) if sigma2 else None
@@ -195,7 +221,9 @@ class System:
             self.theta[:, rows] = moved
 
     @contextlib.contextmanager
-    def forbid_writes(self, name: str, function: Callable[..., Any], m: Tensor, check_writes: bool) -> Iterator[None]:
+    def forbid_writes(
+        self, name: str, function: Callable[..., Any], m: Tensor, check_writes: bool
+    ) -> Iterator[None]:
         """Raises ConfigError if a function that is called inside writes into particles or consensus points."""
         shown = (self.theta, "particles"), (m, "consensus points")
         before = [(write_count(x), x.clone() if check_writes else None) for x, _ in shown]
@@ -210,7 +238,9 @@ class System:
         self.excluded = self.excluded[kept]
         self.seeds = [self.seeds[run] for run in chosen]
         self._order = self._order[kept.to(self._order.device)]
-        self._streams = {name: [each[run] for run in chosen] for name, each in self._streams.items()}
+        self._streams = {
+            name: [each[run] for run in chosen] for name, each in self._streams.items()
+        }
         self._split_clusters()
         for normals in self._normals.values():
             normals.keep_runs(chosen)
@@ -219,19 +249,31 @@ class System:
         if self._order.shape[1] < size:
             n = self.theta.shape[1]
             drawn = [each.permutation(n) for each in self._generators("batches")]
-            self._order = torch.stack([torch.from_numpy(each) for each in drawn]).to(self.theta.device)
-        rows, self._order = self._order[:, :size], self._order[:, size:]
+            self._order = torch.stack([torch.from_numpy(each) for each in drawn]).to(
+                self.theta.device
+            )
+        rows = self._order[:, :size]
+        self._order = self._order[:, size:]
         return rows
 
     def _request(
-        self, theta: Tensor, cluster: Cluster, by: ConsensusParams, gradient: Objective | bool = False, closely: bool = False
+        self,
+        theta: Tensor,
+        cluster: Cluster,
+        by: ConsensusParams,
+        gradient: Objective | bool = False,
+        closely: bool = False,
     ) -> EvaluationRequest:
-        return EvaluationRequest(theta, cluster.lower, cluster.upper, self._flat, gradient, by.radius, closely)
+        return EvaluationRequest(
+            theta, cluster.lower, cluster.upper, self._flat, gradient, by.radius, closely
+        )
 
     def _split_clusters(self) -> None:
         """Each cluster's particles, and their rows (None: all)."""
         alone = len(self.clusters) == 1
-        self._parts = [(self.theta[:, each.rows], None if alone else each.rows) for each in self.clusters]
+        self._parts = [
+            (self.theta[:, each.rows], None if alone else each.rows) for each in self.clusters
+        ]
 
     def _generators(self, name: str) -> list[np.random.Generator]:
         """Those of a purpose, one a run."""
@@ -241,12 +283,23 @@ class System:
 
     def _draw(self, purpose: str, n: int) -> Tensor:
         if purpose not in self._normals:
-            dim, dtype, device = self.theta.shape[-1], self.theta.dtype, self.theta.device
-            self._normals[purpose] = Normals(self.seeds, f"particles {purpose}", n, dim, dtype=dtype, device=device)
+            dim = self.theta.shape[-1]
+            dtype = self.theta.dtype
+            device = self.theta.device
+            self._normals[purpose] = Normals(
+                self.seeds, f"particles {purpose}", n, dim, dtype=dtype, device=device
+            )
         return self._normals[purpose].next()
 
     def _move(
-        self, n: int, look: Evaluation, by: ConsensusParams, adversary: Adversary, rows: slice, dt: float, closely: bool
+        self,
+        n: int,
+        look: Evaluation,
+        by: ConsensusParams,
+        adversary: Adversary,
+        rows: slice,
+        dt: float,
+        closely: bool,
     ) -> Tensor:
         """Where an adversary's particles are after the step (eq:dyn_macro_m)."""
         own = self.theta[:, rows]
@@ -264,27 +317,37 @@ class System:
         with self.forbid_writes("an adversary's `move`", adversary.move, look.m, closely):
             moving = adversary.move(view)
         if not isinstance(moving, tuple) or len(moving) != 2:
-            raise ConfigError(f"an adversary's `move` must return the pair (a_t, A_t), got a {type(moving).__name__}")
+            raise ConfigError(
+                f"an adversary's `move` must return the pair (a_t, A_t), got a {type(moving).__name__}"
+            )
         drift, diffusion = moving
         for name, value in (("drift a_t", drift), ("diffusion A_t", diffusion)):
             if not isinstance(value, Tensor | float | int):
-                raise ConfigError(f"an adversary's {name} must be a tensor or a number, got a {type(value).__name__}")
+                raise ConfigError(
+                    f"an adversary's {name} must be a tensor or a number, got a {type(value).__name__}"
+                )
         try:
             moved = own + torch.as_tensor(drift).to(own) * dt
             if isinstance(diffusion, Tensor) or diffusion:
                 spread = torch.as_tensor(diffusion).to(own)
                 normals = self._draw(f"adversary {rows.start}", own.shape[1]) * math.sqrt(dt)
                 matrix = spread.ndim == own.ndim + 1
-                moved = moved + ((spread @ normals.unsqueeze(-1)).squeeze(-1) if matrix else spread * normals)
+                moved = moved + (
+                    (spread @ normals.unsqueeze(-1)).squeeze(-1) if matrix else spread * normals
+                )
         except RuntimeError as error:
-            raise ConfigError(f"an adversary's drift or diffusion does not fit {[*own.shape]}: {error}") from error
+            raise ConfigError(
+                f"an adversary's drift or diffusion does not fit {[*own.shape]}: {error}"
+            ) from error
         if moved.shape != own.shape:
             raise ConfigError(
                 f"an adversary's drift and diffusion must broadcast to {[*own.shape]}, they gave {[*moved.shape]}"
             )
         return moved
 
-    def _consensus_if(self, points: Tensor | None, look: Evaluation, by: ConsensusParams, rows: slice) -> Tensor:
+    def _consensus_if(
+        self, points: Tensor | None, look: Evaluation, by: ConsensusParams, rows: slice
+    ) -> Tensor:
         """The consensus points [runs, c, clusters, d] if all particles of these rows stood at each of c points.
 
         Without points, those that there would be if they were not there, [runs, 1, clusters, d].
@@ -305,10 +368,15 @@ class System:
                 found.append(consensus.point(consensus_weights(values, by, mass), others))
                 continue
             there = (
-                self._request(points, cluster, by).evaluate().map(lambda part: part.unsqueeze(2).expand(-1, -1, size))
+                self._request(points, cluster, by)
+                .evaluate()
+                .map(lambda part: part.unsqueeze(2).expand(-1, -1, size))
             )
             mu = consensus_weights(_concatenate(values, there), by, mass)
-            found.append(consensus.point(mu[..., :-size], others) + mu[..., -size:].sum(-1, keepdim=True) * points)
+            found.append(
+                consensus.point(mu[..., :-size], others)
+                + mu[..., -size:].sum(-1, keepdim=True) * points
+            )
         return torch.stack(found, 2)
 
 
@@ -324,12 +392,20 @@ def _concatenate(these: Values, those: Values) -> Values:
 
     lower = torch.cat([these.lower.expand(-1, those.lower.shape[1], -1), those.lower], -1)
     upper = join(these.upper, those.upper, False)
-    return Values(lower, upper, None, join(these.in_ball, those.in_ball, True), join(these.excluded, those.excluded, False))
+    return Values(
+        lower,
+        upper,
+        None,
+        join(these.in_ball, those.in_ball, True),
+        join(these.excluded, those.excluded, False),
+    )
 
 
 def _gather_rows(values: Tensor, rows: Tensor) -> Tensor:
     """These rows of [runs, n] or [runs, n, d], others for each run."""
-    return values.gather(1, rows if values.ndim == 2 else rows.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
+    return values.gather(
+        1, rows if values.ndim == 2 else rows.unsqueeze(-1).expand(-1, -1, values.shape[-1])
+    )
 
 
 def _mass(theta: Tensor, num_benign: int, adversaries: Sequence[Adversary]) -> Tensor | None:

@@ -27,7 +27,9 @@ def V(theta: Float[Tensor, "*a n d"], target: Float[Tensor, " d"]) -> Float[Tens
     return (theta - target).square().sum(-1).mean(-1) / 2
 
 
-def contraction_rate(*, lambda1: Number, sigma1: Number, dim: int, noise: str = "isotropic") -> float:
+def contraction_rate(
+    *, lambda1: Number, sigma1: Number, dim: int, noise: str = "isotropic"
+) -> float:
     """The rate of V's decay with the consensus at the target: 2 lambda - d sigma^2 for isotropic noise (thm:main).
 
     For anisotropic noise it is 2 lambda - sigma^2, whatever the dimension: Carrillo, Jin, Li, Zhu, "A consensus-based
@@ -49,7 +51,8 @@ def closeness(*, vartheta: Number, lambda1: Number, sigma1: Number, dim: int) ->
     smaller one for all lambda and sigma. For isotropic noise. Raises ConfigError unless 0 < vartheta < 1 and
     2 lambda > d sigma^2.
     """
-    rate, diffusion = contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=dim), dim * sigma1**2
+    rate = contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=dim)
+    diffusion = dim * sigma1**2
     _check_theorem(vartheta, rate)
     linear = vartheta * rate / (2 * math.sqrt(2) * (lambda1 + diffusion))
     return float(min(linear, math.sqrt(vartheta * rate / diffusion) if diffusion else math.inf))
@@ -64,7 +67,9 @@ def end_time(V0: Number, eps: Number, *, vartheta: Number, rate: Number) -> floa
     return math.log(V0 / eps) / ((1 - vartheta) * rate)
 
 
-def end_time_window(V0: Number, eps: Number, *, vartheta: Number, rate: Number) -> tuple[float, float]:
+def end_time_window(
+    V0: Number, eps: Number, *, vartheta: Number, rate: Number
+) -> tuple[float, float]:
     """The window [(1 - vartheta) / (1 + vartheta/2) T*, T*] for the time T at which V = eps (eq:end_time_statement)."""
     latest = end_time(V0, eps, vartheta=vartheta, rate=rate)
     return (1 - vartheta) / (1 + vartheta / 2) * latest, latest
@@ -78,7 +83,9 @@ def decay_bounds(
     They are V0 exp(-(1 + vartheta/2) rate t) and V0 exp(-(1 - vartheta) rate t). Raises ConfigError as `end_time` does.
     """
     _check_theorem(vartheta, rate)
-    return V0 * torch.exp(-(1 + vartheta / 2) * rate * t), V0 * torch.exp(-(1 - vartheta) * rate * t)
+    return V0 * torch.exp(-(1 + vartheta / 2) * rate * t), V0 * torch.exp(
+        -(1 - vartheta) * rate * t
+    )
 
 
 def fit_decay_rate(t: Float[Tensor, " s"], values: Float[Tensor, "*a s"]) -> Float[Tensor, "*a"]:
@@ -87,9 +94,11 @@ def fit_decay_rate(t: Float[Tensor, " s"], values: Float[Tensor, "*a s"]) -> Flo
     The least squares line through log V at the times t, with its sign turned. Values that are zero, negative, infinite
     or NaN are left out; where fewer than two times remain, the rate is NaN.
     """
-    values, t = values.double(), t.double()
+    values = values.double()
+    t = t.double()
     usable = (values > 0) & values.isfinite()
-    w, logs = usable.double(), torch.where(usable, values, 1.0).log()
+    w = usable.double()
+    logs = torch.where(usable, values, 1.0).log()
     mean = (w * t).sum(-1, keepdim=True) / w.sum(-1, keepdim=True)
     slope = (w * (t - mean) * logs).sum(-1) / (w * (t - mean).square()).sum(-1)
     spread = t.where(usable, -torch.inf).amax(-1) - t.where(usable, torch.inf).amin(-1)
@@ -114,7 +123,9 @@ class Scales:
     u: float
 
 
-def scales(constants: Constants, *, c: Number, eps: Number, delta_q: Number | None = None) -> Scales:
+def scales(
+    constants: Constants, *, c: Number, eps: Number, delta_q: Number | None = None
+) -> Scales:
     """The scales of eq:beta and eq:alpha; without `delta_q`, for the largest one that the proof of thm:main admits.
 
     `c` is `closeness`'s. Raises ConfigError for a larger delta_q, and unless c and eps are above 0.
@@ -173,7 +184,11 @@ def alpha_0(
     _check_mass(ball_mass)
     check_positive({"c": c, "u": u})
     check_positive({"p": p}, or_zero=True)
-    logs = math.log(12 / c) - math.log(ball_mass) + max(0.5, p / ((1 - vartheta) * rate)) * math.log(V0 / eps)
+    logs = (
+        math.log(12 / c)
+        - math.log(ball_mass)
+        + max(0.5, p / ((1 - vartheta) * rate)) * math.log(V0 / eps)
+    )
     return max(constants.min_alpha(), (logs + _attack_part(w_m, constants.R_K_G, eps)) / u)
 
 
@@ -209,7 +224,8 @@ class Suggestion:
             increase = f"{self.alpha_increase_in_1_over_u:.4g} / u_eps"
         lines = [
             f"for a share w_m = {self.share:.4g} of attackers, relative to the values without attack:",
-            f"  beta  x {self.beta_factor:.4g}" + ("" if self.beta is None else f", so {self.beta:.4g}"),
+            f"  beta  x {self.beta_factor:.4g}"
+            + ("" if self.beta is None else f", so {self.beta:.4g}"),
             f"  alpha + {increase}" + ("" if self.alpha is None else f", so {self.alpha:.4g}"),
         ]
         return "\n".join([*lines, *(f"  - {note}" for note in self.notes)])
@@ -275,10 +291,14 @@ def _check_mass(mass: Number) -> None:
         )
 
 
-def _check_theorem(vartheta: Number, rate: Number, V0: Number = math.inf, eps: Number = 1.0) -> None:
+def _check_theorem(
+    vartheta: Number, rate: Number, V0: Number = math.inf, eps: Number = 1.0
+) -> None:
     if not 0 < vartheta < 1:
         raise ConfigError(f"`vartheta` must be above 0 and below 1, got {vartheta}")
     if not rate > 0:
-        raise ConfigError(f"thm:main requires `rate` = 2 lambda - d sigma^2 > 0, got {rate:g}: take a smaller sigma1")
+        raise ConfigError(
+            f"thm:main requires `rate` = 2 lambda - d sigma^2 > 0, got {rate:g}: take a smaller sigma1"
+        )
     if not 0 < eps < V0:
         raise ConfigError(f"`eps` must be above 0 and below V0 = {V0:g}, got {eps:g}")

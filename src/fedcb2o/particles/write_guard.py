@@ -20,7 +20,12 @@ def write_count(x: Tensor) -> int:
 
 
 def require_unwritten(
-    name: str, function: Callable[..., Any], x: Tensor, before: int, copy: Tensor | None = None, kind: str = "particles"
+    name: str,
+    function: Callable[..., Any],
+    x: Tensor,
+    before: int,
+    copy: Tensor | None = None,
+    kind: str = "particles",
 ) -> None:
     """Raise ConfigError if what a function was shown is no longer what it was, by the count `before` or by a `copy`."""
     if write_count(x) != before or (copy is not None and not _same_bits(x, copy)):

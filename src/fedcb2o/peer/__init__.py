@@ -22,7 +22,18 @@ if TYPE_CHECKING:
     from fedcb2o.peer.node.agent import load_model
     from fedcb2o.peer.node.node import Node
 
-__all__ = ["Federation", "Identity", "Member", "Node", "amend_federation", "load_model", "make_federation", "read_federation", "sign_federation", "write_federation"]
+__all__ = [
+    "Federation",
+    "Identity",
+    "Member",
+    "Node",
+    "amend_federation",
+    "load_model",
+    "make_federation",
+    "read_federation",
+    "sign_federation",
+    "write_federation",
+]
 
 _optional.require_peer_extra()
 

@@ -11,4 +11,6 @@ def require_peer_extra() -> None:
     """Raises ConfigError that names the extra where a part of it is missing."""
     for name in _MODULES:
         if find_spec(name) is None:
-            raise ConfigError(f"real peers need the extra, of which {name} is missing: pip install 'fedcb2o[peer]'")
+            raise ConfigError(
+                f"real peers need the extra, of which {name} is missing: pip install 'fedcb2o[peer]'"
+            )

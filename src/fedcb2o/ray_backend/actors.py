@@ -75,12 +75,20 @@ class WorkerActors:
     went from one node to another, and `took` how many seconds each actor worked.
     """
 
-    def __init__(self, actors: Sequence[Any], shares: Sharding, nodes: Int[np.ndarray, " actors"], size: int) -> None:
-        self.actors, self.sharding, self.nodes, self.size = list(actors), shares, nodes, size
+    def __init__(
+        self, actors: Sequence[Any], shares: Sharding, nodes: Int[np.ndarray, " actors"], size: int
+    ) -> None:
+        self.actors = list(actors)
+        self.sharding = shares
+        self.nodes = nodes
+        self.size = size
         self.loaned_bytes, self.moved_bytes, self.seconds = 0, 0, np.zeros(len(self.actors))
 
     def call(
-        self, method: Callable[..., Any], tasks: Sequence[tuple[Any, ...] | None], loans: Sequence[Sequence[Any]] = ()
+        self,
+        method: Callable[..., Any],
+        tasks: Sequence[tuple[Any, ...] | None],
+        loans: Sequence[Sequence[Any]] = (),
     ) -> list[Any]:
         """What a method of `Holder` finds for the task of each actor, of which some have none.
 
@@ -89,7 +97,9 @@ class WorkerActors:
         found = list[Any]([None] * len(self.actors))
         with translate_ray_errors():
             waiting = {
-                self.actors[b].do.remote(serialize((method, task)), *([list(loans[b])] if loans else [])): b
+                self.actors[b].do.remote(
+                    serialize((method, task)), *([list(loans[b])] if loans else [])
+                ): b
                 for b, task in enumerate(tasks)
                 if task is not None
             }
@@ -122,7 +132,8 @@ class WorkerActors:
 
     def row_refs(self, parcels: Sequence[tuple[int, Int[np.ndarray, " _k"]]]) -> list[Any]:
         """References to parcels of rows, each of one owner."""
-        found, by_owner = list[Any]([None] * len(parcels)), dict[int, list[int]]()
+        found = list[Any]([None] * len(parcels))
+        by_owner = dict[int, list[int]]()
         for p, (owner, _) in enumerate(parcels):
             by_owner.setdefault(owner, []).append(p)
         with translate_ray_errors():

@@ -13,9 +13,13 @@ from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
 
 from fedcb2o.errors import RunError
 
-_INSTALLED_FOLDERS = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+_INSTALLED_FOLDERS = [
+    Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+]
 """Where modules lie that nodes have of their own, or are told to install."""
-_SHIPPED_PATH = re.compile(r"[^\s'\"(]*/py_modules_files/_ray_pkg_\w+/([^\s'\":,)]+)")  # a file there that came with the work
+_SHIPPED_PATH = re.compile(
+    r"[^\s'\"(]*/py_modules_files/_ray_pkg_\w+/([^\s'\":,)]+)"
+)  # a file there that came with the work
 
 
 def runtime_environment(names: Iterable[str]) -> dict[str, Any]:
@@ -25,16 +29,31 @@ def runtime_environment(names: Iterable[str]) -> dict[str, Any]:
     It is asked for whenever work is given out: Ray keeps what it got once, but forgets what nothing needed for a while.
     Raises RunError where it is too much to be sent.
     """
-    folders = {place.parent for module in _loaded_modules(names) for place in _module_paths(module.partition(".")[0])}
-    main = sys.modules["__main__"]  # which multiprocessing gives another name too, and whose file may be "<stdin>"
-    tops = [name for name, module in list(sys.modules.items()) if name.isidentifier() and module is not main]
-    beside = sorted({str(place) for name in tops for place in _module_paths(name) if place.parent in folders})
+    folders = {
+        place.parent
+        for module in _loaded_modules(names)
+        for place in _module_paths(module.partition(".")[0])
+    }
+    main = sys.modules[
+        "__main__"
+    ]  # which multiprocessing gives another name too, and whose file may be "<stdin>"
+    tops = [
+        name
+        for name, module in list(sys.modules.items())
+        if name.isidentifier() and module is not main
+    ]
+    beside = sorted(
+        {str(place) for name in tops for place in _module_paths(name) if place.parent in folders}
+    )
     if not beside:
         return {}
     try:
         with tempfile.TemporaryDirectory(prefix="fedcb2o-parts-") as scratch:
             sent = upload_py_modules_if_needed(
-                {"py_modules": beside}, include_gitignore=True, scratch_dir=scratch, logger=logging.getLogger("ray")
+                {"py_modules": beside},
+                include_gitignore=True,
+                scratch_dir=scratch,
+                logger=logging.getLogger("ray"),
             )
     except Exception as error:
         told = " ".join(str(error).split())
@@ -73,11 +92,17 @@ def _module_paths(name: str) -> Iterator[Path]:
     module = sys.modules.get(name)
     if module is None or name == "fedcb2o":
         return
-    file = getattr(module, "__file__", None) or ("-" if name == "__main__" else "")  # a notebook lies where it runs
-    for place in map(Path.absolute, map(Path, getattr(module, "__path__", None) or [file] * bool(file))):
+    file = getattr(module, "__file__", None) or (
+        "-" if name == "__main__" else ""
+    )  # a notebook lies where it runs
+    for place in map(
+        Path.absolute, map(Path, getattr(module, "__path__", None) or [file] * bool(file))
+    ):
         if place.suffix in ("", ".py") and not _is_installed(place):
             yield place
 
 
 def _is_installed(place: Path) -> bool:
-    return bool({"site-packages", "dist-packages"} & set(place.parts)) or any(map(place.is_relative_to, _INSTALLED_FOLDERS))
+    return bool({"site-packages", "dist-packages"} & set(place.parts)) or any(
+        map(place.is_relative_to, _INSTALLED_FOLDERS)
+    )

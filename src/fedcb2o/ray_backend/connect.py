@@ -14,7 +14,9 @@ from typing import Any
 
 import ray
 from ray._private import services
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
 from fedcb2o.errors import RunError
@@ -22,7 +24,9 @@ from fedcb2o.ray_backend.liveness import watch_cluster
 
 LOCAL = "local"  # the address of a cluster that is this machine alone
 AUTO = "auto"  # that of the cluster which this machine is in
-_HTTP2_SETTINGS = b"\0\0\0\4"  # how a frame begins with which both sides of HTTP/2, as gRPC speaks it, begin
+_HTTP2_SETTINGS = (
+    b"\0\0\0\4"  # how a frame begins with which both sides of HTTP/2, as gRPC speaks it, begin
+)
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _HTTP2_SETTINGS + bytes(5)
 _PROBE_SECONDS = 5.0  # seconds that a cluster may take for answering at all
 QUIET_ENVIRONMENT = {
@@ -33,7 +37,9 @@ QUIET_ENVIRONMENT = {
 
 
 @contextlib.contextmanager
-def connected(address: str, store: int | None = None, processors: int | None = None) -> Iterator[None]:
+def connected(
+    address: str, store: int | None = None, processors: int | None = None
+) -> Iterator[None]:
     """Within it, this process is in the cluster at an address, "auto" for the one that runs here; "local" starts Ray on
     this machine, with a `store` of so many bytes for objects. What another has joined already is used, and stays.
 
@@ -43,7 +49,9 @@ def connected(address: str, store: int | None = None, processors: int | None = N
         yield
         return
     os.environ.update(QUIET_ENVIRONMENT)
-    print(f"{_describe(address)} ...", file=sys.stderr, flush=True)  # which takes some seconds, or many
+    print(
+        f"{_describe(address)} ...", file=sys.stderr, flush=True
+    )  # which takes some seconds, or many
     with _suppress_stderr():
         _probe(address)
     known: dict[str, Any] = {"address": address}
@@ -52,10 +60,17 @@ def connected(address: str, store: int | None = None, processors: int | None = N
     try:
         try:
             with _defer_signals(), _suppress_stderr():
-                ray.init(**known, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
+                ray.init(
+                    **known,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    configure_logging=True,
+                )
         except (ray.exceptions.RayError, TimeoutError, RuntimeError, ValueError, OSError) as error:
             told = " ".join(str(error).split())[:300]
-            raise RunError(f"cannot join the cluster at {address!r} ({told}): see `ray status` there") from error
+            raise RunError(
+                f"cannot join the cluster at {address!r} ({told}): see `ray status` there"
+            ) from error
         with _suppress_stdout(), watch_cluster():
             yield
     finally:
@@ -65,7 +80,9 @@ def connected(address: str, store: int | None = None, processors: int | None = N
 def _describe(address: str) -> str:
     if address == LOCAL:
         return "Starting Ray on this machine"
-    return f"Joining the cluster {'that this machine is in' if address == AUTO else f'at {address}'}"
+    return (
+        f"Joining the cluster {'that this machine is in' if address == AUTO else f'at {address}'}"
+    )
 
 
 def _probe(address: str) -> None:
@@ -78,9 +95,7 @@ def _probe(address: str) -> None:
         told = "this machine is in no cluster: `ray start` has it begin one or join one, and --cluster alone needs none"
         raise RunError(told) from error
     host, _, port = found.rpartition(":")
-    other = (
-        f"what listens at {found!r} is no cluster of Ray's: give its head's port, 6379 unless `ray start` had another"
-    )
+    other = f"what listens at {found!r} is no cluster of Ray's: give its head's port, 6379 unless `ray start` had another"
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as line:
             if not os.environ.get("RAY_USE_TLS"):
@@ -101,9 +116,13 @@ def _probe(address: str) -> None:
     except ray.exceptions.RpcError as error:
         raise RunError(other) from error
     except (socket.gaierror, UnicodeError) as error:
-        raise RunError(f"no cluster can be reached at {found!r} ({error}): check the name {host!r}") from error
+        raise RunError(
+            f"no cluster can be reached at {found!r} ({error}): check the name {host!r}"
+        ) from error
     except OSError as error:
-        raise RunError(f"no cluster can be reached at {found!r} ({error}): see `ray status` there") from error
+        raise RunError(
+            f"no cluster can be reached at {found!r} ({error}): see `ray status` there"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -113,7 +132,8 @@ def _defer_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, got = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}, list[int]()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    got = list[int]()
 
     def stop(number: int, frame: FrameType | None) -> None:
         got.append(number)
@@ -147,7 +167,8 @@ def _suppress_stderr() -> Iterator[None]:
 @contextlib.contextmanager
 def _suppress_stdout() -> Iterator[None]:
     """Within it, Ray does not print to standard output what its processes report: what matters comes as an error."""
-    printing, name = sys.modules["ray._private.worker"], "print_to_stdstream"
+    printing = sys.modules["ray._private.worker"]
+    name = "print_to_stdstream"
     before = getattr(printing, name, None)
     setattr(printing, name, lambda *_, **__: None)
     try:

@@ -36,18 +36,36 @@ STREAM_BYTES = 2**26  # bytes of models that are on their way from or to a check
 class RayEngine:
     """All agents of a run as one `block`, shared out among `actors`, each `on` some node."""
 
-    def __init__(self, group: AgentGroup, shares: Sequence[Sequence[int]], actors: Sequence[Any], on: Sequence[str]) -> None:
-        self.group, self.spec, self.adversary = group, group.spec, group.adversary
-        self.sharding, nodes = Sharding.from_group(group, shares), [sorted({*on}).index(node) for node in on]
+    def __init__(
+        self,
+        group: AgentGroup,
+        shares: Sequence[Sequence[int]],
+        actors: Sequence[Any],
+        on: Sequence[str],
+    ) -> None:
+        self.group = group
+        self.spec = group.spec
+        self.adversary = group.adversary
+        self.sharding, nodes = (
+            Sharding.from_group(group, shares),
+            [sorted({*on}).index(node) for node in on],
+        )
         self.actors = WorkerActors(actors, self.sharding, np.array(nodes), 4 * self.spec.dim)
         costs = group.data.train.sizes.tolist()
         self.groups = [np.array(team) for team in plan_training_batches(self.spec, costs)]
         homes = self.sharding.owner[[group.layout.own[part[0]] for part in self.groups]]
-        self.groups_by_worker = [np.flatnonzero(homes == b).tolist() for b in range(len(actors))]  # which parts are each actor's
-        self.is_received, self.outbox = np.zeros(group.layout.first_received, dtype=bool), make_outbox(group, 0)  # until all publish
+        self.groups_by_worker = [
+            np.flatnonzero(homes == b).tolist() for b in range(len(actors))
+        ]  # which parts are each actor's
+        self.is_received, self.outbox = (
+            np.zeros(group.layout.first_received, dtype=bool),
+            make_outbox(group, 0),
+        )  # until all publish
         self.decided_rounds = 0  # rounds
 
-    def build_groups(self, make: MakeGroup, data: Mapping[str, Tensor], own: Mapping[str, Sequence[str]]) -> None:
+    def build_groups(
+        self, make: MakeGroup, data: Mapping[str, Tensor], own: Mapping[str, Sequence[str]]
+    ) -> None:
         """Have the actors make their blocks, from data that each node gets once."""
         lent = [self.actors.put({name: tensor.numpy() for name, tensor in data.items()})]
         tasks = [(make, agents.tolist(), own) for agents in self.sharding.agents]
@@ -57,27 +75,45 @@ class RayEngine:
         """Have the actors fill the rows of their agents with the first models."""
         self.actors.broadcast(AgentWorker.init_models, first)
 
-    def map_groups(self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()) -> list[Any]:
+    def map_groups(
+        self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+    ) -> list[Any]:
         """What a function finds for each part, where its agents are."""
         tasks = list[tuple[Any, ...]]()
         for mine, agents in zip(self.groups_by_worker, self.sharding.agents, strict=True):
-            parts = [(agents.searchsorted(self.groups[g]), *(each[g] for each in arguments)) for g in mine]
+            parts = [
+                (agents.searchsorted(self.groups[g]), *(each[g] for each in arguments))
+                for g in mine
+            ]
             tasks.append((parts, shared) if function is decide else (function, parts, shared))
-        found = self.actors.call(AgentWorker.decide if function is decide else AgentWorker.map_groups, tasks)
+        found = self.actors.call(
+            AgentWorker.decide if function is decide else AgentWorker.map_groups, tasks
+        )
         done = {
-            g: one for mine, theirs in zip(self.groups_by_worker, found, strict=True) for g, one in zip(mine, theirs, strict=True)
+            g: one
+            for mine, theirs in zip(self.groups_by_worker, found, strict=True)
+            for g, one in zip(mine, theirs, strict=True)
         }
         result = [done[g] for g in range(len(self.groups))]
-        return self._with_remote_states(result) if function is decide and self.spec.algorithm.is_stateful else result
+        return (
+            self._with_remote_states(result)
+            if function is decide and self.spec.algorithm.is_stateful
+            else result
+        )
 
-    def _with_remote_states(self, decided: Sequence[tuple[AgentState, Decisions]]) -> list[tuple[AgentState, Decisions]]:
+    def _with_remote_states(
+        self, decided: Sequence[tuple[AgentState, Decisions]]
+    ) -> list[tuple[AgentState, Decisions]]:
         """What parts decided. What their rules keep stays where they are, and comes when it is looked at, which may be
         until the next round's is there."""
         self.decided_rounds += 1
         recall = functools.cache(functools.partial(self._fetch_states, self.decided_rounds))
 
         def told(memory: AgentState) -> AgentState:
-            states = (RemoteState(each.agent, recall) if isinstance(each, RemoteState) else each for each in memory.rule_states)
+            states = (
+                RemoteState(each.agent, recall) if isinstance(each, RemoteState) else each
+                for each in memory.rule_states
+            )
             return dataclasses.replace(memory, rule_states=tuple(states))
 
         return [(told(memory), choices) for memory, choices in decided]
@@ -85,9 +121,15 @@ class RayEngine:
     def _fetch_states(self, decided: int) -> dict[int, RuleState]:
         """What the rules of all agents keep, after so many rounds."""
         assert decided == self.decided_rounds, "what rules kept after another round"
-        return {j: state for found in self.actors.broadcast(AgentWorker.rule_states) for j, state in found.items()}
+        return {
+            j: state
+            for found in self.actors.broadcast(AgentWorker.rule_states)
+            for j, state in found.items()
+        }
 
-    def publish_(self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]) -> None:
+    def publish_(
+        self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
+    ) -> None:
         """Have the attackers craft, who are lent what they may look at; of each row, whether it is received."""
         layout = self.group.layout
         good = np.zeros(layout.first_received, dtype=bool)
@@ -97,15 +139,21 @@ class RayEngine:
                 good[layout.crafted_rows(j)] = is_admissible(extents) & online[j]
         self.is_received, self.outbox = good, make_outbox(self.group, n)
 
-    def _craft_models(self, n: int, finite: Bool[np.ndarray, " N"]) -> Iterator[tuple[int, Float[np.ndarray, " r"]]]:
+    def _craft_models(
+        self, n: int, finite: Bool[np.ndarray, " N"]
+    ) -> Iterator[tuple[int, Float[np.ndarray, " r"]]]:
         """The extents of what each attacker crafts."""
-        attackers, agents = self.adversary, self.sharding.agents
+        attackers = self.adversary
+        agents = self.sharding.agents
         bad = [ids[attackers.malicious[ids]] for ids in agents]
         looks = [attackers.benign_ids] * ("benign" in attackers.attack.threat.knows)
         looks += [attackers.malicious_ids] * ("fellows" in attackers.attack.threat.knows)
         seen = np.sort(np.concatenate([np.zeros(0, np.int64), *looks]))
         seen = seen[finite[seen]]
-        wanted = [np.setdiff1d(seen, ids) if len(some) else seen[:0] for ids, some in zip(agents, bad, strict=True)]
+        wanted = [
+            np.setdiff1d(seen, ids) if len(some) else seen[:0]
+            for ids, some in zip(agents, bad, strict=True)
+        ]
         lent = self.actors.loan_rows(wanted)
         tasks = [
             (n, finite, theirs.rows, theirs.places) if len(some) else None
@@ -121,13 +169,20 @@ class RayEngine:
             self.outbox.deliver(n, ids, part, self.is_received, self.spec.max_samples)
             for part, ids in zip(self.groups, asked, strict=True)
         ]
-        wanted = [np.unique(np.concatenate([arrived[g].rows for g in mine])) for mine in self.groups_by_worker]
+        wanted = [
+            np.unique(np.concatenate([arrived[g].rows for g in mine]))
+            for mine in self.groups_by_worker
+        ]
         wanted = [rows[self.sharding.owner[rows] != b] for b, rows in enumerate(wanted)]
         lent = self.actors.loan_rows(wanted)
-        self.actors.call(AgentWorker.import_rows, [(each.places,) for each in lent], [each.refs for each in lent])
+        self.actors.call(
+            AgentWorker.import_rows, [(each.places,) for each in lent], [each.refs for each in lent]
+        )
         for b, mine in enumerate(self.groups_by_worker):
             rows = Ragged.from_arrays([arrived[g].rows for g in mine])
-            here = self.sharding.local_rows(b, rows.values, np.concatenate([wanted[b][:0], *lent[b].rows]))
+            here = self.sharding.local_rows(
+                b, rows.values, np.concatenate([wanted[b][:0], *lent[b].rows])
+            )
             for g, each in zip(mine, rows.with_values(here), strict=True):
                 arrived[g] = dataclasses.replace(arrived[g], rows=each)
         return arrived
@@ -135,14 +190,22 @@ class RayEngine:
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
         """theta <- W theta, by each actor for its agents."""
         finite = np.ones(self.spec.num_agents, dtype=bool)
-        tasks = [(Decisions.concatenate([decisions[g] for g in mine]),) for mine in self.groups_by_worker]
-        for agents, theirs in zip(self.sharding.agents, self.actors.call(AgentWorker.mix, tasks), strict=True):
+        tasks = [
+            (Decisions.concatenate([decisions[g] for g in mine]),) for mine in self.groups_by_worker
+        ]
+        for agents, theirs in zip(
+            self.sharding.agents, self.actors.call(AgentWorker.mix, tasks), strict=True
+        ):
             finite[agents] = theirs
         return finite
 
     def evaluate(self) -> dict[int, EvaluationResult]:
         """What each benign agent's model does in its test."""
-        return {j: each for found in self.actors.broadcast(AgentWorker.evaluate) for j, each in found.items()}
+        return {
+            j: each
+            for found in self.actors.broadcast(AgentWorker.evaluate)
+            for j, each in found.items()
+        }
 
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
         """The models of all agents in their order, some at a time, in whole cache lines."""
@@ -155,7 +218,9 @@ class RayEngine:
                 for k in range(0, len(mine), most)
             ]
             models = torch.zeros(len(ids), row_stride(self.spec.dim))
-            for (_, mine), array in zip(parcels, self.actors.get(self.actors.row_refs(parcels)), strict=True):
+            for (_, mine), array in zip(
+                parcels, self.actors.get(self.actors.row_refs(parcels)), strict=True
+            ):
                 models[torch.from_numpy(mine - ids[0]), : self.spec.dim] = as_tensor(array)
             yield models
 
@@ -163,7 +228,8 @@ class RayEngine:
         """Give all agents these models."""
         for ids in self._chunks():
             homes = self.sharding.owner[ids]
-            tasks, lent = list[Any](), list[Any]()
+            tasks = list[Any]()
+            lent = list[Any]()
             for b, agents in enumerate(self.sharding.agents):
                 mine = ids[homes == b]  # which follow each other there
                 tasks.append((int(agents.searchsorted(mine[0])),) if len(mine) else None)
@@ -173,6 +239,7 @@ class RayEngine:
 
     def _chunks(self) -> Iterator[Int[np.ndarray, " k"]]:
         """The ids of all agents, so many at a time as may be on their way."""
-        everybody, most = np.arange(self.spec.num_agents), max(1, STREAM_BYTES // self.actors.size)
+        everybody = np.arange(self.spec.num_agents)
+        most = max(1, STREAM_BYTES // self.actors.size)
         for k in range(0, len(everybody), most):
             yield everybody[k : k + most]

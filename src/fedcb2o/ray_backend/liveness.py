@@ -11,7 +11,10 @@ import ray
 from fedcb2o.errors import RunError
 
 _PROBE_SECONDS = 5.0  # seconds that the head may take for answering
-_PROBE_INTERVAL_SECONDS, _MAX_MISSED_PROBES = 0.5, 5  # seconds between knocks at it, and how many in vain mean that it is gone
+_PROBE_INTERVAL_SECONDS, _MAX_MISSED_PROBES = (
+    0.5,
+    5,
+)  # seconds between knocks at it, and how many in vain mean that it is gone
 
 
 @contextlib.contextmanager
@@ -21,7 +24,9 @@ def watch_cluster() -> Iterator[None]:
 
     SIGURG is what nobody else uses, and it does nothing by default; a command in the background is deaf to SIGINT.
     """
-    main, done, gone = threading.main_thread(), threading.Event(), list[str]()
+    main = threading.main_thread()
+    done = threading.Event()
+    gone = list[str]()
     if threading.current_thread() is not main:
         yield
         return
@@ -49,20 +54,27 @@ def watch_cluster() -> Iterator[None]:
             raise KeyboardInterrupt  # which ends all waiting, Ray's too
 
     with socket.socket(socket.AF_UNIX) as node:
-        mine = [each["RayletSocketName"] for each in ray.nodes() if each["NodeID"] == here.get_node_id()]
+        mine = [
+            each["RayletSocketName"] for each in ray.nodes() if each["NodeID"] == here.get_node_id()
+        ]
         try:
             node.connect(mine[0])
         except (LookupError, OSError) as error:
-            raise RunError("this machine's node of the cluster is gone: start the cluster again") from error
+            raise RunError(
+                "this machine's node of the cluster is gone: start the cluster again"
+            ) from error
         node.settimeout(_PROBE_INTERVAL_SECONDS)
-        watcher, before = threading.Thread(target=watch, daemon=True), signal.signal(signal.SIGURG, stop)
+        watcher = threading.Thread(target=watch, daemon=True)
+        before = signal.signal(signal.SIGURG, stop)
         watcher.start()
         try:
             yield
         except KeyboardInterrupt as error:
             if not gone:
                 raise
-            raise RunError(f"{gone[0]} is gone: start the cluster again, and go on with --resume") from error
+            raise RunError(
+                f"{gone[0]} is gone: start the cluster again, and go on with --resume"
+            ) from error
         finally:
             done.set()
             watcher.join()

@@ -53,13 +53,21 @@ def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) ->
     Raises RunError where one has other versions than this machine, or cannot import the modules of `own` functions, and
     where none answers that has what is needed.
     """
-    look, options, there, asked, took = ray.remote(_describe_node), runtime_environment(user_functions), list[Node](), [], list[float]()
+    look = ray.remote(_describe_node)
+    options = runtime_environment(user_functions)
+    there = list[Node]()
+    asked = []
+    took = list[float]()
     kinds = ("CPU",) if is_cpu(device) else ("CPU", "GPU")
     for known in ray.nodes():
-        if known["Alive"] and (places := int(min(known["Resources"].get(kind, 0) for kind in kinds))):
+        if known["Alive"] and (
+            places := int(min(known["Resources"].get(kind, 0) for kind in kinds))
+        ):
             on = look.options(num_cpus=0, scheduling_strategy=_pin_to(known["NodeID"]), **options)
             asked.append((known, places, on.remote(sys.path, user_modules(user_functions))))
-    mine, silent, end = _versions(), list[str](), time.monotonic() + ANSWER_SECONDS
+    mine = _versions()
+    silent = list[str]()
+    end = time.monotonic() + ANSWER_SECONDS
     for known, places, ref in asked:
         name = known["NodeManagerHostname"]
         try:
@@ -75,8 +83,14 @@ def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) ->
         except ray.exceptions.RayError:  # it went, and the cluster has not noticed yet
             continue
         if (versions := answer[0]) != mine:
-            pairs = [f"{what} {versions[what]}, here {mine[what]}" for what in mine if versions[what] != mine[what]]
-            raise RunError(f"node {name} of the cluster has {', '.join(pairs)}: they must be the same")
+            pairs = [
+                f"{what} {versions[what]}, here {mine[what]}"
+                for what in mine
+                if versions[what] != mine[what]
+            ]
+            raise RunError(
+                f"node {name} of the cluster has {', '.join(pairs)}: they must be the same"
+            )
         _, memory, model, seconds, lacking = answer
         for module, why in lacking.items():
             raise RunError(
@@ -89,11 +103,16 @@ def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) ->
     if silent:
         told = f"did not answer within {ANSWER_SECONDS:.0f} seconds: {', '.join(silent)}"
         if not there:
-            raise RunError(f"the nodes of the cluster that have what is needed {told}; see `ray status` there")
+            raise RunError(
+                f"the nodes of the cluster that have what is needed {told}; see `ray status` there"
+            )
         print(f"Note: nodes of the cluster are left out that {told}.", file=sys.stderr)
     if not is_cpu(device):  # nothing is known of how fast GPUs are
         return there
-    return [dataclasses.replace(node, speed=speed) for node, speed in zip(there, relative_speeds(took), strict=True)]
+    return [
+        dataclasses.replace(node, speed=speed)
+        for node, speed in zip(there, relative_speeds(took), strict=True)
+    ]
 
 
 def relative_speeds(seconds: Sequence[float]) -> list[float]:
@@ -101,7 +120,9 @@ def relative_speeds(seconds: Sequence[float]) -> list[float]:
     return [1.0 if min(seconds) > _EQUAL_SPEED * each else min(seconds) / each for each in seconds]
 
 
-def _describe_node(path: Sequence[str], modules: Sequence[str]) -> tuple[dict[str, str], int, str, float, dict[str, str]]:
+def _describe_node(
+    path: Sequence[str], modules: Sequence[str]
+) -> tuple[dict[str, str], int, str, float, dict[str, str]]:
     """What a node tells of itself: its versions, its free memory, its model, the seconds that a piece of work takes it,
     and why it cannot import which modules."""
     extend_sys_path(path)
@@ -111,7 +132,13 @@ def _describe_node(path: Sequence[str], modules: Sequence[str]) -> tuple[dict[st
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # a user's module may fail in any way
             lacking[module] = f"{type(error).__name__}: {error}"
-    return _versions(), resources.free_memory(), resources.processor_model(), min(_benchmark_seconds() for _ in range(_TRIALS)), lacking
+    return (
+        _versions(),
+        resources.free_memory(),
+        resources.processor_model(),
+        min(_benchmark_seconds() for _ in range(_TRIALS)),
+        lacking,
+    )
 
 
 def _versions() -> dict[str, str]:
@@ -126,7 +153,8 @@ def _versions() -> dict[str, str]:
 
 def _benchmark_seconds() -> float:
     """How long one thread takes for some steps of a network, which are always the same."""
-    weights, x = torch.full((512, 512), 1e-3, requires_grad=True), torch.ones(64, 512)
+    weights = torch.full((512, 512), 1e-3, requires_grad=True)
+    x = torch.ones(64, 512)
     with one_thread():
         began = time.perf_counter()
         for _ in range(_STEPS):
@@ -137,7 +165,8 @@ def _benchmark_seconds() -> float:
 def place_groups(count: int, nodes: Sequence[Node]) -> list[Node]:
     """A node for each of so many blocks, in proportion to what nodes do in the same time; the first of them are as for
     fewer blocks. All find a processor if there are as many."""
-    taken, on = dict.fromkeys(nodes, 0), list[Node]()
+    taken = dict.fromkeys(nodes, 0)
+    on = list[Node]()
     for _ in range(count):
         free = [node for node in nodes if taken[node] < node.processors]
         on.append(min(free, key=lambda node: (taken[node] + 1) / (node.processors * node.speed)))
@@ -146,19 +175,30 @@ def place_groups(count: int, nodes: Sequence[Node]) -> list[Node]:
 
 
 @contextlib.contextmanager
-def start_workers(on: Sequence[Node], device: str | None = None, user_functions: Sequence[str] = ()) -> Iterator[list[Any]]:
+def start_workers(
+    on: Sequence[Node], device: str | None = None, user_functions: Sequence[str] = ()
+) -> Iterator[list[Any]]:
     """Actors on these nodes, who know `own` functions, gone in the end with all that they hold.
 
     Raises RunError where the nodes have no processor free for them, and LostError where they cannot start, or are gone.
     """
     made: list[Any] = []
-    kind, gpus = ray.remote(AgentWorker), 0 if is_cpu(device) else 1
+    kind = ray.remote(AgentWorker)
+    gpus = 0 if is_cpu(device) else 1
     try:
         with translate_ray_errors():
-            options = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, **runtime_environment(user_functions)}
+            options = {
+                "num_cpus": 1,
+                "num_gpus": gpus,
+                "max_restarts": 0,
+                **runtime_environment(user_functions),
+            }
             for node in on:
-                made.append(kind.options(scheduling_strategy=_pin_to(node.id), **options).remote(sys.path))
-            waiting, last = [actor.__ray_ready__.remote() for actor in made], time.monotonic()
+                made.append(
+                    kind.options(scheduling_strategy=_pin_to(node.id), **options).remote(sys.path)
+                )
+            waiting = [actor.__ray_ready__.remote() for actor in made]
+            last = time.monotonic()
             while waiting and time.monotonic() < last + PLACEMENT_SECONDS:
                 there, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS)
                 if there:  # many that start at once take long, and one after the other
@@ -166,7 +206,9 @@ def start_workers(on: Sequence[Node], device: str | None = None, user_functions:
                     last = time.monotonic()
         if waiting:
             if gone := {node.id for node in on} - {n["NodeID"] for n in ray.nodes() if n["Alive"]}:
-                raise WorkerLostError(f"{len(gone)} nodes of the cluster are lost, which blocks were to be placed on")
+                raise WorkerLostError(
+                    f"{len(gone)} nodes of the cluster are lost, which blocks were to be placed on"
+                )
             raise RunError(
                 f"{len(waiting)} of {len(made)} blocks found no free processor{' or GPU' * gpus} on the cluster in "
                 f"{PLACEMENT_SECONDS:.0f} seconds: let fewer work (--blocks), or wait until others have ended"

@@ -43,21 +43,35 @@ class Sharding:
     @classmethod
     def from_group(cls, block: AgentGroup, shares: Sequence[Sequence[int]]) -> "Sharding":
         """Where the rows of a block of all agents lie, when these are shared out so."""
-        whole, agents = block.layout, [np.array(share) for share in shares]
-        owner, row, layouts = np.zeros(whole.first_received, np.int64), np.zeros(whole.first_received, np.int64), []
+        whole = block.layout
+        agents = [np.array(share) for share in shares]
+        owner = np.zeros(whole.first_received, np.int64)
+        row = np.zeros(whole.first_received, np.int64)
+        layouts = []
         for b, ids in enumerate(agents):
             bad = block.adversary.malicious[ids]
-            mine = BufferLayout.create(np.arange(len(ids)), len(ids), bad, whole.crafted_per_attacker, whole.previous is not None)
+            mine = BufferLayout.create(
+                np.arange(len(ids)),
+                len(ids),
+                bad,
+                whole.crafted_per_attacker,
+                whole.previous is not None,
+            )
             owner[whole.own[ids]], row[whole.own[ids]] = b, mine.own
             for k in np.flatnonzero(bad).tolist():
-                there, here = whole.crafted_rows(int(ids[k])), mine.crafted_rows(k)
+                there = whole.crafted_rows(int(ids[k]))
+                here = mine.crafted_rows(k)
                 owner[there], row[there] = b, np.arange(here.start, here.stop)
             layouts.append(mine)
         return cls(agents, layouts, owner, row)
 
-    def local_rows(self, b: int, rows: Int[np.ndarray, " m"], arrived: Int[np.ndarray, " r"]) -> Int[np.ndarray, " m"]:
+    def local_rows(
+        self, b: int, rows: Int[np.ndarray, " m"], arrived: Int[np.ndarray, " r"]
+    ) -> Int[np.ndarray, " m"]:
         """The rows in an actor's pool of some rows, where those of others have `arrived` in its inbox."""
         order = arrived.argsort()
         place = order.take(arrived[order].searchsorted(rows), mode="clip") if len(order) else 0
-        found: np.ndarray = np.where(self.owner[rows] == b, self.row[rows], self.layouts[b].first_received + place)
+        found: np.ndarray = np.where(
+            self.owner[rows] == b, self.row[rows], self.layouts[b].first_received + place
+        )
         return found

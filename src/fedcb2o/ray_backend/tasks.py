@@ -55,14 +55,25 @@ class TaskPool:
         Where a task came to nothing `failed` gets its ticket and why, LostError where its process or node is gone, and
         says whether it begins anew, which it does after a pause. What ends this before its time ends all tasks.
         """
-        left, busy = iter(task_ids), dict[Any, TaskId]()
+        left = iter(task_ids)
+        busy = dict[Any, TaskId]()
         again = deque[tuple[float, TaskId]]()  # and when
-        do = ray.remote(lambda *given: (yield from _run_generator(*given)))  # what looks at types does not look like a generator
+        do = ray.remote(
+            lambda *given: (yield from _run_generator(*given))
+        )  # what looks at types does not look like a generator
 
         def begin(ticket: TaskId) -> None:
             new = task(ticket)
-            options = {"num_cpus": 1, "num_gpus": new.gpus, "max_retries": 0, **runtime_environment(self.user_functions)}
-            waits = {"num_returns": "streaming", "_generator_backpressure_num_objects": 1}  # until it is heard
+            options = {
+                "num_cpus": 1,
+                "num_gpus": new.gpus,
+                "max_retries": 0,
+                **runtime_environment(self.user_functions),
+            }
+            waits = {
+                "num_returns": "streaming",
+                "_generator_backpressure_num_objects": 1,
+            }  # until it is heard
             content = serialize((new.function, new.arguments))
             busy[do.options(**options, **waits).remote(sys.path, content, *new.loans)] = ticket
 

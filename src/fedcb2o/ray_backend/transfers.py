@@ -9,7 +9,9 @@ from jaxtyping import Int, Shaped
 from fedcb2o.federated.ragged import Indices
 
 MAX_TRANSFER_BYTES = 2**24  # bytes of an object in the store: one large model, or many small ones
-OBJECT_OVERHEAD_BYTES = 2**22  # bytes whose copying takes as long as making an object and finding it, measured
+OBJECT_OVERHEAD_BYTES = (
+    2**22
+)  # bytes whose copying takes as long as making an object and finding it, measured
 
 
 @dataclass(frozen=True)
@@ -36,21 +38,27 @@ def plan_transfers(
     asked = np.unique(np.concatenate(wanted))
     wants = np.stack([np.isin(asked, rows) for rows in wanted])
     goes = np.stack([wants[nodes == node].any(0) for node in range(nodes.max() + 1)])
-    of, todo = owner[asked], list[tuple[Indices, list[int]]]()
+    of = owner[asked]
+    todo = list[tuple[Indices, list[int]]]()
     for some in _group_by_keys(np.arange(len(asked)), of, *np.packbits(goes, axis=0)):
         if len(some) * size >= OBJECT_OVERHEAD_BYTES:
             todo.append((some, np.flatnonzero(goes[:, some[0]]).tolist()))
             goes[:, some] = False
     for node, rows in enumerate(goes):
         todo += [(some, [node]) for some in _group_by_keys(np.flatnonzero(rows), of)]
-    most, found = max(1, MAX_TRANSFER_BYTES // size), []
+    most = max(1, MAX_TRANSFER_BYTES // size)
+    found = []
     for group, to in todo:
         there = np.flatnonzero(np.isin(nodes, to))
         for some in (group[k : k + most] for k in range(0, len(group), most)):
             takers, places = wants[np.ix_(there, some)].nonzero()
             each = np.split(places, np.flatnonzero(np.diff(takers)) + 1)
             found.append(
-                RowTransfer(int(of[some[0]]), asked[some], dict(zip(there[np.unique(takers)].tolist(), each, strict=True)))
+                RowTransfer(
+                    int(of[some[0]]),
+                    asked[some],
+                    dict(zip(there[np.unique(takers)].tolist(), each, strict=True)),
+                )
             )
     return found
 

@@ -44,15 +44,20 @@ agents are the first rows of the pool that it is to have."""
 InitModels = Callable[[Mapping[str, Tensor], Float[Tensor, "a d"], Sequence[int]], None]
 """The data, rows and ids -> the rows filled with the first models of these agents."""
 
-MAX_PINNED_BYTES = 2**28  # bytes of others' models that are held in the store at once for being copied from there
+MAX_PINNED_BYTES = (
+    2**28
+)  # bytes of others' models that are held in the store at once for being copied from there
 
 
 class RemoteState(Mapping[str, Tensor]):
     """What the rule of an agent keeps, in the place of that: it can be as large as models, and stays where the agent
     is. `recall` gets the states of all agents by their ids; what is sent to another process has none."""
 
-    def __init__(self, agent: int, recall: Callable[[], Mapping[int, RuleState]] | None = None) -> None:
-        self.agent, self.fetch = agent, recall
+    def __init__(
+        self, agent: int, recall: Callable[[], Mapping[int, RuleState]] | None = None
+    ) -> None:
+        self.agent = agent
+        self.fetch = recall
 
     def __reduce__(self) -> Any:
         return RemoteState, (self.agent,)
@@ -87,24 +92,32 @@ class AgentWorker:
     def execute(self, content: bytes, loans: Sequence[Any] = ()) -> tuple[bytes, float]:
         """What a packed (method, arguments) comes to, and the seconds that it took; `lent` are references to parcels of
         models of others."""
-        began, self.loans = time.perf_counter(), loans
+        began = time.perf_counter()
+        self.loans = loans
         try:
             return execute(content, self), time.perf_counter() - began
         finally:
             self.loans = ()
 
-    def build_group(self, make: MakeGroup, agents: Sequence[int], own: Mapping[str, Sequence[str]]) -> None:
+    def build_group(
+        self, make: MakeGroup, agents: Sequence[int], own: Mapping[str, Sequence[str]]
+    ) -> None:
         """Make the block, from the data that are lent."""
         self.tensors = {name: as_tensor(array) for name, array in ray.get(self.loans[0]).items()}
         self.user_functions, self.group, self.states = own, make(self.tensors, agents), {}
-        dim, device = self.group.spec.dim, self.group.models.device
+        dim = self.group.spec.dim
+        device = self.group.models.device
         self.open = contextlib.ExitStack()
         self.open.enter_context(devices.deterministic(device))
         if dim >= onednn.MIN_WEIGHTS:
             resources.retain_freed_memory()
         # As for a real peer, memory is taken for those rows of the inbox alone that are written to.
-        inbox = max_received(self.group.spec, self.group.adversary, agents, self.group.layout.crafted_per_attacker)
-        self.rows = torch.empty(self.group.layout.first_received + inbox, row_stride(dim), device=device)
+        inbox = max_received(
+            self.group.spec, self.group.adversary, agents, self.group.layout.crafted_per_attacker
+        )
+        self.rows = torch.empty(
+            self.group.layout.first_received + inbox, row_stride(dim), device=device
+        )
         self.rows[: self.group.layout.first_received] = 0
         self.group = dataclasses.replace(self.group, models=self.rows[:, :dim])
 
@@ -114,12 +127,17 @@ class AgentWorker:
         first(self.tensors, self.group.models[: len(agents)], agents)
 
     def map_groups(
-        self, function: Callable[..., Any], parts: Sequence[tuple[Any, ...]], common: tuple[Any, ...]
+        self,
+        function: Callable[..., Any],
+        parts: Sequence[tuple[Any, ...]],
+        common: tuple[Any, ...],
     ) -> list[Any]:
         """What a function finds for each of some parts of the agents."""
         return run_on_groups(self.group, function, parts, common)
 
-    def decide(self, parts: Sequence[tuple[Any, ...]], common: tuple[Any, ...]) -> list[tuple[AgentState, Decisions]]:
+    def decide(
+        self, parts: Sequence[tuple[Any, ...]], common: tuple[Any, ...]
+    ) -> list[tuple[AgentState, Decisions]]:
         """Lines 3 to 6 for each of some parts of the agents; what their rules keep stays here."""
         remembers = self.group.spec.algorithm.is_stateful
         if remembers:
@@ -135,14 +153,20 @@ class AgentWorker:
 
     def _with_states(self, memory: AgentState) -> AgentState:
         """The same with what is kept here."""
-        states = (self.states[state.agent] if isinstance(state, RemoteState) else state for state in memory.rule_states)
+        states = (
+            self.states[state.agent] if isinstance(state, RemoteState) else state
+            for state in memory.rule_states
+        )
         return dataclasses.replace(memory, rule_states=tuple(states))
 
     def _without_states(self, some: Indices, memory: AgentState) -> AgentState:
         """The same without what is kept from now on."""
         states = dict(zip(self.group.agents[some].tolist(), memory.rule_states, strict=True))
         self.states |= states
-        return dataclasses.replace(memory, rule_states=tuple(RemoteState(j) if state else state for j, state in states.items()))
+        return dataclasses.replace(
+            memory,
+            rule_states=tuple(RemoteState(j) if state else state for j, state in states.items()),
+        )
 
     def rule_states(self) -> dict[int, RuleState]:
         """What the rules of the agents keep, by their ids."""
@@ -157,8 +181,11 @@ class AgentWorker:
     ) -> list[Float[np.ndarray, " r"]]:
         """What the attackers here craft, who may look at what is lent: of agents elsewhere the models with these `ids`,
         in these `places` of each parcel."""
-        block, attackers = self.group, np.flatnonzero(self.group.data.malicious)
-        parcel, row = np.full((2, block.spec.num_agents), -1)  # where the model of each agent lies, -1: in the pool
+        block = self.group
+        attackers = np.flatnonzero(self.group.data.malicious)
+        parcel, row = np.full(
+            (2, block.spec.num_agents), -1
+        )  # where the model of each agent lies, -1: in the pool
         row[block.agents] = block.layout.own
         for p, (some, there) in enumerate(zip(ids, places, strict=True)):
             parcel[some], row[some] = p, there
@@ -180,7 +207,9 @@ class AgentWorker:
         """Some rows of the pool, in parcels: one, or as many results as there are."""
         pool = self.group.models
         found = [
-            (pool[rows[0] : rows[0] + 1] if len(rows) == 1 else pool[torch.from_numpy(rows)]).cpu().numpy()
+            (pool[rows[0] : rows[0] + 1] if len(rows) == 1 else pool[torch.from_numpy(rows)])
+            .cpu()
+            .numpy()
             for rows in parcels
         ]
         return found if len(found) > 1 else found[0]
@@ -197,15 +226,22 @@ class AgentWorker:
         pool = self.group.models
         most = max(1, MAX_PINNED_BYTES // max(MAX_TRANSFER_BYTES, 4 * pool.shape[1]))
         for k in range(0, len(places), most):
-            for array, some in zip(ray.get(list(self.loans[k : k + most])), places[k : k + most], strict=True):
+            for array, some in zip(
+                ray.get(list(self.loans[k : k + most])), places[k : k + most], strict=True
+            ):
                 models = as_tensor(array)
-                models = models if some is None or len(some) == len(models) else models[torch.from_numpy(some)]
+                models = (
+                    models
+                    if some is None or len(some) == len(models)
+                    else models[torch.from_numpy(some)]
+                )
                 pool[first : first + len(models)] = models
                 first += len(models)
 
     def mix(self, choices: Decisions) -> Bool[np.ndarray, " a"]:
         """theta <- W theta for the agents here; whose models are finite then."""
-        pool, layout = self.group.models, self.group.layout
+        pool = self.group.models
+        layout = self.group.layout
         mix_(pool, mixing_matrix(choices, layout.own, layout.previous), 0, pool.shape[1])
         found: np.ndarray = np.isfinite(max_abs(pool, layout.own.tolist()))
         return found
@@ -217,11 +253,15 @@ class AgentWorker:
             (found,) = run_on_groups(self.group, evaluate_models, [(benign,)], ())
         return dict(zip(self.group.agents[benign].tolist(), found, strict=True))
 
-    def _guard(self, *kinds: str, crafted: Indices | None = None) -> contextlib.AbstractContextManager[None]:
+    def _guard(
+        self, *kinds: str, crafted: Indices | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         return forbid_writes(self.group, self.user_functions, *kinds, crafted=crafted)
 
 
-def _copy_rows_(found: Float[Tensor, "q d"], to: Indices, models: Float[Tensor, "p d"], rows: Indices) -> None:
+def _copy_rows_(
+    found: Float[Tensor, "q d"], to: Indices, models: Float[Tensor, "p d"], rows: Indices
+) -> None:
     """Copy some rows of models to some rows of others."""
     if models.shape[1] < MIN_FOREACH_SIZE:
         found[torch.from_numpy(to)] = models[torch.from_numpy(rows)].to(found)

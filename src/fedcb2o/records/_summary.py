@@ -19,16 +19,26 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     done), accuracy, accuracy_worst, accuracy_worst_tenth, and so on, those of `SOMETIMES` where they were
     measured.
     """
-    rows, metrics = [], [*EVALUATED_METRICS, *(metric for metric in OPTIONAL_METRICS if metric in table)]
+    rows = []
+    metrics = [*EVALUATED_METRICS, *(metric for metric in OPTIONAL_METRICS if metric in table)]
     for seed, last in last_round(table).groupby("seed"):
         mine = table[table.seed == seed]
-        row: dict[str, Any] = {"seed": seed, "round": last["round"].iloc[0], "rounds": mine["round"].max()}
+        row: dict[str, Any] = {
+            "seed": seed,
+            "round": last["round"].iloc[0],
+            "rounds": mine["round"].max(),
+        }
         for metric in metrics:
             for over, value in agent_statistics(metric, last[metric].dropna().to_numpy()).items():
                 row[metric if over == "mean" else f"{metric}_{over}"] = value
         row["malicious_weight"] = last_fifth(mine[~mine.malicious]).malicious_weight.mean()
         rows.append(row)
-    columns = ["seed", "round", "rounds", *(m + end for m in metrics for end in ("", "_worst", "_worst_tenth"))]
+    columns = [
+        "seed",
+        "round",
+        "rounds",
+        *(m + end for m in metrics for end in ("", "_worst", "_worst_tenth")),
+    ]
     return pd.DataFrame(rows, columns=[*columns, "malicious_weight"])
 
 
@@ -39,12 +49,20 @@ def agent_statistics(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, 
     tenth = worst_first[: math.ceil(len(ordered) / 10)]
     if not len(ordered):
         return dict.fromkeys(("mean", "worst", "worst_tenth"), math.nan)
-    return {"mean": float(ordered.mean()), "worst": float(worst_first[0]), "worst_tenth": float(tenth.mean())}
+    return {
+        "mean": float(ordered.mean()),
+        "worst": float(worst_first[0]),
+        "worst_tenth": float(tenth.mean()),
+    }
 
 
 def last_round(table: pd.DataFrame) -> pd.DataFrame:
     """The records of benign agents at each seed's last evaluated round; empty if there is none yet."""
-    measured = table[[metric for metric in (*EVALUATED_METRICS, *OPTIONAL_METRICS) if metric in table]].notna().any(axis=1)
+    measured = (
+        table[[metric for metric in (*EVALUATED_METRICS, *OPTIONAL_METRICS) if metric in table]]
+        .notna()
+        .any(axis=1)
+    )
     evaluated = table[~table.malicious.astype(bool) & measured]
     return evaluated[evaluated["round"] == evaluated.groupby("seed")["round"].transform("max")]
 

@@ -15,7 +15,15 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from fedcb2o.records.files import atomic_write, damaged_error, drop_none, read_error, read_json, to_json, to_plain
+from fedcb2o.records.files import (
+    atomic_write,
+    damaged_error,
+    drop_none,
+    read_error,
+    read_json,
+    to_json,
+    to_plain,
+)
 
 MANIFEST_FILE = "sums.json"
 NON_RESULT_SETTINGS = ("name", "title", "description", "seeds", "checkpoint_every")
@@ -36,9 +44,13 @@ class Manifest:
     files: Mapping[str, Checksum]
 
     @classmethod
-    def create(cls, folder: Path, seed: int, settings: Mapping[str, Any], rounds: int) -> "Manifest":
+    def create(
+        cls, folder: Path, seed: int, settings: Mapping[str, Any], rounds: int
+    ) -> "Manifest":
         """Of a seed that goes on after `rounds` rounds: of the files that lie there from its beginning. Writes it."""
-        return cls(seed, settings_digest(settings), rounds, False, _checksum_files(folder, INITIAL_FILES))._write(folder)
+        return cls(
+            seed, settings_digest(settings), rounds, False, _checksum_files(folder, INITIAL_FILES)
+        )._write(folder)
 
     def record_checkpoint(self, folder: Path, rounds: int) -> "Manifest":
         """Of a seed with a checkpoint after `rounds` rounds. Writes that it has one, the first time."""
@@ -66,7 +78,13 @@ class Manifest:
             return None
         found = read_json_with_checksum(path, require_checksum=True)
         try:
-            return cls(found["seed"], found["settings"], found["rounds"], found["complete"], _parse_checksums(found["files"]))
+            return cls(
+                found["seed"],
+                found["settings"],
+                found["rounds"],
+                found["complete"],
+                _parse_checksums(found["files"]),
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise damaged_error(path, "it holds no sums") from error
 
@@ -88,7 +106,8 @@ class Manifest:
 
         Raises DamagedError where it does not.
         """
-        path, grows = folder / name, name in LOG_FILES and not self.complete
+        path = folder / name
+        grows = name in LOG_FILES and not self.complete
         expected = (log_checksums(folder) if grows else self.files).get(name)
         if expected is None:
             if path.exists() and not grows:
@@ -96,7 +115,9 @@ class Manifest:
         elif not path.exists():
             if expected[0] and name not in _OPTIONAL_FILES:
                 raise damaged_error(path, "it is gone")
-        elif checksum_file(path, expected[0]) != expected or (not grows and path.stat().st_size != expected[0]):
+        elif checksum_file(path, expected[0]) != expected or (
+            not grows and path.stat().st_size != expected[0]
+        ):
             raise damaged_error(path, "it does not hold what was written, by its SHA-256")
         return path
 
@@ -137,13 +158,19 @@ def read_checkpoint_header(path: Path) -> dict[str, str]:
 
 def header_crc(header: Mapping[str, str]) -> int:
     """The CRC-32 of a checkpoint's header, without its sums."""
-    return zlib.crc32(json.dumps({name: header[name] for name in sorted(header) if name != "sums"}).encode())
+    return zlib.crc32(
+        json.dumps({name: header[name] for name in sorted(header) if name != "sums"}).encode()
+    )
 
 
 def log_checksums(folder: Path) -> dict[str, Checksum]:
     """What the files that grow held at the last checkpoint, if there is one that knows."""
     path = folder / CHECKPOINT_FILE
-    return _parse_checksums(json.loads(read_checkpoint_header(path).get("lines", "{}"))) if path.exists() else {}
+    return (
+        _parse_checksums(json.loads(read_checkpoint_header(path).get("lines", "{}")))
+        if path.exists()
+        else {}
+    )
 
 
 def _parse_checksums(found: Mapping[str, Any]) -> dict[str, Checksum]:
@@ -161,7 +188,9 @@ def checksum_bytes(content: bytes) -> Checksum:
 
 def checksum_file(path: Path, size: int | None = None) -> Checksum:
     """The sum of a file's first `size` bytes, by default of all."""
-    total, known, wanted = hashlib.sha256(), 0, math.inf if size is None else size
+    total = hashlib.sha256()
+    known = 0
+    wanted = math.inf if size is None else size
     with path.open("rb") as file:
         while part := file.read(int(min(wanted - known, 2**20))):
             total.update(part)
@@ -171,7 +200,9 @@ def checksum_file(path: Path, size: int | None = None) -> Checksum:
 
 def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a run's numbers depend on: those that may not differ where it is resumed."""
-    return {key: value for key, value in settings.items() if key not in (*NON_RESULT_SETTINGS, "rounds")}
+    return {
+        key: value for key, value in settings.items() if key not in (*NON_RESULT_SETTINGS, "rounds")
+    }
 
 
 def canonical_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,20 +218,28 @@ def _canonical_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_canonical_value(inner) for inner in value]
     if isinstance(value, float):
-        return int(value) if value.is_integer() else str(value) if not math.isfinite(value) else value
+        return (
+            int(value) if value.is_integer() else str(value) if not math.isfinite(value) else value
+        )
     return value if isinstance(value, str | bool | int | None) else str(value)
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
     """The SHA-256 of the `identity` of settings, the same before they are written as TOML and after."""
-    return hashlib.sha256(json.dumps(canonical_settings(result_settings(settings)), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(canonical_settings(result_settings(settings)), sort_keys=True).encode()
+    ).hexdigest()
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A table of tables as one, with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in table.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return found
 
 
@@ -216,7 +255,9 @@ def read_json_with_checksum(path: Path, *, require_checksum: bool = False) -> di
     A file without a sum was written before there were any and is taken as it is, unless there `always` was one.
     """
     content = read_json(path)
-    if content.pop("sha256", None) not in ((_content_digest(content),) if require_checksum else (None, _content_digest(content))):
+    if content.pop("sha256", None) not in (
+        (_content_digest(content),) if require_checksum else (None, _content_digest(content))
+    ):
         raise damaged_error(path, "it does not hold what was written, whose SHA-256 is in it")
     return content
 
@@ -225,7 +266,9 @@ def read_cells(path: Path) -> list[dict[str, Any]]:
     """The lines of a grid's cells.json, one a run; raises DamagedError where it holds something else."""
     cells = read_json_with_checksum(path).get("cells")
     keys = {"folder", "kind", "setting", "defence", "attack", "floor", "rounds", "seconds", "error"}
-    if not isinstance(cells, list) or not all(isinstance(cell, dict) and keys <= cell.keys() for cell in cells):
+    if not isinstance(cells, list) or not all(
+        isinstance(cell, dict) and keys <= cell.keys() for cell in cells
+    ):
         raise damaged_error(path, "it holds no list of runs")
     return cells
 

@@ -19,8 +19,14 @@ class RoundLog:
     """The growing records of one seed, by default metrics.jsonl, pairs.jsonl and timing.jsonl in its folder; those that
     are `whole` have a line for every round."""
 
-    def __init__(self, folder: Path, names: Sequence[str] = LOG_NAMES, complete_names: Sequence[str] = REPRODUCIBLE_LOGS) -> None:
-        self.folder, self.complete_names = folder, complete_names
+    def __init__(
+        self,
+        folder: Path,
+        names: Sequence[str] = LOG_NAMES,
+        complete_names: Sequence[str] = REPRODUCIBLE_LOGS,
+    ) -> None:
+        self.folder = folder
+        self.complete_names = complete_names
         self._hashes = {name: (0, hashlib.sha256()) for name in names}
 
     def path(self, name: str) -> Path:
@@ -57,7 +63,10 @@ class RoundLog:
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, Checksum]:
         """What the files hold: of each its bytes and their SHA-256."""
-        totals = {self.path(name).name: self._hashes[name] for name in (self._hashes if names is None else names)}
+        totals = {
+            self.path(name).name: self._hashes[name]
+            for name in (self._hashes if names is None else names)
+        }
         return {name: (size, total.hexdigest()) for name, (size, total) in totals.items()}
 
     def sync(self) -> None:
@@ -92,7 +101,9 @@ class RoundLog:
             self._update_hash(name, content)
 
 
-def read_lines(path: Path, *, skip: int = 0, stop_at_damage: bool = False) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_lines(
+    path: Path, *, skip: int = 0, stop_at_damage: bool = False
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The whole lines of a .jsonl file and what they say; a last one without its line end was never finished.
 
     The first `after` lines are passed over. A damaged line raises RunError or, with `damaged_ends`, counts as the end

@@ -23,13 +23,28 @@ from fedcb2o.records.toml import read_toml
 
 AGENT_COLUMNS = ("cluster", "malicious", "num_samples", "source_in_validation")
 _ROUND_METRICS = ("train_loss", "validation_loss", "malicious_weight", "answered")
-_CONFIG_TYPES = {"name": str, "title": str, "description": str, "rounds": int, "seeds": list, "agents": dict}
+_CONFIG_TYPES = {
+    "name": str,
+    "title": str,
+    "description": str,
+    "rounds": int,
+    "seeds": list,
+    "agents": dict,
+}
 _REWRITE_ADVICE = "`fedcb2o run` of the experiment with this --out and --resume writes it anew"
 EVALUATED_METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
 OPTIONAL_METRICS = ("test_loss", "global_accuracy", "global_loss")
 """What is evaluated where an experiment names a loss, or where agents have test samples of their own and others that
 test everybody: columns that are there only then."""
-RESERVED_COLUMNS = ("seed", "round", "agent", *AGENT_COLUMNS, *_ROUND_METRICS, *EVALUATED_METRICS, *OPTIONAL_METRICS)
+RESERVED_COLUMNS = (
+    "seed",
+    "round",
+    "agent",
+    *AGENT_COLUMNS,
+    *_ROUND_METRICS,
+    *EVALUATED_METRICS,
+    *OPTIONAL_METRICS,
+)
 """The columns of runs' records, which no metric of an experiment's own is called by."""
 
 
@@ -53,13 +68,21 @@ class Run:
             raise RunError(f"a run is read from its folder's path, got a {type(folder).__name__}")
         object.__setattr__(self, "folder", Path(folder))
         if not self.folder.is_dir():
-            raise RunError(f"there is no run in {self.folder}: give the folder that `fedcb2o run --out` wrote")
+            raise RunError(
+                f"there is no run in {self.folder}: give the folder that `fedcb2o run --out` wrote"
+            )
         if not (self.folder / "config.toml").is_file() and not find_seeds(self.folder):
             inside = sorted(path.parent.name for path in self.folder.glob("*/config.toml"))
-            cure = f"it holds the runs {', '.join(inside)}: name those" if inside else "give a folder written by it"
+            cure = (
+                f"it holds the runs {', '.join(inside)}: name those"
+                if inside
+                else "give a folder written by it"
+            )
             if (self.folder / "grid.toml").is_file():
                 cure = f"it is that of a grid: `fedcb2o report {self.folder}` shows it, and its runs lie in its cells/"
-            raise RunError(f"{self.folder} was not written by `fedcb2o run` (it holds no config.toml); {cure}")
+            raise RunError(
+                f"{self.folder} was not written by `fedcb2o run` (it holds no config.toml); {cure}"
+            )
         _ = self.config, self.seeds
 
     @cached_property
@@ -85,13 +108,18 @@ class Run:
     @property
     def complete(self) -> bool:
         """Whether every seed of the configuration has run to its end."""
-        wanted, rounds = {*self.config.get("seeds", ()), *self.seeds}, self.config.get("rounds", 0)
-        return bool(wanted) and all((self.summary_of(seed) or {"rounds": -1})["rounds"] >= rounds for seed in wanted)
+        wanted = {*self.config.get("seeds", ()), *self.seeds}
+        rounds = self.config.get("rounds", 0)
+        return bool(wanted) and all(
+            (self.summary_of(seed) or {"rounds": -1})["rounds"] >= rounds for seed in wanted
+        )
 
     def summary_of(self, seed: int) -> dict[str, Any] | None:
         """summary.json of a seed that ran to its end, or None: its results, as `summary` has them."""
         sums = self._manifest(seed)
-        if sums is not None and not sums.complete:  # it goes on, and the file is of the rounds before
+        if (
+            sums is not None and not sums.complete
+        ):  # it goes on, and the file is of the rounds before
             return None
         path = self._verified_path(seed, "summary.json")
         found = read_json(path) if path.exists() else None
@@ -121,7 +149,9 @@ class Run:
                 f"{rerun_advice(self._seed_directory(seed)).removeprefix('restore it, or ')}"
             )
         path = self.folder / "config.toml"
-        if not (sums.can_resume(self.config) or sums.can_resume(read_config(path))):  # the run may have been made longer meanwhile
+        if not (
+            sums.can_resume(self.config) or sums.can_resume(read_config(path))
+        ):  # the run may have been made longer meanwhile
             raise RunError(
                 f"{self._seed_directory(seed)} was run with other settings than those in {path}: one of them was changed or "
                 f"comes from another run; put it back, or {_REWRITE_ADVICE}"
@@ -130,7 +160,8 @@ class Run:
 
     def _verified_path(self, seed: int, name: str) -> Path:
         """The path of a file of a seed, held against its sum."""
-        sums, folder = self._manifest(seed), self._seed_directory(seed)
+        sums = self._manifest(seed)
+        folder = self._seed_directory(seed)
         if sums is None:
             return folder / name
         try:
@@ -147,7 +178,10 @@ class Run:
         Accuracies and rates are fractions of 1, there only in rounds that were evaluated, for benign agents only.
         `test_loss`, `global_accuracy` and `global_loss` are columns where they are measured.
         """
-        names = [*(name for name in RESERVED_COLUMNS if name not in OPTIONAL_METRICS), *self._custom_metrics]
+        names = [
+            *(name for name in RESERVED_COLUMNS if name not in OPTIONAL_METRICS),
+            *self._custom_metrics,
+        ]
         tables = [self.records_of(seed) for seed in self.seeds]
         return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
 
@@ -159,7 +193,9 @@ class Run:
         """The records of one seed, read anew."""
         agents = self._agent_table(seed)
         rounds: list[int] = []
-        columns: dict[str, list[float | None]] = {key: [] for key in (*_ROUND_METRICS, *EVALUATED_METRICS, *self._custom_metrics)}
+        columns: dict[str, list[float | None]] = {
+            key: [] for key in (*_ROUND_METRICS, *EVALUATED_METRICS, *self._custom_metrics)
+        }
         path = self._verified_path(seed, "metrics.jsonl")
         for _, line in read_lines(path):
             for key in OPTIONAL_METRICS:
@@ -174,7 +210,9 @@ class Run:
                 values.extend(found)
         table = agents.iloc[np.tile(np.arange(len(agents)), len(rounds))].reset_index(drop=True)
         table.insert(1, "round", np.repeat(np.array(rounds, dtype=np.int64), len(agents)))
-        return table.assign(**{key: np.array(values, dtype=float) for key, values in columns.items()})
+        return table.assign(
+            **{key: np.array(values, dtype=float) for key, values in columns.items()}
+        )
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
@@ -183,7 +221,9 @@ class Run:
         The agent's own weight is the row where `peer` equals `agent`, so that an agent's rows of a round sum to 1. `f`
         is the number of attackers that its rule assumed, NaN where it assumes none.
         """
-        columns: dict[str, list[Any]] = {key: [] for key in ("seed", "round", "agent", "peer", "weight", "f")}
+        columns: dict[str, list[Any]] = {
+            key: [] for key in ("seed", "round", "agent", "peer", "weight", "f")
+        }
         for seed in self.seeds:
             path = self._verified_path(seed, "pairs.jsonl")
             for _, line in read_lines(path):
@@ -198,17 +238,25 @@ class Run:
                         columns["weight"] += [*weights, own]
                         columns["f"] += [assumed[agent]] * (len(ids) + 1)
                 except (KeyError, IndexError, TypeError, ValueError) as error:
-                    raise damaged_error(path, f"round {line['round']} is no list of peers and weights") from error
+                    raise damaged_error(
+                        path, f"round {line['round']} is no list of peers and weights"
+                    ) from error
             if len(columns["peer"]) != len(columns["weight"]):
                 raise damaged_error(path, "a round has not as many weights as peers")
         kinds = {key: float if key in ("weight", "f") else np.int64 for key in columns}
-        return pd.DataFrame({key: np.array(values, dtype=kinds[key]) for key, values in columns.items()})
+        return pd.DataFrame(
+            {key: np.array(values, dtype=kinds[key]) for key, values in columns.items()}
+        )
 
     @cached_property
     def agents(self) -> pd.DataFrame:
         """A row for each seed and agent: cluster, malicious or not, training samples, source samples in validation."""
         tables = [self._agent_table(seed) for seed in self.seeds]
-        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["seed", "agent", *AGENT_COLUMNS])
+        return (
+            pd.concat(tables, ignore_index=True)
+            if tables
+            else pd.DataFrame(columns=["seed", "agent", *AGENT_COLUMNS])
+        )
 
     def _agent_table(self, seed: int) -> pd.DataFrame:
         about = self.about(seed)
@@ -218,17 +266,24 @@ class Run:
             table.insert(0, "seed", seed)
             return table.astype({"malicious": bool, "source_in_validation": float})
         except (KeyError, TypeError, ValueError) as error:
-            raise damaged_error(self._seed_directory(seed) / "agents.json", f"it lacks a value for an agent: {error}") from error
+            raise damaged_error(
+                self._seed_directory(seed) / "agents.json",
+                f"it lacks a value for an agent: {error}",
+            ) from error
 
     @cached_property
     def timing(self) -> pd.DataFrame:
         """A row for each seed and round: the seconds that each phase took."""
         lines = [
-            {"seed": seed, **line} for seed in self.seeds for _, line in read_lines(self._verified_path(seed, "timing.jsonl"))
+            {"seed": seed, **line}
+            for seed in self.seeds
+            for _, line in read_lines(self._verified_path(seed, "timing.jsonl"))
         ]
         return pd.DataFrame(lines) if lines else pd.DataFrame(columns=["seed", "round"])
 
-    def model(self, agent: int, *, seed: int | None = None, data_dir: str | PathLike[str] | None = None) -> Any:
+    def model(
+        self, agent: int, *, seed: int | None = None, data_dir: str | PathLike[str] | None = None
+    ) -> Any:
         """The model of an agent at the last checkpoint of a seed (by default the first), as the `nn.Module` that the
         configuration names, in evaluation mode.
 
@@ -268,7 +323,8 @@ class Run:
         return self.folder / f"seed-{seed}"
 
     def __repr__(self) -> str:
-        seeds, done = len(self.seeds), "damaged"
+        seeds = len(self.seeds)
+        done = "damaged"
         with suppress(RunError):
             done = "complete" if self.complete else f"incomplete, seeds so far {list(self.seeds)}"
         return f"Run({str(self.folder)!r}: {self.title}, {seeds} seed{'s' * (seeds != 1)}, {done})"
@@ -276,7 +332,9 @@ class Run:
 
 def find_seeds(folder: Path) -> dict[int, Path]:
     """The seeds of a run that have begun, in ascending order, and their folders."""
-    begun = (path.parent for name in ("agents.json", SUMS) for path in folder.glob(f"seed-*/{name}"))
+    begun = (
+        path.parent for name in ("agents.json", SUMS) for path in folder.glob(f"seed-*/{name}")
+    )
     found = {path.name.removeprefix("seed-"): path for path in begun}
     return {int(seed): found[seed] for seed in sorted(filter(str.isdecimal, found), key=int)}
 

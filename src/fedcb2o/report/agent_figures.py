@@ -52,8 +52,14 @@ def sample_images(run: Run) -> Figure | None:
             ax.set(xticks=[], yticks=[])
             ax.spines[:].set(visible=True, color="0.85")
         angle = "" if angles[c] is None else f"\n{angles[c]}°"
-        row[0].set_ylabel(f"cluster {c + 1}{angle}", rotation=0, ha="right", va="center", labelpad=8)
-    seen = f"the same in {clusters} clusters, each in its rotation" if clusters > 1 else "as agents see them"
+        row[0].set_ylabel(
+            f"cluster {c + 1}{angle}", rotation=0, ha="right", va="center", labelpad=8
+        )
+    seen = (
+        f"the same in {clusters} clusters, each in its rotation"
+        if clusters > 1
+        else "as agents see them"
+    )
     figure.set_label(f"{count} sample images, {seen}.")
     return figure
 
@@ -72,7 +78,9 @@ def weight_matrix(run: Run) -> Figure | None:
     agents = run.agents[run.agents.seed == seed].sort_values(["cluster", "malicious", "agent"])
     groups = agents.groupby(["cluster", "malicious"], sort=True).size()
     # Only seeds in which the same agents are malicious can be averaged.
-    same = run.agents.groupby("seed")[["cluster", "malicious"]].apply(lambda table: table.to_numpy().tolist())
+    same = run.agents.groupby("seed")[["cluster", "malicious"]].apply(
+        lambda table: table.to_numpy().tolist()
+    )
     pairs = pairs[pairs.seed.isin([s for s in run.seeds if same[s] == same[seed]])]
     rounds = len(pairs[["seed", "round"]].drop_duplicates())
     matrix = np.zeros((len(agents), len(agents)))
@@ -80,11 +88,19 @@ def weight_matrix(run: Run) -> Figure | None:
     order = agents.agent.to_numpy()
     figure = Figure(figsize=(4.0, 3.7), layout="constrained")
     ax = figure.subplots()
-    drawn = ax.imshow(matrix[np.ix_(order, order)], cmap=WEIGHT_COLOURMAP, norm=weight_norm(), interpolation="nearest")
+    drawn = ax.imshow(
+        matrix[np.ix_(order, order)],
+        cmap=WEIGHT_COLOURMAP,
+        norm=weight_norm(),
+        interpolation="nearest",
+    )
     add_weight_colorbar(figure, ax, drawn, shrink=0.8)
     ends = np.cumsum(groups.to_numpy())
     middles = ends - groups.to_numpy() / 2 - 0.5
-    names = [f"cluster {c + 1}\n{'malicious' if malicious else 'benign'}" for c, malicious in groups.index]
+    names = [
+        f"cluster {c + 1}\n{'malicious' if malicious else 'benign'}"
+        for c, malicious in groups.index
+    ]
     for end, (c, _), after in zip(ends[:-1], groups.index[:-1], groups.index[1:], strict=True):
         width = 2.2 if c != after[0] else 0.9
         ax.axhline(end - 0.5, color="0", linewidth=width)
@@ -104,7 +120,9 @@ def weight_matrix(run: Run) -> Figure | None:
 def _describe_matrix(title: str, matrix: np.ndarray, agents: pd.DataFrame) -> str:
     """The matrix in words: what the benign agents of each cluster give to whom."""
     rows = agents.sort_values("agent")
-    cluster, malicious, own = rows.cluster.to_numpy(), rows.malicious.to_numpy(bool), np.eye(len(rows), dtype=bool)
+    cluster = rows.cluster.to_numpy()
+    malicious = rows.malicious.to_numpy(bool)
+    own = np.eye(len(rows), dtype=bool)
     sentences = []
     for c in np.unique(cluster):
         same = cluster == c
@@ -114,7 +132,11 @@ def _describe_matrix(title: str, matrix: np.ndarray, agents: pd.DataFrame) -> st
             "malicious ones of it": same & malicious & ~own,
             "other clusters": ~same & ~own,
         }
-        given = {to: (matrix * where)[same & ~malicious].sum(1).mean() for to, where in kinds.items() if where.any()}
+        given = {
+            to: (matrix * where)[same & ~malicious].sum(1).mean()
+            for to, where in kinds.items()
+            if where.any()
+        }
         shares = ", ".join(f"{100 * share:.0f}% to {to}" for to, share in given.items())
         sentences.append(f"Benign agents of cluster {c + 1} give {shares}.")
     return f"{title}, weights between agents. {' '.join(sentences)}"

@@ -17,7 +17,11 @@ def describe_figure(figure: Figure) -> str:
     """A sentence for each panel: where its lines begin and end, how high its bars are. A figure that was given a label
     of its own says that instead."""
     own = str(figure.get_label())
-    sentences = [own] if own else [_describe_panel(ax) for ax in figure.axes if ax.get_label() != "<colorbar>"]
+    sentences = (
+        [own]
+        if own
+        else [_describe_panel(ax) for ax in figure.axes if ax.get_label() != "<colorbar>"]
+    )
     return _strip_math(" ".join(sentences))
 
 
@@ -25,7 +29,11 @@ def _describe_panel(ax: Axes) -> str:
     upright = all(bars.orientation == "vertical" for bars in _bar_containers(ax))
     values, along = (ax.yaxis, ax.xaxis) if upright else (ax.xaxis, ax.yaxis)
     name = ax.get_title(loc="left") or ax.get_title() or values.get_label_text()
-    found = list(_describe_lines(ax)) + list(_describe_step_areas(ax)) + _describe_bars(ax, values, along)
+    found = (
+        list(_describe_lines(ax))
+        + list(_describe_step_areas(ax))
+        + _describe_bars(ax, values, along)
+    )
     if not found:
         found = [", ".join(text.get_text() for text in along.get_ticklabels())]
     return ": ".join(filter(None, [name, "; ".join(found)])) + "."
@@ -57,7 +65,8 @@ def _describe_bars(ax: Axes, values: Axis, along: Axis) -> list[str]:
     """How long bars are, group by group; where these are very many, between what."""
     ticks = [text.get_text().replace("\n", " ") for text in along.get_ticklabels()]
     groups: dict[str, list[str]] = {tick: [] for tick in ticks}
-    ranges, count = [], 0
+    ranges = []
+    count = 0
     for bars in _bar_containers(ax):
         heights = np.asarray(bars.datavalues, dtype=float)
         known = heights[np.isfinite(heights)]
@@ -66,7 +75,9 @@ def _describe_bars(ax: Axes, values: Axis, along: Axis) -> list[str]:
             if np.isfinite(height):
                 groups[tick].append(f"{name} {_format_value(values, float(height))}")
         if len(known):
-            ranges.append(f"{name} {_format_value(values, known.min())} to {_format_value(values, known.max())}")
+            ranges.append(
+                f"{name} {_format_value(values, known.min())} to {_format_value(values, known.max())}"
+            )
         count += len(known)
     told = [f"{tick}: {', '.join(each)}" for tick, each in groups.items() if each]
     return told if count <= MAX_DESCRIBED_VALUES else ranges

@@ -22,15 +22,26 @@ def read_choices(results: GridResults) -> list[dict[str, Any]]:
     """What was tried and chosen for each setting, defence and attack of a grid that are in its file."""
     path = results.folder / "strengths.json"
     lines = read_json_with_checksum(path)["choices"] if path.is_file() else []
-    return [line for line in lines if line["defence"] in results.defences and line["attack"] in results.attacks]
+    return [
+        line
+        for line in lines
+        if line["defence"] in results.defences and line["attack"] in results.attacks
+    ]
 
 
 def chosen_strengths_table(choices: list[dict[str, Any]], setting: str) -> pd.DataFrame:
     """Defences by attacks: what the chosen strength changes."""
     mine = [line for line in choices if line["setting"] == setting]
-    texts = {(line["defence"], line["attack"]): _describe_strength(line, line["worst"]) for line in mine}
-    table = pd.Series(texts, dtype=object).unstack().rename_axis("Defence").rename_axis(columns=None)
-    order = list(dict.fromkeys(line["attack"] for line in mine)), list(dict.fromkeys(line["defence"] for line in mine))
+    texts = {
+        (line["defence"], line["attack"]): _describe_strength(line, line["worst"]) for line in mine
+    }
+    table = (
+        pd.Series(texts, dtype=object).unstack().rename_axis("Defence").rename_axis(columns=None)
+    )
+    order = (
+        list(dict.fromkeys(line["attack"] for line in mine)),
+        list(dict.fromkeys(line["defence"] for line in mine)),
+    )
     return table.reindex(columns=order[0], index=pd.Index(order[1], name="Defence")).fillna("–")
 
 
@@ -40,11 +51,16 @@ def tested_strengths_table(choices: list[dict[str, Any]]) -> pd.DataFrame:
     for line in choices:
         for number, each in enumerate(line["tried"]):
             where = {key: line[key] for key in ("setting", "defence", "attack")}
-            chosen = {"strength": _describe_strength(line, number), "chosen": "yes" * (number == line["worst"])}
+            chosen = {
+                "strength": _describe_strength(line, number),
+                "chosen": "yes" * (number == line["worst"]),
+            }
             seeds = line["asked"]["seeds"]
             for name in ("accuracy", "attack_success_rate"):
                 values = each.get(name) or [None] * len(seeds)
-                chosen |= {f"{name}_seed_{seed}": value for seed, value in zip(seeds, values, strict=True)}
+                chosen |= {
+                    f"{name}_seed_{seed}": value for seed, value in zip(seeds, values, strict=True)
+                }
             rows.append({**where, **chosen, "harm": each["harm"]})
     return pd.DataFrame(rows)
 
@@ -59,7 +75,9 @@ def write_strengths(page: Page, results: GridResults) -> None:
     for setting in dict.fromkeys(line["setting"] for line in choices):
         title = ": ".join(filter(None, ["Strengths", setting]))
         name = "/".join(filter(None, ["matrices", setting and slug(setting), "strengths"]))
-        page.add_table(title, name, chosen_strengths_table(choices, setting), caption, collapsed=True)
+        page.add_table(
+            title, name, chosen_strengths_table(choices, setting), caption, collapsed=True
+        )
     page.write_file("strengths.csv", tested_strengths_table(choices).to_csv(index=False))
     page.write_file("strengths.json", json.dumps({"choices": choices}, indent=1) + "\n")
 

@@ -16,7 +16,9 @@ from fedcb2o.report.figures import LINE_STYLES
 BENIGN_COLOURS = ("#0072B2", "#009E73", "#56B4E9", "#7F7F7F")  # a colour a cluster
 MALICIOUS_COLOUR = "#D55E00"
 _MAX_DRAWN_RUNS = 40
-_MAX_DRAWN_VALUE = 1e100  # V of particles that fly off; beyond it matplotlib's own arithmetic overflows
+_MAX_DRAWN_VALUE = (
+    1e100  # V of particles that fly off; beyond it matplotlib's own arithmetic overflows
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +43,11 @@ class Decay:
 
 def draw_decay(ax: Axes, decay: Decay) -> None:
     """V over time on a log scale, the band or line of the theory, and the fit."""
-    t, clusters = decay.t, decay.V.shape[2]
-    lows, highs, starts = [], [], []
+    t = decay.t
+    clusters = decay.V.shape[2]
+    lows = []
+    highs = []
+    starts = []
     for k in range(clusters):
         colour = BENIGN_COLOURS[k % len(BENIGN_COLOURS)]
         each = decay.V[..., k]
@@ -55,7 +60,13 @@ def draw_decay(ax: Axes, decay: Decay) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             middle = np.nanmedian(each, 1)
-        name = f"cluster {k + 1}" if clusters > 1 else f"median of {each.shape[1]} runs" if many else "V of the run"
+        name = (
+            f"cluster {k + 1}"
+            if clusters > 1
+            else f"median of {each.shape[1]} runs"
+            if many
+            else "V of the run"
+        )
         start, until = decay.fit_windows[k]
         if np.isfinite(decay.fitted_rates[k]):
             name += f", fitted rate {decay.fitted_rates[k]:.3g} (dashed, t = {format_time(start)} to {format_time(until)})"
@@ -68,13 +79,23 @@ def draw_decay(ax: Axes, decay: Decay) -> None:
             steep, flat = (each[:, k] for each in decay.theory_bounds)
             ax.fill_between(t, steep, flat, color="0.87", linewidth=0, label=told, zorder=1)
         elif decay.theory is not None:
-            look: dict[str, Any] = {"color": "0.45", "linestyle": LINE_STYLES[2], "linewidth": 1.4, "zorder": 2}
+            look: dict[str, Any] = {
+                "color": "0.45",
+                "linestyle": LINE_STYLES[2],
+                "linewidth": 1.4,
+                "zorder": 2,
+            }
             ax.plot(t, decay.theory[:, k], label=told, **look)
         kept = (start <= t) & (t <= until) & np.isfinite(middle)
         if np.isfinite(decay.fitted_rates[k]) and kept.any():
             # Through the middle of the points that it was fitted to.
             centre = np.mean(np.log(middle[kept]) + decay.fitted_rates[k] * t[kept])
-            look = {"color": MALICIOUS_COLOUR, "linestyle": LINE_STYLES[1], "linewidth": 1.8, "zorder": 4}
+            look = {
+                "color": MALICIOUS_COLOUR,
+                "linestyle": LINE_STYLES[1],
+                "linewidth": 1.8,
+                "zorder": 4,
+            }
             ax.plot(t[kept], np.exp(centre - decay.fitted_rates[k] * t[kept]), **look)
     if decay.theory is None:
         ax.plot([], [], linestyle="none", label=decay.legend_label)

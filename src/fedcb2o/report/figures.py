@@ -38,7 +38,9 @@ STYLE: dict[Any, Any] = {
 }
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 LINE_STYLES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
-MARKERS = "osD^vPX*<"  # nine beside eight colours, so that a colour that comes again has another marker
+MARKERS = (
+    "osD^vPX*<"  # nine beside eight colours, so that a colour that comes again has another marker
+)
 _PEER_KINDS = {
     ("benign", "same"): ("#0072B2", "benign, same cluster"),
     ("malicious", "same"): ("#D55E00", "malicious, same cluster"),
@@ -98,16 +100,31 @@ def draw_panels(panels: Panels, single: Callable[[Axes], None] | None = None) ->
     columns = min(panels.columns, len(each))
     rows = -(-len(each) // columns)
     width, height = panels.size
-    figure = Figure(figsize=(width * columns, height * rows + 0.1 + 0.2 * (len(each) == 1)), layout="constrained")
+    figure = Figure(
+        figsize=(width * columns, height * rows + 0.1 + 0.2 * (len(each) == 1)),
+        layout="constrained",
+    )
     axes = figure.subplots(rows, columns, squeeze=False).flat
     for draw, ax in zip(each, axes, strict=True):
         draw(ax)
-    found = {label: handle for ax in figure.axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    found = {
+        label: handle
+        for ax in figure.axes
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
+    }
     fit = int(13 * width * columns / (6 + max(map(len, found), default=0)))  # by characters
-    look: dict[str, Any] = {"ncols": max(1, min(len(found), fit)), "handlelength": 2.6, "columnspacing": 1.6}
+    look: dict[str, Any] = {
+        "ncols": max(1, min(len(found), fit)),
+        "handlelength": 2.6,
+        "columnspacing": 1.6,
+    }
     if found:
-        order = sorted(found, key=lambda label: isinstance(found[label], Line2D))  # bars come before lines through them
-        figure.legend([found[label] for label in order], order, loc="outside lower center", fontsize=9, **look)
+        order = sorted(
+            found, key=lambda label: isinstance(found[label], Line2D)
+        )  # bars come before lines through them
+        figure.legend(
+            [found[label] for label in order], order, loc="outside lower center", fontsize=9, **look
+        )
     return figure
 
 
@@ -120,7 +137,11 @@ def peer_panels(runs: Sequence[Run]) -> Panels:
             letter = "abcdefghijklmnopqrstuvwxyz"[len(panels) % 26]
             chance = _chance_frequency(run) if value == "frequency" and len(statistics) else None
             title = f"({letter}) {figure_title(run, label)}: {what}"
-            panels.append(partial(_draw_peer_kinds, statistics, value, title, chance, _axis_maximum(found, value)))
+            panels.append(
+                partial(
+                    _draw_peer_kinds, statistics, value, title, chance, _axis_maximum(found, value)
+                )
+            )
     return Panels(panels, (4.75, 3.1), 2)
 
 
@@ -128,15 +149,23 @@ def learning_curves(runs: Sequence[Run]) -> list[Curve]:
     """What benign agents of each run reached, under its title."""
     benign = (run.records[~run.records.malicious.astype(bool)] for run in runs)
     named = zip(runs, run_labels(runs), benign, strict=True)
-    return [Curve(figure_title(run, label), table, _criterion_round(run)) for run, label, table in named]
+    return [
+        Curve(figure_title(run, label), table, _criterion_round(run)) for run, label, table in named
+    ]
 
 
 def curve_panels(lines: Sequence[Curve]) -> Panels:
     """A panel for each metric over the rounds; see `curves`. Raises RunError if no round was evaluated yet."""
     tables = [line.table for line in lines]
-    shown = [m for m in (*METRICS, *OPTIONAL_METRICS) if any(m in table and table[m].notna().any() for table in tables)]
+    shown = [
+        m
+        for m in (*METRICS, *OPTIONAL_METRICS)
+        if any(m in table and table[m].notna().any() for table in tables)
+    ]
     if not shown:
-        raise RunError("no round was evaluated yet: wait for the first `evaluate_every` rounds of the run")
+        raise RunError(
+            "no round was evaluated yet: wait for the first `evaluate_every` rounds of the run"
+        )
     return Panels([partial(_draw_curves, lines, metric) for metric in shown], (3.9, 3.8), 3)
 
 
@@ -144,7 +173,9 @@ def source_count_panels(runs: Sequence[Run]) -> Panels:
     """A panel for each metric of the source class, none where no agent knows its count; see `source_counts`."""
     tables = [by_source_count(run) for run in runs]
     bins = sorted({str(name) for table in tables for name in table["samples"]})
-    shown = [metric for metric in METRICS[1:] if any(table[metric].notna().any() for table in tables)]
+    shown = [
+        metric for metric in METRICS[1:] if any(table[metric].notna().any() for table in tables)
+    ]
     wide = max(4.6, 0.2 * len(runs) * len(bins))  # inches, for the numbers on the bars
     panels = [partial(_draw_source_counts, runs, tables, bins, metric) for metric in shown if bins]
     return Panels(panels, (wide, 3.5), 2)
@@ -156,20 +187,27 @@ def _draw_curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:
         means = known.groupby(["round", "seed"])[metric].mean().unstack("seed")
         if means.empty:
             continue
-        middle, deviation = means.mean(axis="columns"), means.std(axis="columns", ddof=1).fillna(0.0)
-        x, colour = means.index.to_numpy(), PALETTE[i % len(PALETTE)]
-        line_style = LINE_STYLES[(i + i // len(PALETTE)) % len(LINE_STYLES)]  # another one when a colour comes again
+        middle = means.mean(axis="columns")
+        deviation = means.std(axis="columns", ddof=1).fillna(0.0)
+        x = means.index.to_numpy()
+        colour = PALETTE[i % len(PALETTE)]
+        line_style = LINE_STYLES[
+            (i + i // len(PALETTE)) % len(LINE_STYLES)
+        ]  # another one when a colour comes again
         look: dict[str, Any] = {"linestyle": line_style, "marker": MARKERS[i % len(MARKERS)]}
         every = max(1, len(x) // 8)
         ax.plot(x, middle, color=colour, markersize=4.5, markevery=every, label=line.name, **look)
-        ax.fill_between(x, middle - deviation, middle + deviation, color=colour, alpha=0.15, linewidth=0)
+        ax.fill_between(
+            x, middle - deviation, middle + deviation, color=colour, alpha=0.15, linewidth=0
+        )
     ax.set_title(LABELS[metric])
     ax.set_xlabel("round")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     low, high = bottom, top = ax.get_ylim()
     if not metric.endswith("loss"):
         ax.yaxis.set_major_formatter(percent_formatter())
-        bottom, top = max(low, 0), min(high, 1.005)
+        bottom = max(low, 0)
+        top = min(high, 1.005)
     switches = sorted({line.criterion_from_round for line in lines} - {0})
     ax.set_ylim(bottom, top + 0.05 * (high - low) * len(switches))
     for i, switch in enumerate(switches):
@@ -179,16 +217,29 @@ def _draw_curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:
             "xycoords": ("data", "axes fraction"),
             "textcoords": "offset points",
         }
-        ax.annotate(f"$T_G = {switch}$", xytext=(3, -2 - 10 * i), va="top", fontsize=8, color="0.35", **where)
+        ax.annotate(
+            f"$T_G = {switch}$",
+            xytext=(3, -2 - 10 * i),
+            va="top",
+            fontsize=8,
+            color="0.35",
+            **where,
+        )
 
 
-def _draw_source_counts(runs: Sequence[Run], tables: Sequence[pd.DataFrame], bins: list[str], metric: str, ax: Axes) -> None:
+def _draw_source_counts(
+    runs: Sequence[Run], tables: Sequence[pd.DataFrame], bins: list[str], metric: str, ax: Axes
+) -> None:
     width = 0.8 / len(runs)
     for i, (run, table, label) in enumerate(zip(runs, tables, run_labels(runs), strict=True)):
         values = table.set_index("samples")[metric].reindex(bins).to_numpy(float)
         x = np.arange(len(bins)) + (i - (len(runs) - 1) / 2) * width
-        ax.bar(x, values, 0.92 * width, color=PALETTE[i % len(PALETTE)], label=figure_title(run, label))
-        _annotate_values(ax, x, values, values)  # a bar of height 0 is seen by its number, one of nobody by none
+        ax.bar(
+            x, values, 0.92 * width, color=PALETTE[i % len(PALETTE)], label=figure_title(run, label)
+        )
+        _annotate_values(
+            ax, x, values, values
+        )  # a bar of height 0 is seen by its number, one of nobody by none
     ax.set_title(LABELS[metric])
     ax.set_xlim(-0.5, len(bins) - 0.5)
     ax.set_ylim(0, max(ax.get_ylim()[1], 0.05))
@@ -198,15 +249,22 @@ def _draw_source_counts(runs: Sequence[Run], tables: Sequence[pd.DataFrame], bin
     ax.yaxis.set_major_formatter(percent_formatter())
 
 
-def _draw_peer_kinds(statistics: pd.DataFrame, value: str, title: str, chance: float | None, top: float, ax: Axes) -> None:
+def _draw_peer_kinds(
+    statistics: pd.DataFrame, value: str, title: str, chance: float | None, top: float, ax: Axes
+) -> None:
     """Grouped bars of one run: a group a cluster of selecting agents, a bar a kind of peer; ± over seeds."""
     clusters = sorted(statistics.cluster.unique())
-    kinds = [kind for kind in _PEER_KINDS if ((statistics.peer == kind[0]) & (statistics.relation == kind[1])).any()]
+    kinds = [
+        kind
+        for kind in _PEER_KINDS
+        if ((statistics.peer == kind[0]) & (statistics.relation == kind[1])).any()
+    ]
     width = min(0.84 / max(len(kinds), 1), 0.3)
     for i, kind in enumerate(kinds):
         mine = statistics[(statistics.peer == kind[0]) & (statistics.relation == kind[1])]
         groups = mine.groupby("cluster")[value]
-        means, deviations = groups.mean().reindex(clusters), groups.std(ddof=1).reindex(clusters).fillna(0.0)
+        means = groups.mean().reindex(clusters)
+        deviations = groups.std(ddof=1).reindex(clusters).fillna(0.0)
         x = np.arange(len(clusters)) + (i - (len(kinds) - 1) / 2) * width
         colour, name = _PEER_KINDS[kind]
         ax.bar(x, means, 0.92 * width, color=colour, label=name)
@@ -216,12 +274,22 @@ def _draw_peer_kinds(statistics: pd.DataFrame, value: str, title: str, chance: f
             _annotate_values(ax, x, means, means + deviations)
     ax.set_xticks(
         range(len(clusters)),
-        [f"cluster {c + 1}\nbenign agents" if len(clusters) <= 2 else f"cluster {c + 1}\nbenign" for c in clusters],
+        [
+            f"cluster {c + 1}\nbenign agents" if len(clusters) <= 2 else f"cluster {c + 1}\nbenign"
+            for c in clusters
+        ],
     )
     ax.set_xlim(-0.6, max(len(clusters), 1) - 0.4)
     ax.tick_params(axis="x", length=0)
     if chance is not None:
-        ax.axhline(chance, color="0.35", linewidth=1, linestyle=LINE_STYLES[2], label="at random", zorder=1.5)
+        ax.axhline(
+            chance,
+            color="0.35",
+            linewidth=1,
+            linestyle=LINE_STYLES[2],
+            label="at random",
+            zorder=1.5,
+        )
     ax.set_title(title)
     ax.set_ylabel(f"share of {'rounds' if value == 'frequency' else 'weight'}, per peer")
     ax.yaxis.set_major_formatter(percent_formatter())
@@ -239,11 +307,14 @@ def _axis_maximum(found: Sequence[pd.DataFrame], value: str) -> float:
 
 def _chance_frequency(run: Run) -> float:
     """How often choosing at random would receive a given peer."""
-    agents, peers = run.config.get("agents", {}), len(run.agents) / len(run.seeds) - 1
+    agents = run.config.get("agents", {})
+    peers = len(run.agents) / len(run.seeds) - 1
     return float(agents.get("budget", np.nan) * agents.get("participation", 1.0) / peers)
 
 
-def _annotate_values(ax: Axes, x: Iterable[float], values: Iterable[float], tops: Iterable[float]) -> None:
+def _annotate_values(
+    ax: Axes, x: Iterable[float], values: Iterable[float], tops: Iterable[float]
+) -> None:
     """Values in percent over bars that end at `tops`; none for what is not a number."""
     look: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "0.2"}
     look["bbox"] = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
@@ -267,4 +338,8 @@ def figure_title(run: Run, label: str) -> str:
     """A title for a figure, with T_G set as in the paper, and added where the run's title does not tell it."""
     if _criterion_round(run) and "T_G" not in label:
         label += f" (T_G = {_criterion_round(run)})"
-    return re.sub(r"T_G( ?= ?(\d+))?", lambda m: f"$T_G = {m[2]}$" if m[2] else "$T_G$", label.replace("$", r"\$"))
+    return re.sub(
+        r"T_G( ?= ?(\d+))?",
+        lambda m: f"$T_G = {m[2]}$" if m[2] else "$T_G$",
+        label.replace("$", r"\$"),
+    )

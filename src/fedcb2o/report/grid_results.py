@@ -14,7 +14,14 @@ import pandas as pd
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.plugins import did_you_mean
-from fedcb2o.records import EVALUATED_METRICS, Run, last_fifth, read_cells, read_json_with_checksum, read_toml
+from fedcb2o.records import (
+    EVALUATED_METRICS,
+    Run,
+    last_fifth,
+    read_cells,
+    read_json_with_checksum,
+    read_toml,
+)
 
 KEY_COLUMNS = ["setting", "defence", "attack", "role", "floor", "seed"]
 _SUMMARY_SUFFIXES = ("", "_worst", "_worst_tenth")
@@ -89,7 +96,10 @@ class GridResults:
 
     def algorithm_name(self, defence: str) -> str:
         """The name of a defence's algorithm."""
-        table = {**self.table.get("algorithm", {}), **self.table["defences"][defence].get("algorithm", {})}
+        table = {
+            **self.table.get("algorithm", {}),
+            **self.table["defences"][defence].get("algorithm", {}),
+        }
         return str(table.get("name"))
 
     def summary_csv(self) -> str:
@@ -111,17 +121,24 @@ def read_grid(folder: Path, reference: str | None = None) -> GridResults:
     table = _read_definition(folder / "grid.toml")
     if reference is not None:
         if reference not in table["defences"]:
-            like, known = did_you_mean(reference, table["defences"]), ", ".join(table["defences"])
+            like = did_you_mean(reference, table["defences"])
+            known = ", ".join(table["defences"])
             raise ConfigError(f"{folder} has no defence `{reference}`.{like} It has: {known}")
         table["reference"] = reference
-    tuned = read_json_with_checksum(folder / "tuning.json") if (folder / "tuning.json").is_file() else {}
+    tuned = (
+        read_json_with_checksum(folder / "tuning.json")
+        if (folder / "tuning.json").is_file()
+        else {}
+    )
     chosen = {defence: choice for defence, choice in tuned.items() if defence in table["defences"]}
     if (folder / "cells.json").is_file():
         rows = _rows_from_runs(folder, read_cells(folder / "cells.json"), table["seeds"])
     elif (folder / "summary.csv").is_file():
         rows = _rows_from_csv(folder / "summary.csv")
     else:
-        raise RunError(f"{folder} holds a grid.toml, but no run and no summary.csv: fedcb2o bench runs the grid")
+        raise RunError(
+            f"{folder} holds a grid.toml, but no run and no summary.csv: fedcb2o bench runs the grid"
+        )
     return GridResults(folder, table, chosen, rows)
 
 
@@ -132,7 +149,9 @@ def _read_definition(path: Path) -> dict[str, Any]:
             if not isinstance(table.get(key), kind):
                 raise ValueError(f"its `{key}` is missing, or another kind of value")
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read ({error}): restore it, or run the grid again") from error
+        raise RunError(
+            f"{path} cannot be read ({error}): restore it, or run the grid again"
+        ) from error
     return table
 
 
@@ -141,16 +160,24 @@ def _rows_from_runs(folder: Path, cells: list[dict[str, Any]], seeds: list[int])
     for cell in cells:
         if cell["kind"] == "tuning":
             continue
-        keys = {"setting": cell["setting"], "defence": cell["defence"], "attack": cell["attack"] or ""}
+        keys = {
+            "setting": cell["setting"],
+            "defence": cell["defence"],
+            "attack": cell["attack"] or "",
+        }
         keys["role"] = cell["kind"] if cell["kind"] in BASELINES else "attack"
-        keys["floor"] = cell["folder"].rpartition("/")[2] if cell["kind"] in BASELINES else cell["floor"] or ""
+        keys["floor"] = (
+            cell["folder"].rpartition("/")[2] if cell["kind"] in BASELINES else cell["floor"] or ""
+        )
         measured = _metrics_by_seed(folder / cell["folder"], cell["rounds"])
         for seed in seeds:
             if seed in measured:
                 rows.append({**keys, "seed": seed, **measured[seed], "error": ""})
             elif cell["error"]:
                 rows.append({**keys, "seed": seed, "error": cell["error"]})
-    return _order_columns(pd.DataFrame(rows, columns=None if rows else [*KEY_COLUMNS, *RUN_METRICS, "error"]))
+    return _order_columns(
+        pd.DataFrame(rows, columns=None if rows else [*KEY_COLUMNS, *RUN_METRICS, "error"])
+    )
 
 
 def metric_names(rows: pd.DataFrame) -> list[str]:
@@ -168,7 +195,9 @@ def _rows_from_csv(path: Path) -> pd.DataFrame:
     try:
         rows = pd.read_csv(path, dtype=str, keep_default_na=False)
         numbers = rows.drop(columns=[*KEY_COLUMNS[:-1], "error"]).apply(pd.to_numeric)
-        return _order_columns(rows.assign(**{str(name): numbers[name] for name in numbers}).astype({"seed": int}))
+        return _order_columns(
+            rows.assign(**{str(name): numbers[name] for name in numbers}).astype({"seed": int})
+        )
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"{path} cannot be read ({error}): restore it") from error
 
@@ -192,19 +221,26 @@ def _seed_metrics(run: Run, seed: int, summary: Mapping[str, Any]) -> dict[str, 
     known = run.records_of(seed)
     benign = known[~known.malicious.to_numpy()]
     last = benign[benign["round"].to_numpy() == summary["round"]]
-    of, scores = last.cluster.to_numpy(), {name: summary[name] for name in RUN_METRICS if name in summary}
+    of = last.cluster.to_numpy()
+    scores = {name: summary[name] for name in RUN_METRICS if name in summary}
     clusters = {
         f"{metric}_cluster_{k + 1}": float(last[metric].to_numpy()[of == k].mean())
         for metric in EVALUATED_METRICS
         for k in sorted(set(of))
     }
-    timing = run.timing[run.timing.seed == seed].drop(columns=["seed", "round", *UNTIMED_PHASES], errors="ignore")
+    timing = run.timing[run.timing.seed == seed].drop(
+        columns=["seed", "round", *UNTIMED_PHASES], errors="ignore"
+    )
     sent = {
         "seconds": float(timing.sum(axis="columns").mean()),
         "megabytes": float(benign.answered.mean() * 4 * run.about(seed)["dim"] / 1e6),
     }
     found = {**scores, **_received_statistics(run, seed), **sent, **clusters}
-    return {name: float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for name, value in found.items() if value is not None}
+    return {
+        name: float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def _received_statistics(run: Run, seed: int) -> dict[str, float]:
@@ -214,16 +250,21 @@ def _received_statistics(run: Run, seed: int) -> dict[str, float]:
     `malicious_most` is the most malicious models that one of them ever received in a round, `f_exceeded` how often it
     were more than its rule assumes.
     """
-    about, pairs = run.about(seed), run.pairs[run.pairs.seed.to_numpy() == seed]
-    cluster, malicious = np.array(about["cluster"]), np.array(about["malicious"], dtype=bool)
+    about = run.about(seed)
+    pairs = run.pairs[run.pairs.seed.to_numpy() == seed]
+    cluster = np.array(about["cluster"])
+    malicious = np.array(about["malicious"], dtype=bool)
     pairs = pairs[~malicious[pairs.agent.to_numpy()]]
     late = last_fifth(pairs)
     often = pairs.assign(malicious=malicious[pairs.peer.to_numpy()]).groupby(["round", "agent"])
     counts = often.agg(f=("f", "first"), malicious=("malicious", "sum"))
     assumed = counts.dropna(subset="f")
-    me, peer, weights = late.agent.to_numpy(), late.peer.to_numpy(), late.weight.to_numpy()
+    me = late.agent.to_numpy()
+    peer = late.peer.to_numpy()
+    weights = late.weight.to_numpy()
     times = max(int((~malicious).sum()) * late["round"].nunique(), 1)
-    other, received = cluster[me] != cluster[peer], me != peer
+    other = cluster[me] != cluster[peer]
+    received = me != peer
 
     def share(chosen: np.ndarray) -> float:
         return float(chosen[received].mean()) if received.any() else np.nan

@@ -21,7 +21,9 @@ from fedcb2o.report.statistics import (
     worst_attack,
 )
 
-WORST_COLUMN, SIGNIFICANT_MARK, _EXCEEDED_MARK = "Worst", " *", " †"
+WORST_COLUMN = "Worst"
+SIGNIFICANT_MARK = " *"
+_EXCEEDED_MARK = " †"
 COMPARED_METRICS = {"accuracy": "Accuracy", "attack_success_rate": "Attack success"}
 """What defences are compared in."""
 
@@ -38,32 +40,50 @@ class GridMetric:
 
 _LATE_ROUNDS = "over the last fifth of the rounds"
 GRID_METRICS = {
-    "accuracy": GridMetric("Overall accuracy", "The share of all test samples that benign agents get right.", "low"),
+    "accuracy": GridMetric(
+        "Overall accuracy", "The share of all test samples that benign agents get right.", "low"
+    ),
     "attack_success_rate": GridMetric(
-        "Attack success rate", "The share of the samples it is after that are taken for the target.", "high"
+        "Attack success rate",
+        "The share of the samples it is after that are taken for the target.",
+        "high",
     ),
     "lost": GridMetric("Accuracy lost", "What the better of the two floors has beyond it.", "high"),
-    "success": GridMetric("Attack success, net", "The rate less that of the better of the two floors.", "high"),
+    "success": GridMetric(
+        "Attack success, net", "The rate less that of the better of the two floors.", "high"
+    ),
     "source_accuracy": GridMetric(
-        "Source class accuracy", "The share of source-class samples that are taken for what they are.", "low"
+        "Source class accuracy",
+        "The share of source-class samples that are taken for what they are.",
+        "low",
     ),
     "malicious_weight": GridMetric(
         "Weight of malicious models",
         f"What benign agents give to malicious agents' models in their averages, {_LATE_ROUNDS}. Some rules give none.",
         "high",
     ),
-    "accuracy_worst": GridMetric("Overall accuracy, worst agent", "Of the benign agent with the lowest.", "low"),
+    "accuracy_worst": GridMetric(
+        "Overall accuracy, worst agent", "Of the benign agent with the lowest.", "low"
+    ),
     "accuracy_worst_tenth": GridMetric(
-        "Overall accuracy, worst tenth", "Mean of the tenth of the benign agents with the lowest.", "low"
+        "Overall accuracy, worst tenth",
+        "Mean of the tenth of the benign agents with the lowest.",
+        "low",
     ),
     "attack_success_rate_worst": GridMetric(
-        "Attack success rate, worst agent", "The rate itself, of the benign agent with the highest.", "high"
+        "Attack success rate, worst agent",
+        "The rate itself, of the benign agent with the highest.",
+        "high",
     ),
     "attack_success_rate_worst_tenth": GridMetric(
-        "Attack success rate, worst tenth", "The rate itself, mean of the tenth of the agents with the highest.", "high"
+        "Attack success rate, worst tenth",
+        "The rate itself, mean of the tenth of the agents with the highest.",
+        "high",
     ),
     "malicious_received": GridMetric(
-        "Malicious models among those received", f"Their share of what benign agents receive, {_LATE_ROUNDS}.", "high"
+        "Malicious models among those received",
+        f"Their share of what benign agents receive, {_LATE_ROUNDS}.",
+        "high",
     ),
     "malicious_most": GridMetric(
         "Most malicious models in a round",
@@ -77,12 +97,16 @@ GRID_METRICS = {
         "high",
     ),
     "other_cluster_weight": GridMetric(
-        "Weight of other clusters' models", f"What benign agents give to them in their averages, {_LATE_ROUNDS}."
+        "Weight of other clusters' models",
+        f"What benign agents give to them in their averages, {_LATE_ROUNDS}.",
     ),
     "other_cluster_received": GridMetric(
-        "Other clusters' models among those received", f"Their share of what benign agents receive, {_LATE_ROUNDS}."
+        "Other clusters' models among those received",
+        f"Their share of what benign agents receive, {_LATE_ROUNDS}.",
     ),
-    "own_weight": GridMetric("Weight of the own model", f"What benign agents give to their own models, {_LATE_ROUNDS}."),
+    "own_weight": GridMetric(
+        "Weight of the own model", f"What benign agents give to their own models, {_LATE_ROUNDS}."
+    ),
     "seconds": GridMetric(
         "Seconds a round",
         "Of one process, without evaluation and checkpoints, on the machine that ran it and as busy as it was.",
@@ -116,7 +140,11 @@ class SettingResults:
     @cached_property
     def baselines(self) -> list[str]:
         """The columns without attack that there are, before those of the attacks."""
-        return [name for name in BASELINES.values() if name not in self.attacks and (self.rows.attack == name).any()]
+        return [
+            name
+            for name in BASELINES.values()
+            if name not in self.attacks and (self.rows.attack == name).any()
+        ]
 
     def attacks_with(self, value: str) -> list[str]:
         """The attacks under which a measure may have a value: without those that are done and have none."""
@@ -131,15 +159,21 @@ class SettingResults:
     def pivot(self, found: "pd.Series[Any]", columns: Sequence[str]) -> pd.DataFrame:
         """What is found by (defence, attack), as a table in the grid's order."""
         table = found.unstack("attack") if len(found) else pd.DataFrame()
-        return table.reindex(index=self.results.defences, columns=list(columns)).rename_axis("Defence")
+        return table.reindex(index=self.results.defences, columns=list(columns)).rename_axis(
+            "Defence"
+        )
 
     def worst_attacks(self, found: pd.DataFrame, value: str) -> dict[str, str]:
         """The attack that each defence does worst against, of the statistics of a measure."""
-        return worst_attack(found, self.attacks_with(value), highest=metric_info(value).worse_direction == "high")
+        return worst_attack(
+            found, self.attacks_with(value), highest=metric_info(value).worse_direction == "high"
+        )
 
     def shortfalls(self, value: str) -> pd.DataFrame:
         """How far each run is behind the best defence of its column, see `regret.shortfalls`."""
-        return regret.shortfalls(self.rows, value, highest=metric_info(value).worse_direction == "high")
+        return regret.shortfalls(
+            self.rows, value, highest=metric_info(value).worse_direction == "high"
+        )
 
     @cached_property
     def has_worst_tenth(self) -> bool:
@@ -171,25 +205,37 @@ def metric_info(value: str) -> GridMetric:
     if not cluster.isdecimal():
         return GRID_METRICS[value]
     whole = GRID_METRICS[name]
-    return GridMetric(f"{whole.title}, cluster {cluster}", f"The same of cluster {cluster}.", whole.worse_direction)
+    return GridMetric(
+        f"{whole.title}, cluster {cluster}",
+        f"The same of cluster {cluster}.",
+        whole.worse_direction,
+    )
 
 
 def metric_matrix(view: SettingResults, value: str) -> pd.DataFrame:
     """One measure: a row a defence, a column an attack, last its worst case; mean and 95% interval over seeds."""
-    found, columns = seed_statistics(view.rows, value), view.columns(value)
+    found = seed_statistics(view.rows, value)
+    columns = view.columns(value)
     texts = _format_rows(found, value, format_interval)
     table = _mark_exceeded(view, _text_table(view, texts, columns), columns)
     if metric_info(value).worse_direction != "neither":
         at = view.worst_attacks(found, value)
-        table[WORST_COLUMN] = [str(table.at[name, at[name]]) if name in at else "–" for name in table.index]
+        table[WORST_COLUMN] = [
+            str(table.at[name, at[name]]) if name in at else "–" for name in table.index
+        ]
     return table.rename_axis(columns=None)
 
 
 def regret_matrix(view: SettingResults, value: str) -> pd.DataFrame:
     """By how much each defence falls short of the best in each column, and in its worst ones; "best" where it is it."""
-    short, columns = view.shortfalls(value), view.columns(value)
+    short = view.shortfalls(value)
+    columns = view.columns(value)
     texts = _format_rows(regret.regrets(short), value, format_interval)
-    texts.update(pd.Series("best", index=pd.MultiIndex.from_frame(short[["best", "attack"]].drop_duplicates())))
+    texts.update(
+        pd.Series(
+            "best", index=pd.MultiIndex.from_frame(short[["best", "attack"]].drop_duplicates())
+        )
+    )
     table = _mark_exceeded(view, _text_table(view, texts, columns), columns)
     for title, aside in view.worst_column_exclusions.items():
         found = regret.worst_regret(short, [name for name in columns if name not in aside])
@@ -201,8 +247,13 @@ def worst_regrets(view: SettingResults) -> pd.DataFrame:
     """A row a defence: its worst regret in accuracy, in attack success rate and in whichever of both is worse, and the
     same without what the grid sets aside; with paired intervals, and a mark where a rule received more malicious models
     than it assumes in that column."""
-    found = {title: regret.worst_regret(short, among) for title, (short, among) in regret_contests(view).items()}
-    return _defence_table(view, {title: _format_with_column(view, each) for title, each in found.items()})
+    found = {
+        title: regret.worst_regret(short, among)
+        for title, (short, among) in regret_contests(view).items()
+    }
+    return _defence_table(
+        view, {title: _format_with_column(view, each) for title, each in found.items()}
+    )
 
 
 def losses_against_baselines(view: SettingResults) -> pd.DataFrame:
@@ -213,16 +264,21 @@ def losses_against_baselines(view: SettingResults) -> pd.DataFrame:
         for each, aside in view.worst_column_exclusions.items():
             among = [name for name in view.attacks_with(value) if name not in aside]
             if among:
-                columns[f"{metric_info(value).title}, {each[0].lower()}{each[1:]}"] = _worst_case(view, value, among)
+                columns[f"{metric_info(value).title}, {each[0].lower()}{each[1:]}"] = _worst_case(
+                    view, value, among
+                )
     return _defence_table(view, columns)
 
 
 def worst_regret_differences(view: SettingResults) -> pd.DataFrame:
     """The same less those of the reference, paired by seeds, and an asterisk where they are not 0 after Holm's
     correction over a column."""
-    reference, columns = view.results.reference, dict[str, "pd.Series[Any]"]()
+    reference = view.results.reference
+    columns = dict[str, "pd.Series[Any]"]()
     for title, (short, among) in regret_contests(view).items():
-        columns[title] = _format_differences(regret.worst_regret_differences(short, among, reference), "accuracy")
+        columns[title] = _format_differences(
+            regret.worst_regret_differences(short, among, reference), "accuracy"
+        )
     return _defence_table(view, columns).drop(index=reference, errors="ignore")
 
 
@@ -232,13 +288,21 @@ def regret_contests(view: SettingResults) -> dict[str, tuple[pd.DataFrame, list[
     rivals = {value: title for value, title in COMPARED_METRICS.items() if view.columns(value)}
     for each, aside in view.worst_column_exclusions.items():
         worst_of = each[0].lower() + each[1:]
-        shorts, columns = {}, {}
+        shorts = {}
+        columns = {}
         for value, title in rivals.items():
             among = [name for name in view.columns(value) if name not in aside]
             shorts[value], columns[value] = view.shortfalls(value), among
             found[f"{title}, {worst_of}"] = shorts[value], among
-        both = [short.assign(attack=short.attack + f", {COMPARED_METRICS[value].lower()}") for value, short in shorts.items()]
-        among = [f"{name}, {COMPARED_METRICS[value].lower()}" for value, names in columns.items() for name in names]
+        both = [
+            short.assign(attack=short.attack + f", {COMPARED_METRICS[value].lower()}")
+            for value, short in shorts.items()
+        ]
+        among = [
+            f"{name}, {COMPARED_METRICS[value].lower()}"
+            for value, names in columns.items()
+            for name in names
+        ]
         if len(rivals) > 1:
             found[f"Either, {worst_of}"] = pd.concat(both), among
     return found
@@ -248,7 +312,9 @@ def difference_matrix(view: SettingResults, value: str) -> pd.DataFrame:
     """The differences to the reference, paired by seeds, with their 95% intervals, and an asterisk where they are not 0
     after Holm's correction over the table."""
     texts = _format_differences(paired_differences(view.rows, value, view.results.reference), value)
-    table = view.pivot(texts, view.columns(value)).astype(object).fillna("–").rename_axis(columns=None)
+    table = (
+        view.pivot(texts, view.columns(value)).astype(object).fillna("–").rename_axis(columns=None)
+    )
     return table.drop(index=view.results.reference, errors="ignore")
 
 
@@ -259,7 +325,9 @@ def compare_settings(results: GridResults, value: str, column: str) -> pd.DataFr
         view = SettingResults(results, setting)
         found = seed_statistics(view.rows[view.rows.attack == column], value)
         texts = _format_rows(found, value, format_interval)
-        columns[setting] = _mark_exceeded(view, _text_table(view, texts, [column]), [column])[column]
+        columns[setting] = _mark_exceeded(view, _text_table(view, texts, [column]), [column])[
+            column
+        ]
     return pd.DataFrame(columns, index=pd.Index(results.defences, name="Defence"))
 
 
@@ -270,7 +338,9 @@ def terminal_tables(results: GridResults) -> dict[str, pd.DataFrame]:
         view = SettingResults(results, setting)
         told = worst_regrets(view)
         told = told[[name for name in told if not str(name).startswith("Either")]]
-        found[setting] = defence_overview(view)[view.baselines].join(told).replace(r" [\[(].*", "", regex=True)
+        found[setting] = (
+            defence_overview(view)[view.baselines].join(told).replace(r" [\[(].*", "", regex=True)
+        )
     return found
 
 
@@ -303,9 +373,13 @@ def tuning_table(results: GridResults) -> pd.DataFrame:
             ("yes" + ", at an end" * found["at_end"]) * (i == found["best"]),
         )
         for defence, found in results.tuning.items()
-        for i, (changes, score) in enumerate(zip(found["asked"]["candidates"], found["scores"], strict=True))
+        for i, (changes, score) in enumerate(
+            zip(found["asked"]["candidates"], found["scores"], strict=True)
+        )
     ]
-    return pd.DataFrame(rows, columns=["Defence", "Candidate", "Score", "Chosen"]).set_index("Defence")
+    return pd.DataFrame(rows, columns=["Defence", "Candidate", "Score", "Chosen"]).set_index(
+        "Defence"
+    )
 
 
 def tuning_rows(results: GridResults) -> pd.DataFrame:
@@ -323,16 +397,23 @@ def tuning_rows(results: GridResults) -> pd.DataFrame:
 def describe_changes(changes: object) -> str:
     """Changes over an experiment on one line: "algorithm.alpha = 2, agents.budget = 4"."""
     assert isinstance(changes, dict)
-    return ", ".join(f"{key} = {value}" for key, value in flatten_to_text(changes).items()) or "unchanged"
+    return (
+        ", ".join(f"{key} = {value}" for key, value in flatten_to_text(changes).items())
+        or "unchanged"
+    )
 
 
-def _text_table(view: SettingResults, texts: "pd.Series[Any]", columns: Sequence[str]) -> pd.DataFrame:
+def _text_table(
+    view: SettingResults, texts: "pd.Series[Any]", columns: Sequence[str]
+) -> pd.DataFrame:
     """Texts by (defence, attack) as a table; what failed says so."""
     table = view.pivot(texts, columns).astype(object)
     return table.where(table.notna() | ~view.failed_cells(columns), "failed").fillna("–")
 
 
-def _mark_exceeded(view: SettingResults, table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+def _mark_exceeded(
+    view: SettingResults, table: pd.DataFrame, columns: Sequence[str]
+) -> pd.DataFrame:
     """The table with a mark where rules received more malicious models than they assume."""
     return table.where(~view.exceeded_cells(columns), table + _EXCEEDED_MARK)
 
@@ -347,16 +428,24 @@ def _format_rows(found: pd.DataFrame, value: str, told: Callable[..., str]) -> "
 def _format_differences(found: pd.DataFrame, value: str) -> "pd.Series[Any]":
     """Differences as text, with a mark at those that are not 0 after a correction for how many they are."""
     sure = holm_correction(found.p) < 1 - CONFIDENCE
-    return _format_rows(found, value, partial(format_interval, sign="+")) + sure.map({True: SIGNIFICANT_MARK, False: ""})
+    return _format_rows(found, value, partial(format_interval, sign="+")) + sure.map(
+        {True: SIGNIFICANT_MARK, False: ""}
+    )
 
 
 def _format_with_column(view: SettingResults, found: pd.DataFrame) -> "pd.Series[Any]":
     """Statistics of defences as text, each with the column that it is of, and a mark where a rule received more
     malicious models there than it assumes."""
     exceeded = view.exceeded_cells([*view.baselines, *view.attacks])
-    texts: pd.Series[Any] = _format_rows(found, "accuracy", format_interval) + " (" + found.attack + ")"
-    columns = [at if at in exceeded else at.rpartition(", ")[0] for at in found.attack]  # "Label flip, accuracy"
-    noted = [bool(exceeded.at[name, column]) for name, column in zip(found.index, columns, strict=True)]
+    texts: pd.Series[Any] = (
+        _format_rows(found, "accuracy", format_interval) + " (" + found.attack + ")"
+    )
+    columns = [
+        at if at in exceeded else at.rpartition(", ")[0] for at in found.attack
+    ]  # "Label flip, accuracy"
+    noted = [
+        bool(exceeded.at[name, column]) for name, column in zip(found.index, columns, strict=True)
+    ]
     return texts + pd.Series(noted, found.index).map({True: _EXCEEDED_MARK, False: ""})
 
 
@@ -369,9 +458,13 @@ def _worst_case(view: SettingResults, value: str, attacks: Sequence[str]) -> "pd
 
 
 def _mean_over_attacks(view: SettingResults, value: str) -> "pd.Series[Any]":
-    return _format_rows(attack_mean_statistics(view.rows, value, view.attacks_with(value)), value, format_interval)
+    return _format_rows(
+        attack_mean_statistics(view.rows, value, view.attacks_with(value)), value, format_interval
+    )
 
 
 def _defence_table(view: SettingResults, columns: dict[str, "pd.Series[Any]"]) -> pd.DataFrame:
-    table = pd.DataFrame({name: texts.reindex(view.results.defences) for name, texts in columns.items()})
+    table = pd.DataFrame(
+        {name: texts.reindex(view.results.defences) for name, texts in columns.items()}
+    )
     return table.fillna("–").rename_axis("Defence")

@@ -90,11 +90,18 @@ _SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(SORT_SCRIPT.encode()).digest())
 _CONTENT_POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{_SCRIPT_DIGEST}'"
 TOP_LEVEL = 2  # the level of the headings below the title
 _PIXELS_PER_INCH = 100  # of the page for an inch of a figure
-_MIN_FIGURE_SCALE, _NARROW_PIXELS = 0.6, 360  # a figure is shrunk to this share of its size, then scrolls; the pixels of a narrow page
-_EMPTY_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # metadata that an SVG does without
+_MIN_FIGURE_SCALE, _NARROW_PIXELS = (
+    0.6,
+    360,
+)  # a figure is shrunk to this share of its size, then scrolls; the pixels of a narrow page
+_EMPTY_METADATA = dict.fromkeys(
+    ("Date", "Creator", "Format", "Type")
+)  # metadata that an SVG does without
 
 
-def render_document(title: str, body: Sequence[str], contents: Sequence[tuple[int, str, str]] = ()) -> str:
+def render_document(
+    title: str, body: Sequence[str], contents: Sequence[tuple[int, str, str]] = ()
+) -> str:
     """A whole page under its title, from the parts of its body, which are HTML.
 
     `contents` are its headings: their levels from 2 on, what they say, and their ids.
@@ -103,7 +110,9 @@ def render_document(title: str, body: Sequence[str], contents: Sequence[tuple[in
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_CONTENT_POLICY}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLESHEET}</style>'
     )
-    start = f'<!doctype html>\n<html lang="en"><head><title>{html.escape(title)}</title>{head}</head>'
+    start = (
+        f'<!doctype html>\n<html lang="en"><head><title>{html.escape(title)}</title>{head}</head>'
+    )
     inside = "\n".join(["<main>", *body, "</main>"])
     if contents:
         inside = f'{_contents(contents)}\n{inside}\n<a class="up" href="#contents">Contents</a>'
@@ -119,7 +128,9 @@ def _contents(headings: Sequence[tuple[int, str, str]]) -> str:
             tree.append((link, []))
         else:
             tree[-1][1].append(f"<li>{link}</li>")
-    items = "".join(f"<li>{link}<ul>{''.join(below)}</ul></li>\n" for link, below in tree).replace("<ul></ul>", "")
+    items = "".join(f"<li>{link}<ul>{''.join(below)}</ul></li>\n" for link, below in tree).replace(
+        "<ul></ul>", ""
+    )
     return f'<nav id="contents" aria-label="Contents"><ul>{items}</ul></nav>'
 
 
@@ -135,7 +146,8 @@ def caption_html(text: str) -> str:
 
 def scrollable_table(table: pd.DataFrame, name: str, shades: pd.DataFrame | None = None) -> str:
     """A table in a frame that scrolls where it is too wide, by keys too; `name` is what a screen reader calls it."""
-    name, many = html.escape(name, quote=True), " many" * (table.shape[1] > 6)
+    name = html.escape(name, quote=True)
+    many = " many" * (table.shape[1] > 6)
     return f'<div class="scroll{many}" role="region" aria-label="{name}" tabindex="0">{to_html(table, shades)}</div>'
 
 
@@ -152,7 +164,12 @@ def _to_svg(figure: Figure, name: str) -> str:
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", dpi=2 * _PIXELS_PER_INCH, metadata=_EMPTY_METADATA)
     text = buffer.getvalue()
-    text = re.sub(r"<!--.*?-->|\n\s*", lambda m: " " if m[0].isspace() else "", text[text.index("<svg") :], flags=re.S)
+    text = re.sub(
+        r"<!--.*?-->|\n\s*",
+        lambda m: " " if m[0].isspace() else "",
+        text[text.index("<svg") :],
+        flags=re.S,
+    )
     text = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"{name}-", text)
     text = re.sub(r"#([0-9a-f]{2})\1\1\b", lambda m: _css_grey(int(m[1], 16) / 255), text)
     width, height = figure.get_size_inches()
@@ -170,11 +187,15 @@ def figure_row(figures: Sequence[Figure], name: str) -> str:
     for i, figure in enumerate(figures, start=1):
         width = _PIXELS_PER_INCH * figure.get_figwidth()
         wide = ' class="scroll" tabindex="0"' if _MIN_FIGURE_SCALE * width > _NARROW_PIXELS else ""
-        shown.append(f'<div{wide} style="width: {width:.0f}px">{_to_svg(figure, f"{name}-{i}")}</div>')
+        shown.append(
+            f'<div{wide} style="width: {width:.0f}px">{_to_svg(figure, f"{name}-{i}")}</div>'
+        )
     return f'<div class="panels">{"".join(shown)}</div>'
 
 
 def _css_grey(brightness: float) -> str:
     """A grey as a mix of ink and paper."""
     share = round(100 * (1 - brightness))
-    return {0: "var(--paper)", 100: "var(--ink)"}.get(share, f"color-mix(in srgb, var(--ink) {share}%, var(--paper))")
+    return {0: "var(--paper)", 100: "var(--ink)"}.get(
+        share, f"color-mix(in srgb, var(--ink) {share}%, var(--paper))"
+    )

@@ -20,8 +20,14 @@ def harm_bounds(rows: pd.DataFrame, attacks: Sequence[str]) -> pd.DataFrame:
     found = found[found.index.get_level_values("attack").isin(attacks)].dropna(subset="deviation")
     count = found.groupby("attack")["mean"].transform("size")
     half = interval_half_width(found.seeds, found.deviation, 1 - (1 - CONFIDENCE) / count)
-    ends = pd.DataFrame({"low": found["mean"] - half, "high": found["mean"] + half}).groupby("attack")
-    return ends.max().assign(intervals=ends.size()).reindex([name for name in attacks if name in ends.groups])
+    ends = pd.DataFrame({"low": found["mean"] - half, "high": found["mean"] + half}).groupby(
+        "attack"
+    )
+    return (
+        ends.max()
+        .assign(intervals=ends.size())
+        .reindex([name for name in attacks if name in ends.groups])
+    )
 
 
 def ineffective_attack_notes(rows: pd.DataFrame, attacks: Sequence[str]) -> Iterator[str]:

@@ -13,7 +13,14 @@ from matplotlib.figure import Figure
 from fedcb2o.errors import RunError
 from fedcb2o.records import Run, atomic_write, flatten, last_round, summary
 from fedcb2o.report.agent_figures import sample_images, weight_matrix
-from fedcb2o.report.figures import Panels, curve_panels, draw_panels, learning_curves, peer_panels, source_count_panels
+from fedcb2o.report.figures import (
+    Panels,
+    curve_panels,
+    draw_panels,
+    learning_curves,
+    peer_panels,
+    source_count_panels,
+)
 from fedcb2o.report.html import (
     TOP_LEVEL,
     caption_html,
@@ -73,28 +80,78 @@ def report(runs: Sequence[Run], out: Path) -> list[Path]:
     ready = [run for run in runs if not last_round(run.records).empty]
     shown = without_counterparts(ready)
     if not shown:
-        raise RunError("no run here has an evaluated round yet, so there is nothing to report: let one go on first")
-    page, names = create_page(out), run_labels(shown)
-    for sentence in filter(None, [*map(incomplete_note, runs), *map(unverified_note, runs), *map(_tuning_warning, shown)]):
+        raise RunError(
+            "no run here has an evaluated round yet, so there is nothing to report: let one go on first"
+        )
+    page = create_page(out)
+    names = run_labels(shown)
+    for sentence in filter(
+        None,
+        [*map(incomplete_note, runs), *map(unverified_note, runs), *map(_tuning_warning, shown)],
+    ):
         page.body.append(f'<p class="warning">{html_text(sentence)}.</p>')
-    page.add_table("Results", "results", compare(ready), f"{seed_caption(ready)} {_OVERALL_CAPTION}", transposed=True)
-    page.add_panels("Over the rounds", "curves", curve_panels(learning_curves(shown)), _CURVES_CAPTION)
+    page.add_table(
+        "Results",
+        "results",
+        compare(ready),
+        f"{seed_caption(ready)} {_OVERALL_CAPTION}",
+        transposed=True,
+    )
+    page.add_panels(
+        "Over the rounds", "curves", curve_panels(learning_curves(shown)), _CURVES_CAPTION
+    )
     under_attack = [run for run in shown if is_attacked(run)]
-    page.add_panels("Who is received, and with what weight", "figure6", peer_panels(under_attack or shown), _FIGURE6_CAPTION)
-    page.add_table("The worst benign agent", "worst", compare(ready, over="worst"), _WORST_CAPTION, transposed=True)
-    if any(_count_benign(run) > 10 for run in shown):  # of 10 agents the worst tenth is the worst one
+    page.add_panels(
+        "Who is received, and with what weight",
+        "figure6",
+        peer_panels(under_attack or shown),
+        _FIGURE6_CAPTION,
+    )
+    page.add_table(
+        "The worst benign agent",
+        "worst",
+        compare(ready, over="worst"),
+        _WORST_CAPTION,
+        transposed=True,
+    )
+    if any(
+        _count_benign(run) > 10 for run in shown
+    ):  # of 10 agents the worst tenth is the worst one
         tenth = compare(ready, over="worst_tenth")
-        page.add_table("The worst tenth of the benign agents", "worst-tenth", tenth, _WORST_TENTH_CAPTION, transposed=True)
+        page.add_table(
+            "The worst tenth of the benign agents",
+            "worst-tenth",
+            tenth,
+            _WORST_TENTH_CAPTION,
+            transposed=True,
+        )
     title = "By source-class samples in the validation data"
     page.add_panels(title, "source-count", source_count_panels(shown), _SOURCE_COUNT_CAPTION)
     counts = _stack_runs(names, map(by_source_count, shown))
     if len(counts):
-        page.add_table("The same as a table", "source-count", to_readable(counts, empty=METRICS), "In percent.", collapsed=True)
-    drawn = {f"weights-{i}-{slug(names[i - 1])}": weight_matrix(run) for i, run in enumerate(shown, start=1)}
+        page.add_table(
+            "The same as a table",
+            "source-count",
+            to_readable(counts, empty=METRICS),
+            "In percent.",
+            collapsed=True,
+        )
+    drawn = {
+        f"weights-{i}-{slug(names[i - 1])}": weight_matrix(run)
+        for i, run in enumerate(shown, start=1)
+    }
     page.add_figures("Weights between agents", drawn, _WEIGHT_MATRIX_CAPTION)
-    page.add_figures("Samples", {"samples": _draw_samples(page, max(shown, key=_count_clusters))}, _SAMPLES_CAPTION)
-    page.write_file("seeds.csv", _stack_runs(names, [summary(run.records) for run in shown]).to_csv(index=False))
-    page.write_file("pairs.csv", _stack_runs(names, map(pair_statistics, shown)).to_csv(index=False))
+    page.add_figures(
+        "Samples",
+        {"samples": _draw_samples(page, max(shown, key=_count_clusters))},
+        _SAMPLES_CAPTION,
+    )
+    page.write_file(
+        "seeds.csv", _stack_runs(names, [summary(run.records) for run in shown]).to_csv(index=False)
+    )
+    page.write_file(
+        "pairs.csv", _stack_runs(names, map(pair_statistics, shown)).to_csv(index=False)
+    )
     page.add_settings(names, shown)
     page.write_page("report.html", f"fedcb2o: {', '.join(names)}")
     return page.paths
@@ -150,7 +207,9 @@ class Page:
         self.write_file(f"{name}.csv", table.to_csv())
         self.write_file(f"{name}.md", to_markdown(table))
         self.write_file(f"{name}.tex", to_latex(table))
-        shown = scrollable_table(table.T if transposed else table, title, shades) + caption_html(caption)
+        shown = scrollable_table(table.T if transposed else table, title, shades) + caption_html(
+            caption
+        )
         if collapsed:
             self.body.append(f"<details><summary>{html_text(title)}</summary>{shown}</details>")
         else:
@@ -171,7 +230,9 @@ class Page:
         nothing where there are none."""
         if drawn.draw_functions:
             self.write_file(f"{name}.png", to_png(draw_panels(drawn)))
-            self._add_figure_row(title, [draw_panels(drawn, one) for one in drawn.draw_functions], caption)
+            self._add_figure_row(
+                title, [draw_panels(drawn, one) for one in drawn.draw_functions], caption
+            )
 
     def _add_figure_row(self, title: str, figures: Sequence[Figure], caption: str) -> None:
         self.add_heading(title)
@@ -179,17 +240,29 @@ class Page:
 
     def add_settings(self, names: Sequence[str], runs: Sequence[Run]) -> None:
         """What the runs were asked to do: first where they differ, then what they share."""
-        table = pd.DataFrame({name: flatten_to_text(run.config) for name, run in zip(names, runs, strict=True)}).fillna("–")
+        table = pd.DataFrame(
+            {name: flatten_to_text(run.config) for name, run in zip(names, runs, strict=True)}
+        ).fillna("–")
         table = table.drop(index=["name", "title", "description"], errors="ignore")
         differ = table.nunique(axis="columns") > 1
         if differ.any():
             self.add_heading("Settings that differ")
-            self.body.append(scrollable_table(table[differ].rename_axis("Key"), "Settings that differ"))
-        alike = table.loc[~differ].iloc[:, :1].set_axis(["Value"], axis="columns").rename_axis("Key")
+            self.body.append(
+                scrollable_table(table[differ].rename_axis("Key"), "Settings that differ")
+            )
+        alike = (
+            table.loc[~differ].iloc[:, :1].set_axis(["Value"], axis="columns").rename_axis("Key")
+        )
         kind = "All settings" if len(runs) == 1 else "Settings that all runs share"
-        self.body.append(f"<details><summary>{kind}</summary>{scrollable_table(alike, kind)}</details>")
+        self.body.append(
+            f"<details><summary>{kind}</summary>{scrollable_table(alike, kind)}</details>"
+        )
         self.add_heading("Runs")
-        self.body.append(scrollable_table(pd.DataFrame(map(_run_description, runs), index=pd.Index(names, name="Run")), "Runs"))
+        self.body.append(
+            scrollable_table(
+                pd.DataFrame(map(_run_description, runs), index=pd.Index(names, name="Run")), "Runs"
+            )
+        )
 
     def write_page(self, name: str, title: str) -> None:
         """Write the page itself."""
@@ -201,7 +274,9 @@ def create_page(out: Path) -> Page:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"cannot make the folder {out} ({error.strerror}): name another with --out") from error
+        raise RunError(
+            f"cannot make the folder {out} ({error.strerror}): name another with --out"
+        ) from error
     return Page(out)
 
 

@@ -29,8 +29,12 @@ from fedcb2o.report.figures import LINE_STYLES, STYLE
 from fedcb2o.report.html import STYLESHEET
 
 _UPPER_COLOUR, _TARGET_COLOUR, _MINIMISER_COLOUR = "#CC79A7", "#F0E442", "0.15"
-_GREYS = ListedColormap(mpl.colormaps["Greys"](np.linspace(0.55, 0.0, 256)))  # dark is low, and black text still reads
-_MINIMISER_SHARE = 0.01  # share of the square shown as "lowest L": what is seen of the minimisers of L
+_GREYS = ListedColormap(
+    mpl.colormaps["Greys"](np.linspace(0.55, 0.0, 256))
+)  # dark is low, and black text still reads
+_MINIMISER_SHARE = (
+    0.01  # share of the square shown as "lowest L": what is seen of the minimisers of L
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +84,22 @@ def draw_landscape(scene: Scene) -> Figure:
     shown = _selected_frames(scene)
     for frame, opacity in zip(shown, np.linspace(0.22, 1.0, len(shown)), strict=True):
         last = frame == shown[-1]
-        _draw_particles(left, scene, frame, opacity, f"t = {format_time(scene.times[frame])}", 14.0 if last else 11.0)
+        _draw_particles(
+            left,
+            scene,
+            frame,
+            opacity,
+            f"t = {format_time(scene.times[frame])}",
+            14.0 if last else 11.0,
+        )
     _draw_consensus_paths(left, scene, len(scene.times))
     _draw_final_points(left, scene)
     _finish_axes(
         left,
         scene,
-        "(a) Landscape" if scene.dim <= 2 else f"(a) The first two of {scene.dim} coordinates, without landscape",
+        "(a) Landscape"
+        if scene.dim <= 2
+        else f"(a) The first two of {scene.dim} coordinates, without landscape",
     )
     draw_decay(right, scene.decay)
     return figure
@@ -120,7 +133,13 @@ def write_animation(scene: Scene, path: Path, *, frames: int = 48, fps: int = 12
             *_draw_particles(axes, scene, frame, 0.9, "", 12.0),
             *_draw_consensus_paths(axes, scene, frame + 1),
             *_draw_final_points(axes, scene, with_final_points=False),
-            axes.text(0.02, 0.02, f"t = {format_time(scene.times[frame])}", transform=axes.transAxes, bbox=_PAPER),
+            axes.text(
+                0.02,
+                0.02,
+                f"t = {format_time(scene.times[frame])}",
+                transform=axes.transAxes,
+                bbox=_PAPER,
+            ),
         ]
         return drawn
 
@@ -136,16 +155,27 @@ def write_animation(scene: Scene, path: Path, *, frames: int = 48, fps: int = 12
     player = re.sub(r"<link[^>]*>", "", player)  # icons from the network: the page stands alone
     for name, icon in _ICONS.items():
         player = player.replace(f'<i class="fa {name}"></i>', icon)
-    player = player.replace("<img ", f'<img alt="{html.escape(_describe_animation(scene), quote=True)}" ')
+    player = player.replace(
+        "<img ", f'<img alt="{html.escape(_describe_animation(scene), quote=True)}" '
+    )
     player = player.replace('type="range"', 'type="range" aria-label="Frame"')
-    page = _PAGE.format(title=html.escape(scene.title.splitlines()[0]), look=STYLESHEET, player=player)
+    page = _PAGE.format(
+        title=html.escape(scene.title.splitlines()[0]), look=STYLESHEET, player=player
+    )
     path.write_text(page, encoding="utf-8")
 
 
 def _describe_animation(scene: Scene) -> str:
     """The animation in words: where the consensus points go, and where they should."""
-    ways = [f"from {_format_point(way[0])} to {_format_point(way[-1])}" for way in scene.m.swapaxes(0, 1)]
-    targets = "" if scene.target is None else f"; the target is {', '.join(map(_format_point, scene.target))}"
+    ways = [
+        f"from {_format_point(way[0])} to {_format_point(way[-1])}"
+        for way in scene.m.swapaxes(0, 1)
+    ]
+    targets = (
+        ""
+        if scene.target is None
+        else f"; the target is {', '.join(map(_format_point, scene.target))}"
+    )
     until = format_time(scene.times[-1])
     return f"Particles on the landscape until t = {until}; the consensus point goes {', '.join(ways)}{targets}."
 
@@ -188,14 +218,18 @@ def _draw_background(ax: Axes, scene: Scene) -> None:
     wide = high > 50 * low > 0
     norm: Any = LogNorm(low, high) if wide else Normalize(0, high)
     levels: Any = np.geomspace(low, high, 15) if wide else np.linspace(0, high, 15)
-    filled = ax.contourf(scene.grid, scene.grid, np.maximum(above, levels[0]), levels, cmap=_GREYS, norm=norm)
+    filled = ax.contourf(
+        scene.grid, scene.grid, np.maximum(above, levels[0]), levels, cmap=_GREYS, norm=norm
+    )
     bar = ax.figure.colorbar(filled, ax=ax, shrink=0.7, pad=0.02, label="L − min L", aspect=30)
     bar.ax.yaxis.set_major_locator(LogLocator(numticks=6) if wide else MaxNLocator(5))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
     for own in lower:
         level = np.quantile(own.compressed(), _MINIMISER_SHARE)
         if level > own.min():
-            ax.contourf(scene.grid, scene.grid, own, [own.min() - 1, level], colors=[_MINIMISER_COLOUR])
+            ax.contourf(
+                scene.grid, scene.grid, own, [own.min() - 1, level], colors=[_MINIMISER_COLOUR]
+            )
     if scene.upper_values is not None:
         upper = np.ma.masked_invalid(scene.upper_values)
         look: dict[str, Any] = {"colors": [_UPPER_COLOUR], "linestyles": "solid", "linewidths": 0.9}
@@ -204,7 +238,9 @@ def _draw_background(ax: Axes, scene: Scene) -> None:
             lines = ax.contour(scene.grid, scene.grid, upper, values, **look)
             if sum(map(len, lines.allsegs)) > 50:  # G oscillates: fewer lines say more
                 lines.remove()
-                ax.contour(scene.grid, scene.grid, upper, values[1::3], **{**look, "linewidths": 0.6})
+                ax.contour(
+                    scene.grid, scene.grid, upper, values[1::3], **{**look, "linewidths": 0.6}
+                )
         if (best := _upper_minimiser(scene)) is not None:
             ax.plot(*best, "D", color=_UPPER_COLOUR, markeredgecolor="white", markersize=6)
 
@@ -215,15 +251,27 @@ def _upper_minimiser(scene: Scene) -> tuple[float, float] | None:
         return None
     row, column = np.unravel_index(np.nanargmin(scene.upper_values), scene.upper_values.shape)
     edge = (0, len(scene.grid) - 1)
-    return None if row in edge or column in edge else (float(scene.grid[column]), float(scene.grid[row]))
+    return (
+        None
+        if row in edge or column in edge
+        else (float(scene.grid[column]), float(scene.grid[row]))
+    )
 
 
 def _draw_graphs(ax: Axes, scene: Scene) -> None:
     assert scene.grid is not None
     assert scene.lower_values is not None
     for k, own in enumerate(scene.lower_values):
-        ax.plot(scene.grid, own, color="0.45", linewidth=1.2, linestyle=LINE_STYLES[k % len(LINE_STYLES)], zorder=1)
-    low, high = np.nanmin(scene.lower_values), np.nanmax(scene.lower_values)
+        ax.plot(
+            scene.grid,
+            own,
+            color="0.45",
+            linewidth=1.2,
+            linestyle=LINE_STYLES[k % len(LINE_STYLES)],
+            zorder=1,
+        )
+    low = np.nanmin(scene.lower_values)
+    high = np.nanmax(scene.lower_values)
     ax.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
     if scene.upper_values is not None:
         twin = ax.twinx()
@@ -235,26 +283,51 @@ def _draw_graphs(ax: Axes, scene: Scene) -> None:
         ax.patch.set_visible(False)
 
 
-def _drawn_coordinates(scene: Scene, points: np.ndarray, k: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def _drawn_coordinates(
+    scene: Scene, points: np.ndarray, k: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Where points [n, .] are drawn; for d = 1 on the graph of their cluster's L."""
     if scene.dim > 1 or scene.grid is None or scene.lower_values is None:
         return points[:, 0], points[:, -1] if points.shape[1] > 1 else np.zeros(len(points))
-    return points[:, 0], np.interp(points[:, 0], scene.grid, scene.lower_values[k], left=np.nan, right=np.nan)
+    return points[:, 0], np.interp(
+        points[:, 0], scene.grid, scene.lower_values[k], left=np.nan, right=np.nan
+    )
 
 
-def _draw_particles(ax: Axes, scene: Scene, frame: int, opacity: float, label: str, size: float) -> list[Any]:
+def _draw_particles(
+    ax: Axes, scene: Scene, frame: int, opacity: float, label: str, size: float
+) -> list[Any]:
     drawn: list[Any] = []
     for k in range(scene.m.shape[1]):
         x, y = _drawn_coordinates(scene, scene.theta[frame, scene.cluster == k], k)
-        look: dict[str, Any] = {"color": BENIGN_COLOURS[k % len(BENIGN_COLOURS)], "alpha": opacity, "linewidths": 0, "zorder": 3}
+        look: dict[str, Any] = {
+            "color": BENIGN_COLOURS[k % len(BENIGN_COLOURS)],
+            "alpha": opacity,
+            "linewidths": 0,
+            "zorder": 3,
+        }
         drawn.append(
-            ax.scatter(x, y, s=size * (2 if scene.dim == 1 else 1), label=label if k == 0 and label else None, **look)
+            ax.scatter(
+                x,
+                y,
+                s=size * (2 if scene.dim == 1 else 1),
+                label=label if k == 0 and label else None,
+                **look,
+            )
         )
     if scene.theta_m.shape[1]:
         x, y = _drawn_coordinates(scene, scene.theta_m[frame])
         drawn.append(
             ax.scatter(
-                x, y, s=70, marker="X", color=MALICIOUS_COLOUR, alpha=opacity, edgecolors="white", linewidths=0.6, zorder=8
+                x,
+                y,
+                s=70,
+                marker="X",
+                color=MALICIOUS_COLOUR,
+                alpha=opacity,
+                edgecolors="white",
+                linewidths=0.6,
+                zorder=8,
             )
         )
     return drawn
@@ -267,8 +340,18 @@ def _draw_consensus_paths(ax: Axes, scene: Scene, until: int) -> list[Any]:
         x, y = _drawn_coordinates(scene, scene.m[:until, k], k)
         look: dict[str, Any] = {"marker": ".", "markersize": 3.5} if scene.dim == 1 else {}
         outline = [withStroke(linewidth=3, foreground="white")]
-        drawn += ax.plot(x, y, color="black", linewidth=0 if look else 1.3, path_effects=outline, zorder=4, **look)
-        drawn += ax.plot(x[-1:], y[-1:], "o", color="black", markeredgecolor="white", markersize=5.5, zorder=7)
+        drawn += ax.plot(
+            x,
+            y,
+            color="black",
+            linewidth=0 if look else 1.3,
+            path_effects=outline,
+            zorder=4,
+            **look,
+        )
+        drawn += ax.plot(
+            x[-1:], y[-1:], "o", color="black", markeredgecolor="white", markersize=5.5, zorder=7
+        )
     return drawn
 
 
@@ -279,12 +362,23 @@ def _draw_final_points(ax: Axes, scene: Scene, *, with_final_points: bool = True
         for k in range(scene.final_points.shape[1]):
             x, y = _drawn_coordinates(scene, scene.final_points[:, k], k)
             outline = [withStroke(linewidth=2.5, foreground="white")]
-            look: dict[str, Any] = {"color": "black", "linewidths": 1, "path_effects": outline, "zorder": 6}
+            look: dict[str, Any] = {
+                "color": "black",
+                "linewidths": 1,
+                "path_effects": outline,
+                "zorder": 6,
+            }
             drawn.append(ax.scatter(x, y, s=28, marker="+", **look))
     if scene.target is not None:
         for k, point in enumerate(scene.target):
             x, y = _drawn_coordinates(scene, point[None], k)
-            look = {"marker": "*", "s": 260, "color": _TARGET_COLOUR, "edgecolors": "black", "zorder": 5}
+            look = {
+                "marker": "*",
+                "s": 260,
+                "color": _TARGET_COLOUR,
+                "edgecolors": "black",
+                "zorder": 5,
+            }
             drawn.append(ax.scatter(x, y, **look))
     return drawn
 
@@ -300,8 +394,14 @@ def _finish_axes(ax: Axes, scene: Scene, title: str, *, legend: bool = True) -> 
         ax.set_aspect("equal")
     if legend:
         entries = [*_scatter_entries(ax), *_legend_entries(scene)]
-        look: dict[str, Any] = {"fontsize": 8.5, "handletextpad": 0.4, "columnspacing": 1.2, "handlelength": 1.4}
-        handles, names = [one for one, _ in entries], [name for _, name in entries]
+        look: dict[str, Any] = {
+            "fontsize": 8.5,
+            "handletextpad": 0.4,
+            "columnspacing": 1.2,
+            "handlelength": 1.4,
+        }
+        handles = [one for one, _ in entries]
+        names = [name for _, name in entries]
         ax.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4, **look)
 
 
@@ -318,22 +418,53 @@ def _legend_entries(scene: Scene) -> list[tuple[Any, str]]:
     K = scene.m.shape[1]
     entries = []
     if K > 1:
-        entries += [line(f"cluster {k + 1}", marker="o", color=BENIGN_COLOURS[k % len(BENIGN_COLOURS)], markersize=4) for k in range(K)]
+        entries += [
+            line(
+                f"cluster {k + 1}",
+                marker="o",
+                color=BENIGN_COLOURS[k % len(BENIGN_COLOURS)],
+                markersize=4,
+            )
+            for k in range(K)
+        ]
     if scene.theta_m.shape[1]:
         entries.append(line("malicious", marker="X", color=MALICIOUS_COLOUR, markersize=6))
     path: dict[str, Any] = {} if scene.dim == 1 else {"linestyle": "-", "linewidth": 1.3}
     entries.append(line("consensus point", color="black", marker="o", markersize=5, **path))
     if len(scene.final_points) > 1:
-        entries.append(line(f"answers of {len(scene.final_points)} runs", color="black", marker="+", markersize=5))
+        entries.append(
+            line(
+                f"answers of {len(scene.final_points)} runs",
+                color="black",
+                marker="+",
+                markersize=5,
+            )
+        )
     if scene.target is not None:
-        entries.append(line("target", color=_TARGET_COLOUR, marker="*", markeredgecolor="black", markersize=11))
+        entries.append(
+            line("target", color=_TARGET_COLOUR, marker="*", markeredgecolor="black", markersize=11)
+        )
     if scene.lower_values is not None:
         one = scene.dim == 1
-        solid: dict[str, Any] = {"color": "0.45", "linewidth": 1.2} if one else {"color": _MINIMISER_COLOUR, "linewidth": 4}
+        solid: dict[str, Any] = (
+            {"color": "0.45", "linewidth": 1.2}
+            if one
+            else {"color": _MINIMISER_COLOUR, "linewidth": 4}
+        )
         entries.append(line("L" if one else "lowest L", linestyle="-", **solid))
     if scene.upper_values is not None:
-        lowest: dict[str, Any] = {} if _upper_minimiser(scene) is None else {"marker": "D", "markersize": 4}
-        entries.append(line("G and its lowest" if lowest else "G", color=_UPPER_COLOUR, linestyle="-", linewidth=1, **lowest))
+        lowest: dict[str, Any] = (
+            {} if _upper_minimiser(scene) is None else {"marker": "D", "markersize": 4}
+        )
+        entries.append(
+            line(
+                "G and its lowest" if lowest else "G",
+                color=_UPPER_COLOUR,
+                linestyle="-",
+                linewidth=1,
+                **lowest,
+            )
+        )
     return entries
 
 

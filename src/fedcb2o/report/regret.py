@@ -26,7 +26,9 @@ def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame
     base = known.set_index(["attack", "defence", "seed"])[value].rename("base")
     both = known.join(best, on="attack").join(base, on=["attack", "best", "seed"])
     behind = both[value] - both.base if highest else both.base - both[value]
-    return both.assign(regret=behind).dropna(subset="regret")[["defence", "attack", "seed", "best", "regret"]]
+    return both.assign(regret=behind).dropna(subset="regret")[
+        ["defence", "attack", "seed", "best", "regret"]
+    ]
 
 
 def regrets(short: pd.DataFrame) -> pd.DataFrame:
@@ -41,15 +43,21 @@ def worst_regret(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     as given.
     """
     rows = _rows_at_worst(short, columns)
-    return group_statistics(rows.groupby("defence").regret).join(rows.groupby("defence").attack.first())
+    return group_statistics(rows.groupby("defence").regret).join(
+        rows.groupby("defence").attack.first()
+    )
 
 
-def worst_regret_differences(short: pd.DataFrame, columns: Sequence[str], reference: str) -> pd.DataFrame:
+def worst_regret_differences(
+    short: pd.DataFrame, columns: Sequence[str], reference: str
+) -> pd.DataFrame:
     """For each other defence, its worst regret less that of the reference, paired by seeds, each in its own column."""
     rows = _rows_at_worst(short, columns)
     base = rows[rows.defence == reference].set_index("seed").regret
     others = rows[rows.defence != reference]
-    others = others.assign(difference=others.regret - others.seed.map(base)).dropna(subset="difference")
+    others = others.assign(difference=others.regret - others.seed.map(base)).dropna(
+        subset="difference"
+    )
     return group_statistics(others.groupby("defence").difference)
 
 

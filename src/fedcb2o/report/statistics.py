@@ -32,7 +32,8 @@ def add_attack_effects(results: GridResults, setting: str) -> pd.DataFrame:
     seeds. A defence's floors of one role are one and the same training, so any of them will do.
     """
     rows = results.rows[results.rows.setting == setting]
-    floors, attacked = rows[rows.attack == ""], rows[(rows.attack != "") & rows.attack.isin(results.attacks)]
+    floors = rows[rows.attack == ""]
+    attacked = rows[(rows.attack != "") & rows.attack.isin(results.attacks)]
     lost = _better_baseline(floors, "accuracy", highest=True)
     success = _better_baseline(floors, "attack_success_rate", highest=False)
     attacked = attacked.join(lost, on=_BASELINE_KEYS).join(success, on=_BASELINE_KEYS)
@@ -41,8 +42,15 @@ def add_attack_effects(results: GridResults, setting: str) -> pd.DataFrame:
     calm = floors.dropna(subset="accuracy").drop_duplicates(["defence", "role", "seed"])
     calm = calm.assign(attack=calm.role.map(BASELINES))
     calm = calm[~calm.attack.isin(results.attacks)]
-    aimed = [name for name in metric_names(calm) if name.startswith(("source_accuracy", "attack_success_rate"))]
-    both = [attacked.drop(columns=["accuracy_floor", "attack_success_rate_floor"]), calm.drop(columns=aimed)]
+    aimed = [
+        name
+        for name in metric_names(calm)
+        if name.startswith(("source_accuracy", "attack_success_rate"))
+    ]
+    both = [
+        attacked.drop(columns=["accuracy_floor", "attack_success_rate_floor"]),
+        calm.drop(columns=aimed),
+    ]
     table = pd.concat(both, ignore_index=True)
     return table[table.defence.isin(results.defences) & table.seed.isin(results.seeds)]
 
@@ -50,7 +58,9 @@ def add_attack_effects(results: GridResults, setting: str) -> pd.DataFrame:
 def _better_baseline(floors: pd.DataFrame, value: str, *, highest: bool) -> "pd.Series[Any]":
     """A value of the floor with the better mean of it, for each defence, aim and seed."""
     means = floors.groupby([*_BASELINE_KEYS[:2], "role"])[value].mean().dropna().reset_index()
-    means = means.sort_values(value, ascending=not highest, kind="stable").drop_duplicates(_BASELINE_KEYS[:2])
+    means = means.sort_values(value, ascending=not highest, kind="stable").drop_duplicates(
+        _BASELINE_KEYS[:2]
+    )
     chosen = floors.merge(means[[*_BASELINE_KEYS[:2], "role"]], on=[*_BASELINE_KEYS[:2], "role"])
     return chosen.set_index(_BASELINE_KEYS)[value].rename(f"{value}_floor")
 
@@ -71,7 +81,9 @@ def paired_differences(rows: pd.DataFrame, value: str, reference: str, *also: st
 
 def attack_mean_statistics(rows: pd.DataFrame, value: str, attacks: Sequence[str]) -> pd.DataFrame:
     """The same, by defence, of the mean over attacks of each seed that has them all."""
-    table = rows[rows.attack.isin(attacks)].pivot(index=["defence", "seed"], columns="attack", values=value)
+    table = rows[rows.attack.isin(attacks)].pivot(
+        index=["defence", "seed"], columns="attack", values=value
+    )
     means = table.reindex(columns=list(attacks)).mean(axis="columns", skipna=False).dropna()
     return group_statistics(means.groupby("defence"))
 
@@ -80,7 +92,11 @@ def worst_attack(found: pd.DataFrame, attacks: Sequence[str], *, highest: bool) 
     """The attack with the worst mean for each defence, of `statistics`; none for a defence that lacks an attack."""
     means = found["mean"].unstack("attack").reindex(columns=list(attacks)).dropna()
     rows = {str(name): list(row) for name, row in zip(means.index, means.to_numpy(), strict=True)}
-    return {name: attacks[row.index(max(row) if highest else min(row))] for name, row in rows.items() if row}
+    return {
+        name: attacks[row.index(max(row) if highest else min(row))]
+        for name, row in rows.items()
+        if row
+    }
 
 
 def format_interval(mean: float, low: float, high: float, digits: int = 1, sign: str = "") -> str:
@@ -100,12 +116,20 @@ def interval_half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE
 
 def group_statistics(groups: Any) -> pd.DataFrame:
     """`STATISTICS` of each group of values; `p` is Student's, two-sided, for a mean that is 0."""
-    table = pd.DataFrame({"seeds": groups.count(), "mean": groups.mean(), "deviation": groups.std(ddof=1)})
+    table = pd.DataFrame(
+        {"seeds": groups.count(), "mean": groups.mean(), "deviation": groups.std(ddof=1)}
+    )
     half = interval_half_width(table.seeds, table.deviation)
     with np.errstate(divide="ignore", invalid="ignore"):
-        t = (table["mean"] / (table.deviation / np.sqrt(table.seeds))).abs().where(table["mean"] != 0, 0.0)
+        t = (
+            (table["mean"] / (table.deviation / np.sqrt(table.seeds)))
+            .abs()
+            .where(table["mean"] != 0, 0.0)
+        )
     p = 2 * stdtr(table.seeds - 1, -t.where(table.deviation.notna()))
-    return table.assign(low=table["mean"] - half, high=table["mean"] + half, p=p)[_STATISTICS_COLUMNS]
+    return table.assign(low=table["mean"] - half, high=table["mean"] + half, p=p)[
+        _STATISTICS_COLUMNS
+    ]
 
 
 def holm_correction(p: "pd.Series[float]") -> "pd.Series[float]":

@@ -12,11 +12,20 @@ from rich.text import Text
 
 from fedcb2o.report.tables import LABELS
 
-_VALUE_PATTERN = re.compile(r"(\S+) (\[.*?\])( \(.*\))?( [*†])?")  # with its interval, the case it is of, and a mark
-_PROSE_LENGTH, _TEXT_CLASS = 40, ' class="text"'  # a column is prose where a cell without a value has more characters
+_VALUE_PATTERN = re.compile(
+    r"(\S+) (\[.*?\])( \(.*\))?( [*†])?"
+)  # with its interval, the case it is of, and a mark
+_PROSE_LENGTH, _TEXT_CLASS = (
+    40,
+    ' class="text"',
+)  # a column is prose where a cell without a value has more characters
 _SUFFIX_LABELS = {"_worst_tenth": ", worst tenth", "_worst": ", worst agent", "": ""}
 _HEADINGS = {
-    **{metric + end: label + words for metric, label in LABELS.items() for end, words in _SUFFIX_LABELS.items()},
+    **{
+        metric + end: label + words
+        for metric, label in LABELS.items()
+        for end, words in _SUFFIX_LABELS.items()
+    },
     "run": "Run",
     "samples": "Source-class samples in validation",
     "cluster": "Selecting cluster",
@@ -32,7 +41,9 @@ def to_readable(table: pd.DataFrame, *, empty: Sequence[str] = ()) -> pd.DataFra
 
     Columns named in `empty` are dropped where they hold nothing.
     """
-    table = table.drop(columns=[name for name in empty if name in table and table[name].isna().all()])
+    table = table.drop(
+        columns=[name for name in empty if name in table and table[name].isna().all()]
+    )
     columns = {}
     for name in table.columns:
         values = table[name] + 1 if name == "cluster" else table[name]
@@ -44,7 +55,9 @@ def to_readable(table: pd.DataFrame, *, empty: Sequence[str] = ()) -> pd.DataFra
     return pd.DataFrame(columns).rename(columns=heading).set_index(heading[str(table.columns[0])])
 
 
-def to_rich(table: pd.DataFrame, *, title: str | None = None, caption: str | None = None, width: int = 80) -> Table:
+def to_rich(
+    table: pd.DataFrame, *, title: str | None = None, caption: str | None = None, width: int = 80
+) -> Table:
     """The table for a terminal of `width` characters, the index first.
 
     Where it does not fit, it is turned on its side, and if need be intervals go on a line of their own.
@@ -53,11 +66,20 @@ def to_rich(table: pd.DataFrame, *, title: str | None = None, caption: str | Non
         table = table.map(lambda cell: str(cell).replace(" [", "\n["))
     if _min_table_width(table) > width >= _min_table_width(table.T):
         table = table.T
-    drawn = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-    drawn.padding, drawn.pad_edge, drawn.show_edge = (0, 1, 0, 0), False, False
+    drawn = Table(
+        title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD
+    )
+    drawn.padding = (0, 1, 0, 0)
+    drawn.pad_edge = False
+    drawn.show_edge = False
     # Numbers never wrap; headings do where there is no room, and labels have what the numbers leave.
-    widths, whole = _min_column_widths(table), [max(pair) for pair in zip(_min_column_widths(table), map(len, _header_row(table)[1:]), strict=True)]
-    longest, least = max([len(_header_row(table)[0]), *map(len, map(str, table.index))]), _longest_word(table.index)
+    widths = _min_column_widths(table)
+    whole = [
+        max(pair)
+        for pair in zip(_min_column_widths(table), map(len, _header_row(table)[1:]), strict=True)
+    ]
+    longest = max([len(_header_row(table)[0]), *map(len, map(str, table.index))])
+    least = _longest_word(table.index)
     if longest + sum(whole) + 2 * len(whole) <= width:
         widths = whole
     label = max(min(longest, width - sum(widths) - 2 * len(widths)), least)
@@ -81,16 +103,33 @@ def to_latex(table: pd.DataFrame) -> str:
     head = " & ".join(map(_latex_text, _header_row(table))).strip()
     rows = [" & ".join(map(_latex_text, row)) + r" \\" for row in _body_rows(table)]
     begin = rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}"
-    return "\n".join([begin, r"\toprule", head + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", ""])
+    return "\n".join(
+        [
+            begin,
+            r"\toprule",
+            head + r" \\",
+            r"\midrule",
+            *rows,
+            r"\bottomrule",
+            r"\end{tabular}",
+            "",
+        ]
+    )
 
 
 def to_html(table: pd.DataFrame, shades: pd.DataFrame | None = None) -> str:
     """The table in HTML; the index is its first column. `shades`, of the same cells, colour them: from 1, worst, to -1,
     best."""
-    rows, dark = _body_rows(table), np.zeros(table.shape) if shades is None else shades.to_numpy(float)
-    prose = [any(len(row[i]) > _PROSE_LENGTH and not _VALUE_PATTERN.fullmatch(row[i]) for row in rows) for i in range(table.shape[1] + 1)]
+    rows = _body_rows(table)
+    dark = np.zeros(table.shape) if shades is None else shades.to_numpy(float)
+    prose = [
+        any(len(row[i]) > _PROSE_LENGTH and not _VALUE_PATTERN.fullmatch(row[i]) for row in rows)
+        for i in range(table.shape[1] + 1)
+    ]
     names = zip(_header_row(table), prose, strict=True)
-    head = "".join(f'<th scope="col"{_TEXT_CLASS * long}>{html_text(name)}</th>' for name, long in names)
+    head = "".join(
+        f'<th scope="col"{_TEXT_CLASS * long}>{html_text(name)}</th>' for name, long in names
+    )
     body = "".join(
         f'<tr><th scope="row">{html_text(first)}</th>{"".join(map(_cell_html, rest, own, prose[1:]))}</tr>\n'
         for (first, *rest), own in zip(rows, dark, strict=True)
@@ -101,7 +140,9 @@ def to_html(table: pd.DataFrame, shades: pd.DataFrame | None = None) -> str:
 def _cell_html(text: str, shade: float, prose: bool) -> str:
     """A cell; of a value with its interval, and the case in which it is reached, each has a line of its own."""
     look = (
-        f' class="{"worse" if shade > 0 else "better"}" style="--shade:{abs(shade):.2f}"' if abs(shade) > 0.005 else ""
+        f' class="{"worse" if shade > 0 else "better"}" style="--shade:{abs(shade):.2f}"'
+        if abs(shade) > 0.005
+        else ""
     )
     if parts := _VALUE_PATTERN.fullmatch(text):
         value, interval, case, mark = (html_text(part or "") for part in parts.groups())
@@ -128,7 +169,9 @@ def _longest_word(texts: Iterable[object]) -> int:
 
 def _min_column_widths(table: pd.DataFrame) -> list[int]:
     """The least width of each column: no cell wraps, a heading does at its spaces."""
-    cells = {name: [line for cell in table[name] for line in str(cell).splitlines()] for name in table}
+    cells = {
+        name: [line for cell in table[name] for line in str(cell).splitlines()] for name in table
+    }
     return [max([_longest_word([name]), *map(len, lines)]) for name, lines in cells.items()]
 
 
@@ -141,4 +184,7 @@ def _header_row(table: pd.DataFrame) -> list[str]:
 
 
 def _body_rows(table: pd.DataFrame) -> list[list[str]]:
-    return [[str(name), *map(str, row)] for name, row in zip(table.index, table.itertuples(index=False), strict=True)]
+    return [
+        [str(name), *map(str, row)]
+        for name, row in zip(table.index, table.itertuples(index=False), strict=True)
+    ]

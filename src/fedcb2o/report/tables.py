@@ -24,7 +24,8 @@ from fedcb2o.records import (
 )
 from fedcb2o.report.statistics import format_interval, interval_half_width
 
-METRICS, _ATTACK_METRIC = EVALUATED_METRICS, "attack_success_rate"
+METRICS = EVALUATED_METRICS
+_ATTACK_METRIC = "attack_success_rate"
 LABELS = {
     "accuracy": "Overall accuracy",
     "source_accuracy": "Source class accuracy",
@@ -38,7 +39,9 @@ LABELS = {
 AgentSummary = Literal["mean", "worst", "worst_tenth"]
 
 
-def compare(runs: Sequence[Run], *, over: AgentSummary = "mean", with_counterparts: bool = False) -> pd.DataFrame:
+def compare(
+    runs: Sequence[Run], *, over: AgentSummary = "mean", with_counterparts: bool = False
+) -> pd.DataFrame:
     """The paper's Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G): a row a metric, a column a run, in percent but for
     losses.
 
@@ -54,14 +57,18 @@ def compare(runs: Sequence[Run], *, over: AgentSummary = "mean", with_counterpar
         table = summary(run.records)
         cells = {LABELS[metric]: format_mean_interval(table[metric + end]) for metric in METRICS}
         for metric in filter(table.__contains__, OPTIONAL_METRICS):
-            cells[LABELS[metric]] = format_mean_interval(table[metric + end], percent=not metric.endswith("loss"))
+            cells[LABELS[metric]] = format_mean_interval(
+                table[metric + end], percent=not metric.endswith("loss")
+            )
         if over == "mean":
             cells[LABELS["net"]] = format_mean_interval(net_attack_success(run, runs))
         taken = table["malicious_weight"] if is_attacked(run) else pd.Series(dtype=float)
         cells[LABELS["malicious_weight"]] = format_mean_interval(taken)
         columns[label] = cells
     rows = {label for cells in columns.values() for label in cells}
-    table = pd.DataFrame(columns, index=[label for label in LABELS.values() if label in rows]).fillna("–")
+    table = pd.DataFrame(
+        columns, index=[label for label in LABELS.values() if label in rows]
+    ).fillna("–")
     if over != "mean":
         table = table.drop(index=LABELS["malicious_weight"], errors="ignore")
     return table[(table != "–").any(axis="columns")]
@@ -77,7 +84,12 @@ def net_attack_success(run: Run, among: Sequence[Run] = ()) -> "pd.Series[float]
     if twin is None or mine.empty:
         return pd.Series(dtype=float)
     both = mine.merge(twin.records, on=["seed", "round", "agent"], suffixes=("", "_twin"))
-    return (both[_ATTACK_METRIC] - both[f"{_ATTACK_METRIC}_twin"]).groupby(both["seed"]).mean().dropna()
+    return (
+        (both[_ATTACK_METRIC] - both[f"{_ATTACK_METRIC}_twin"])
+        .groupby(both["seed"])
+        .mean()
+        .dropna()
+    )
 
 
 def by_source_count(run: Run) -> pd.DataFrame:
@@ -90,8 +102,14 @@ def by_source_count(run: Run) -> pd.DataFrame:
     last = last_round(run.records).dropna(subset="source_in_validation")
     late = last_fifth(run.records).groupby(["seed", "agent"]).malicious_weight.mean().rename("late")
     last = last.merge(late, on=["seed", "agent"])
-    samples = last.source_in_validation.clip(upper=3).map(lambda count: "3 or more" if count == 3 else f"{count:.0f}")
-    means = last.assign(malicious_weight=last.late).groupby(samples)[[*METRICS, "malicious_weight"]].mean()
+    samples = last.source_in_validation.clip(upper=3).map(
+        lambda count: "3 or more" if count == 3 else f"{count:.0f}"
+    )
+    means = (
+        last.assign(malicious_weight=last.late)
+        .groupby(samples)[[*METRICS, "malicious_weight"]]
+        .mean()
+    )
     if not is_attacked(run):
         means["malicious_weight"] = math.nan
     means.insert(0, "agents", samples.value_counts())
@@ -110,19 +128,32 @@ def pair_statistics(run: Run) -> pd.DataFrame:
     """
     rows: list[dict[str, Any]] = []
     for seed, agents in run.agents.groupby("seed"):
-        cluster, malicious = agents.cluster.to_numpy(), agents.malicious.to_numpy(bool)
+        cluster = agents.cluster.to_numpy()
+        malicious = agents.malicious.to_numpy(bool)
         pairs = run.pairs[(run.pairs.seed == seed) & (run.pairs.agent != run.pairs.peer)]
         rounds = pairs["round"].nunique()
-        me, peer, weight = pairs.agent.to_numpy(), pairs.peer.to_numpy(), pairs.weight.to_numpy()
+        me = pairs.agent.to_numpy()
+        peer = pairs.peer.to_numpy()
+        weight = pairs.weight.to_numpy()
         for c in np.unique(cluster):
             begin = len(rows)
             selecting = np.sum((cluster == c) & ~malicious)
-            for relation, kind in ((r, k) for r in ("same", "other") for k in ("benign", "malicious")):
-                wanted = ((cluster == c) == (relation == "same")) & (malicious == (kind == "malicious"))
+            for relation, kind in (
+                (r, k) for r in ("same", "other") for k in ("benign", "malicious")
+            ):
+                wanted = ((cluster == c) == (relation == "same")) & (
+                    malicious == (kind == "malicious")
+                )
                 available = wanted.sum() - ((relation, kind) == ("same", "benign"))
                 received = weight[~malicious[me] & (cluster[me] == c) & wanted[peer]]
                 if available > 0 and selecting > 0 and rounds > 0:
-                    row = {"seed": seed, "cluster": c, "peer": kind, "relation": relation, "available": available}
+                    row = {
+                        "seed": seed,
+                        "cluster": c,
+                        "peer": kind,
+                        "relation": relation,
+                        "available": available,
+                    }
                     row["frequency"] = len(received) / (selecting * rounds * available)
                     row["mean_weight"] = received.mean() if len(received) else math.nan
                     row["share"] = received.sum() / available
@@ -130,13 +161,24 @@ def pair_statistics(run: Run) -> pd.DataFrame:
             total = sum(row["share"] for row in rows[begin:])
             for row in rows[begin:]:
                 row["share"] = row["share"] / total if total > 0 else math.nan
-    names = ["seed", "cluster", "peer", "relation", "available", "frequency", "mean_weight", "share"]
+    names = [
+        "seed",
+        "cluster",
+        "peer",
+        "relation",
+        "available",
+        "frequency",
+        "mean_weight",
+        "share",
+    ]
     return pd.DataFrame(rows, columns=names)
 
 
 def is_attacked(run: Run) -> bool:
     """Whether malicious agents attack in a run."""
-    return run.config.get("agents", {}).get("malicious_role") == "attack" and bool(run.agents.malicious.any())
+    return run.config.get("agents", {}).get("malicious_role") == "attack" and bool(
+        run.agents.malicious.any()
+    )
 
 
 def find_clean_counterpart(run: Run, among: Sequence[Run] = ()) -> Run | None:
@@ -159,8 +201,13 @@ def without_counterparts(runs: Sequence[Run]) -> list[Run]:
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """A title for each run; where two share one, their folders' names tell them apart."""
     titles = [run.title for run in runs]
-    named = [t if titles.count(t) == 1 else f"{t} ({run.folder.name})" for t, run in zip(titles, runs, strict=True)]
-    return [t if named.count(t) == 1 else f"{t} #{named[: i + 1].count(t)}" for i, t in enumerate(named)]
+    named = [
+        t if titles.count(t) == 1 else f"{t} ({run.folder.name})"
+        for t, run in zip(titles, runs, strict=True)
+    ]
+    return [
+        t if named.count(t) == 1 else f"{t} #{named[: i + 1].count(t)}" for i, t in enumerate(named)
+    ]
 
 
 def format_mean_interval(values: "pd.Series[float]", *, percent: bool = True) -> str:
@@ -169,7 +216,8 @@ def format_mean_interval(values: "pd.Series[float]", *, percent: bool = True) ->
     known = values.dropna() * (100 if percent else 1)
     if known.empty:
         return "–"
-    mean, half = known.mean(), interval_half_width(len(known), known.std(ddof=1))
+    mean = known.mean()
+    half = interval_half_width(len(known), known.std(ddof=1))
     return format_interval(mean, mean - half, mean + half, digits=1 if percent else 3)
 
 
@@ -179,7 +227,9 @@ def seed_caption(runs: Sequence[Run]) -> str:
     seeds = [last_round(run.records).seed.unique().tolist() for run in shown]
     over = "Percent, at the last round; mean and 95% interval over seeds"
     if any(mine != seeds[0] for mine in seeds):
-        counts = [f"{label} {len(mine)}" for label, mine in zip(run_labels(shown), seeds, strict=True)]
+        counts = [
+            f"{label} {len(mine)}" for label, mine in zip(run_labels(shown), seeds, strict=True)
+        ]
         return f"{over}, as many as each has: {', '.join(counts)}."
     if len(seeds[0]) == 1:
         return f"Percent, at the last round of seed {seeds[0][0]}."
@@ -190,8 +240,11 @@ def incomplete_note(run: Run) -> str | None:
     """What a run still lacks, as a sentence; None if it is complete."""
     if run.complete:
         return None
-    table, rounds = summary(run.records), run.config.get("rounds", "?")
-    seen = ", ".join(f"seed {row.seed} at round {row.round} of {rounds}" for row in table.itertuples())
+    table = summary(run.records)
+    rounds = run.config.get("rounds", "?")
+    seen = ", ".join(
+        f"seed {row.seed} at round {row.round} of {rounds}" for row in table.itertuples()
+    )
     wanted = len(run.config.get("seeds", run.seeds))
     have = f"read from {seen}" if seen else "no round was evaluated yet"
     return f"{run.title} ({Path(run.folder).name}) is incomplete: {len(run.seeds)} of {wanted} seeds begun, {have}"
@@ -212,8 +265,13 @@ def _is_counterpart(run: Run, other: Run) -> bool:
     """Whether `other` is the clean twin of `run`."""
 
     def settings(config: dict[str, Any]) -> dict[str, Any]:
-        agents = {key: value for key, value in config.get("agents", {}).items() if key != "malicious_role"}
-        return {**{key: value for key, value in config.items() if key not in NON_RESULT_SETTINGS}, "agents": agents}
+        agents = {
+            key: value for key, value in config.get("agents", {}).items() if key != "malicious_role"
+        }
+        return {
+            **{key: value for key, value in config.items() if key not in NON_RESULT_SETTINGS},
+            "agents": agents,
+        }
 
     roles = [each.config.get("agents", {}).get("malicious_role") for each in (run, other)]
     return roles == ["attack", "clean"] and settings(run.config) == settings(other.config)

@@ -1,6 +1,21 @@
 """Simulation of all agents: the loop over rounds (Algorithm 1), the engine of one machine, and checkpoints."""
 
 from fedcb2o.simulation.local_engine import LocalEngine
-from fedcb2o.simulation.rounds import Engine, OnPhase, PhaseTimer, Round, WorkerLostError, run_rounds
+from fedcb2o.simulation.rounds import (
+    Engine,
+    OnPhase,
+    PhaseTimer,
+    Round,
+    WorkerLostError,
+    run_rounds,
+)
 
-__all__ = ["PhaseTimer", "Engine", "WorkerLostError", "Round", "LocalEngine", "OnPhase", "run_rounds"]
+__all__ = [
+    "Engine",
+    "LocalEngine",
+    "OnPhase",
+    "PhaseTimer",
+    "Round",
+    "WorkerLostError",
+    "run_rounds",
+]

@@ -41,20 +41,31 @@ def save(
 
     Raises RunError where it cannot be written.
     """
-    states = {f"{_STATE_PREFIX}{j}.{name}": each for j, state in enumerate(memory.rule_states) for name, each in state.items()}
+    states = {
+        f"{_STATE_PREFIX}{j}.{name}": each
+        for j, state in enumerate(memory.rule_states)
+        for name, each in state.items()
+    }
     tensors = {
         "met": torch.from_numpy(memory.contacts.ids.sizes),
         "ids": torch.from_numpy(memory.contacts.ids.values),
         "likelihood": torch.from_numpy(memory.contacts.likelihood),
-        **dict(sorted(states.items(), key=lambda each: -each[1].element_size())),  # so that each is aligned
+        **dict(
+            sorted(states.items(), key=lambda each: -each[1].element_size())
+        ),  # so that each is aligned
     }
     header = {"rounds": str(rounds), "fingerprint": fingerprint, "lines": json.dumps(lines or {})}
     atomic_write(
-        folder / FILE, lambda path: _write(path, header, {"models": models} | {n: [t] for n, t in tensors.items()})
+        folder / FILE,
+        lambda path: _write(
+            path, header, {"models": models} | {n: [t] for n, t in tensors.items()}
+        ),
     )
 
 
-def _write(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Iterable[Tensor]]) -> None:
+def _write(
+    path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Iterable[Tensor]]
+) -> None:
     """A safetensors file of tensors that come whole or in parts [k, ...], one after the other.
 
     By the format's description: 8 bytes with the length of the header, the header as JSON, the data. The header is
@@ -67,10 +78,13 @@ def _write(path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Iterab
     with path.open("wb") as file:
         start = file.seek(8 + room)
         for name, parts in tensors.items():
-            rows, total, end = 0, 0, file.tell() - start
+            rows = 0
+            total = 0
+            end = file.tell() - start
             for part in parts:
                 data = _content(part)
-                total, rows = zlib.crc32(data, total), rows + (len(part) if part.ndim else 0)
+                total = zlib.crc32(data, total)
+                rows = rows + (len(part) if part.ndim else 0)
                 file.write(data)
             shape = [rows, *part.shape[1:]] if part.ndim else []  # a single number has none
             known[name] = _entry(STATE_DTYPES[part.dtype], shape, end, file.tell() - start)
@@ -83,11 +97,15 @@ def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str,
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
 
 
-def _header(metadata: Mapping[str, str], known: Mapping[str, Any], sums: Mapping[str, int | str]) -> bytes:
+def _header(
+    metadata: Mapping[str, str], known: Mapping[str, Any], sums: Mapping[str, int | str]
+) -> bytes:
     return json.dumps({"__metadata__": {**metadata, "sums": json.dumps(sums)}, **known}).encode()
 
 
-def load_models_(folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(None)) -> tuple[int, AgentState] | None:
+def load_models_(
+    folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(None)
+) -> tuple[int, AgentState] | None:
     """Read some `rows` of the last checkpoint into `models`, by default all; the rounds done and what all agents
     remember, or None where there is none. Raises RunError as `read` does."""
     found = read_checkpoint(folder, fingerprint, tuple(models.shape), rows)
@@ -131,7 +149,11 @@ def read_checkpoint(
         raise read_error(path, error) from error
     except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise damaged_error(path, str(error)) from error
-    return rounds, AgentState(ContactTable(Ragged(ids, sizes), likelihood), tuple(states)), tensors["models"][rows]
+    return (
+        rounds,
+        AgentState(ContactTable(Ragged(ids, sizes), likelihood), tuple(states)),
+        tensors["models"][rows],
+    )
 
 
 def rounds_done(folder: Path) -> int:
@@ -150,7 +172,10 @@ def _parse_fingerprint(fingerprint: str) -> Any:
 
 
 def _checksums(rounds: int, tensors: dict[str, Tensor]) -> dict[str, int | str]:
-    return {"rounds": rounds, **{name: f"{t.dtype} {tensor_crc32(t)}" for name, t in tensors.items()}}
+    return {
+        "rounds": rounds,
+        **{name: f"{t.dtype} {tensor_crc32(t)}" for name, t in tensors.items()},
+    }
 
 
 def tensor_crc32(tensor: Tensor) -> int:

@@ -12,16 +12,28 @@ from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.simulation.ifca import assign_clusters
 from fedcb2o.simulation.local_engine import LocalEngine
-from fedcb2o.simulation.rounds import OnPhase, PhaseTimer, Round, evaluate_if_due, train_and_publish_
+from fedcb2o.simulation.rounds import (
+    OnPhase,
+    PhaseTimer,
+    Round,
+    evaluate_if_due,
+    train_and_publish_,
+)
 
 
 def run_rounds(
-    engine: LocalEngine, memory: AgentState, start: int, stop: int, is_evaluated: Callable[[int], bool], on_phase: OnPhase
+    engine: LocalEngine,
+    memory: AgentState,
+    start: int,
+    stop: int,
+    is_evaluated: Callable[[int], bool],
+    on_phase: OnPhase,
 ) -> Iterator[Round]:
     """As `engine.rounds`: each agent trains the one of its models that fits it best, and averages each with what those
     whom it asks made of theirs. The models follow those of the agents, K for each; malicious agents hold and average
     like all others, and say truly which cluster they chose."""
-    clusters, everybody = engine.spec.algorithm.clusters, np.arange(engine.spec.num_agents)
+    clusters = engine.spec.algorithm.clusters
+    everybody = np.arange(engine.spec.num_agents)
     assert clusters is not None
     held = len(everybody) + np.arange(clusters.num_rows(len(everybody))).reshape(len(everybody), -1)
     chosen, _ = assign_clusters(engine, held)

@@ -41,48 +41,83 @@ class LocalEngine:
     users' functions that are shown models, by kind."""
 
     def __init__(
-        self, group: AgentGroup, executor: Executor, max_columns: int | None = None, user_functions: Mapping[str, Sequence[str]] | None = None
+        self,
+        group: AgentGroup,
+        executor: Executor,
+        max_columns: int | None = None,
+        user_functions: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        self.group, self.executor, self.max_columns, self.user_functions = group, executor, max_columns, user_functions or {}
-        self.spec, self.adversary = group.spec, group.adversary
+        self.group = group
+        self.executor = executor
+        self.max_columns = max_columns
+        self.user_functions = user_functions or {}
+        self.spec = group.spec
+        self.adversary = group.adversary
         self.costs = group.data.train.sizes.tolist()
         alone = self.spec.dim >= LARGE_DIM and group.models.device.type == "cpu"
         self.max_tasks = len(self.costs) if alone else executor.count  # no more of them at once
         self.groups = [np.array(team) for team in plan_training_batches(self.spec, self.costs)]
         costs = [sum(self.costs[j] for j in part.tolist()) for part in self.groups]
         self.fine_tasks = balance_load(range(len(self.groups)), costs, self.max_tasks)
-        self.coarse_tasks = balance_load(range(len(self.groups)), costs, executor.count)  # for what takes less than a task's way
-        self.is_received, self.outbox = np.zeros(len(group.models), dtype=bool), make_outbox(group, 0)  # until all publish
+        self.coarse_tasks = balance_load(
+            range(len(self.groups)), costs, executor.count
+        )  # for what takes less than a task's way
+        self.is_received, self.outbox = (
+            np.zeros(len(group.models), dtype=bool),
+            make_outbox(group, 0),
+        )  # until all publish
 
-    def map_groups(self, function: Callable[..., T], *shared: Any, arguments: Sequence[Sequence[Any]] = ()) -> list[T]:
+    def map_groups(
+        self, function: Callable[..., T], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+    ) -> list[T]:
         """What a function finds for each part, the parts shared out among the workers."""
         shares = self.coarse_tasks if function is sample_peers else self.fine_tasks
-        tasks = [(function, [(self.groups[g], *(each[g] for each in arguments)) for g in share], shared) for share in shares]
-        with forbid_writes(self.group, self.user_functions, *AGGREGATION_KINDS) if function is decide else contextlib.nullcontext():
+        tasks = [
+            (function, [(self.groups[g], *(each[g] for each in arguments)) for g in share], shared)
+            for share in shares
+        ]
+        with (
+            forbid_writes(self.group, self.user_functions, *AGGREGATION_KINDS)
+            if function is decide
+            else contextlib.nullcontext()
+        ):
             parts = dict(_pair_results(shares, self.executor.map(run_on_groups, tasks)))
         return [parts[g] for g in range(len(self.groups))]
 
-    def map_agents(self, function: Callable[..., Sequence[T]], agents: Sequence[int], *common: Any) -> dict[int, T]:
+    def map_agents(
+        self, function: Callable[..., Sequence[T]], agents: Sequence[int], *common: Any
+    ) -> dict[int, T]:
         """What a function finds for each of some agents, these shared out among the workers."""
         parts = balance_load(agents, self.costs, self.max_tasks)
-        found = self.executor.map(run_on_groups, [(function, [(np.array(some),)], common) for some in parts])
+        found = self.executor.map(
+            run_on_groups, [(function, [(np.array(some),)], common) for some in parts]
+        )
         return dict(_pair_results(parts, [each for (each,) in found]))
 
-    def publish_(self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]) -> None:
+    def publish_(
+        self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
+    ) -> None:
         """Have the attackers craft; of each row of the pool, whether it is received, which is the same for all."""
-        layout, attackers = self.group.layout, self.adversary
+        layout = self.group.layout
+        attackers = self.adversary
         good = np.zeros(len(self.group.models), dtype=bool)
         good[layout.own] = is_admissible(sizes) & online
         if attackers.attack.is_crafting(n):
-            with forbid_writes(self.group, self.user_functions, "attack", "model", crafted=attackers.malicious_ids):
-                crafted = self.map_agents(_craft_models_, attackers.malicious_ids.tolist(), n, np.isfinite(sizes))
+            with forbid_writes(
+                self.group, self.user_functions, "attack", "model", crafted=attackers.malicious_ids
+            ):
+                crafted = self.map_agents(
+                    _craft_models_, attackers.malicious_ids.tolist(), n, np.isfinite(sizes)
+                )
             for j, theirs in crafted.items():
                 good[layout.crafted_rows(j)] = is_admissible(theirs) & online[j]
         self.is_received, self.outbox = good, make_outbox(self.group, n)
 
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
         """The models that outlive a round, in whole cache lines: the agents', in their order, then clusters'."""
-        clusters, stride, count = self.spec.algorithm.clusters, row_stride(self.spec.dim), self.spec.num_agents
+        clusters = self.spec.algorithm.clusters
+        stride = row_stride(self.spec.dim)
+        count = self.spec.num_agents
         count += 0 if clusters is None else clusters.num_rows(count)
         yield self.group.models[:count].as_strided((count, stride), (stride, 1))
 
@@ -101,16 +136,24 @@ class LocalEngine:
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
         """theta <- W theta for all agents, by columns of all rows."""
-        layout, benign = self.group.layout, self.adversary.benign_ids.tolist()
+        layout = self.group.layout
+        benign = self.adversary.benign_ids.tolist()
         self.mix_rows_(mixing_matrix(Decisions.concatenate(decisions), layout.own, layout.previous))
         finite = np.ones(len(self.costs), dtype=bool)
-        finite[benign] = [np.isfinite(size) for _, size in sorted(self.map_agents(_max_abs, benign).items())]
+        finite[benign] = [
+            np.isfinite(size) for _, size in sorted(self.map_agents(_max_abs, benign).items())
+        ]
         return finite
 
     def mix_rows_(self, mixture: MixingMatrix) -> None:
         """Mix rows of the pool, the columns shared out among the workers."""
-        dim, tile = self.spec.dim, mixture.tile_columns
-        step = -(-dim // (8 * self.executor.count)) if self.max_columns is None else self.max_columns // tile * tile
+        dim = self.spec.dim
+        tile = mixture.tile_columns
+        step = (
+            -(-dim // (8 * self.executor.count))
+            if self.max_columns is None
+            else self.max_columns // tile * tile
+        )
         step = tile * max(1, -(-step // tile))
         mix = functools.partial(_mix_columns_, copied=self.max_columns is not None)
         self.executor.map(mix, [(mixture, a, min(a + step, dim)) for a in range(0, dim, step)])
@@ -122,14 +165,19 @@ class LocalEngine:
 
 
 def run_on_groups(
-    block: AgentGroup, function: Callable[..., T], parts: Sequence[tuple[Any, ...]], common: tuple[Any, ...]
+    block: AgentGroup,
+    function: Callable[..., T],
+    parts: Sequence[tuple[Any, ...]],
+    common: tuple[Any, ...],
 ) -> list[T]:
     """What a function of the block finds for each part, its products by the run's choice."""
     with dispatch.use_kernels(block.spec.kernels.linear, block.spec.kernels.convolution):
         return [function(block, *part, *common) for part in parts]
 
 
-def _craft_models_(block: AgentGroup, some: Indices, n: int, finite: Bool[np.ndarray, " N"]) -> list[Float[np.ndarray, " r"]]:
+def _craft_models_(
+    block: AgentGroup, some: Indices, n: int, finite: Bool[np.ndarray, " N"]
+) -> list[Float[np.ndarray, " r"]]:
     """What attackers craft, to whom all models are at hand."""
 
     def look(ids: list[int]) -> Float[Tensor, "m d"]:
@@ -143,11 +191,15 @@ def _max_abs(block: AgentGroup, some: Indices) -> list[float]:
     return found
 
 
-def _mix_columns_(block: AgentGroup, mixture: MixingMatrix, start: int, stop: int, *, copied: bool) -> None:
+def _mix_columns_(
+    block: AgentGroup, mixture: MixingMatrix, start: int, stop: int, *, copied: bool
+) -> None:
     mix_(block.models, mixture, start, stop, through_copy=copied)
 
 
-def _pair_results(parts: Sequence[Sequence[int]], results: Sequence[Sequence[T]]) -> Iterator[tuple[int, T]]:
+def _pair_results(
+    parts: Sequence[Sequence[int]], results: Sequence[Sequence[T]]
+) -> Iterator[tuple[int, T]]:
     """Each number in the parts, and its result."""
     for some, found in zip(parts, results, strict=True):
         yield from zip(some, found, strict=True)

@@ -42,7 +42,9 @@ class Engine(Aggregating, Protocol):
     adversary: Adversary
     groups: list[Int[np.ndarray, " _a"]]
 
-    def publish_(self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]) -> None:
+    def publish_(
+        self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
+    ) -> None:
         """Have the attackers craft, and offer what all publish in round n; `sizes` are the trained models' extents."""
         ...
 
@@ -74,7 +76,9 @@ class Round:
     @property
     def memory(self) -> AgentState:
         """What all agents remember, in their order."""
-        return AgentState.concatenate(self.group_memories).take(np.concatenate(self.groups).argsort())
+        return AgentState.concatenate(self.group_memories).take(
+            np.concatenate(self.groups).argsort()
+        )
 
 
 def run_rounds(
@@ -101,7 +105,9 @@ def run_rounds(
         clock = PhaseTimer()
         losses, active = train_and_publish_(engine, n, on_phase, clock)  # line 3: LocalUpdate
         on_phase(n, "mixing")
-        remembered, chose, finite = local_aggregation_(engine, n, remembered, active, deadline, clock.stop)  # line 4
+        remembered, chose, finite = local_aggregation_(
+            engine, n, remembered, active, deadline, clock.stop
+        )  # line 4
         broken = engine.adversary.benign_ids[~finite[engine.adversary.benign_ids]]
         if len(broken) and not engine.adversary.attack.is_crafting(n):
             raise RunError(
@@ -120,11 +126,16 @@ def train_and_publish_(
 
     Raises RunError where a benign agent's training diverges without an attack on models.
     """
-    attackers, here, size = engine.adversary, np.concatenate(engine.groups), engine.spec.num_agents
+    attackers = engine.adversary
+    here = np.concatenate(engine.groups)
+    size = engine.spec.num_agents
     on_phase(n, "training")
     losses, extents = np.full(size, np.nan), np.zeros(size)  # of agents elsewhere nothing is known
-    losses[here], extents[here] = map(np.concatenate, zip(*engine.map_groups(train_, n), strict=True))
-    finite, crafts = np.isfinite(extents), attackers.attack.is_crafting(n)
+    losses[here], extents[here] = map(
+        np.concatenate, zip(*engine.map_groups(train_, n), strict=True)
+    )
+    finite = np.isfinite(extents)
+    crafts = attackers.attack.is_crafting(n)
     diverged = here[~(attackers.malicious | (finite & np.isfinite(losses)))[here]]
     if len(diverged) and not crafts:
         raise RunError(
@@ -142,7 +153,11 @@ def train_and_publish_(
 
 
 def evaluate_if_due(
-    engine: Engine, n: int, is_evaluated: Callable[[int], bool], on_phase: OnPhase, timer: "PhaseTimer"
+    engine: Engine,
+    n: int,
+    is_evaluated: Callable[[int], bool],
+    on_phase: OnPhase,
+    timer: "PhaseTimer",
 ) -> dict[int, EvaluationResult] | None:
     """What benign agents' models do in their tests after a round, where it is evaluated."""
     if not is_evaluated(n):

@@ -11,12 +11,21 @@ from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.nn.parameters import row_checksums
 
-AGGREGATION_KINDS = ("criterion", "rule", "pre-step", "algorithm", "model")  # the kinds of functions that agents judge models by
+AGGREGATION_KINDS = (
+    "criterion",
+    "rule",
+    "pre-step",
+    "algorithm",
+    "model",
+)  # the kinds of functions that agents judge models by
 
 
 @contextlib.contextmanager
 def forbid_writes(
-    block: AgentGroup, user_functions: Mapping[str, Sequence[str]], *kinds: str, crafted: Indices | None = None
+    block: AgentGroup,
+    user_functions: Mapping[str, Sequence[str]],
+    *kinds: str,
+    crafted: Indices | None = None,
 ) -> Iterator[None]:
     """Raises ConfigError where users' functions of some kinds, which are asked inside, write into models other than
     those that the agents in places `crafted` craft. `own` names these functions, by kind.
@@ -24,7 +33,9 @@ def forbid_writes(
     Copies would take as much memory as all models. So what the bits of each add up to is looked at before and
     after: a pass at the speed of memory, which no way of writing escapes.
     """
-    if not (asked := [f"{kind} `{name}`" for kind in kinds for name in user_functions.get(kind, ())]):
+    if not (
+        asked := [f"{kind} `{name}`" for kind in kinds for name in user_functions.get(kind, ())]
+    ):
         yield
         return
     watched = np.ones(len(block.models), dtype=bool)

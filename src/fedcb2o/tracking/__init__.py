@@ -8,4 +8,4 @@ from fedcb2o.tracking.scalars import Scalar, SeedRun, round_scalars
 from fedcb2o.tracking.sync import follow, track
 from fedcb2o.tracking.trackers import validate_targets
 
-__all__ = ["SeedRun", "Scalar", "validate_targets", "follow", "round_scalars", "track"]
+__all__ = ["Scalar", "SeedRun", "follow", "round_scalars", "track", "validate_targets"]

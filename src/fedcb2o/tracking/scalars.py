@@ -41,7 +41,11 @@ def round_scalars(line: Mapping[str, Any], malicious: Sequence[bool]) -> Iterato
     for metric, values in line.items():
         if not isinstance(values, list) or len(values) != len(malicious):
             continue
-        known = [v for v, bad in zip(values, malicious, strict=True) if not bad and isinstance(v, int | float)]
+        known = [
+            v
+            for v, bad in zip(values, malicious, strict=True)
+            if not bad and isinstance(v, int | float)
+        ]
         if known and metric in (*EVALUATED_METRICS, *OPTIONAL_METRICS):
             for over, value in agent_statistics(metric, np.array(known, dtype=float)).items():
                 yield line["round"], f"{metric}/{over}", value

@@ -23,7 +23,8 @@ class TrackerSync:
     """One tracker's copy of the records of a run or a grid; raises RunError where the tracker fails."""
 
     def __init__(self, root: Path, target: str) -> None:
-        self.root, self.target = root, target
+        self.root = root
+        self.target = target
         self.writer: TrackerWriter = self._guard(lambda: open_writer(target, root))
         self.copied_rounds: dict[SeedRun, int] = {}  # up to which round it is there
         self.finished: set[SeedRun] = set()
@@ -45,7 +46,9 @@ class TrackerSync:
         if place not in self.copied_rounds:
             self.copied_rounds[place] = self._guard(lambda: self.writer.begin(place))
         found = []
-        for _, line in records.read_lines(place.folder / "metrics.jsonl", skip=self.copied_rounds[place]):
+        for _, line in records.read_lines(
+            place.folder / "metrics.jsonl", skip=self.copied_rounds[place]
+        ):
             found += list(round_scalars(line, malicious))
         if found:
             self._guard(lambda: self.writer.write(place, found))
@@ -91,9 +94,12 @@ def track(folder: str | Path, to: str | Sequence[str]) -> None:
     Without a place of its own the copy lies in the folder itself. What is there already is not there twice. Raises
     ConfigError where an extra is missing, RunError where the folder is no run's, or the tracker fails.
     """
-    targets, root = validate_targets(to), Path(folder)
+    targets = validate_targets(to)
+    root = Path(folder)
     if not targets:
-        raise ConfigError("there is no tracker to copy to: name one, such as 'tensorboard' or 'mlflow'")
+        raise ConfigError(
+            "there is no tracker to copy to: name one, such as 'tensorboard' or 'mlflow'"
+        )
     if not (root / _GRID_FILE).exists():
         Run(root)  # raises where it is none
     for target in targets:

@@ -29,13 +29,25 @@ class TensorBoardWriter:
         """Make a new file, and remove that of an earlier time; raises RunError where there is that of another run."""
         folder = self.folder / place.name / place.folder.name
         folder.mkdir(parents=True, exist_ok=True)
-        before, mine = list(folder.glob(_EVENT_PATTERN)), {"settings": records.settings_digest(place.settings())}
-        if before and not ((folder / _IDENTITY_FILE).exists() and records.read_json(folder / _IDENTITY_FILE) == mine):
-            raise RunError(f"{folder} holds the events of another run: name another folder, tensorboard=DIR")
+        before = list(folder.glob(_EVENT_PATTERN))
+        mine = {"settings": records.settings_digest(place.settings())}
+        if before and not (
+            (folder / _IDENTITY_FILE).exists()
+            and records.read_json(folder / _IDENTITY_FILE) == mine
+        ):
+            raise RunError(
+                f"{folder} holds the events of another run: name another folder, tensorboard=DIR"
+            )
         records.write_json(folder / _IDENTITY_FILE, mine)
         self.files[place] = folder / f"events.out.tfevents.{time.time_ns()}.fedcb2o"
         # A TensorBoard that looks on forgets by the second one what it has read of the earlier file.
-        self._add(place, [Event(file_version="brain.Event:2"), Event(session_log=SessionLog(status=SessionLog.START))])
+        self._add(
+            place,
+            [
+                Event(file_version="brain.Event:2"),
+                Event(session_log=SessionLog(status=SessionLog.START)),
+            ],
+        )
         for path in before:
             path.unlink()
         return 0
@@ -44,7 +56,10 @@ class TensorBoardWriter:
         """Add scalars."""
         self._add(
             place,
-            [Event(step=n, summary=Summary(value=[Summary.Value(tag=tag, simple_value=v)])) for n, tag, v in points],
+            [
+                Event(step=n, summary=Summary(value=[Summary.Value(tag=tag, simple_value=v)]))
+                for n, tag, v in points
+            ],
         )
 
     def end(self, place: SeedRun, complete: bool) -> None:

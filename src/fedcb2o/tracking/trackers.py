@@ -29,7 +29,13 @@ class TrackerWriter(Protocol):
 
 def validate_targets(targets: str | Sequence[str] | None) -> tuple[str, ...]:
     """The targets, each once; raises ConfigError for one that there is not, or whose extra is missing."""
-    listed = () if targets is None else (targets,) if isinstance(targets, str) else tuple(dict.fromkeys(targets))
+    listed = (
+        ()
+        if targets is None
+        else (targets,)
+        if isinstance(targets, str)
+        else tuple(dict.fromkeys(targets))
+    )
     for target in listed:
         kind, equals, where = target.partition("=") if isinstance(target, str) else (target, "", "")
         if kind not in REQUIRED_MODULES:
@@ -53,7 +59,9 @@ def open_writer(target: str, root: Path) -> TrackerWriter:
     if kind == "tensorboard":
         from fedcb2o.tracking.tensorboard import TensorBoardWriter
 
-        return TensorBoardWriter(Path(where) / root.resolve().name if where else root / "tensorboard")
+        return TensorBoardWriter(
+            Path(where) / root.resolve().name if where else root / "tensorboard"
+        )
     from fedcb2o.tracking.mlflow import MlflowWriter
 
     return MlflowWriter(root, where or None)

@@ -43,9 +43,16 @@ def run_recorded(
     }
     chosen = {**problem.settings, **overrides}
     settings = {**defaults, **chosen}
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     console = Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal))
+    bar = Progress(
+        *columns, console=console, transient=True, disable=not (progress and console.is_terminal)
+    )
     task = bar.add_task(problem.name, total=settings["maxiter"])
     last = time.monotonic()
 
@@ -55,14 +62,22 @@ def run_recorded(
             last = time.monotonic()
             bar.update(task, completed=n)
             if not console.is_terminal:
-                print(f"{problem.name}: step {n}/{settings['maxiter']}", file=sys.stderr, flush=True)
+                print(
+                    f"{problem.name}: step {n}/{settings['maxiter']}", file=sys.stderr, flush=True
+                )
 
     watch = Recorder(problem, runs=settings["runs"], maxiter=settings["maxiter"], show=show)
     with warnings.catch_warnings(record=True) as caught, bar:
         warnings.simplefilter("always")
-        result = minimize(problem.lower, problem.upper, problem.dim, adversaries=groups, callback=watch, **chosen)
+        result = minimize(
+            problem.lower, problem.upper, problem.dim, adversaries=groups, callback=watch, **chosen
+        )
     told = dict.fromkeys(" ".join(str(each.message).split()) for each in caught)
-    capture = {" ".join(str(each.message).split()) for each in caught if issubclass(each.category, CaptureWarning)}
+    capture = {
+        " ".join(str(each.message).split())
+        for each in caught
+        if issubclass(each.category, CaptureWarning)
+    }
     lines = [f"Warning: {line}" for line in told]
     lines += [f"Note: {note}" for note in result.notes if note not in capture]
     return result, watch, settings, lines
@@ -71,40 +86,57 @@ def run_recorded(
 class Recorder:
     """A callback of `minimize` that keeps what figures need, in bounded memory, and shows how far the run is."""
 
-    def __init__(self, problem: Problem, *, runs: int | None, maxiter: int, show: Callable[[int], None]) -> None:
+    def __init__(
+        self, problem: Problem, *, runs: int | None, maxiter: int, show: Callable[[int], None]
+    ) -> None:
         self.clusters = 1 if callable(problem.lower) else len(problem.lower)
-        self.runs, self.show = runs or 1, show
+        self.runs = runs or 1
+        self.show = show
         self.frames = _DownsampledSeries(128)
         # Of every ensemble its mean and variance: V to any point follows from them.
-        self.moments = _DownsampledSeries(min(600, max(60, 4_000_000 // (self.runs * self.clusters * problem.dim))))
+        self.moments = _DownsampledSeries(
+            min(600, max(60, 4_000_000 // (self.runs * self.clusters * problem.dim)))
+        )
 
     def __call__(self, state: State) -> None:
         """Look at the particles before step n."""
         self.show(state.n)
-        theta, runs = _with_runs(state.theta, 3), state.runs
+        theta = _with_runs(state.theta, 3)
+        runs = state.runs
         if self.moments.is_due(state.n):
             self.moments.add(state.n, (runs, *_moments(theta, self.clusters)))
         if self.frames.is_due(state.n) and runs[0] == 0:
             x = state.x if state.theta.ndim == 2 else state.x[0]
             self.frames.add(state.n, self._frame(theta[0], _with_runs(state.theta_m, 3)[0], x))
 
-    def _frame(self, theta: Tensor, theta_m: Tensor, x: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _frame(
+        self, theta: Tensor, theta_m: Tensor, x: Tensor
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         size = len(theta) // self.clusters
-        some = theta.reshape(self.clusters, size, -1)[:, : _MAX_DRAWN_PARTICLES // self.clusters].flatten(0, 1)
+        some = theta.reshape(self.clusters, size, -1)[
+            :, : _MAX_DRAWN_PARTICLES // self.clusters
+        ].flatten(0, 1)
         parts = (some, theta_m[:_MAX_DRAWN_PARTICLES], x.reshape(self.clusters, -1))
         return tuple(part[:, :2].cpu().numpy().astype(float) for part in parts)  # type: ignore[return-value]
 
-    def scene(self, problem: Problem, result: Result, settings: Mapping[str, Any], title: str) -> Scene:
+    def scene(
+        self, problem: Problem, result: Result, settings: Mapping[str, Any], title: str
+    ) -> Scene:
         """All that there is to draw."""
         flat = result.theta.ndim == 2
-        dt, nit = settings["dt"], torch.as_tensor(result.nit).reshape(-1).tolist()
+        dt = settings["dt"]
+        nit = torch.as_tensor(result.nit).reshape(-1).tolist()
         frames = self.frames.items
         if frames[-1][0] < nit[0]:
             first = (result.theta, result.theta_m, result.x) if flat else (
                 result.theta[0], result.theta_m[0], result.x[0])  # fmt: skip
             frames = [*frames, (nit[0], self._frame(*first))]
         theta, theta_m, m = (np.stack([frame[part] for _, frame in frames]) for part in range(3))
-        target = np.array(problem.target, dtype=float).reshape(-1, problem.dim) if problem.target else None
+        target = (
+            np.array(problem.target, dtype=float).reshape(-1, problem.dim)
+            if problem.target
+            else None
+        )
         answers = result.x.cpu().numpy().reshape(self.runs, self.clusters, problem.dim)[..., :2]
         at_rest = [] if target is None else [target[:, :2]]
         box = _box(problem.box, np.concatenate([answers[0], *at_rest, theta_m[0]]))
@@ -119,7 +151,8 @@ class Recorder:
 
     def decay(self, problem: Problem, result: Result, settings: Mapping[str, Any]) -> Decay:
         """V towards the target, or without one towards the last consensus point, and what the theory says of it."""
-        K, d = self.clusters, problem.dim
+        K = self.clusters
+        d = problem.dim
         nit = torch.as_tensor(result.nit).reshape(-1)
         x = result.x.reshape(self.runs, K, d)
         to = torch.tensor(problem.target).to(x).reshape(1, K, d) if problem.target else x
@@ -127,25 +160,34 @@ class Recorder:
         items = [*(item for item in self.moments.items if item[0] < end[0]), end]
         V = torch.full((len(items), self.runs, K), torch.nan, dtype=torch.float64)
         for row, (_, (runs, mean, variance)) in enumerate(items):
-            V[row, runs] = ((variance + (mean - to[runs if len(to) > 1 else slice(None)]).square().sum(-1)) / 2).cpu()
+            V[row, runs] = (
+                (variance + (mean - to[runs if len(to) > 1 else slice(None)]).square().sum(-1)) / 2
+            ).cpu()
         for row, (n, _) in enumerate(items[:-1]):
             V[row] = torch.where((n >= nit).unsqueeze(-1), V[-1], V[row])
         t = torch.tensor([n * settings["dt"] for n, _ in items], dtype=torch.float64)
         middle = V.nanmedian(1).values.T
         windows = [_fit_window(own) for own in middle]
-        fitted = [float(theory.fit_decay_rate(t[rows], own[rows])) for rows, own in zip(windows, middle, strict=True)]
+        fitted = [
+            float(theory.fit_decay_rate(t[rows], own[rows]))
+            for rows, own in zip(windows, middle, strict=True)
+        ]
         told, line, band = _theory(problem, settings, t, middle)
         seen = [(float(t[rows][0]), float(t[rows][-1])) for rows in windows]
         towards = "the target" if problem.target else "the last consensus point"
         return Decay(t.numpy(), V.numpy(), fitted, seen, told, line, band, towards)
 
 
-def _theory(problem: Problem, settings: Mapping[str, Any], t: Tensor, V: Tensor) -> tuple[str, Any, Any]:
+def _theory(
+    problem: Problem, settings: Mapping[str, Any], t: Tensor, V: Tensor
+) -> tuple[str, Any, Any]:
     """What thm:main says of V, [clusters, s], in words, as a line and as a band; nothing where it does not apply."""
     outside = _outside_the_theorem(problem, settings)
     if outside:
         return f"theory: no rate is stated ({', '.join(outside)})", None, None
-    noise, lambda1, sigma1 = settings["noise"], settings["lambda1"], settings["sigma1"]
+    noise = settings["noise"]
+    lambda1 = settings["lambda1"]
+    sigma1 = settings["sigma1"]
     rate = theory.contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=problem.dim, noise=noise)
     told = f"theory: {'2λ₁ − dσ₁²' if noise == 'isotropic' else '2λ₁ − σ₁²'} = {rate:.3g}"
     if rate <= 0:
@@ -154,7 +196,11 @@ def _theory(problem: Problem, settings: Mapping[str, Any], t: Tensor, V: Tensor)
     if noise == "anisotropic":
         return told, line, None
     sides = theory.decay_bounds(t, float(V[0, 0]), vartheta=_VARTHETA, rate=rate)
-    return f"{told} (band: ϑ = {_VARTHETA:g})", line, tuple(side.unsqueeze(1).numpy() for side in sides)
+    return (
+        f"{told} (band: ϑ = {_VARTHETA:g})",
+        line,
+        tuple(side.unsqueeze(1).numpy() for side in sides),
+    )
 
 
 def _outside_the_theorem(problem: Problem, settings: Mapping[str, Any]) -> list[str]:
@@ -174,7 +220,8 @@ class _DownsampledSeries:
     """Items at equal steps, at most `limit`: when there are more, every second goes and the steps double."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.stride = limit, 1
+        self.limit = limit
+        self.stride = 1
         self.items: list[tuple[int, Any]] = []
 
     def is_due(self, n: int) -> bool:
@@ -208,7 +255,8 @@ def _moments(theta: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     if finite.all():
         mean = parts.mean(2)
         return mean, (parts - mean.unsqueeze(2)).square().sum(-1).mean(-1)
-    parts, count = parts.where(finite, 0.0), finite.sum(2)
+    parts = parts.where(finite, 0.0)
+    count = finite.sum(2)
     mean = parts.sum(2) / count
     squares = (parts - mean.unsqueeze(2)).square().where(finite, 0.0)
     return mean, squares.sum((2, 3)) / count.squeeze(-1)
@@ -234,7 +282,9 @@ def _grid(problem: Problem, box: tuple[float, float], *, flat: bool) -> tuple[An
     """L and G on a grid of the square; nothing where d is above 2."""
     if problem.dim > 2:
         return None, None, None
-    line = torch.linspace(*box, _GRID_POINTS if problem.dim == 2 else 4 * _GRID_POINTS, dtype=torch.float64)
+    line = torch.linspace(
+        *box, _GRID_POINTS if problem.dim == 2 else 4 * _GRID_POINTS, dtype=torch.float64
+    )
     axes = torch.meshgrid(*[line] * problem.dim, indexing="xy")
     points = torch.stack(axes, -1).reshape(-1, problem.dim)
     points = points if flat else points.unsqueeze(0)

@@ -33,12 +33,19 @@ def target_errors(problem: Problem, result: Result) -> np.ndarray | None:
 
 
 def figure_title(
-    problem: Problem, result: Result, settings: Mapping[str, Any], groups: Sequence[Adversary], kind: str | None
+    problem: Problem,
+    result: Result,
+    settings: Mapping[str, Any],
+    groups: Sequence[Adversary],
+    kind: str | None,
 ) -> str:
     """A figure's title: the problem, and the settings that matter most."""
     clusters = 1 if callable(problem.lower) else len(problem.lower)
     N = result.theta.shape[-2]
-    parts = [f"N = {N}" if clusters == 1 else f"N = {clusters} × {N // clusters}", f"α = {settings['alpha']:g}"]
+    parts = [
+        f"N = {N}" if clusters == 1 else f"N = {clusters} × {N // clusters}",
+        f"α = {settings['alpha']:g}",
+    ]
     if problem.upper is not None:
         parts += [f"β = {settings['beta']:g}", f"δq = {settings['delta_q']:g}"]
     parts.append(f"{settings['noise']} noise σ₁ = {settings['sigma1']:g}")
@@ -54,7 +61,12 @@ def describe(problem: Problem, result: Result, decay: Decay, tol: float) -> str:
     lines = [repr(dataclasses.replace(result, notes=()))]
     error = target_errors(problem, result)
     if error is not None:
-        where = ", ".join(map(_format_point, problem.target if isinstance(problem.target[0], Sequence) else [problem.target]))
+        where = ", ".join(
+            map(
+                _format_point,
+                problem.target if isinstance(problem.target[0], Sequence) else [problem.target],
+            )
+        )
         if isinstance(result.message, list):
             near = int((error <= tol).sum())
             lines.append(
@@ -65,7 +77,9 @@ def describe(problem: Problem, result: Result, decay: Decay, tol: float) -> str:
             lines.append(f"error {error[0]:.3g} (largest coordinate) from the target {where}")
     if all(map(math.isfinite, decay.fitted_rates)):
         rates = ", ".join(f"{rate:.3g}" for rate in decay.fitted_rates)
-        lines.append(f"V, towards {decay.reference_name}: fitted rate {rates}; {decay.legend_label}")
+        lines.append(
+            f"V, towards {decay.reference_name}: fitted rate {rates}; {decay.legend_label}"
+        )
     return "\n".join(lines)
 
 
@@ -78,19 +92,40 @@ def to_json_table(
     attack: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The result for a JSON file: settings, answers, V; the way there only of a single run. No ensembles."""
-    error, many = target_errors(problem, result), isinstance(result.message, list)
+    error = target_errors(problem, result)
+    many = isinstance(result.message, list)
     hidden = ("callback", "adversaries", "args")
     table: dict[str, Any] = {
         "problem": problem.name,
         "title": problem.title,
         "dim": problem.dim,
-        "settings": {name: _to_json(value) for name, value in settings.items() if name not in hidden}
-        | {"num_particles": result.theta.shape[-2] // (1 if callable(problem.lower) else len(problem.lower))},
+        "settings": {
+            name: _to_json(value) for name, value in settings.items() if name not in hidden
+        }
+        | {
+            "num_particles": result.theta.shape[-2]
+            // (1 if callable(problem.lower) else len(problem.lower))
+        },
         "adversary": attack,
     }
-    for name in ("x", "lower", "upper", "success", "message", "nit", "nfev", "excluded", "spread", "seed"):
+    for name in (
+        "x",
+        "lower",
+        "upper",
+        "success",
+        "message",
+        "nit",
+        "nfev",
+        "excluded",
+        "spread",
+        "seed",
+    ):
         table[name] = _to_json(getattr(result, name))
-    table |= {"notes": list(result.notes), "seconds": result.seconds, "target": _to_json(problem.target) or None}
+    table |= {
+        "notes": list(result.notes),
+        "seconds": result.seconds,
+        "target": _to_json(problem.target) or None,
+    }
     table["error"] = None if error is None else _to_json(error if many else error[0])
     table["tol"] = tol
     table["success_rate"] = None if error is None else float((error <= tol).mean())
@@ -112,20 +147,31 @@ def make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"cannot make the folder {out}: {error.strerror}; choose another --out") from error
+        raise RunError(
+            f"cannot make the folder {out}: {error.strerror}; choose another --out"
+        ) from error
 
 
 def write_files(
-    out: Path, table: Mapping[str, Any], scene: Callable[[], Scene], *, figure: bool, animation: str | None
+    out: Path,
+    table: Mapping[str, Any],
+    scene: Callable[[], Scene],
+    *,
+    figure: bool,
+    animation: str | None,
 ) -> list[Path]:
     """Write the JSON, the figure and the animation into a folder that is there, and return their paths."""
     paths = [out / "result.json"]
-    atomic_write(paths[0], (json.dumps(table, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode())
+    atomic_write(
+        paths[0], (json.dumps(table, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
+    )
     if figure or animation:
         drawn = scene()
         if figure:
             paths.append(out / "landscape.png")
-            atomic_write(paths[-1], lambda path: draw_landscape(drawn).savefig(path, format="png", dpi=100))
+            atomic_write(
+                paths[-1], lambda path: draw_landscape(drawn).savefig(path, format="png", dpi=100)
+            )
         if animation:
             paths.append(out / f"landscape.{animation}")
             write_animation(drawn, paths[-1])

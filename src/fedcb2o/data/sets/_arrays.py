@@ -51,7 +51,9 @@ def _load(file: Path) -> dict[str, Any]:
         with np.load(file, allow_pickle=False) as opened:
             held = {key: opened[key] for key in opened.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{file} cannot be read ({error}): it must hold arrays of numbers and words only") from error
+        raise DataError(
+            f"{file} cannot be read ({error}): it must hold arrays of numbers and words only"
+        ) from error
     for key in held:
         if key not in _KEYS:
             raise DataError(

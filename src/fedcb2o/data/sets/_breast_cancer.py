@@ -18,5 +18,9 @@ def breast_cancer(*, test_share: float = 0.25) -> Dataset:
 
     table = load_breast_cancer()
     return dataset(
-        table.data, table.target, class_names=table.target_names.tolist(), test_share=test_share, standardise=True
+        table.data,
+        table.target,
+        class_names=table.target_names.tolist(),
+        test_share=test_share,
+        standardise=True,
     )

@@ -27,7 +27,18 @@ __all__ = ["cifar10"]
 RELEASE = Release(
     name="cifar10",
     title="CIFAR-10",
-    class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    class_names=(
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    ),
     shape=(3, 32, 32),
     prefixes=("", "cifar-10-batches-bin/"),
     file_names=(*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"),
@@ -38,7 +49,10 @@ RECORD_BYTES = 1 + math.prod(RELEASE.shape)
 
 
 def cifar10(
-    *, data_dir: Path | None = None, train_per_class: int | None = None, test_per_class: int | None = None
+    *,
+    data_dir: Path | None = None,
+    train_per_class: int | None = None,
+    test_per_class: int | None = None,
 ) -> Dataset:
     """CIFAR-10: 5000 images of each class in the pool and 1000 in the test set, or the first so many.
 
@@ -49,14 +63,20 @@ def cifar10(
     check_per_class(RELEASE, train_per_class=train_per_class, test_per_class=test_per_class)
     *batches, test_batch = find_files(RELEASE, data_dir)
     test = _read([test_batch], test_batch, "test_per_class", test_per_class)
-    pool = _read(batches, batches[0].with_name("data_batch_*.bin"), "train_per_class", train_per_class)
+    pool = _read(
+        batches, batches[0].with_name("data_batch_*.bin"), "train_per_class", train_per_class
+    )
     return Dataset(pool=pool, test=test, class_names=RELEASE.class_names)
 
 
 def _read(paths: list[Path], named: Path, parameter: str, per_class: int | None) -> Shard:
-    y = np.concatenate([np.empty(0, np.uint8), *(block[:, 0] for path in paths for block in _read_blocks(path))])
+    y = np.concatenate(
+        [np.empty(0, np.uint8), *(block[:, 0] for path in paths for block in _read_blocks(path))]
+    )
     images = (block[:, 1:] for path in paths for block in _read_blocks(path))
-    return select_per_class(RELEASE, y, images, per_class=per_class, parameter=parameter, labels=named, images=named)
+    return select_per_class(
+        RELEASE, y, images, per_class=per_class, parameter=parameter, labels=named, images=named
+    )
 
 
 def _read_blocks(path: Path) -> Iterator[NDArray[np.uint8]]:

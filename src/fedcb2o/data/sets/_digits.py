@@ -27,6 +27,8 @@ def digits(*, data_dir: Path | None = None, test_per_class: int = 24) -> Dataset
     y = torch.from_numpy(bunch.target).long()
     most = int(torch.bincount(y).min()) - 1
     if not 1 <= test_per_class <= most:
-        raise ConfigError(f"`test_per_class` of digits must be between 1 and {most}, got {test_per_class}")
+        raise ConfigError(
+            f"`test_per_class` of digits must be between 1 and {most}, got {test_per_class}"
+        )
     pool, test = hold_out(Shard(x, y), [test_per_class] * 10, stream(0, "digits", "test"))
     return Dataset(pool=pool, test=test, class_names=tuple(str(c) for c in range(10)))

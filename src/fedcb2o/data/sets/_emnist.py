@@ -18,7 +18,12 @@ RELEASE = Release(
     class_names=tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"),
     shape=(1, 28, 28),
     prefixes=("emnist-balanced-", "emnist47-"),
-    file_names=("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "test-images-idx3-ubyte", "test-labels-idx1-ubyte"),
+    file_names=(
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "test-images-idx3-ubyte",
+        "test-labels-idx1-ubyte",
+    ),
     optional_files=("emnist-balanced-mapping.txt",),
     url="https://biometrics.nist.gov/cs_links/EMNIST",
     md5={"gzip.zip": "58c8d27c78d21e728a6bc7b3cc06412e"},
@@ -26,7 +31,10 @@ RELEASE = Release(
 
 
 def emnist(
-    *, data_dir: Path | None = None, train_per_class: int | None = 900, test_per_class: int | None = 296
+    *,
+    data_dir: Path | None = None,
+    train_per_class: int | None = 900,
+    test_per_class: int | None = 296,
 ) -> Dataset:
     """EMNIST with the first `train_per_class` and `test_per_class` images of each class; None keeps all.
 
@@ -34,4 +42,10 @@ def emnist(
     with either set of files. The files lie in `data_dir`, or else in `default_folder(RELEASE)`. Raises DataError if
     one is missing, damaged or of another format, or if a class has too few images.
     """
-    return idx.read_dataset(RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class, transposed=True)
+    return idx.read_dataset(
+        RELEASE,
+        data_dir,
+        train_per_class=train_per_class,
+        test_per_class=test_per_class,
+        transposed=True,
+    )

@@ -29,7 +29,12 @@ RELEASE = Release(
     ),
     shape=(1, 28, 28),
     prefixes=("",),
-    file_names=("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+    file_names=(
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+    ),
     url="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
     md5={
         "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
@@ -43,7 +48,10 @@ RELEASE = Release(
 
 
 def fashion_mnist(
-    *, data_dir: Path | None = None, train_per_class: int | None = None, test_per_class: int | None = None
+    *,
+    data_dir: Path | None = None,
+    train_per_class: int | None = None,
+    test_per_class: int | None = None,
 ) -> Dataset:
     """Fashion-MNIST: 6000 images of each class in the pool and 1000 in the test set, or the first so many.
 
@@ -51,4 +59,6 @@ def fashion_mnist(
     `default_folder(RELEASE)`. Raises DataError if one is missing, damaged, MNIST's or of another format, or if a class
     has too few images.
     """
-    return idx.read_dataset(RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class)
+    return idx.read_dataset(
+        RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class
+    )

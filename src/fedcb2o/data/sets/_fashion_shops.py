@@ -40,7 +40,9 @@ def fashion_shops(
     sizes = draw.integers(fewest, most, size=shops, endpoint=True)
     whole = fashion_mnist(data_dir=data_dir, test_per_class=test_per_class)
     if (count := int(sizes.sum())) > len(whole.pool):
-        raise ConfigError(f"`shops` that need {count} photographs are too many: there are {len(whole.pool)}")
+        raise ConfigError(
+            f"`shops` that need {count} photographs are too many: there are {len(whole.pool)}"
+        )
     chosen = draw.permutation(len(whole.pool))[:count]
     owner = dirichlet(whole.pool.y.numpy()[chosen], sizes, draw, concentration=concentration)
     return dataset(

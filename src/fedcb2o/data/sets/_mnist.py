@@ -17,7 +17,12 @@ RELEASE = Release(
     class_names=tuple("0123456789"),
     shape=(1, 28, 28),
     prefixes=("",),
-    file_names=("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+    file_names=(
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+    ),
     url="https://ossci-datasets.s3.amazonaws.com/mnist",  # PyTorch's copy of the four files
     md5={
         "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -30,7 +35,10 @@ RELEASE = Release(
 
 
 def mnist(
-    *, data_dir: Path | None = None, train_per_class: int | None = None, test_per_class: int | None = None
+    *,
+    data_dir: Path | None = None,
+    train_per_class: int | None = None,
+    test_per_class: int | None = None,
 ) -> Dataset:
     """MNIST: 60,000 images in the pool and 10,000 in the test set, or the first so many of each class.
 
@@ -38,4 +46,6 @@ def mnist(
     in the test set. The files lie in `data_dir`, or else in `default_folder(RELEASE)`. Raises DataError if one is
     missing, damaged or of another format, or if a class has too few images.
     """
-    return idx.read_dataset(RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class)
+    return idx.read_dataset(
+        RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class
+    )

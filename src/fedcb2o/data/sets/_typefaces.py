@@ -35,9 +35,13 @@ def typefaces(*, fewest: int = 80, most: int = 400) -> Dataset:
     Those of 4 more typefaces, which nobody owns, test everybody: 60 each. Raises ConfigError for too few images.
     """
     if not 20 <= fewest <= most:
-        raise ConfigError(f"`fewest` of typefaces must be at least 20, and `most` no less, got {fewest} and {most}")
+        raise ConfigError(
+            f"`fewest` of typefaces must be at least 20, and `most` no less, got {fewest} and {most}"
+        )
     sizes = stream(0, "typefaces").integers(fewest, most, size=len(_OWNER_FACES), endpoint=True)
-    owned = {name: _render(name, int(count)) for name, count in zip(_OWNER_FACES, sizes, strict=True)}
+    owned = {
+        name: _render(name, int(count)) for name, count in zip(_OWNER_FACES, sizes, strict=True)
+    }
     common = [_render(name, 60) for name in _SHARED_TEST_FACES]
     test = tuple(np.concatenate(parts) for parts in zip(*common, strict=True))
     return datasets(owned, test=test, class_names=tuple("0123456789"))
@@ -48,16 +52,22 @@ def _render(face: str, count: int) -> tuple[NDArray[np.float32], NDArray[np.int6
     import matplotlib as mpl  # slow to import, and needed by nobody else here
     from PIL import Image, ImageDraw, ImageFont
 
-    path, draw = Path(mpl.get_data_path()) / "fonts" / "ttf" / f"{face}.ttf", stream(0, "typefaces", face)
+    path = Path(mpl.get_data_path()) / "fonts" / "ttf" / f"{face}.ttf"
+    draw = stream(0, "typefaces", face)
     fonts = {points: ImageFont.truetype(str(path), 4 * points) for points in (10, 11, 12, 13)}
     y = draw.integers(10, size=count)
     x = np.empty((count, 1, _IMAGE_SIDE, _IMAGE_SIDE), np.float32)
     for image, digit in zip(x, y, strict=True):
-        large = Image.new("L", (4 * _IMAGE_SIDE, 4 * _IMAGE_SIDE))  # drawn four times as large, for smooth edges
+        large = Image.new(
+            "L", (4 * _IMAGE_SIDE, 4 * _IMAGE_SIDE)
+        )  # drawn four times as large, for smooth edges
         where = tuple(2 * _IMAGE_SIDE + draw.integers(-5, 6, size=2))
         font = fonts[int(draw.integers(10, 14))]
         ImageDraw.Draw(large).text(where, str(digit), fill=255, font=font, anchor="mm")
         large = large.rotate(float(draw.uniform(-12, 12)), Image.Resampling.BILINEAR)
-        image[0] = np.asarray(large.resize((_IMAGE_SIDE, _IMAGE_SIDE), Image.Resampling.BOX), np.float32) / 255
+        image[0] = (
+            np.asarray(large.resize((_IMAGE_SIDE, _IMAGE_SIDE), Image.Resampling.BOX), np.float32)
+            / 255
+        )
     x += draw.normal(scale=_NOISE_STD, size=x.shape).astype(np.float32)
     return x.clip(0, 1), y

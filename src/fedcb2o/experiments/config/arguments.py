@@ -23,7 +23,9 @@ def check_path(name: str, value: Any) -> None:
 def check_callback(value: Any) -> None:
     """Raise ConfigError unless an argument is None or a function."""
     if not (value is None or callable(value)):
-        raise ConfigError(f"`watch` must be a function of (experiment, seed, line), got a {type(value).__name__}")
+        raise ConfigError(
+            f"`watch` must be a function of (experiment, seed, line), got a {type(value).__name__}"
+        )
 
 
 def check_address(value: Any) -> None:
@@ -38,7 +40,9 @@ def check_address(value: Any) -> None:
             "address auto, or HOST:PORT of its head"
         )
     host, _, port = value.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 2**16) or any(c.isspace() or c in "/?#@" for c in host):
+    if not (host and port.isdecimal() and 0 < int(port) < 2**16) or any(
+        c.isspace() or c in "/?#@" for c in host
+    ):
         raise ConfigError(
             f"{value!r} is no address of a cluster: these are local (Ray is started on this machine), auto (the "
             "cluster that it is in) and HOST:PORT of a head; --cluster alone, at the end, is local"

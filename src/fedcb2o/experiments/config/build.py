@@ -37,7 +37,9 @@ from fedcb2o.nn import architectures, batch_norm, memory_layout, parameters
 from fedcb2o.rng import stream
 
 
-def build_neighbours(experiment: Experiment, seed: int, cluster: Int[Tensor, " N"]) -> tuple[Tensor, ...] | None:
+def build_neighbours(
+    experiment: Experiment, seed: int, cluster: Int[Tensor, " N"]
+) -> tuple[Tensor, ...] | None:
     """Whom each agent may ask, where not everybody."""
     if experiment.agents.graph is None:
         return None
@@ -51,7 +53,10 @@ def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
     algorithm: algorithms.Algorithm = make()
     if (name := plugins.USER_FUNCTION.get(make)) is None:
         return algorithm
-    select, weigh = (plugins.wrap_user_function("algorithm", name, each) for each in (algorithm.select, algorithm.rule))
+    select, weigh = (
+        plugins.wrap_user_function("algorithm", name, each)
+        for each in (algorithm.select, algorithm.rule)
+    )
     return dataclasses.replace(algorithm, select=select, rule=weigh)
 
 
@@ -97,7 +102,8 @@ def imported_names(experiment: Experiment) -> list[str]:
 
 def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
     """A freshly initialised network for the data; raises ConfigError where it does not fit them."""
-    shape, name = list(dataset.pool.x.shape[1:]), plugins.label(experiment.model.name)
+    shape = list(dataset.pool.x.shape[1:])
+    name = plugins.label(experiment.model.name)
     if isinstance(experiment.model.name, nn.Module):
         raise ConfigError(
             "`model.name` must be a function (input_shape, num_classes) that makes the network, and is a network: "
@@ -108,7 +114,9 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     def made() -> nn.Module:
         module = make(shape, dataset.num_outputs)
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module")
+            raise ConfigError(
+                f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module"
+            )
         batch_norm.set_statistics_mode(module, experiment.model.buffers)
         return memory_layout.with_memory_format(module, experiment.layout or "contiguous")
 
@@ -124,7 +132,9 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
             outputs = module.eval()(features(x))
     except (Exception, SystemExit) as error:  # a user's network may fail in any way
         laid = ' with `layout` = "channels_last"' if experiment.layout == "channels_last" else ""
-        raise ConfigError(f"the model `{name}` cannot read samples of shape {tuple(shape)}{laid}: {error}") from error
+        raise ConfigError(
+            f"the model `{name}` cannot read samples of shape {tuple(shape)}{laid}: {error}"
+        ) from error
     if not (torch.equal(x, before[1]) and torch.equal(parameters.flatten(module), before[0])):
         raise ConfigError(
             f"the model `{name}` writes into the samples that it reads, or into its parameters, when it is evaluated, "
@@ -143,7 +153,9 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     if found[:axes] != expected or (dataset.class_names and len(found) != axes):
         got = found if isinstance(outputs, Tensor) else type(outputs).__name__
         told = f"{expected}" if dataset.class_names else f"({len(x)}, ...)"
-        raise ConfigError(f"the model `{name}` returned {got} for {expected[0]} samples, expected shape {told}")
+        raise ConfigError(
+            f"the model `{name}` returned {got} for {expected[0]} samples, expected shape {told}"
+        )
     _check_loss(experiment, outputs, dataset.pool.y[:2])
     return module
 
@@ -156,7 +168,8 @@ def _build_loss(experiment: Experiment) -> losses.Loss | None:
 
 def _check_loss(experiment: Experiment, outputs: Tensor, y: Tensor) -> None:
     """Raises ConfigError where the loss cannot compare what a network says of samples with what is so."""
-    part, loss = experiment.training.loss, _build_loss(experiment)
+    part = experiment.training.loss
+    loss = _build_loss(experiment)
     if part is None or loss is None:
         return
     try:
@@ -169,11 +182,16 @@ def _check_loss(experiment: Experiment, outputs: Tensor, y: Tensor) -> None:
 
 
 def init_models_(
-    theta: Float[Tensor, "a d"], experiment: Experiment, seed: int, dataset: Dataset, ids: Sequence[int]
+    theta: Float[Tensor, "a d"],
+    experiment: Experiment,
+    seed: int,
+    dataset: Dataset,
+    ids: Sequence[int],
 ) -> None:
     """Fill the rows of `theta` with the initial models theta_0^j of some agents: one for all agents, or each its own.
     Those of clusters, whose ids follow the agents', differ, but where each agent has them and all begin alike."""
-    independent, first = experiment.agents.initialisation == "independent", experiment.agents.num_agents
+    independent = experiment.agents.initialisation == "independent"
+    first = experiment.agents.num_agents
     clusters = build_algorithm(experiment).clusters
     theta[:] = parameters.flatten(build_module(experiment, seed, dataset))
     for row, j in enumerate(ids):
@@ -197,14 +215,16 @@ class PreparedSeed:
     @property
     def num_persistent_rows(self) -> int:
         """The rows of a pool that outlive a round: of the agents' models, then of those of clusters."""
-        clusters, agents = self.spec.algorithm.clusters, self.spec.num_agents
+        clusters = self.spec.algorithm.clusters
+        agents = self.spec.num_agents
         return agents + (0 if clusters is None else clusters.num_rows(agents))
 
     def scored_samples(self) -> Shard:
         """The samples that agents are scored on."""
         if self.experiment.evaluate_on == "test":
             return self.dataset.test
-        pool, chosen = shared_pool(self.experiment, self.dataset), self.population.tuning
+        pool = shared_pool(self.experiment, self.dataset)
+        chosen = self.population.tuning
         return Shard(pool.x[chosen], pool.y[chosen])
 
     def with_kernels(
@@ -232,9 +252,12 @@ class PreparedSeed:
 
     def build_agent_data(self, agents: Sequence[int], device: torch.device) -> AgentData:
         """What some agents, ascending, hold."""
-        population, attackers, ids = self.population, self.adversary, np.array(agents)
+        population = self.population
+        attackers = self.adversary
+        ids = np.array(agents)
         train, validation = (
-            Ragged.from_arrays([each[j].numpy() for j in agents]) for each in (population.train, population.validation)
+            Ragged.from_arrays([each[j].numpy() for j in agents])
+            for each in (population.train, population.validation)
         )
         return AgentData(
             agents=ids,
@@ -251,16 +274,22 @@ class PreparedSeed:
             **_owner_tests(population, self.dataset, agents),
         )
 
-    def build_layout(self, agents: Sequence[int], own_rows: Int[np.ndarray, " a"], num_persistent_rows: int) -> BufferLayout:
+    def build_layout(
+        self, agents: Sequence[int], own_rows: Int[np.ndarray, " a"], num_persistent_rows: int
+    ) -> BufferLayout:
         """Where in a pool the models of some agents lie, of which the first `kept` rows outlive a round."""
-        attack, before = self.adversary.attack, self.spec.algorithm.keeps_previous
+        attack = self.adversary.attack
+        before = self.spec.algorithm.keeps_previous
         each = attack.num_published(1, len(self.adversary.benign_ids))
-        return BufferLayout.create(own_rows, num_persistent_rows, self.adversary.malicious[np.array(agents)], each, before)
+        return BufferLayout.create(
+            own_rows, num_persistent_rows, self.adversary.malicious[np.array(agents)], each, before
+        )
 
     def build_agent_group(self, model_buffer: Float[Tensor, "rows d"]) -> AgentGroup:
         """All agents as one block."""
         everybody = range(self.spec.num_agents)
-        holdings, layout = self.build_agent_data(everybody, model_buffer.device), self.build_layout(everybody, np.array(everybody), self.num_persistent_rows)
+        holdings = self.build_agent_data(everybody, model_buffer.device)
+        layout = self.build_layout(everybody, np.array(everybody), self.num_persistent_rows)
         self.spec.module.to(model_buffer.device)  # what of it is in no row
         return AgentGroup(self.spec, holdings, self.adversary, layout, model_buffer)
 
@@ -270,7 +299,10 @@ def _owner_tests(population: Population, dataset: Dataset, agents: Sequence[int]
     if population.tests is None or dataset.owners is None:
         return {}
     common = np.flatnonzero(dataset.owners.test.numpy() < 0)
-    return {"tests": Ragged.from_arrays([population.tests[j].numpy() for j in agents]), "common": common}
+    return {
+        "tests": Ragged.from_arrays([population.tests[j].numpy() for j in agents]),
+        "common": common,
+    }
 
 
 def build_run_spec(
@@ -284,10 +316,14 @@ def build_run_spec(
     neighbours: tuple[Tensor, ...] | None,
 ) -> RunSpec:
     """The terms of an experiment for so many agents, whose samples look like a data set's."""
-    module, training = build_module(experiment, seed, dataset), _build_training(experiment)
+    module = build_module(experiment, seed, dataset)
+    training = _build_training(experiment)
     x = features(dataset.pool.x[:2])
-    several = experiment.together is not None or not devices.is_cpu(experiment.device)  # one program for any network
-    singles, apart = not batch_norm.rejects_single_sample(module, x[:1]), several and batch_norm.is_sample_independent(module, x)
+    several = experiment.together is not None or not devices.is_cpu(
+        experiment.device
+    )  # one program for any network
+    singles = not batch_norm.rejects_single_sample(module, x[:1])
+    apart = several and batch_norm.is_sample_independent(module, x)
     return RunSpec(
         seed=seed,
         num_agents=num_agents,
@@ -296,14 +332,18 @@ def build_run_spec(
         budget=experiment.agents.budget,
         model=plugins.label(experiment.model.name),
         module=module,
-        training=dataclasses.replace(training, accepts_single_sample=singles, is_sample_independent=apart),
+        training=dataclasses.replace(
+            training, accepts_single_sample=singles, is_sample_independent=apart
+        ),
         algorithm=build_algorithm(experiment),
         loss_average=experiment.agents.validation_loss,
         malicious_share=malicious_share,
         max_samples=max_samples,
         neighbours=neighbours,
         participation=experiment.agents.participation,
-        kernels=KernelConfig(experiment.linear or "torch", experiment.convolution or "grouped", experiment.together),
+        kernels=KernelConfig(
+            experiment.linear or "torch", experiment.convolution or "grouped", experiment.together
+        ),
     )
 
 
@@ -311,18 +351,24 @@ def _build_training(experiment: Experiment) -> Training:
     """How agents train."""
     training = experiment.training
     own = None if training.optimiser is None else training.optimiser.bind("optimiser", optimisers)
-    return Training(**training.model_dump(exclude={"optimiser", "loss"}), optimiser=own, loss=_build_loss(experiment))
+    return Training(
+        **training.model_dump(exclude={"optimiser", "loss"}),
+        optimiser=own,
+        loss=_build_loss(experiment),
+    )
 
 
 def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> PreparedSeed:
     """One seed of an experiment; raises ConfigError where it does not fit its data."""
-    agents, population = experiment.agents, build_population(experiment, seed, dataset)
+    agents = experiment.agents
+    population = build_population(experiment, seed, dataset)
     attackers = Adversary(
         attack=experiment.active_attack,
         malicious=population.malicious.numpy(),
         cluster=population.cluster.numpy(),
         num_clusters=population.num_clusters,
-        colludes=agents.malicious_role in ("attack", "clean") and build_algorithm(experiment).clusters is None,
+        colludes=agents.malicious_role in ("attack", "clean")
+        and build_algorithm(experiment).clusters is None,
         averages_own_model=agents.colluders_own_model,
         trigger=backdoor_trigger(experiment),
     )
@@ -338,15 +384,23 @@ def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepare
     prepared = PreparedSeed(experiment, seed, dataset, population, terms, attackers)
     _check_scored_samples(experiment, prepared.scored_samples())
     _check_batches(prepared)
-    if (trigger := attackers.trigger) is not None:  # raises here, before a run begins, where samples cannot bear it
-        apply_sample_transform(plugins.display_name("trigger", trigger), trigger, Shard(dataset.test.x[:1], dataset.test.y[:1]))
+    if (
+        trigger := attackers.trigger
+    ) is not None:  # raises here, before a run begins, where samples cannot bear it
+        apply_sample_transform(
+            plugins.display_name("trigger", trigger),
+            trigger,
+            Shard(dataset.test.x[:1], dataset.test.y[:1]),
+        )
     return prepared
 
 
 def _check_scored_samples(experiment: Experiment, test: Shard) -> None:
     """Raises ConfigError where there is nothing to score on."""
     if not len(test):
-        raise ConfigError('`evaluate_on` = "tuning" needs pool samples that no agent holds, and there is none')
+        raise ConfigError(
+            '`evaluate_on` = "tuning" needs pool samples that no agent holds, and there is none'
+        )
     for source in attack_goal(experiment).sources:
         if not torch.eq(test.y, source).any():
             raise ConfigError(
@@ -371,16 +425,22 @@ def _check_batches(prepared: PreparedSeed) -> None:
             )
 
 
-def tensor_specs(dataset: Dataset, num_models: int, dim: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def tensor_specs(
+    dataset: Dataset, num_models: int, dim: int
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The tensors that the processes of a run share: the models, in rows of whole cache lines, and the data."""
     tensors = {name: (t.dtype, tuple(t.shape)) for name, t in dataset_tensors(dataset).items()}
     return {"models": (torch.float32, (num_models, parameters.row_stride(dim))), **tensors}
 
 
-def build_full_group(experiment: Experiment, seed: int, names: DatasetNames, dim: int, tensors: dict[str, Tensor]) -> AgentGroup:
+def build_full_group(
+    experiment: Experiment, seed: int, names: DatasetNames, dim: int, tensors: dict[str, Tensor]
+) -> AgentGroup:
     """The block of all agents of one seed, from the tensors that its processes share. Where the models lie on another
     device than the CPU, so do the samples."""
-    return prepare_seed(experiment, seed, dataset_from_tensors(names, tensors)).build_agent_group(tensors["models"][:, :dim])
+    return prepare_seed(experiment, seed, dataset_from_tensors(names, tensors)).build_agent_group(
+        tensors["models"][:, :dim]
+    )
 
 
 def build_group(
@@ -391,14 +451,14 @@ def build_group(
     agents: Sequence[int],
 ) -> AgentGroup:
     """The block of some agents of one seed, from the tensors of the data set, and a pool that has no rows yet."""
-    prepared, device = (
-        prepare_seed(experiment, seed, dataset_from_tensors(names, tensors)),
-        devices.resolve_device(experiment.device),
-    )
+    prepared = prepare_seed(experiment, seed, dataset_from_tensors(names, tensors))
+    device = devices.resolve_device(experiment.device)
     layout = prepared.build_layout(agents, np.arange(len(agents)), len(agents))
     pool = torch.zeros(0, prepared.spec.dim, device=device)
     prepared.spec.module.to(device)
-    return AgentGroup(prepared.spec, prepared.build_agent_data(agents, device), prepared.adversary, layout, pool)
+    return AgentGroup(
+        prepared.spec, prepared.build_agent_data(agents, device), prepared.adversary, layout, pool
+    )
 
 
 def init_models_from_tensors_(

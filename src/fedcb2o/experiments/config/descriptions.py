@@ -17,11 +17,16 @@ def described() -> dict[str, str]:
     others they are the parameters of algorithms.
     """
     found: dict[str, str] = {}
-    section, columns = "", False
+    section = ""
+    columns = False
     for line in _page().splitlines():
         if line.startswith("#"):
             section = line.strip("# ")
-        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")] if line.startswith("|") else []
+        cells = (
+            [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+            if line.startswith("|")
+            else []
+        )
         columns = bool(cells) and (columns or cells[0] == "key")
         if columns and cells[0].startswith("`"):
             prefix = "" if section == "Keys" else "algorithm."

@@ -20,7 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fedcb2o import plugins
 from fedcb2o.data import sets, skews
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config.tables import apply_changes, preset, read_table, resolve_extends, to_plain
+from fedcb2o.experiments.config.tables import (
+    apply_changes,
+    preset,
+    read_table,
+    resolve_extends,
+    to_plain,
+)
 from fedcb2o.federated import algorithms, attacks, losses, metrics, optimisers, topology
 from fedcb2o.federated.local_update import Precision
 from fedcb2o.federated.run_spec import ConvolutionKernel, LinearKernel
@@ -91,13 +97,21 @@ class AttackSection(Component):
 
     def build(self) -> Attack:
         """The attack, its parameters checked; raises ConfigError where its parts do not fit together."""
-        threat, name, data = _threat_of(self), plugins.label(self.name), self.data
+        threat = _threat_of(self)
+        name = plugins.label(self.name)
+        data = self.data
         function = self.bind("attack", attacks)
         poison = None if data is None else data.bind("attack", attacks)
-        since: dict[str, Any] = {"from_round": self.from_round, "sybils": self.sybils, "claimed_samples": self.claims}
+        since: dict[str, Any] = {
+            "from_round": self.from_round,
+            "sybils": self.sybils,
+            "claimed_samples": self.claims,
+        }
         if threat is None:
             if data is not None:
-                raise ConfigError(f"`attack.data` goes with an attack on models, and `{name}` is one on data itself")
+                raise ConfigError(
+                    f"`attack.data` goes with an attack on models, and `{name}` is one on data itself"
+                )
             if next(iter(inspect.signature(function).parameters), None) == "view":
                 raise ConfigError(
                     f"the attack `{name}` does not declare what it knows: write @fedcb2o.knows(), with "
@@ -118,7 +132,11 @@ class AttackSection(Component):
     def with_defaults(self, kind: str, room: Any) -> dict[str, Any]:
         """The function's name and all of its keyword arguments, defaults among them, with `data` and `from_round`."""
         data = {} if self.data is None else {"data": self.data.with_defaults(kind, room)}
-        start = {key: value for key in ("from_round", "sybils", "claims") if (value := getattr(self, key))}
+        start = {
+            key: value
+            for key in ("from_round", "sybils", "claims")
+            if (value := getattr(self, key))
+        }
         return {**super().with_defaults(kind, room), **data, **start}
 
 
@@ -196,7 +214,11 @@ class AgentsSection(Section):
         """The attackers' share, which rules that assume one are told: that of those who might attack."""
         if self.malicious_role == "removed":
             return 0.0
-        return self.malicious / (self.benign + self.malicious) if self.assumed_share is None else self.assumed_share
+        return (
+            self.malicious / (self.benign + self.malicious)
+            if self.assumed_share is None
+            else self.assumed_share
+        )
 
     @field_validator("graph", "skew", mode="before")
     @classmethod
@@ -229,7 +251,11 @@ class Experiment(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     title: str = ""
     description: str = ""
-    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1, strict=False)] = (0, 1, 2)  # a list will do
+    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1, strict=False)] = (
+        0,
+        1,
+        2,
+    )  # a list will do
     rounds: PositiveInt
     evaluate_every: PositiveInt = 1
     checkpoint_every: PositiveInt = 1
@@ -250,7 +276,11 @@ class Experiment(Section):
     @field_validator("metrics", mode="before")
     @classmethod
     def _as_components(cls, metrics: Any) -> Any:
-        return [as_component(each) for each in metrics] if isinstance(metrics, list | tuple) else metrics
+        return (
+            [as_component(each) for each in metrics]
+            if isinstance(metrics, list | tuple)
+            else metrics
+        )
 
     @field_validator("device")
     @classmethod
@@ -287,9 +317,15 @@ class Experiment(Section):
         self.user_metrics()
         algorithm = self.algorithm.bind("algorithm", algorithms)()
         if not isinstance(algorithm, algorithms.Algorithm):
-            raise ValueError(f"the algorithm returned a {type(algorithm).__name__}, expected an Algorithm")
+            raise ValueError(
+                f"the algorithm returned a {type(algorithm).__name__}, expected an Algorithm"
+            )
         factor = algorithm.factor(self.training.gamma)
-        if algorithm.needs_losses and self.agents.malicious and self.agents.malicious_role == "benign":
+        if (
+            algorithm.needs_losses
+            and self.agents.malicious
+            and self.agents.malicious_role == "benign"
+        ):
             raise ValueError(
                 'malicious agents with `agents.malicious_role` = "benign" hold no validation data, so the algorithm '
                 'must be one that judges nothing, such as dfedavgm; "clean" and "removed" go with every algorithm'
@@ -327,15 +363,20 @@ class Experiment(Section):
         """What is computed of each confusion matrix beside the paper's metrics, by the names of the functions."""
         found: dict[str, Callable[..., Any]] = {}
         for each in self.metrics or ():
-            name, metric = metric_name(plugins.label(each.name)), each.bind("metric", metrics)
+            name = metric_name(plugins.label(each.name))
+            metric = each.bind("metric", metrics)
             if name in (*RESERVED_COLUMNS, *found):
-                raise ConfigError(f"`metrics` has one called `{name}`, as another column of the records: rename it")
+                raise ConfigError(
+                    f"`metrics` has one called `{name}`, as another column of the records: rename it"
+                )
             found[name] = metric
         return found
 
     def fingerprint(self, seed: int) -> str:
         """What a checkpoint of one seed belongs to: every setting that its state depends on."""
-        return json.dumps({"seed": seed, **result_settings(self.settings())}, sort_keys=True, default=str)
+        return json.dumps(
+            {"seed": seed, **result_settings(self.settings())}, sort_keys=True, default=str
+        )
 
     @property
     def attacked(self) -> bool:
@@ -352,9 +393,12 @@ class Experiment(Section):
         """N + P: a model for each agent, and those that attackers craft; N more where what each began with is kept, and
         those of clusters."""
         agents = self.agents
-        malicious, benign = agents.num_clusters * agents.malicious, agents.num_clusters * agents.benign
+        malicious = agents.num_clusters * agents.malicious
+        benign = agents.num_clusters * agents.benign
         algorithm: algorithms.Algorithm = self.algorithm.bind("algorithm", algorithms)()
-        kept = algorithm.clusters.num_rows(agents.num_agents) if algorithm.clusters is not None else 0
+        kept = (
+            algorithm.clusters.num_rows(agents.num_agents) if algorithm.clusters is not None else 0
+        )
         kept += agents.num_agents if algorithm.keeps_previous else 0
         return agents.num_agents + self.active_attack.num_published(malicious, benign) + kept
 
@@ -369,22 +413,30 @@ class Experiment(Section):
         return self.model_copy(update={**names, "agents": agents})
 
 
-def load(source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[str, Any] | None = None) -> Experiment:
+def load(
+    source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[str, Any] | None = None
+) -> Experiment:
     """An experiment from a preset's name, a TOML file or a mapping, with some keys changed ("algorithm.alpha": 2).
 
     Raises ConfigError with one line that names what is wrong and the nearest right thing.
     """
     if not isinstance(source, str | Path | Mapping | Experiment):
         told = f"got {_short_repr(source)}"
-        raise ConfigError(f"an experiment is a preset's name, a file FILE.toml, a mapping or an Experiment, {told}")
+        raise ConfigError(
+            f"an experiment is a preset's name, a file FILE.toml, a mapping or an Experiment, {told}"
+        )
     if isinstance(source, Experiment):
-        table, where = source.model_dump(exclude_unset=True), f"experiment `{source.name}`"
+        table = source.model_dump(exclude_unset=True)
+        where = f"experiment `{source.name}`"
     elif isinstance(source, Mapping):
-        table, where = resolve_extends(dict(source)), "the experiment"
+        table = resolve_extends(dict(source))
+        where = "the experiment"
     elif str(source).endswith(".toml"):
-        table, where = read_table(Path(source)), str(source)
+        table = read_table(Path(source))
+        where = str(source)
     else:
-        table, where = preset(str(source)), f"preset `{source}`"
+        table = preset(str(source))
+        where = f"preset `{source}`"
     table = apply_changes(table, changes or {}, where)
     if changes:
         where += " with changes"
@@ -392,7 +444,9 @@ def load(source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[s
     try:
         return Experiment.model_validate(table)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {describe_error(error, table)}") from None  # which says no more, at length
+        raise ConfigError(
+            f"{where}: {describe_error(error, table)}"
+        ) from None  # which says no more, at length
 
 
 def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
@@ -410,11 +464,19 @@ def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
         return str(problem["ctx"]["error"])
     got = _short_repr(problem["input"])
     if problem["type"] == "model_type":
-        own = ' (a function of your own: {"name": function})' if key in ("data", "model", "algorithm", "attack") else ""
+        own = (
+            ' (a function of your own: {"name": function})'
+            if key in ("data", "model", "algorithm", "attack")
+            else ""
+        )
         return f"`{key}` must be a section, with keys of its own{own}, got {got}"
     if place[-1:] == ["name"] and len(place) > 1:
         return f'`{key}` must be the name of a function, "package.module:function", or in Python a function, got {got}'
-    told = (problem["msg"][0].lower() + problem["msg"][1:]).replace("tuple", "list").replace("dictionary", "table")
+    told = (
+        (problem["msg"][0].lower() + problem["msg"][1:])
+        .replace("tuple", "list")
+        .replace("dictionary", "table")
+    )
     shown = f", got {got}" if not isinstance(problem["input"], Mapping) else ""
     return f"`{key}`: {told}{shown}"
 
@@ -433,7 +495,9 @@ def _suggest_key(place: Sequence[str], table: Mapping[str, Any]) -> str:
     for section, part in (("agents", AgentsSection), ("training", TrainingSection)):
         keys += [f"{section}.{name}" for name in part.model_fields]
     for section, kind, room in COMPONENT_SECTIONS:
-        with contextlib.suppress(ConfigError, KeyError, TypeError):  # what is wrong with it is not asked here
+        with contextlib.suppress(
+            ConfigError, KeyError, TypeError
+        ):  # what is wrong with it is not asked here
             function = plugins.resolve(kind, table[section]["name"], room)
             keys += [f"{section}.{name}" for name in plugins.parameters(function)]
     return plugins.did_you_mean(place[-1], keys)

@@ -18,13 +18,21 @@ def to_plain(value: Any) -> Any:
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
-    return plugins.label(value) if callable(value) else value.tolist() if hasattr(value, "tolist") else value
+    return (
+        plugins.label(value)
+        if callable(value)
+        else value.tolist()
+        if hasattr(value, "tolist")
+        else value
+    )
 
 
 def presets() -> dict[str, str]:
     """The presets' names and what each is, a line each."""
     folder = resources.files("fedcb2o.experiments") / "presets"
-    names = sorted(path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml"))
+    names = sorted(
+        path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml")
+    )
     return {name: str(preset(name).get("description", "")) for name in names}
 
 
@@ -56,7 +64,9 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         table = records.read_toml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     return resolve_extends({"name": path.stem, **table})
 
 
@@ -65,7 +75,11 @@ def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
     name = table.pop("extends", None)
     if name is None:
         return table
-    base = {key: value for key, value in preset(str(name)).items() if key not in ("name", "title", "description")}
+    base = {
+        key: value
+        for key, value in preset(str(name)).items()
+        if key not in ("name", "title", "description")
+    }
     return {**base, **{key: merge(base.get(key), value) for key, value in table.items()}}
 
 
@@ -105,6 +119,9 @@ def parse_value(text: str) -> Any:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits, lists in lists in lists
         raise ConfigError(f"--set cannot read the value {text[:40]} ...: {error}") from error
     return table["value"] if len(table) == 1 else text

@@ -5,4 +5,4 @@ from fedcb2o.experiments.grid.eta import GridProgress
 from fedcb2o.experiments.grid.grid_runner import GridResult, bench
 from fedcb2o.experiments.grid.loading import grids, load_grid
 
-__all__ = ["GridResult", "Cell", "Grid", "GridProgress", "bench", "grids", "load_grid"]
+__all__ = ["Cell", "Grid", "GridProgress", "GridResult", "bench", "grids", "load_grid"]

@@ -24,7 +24,11 @@ def read_choices(folder: Path, plan: Grid) -> _Choices:
     path = folder / _FILE
     lines = records.read_json_with_checksum(path)["choices"] if path.exists() else []
     there = {(line["setting"], line["defence"], line["attack"]): line for line in lines}
-    found = {key: there[key] for key in (plan.strength_key(probe.key) for probe in plan.probes()) if key in there}
+    found = {
+        key: there[key]
+        for key in (plan.strength_key(probe.key) for probe in plan.probes())
+        if key in there
+    }
     for key, choice in found.items():
         if choice["asked"] != _question(plan, key):
             raise RunError(
@@ -39,7 +43,9 @@ def worst_strengths(choices: Mapping[StrengthKey, Mapping[str, Any]]) -> dict[St
     return {key: choice["worst"] for key, choice in choices.items()}
 
 
-def choose(folder: Path, plan: Grid, choices: _Choices, errors: Mapping[str, str]) -> dict[StrengthKey, str]:
+def choose(
+    folder: Path, plan: Grid, choices: _Choices, errors: Mapping[str, str]
+) -> dict[StrengthKey, str]:
     """Choose a strength for all that is not in `frozen` yet, and write it down; why there is none where all failed.
 
     What counts is the attack success rate where an attack has a target, else the accuracy, as a mean over seeds. Of
@@ -52,7 +58,9 @@ def choose(folder: Path, plan: Grid, choices: _Choices, errors: Mapping[str, str
             continue
         tried.setdefault(key, [])
         if probe.folder in errors:
-            failed[key] = f"it could be run at no strength; {probe.key.title}: {errors[probe.folder]}"
+            failed[key] = (
+                f"it could be run at no strength; {probe.key.title}: {errors[probe.folder]}"
+            )
             tried[key].append({"harm": None})
         else:
             tried[key].append(_measure_harm(folder / probe.folder, probe.experiment.seeds))
@@ -63,7 +71,9 @@ def choose(folder: Path, plan: Grid, choices: _Choices, errors: Mapping[str, str
             where = dict(zip(("setting", "defence", "attack"), key, strict=True))
             choices[key] = {**where, "worst": first, "tried": found, "asked": _question(plan, key)}
     if tried:
-        records.write_json_with_checksum(folder / _FILE, {"choices": [choices[key] for key in sorted(choices)]})
+        records.write_json_with_checksum(
+            folder / _FILE, {"choices": [choices[key] for key in sorted(choices)]}
+        )
     return failed
 
 
@@ -78,6 +88,12 @@ def _question(plan: Grid, key: StrengthKey) -> dict[str, Any]:
 def _measure_harm(folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
     """The harm that a strength does, and what it is by: accuracy and attack success rate of each seed."""
     found = seed_summaries(folder, seeds)
-    accuracy, rate = ([each[name] for each in found] for name in ("accuracy", "attack_success_rate"))
+    accuracy, rate = (
+        [each[name] for each in found] for name in ("accuracy", "attack_success_rate")
+    )
     harm = 1 - fmean(accuracy) if None in rate else fmean(rate)
-    return {"harm": harm, "accuracy": accuracy, "attack_success_rate": None if None in rate else rate}
+    return {
+        "harm": harm,
+        "accuracy": accuracy,
+        "attack_success_rate": None if None in rate else rate,
+    }

@@ -24,7 +24,12 @@ def baseline_table(experiment: Experiment, role: BaselineRole) -> Changes:
     agents = experiment.agents.model_copy(update={"malicious_role": role})
     left = {"malicious_role": role, "budget": min(agents.budget, max(1, agents.num_agents - 1))}
     aim = {"attack": goal_of_attack(experiment)}
-    return {**table, "name": "floor", "agents": {**table["agents"], **left}, **(aim if aim["attack"] else {})}
+    return {
+        **table,
+        "name": "floor",
+        "agents": {**table["agents"], **left},
+        **(aim if aim["attack"] else {}),
+    }
 
 
 def goal_of_attack(experiment: Experiment) -> Changes | None:
@@ -35,7 +40,8 @@ def goal_of_attack(experiment: Experiment) -> Changes | None:
     poison = None if experiment.attack is None else experiment.attack.data_attack
     if poison is None:
         return None
-    aim, trigger = attack_goal(experiment), backdoor_trigger(experiment)
+    aim = attack_goal(experiment)
+    trigger = backdoor_trigger(experiment)
     pairs = [list(pair) for pair in zip(aim.sources, aim.targets, strict=False)]
     if trigger is None and pairs:
         one = {"name": "label_flip", "source": pairs[0][0], "target": pairs[0][1]}
@@ -45,4 +51,6 @@ def goal_of_attack(experiment: Experiment) -> Changes | None:
     known = plugins.parameters(plugins.resolve("attack", poison.name, attacks))
     shown = {key for key, parameter in known.items() if parameter.default is parameter.empty}
     shown |= {"name", "source", "target", *(plugins.parameters(trigger) if trigger else ())}
-    return {key: value for key, value in poison.with_defaults("attack", attacks).items() if key in shown}
+    return {
+        key: value for key, value in poison.with_defaults("attack", attacks).items() if key in shown
+    }

@@ -23,7 +23,9 @@ from fedcb2o.experiments.config.settings import Experiment, NonNegativeInt, Sect
 from fedcb2o.experiments.grid.baseline import BASELINE_ROLES, Changes, baseline_table
 from fedcb2o.records import result_settings
 
-CELL_KEYS = [key for key in Experiment.model_fields if key not in ("name", "title", "description", "seeds")]
+CELL_KEYS = [
+    key for key in Experiment.model_fields if key not in ("name", "title", "description", "seeds")
+]
 """What an entry of an axis may change: seeds are shared, so that all cells are paired by them."""
 
 StrengthKey = tuple[str, str, str]
@@ -71,11 +73,15 @@ class Grid(Section):
     adversary: AdversarySection | None = None
     shared: Changes
     added_candidates: dict[str, list[Changes]] = Field(default_factory=dict)
-    _cache: dict[str, Experiment] = PrivateAttr(default_factory=dict)  # a grid asks for the same ones again and again
+    _cache: dict[str, Experiment] = PrivateAttr(
+        default_factory=dict
+    )  # a grid asks for the same ones again and again
 
     def to_table(self) -> dict[str, Any]:
         """The grid as plain values, its preset worked in: what `grid.toml` holds."""
-        whole = self.model_dump(exclude={"shared", "widened"}, exclude_none=True, exclude_defaults=True)
+        whole = self.model_dump(
+            exclude={"shared", "widened"}, exclude_none=True, exclude_defaults=True
+        )
         return tables.to_plain({**whole, **self.shared, "seeds": self.seeds})  # type: ignore[no-any-return]
 
     @property
@@ -90,15 +96,25 @@ class Grid(Section):
     @property
     def candidates(self) -> dict[str, list[Changes]]:
         """The candidates of each tuned defence: those of the file, then those that were added."""
-        given = {name: changes["tune"] for name, changes in self.defences.items() if "tune" in changes}
+        given = {
+            name: changes["tune"] for name, changes in self.defences.items() if "tune" in changes
+        }
         return {name: [*tune, *self.added_candidates.get(name, [])] for name, tune in given.items()}
 
     @property
     def strengths(self) -> dict[str, list[Changes]]:
         """The strengths of each attack that has several."""
-        return {name: changes["strengths"] for name, changes in self.attacks.items() if "strengths" in changes}
+        return {
+            name: changes["strengths"]
+            for name, changes in self.attacks.items()
+            if "strengths" in changes
+        }
 
-    def cells(self, candidates: Mapping[str, int] | None = None, strengths: Mapping[StrengthKey, int] | None = None) -> list["Cell"]:
+    def cells(
+        self,
+        candidates: Mapping[str, int] | None = None,
+        strengths: Mapping[StrengthKey, int] | None = None,
+    ) -> list["Cell"]:
         """Every attacked cell with, before the first that needs them, its floors; tuned defences at the candidate
         chosen, attacks at their `worst` strength in that setting against that defence.
 
@@ -109,16 +125,25 @@ class Grid(Section):
         for setting in self.settings or [""]:
             for defence in self.defences:
                 for attack in self.attacks:
-                    place, floor = CellKey(setting, defence, attack), None
+                    place = CellKey(setting, defence, attack)
+                    floor = None
                     strength = (strengths or {}).get(self.strength_key(place))
-                    experiment = self.experiment(setting, defence, attack, (candidates or {}).get(defence), strength)
+                    experiment = self.experiment(
+                        setting, defence, attack, (candidates or {}).get(defence), strength
+                    )
                     if experiment.attacked:
-                        floor = _digest(self._load(baseline_table(self.experiment(setting, defence, attack), "clean")))
+                        floor = _digest(
+                            self._load(
+                                baseline_table(self.experiment(setting, defence, attack), "clean")
+                            )
+                        )
                         for role in BASELINE_ROLES:
                             below = CellKey(setting, defence, None, baseline_of=f"{attack}, {role}")
                             folder = "/".join([role, *below.slugs[:-1], floor])
                             if folder not in found:
-                                calm = _with_name(self._load(baseline_table(experiment, role)), below)
+                                calm = _with_name(
+                                    self._load(baseline_table(experiment, role)), below
+                                )
                                 found[folder] = Cell(role, below, folder, calm)
                     folder = "/".join(["cells", *place.slugs])
                     found[folder] = Cell("cell", place, folder, experiment, floor)
@@ -127,7 +152,9 @@ class Grid(Section):
     def trials(self) -> list["Cell"]:
         """Every run that the choice among candidates needs: each candidate against each of the tuning's attacks."""
         return [
-            Cell("tuning", place, "/".join(["tuning", *place.slugs]), self._tuning_experiment(place))
+            Cell(
+                "tuning", place, "/".join(["tuning", *place.slugs]), self._tuning_experiment(place)
+            )
             for defence, candidates in self.candidates.items()
             for number in range(len(candidates))
             for attack in self.tuning_attacks
@@ -145,9 +172,15 @@ class Grid(Section):
         for setting, defence, attack in product(settings, self.defences, self.strengths):
             for number in range(len(self.strengths[attack])):
                 place = CellKey(setting, defence, attack, strength=number)
-                parts = self._layers(replace(place, candidate=(candidates or {}).get(defence)), self.attacks)
+                parts = self._layers(
+                    replace(place, candidate=(candidates or {}).get(defence)), self.attacks
+                )
                 folder = "/".join(["strengths", *place.slugs])
-                found.append(Cell("tuning", place, folder, _with_name(self._merge_layers(parts, last), place)))
+                found.append(
+                    Cell(
+                        "tuning", place, folder, _with_name(self._merge_layers(parts, last), place)
+                    )
+                )
         return found
 
     def strength_key(self, key: "CellKey") -> StrengthKey:
@@ -180,29 +213,43 @@ class Grid(Section):
         return _with_name(self._merge_layers(self._layers(place, self.tuning_attacks), last), place)
 
     def experiment(
-        self, setting: str, defence: str, attack: str, candidate: int | None = None, strength: int | None = None
+        self,
+        setting: str,
+        defence: str,
+        attack: str,
+        candidate: int | None = None,
+        strength: int | None = None,
     ) -> Experiment:
         """The experiment of one cell; raises ConfigError that says which entries of the grid it comes from."""
         place = CellKey(setting, defence, attack, candidate, strength)
-        made = self._merge_layers(self._layers(place, self.attacks), {"seeds": self.seeds_of(defence)})
+        made = self._merge_layers(
+            self._layers(place, self.attacks), {"seeds": self.seeds_of(defence)}
+        )
         return _with_name(made, CellKey(setting, defence, attack))
 
     def _layers(self, place: "CellKey", attacks: Mapping[str, Changes]) -> dict[str, Changes]:
         """The changes that make a run, in their order, each under the name by which a message knows it."""
-        setting, defence, attack, candidate = place.setting, place.defence, str(place.attack), place.candidate
+        setting = place.setting
+        defence = place.defence
+        attack = str(place.attack)
+        candidate = place.candidate
         parts = {f"setting `{setting}`": self.settings[setting]} if setting else {}
         parts[f"defence `{defence}`"] = _changes_of_entry("defences", self.defences[defence])
         if candidate is not None:
             parts[f"candidate {candidate + 1} of `{defence}`"] = self.candidates[defence][candidate]
         parts[f"attack `{attack}`"] = _changes_of_entry("attacks", attacks[attack])
         if place.strength is not None:
-            parts[f"strength {place.strength + 1} of `{attack}`"] = self.strengths[attack][place.strength]
+            parts[f"strength {place.strength + 1} of `{attack}`"] = self.strengths[attack][
+                place.strength
+            ]
         return parts
 
     def _merge_layers(self, layers: Mapping[str, Changes], final: Changes) -> Experiment:
         def merged(without: str | None = None) -> Changes:
             chosen = [changes for part, changes in layers.items() if part != without]
-            return functools.reduce(_merge_changes, [*chosen, final], {"name": "cell", **self.shared})
+            return functools.reduce(
+                _merge_changes, [*chosen, final], {"name": "cell", **self.shared}
+            )
 
         def fault(without: str | None = None) -> str:
             try:
@@ -213,7 +260,9 @@ class Grid(Section):
 
         if told := fault():
             without = {part: fault(part) for part in layers}
-            blamed = [part for part in layers if not without[part]] or [part for part in layers if without[part] != told]
+            blamed = [part for part in layers if not without[part]] or [
+                part for part in layers if without[part] != told
+            ]
             raise ConfigError(f"{' and '.join(blamed) or 'what all cells share'}: {told}")
         return self._load(merged())
 
@@ -243,7 +292,9 @@ class CellKey:
     @property
     def slugs(self) -> list[str]:
         """The parts of its folder and of its experiment's name."""
-        candidate, strength = ([] if n is None else [str(n + 1)] for n in (self.candidate, self.strength))
+        candidate, strength = (
+            [] if n is None else [str(n + 1)] for n in (self.candidate, self.strength)
+        )
         where = map(slugify, filter(None, [self.setting, self.defence]))
         return [*where, *candidate, slugify(self.attack or "no attack"), *strength]
 

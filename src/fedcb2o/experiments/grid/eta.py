@@ -61,11 +61,14 @@ class TimeEstimate:
         """Seconds until the last cell will have ended; None where nothing is known."""
         if not self.seconds:
             return None
-        usual, now = fmean(seconds for each in self.seconds.values() for seconds in each), time.monotonic()
+        usual = fmean(seconds for each in self.seconds.values() for seconds in each)
+        now = time.monotonic()
         left = []
         for folder, (cell, seeds) in self.pending.items():
             cost = seeds * (self.seed_seconds(cell) or usual)
-            left.append(max(cost - (now - self.started[folder]), 0.0) if folder in self.started else cost)
+            left.append(
+                max(cost - (now - self.started[folder]), 0.0) if folder in self.started else cost
+            )
         return max([sum(left) / self.jobs, *left])
 
 
@@ -76,7 +79,8 @@ class GridProgress:
         self.console = console or Console(stderr=True)
         self.total = self.done = 0
         self._started = time.monotonic()
-        whole, cut = Column(min_width=9, no_wrap=True), Column(no_wrap=True, overflow="ellipsis")
+        whole = Column(min_width=9, no_wrap=True)
+        cut = Column(no_wrap=True, overflow="ellipsis")
         self._bar = Progress(
             BarColumn(bar_width=12, table_column=Column(min_width=12)),
             TextColumn("{task.completed}/{task.total} cells", table_column=whole),
@@ -96,7 +100,8 @@ class GridProgress:
 
     def start(self, total: int, done: int) -> None:
         """So many cells there are, and so many of them were done before."""
-        self.total, self.done = total, done
+        self.total = total
+        self.done = done
         self._bar.update(self._task, total=total, completed=done)
         if done and not self.console.is_terminal:
             self._print(f"{done} of {total} cells were done before")
@@ -109,9 +114,13 @@ class GridProgress:
     def refresh(self, remaining: float | None, running: Sequence[Cell]) -> None:
         """Show what is at hand, on a terminal."""
         names = "; ".join(cell.key.title for cell in running)
-        self._bar.update(self._task, told=": ".join(filter(None, [_format_remaining(remaining), names])))
+        self._bar.update(
+            self._task, told=": ".join(filter(None, [_format_remaining(remaining), names]))
+        )
 
-    def finish(self, cell: Cell, seconds: float, error: str | None, remaining: float | None) -> None:
+    def finish(
+        self, cell: Cell, seconds: float, error: str | None, remaining: float | None
+    ) -> None:
         """Show that a cell has ended after `seconds`, or failed."""
         self.done += error is None
         self._bar.update(self._task, completed=self.done)
@@ -119,7 +128,15 @@ class GridProgress:
             self._print(f"{cell.key.title} failed: {error}")
         elif not self.console.is_terminal:
             elapsed = format_duration(time.monotonic() - self._started)
-            so_far = ", ".join(filter(None, [f"{self.done} of {self.total} cells in {elapsed}", _format_remaining(remaining)]))
+            so_far = ", ".join(
+                filter(
+                    None,
+                    [
+                        f"{self.done} of {self.total} cells in {elapsed}",
+                        _format_remaining(remaining),
+                    ],
+                )
+            )
             self._print(f"{so_far}: {cell.key.title} took {format_duration(seconds)}")
 
     def _print(self, line: str) -> None:

@@ -92,14 +92,20 @@ def bench(
         frozen = tuning.read_choices(folder, plan)
         plan = tuning.with_added_candidates(plan, frozen)
         worst = attack_strength.read_choices(folder, plan)
-        trials, probes = plan.trials(), plan.probes(tuning.best_candidates(frozen))
+        trials = plan.trials()
+        probes = plan.probes(tuning.best_candidates(frozen))
         cells = plan.cells(tuning.best_candidates(frozen), attack_strength.worst_strengths(worst))
         _open_grid(folder, plan, frozen, worst, [*trials, *probes, *cells], resume)
         ledger = _GridState(folder, [*trials, *probes, *cells])
         trials = [cell for cell in trials if cell.key.defence not in frozen]
         probes = [cell for cell in probes if plan.strength_key(cell.key) not in worst]
-        lacking = [(cell, len(seeds)) for cell in [*trials, *probes, *cells] if (seeds := ledger.missing_seeds(cell))]
-        elsewhere, experiments = cluster if lacking else None, [cell.experiment for cell, _ in lacking]
+        lacking = [
+            (cell, len(seeds))
+            for cell in [*trials, *probes, *cells]
+            if (seeds := ledger.missing_seeds(cell))
+        ]
+        elsewhere = cluster if lacking else None
+        experiments = [cell.experiment for cell, _ in lacking]
         progress = watch or GridProgress()
         what = f"{plan.name}: {pluralize(len(lacking), 'cell')}"
         with (
@@ -108,7 +114,9 @@ def bench(
             tracking.follow(folder, targets),
             progress,
         ):
-            jobs = clip_workers(jobs or min(most, len(ledger.cells)), len(ledger.cells), "cells", most)
+            jobs = clip_workers(
+                jobs or min(most, len(ledger.cells)), len(ledger.cells), "cells", most
+            )
             team = _GridScheduler(ledger, jobs, work, progress, lacking)
             team.run(trials)
             while (wider := tuning.extend(folder, plan, frozen, ledger.errors)) is not plan:
@@ -120,10 +128,18 @@ def bench(
             team.fail_pending(probes, lambda place: unfit.get(place.defence))
             team.run(probes)
             lost = attack_strength.choose(folder, plan, worst, ledger.errors)
-            cells = plan.cells(tuning.best_candidates(frozen), attack_strength.worst_strengths(worst))
-            team.fail_pending(cells, lambda place: unfit.get(place.defence) or lost.get(plan.strength_key(place)))
+            cells = plan.cells(
+                tuning.best_candidates(frozen), attack_strength.worst_strengths(worst)
+            )
+            team.fail_pending(
+                cells, lambda place: unfit.get(place.defence) or lost.get(plan.strength_key(place))
+            )
             team.run(cells)
-    return GridResult(folder, len(ledger.cells), {ledger.cells[key].key.title: e for key, e in ledger.errors.items()})
+    return GridResult(
+        folder,
+        len(ledger.cells),
+        {ledger.cells[key].key.title: e for key, e in ledger.errors.items()},
+    )
 
 
 def _data_sets(plan: Grid, data: Path | None) -> Iterator[tuple[Any, Dataset]]:
@@ -132,7 +148,9 @@ def _data_sets(plan: Grid, data: Path | None) -> Iterator[tuple[Any, Dataset]]:
     for cell in [*plan.trials(), *plan.cells()]:
         if (wanted := cell.experiment.data) not in seen:
             seen.append(wanted)
-            dataset = load_dataset(cell.experiment.model_copy(update={"attack": None}), data)  # which fails its cell
+            dataset = load_dataset(
+                cell.experiment.model_copy(update={"attack": None}), data
+            )  # which fails its cell
             if not dataset.class_names:
                 raise ConfigError(
                     "a grid compares accuracies, and its data have no classes: run its experiments one by one, and "
@@ -158,26 +176,37 @@ def _open_grid(
         raise RunError(f"{folder} is not empty and holds no grid: choose another --out")
     begun = [cell for cell in cells if (folder / cell.folder / "config.toml").is_file()]
     if not begun and any(folder.glob("*/**/config.toml")):
-        raise RunError(f"{folder} holds another grid, which has no cell of this one: choose another --out")
+        raise RunError(
+            f"{folder} holds another grid, which has no cell of this one: choose another --out"
+        )
     for cell in begun:
         place = cell.key
         if place.candidate is None and place.defence in plan.candidates.keys() - frozen.keys():
             continue  # it is not known with which candidate
-        if cell.kind == "cell" and place.attack in plan.strengths and plan.strength_key(place) not in worst:
+        if (
+            cell.kind == "cell"
+            and place.attack in plan.strengths
+            and plan.strength_key(place) not in worst
+        ):
             continue  # nor how strong the attack is
         try:
-            there, here = records.Run(folder / cell.folder).config, cell.experiment
+            there = records.Run(folder / cell.folder).config
+            here = cell.experiment
         except DamagedError:  # its run writes it anew, or says what is wrong
             continue
         if difference := describe_difference(there, here.settings()):
-            raise RunError(f"{folder} holds another grid ({cell.key.title}: {difference}): choose another --out")
+            raise RunError(
+                f"{folder} holds another grid ({cell.key.title}: {difference}): choose another --out"
+            )
         if there.get("rounds", 0) > here.rounds:
             raise RunError(
                 f"{folder} holds {cell.key.title} with `rounds` = {there['rounds']} and the grid says {here.rounds}: "
                 "runs can only be made longer; or choose another --out"
             )
     if begun and not resume:
-        raise RunError(f"{folder} already holds runs of this grid: --resume goes on with it, or choose another --out")
+        raise RunError(
+            f"{folder} already holds runs of this grid: --resume goes on with it, or choose another --out"
+        )
     records.write_toml(path, plan.to_table())
     records.remove_temporaries(folder)  # what a killed process left; runs sweep their own folders
 
@@ -195,10 +224,17 @@ class _GridState:
     """cells.json: which run is which cell, the seconds that a seed of it took, and why it failed, if it did."""
 
     def __init__(self, folder: Path, cells: Sequence[Cell]) -> None:
-        self.folder, self.cells = folder, {cell.folder: cell for cell in cells}
+        self.folder = folder
+        self.cells = {cell.folder: cell for cell in cells}
         mine = [line for line in _read_cells(folder / "cells.json") if line["folder"] in self.cells]
-        self.seconds: dict[str, float] = {line["folder"]: line["seconds"] for line in mine if line["seconds"]}
-        failed = [line for line in mine if line["error"] and self.missing_seeds(self.cells[line["folder"]])]
+        self.seconds: dict[str, float] = {
+            line["folder"]: line["seconds"] for line in mine if line["seconds"]
+        }
+        failed = [
+            line
+            for line in mine
+            if line["error"] and self.missing_seeds(self.cells[line["folder"]])
+        ]
         self.errors: dict[str, str] = {line["folder"]: line["error"] for line in failed}
         self.write()
 
@@ -214,9 +250,13 @@ class _GridState:
 
     def write(self) -> None:
         """Replace cells.json; what was added to a tuning stands where it does after a resume."""
-        lines, order = [], sorted(self.cells, key=lambda key: (0, key) if self.cells[key].kind == "tuning" else (1, ""))
+        lines = []
+        order = sorted(
+            self.cells, key=lambda key: (0, key) if self.cells[key].kind == "tuning" else (1, "")
+        )
         for folder, cell in ((folder, self.cells[folder]) for folder in order):
-            place, ended = cell.key, {"seconds": self.seconds.get(folder), "error": self.errors.get(folder)}
+            place = cell.key
+            ended = {"seconds": self.seconds.get(folder), "error": self.errors.get(folder)}
             where = {"setting": place.setting, "defence": place.defence, "attack": place.attack}
             what = {"floor": cell.baseline, "rounds": cell.experiment.rounds}
             lines.append({"folder": folder, "kind": cell.kind, **where, **what, **ended})
@@ -224,12 +264,17 @@ class _GridState:
 
     def missing_seeds(self, cell: Cell) -> list[int]:
         """The seeds of a cell that have not run to their end, or are not whole: a run goes on with both."""
-        folder, rounds = self.folder / cell.folder, cell.experiment.rounds
+        folder = self.folder / cell.folder
+        rounds = cell.experiment.rounds
         try:
             records.read_config(folder / "config.toml")
         except DamagedError:  # or gone
             return list(cell.experiment.seeds)
-        return [seed for seed in cell.experiment.seeds if not has_ended(folder / f"seed-{seed}", rounds, whole=True)]
+        return [
+            seed
+            for seed in cell.experiment.seeds
+            if not has_ended(folder / f"seed-{seed}", rounds, whole=True)
+        ]
 
 
 # Who works
@@ -240,7 +285,9 @@ it did, what is done meanwhile)."""
 
 
 @contextmanager
-def _cell_workers(remote: remote_runs.RemoteExecutor | None, data: Path | None) -> Iterator[tuple[int, _MapCells]]:
+def _cell_workers(
+    remote: remote_runs.RemoteExecutor | None, data: Path | None
+) -> Iterator[tuple[int, _MapCells]]:
     """How many processors there are, and what works on them: those of a cluster, or of this machine, whose processes
     are gone with the block however it ends, and which raise RunError where one of them is killed."""
     if remote is not None:
@@ -263,9 +310,20 @@ class _GridScheduler:
     cells lacks, and what those took that have ended."""
 
     def __init__(
-        self, ledger: _GridState, count: int, work: _MapCells, progress: GridProgress, lacking: Sequence[tuple[Cell, int]]
+        self,
+        ledger: _GridState,
+        count: int,
+        work: _MapCells,
+        progress: GridProgress,
+        lacking: Sequence[tuple[Cell, int]],
     ) -> None:
-        self.state, self.count, self._map_cells, self.progress, self.estimate = ledger, count, work, progress, TimeEstimate(count)
+        self.state, self.count, self._map_cells, self.progress, self.estimate = (
+            ledger,
+            count,
+            work,
+            progress,
+            TimeEstimate(count),
+        )
         for cell, seeds in lacking:
             self.estimate.add(cell, seeds)
         for folder, seconds in ledger.seconds.items():
@@ -322,7 +380,8 @@ class _GridScheduler:
 
 def _run_cell(data: Path | None, experiment: Experiment, folder: Path) -> tuple[float, str | None]:
     """Run a cell; its seconds, and why it failed if it did. This is done in a process of its own."""
-    began, error = time.monotonic(), None
+    began = time.monotonic()
+    error = None
     try:
         _wait_for_lock(folder)
         run(experiment, out=folder, data_dir=data, workers=1, resume=True, watch=lambda *_: None)

@@ -13,10 +13,19 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import tables
 from fedcb2o.experiments.config.settings import describe_error
 from fedcb2o.experiments.grid.baseline import baseline_table
-from fedcb2o.experiments.grid.definition import AXIS_KEYS, CELL_KEYS, AdversarySection, Grid, TuningSection, slugify
+from fedcb2o.experiments.grid.definition import (
+    AXIS_KEYS,
+    CELL_KEYS,
+    AdversarySection,
+    Grid,
+    TuningSection,
+    slugify,
+)
 
 
-def load_grid(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> Grid:
+def load_grid(
+    source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None
+) -> Grid:
     """A grid from the name of a built-in one, a TOML file or a mapping, with some of its keys changed ("rounds": 5), of
     which entries may say otherwise; every cell of it is validated. With other `seeds`, defences that name some of their
     own keep those that are left.
@@ -29,7 +38,8 @@ def load_grid(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any]
         )
     where = str(source) if str(source).endswith(".toml") else f"grid `{source}`"
     if isinstance(source, Mapping):
-        table, where = tables.resolve_extends({"name": "grid", **source}), "the grid"
+        table = tables.resolve_extends({"name": "grid", **source})
+        where = "the grid"
     elif str(source).endswith(".toml"):
         table = tables.read_table(Path(source))
     else:
@@ -38,7 +48,9 @@ def load_grid(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any]
         table = tables.apply_changes(table, changes, where)
         where += " with changes"
         if "seeds" in changes and isinstance(defences := table.get("defences"), Mapping):
-            table["defences"] = {name: _keep_seeds(own, changes["seeds"]) for name, own in defences.items()}
+            table["defences"] = {
+                name: _keep_seeds(own, changes["seeds"]) for name, own in defences.items()
+            }
     try:
         grid = _parse_grid(table)
         _check_grid(grid)
@@ -49,16 +61,24 @@ def load_grid(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any]
 
 def _keep_seeds(defence: Any, seeds: Any) -> Any:
     """A defence with those of its own seeds that are left of others; with all of them where none is."""
-    if not (isinstance(defence, Mapping) and isinstance(defence.get("seeds"), list) and isinstance(seeds, Sequence)):
+    if not (
+        isinstance(defence, Mapping)
+        and isinstance(defence.get("seeds"), list)
+        and isinstance(seeds, Sequence)
+    ):
         return defence
     left = [seed for seed in defence["seeds"] if seed in seeds]
-    return {key: value for key, value in {**defence, "seeds": left}.items() if key != "seeds" or left}
+    return {
+        key: value for key, value in {**defence, "seeds": left}.items() if key != "seeds" or left
+    }
 
 
 def grids() -> dict[str, str]:
     """The built-in grids' names and what each is, a line each."""
     folder = resources.files("fedcb2o.experiments") / "grids"
-    names = sorted(path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml"))
+    names = sorted(
+        path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml")
+    )
     return {name: str(_read_built_in(name).get("description", "")) for name in names}
 
 
@@ -86,17 +106,24 @@ def _parse_grid(table: Mapping[str, Any]) -> Grid:
         _check_keys(table["adversary"], list(AdversarySection.model_fields), "adversary: ")
     shared = {key: value for key, value in table.items() if key not in own}
     try:
-        grid = Grid.model_validate({**{key: table[key] for key in own if key in table}, "shared": shared})
+        grid = Grid.model_validate(
+            {**{key: table[key] for key in own if key in table}, "shared": shared}
+        )
     except ValidationError as error:
         raise ConfigError(describe_error(error, {})) from error
     for axis in ("settings", "defences", "attacks"):
-        kind, folders = axis.removesuffix("s"), dict[str, str]()
+        kind = axis.removesuffix("s")
+        folders = dict[str, str]()
         for name, changes in getattr(grid, axis).items():
             _check_keys(changes, [*CELL_KEYS, *AXIS_KEYS.get(axis, ())], f"{kind} `{name}`: ")
             if not slugify(name):
-                raise ConfigError(f"{kind} `{name}` needs a letter or a digit in its name, for its folder's")
+                raise ConfigError(
+                    f"{kind} `{name}` needs a letter or a digit in its name, for its folder's"
+                )
             if (other := folders.setdefault(slugify(name), name)) != name:
-                raise ConfigError(f"{axis} `{other}` and `{name}` would share the folder {slugify(name)}: rename one")
+                raise ConfigError(
+                    f"{axis} `{other}` and `{name}` would share the folder {slugify(name)}: rename one"
+                )
     return grid
 
 
@@ -105,25 +132,39 @@ def _check_grid(grid: Grid) -> None:
     _check_reference("reference", grid.reference, grid.defences)
     for attack in grid.set_aside:
         _check_reference("set_aside", attack, grid.attacks)
-    for name, tune in ((name, changes["tune"]) for name, changes in grid.defences.items() if "tune" in changes):
+    for name, tune in (
+        (name, changes["tune"]) for name, changes in grid.defences.items() if "tune" in changes
+    ):
         _check_change_list(f"defence `{name}`: `tune`", f"candidate {{}} of `{name}`: ", tune)
     for name, changes in grid.defences.items():
         seeds = changes.get("seeds", grid.seeds)
-        if not (isinstance(seeds, Sequence) and seeds and all(seed in grid.seeds for seed in seeds)):
-            raise ConfigError(f"defence `{name}`: `seeds` must be a list of some of the grid's, got {seeds!r}")
+        if not (
+            isinstance(seeds, Sequence) and seeds and all(seed in grid.seeds for seed in seeds)
+        ):
+            raise ConfigError(
+                f"defence `{name}`: `seeds` must be a list of some of the grid's, got {seeds!r}"
+            )
     for name, strengths in grid.strengths.items():
-        _check_change_list(f"attack `{name}`: `strengths`", f"strength {{}} of `{name}`: ", strengths)
+        _check_change_list(
+            f"attack `{name}`: `strengths`", f"strength {{}} of `{name}`: ", strengths
+        )
     _check_tuning(grid)
     _check_adversary(grid)
     grid.cells()
     grid.trials()
     for defence, tune in grid.candidates.items():  # whichever will be chosen
-        for setting, attack, number in product(grid.settings or [""], grid.attacks, range(len(tune))):
+        for setting, attack, number in product(
+            grid.settings or [""], grid.attacks, range(len(tune))
+        ):
             grid.experiment(setting, defence, attack, number)
 
 
 def _check_change_list(key: str, each: str, entries: Any) -> None:
-    if not (isinstance(entries, Sequence) and entries and all(isinstance(changes, Mapping) for changes in entries)):
+    if not (
+        isinstance(entries, Sequence)
+        and entries
+        and all(isinstance(changes, Mapping) for changes in entries)
+    ):
         raise ConfigError(f"{key} must be a list of tables, each of changes, got {entries!r}")
     for number, changes in enumerate(entries, start=1):
         _check_keys(changes, CELL_KEYS, each.format(number))
@@ -133,14 +174,22 @@ def _check_adversary(grid: Grid) -> None:
     adversary = grid.adversary
     if adversary is None:
         if grid.strengths:
-            raise ConfigError(f"`strengths` of attack `{min(grid.strengths)}` need a section [adversary] with `seeds`")
+            raise ConfigError(
+                f"`strengths` of attack `{min(grid.strengths)}` need a section [adversary] with `seeds`"
+            )
         return
     if not grid.strengths:
-        raise ConfigError("[adversary] is for attacks with several strengths, and none has `strengths`")
+        raise ConfigError(
+            "[adversary] is for attacks with several strengths, and none has `strengths`"
+        )
     if common := sorted(set(adversary.seeds) & set(grid.seeds)):
-        raise ConfigError(f"`adversary.seeds` must differ from `seeds`, and both hold {common[0]}: choose others")
+        raise ConfigError(
+            f"`adversary.seeds` must differ from `seeds`, and both hold {common[0]}: choose others"
+        )
     _check_reference("adversary.setting", adversary.setting, grid.settings)
-    for setting, defence, (attack, strengths) in product(grid.settings or [""], grid.defences, grid.strengths.items()):
+    for setting, defence, (attack, strengths) in product(
+        grid.settings or [""], grid.defences, grid.strengths.items()
+    ):
         calm = baseline_table(grid.experiment(setting, defence, attack), "clean")
         for number in range(len(strengths)):
             cell = grid.experiment(setting, defence, attack, strength=number)
@@ -153,18 +202,25 @@ def _check_adversary(grid: Grid) -> None:
 
 
 def _check_tuning(grid: Grid) -> None:
-    tuning, counts = grid.tuning, {name: len(tune) for name, tune in grid.candidates.items()}
+    tuning = grid.tuning
+    counts = {name: len(tune) for name, tune in grid.candidates.items()}
     if tuning is None:
         if counts:
-            raise ConfigError(f"`tune` of defence `{min(counts)}` needs a section [tuning] with `seeds` and `attacks`")
+            raise ConfigError(
+                f"`tune` of defence `{min(counts)}` needs a section [tuning] with `seeds` and `attacks`"
+            )
         return
     if not counts:
         raise ConfigError("[tuning] is for defences with candidates, and none has `tune`")
     if len(set(counts.values())) > 1:
         told = ", ".join(f"`{name}` {count}" for name, count in counts.items())
-        raise ConfigError(f"every tuned defence must have as many candidates in `tune` as the others, got {told}")
+        raise ConfigError(
+            f"every tuned defence must have as many candidates in `tune` as the others, got {told}"
+        )
     if common := sorted(set(tuning.seeds) & set(grid.seeds)):
-        raise ConfigError(f"`tuning.seeds` must differ from `seeds`, and both hold {common[0]}: choose others")
+        raise ConfigError(
+            f"`tuning.seeds` must differ from `seeds`, and both hold {common[0]}: choose others"
+        )
     _check_reference("tuning.setting", tuning.setting, grid.settings)
     for attack in tuning.attacks:
         if isinstance(attack, str):
@@ -178,10 +234,14 @@ def _check_tuning(grid: Grid) -> None:
 def _check_reference(key: str, name: str | None, names: Collection[str]) -> None:
     if name is not None and name not in names:
         has = ", ".join(f"`{each}`" for each in names) or "none"
-        raise ConfigError(f"`{key}` names `{name}`.{plugins.did_you_mean(name, names)} The grid has: {has}")
+        raise ConfigError(
+            f"`{key}` names `{name}`.{plugins.did_you_mean(name, names)} The grid has: {has}"
+        )
 
 
 def _check_keys(table: Mapping[str, Any], keys: Sequence[str], where: str = "") -> None:
     for key in table:
         if key not in keys:
-            raise ConfigError(f"{where}there is no key `{key}` here.{plugins.did_you_mean(key, keys)}")
+            raise ConfigError(
+                f"{where}there is no key `{key}` here.{plugins.did_you_mean(key, keys)}"
+            )

@@ -26,7 +26,9 @@ def read_choices(folder: Path, plan: Grid) -> dict[str, Any]:
     for defence, given in plan.candidates.items():
         if defence in there:
             asked = there[defence]["asked"]
-            if {**asked, "candidates": asked["candidates"][: len(given)]} != _question(plan, defence):
+            if {**asked, "candidates": asked["candidates"][: len(given)]} != _question(
+                plan, defence
+            ):
                 raise RunError(
                     f"{path} holds what was chosen for `{defence}` over other candidates, attacks or seeds: "
                     "choose another --out"
@@ -42,13 +44,17 @@ def best_candidates(choices: Mapping[str, Any]) -> dict[str, int]:
 def with_added_candidates(plan: Grid, choices: Mapping[str, Any]) -> Grid:
     """The grid with the candidates that were added when the choices were made."""
     given = {defence: len(candidates) for defence, candidates in plan.candidates.items()}
-    added = {defence: choice["asked"]["candidates"][given[defence] :] for defence, choice in choices.items()}
+    added = {
+        defence: choice["asked"]["candidates"][given[defence] :]
+        for defence, choice in choices.items()
+    }
     return plan.model_copy(update={"widened": added})
 
 
 def extend(folder: Path, plan: Grid, choices: Mapping[str, Any], errors: Mapping[str, str]) -> Grid:
     """The grid with one more candidate for each defence whose best so far lies at an end; the same where none does."""
-    most, found = 0 if plan.tuning is None else plan.tuning.widen, plan
+    most = 0 if plan.tuning is None else plan.tuning.widen
+    found = plan
     for defence in plan.candidates.keys() - choices.keys():
         if len(plan.added_candidates.get(defence, [])) < most:
             scores, _ = _trial_scores(folder, plan, defence, errors)
@@ -62,13 +68,15 @@ def extrapolate(candidates: Sequence[Changes], scores: Sequence[float | None]) -
     known = [score for score in scores if score is not None]
     if not known:
         return None
-    best, flat = scores.index(max(known)), [records.flatten(candidate) for candidate in candidates]
+    best = scores.index(max(known))
+    flat = [records.flatten(candidate) for candidate in candidates]
     alike = [each for each in flat if each.keys() == flat[best].keys()]
     varied = [key for key, value in flat[best].items() if any(each[key] != value for each in alike)]
     if len(varied) != 1 or not all(type(each[varied[0]]) in (int, float) for each in alike):
         return None
     values = [each[varied[0]] for each in alike]
-    value, ordered = flat[best][varied[0]], sorted(set(values))
+    value = flat[best][varied[0]]
+    ordered = sorted(set(values))
     if value not in (ordered[0], ordered[-1]):
         return None
     near = ordered[1] if value == ordered[0] else ordered[-2]
@@ -76,10 +84,16 @@ def extrapolate(candidates: Sequence[Changes], scores: Sequence[float | None]) -
     after = float(f"{value * value / near if ratio else 2 * value - near:.4g}")
     if all(isinstance(each, int) for each in values):
         after = max(round(after), 1) if ratio else round(after)
-    return None if after in values else tables.with_value(candidates[best], varied[0].split("."), after)
+    return (
+        None
+        if after in values
+        else tables.with_value(candidates[best], varied[0].split("."), after)
+    )
 
 
-def choose(folder: Path, plan: Grid, choices: dict[str, Any], errors: Mapping[str, str]) -> dict[str, str]:
+def choose(
+    folder: Path, plan: Grid, choices: dict[str, Any], errors: Mapping[str, str]
+) -> dict[str, str]:
     """Choose for each defence that is not in `frozen` yet, and write it down; why there is none where all failed.
 
     A candidate's score is the mean over attacks and seeds of accuracy minus attack success rate, the latter being 0
@@ -109,15 +123,21 @@ def choose(folder: Path, plan: Grid, choices: dict[str, Any], errors: Mapping[st
 
 def _mean_scores(scores: _Scores) -> list[float | None]:
     """The score of each candidate: the mean over its attacks and seeds."""
-    return [None if each is None else fmean(x for found in each.values() for x in found) for each in scores]
+    return [
+        None if each is None else fmean(x for found in each.values() for x in found)
+        for each in scores
+    ]
 
 
-def _trial_scores(folder: Path, plan: Grid, defence: str, errors: Mapping[str, str]) -> tuple[_Scores, str]:
+def _trial_scores(
+    folder: Path, plan: Grid, defence: str, errors: Mapping[str, str]
+) -> tuple[_Scores, str]:
     """The scores of a defence's candidates, and why the last of those that could not run failed."""
     scores: _Scores = [{} for _ in plan.candidates[defence]]
     failed = ""
     for cell in (cell for cell in plan.trials() if cell.key.defence == defence):
-        number, attack = cell.key.candidate or 0, cell.key.attack or ""
+        number = cell.key.candidate or 0
+        attack = cell.key.attack or ""
         if cell.folder in errors:
             scores[number] = None
             failed = f"none of its candidates could run; {cell.key.title}: {errors[cell.folder]}"
@@ -146,7 +166,11 @@ def _extended_grid(plan: Grid, defence: str, scores: Sequence[float | None]) -> 
 def _question(plan: Grid, defence: str) -> dict[str, Any]:
     """What a choice is made over, as JSON has it."""
     assert plan.tuning is not None
-    asked = {"seeds": plan.tuning.seeds, "setting": plan.tuning_setting, "attacks": plan.tuning_attacks}
+    asked = {
+        "seeds": plan.tuning.seeds,
+        "setting": plan.tuning_setting,
+        "attacks": plan.tuning_attacks,
+    }
     return tables.to_plain({**asked, "candidates": plan.candidates[defence]})  # type: ignore[no-any-return]
 
 
@@ -158,7 +182,8 @@ def _seed_scores(folder: Path, seeds: Sequence[int]) -> list[float]:
 
 def seed_summaries(folder: Path, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """What each seed of a run that has ended came to; raises RunError where one does not say."""
-    run, found = records.Run(folder), []
+    run = records.Run(folder)
+    found = []
     for seed in seeds:
         if (summary := run.summary_of(seed)) is None:
             raise records.damaged_error(folder / f"seed-{seed}" / "summary.json", "it is gone")

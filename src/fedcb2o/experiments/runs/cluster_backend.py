@@ -59,12 +59,20 @@ class ClusterBackend:
 
         for each in prepared:
             if each.spec.algorithm.clusters is not None:
-                raise ConfigError("ifca and dfca, which have models of clusters, run on one machine: no --cluster")
+                raise ConfigError(
+                    "ifca and dfca, which have models of clusters, run on one machine: no --cluster"
+                )
             check_device(each.experiment.device)
-        store = MIN_STORE_BYTES + max(2 * _model_bytes(each) + _data_bytes(each) for each in prepared)
+        store = MIN_STORE_BYTES + max(
+            2 * _model_bytes(each) + _data_bytes(each) for each in prepared
+        )
         store = min(store, resources.free_memory() // 2)
-        with connect.connected(self.address, store, max(resources.available_processors(), self.blocks or 1)):
-            log_other_processors(self.place(prepared[0], Path()).nodes)  # before anything is written; the others are alike
+        with connect.connected(
+            self.address, store, max(resources.available_processors(), self.blocks or 1)
+        ):
+            log_other_processors(
+                self.place(prepared[0], Path()).nodes
+            )  # before anything is written; the others are alike
             yield
 
     def place(self, prepared: PreparedSeed, folder: Path) -> "Placement":
@@ -99,10 +107,14 @@ class ClusterBackend:
         from fedcb2o.ray_backend import placement as ray_placement
         from fedcb2o.ray_backend.engine import RayEngine
 
-        experiment, dataset = prepared.experiment, prepared.dataset
-        whole, on = prepared.build_agent_group(torch.zeros(0, prepared.spec.dim)), [node.id for node in placement.nodes]
+        experiment = prepared.experiment
+        dataset = prepared.dataset
+        whole = prepared.build_agent_group(torch.zeros(0, prepared.spec.dim))
+        on = [node.id for node in placement.nodes]
         print(f"{experiment.name} seed {prepared.seed}: {placement}", file=sys.stderr)
-        with ray_placement.start_workers(placement.nodes, experiment.device, imported_names(experiment)) as actors:
+        with ray_placement.start_workers(
+            placement.nodes, experiment.device, imported_names(experiment)
+        ) as actors:
             engine = RayEngine(whole, placement.shares, actors, on)
             make = functools.partial(build_group, experiment, prepared.seed, dataset.names)
             engine.build_groups(make, dataset_tensors(dataset), user_functions(experiment))
@@ -111,7 +123,9 @@ class ClusterBackend:
     def init_models(self, engine: "RayEngine", prepared: PreparedSeed) -> None:
         """Have all agents begin with their first models."""
         names = prepared.dataset.names
-        engine.init_models(functools.partial(init_models_from_tensors_, prepared.experiment, prepared.seed, names))
+        engine.init_models(
+            functools.partial(init_models_from_tensors_, prepared.experiment, prepared.seed, names)
+        )
 
     def status(self, placement: "Placement", measured: Mapping[str, Any]) -> str:
         """What of the last round, if there was one, is worth seeing: bytes that went from node to node, or on one node
@@ -126,8 +140,16 @@ class ClusterBackend:
     def traffic(self, engine: "RayEngine") -> dict[str, Any]:
         """The same of a round that is done, for the record."""
         actors = engine.actors
-        found = {"lent": actors.loaned_bytes, "moved": actors.moved_bytes, "blocks": actors.seconds.tolist()}
-        actors.loaned_bytes, actors.moved_bytes, actors.seconds = 0, 0, np.zeros_like(actors.seconds)
+        found = {
+            "lent": actors.loaned_bytes,
+            "moved": actors.moved_bytes,
+            "blocks": actors.seconds.tolist(),
+        }
+        actors.loaned_bytes, actors.moved_bytes, actors.seconds = (
+            0,
+            0,
+            np.zeros_like(actors.seconds),
+        )
         return found
 
 
@@ -166,7 +188,10 @@ class Placement:
     def check(self, prepared: PreparedSeed, node: "Node", memory: int, *, local: bool) -> None:
         """Raises RunError where a node that gives so much memory, or Ray's store there, cannot hold what is its own;
         the store of a cluster that is `local` is part of that memory."""
-        (rows, stored), blocks = self.required_bytes(prepared, node), pluralize(self.nodes.count(node), "block")
+        (rows, stored), blocks = (
+            self.required_bytes(prepared, node),
+            pluralize(self.nodes.count(node), "block"),
+        )
         if rows + stored > memory:
             raise RunError(
                 f"node {node.name} needs {format_bytes(rows + stored)} for {blocks}, and has {format_bytes(memory)}: take more "
@@ -185,16 +210,25 @@ class Placement:
         from fedcb2o.ray_backend.transfers import OBJECT_OVERHEAD_BYTES
         from fedcb2o.ray_backend.worker import MAX_PINNED_BYTES
 
-        attackers, layout = prepared.adversary, prepared.build_layout([0], np.zeros(1, np.int64), 1)
-        terms, row, nodes = prepared.spec, 4 * parameters.row_stride(prepared.spec.dim), len({*self.nodes})
-        rows, stored = 0, _data_bytes(prepared)
-        for share in (share for share, there in zip(self.shares, self.nodes, strict=True) if there == node):
-            own, bad = len(share), layout.crafted_per_attacker * int(attackers.malicious[share].sum())
+        attackers = prepared.adversary
+        layout = prepared.build_layout([0], np.zeros(1, np.int64), 1)
+        terms = prepared.spec
+        row = 4 * parameters.row_stride(prepared.spec.dim)
+        nodes = len({*self.nodes})
+        rows = 0
+        stored = _data_bytes(prepared)
+        for share in (
+            share for share, there in zip(self.shares, self.nodes, strict=True) if there == node
+        ):
+            own = len(share)
+            bad = layout.crafted_per_attacker * int(attackers.malicious[share].sum())
             inbox = max_received(terms, attackers, share, layout.crafted_per_attacker)
             lent = min(own + bad, (terms.num_agents - own) * terms.max_asked)
             pool = own * (2 if layout.previous is not None else 1) + bad + inbox
             rows += PROCESS_BYTES + 12 * terms.dim + row * pool * is_cpu(prepared.experiment.device)
-            stored += row * lent * (1 if row >= OBJECT_OVERHEAD_BYTES else nodes) + min(MAX_PINNED_BYTES, row * inbox) * (nodes > 1)
+            stored += row * lent * (1 if row >= OBJECT_OVERHEAD_BYTES else nodes) + min(
+                MAX_PINNED_BYTES, row * inbox
+            ) * (nodes > 1)
         return rows, stored
 
     def __str__(self) -> str:
@@ -209,26 +243,34 @@ def _explain_fewer(blocks: int, most: int, prepared: PreparedSeed, costs: Sequen
     if blocks == terms.num_agents:
         return f"there are {pluralize(blocks, 'agent')}"
     if blocks == len(plan_training_batches(terms, costs)):
-        return "agents who train in one program stay together (--set together=1 has each train alone)"
+        return (
+            "agents who train in one program stay together (--set together=1 has each train alone)"
+        )
     return "more would not end sooner"
 
 
 def check_device(device: str | None) -> None:
     """Raises ConfigError where a device is one of several of a machine."""
     if ":" in (device or ""):
-        raise ConfigError(f"on a cluster each process has a GPU of its own: `device` is {str(device).split(':')[0]!r}")
+        raise ConfigError(
+            f"on a cluster each process has a GPU of its own: `device` is {str(device).split(':')[0]!r}"
+        )
 
 
 def check_process_memory(memory: int | None, prepared: PreparedSeed) -> None:
     """Raises RunError where not even one process has room in some memory."""
     if memory is not None and memory < (least := PROCESS_BYTES + 12 * prepared.spec.dim):
-        raise RunError(f"each process needs {format_bytes(least)} or more, and `memory` is {format_bytes(memory)}: give more")
+        raise RunError(
+            f"each process needs {format_bytes(least)} or more, and `memory` is {format_bytes(memory)}: give more"
+        )
 
 
 def require_ray() -> None:
     """Raises ConfigError that names the extra where it is missing, or is not what it was: some of it is private."""
     if find_spec("ray") is None:
-        raise ConfigError("a cluster needs the extra, of which ray is missing: pip install 'fedcb2o[cluster]'")
+        raise ConfigError(
+            "a cluster needs the extra, of which ray is missing: pip install 'fedcb2o[cluster]'"
+        )
     try:
         for part in ("engine", "connect", "tasks"):
             importlib.import_module(f"fedcb2o.ray_backend.{part}")

@@ -25,9 +25,12 @@ def choose_kernels(folder: Path, prepared: PreparedSeed) -> dict[str, Any]:
 
     Raises RunError where this PyTorch lacks one.
     """
-    experiment, module, dim = prepared.experiment, prepared.spec.module, prepared.spec.dim
+    experiment = prepared.experiment
+    module = prepared.spec.module
+    dim = prepared.spec.dim
     x = prepared.dataset.pool.x[: experiment.training.batch_size]
-    device, path = devices.resolve_device(experiment.device), folder / ENVIRONMENT
+    device = devices.resolve_device(experiment.device)
+    path = folder / ENVIRONMENT
     began = records.read_json(path) if path.exists() else None
 
     def kept(name: str, best: Callable[[], Any]) -> Any:
@@ -41,25 +44,40 @@ def choose_kernels(folder: Path, prepared: PreparedSeed) -> dict[str, Any]:
         return autotune.fastest_linear() if large else "torch"
 
     def layout() -> memory_layout.MemoryLayout:
-        if device.type != "cpu" or experiment.together is not None:  # vmap knows no other for some layers
+        if (
+            device.type != "cpu" or experiment.together is not None
+        ):  # vmap knows no other for some layers
             return "contiguous"
         return autotune.fastest_layout(module, x, precision)
 
     def room(convolution: ConvolutionKernel) -> int:
         pool = 4 * experiment.num_models * parameters.row_stride(dim)
-        return min(experiment.agents.num_agents, devices.max_batched_agents(device, pool, module, x, convolution))
+        return min(
+            experiment.agents.num_agents,
+            devices.max_batched_agents(device, pool, module, x, convolution),
+        )
 
     def convolution() -> ConvolutionKernel:
         if device.type == "cpu":  # several at once are about twice as fast by groups
             laid_out = memory_layout.with_memory_format(module, layout_here)
-            return "grouped" if experiment.together else autotune.fastest_single_convolution(laid_out, x, precision)
+            return (
+                "grouped"
+                if experiment.together
+                else autotune.fastest_single_convolution(laid_out, x, precision)
+            )
         most = room("unfolded")
         if (experiment.together or 1) > most:
             return "grouped"
-        return autotune.fastest_batched_convolution(module, x, precision, device, experiment.together or most)
+        return autotune.fastest_batched_convolution(
+            module, x, precision, device, experiment.together or most
+        )
 
     asked = experiment.training.precision
-    precision = autotune.supported_precision(asked, device) if began is None else began.get("precision", asked)
+    precision = (
+        autotune.supported_precision(asked, device)
+        if began is None
+        else began.get("precision", asked)
+    )
     layout_here = kept("layout", layout)
     chosen = {
         "precision": precision,
@@ -68,7 +86,11 @@ def choose_kernels(folder: Path, prepared: PreparedSeed) -> dict[str, Any]:
         "convolution": kept("convolution", convolution),
     }
     # On the CPU small dense networks alone.
-    chosen["together"] = kept("together", lambda: None if device.type == "cpu" else room(chosen["convolution"]))
+    chosen["together"] = kept(
+        "together", lambda: None if device.type == "cpu" else room(chosen["convolution"])
+    )
     if chosen["linear"] == "onednn" and not onednn.is_available():
-        raise RunError(f"{folder} needs oneDNN, which this PyTorch lacks: choose another --out and --set linear=torch")
+        raise RunError(
+            f"{folder} needs oneDNN, which this PyTorch lacks: choose another --out and --set linear=torch"
+        )
     return chosen

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from fedcb2o.experiments.config.build import PreparedSeed, build_full_group, init_models_, tensor_specs, user_functions
+from fedcb2o.experiments.config.build import (
+    PreparedSeed,
+    build_full_group,
+    init_models_,
+    tensor_specs,
+    user_functions,
+)
 from fedcb2o.experiments.config.datasets import dataset_tensors
 from fedcb2o.experiments.runs.memory_plan import MemoryPlan, plan_memory
 from fedcb2o.kernels import devices, onednn
@@ -30,7 +36,14 @@ class LocalBackend:
 
     def place(self, prepared: PreparedSeed, folder: Path) -> MemoryPlan:
         """Where the models of a seed go; raises RunError where there is no room for them."""
-        return plan_memory(prepared.experiment, prepared.dataset, prepared.spec.dim, self.workers, self.memory, folder)
+        return plan_memory(
+            prepared.experiment,
+            prepared.dataset,
+            prepared.spec.dim,
+            self.workers,
+            self.memory,
+            folder,
+        )
 
     @contextlib.contextmanager
     def open_engine(self, prepared: PreparedSeed, plan: MemoryPlan) -> Iterator[LocalEngine]:
@@ -52,16 +65,24 @@ class LocalBackend:
         return {}
 
 
-def open_local_engine(stack: contextlib.ExitStack, prepared: PreparedSeed, plan: MemoryPlan) -> LocalEngine:
+def open_local_engine(
+    stack: contextlib.ExitStack, prepared: PreparedSeed, plan: MemoryPlan
+) -> LocalEngine:
     """The engine of one seed; the models lie in memory, or in a file."""
-    experiment, seed, dataset, dim = prepared.experiment, prepared.seed, prepared.dataset, prepared.spec.dim
-    specs, count = tensor_specs(dataset, experiment.num_models, dim), plan.processes
+    experiment = prepared.experiment
+    seed = prepared.seed
+    dataset = prepared.dataset
+    dim = prepared.spec.dim
+    specs = tensor_specs(dataset, experiment.num_models, dim)
+    count = plan.processes
     if count == 1 and dim >= onednn.MIN_WEIGHTS:
         resources.retain_freed_memory()
     if count == 1 and plan.folder is None:
         theta = torch.zeros(specs["models"][1], device=devices.resolve_device(experiment.device))
         block = prepared.build_agent_group(theta[:, :dim])
-        return LocalEngine(block, executors.SerialExecutor(block), user_functions=user_functions(experiment))
+        return LocalEngine(
+            block, executors.SerialExecutor(block), user_functions=user_functions(experiment)
+        )
     shared = stack.enter_context(shared_memory.allocate_shared(specs, plan.folder))
     tensors = shared.tensors()
     for name, tensor in dataset_tensors(dataset).items():
@@ -70,5 +91,9 @@ def open_local_engine(stack: contextlib.ExitStack, prepared: PreparedSeed, plan:
     block = prepared.build_agent_group(tensors["models"][:, :dim])
     if count == 1:
         shared.path.unlink()  # a mapping outlives it, and a kill then leaves nothing
-    who = executors.SerialExecutor(block) if count == 1 else executors.PoolExecutor(count, shared, make)
+    who = (
+        executors.SerialExecutor(block)
+        if count == 1
+        else executors.PoolExecutor(count, shared, make)
+    )
     return LocalEngine(block, who, plan.columns_per_mix, user_functions(experiment))

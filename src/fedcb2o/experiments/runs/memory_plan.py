@@ -26,7 +26,9 @@ MIN_PARALLEL_FLOPS = 2e9  # floating-point operations of training a round below 
 PROCESS_BYTES = 2**28  # bytes of PyTorch and of a batch's activations in each process
 _SIZE_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _SIZE_UNITS |= {f"{c}b": 1000 ** (k + 1) for k, c in enumerate("kmgt")}
-_SIZE_UNITS |= {f"{c}{end}": 1024 ** (k + 1) for k, c in enumerate("kmgt") for end in ("", "i", "ib")}
+_SIZE_UNITS |= {
+    f"{c}{end}": 1024 ** (k + 1) for k, c in enumerate("kmgt") for end in ("", "i", "ib")
+}
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,25 @@ class MemoryPlan:
 
 
 def plan_memory(
-    experiment: Experiment, dataset: Dataset, dim: int, count: int | None, memory: int | None, folder: Path
+    experiment: Experiment,
+    dataset: Dataset,
+    dim: int,
+    count: int | None,
+    memory: int | None,
+    folder: Path,
 ) -> MemoryPlan:
     """Where the models go under a budget of memory, by default what is free, and how many processes work: `count`, or
     as many as are worth it and fit. `folder` is that of the seed. Models on another device than the CPU stay there.
 
     Raises RunError where they fit neither in memory nor on the disk, and says how many agents or processes would.
     """
-    agents, row = experiment.agents.num_agents, 4 * parameters.row_stride(dim)
+    agents = experiment.agents.num_agents
+    row = 4 * parameters.row_stride(dim)
     pool = experiment.num_models * row
     data = sum(tensor.nbytes for tensor in dataset_tensors(dataset).values())
-    team = max(dim, min(MAX_BATCH_PARAMETERS, dim * agents), dim * min(agents, experiment.together or 1))
+    team = max(
+        dim, min(MAX_BATCH_PARAMETERS, dim * agents), dim * min(agents, experiment.together or 1)
+    )
     training = 12 * team  # gradients, momentum and a copy
     most = _default_workers(experiment, dataset, dim) if count is None else count
 
@@ -87,10 +97,14 @@ def plan_memory(
         left = budget - rest(processes)
         if left < processes * column * min(dim, REDUCTION_TILE_COLUMNS) or on_disk > disk:
             return None
-        return MemoryPlan(processes, pool, rest(processes), folder, min(dim, left // (processes * column)))
+        return MemoryPlan(
+            processes, pool, rest(processes), folder, min(dim, left // (processes * column))
+        )
 
     def best(counts: range) -> MemoryPlan | None:
-        return next(filter(None, itertools.chain(map(in_memory, counts), map(in_file, counts))), None)
+        return next(
+            filter(None, itertools.chain(map(in_memory, counts), map(in_file, counts))), None
+        )
 
     # Up to half of the processes are given for memory, which a disk is far slower than; for a run at all, any number.
     fewer = range(most, 0, -1)
@@ -115,7 +129,8 @@ def _default_workers(experiment: Experiment, dataset: Dataset, dim: int) -> int:
     may use."""
     if experiment.device is not None:
         return 1
-    agents, training = experiment.agents, experiment.training
+    agents = experiment.agents
+    training = experiment.training
     samples = len(dataset.pool)
     if dataset.owners is None:
         benign, malicious = samples_per_agent(experiment)
@@ -143,7 +158,9 @@ def parse_size(text: str | int) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
     if match is None or match[2] not in _SIZE_UNITS or len(match[1]) > 20:
-        raise ConfigError(f"--memory needs a size such as 24GiB (or 24G, 1024^3 bytes) or 24GB (1000^3), got {text!r}")
+        raise ConfigError(
+            f"--memory needs a size such as 24GiB (or 24G, 1024^3 bytes) or 24GB (1000^3), got {text!r}"
+        )
     return int(float(match[1]) * _SIZE_UNITS[match[2]])
 
 

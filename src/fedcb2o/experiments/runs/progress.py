@@ -19,9 +19,13 @@ RoundCallback = Callable[[Experiment, int, Mapping[str, Any]], None]
 class Progress:
     """Shows rounds as they are done, with the last accuracies, and what the round at hand is at."""
 
-    def __init__(self, console: Console | None = None, every: float = 15.0, verbose: bool = False) -> None:
+    def __init__(
+        self, console: Console | None = None, every: float = 15.0, verbose: bool = False
+    ) -> None:
         self.console = console or Console(stderr=True)
-        self.every, self._last_print, self.verbose = every, 0.0, verbose
+        self.every = every
+        self._last_print = 0.0
+        self.verbose = verbose
         self._tasks: dict[tuple[str, int], TaskID] = {}
         self._scores: dict[tuple[str, int], tuple[int, str]] = {}  # after which round
         whole = Column(min_width=7, no_wrap=True)  # what is told beside it is what takes more lines
@@ -60,12 +64,17 @@ class Progress:
 
     def _show(self, experiment: Experiment, seed: int, done: int, phase: str, *, now: bool) -> None:
         """Show where a seed is: on a terminal always, elsewhere `now` or after some time."""
-        key, name = (experiment.name, seed), f"{experiment.name} seed {seed}"
+        key = (experiment.name, seed)
+        name = f"{experiment.name} seed {seed}"
         if key not in self._tasks:
             self._tasks[key] = self._bars.add_task(name, total=experiment.rounds, told="")
         n, scores = self._scores.get(key, (0, ""))
-        self._bars.update(self._tasks[key], completed=done, told="\n".join(filter(None, (scores, phase))))
-        if not self.console.is_terminal and (now or time.monotonic() - self._last_print > self.every):
+        self._bars.update(
+            self._tasks[key], completed=done, told="\n".join(filter(None, (scores, phase)))
+        )
+        if not self.console.is_terminal and (
+            now or time.monotonic() - self._last_print > self.every
+        ):
             self._last_print = time.monotonic()
             line = _format_status(experiment.rounds, n, scores, done + bool(phase), phase or "done")
             print(f"{name}: {line}", file=sys.stderr, flush=True)
@@ -89,7 +98,11 @@ def _format_scores(line: Mapping[str, Any]) -> str:
         ("global_loss", "loss on the global test set"),
     ):
         mean = _mean_of_known(line.get(key, ()))
-        found += [] if mean is None else [f"{word} {mean:.4g}" if "loss" in key else f"{word} {100 * mean:.1f}%"]
+        found += (
+            []
+            if mean is None
+            else [f"{word} {mean:.4g}" if "loss" in key else f"{word} {100 * mean:.1f}%"]
+        )
     return ", ".join(found)
 
 

@@ -15,9 +15,17 @@ from fedcb2o.experiments.config.build import PreparedSeed
 from fedcb2o.experiments.runs.kernel_config import ENVIRONMENT
 from fedcb2o.experiments.runs.provenance import participant_files
 from fedcb2o.experiments.runs.run_directory import log_rewrite
-from fedcb2o.records import CHECKPOINT_FILE, INITIAL_FILES, DamagedError, Manifest, Run, damaged_error
+from fedcb2o.records import (
+    CHECKPOINT_FILE,
+    INITIAL_FILES,
+    DamagedError,
+    Manifest,
+    Run,
+    damaged_error,
+)
 
-SUMMARY, SAMPLES = "summary.json", "samples.safetensors"
+SUMMARY = "summary.json"
+SAMPLES = "samples.safetensors"
 
 
 def has_ended(folder: Path, rounds: int, *, whole: bool = False) -> bool:
@@ -32,7 +40,9 @@ def has_ended(folder: Path, rounds: int, *, whole: bool = False) -> bool:
     except DamagedError:
         return False
     checkpoint = folder / CHECKPOINT_FILE
-    return not whole or (checkpoint.exists() and checkpoint.stat().st_size == sums.files[CHECKPOINT_FILE][0])
+    return not whole or (
+        checkpoint.exists() and checkpoint.stat().st_size == sums.files[CHECKPOINT_FILE][0]
+    )
 
 
 def verify_and_repair(prepared: PreparedSeed, folder: Path) -> Manifest | None:
@@ -61,14 +71,22 @@ def verify_and_repair(prepared: PreparedSeed, folder: Path) -> Manifest | None:
                 raise damaged_error(folder / name, "it is gone")  # what readers do without
             sums.verify(folder, name)
         except DamagedError as error:
-            whole = _summary_bytes(folder) if name == SUMMARY else participant_files(prepared).get(name)
+            whole = (
+                _summary_bytes(folder) if name == SUMMARY else participant_files(prepared).get(name)
+            )
             if whole is None:
                 raise
             if sums.files.get(name) == records.checksum_bytes(whole):
                 _rewrite(folder / name, whole)
             elif name != SAMPLES or (folder / name).exists():
-                cure = "remove it to do without pictures" if name == SAMPLES else records.rerun_advice(folder)
-                raise RunError(f"{folder / name} is damaged, and would not be made again as it was: {cure}") from error
+                cure = (
+                    "remove it to do without pictures"
+                    if name == SAMPLES
+                    else records.rerun_advice(folder)
+                )
+                raise RunError(
+                    f"{folder / name} is damaged, and would not be made again as it was: {cure}"
+                ) from error
     return sums
 
 
@@ -84,7 +102,8 @@ def write_summary(folder: Path) -> None:
     Raises DamagedError where nothing else says what the records were (an older checkpoint), and a summary of as many
     rounds says something else.
     """
-    path, content = folder / SUMMARY, _summary_bytes(folder)
+    path = folder / SUMMARY
+    content = _summary_bytes(folder)
     try:
         there = records.read_json(path)
     except DamagedError:

@@ -21,14 +21,23 @@ from jaxtyping import UInt8
 from fedcb2o import records
 from fedcb2o.data._dataset import Dataset, DatasetNames
 from fedcb2o.errors import FedCB2OError, RunError
-from fedcb2o.experiments.config.datasets import check_attack_goal, dataset_from_tensors, dataset_tensors
+from fedcb2o.experiments.config.datasets import (
+    check_attack_goal,
+    dataset_from_tensors,
+    dataset_tensors,
+)
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs.run_directory import exclusive_lock
 
 REPORT_INTERVAL = 1.0  # seconds after which it is told what rounds were done
-_WRITTEN_LAST = (records.CHECKPOINT_FILE, "sums.json")  # what says how far the other files go is written after them
+_WRITTEN_LAST = (
+    records.CHECKPOINT_FILE,
+    "sums.json",
+)  # what says how far the other files go is written after them
 FOLDER_PREFIX = "fedcb2o-run-"  # what the folder of a run is called there, among the temporary ones
-_STALE_AFTER = 60.0  # seconds after which such a folder that no process holds was left by a killed one
+_STALE_AFTER = (
+    60.0  # seconds after which such a folder that no process holds was left by a killed one
+)
 
 Bytes = UInt8[np.ndarray, "..."]
 _Files = Mapping[str, Bytes]
@@ -77,8 +86,14 @@ class _JobThread:
     """What runs the seeds, in a thread; another one gives away each of its words, which may take its time."""
 
     def __init__(self, errand: RemoteJob, dataset: Dataset, folder: Path) -> None:
-        self.job, self.dataset, self.folder = errand, dataset, folder
-        self.updates, self.rounds, self.stderr = queue.Queue[JobUpdate](1), list[tuple[int, Mapping[str, Any]]](), io.StringIO()
+        self.job = errand
+        self.dataset = dataset
+        self.folder = folder
+        self.updates, self.rounds, self.stderr = (
+            queue.Queue[JobUpdate](1),
+            list[tuple[int, Mapping[str, Any]]](),
+            io.StringIO(),
+        )
         self._started = self._last_report = self._last_files = time.monotonic()
         self._stamps = file_stamps(folder)
 
@@ -87,11 +102,15 @@ class _JobThread:
         from fedcb2o.experiments.runs.seed_run import run_seeds_locally
 
         torch.set_num_threads(1)  # each thread has a number of its own
-        experiment, files, errors = self.job.experiment, dict[str, Bytes](), list[BaseException]()
+        experiment = self.job.experiment
+        files = dict[str, Bytes]()
+        errors = list[BaseException]()
         try:
             with contextlib.redirect_stderr(self.stderr):
                 check_attack_goal(experiment, self.dataset)
-                run_seeds_locally(experiment, self.dataset, self.folder, self.job.memory, self.on_round)
+                run_seeds_locally(
+                    experiment, self.dataset, self.folder, self.job.memory, self.on_round
+                )
         except BaseException as failure:  # a fault of ours costs this run, not the night
             errors.append(failure)
         try:
@@ -110,13 +129,16 @@ class _JobThread:
             return
         files: _Files = {}
         if now - self._last_files >= self.job.checkpoint_interval and self._has_new_checkpoint():
-            files, self._last_files = self._changed_files(), now
+            files = self._changed_files()
+            self._last_files = now
         if files or self.rounds:
             self._report(files)
             self._last_report = now
 
     def _report(self, files: _Files, ended: tuple[float, str | None] | None = None) -> None:
-        self.updates.put(JobUpdate(self.rounds, files, self._localize(self.stderr.getvalue()), ended))
+        self.updates.put(
+            JobUpdate(self.rounds, files, self._localize(self.stderr.getvalue()), ended)
+        )
         self.rounds = []
         self.stderr.seek(0)
         self.stderr.truncate()
@@ -126,11 +148,16 @@ class _JobThread:
 
     def _has_new_checkpoint(self) -> bool:
         now = file_stamps(self.folder)
-        return any(now[path] != self._stamps.get(path) for path in now if path.name == records.CHECKPOINT_FILE)
+        return any(
+            now[path] != self._stamps.get(path)
+            for path in now
+            if path.name == records.CHECKPOINT_FILE
+        )
 
     def _changed_files(self) -> dict[str, Bytes]:
         """The files that changed since they last went back."""
-        before, self._stamps = self._stamps, file_stamps(self.folder)
+        before = self._stamps
+        self._stamps = file_stamps(self.folder)
         changed = [path for path, stamp in self._stamps.items() if stamp != before.get(path)]
         return {str(path.relative_to(self.folder)): read_bytes(path) for path in changed}
 
@@ -149,7 +176,8 @@ def _temporary_folder() -> Iterator[Path]:
 
 def format_error(error: BaseException) -> str:
     """An error in one line; of one that is a fault of ours, or of a user's function, its kind and place as well."""
-    line, where = " ".join(str(error).split()), ""
+    line = " ".join(str(error).split())
+    where = ""
     if isinstance(error, FedCB2OError):
         return line
     if places := traceback.extract_tb(error.__traceback__):
@@ -163,7 +191,11 @@ def format_error(error: BaseException) -> str:
 def file_stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
     """The files of a run that lie in a folder, each with what is another when it was written to. What else lies there
     stays: somebody's notes, or models as large as a disk, which a killed process left."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix in records.FILE_SUFFIXES]
+    paths = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix in records.FILE_SUFFIXES
+    ]
     known = {path: path.stat() for path in paths}
     return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in known.items()}
 
@@ -176,7 +208,13 @@ def read_bytes(path: Path) -> Bytes:
 
 def write_files(folder: Path, files: _Files) -> None:
     """Write files into a run's folder, so that a kill at any moment leaves what a resume goes on from."""
-    for name in sorted(files, key=lambda name: (_WRITTEN_LAST.index(Path(name).name) if Path(name).name in _WRITTEN_LAST else -1, name)):
+    for name in sorted(
+        files,
+        key=lambda name: (
+            _WRITTEN_LAST.index(Path(name).name) if Path(name).name in _WRITTEN_LAST else -1,
+            name,
+        ),
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         records.atomic_write(folder / name, files[name].tofile)
 
@@ -186,7 +224,10 @@ def write_files(folder: Path, files: _Files) -> None:
 
 def dataset_bytes(dataset: Dataset) -> dict[str, Bytes]:
     """The tensors of a data set as bytes, since NumPy has not all of PyTorch's types."""
-    return {name: each.contiguous().view(torch.uint8).numpy() for name, each in dataset_tensors(dataset).items()}
+    return {
+        name: each.contiguous().view(torch.uint8).numpy()
+        for name, each in dataset_tensors(dataset).items()
+    }
 
 
 def dataset_dtypes(dataset: Dataset) -> dict[str, torch.dtype]:

@@ -49,8 +49,12 @@ _JobId = TypeVar("_JobId")
 _DataSets = Sequence[tuple[Any, Dataset]]
 """Data sets, each with the settings that name it."""
 
-MAX_RETRIES = 5  # times that a run goes on by itself from one checkpoint after its process or node was lost
-CHECKPOINT_INTERVAL = 60.0  # seconds after which a run's files come back, if there is a new checkpoint
+MAX_RETRIES = (
+    5  # times that a run goes on by itself from one checkpoint after its process or node was lost
+)
+CHECKPOINT_INTERVAL = (
+    60.0  # seconds after which a run's files come back, if there is a new checkpoint
+)
 
 
 @dataclass
@@ -73,9 +77,15 @@ class RemoteExecutor:
     """Nodes of a cluster, with so many `processors` or GPUs, which have some data sets; a run there may take so much
     `memory`, by default what is free."""
 
-    def __init__(self, tasks: "TaskPool", processors: int, sets: _DataSets, memory: int | None) -> None:
-        self.tasks, self.processors, self.memory = tasks, processors, memory
-        self._datasets = [(settings, dataset, tasks.put(dataset_bytes(dataset))) for settings, dataset in sets]
+    def __init__(
+        self, tasks: "TaskPool", processors: int, sets: _DataSets, memory: int | None
+    ) -> None:
+        self.tasks = tasks
+        self.processors = processors
+        self.memory = memory
+        self._datasets = [
+            (settings, dataset, tasks.put(dataset_bytes(dataset))) for settings, dataset in sets
+        ]
 
     def map(
         self,
@@ -97,7 +107,9 @@ class RemoteExecutor:
 
         def begun() -> Iterator[_Run[_JobId]]:
             for ticket, (experiment, folder) in runs:
-                run = _Run(ticket, experiment, folder, folders.enter_context(contextlib.ExitStack()))
+                run = _Run(
+                    ticket, experiment, folder, folders.enter_context(contextlib.ExitStack())
+                )
                 try:
                     if not is_locked:
                         run.lock.enter_context(exclusive_lock(folder))
@@ -132,7 +144,11 @@ class RemoteExecutor:
             if isinstance(error, WorkerLostError) and run.losses <= MAX_RETRIES:
                 print(f"Note: {error}. {run} goes on from what had come back.", file=sys.stderr)
                 return True
-            tried = f". It has gone on {MAX_RETRIES} times, and gives up" if isinstance(error, WorkerLostError) else ""
+            tried = (
+                f". It has gone on {MAX_RETRIES} times, and gives up"
+                if isinstance(error, WorkerLostError)
+                else ""
+            )
             end(run, (0.0, f"{format_error(error)}{tried}"))
             return False
 
@@ -146,11 +162,20 @@ class RemoteExecutor:
         """To go on with those seeds of a run that have not ended, from their files here."""
         from fedcb2o.ray_backend.tasks import Task
 
-        paths, rounds = [folder / "config.toml"], experiment.rounds
-        seeds = [seed for seed in experiment.seeds if not has_ended(folder / f"seed-{seed}", rounds, whole=True)]
+        paths = [folder / "config.toml"]
+        rounds = experiment.rounds
+        seeds = [
+            seed
+            for seed in experiment.seeds
+            if not has_ended(folder / f"seed-{seed}", rounds, whole=True)
+        ]
         paths += [path for seed in seeds for path in file_stamps(folder / f"seed-{seed}")]
         files = {str(path.relative_to(folder)): read_bytes(path) for path in paths}
-        dataset, arrays = next((dataset, ref) for settings, dataset, ref in self._datasets if settings == experiment.data)
+        dataset, arrays = next(
+            (dataset, ref)
+            for settings, dataset, ref in self._datasets
+            if settings == experiment.data
+        )
         errand = RemoteJob(
             experiment=experiment.model_copy(update={"seeds": tuple(seeds)}),
             names=dataset.names,
@@ -165,7 +190,11 @@ class RemoteExecutor:
 
 @contextlib.contextmanager
 def connect_executor(
-    address: str | None, description: str, experiments: Sequence[Experiment], datasets: _DataSets, memory: int | None = None
+    address: str | None,
+    description: str,
+    experiments: Sequence[Experiment],
+    datasets: _DataSets,
+    memory: int | None = None,
 ) -> Iterator[RemoteExecutor | None]:
     """Within it, this process is in the cluster at an address, whose nodes have what some experiments need, and it is
     told on how many processors of it `what` is done; None without an address."""
@@ -175,16 +204,29 @@ def connect_executor(
     require_ray()
     from fedcb2o.ray_backend import connect, placement, tasks
 
-    own, kinds = {name for each in experiments for name in imported_names(each)}, {each.device for each in experiments}
+    own = {name for each in experiments for name in imported_names(each)}
+    kinds = {each.device for each in experiments}
     for device in kinds:
         check_device(device)
-    data = sum(tensor.nbytes for _, dataset in datasets for tensor in dataset_tensors(dataset).values())
-    with connect.connected(address, min(MIN_STORE_BYTES + 2 * data, resources.free_memory() // 2), resources.available_processors()):
+    data = sum(
+        tensor.nbytes for _, dataset in datasets for tensor in dataset_tensors(dataset).values()
+    )
+    with connect.connected(
+        address,
+        min(MIN_STORE_BYTES + 2 * data, resources.free_memory() // 2),
+        resources.available_processors(),
+    ):
         device = kinds.pop() if len(kinds) == 1 else None
         nodes = placement.list_nodes(sorted(own), device)
         if not nodes:
-            raise RunError("no node of the cluster has what is needed to run this: see `ray status` there")
+            raise RunError(
+                "no node of the cluster has what is needed to run this: see `ray status` there"
+            )
         log_other_processors(nodes)
         count = sum(node.processors for node in nodes)
-        print(f"{description} on {pluralize(count, processor_unit(device))} of {pluralize(len(nodes), 'node')}", file=sys.stderr, flush=True)
+        print(
+            f"{description} on {pluralize(count, processor_unit(device))} of {pluralize(len(nodes), 'node')}",
+            file=sys.stderr,
+            flush=True,
+        )
         yield RemoteExecutor(tasks.TaskPool(sorted(own)), count, datasets, memory)

@@ -30,7 +30,9 @@ def metrics_record(
     line: dict[str, Any] = {
         "round": result.n + 1,
         "train_loss": result.train_loss.tolist(),
-        "validation_loss": [loss if math.isfinite(loss) else None for loss in choices.own_loss.tolist()],
+        "validation_loss": [
+            loss if math.isfinite(loss) else None for loss in choices.own_loss.tolist()
+        ],
         "malicious_weight": _malicious_weights(choices, malicious),
         "answered": choices.received.sizes.tolist(),
     }
@@ -46,16 +48,22 @@ def metrics_record(
     return line
 
 
-def check_user_metrics(user_metrics: Mapping[str, Callable[[torch.Tensor], Any]], num_classes: int) -> None:
+def check_user_metrics(
+    user_metrics: Mapping[str, Callable[[torch.Tensor], Any]], num_classes: int
+) -> None:
     """Raises ConfigError for metrics of the experiment's own that make no number of a confusion matrix, before rounds
     are done that would end with it, or where there are no classes to confuse."""
     if user_metrics and num_classes < 2:
-        raise ConfigError("`metrics` look at which classes models predict, and the data have none: leave them out")
+        raise ConfigError(
+            "`metrics` look at which classes models predict, and the data have none: leave them out"
+        )
     for metric in user_metrics.values():
         _evaluate_metric(metric, torch.ones(num_classes, num_classes, dtype=torch.int64))
 
 
-def _evaluate_metric(metric: Callable[[torch.Tensor], Any], confusion: torch.Tensor) -> float | None:
+def _evaluate_metric(
+    metric: Callable[[torch.Tensor], Any], confusion: torch.Tensor
+) -> float | None:
     """What a metric of the experiment's own makes of a confusion matrix; None where that is no finite number.
 
     Raises ConfigError where it is no number at all.
@@ -64,7 +72,9 @@ def _evaluate_metric(metric: Callable[[torch.Tensor], Any], confusion: torch.Ten
     try:
         number = float(found)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"the {plugins.display_name('metric', metric)} returned no number: {found!r:.60}") from error
+        raise ConfigError(
+            f"the {plugins.display_name('metric', metric)} returned no number: {found!r:.60}"
+        ) from error
     return number if math.isfinite(number) else None
 
 
@@ -73,7 +83,10 @@ def _malicious_weights(choices: Decisions, malicious: Bool[np.ndarray, " N"]) ->
     received = choices.received
     sums = np.bincount(received.row_ids, choices.weights * malicious[received.values], len(choices))
     unknown = malicious | np.isnan(sums)
-    return [None if hidden else found for found, hidden in zip(sums.tolist(), unknown.tolist(), strict=True)]
+    return [
+        None if hidden else found
+        for found, hidden in zip(sums.tolist(), unknown.tolist(), strict=True)
+    ]
 
 
 def pairs_record(result: Round) -> dict[str, Any]:
@@ -83,7 +96,9 @@ def pairs_record(result: Round) -> dict[str, Any]:
     where any has such.
     """
     choices = result.decisions
-    weights, own = ([float(f"{w:.6g}") for w in each.tolist()] for each in (choices.weights, choices.own_weight))
+    weights, own = (
+        [float(f"{w:.6g}") for w in each.tolist()] for each in (choices.weights, choices.own_weight)
+    )
     line: dict[str, Any] = {
         "round": result.n + 1,
         "asked": choices.asked.tolist(),

@@ -15,7 +15,9 @@ from fedcb2o.records import DamagedError, Manifest
 
 
 @contextlib.contextmanager
-def exclusive_lock(folder: Path, cure: str = "wait for it, or choose another --out") -> Iterator[None]:
+def exclusive_lock(
+    folder: Path, cure: str = "wait for it, or choose another --out"
+) -> Iterator[None]:
     """Make the run's folder and keep other processes from writing to it; raises RunError, with the cure, where one
     does."""
     if folder.exists() and not folder.is_dir():
@@ -35,7 +37,8 @@ def exclusive_lock(folder: Path, cure: str = "wait for it, or choose another --o
 def open_run(folder: Path, experiment: Experiment, resume: bool) -> None:
     """Make the run's folder and its config.toml, or check that what is there is this run, and sweep what a killed
     process left half-written there."""
-    path, settings = folder / "config.toml", experiment.settings()
+    path = folder / "config.toml"
+    settings = experiment.settings()
     seeds = list(experiment.seeds)
     if (there := _existing_settings(path, settings, resume)) is not None:
         if difference := describe_difference(there, settings):
@@ -66,10 +69,13 @@ def open_run(folder: Path, experiment: Experiment, resume: bool) -> None:
         records.remove_temporaries(each)
 
 
-def _existing_settings(path: Path, settings: Mapping[str, Any], resume: bool) -> Mapping[str, Any] | None:
+def _existing_settings(
+    path: Path, settings: Mapping[str, Any], resume: bool
+) -> Mapping[str, Any] | None:
     """The settings of the run that is there, if any. Where config.toml is damaged or lost, but the sums of all seeds
     say that they were run with `settings`, a resume takes those. Raises RunError for another damaged one."""
-    there, failure = None, None
+    there = None
+    failure = None
     if path.exists():
         try:
             there = records.read_config(path)
@@ -97,7 +103,9 @@ def _read_manifest(folder: Path) -> Manifest | None:
 def _check_seed_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raises RunError where a seed is not of a run with these settings, by its sums."""
     sums = _read_manifest(folder)
-    if sums is not None and (sums.seed != int(folder.name.removeprefix("seed-")) or not sums.matches(settings)):
+    if sums is not None and (
+        sums.seed != int(folder.name.removeprefix("seed-")) or not sums.matches(settings)
+    ):
         raise RunError(
             f"{folder} holds another seed or another run, by its sums.json: {records.rerun_advice(folder)}; or choose "
             "another --out"
@@ -114,15 +122,21 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunError(f"cannot make the folder {folder}: {error.strerror}; choose another --out") from error
+        raise RunError(
+            f"cannot make the folder {folder}: {error.strerror}; choose another --out"
+        ) from error
 
 
 def describe_difference(existing: Mapping[str, Any], requested: Mapping[str, Any]) -> str | None:
     """The first setting that two runs differ in, or None where they are one."""
     told = [records.flatten(records.result_settings(each)) for each in (existing, requested)]
     old, new = (records.flatten(records.canonical_settings(each)) for each in told)
-    changed = [key for key in {**old, **new} if repr(old.get(key)) != repr(new.get(key))]  # True is not 1
+    changed = [
+        key for key in {**old, **new} if repr(old.get(key)) != repr(new.get(key))
+    ]  # True is not 1
     if not changed:
         return None
-    was, now = ("not set" if (value := each.get(changed[0])) is None else repr(value) for each in told)
+    was, now = (
+        "not set" if (value := each.get(changed[0])) is None else repr(value) for each in told
+    )
     return f"`{changed[0]}` is {was} there and {now} here"

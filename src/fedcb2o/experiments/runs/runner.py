@@ -61,9 +61,13 @@ def run(
     arguments.check_count("blocks", blocks)
     arguments.check_address(cluster)
     if workers is not None and cluster is not None:
-        raise ConfigError("`workers` are processes of one machine: on a cluster give `blocks`, or nothing")
+        raise ConfigError(
+            "`workers` are processes of one machine: on a cluster give `blocks`, or nothing"
+        )
     if blocks is not None and cluster is None:
-        raise ConfigError("`blocks` are those of a cluster: give it by --cluster, or leave `blocks` out")
+        raise ConfigError(
+            "`blocks` are those of a cluster: give it by --cluster, or leave `blocks` out"
+        )
     arguments.check_callback(watch)
     targets = tracking.validate_targets(track)
     for name, path in (("out", out), ("data_dir", data_dir)):
@@ -72,7 +76,8 @@ def run(
     if seeds is not None:
         chosen = arguments.parse_seeds(seeds)
         experiment = load({**experiment.model_dump(exclude_unset=True), "seeds": chosen})
-    folder, limit = Path(out) if out is not None else Path("runs") / experiment.name, None
+    folder = Path(out) if out is not None else Path("runs") / experiment.name
+    limit = None
     if memory is not None:
         limit = parse_size(memory)
     dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))
@@ -82,19 +87,38 @@ def run(
         )
     if workers is not None:
         workers = clip_workers(workers, experiment.agents.num_agents, "agents")
-    prepared = {seed: validate_seed(experiment, seed, dataset) for seed in experiment.seeds}  # before anything is written
-    lacking = [seed for seed in experiment.seeds if not has_ended(folder / f"seed-{seed}", experiment.rounds)]
-    where: LocalBackend | ClusterBackend = LocalBackend(workers, limit) if blocks is None else ClusterBackend(str(cluster), blocks, limit)
+    prepared = {
+        seed: validate_seed(experiment, seed, dataset) for seed in experiment.seeds
+    }  # before anything is written
+    lacking = [
+        seed
+        for seed in experiment.seeds
+        if not has_ended(folder / f"seed-{seed}", experiment.rounds)
+    ]
+    where: LocalBackend | ClusterBackend = (
+        LocalBackend(workers, limit)
+        if blocks is None
+        else ClusterBackend(str(cluster), blocks, limit)
+    )
     if cluster is None:
         for seed in lacking:
-            plan_memory(experiment, dataset, prepared[seed].spec.dim, workers, limit, folder / f"seed-{seed}")
+            plan_memory(
+                experiment,
+                dataset,
+                prepared[seed].spec.dim,
+                workers,
+                limit,
+                folder / f"seed-{seed}",
+            )
     elif lacking:
         check_process_memory(limit, prepared[lacking[0]])
     elsewhere = cluster if blocks is None and lacking else None
     what = f"{experiment.name}: {pluralize(len(lacking), 'seed')}"
     with (
         where.connect([prepared[seed] for seed in lacking]),
-        remote_runs.connect_executor(elsewhere, what, [experiment], [(experiment.data, dataset)], limit) as there,
+        remote_runs.connect_executor(
+            elsewhere, what, [experiment], [(experiment.data, dataset)], limit
+        ) as there,
         exclusive_lock(folder),
         Progress() if watch is None else contextlib.nullcontext(watch) as watch,
     ):
@@ -109,7 +133,11 @@ def run(
 
 
 def _run_remotely(
-    remote: remote_runs.RemoteExecutor, experiment: Experiment, folder: Path, seeds: Sequence[int], watch: RoundCallback
+    remote: remote_runs.RemoteExecutor,
+    experiment: Experiment,
+    folder: Path,
+    seeds: Sequence[int],
+    watch: RoundCallback,
 ) -> None:
     """Run seeds on a cluster, each by itself; raises RunError in the end where some failed."""
     errors: dict[int, str] = {}
@@ -128,4 +156,6 @@ def _run_remotely(
     )
     if errors:
         why = "; ".join(f"seed {seed}: {error}" for seed, error in sorted(errors.items()))
-        raise RunError(f"{len(errors)} of {len(experiment.seeds)} seeds failed, which --resume tries again: {why}")
+        raise RunError(
+            f"{len(errors)} of {len(experiment.seeds)} seeds failed, which --resume tries again: {why}"
+        )

@@ -20,7 +20,11 @@ from fedcb2o.experiments.runs.kernel_config import ENVIRONMENT, choose_kernels
 from fedcb2o.experiments.runs.local_backend import LocalBackend
 from fedcb2o.experiments.runs.memory_plan import MemoryPlan
 from fedcb2o.experiments.runs.progress import Progress, RoundCallback
-from fedcb2o.experiments.runs.provenance import describe_changed_versions, write_environment, write_provenance
+from fedcb2o.experiments.runs.provenance import (
+    describe_changed_versions,
+    write_environment,
+    write_provenance,
+)
 from fedcb2o.experiments.runs.recovery import verify_and_repair, write_summary
 from fedcb2o.experiments.runs.round_records import check_user_metrics, metrics_record, pairs_record
 from fedcb2o.experiments.runs.run_directory import log_rewrite, make_folder
@@ -33,12 +37,16 @@ from fedcb2o.records import REPRODUCIBLE_LOGS, Manifest, RoundLog, damaged_error
 from fedcb2o.simulation import checkpoint, dfca, ifca
 from fedcb2o.simulation.rounds import Round, WorkerLostError, run_rounds
 
-MAX_RETRIES = 5  # times that a run goes on by itself from one checkpoint after a part of its cluster was lost
+MAX_RETRIES = (
+    5  # times that a run goes on by itself from one checkpoint after a part of its cluster was lost
+)
 
 RETRY_PAUSE = 5.0  # seconds before it does, until the cluster knows what it has lost
 
 
-def run_seeds_locally(experiment: Experiment, dataset: Dataset, folder: Path, memory: int | None, watch: RoundCallback) -> None:
+def run_seeds_locally(
+    experiment: Experiment, dataset: Dataset, folder: Path, memory: int | None, watch: RoundCallback
+) -> None:
     """Run the seeds of an experiment by this process alone, in a folder that is theirs."""
     for prepared in [validate_seed(experiment, seed, dataset) for seed in experiment.seeds]:
         _run_seed(prepared, folder / f"seed-{prepared.seed}", LocalBackend(1, memory), watch)
@@ -47,7 +55,8 @@ def run_seeds_locally(experiment: Experiment, dataset: Dataset, folder: Path, me
 def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> PreparedSeed:
     """One seed of an experiment; raises ConfigError for what is wrong with the settings."""
     prepared = prepare_seed(experiment, seed, dataset)
-    module, x = prepared.spec.module, features(dataset.pool.x[:2])
+    module = prepared.spec.module
+    x = features(dataset.pool.x[:2])
     if (experiment.together or 1) > 1 and (why := devices.batching_obstacle(module, x)):
         raise ConfigError(
             f"the model `{plugins.label(experiment.model.name)}` cannot be computed several times at once: leave out "
@@ -61,24 +70,41 @@ def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepar
     return prepared
 
 
-def run_seed_with_retries(prepared: PreparedSeed, folder: Path, backend: LocalBackend | ClusterBackend, watch: RoundCallback) -> None:
+def run_seed_with_retries(
+    prepared: PreparedSeed,
+    folder: Path,
+    backend: LocalBackend | ClusterBackend,
+    watch: RoundCallback,
+) -> None:
     """Run one seed to its end, in spite of some losses of parts of a cluster."""
-    losses, known = 0, -1
+    losses = 0
+    known = -1
     while True:
         try:
             return _run_seed(prepared, folder, backend, watch)
         except WorkerLostError as error:
             reached = checkpoint.rounds_done(folder)
-            losses, known = losses + 1 if reached == known else 1, reached
+            losses = losses + 1 if reached == known else 1
+            known = reached
             if losses > MAX_RETRIES:
-                raise WorkerLostError(f"{error}. It has gone on {MAX_RETRIES} times, and gives up: --resume goes on") from error
+                raise WorkerLostError(
+                    f"{error}. It has gone on {MAX_RETRIES} times, and gives up: --resume goes on"
+                ) from error
             print(f"Note: {error}. It goes on from the last checkpoint.", file=sys.stderr)
             time.sleep(RETRY_PAUSE)
 
 
-def _run_seed(prepared: PreparedSeed, folder: Path, backend: LocalBackend | ClusterBackend, watch: RoundCallback) -> None:
+def _run_seed(
+    prepared: PreparedSeed,
+    folder: Path,
+    backend: LocalBackend | ClusterBackend,
+    watch: RoundCallback,
+) -> None:
     """Run one seed from its last checkpoint, or from the start, to the last round."""
-    experiment, seed, dataset, dim = prepared.experiment, prepared.seed, prepared.dataset, prepared.spec.dim
+    experiment = prepared.experiment
+    seed = prepared.seed
+    dataset = prepared.dataset
+    dim = prepared.spec.dim
     sums = verify_and_repair(prepared, folder)
     if sums is not None and sums.has_finished(experiment.rounds):
         return
@@ -88,7 +114,9 @@ def _run_seed(prepared: PreparedSeed, folder: Path, backend: LocalBackend | Clus
     log = RoundLog(folder)
     device = devices.resolve_device(experiment.device)
     chosen = choose_kernels(folder, prepared)
-    if not (folder / ENVIRONMENT).exists():  # a start that is killed from here on has chosen for the next one
+    if not (
+        folder / ENVIRONMENT
+    ).exists():  # a start that is killed from here on has chosen for the next one
         write_environment(folder, seed, place.processes, chosen, device)
     _log_choices(watch, prepared, place, chosen, device)
     prepared = prepared.with_kernels(**chosen)
@@ -96,26 +124,38 @@ def _run_seed(prepared: PreparedSeed, folder: Path, backend: LocalBackend | Clus
         stack.enter_context(devices.deterministic(device))
         stack.enter_context(_translate_memory_errors(device))
         engine: Any = stack.enter_context(backend.open_engine(prepared, place))
-        saved = checkpoint.read_checkpoint(folder, fingerprint, (prepared.num_persistent_rows, parameters.row_stride(dim)))
+        saved = checkpoint.read_checkpoint(
+            folder, fingerprint, (prepared.num_persistent_rows, parameters.row_stride(dim))
+        )
         if saved is not None and (changed := describe_changed_versions(folder, device)):
-            print(f"Note: {folder} began with {changed}: its next rounds may differ in bits.", file=sys.stderr)
+            print(
+                f"Note: {folder} began with {changed}: its next rounds may differ in bits.",
+                file=sys.stderr,
+            )
         if saved is None:
             if sums is not None and sums.rounds:
                 raise damaged_error(folder / checkpoint.FILE, "it is gone")
             backend.init_models(engine, prepared)
             Manifest.remove(folder)
             write_provenance(folder, prepared, place.processes, chosen, device)
-            start, memory = 0, AgentState.initial(prepared.spec.num_agents)
+            start = 0
+            memory = AgentState.initial(prepared.spec.num_agents)
         else:
             start, memory, there = saved
             engine.load_models_(there)
             del there
         if sums is not None and start < sums.rounds:
-            raise damaged_error(folder / checkpoint.FILE, f"it is of round {start}, and there was one of {sums.rounds}")
+            raise damaged_error(
+                folder / checkpoint.FILE,
+                f"it is of round {start}, and there was one of {sums.rounds}",
+            )
         log.truncate(start)
         for name, known in records.log_checksums(folder).items():
             if log.checksums()[name] != known:
-                raise damaged_error(folder / name, f"it does not hold what it did when {checkpoint.FILE} was written")
+                raise damaged_error(
+                    folder / name,
+                    f"it does not hold what it did when {checkpoint.FILE} was written",
+                )
         if start and sums is None:
             log_rewrite(folder / "sums.json")
         sums = Manifest.create(folder, seed, experiment.settings(), start)
@@ -139,7 +179,14 @@ def _run_seed(prepared: PreparedSeed, folder: Path, backend: LocalBackend | Clus
             if (done.n + 1) % experiment.checkpoint_every == 0 or done.n + 1 == experiment.rounds:
                 began = time.perf_counter()
                 log.sync()
-                checkpoint.save(folder, done.n + 1, engine.persistent_models(), done.memory, fingerprint, log.checksums(REPRODUCIBLE_LOGS))
+                checkpoint.save(
+                    folder,
+                    done.n + 1,
+                    engine.persistent_models(),
+                    done.memory,
+                    fingerprint,
+                    log.checksums(REPRODUCIBLE_LOGS),
+                )
                 sums = sums.record_checkpoint(folder, done.n + 1)
                 seconds["checkpoint"] = time.perf_counter() - began
             measured = backend.traffic(engine)
@@ -157,7 +204,13 @@ def round_loop(engine: Any) -> Callable[..., Iterator[Round]]:
     return dfca.run_rounds if clusters.per_agent else ifca.run_rounds
 
 
-def _log_choices(watch: RoundCallback, prepared: PreparedSeed, plan: MemoryPlan, kernels: Mapping[str, Any], device: torch.device) -> None:
+def _log_choices(
+    watch: RoundCallback,
+    prepared: PreparedSeed,
+    plan: MemoryPlan,
+    kernels: Mapping[str, Any],
+    device: torch.device,
+) -> None:
     """Tell where the models of a seed lie, and by what its rounds are computed."""
     start = f"{prepared.experiment.name} seed {prepared.seed}"
     if isinstance(watch, Progress):
@@ -170,7 +223,8 @@ def _log_choices(watch: RoundCallback, prepared: PreparedSeed, plan: MemoryPlan,
             watch.log(f"{start}: {plan}")
         done_by = f"large dense layers by {kernels['linear']}, images {kernels['layout']}"
         watch.log(f"{start}: processes {plan.processes}{where}, {done_by}")
-    asked, used = prepared.experiment.training.precision, kernels["precision"]
+    asked = prepared.experiment.training.precision
+    used = kernels["precision"]
     if used != (here := autotune.supported_precision(asked, device)):
         slower = f", though {used} is far slower here" if used == asked else ""
         print(f"Note: {start} began in {used}, and keeps to it{slower}.", file=sys.stderr)
@@ -188,7 +242,13 @@ def _translate_memory_errors(device: torch.device) -> Iterator[None]:
     except (MemoryError, RuntimeError, FedCB2OError) as error:
         cause = error.__cause__ if isinstance(error, FedCB2OError) else error
         if isinstance(cause, torch.OutOfMemoryError):
-            raise RunError(f"{device} is out of memory: let fewer agents train at once, by `together`") from error
-        if resources.is_out_of_memory(cause) and not isinstance(error, RunError):  # which says what to do
-            raise RunError(f"memory is full ({error}): {resources.MEMORY_CURES}; then go on with --resume") from error
+            raise RunError(
+                f"{device} is out of memory: let fewer agents train at once, by `together`"
+            ) from error
+        if resources.is_out_of_memory(cause) and not isinstance(
+            error, RunError
+        ):  # which says what to do
+            raise RunError(
+                f"memory is full ({error}): {resources.MEMORY_CURES}; then go on with --resume"
+            ) from error
         raise

@@ -27,17 +27,25 @@ def load_model(run: Run, agent: int, seed: int | None, data_dir: _OptionalPath) 
     return agent_network(block, 0)
 
 
-def confusion_matrix(run: Run, agent: int, seed: int | None, data_dir: _OptionalPath) -> pd.DataFrame:
+def confusion_matrix(
+    run: Run, agent: int, seed: int | None, data_dir: _OptionalPath
+) -> pd.DataFrame:
     """How often that model takes a test sample of a class (row) for another (column)."""
     block, prepared = _restore_agent(run, agent, seed, data_dir)
     (found,) = evaluate_models(block, np.zeros(1, np.int64))
     if (counts := found.own.confusion) is None:
-        raise RunError(f"{run.folder} has data without classes, so that there is nothing to confuse")
+        raise RunError(
+            f"{run.folder} has data without classes, so that there is nothing to confuse"
+        )
     names = prepared.dataset.class_names
-    return pd.DataFrame(counts.numpy(), pd.Index(names, name="true"), pd.Index(names, name="predicted"))
+    return pd.DataFrame(
+        counts.numpy(), pd.Index(names, name="true"), pd.Index(names, name="predicted")
+    )
 
 
-def _restore_agent(run: Run, agent: int, seed: int | None, data_dir: _OptionalPath) -> tuple[AgentGroup, PreparedSeed]:
+def _restore_agent(
+    run: Run, agent: int, seed: int | None, data_dir: _OptionalPath
+) -> tuple[AgentGroup, PreparedSeed]:
     """The block of one agent, its model as the last checkpoint has it."""
     if not run.seeds or seed not in (None, *run.seeds):
         raise RunError(f"{run.folder} holds the seeds {list(run.seeds)}, and not {seed}")
@@ -46,15 +54,23 @@ def _restore_agent(run: Run, agent: int, seed: int | None, data_dir: _OptionalPa
     dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))
     # As its function makes it, whatever images are laid out for.
     prepared = prepare_seed(experiment.model_copy(update={"layout": None}), seed, dataset)
-    terms, folder = prepared.spec, run.folder / f"seed-{seed}"
+    terms = prepared.spec
+    folder = run.folder / f"seed-{seed}"
     if not 0 <= agent < terms.num_agents:
         raise RunError(f"{run.folder} has the agents 0 to {terms.num_agents - 1}, and not {agent}")
-    fingerprint, stride = f"{experiment.fingerprint(seed)} data {dataset_digest(dataset)}", parameters.row_stride(terms.dim)
+    fingerprint = f"{experiment.fingerprint(seed)} data {dataset_digest(dataset)}"
+    stride = parameters.row_stride(terms.dim)
     found = checkpoint.read_checkpoint(folder, fingerprint, (1, stride), slice(agent, agent + 1))
     if found is None:
-        raise RunError(f"there is no {folder / checkpoint.FILE} yet: it is written after the first rounds")
+        raise RunError(
+            f"there is no {folder / checkpoint.FILE} yet: it is written after the first rounds"
+        )
     place = np.zeros(1, np.int64)
     holdings = prepared.build_agent_data([agent], torch.device("cpu"))
     return AgentGroup(
-        terms, holdings, prepared.adversary, prepared.build_layout([agent], place, 1), found[2][:, : terms.dim]
+        terms,
+        holdings,
+        prepared.adversary,
+        prepared.build_layout([agent], place, 1),
+        found[2][:, : terms.dim],
     ), prepared

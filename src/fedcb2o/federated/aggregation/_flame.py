@@ -21,11 +21,15 @@ from fedcb2o.rng import stream
 
 __all__ = ["flame"]
 
-NOISE_COLUMNS = 8192  # columns whose noise is drawn at once, so that it does not depend on the block that asks
+NOISE_COLUMNS = (
+    8192  # columns whose noise is drawn at once, so that it does not depend on the block that asks
+)
 
 
 @rule_signature("gram", own_rows=("before",))
-def flame(gram: Float[Tensor, "m m"], draw: np.random.Generator, *, noise: float = 0.001) -> Reduction:
+def flame(
+    gram: Float[Tensor, "m m"], draw: np.random.Generator, *, noise: float = 0.001
+) -> Reduction:
     """FLAME: of the models that HDBSCAN by cosine distance finds in one cluster, more than half of all, the mean of the
     updates since the agent's model before the round, the last row, each clipped to the median S of the norms of all
     updates; and Gaussian noise of the standard deviation `noise` S (their lambda, 0.001 for images).
@@ -40,7 +44,9 @@ def flame(gram: Float[Tensor, "m m"], draw: np.random.Generator, *, noise: float
     factor = clip_factors(squared[members], median) / max(1, int(members.sum()))
     rows = torch.cat([members.nonzero().flatten(), torch.tensor([m])])
     weights = torch.cat([factor, 1 - factor.sum().unsqueeze(0)])
-    reduce = functools.partial(_noisy_average, weights=weights, std=noise * median, seed=int(draw.integers(2**63)))
+    reduce = functools.partial(
+        _noisy_average, weights=weights, std=noise * median, seed=int(draw.integers(2**63))
+    )
     return Reduction(rows, reduce, takes_offset=True, weights=weights)
 
 
@@ -48,7 +54,8 @@ def majority_cluster(distances: Float[Tensor, "m m"]) -> Bool[Tensor, " m"]:
     """The cluster that HDBSCAN finds of m points whose clusters have more than m / 2 members: there is one, the first
     of so many that single linkage joins, with all that is as near as the last of them."""
     m = len(distances)
-    of, found = torch.arange(m), torch.full((m,), m == 1)
+    of = torch.arange(m)
+    found = torch.full((m,), m == 1)
     i, j = torch.triu_indices(m, m, 1)
     lengths, order = distances[i, j].sort(stable=True)
     last = torch.inf
@@ -57,7 +64,8 @@ def majority_cluster(distances: Float[Tensor, "m m"]) -> Bool[Tensor, " m"]:
             break
         of[of == of[b]] = of[a].clone()
         if (joined := of == of[a]).sum() > m / 2:
-            found, last = joined, length
+            found = joined
+            last = length
     return found
 
 
@@ -68,7 +76,13 @@ def _noisy_average(
     average = weights.to(x.device, x.dtype) @ x
     if not std > 0:
         return average
-    start, stop = first // NOISE_COLUMNS, -(-(first + len(average)) // NOISE_COLUMNS)
-    drawn = np.concatenate([stream(seed, "noise", k).standard_normal(NOISE_COLUMNS, np.float32) for k in range(start, stop)])
+    start = first // NOISE_COLUMNS
+    stop = -(-(first + len(average)) // NOISE_COLUMNS)
+    drawn = np.concatenate(
+        [
+            stream(seed, "noise", k).standard_normal(NOISE_COLUMNS, np.float32)
+            for k in range(start, stop)
+        ]
+    )
     drawn = drawn[first - start * NOISE_COLUMNS :][: len(average)]
     return average + std * torch.from_numpy(drawn).to(x.device, x.dtype)

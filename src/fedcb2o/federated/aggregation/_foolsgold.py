@@ -16,7 +16,9 @@ __all__ = ["foolsgold"]
 
 
 @stateful(uses_previous=True)
-def foolsgold(state: RuleState, inputs: CriterionInput, *, confidence: float = 1.0) -> tuple[RuleState, Float[Tensor, " k"]]:
+def foolsgold(
+    state: RuleState, inputs: CriterionInput, *, confidence: float = 1.0
+) -> tuple[RuleState, Float[Tensor, " k"]]:
     """Weights in proportion to the learning rates alpha_i of FoolsGold, of the received models and the own one.
 
     It keeps the sum of the updates of each peer that it received, since the agent's model before the round, in the
@@ -41,8 +43,12 @@ def learning_rates(history: Float[Tensor, "k h"], confidence: float = 1.0) -> Fl
     alike = F.normalize(history, dim=1) @ F.normalize(history, dim=1).T  # cosine similarity
     alike = alike.fill_diagonal_(-torch.inf)
     most = alike.amax(1)
-    pardon = torch.where(most.unsqueeze(0) > most.unsqueeze(1), most.unsqueeze(1) / most.unsqueeze(0), 1.0)
+    pardon = torch.where(
+        most.unsqueeze(0) > most.unsqueeze(1), most.unsqueeze(1) / most.unsqueeze(0), 1.0
+    )
     alpha = (1 - (alike * pardon).amax(1)).clamp(0, 1)
     alpha = alpha / alpha.amax().clamp(min=torch.finfo(alpha.dtype).tiny)
-    alpha = (confidence * (alpha.logit() + 0.5)).nan_to_num(nan=0.0, posinf=1.0, neginf=0.0).clamp(0, 1)
+    alpha = (
+        (confidence * (alpha.logit() + 0.5)).nan_to_num(nan=0.0, posinf=1.0, neginf=0.0).clamp(0, 1)
+    )
     return alpha / alpha.sum().clamp(min=torch.finfo(alpha.dtype).tiny)

@@ -37,16 +37,20 @@ def _two_means(points: Float[Tensor, "m e"]) -> Bool[Tensor, " m"]:
     """The first of two clusters by k-means: Lloyd's iteration with every pair of points as the first two centres, and
     the best of what comes out. For few points, and without chance."""
     products = points @ points.T
-    squared, norms = squared_distances(products), products.diagonal()
+    squared = squared_distances(products)
+    norms = products.diagonal()
     i, j = torch.triu_indices(len(points), len(points), 1)
-    members = torch.stack([squared[i] <= squared[j], squared[i] > squared[j]])  # of each cluster, for each pair
+    members = torch.stack(
+        [squared[i] <= squared[j], squared[i] > squared[j]]
+    )  # of each cluster, for each pair
     for _ in range(100):
         counts = members.sum(-1, keepdim=True)
         centres = members.double() / counts.clamp(min=1)
         along = centres @ products
         far = norms - 2 * along + (along * centres).sum(-1, keepdim=True)
         far = far.masked_fill(counts == 0, torch.inf)
-        before, members = members, torch.stack([far[0] <= far[1], far[0] > far[1]])
+        before = members
+        members = torch.stack([far[0] <= far[1], far[0] > far[1]])
         if torch.equal(before, members):
             break
     return members[0, far.amin(0).sum(-1).argmin()]

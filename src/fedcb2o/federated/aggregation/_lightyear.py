@@ -40,23 +40,34 @@ def lightyear(
     everyone = inputs.received.with_own(inputs.own_entry)
     outputs, labels = inputs.context.outputs(everyone)
     if labels.is_floating_point():
-        raise ConfigError("lightyear looks at which class models predict, and the data have no classes")
+        raise ConfigError(
+            "lightyear looks at which class models predict, and the data have no classes"
+        )
     found = prediction_scores(outputs, labels, bins, confidence == "probability")
     agreement = (1 - (found - found[:, -1:]).abs()).clamp(min=0).mean(0)
-    chosen = (agreement >= threshold) & (inputs.own_entry.ids != everyone.ids)  # it may have drawn itself: it counts once
+    chosen = (agreement >= threshold) & (
+        inputs.own_entry.ids != everyone.ids
+    )  # it may have drawn itself: it counts once
     share = decay**inputs.n * chosen.double() / (1 + chosen.sum())
     share[-1] = 1 - share.sum()
     return share
 
 
 def prediction_scores(
-    outputs: Float[Tensor, "m n C"], labels: Int[Tensor, " n"], bins: int = 15, probability: bool = True
+    outputs: Float[Tensor, "m n C"],
+    labels: Int[Tensor, " n"],
+    bins: int = 15,
+    probability: bool = True,
 ) -> Float[Tensor, "3 m"]:
     """The accuracy of m models on n samples, their expected calibration error, and their mean confidence."""
     outputs = outputs.double()
     surest, guess = (outputs.softmax(-1) if probability else outputs).max(-1)
     right = (guess == labels).double()
     place = torch.bucketize(surest, torch.linspace(0, 1, bins + 1, dtype=surest.dtype)[1:-1])
-    gap = torch.where((surest > 0) & (surest <= 1), right - surest, 0.0)  # of an output elsewhere there is no bin
-    calibration = torch.zeros(len(outputs), bins, dtype=surest.dtype).scatter_add_(1, place, gap).abs().sum(1)
+    gap = torch.where(
+        (surest > 0) & (surest <= 1), right - surest, 0.0
+    )  # of an output elsewhere there is no bin
+    calibration = (
+        torch.zeros(len(outputs), bins, dtype=surest.dtype).scatter_add_(1, place, gap).abs().sum(1)
+    )
     return torch.stack([right.mean(1), calibration / max(1, len(labels)), surest.mean(1)])

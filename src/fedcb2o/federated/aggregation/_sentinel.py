@@ -35,11 +35,14 @@ def sentinel(
     in the first round, for reasons of its platform; this does neither. A peer under a new name has no past.
     """
     if inputs.losses is None or inputs.own_losses is None:
-        raise ConfigError("the rule looks at losses, and the algorithm evaluates none: set `judges` = true")
+        raise ConfigError(
+            "the rule looks at losses, and the algorithm evaluates none: set `judges` = true"
+        )
     others = inputs.received.ids != inputs.own_entry.ids
     everyone = inputs.received.with_own(inputs.own_entry)
     seen = torch.cat([others, torch.tensor([True])])
-    rows, ids = everyone.rows[seen], everyone.ids[seen]
+    rows = everyone.rows[seen]
+    ids = everyone.ids[seen]
     losses = torch.cat([inputs.losses.mean, inputs.own_losses.mean])[seen]
     alike, norms = layer_statistics(inputs, rows)
     passed = alike >= similarity
@@ -51,21 +54,34 @@ def sentinel(
     weights = weights.where(weights >= trust, 0.0)
     if not weights.sum() > 0:  # the own loss is no number
         return state, torch.zeros(len(others) + 1, dtype=torch.float64)
-    weights, norms = weights / weights.sum(), norms[passed]
+    weights = weights / weights.sum()
+    norms = norms[passed]
     factor = (norms[-1] / norms).nan_to_num(1.0).clamp(max=1.0)  # of each model and layer
     sizes = tuple(shape.numel() for shape in inputs.context.layer_shapes)
-    reduce = functools.partial(_layerwise_average, weights=weights.unsqueeze(1) * factor, sizes=sizes)
+    reduce = functools.partial(
+        _layerwise_average, weights=weights.unsqueeze(1) * factor, sizes=sizes
+    )
     return state, RuleOutput(Reduction(rows[passed], reduce, takes_offset=True, weights=weights))
 
 
-def layer_statistics(inputs: CriterionInput, rows: Int[Tensor, " k"]) -> tuple[Float[Tensor, " k"], Float[Tensor, "k l"]]:
+def layer_statistics(
+    inputs: CriterionInput, rows: Int[Tensor, " k"]
+) -> tuple[Float[Tensor, " k"], Float[Tensor, "k l"]]:
     """The cosine similarity of some models to the last of them, the mean over layers and at least 0, and the norm of
     each layer. That of a layer is the mean over its rows, as in their code."""
-    start, alike, norms = 0, [], []
+    start = 0
+    alike = []
+    norms = []
     for shape in inputs.context.layer_shapes:
         stop = start + shape.numel()
-        part = inputs.models[:, start:stop][rows.to(inputs.models.device)].cpu().view(len(rows), *(shape or (1,)))
-        alike.append(F.cosine_similarity(part, part[-1:], dim=-1).double().view(len(rows), -1).mean(1))
+        part = (
+            inputs.models[:, start:stop][rows.to(inputs.models.device)]
+            .cpu()
+            .view(len(rows), *(shape or (1,)))
+        )
+        alike.append(
+            F.cosine_similarity(part, part[-1:], dim=-1).double().view(len(rows), -1).mean(1)
+        )
         norms.append(part.flatten(1).double().norm(dim=1))
         start = stop
     return torch.stack(alike).mean(0).clamp(min=0), torch.stack(norms, 1)
@@ -88,9 +104,12 @@ def _layerwise_average(
     x: Float[Tensor, "k b"], first: int, *, weights: Float[Tensor, "k l"], sizes: tuple[int, ...]
 ) -> Float[Tensor, " b"]:
     """A block of columns of the average whose weights differ from layer to layer, from the column `first` on."""
-    made, start, weights = x.new_empty(x.shape[1]), 0, weights.T.to(x.device, x.dtype)
+    made = x.new_empty(x.shape[1])
+    start = 0
+    weights = weights.T.to(x.device, x.dtype)
     for weight, size in zip(weights, sizes, strict=True):
-        a, b = max(start - first, 0), min(start + size - first, x.shape[1])
+        a = max(start - first, 0)
+        b = min(start + size - first, x.shape[1])
         if a < b:
             made[a:b] = weight @ x[:, a:b]
         start += size

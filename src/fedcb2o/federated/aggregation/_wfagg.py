@@ -22,7 +22,12 @@ __all__ = ["wfagg"]
 
 @stateful()
 def wfagg(
-    state: RuleState, inputs: CriterionInput, *, f: int | None = None, smoothing: float = 0.8, transient: int = 3
+    state: RuleState,
+    inputs: CriterionInput,
+    *,
+    f: int | None = None,
+    smoothing: float = 0.8,
+    transient: int = 3,
 ) -> tuple[RuleState, Float[Tensor, " k"]]:
     """1 - `smoothing` times the own model and `smoothing` times an average of the received ones, in which a model
     counts 0.4 where it is among the k - f - 1 of k nearest to their coordinate-wise median, 0.4 where it is among as
@@ -36,14 +41,19 @@ def wfagg(
     be verified.
     """
     if not 0 <= smoothing <= 1:
-        raise ConfigError(f"`smoothing`, the share of the received models, must be from 0 to 1, got {smoothing}")
+        raise ConfigError(
+            f"`smoothing`, the share of the received models, must be from 0 to 1, got {smoothing}"
+        )
     others = inputs.received.ids != inputs.own_entry.ids
-    ids, rows = inputs.received.ids[others], inputs.received.rows[others]
+    ids = inputs.received.ids[others]
+    rows = inputs.received.rows[others]
     models = inputs.models[rows].cpu()
     whose, kept, moves = _recall_history(state, inputs, ids)
     here = torch.searchsorted(whose, ids)
     if inputs.n >= transient:
-        moves[here] = torch.cat([moves[here][..., 1:], movement(kept[here], models).unsqueeze(-1)], -1)
+        moves[here] = torch.cat(
+            [moves[here][..., 1:], movement(kept[here], models).unsqueeze(-1)], -1
+        )
     kept[here] = models
     said = torch.zeros(len(others) + 1, dtype=torch.float64)
     if len(ids):
@@ -65,7 +75,8 @@ def distances_from_median(
     squared, along, norms = torch.zeros(3, len(rows), dtype=torch.float64)
     norm = torch.zeros((), dtype=torch.float64)
     for _, block in column_blocks(models, rows):
-        median, x = coordinate_median(block).cpu().double(), block.cpu().double()
+        median = coordinate_median(block).cpu().double()
+        x = block.cpu().double()
         squared += (x - median).square().sum(1)
         along += x @ median
         norms += x.square().sum(1)

@@ -20,7 +20,11 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation.gram_matrix import column_blocks, gram
-from fedcb2o.federated.plugin_outputs import validated_mixing, validated_reduction, validated_row_weights
+from fedcb2o.federated.plugin_outputs import (
+    validated_mixing,
+    validated_reduction,
+    validated_row_weights,
+)
 from fedcb2o.federated.types import OffsetColumnReduction, Reduction
 from fedcb2o.plugins import Declaration, F
 
@@ -68,7 +72,9 @@ def clip_byzantine_count(rule: Callable[..., Any], f: int, m: int) -> int:
     Raises ConfigError for an f that is no whole number from 0 up.
     """
     if isinstance(f, bool) or not isinstance(f, int) or f < 0:
-        raise ConfigError(f"`f`, the number of attackers to assume, must be a whole number from 0 up, got {f!r}")
+        raise ConfigError(
+            f"`f`, the number of attackers to assume, must be a whole number from 0 up, got {f!r}"
+        )
     largest = signature_of(rule).max_byzantine
     return f if largest is None else min(f, max(0, largest(m)))
 
@@ -89,14 +95,23 @@ PreAggregation = Float[Tensor, "j n"] | Callable[[Float[Tensor, "n n"]], Float[T
 
 
 def gram_and_mixing(
-    rule: Callable[..., Any], models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], mixing: PreAggregation | None
+    rule: Callable[..., Any],
+    models: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    mixing: PreAggregation | None,
 ) -> tuple[Float[Tensor, "m m"], Float[Tensor, "r m"] | None]:
     """As much of the Gram matrix as a rule after a pre-step reads, the rest NaN; and the pre-step's matrix, in which
     the agent's own rows, which are last, stay as they are."""
     form = signature_of(rule)
-    pairs = form.gram_entries(getattr(rule, "keywords", {})) if callable(form.gram_entries) else form.gram_entries
+    pairs = (
+        form.gram_entries(getattr(rule, "keywords", {}))
+        if callable(form.gram_entries)
+        else form.gram_entries
+    )
     if form.reads == "columns" or pairs == "none":
-        pairs = "all" if callable(mixing) or (mixing is not None and form.reads == "gram") else "none"
+        pairs = (
+            "all" if callable(mixing) or (mixing is not None and form.reads == "gram") else "none"
+        )
     elif mixing is not None:
         pairs = "all"
     if pairs == "none":
@@ -106,7 +121,11 @@ def gram_and_mixing(
     if mixing is None:
         return g, None
     peers = len(rows) - len(form.own_rows)
-    p = validated_mixing(mixing, mixing(g[:peers, :peers].clone()), peers) if callable(mixing) else mixing.double()
+    p = (
+        validated_mixing(mixing, mixing(g[:peers, :peers].clone()), peers)
+        if callable(mixing)
+        else mixing.double()
+    )
     whole = torch.zeros(len(p) + len(form.own_rows), len(rows), dtype=torch.float64)
     whole[: len(p), :peers] = p
     whole[len(p) :, peers:] = torch.eye(len(form.own_rows))
@@ -131,8 +150,12 @@ def evaluate_rule(
         if p is None:
             return dataclasses.replace(made, reduce=reduce)
         weights = None if made.weights is None else p[made.rows].T @ made.weights
-        return dataclasses.replace(made, rows=everything, reduce=reduce, mixing=p[made.rows], weights=weights)
-    weights = validated_row_weights(rule, made, len(g) if p is None else len(p), "before" in form.own_rows)
+        return dataclasses.replace(
+            made, rows=everything, reduce=reduce, mixing=p[made.rows], weights=weights
+        )
+    weights = validated_row_weights(
+        rule, made, len(g) if p is None else len(p), "before" in form.own_rows
+    )
     return weights if p is None else p.T @ weights
 
 
@@ -160,7 +183,9 @@ def apply(
     return _reduce_by_blocks(models, rows[outcome != 0], lambda block, first: mu @ block)
 
 
-def _reduce_by_blocks(models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], reduce: OffsetColumnReduction) -> Float[Tensor, " d"]:
+def _reduce_by_blocks(
+    models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], reduce: OffsetColumnReduction
+) -> Float[Tensor, " d"]:
     """What `reduce` makes of some rows of a pool, a block of columns at a time."""
     result = models.new_empty(models.shape[1])
     for a, block in column_blocks(models, rows):

@@ -43,8 +43,10 @@ def _sort_by_network(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
     m = len(block)
     values = block.new_empty(m + 1, block.shape[1])
     values[:m] = block
-    rows, spare = list(values[:m].numpy()), values[m].numpy()
-    places, free = list(range(m)), m
+    rows = list(values[:m].numpy())
+    spare = values[m].numpy()
+    places = list(range(m))
+    free = m
     for i, j in sorting_network(m):
         np.minimum(rows[i], rows[j], out=spare)
         np.maximum(rows[i], rows[j], out=rows[j])
@@ -61,10 +63,14 @@ def sorting_network(m: int) -> tuple[tuple[int, int], ...]:
     top = 1 << max(0, (m - 1).bit_length() - 1)
     p = top
     while p > 0:
-        q, r, d = top, 0, p
+        q = top
+        r = 0
+        d = p
         while d > 0:
             pairs += [(i, i + d) for i in range(m - d) if i & p == r]
-            d, q, r = q - p, q >> 1, p
+            d = q - p
+            q = q >> 1
+            r = p
         p >>= 1
     return tuple(pairs)
 
@@ -101,10 +107,13 @@ def mean_around_median(block: Float[Tensor, "m b"], count: int) -> Float[Tensor,
     """
     values = sort_columns(block)
     out = len(values) - count
-    middle, window = _median_of_sorted(values), values[:count].clone()
+    middle = _median_of_sorted(values)
+    window = values[:count].clone()
     for s in range(0, out, count):  # x_{s + count} takes the place of x_s
         e = min(s + count, out)
-        low, high, place = values[s:e], values[s + count : e + count], window[: e - s]
+        low = values[s:e]
+        high = values[s + count : e + count]
+        place = window[: e - s]
         place.copy_(torch.where(middle - low > high - middle, high, place))
     return _column_means(window)
 

@@ -24,12 +24,16 @@ def column_blocks(
     Views where the rows follow each other, else copies into one buffer. `columns` are the first and last + 1.
     """
     start, stop = columns or (0, models.shape[1])
-    first, count = (0, len(models)) if rows is None else (int(rows[0]) if len(rows) else 0, len(rows))
+    first, count = (
+        (0, len(models)) if rows is None else (int(rows[0]) if len(rows) else 0, len(rows))
+    )
     follow = rows is None or parameters.is_contiguous_range(rows.tolist())
     where = None if rows is None else rows.to(models.device)
     added = 0 if extra is None else len(extra)
     size = _block_width(count + added, models.device) if size is None else size
-    buffer = models.new_empty(0 if follow and not added else (count + added) * min(size, max(0, stop - start)))
+    buffer = models.new_empty(
+        0 if follow and not added else (count + added) * min(size, max(0, stop - start))
+    )
     for a in range(start, stop, size):
         b = min(a + size, stop)
         if follow and not added:
@@ -46,7 +50,13 @@ def column_blocks(
 
 
 def _block_width(m: int, device: torch.device) -> int:
-    return max(1024, (BLOCK_ELEMENTS if device.type == "cpu" else 64 * BLOCK_ELEMENTS) // max(1, m) // 1024 * 1024)
+    return max(
+        1024,
+        (BLOCK_ELEMENTS if device.type == "cpu" else 64 * BLOCK_ELEMENTS)
+        // max(1, m)
+        // 1024
+        * 1024,
+    )
 
 
 def gram(
@@ -67,12 +77,16 @@ def gram(
     memory. With `columns`, only that range counts: the matrices of ranges add up.
     """
     k = (len(models) if rows is None else len(rows)) + (0 if extra is None else len(extra))
-    home = torch.device("cpu") if models.device.type == "mps" else models.device  # Apple's GPUs have no float64
+    home = (
+        torch.device("cpu") if models.device.type == "mps" else models.device
+    )  # Apple's GPUs have no float64
     total = torch.zeros(k, k if last is None else last, dtype=torch.float64, device=home)
     squares = torch.zeros(k, dtype=torch.float64, device=home)
     if size is None:
         size = _block_width(k, models.device)
-        size = min(4096, size) if models.device.type == "cpu" else size  # rounding grows with the length of a sum
+        size = (
+            min(4096, size) if models.device.type == "cpu" else size
+        )  # rounding grows with the length of a sum
     buffer = torch.empty(k * min(size, models.shape[1]), dtype=torch.float64, device=home)
     for _, block in column_blocks(models, rows, extra=extra, columns=columns, size=size):
         x = buffer[: block.numel()].view(block.shape).copy_(block)
@@ -94,8 +108,11 @@ def gram(
     return matrix
 
 
-def relative_distances(models: Float[Tensor, "p d"], rows: Int[Tensor, " k"]) -> Float[Tensor, " m"]:
+def relative_distances(
+    models: Float[Tensor, "p d"], rows: Int[Tensor, " k"]
+) -> Float[Tensor, " m"]:
     """How far models are from the last one, in units of its norm."""
     products = gram(models, rows, last=1)
-    to_last, squares = products[:-1, -1], products.diagonal()
+    to_last = products[:-1, -1]
+    squares = products.diagonal()
     return (squares[:-1] - 2 * to_last + squares[-1]).clamp(min=0).sqrt() / squares[-1].sqrt()

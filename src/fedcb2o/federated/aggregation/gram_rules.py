@@ -43,7 +43,11 @@ __all__ = [
 def squared_distances(gram: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
     """Squared distances between all models; NaN where the Gram matrix has no entry."""
     norms = gram.diagonal()
-    return (norms.unsqueeze(0) + norms.unsqueeze(1) - (gram + gram.T)).clamp_(min=0.0).fill_diagonal_(0.0)
+    return (
+        (norms.unsqueeze(0) + norms.unsqueeze(1) - (gram + gram.T))
+        .clamp_(min=0.0)
+        .fill_diagonal_(0.0)
+    )
 
 
 def _recentre(gram: Float[Tensor, "m m"], origin: int) -> Float[Tensor, "m m"]:
@@ -52,7 +56,9 @@ def _recentre(gram: Float[Tensor, "m m"], origin: int) -> Float[Tensor, "m m"]:
     return gram - column.unsqueeze(0) - column.unsqueeze(1) + gram[origin, origin]
 
 
-def _squared_distances_to(centred: Float[Tensor, "m m"], point: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
+def _squared_distances_to(
+    centred: Float[Tensor, "m m"], point: Float[Tensor, " m"]
+) -> Float[Tensor, " m"]:
     """Of each model to the average of the models under `point`, weights that sum to 1."""
     along = centred @ point
     return (centred.diagonal() - 2 * along + point @ along).clamp(min=0.0)
@@ -88,7 +94,9 @@ def _krum_limit(m: int) -> int:
 
 
 @rule_signature("gram", max_byzantine=_krum_limit)
-def krum(gram: Float[Tensor, "m m"], *, f: int, neighbours: int | None = None) -> Float[Tensor, " m"]:
+def krum(
+    gram: Float[Tensor, "m m"], *, f: int, neighbours: int | None = None
+) -> Float[Tensor, " m"]:
     """Krum: the one model with the least sum of squared distances to its m - f - 2 nearest (Blanchard et al., "Machine
     learning with adversaries", NeurIPS 2017).
 
@@ -101,24 +109,36 @@ def krum(gram: Float[Tensor, "m m"], *, f: int, neighbours: int | None = None) -
 
 @rule_signature("gram", max_byzantine=_krum_limit)
 def multi_krum(
-    gram: Float[Tensor, "m m"], *, f: int, neighbours: int | None = None, selected: int | None = None
+    gram: Float[Tensor, "m m"],
+    *,
+    f: int,
+    neighbours: int | None = None,
+    selected: int | None = None,
 ) -> Float[Tensor, " m"]:
     """Multi-Krum: the mean of the m - f models with the least Krum scores, or of `selected` (Blanchard et al. 2017)."""
     m = len(gram)
     f = clip_byzantine_count(multi_krum, f, m)
     if selected is not None and selected < 1:
         raise ConfigError(f"`selected` must be 1 or more, got {selected}")
-    best = _krum_order(squared_distances(gram), f, neighbours)[: m - f if selected is None else selected]
+    best = _krum_order(squared_distances(gram), f, neighbours)[
+        : m - f if selected is None else selected
+    ]
     return uniform_weights(_row_mask(best, m))
 
 
-def _krum_order(squared: Float[Tensor, "m m"], f: int, neighbours: int | None = None) -> Int[Tensor, " m"]:
+def _krum_order(
+    squared: Float[Tensor, "m m"], f: int, neighbours: int | None = None
+) -> Int[Tensor, " m"]:
     """The models by their Krum score, the least first; of equal ones, that with the least sum of all distances."""
     m = len(squared)
     if neighbours is not None and neighbours < 1:
         raise ConfigError(f"`neighbours` must be 1 or more, got {neighbours}")
     count = max(1, m - f - 2) if neighbours is None else neighbours
-    others = squared.masked_fill(torch.eye(m, dtype=torch.bool), torch.inf).sort(dim=1).values[:, : max(0, m - 1)]
+    others = (
+        squared.masked_fill(torch.eye(m, dtype=torch.bool), torch.inf)
+        .sort(dim=1)
+        .values[:, : max(0, m - 1)]
+    )
     order = others.sum(1).sort(stable=True).indices
     return order[others[:, :count].sum(1)[order].sort(stable=True).indices]
 
@@ -161,7 +181,9 @@ def _clipping_entries(parameters: dict[str, Any]) -> GramEntries:
 
 
 @rule_signature("gram", gram_entries=_clipping_entries, own_rows=("own",))
-def centred_clipping(gram: Float[Tensor, "m m"], *, radius: float = 10.0, iterations: int = 1) -> Float[Tensor, " m"]:
+def centred_clipping(
+    gram: Float[Tensor, "m m"], *, radius: float = 10.0, iterations: int = 1
+) -> Float[Tensor, " m"]:
     """Centred clipping about the agent's own model v, the last row: v + mean_j min(1, radius / ||x_j - v||) (x_j - v)
     over the other models, repeated about what comes out (Karimireddy, He and Jaggi, "Learning from history for
     Byzantine robust optimization", ICML 2021; radius 10 and one iteration are theirs).
@@ -173,7 +195,11 @@ def centred_clipping(gram: Float[Tensor, "m m"], *, radius: float = 10.0, iterat
         return weights
     centred = _recentre(gram, m) if iterations > 1 else None
     for i in range(iterations):
-        squared = squared_distances(gram)[m] if i == 0 or centred is None else _squared_distances_to(centred, weights)
+        squared = (
+            squared_distances(gram)[m]
+            if i == 0 or centred is None
+            else _squared_distances_to(centred, weights)
+        )
         factor = clip_factors(squared[:m], radius)
         weights = weights * (1 - factor.mean())
         weights[:m] += factor / m
@@ -181,7 +207,9 @@ def centred_clipping(gram: Float[Tensor, "m m"], *, radius: float = 10.0, iterat
 
 
 @rule_signature("gram", gram_entries="last", own_rows=("before",))
-def norm_clipping(gram: Float[Tensor, "m m"], *, radius: float | None = None) -> Float[Tensor, " m"]:
+def norm_clipping(
+    gram: Float[Tensor, "m m"], *, radius: float | None = None
+) -> Float[Tensor, " m"]:
     """The mean of the updates since the agent's model before the round, the last row, each clipped to the norm `radius`
     (Sun et al., "Can you really backdoor federated learning?", 2019).
 
@@ -206,7 +234,9 @@ def _max_byzantine(m: int) -> int:
 
 
 @rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine)
-def clipped_gossip(gram: Float[Tensor, "m m"], *, f: int, radius: float | None = None) -> Float[Tensor, " m"]:
+def clipped_gossip(
+    gram: Float[Tensor, "m m"], *, f: int, radius: float | None = None
+) -> Float[Tensor, " m"]:
     """ClippedGossip: x + sum_j W_j clip(x_j - x, radius) about the own model x, the last row, with all W_j = 1/m (He,
     Karimireddy and Jaggi, "Byzantine-robust decentralized learning via ClippedGossip", 2022).
 
@@ -239,14 +269,25 @@ def cs_plus(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     m = len(gram) - 1
     squared = squared_distances(gram)[m, :m]
     f = clip_byzantine_count(cs_plus, f, m + 1)
-    radius = torch.inf if f == 0 else float(squared.sort().values[m - 2 * f - 1]) ** 0.5 if m > 2 * f else 0.0
+    radius = (
+        torch.inf
+        if f == 0
+        else float(squared.sort().values[m - 2 * f - 1]) ** 0.5
+        if m > 2 * f
+        else 0.0
+    )
     factor = clip_factors(squared, radius) / (m + 1)
     return torch.cat([factor, 1 - factor.sum().unsqueeze(0)])
 
 
 @rule_signature("gram", gram_entries="last", own_rows=("own",))
 def balance(
-    gram: Float[Tensor, "m m"], progress: float, *, gamma: float = 0.3, kappa: float = 1.0, alpha: float = 0.5
+    gram: Float[Tensor, "m m"],
+    progress: float,
+    *,
+    gamma: float = 0.3,
+    kappa: float = 1.0,
+    alpha: float = 0.5,
 ) -> Float[Tensor, " m"]:
     """BALANCE: alpha times the own model x, the last row, and 1 - alpha times the mean of those with
     ||x_j - x|| <= gamma exp(-kappa t/T) ||x||; `progress` is t/T (Fang et al., "Byzantine-robust decentralized
@@ -267,11 +308,15 @@ def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     m = len(gram)
     squared = squared_distances(gram)[m - 1].clone()
     squared[-1] = -1.0  # even a copy is not nearer
-    return uniform_weights(_row_mask(squared.sort(stable=True).indices[: m - clip_byzantine_count(monna, f, m)], m))
+    return uniform_weights(
+        _row_mask(squared.sort(stable=True).indices[: m - clip_byzantine_count(monna, f, m)], m)
+    )
 
 
 @rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine)
-def ubar(gram: Float[Tensor, "m m"], losses: Float[Tensor, " m"], *, f: int, alpha: float = 0.5) -> Float[Tensor, " m"]:
+def ubar(
+    gram: Float[Tensor, "m m"], losses: Float[Tensor, " m"], *, f: int, alpha: float = 0.5
+) -> Float[Tensor, " m"]:
     """UBAR: of all but the f farthest from the own model, the last row, those whose loss is at most the own one, or
     else the one of least loss; alpha times the own model and 1 - alpha times their mean (Guo et al.,
     "Byzantine-resilient decentralized stochastic gradient descent", 2021).
@@ -279,7 +324,12 @@ def ubar(gram: Float[Tensor, "m m"], losses: Float[Tensor, " m"], *, f: int, alp
     `losses` are on the agent's data, the own model's last.
     """
     m = len(gram) - 1
-    near = _row_mask(squared_distances(gram)[m, :m].sort(stable=True).indices[: m - clip_byzantine_count(ubar, f, m + 1)], m)
+    near = _row_mask(
+        squared_distances(gram)[m, :m]
+        .sort(stable=True)
+        .indices[: m - clip_byzantine_count(ubar, f, m + 1)],
+        m,
+    )
     known = near & (losses[:m] < torch.inf)
     good = known & (losses[:m] <= losses[m])
     if known.any() and not good.any():
@@ -364,7 +414,8 @@ def bulyan(gram: Float[Tensor, "m m"], *, f: int) -> Reduction:
     """
     m = len(gram)
     f = clip_byzantine_count(bulyan, f, m)
-    squared, left = squared_distances(gram), torch.arange(m)
+    squared = squared_distances(gram)
+    left = torch.arange(m)
     for _ in range(m - 2 * f if f else 0):
         best = _krum_order(squared[left][:, left], f)[0]
         left = torch.cat([left[:best], left[best + 1 :]])

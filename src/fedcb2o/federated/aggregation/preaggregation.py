@@ -25,7 +25,9 @@ def nnm(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
     count = m - clip_byzantine_count(nnm, f, m)
     squared = squared_distances(gram).fill_diagonal_(-1.0)
     matrix = torch.zeros(m, m, dtype=torch.float64)
-    return matrix.scatter_(1, squared.sort(dim=1, stable=True).indices[:, :count], 1 / max(1, count))
+    return matrix.scatter_(
+        1, squared.sort(dim=1, stable=True).indices[:, :count], 1 / max(1, count)
+    )
 
 
 def bucketing(m: int, draw: np.random.Generator, *, size: int = 2) -> Float[Tensor, "j m"]:
@@ -33,7 +35,9 @@ def bucketing(m: int, draw: np.random.Generator, *, size: int = 2) -> Float[Tens
     "Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022, where 2 is recommended).
     """
     if size < 1:
-        raise ConfigError(f"`size`, the number of models in a bucket, must be 1 or more, got {size}")
+        raise ConfigError(
+            f"`size`, the number of models in a bucket, must be 1 or more, got {size}"
+        )
     order = torch.from_numpy(draw.permutation(m))
     matrix = torch.zeros(-(-m // size), m, dtype=torch.float64)
     matrix[torch.arange(m) // size, order] = 1.0

@@ -10,7 +10,9 @@ from fedcb2o.federated.types import CriterionInput, Received, batched
 
 
 @batched
-def by_num_samples(inputs: CriterionInput, *, own_model: Literal["excluded", "judged"] = "judged") -> Float[Tensor, "*a k"]:
+def by_num_samples(
+    inputs: CriterionInput, *, own_model: Literal["excluded", "judged"] = "judged"
+) -> Float[Tensor, "*a k"]:
     """Weights in proportion to the samples that each model was trained on (McMahan et al. 2017; DFedAvgM, Sun et al.
     2022; the malicious agents' mixing), the agent's own included unless `own_model="excluded"`."""
     return sample_weights(inputs.received, inputs.own_entry if own_model == "judged" else None)

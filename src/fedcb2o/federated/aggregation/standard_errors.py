@@ -28,13 +28,22 @@ def class_standard_error(losses: Losses, own: Losses) -> Float[Tensor, "*a m C"]
     infinite where the agent holds none of a class, and NaN for a model whose losses are not finite."""
     gaps = losses.by_class - own.by_class
     labels = losses.labels.unsqueeze(-2).expand(losses.per_sample.shape)
-    within = (losses.per_sample - own.per_sample - gaps.gather(-1, labels)).square().sum(-1, keepdim=True)
-    n, classes = losses.per_sample.shape[-1], losses.present.sum(-1)
+    within = (
+        (losses.per_sample - own.per_sample - gaps.gather(-1, labels))
+        .square()
+        .sum(-1, keepdim=True)
+    )
+    n = losses.per_sample.shape[-1]
+    classes = losses.present.sum(-1)
     variance = within / (n - classes).clamp(min=1).unsqueeze(-1).unsqueeze(-1)
     counts = gaps.new_zeros(*losses.present.shape).scatter_add_(
         -1, losses.labels, losses.per_sample.new_ones(losses.labels.shape)
     )
-    return (variance / counts.unsqueeze(-2)).sqrt().masked_fill(~losses.present.unsqueeze(-2), float("inf"))
+    return (
+        (variance / counts.unsqueeze(-2))
+        .sqrt()
+        .masked_fill(~losses.present.unsqueeze(-2), float("inf"))
+    )
 
 
 def excess(gaps: Float[Tensor, "*k"], z: float, errors: Float[Tensor, "*k"]) -> Float[Tensor, "*k"]:

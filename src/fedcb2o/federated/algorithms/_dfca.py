@@ -26,7 +26,9 @@ def dfca(*, models: int, selection: PluginChoice = "uniform") -> Algorithm:
     averages each with what those whom it asks made of it (Kirch et al. 2025; see `federated.dfca`)."""
     require("models", models, models >= 1, "1 or more")
     chosen = _selections.resolve_selection(selection)
-    return dataclasses.replace(local_training(), select=chosen, clusters=ClusterModels(models, per_agent=True))
+    return dataclasses.replace(
+        local_training(), select=chosen, clusters=ClusterModels(models, per_agent=True)
+    )
 
 
 def running_averages(
@@ -42,16 +44,23 @@ def running_averages(
     agents, k = held_rows.shape
     rows = held_rows.copy()
     rows[np.flatnonzero(is_finite), chosen[is_finite]] = own_rows[is_finite]
-    target = np.concatenate([np.arange(held_rows.size), inbox.ids.row_ids * k + chosen[inbox.ids.values]])
+    target = np.concatenate(
+        [np.arange(held_rows.size), inbox.ids.row_ids * k + chosen[inbox.ids.values]]
+    )
     sender = np.concatenate([np.repeat(np.arange(agents), k), inbox.ids.values])
     columns = np.concatenate([rows.ravel(), inbox.rows])
     order = np.lexsort((sender, target))
-    target, columns = target[order], columns[order]
+    target = target[order]
+    columns = columns[order]
     values = (1 / np.bincount(target))[target].astype(np.float32)
-    return MixingMatrix(held_rows.ravel(), np.searchsorted(target, np.arange(held_rows.size + 1)), columns, values)
+    return MixingMatrix(
+        held_rows.ravel(), np.searchsorted(target, np.arange(held_rows.size + 1)), columns, values
+    )
 
 
-def as_decisions(asked: Ragged, inbox: Inbox, previous: Int[np.ndarray, " N"], chosen: Int[np.ndarray, " N"]) -> Decisions:
+def as_decisions(
+    asked: Ragged, inbox: Inbox, previous: Int[np.ndarray, " N"], chosen: Int[np.ndarray, " N"]
+) -> Decisions:
     """What went into the model that each agent has now `chosen`, where `before` says whose model each trained: of what
     it received that of the same cluster, and what it held itself."""
     choices = Decisions.empty(np.arange(len(chosen)), asked, inbox)

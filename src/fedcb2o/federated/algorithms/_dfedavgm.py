@@ -9,7 +9,9 @@ from fedcb2o.federated.algorithm_spec import Algorithm
 from fedcb2o.plugins import PluginChoice
 
 
-def dfedavgm(*, selection: PluginChoice = "uniform", own_model: Literal["excluded", "judged"] = "judged") -> Algorithm:
+def dfedavgm(
+    *, selection: PluginChoice = "uniform", own_model: Literal["excluded", "judged"] = "judged"
+) -> Algorithm:
     """DFedAvgM (Sun et al. 2022): the average of random peers and oneself, weighted by their numbers of samples."""
     return Algorithm(
         select=_selections.resolve_selection(selection),

@@ -14,7 +14,12 @@ from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.aggregation.coordinatewise import weighted_median
 from fedcb2o.federated.algorithm_spec import Algorithm, Likelihood
 from fedcb2o.federated.algorithms.base import require, require_mixing_factor
-from fedcb2o.federated.algorithms.sublevel import NEAR_COPY_VALUE, MinContacts, OwnModel, SublevelSet
+from fedcb2o.federated.algorithms.sublevel import (
+    NEAR_COPY_VALUE,
+    MinContacts,
+    OwnModel,
+    SublevelSet,
+)
 from fedcb2o.federated.plugin_outputs import validated_criterion
 from fedcb2o.federated.types import (
     Criterion,
@@ -69,8 +74,15 @@ def fedcb2o(
     require("beta", beta, beta is None or 0 < beta <= 1, "above 0 and at most 1")
     require("delta_q", delta_q, delta_q is None or 0 <= delta_q < math.inf, "0 or more")
     if beta is None and (delta_q is not None or quantile is not None):
-        raise ConfigError("`delta_q` and `quantile` go with a `beta`: they are about the level of its sub-level set")
-    require("tested", loss_tolerance, loss_tolerance is None or 0 <= loss_tolerance < math.inf, "0 or more")
+        raise ConfigError(
+            "`delta_q` and `quantile` go with a `beta`: they are about the level of its sub-level set"
+        )
+    require(
+        "tested",
+        loss_tolerance,
+        loss_tolerance is None or 0 <= loss_tolerance < math.inf,
+        "0 or more",
+    )
     require("ball", max_distance, max_distance is None or max_distance > 0, "above 0")
     require("apart", min_distance, min_distance is None or min_distance > 0, "above 0")
     require("judged_at", interpolation, 0 < interpolation <= 1, "above 0 and at most 1")
@@ -80,16 +92,23 @@ def fedcb2o(
     level = None
     if beta is not None:
         averaged = quantile == "averaged"
-        level = functools.partial(consensus.sublevel_mask, beta=beta, delta_q=delta_q or 0.0, averaged=averaged)
+        level = functools.partial(
+            consensus.sublevel_mask, beta=beta, delta_q=delta_q or 0.0, averaged=averaged
+        )
     sublevel = SublevelSet(level, loss_tolerance, max_distance, min_distance, min_contacts)
-    robust, average = plugins.resolve_and_bind("criterion", criterion, criteria), functools.partial(criteria.average_loss)
+    robust = plugins.resolve_and_bind("criterion", criterion, criteria)
+    average = functools.partial(criteria.average_loss)
 
     def weigh(judged: CriterionInput) -> RuleOutput:
         now = robust if judged.n >= criterion_from_round else average
         own = own_model
-        if own == "trusted" and now.func is criteria.average_loss:  # a loss, unlike a gap, can judge the own model
+        if (
+            own == "trusted" and now.func is criteria.average_loss
+        ):  # a loss, unlike a gap, can judge the own model
             own = "judged"
-        decided = consensus_rule(judged, now, alpha=alpha, sublevel=sublevel, own_model=own, point=point)
+        decided = consensus_rule(
+            judged, now, alpha=alpha, sublevel=sublevel, own_model=own, point=point
+        )
         twice = now.func is criteria.average_loss  # no G yet: L is not counted twice
         return dataclasses.replace(decided, criterion_values=None) if twice else decided
 
@@ -99,7 +118,9 @@ def fedcb2o(
         rule=batched(weigh) if several else weigh,
         needs_losses=True,
         lambda1=require("lambda1", lambda1, lambda1 > 0, "above 0"),
-        mixing_factor=None if isinstance(mixing_factor, str) else require_mixing_factor(mixing_factor),
+        mixing_factor=None
+        if isinstance(mixing_factor, str)
+        else require_mixing_factor(mixing_factor),
         own_candidate=own_candidate,
         kappa=kappa,
         zeta=zeta,
@@ -128,18 +149,25 @@ def consensus_rule(
     """
     outside, near = sublevel.distance_masks(inputs)
     counted = sublevel.membership(inputs, own_model, outside | near)
-    values = validated_criterion(criterion, dataclasses.replace(inputs, in_sublevel_set=counted[..., :-1]))
-    values = torch.where(near, values.clamp(min=NEAR_COPY_VALUE), values).masked_fill(outside, torch.inf)
+    values = validated_criterion(
+        criterion, dataclasses.replace(inputs, in_sublevel_set=counted[..., :-1])
+    )
+    values = torch.where(near, values.clamp(min=NEAR_COPY_VALUE), values).masked_fill(
+        outside, torch.inf
+    )
     itself = values.new_zeros(*values.shape[:-1], 1)
     if own_model == "judged":
         itself = validated_criterion(criterion, inputs.with_own_only())
     elif own_model == "trusted":
         peers = counted[..., :-1]
-        best = torch.cat([values.masked_fill(~peers, torch.inf), torch.full_like(itself, torch.inf)], -1)
+        best = torch.cat(
+            [values.masked_fill(~peers, torch.inf), torch.full_like(itself, torch.inf)], -1
+        )
         itself = torch.where(peers.any(-1, keepdim=True), best.amin(-1, keepdim=True), itself)
     mu = consensus.weights(torch.cat([values, itself], -1), alpha, counted)
     if point == "mean" or not mu.any():
         return RuleOutput(mu, criterion_values=values)
-    rows, some = inputs.received.with_own(inputs.own_entry).rows, mu > 0
+    rows = inputs.received.with_own(inputs.own_entry).rows
+    some = mu > 0
     median = functools.partial(weighted_median, weights=mu[some])
     return RuleOutput(Reduction(rows[some], median, weights=mu[some]), criterion_values=values)

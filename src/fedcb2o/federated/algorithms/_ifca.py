@@ -52,7 +52,11 @@ def ifca(
     require("models", models, models >= 1, "1 or more")
     require("restarts", restarts, restarts >= 1, "1 or more")
     require("trial", trial_rounds, trial_rounds >= 1, "1 or more")
-    robust = None if rule is None else plugins.resolve_and_bind("rule", rule, aggregation, deferred=("f",))
+    robust = (
+        None
+        if rule is None
+        else plugins.resolve_and_bind("rule", rule, aggregation, deferred=("f",))
+    )
     if robust is not None:
         form = base.RULE_SIGNATURE.get(robust)
         if form is None or form.own_rows or robust_rule.extra_inputs(robust):
@@ -61,18 +65,31 @@ def ifca(
                 "one such as trimmed_mean or krum"
             )
         if weights == "samples":
-            raise ConfigError('`weights` = "samples" goes without a `rule`, which says itself how models count')
-    clusters = ClusterModels(models, by_samples=weights == "samples", rule=robust, restarts=restarts, trial_rounds=trial_rounds)
+            raise ConfigError(
+                '`weights` = "samples" goes without a `rule`, which says itself how models count'
+            )
+    clusters = ClusterModels(
+        models,
+        by_samples=weights == "samples",
+        rule=robust,
+        restarts=restarts,
+        trial_rounds=trial_rounds,
+    )
     return dataclasses.replace(local_training(), clusters=clusters)
 
 
-def assign_clusters_(group: AgentGroup, members: Indices, held_rows: Int[np.ndarray, "N K"]) -> list[tuple[int, float]]:
+def assign_clusters_(
+    group: AgentGroup, members: Indices, held_rows: Int[np.ndarray, "N K"]
+) -> list[tuple[int, float]]:
     """Which of the models in the rows `held` that it may choose from fits each of some agents best, and its loss: that
     of the least on its true training data, of equals the first. It takes a copy."""
     chosen = []
     for k in members.tolist():
-        rows, data = held_rows[int(group.agents[k])], group.data.clean_training_data(k)
-        losses = training_losses(group.spec, group.models, torch.from_numpy(rows), data, group.reference(k)).mean
+        rows = held_rows[int(group.agents[k])]
+        data = group.data.clean_training_data(k)
+        losses = training_losses(
+            group.spec, group.models, torch.from_numpy(rows), data, group.reference(k)
+        ).mean
         best = int(losses.argmin())
         chosen.append((best, float(losses[best])))
         group.models[int(group.layout.own[k])] = group.models[int(rows[best])]
@@ -80,7 +97,11 @@ def assign_clusters_(group: AgentGroup, members: Indices, held_rows: Int[np.ndar
 
 
 def cluster_means(
-    ids: Int[np.ndarray, " K"], inbox: Inbox, clusters: ClusterModels, models: Float[Tensor, "p d"], malicious_share: float
+    ids: Int[np.ndarray, " K"],
+    inbox: Inbox,
+    clusters: ClusterModels,
+    models: Float[Tensor, "p d"],
+    malicious_share: float,
 ) -> Decisions:
     """How the K models, whose `ids` follow the agents', change: each to the average of what arrived for it, with equal
     weights or by numbers of samples, or to what a robust rule makes of it that assumes the attackers' `share`. One that
@@ -90,13 +111,16 @@ def cluster_means(
         for k, cluster in enumerate(ids.tolist()):
             there = inbox.ids.flat_index(np.array([k]))
             rows = torch.from_numpy(inbox.rows[there])
-            rule = with_byzantine_count(clusters.rule, math.ceil(malicious_share * len(rows) - 1e-9), len(rows))
+            rule = with_byzantine_count(
+                clusters.rule, math.ceil(malicious_share * len(rows) - 1e-9), len(rows)
+            )
             made = base.evaluate_rule(rule, base.gram_and_mixing(rule, models, rows, None)[0])
             if isinstance(made, Reduction) and len(rows):
                 choices.reductions[cluster] = dataclasses.replace(made, rows=rows[made.rows])
             choices.weights[there] = np.nan if isinstance(made, Reduction) else made.numpy()
         return choices
-    counts, owner = inbox.num_samples if clusters.by_samples else np.ones(len(inbox.rows)), inbox.ids.row_ids
+    counts = inbox.num_samples if clusters.by_samples else np.ones(len(inbox.rows))
+    owner = inbox.ids.row_ids
     total = np.bincount(owner, counts, len(ids))[owner]
     choices.weights[:] = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
     return choices
@@ -104,10 +128,15 @@ def cluster_means(
 
 def as_decisions(means: Decisions, chosen: Int[np.ndarray, " N"]) -> Decisions:
     """The average that each agent's model is, from its view: its own model is not among those that it received."""
-    agents, received = np.arange(len(chosen)), means.received.take(chosen)
-    places, own = means.received.flat_index(chosen), received.values == agents[received.row_ids]
-    weights, rows = means.weights[places], means.rows[places]
-    inbox = Inbox(received.filter(~own), rows[~own], np.zeros((~own).sum()), np.zeros((~own).sum(), np.int64))
+    agents = np.arange(len(chosen))
+    received = means.received.take(chosen)
+    places = means.received.flat_index(chosen)
+    own = received.values == agents[received.row_ids]
+    weights = means.weights[places]
+    rows = means.rows[places]
+    inbox = Inbox(
+        received.filter(~own), rows[~own], np.zeros((~own).sum()), np.zeros((~own).sum(), np.int64)
+    )
     choices = Decisions.empty(agents, Ragged.empty(len(agents)), inbox)
     choices.weights[:] = weights[~own]
     choices.own_weight[:] = np.bincount(received.row_ids[own], weights[own], len(agents))

@@ -11,7 +11,13 @@ from fedcb2o.federated.types import CriterionInput, batched
 
 def local_training() -> Algorithm:
     """No exchange: every agent trains alone."""
-    return Algorithm(select=_selections.no_peers, rule=_keep_own_model, needs_losses=False, lambda1=1.0, mixing_factor=1.0)
+    return Algorithm(
+        select=_selections.no_peers,
+        rule=_keep_own_model,
+        needs_losses=False,
+        lambda1=1.0,
+        mixing_factor=1.0,
+    )
 
 
 @batched

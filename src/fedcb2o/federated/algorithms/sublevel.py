@@ -39,10 +39,13 @@ class SublevelSet:
     min_distance: float | None = None
     min_contacts: MinContacts = "first"
 
-    def distance_masks(self, inputs: CriterionInput) -> tuple[Bool[Tensor, "*a m"], Bool[Tensor, "*a m"]]:
+    def distance_masks(
+        self, inputs: CriterionInput
+    ) -> tuple[Bool[Tensor, "*a m"], Bool[Tensor, "*a m"]]:
         """Which received models lie outside of the ball, and which of peers are hardly apart from the own one."""
         ids = inputs.received.ids
-        outside, near = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+        outside = torch.zeros_like(ids, dtype=torch.bool)
+        near = torch.zeros_like(ids, dtype=torch.bool)
         if self.max_distance is None and self.min_distance is None:
             return outside, near
         m = ids.shape[-1]
@@ -59,26 +62,35 @@ class SublevelSet:
                 close[:] = distances[1:] < self.min_distance * distances[0]
         return outside, near & (ids != inputs.own_entry.ids)
 
-    def membership(self, inputs: CriterionInput, own_model: OwnModel, excluded: Bool[Tensor, "*a m"]) -> Bool[Tensor, "*a k"]:
+    def membership(
+        self, inputs: CriterionInput, own_model: OwnModel, excluded: Bool[Tensor, "*a m"]
+    ) -> Bool[Tensor, "*a k"]:
         """Which of the received models and, last, the agent's own one are in the set (eq:clustered_csp); none that is
         `out` for its distance."""
         assert inputs.losses is not None
         assert inputs.own_losses is not None
         received = ~excluded
         if own_model != "excluded":
-            received &= inputs.received.ids != inputs.own_entry.ids  # it may have drawn itself: it counts once
+            received &= (
+                inputs.received.ids != inputs.own_entry.ids
+            )  # it may have drawn itself: it counts once
         if self.min_contacts == "second":
             received &= torch.isin(inputs.received.ids, inputs.context.contacts.ids)
         own = torch.full((*received.shape[:-1], 1), own_model != "excluded")
         members = torch.cat([received, own], -1)
-        counted, k = members.clone(), members.shape[-1]
+        counted = members.clone()
+        k = members.shape[-1]
         if self.level is not None:
             lower = torch.cat([inputs.losses.mean, inputs.own_losses.mean], -1)
-            for each, some, losses in zip(*(x.view(-1, k) for x in (counted, members, lower)), strict=True):
+            for each, some, losses in zip(
+                *(x.view(-1, k) for x in (counted, members, lower)), strict=True
+            ):
                 if some.any():
                     each[some] = self.level(losses[some])
         if self.loss_tolerance is not None:
-            bound = inputs.own_losses.mean + self.loss_tolerance * standard_error(inputs.losses, inputs.own_losses).nan_to_num(nan=0.0)
+            bound = inputs.own_losses.mean + self.loss_tolerance * standard_error(
+                inputs.losses, inputs.own_losses
+            ).nan_to_num(nan=0.0)
             near = torch.cat([inputs.losses.mean <= bound, torch.ones_like(own)], -1)
             counted = members & (near if self.level is None else near | counted)
         return counted

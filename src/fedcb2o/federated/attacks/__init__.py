@@ -60,6 +60,7 @@ __all__ = [
     "min_sum",
     "not_finite",
     "random_labels",
+    "random_model",
     "rarest_flip",
     "shifted_labels",
     "sign_flip",
@@ -67,5 +68,4 @@ __all__ = [
     "slow_drift",
     "spectral",
     "spread_flip",
-    "random_model",
 ]

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.attacks.triggers import Corner, Pattern, blend, patch, set_pixels, trigger_pixels, waves
+from fedcb2o.federated.attacks.triggers import (
+    Corner,
+    Pattern,
+    blend,
+    patch,
+    set_pixels,
+    trigger_pixels,
+    waves,
+)
 from fedcb2o.plugins import Declaration, F
 
 __all__ = [
@@ -39,7 +47,9 @@ def label_flip(shard: Shard, draw: np.random.Generator, *, source: int, target: 
     return Shard(shard.x, torch.where(shard.y == source, target, shard.y))
 
 
-def label_flips(shard: Shard, draw: np.random.Generator, *, pairs: Sequence[tuple[int, int]]) -> Shard:
+def label_flips(
+    shard: Shard, draw: np.random.Generator, *, pairs: Sequence[tuple[int, int]]
+) -> Shard:
     """Label flips of several `pairs` [source, target] at once."""
     y = shard.y
     for source, target in pairs:
@@ -63,7 +73,9 @@ def shifted_labels(shard: Shard, draw: np.random.Generator, *, by: int = 1) -> S
     return Shard(shard.x, torch.from_numpy(held[(place + by) % len(held)]))
 
 
-def spread_flip(shard: Shard, draw: np.random.Generator, *, target: int, share: float = 0.3) -> Shard:
+def spread_flip(
+    shard: Shard, draw: np.random.Generator, *, target: int, share: float = 0.3
+) -> Shard:
     """Label a `share` of the samples of every class as `target`: against FedCB2O, whose G is the maximum over classes,
     and here none loses much."""
     hit = _select_samples(shard, draw, share)
@@ -79,7 +91,9 @@ def rarest_flip(shard: Shard, draw: np.random.Generator, *, target: int) -> Shar
     held, counts = np.unique(shard.y[shard.y != target].numpy(), return_counts=True)
     if not len(held):
         return shard
-    return label_flip(shard, draw, source=int(draw.choice(held[counts == counts.min()])), target=target)
+    return label_flip(
+        shard, draw, source=int(draw.choice(held[counts == counts.min()])), target=target
+    )
 
 
 def feature_noise(shard: Shard, draw: np.random.Generator, *, std: float = 0.5) -> Shard:
@@ -127,7 +141,9 @@ def backdoor(
     """
     pixels = trigger_pixels(shard.x.shape, size, corner, margin, pattern)
     if not 1 <= parts <= len(pixels):
-        raise ConfigError(f"`parts` must be between 1 and {len(pixels)}, the pixels of the trigger, got {parts}")
+        raise ConfigError(
+            f"`parts` must be between 1 and {len(pixels)}, the pixels of the trigger, got {parts}"
+        )
     hit = _select_samples(shard, draw, share)
     marked = set_pixels(shard.x, torch.tensor_split(pixels, parts)[me % parts], value)
     return _poison(shard, hit, marked, target)

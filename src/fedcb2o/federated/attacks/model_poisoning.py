@@ -31,9 +31,9 @@ __all__ = [
     "min_max",
     "min_sum",
     "not_finite",
+    "random_model",
     "sign_flip",
     "slow_drift",
-    "random_model",
 ]
 
 Direction = Literal["std", "unit", "sign"]
@@ -42,7 +42,9 @@ Direction = Literal["std", "unit", "sign"]
 
 
 @knows()
-def sign_flip(view: AttackView, draw: np.random.Generator, *, scale: float = 1.0) -> Float[Tensor, " d"]:
+def sign_flip(
+    view: AttackView, draw: np.random.Generator, *, scale: float = 1.0
+) -> Float[Tensor, " d"]:
     """Its update backwards, `scale` times.
 
     Li, Xu, Chen, Giannakis and Ling, "RSA: Byzantine-Robust Stochastic Aggregation Methods" (AAAI 2019).
@@ -51,7 +53,9 @@ def sign_flip(view: AttackView, draw: np.random.Generator, *, scale: float = 1.0
 
 
 @knows()
-def gaussian_noise(view: AttackView, draw: np.random.Generator, *, scale: float = 1.0) -> Float[Tensor, " d"]:
+def gaussian_noise(
+    view: AttackView, draw: np.random.Generator, *, scale: float = 1.0
+) -> Float[Tensor, " d"]:
     """Its model and Gaussian noise, whose standard deviation is `scale` times the model's root mean square.
 
     Li et al., "RSA" (AAAI 2019), who add it to the gradient.
@@ -60,7 +64,9 @@ def gaussian_noise(view: AttackView, draw: np.random.Generator, *, scale: float 
 
 
 @knows()
-def random_model(view: AttackView, draw: np.random.Generator, *, scale: float = 1.0) -> Float[Tensor, " d"]:
+def random_model(
+    view: AttackView, draw: np.random.Generator, *, scale: float = 1.0
+) -> Float[Tensor, " d"]:
     """A random model: Gaussian numbers, `scale` times as large as those of its own model.
 
     Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine Learning with Adversaries" (NeurIPS 2017).
@@ -69,7 +75,9 @@ def random_model(view: AttackView, draw: np.random.Generator, *, scale: float = 
 
 
 @knows()
-def boosting(view: AttackView, draw: np.random.Generator, *, factor: float = 5.0) -> Float[Tensor, " d"]:
+def boosting(
+    view: AttackView, draw: np.random.Generator, *, factor: float = 5.0
+) -> Float[Tensor, " d"]:
     """Its update `factor` times, so that it outweighs the others in an average: model replacement.
 
     Bagdasaryan et al., "How To Backdoor Federated Learning" (AISTATS 2020), where the data are poisoned too.
@@ -78,7 +86,9 @@ def boosting(view: AttackView, draw: np.random.Generator, *, factor: float = 5.0
 
 
 @knows()
-def free_rider(view: AttackView, draw: np.random.Generator, *, noise: float = 0.0) -> Float[Tensor, " d"]:
+def free_rider(
+    view: AttackView, draw: np.random.Generator, *, noise: float = 0.0
+) -> Float[Tensor, " d"]:
     """The model that it began the round with; with `noise`, disguised by so many times the model's root mean square.
 
     Fraboni, Vidal and Lorenzi, "Free-rider Attacks on Model Aggregation in Federated Learning" (AISTATS 2021).
@@ -88,10 +98,15 @@ def free_rider(view: AttackView, draw: np.random.Generator, *, noise: float = 0.
 
 @knows()
 def not_finite(
-    view: AttackView, draw: np.random.Generator, *, value: Literal["nan", "inf", "-inf", "huge"] = "nan"
+    view: AttackView,
+    draw: np.random.Generator,
+    *,
+    value: Literal["nan", "inf", "-inf", "huge"] = "nan",
 ) -> Float[Tensor, " d"]:
     """What breaks an average: nothing but NaN, an infinity, or the largest finite number."""
-    return torch.full_like(view.own, torch.finfo(view.own.dtype).max if value == "huge" else float(value))
+    return torch.full_like(
+        view.own, torch.finfo(view.own.dtype).max if value == "huge" else float(value)
+    )
 
 
 # Attackers who work together, or see what the benign agents have.
@@ -134,7 +149,9 @@ def ipm(view: AttackView, draw: np.random.Generator, *, eps: float = 0.5) -> Flo
 
 
 @knows("benign")
-def min_max(view: AttackView, draw: np.random.Generator, *, direction: Direction = "std") -> Float[Tensor, " d"]:
+def min_max(
+    view: AttackView, draw: np.random.Generator, *, direction: Direction = "std"
+) -> Float[Tensor, " d"]:
     """As far from the mean of the benign models in a `direction` as it is no farther from any of them than the two
     farthest are from each other.
 
@@ -145,7 +162,9 @@ def min_max(view: AttackView, draw: np.random.Generator, *, direction: Direction
 
 
 @knows("benign")
-def min_sum(view: AttackView, draw: np.random.Generator, *, direction: Direction = "std") -> Float[Tensor, " d"]:
+def min_sum(
+    view: AttackView, draw: np.random.Generator, *, direction: Direction = "std"
+) -> Float[Tensor, " d"]:
     """As far in a `direction`, see `min_max`, as the sum of its squared distances to the benign models is at most that
     of the benign model that is farthest from the others (Shejwalkar and Houmansadr, NDSS 2021)."""
     return _max_perturbation(view, direction, total=True)
@@ -153,7 +172,11 @@ def min_sum(view: AttackView, draw: np.random.Generator, *, direction: Direction
 
 @knows("benign")
 def mimic(
-    view: AttackView, draw: np.random.Generator, *, agent: int | Literal["outermost"] = 0, cluster_offset: int = 0
+    view: AttackView,
+    draw: np.random.Generator,
+    *,
+    agent: int | Literal["outermost"] = 0,
+    cluster_offset: int = 0,
 ) -> Float[Tensor, " d"]:
     """A copy of the model of benign agent number `whom` of its cluster, which then counts too much; "outermost" is that
     which lies farthest out in the direction in which the benign models differ most.
@@ -172,7 +195,12 @@ def mimic(
 
 @knows("benign")
 def hybrid_sparse(
-    view: AttackView, draw: np.random.Generator, *, kept_share: float = 0.005, scale: float = 1.5, z: float | None = None
+    view: AttackView,
+    draw: np.random.Generator,
+    *,
+    kept_share: float = 0.005,
+    scale: float = 1.5,
+    z: float | None = None,
 ) -> Float[Tensor, " d"]:
     """The mean of the benign models less `scale` standard deviations of the few parameters that the network is most
     sensitive to, a share `kept`, and `z` of all others: a blow where it is felt, and a drift that adds up over rounds.
@@ -188,8 +216,11 @@ def hybrid_sparse(
     if not 0 <= kept_share <= 1:
         raise ConfigError(f"`kept` must be between 0 and 1, got {kept_share}")
     models = view.benign()
-    mean, std = models.mean(0), models.std(0, correction=0)
-    felt = (view.previous * (mean - view.previous)).abs().topk(round(kept_share * len(mean))).indices
+    mean = models.mean(0)
+    std = models.std(0, correction=0)
+    felt = (
+        (view.previous * (mean - view.previous)).abs().topk(round(kept_share * len(mean))).indices
+    )
     blow = torch.zeros_like(std).index_copy_(0, felt, scale * std[felt])
     drift = std.index_fill(0, felt, 0.0)
     if z is None:
@@ -204,7 +235,9 @@ def hybrid_sparse(
 
 
 @knows("benign", on_poisoned_data=True)
-def gap_aware(view: AttackView, draw: np.random.Generator, *, bound: float = 0.1, halvings: int = 8) -> Float[Tensor, " d"]:
+def gap_aware(
+    view: AttackView, draw: np.random.Generator, *, bound: float = 0.1, halvings: int = 8
+) -> Float[Tensor, " d"]:
     """As much of its poisoned model as keeps G under a `bound`: the largest t, by bisection, at which the class-loss
     gap of m + t (own - m) to m, the mean of the benign models, is at most that on its own true samples
     (eq:robust_criterion_G_LF)."""
@@ -226,7 +259,9 @@ def gap_aware(view: AttackView, draw: np.random.Generator, *, bound: float = 0.1
 
 
 @knows("benign", on_poisoned_data=True)
-def slow_drift(view: AttackView, draw: np.random.Generator, *, step: float = 1.0) -> Float[Tensor, " d"]:
+def slow_drift(
+    view: AttackView, draw: np.random.Generator, *, step: float = 1.0
+) -> Float[Tensor, " d"]:
     """A small step a round, which moves the own models that G is relative to: from the mean of the benign models
     towards its poisoned one, at most `step` times as far as the benign are from their mean (root mean square).
 
@@ -235,17 +270,22 @@ def slow_drift(view: AttackView, draw: np.random.Generator, *, step: float = 1.0
     models = view.benign()
     mean = models.mean(0)
     centred, _, square = inner_products(models, mean, view.own - mean)
-    spread, far = math.sqrt(float(centred.diagonal().mean())), math.sqrt(square)
+    spread = math.sqrt(float(centred.diagonal().mean()))
+    far = math.sqrt(square)
     return torch.lerp(mean, view.own, min(1.0, step * spread / far) if far else 1.0)
 
 
 def _scaled_noise(view: AttackView, draw: np.random.Generator) -> Float[Tensor, " d"]:
     """Gaussian numbers whose standard deviation is the root mean square of the agent's own model."""
     size = float(view.own.square().mean().sqrt())
-    return size * torch.from_numpy(draw.standard_normal(len(view.own), dtype=np.float32)).to(view.own.device)
+    return size * torch.from_numpy(draw.standard_normal(len(view.own), dtype=np.float32)).to(
+        view.own.device
+    )
 
 
-def _max_perturbation(view: AttackView, direction: Direction, *, total: bool) -> Float[Tensor, " d"]:
+def _max_perturbation(
+    view: AttackView, direction: Direction, *, total: bool
+) -> Float[Tensor, " d"]:
     """Mean + gamma p with the largest gamma at which |mean + gamma p - x_i|^2 is at most the largest squared distance
     between two benign models x_i, for all i; or its sum over i at most the largest sum from one to the others."""
     models = view.benign()
@@ -254,7 +294,11 @@ def _max_perturbation(view: AttackView, direction: Direction, *, total: bool) ->
         p = -models.std(0, correction=0)
     else:
         update = mean - view.previous
-        p = -update.sign() if direction == "sign" else -update / update.norm().clamp(min=torch.finfo(update.dtype).tiny)
+        p = (
+            -update.sign()
+            if direction == "sign"
+            else -update / update.norm().clamp(min=torch.finfo(update.dtype).tiny)
+        )
     centred, along, square = inner_products(models, mean, p)
     if not square > 0:
         return mean
@@ -263,9 +307,15 @@ def _max_perturbation(view: AttackView, direction: Direction, *, total: bool) ->
     k = float(len(models))
     # gamma^2 c - 2 gamma b + a <= bound, for each model or in sum; b sums to 0, as the x_i - mean do
     if total:
-        a, b, c, bound = norms.sum()[None], along.sum()[None], k * square, distances.sum(1).max()
+        a = norms.sum()[None]
+        b = along.sum()[None]
+        c = k * square
+        bound = distances.sum(1).max()
     else:
-        a, b, c, bound = norms, along, square, distances.max()
+        a = norms
+        b = along
+        c = square
+        bound = distances.max()
     gamma = (b + (b.square() + c * (bound - a)).clamp(min=0).sqrt()) / c
     return mean + float(gamma.min()) * p
 
@@ -276,6 +326,7 @@ def inner_products(
     """In float64, with x_i the models less their mean: all x_i . x_j, all x_i . p, and p . p."""
     m = len(models)
     products = gram(models, extra=torch.stack([mean, p]))
-    to_mean, to_p = products[:m, m], products[:m, m + 1]
+    to_mean = products[:m, m]
+    to_p = products[:m, m + 1]
     centred = products[:m, :m] - to_mean[:, None] - to_mean[None] + products[m, m]
     return centred, to_p - products[m, m + 1], float(products[m + 1, m + 1])

@@ -16,18 +16,25 @@ __all__ = ["dissensus", "echo", "equivocation", "spectral"]
 
 
 @knows("benign", each_receiver=True)
-def dissensus(view: AttackView, draw: np.random.Generator, *, eps: float = 1.0) -> Float[Tensor, "r d"]:
+def dissensus(
+    view: AttackView, draw: np.random.Generator, *, eps: float = 1.0
+) -> Float[Tensor, "r d"]:
     """To each receiver its own model, pushed away from the mean of the benign agents: with `eps` = 1 plain averaging
     brings the agents no nearer to each other.
 
     He, Karimireddy and Jaggi, "Byzantine-Robust Decentralized Learning via ClippedGossip" (2022), with equal weights.
     """
-    mean, push = view.benign().mean(0), eps * view.num_benign / view.num_colluders
-    return torch.stack([torch.lerp(mean, view.model_of(i), 1 + push) for i in view.receivers.tolist()])
+    mean = view.benign().mean(0)
+    push = eps * view.num_benign / view.num_colluders
+    return torch.stack(
+        [torch.lerp(mean, view.model_of(i), 1 + push) for i in view.receivers.tolist()]
+    )
 
 
 @knows("benign", each_receiver=True, on_poisoned_data=True)
-def echo(view: AttackView, draw: np.random.Generator, *, scale: float = 1.0) -> Float[Tensor, "r d"]:
+def echo(
+    view: AttackView, draw: np.random.Generator, *, scale: float = 1.0
+) -> Float[Tensor, "r d"]:
     """To each receiver its own model, moved by `scale` times what its poisoned model differs by from the mean of the
     benign ones of its cluster. No paper's: for receivers that judge by samples which their model was trained on, and
     so knows by heart."""
@@ -36,16 +43,21 @@ def echo(view: AttackView, draw: np.random.Generator, *, scale: float = 1.0) -> 
 
 
 @knows("benign", each_receiver=True)
-def equivocation(view: AttackView, draw: np.random.Generator, *, z: float = 1.5) -> Float[Tensor, "r d"]:
+def equivocation(
+    view: AttackView, draw: np.random.Generator, *, z: float = 1.5
+) -> Float[Tensor, "r d"]:
     """The mean of the benign models and `z` standard deviations, up for every second receiver, else down: each is
     plausible, and they drive the receivers apart. No paper's: ALIE, told in two ways."""
     models = view.benign()
-    mean, step = models.mean(0), z * models.std(0, correction=0)
+    mean = models.mean(0)
+    step = z * models.std(0, correction=0)
     return torch.stack([mean + step if k % 2 else mean - step for k in range(len(view.receivers))])
 
 
 @knows("benign", each_receiver=True)
-def spectral(view: AttackView, draw: np.random.Generator, *, eps: float = 1.0) -> Float[Tensor, "r d"]:
+def spectral(
+    view: AttackView, draw: np.random.Generator, *, eps: float = 1.0
+) -> Float[Tensor, "r d"]:
     """To each receiver its own model, pushed farther to where it lies in the direction in which gossip among the benign
     agents of its cluster is slowest to agree: "spectral heterogeneity".
 
@@ -74,7 +86,9 @@ def spectral(view: AttackView, draw: np.random.Generator, *, eps: float = 1.0) -
     return found
 
 
-def _fiedler_vector(links: Float[Tensor, "m m"], models: Float[Tensor, "m d"]) -> Float[Tensor, " m"]:
+def _fiedler_vector(
+    links: Float[Tensor, "m m"], models: Float[Tensor, "m d"]
+) -> Float[Tensor, " m"]:
     """The Fiedler vector of a connected graph; of several, that along which the models differ most."""
     values, vectors = torch.linalg.eigh(links.sum(1).diag() - links)
     basis = vectors[:, 1:][:, values[1:] <= values[1] + 1e-9 * values[-1]]

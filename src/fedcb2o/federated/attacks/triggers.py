@@ -43,12 +43,18 @@ def waves(
     _require_images(x.shape)
     width = x.shape[-1]
     if 2 * frequency % width == 0:
-        raise ConfigError(f"waves of `frequency` {frequency:g} are 0 in every one of {width} columns: take another")
-    wave = delta * torch.sin(2 * math.pi * frequency / width * torch.arange(width, dtype=torch.float64))
+        raise ConfigError(
+            f"waves of `frequency` {frequency:g} are 0 in every one of {width} columns: take another"
+        )
+    wave = delta * torch.sin(
+        2 * math.pi * frequency / width * torch.arange(width, dtype=torch.float64)
+    )
     return _transform_pixels(x, lambda pixels: pixels + wave.to(pixels.device))
 
 
-def blend(x: Shaped[Tensor, "n *features"], *, opacity: float = 0.2, number: int = 0) -> Shaped[Tensor, "n *features"]:
+def blend(
+    x: Shaped[Tensor, "n *features"], *, opacity: float = 0.2, number: int = 0
+) -> Shaped[Tensor, "n *features"]:
     """Images mixed with one pattern of uniform noise, which its `number` tells from others: `opacity` times the pattern
     and 1 - `opacity` times the image.
 
@@ -58,10 +64,14 @@ def blend(x: Shaped[Tensor, "n *features"], *, opacity: float = 0.2, number: int
     if not 0 <= opacity <= 1:
         raise ConfigError(f"`opacity` must be between 0 and 1, got {opacity}")
     pattern = torch.from_numpy(stream(number, "blend").random(tuple(x.shape[-2:])))
-    return _transform_pixels(x, lambda pixels: torch.lerp(pixels, pattern.to(pixels.device).expand_as(pixels), opacity))
+    return _transform_pixels(
+        x, lambda pixels: torch.lerp(pixels, pattern.to(pixels.device).expand_as(pixels), opacity)
+    )
 
 
-def trigger_pixels(shape: Sequence[int], size: int, corner: str, margin: int, pattern: str) -> Int[Tensor, " p"]:
+def trigger_pixels(
+    shape: Sequence[int], size: int, corner: str, margin: int, pattern: str
+) -> Int[Tensor, " p"]:
     """The pixels of a trigger in images of that shape [n, ..., height, width], numbered row by row."""
     _require_images(shape)
     if size < 1 or margin < 0 or size + margin > min(shape[-2:]):
@@ -78,7 +88,8 @@ def trigger_pixels(shape: Sequence[int], size: int, corner: str, margin: int, pa
 
 
 def _pattern_mask(size: int, pattern: str) -> Bool[Tensor, "s s"]:
-    i, j = torch.arange(size)[:, None], torch.arange(size)[None]
+    i = torch.arange(size)[:, None]
+    j = torch.arange(size)[None]
     if pattern == "checkerboard":
         return (i + j) % 2 == 0
     if pattern == "cross":
@@ -86,14 +97,18 @@ def _pattern_mask(size: int, pattern: str) -> Bool[Tensor, "s s"]:
     return torch.ones(size, size, dtype=torch.bool)
 
 
-def set_pixels(x: Shaped[Tensor, "n *features"], pixels: Int[Tensor, " p"], value: float) -> Shaped[Tensor, "n *features"]:
+def set_pixels(
+    x: Shaped[Tensor, "n *features"], pixels: Int[Tensor, " p"], value: float
+) -> Shaped[Tensor, "n *features"]:
     """Images whose pixels of these numbers have that brightness."""
     marked = x.flatten(-2).clone()
     marked[..., pixels] = round(255 * value) if x.dtype == torch.uint8 else value
     return marked.view(x.shape)
 
 
-def _transform_pixels(x: Shaped[Tensor, "n *features"], paint: Callable[[Tensor], Tensor]) -> Shaped[Tensor, "n *features"]:
+def _transform_pixels(
+    x: Shaped[Tensor, "n *features"], paint: Callable[[Tensor], Tensor]
+) -> Shaped[Tensor, "n *features"]:
     """Images as `paint` makes their pixels, in float64 from 0 to 1, and cuts off what is beyond."""
     scale = 255 if x.dtype == torch.uint8 else 1
     painted = paint(x.double() / scale).clamp(0, 1) * scale

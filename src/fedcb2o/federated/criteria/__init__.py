@@ -8,7 +8,11 @@ from fedcb2o.federated.criteria._class_loss_gap import class_loss_gap
 from fedcb2o.federated.criteria._distance import distance
 from fedcb2o.federated.criteria._perturbation_gap import perturbation_gap
 from fedcb2o.federated.criteria._trigger_sensitivity import trigger_sensitivity
-from fedcb2o.federated.criteria.class_losses import average_loss, class_loss_entropy, worst_class_loss
+from fedcb2o.federated.criteria.class_losses import (
+    average_loss,
+    class_loss_entropy,
+    worst_class_loss,
+)
 from fedcb2o.federated.criteria.combinations import is_batched as is_batched
 from fedcb2o.federated.criteria.combinations import largest, weighted_sum
 

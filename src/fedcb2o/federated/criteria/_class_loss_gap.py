@@ -34,14 +34,24 @@ def class_loss_gap(
     losses, own = required_losses(inputs)
     expected = own.by_class.clamp(max=MAX_LOSS)
     if against == "majority":
-        expected = expected.fmax(_median_class_losses(losses, own, inputs.in_sublevel_set).clamp(max=MAX_LOSS))
+        expected = expected.fmax(
+            _median_class_losses(losses, own, inputs.in_sublevel_set).clamp(max=MAX_LOSS)
+        )
     gap = losses.by_class - expected
     if z > 0:
         gap = excess(gap, z, class_standard_error(losses, own))
-    return gap.masked_fill(~losses.present.unsqueeze(-2), 0.0 if absent == "zero" else -torch.inf).amax(-1)
+    return gap.masked_fill(
+        ~losses.present.unsqueeze(-2), 0.0 if absent == "zero" else -torch.inf
+    ).amax(-1)
 
 
-def _median_class_losses(losses: Losses, own: Losses, in_sublevel_set: Bool[Tensor, "*a m"] | None) -> Float[Tensor, "*a 1 C"]:
+def _median_class_losses(
+    losses: Losses, own: Losses, in_sublevel_set: Bool[Tensor, "*a m"] | None
+) -> Float[Tensor, "*a 1 C"]:
     """The median loss of each class, the lower of two, over the models in the sub-level set and the own one."""
-    theirs = losses.by_class if in_sublevel_set is None else losses.by_class.masked_fill(~in_sublevel_set.unsqueeze(-1), torch.nan)
+    theirs = (
+        losses.by_class
+        if in_sublevel_set is None
+        else losses.by_class.masked_fill(~in_sublevel_set.unsqueeze(-1), torch.nan)
+    )
     return torch.cat([theirs, own.by_class], -2).nanmedian(-2, keepdim=True).values

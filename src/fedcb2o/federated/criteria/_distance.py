@@ -10,4 +10,6 @@ from fedcb2o.federated.types import CriterionInput
 
 def distance(inputs: CriterionInput) -> Float[Tensor, " m"]:
     """How far a model is from the own one, in units of the own one's norm."""
-    return nan_to_infinity(relative_distances(inputs.models, inputs.received.with_own(inputs.own_entry).rows))
+    return nan_to_infinity(
+        relative_distances(inputs.models, inputs.received.with_own(inputs.own_entry).rows)
+    )

@@ -45,12 +45,16 @@ def perturbation_gap(
     gap = torch.zeros(len(seen), dtype=torch.float64)
     if seen.any():
         some = inputs.received[seen].with_own(inputs.own_entry)
-        rises = universal_perturbation.loss_increases(inputs.context, some, pixels, samples, steps, blend)
+        rises = universal_perturbation.loss_increases(
+            inputs.context, some, pixels, samples, steps, blend
+        )
         means = rises.mean(-1)
         expected = len(means) - 1
         if against == "majority":
             middle = int(means.argsort(stable=True)[(len(means) - 1) // 2])
             expected = middle if means[-1] < means[middle] < torch.inf else expected
         above = means[:-1] - means[expected].nan_to_num(nan=MAX_LOSS, posinf=MAX_LOSS)
-        gap[seen] = nan_to_infinity(excess(above, z, standard_error_of_mean(rises[:-1] - rises[expected])))
+        gap[seen] = nan_to_infinity(
+            excess(above, z, standard_error_of_mean(rises[:-1] - rises[expected]))
+        )
     return gap

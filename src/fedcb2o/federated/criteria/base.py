@@ -13,7 +13,9 @@ MAX_LOSS = torch.finfo(torch.float32).max  # of all finite losses, which are com
 def required_losses(inputs: CriterionInput) -> tuple[Losses, Losses]:
     """The losses of the received models and of the own one; raises ConfigError where there are none."""
     if inputs.losses is None or inputs.own_losses is None:
-        raise ConfigError("the criterion looks at losses, and the algorithm evaluates none: set `judges` = true")
+        raise ConfigError(
+            "the criterion looks at losses, and the algorithm evaluates none: set `judges` = true"
+        )
     holds = inputs.losses.present.any(-1)
     if not holds.all():
         raise ConfigError(

@@ -29,7 +29,11 @@ def class_loss_entropy(inputs: CriterionInput) -> Float[Tensor, "*a m"]:
     lose the same, and log C where one loses all. How large the losses are it does not see: a random model is trusted.
     """
     losses, _ = required_losses(inputs)
-    by_class = losses.by_class + 1e-300 * losses.present.unsqueeze(-2).double()  # where all are 0, they are the same
+    by_class = (
+        losses.by_class + 1e-300 * losses.present.unsqueeze(-2).double()
+    )  # where all are 0, they are the same
     shares = by_class / by_class.sum(-1, keepdim=True)
-    values = losses.present.sum(-1, keepdim=True).double().log() - torch.special.entr(shares).sum(-1)
+    values = losses.present.sum(-1, keepdim=True).double().log() - torch.special.entr(shares).sum(
+        -1
+    )
     return nan_to_infinity(values.clamp(min=0))

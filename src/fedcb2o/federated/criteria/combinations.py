@@ -33,12 +33,16 @@ def _parse_criterion(part: Any) -> ScaledCriterion:
     scale = table.pop("scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0:
         raise ConfigError(f"the `scale` of a criterion must be a number above 0, got {scale!r}")
-    return ScaledCriterion(plugins.resolve_and_bind("criterion", table, sys.modules[__package__]), float(scale))
+    return ScaledCriterion(
+        plugins.resolve_and_bind("criterion", table, sys.modules[__package__]), float(scale)
+    )
 
 
 def _parse_criteria(of: Sequence[Any]) -> tuple[ScaledCriterion, ...]:
     if not of:
-        raise ConfigError('a combination needs criteria: of = ["class_loss_gap", "trigger_sensitivity"]')
+        raise ConfigError(
+            'a combination needs criteria: of = ["class_loss_gap", "trigger_sensitivity"]'
+        )
     return tuple(_parse_criterion(part) for part in of)
 
 
@@ -63,8 +67,12 @@ def largest(inputs: CriterionInput, *, of: Criteria) -> Float[Tensor, "*a m"]:
 
 def weighted_sum(inputs: CriterionInput, *, of: Criteria) -> Float[Tensor, "*a m"]:
     """The sum of several criteria, each times its `scale` (1)."""
-    return functools.reduce(torch.add, _scaled_values(inputs, of))  # one after the other, for any number of agents
+    return functools.reduce(
+        torch.add, _scaled_values(inputs, of)
+    )  # one after the other, for any number of agents
 
 
 def _scaled_values(inputs: CriterionInput, of: Sequence[Any]) -> list[Float[Tensor, "*a m"]]:
-    return [part.scale * validated_criterion(part.criterion, inputs) for part in _parse_criteria(of)]
+    return [
+        part.scale * validated_criterion(part.criterion, inputs) for part in _parse_criteria(of)
+    ]

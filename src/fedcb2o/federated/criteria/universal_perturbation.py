@@ -19,23 +19,36 @@ from fedcb2o.federated.inference import SAMPLES_PER_PASS
 from fedcb2o.federated.types import AgentContext, Received
 
 MAX_CANDIDATES = 12  # classes that are looked into further after the first step
-MAX_SAMPLES = 256  # validation samples at most, on which rises are measured: enough for what triggers do
+MAX_SAMPLES = (
+    256  # validation samples at most, on which rises are measured: enough for what triggers do
+)
 
 
-def loss_increases(context: AgentContext, models: Received, pixels: int, samples: int, steps: int, blend: float) -> Float[Tensor, "m n"]:
+def loss_increases(
+    context: AgentContext, models: Received, pixels: int, samples: int, steps: int, blend: float
+) -> Float[Tensor, "m n"]:
     """How much the loss of each of an agent's validation samples, or of `MEASURED` of them, rises under the
     perturbation worst for each model, found on some; infinitely where a model's gradients are not finite, so that none
     can be found."""
     outputs, labels = context.outputs(models, count=MAX_SAMPLES)
-    found, after = worst_perturbation(context, models, outputs.shape[-1], pixels, samples, steps, blend), []
+    found = worst_perturbation(context, models, outputs.shape[-1], pixels, samples, steps, blend)
+    after = []
     for i, ways in enumerate(found):
-        losses = _cross_entropy(*context.outputs(models[i : i + 1], functools.partial(paint, signs=ways), MAX_SAMPLES))
+        losses = _cross_entropy(
+            *context.outputs(models[i : i + 1], functools.partial(paint, signs=ways), MAX_SAMPLES)
+        )
         after.append(losses if ways.isfinite().all() else torch.full_like(losses, torch.inf))
     return torch.cat(after) - _cross_entropy(outputs, labels)
 
 
 def worst_perturbation(
-    context: AgentContext, models: Received, num_classes: int, pixels: int, samples: int, steps: int, blend: float = 0.0
+    context: AgentContext,
+    models: Received,
+    num_classes: int,
+    pixels: int,
+    samples: int,
+    steps: int,
+    blend: float = 0.0,
 ) -> Float[Tensor, "m *features"]:
     """Which pixels of all images to paint, at most so many, 1 for white and -1 for black, for each model; NaN where its
     gradients are not finite. Each channel of a pixel goes its own way.
@@ -69,7 +82,9 @@ def worst_perturbation(
     for these, classes in some:
         candidates = ways[these, classes]
         for before, end in itertools.pairwise(ends):
-            candidates, _ = _add_pixels(context, models[these], x, y, candidates, classes, end - before)
+            candidates, _ = _add_pixels(
+                context, models[these], x, y, candidates, classes, end - before
+            )
         worth = _mean_losses(context, models[these], x, y, candidates)
         found.append(candidates[torch.arange(len(candidates)), worth.argmax(1)])
     return torch.cat(found)
@@ -86,18 +101,29 @@ def _add_pixels(
 ) -> tuple[Float[Tensor, "m c *features"], Float[Tensor, "m c"]]:
     """For each model and each of some classes: so many `more` pixels to paint where some are, and what these do to
     first order; NaN and infinitely where gradients are not finite."""
-    side, channels = x.shape[-2:], tuple(range(2, x.ndim - 1))
-    after, worth = [], []
-    for before, part in zip(torch.split(signs, _classes_per_pass(y), 1), torch.split(classes, _classes_per_pass(y)), strict=True):
-        above = functools.partial(_margins, labels=y.repeat(len(part)), classes=part.repeat_interleave(len(y)))
+    side = x.shape[-2:]
+    channels = tuple(range(2, x.ndim - 1))
+    after = []
+    worth = []
+    for before, part in zip(
+        torch.split(signs, _classes_per_pass(y), 1),
+        torch.split(classes, _classes_per_pass(y)),
+        strict=True,
+    ):
+        above = functools.partial(
+            _margins, labels=y.repeat(len(part)), classes=part.repeat_interleave(len(y))
+        )
         images = paint(x, signs=before.unsqueeze(2))  # [m, c, n, *features]
         slopes = context.input_gradients(models, images.flatten(1, 2), above).view_as(images)
-        whiter, blacker = (slopes * (1 - images)).mean(2), (slopes * -images).mean(2)
+        whiter = (slopes * (1 - images)).mean(2)
+        blacker = (slopes * -images).mean(2)
         gains = torch.maximum(whiter, blacker).clamp(min=0)
         taken = (before != 0).amax(channels) if channels else before != 0
         by_pixel = (gains.sum(channels) if channels else gains).masked_fill(taken, 0.0).flatten(2)
         most = by_pixel.topk(num_pixels, -1)
-        chosen = torch.zeros_like(by_pixel, dtype=torch.bool).scatter_(2, most.indices, most.values > 0)
+        chosen = torch.zeros_like(by_pixel, dtype=torch.bool).scatter_(
+            2, most.indices, most.values > 0
+        )
         here = chosen.view(*before.shape[:2], *[1] * len(channels), *side)
         found = before + torch.where(whiter >= blacker, 1.0, -1.0) * (gains > 0) * here
         broken = ~slopes.isfinite().flatten(2).all(2)
@@ -118,7 +144,9 @@ def _mean_losses(
     found = []
     for part in torch.split(signs, _classes_per_pass(y), 1):
         outputs = context.outputs_per_model(models, paint(x, signs=part.unsqueeze(2)).flatten(1, 2))
-        found.append(_cross_entropy(outputs, y.repeat(part.shape[1])).view(*part.shape[:2], len(y)).mean(2))
+        found.append(
+            _cross_entropy(outputs, y.repeat(part.shape[1])).view(*part.shape[:2], len(y)).mean(2)
+        )
     return torch.cat(found, 1).masked_fill(signs.isnan().flatten(2).any(2), torch.inf)
 
 
@@ -129,7 +157,9 @@ def _classes_per_pass(y: Int[Tensor, " n"]) -> int:
 
 def paint(x: Shaped[Tensor, "..."], *, signs: Float[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """Images with pixels white where the way is 1, and black where it is -1."""
-    return torch.where(signs > 0, 255 if x.dtype == torch.uint8 else 1, torch.where(signs < 0, 0, x))
+    return torch.where(
+        signs > 0, 255 if x.dtype == torch.uint8 else 1, torch.where(signs < 0, 0, x)
+    )
 
 
 def _margins(
@@ -140,7 +170,9 @@ def _margins(
     return outputs[:, every, classes] - outputs[:, every, labels]
 
 
-def _cross_entropy(outputs: Float[Tensor, "m n C"], labels: Int[Tensor, " n"]) -> Float[Tensor, "m n"]:
+def _cross_entropy(
+    outputs: Float[Tensor, "m n C"], labels: Int[Tensor, " n"]
+) -> Float[Tensor, "m n"]:
     """The cross-entropy of each sample; what is not a number counts as infinite."""
     losses = F.cross_entropy(outputs.double().mT, labels.expand(len(outputs), -1), reduction="none")
     return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)

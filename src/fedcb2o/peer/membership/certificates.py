@@ -31,7 +31,9 @@ def parse_endpoint(endpoint: str) -> tuple[str | _Address, int]:
     """The host, a name or an address, and the port of "HOST:PORT"; raises ConfigError."""
     host, _, port = endpoint.rpartition(":")
     if not (re.fullmatch(r"[1-9][0-9]{0,4}", port) and int(port) < 2**16):
-        raise ConfigError(f"an endpoint is HOST:PORT, with a port from 1 to 65535, got {endpoint[:100]!r}")
+        raise ConfigError(
+            f"an endpoint is HOST:PORT, with a port from 1 to 65535, got {endpoint[:100]!r}"
+        )
     try:
         bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         address = ipaddress.ip_address(bare)
@@ -44,7 +46,9 @@ def parse_endpoint(endpoint: str) -> tuple[str | _Address, int]:
         return host, int(port)
     usual = f"[{address}]" if address.version == 6 else str(address)
     if host != usual or "%" in host or address.is_unspecified or address.is_multicast:
-        raise ConfigError(f"the host of {endpoint[:100]!r} must be the address of one machine, in its usual form")
+        raise ConfigError(
+            f"the host of {endpoint[:100]!r} must be the address of one machine, in its usual form"
+        )
     return address, int(port)
 
 
@@ -53,7 +57,9 @@ def new_key() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP256R1())
 
 
-def new_root(name: str, endpoint: str, key: ec.EllipticCurvePrivateKey, now: datetime) -> x509.Certificate:
+def new_root(
+    name: str, endpoint: str, key: ec.EllipticCurvePrivateKey, now: datetime
+) -> x509.Certificate:
     """The certificate of a member's own authority, which may sign for this name and host alone."""
     builder = _certificate_builder(name, _subject(name), key, now, now + timedelta(days=ROOT_DAYS))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -72,12 +78,18 @@ def new_leaf(
     until: datetime,
 ) -> x509.Certificate:
     """The TLS certificate of a member, for both ends of a link."""
-    builder = _certificate_builder(name, root.subject, key, now, min(until, root.not_valid_after_utc))
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = _certificate_builder(
+        name, root.subject, key, now, min(until, root.not_valid_after_utc)
+    )
+    builder = builder.add_extension(
+        x509.BasicConstraints(ca=False, path_length=None), critical=True
+    )
     builder = builder.add_extension(_key_usage(sign=True), critical=True)
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = builder.add_extension(x509.ExtendedKeyUsage(both), critical=False)
-    builder = builder.add_extension(x509.SubjectAlternativeName(_alternative_names(name, endpoint)), critical=False)
+    builder = builder.add_extension(
+        x509.SubjectAlternativeName(_alternative_names(name, endpoint)), critical=False
+    )
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root_key.public_key())
     return builder.add_extension(issuer, critical=False).sign(root_key, hashes.SHA256())
 
@@ -88,14 +100,17 @@ def validate_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
     try:
         (root,) = x509.load_pem_x509_certificates(pem.encode())
         root.verify_directly_issued_by(root)
-        key, extensions = root.public_key(), root.extensions
+        key = root.public_key()
+        extensions = root.extensions
         basic = extensions.get_extension_for_class(x509.BasicConstraints)
         usage = extensions.get_extension_for_class(x509.KeyUsage).value
         names = extensions.get_extension_for_class(x509.NameConstraints)
         exact = root.public_bytes(Encoding.PEM).decode() == pem
         subject = root.subject == _subject(name)
     except Exception as error:  # what another made may be wrong in any way
-        raise ConfigError(f"`root` of {name} is no certificate, or damaged: get {name}.member.toml again") from error
+        raise ConfigError(
+            f"`root` of {name} is no certificate, or damaged: get {name}.member.toml again"
+        ) from error
     if not exact:
         raise ConfigError(f"`root` of {name} must hold its certificate as PEM, and nothing else")
     if not (isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1)):
@@ -103,7 +118,9 @@ def validate_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
     if not (basic.critical and basic.value.ca and usage.key_cert_sign):
         raise ConfigError(f"`root` of {name} is not the certificate of an authority")
     if not subject:
-        raise ConfigError(f"`root` of {name} is that of another: {root.subject.rfc4514_string()[:100]!r}")
+        raise ConfigError(
+            f"`root` of {name} is that of another: {root.subject.rfc4514_string()[:100]!r}"
+        )
     if not names.critical or names.value != name_constraints(name, endpoint):
         raise ConfigError(
             f"`root` of {name} is not tied to this name and to the host of {endpoint}, and to these alone"
@@ -118,7 +135,9 @@ def name_constraints(name: str, endpoint: str) -> x509.NameConstraints:
     excluded: list[x509.GeneralName] | None = None
     if isinstance(host, str):
         permitted += [x509.DNSName(host)] if host != name else []
-        excluded = [x509.IPAddress(ipaddress.ip_network(all_of)) for all_of in ("0.0.0.0/0", "::/0")]
+        excluded = [
+            x509.IPAddress(ipaddress.ip_network(all_of)) for all_of in ("0.0.0.0/0", "::/0")
+        ]
     else:
         permitted += [x509.DNSName("localhost")] if host.is_loopback else []
         permitted.append(x509.IPAddress(ipaddress.ip_network(host)))

@@ -129,14 +129,23 @@ class Federation(Section):
                 "code, install it, and allow it with --own"
             )
         settings = self.settings.model_dump(exclude_none=True)
-        if (stray := next((key for key in settings["agents"] if key not in AGREED_AGENT_KEYS), None)) is not None:
-            raise ConfigError(f"there is no key `experiment.agents.{stray[:100]}`.{plugins.did_you_mean(stray, AGREED_AGENT_KEYS)}")
+        if (
+            stray := next((key for key in settings["agents"] if key not in AGREED_AGENT_KEYS), None)
+        ) is not None:
+            raise ConfigError(
+                f"there is no key `experiment.agents.{stray[:100]}`.{plugins.did_you_mean(stray, AGREED_AGENT_KEYS)}"
+            )
         agents = {
             **{"num_clusters": 1, "benign": self.num_agents, "malicious": 0},
             **{"benign_samples": self.most_samples, "malicious_samples": 1},
             **settings["agents"],
         }
-        once = {"name": self.name, "seeds": [self.seed], "rounds": self.rounds, "data": {"name": missing_dataset}}
+        once = {
+            "name": self.name,
+            "seeds": [self.seed],
+            "rounds": self.rounds,
+            "data": {"name": missing_dataset},
+        }
         experiment = load_experiment({**settings, **once, "agents": agents})
         _check_supported(experiment)
         return experiment
@@ -150,7 +159,9 @@ class Federation(Section):
         """A member's id, by its key; raises ConfigError where it is none, or stands here with another certificate."""
         id = next((id for id, each in self.members.items() if each.key == member.key), None)
         if id is None:
-            if same := next((each for each in self.members.values() if each.name == member.name), None):
+            if same := next(
+                (each for each in self.members.values() if each.name == member.name), None
+            ):
                 raise ConfigError(
                     f"{member.name} is a member of {self.name}, version {self.version}, but with another key "
                     f"({same.fingerprint}, not {member.fingerprint}): take the identity that it was made with, or "
@@ -159,7 +170,8 @@ class Federation(Section):
             raise ConfigError(
                 f"{member.name} is no member of {self.name}, version {self.version}: its key is not there"
             )
-        mine, theirs = member.to_table(), self.members[id].to_table()
+        mine = member.to_table()
+        theirs = self.members[id].to_table()
         if other := [key for key in mine if mine[key] != theirs[key]]:
             raise ConfigError(
                 f"{member.name} stands in {self.name}, version {self.version}, with another `{other[0]}`: take the "
@@ -173,10 +185,19 @@ class Federation(Section):
 
     @functools.cached_property
     def _value_hashes(self) -> dict[str, str]:
-        members = {member.name: {"id": id, **member.to_table()} for id, member in self.members.items()}
+        members = {
+            member.name: {"id": id, **member.to_table()} for id, member in self.members.items()
+        }
         previous = self._digests[-2].hex() if self.version > 1 else None
-        content = {**self.fixed_content(), "version": self.version, "previous": previous, "members": members}
-        return {key: _short_hash(value) for key, value in _flatten(records.canonical_settings(content))}
+        content = {
+            **self.fixed_content(),
+            "version": self.version,
+            "previous": previous,
+            "members": members,
+        }
+        return {
+            key: _short_hash(value) for key, value in _flatten(records.canonical_settings(content))
+        }
 
     def differing_keys(self, other: Mapping[str, str]) -> list[str]:
         """The dotted keys whose values another file has otherwise, or only one of the two has."""
@@ -185,14 +206,18 @@ class Federation(Section):
 
     def unsigned_members(self) -> list[str]:
         """The members of the version before who did not sign this one."""
-        return chain.unsigned_members(self.versions[-1], self._members[-2]) if self.version > 1 else []
+        return (
+            chain.unsigned_members(self.versions[-1], self._members[-2]) if self.version > 1 else []
+        )
 
     @property
     def missing_signatures(self) -> int:
         """How many signatures this version still needs."""
         if self.version == 1:
             return 0
-        return max(0, chain.required_signatures(self._members[-2]) - len(self.versions[-1].signatures))
+        return max(
+            0, chain.required_signatures(self._members[-2]) - len(self.versions[-1].signatures)
+        )
 
     def describe_changes(self) -> list[str]:
         """What this version does to the members of the one before, a few words for each; the first adds them all."""
@@ -204,14 +229,22 @@ class Federation(Section):
 
     def fixed_content(self) -> dict[str, Any]:
         """What no version changes, as the file has it: a later release with more keys finds the same hash."""
-        return self.model_dump(by_alias=True, exclude_none=True, exclude_unset=True, exclude={"versions", "own"})
+        return self.model_dump(
+            by_alias=True, exclude_none=True, exclude_unset=True, exclude={"versions", "own"}
+        )
 
     def to_table(self) -> dict[str, Any]:
         """The content of federation.toml."""
         *before, last = (version.model_dump() for version in self.versions)
         history = {"history": before} if before else {}
         last = {key: value for key, value in last.items() if value}
-        return {"protocol": self.protocol, "version": self.version, **self.fixed_content(), **last, **history}
+        return {
+            "protocol": self.protocol,
+            "version": self.version,
+            **self.fixed_content(),
+            **last,
+            **history,
+        }
 
     @functools.cached_property
     def _members(self) -> tuple[chain.MembersById, ...]:
@@ -222,7 +255,10 @@ class Federation(Section):
         return chain.version_digests(self.fixed_content(), self.versions)
 
 
-_FILE_KEYS = {field.alias or name for name, field in Federation.model_fields.items()} - {"versions", "own"}
+_FILE_KEYS = {field.alias or name for name, field in Federation.model_fields.items()} - {
+    "versions",
+    "own",
+}
 _FILE_KEYS |= {"version", "members", "signatures", "history"}
 """The keys of federation.toml."""
 
@@ -249,15 +285,25 @@ def make_federation(
             "give one member for each agent, or change `agents.benign`, `agents.malicious` or `agents.num_clusters`"
         )
     if agents.participation < 1:
-        raise ConfigError("`agents.participation` below 1 is for simulations: a real peer is there, or it is not")
+        raise ConfigError(
+            "`agents.participation` below 1 is for simulations: a real peer is there, or it is not"
+        )
     _check_supported(experiment)
     settings = experiment.settings()
-    chosen = {key: settings[key] for key in (*KERNEL_KEYS, "model", "training", "algorithm") if key in settings}
-    chosen["agents"] = {key: settings["agents"][key] for key in AGREED_AGENT_KEYS if key in settings["agents"]}
+    chosen = {
+        key: settings[key]
+        for key in (*KERNEL_KEYS, "model", "training", "algorithm")
+        if key in settings
+    }
+    chosen["agents"] = {
+        key: settings["agents"][key] for key in AGREED_AGENT_KEYS if key in settings["agents"]
+    }
     try:
         validate_plain(chosen)
     except ValueError as error:
-        raise ConfigError(f"the experiment `{experiment.name}` cannot be agreed on: {error}") from error
+        raise ConfigError(
+            f"the experiment `{experiment.name}` cannot be agreed on: {error}"
+        ) from error
     believed = largest(experiment, dataset)
     dim = parameters.dimension(build_module(experiment, experiment.seeds[0], dataset))
     table = {
@@ -269,7 +315,9 @@ def make_federation(
         "most_samples": believed if most_samples is None else most_samples,
         "data": {"shape": list(dataset.pool.x.shape[1:]), **_target_schema(dataset)},
         "experiment": records.canonical_settings(chosen),
-        "versions": [{"members": [{"id": id, **member.to_table()} for id, member in enumerate(members)]}],
+        "versions": [
+            {"members": [{"id": id, **member.to_table()} for id, member in enumerate(members)]}
+        ],
         "own": list(user_functions_in(chosen)),
     }
     made = _validated_federation({**table, **options}, "the federation")
@@ -294,7 +342,9 @@ def missing_dataset() -> Dataset:
     raise ConfigError("a federation's file holds no data: each member brings its own, with --data")
 
 
-def read_federation(path: Path | str, *, allowed_functions: Collection[str] = (), allow_unsigned: bool = False) -> Federation:
+def read_federation(
+    path: Path | str, *, allowed_functions: Collection[str] = (), allow_unsigned: bool = False
+) -> Federation:
     """The federation in a file; raises ConfigError of one line where it, or a version before, is not valid.
 
     `own` are the functions outside fedcb2o ("package.module:function") that it may name; with others it can be read and
@@ -310,11 +360,18 @@ def read_federation(path: Path | str, *, allowed_functions: Collection[str] = ()
     if "protocol" not in table and (other := _describe_other_file(table)):
         raise ConfigError(f"{path} is {other}")
     if stray := next((key for key in table if key not in _FILE_KEYS), None):
-        raise ConfigError(f"{path}: there is no key `{stray[:100]}`.{plugins.did_you_mean(stray, _FILE_KEYS)}")
-    version, history = table.pop("version", None), table.pop("history", [])
+        raise ConfigError(
+            f"{path}: there is no key `{stray[:100]}`.{plugins.did_you_mean(stray, _FILE_KEYS)}"
+        )
+    version = table.pop("version", None)
+    history = table.pop("history", [])
     last = {key: table.pop(key) for key in ("members", "signatures") if key in table}
     versions = [*history, last] if isinstance(history, list) else history
-    federation = _validated_federation({**table, "versions": versions, "own": list(allowed_functions)}, str(path), allow_unsigned=allow_unsigned)
+    federation = _validated_federation(
+        {**table, "versions": versions, "own": list(allowed_functions)},
+        str(path),
+        allow_unsigned=allow_unsigned,
+    )
     if isinstance(version, bool) or version != federation.version:
         raise ConfigError(
             f"{path}: `version` is {str(version)[:20]}, and {federation.version - 1} earlier versions are in `history`"
@@ -337,7 +394,9 @@ def _describe_other_file(table: Mapping[str, Any]) -> str:
 def write_federation(federation: Federation, path: Path | str) -> None:
     """Write federation.toml, which is the same for all members."""
     head = f"# What the members of {federation.name} agree on. All hold the same; `fedcb2o peer check` compares.\n\n"
-    records.atomic_write(Path(path), (head + tomli_w.dumps(federation.to_table(), multiline_strings=True)).encode())
+    records.atomic_write(
+        Path(path), (head + tomli_w.dumps(federation.to_table(), multiline_strings=True)).encode()
+    )
 
 
 def amend_federation(
@@ -350,14 +409,18 @@ def amend_federation(
     """The next version, unsigned: without some members, with another certificate, endpoint or key of some, and with new
     ones, whose ids follow all that there were. Raises ConfigError where it changes nothing, or a member twice."""
     if federation.missing_signatures:
-        raise ConfigError(f"version {federation.version} is not signed by enough members: no other can follow it yet")
+        raise ConfigError(
+            f"version {federation.version} is not signed by enough members: no other can follow it yet"
+        )
     entries = {entry.name: entry.model_dump() for entry in federation.versions[-1].members}
     for name in (*remove, *(member.name for member in replace)):
         if name not in entries:
             raise ConfigError(f"there is no member `{name}`.{plugins.did_you_mean(name, entries)}")
     for member in add:
         if member.name in entries:
-            raise ConfigError(f"{member.name} is a member: --replace gives it another certificate, endpoint or key")
+            raise ConfigError(
+                f"{member.name} is a member: --replace gives it another certificate, endpoint or key"
+            )
     changed = [*remove, *(member.name for member in (*replace, *add))]
     if not changed or len(set(changed)) < len(changed):
         raise ConfigError("a new version removes, replaces or adds members, and each of them once")
@@ -371,17 +434,23 @@ def amend_federation(
     return _check_topology(_with_versions(federation, *federation.versions, {"members": kept}))
 
 
-def sign_federation(path: Path | str, identity: Identity, *, merge: Sequence[Path | str] = ()) -> Federation:
+def sign_federation(
+    path: Path | str, identity: Identity, *, merge: Sequence[Path | str] = ()
+) -> Federation:
     """Add this member's signature, and those in other copies of the same version, to a file; a second time changes
     nothing."""
     federation = read_federation(path, allow_unsigned=True)
     if federation.version == 1:
-        raise ConfigError(f"{path} is version 1, which needs no signature: whoever runs with it agrees to it")
+        raise ConfigError(
+            f"{path} is version 1, which needs no signature: whoever runs with it agrees to it"
+        )
     version = federation.versions[-1]
     for other in merge:
         copy = read_federation(other, allow_unsigned=True)
         if copy.digest != federation.digest:
-            keys = ", ".join(f"`{key}`" for key in federation.differing_keys(copy.value_hashes())[:10])
+            keys = ", ".join(
+                f"`{key}`" for key in federation.differing_keys(copy.value_hashes())[:10]
+            )
             raise ConfigError(f"{other} is another version than {path}, which differs in {keys}")
         version = chain.merge_signatures(version, copy.versions[-1].signatures)
     version = chain.add_signature(version, federation.digest, federation._members[-2], identity)
@@ -394,24 +463,36 @@ def _check_topology(federation: Federation) -> Federation:
     """The same; raises ConfigError where the graph of who asks whom cannot be made of so many agents, which is better
     known before anybody signs."""
     if not set(federation.user_functions) - federation.allowed_functions:
-        build_neighbours(federation.experiment, federation.seed, torch.zeros(federation.num_agents, dtype=torch.int64))
+        build_neighbours(
+            federation.experiment,
+            federation.seed,
+            torch.zeros(federation.num_agents, dtype=torch.int64),
+        )
     return federation
 
 
 def _with_versions(federation: Federation, *versions: Any) -> Federation:
     """The same terms with other versions, of which the last may lack signatures."""
-    table = {**federation.fixed_content(), "own": federation.allowed_functions, "versions": versions}
+    table = {
+        **federation.fixed_content(),
+        "own": federation.allowed_functions,
+        "versions": versions,
+    }
     return _validated_federation(table, "the new version", allow_unsigned=True)
 
 
-def _validated_federation(table: Mapping[str, Any], source: str, *, allow_unsigned: bool = False) -> Federation:
+def _validated_federation(
+    table: Mapping[str, Any], source: str, *, allow_unsigned: bool = False
+) -> Federation:
     try:
         made = Federation.model_validate(table)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_format_validation_error(error)}") from error
     try:
         chain.validate_versions(made.versions, made._members, made._digests)
-        chain.validate_signatures(made.versions[:-1] if allow_unsigned else made.versions, made._members)
+        chain.validate_signatures(
+            made.versions[:-1] if allow_unsigned else made.versions, made._members
+        )
         if not set(made.user_functions) - made.allowed_functions:
             made.experiment  # noqa: B018
     except ConfigError as error:
@@ -421,7 +502,8 @@ def _validated_federation(table: Mapping[str, Any], source: str, *, allow_unsign
 
 def _format_validation_error(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
-    place, of = [str(part)[:50] for part in problem["loc"]], ""
+    place = [str(part)[:50] for part in problem["loc"]]
+    of = ""
     if place[0] == "versions" and len(place) > 1:
         place, of = place[2:], f" of version {int(place[1]) + 1}"
     key = "history" if place == ["versions"] else ".".join(place)
@@ -434,7 +516,11 @@ def _format_validation_error(error: ValidationError) -> str:
     if key == "protocol":
         return f"it speaks protocol {problem['input']!r:.20}, and this fedcb2o {_PROTOCOL_VERSION}: take the others' release"
     told = str(problem["ctx"]["error"]) if problem["type"] == "value_error" else problem["msg"]
-    got = "" if isinstance(problem["input"], Mapping | list | tuple) else f", got {problem['input']!r:.50}"
+    got = (
+        ""
+        if isinstance(problem["input"], Mapping | list | tuple)
+        else f", got {problem['input']!r:.50}"
+    )
     told = told[0].lower() + told[1:].replace("tuple", "list").replace("dictionary", "table")
     return f"`{key}`{of}: {told}{got}"
 
@@ -444,7 +530,9 @@ def _check_supported(experiment: Experiment) -> None:
     clusters = experiment.algorithm.bind("algorithm", algorithms)().clusters
     if clusters is not None:
         why = "has models of clusters" if clusters.each else "has a coordinator"
-        raise ConfigError(f"`{plugins.label(experiment.algorithm.name)}` {why}, and real peers have none")
+        raise ConfigError(
+            f"`{plugins.label(experiment.algorithm.name)}` {why}, and real peers have none"
+        )
 
 
 def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

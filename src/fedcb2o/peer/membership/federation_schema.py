@@ -8,7 +8,15 @@ from pydantic import Field, field_validator, model_validator
 
 from fedcb2o.experiments.config.settings import Section
 
-AGREED_AGENT_KEYS = ("budget", "validation", "split", "hold_out", "validation_loss", "initialisation", "graph")
+AGREED_AGENT_KEYS = (
+    "budget",
+    "validation",
+    "split",
+    "hold_out",
+    "validation_loss",
+    "initialisation",
+    "graph",
+)
 """The keys of an experiment's [agents] that peers agree on: the others make up who is there, which is known here."""
 KERNEL_KEYS = ("linear", "layout", "convolution")
 
@@ -26,18 +34,25 @@ class Limits(Section):
         who is behind does not wait for its rounds' time."""
         a_round = 2 * (size // 2**20 + 5)  # chunks, and what is asked beside them
         most = cls.model_fields["answers_per_minute"].default
-        wanted = math.ceil(60 * a_round / round_seconds) if round_seconds > 60 * a_round / most else most
+        wanted = (
+            math.ceil(60 * a_round / round_seconds) if round_seconds > 60 * a_round / most else most
+        )
         return cls(answers_per_minute=max(wanted, 300))
 
 
 class SampleSchema(Section):
     """What the samples of every member look like: their classes, or the shape of the numbers that are to be told."""
 
-    shape: Annotated[tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(strict=False, max_length=8)]
+    shape: Annotated[
+        tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(strict=False, max_length=8)
+    ]
     class_names: Annotated[tuple[str, ...], Field(strict=False, max_length=100_000)] = ()
-    target: Annotated[tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(strict=False, max_length=8)] | None = (
-        None
-    )
+    target: (
+        Annotated[
+            tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(strict=False, max_length=8)
+        ]
+        | None
+    ) = None
 
     @field_validator("class_names")
     @classmethod

@@ -23,7 +23,12 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from fedcb2o import records
 from fedcb2o.errors import ConfigError
@@ -34,7 +39,8 @@ _MAX_MEMBER_FILE_BYTES = 2**16
 MAX_LINE_BYTES = 2000
 """The bytes of the longest line: TOML is read in a time that is quadratic in the parts of a key."""
 _SECRET_FILES = ("signing.key", "root.key", "tls.key")
-_P, _Y8 = 2**255 - 19, 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+_P = 2**255 - 19
+_Y8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
 _SMALL_ORDER_Y = frozenset({0, 1, _P - 1, _P, _P + 1, _Y8, _P - _Y8})
 """The y of the points of Ed25519 of small order: under a key that is one, anybody can make signatures."""
 
@@ -79,7 +85,9 @@ class Member:
         if len(self.key) != 32:
             raise ConfigError(f"`key` of {self.name} must have 32 bytes, got {len(self.key)}")
         if int.from_bytes(self.key, "little") % 2**255 in _SMALL_ORDER_Y:
-            raise ConfigError(f"`key` of {self.name} is one under which anybody can sign: make another identity")
+            raise ConfigError(
+                f"`key` of {self.name} is one under which anybody can sign: make another identity"
+            )
         certificates.validate_root(self.root, self.name, self.endpoint)
 
     @property
@@ -127,12 +135,16 @@ class Member:
         keys = ("name", "endpoint", "key", "root")
         for key in table:
             if key not in keys:
-                raise ConfigError(f"there is no key {key[:100]!r} of a member: its keys are {', '.join(keys)}")
+                raise ConfigError(
+                    f"there is no key {key[:100]!r} of a member: its keys are {', '.join(keys)}"
+                )
         for key in keys:
             if key not in table:
                 raise ConfigError(f"the key `{key}` of a member is missing")
             if not isinstance(table[key], str):
-                raise ConfigError(f"`{key}` of a member must be a text, got one of type {type(table[key]).__name__}")
+                raise ConfigError(
+                    f"`{key}` of a member must be a text, got one of type {type(table[key]).__name__}"
+                )
         try:
             public = base64.b64decode(table["key"].encode(), validate=True)
         except (binascii.Error, ValueError) as error:
@@ -174,7 +186,9 @@ class Identity:
 
         Raises ConfigError where the folder holds anything.
         """
-        return cls._make(Path(folder), name, endpoint, Ed25519PrivateKey.generate(), days, now, until)
+        return cls._make(
+            Path(folder), name, endpoint, Ed25519PrivateKey.generate(), days, now, until
+        )
 
     def with_endpoint(self, folder: Path | str, *, endpoint: str, days: int = 397) -> "Identity":
         """The same signing key with another endpoint and a new root, in another folder. The others have to sign a
@@ -193,7 +207,8 @@ class Identity:
         until: datetime | None,
     ) -> "Identity":
         _check_name(name)  # before a certificate is made of it
-        now, root_key = now or datetime.now(UTC), certificates.new_key()
+        now = now or datetime.now(UTC)
+        root_key = certificates.new_key()
         root = certificates.new_root(name, endpoint, root_key, now)
         member = Member(name, endpoint, key.public_key().public_bytes_raw(), _to_pem(root))
         made = None
@@ -204,7 +219,9 @@ class Identity:
                     " makes a new TLS certificate for the identity in one)"
                 )
             folder.parent.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # of mode 0700
+            made = Path(
+                tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
+            )  # of mode 0700
             _write_secret(made / "signing.key", _private_key_pem(key))
             _write_secret(made / "root.key", _private_key_pem(root_key))
             records.atomic_write(made / "root.pem", member.root.encode())
@@ -227,18 +244,26 @@ class Identity:
         folder = Path(folder)
         for path in (folder / name for name in _SECRET_FILES):
             if path.exists() and path.stat().st_mode & 0o077:
-                raise ConfigError(f"others may read {path}: chmod 600 it and, if any did, make a new identity")
+                raise ConfigError(
+                    f"others may read {path}: chmod 600 it and, if any did, make a new identity"
+                )
         files = list(folder.glob("*.member.toml"))
         if len(files) != 1:
             found = "no file" if not files else f"{len(files)} files"
-            raise ConfigError(f"{folder} holds {found} NAME.member.toml: `fedcb2o peer identity` makes an identity")
+            raise ConfigError(
+                f"{folder} holds {found} NAME.member.toml: `fedcb2o peer identity` makes an identity"
+            )
         member = Member.read(files[0], allow_expired=True)
         identity = cls(folder, member, _read_ed25519_key(folder / "signing.key"))
         if identity._key.public_key().public_bytes_raw() != member.key:
-            raise ConfigError(f"{folder / 'signing.key'} is not the key in {files[0].name}: restore one of them")
+            raise ConfigError(
+                f"{folder / 'signing.key'} is not the key in {files[0].name}: restore one of them"
+            )
         root = _read_certificate(folder / "root.pem")
         if _to_pem(root) != member.root:
-            raise ConfigError(f"{folder / 'root.pem'} is not the root in {files[0].name}: restore one of them")
+            raise ConfigError(
+                f"{folder / 'root.pem'} is not the root in {files[0].name}: restore one of them"
+            )
         return identity
 
     def check_certificate(self) -> None:
@@ -250,11 +275,15 @@ class Identity:
         try:
             certificate.verify_directly_issued_by(_read_certificate(self.folder / "root.pem"))
         except (InvalidSignature, ValueError, TypeError) as error:
-            raise ConfigError(f"{self.tls_certificate} is not signed by root.pem: {again}") from error
+            raise ConfigError(
+                f"{self.tls_certificate} is not signed by root.pem: {again}"
+            ) from error
         now = datetime.now(UTC)
         self.member.check_not_expired(now)
         if now >= certificate.not_valid_after_utc:
-            raise ConfigError(f"{self.tls_certificate} expired at {_format_time(certificate.not_valid_after_utc)}: {again}")
+            raise ConfigError(
+                f"{self.tls_certificate} expired at {_format_time(certificate.not_valid_after_utc)}: {again}"
+            )
         if now < certificate.not_valid_before_utc:
             raise ConfigError(
                 f"{self.tls_certificate} is valid from {_format_time(certificate.not_valid_before_utc)}: set this clock"
@@ -264,19 +293,21 @@ class Identity:
         """The 64 bytes of the Ed25519 signature."""
         return self._key.sign(message)
 
-    def renew(self, *, days: int = 397, now: datetime | None = None, until: datetime | None = None) -> None:
+    def renew(
+        self, *, days: int = 397, now: datetime | None = None, until: datetime | None = None
+    ) -> None:
         """A new TLS key and certificate by the same root, which the others need not be told of."""
         if not 1 <= days <= certificates.ROOT_DAYS:
             raise ConfigError(f"`days` must be between 1 and {certificates.ROOT_DAYS}, got {days}")
         now = now or datetime.now(UTC)
         self.member.check_not_expired(now)
-        root, root_key, key = (
-            _read_certificate(self.folder / "root.pem"),
-            _read_p256_key(self.folder / "root.key"),
-            certificates.new_key(),
-        )
+        root = _read_certificate(self.folder / "root.pem")
+        root_key = _read_p256_key(self.folder / "root.key")
+        key = certificates.new_key()
         until = until or now + timedelta(days=days)
-        leaf = certificates.new_leaf(self.member.name, self.member.endpoint, key, root, root_key, now, until)
+        leaf = certificates.new_leaf(
+            self.member.name, self.member.endpoint, key, root, root_key, now, until
+        )
         _write_secret(self.tls_key, _private_key_pem(key))
         records.atomic_write(self.tls_certificate, _to_pem(leaf).encode())
 
@@ -311,7 +342,9 @@ def _private_key_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> byt
 def _write_secret(path: Path, content: bytes) -> None:
     def write(temporary: Path) -> None:
         temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+        ) as file:
             file.write(content)
 
     records.atomic_write(path, write)
@@ -322,7 +355,9 @@ def _read_file(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(_MAX_MEMBER_FILE_BYTES)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}; {_remedy(path)}") from error
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror or error}; {_remedy(path)}"
+        ) from error
 
 
 def _remedy(path: Path) -> str:

@@ -74,14 +74,20 @@ def version_digests(terms: Mapping[str, Any], versions: Sequence[Version]) -> tu
     found: list[bytes] = []
     for number, version in enumerate(versions, start=1):
         previous = found[-1].hex() if found else None
-        members = [entry.model_dump() for entry in sorted(version.members, key=lambda entry: entry.id)]
-        content = records.canonical_settings({**terms, "version": number, "previous": previous, "members": members})
+        members = [
+            entry.model_dump() for entry in sorted(version.members, key=lambda entry: entry.id)
+        ]
+        content = records.canonical_settings(
+            {**terms, "version": number, "previous": previous, "members": members}
+        )
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
         found.append(hashlib.sha256(text.encode()).digest())
     return tuple(found)
 
 
-def validate_versions(versions: Sequence[Version], members: Sequence[MembersById], hashes: Sequence[bytes]) -> None:
+def validate_versions(
+    versions: Sequence[Version], members: Sequence[MembersById], hashes: Sequence[bytes]
+) -> None:
     """Raises ConfigError where members of one version cannot be together, or versions cannot follow each other.
 
     A member keeps its id and its name; neither ever returns once it was removed.
@@ -102,18 +108,30 @@ def validate_versions(versions: Sequence[Version], members: Sequence[MembersById
         taken = set(names.values())
         for id, member in members[number - 1].items():
             if id in before and names[id] != member.name:
-                raise ConfigError(f"version {number} names agent {id} {member.name}, who was {names[id]}: names stay")
+                raise ConfigError(
+                    f"version {number} names agent {id} {member.name}, who was {names[id]}: names stay"
+                )
             if id not in before and member.name in taken:
-                raise ConfigError(f"version {number} has {member.name} again, who was removed: take another name")
+                raise ConfigError(
+                    f"version {number} has {member.name} again, who was removed: take another name"
+                )
             names[id] = member.name
         voters = {member.name: member for member in before.values()}
-        if wrong := [each.name for each in version.signatures if not _is_valid_signature(each, voters, hashes[number - 1])]:
+        if wrong := [
+            each.name
+            for each in version.signatures
+            if not _is_valid_signature(each, voters, hashes[number - 1])
+        ]:
             raise ConfigError(
                 f"version {number} has a signature of {wrong[0]!r} that is not good: was the file changed? Ask for it "
                 "again, or take this signature out"
             )
-        if twice := _duplicates(signature.name for signature in version.signatures):  # a signature may be made in many ways
-            raise ConfigError(f"version {number} has two signatures of {twice[0]!r}, who has one vote: take one out")
+        if twice := _duplicates(
+            signature.name for signature in version.signatures
+        ):  # a signature may be made in many ways
+            raise ConfigError(
+                f"version {number} has two signatures of {twice[0]!r}, who has one vote: take one out"
+            )
 
 
 def describe_changes(before: MembersById, after: MembersById) -> list[str]:
@@ -123,7 +141,8 @@ def describe_changes(before: MembersById, after: MembersById) -> list[str]:
         if id not in before:
             told.append(f"adds {member.name} ({member.endpoint}, key {member.fingerprint})")
             continue
-        old, other = before[id], []
+        old = before[id]
+        other = []
         if member.endpoint != old.endpoint:
             other.append(f"endpoint ({member.endpoint}, not {old.endpoint})")
         if member.key != old.key:
@@ -159,14 +178,20 @@ def unsigned_members(version: Version, before: MembersById) -> list[str]:
     return [member.name for member in before.values() if member.name not in signed]
 
 
-def add_signature(version: Version, hash: bytes, before: MembersById, identity: Identity) -> Version:
+def add_signature(
+    version: Version, hash: bytes, before: MembersById, identity: Identity
+) -> Version:
     """A version with this member's signature too; raises ConfigError where it was no member of the version before."""
-    name = next((member.name for member in before.values() if member.key == identity.member.key), None)
+    name = next(
+        (member.name for member in before.values() if member.key == identity.member.key), None
+    )
     if name is None:
         raise ConfigError(
             f"the key in {identity.folder} is that of no member of the version before, and these alone sign"
         )
-    made = Signature(name=name, signature=base64.b64encode(identity.sign(_SIGNATURE_CONTEXT + hash)).decode())
+    made = Signature(
+        name=name, signature=base64.b64encode(identity.sign(_SIGNATURE_CONTEXT + hash)).decode()
+    )
     return merge_signatures(version, (made,))
 
 

@@ -6,4 +6,13 @@ from fedcb2o.peer.node.node import Node
 from fedcb2o.peer.node.observer import NodeObserver, NullObserver
 from fedcb2o.peer.node.publisher import ModelPublisher
 
-__all__ = ["PeerEngine", "Node", "ModelPublisher", "NullObserver", "NodeObserver", "load_member_dataset", "load_model", "build_network"]
+__all__ = [
+    "ModelPublisher",
+    "Node",
+    "NodeObserver",
+    "NullObserver",
+    "PeerEngine",
+    "build_network",
+    "load_member_dataset",
+    "load_model",
+]

@@ -21,8 +21,18 @@ from fedcb2o.data import sets
 from fedcb2o.data._dataset import Dataset, Shard
 from fedcb2o.data._partition import validation_mask
 from fedcb2o.errors import ConfigError, DataError, RunError
-from fedcb2o.experiments.config.build import build_module, build_neighbours, build_run_spec, prepare_seed
-from fedcb2o.experiments.config.datasets import attack_goal, dataset_digest, load_dataset, validate_shard
+from fedcb2o.experiments.config.build import (
+    build_module,
+    build_neighbours,
+    build_run_spec,
+    prepare_seed,
+)
+from fedcb2o.experiments.config.datasets import (
+    attack_goal,
+    dataset_digest,
+    load_dataset,
+    validate_shard,
+)
 from fedcb2o.experiments.config.settings import Component, Experiment
 from fedcb2o.federated.adversary import Adversary
 from fedcb2o.federated.agent_data import AgentData
@@ -53,7 +63,9 @@ class AgentSetup:
         """The agent as a block of one, with rows for its models, and one for each that may arrive in a round."""
         attack = self.adversary.attack
         each = attack.num_published(1, len(self.adversary.benign_ids))
-        layout = BufferLayout.create(np.zeros(1, np.int64), 1, self.data.malicious, each, self.spec.algorithm.keeps_previous)
+        layout = BufferLayout.create(
+            np.zeros(1, np.int64), 1, self.data.malicious, each, self.spec.algorithm.keeps_previous
+        )
         rows = layout.first_received + self.spec.max_asked
         # Not zeros: memory is taken for those rows alone that are written to, and none is read before.
         pool = torch.empty(rows, parameters.row_stride(self.spec.dim))[:, : self.spec.dim]
@@ -63,13 +75,21 @@ class AgentSetup:
 def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) -> AgentSetup:
     """An agent with an organisation's own data, by a part of which, or all, it judges models; raises DataError or
     ConfigError where they do not fit the federation."""
-    experiment, seed = _with_single_process(federation.experiment), federation.seed
+    experiment = _with_single_process(federation.experiment)
+    seed = federation.seed
     dataset = _check_dataset(federation, dataset)
     if len(owners := dataset.names.owners) > 1:
-        raise DataError(f"the data have {len(owners)} owners, {_format_names(owners)}: an organisation brings its own alone")
+        raise DataError(
+            f"the data have {len(owners)} owners, {_format_names(owners)}: an organisation brings its own alone"
+        )
     agents = experiment.agents
     holds = validation_mask(
-        dataset.labels(dataset.pool).numpy(), agent_id, agents.validation, agents.split, seed, hold_out=agents.hold_out
+        dataset.labels(dataset.pool).numpy(),
+        agent_id,
+        agents.validation,
+        agents.split,
+        seed,
+        hold_out=agents.hold_out,
     )
     if dataset.owners is not None and dataset.owners.validates.any():  # it brought samples for that
         holds = dataset.owners.validates.numpy()
@@ -78,7 +98,12 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
     nobody = np.zeros(federation.num_agents, dtype=bool)
     cluster = np.zeros(federation.num_agents, np.int64)
     attackers = Adversary(
-        attack=Attack(), malicious=nobody, cluster=cluster, num_clusters=1, colludes=False, averages_own_model=False
+        attack=Attack(),
+        malicious=nobody,
+        cluster=cluster,
+        num_clusters=1,
+        colludes=False,
+        averages_own_model=False,
     )
     terms = build_run_spec(
         experiment,
@@ -102,10 +127,14 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
         attack=Attack(),
         seed=seed,
     )
-    return _build_setup(experiment, federation, agent_id, dataset, terms, attackers, holdings, AttackGoal((), ()))
+    return _build_setup(
+        experiment, federation, agent_id, dataset, terms, attackers, holdings, AttackGoal((), ())
+    )
 
 
-def simulated_agent(federation: Federation, agent_id: int, experiment: Experiment, data_dir: Path | None = None) -> AgentSetup:
+def simulated_agent(
+    federation: Federation, agent_id: int, experiment: Experiment, data_dir: Path | None = None
+) -> AgentSetup:
     """Agent `me` of a simulation that does what the federation agreed on; raises ConfigError where it does not."""
     seed = federation.seed
     dataset = load_dataset(experiment, data_dir)
@@ -115,7 +144,9 @@ def simulated_agent(federation: Federation, agent_id: int, experiment: Experimen
             f"{federation.num_agents} members"
         )
     if other := differing_keys(federation, experiment, dataset):
-        raise ConfigError(f"the simulation `{experiment.name}` differs from the federation in {', '.join(other)}")
+        raise ConfigError(
+            f"the simulation `{experiment.name}` differs from the federation in {', '.join(other)}"
+        )
     if experiment.attack is not None and experiment.attack.sybils:
         raise ConfigError(
             "real peers have the names that the federation gives them: `attack.sybils` is for simulations"
@@ -124,7 +155,16 @@ def simulated_agent(federation: Federation, agent_id: int, experiment: Experimen
     prepared = prepare_seed(experiment, seed, _check_dataset(federation, dataset))
     terms = dataclasses.replace(prepared.spec, rounds=federation.rounds)
     holdings = prepared.build_agent_data([agent_id], torch.device("cpu"))
-    return _build_setup(experiment, federation, agent_id, dataset, terms, prepared.adversary, holdings, attack_goal(experiment))
+    return _build_setup(
+        experiment,
+        federation,
+        agent_id,
+        dataset,
+        terms,
+        prepared.adversary,
+        holdings,
+        attack_goal(experiment),
+    )
 
 
 def load_member_dataset(name: str, federation: Federation, data_dir: Path | None = None) -> Dataset:
@@ -136,13 +176,19 @@ def load_member_dataset(name: str, federation: Federation, data_dir: Path | None
         raise ConfigError(f"--data is MODULE:FUNCTION or FILE.npz, got {name}")
     numbers = {"numbers": True} if federation.data.target is not None else {}
     part = {"name": "arrays", "path": name, **numbers} if file else {"name": name}
-    return load_dataset(federation.experiment.model_copy(update={"data": Component(**part)}), data_dir)
+    return load_dataset(
+        federation.experiment.model_copy(update={"data": Component(**part)}), data_dir
+    )
 
 
 def differing_keys(federation: Federation, experiment: Experiment, dataset: Dataset) -> list[str]:
     """The keys in which a simulation is another than what a federation agreed on."""
-    there = make_federation(experiment, list(federation.members.values()), dataset=dataset, seed=federation.seed).value_hashes()
-    return [key for key in federation.differing_keys(there) if key.startswith(("experiment.", "data."))]
+    there = make_federation(
+        experiment, list(federation.members.values()), dataset=dataset, seed=federation.seed
+    ).value_hashes()
+    return [
+        key for key in federation.differing_keys(there) if key.startswith(("experiment.", "data."))
+    ]
 
 
 def _placeholder_dataset(federation: Federation) -> Dataset:
@@ -165,7 +211,9 @@ def load_model(folder: Path | str, *, allowed_functions: Collection[str] = ()) -
     Raises ConfigError or RunError where there is none.
     """
     path = Path(folder) / "model.safetensors"
-    module = build_network(read_federation(Path(folder) / "federation.toml", allowed_functions=allowed_functions))
+    module = build_network(
+        read_federation(Path(folder) / "federation.toml", allowed_functions=allowed_functions)
+    )
     if not path.exists():
         raise RunError(f"there is no {path}: it is written after the last round")
     try:
@@ -183,20 +231,27 @@ def _with_single_process(experiment: Experiment) -> Experiment:
 def _check_dataset(federation: Federation, dataset: Dataset) -> Dataset:
     """A data set whose samples and classes are those that the federation agreed on; raises DataError for another."""
     if not isinstance(dataset, Dataset):
-        raise DataError(f"the data are a {type(dataset).__name__}, expected a fedcb2o.Dataset (see fedcb2o.dataset)")
+        raise DataError(
+            f"the data are a {type(dataset).__name__}, expected a fedcb2o.Dataset (see fedcb2o.dataset)"
+        )
     if len(dataset.class_names) != len(federation.class_names):
         raise DataError(
             f"the data have {len(dataset.class_names)} classes, {_format_names(dataset.class_names)}, and the federation "
             f"{len(federation.class_names)}, {_format_names(federation.class_names)}"
         )
     for part in ("pool", "test"):
-        shard = validate_shard(f"the data, in their {part},", getattr(dataset, part), len(federation.class_names))
+        shard = validate_shard(
+            f"the data, in their {part},", getattr(dataset, part), len(federation.class_names)
+        )
         if tuple(shard.x.shape[1:]) != federation.shape:
             raise DataError(
                 f"the data have samples of shape {tuple(shard.x.shape[1:])} in their {part}, and the federation agreed "
                 f"on {federation.shape}: the same columns in the same order"
             )
-        if federation.data.target is not None and tuple(shard.y.shape[1:]) != federation.data.target:
+        if (
+            federation.data.target is not None
+            and tuple(shard.y.shape[1:]) != federation.data.target
+        ):
             raise DataError(
                 f"the data have numbers of shape {tuple(shard.y.shape[1:])} to be told in their {part}, and the "
                 f"federation agreed on {federation.data.target}"
@@ -210,7 +265,9 @@ def _check_dataset(federation: Federation, dataset: Dataset) -> Dataset:
 
 
 def _format_names(names: tuple[str, ...]) -> str:
-    return ", ".join(map(str, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ", ".join(map(str, names[:5])) + (
+        f" and {len(names) - 5} more" if len(names) > 5 else ""
+    )
 
 
 def _build_setup(
@@ -224,8 +281,14 @@ def _build_setup(
     aim: AttackGoal,
 ) -> AgentSetup:
     precision = autotune.supported_precision(terms.training.precision, torch.device("cpu"))
-    terms = dataclasses.replace(terms, training=dataclasses.replace(terms.training, precision=precision))
+    terms = dataclasses.replace(
+        terms, training=dataclasses.replace(terms.training, precision=precision)
+    )
     common = parameters.flatten(build_module(experiment, federation.seed, dataset))
     independent = experiment.agents.initialisation == "independent"
-    first = parameters.flatten(build_module(experiment, federation.seed, dataset, me)) if independent else common
+    first = (
+        parameters.flatten(build_module(experiment, federation.seed, dataset, me))
+        if independent
+        else common
+    )
     return AgentSetup(terms, attackers, holdings, aim, first, common, dataset_digest(dataset))

@@ -31,7 +31,16 @@ from fedcb2o.peer.wire.protocol import (
 from fedcb2o.peer.wire.protocol import decode_request as parsed
 from fedcb2o.peer.wire.transport import Zenoh
 
-FAULTS = ("random bytes", "NaN", "unsigned", "another size", "1e38", "other chunks", "another run", "another agent's")
+FAULTS = (
+    "random bytes",
+    "NaN",
+    "unsigned",
+    "another size",
+    "1e38",
+    "other chunks",
+    "another run",
+    "another agent's",
+)
 _EQUIVOCATION = "another model for each"
 EQUIVOCATION_START = 0.75
 """The share of the rounds after which it signs another model for each peer."""
@@ -41,9 +50,13 @@ class ByzantinePeer:
     """A member of a federation whose models have `dim` parameters, which keeps to nothing of it."""
 
     def __init__(self, federation: Federation, identity: Identity, dim: int) -> None:
-        self.federation, self.identity, self.dim = federation, identity, dim
+        self.federation = federation
+        self.identity = identity
+        self.dim = dim
         self.agent_id = federation.id_of(identity.member)
-        self._signed: dict[bytes, bytes] = {}  # what is sent, by the digest of the manifest that goes before it
+        self._signed: dict[
+            bytes, bytes
+        ] = {}  # what is sent, by the digest of the manifest that goes before it
 
     def on_request(self, data: bytes, reply: Callable[[bytes], None]) -> None:
         """Answer a request, on a thread of its own."""
@@ -63,7 +76,10 @@ class ByzantinePeer:
             if kind == "random bytes":
                 return body
             body = encode_offer(self._craft_manifest(kind, request.round, request.sender))
-        elif request.kind is RequestKind.CHUNK and (content := self._signed.get(request.digest)) is not None:
+        elif (
+            request.kind is RequestKind.CHUNK
+            and (content := self._signed.get(request.digest)) is not None
+        ):
             body = content[request.index * CHUNK_BYTES : (request.index + 1) * CHUNK_BYTES]
         return Answer(request.nonce, AnswerStatus.OK, body).encode()
 
@@ -79,7 +95,9 @@ class ByzantinePeer:
         manifest = Manifest.from_content(
             content,
             run=ZERO_DIGEST if kind == "another run" else self.federation.run,
-            agent=next(i for i in self.federation.members if i != self.agent_id) if kind == "another agent's" else self.agent_id,
+            agent=next(i for i in self.federation.members if i != self.agent_id)
+            if kind == "another agent's"
+            else self.agent_id,
             round=n,
             dim=len(theta),
             num_samples=self.federation.most_samples,
@@ -95,10 +113,15 @@ class ByzantinePeer:
 
 def main(federation: str, folder: str) -> None:
     """Take part until standard input ends."""
-    agreed, identity = read_federation(federation), Identity.read(Path(folder))
+    agreed = read_federation(federation)
+    identity = Identity.read(Path(folder))
     transport = Zenoh(agreed, identity)
     try:
-        transport.serve(ByzantinePeer(agreed, identity, len(parameters.flatten(build_network(agreed)))).on_request)
+        transport.serve(
+            ByzantinePeer(
+                agreed, identity, len(parameters.flatten(build_network(agreed)))
+            ).on_request
+        )
         sys.stdin.read()
     finally:
         transport.close()

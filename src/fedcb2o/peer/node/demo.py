@@ -29,7 +29,9 @@ from fedcb2o.peer.report.peer_records import PeerRecords
 from fedcb2o.records import write_toml
 
 ORGANISATIONS = tuple(f"hospital-{letter}" for letter in "abcdefgh")
-BENIGN, FLIPPER, GARBAGE = "benign", "flips 9 to 4", "sends garbage"
+BENIGN = "benign"
+FLIPPER = "flips 9 to 4"
+GARBAGE = "sends garbage"
 EXPERIMENT = {
     "name": "peers-demo",
     "title": "FedCB2O",
@@ -64,7 +66,9 @@ class DemoAgent:
     log: Path
 
 
-def run_demo(out: Path, *, rounds: int = 30, console: Console | None = None) -> dict[str, pd.DataFrame]:
+def run_demo(
+    out: Path, *, rounds: int = 30, console: Console | None = None
+) -> dict[str, pd.DataFrame]:
     """Run eight organisations in a folder that holds nothing yet: what became of them, as tables by their titles.
 
     Raises RunError where a process fails. No process is left, however it ends.
@@ -88,15 +92,24 @@ def prepare_demo(out: Path, experiment: Experiment) -> tuple[list[DemoAgent], Pa
     dataset = load_dataset(experiment, None)
     malicious = build_population(experiment, experiment.seeds[0], dataset).malicious.tolist()
     last = max(i for i, bad in enumerate(malicious) if not bad)
-    kinds = [FLIPPER if bad else GARBAGE if i == last else BENIGN for i, bad in enumerate(malicious)]
-    agents, members = [], []
+    kinds = [
+        FLIPPER if bad else GARBAGE if i == last else BENIGN for i, bad in enumerate(malicious)
+    ]
+    agents = []
+    members = []
     (out / "logs").mkdir(parents=True)
     for name, kind, port in zip(ORGANISATIONS, kinds, free_ports(len(kinds)), strict=True):
         agent = DemoAgent(name, kind, out / "keys" / name, out / name, out / "logs" / f"{name}.log")
-        members.append(Identity.make(agent.keys, name=name, endpoint=f"127.0.0.1:{port}", days=1).member)
+        members.append(
+            Identity.make(agent.keys, name=name, endpoint=f"127.0.0.1:{port}", days=1).member
+        )
         agents.append(agent)
     federation = make_federation(
-        experiment, members, dataset=dataset, round_seconds=ROUND_SECONDS, deadline_seconds=DEADLINE_SECONDS
+        experiment,
+        members,
+        dataset=dataset,
+        round_seconds=ROUND_SECONDS,
+        deadline_seconds=DEADLINE_SECONDS,
     )
     write_federation(federation, out / "federation.toml")
     write_toml(out / "experiment.toml", experiment.settings())
@@ -114,20 +127,33 @@ def free_ports(count: int) -> list[int]:
 
 def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.Popen[bytes]":
     """The process of an agent, in a group of its own: what the terminal sends is for this process alone."""
-    words: Sequence[object] = (*RUN_COMMAND, federation, "--identity", agent.keys, "--simulate", out / "experiment.toml")
+    words: Sequence[object] = (
+        *RUN_COMMAND,
+        federation,
+        "--identity",
+        agent.keys,
+        "--simulate",
+        out / "experiment.toml",
+    )
     words = [*words, "--out", agent.out, "--linger", LINGER_SECONDS]
     if agent.kind == GARBAGE:
         words = [sys.executable, "-m", "fedcb2o.peer.node.byzantine_peer", federation, agent.keys]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with agent.log.open("wb") as log:
         return subprocess.Popen(
-            [*map(str, words)], stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
+            [*map(str, words)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
         )
 
 
 def _terminate(processes: "Iterable[subprocess.Popen[bytes]]") -> None:
     """End processes and what they started: they are asked to, and killed where they do not."""
-    left, until = [*processes], time.monotonic() + STOP_SECONDS
+    left = [*processes]
+    until = time.monotonic() + STOP_SECONDS
     try:
         for process in left:
             _send_signal(process, signal.SIGTERM)
@@ -149,13 +175,24 @@ def _send_signal(process: "subprocess.Popen[bytes]", wanted: signal.Signals) -> 
 
 
 def _show_progress(
-    agents: Sequence[DemoAgent], processes: "dict[str, subprocess.Popen[bytes]]", rounds: int, console: Console
+    agents: Sequence[DemoAgent],
+    processes: "dict[str, subprocess.Popen[bytes]]",
+    rounds: int,
+    console: Console,
 ) -> None:
     """Show how far the nodes are, until all have ended; raises RunError where one fails."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
-    bars = Progress(*columns, TextColumn("{task.fields[told]}"), console=console, disable=not console.is_terminal)
+    bars = Progress(
+        *columns,
+        TextColumn("{task.fields[told]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
     nodes = [agent for agent in agents if agent.kind != GARBAGE]
-    tasks = {agent.name: bars.add_task(f"{agent.name}  {agent.kind}", total=rounds, told="") for agent in nodes}
+    tasks = {
+        agent.name: bars.add_task(f"{agent.name}  {agent.kind}", total=rounds, told="")
+        for agent in nodes
+    }
     told = time.monotonic()
     with bars:
         while True:
@@ -164,11 +201,18 @@ def _show_progress(
             for name, (n, accuracy) in done.items():
                 bars.update(tasks[name], completed=n, told=accuracy)
             if not console.is_terminal and time.monotonic() - told > 10:
-                told, far = time.monotonic(), [n for n, _ in done.values()]
-                print(f"peers-demo: rounds {min(far)} to {max(far)} of {rounds}", file=sys.stderr, flush=True)
+                told = time.monotonic()
+                far = [n for n, _ in done.values()]
+                print(
+                    f"peers-demo: rounds {min(far)} to {max(far)} of {rounds}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             for agent in agents:
                 if status := processes[agent.name].poll():
-                    raise RunError(f"{agent.name} failed with status {status}: {_last_line(agent.log)} ({agent.log})")
+                    raise RunError(
+                        f"{agent.name} failed with status {status}: {_last_line(agent.log)} ({agent.log})"
+                    )
             if not any(running):
                 return
             time.sleep(0.3)
@@ -193,7 +237,8 @@ def result_tables(agents: Sequence[DemoAgent]) -> dict[str, pd.DataFrame]:
     ids = {agent.name: i for i, agent in enumerate(agents)}
     found = {agent.name: PeerRecords.read(agent.out) for agent in agents if agent.kind != GARBAGE}
     benign = [agent.name for agent in agents if agent.kind == BENIGN]
-    results, refused = {}, {}
+    results = {}
+    refused = {}
     for agent in agents:
         receivers = [found[name] for name in benign if name != agent.name]
         weights = [
@@ -209,15 +254,23 @@ def result_tables(agents: Sequence[DemoAgent]) -> dict[str, pd.DataFrame]:
             "source accuracy": _format_percent(lines[-1].source_accuracy if lines else None),
             "attack success": _format_percent(lines[-1].attack_success_rate if lines else None),
             "weight it got": _format_percent(float(np.mean(weights)) if weights else None),
-            "proofs": str(sum(any(proof.agent == agent.name for proof in each.proofs) for each in receivers)),
+            "proofs": str(
+                sum(any(proof.agent == agent.name for proof in each.proofs) for each in receivers)
+            ),
         }
-        reasons = (line.refused.get(ids[agent.name]) for recorded in receivers for line in recorded.rounds)
+        reasons = (
+            line.refused.get(ids[agent.name]) for recorded in receivers for line in recorded.rounds
+        )
         refused[agent.name] = Counter(reason for reason in reasons if reason is not None)
     columns = [reason for reason, _ in sum(refused.values(), Counter[str]()).most_common()]
-    counts = {name: {key: str(count[key]) for key in columns} for name, count in refused.items() if count}
+    counts = {
+        name: {key: str(count[key]) for key in columns} for name, count in refused.items() if count
+    }
     return {
         "Agents": pd.DataFrame.from_dict(results, orient="index").rename_axis("agent"),
-        "Refused by benign agents, by reason": pd.DataFrame.from_dict(counts, orient="index").rename_axis("agent"),
+        "Refused by benign agents, by reason": pd.DataFrame.from_dict(
+            counts, orient="index"
+        ).rename_axis("agent"),
     }
 
 

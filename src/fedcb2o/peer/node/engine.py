@@ -46,27 +46,41 @@ class PeerEngine:
         may_ask: Callable[[int], Sequence[int]],
         first: Float[Tensor, " d"],
     ) -> None:
-        self.group, self.publisher, self.client, self.reachable_peers = block, offers, downloads, may_ask
+        self.group = block
+        self.publisher = offers
+        self.client = downloads
+        self.reachable_peers = may_ask
         self.initial_model = first
-        self.spec, self.adversary = block.spec, block.adversary
+        self.spec = block.spec
+        self.adversary = block.adversary
         self.agent_id = int(block.agents[0])
         self.groups = [block.agents]
         self.arrivals: Mapping[int, Arrival] = {}
         self.failures: Mapping[int, str] = {}
         self.exchange_seconds = 0.0
 
-    def map_groups(self, function: Callable[..., _T], *shared: Any, arguments: Sequence[Sequence[Any]] = ()) -> list[_T]:
+    def map_groups(
+        self, function: Callable[..., _T], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+    ) -> list[_T]:
         """What a function finds for the agent; whom it asks, among those that are there."""
-        block = self._with_candidates(self.reachable_peers(int(shared[0]))) if function is sample_peers else self.group
+        block = (
+            self._with_candidates(self.reachable_peers(int(shared[0])))
+            if function is sample_peers
+            else self.group
+        )
         with dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution):
-            call = functools.partial(function, block, _ONLY_AGENT, *(each[0] for each in arguments), *shared)
+            call = functools.partial(
+                function, block, _ONLY_AGENT, *(each[0] for each in arguments), *shared
+            )
             found: Any = call()
             if function is train_ and self._has_diverged(int(shared[0]), *found):
                 self._row(int(block.layout.own[0])).copy_(self.initial_model)
                 found = call()
             return [found]
 
-    def _has_diverged(self, n: int, losses: Float[np.ndarray, " 1"], sizes: Float[np.ndarray, " 1"]) -> bool:
+    def _has_diverged(
+        self, n: int, losses: Float[np.ndarray, " 1"], sizes: Float[np.ndarray, " 1"]
+    ) -> bool:
         """Whether training led nowhere, as it may from an average with a model that was made for this: a peer ends
         nobody. In a simulation of such models it is their success."""
         if (np.isfinite(losses) & np.isfinite(sizes)).all() or self.adversary.attack.is_crafting(n):
@@ -84,19 +98,31 @@ class PeerEngine:
         nobody = torch.zeros(0, dtype=torch.int64)
         lists = [nobody] * self.spec.num_agents
         lists[self.agent_id] = torch.tensor(sorted(wanted), dtype=torch.int64)
-        return dataclasses.replace(self.group, spec=dataclasses.replace(self.spec, neighbours=tuple(lists)))
+        return dataclasses.replace(
+            self.group, spec=dataclasses.replace(self.spec, neighbours=tuple(lists))
+        )
 
-    def publish_(self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]) -> None:
+    def publish_(
+        self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
+    ) -> None:
         """Offer the model that the agent trained; an attacker of a simulation crafts first, from what it downloads."""
-        block, layout, box = self.group, self.group.layout, make_outbox(self.group, n)
-        num_samples, claims = int(box.num_samples[0]), int(box.claimed_samples[0])
-        theta, deceived = self._row(int(layout.own[0])), self.adversary.benign_ids
+        block = self.group
+        layout = self.group.layout
+        box = make_outbox(self.group, n)
+        num_samples = int(box.num_samples[0])
+        claims = int(box.claimed_samples[0])
+        theta = self._row(int(layout.own[0]))
+        deceived = self.adversary.benign_ids
         if not box.is_attacking[0] and claims == num_samples:
             self.publisher.publish(n, theta, num_samples)
             return
         if box.is_attacking[0]:  # fellows look at what each trained
-            self.publisher.publish_attack(n, theta, num_samples, dict.fromkeys(deceived.tolist()), claims)
-            craft_models_(block, _ONLY_AGENT, n, np.ones(self.spec.num_agents, dtype=bool), self._peek(n))
+            self.publisher.publish_attack(
+                n, theta, num_samples, dict.fromkeys(deceived.tolist()), claims
+            )
+            craft_models_(
+                block, _ONLY_AGENT, n, np.ones(self.spec.num_agents, dtype=bool), self._peek(n)
+            )
         rows = box.rows(np.zeros(len(deceived), np.int64), deceived).tolist()
         crafted = {to: self._row(row) for to, row in zip(deceived.tolist(), rows, strict=True)}
         self.publisher.publish_attack(n, theta, num_samples, crafted, claims)
@@ -108,14 +134,22 @@ class PeerEngine:
         def look(ids: list[int]) -> Float[Tensor, "m d"]:
             seen = self.client.peek(n, [i for i in ids if i != self.agent_id])
             own = self._row(int(self.group.layout.own[0]))
-            return torch.stack([seen.get(i, own) for i in ids]) if ids else torch.zeros(0, self.spec.dim)
+            return (
+                torch.stack([seen.get(i, own) for i in ids])
+                if ids
+                else torch.zeros(0, self.spec.dim)
+            )
 
         return look
 
     def exchange(self, n: int, asked: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """Download, in one go, what the asked peers offer; who has not answered by the deadline is missed."""
-        ids, own = asked[0].values.tolist(), int(self.group.layout.own[0])
-        slots = {i: self.group.layout.first_received + k for k, i in enumerate(i for i in ids if i != self.agent_id)}
+        ids = asked[0].values.tolist()
+        own = int(self.group.layout.own[0])
+        slots = {
+            i: self.group.layout.first_received + k
+            for k, i in enumerate(i for i in ids if i != self.agent_id)
+        }
         rows = {i: self._row(row) for i, row in slots.items()}
         began = time.monotonic()
         self.arrivals, self.failures = self.client.fetch(n, rows, deadline)
@@ -123,15 +157,32 @@ class PeerEngine:
         there = np.array([i == self.agent_id or i in self.arrivals for i in ids], dtype=bool)
         kept = [i for i in ids if i == self.agent_id or i in self.arrivals]
         mine = self.group.data.train.sizes.astype(float)[0]
-        claims = np.array([mine if i == self.agent_id else self.arrivals[i].num_samples for i in kept], dtype=float)
-        rounds = np.array([n if i == self.agent_id else self.arrivals[i].round for i in kept], np.int64)
+        claims = np.array(
+            [mine if i == self.agent_id else self.arrivals[i].num_samples for i in kept],
+            dtype=float,
+        )
+        rounds = np.array(
+            [n if i == self.agent_id else self.arrivals[i].round for i in kept], np.int64
+        )
         places = np.array([own if i == self.agent_id else slots[i] for i in kept], np.int64)
-        return [Inbox(asked[0].filter(there), places, clip_claimed_samples(claims, self.spec.max_samples), rounds)]
+        return [
+            Inbox(
+                asked[0].filter(there),
+                places,
+                clip_claimed_samples(claims, self.spec.max_samples),
+                rounds,
+            )
+        ]
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
         """theta <- W theta for the agent; whether it is finite then, of all others True."""
         layout = self.group.layout
-        mix_(self.group.models, mixing_matrix(decisions[0], layout.own, layout.previous), 0, self.spec.dim)
+        mix_(
+            self.group.models,
+            mixing_matrix(decisions[0], layout.own, layout.previous),
+            0,
+            self.spec.dim,
+        )
         finite = np.ones(self.spec.num_agents, dtype=bool)
         finite[self.agent_id] = np.isfinite(max_abs(self.group.models, layout.own.tolist())).all()
         return finite

@@ -13,7 +13,9 @@ from fedcb2o.peer.wire.transport import Transport
 
 _POLL_SECONDS = 0.2  # seconds between two looks at who is there
 _REJOIN_SECONDS = 3.0  # seconds in which who is there is reached
-_SYNCHRONOUS_POLL_SECONDS = 0.02  # seconds between two looks at how far the others are, where all wait for each other
+_SYNCHRONOUS_POLL_SECONDS = (
+    0.02  # seconds between two looks at how far the others are, where all wait for each other
+)
 
 
 class PeerMonitor:
@@ -21,14 +23,26 @@ class PeerMonitor:
 
     Once `stop` is set nobody is waited for, and `watch` is told what the operator should know."""
 
-    def __init__(self, transport: Transport, downloads: PeerClient, stop: threading.Event, watch: NodeObserver) -> None:
-        self.transport, self.client, self.stop, self.observer = transport, downloads, stop, watch
-        self.federation, self.agent_id = downloads.federation, downloads.agent_id
+    def __init__(
+        self,
+        transport: Transport,
+        downloads: PeerClient,
+        stop: threading.Event,
+        watch: NodeObserver,
+    ) -> None:
+        self.transport = transport
+        self.client = downloads
+        self.stop = stop
+        self.observer = watch
+        self.federation = downloads.federation
+        self.agent_id = downloads.agent_id
 
     @property
     def other_members(self) -> frozenset[int]:
         """All members but this agent, and those who equivocated."""
-        return frozenset(self.federation.members) - self.client.ledger.equivocators - {self.agent_id}
+        return (
+            frozenset(self.federation.members) - self.client.ledger.equivocators - {self.agent_id}
+        )
 
     def reachable(self) -> frozenset[int]:
         """Those of them that can be reached."""
@@ -43,8 +57,12 @@ class PeerMonitor:
 
     def wait_for_members(self, seconds: float, done: int) -> None:
         """Wait so long until everybody is there; where rounds are `done` not for long, if anybody is there."""
-        others, began, told = self.federation.members.keys() - {self.agent_id}, time.monotonic(), False
-        while (absent := others - self.transport.connected_peers()) and (waited := time.monotonic() - began) < seconds:
+        others = self.federation.members.keys() - {self.agent_id}
+        began = time.monotonic()
+        told = False
+        while (absent := others - self.transport.connected_peers()) and (
+            waited := time.monotonic() - began
+        ) < seconds:
             if done and waited > _REJOIN_SECONDS and absent != others:
                 break
             if waited > _REJOIN_SECONDS and not told:
@@ -53,7 +71,9 @@ class PeerMonitor:
             if self.stop.wait(_POLL_SECONDS):
                 raise StoppedError
         if absent:
-            self.observer.on_note(f"begins without {self._names(absent)}, who could not be reached in {waited:.0f} s")
+            self.observer.on_note(
+                f"begins without {self._names(absent)}, who could not be reached in {waited:.0f} s"
+            )
 
     def _names(self, ids: Collection[int]) -> str:
         return ", ".join(self.federation.members[i].name for i in sorted(ids))
@@ -78,11 +98,24 @@ class PeerMonitor:
         """
         federation = self.federation
         if federation.synchronous:
-            self.wait_for_rounds(lambda: self.other_members, done, federation.deadline_seconds, _SYNCHRONOUS_POLL_SECONDS)
+            self.wait_for_rounds(
+                lambda: self.other_members,
+                done,
+                federation.deadline_seconds,
+                _SYNCHRONOUS_POLL_SECONDS,
+            )
         elif ahead:
-            self.wait_for_rounds(self.reachable, done - federation.lag, federation.deadline_seconds, _POLL_SECONDS, 0.5)
+            self.wait_for_rounds(
+                self.reachable,
+                done - federation.lag,
+                federation.deadline_seconds,
+                _POLL_SECONDS,
+                0.5,
+            )
         while (left := until - time.monotonic()) > 0:
-            rounds = [self.client.last_rounds[i] for i in self.reachable() if i in self.client.last_rounds]
+            rounds = [
+                self.client.last_rounds[i] for i in self.reachable() if i in self.client.last_rounds
+            ]
             if rounds and statistics.median_low(rounds) >= done:
                 return
             if self.stop.wait(min(left, _POLL_SECONDS)):
@@ -93,13 +126,21 @@ class PeerMonitor:
         self.wait_for_rounds(self.reachable, done, seconds, _POLL_SECONDS)
 
     def wait_for_rounds(
-        self, whom: Callable[[], Collection[int]], n: int, seconds: float, pause: float, share: float = 1.0
+        self,
+        whom: Callable[[], Collection[int]],
+        n: int,
+        seconds: float,
+        pause: float,
+        share: float = 1.0,
     ) -> None:
         """Wait until a share of some peers have done `n` rounds, but for no more than so many seconds."""
-        until, there = time.monotonic() + seconds, set[int]()
+        until = time.monotonic() + seconds
+        there = set[int]()
         while (left := until - time.monotonic()) > 0:
             for i in sorted(set(whom()) - there):
-                if (left := until - time.monotonic()) <= 0 or self.stop.is_set():  # each may take its time
+                if (
+                    left := until - time.monotonic()
+                ) <= 0 or self.stop.is_set():  # each may take its time
                     return
                 said = (self.client.hello(i, min(left, HELLO_SECONDS)) or {}).get("round")
                 if isinstance(said, int) and said >= n:

@@ -19,7 +19,14 @@ from fedcb2o.errors import RunError
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire.equivocation import Ledger
-from fedcb2o.peer.wire.protocol import AnswerStatus, MalformedError, Request, RequestKind, decode_answer, decode_hello
+from fedcb2o.peer.wire.protocol import (
+    AnswerStatus,
+    MalformedError,
+    Request,
+    RequestKind,
+    decode_answer,
+    decode_hello,
+)
 from fedcb2o.peer.wire.server import Server
 from fedcb2o.peer.wire.tls_probe import ProbeResult, probe_member
 from fedcb2o.peer.wire.transport import Transport, Zenoh
@@ -58,7 +65,8 @@ def check_members(
     Where our own address is taken, as it is while our node runs, it asks and is not asked. Raises ConfigError or
     RunError where nobody can be asked.
     """
-    me, end = federation.id_of(identity.member), time.monotonic() + seconds
+    me = federation.id_of(identity.member)
+    end = time.monotonic() + seconds
     transport, notes = _open_transport(federation, identity, listen)
     try:
         with _serve_hello(federation, identity, me, transport) as server:
@@ -69,10 +77,18 @@ def check_members(
         transport.close()
     others = {id: member for id, member in federation.members.items() if id != me}
     with ThreadPoolExecutor(16) as pool:
-        probing = {id: pool.submit(probe_member, member, identity, is_linked=id in linked) for id, member in others.items()}
+        probing = {
+            id: pool.submit(probe_member, member, identity, is_linked=id in linked)
+            for id, member in others.items()
+        }
     return [
         CheckResult(identity.member.name, "", (*notes, *_describe_expiry(identity.expires))),
-        *(_member_result(federation, others[id], heard.get(id), id in linked, probing[id].result()) for id in others),
+        *(
+            _member_result(
+                federation, others[id], heard.get(id), id in linked, probing[id].result()
+            )
+            for id in others
+        ),
     ]
 
 
@@ -100,7 +116,9 @@ def hello_content(federation: Federation, identity: Identity, **more: object) ->
     }
 
 
-def _open_transport(federation: Federation, identity: Identity, listen: bool | str) -> tuple[Zenoh, tuple[str, ...]]:
+def _open_transport(
+    federation: Federation, identity: Identity, listen: bool | str
+) -> tuple[Zenoh, tuple[str, ...]]:
     try:
         return Zenoh(federation, identity, listen=listen), ()
     except RunError as error:
@@ -111,7 +129,9 @@ def _open_transport(federation: Federation, identity: Identity, listen: bool | s
 
 
 @contextmanager
-def _serve_hello(federation: Federation, identity: Identity, me: int, transport: Zenoh) -> Iterator[Server | None]:
+def _serve_hello(
+    federation: Federation, identity: Identity, me: int, transport: Zenoh
+) -> Iterator[Server | None]:
     """Answer while the others check too."""
     if not transport.is_listening:
         yield None
@@ -131,7 +151,9 @@ def _serve_hello(federation: Federation, identity: Identity, me: int, transport:
             server.close()
 
 
-def _ask_all(federation: Federation, identity: Identity, me: int, transport: Transport, end: float) -> dict[int, _HelloReply]:
+def _ask_all(
+    federation: Federation, identity: Identity, me: int, transport: Transport, end: float
+) -> dict[int, _HelloReply]:
     """What each member says of itself, of those that said anything in time."""
     heard: dict[int, _HelloReply] = {}
     left = set(federation.members) - {me}
@@ -140,9 +162,17 @@ def _ask_all(federation: Federation, identity: Identity, me: int, transport: Tra
         asked = {}
         for id, nonce in nonces.items():
             request = Request(
-                kind=RequestKind.HELLO, run=federation.run, sender=me, receiver=id, nonce=nonce, digest=identity.member.key
+                kind=RequestKind.HELLO,
+                run=federation.run,
+                sender=me,
+                receiver=id,
+                nonce=nonce,
+                digest=identity.member.key,
             )
-            asked[id] = time.time(), transport.ask(id, request.encode(identity.sign), min(2.0, end - time.monotonic()))
+            asked[id] = (
+                time.time(),
+                transport.ask(id, request.encode(identity.sign), min(2.0, end - time.monotonic())),
+            )
         for id, (sent, answers) in asked.items():
             for answer in answers:
                 heard[id] = _decode_reply(answer, nonces[id], federation.members[id], sent)
@@ -155,7 +185,11 @@ def _ask_all(federation: Federation, identity: Identity, me: int, transport: Tra
 
 def _wait_for_checkers(heard: Mapping[int, _HelloReply], server: Server | None, end: float) -> None:
     """Wait for those who check too, until each was answered."""
-    checking = {id for id, each in heard.items() if each.content is not None and each.content.get("checking") is True}
+    checking = {
+        id
+        for id, each in heard.items()
+        if each.content is not None and each.content.get("checking") is True
+    }
     while server is not None and checking - server.counts.sent.keys() and time.monotonic() < end:
         time.sleep(0.1)
 
@@ -171,25 +205,42 @@ def _decode_reply(answer: bytes, nonce: bytes, member: Member, sent: float) -> _
     except MalformedError as error:
         return _HelloReply(None, error.reason)
     told = said.get("time")
-    clock = told - (sent + time.time()) / 2 if isinstance(told, int | float) and abs(told) < 1e11 else 0.0
+    clock = (
+        told - (sent + time.time()) / 2
+        if isinstance(told, int | float) and abs(told) < 1e11
+        else 0.0
+    )
     return _HelloReply(said, clock_offset=clock)
 
 
-def _member_result(federation: Federation, member: Member, heard: _HelloReply | None, linked: bool, probed: ProbeResult) -> CheckResult:
+def _member_result(
+    federation: Federation,
+    member: Member,
+    heard: _HelloReply | None,
+    linked: bool,
+    probed: ProbeResult,
+) -> CheckResult:
     """What there is to say of one member."""
     notes = _describe_expiry(probed.expires) if probed.expires else ()
     if heard is None and not linked:
         waits = "there is no link to it yet, though it lets us connect: check again"
         return CheckResult(member.name, probed.error or waits, notes)
     if heard is None:
-        return CheckResult(member.name, "there is a link, and no answer: it is busy, or begins or ends just now", notes)
+        return CheckResult(
+            member.name,
+            "there is a link, and no answer: it is busy, or begins or ends just now",
+            notes,
+        )
     if heard.content is None:
         return CheckResult(member.name, _describe_unreadable(member, heard.reason), notes)
     said = heard.content
     notes = (_describe_software(said), *notes)
     if abs(heard.clock_offset) > _MAX_CLOCK_OFFSET_SECONDS:
         way = "ahead of" if heard.clock_offset > 0 else "behind"
-        notes = (f"its clock is {abs(heard.clock_offset):.0f} s {way} ours: set the one that is wrong", *notes)
+        notes = (
+            f"its clock is {abs(heard.clock_offset):.0f} s {way} ours: set the one that is wrong",
+            *notes,
+        )
     return CheckResult(member.name, describe_disagreement(federation, said), notes)
 
 
@@ -210,27 +261,42 @@ def describe_disagreement(federation: Federation, said: Mapping[str, Any]) -> st
     if said.get("federation") == federation.digest.hex():
         return ""
     keys = said.get("keys")
-    other = {key: text for key, text in keys.items() if isinstance(text, str)} if isinstance(keys, dict) else {}
+    other = (
+        {key: text for key, text in keys.items() if isinstance(text, str)}
+        if isinstance(keys, dict)
+        else {}
+    )
     differing = federation.differing_keys(other)
     if said.get("run") != federation.run.hex():
         named = ", ".join(_printable_ascii(key) for key in differing[:_MAX_SHOWN_KEYS])
-        more = f" and {len(differing) - _MAX_SHOWN_KEYS} more" if len(differing) > _MAX_SHOWN_KEYS else ""
+        more = (
+            f" and {len(differing) - _MAX_SHOWN_KEYS} more"
+            if len(differing) > _MAX_SHOWN_KEYS
+            else ""
+        )
         return f"it holds another federation, differing in {named or 'nothing it tells'}{more}: send one file to all"
     theirs = said.get("version")
     if isinstance(theirs, int) and theirs < federation.version:
         return f"it holds version {theirs} of the federation, and we {federation.version}: send it ours"
     if isinstance(theirs, int) and theirs > federation.version:
         return f"it holds version {theirs} of the federation, and we {federation.version}: get its file"
-    return f"it holds another version {federation.version}: compare the two files and their signatures"
+    return (
+        f"it holds another version {federation.version}: compare the two files and their signatures"
+    )
 
 
 def _describe_software(said: Mapping[str, Any]) -> str:
     """What it runs, in a few words."""
     software = f"fedcb2o {_printable_ascii(said.get('software', '?'))}"
-    done, rounds = said.get("round"), said.get("rounds")
+    done = said.get("round")
+    rounds = said.get("rounds")
     if said.get("checking") is True:
         return f"{software}, checking too"
-    return f"{software}, {_printable_ascii(done)} of {_printable_ascii(rounds)} rounds done" if isinstance(done, int) else software
+    return (
+        f"{software}, {_printable_ascii(done)} of {_printable_ascii(rounds)} rounds done"
+        if isinstance(done, int)
+        else software
+    )
 
 
 def _describe_expiry(expires: datetime) -> tuple[str, ...]:

@@ -28,8 +28,12 @@ class ModelPublisher:
         server: Server,
         notify: Callable[[str], None],
     ) -> None:
-        self.federation, self.identity, self.codec = federation, identity, codec
-        self.journal, self.server, self.notify = journal, server, notify
+        self.federation = federation
+        self.identity = identity
+        self.codec = codec
+        self.journal = journal
+        self.server = server
+        self.notify = notify
         self.agent_id = federation.id_of(identity.member)
 
     def publish(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> None:
@@ -38,7 +42,9 @@ class ModelPublisher:
         if self.journal.reserve(n, manifest.digest):
             self.server.publish(self._sign(manifest, content))
         else:
-            self.notify(f"the model of round {n + 1} is not offered: another one of that round was signed before")
+            self.notify(
+                f"the model of round {n + 1} is not offered: another one of that round was signed before"
+            )
 
     def publish_attack(
         self,
@@ -51,11 +57,14 @@ class ModelPublisher:
         """What an attacker of a simulation does: offer some peers what it `crafted` for them, or nothing yet, with
         another number of samples; and the others its model. It writes nothing down."""
         to = {
-            i: None if model is None else self._sign(*self._encode(n, model, claimed_samples)) for i, model in crafted.items()
+            i: None if model is None else self._sign(*self._encode(n, model, claimed_samples))
+            for i, model in crafted.items()
         }
         self.server.publish(self._sign(*self._encode(n, theta, num_samples)), to)
 
-    def _encode(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> tuple[Manifest, BytesLike]:
+    def _encode(
+        self, n: int, theta: Float[Tensor, " d"], num_samples: int
+    ) -> tuple[Manifest, BytesLike]:
         """The manifest of a model, and the model as it is sent."""
         content = self.codec.encode(theta)
         manifest = Manifest.from_content(

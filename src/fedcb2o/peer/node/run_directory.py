@@ -17,7 +17,9 @@ _FEDERATION_FILE = "federation.toml"
 _RUNS_FILE = "runs.toml"  # beside the keys: where they sign for which run
 
 
-def open_run(out: Path, federation: Federation, identity: Identity, agent: AgentSetup, *, resume: bool) -> None:
+def open_run(
+    out: Path, federation: Federation, identity: Identity, agent: AgentSetup, *, resume: bool
+) -> None:
     """Write who the agent is and what was agreed on into its folder, or find the same run there; raises RunError for
     anything else."""
     me = federation.id_of(identity.member)
@@ -26,7 +28,9 @@ def open_run(out: Path, federation: Federation, identity: Identity, agent: Agent
         "name": identity.member.name,
         "id": me,
         "names": {  # of those that were removed too, who stand in earlier rounds
-            str(id): member.name for members in parse_members(federation.versions) for id, member in members.items()
+            str(id): member.name
+            for members in parse_members(federation.versions)
+            for id, member in members.items()
         },
         "run": federation.run.hex(),
         "version": federation.version,
@@ -42,22 +46,33 @@ def open_run(out: Path, federation: Federation, identity: Identity, agent: Agent
             raise RunError(f"{out} is not the folder of a peer's run: choose another --out")
         known = records.read_json(out / "agent.json")
         if (known.get("run"), known.get("id")) != (who["run"], who["id"]):
-            raise RunError(f"{out} holds the run of another federation or agent: choose another --out")
+            raise RunError(
+                f"{out} holds the run of another federation or agent: choose another --out"
+            )
         if not resume and (out / JOURNAL_FILE).exists():
             raise RunError(
                 f"{out} already holds this run: --resume goes on with it. Begun anew elsewhere it would sign "
                 "second models for its rounds, which the others take for fraud"
             )
-        held = read_federation(there, allowed_functions=federation.allowed_functions, allow_unsigned=True)
+        held = read_federation(
+            there, allowed_functions=federation.allowed_functions, allow_unsigned=True
+        )
         if not federation.is_successor_of(held):
             raise RunError(
                 f"{out} went on with version {held.version} of the federation, and the one given is version "
                 f"{federation.version}, which did not come of it: give the newer file"
             )
-    elif {inside.name for inside in out.iterdir()} - {f"{_FEDERATION_FILE}.tmp", "agent.json", "agent.json.tmp"}:
+    elif {inside.name for inside in out.iterdir()} - {
+        f"{_FEDERATION_FILE}.tmp",
+        "agent.json",
+        "agent.json.tmp",
+    }:
         raise RunError(f"{out} is not empty and holds no peer's run: choose another --out")
     if (asked := federation.experiment.training.precision) != who["precision"]:
-        print(f"Note: {who['name']} trains in {who['precision']}: {asked} is far slower here.", file=sys.stderr)
+        print(
+            f"Note: {who['name']} trains in {who['precision']}: {asked} is far slower here.",
+            file=sys.stderr,
+        )
     _claim_run(out, federation, identity)
     records.remove_temporaries(out)
     records.write_json(out / "agent.json", who)
@@ -67,7 +82,9 @@ def open_run(out: Path, federation: Federation, identity: Identity, agent: Agent
 def _claim_run(out: Path, federation: Federation, identity: Identity) -> None:
     """Note beside the keys in which folder they sign for this run; raises RunError where it is another one, which
     would sign second models for its rounds."""
-    path, run, here = identity.folder / _RUNS_FILE, federation.run.hex(), str(out.resolve())
+    path = identity.folder / _RUNS_FILE
+    run = federation.run.hex()
+    here = str(out.resolve())
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):  # nothing was noted yet, or it is damaged
         known = records.read_toml(path)

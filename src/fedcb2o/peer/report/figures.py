@@ -16,17 +16,30 @@ from fedcb2o.peer.report.peer_records import PeerRecords, RoundRecord
 from fedcb2o.report.agent_figures import WEIGHT_COLOURMAP, add_weight_colorbar, weight_norm
 from fedcb2o.report.figures import LINE_STYLES, MARKERS, PALETTE, STYLE
 
-_WIDTH, _HEIGHT = 4.7, 3.2  # inches: two figures side by side on a wide page, one below the other on a narrow one
+_WIDTH, _HEIGHT = (
+    4.7,
+    3.2,
+)  # inches: two figures side by side on a wide page, one below the other on a narrow one
 _MAX_ROWS, _MAX_COLUMNS = 40, 240  # peers and columns that a figure shows at most
 _GREY, _AMBER = "#88888840", "#F2A03DB0"  # let light paper through, and dark
-OUTCOME_COLOURS = {"taken": PALETTE[0], "refused": PALETTE[1], "late": PALETTE[4], "no answer": "#AAAAAA"}
+OUTCOME_COLOURS = {
+    "taken": PALETTE[0],
+    "refused": PALETTE[1],
+    "late": PALETTE[4],
+    "no answer": "#AAAAAA",
+}
 """What became of an agent's asking a peer, and how it is drawn."""
-SCORES = {"accuracy": "accuracy", "source_accuracy": "source class", "attack_success_rate": "attack success"}
+SCORES = {
+    "accuracy": "accuracy",
+    "source_accuracy": "source class",
+    "attack_success_rate": "attack success",
+}
 
 
 def outcomes(line: RoundRecord) -> dict[int, str]:
     """What became of each peer that was asked in a round."""
-    taken, late = {each.id for each in line.received}, set(line.late)
+    taken = {each.id for each in line.received}
+    late = set(line.late)
     return {
         peer: "taken"
         if peer in taken
@@ -83,24 +96,45 @@ def draw_traffic(lines: Sequence[RoundRecord]) -> Figure | None:
 @mpl.rc_context(STYLE)
 def draw_phases(lines: Sequence[RoundRecord]) -> Figure | None:
     """Where the seconds of a round went, one phase upon the other; what no phase has is waiting."""
-    names = list(dict.fromkeys(name for line in lines for name in line.seconds if name != "round"))[: len(PALETTE)]
+    names = list(dict.fromkeys(name for line in lines for name in line.seconds if name != "round"))[
+        : len(PALETTE)
+    ]
     if not names:
         return None
     parts = {name: np.array([line.seconds.get(name, 0.0) for line in lines]) for name in names}
-    if parts.keys() >= {"exchange", "aggregate"} and (parts["exchange"] <= parts["aggregate"]).all():
+    if (
+        parts.keys() >= {"exchange", "aggregate"}
+        and (parts["exchange"] <= parts["aggregate"]).all()
+    ):
         parts["aggregate"] = parts["aggregate"] - parts["exchange"]  # which is a part of it
     total = np.array([line.duration_seconds for line in lines])
     rest = np.maximum(total - sum(parts.values()), 0)
     if rest.sum() > 0.01 * total.sum():
         parts["between"] = rest
     figure, ax = _new_panel()
-    edges, bottom = _round_edges(lines), np.zeros(len(lines))
-    for (name, height), colour in zip(parts.items(), [*PALETTE[: len(names)], "#AAAAAA"], strict=False):
-        ax.stairs(bottom + height, edges, baseline=bottom, fill=True, color=colour, label=name.replace("$", r"\$"))
+    edges = _round_edges(lines)
+    bottom = np.zeros(len(lines))
+    for (name, height), colour in zip(
+        parts.items(), [*PALETTE[: len(names)], "#AAAAAA"], strict=False
+    ):
+        ax.stairs(
+            bottom + height,
+            edges,
+            baseline=bottom,
+            fill=True,
+            color=colour,
+            label=name.replace("$", r"\$"),
+        )
         bottom = bottom + height
     ax.set_title("Seconds of a round")
     _label_rounds(ax, lines)
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8.5, handlelength=1.2)
+    figure.legend(
+        *ax.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        fontsize=8.5,
+        handlelength=1.2,
+    )
     return figure
 
 
@@ -109,24 +143,42 @@ def draw_outcomes(recorded: PeerRecords) -> Figure | None:
     """How often each peer was asked, and what became of it."""
     peers = _busiest_peers(recorded)
     told = [outcomes(line) for line in recorded.rounds]
-    counts = {fate: np.array([sum(each.get(peer) == fate for each in told) for peer in peers]) for fate in OUTCOME_COLOURS}
+    counts = {
+        fate: np.array([sum(each.get(peer) == fate for each in told) for peer in peers])
+        for fate in OUTCOME_COLOURS
+    }
     if not any(count.any() for count in counts.values()):
         return None
     figure, ax = _new_peer_panel(recorded, peers)
     left = np.zeros(len(peers))
     for fate, count in counts.items():
         if count.any():
-            ax.barh(np.arange(len(peers)), count, 0.7, left=left, color=OUTCOME_COLOURS[fate], label=fate)
+            ax.barh(
+                np.arange(len(peers)),
+                count,
+                0.7,
+                left=left,
+                color=OUTCOME_COLOURS[fate],
+                label=fate,
+            )
             left = left + count
     ax.set_title("What became of asking")
     ax.set_xlabel("rounds in which it was asked")
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8.5, handlelength=1.2)
+    figure.legend(
+        *ax.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        fontsize=8.5,
+        handlelength=1.2,
+    )
     return figure
 
 
 @mpl.rc_context(STYLE)
-def draw_response_times(recorded: PeerRecords, seconds: Mapping[int, Sequence[float]]) -> Figure | None:
+def draw_response_times(
+    recorded: PeerRecords, seconds: Mapping[int, Sequence[float]]
+) -> Figure | None:
     """How fast each peer answered: the median, and the range of the middle eight in ten."""
     peers = _busiest_peers(recorded)
     if not any(seconds.get(peer) for peer in peers):
@@ -135,7 +187,14 @@ def draw_response_times(recorded: PeerRecords, seconds: Mapping[int, Sequence[fl
     for y, peer in enumerate(peers):
         if seconds.get(peer):
             low, middle, high = np.quantile(seconds[peer], [0.1, 0.5, 0.9])
-            ax.plot([low, high], [y, y], color=PALETTE[5], linewidth=4, alpha=0.55, solid_capstyle="round")
+            ax.plot(
+                [low, high],
+                [y, y],
+                color=PALETTE[5],
+                linewidth=4,
+                alpha=0.55,
+                solid_capstyle="round",
+            )
             ax.plot([middle], [y], "o", color=PALETTE[0], markersize=5)
     ax.set_xlim(left=0)
     ax.set_title("How fast peers answered")
@@ -148,7 +207,8 @@ def draw_response_times(recorded: PeerRecords, seconds: Mapping[int, Sequence[fl
 def draw_weights(recorded: PeerRecords) -> Figure | None:
     """The weight that each model got, round by round: a row a peer, the agent's own first; neighbouring rounds are
     averaged where they are too many for a page."""
-    lines, peers = recorded.rounds, _busiest_peers(recorded)
+    lines = recorded.rounds
+    peers = _busiest_peers(recorded)
     if not lines or not peers:
         return None
     given, marks = weights_by_round(lines, recorded.info.id, peers)
@@ -160,7 +220,10 @@ def draw_weights(recorded: PeerRecords) -> Figure | None:
     worst = np.maximum.reduceat(marks, starts, axis=1)
     figure = Figure(figsize=(2 * _WIDTH, 1.5 + 0.24 * (len(peers) + 1)), layout="constrained")
     ax = figure.subplots()
-    grid = np.append(_round_edges(lines)[:-1][starts], _round_edges(lines)[-1]), np.arange(len(peers) + 2) - 0.5
+    grid = (
+        np.append(_round_edges(lines)[:-1][starts], _round_edges(lines)[-1]),
+        np.arange(len(peers) + 2) - 0.5,
+    )
     blank = np.where(np.isfinite(mean) | (worst == 0), np.nan, worst)
     marked = ListedColormap([_GREY, _AMBER])
     ax.pcolormesh(*grid, blank, cmap=marked, vmin=1, vmax=2, rasterized=True)
@@ -174,7 +237,10 @@ def draw_weights(recorded: PeerRecords) -> Figure | None:
     ax.grid(visible=False)
     ax.set_facecolor("white")
     ax.spines[:].set_visible(True)
-    shares = [f"{name} {100 * share:.0f}%" for name, share in zip(names, np.nan_to_num(given).mean(1), strict=True)]
+    shares = [
+        f"{name} {100 * share:.0f}%"
+        for name, share in zip(names, np.nan_to_num(given).mean(1), strict=True)
+    ]
     figure.set_label(f"Weight in the average, mean over {len(lines)} rounds: {', '.join(shares)}.")
     keys = [
         Patch(color=_AMBER, label="refused", linewidth=0),
@@ -190,7 +256,8 @@ def weights_by_round(
     """The weight of the agent's own model (first row) and of each peer's in each round, NaN where there is none; and
     where there is none, 2 for what was refused, 1 for what was asked for in vain, else 0."""
     place = {peer: row for row, peer in enumerate([me, *peers])}
-    given, marks = np.full((len(place), len(lines)), np.nan), np.zeros((len(place), len(lines)))
+    given = np.full((len(place), len(lines)), np.nan)
+    marks = np.zeros((len(place), len(lines)))
     for n, line in enumerate(lines):
         given[0, n] = np.nan if line.own_weight is None else line.own_weight
         for peer, fate in outcomes(line).items():
@@ -202,9 +269,15 @@ def weights_by_round(
     return given, marks
 
 
-def _draw_curves(title: str, lines: Sequence[RoundRecord], values: Mapping[str, Sequence[float | None]]) -> Figure | None:
+def _draw_curves(
+    title: str, lines: Sequence[RoundRecord], values: Mapping[str, Sequence[float | None]]
+) -> Figure | None:
     """Values over the rounds; those of which there are none are left out."""
-    shown = {name: column for name, column in values.items() if any(value is not None for value in column)}
+    shown = {
+        name: column
+        for name, column in values.items()
+        if any(value is not None for value in column)
+    }
     if not shown:
         return None
     figure, ax = _new_panel()
@@ -218,7 +291,13 @@ def _draw_curves(title: str, lines: Sequence[RoundRecord], values: Mapping[str, 
             markevery=max(1, int(known.sum()) // 8), label=name,
         )  # fmt: skip
     _label_rounds(ax, lines)
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9, handlelength=2.6)
+    figure.legend(
+        *ax.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=9,
+        handlelength=2.6,
+    )
     return figure
 
 
@@ -231,7 +310,9 @@ def _new_peer_panel(recorded: PeerRecords, peers: Sequence[int]) -> tuple[Figure
     """Room for something to say of each peer, a row each, the first on top."""
     figure = Figure(figsize=(_WIDTH, 1.1 + 0.24 * len(peers)), layout="constrained")
     ax = figure.subplots()
-    ax.set_yticks(range(len(peers)), [_shorten(recorded.info.name_of(peer)) for peer in peers], fontsize=9)
+    ax.set_yticks(
+        range(len(peers)), [_shorten(recorded.info.name_of(peer)) for peer in peers], fontsize=9
+    )
     ax.set_ylim(len(peers) - 0.4, -0.6)
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")

@@ -34,15 +34,30 @@ class LiveTable:
     """
 
     def __init__(
-        self, names: Mapping[int, str], *, agent_id: int, rounds: int, done: int = 0, console: Console | None = None
+        self,
+        names: Mapping[int, str],
+        *,
+        agent_id: int,
+        rounds: int,
+        done: int = 0,
+        console: Console | None = None,
     ) -> None:
-        self.names, self.agent_id, self.rounds = names, agent_id, rounds
+        self.names = names
+        self.agent_id = agent_id
+        self.rounds = rounds
         self.console = console or Console(stderr=True)
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
         self._lock = threading.Lock()
-        self._n, self._at, self._scores = done, "", ""
+        self._n = done
+        self._at = ""
+        self._scores = ""
         self._peers = {peer: _PeerStatus() for peer in sorted(names) if peer != agent_id}
-        self._drawn = Drawn(console=self.console, get_renderable=self._table, refresh_per_second=4, auto_refresh=True)
+        self._drawn = Drawn(
+            console=self.console,
+            get_renderable=self._table,
+            refresh_per_second=4,
+            auto_refresh=True,
+        )
 
     def __enter__(self) -> "LiveTable":
         if self.is_live:
@@ -57,17 +72,26 @@ class LiveTable:
     def on_phase(self, n: int, name: str) -> None:
         """Show what round `n`, counted from 1, is at."""
         with self._lock:
-            self._n, self._at = n, name
+            self._n = n
+            self._at = name
 
     def on_round(self, line: Mapping[str, Any]) -> None:
         """Show that a round is done, by its line of rounds.jsonl."""
         with self._lock:
-            self._n, self._at, self._scores = int(line["round"]), "", _format_scores(line) or self._scores
+            self._n, self._at, self._scores = (
+                int(line["round"]),
+                "",
+                _format_scores(line) or self._scores,
+            )
             for peer, seen in self._peers.items():
                 self._peers[peer] = _updated_status(seen, peer, line)
         if not self.is_live:
-            told = filter(None, (_format_scores(line), self._describe_answers(line), _format_duration(line)))
-            self._print(f"{self.names[self.agent_id]}: round {line['round']}/{self.rounds}: {', '.join(told)}")
+            told = filter(
+                None, (_format_scores(line), self._describe_answers(line), _format_duration(line))
+            )
+            self._print(
+                f"{self.names[self.agent_id]}: round {line['round']}/{self.rounds}: {', '.join(told)}"
+            )
 
     def on_note(self, text: str) -> None:
         """Say a line that stays."""
@@ -77,18 +101,32 @@ class LiveTable:
             self._print(f"{self.names[self.agent_id]}: {text}")
 
     def _print(self, line: str) -> None:
-        print(_printable(line), file=sys.stderr if self.console.stderr else self.console.file, flush=True)
+        print(
+            _printable(line),
+            file=sys.stderr if self.console.stderr else self.console.file,
+            flush=True,
+        )
 
     def _describe_answers(self, line: Mapping[str, Any]) -> str:
         """How many models were taken, who did not answer in time, and what was refused of whom."""
-        asked = [peer for peer in line["asked"] if peer != self.agent_id]  # attackers count themselves among those
+        asked = [
+            peer for peer in line["asked"] if peer != self.agent_id
+        ]  # attackers count themselves among those
         told = [f"{len(line['received'])} of {len(asked)} taken"]
         if late := line.get("late"):
             told.append(f"nothing yet from: {' '.join(self._name(peer) for peer in late)}")
-        if not asked and (down := [self._name(peer) for peer in self._peers if peer not in line.get("alive", ())]):
-            told.append(f"down: {' '.join(down[:5])}{f' and {len(down) - 5} more' if len(down) > 5 else ''}")
-        refused = {self._name(int(peer)): reason for peer, reason in line.get("refused", {}).items()}
-        return ", ".join([*told, *(f"refused {name} ({reason})" for name, reason in refused.items())])
+        if not asked and (
+            down := [self._name(peer) for peer in self._peers if peer not in line.get("alive", ())]
+        ):
+            told.append(
+                f"down: {' '.join(down[:5])}{f' and {len(down) - 5} more' if len(down) > 5 else ''}"
+            )
+        refused = {
+            self._name(int(peer)): reason for peer, reason in line.get("refused", {}).items()
+        }
+        return ", ".join(
+            [*told, *(f"refused {name} ({reason})" for name, reason in refused.items())]
+        )
 
     def _name(self, peer: int) -> str:
         return self.names.get(peer, f"agent-{peer}")
@@ -96,13 +134,21 @@ class LiveTable:
     def _table(self) -> RenderableType:
         """The table as it is now; of more peers than there is room for, the first."""
         with self._lock:
-            n, at, scores, peers = self._n, self._at, self._scores, dict(self._peers)
+            n = self._n
+            at = self._at
+            scores = self._scores
+            peers = dict(self._peers)
         told = ", ".join(filter(None, (at, scores)))
-        head = Text(f"{self.names[self.agent_id]}: round {n}/{self.rounds}{f', {told}' if told else ''}", style="bold")
+        head = Text(
+            f"{self.names[self.agent_id]}: round {n}/{self.rounds}{f', {told}' if told else ''}",
+            style="bold",
+        )
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
         table.add_column("peer", overflow="ellipsis", no_wrap=True)
         for name in ("link", "last round", "seconds", "weight", "refused"):
-            table.add_column(name, justify="left" if name in ("link", "refused") else "right", no_wrap=True)
+            table.add_column(
+                name, justify="left" if name in ("link", "refused") else "right", no_wrap=True
+            )
         room = max(3, self.console.height - _OTHER_LINES)
         for peer in [*peers][:room]:
             table.add_row(*map(_plain_cell, _table_row(self._name(peer), peers[peer])))
@@ -137,7 +183,11 @@ def _plain_cell(text: str) -> Text:
 
 
 def _format_scores(line: Mapping[str, Any]) -> str:
-    words = (("accuracy", "accuracy"), ("source_accuracy", "source"), ("attack_success_rate", "attack"))
+    words = (
+        ("accuracy", "accuracy"),
+        ("source_accuracy", "source"),
+        ("attack_success_rate", "attack"),
+    )
     known = [(word, line[key]) for key, word in words if line.get(key) is not None]
     told = [f"{word} {100 * value:.1f}%" for word, value in known]
     loss = line.get("test_loss")

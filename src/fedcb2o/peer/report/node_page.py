@@ -44,7 +44,9 @@ def write_node_report(folder: Path, out: Path | None = None) -> Path:
     """
     recorded = PeerRecords.read(folder)
     if not recorded.rounds:
-        raise RunError(f"{folder} holds no finished round yet, so there is nothing to report: let it go on first")
+        raise RunError(
+            f"{folder} holds no finished round yet, so there is nothing to report: let it go on first"
+        )
     page = create_page(out or folder)
     _fill_page(page, recorded)
     page.write_page("report.html", f"fedcb2o: {recorded.info.name}")
@@ -52,7 +54,9 @@ def write_node_report(folder: Path, out: Path | None = None) -> Path:
 
 
 def _fill_page(page: Page, recorded: PeerRecords) -> None:
-    lines, about, seconds = recorded.rounds, recorded.info, _response_times(recorded)
+    lines = recorded.rounds
+    about = recorded.info
+    seconds = _response_times(recorded)
     page.body.append(f"<p>{_summary_html(recorded)}</p>")
     if recorded.proofs:
         told = ", ".join(sorted({proof.agent for proof in recorded.proofs}))
@@ -63,7 +67,12 @@ def _fill_page(page: Page, recorded: PeerRecords) -> None:
     _add_figures(page, "model", figures.draw_scores(lines), figures.draw_losses(lines))
     page.body.append(caption_html(_SCORES_NOTE))
     page.add_heading("Who was asked, and who answered")
-    _add_figures(page, "asked", figures.draw_outcomes(recorded), figures.draw_response_times(recorded, seconds))
+    _add_figures(
+        page,
+        "asked",
+        figures.draw_outcomes(recorded),
+        figures.draw_response_times(recorded, seconds),
+    )
     _add_table(page, peers_table(recorded), "Peers", _PEERS_NOTE)
     if (drawn := figures.draw_weights(recorded)) is not None:
         page.add_heading("Weights")
@@ -83,20 +92,27 @@ def _fill_page(page: Page, recorded: PeerRecords) -> None:
         reasons = pd.Index([reason for reason, _ in turned.most_common()], name="reason")
         _add_table(page, counts.set_axis(reasons), "Requests turned away", _TURNED_AWAY_NOTE)
     if recorded.proofs:
-        files = pd.DataFrame([[proof.agent, proof.round] for proof in recorded.proofs], columns=["agent", "round"])
+        files = pd.DataFrame(
+            [[proof.agent, proof.round] for proof in recorded.proofs], columns=["agent", "round"]
+        )
         page.add_heading("Proofs of equivocation")
         proofs = files.set_axis(pd.Index([proof.file for proof in recorded.proofs], name="file"))
         _add_table(page, proofs, "Proofs of equivocation", _PROOFS_NOTE)
     page.add_heading("Bytes and seconds")
     _add_figures(page, "traffic", figures.draw_traffic(lines), figures.draw_phases(lines))
-    others = ", ".join(f"{name} ({each})" for each, name in sorted(about.names.items()) if each != about.id)
+    others = ", ".join(
+        f"{name} ({each})" for each, name in sorted(about.names.items()) if each != about.id
+    )
     page.body.append(caption_html(_describe_totals(recorded)))
-    page.body.append(caption_html(f"Agents by their ids: {about.name} ({about.id}, itself), {others}."))
+    page.body.append(
+        caption_html(f"Agents by their ids: {about.name} ({about.id}, itself), {others}.")
+    )
 
 
 def _summary_html(recorded: PeerRecords) -> str:
     """Who, in which run, how far, and how good, in a few sentences of HTML."""
-    about, last = recorded.info, recorded.rounds[-1]
+    about = recorded.info
+    last = recorded.rounds[-1]
     of = f" of {about.rounds}" if about.rounds else ""
     told = [
         f"Agent {about.id} of run <code>{html.escape(about.run[:16])}</code>, version {about.version} of its "
@@ -104,9 +120,12 @@ def _summary_html(recorded: PeerRecords) -> str:
         f"Rounds done: {last.round}{of}.",
     ]
     found = {
-        key: [value for line in recorded.rounds if (value := getattr(line, key)) is not None] for key in figures.SCORES
+        key: [value for line in recorded.rounds if (value := getattr(line, key)) is not None]
+        for key in figures.SCORES
     }
-    known = [f"{figures.SCORES[key]} {100 * values[-1]:.2f}%" for key, values in found.items() if values]
+    known = [
+        f"{figures.SCORES[key]} {100 * values[-1]:.2f}%" for key, values in found.items() if values
+    ]
     return " ".join([*told, *([f"<b>{', '.join(known).capitalize()}</b>."] if known else [])])
 
 
@@ -121,8 +140,11 @@ def _response_times(recorded: PeerRecords) -> dict[int, list[float]]:
 
 def peers_table(recorded: PeerRecords) -> pd.DataFrame:
     """A row a peer: how often it was asked and what became of it, how fast it was, its bytes and its weight."""
-    seconds, last = _response_times(recorded), recorded.last_fifth
-    told = Counter((peer, fate) for line in recorded.rounds for peer, fate in figures.outcomes(line).items())
+    seconds = _response_times(recorded)
+    last = recorded.last_fifth
+    told = Counter(
+        (peer, fate) for line in recorded.rounds for peer, fate in figures.outcomes(line).items()
+    )
     size: Counter[int] = Counter()
     weight = dict.fromkeys(recorded.peers, 0.0)
     for line in recorded.rounds:
@@ -131,7 +153,11 @@ def peers_table(recorded: PeerRecords) -> pd.DataFrame:
         for each in line.received:
             weight[each.id] = weight.get(each.id, 0.0) + (each.weight or 0.0) / len(last)
     seen = {peer: line.round for line in recorded.rounds for peer in line.alive}
-    fates = [fate for fate in figures.OUTCOME_COLOURS if fate != "no answer" or any(fate == each for _, each in told)]
+    fates = [
+        fate
+        for fate in figures.OUTCOME_COLOURS
+        if fate != "no answer" or any(fate == each for _, each in told)
+    ]
     rows = {}
     for peer in recorded.peers:
         times = seconds.get(peer)
@@ -149,7 +175,9 @@ def peers_table(recorded: PeerRecords) -> pd.DataFrame:
 
 def refused_table(recorded: PeerRecords) -> pd.DataFrame:
     """Peers by reasons: in how many rounds a peer's model was refused; without the peers that were never refused."""
-    counts = Counter((peer, reason) for line in recorded.rounds for peer, reason in line.refused.items())
+    counts = Counter(
+        (peer, reason) for line in recorded.rounds for peer, reason in line.refused.items()
+    )
     total: Counter[str] = Counter()
     for (_, reason), count in counts.items():
         total[reason] += count
@@ -167,10 +195,13 @@ def refused_table(recorded: PeerRecords) -> pd.DataFrame:
 def _describe_totals(recorded: PeerRecords) -> str:
     lines = recorded.rounds
     incoming = sum(line.incoming_bytes for line in lines)
-    outgoing, served = sum(line.sent for line in lines), sum(line.served for line in lines)
+    outgoing = sum(line.sent for line in lines)
+    served = sum(line.served for line in lines)
     whole = [line.duration_seconds for line in lines if line.seconds]
     worked = f"{median(whole):.2f} seconds (median), the longest {max(whole):.2f}" if whole else ""
-    took = f" The work of a round took {worked}; waiting for its time is not in it." if whole else ""
+    took = (
+        f" The work of a round took {worked}; waiting for its time is not in it." if whole else ""
+    )
     return (
         f"In all {format_bytes(incoming)} came in, and {format_bytes(outgoing)} went out in answer to {served:,} "
         f"requests.{took}"

@@ -87,7 +87,9 @@ class RoundRecord(_Record):
     @property
     def duration_seconds(self) -> float:
         """The seconds of the whole round: those told, else those of its phases, of which the exchange is in another."""
-        return self.seconds.get("round", sum(took for name, took in self.seconds.items() if name != "exchange"))
+        return self.seconds.get(
+            "round", sum(took for name, took in self.seconds.items() if name != "exchange")
+        )
 
     @model_validator(mode="after")
     def _check_unique_peers(self) -> "RoundRecord":
@@ -118,8 +120,12 @@ class PeerRecords:
     def read(cls, folder: Path) -> "PeerRecords":
         """What is in a folder by now; raises RunError with one line where it is no node's, or damaged."""
         if not (folder / "agent.json").is_file():
-            raise RunError(f"{folder} holds no agent.json: name the folder of a `fedcb2o peer run`, its --out")
-        about = _validated(NodeInfo, folder / "agent.json", _read_bounded(folder / "agent.json"), "")
+            raise RunError(
+                f"{folder} holds no agent.json: name the folder of a `fedcb2o peer run`, its --out"
+            )
+        about = _validated(
+            NodeInfo, folder / "agent.json", _read_bounded(folder / "agent.json"), ""
+        )
         return cls(folder, about, tuple(_read_rounds(folder / "rounds.jsonl")))
 
     @cached_property
@@ -127,14 +133,18 @@ class PeerRecords:
         """The ids of all others that the folder speaks of, in their order."""
         told: set[int] = set(self.info.names)
         for line in self.rounds:
-            told.update(line.asked, line.refused, line.late, line.alive, (each.id for each in line.received))
+            told.update(
+                line.asked, line.refused, line.late, line.alive, (each.id for each in line.received)
+            )
         return sorted(told - {self.info.id})
 
     def missing_models(self, peers: Iterable[int]) -> dict[str, str]:
         """Those of whom no model was ever taken, by name, and why: a refusal, "no answer", or "never there"."""
         taken = {each.id for line in self.rounds for each in line.received}
         there = {peer for line in self.rounds for peer in line.alive}
-        why = {peer: "no answer" for line in self.rounds for peer in line.asked}  # who was never asked is left out
+        why = {
+            peer: "no answer" for line in self.rounds for peer in line.asked
+        }  # who was never asked is left out
         why |= {peer: reason for line in self.rounds for peer, reason in line.refused.items()}
         why = {peer: "never there" for peer in peers if peer not in there} | why
         return {self.info.name_of(peer): why[peer] for peer in peers if peer in why.keys() - taken}
@@ -159,7 +169,9 @@ def _validated(kind: type[_RecordType], path: Path, content: bytes, where: str) 
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"]))
-        raise damaged_error(path, f"{where}{f'`{place}`: ' if place else ''}{first['msg']}") from error
+        raise damaged_error(
+            path, f"{where}{f'`{place}`: ' if place else ''}{first['msg']}"
+        ) from error
 
 
 def _read_rounds(path: Path) -> Iterator[RoundRecord]:
@@ -170,12 +182,16 @@ def _read_rounds(path: Path) -> Iterator[RoundRecord]:
             for number in range(1, _MAX_INT):
                 text = file.readline(MAX_LINE_BYTES + 1)
                 if len(text) > MAX_LINE_BYTES:
-                    raise damaged_error(path, f"line {number} is longer than {MAX_LINE_BYTES} bytes")
+                    raise damaged_error(
+                        path, f"line {number} is longer than {MAX_LINE_BYTES} bytes"
+                    )
                 if not text.endswith(b"\n"):
                     return
                 line = _validated(RoundRecord, path, text, f"line {number}: ")
                 if line.round <= last:
-                    raise damaged_error(path, f"line {number}: round {line.round} comes after round {last}")
+                    raise damaged_error(
+                        path, f"line {number}: round {line.round} comes after round {last}"
+                    )
                 last = line.round
                 yield line
     except FileNotFoundError:
@@ -198,6 +214,12 @@ def _read_bounded(path: Path) -> bytes:
 def _read_proof(path: Path) -> ProofSummary:
     try:
         table = tomllib.loads(_read_bounded(path).decode())
-    except (RunError, ValueError, RecursionError):  # a page tells of what is there; the command tells what is wrong
+    except (
+        RunError,
+        ValueError,
+        RecursionError,
+    ):  # a page tells of what is there; the command tells what is wrong
         return ProofSummary(path.name, "cannot be read", "")
-    return ProofSummary(path.name, str(table.get("name", ""))[:200], str(table.get("round", ""))[:20])
+    return ProofSummary(
+        path.name, str(table.get("name", ""))[:200], str(table.get("round", ""))[:20]
+    )

@@ -35,11 +35,17 @@ from fedcb2o.peer.wire.transport import Transport
 CHUNKS_IN_FLIGHT = 4  # chunks of a model that are asked for at once
 _MAX_TRIES = 3  # at a peer from which nothing comes
 _MAX_WITNESSES = 4  # manifests that one answer may make us ask for
-_RETRY_SECONDS = 0.01, 0.25  # seconds until a peer that has nothing yet is asked again: at first, at most
+_RETRY_SECONDS = (
+    0.01,
+    0.25,
+)  # seconds until a peer that has nothing yet is asked again: at first, at most
 HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
 _GRACE_SECONDS = 0.5  # seconds beyond the deadline for what has arrived to be looked at
 _MAX_STALLS = 5  # that count: who stalls so often rests for 31 rounds
-_LATE, _NO_ANSWER, _MOVED_ON, _EQUIVOCATION = "late", "no answer", "not here", "equivocation"
+_LATE = "late"
+_NO_ANSWER = "no answer"
+_MOVED_ON = "not here"
+_EQUIVOCATION = "equivocation"
 FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
 NOT_YET = "not yet"
 _RETRIABLE_REASONS = (_NO_ANSWER, NOT_YET, "busy")
@@ -100,12 +106,17 @@ class PeerClient:
         dim: int,
         stop: threading.Event | None = None,
     ) -> None:
-        self.federation, self.identity, self.transport = federation, identity, transport
-        self.ledger, self.codec, self.dim = ledger, codec, dim
+        self.federation = federation
+        self.identity = identity
+        self.transport = transport
+        self.ledger = ledger
+        self.codec = codec
+        self.dim = dim
         self.agent_id = federation.id_of(identity.member)
         self.last_rounds: dict[int, int] = {}
         self.backoff = Backoff()
-        self.received_bytes, self.has_logged_error = 0, False
+        self.received_bytes = 0
+        self.has_logged_error = False
         self.stop = threading.Event() if stop is None else stop
         self.lock = threading.Lock()
 
@@ -121,7 +132,8 @@ class PeerClient:
         pool = ThreadPoolExecutor(len(rows), thread_name_prefix="download")
         tasks = {peer: _ModelDownload(self, n, peer, row, until) for peer, row in rows.items()}
         futures = {peer: pool.submit(task.run) for peer, task in tasks.items()}
-        arrivals, failures = dict[int, Arrival](), dict[int, str]()
+        arrivals = dict[int, Arrival]()
+        failures = dict[int, str]()
         try:
             self._wait(futures.values(), (began + until) / 2)
             slow = {peer for peer, future in futures.items() if not future.done()}
@@ -144,28 +156,45 @@ class PeerClient:
 
     def _wait(self, running: Collection["Future[Arrival | str]"], until: float) -> None:
         """Wait for all, until a moment; raises StoppedError where the agent is told to end meanwhile."""
-        while (left := until - time.monotonic()) > 0 and wait(running, min(left, _RETRY_SECONDS[1])).not_done:
+        while (left := until - time.monotonic()) > 0 and wait(
+            running, min(left, _RETRY_SECONDS[1])
+        ).not_done:
             if self.stop.is_set():
                 raise StoppedError
 
     def hello(self, peer: int, seconds: float) -> dict[str, Any] | None:
         """What a peer says of itself, or None where nothing that it signed came in time."""
-        member, key = self.federation.members[peer], self.identity.member.key
-        for answer in _PeerSession(self, peer, time.monotonic() + seconds).ask(RequestKind.HELLO, digest=key):
+        member = self.federation.members[peer]
+        key = self.identity.member.key
+        for answer in _PeerSession(self, peer, time.monotonic() + seconds).ask(
+            RequestKind.HELLO, digest=key
+        ):
             with contextlib.suppress(protocol.MalformedError):
                 return protocol.decode_hello(answer.body, answer.nonce, member)
         return None
 
     def newest_own_manifest(self, peers: Iterable[int], seconds: float) -> Manifest | None:
         """The newest manifest that some peers can show which this agent signed."""
-        until, silent, found = time.monotonic() + seconds, set(peers), list[Manifest]()
+        until = time.monotonic() + seconds
+        silent = set(peers)
+        found = list[Manifest]()
         while silent and time.monotonic() < until and not self.stop.is_set():
-            asked = [(peer, _PeerSession(self, peer, until).ask(RequestKind.WITNESS, index=self.agent_id)) for peer in silent]
+            asked = [
+                (
+                    peer,
+                    _PeerSession(self, peer, until).ask(RequestKind.WITNESS, index=self.agent_id),
+                )
+                for peer in silent
+            ]
             for peer, answers in asked:
                 for answer in answers:
                     silent.discard(peer)
                     manifest = protocol.verify_member_manifest(answer.body, self.federation)[1]
-                    if manifest is not None and manifest.agent == self.agent_id and manifest.round < self.federation.rounds:
+                    if (
+                        manifest is not None
+                        and manifest.agent == self.agent_id
+                        and manifest.round < self.federation.rounds
+                    ):
                         found.append(manifest)
             if silent:  # a link that is just there may not yet lead to who answers
                 self.stop.wait(_RETRY_SECONDS[1])
@@ -182,11 +211,22 @@ class _PeerSession:
     """Questions to one peer until a moment; `size` are the bytes of what came back."""
 
     def __init__(self, of: PeerClient, peer: int, until: float) -> None:
-        self.client, self.peer, self.end, self.received_bytes = of, peer, until, 0
+        self.client = of
+        self.peer = peer
+        self.end = until
+        self.received_bytes = 0
 
-    def ask(self, kind: RequestKind, *, round: int = 0, index: int = 0, digest: bytes = protocol.ZERO_DIGEST) -> "Iterator[Answer]":
+    def ask(
+        self,
+        kind: RequestKind,
+        *,
+        round: int = 0,
+        index: int = 0,
+        digest: bytes = protocol.ZERO_DIGEST,
+    ) -> "Iterator[Answer]":
         """Ask now; the answers to this very request as they come."""
-        of, nonce = self.client, secrets.token_bytes(16)
+        of = self.client
+        nonce = secrets.token_bytes(16)
         request = Request(
             kind=kind,
             run=of.federation.run,
@@ -198,7 +238,9 @@ class _PeerSession:
             digest=digest,
         )
         left = max(0.0, self.end - time.monotonic())
-        return self._read(of.transport.ask(self.peer, request.encode(of.identity.sign), left), nonce)
+        return self._read(
+            of.transport.ask(self.peer, request.encode(of.identity.sign), left), nonce
+        )
 
     def _read(self, coming: Iterable[bytes], nonce: bytes) -> "Iterator[Answer]":
         for data in coming:
@@ -214,8 +256,14 @@ class _PeerSession:
 class _ModelDownload:
     """One model from one peer: its manifest, then its chunks, into a row, until a moment."""
 
-    def __init__(self, of: PeerClient, n: int, peer: int, row: Float[Tensor, " d"], until: float) -> None:
-        self.client, self.n, self.peer, self.row, self.deadline = of, n, peer, row, until
+    def __init__(
+        self, of: PeerClient, n: int, peer: int, row: Float[Tensor, " d"], until: float
+    ) -> None:
+        self.client = of
+        self.n = n
+        self.peer = peer
+        self.row = row
+        self.deadline = until
         self.session = _PeerSession(of, peer, until)
         self.is_open, self.lock = True, threading.Lock()
 
@@ -239,10 +287,17 @@ class _ModelDownload:
     def run(self) -> "Arrival | str":
         """The arrival, or why there is none; who has nothing yet is asked again where a round waits for everybody, and
         else a few times who says nothing, as a message may be lost, or has a newer one by now."""
-        began, pause, tries = time.monotonic(), _RETRY_SECONDS[0], 0
+        began = time.monotonic()
+        pause = _RETRY_SECONDS[0]
+        tries = 0
         while self.is_open and (left := self.deadline - time.monotonic()) > 0:
-            found, tries = self._attempt(began), tries + 1
-            again = found in _RETRIABLE_REASONS if self.client.federation.synchronous else tries < _MAX_TRIES and found in (_NO_ANSWER, _MOVED_ON)
+            found = self._attempt(began)
+            tries = tries + 1
+            again = (
+                found in _RETRIABLE_REASONS
+                if self.client.federation.synchronous
+                else tries < _MAX_TRIES and found in (_NO_ANSWER, _MOVED_ON)
+            )
             if isinstance(found, Arrival) or not again:
                 return found
             time.sleep(min(pause, left))
@@ -264,7 +319,12 @@ class _ModelDownload:
                 return "content"
             if failed := rejection_reason(self.row):
                 return failed
-        return Arrival(manifest.round, manifest.num_samples, self.session.received_bytes, time.monotonic() - began)
+        return Arrival(
+            manifest.round,
+            manifest.num_samples,
+            self.session.received_bytes,
+            time.monotonic() - began,
+        )
 
     def _fetch_manifest(self) -> "Manifest | str":
         """A manifest that passes, or why there is none."""
@@ -281,7 +341,8 @@ class _ModelDownload:
 
     def _validate_offer(self, body: protocol.BytesLike) -> "Manifest | str":
         """The manifest in an offer, where it passes; what it says of others' is looked into where it is a conflict."""
-        of, federation = self.client, self.client.federation
+        of = self.client
+        federation = self.client.federation
         try:
             signed, digests = protocol.decode_offer(body)
         except protocol.MalformedError as error:
@@ -303,21 +364,27 @@ class _ModelDownload:
         of.ledger.record(signed)
         longest = protocol.manifest_bytes(of.codec.max_bytes)  # no longer one was taken by anybody
         for agent, n, digest in of.ledger.find_conflicts(digests)[:_MAX_WITNESSES]:
-            for answer in self.session.ask(RequestKind.WITNESS, round=n, index=agent, digest=digest):
+            for answer in self.session.ask(
+                RequestKind.WITNESS, round=n, index=agent, digest=digest
+            ):
                 if answer.status is AnswerStatus.OK and len(answer.body) <= longest:
                     of.ledger.record(bytes(answer.body))
         return _EQUIVOCATION if self.peer in of.ledger.equivocators else manifest
 
     def _fetch_chunks(self, manifest: Manifest, room: memoryview) -> str:
         """Fill the room with the chunks of a snapshot, some in flight at once; "" or why not."""
-        count, whole = len(manifest.chunks), hashlib.sha256()
+        count = len(manifest.chunks)
+        whole = hashlib.sha256()
         asked = deque(self._request_chunk(manifest, k) for k in range(min(count, CHUNKS_IN_FLIGHT)))
         for k, expected in enumerate(manifest.chunks):
-            start, answers = k * protocol.CHUNK_BYTES, asked.popleft()
+            start = k * protocol.CHUNK_BYTES
+            answers = asked.popleft()
             size = min(protocol.CHUNK_BYTES, manifest.size - start)
             chunk, reason = self._first_valid_chunk(answers, size, expected)
             if chunk is None and time.monotonic() < self.deadline:
-                chunk, reason = self._first_valid_chunk(self._request_chunk(manifest, k), size, expected)
+                chunk, reason = self._first_valid_chunk(
+                    self._request_chunk(manifest, k), size, expected
+                )
             if chunk is None:
                 return _LATE if time.monotonic() > self.deadline else reason
             if k + CHUNKS_IN_FLIGHT < count:
@@ -329,11 +396,15 @@ class _ModelDownload:
                 room[start : start + size] = chunk
         return "" if whole.digest() == manifest.sha256 else "hash"
 
-    def _first_valid_chunk(self, answers: "Iterator[Answer]", size: int, expected: bytes) -> "tuple[protocol.BytesLike | None, str]":
+    def _first_valid_chunk(
+        self, answers: "Iterator[Answer]", size: int, expected: bytes
+    ) -> "tuple[protocol.BytesLike | None, str]":
         """The first chunk with the expected hash, or None and why it did not come."""
         reason = _NO_ANSWER
         for answer in answers:
-            if answer.status is not AnswerStatus.OK:  # a peer that has moved on since has this model no more
+            if (
+                answer.status is not AnswerStatus.OK
+            ):  # a peer that has moved on since has this model no more
                 reason = answer.status.label
             elif len(answer.body) == size and _sha256(answer.body) == expected:
                 return answer.body, ""

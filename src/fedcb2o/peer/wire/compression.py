@@ -28,8 +28,12 @@ _BytesLike: TypeAlias = bytes | bytearray | memoryview
 
 BLOCK_SIZE = 2048  # numbers that share a scale
 _MAX_LEVEL = 127  # the largest number of 8 bits that is sent, of either sign
-MAX_SCALE = 4 * MAX_VALUE / _MAX_LEVEL  # the largest scale: models within the bound differ by at most half of what it gives
-_ZSTD_LEVEL = 1  # of zstandard: on trained networks 2 and 3 are slower and save less than 0.2 % more
+MAX_SCALE = (
+    4 * MAX_VALUE / _MAX_LEVEL
+)  # the largest scale: models within the bound differ by at most half of what it gives
+_ZSTD_LEVEL = (
+    1  # of zstandard: on trained networks 2 and 3 are slower and save less than 0.2 % more
+)
 MAX_WINDOW_BYTES = 2**19  # bytes that zstandard may look back, and so needs memory for
 _SLICE_SIZE = 64 * BLOCK_SIZE  # numbers at hand at once, so that they stay in the cache
 
@@ -92,7 +96,9 @@ class RawCodec:
         if len(content) != self.max_bytes:
             return f"it has {len(content)} bytes, expected {self.max_bytes}"
         numbers = np.frombuffer(content, "<f4")
-        if numbers.ctypes.data == into.data_ptr() and sys.byteorder == "little":  # they were received into it
+        if (
+            numbers.ctypes.data == into.data_ptr() and sys.byteorder == "little"
+        ):  # they were received into it
             return ""
         for k in range(0, len(into), _SLICE_SIZE):
             into[k : k + _SLICE_SIZE] = _to_tensor(numbers[k : k + _SLICE_SIZE])
@@ -127,22 +133,32 @@ class Int8Codec:
         self._residual = torch.zeros_like(self._origin)  # what rounding has lost so far
         self._blocks = -(-len(origin) // BLOCK_SIZE)
         self._size = 4 * self._blocks + len(origin)
-        self.max_bytes = self._size + self._size // 256 + 1024  # what cannot be compressed grows by less
+        self.max_bytes = (
+            self._size + self._size // 256 + 1024
+        )  # what cannot be compressed grows by less
 
     def encode(self, theta: Float[Tensor, " d"]) -> bytes:
         """A model as bytes of their own, while `theta` goes on to be trained; what its rounding loses is owed."""
-        theta, content = theta.detach().cpu(), np.empty(self._size, np.uint8)
-        scales, numbers = content[: 4 * self._blocks].view("<f4"), content[4 * self._blocks :].view(np.int8)
+        theta = theta.detach().cpu()
+        content = np.empty(self._size, np.uint8)
+        scales = content[: 4 * self._blocks].view("<f4")
+        numbers = content[4 * self._blocks :].view(np.int8)
         for k in range(0, len(theta), _SLICE_SIZE):
-            part, blocks = slice(k, k + _SLICE_SIZE), slice(k // BLOCK_SIZE, (k + _SLICE_SIZE) // BLOCK_SIZE)
+            part = slice(k, k + _SLICE_SIZE)
+            blocks = slice(k // BLOCK_SIZE, (k + _SLICE_SIZE) // BLOCK_SIZE)
             wanted = theta[part] - self._origin[part] + self._residual[part]
             rounded, scale = _quantize(wanted)
             numbers[part], scales[blocks] = rounded.to(torch.int8).numpy(), scale.numpy()
             self._residual[part] = wanted - _dequantize(rounded, scale)
-            if not scale.isfinite().all():  # nobody takes such a model, and the next may be a good one
+            if (
+                not scale.isfinite().all()
+            ):  # nobody takes such a model, and the next may be a good one
                 self._residual[part] = 0
         how = zstandard.ZstdCompressionParameters.from_level(
-            _ZSTD_LEVEL, source_size=self._size, window_log=MAX_WINDOW_BYTES.bit_length() - 1, write_content_size=True
+            _ZSTD_LEVEL,
+            source_size=self._size,
+            window_log=MAX_WINDOW_BYTES.bit_length() - 1,
+            write_content_size=True,
         )
         return zstandard.ZstdCompressor(compression_params=how).compress(content.data)
 
@@ -160,7 +176,11 @@ class Int8Codec:
         try:
             # The decompressor reserves what a frame says, whatever limit it is given.
             frame = zstandard.get_frame_parameters(content)
-            if frame.content_size != self._size or frame.window_size > MAX_WINDOW_BYTES or frame.dict_id:
+            if (
+                frame.content_size != self._size
+                or frame.window_size > MAX_WINDOW_BYTES
+                or frame.dict_id
+            ):
                 return (
                     f"its frame is of {frame.content_size} bytes, with a window of {frame.window_size} and the "
                     f"dictionary {frame.dict_id}, expected {self._size}, at most {MAX_WINDOW_BYTES}, and 0"
@@ -176,8 +196,11 @@ class Int8Codec:
             return f"it has scales that are not finite, negative, or above {MAX_SCALE:g}"
         numbers = np.frombuffer(plain, np.int8, offset=4 * self._blocks)
         for k in range(0, len(into), _SLICE_SIZE):
-            part, blocks = slice(k, k + _SLICE_SIZE), slice(k // BLOCK_SIZE, (k + _SLICE_SIZE) // BLOCK_SIZE)
-            into[part] = _dequantize(_to_tensor(numbers[part]), scales[blocks]).add_(self._origin[part])
+            part = slice(k, k + _SLICE_SIZE)
+            blocks = slice(k // BLOCK_SIZE, (k + _SLICE_SIZE) // BLOCK_SIZE)
+            into[part] = _dequantize(_to_tensor(numbers[part]), scales[blocks]).add_(
+                self._origin[part]
+            )
         return ""
 
     def state(self) -> dict[str, Tensor]:
@@ -196,7 +219,9 @@ def _quantize(x: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor
     scale = lines.abs().amax(1) / _MAX_LEVEL
     steps = scale.where(scale > 0, 1)
     # Where numbers are so small that the scale itself is rounded, there may be more steps than a byte holds.
-    return (lines / steps[:, None]).round_().clamp_(-_MAX_LEVEL, _MAX_LEVEL).flatten()[: len(x)], scale
+    return (lines / steps[:, None]).round_().clamp_(-_MAX_LEVEL, _MAX_LEVEL).flatten()[
+        : len(x)
+    ], scale
 
 
 def _dequantize(numbers: Float[Tensor, " n"], scale: Float[Tensor, " b"]) -> Float[Tensor, " n"]:
@@ -221,7 +246,9 @@ def _to_tensor(numbers: np.ndarray) -> Float[Tensor, " n"]:
 
 
 def _check_state(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    found, expected = ({name: (t.dtype, t.shape) for name, t in each.items()} for each in (state, like))
+    found, expected = (
+        {name: (t.dtype, t.shape) for name, t in each.items()} for each in (state, like)
+    )
     if found != expected:
         raise RunError(
             f"the checkpoint is of another encoding or model: it holds {sorted(state)} of it, expected {sorted(like)}; "

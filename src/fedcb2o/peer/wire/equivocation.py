@@ -116,19 +116,23 @@ class Proof:
 def verify_proof(path: Path, federation: Federation | None = None) -> str:
     """What a proof's file shows, in a line; raises DataError where it shows nothing, or nothing of this federation."""
     proof = Proof.read(path)
-    shown = f"two different models for round {proof.round} of run {proof.run.hex()[:16]} are signed by"
+    shown = (
+        f"two different models for round {proof.round} of run {proof.run.hex()[:16]} are signed by"
+    )
     if federation is None:
         key = base64.b64encode(proof.key).decode()
-        return (
-            f"{shown} the key {key} as agent {proof.agent}; --federation tells whose it is (the file says {proof.name})"
-        )
+        return f"{shown} the key {key} as agent {proof.agent}; --federation tells whose it is (the file says {proof.name})"
     if proof.run != federation.run:
         raise DataError(
             f"{path} is of run {proof.run.hex()[:16]}, and this federation's is {federation.run.hex()[:16]}"
         )
     everyone = [members.get(proof.agent) for members in parse_members(federation.versions)]
-    if not any(each is not None and (each.name, each.key) == (proof.name, proof.key) for each in everyone):
-        raise DataError(f"{path} is not of the key of {proof.name}, agent {proof.agent}, in this federation")
+    if not any(
+        each is not None and (each.name, each.key) == (proof.name, proof.key) for each in everyone
+    ):
+        raise DataError(
+            f"{path} is not of the key of {proof.name}, agent {proof.agent}, in this federation"
+        )
     now = "" if _is_current_key(proof, federation) else ", whose key this is no more"
     return f"{shown} {proof.name}, agent {proof.agent} of {federation.name}{now}"
 
@@ -172,7 +176,9 @@ class Ledger:
             if manifest.agent in self._proofs:
                 return None
             held = self._held.setdefault(manifest.agent, {})
-            digest, before, _ = held.setdefault(manifest.round, (manifest.digest, signed, self._kept))
+            digest, before, _ = held.setdefault(
+                manifest.round, (manifest.digest, signed, self._kept)
+            )
             self._kept += 1
             if digest != manifest.digest:
                 return self._prove(manifest, before, signed)
@@ -188,9 +194,13 @@ class Ledger:
         with self._lock:
             proven = list(self._proven())
             rest = (
-                (when, agent, n, digest) for agent, held in self._held.items() for n, (digest, _, when) in held.items()
+                (when, agent, n, digest)
+                for agent, held in self._held.items()
+                for n, (digest, _, when) in held.items()
             )
-            newest = [(agent, n, digest) for _, agent, n, digest in heapq.nlargest(MAX_DIGESTS, rest)]
+            newest = [
+                (agent, n, digest) for _, agent, n, digest in heapq.nlargest(MAX_DIGESTS, rest)
+            ]
         return [*proven[: MAX_DIGESTS // 2], *newest][:MAX_DIGESTS]
 
     def find_conflicts(self, digests: Iterable[ManifestDigest]) -> list[ManifestDigest]:
@@ -199,7 +209,11 @@ class Ledger:
         told: dict[tuple[int, int], bytes] = {}
         with self._lock:
             for agent, n, digest in digests:
-                if agent not in self._federation.members or agent in self._proofs or n >= self._federation.rounds:
+                if (
+                    agent not in self._federation.members
+                    or agent in self._proofs
+                    or n >= self._federation.rounds
+                ):
                     continue
                 other = told.setdefault((agent, n), digest)
                 mine, *_ = self._held.get(agent, {}).get(n, (None, b"", 0))
@@ -213,7 +227,9 @@ class Ledger:
         """The signed manifest of an agent that has this digest, where it is held; without a digest, the newest one."""
         with self._lock:
             held = self._held.get(agent, {})
-            found, signed, _ = held.get(n if digest != ZERO_DIGEST else max(held, default=n), (None, b"", 0))
+            found, signed, _ = held.get(
+                n if digest != ZERO_DIGEST else max(held, default=n), (None, b"", 0)
+            )
             if found is not None and digest in (found, ZERO_DIGEST):
                 return signed
             proof = self._proofs.get(agent)
@@ -223,7 +239,9 @@ class Ledger:
     def _prove(self, manifest: Manifest, *signed: bytes) -> Proof:
         member = self._federation.members[manifest.agent]
         first, second = sorted(signed)
-        proof = Proof(member.name, manifest.agent, manifest.round, manifest.run, member.key, (first, second))
+        proof = Proof(
+            member.name, manifest.agent, manifest.round, manifest.run, member.key, (first, second)
+        )
         self._proofs[manifest.agent] = proof
         del self._held[manifest.agent]
         self._unwritten.append(proof)
@@ -314,10 +332,14 @@ def _parse_proof(table: dict[str, Any]) -> Proof:
     if len(manifests) != 2 or not all(isinstance(each, str) for each in manifests):
         raise ValueError("its `manifests` must be two texts")
     try:
-        key, first, second = (base64.b64decode(each.encode(), validate=True) for each in (table["key"], *manifests))
+        key, first, second = (
+            base64.b64decode(each.encode(), validate=True) for each in (table["key"], *manifests)
+        )
         run = bytes.fromhex(table["run"])
     except (binascii.Error, ValueError) as error:
-        raise ValueError("its `run` is no hexadecimal, or its `key` or `manifests` no base64") from error
+        raise ValueError(
+            "its `run` is no hexadecimal, or its `key` or `manifests` no base64"
+        ) from error
     return Proof(table["name"], table["agent"], table["round"], run, key, (first, second))
 
 

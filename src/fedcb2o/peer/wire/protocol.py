@@ -18,7 +18,9 @@ from fedcb2o.peer.membership.identity import Member
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 Signer: TypeAlias = Callable[[bytes], bytes]
-ManifestDigest: TypeAlias = tuple[int, int, bytes]  # an agent, a round, and the digest of its manifest for it
+ManifestDigest: TypeAlias = tuple[
+    int, int, bytes
+]  # an agent, a round, and the digest of its manifest for it
 
 _EnumType = TypeVar("_EnumType", bound=IntEnum)
 
@@ -127,7 +129,10 @@ class Manifest:
             base=base,
             size=len(view),
             sha256=hashlib.sha256(view).digest(),
-            chunks=tuple(hashlib.sha256(view[k : k + CHUNK_BYTES]).digest() for k in range(0, len(view), CHUNK_BYTES)),
+            chunks=tuple(
+                hashlib.sha256(view[k : k + CHUNK_BYTES]).digest()
+                for k in range(0, len(view), CHUNK_BYTES)
+            ),
         )
 
     @property
@@ -171,7 +176,9 @@ def num_chunks(size: int) -> int:
     return -(-size // CHUNK_BYTES)
 
 
-def decode_manifest(data: BytesLike, *, max_bytes: int = MAX_MANIFEST_BYTES) -> tuple[Manifest, bytes, bytes]:
+def decode_manifest(
+    data: BytesLike, *, max_bytes: int = MAX_MANIFEST_BYTES
+) -> tuple[Manifest, bytes, bytes]:
     """A manifest, its body and its signature, of which nothing is checked yet but the layout."""
     encoding = _decode_header(data, _MessageType.MANIFEST)
     if len(data) > max_bytes:
@@ -180,7 +187,9 @@ def decode_manifest(data: BytesLike, *, max_bytes: int = MAX_MANIFEST_BYTES) -> 
     end = _MANIFEST.size + 32 * count
     if count < 0 or len(data) != end + SIGNATURE_BYTES:
         raise MalformedError("malformed")
-    _, _, _, _, run, agent, round, dim, num_samples, base, size, sha256, claimed = _MANIFEST.unpack_from(data)
+    _, _, _, _, run, agent, round, dim, num_samples, base, size, sha256, claimed = (
+        _MANIFEST.unpack_from(data)
+    )
     if claimed != count:
         raise MalformedError("malformed")
     body = bytes(data[:end])
@@ -234,7 +243,9 @@ def validate_manifest(
     round, size, dtype. `least` is the round of the last manifest taken from that agent, `fewest` and `most` the
     bytes that a model is sent in. Time and memory are bounded by `most`, whatever `data` is.
     """
-    reason, manifest = verify_member_manifest(data, federation, max_bytes=min(manifest_bytes(max_bytes), MAX_MANIFEST_BYTES))
+    reason, manifest = verify_member_manifest(
+        data, federation, max_bytes=min(manifest_bytes(max_bytes), MAX_MANIFEST_BYTES)
+    )
     if manifest is None:
         return reason, None
     first, last = (n, n) if federation.synchronous else (n - federation.lag, federation.rounds - 1)
@@ -243,7 +254,9 @@ def validate_manifest(
     elif not max(first, min_round) <= manifest.round <= last:
         reason = "round"
     elif (
-        manifest.dim != dim or not min_bytes <= manifest.size <= max_bytes or len(manifest.chunks) != num_chunks(manifest.size)
+        manifest.dim != dim
+        or not min_bytes <= manifest.size <= max_bytes
+        or len(manifest.chunks) != num_chunks(manifest.size)
     ):
         reason = "size"
     elif manifest.encoding != encoding or manifest.base != base:
@@ -325,7 +338,12 @@ class Answer:
 
     def encode(self) -> bytes:
         """Its only encoding."""
-        return b"".join((_ANSWER.pack(_MAGIC, _VERSION, _MessageType.ANSWER, self.status, self.nonce), self.body))
+        return b"".join(
+            (
+                _ANSWER.pack(_MAGIC, _VERSION, _MessageType.ANSWER, self.status, self.nonce),
+                self.body,
+            )
+        )
 
 
 def decode_answer(data: BytesLike) -> Answer:
@@ -348,7 +366,11 @@ def decode_offer(body: BytesLike) -> tuple[bytes, list[ManifestDigest]]:
         raise MalformedError("malformed")
     (length,) = _LENGTH.unpack_from(body)
     end = _LENGTH.size + length
-    if end > len(body) or (len(body) - end) % _DIGEST.size or (len(body) - end) // _DIGEST.size > MAX_DIGESTS:
+    if (
+        end > len(body)
+        or (len(body) - end) % _DIGEST.size
+        or (len(body) - end) // _DIGEST.size > MAX_DIGESTS
+    ):
         raise MalformedError("malformed")
     return bytes(body[_LENGTH.size : end]), list(_DIGEST.iter_unpack(body[end:]))
 
@@ -363,7 +385,8 @@ def decode_hello(body: BytesLike, nonce: bytes, member: Member) -> dict[str, Any
     """What a member says of itself in the answer to HELLO; its signature is checked before it is read."""
     if not SIGNATURE_BYTES < len(body) <= MAX_HELLO_BYTES:
         raise MalformedError("length")
-    text, signature = bytes(body[:-SIGNATURE_BYTES]), bytes(body[-SIGNATURE_BYTES:])
+    text = bytes(body[:-SIGNATURE_BYTES])
+    signature = bytes(body[-SIGNATURE_BYTES:])
     if not member.verify(HELLO_CONTEXT + nonce + text, signature):
         raise MalformedError("signature")
     try:

@@ -38,7 +38,9 @@ from fedcb2o.peer.wire.protocol import (
 Reply: TypeAlias = Callable[[bytes], None]
 _AnswerContent: TypeAlias = Callable[[], tuple[AnswerStatus, BytesLike]]
 
-MAX_PENDING = 16  # requests of one member that wait; for twice as many it is told that they are too many
+MAX_PENDING = (
+    16  # requests of one member that wait; for twice as many it is told that they are too many
+)
 MAX_BUSY_ANSWERS = 16  # answers to one member that it asks too often, until it has asked less
 MAX_NONCES = 2048  # of one member that are remembered
 _UNKNOWN_VERSION_LIMITS = Limits(answers_per_minute=60, uploads=1, per_peer=1)
@@ -120,14 +122,26 @@ class Server:
         slow_after_seconds: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._federation, self._me, self._identity, self._ledger = federation, agent_id, identity, ledger
-        self._about, self._patience, self._clock = hello_content, slow_after_seconds, clock
+        self._federation = federation
+        self._me = agent_id
+        self._identity = identity
+        self._ledger = ledger
+        self._about = hello_content
+        self._patience = slow_after_seconds
+        self._clock = clock
         self._ids = {member.key: id for id, member in federation.members.items()}
-        self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()  # the newest first
+        self._published: tuple[
+            tuple[Snapshot, Mapping[int, Snapshot | None]], ...
+        ] = ()  # the newest first
 
         now = clock()
-        limits = {id: federation.limits for id in federation.members if id != agent_id} | {None: _UNKNOWN_VERSION_LIMITS}
-        self._peers = {id: _ClientQuota(each, id, float(each.answers_per_minute), now) for id, each in limits.items()}
+        limits = {id: federation.limits for id in federation.members if id != agent_id} | {
+            None: _UNKNOWN_VERSION_LIMITS
+        }
+        self._peers = {
+            id: _ClientQuota(each, id, float(each.answers_per_minute), now)
+            for id, each in limits.items()
+        }
         self._changed = threading.Condition()  # its lock guards what follows, and the peers
         self._waiting: dict[int | None, _ClientQuota] = {}  # whose queues are not empty, in turn
         self._since: dict[int, float] = {}  # when each busy thread began
@@ -141,18 +155,26 @@ class Server:
     def counts(self) -> ServerCounts:
         """What it did so far."""
         with self._changed:
-            return ServerCounts(self._requests, self._answered, dict(+self._sent), dict(+self._refused))
+            return ServerCounts(
+                self._requests, self._answered, dict(+self._sent), dict(+self._refused)
+            )
 
-    def publish(self, snapshot: Snapshot, overrides: Mapping[int, Snapshot | None] | None = None) -> None:
+    def publish(
+        self, snapshot: Snapshot, overrides: Mapping[int, Snapshot | None] | None = None
+    ) -> None:
         """Serve this snapshot, and go on with that of the round before.
 
         Simulated attackers serve `to` some members others, or none yet, and may publish twice for one round.
         """
         if overrides is None:
-            self._ledger.record(snapshot.manifest)  # whoever else signs with this key is found out too
+            self._ledger.record(
+                snapshot.manifest
+            )  # whoever else signs with this key is found out too
         published = ((snapshot, dict(overrides or {})), *self._published)
         rounds = sorted({each.decoded_manifest.round for each, _ in published})[-2:]
-        self._published = tuple(each for each in published if each[0].decoded_manifest.round in rounds)[:4]
+        self._published = tuple(
+            each for each in published if each[0].decoded_manifest.round in rounds
+        )[:4]
 
     def on_request(self, request: bytes, reply: Reply) -> None:
         """Check a request and see to its answer; at once, and without ever raising. What is not signed gets none."""
@@ -188,34 +210,49 @@ class Server:
                     strangers = self._peers[None]
                     if strangers.remaining(self._clock()) >= 1:
                         strangers.tokens -= 1
-                        self._enqueue(strangers, bytes(16), reply, partial(_empty_answer, AnswerStatus.ANOTHER_VERSION))
+                        self._enqueue(
+                            strangers,
+                            bytes(16),
+                            reply,
+                            partial(_empty_answer, AnswerStatus.ANOTHER_VERSION),
+                        )
             return error.reason
         same = request.run == self._federation.run
         if same and request.receiver != self._me:
             return "receiver"
-        sender = self._ids.get(request.digest, self._me) if request.kind is RequestKind.HELLO else request.sender
+        sender = (
+            self._ids.get(request.digest, self._me)
+            if request.kind is RequestKind.HELLO
+            else request.sender
+        )
         member = self._federation.members.get(sender)
         if member is None or sender == self._me:
             return "member"
         peer = self._peers[sender]
         with self._changed:
-            if peer.remaining(self._clock()) < 1 - MAX_BUSY_ANSWERS:  # a flood costs no look at signatures
+            if (
+                peer.remaining(self._clock()) < 1 - MAX_BUSY_ANSWERS
+            ):  # a flood costs no look at signatures
                 return "rate"
             if len(peer.queue) >= 2 * MAX_PENDING:
                 return "pending"
         if not member.verify(REQUEST_CONTEXT + body, signature):
             return "signature"
         with self._changed:
-            reason, content = "", partial(self._answer_content, sender, request)
+            reason = ""
+            content = partial(self._answer_content, sender, request)
             if not peer.accept_nonce(request.nonce):
                 return "replay"
             peer.tokens -= 1
             if peer.tokens < 0:
-                reason, content = "rate", partial(_empty_answer, AnswerStatus.BUSY)
+                reason = "rate"
+                content = partial(_empty_answer, AnswerStatus.BUSY)
             elif not same and request.kind is not RequestKind.HELLO:
-                reason, content = "run", partial(_empty_answer, AnswerStatus.ANOTHER_RUN)
+                reason = "run"
+                content = partial(_empty_answer, AnswerStatus.ANOTHER_RUN)
             elif len(peer.queue) >= MAX_PENDING:
-                reason, content = "pending", partial(_empty_answer, AnswerStatus.BUSY)
+                reason = "pending"
+                content = partial(_empty_answer, AnswerStatus.BUSY)
             self._enqueue(peer, request.nonce, reply, content)
         return reason
 
@@ -225,7 +262,9 @@ class Server:
             logging.getLogger(__name__).exception("a request could not be answered")
         return "failed"
 
-    def _enqueue(self, peer: _ClientQuota, nonce: bytes, reply: Reply, content: _AnswerContent) -> None:
+    def _enqueue(
+        self, peer: _ClientQuota, nonce: bytes, reply: Reply, content: _AnswerContent
+    ) -> None:
         """Queue an answer, unless even those that turn away have become too many; the lock is held."""
         if self._closed or len(peer.queue) >= 2 * MAX_PENDING:
             return
@@ -237,7 +276,12 @@ class Server:
     def _ensure_idle_thread(self) -> None:
         """See that at least one thread is not busy; the lock is held."""
         if len(self._threads) == len(self._since):
-            thread = threading.Thread(target=self._serve_queue, args=(len(self._threads),), daemon=True, name="fedcb2o-serve")
+            thread = threading.Thread(
+                target=self._serve_queue,
+                args=(len(self._threads),),
+                daemon=True,
+                name="fedcb2o-serve",
+            )
             thread.start()
             self._threads.append(thread)
 
@@ -246,14 +290,17 @@ class Server:
             self._send_answer(me, *taken)
             del taken  # and with it the transport's end of the request
 
-    def _send_answer(self, me: int, peer: _ClientQuota, nonce: bytes, reply: Reply, content: _AnswerContent) -> None:
+    def _send_answer(
+        self, me: int, peer: _ClientQuota, nonce: bytes, reply: Reply, content: _AnswerContent
+    ) -> None:
         """One answer, which may take long."""
         try:
             status, body = content()
             answer = Answer(nonce, status, body).encode()
             reply(answer)
         except Exception:  # it ends this answer, and not the thread
-            status, answer = None, b""
+            status = None
+            answer = b""
             self._log_failure()
         with self._changed:
             peer.active -= 1
@@ -286,7 +333,9 @@ class Server:
         late = self._clock() - self._patience
         if sum(since > late for since in self._since.values()) >= self._federation.limits.uploads:
             return None
-        return next((peer for peer in self._waiting.values() if peer.active < peer.limits.per_peer), None)
+        return next(
+            (peer for peer in self._waiting.values() if peer.active < peer.limits.per_peer), None
+        )
 
     def _answer_content(self, sender: int, request: Request) -> tuple[AnswerStatus, BytesLike]:
         """What a member gets for a request that is in order."""
@@ -300,7 +349,9 @@ class Server:
         if request.kind is RequestKind.MANIFEST:
             return self._newest_offer(snapshots, request.round)
         for snapshot in snapshots:
-            if snapshot.digest == request.digest and request.index < len(snapshot.decoded_manifest.chunks):
+            if snapshot.digest == request.digest and request.index < len(
+                snapshot.decoded_manifest.chunks
+            ):
                 return AnswerStatus.OK, snapshot.chunk(request.index)
         return AnswerStatus.NOT_HERE, b""
 
@@ -309,7 +360,9 @@ class Server:
         rounds = [snapshot.decoded_manifest.round for snapshot in snapshots]
         if self._federation.synchronous:
             if n not in rounds:
-                return AnswerStatus.NOT_HERE if rounds and n < min(rounds) else AnswerStatus.NOT_YET, b""
+                return AnswerStatus.NOT_HERE if rounds and n < min(
+                    rounds
+                ) else AnswerStatus.NOT_YET, b""
             chosen = snapshots[rounds.index(n)]
         elif not rounds or rounds[0] < n - self._federation.lag:
             return AnswerStatus.NOT_YET, b""

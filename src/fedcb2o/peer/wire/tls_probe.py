@@ -37,14 +37,18 @@ def probe_member(member: Member, identity: Identity, *, is_linked: bool = False)
             socket.create_connection((str(address), port), timeout=_TIMEOUT_SECONDS) as plain,
             context.wrap_socket(plain, server_hostname=str(address)) as link,
         ):
-            expires = x509.load_der_x509_certificate(link.getpeercert(True) or b"").not_valid_after_utc
+            expires = x509.load_der_x509_certificate(
+                link.getpeercert(True) or b""
+            ).not_valid_after_utc
             if not is_linked:
                 link.settimeout(0.5)
                 link.recv(1)  # where our certificate is refused, this tells; else it waits for us
     except TimeoutError:
         return ProbeResult("" if expires else _timeout_error(member), expires)
     except socket.gaierror:
-        return ProbeResult(f"the name in {member.endpoint} is not known: correct it there, or in this machine's DNS")
+        return ProbeResult(
+            f"the name in {member.endpoint} is not known: correct it there, or in this machine's DNS"
+        )
     except ConnectionRefusedError:
         return ProbeResult(
             f"{member.endpoint} refuses connections: start `fedcb2o peer run` or `peer check` there, or open its port "

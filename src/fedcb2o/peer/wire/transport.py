@@ -89,9 +89,12 @@ class Zenoh:
     Raises ConfigError for an identity that cannot be used, RunError where it cannot listen.
     """
 
-    def __init__(self, federation: Federation, identity: Identity, *, listen: bool | str = True) -> None:
+    def __init__(
+        self, federation: Federation, identity: Identity, *, listen: bool | str = True
+    ) -> None:
         identity.check_certificate()
-        me, members = federation.id_of(identity.member), federation.members
+        me = federation.id_of(identity.member)
+        members = federation.members
         for member in members.values():
             if member.endpoint.startswith("["):
                 raise ConfigError(
@@ -109,7 +112,9 @@ class Zenoh:
         try:
             if listen:
                 place = identity.member.endpoint if listen is True else listen
-                self._incoming = _open_listening_session(identity, members.values(), self._mine, place)
+                self._incoming = _open_listening_session(
+                    identity, members.values(), self._mine, place
+                )
                 sessions.append(self._incoming)
             for id, member in members.items():
                 if id != me:
@@ -125,11 +130,13 @@ class Zenoh:
         return self._incoming is not None
 
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:  # noqa: D102
-        session, end = self._links.get(peer), time.monotonic() + timeout
+        session = self._links.get(peer)
+        end = time.monotonic() + timeout
         if session is None or timeout <= 0:
             return iter(())
         replies: Queue[Any] = Queue()
-        stop, still_open = zenoh.CancellationToken(), self._open
+        stop = zenoh.CancellationToken()
+        still_open = self._open
 
         def take(reply: Any) -> None:  # on a thread of all links: never wait here
             if replies.qsize() < MAX_ANSWERS:
@@ -158,10 +165,19 @@ class Zenoh:
 
     def serve(self, handler: RequestHandler) -> None:  # noqa: D102
         if self._incoming is None:
-            raise RunError("a transport that does not listen cannot serve: open it with listen=True")
-        asked = self._incoming.declare_queryable(self._mine, zenoh.handlers.RingChannel(_MAX_WAITING_REQUESTS), complete=True)
+            raise RunError(
+                "a transport that does not listen cannot serve: open it with listen=True"
+            )
+        asked = self._incoming.declare_queryable(
+            self._mine, zenoh.handlers.RingChannel(_MAX_WAITING_REQUESTS), complete=True
+        )
         self._hears.append(
-            threading.Thread(target=_handle_requests, args=(asked, self._mine, handler), name="fedcb2o-hear", daemon=True)
+            threading.Thread(
+                target=_handle_requests,
+                args=(asked, self._mine, handler),
+                name="fedcb2o-hear",
+                daemon=True,
+            )
         )
         self._hears[-1].start()
 
@@ -187,7 +203,9 @@ def _key_expression(agent: int) -> str:
     return f"fedcb2o/agents/{agent}"
 
 
-def _iterate_answers(replies: "Queue[Any]", end: float, stop: zenoh.CancellationToken) -> Iterator[bytes]:
+def _iterate_answers(
+    replies: "Queue[Any]", end: float, stop: zenoh.CancellationToken
+) -> Iterator[bytes]:
     """What is in the replies to one request, up to the first None; whoever stops early lets the rest go."""
     try:
         for _ in range(MAX_ANSWERS):
@@ -219,13 +237,18 @@ def _handle_requests(queryable: Any, key: str, handler: RequestHandler) -> None:
 
 
 def _reply(query: Any, key: str, answer: bytes) -> None:
-    with suppress(zenoh.ZError, RuntimeError), query:  # the asker is gone, or this is not the first answer
+    with (
+        suppress(zenoh.ZError, RuntimeError),
+        query,
+    ):  # the asker is gone, or this is not the first answer
         if answer:
             query.reply(key, answer)
 
 
 def _close_sessions(
-    sessions: Iterable[zenoh.Session], hears: Iterable[threading.Thread], still_open: Collection[object]
+    sessions: Iterable[zenoh.Session],
+    hears: Iterable[threading.Thread],
+    still_open: Collection[object],
 ) -> None:
     """Close all at once; one that takes too long is left to itself, and the program ends when it is done.
 
@@ -233,7 +256,10 @@ def _close_sessions(
     into Python while that is shut down takes the whole process with it. So what waits in zenoh comes back before.)
     """
     end = time.monotonic() + CLOSE_SECONDS
-    threads = [threading.Thread(target=_close_session, args=(session,), name="fedcb2o-close") for session in sessions]
+    threads = [
+        threading.Thread(target=_close_session, args=(session,), name="fedcb2o-close")
+        for session in sessions
+    ]
     for thread in threads:
         thread.start()
     for thread in (*threads, *hears):
@@ -247,17 +273,23 @@ def _close_session(session: zenoh.Session) -> None:
         session.close()  # type: ignore[no-untyped-call]
 
 
-def _open_listening_session(identity: Identity, members: Iterable[Member], key: str, address: str) -> zenoh.Session:
+def _open_listening_session(
+    identity: Identity, members: Iterable[Member], key: str, address: str
+) -> zenoh.Session:
     """The session that hears the questions of all members, and nothing else of anybody."""
     roots = [member.root for member in members]
     settings = {
         "listen/endpoints": [f"tls/{address}"],
-        "access_control": _access_rules(key, incoming=["query"], outgoing=["declare_queryable", "reply"]),
+        "access_control": _access_rules(
+            key, incoming=["query"], outgoing=["declare_queryable", "reply"]
+        ),
         "transport/unicast/max_sessions": _MAX_EXTRA_LINKS + len(roots),
         "transport/unicast/accept_pending": _MAX_PENDING_LINKS,
         "transport/unicast/accept_timeout": _milliseconds(_HANDSHAKE_SECONDS),
         "transport/link/rx/max_message_size": MAX_REQUEST_BYTES,
-        "transport/link/tx/queue/congestion_control/block/wait_before_close": int(_SEND_SECONDS * 1e6),
+        "transport/link/tx/queue/congestion_control/block/wait_before_close": int(
+            _SEND_SECONDS * 1e6
+        ),
     }
     try:
         return _open_session(identity, roots, settings)
@@ -275,7 +307,9 @@ def _open_peer_session(identity: Identity, member: Member, key: str) -> zenoh.Se
             "period_max_ms": _milliseconds(most),
             "period_increase_factor": 2,
         },
-        "access_control": _access_rules(key, incoming=["declare_queryable", "reply"], outgoing=["query"]),
+        "access_control": _access_rules(
+            key, incoming=["declare_queryable", "reply"], outgoing=["query"]
+        ),
         "transport/unicast/max_sessions": 1,
         "transport/unicast/open_timeout": _milliseconds(_DIAL_SECONDS),
         "transport/link/rx/max_message_size": MAX_ANSWER_BYTES,
@@ -283,7 +317,9 @@ def _open_peer_session(identity: Identity, member: Member, key: str) -> zenoh.Se
     return _open_session(identity, [member.root], settings)
 
 
-def _open_session(identity: Identity, roots: Iterable[str], settings: Mapping[str, Any]) -> zenoh.Session:
+def _open_session(
+    identity: Identity, roots: Iterable[str], settings: Mapping[str, Any]
+) -> zenoh.Session:
     """A session that links to nobody but as told, over TLS with certificates on both sides."""
     config = zenoh.Config()
     common = {
@@ -318,7 +354,13 @@ def _access_rules(key: str, *, incoming: list[str], outgoing: list[str]) -> dict
         "enabled": True,
         "default_permission": "deny",
         "rules": [
-            {"id": flow, "permission": "allow", "flows": [flow], "messages": messages, "key_exprs": [key]}
+            {
+                "id": flow,
+                "permission": "allow",
+                "flows": [flow],
+                "messages": messages,
+                "key_exprs": [key],
+            }
             for flow, messages in (("ingress", incoming), ("egress", outgoing))
         ],
         "subjects": [{"id": "anybody"}],
@@ -333,7 +375,9 @@ def _milliseconds(seconds: float) -> int:
 def _listen_error(address: str, error: str) -> RunError | ConfigError:
     """What to raise where nobody can be heard at a place."""
     if "in use" in error:
-        return RunError(f"cannot listen on {address}: the port is in use; is another peer running? Stop it first")
+        return RunError(
+            f"cannot listen on {address}: the port is in use; is another peer running? Stop it first"
+        )
     if "assign" in error:
         return RunError(
             f"cannot listen on {address}: no address of this machine; where others reach it by the address of another, "
@@ -342,5 +386,7 @@ def _listen_error(address: str, error: str) -> RunError | ConfigError:
     if "denied" in error:
         return RunError(f"cannot listen on {address}: permission denied; take a port above 1023")
     if any(word in error for word in ("invalid", "lookup")):
-        return ConfigError(f"cannot listen on {address!r}: it must be HOST:PORT of this machine, such as 0.0.0.0:7447")
+        return ConfigError(
+            f"cannot listen on {address!r}: it must be HOST:PORT of this machine, such as 0.0.0.0:7447"
+        )
     return RunError(f"cannot listen on {address}: {error.split(' at /')[0]}")
