@@ -5,10 +5,10 @@ STAMP := .venv/.installed
 DOCS := .venv/.docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo demo-peers test slow lint format docs linkcheck wheel clean
+.PHONY: help install demo demo-peers test slow typecheck-runtime lint format docs linkcheck wheel clean
 
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## Make the virtual environment .venv, with all pinned packages
 
@@ -25,12 +25,16 @@ demo-peers: $(STAMP) ## Run eight organisations on this machine, three of them h
 	rm -rf runs/peers-demo
 	$(BIN)/fedcb2o peer demo
 
-# A file's tests stay together, since many share what is slow to set up.
+# The tests of a file stay together, because many share a slow fixture.
 test: $(STAMP) ## Run the tests, all but the slow ones, on all processors
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 slow: $(STAMP) ## Run the slow tests alone
 	$(BIN)/python -m pytest -m slow
+
+typecheck-runtime: $(STAMP) ## Run the tests of the core packages with run-time checks of types and shapes
+	FEDCB2O_TYPECHECK=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile \
+		tests/federated tests/particles tests/test_consensus.py tests/test_models.py
 
 lint: $(STAMP) ## Check format, style, types and the direction of imports
 	$(BIN)/ruff format --check .
