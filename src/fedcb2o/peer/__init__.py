@@ -1,7 +1,7 @@
-"""Real peers: one agent a process, each of another organisation, over TLS and without mutual trust.
+"""Real peers: one process per organisation, over TLS and without mutual trust.
 
-The round is that of every engine (alg:localAggregation); here it is answered by a network in which some lie. It needs
-the extra: pip install 'fedcb2o[peer]'.
+The rounds are those of every engine (alg:localAggregation), answered by a network with hostile
+members. The package needs the extra: pip install 'fedcb2o[peer]'.
 """
 
 import importlib
@@ -40,8 +40,8 @@ _optional.require_peer_extra()
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        room = "node" if name in ("Node", "load_model") else "membership"
-        return getattr(importlib.import_module(f"fedcb2o.peer.{room}"), name)
+        package = "node" if name in ("Node", "load_model") else "membership"
+        return getattr(importlib.import_module(f"fedcb2o.peer.{package}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""What real peers need beside the rest, the extra `peer`, which may not be installed."""
+"""Modules of the optional extra `peer`, which may not be installed."""
 
 from importlib.util import find_spec
 
@@ -8,9 +8,14 @@ _MODULES = ("cryptography", "zenoh", "zstandard")
 
 
 def require_peer_extra() -> None:
-    """Raises ConfigError that names the extra where a part of it is missing."""
+    """Check that the modules of the extra are installed.
+
+    Raises:
+        ConfigError: A module is missing.
+    """
     for name in _MODULES:
         if find_spec(name) is None:
             raise ConfigError(
-                f"real peers need the extra, of which {name} is missing: pip install 'fedcb2o[peer]'"
+                f"real peers need the extra, of which {name} is missing: "
+                "pip install 'fedcb2o[peer]'"
             )

@@ -1,9 +1,14 @@
-"""The certificates of one organisation: a small authority of its own, and the TLS certificate that this signs.
+"""Certificates of one organisation: its own certificate authority and the TLS certificate it signs.
 
-With the roots of several members in one bundle, each of these could sign for any name. So a root is tied to its member:
-its name constraints permit the alternative names of this member and its host alone, and who dials a host then reaches
-nobody else's certificate. The common name stays free: rustls, which checks the links, refuses every certificate under a
-root whose constraints speak of it. So a link proves membership, and who somebody is is told by the signing key alone.
+A bundle with the roots of several members would let each of them sign for any name. Name
+constraints therefore bind a root to its member: it may sign only for the member's name and host. A
+client that connects to a host accepts no certificate of another member. The common name stays
+unconstrained, because rustls, which checks the links, refuses every certificate under a root that
+constrains it. A link therefore proves membership only; the signing key identifies the member.
+
+Example:
+    >>> parse_endpoint("peer.hospital-a.example:7447")
+    ('peer.hospital-a.example', 7447)
 """
 
 import ipaddress
@@ -21,46 +26,77 @@ from fedcb2o.errors import ConfigError
 
 ROOT_DAYS = 20 * 365
 CLOCK_TOLERANCE = timedelta(days=1)
-"""How long before it is made a certificate is valid, since clocks differ."""
+"""Time before its creation from which a certificate is valid, because clocks differ."""
 DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_endpoint(endpoint: str) -> tuple[str | _Address, int]:
-    """The host, a name or an address, and the port of "HOST:PORT"; raises ConfigError."""
+    """Parse "HOST:PORT".
+
+    Args:
+        endpoint: A host name, IPv4 address or [IPv6 address], then a port from 1 to 65535.
+
+    Returns:
+        The host, as a name or an address, and the port.
+
+    Raises:
+        ConfigError: The text is no endpoint.
+    """
     host, _, port = endpoint.rpartition(":")
     if not (re.fullmatch(r"[1-9][0-9]{0,4}", port) and int(port) < 2**16):
         raise ConfigError(
             f"an endpoint is HOST:PORT, with a port from 1 to 65535, got {endpoint[:100]!r}"
         )
+
+    is_bracketed = host.startswith("[") and host.endswith("]")
     try:
-        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-        address = ipaddress.ip_address(bare)
+        address = ipaddress.ip_address(host[1:-1] if is_bracketed else host)
     except ValueError:
-        labels = host.split(".")
-        if len(host) > 253 or not all(map(DNS_LABEL.fullmatch, labels)) or labels[-1].isdigit():
-            raise ConfigError(
-                f"the host of {endpoint[:100]!r} is no name in small letters, no IPv4 address and no [IPv6 address]"
-            ) from None
+        _check_host_name(host, endpoint)
         return host, int(port)
-    usual = f"[{address}]" if address.version == 6 else str(address)
-    if host != usual or "%" in host or address.is_unspecified or address.is_multicast:
+
+    canonical = f"[{address}]" if address.version == 6 else str(address)
+    if host != canonical or "%" in host or address.is_unspecified or address.is_multicast:
         raise ConfigError(
-            f"the host of {endpoint[:100]!r} must be the address of one machine, in its usual form"
+            f"the host of {endpoint[:100]!r} must be the address of one machine, in canonical form"
         )
     return address, int(port)
 
 
+def _check_host_name(host: str, endpoint: str) -> None:
+    labels = host.split(".")
+    if len(host) > 253 or not all(map(DNS_LABEL.fullmatch, labels)) or labels[-1].isdigit():
+        raise ConfigError(
+            f"the host of {endpoint[:100]!r} must be a name in lower-case letters, an IPv4 address "
+            "or an [IPv6 address]"
+        ) from None
+
+
 def new_key() -> ec.EllipticCurvePrivateKey:
-    """A key of a certificate."""
+    """Create the private key of a certificate.
+
+    Returns:
+        A key on the curve P-256.
+    """
     return ec.generate_private_key(ec.SECP256R1())
 
 
 def new_root(
     name: str, endpoint: str, key: ec.EllipticCurvePrivateKey, now: datetime
 ) -> x509.Certificate:
-    """The certificate of a member's own authority, which may sign for this name and host alone."""
+    """Create the root certificate of a member's own authority.
+
+    Args:
+        name: The member's name.
+        endpoint: The member's "HOST:PORT".
+        key: The authority's private key.
+        now: Time of creation.
+
+    Returns:
+        A certificate that may sign only for this name and host.
+    """
     builder = _certificate_builder(name, _subject(name), key, now, now + timedelta(days=ROOT_DAYS))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_key_usage(sign=False), critical=True)
@@ -77,16 +113,28 @@ def new_leaf(
     now: datetime,
     until: datetime,
 ) -> x509.Certificate:
-    """The TLS certificate of a member, for both ends of a link."""
-    builder = _certificate_builder(
-        name, root.subject, key, now, min(until, root.not_valid_after_utc)
-    )
+    """Create the TLS certificate of a member, for both ends of a link.
+
+    Args:
+        name: The member's name.
+        endpoint: The member's "HOST:PORT".
+        key: The private key of the new certificate.
+        root: The member's root certificate.
+        root_key: The private key of the root.
+        now: Time of creation.
+        until: Time of expiry; at the latest that of the root.
+
+    Returns:
+        The signed certificate.
+    """
+    expiry = min(until, root.not_valid_after_utc)
+    builder = _certificate_builder(name, root.subject, key, now, expiry)
     builder = builder.add_extension(
         x509.BasicConstraints(ca=False, path_length=None), critical=True
     )
     builder = builder.add_extension(_key_usage(sign=True), critical=True)
-    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    builder = builder.add_extension(x509.ExtendedKeyUsage(both), critical=False)
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
     builder = builder.add_extension(
         x509.SubjectAlternativeName(_alternative_names(name, endpoint)), critical=False
     )
@@ -95,8 +143,19 @@ def new_leaf(
 
 
 def validate_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
-    """The one certificate in a text that another organisation sent; raises ConfigError unless it is the root of this
-    name and host, and of nothing else."""
+    """Validate a root certificate that another organisation sent.
+
+    Args:
+        pem: The certificate as PEM, and nothing else.
+        name: The member's name.
+        endpoint: The member's "HOST:PORT".
+
+    Returns:
+        The parsed certificate.
+
+    Raises:
+        ConfigError: The text is not the root of exactly this name and host.
+    """
     try:
         (root,) = x509.load_pem_x509_certificates(pem.encode())
         root.verify_directly_issued_by(root)
@@ -105,49 +164,59 @@ def validate_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
         basic = extensions.get_extension_for_class(x509.BasicConstraints)
         usage = extensions.get_extension_for_class(x509.KeyUsage).value
         names = extensions.get_extension_for_class(x509.NameConstraints)
-        exact = root.public_bytes(Encoding.PEM).decode() == pem
-        subject = root.subject == _subject(name)
-    except Exception as error:  # what another made may be wrong in any way
+        is_exact = root.public_bytes(Encoding.PEM).decode() == pem
+        has_subject = root.subject == _subject(name)
+    except Exception as error:  # a foreign certificate can be wrong in any way
         raise ConfigError(
             f"`root` of {name} is no certificate, or damaged: get {name}.member.toml again"
         ) from error
-    if not exact:
-        raise ConfigError(f"`root` of {name} must hold its certificate as PEM, and nothing else")
+
+    if not is_exact:
+        raise ConfigError(f"`root` of {name} must contain its certificate as PEM, and nothing else")
     if not (isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1)):
-        raise ConfigError(f"the key of `root` of {name} must be one of the curve P-256")
+        raise ConfigError(f"the key of `root` of {name} must be on the curve P-256")
     if not (basic.critical and basic.value.ca and usage.key_cert_sign):
         raise ConfigError(f"`root` of {name} is not the certificate of an authority")
-    if not subject:
-        raise ConfigError(
-            f"`root` of {name} is that of another: {root.subject.rfc4514_string()[:100]!r}"
-        )
+    if not has_subject:
+        subject = root.subject.rfc4514_string()[:100]
+        raise ConfigError(f"`root` of {name} is that of another member: {subject!r}")
     if not names.critical or names.value != name_constraints(name, endpoint):
         raise ConfigError(
-            f"`root` of {name} is not tied to this name and to the host of {endpoint}, and to these alone"
+            f"`root` of {name} is not constrained to exactly this name and the host of {endpoint}"
         )
     return root
 
 
 def name_constraints(name: str, endpoint: str) -> x509.NameConstraints:
-    """What a member's root may sign for: its name and the host of its endpoint."""
+    """Return the names that a member's root may sign for.
+
+    Args:
+        name: The member's name.
+        endpoint: The member's "HOST:PORT".
+
+    Returns:
+        Constraints that permit this name and host only.
+    """
     host = parse_endpoint(endpoint)[0]
     permitted: list[x509.GeneralName] = [x509.DNSName(name)]
-    excluded: list[x509.GeneralName] | None = None
     if isinstance(host, str):
-        permitted += [x509.DNSName(host)] if host != name else []
-        excluded = [
-            x509.IPAddress(ipaddress.ip_network(all_of)) for all_of in ("0.0.0.0/0", "::/0")
-        ]
-    else:
-        permitted += [x509.DNSName("localhost")] if host.is_loopback else []
-        permitted.append(x509.IPAddress(ipaddress.ip_network(host)))
-    return x509.NameConstraints(permitted_subtrees=permitted, excluded_subtrees=excluded)
+        if host != name:
+            permitted.append(x509.DNSName(host))
+        networks = map(ipaddress.ip_network, ("0.0.0.0/0", "::/0"))
+        return x509.NameConstraints(
+            permitted_subtrees=permitted, excluded_subtrees=[*map(x509.IPAddress, networks)]
+        )
+
+    if host.is_loopback:
+        permitted.append(x509.DNSName("localhost"))
+    permitted.append(x509.IPAddress(ipaddress.ip_network(host)))
+    return x509.NameConstraints(permitted_subtrees=permitted, excluded_subtrees=None)
 
 
 def _alternative_names(name: str, endpoint: str) -> Sequence[x509.GeneralName]:
     host = parse_endpoint(endpoint)[0]
     if isinstance(host, str):
-        return [x509.DNSName(each) for each in dict.fromkeys((name, host))]
+        return [x509.DNSName(label) for label in dict.fromkeys((name, host))]
     local = [x509.DNSName("localhost")] if host.is_loopback else []
     return [x509.DNSName(name), *local, x509.IPAddress(host)]
 
@@ -157,7 +226,7 @@ def _subject(name: str) -> x509.Name:
 
 
 def _key_usage(*, sign: bool) -> x509.KeyUsage:
-    """The usage of a TLS certificate, which signs handshakes, or of a root, which signs certificates."""
+    """Return the usage of a TLS certificate (`sign`: handshakes) or of a root (certificates)."""
     return x509.KeyUsage(
         digital_signature=sign,
         key_cert_sign=not sign,
@@ -172,7 +241,11 @@ def _key_usage(*, sign: bool) -> x509.KeyUsage:
 
 
 def _certificate_builder(
-    name: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, until: datetime
+    name: str,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    now: datetime,
+    until: datetime,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()

@@ -1,11 +1,11 @@
-"""What all members of a federation agree on, as one file that a human can read: federation.toml.
+"""Federation: the settings and members that all agree on, in the readable file federation.toml.
 
-The hash of its first version is the run's id, for ever; later versions change members alone (see `versions`).
+The hash of the first version is the run's id. Later versions change members only, see `versions`.
 
-What that promises: a member that a version removed is refused by everyone who runs with this version. Who still runs
-with an older one goes on to accept it, until it is given the new file. There is no consensus on which version is the
-newest: two different successors of one version can only both be valid where a member signed both, and the two files
-then show which.
+A member that a version removed is refused by every node with this version. A node with an older
+version accepts it until it gets the new file. There is no consensus on the newest version: two
+different successors of one version are both valid only if a member signed both, and the two files
+show which member did.
 """
 
 import functools
@@ -22,10 +22,10 @@ from pydantic import Field, ValidationError
 from fedcb2o import plugins, records
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.errors import ConfigError
+from fedcb2o.experiments.config import settings as config
 from fedcb2o.experiments.config.build import build_module, build_neighbours
-from fedcb2o.experiments.config.datasets import max_samples as largest
+from fedcb2o.experiments.config.datasets import max_samples as experiment_max_samples
 from fedcb2o.experiments.config.settings import Experiment, Section
-from fedcb2o.experiments.config.settings import load as load_experiment
 from fedcb2o.federated import algorithms
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership import versions as chain
@@ -43,19 +43,30 @@ from fedcb2o.peer.membership.versions import Version
 
 _PROTOCOL_VERSION: Final = 1
 MAX_FILE_BYTES = 2**20
-"""The bytes of the largest federation.toml."""
 
 _Seconds = Annotated[float, Field(ge=0, le=1e7)]
 
 
 class Federation(Section):
-    """What all members agree on, in one version.
+    """Settings and members that all agree on, in one version.
 
-    A round takes `round_seconds` or longer, and waits for answers until `deadline_seconds`. A model is taken that is up
-    to `lag` rounds behind the receiver's own; with `synchronous` only one of the same round. Rules assume that a
-    `share` of all attacks, and no member is believed to hold more than `most_samples`.
-
-    `own` is no part of the agreement: the functions outside fedcb2o that this organisation lets the file name.
+    Attributes:
+        protocol: Version of the wire protocol.
+        name: Name of the experiment.
+        seed: Seed of all random streams.
+        rounds: Number of rounds T.
+        synchronous: Accept only models of the same round.
+        round_seconds: Minimum duration of a round.
+        deadline_seconds: Time that a round waits for answers.
+        lag: Largest number of rounds that a received model may be behind the receiver.
+        encoding: Codec of the models.
+        share: Share of malicious agents that rules assume.
+        most_samples: Upper bound of claimed sample counts.
+        limits: Limits of a node's answers.
+        data: Format of the samples.
+        settings: Agreed sections of the experiment; `experiment` in the file.
+        versions: All versions of the membership.
+        allowed_functions: User functions that this organisation allows; not in the file.
     """
 
     protocol: Literal[1]
@@ -77,12 +88,12 @@ class Federation(Section):
 
     @property
     def version(self) -> int:
-        """1 for the first, and one more for each that followed."""
+        """Number of this version, from 1."""
         return len(self.versions)
 
     @property
     def members(self) -> Mapping[int, Member]:
-        """The members of this version by their ids, ascending."""
+        """Members of this version by ascending id."""
         return self._members[-1]
 
     @property
@@ -92,95 +103,121 @@ class Federation(Section):
 
     @property
     def digest(self) -> bytes:
-        """The hash of this version."""
+        """Hash of this version."""
         return self._digests[-1]
 
     @property
     def verification_phrase(self) -> str:
-        """What members read to each other to know that they hold the same: it covers terms, endpoints and keys."""
-        run = spelled_hex(self.run if self.version == 1 else self.run[:8])
-        later = "" if self.version == 1 else f" {spelled_hex(self.digest)}"
-        return f"{self.name}, run {run}, version {self.version}{later}, {len(self.members)} members"
+        """Text that members read to each other: it covers all settings, endpoints and keys."""
+        if self.version == 1:
+            run, version = spelled_hex(self.run), "version 1"
+        else:
+            run = spelled_hex(self.run[:8])
+            version = f"version {self.version} {spelled_hex(self.digest)}"
+        return f"{self.name}, run {run}, {version}, {len(self.members)} members"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a sample."""
+        """Shape of a sample."""
         return self.data.shape
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The classes' names, in order."""
+        """Names of the classes, in order."""
         return self.data.class_names
 
     @functools.cached_property
     def num_agents(self) -> int:
-        """N: one more than the highest id that was ever given, so that it never shrinks."""
+        """N: one more than the highest id of all versions, so that it never shrinks."""
         return 1 + max(id for members in self._members for id in members)
 
     @functools.cached_property
     def experiment(self) -> Experiment:
-        """The experiment that all agree on, of one cluster and without attackers.
+        """The agreed experiment, with one cluster and without attackers.
 
-        Raises ConfigError where it is none, or names functions that are not in `own`: these would run here.
+        Raises:
+            ConfigError: The settings are invalid, or name a function that is not allowed here.
         """
-        if unknown := [part for part in self.user_functions if part not in self.allowed_functions]:
+        forbidden = [name for name in self.user_functions if name not in self.allowed_functions]
+        if forbidden:
             raise ConfigError(
-                f"`experiment` names {unknown[0][:100]!r}, which is no part of fedcb2o and would run here: read its "
-                "code, install it, and allow it with --own"
+                f"`experiment` names {forbidden[0][:100]!r}, which is no part of fedcb2o and would "
+                "run here: read its code, install it, and allow it with --own"
             )
         settings = self.settings.model_dump(exclude_none=True)
-        if (
-            stray := next((key for key in settings["agents"] if key not in AGREED_AGENT_KEYS), None)
-        ) is not None:
-            raise ConfigError(
-                f"there is no key `experiment.agents.{stray[:100]}`.{plugins.did_you_mean(stray, AGREED_AGENT_KEYS)}"
-            )
+        for key in settings["agents"]:
+            if key not in AGREED_AGENT_KEYS:
+                hint = plugins.did_you_mean(key, AGREED_AGENT_KEYS)
+                raise ConfigError(f"there is no key `experiment.agents.{key[:100]}`.{hint}")
+
         agents = {
-            **{"num_clusters": 1, "benign": self.num_agents, "malicious": 0},
-            **{"benign_samples": self.most_samples, "malicious_samples": 1},
+            "num_clusters": 1,
+            "benign": self.num_agents,
+            "malicious": 0,
+            "benign_samples": self.most_samples,
+            "malicious_samples": 1,
             **settings["agents"],
         }
-        once = {
-            "name": self.name,
-            "seeds": [self.seed],
-            "rounds": self.rounds,
-            "data": {"name": missing_dataset},
-        }
-        experiment = load_experiment({**settings, **once, "agents": agents})
+        experiment = config.load(
+            {
+                **settings,
+                "name": self.name,
+                "seeds": [self.seed],
+                "rounds": self.rounds,
+                "data": {"name": missing_dataset},
+                "agents": agents,
+            }
+        )
         _check_supported(experiment)
         return experiment
 
     @functools.cached_property
     def user_functions(self) -> tuple[str, ...]:
-        """The functions outside fedcb2o that the experiment names by their import path."""
-        return tuple(dict.fromkeys(user_functions_in(self.settings.model_dump(exclude_none=True))))
+        """Functions outside fedcb2o that the experiment names by their import path."""
+        settings = self.settings.model_dump(exclude_none=True)
+        return tuple(dict.fromkeys(user_functions_in(settings)))
 
     def id_of(self, member: Member) -> int:
-        """A member's id, by its key; raises ConfigError where it is none, or stands here with another certificate."""
-        id = next((id for id, each in self.members.items() if each.key == member.key), None)
-        if id is None:
-            if same := next(
-                (each for each in self.members.values() if each.name == member.name), None
-            ):
+        """Return a member's id.
+
+        Args:
+            member: The member; its key decides.
+
+        Returns:
+            The id.
+
+        Raises:
+            ConfigError: The key is not that of a member, or the member has other values here.
+        """
+        title = f"{self.name}, version {self.version}"
+        ids = [id for id, other in self.members.items() if other.key == member.key]
+        if not ids:
+            for other in self.members.values():
+                if other.name == member.name:
+                    raise ConfigError(
+                        f"{member.name} is a member of {title}, but with another key "
+                        f"({other.fingerprint}, not {member.fingerprint}): take the identity that "
+                        "it was made with, or have the others sign a version with this one (`peer "
+                        "amend --replace`)"
+                    )
+            raise ConfigError(f"{member.name} is no member of {title}: its key is not in it")
+
+        own = member.to_table()
+        registered = self.members[ids[0]].to_table()
+        for key, value in own.items():
+            if registered[key] != value:
                 raise ConfigError(
-                    f"{member.name} is a member of {self.name}, version {self.version}, but with another key "
-                    f"({same.fingerprint}, not {member.fingerprint}): take the identity that it was made with, or "
-                    "have the others sign a version with this one (`peer amend --replace`)"
+                    f"{member.name} is in {title} with another `{key}`: take the identity that it "
+                    "was made with, or have the others sign a version with this one (`peer amend`)"
                 )
-            raise ConfigError(
-                f"{member.name} is no member of {self.name}, version {self.version}: its key is not there"
-            )
-        mine = member.to_table()
-        theirs = self.members[id].to_table()
-        if other := [key for key in mine if mine[key] != theirs[key]]:
-            raise ConfigError(
-                f"{member.name} stands in {self.name}, version {self.version}, with another `{other[0]}`: take the "
-                "identity that it was made with, or have the others sign a version with this one (`peer amend`)"
-            )
-        return id
+        return ids[0]
 
     def value_hashes(self) -> dict[str, str]:
-        """A short hash of each value by its dotted key, by which two files are compared."""
+        """Return a short hash of each value, by which two files are compared.
+
+        Returns:
+            Hashes by dotted key.
+        """
         return dict(self._value_hashes)
 
     @functools.cached_property
@@ -188,62 +225,93 @@ class Federation(Section):
         members = {
             member.name: {"id": id, **member.to_table()} for id, member in self.members.items()
         }
-        previous = self._digests[-2].hex() if self.version > 1 else None
         content = {
             **self.fixed_content(),
             "version": self.version,
-            "previous": previous,
+            "previous": self._digests[-2].hex() if self.version > 1 else None,
             "members": members,
         }
-        return {
-            key: _short_hash(value) for key, value in _flatten(records.canonical_settings(content))
-        }
+        flat = _flatten(records.canonical_settings(content))
+        return {key: _short_hash(value) for key, value in flat}
 
     def differing_keys(self, other: Mapping[str, str]) -> list[str]:
-        """The dotted keys whose values another file has otherwise, or only one of the two has."""
-        mine = self.value_hashes()
-        return sorted(key for key in {*mine, *other} if mine.get(key) != other.get(key))
+        """Compare this file with another one.
+
+        Args:
+            other: The other file's `value_hashes`.
+
+        Returns:
+            Dotted keys that are missing in one of them or have different values, sorted.
+        """
+        own = self.value_hashes()
+        return sorted(key for key in {*own, *other} if own.get(key) != other.get(key))
 
     def unsigned_members(self) -> list[str]:
-        """The members of the version before who did not sign this one."""
-        return (
-            chain.unsigned_members(self.versions[-1], self._members[-2]) if self.version > 1 else []
-        )
+        """Return the members of the previous version that did not sign this one.
+
+        Returns:
+            Their names.
+        """
+        if self.version == 1:
+            return []
+        return chain.unsigned_members(self.versions[-1], self._members[-2])
 
     @property
     def missing_signatures(self) -> int:
-        """How many signatures this version still needs."""
+        """Number of signatures that this version still needs."""
         if self.version == 1:
             return 0
-        return max(
-            0, chain.required_signatures(self._members[-2]) - len(self.versions[-1].signatures)
-        )
+        required = chain.required_signatures(self._members[-2])
+        return max(0, required - len(self.versions[-1].signatures))
 
     def describe_changes(self) -> list[str]:
-        """What this version does to the members of the one before, a few words for each; the first adds them all."""
-        return chain.describe_changes(self._members[-2] if self.version > 1 else {}, self.members)
+        """Describe the difference from the previous version.
+
+        Returns:
+            One phrase per change; the first version adds all its members.
+        """
+        previous = self._members[-2] if self.version > 1 else {}
+        return chain.describe_changes(previous, self.members)
 
     def is_successor_of(self, earlier: "Federation") -> bool:
-        """Whether this is the version that another is, or one that came of it."""
+        """Check that this version is, or follows, another one.
+
+        Args:
+            earlier: The other one.
+
+        Returns:
+            True if the other version is in this file.
+        """
         return self._digests[: earlier.version][-1] == earlier.digest
 
     def fixed_content(self) -> dict[str, Any]:
-        """What no version changes, as the file has it: a later release with more keys finds the same hash."""
+        """Return what no version changes, as in the file.
+
+        Unset keys are left out, so that a later release with more keys finds the same hash.
+
+        Returns:
+            The table.
+        """
         return self.model_dump(
-            by_alias=True, exclude_none=True, exclude_unset=True, exclude={"versions", "own"}
+            by_alias=True,
+            exclude_none=True,
+            exclude_unset=True,
+            exclude={"versions", "allowed_functions"},
         )
 
     def to_table(self) -> dict[str, Any]:
-        """The content of federation.toml."""
-        *before, last = (version.model_dump() for version in self.versions)
-        history = {"history": before} if before else {}
-        last = {key: value for key, value in last.items() if value}
+        """Return the content of federation.toml.
+
+        Returns:
+            The table.
+        """
+        *previous, last = (version.model_dump() for version in self.versions)
         return {
             "protocol": self.protocol,
             "version": self.version,
             **self.fixed_content(),
-            **last,
-            **history,
+            **{key: value for key, value in last.items() if value},
+            **({"history": previous} if previous else {}),
         }
 
     @functools.cached_property
@@ -255,12 +323,9 @@ class Federation(Section):
         return chain.version_digests(self.fixed_content(), self.versions)
 
 
-_FILE_KEYS = {field.alias or name for name, field in Federation.model_fields.items()} - {
-    "versions",
-    "own",
-}
+_FIELD_KEYS = {field.alias or name for name, field in Federation.model_fields.items()}
+_FILE_KEYS = _FIELD_KEYS - {"versions", "allowed_functions"}
 _FILE_KEYS |= {"version", "members", "signatures", "history"}
-"""The keys of federation.toml."""
 
 
 def make_federation(
@@ -273,108 +338,138 @@ def make_federation(
     most_samples: int | None = None,
     **options: Any,
 ) -> Federation:
-    """Version 1 of a federation that does what an experiment simulates: its agents become these members, in order.
+    """Create version 1 of a federation from an experiment.
 
-    `options` are the other keys of a `Federation`. Raises ConfigError where members or options do not fit.
+    Args:
+        experiment: The experiment; its agents become these members, in order.
+        members: One member per agent.
+        dataset: A data set with the agreed sample shape and classes.
+        seed: Seed of the federation; by default the experiment's first.
+        share: Assumed share of malicious agents; by default the experiment's.
+        most_samples: Upper bound of claimed sample counts; by default the experiment's maximum.
+        **options: Other keys of a `Federation`.
+
+    Returns:
+        The federation.
+
+    Raises:
+        ConfigError: Members or options do not fit the experiment.
     """
-    experiment = load_experiment(experiment)
+    experiment = config.load(experiment)
     agents = experiment.agents
     if agents.num_agents != len(members):
         raise ConfigError(
-            f"the experiment `{experiment.name}` has {agents.num_agents} agents, and there are {len(members)} members: "
-            "give one member for each agent, or change `agents.benign`, `agents.malicious` or `agents.num_clusters`"
+            f"the experiment `{experiment.name}` has {agents.num_agents} agents, and there are "
+            f"{len(members)} members: give one member for each agent, or change `agents.benign`, "
+            "`agents.malicious` or `agents.num_clusters`"
         )
     if agents.participation < 1:
         raise ConfigError(
-            "`agents.participation` below 1 is for simulations: a real peer is there, or it is not"
+            "`agents.participation` below 1 is for simulations: a real peer is online, or it is not"
         )
     _check_supported(experiment)
-    settings = experiment.settings()
-    chosen = {
-        key: settings[key]
-        for key in (*KERNEL_KEYS, "model", "training", "algorithm")
-        if key in settings
-    }
-    chosen["agents"] = {
-        key: settings["agents"][key] for key in AGREED_AGENT_KEYS if key in settings["agents"]
-    }
-    try:
-        validate_plain(chosen)
-    except ValueError as error:
-        raise ConfigError(
-            f"the experiment `{experiment.name}` cannot be agreed on: {error}"
-        ) from error
-    believed = largest(experiment, dataset)
+    agreed = _agreed_settings(experiment)
+
     dim = parameters.dimension(build_module(experiment, experiment.seeds[0], dataset))
+    if most_samples is None:
+        most_samples = experiment_max_samples(experiment, dataset)
+    entries = [{"id": id, **member.to_table()} for id, member in enumerate(members)]
     table = {
         "protocol": _PROTOCOL_VERSION,
         "name": experiment.name,
         "rounds": experiment.rounds,
         "seed": experiment.seeds[0] if seed is None else seed,
         "share": agents.malicious_share if share is None else share,
-        "most_samples": believed if most_samples is None else most_samples,
+        "most_samples": most_samples,
         "data": {"shape": list(dataset.pool.x.shape[1:]), **_target_schema(dataset)},
-        "experiment": records.canonical_settings(chosen),
-        "versions": [
-            {"members": [{"id": id, **member.to_table()} for id, member in enumerate(members)]}
-        ],
-        "own": list(user_functions_in(chosen)),
+        "experiment": records.canonical_settings(agreed),
+        "versions": [{"members": entries}],
+        "allowed_functions": list(user_functions_in(agreed)),
     }
-    made = _validated_federation({**table, **options}, "the federation")
+    federation = _validated_federation({**table, **options}, "the federation")
     if "limits" not in options:
-        size = 4 * dim if made.encoding == "float32" else dim
-        made = made.model_copy(update={"limits": Limits.for_model(size, made.round_seconds)})
-    whole = made.model_dump(by_alias=True, exclude_none=True)  # with the defaults written out
-    return _check_topology(_validated_federation(whole, "the federation"))
+        size = 4 * dim if federation.encoding == "float32" else dim
+        limits = Limits.for_model(size, federation.round_seconds)
+        federation = federation.model_copy(update={"limits": limits})
+
+    # once more, with the defaults written out
+    table = federation.model_dump(by_alias=True, exclude_none=True)
+    return _check_topology(_validated_federation(table, "the federation"))
+
+
+def _agreed_settings(experiment: Experiment) -> dict[str, Any]:
+    """Return the sections of an experiment that members agree on."""
+    settings = experiment.settings()
+    sections = (*KERNEL_KEYS, "model", "training", "algorithm")
+    agreed = {key: settings[key] for key in sections if key in settings}
+    agents = settings["agents"]
+    agreed["agents"] = {key: agents[key] for key in AGREED_AGENT_KEYS if key in agents}
+    try:
+        validate_plain(agreed)
+    except ValueError as error:
+        raise ConfigError(
+            f"the experiment `{experiment.name}` cannot be agreed on: {error}"
+        ) from error
+    return agreed
 
 
 def _target_schema(dataset: Dataset) -> dict[str, Any]:
-    """What is to be told of a sample: its class, or numbers."""
-    return (
-        {"class_names": list(dataset.class_names)}
-        if dataset.class_names
-        else {"target": list(dataset.pool.y.shape[1:])}
-    )
+    """Return the keys of [data] that describe what is predicted: classes or numbers."""
+    if dataset.class_names:
+        return {"class_names": list(dataset.class_names)}
+    return {"target": list(dataset.pool.y.shape[1:])}
 
 
 def missing_dataset() -> Dataset:
-    """The data set of a federation's experiment, which each member brings itself."""
+    """Stand for the data set of a federation's experiment, which each member provides.
+
+    Raises:
+        ConfigError: Always.
+    """
     raise ConfigError("a federation's file holds no data: each member brings its own, with --data")
 
 
 def read_federation(
     path: Path | str, *, allowed_functions: Collection[str] = (), allow_unsigned: bool = False
 ) -> Federation:
-    """The federation in a file; raises ConfigError of one line where it, or a version before, is not valid.
+    """Read a federation and verify all its versions.
 
-    `own` are the functions outside fedcb2o ("package.module:function") that it may name; with others it can be read and
-    signed, but has no `experiment`. `unsigned`: the last version may lack signatures.
+    Args:
+        path: The file.
+        allowed_functions: Functions outside fedcb2o ("package.module:function") that it may name.
+            A file that names others can be read and signed, but has no `experiment`.
+        allow_unsigned: The last version may lack signatures.
+
+    Returns:
+        The federation.
+
+    Raises:
+        ConfigError: The file, or one of its versions, is not valid.
     """
     path = Path(path)
     try:
         table = read_bounded_toml(path, MAX_FILE_BYTES)
         validate_plain(table)
     except (OSError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{path} is no federation's file: {told}") from error
-    if "protocol" not in table and (other := _describe_other_file(table)):
-        raise ConfigError(f"{path} is {other}")
-    if stray := next((key for key in table if key not in _FILE_KEYS), None):
-        raise ConfigError(
-            f"{path}: there is no key `{stray[:100]}`.{plugins.did_you_mean(stray, _FILE_KEYS)}"
-        )
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{path} is no federation's file: {reason}") from error
+    if "protocol" not in table and (description := _describe_other_file(table)):
+        raise ConfigError(f"{path} is {description}")
+    for key in table:
+        if key not in _FILE_KEYS:
+            hint = plugins.did_you_mean(key, _FILE_KEYS)
+            raise ConfigError(f"{path}: there is no key `{key[:100]}`.{hint}")
+
     version = table.pop("version", None)
     history = table.pop("history", [])
     last = {key: table.pop(key) for key in ("members", "signatures") if key in table}
-    versions = [*history, last] if isinstance(history, list) else history
-    federation = _validated_federation(
-        {**table, "versions": versions, "own": list(allowed_functions)},
-        str(path),
-        allow_unsigned=allow_unsigned,
-    )
+    table["versions"] = [*history, last] if isinstance(history, list) else history
+    table["allowed_functions"] = list(allowed_functions)
+    federation = _validated_federation(table, str(path), allow_unsigned=allow_unsigned)
     if isinstance(version, bool) or version != federation.version:
         raise ConfigError(
-            f"{path}: `version` is {str(version)[:20]}, and {federation.version - 1} earlier versions are in `history`"
+            f"{path}: `version` is {str(version)[:20]}, and {federation.version - 1} earlier "
+            "versions are in `history`"
         )
     if not allow_unsigned:
         for member in federation.members.values():
@@ -383,20 +478,33 @@ def read_federation(
 
 
 def _describe_other_file(table: Mapping[str, Any]) -> str:
-    """What a file is that was given for a federation's, and its cure; "" where that is not known."""
+    """Describe a file that is no federation's, and the remedy; empty if it is unknown."""
     if {"endpoint", "key", "root"} <= table.keys():
-        return "a member's file, and no federation's: `fedcb2o peer federation EXPERIMENT --member ...` makes one"
+        return (
+            "a member's file, and no federation's: `fedcb2o peer federation EXPERIMENT --member "
+            "...` makes one"
+        )
     if {"agents", "algorithm", "seeds"} & table.keys():
-        return "an experiment, and no federation's file: `fedcb2o peer federation` makes one of it, with --member"
+        return (
+            "an experiment, and no federation's file: `fedcb2o peer federation` makes one of it, "
+            "with --member"
+        )
     return ""
 
 
 def write_federation(federation: Federation, path: Path | str) -> None:
-    """Write federation.toml, which is the same for all members."""
-    head = f"# What the members of {federation.name} agree on. All hold the same; `fedcb2o peer check` compares.\n\n"
-    records.atomic_write(
-        Path(path), (head + tomli_w.dumps(federation.to_table(), multiline_strings=True)).encode()
+    """Write federation.toml, which is the same for all members.
+
+    Args:
+        federation: The federation.
+        path: The file.
+    """
+    head = (
+        f"# What the members of {federation.name} agree on. All hold the same; `fedcb2o peer check`"
+        " compares.\n\n"
     )
+    content = tomli_w.dumps(federation.to_table(), multiline_strings=True)
+    records.atomic_write(Path(path), (head + content).encode())
 
 
 def amend_federation(
@@ -406,76 +514,100 @@ def amend_federation(
     replace: Sequence[Member] = (),
     add: Sequence[Member] = (),
 ) -> Federation:
-    """The next version, unsigned: without some members, with another certificate, endpoint or key of some, and with new
-    ones, whose ids follow all that there were. Raises ConfigError where it changes nothing, or a member twice."""
+    """Create the next version, without signatures.
+
+    Args:
+        federation: The current version.
+        remove: Names of members to remove.
+        replace: Members with another certificate, endpoint or key.
+        add: New members; their ids follow all earlier ids.
+
+    Returns:
+        The next version.
+
+    Raises:
+        ConfigError: Nothing changes, or a member changes twice.
+    """
     if federation.missing_signatures:
         raise ConfigError(
-            f"version {federation.version} is not signed by enough members: no other can follow it yet"
+            f"version {federation.version} is not signed by enough members: no other can follow it "
+            "yet"
         )
-    entries = {entry.name: entry.model_dump() for entry in federation.versions[-1].members}
-    for name in (*remove, *(member.name for member in replace)):
+    current = [entry.model_dump() for entry in federation.versions[-1].members]
+    entries = {entry["name"]: entry for entry in current}
+    replaced = [member.name for member in replace]
+    added = [member.name for member in add]
+    for name in (*remove, *replaced):
         if name not in entries:
             raise ConfigError(f"there is no member `{name}`.{plugins.did_you_mean(name, entries)}")
-    for member in add:
-        if member.name in entries:
+    for name in added:
+        if name in entries:
             raise ConfigError(
-                f"{member.name} is a member: --replace gives it another certificate, endpoint or key"
+                f"{name} is a member: --replace gives it another certificate, endpoint or key"
             )
-    changed = [*remove, *(member.name for member in (*replace, *add))]
+    changed = [*remove, *replaced, *added]
     if not changed or len(set(changed)) < len(changed):
         raise ConfigError("a new version removes, replaces or adds members, and each of them once")
+
     for member in replace:
         entries[member.name] = {"id": entries[member.name]["id"], **member.to_table()}
     for id, member in enumerate(add, start=federation.num_agents):
         entries[member.name] = {"id": id, **member.to_table()}
-    kept = [entry for name, entry in entries.items() if name not in remove]
-    if kept == [entry.model_dump() for entry in federation.versions[-1].members]:
+    remaining = [entry for name, entry in entries.items() if name not in remove]
+    if remaining == current:
         raise ConfigError("the new version would be the same as the last one")
-    return _check_topology(_with_versions(federation, *federation.versions, {"members": kept}))
+    versions = (*federation.versions, {"members": remaining})
+    return _check_topology(_with_versions(federation, *versions))
 
 
 def sign_federation(
     path: Path | str, identity: Identity, *, merge: Sequence[Path | str] = ()
 ) -> Federation:
-    """Add this member's signature, and those in other copies of the same version, to a file; a second time changes
-    nothing."""
+    """Add this member's signature to a file; a second call changes nothing.
+
+    Args:
+        path: The file.
+        identity: This organisation.
+        merge: Copies of the same version, whose signatures are added too.
+
+    Returns:
+        The signed federation.
+
+    Raises:
+        ConfigError: The file needs no signature of this member, or a copy differs.
+    """
     federation = read_federation(path, allow_unsigned=True)
     if federation.version == 1:
         raise ConfigError(
-            f"{path} is version 1, which needs no signature: whoever runs with it agrees to it"
+            f"{path} is version 1, which needs no signature: running with it is agreement"
         )
     version = federation.versions[-1]
     for other in merge:
         copy = read_federation(other, allow_unsigned=True)
         if copy.digest != federation.digest:
-            keys = ", ".join(
-                f"`{key}`" for key in federation.differing_keys(copy.value_hashes())[:10]
-            )
+            differing = federation.differing_keys(copy.value_hashes())[:10]
+            keys = ", ".join(f"`{key}`" for key in differing)
             raise ConfigError(f"{other} is another version than {path}, which differs in {keys}")
         version = chain.merge_signatures(version, copy.versions[-1].signatures)
     version = chain.add_signature(version, federation.digest, federation._members[-2], identity)
-    made = _with_versions(federation, *federation.versions[:-1], version.model_dump())
-    write_federation(made, path)
-    return made
+    signed = _with_versions(federation, *federation.versions[:-1], version.model_dump())
+    write_federation(signed, path)
+    return signed
 
 
 def _check_topology(federation: Federation) -> Federation:
-    """The same; raises ConfigError where the graph of who asks whom cannot be made of so many agents, which is better
-    known before anybody signs."""
+    """Return the same federation; raise ConfigError if its graph does not allow this size."""
     if not set(federation.user_functions) - federation.allowed_functions:
-        build_neighbours(
-            federation.experiment,
-            federation.seed,
-            torch.zeros(federation.num_agents, dtype=torch.int64),
-        )
+        clusters = torch.zeros(federation.num_agents, dtype=torch.int64)
+        build_neighbours(federation.experiment, federation.seed, clusters)
     return federation
 
 
 def _with_versions(federation: Federation, *versions: Any) -> Federation:
-    """The same terms with other versions, of which the last may lack signatures."""
+    """Return the federation with other versions, of which the last may lack signatures."""
     table = {
         **federation.fixed_content(),
-        "own": federation.allowed_functions,
+        "allowed_functions": federation.allowed_functions,
         "versions": versions,
     }
     return _validated_federation(table, "the new version", allow_unsigned=True)
@@ -485,54 +617,58 @@ def _validated_federation(
     table: Mapping[str, Any], source: str, *, allow_unsigned: bool = False
 ) -> Federation:
     try:
-        made = Federation.model_validate(table)
+        federation = Federation.model_validate(table)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_format_validation_error(error)}") from error
+    versions = federation.versions
     try:
-        chain.validate_versions(made.versions, made._members, made._digests)
-        chain.validate_signatures(
-            made.versions[:-1] if allow_unsigned else made.versions, made._members
-        )
-        if not set(made.user_functions) - made.allowed_functions:
-            made.experiment  # noqa: B018
+        chain.validate_versions(versions, federation._members, federation._digests)
+        signed = versions[:-1] if allow_unsigned else versions
+        chain.validate_signatures(signed, federation._members)
+        if not set(federation.user_functions) - federation.allowed_functions:
+            federation.experiment  # noqa: B018
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
-    return made
+    return federation
 
 
 def _format_validation_error(error: ValidationError) -> str:
+    """Format the first problem in the words of the file."""
     problem = error.errors(include_url=False)[0]
-    place = [str(part)[:50] for part in problem["loc"]]
-    of = ""
-    if place[0] == "versions" and len(place) > 1:
-        place, of = place[2:], f" of version {int(place[1]) + 1}"
-    key = "history" if place == ["versions"] else ".".join(place)
+    path = [str(part)[:50] for part in problem["loc"]]
+    suffix = ""
+    if path[0] == "versions" and len(path) > 1:
+        suffix = f" of version {int(path[1]) + 1}"
+        path = path[2:]
+    key = "history" if path == ["versions"] else ".".join(path)
+
     if problem["type"] == "extra_forbidden":
-        return f"there is no key `{key}`{of}"
+        return f"there is no key `{key}`{suffix}"
     if problem["type"] == "too_short" and key == "members":
         return "a federation has at least 2 members"
     if problem["type"] == "missing":
-        return f"the key `{key}`{of} is missing"
+        return f"the key `{key}`{suffix} is missing"
+    value = problem["input"]
     if key == "protocol":
-        return f"it speaks protocol {problem['input']!r:.20}, and this fedcb2o {_PROTOCOL_VERSION}: take the others' release"
-    told = str(problem["ctx"]["error"]) if problem["type"] == "value_error" else problem["msg"]
-    got = (
-        ""
-        if isinstance(problem["input"], Mapping | list | tuple)
-        else f", got {problem['input']!r:.50}"
-    )
-    told = told[0].lower() + told[1:].replace("tuple", "list").replace("dictionary", "table")
-    return f"`{key}`{of}: {told}{got}"
+        return (
+            f"it speaks protocol {value!r:.20}, and this fedcb2o {_PROTOCOL_VERSION}: take the "
+            "others' release"
+        )
+    message = problem["msg"]
+    if problem["type"] == "value_error":
+        message = str(problem["ctx"]["error"])
+    message = message.replace("tuple", "list").replace("dictionary", "table")
+    got = "" if isinstance(value, Mapping | list | tuple) else f", got {value!r:.50}"
+    return f"`{key}`{suffix}: {message[0].lower()}{message[1:]}{got}"
 
 
 def _check_supported(experiment: Experiment) -> None:
-    """Raises ConfigError for what real peers cannot do."""
+    """Raise ConfigError for an algorithm that real peers cannot run."""
     clusters = experiment.algorithm.bind("algorithm", algorithms)().clusters
     if clusters is not None:
-        why = "has models of clusters" if clusters.each else "has a coordinator"
-        raise ConfigError(
-            f"`{plugins.label(experiment.algorithm.name)}` {why}, and real peers have none"
-        )
+        why = "has models of clusters" if clusters.per_agent else "has a coordinator"
+        name = plugins.label(experiment.algorithm.name)
+        raise ConfigError(f"`{name}` {why}, and real peers have none")
 
 
 def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

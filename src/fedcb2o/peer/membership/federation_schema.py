@@ -1,4 +1,9 @@
-"""The sections of federation.toml, as plain values: whoever sends the file may have put anything into it."""
+"""Sections of federation.toml as plain values; the file's sender is not trusted.
+
+Example:
+    >>> list(user_functions_in({"model": {"name": "mlp"}, "rules": ["mine:rule"]}))
+    ['mine:rule']
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,12 +22,15 @@ AGREED_AGENT_KEYS = (
     "initialisation",
     "graph",
 )
-"""The keys of an experiment's [agents] that peers agree on: the others make up who is there, which is known here."""
+"""Keys of an experiment's [agents] that peers agree on; the others describe simulated agents."""
 KERNEL_KEYS = ("linear", "layout", "convolution")
+
+_PositiveInt32 = Annotated[int, Field(ge=1, lt=2**31)]
+_Shape = Annotated[tuple[_PositiveInt32, ...], Field(strict=False, max_length=8)]
 
 
 class Limits(Section):
-    """What one peer may ask of another: answers a minute, models sent at once to all, and to one."""
+    """Limits of a node's answers: per minute, simultaneous uploads, and uploads per peer."""
 
     answers_per_minute: Annotated[int, Field(ge=1, le=10**9)] = 6000
     uploads: Annotated[int, Field(ge=1, le=1000)] = 8
@@ -30,50 +38,54 @@ class Limits(Section):
 
     @classmethod
     def for_model(cls, size: int, round_seconds: float) -> "Limits":
-        """Enough for a peer that downloads a model of so many bytes twice a round; a few hundred answers always, since
-        who is behind does not wait for its rounds' time."""
-        a_round = 2 * (size // 2**20 + 5)  # chunks, and what is asked beside them
-        most = cls.model_fields["answers_per_minute"].default
-        wanted = (
-            math.ceil(60 * a_round / round_seconds) if round_seconds > 60 * a_round / most else most
-        )
-        return cls(answers_per_minute=max(wanted, 300))
+        """Compute limits that allow to download a model twice a round.
+
+        At least 300 answers a minute are allowed, because a peer that is behind does not wait for
+        the end of a round.
+
+        Args:
+            size: Size of the encoded model in bytes.
+            round_seconds: Minimum duration of a round.
+
+        Returns:
+            The limits.
+        """
+        per_round = 2 * (size // 2**20 + 5)  # chunks and other requests
+        maximum = cls.model_fields["answers_per_minute"].default
+        if round_seconds > 60 * per_round / maximum:
+            maximum = math.ceil(60 * per_round / round_seconds)
+        return cls(answers_per_minute=max(maximum, 300))
 
 
 class SampleSchema(Section):
-    """What the samples of every member look like: their classes, or the shape of the numbers that are to be told."""
+    """Format of every member's samples: classes, or the shape of the numbers to predict."""
 
-    shape: Annotated[
-        tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(strict=False, max_length=8)
-    ]
+    shape: _Shape
     class_names: Annotated[tuple[str, ...], Field(strict=False, max_length=100_000)] = ()
-    target: (
-        Annotated[
-            tuple[Annotated[int, Field(ge=1, lt=2**31)], ...], Field(strict=False, max_length=8)
-        ]
-        | None
-    ) = None
+    target: _Shape | None = None
 
     @field_validator("class_names")
     @classmethod
     def _check_class_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             if not (name.isprintable() and 0 < len(name) <= 100):
-                raise ValueError("class names must be of 1 to 100 characters that can be printed")
+                raise ValueError("class names must have 1 to 100 printable characters")
         return names
 
     @model_validator(mode="after")
     def _check_target(self) -> "SampleSchema":
-        fits = len(self.class_names) >= 2 if self.target is None else not self.class_names
-        if not fits:
+        is_regression = self.target is not None
+        is_valid = not self.class_names if is_regression else len(self.class_names) >= 2
+        if not is_valid:
             raise ValueError(
-                "`data` has two or more `class_names`, or none and the shape of numbers to be told, `target`"
+                "`data` has two or more `class_names`, or none and `target`, the shape of the "
+                "numbers to predict"
             )
         return self
 
 
 class AgreedSettings(Section):
-    """The sections of an experiment that all agree on; `Federation.experiment` is what checks them."""
+    """Sections of an experiment that all members agree on; `Federation.experiment` checks them."""
 
     linear: str | None = None
     layout: str | None = None
@@ -85,18 +97,32 @@ class AgreedSettings(Section):
 
 
 def validate_plain(value: Any, key: str = "", depth: int = 0) -> None:
-    """Raises ValueError for what no federation holds, and what would be a trap where it is hashed or shown."""
+    """Check that a value is plain data that can be hashed and shown safely.
+
+    Args:
+        value: A parsed TOML value.
+        key: Its key, for the error.
+        depth: Its nesting depth.
+
+    Raises:
+        ValueError: The value does not belong into a federation file.
+    """
     if depth > 20:
         raise ValueError("its tables or lists are nested too deeply")
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if len(name) > 100 or not name.isprintable():
-                raise ValueError(f"it has a key that is no word: {name[:100]!r}")
+                raise ValueError(f"it has a key that is too long or not printable: {name[:100]!r}")
             validate_plain(inner, name, depth + 1)
     elif isinstance(value, list | tuple):
         for inner in value:
             validate_plain(inner, key, depth + 1)
-    elif isinstance(value, int):
+    else:
+        _validate_scalar(value, key)
+
+
+def _validate_scalar(value: Any, key: str) -> None:
+    if isinstance(value, int):
         if not -(2**63) <= value < 2**63:
             raise ValueError(f"`{key}` is a number beyond 64 bits")
     elif isinstance(value, float):
@@ -109,9 +135,18 @@ def validate_plain(value: Any, key: str = "", depth: int = 0) -> None:
 
 
 def user_functions_in(value: Any) -> Iterator[str]:
-    """The import paths in the tables of an experiment, with whatever else may be taken for one."""
-    if isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
+    """Yield every text in an experiment's tables that may be an import path.
+
+    Args:
+        value: Tables, lists and plain values.
+
+    Yields:
+        Texts that contain a colon, such as "package.module:function".
+    """
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for inner in value:
             yield from user_functions_in(inner)
     elif isinstance(value, str) and ":" in value:
         yield value

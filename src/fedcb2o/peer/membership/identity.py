@@ -1,8 +1,8 @@
-"""Who an organisation is: a signing key, certificates, and the public half of these, which the others get.
+"""Identity of an organisation: signing key, certificates, and the public half for other members.
 
-The signing key is the identity: it signs every manifest and every new version of a federation. Certificates let a link
-be made at all; the root of one's own small authority stands in the federation, so that TLS certificates are renewed
-without asking anybody.
+The signing key is the identity: it signs every manifest and every new version of a federation.
+Certificates only allow a link. The federation contains the root of each member's own authority, so
+that a member renews its TLS certificate without other members.
 """
 
 import base64
@@ -35,18 +35,29 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import certificates
 
 _MAX_MEMBER_FILE_BYTES = 2**16
-"""The bytes of the largest file of an organisation."""
 MAX_LINE_BYTES = 2000
-"""The bytes of the longest line: TOML is read in a time that is quadratic in the parts of a key."""
+"""Length of the longest line: the time to parse TOML is quadratic in the parts of a key."""
 _SECRET_FILES = ("signing.key", "root.key", "tls.key")
 _P = 2**255 - 19
 _Y8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
 _SMALL_ORDER_Y = frozenset({0, 1, _P - 1, _P, _P + 1, _Y8, _P - _Y8})
-"""The y of the points of Ed25519 of small order: under a key that is one, anybody can make signatures."""
+"""y coordinates of Ed25519 points of small order: anybody can forge signatures under such a key."""
 
 
 def read_bounded_toml(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The table in a file that another organisation sent; raises ValueError for what is none, or takes long to read."""
+    """Read a TOML file that another organisation sent.
+
+    Args:
+        path: The file.
+        max_bytes: Largest accepted size.
+
+    Returns:
+        The parsed table.
+
+    Raises:
+        ValueError: The file is no TOML, too large, or has a line that takes long to parse.
+        OSError: The file cannot be read.
+    """
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -57,22 +68,42 @@ def read_bounded_toml(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def spelled_hex(content: bytes) -> str:
-    """Bytes as they are read to somebody over the telephone: hex digits in groups of four."""
+    """Format bytes for reading aloud.
+
+    Args:
+        content: The bytes.
+
+    Returns:
+        Hexadecimal digits in groups of four.
+
+    Example:
+        >>> spelled_hex(bytes(range(4)))
+        '0001 0203'
+    """
     return content.hex(" ", 2)
 
 
 def _check_name(name: str) -> None:
-    """Raises ConfigError for what is no member's name."""
     if not certificates.DNS_LABEL.fullmatch(name) or name.isdigit() or name == "localhost":
         raise ConfigError(
-            "a member's name has up to 63 small letters from a to z, digits, and hyphens between them, such as "
-            f"hospital-a, got {name[:100]!r}"
+            "a member's name has up to 63 letters from a to z, digits, and hyphens between them, "
+            f"such as hospital-a, got {name[:100]!r}"
         )
 
 
 @dataclass(frozen=True)
 class Member:
-    """The public half of an organisation; raises ConfigError for what cannot be one."""
+    """Public half of an organisation.
+
+    Attributes:
+        name: The member's name, a DNS label.
+        endpoint: "HOST:PORT" at which others reach it.
+        key: Public Ed25519 key, 32 bytes.
+        root: Root certificate as PEM.
+
+    Raises:
+        ConfigError: The values cannot be those of a member.
+    """
 
     name: str
     endpoint: str
@@ -92,24 +123,40 @@ class Member:
 
     @property
     def fingerprint(self) -> str:
-        """The first half of the key's SHA-256, by which people compare it."""
+        """First half of the key's SHA-256, by which people compare keys."""
         return spelled_hex(hashlib.sha256(self.key).digest()[:16])
 
     @property
     def expires(self) -> datetime:
-        """When its root ends, which then has to be replaced by a new version of the federation."""
+        """Expiry of the root, which a new version of the federation must replace before."""
         return x509.load_pem_x509_certificate(self.root.encode()).not_valid_after_utc
 
     def check_not_expired(self, now: datetime | None = None) -> None:
-        """Raises ConfigError where its root has ended."""
+        """Check that the root has not expired.
+
+        Args:
+            now: Time to check at; by default the current time.
+
+        Raises:
+            ConfigError: The root has expired.
+        """
         if (now or datetime.now(UTC)) >= self.expires:
             raise ConfigError(
-                f"`root` of {self.name} expired at {_format_time(self.expires)}: `fedcb2o peer renew --out` makes a new one, "
-                "and the others sign a version of the federation with it"
+                f"`root` of {self.name} expired at {_format_time(self.expires)}: `fedcb2o peer "
+                "renew --out` makes a new one, and the other members sign a version of the "
+                "federation with it"
             )
 
     def verify(self, message: bytes, signature: bytes) -> bool:
-        """Whether this member signed this message."""
+        """Check a signature of this member.
+
+        Args:
+            message: The signed bytes.
+            signature: The claimed Ed25519 signature.
+
+        Returns:
+            True if this member signed the message.
+        """
         try:
             Ed25519PublicKey.from_public_bytes(self.key).verify(signature, message)
         except (InvalidSignature, ValueError, TypeError):
@@ -118,20 +165,40 @@ class Member:
 
     @classmethod
     def read(cls, path: Path, *, allow_expired: bool = False) -> "Member":
-        """The member in a file NAME.member.toml; raises ConfigError for anything else, and unless `expired` is true
-        where its root has ended."""
+        """Read a file NAME.member.toml.
+
+        Args:
+            path: The file.
+            allow_expired: Accept a member whose root has expired.
+
+        Returns:
+            The member.
+
+        Raises:
+            ConfigError: The file is no member's file, or the root has expired.
+        """
         try:
             member = cls.from_table(read_bounded_toml(path, _MAX_MEMBER_FILE_BYTES))
             if not allow_expired:
                 member.check_not_expired()
         except (OSError, ValueError) as error:
-            told = error.strerror if isinstance(error, OSError) else str(error)
-            raise ConfigError(f"{path} is no member's file: {told}") from error
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"{path} is no member's file: {reason}") from error
         return member
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "Member":
-        """The member in a table of four texts; raises ConfigError for anything else."""
+        """Parse a table of four texts.
+
+        Args:
+            table: The keys `name`, `endpoint`, `key` (base64) and `root` (PEM).
+
+        Returns:
+            The member.
+
+        Raises:
+            ConfigError: The table is not that of a member.
+        """
         keys = ("name", "endpoint", "key", "root")
         for key in table:
             if key not in keys:
@@ -142,30 +209,44 @@ class Member:
             if key not in table:
                 raise ConfigError(f"the key `{key}` of a member is missing")
             if not isinstance(table[key], str):
-                raise ConfigError(
-                    f"`{key}` of a member must be a text, got one of type {type(table[key]).__name__}"
-                )
+                kind = type(table[key]).__name__
+                raise ConfigError(f"`{key}` of a member must be a text, got one of type {kind}")
+
         try:
             public = base64.b64decode(table["key"].encode(), validate=True)
         except (binascii.Error, ValueError) as error:
             raise ConfigError(f"`key` of a member is no base64: {error}") from error
         if base64.b64encode(public).decode() != table["key"]:
-            raise ConfigError("`key` of a member must be base64 in its usual form")
+            raise ConfigError("`key` of a member must be base64 in canonical form")
         return cls(table["name"], table["endpoint"], public, table["root"])
 
     def to_table(self) -> dict[str, str]:
-        """This member as texts."""
+        """Return this member as a table of texts.
+
+        Returns:
+            The keys that `from_table` expects.
+        """
         key = base64.b64encode(self.key).decode()
         return {"name": self.name, "endpoint": self.endpoint, "key": key, "root": self.root}
 
     def write(self, path: Path) -> None:
-        """Write NAME.member.toml, the file to send to the others."""
-        records.atomic_write(path, tomli_w.dumps(self.to_table(), multiline_strings=True).encode())
+        """Write the member file that is sent to other members.
+
+        Args:
+            path: The file, by convention NAME.member.toml.
+        """
+        content = tomli_w.dumps(self.to_table(), multiline_strings=True)
+        records.atomic_write(path, content.encode())
 
 
 @dataclass(frozen=True)
 class Identity:
-    """An organisation's own keys and certificates, in a folder that nobody else may read."""
+    """Keys and certificates of one organisation, in a folder that only its owner may read.
+
+    Attributes:
+        folder: The folder.
+        member: The public half.
+    """
 
     folder: Path
     member: Member
@@ -182,17 +263,42 @@ class Identity:
         now: datetime | None = None,
         until: datetime | None = None,
     ) -> "Identity":
-        """New keys, a root, and a TLS certificate that ends after `days` or at `until`: all files are made, or none.
+        """Create new keys, a root and a TLS certificate; write all files or none.
 
-        Raises ConfigError where the folder holds anything.
+        Args:
+            folder: An empty or missing folder.
+            name: The member's name.
+            endpoint: "HOST:PORT" at which others reach it.
+            days: Validity of the TLS certificate.
+            now: Time of creation; by default the current time.
+            until: Expiry of the TLS certificate, in place of `days`.
+
+        Returns:
+            The identity.
+
+        Raises:
+            ConfigError: The folder is not empty, or a value is invalid.
         """
-        return cls._make(
-            Path(folder), name, endpoint, Ed25519PrivateKey.generate(), days, now, until
-        )
+        key = Ed25519PrivateKey.generate()
+        return cls._make(Path(folder), name, endpoint, key, days, now, until)
 
     def with_endpoint(self, folder: Path | str, *, endpoint: str, days: int = 397) -> "Identity":
-        """The same signing key with another endpoint and a new root, in another folder. The others have to sign a
-        version of the federation with it; until they run with this, the old one goes on to work."""
+        """Create an identity with the same signing key and another endpoint.
+
+        The other members must sign a version of the federation with it. Until they run with that
+        version, the old identity continues to work.
+
+        Args:
+            folder: An empty or missing folder.
+            endpoint: The new "HOST:PORT".
+            days: Validity of the TLS certificate.
+
+        Returns:
+            The identity, with a new root.
+
+        Raises:
+            ConfigError: The folder is not empty, or a value is invalid.
+        """
         return self._make(Path(folder), self.member.name, endpoint, self._key, days, None, None)
 
     @classmethod
@@ -206,124 +312,159 @@ class Identity:
         now: datetime | None,
         until: datetime | None,
     ) -> "Identity":
-        _check_name(name)  # before a certificate is made of it
+        _check_name(name)  # before the name enters a certificate
         now = now or datetime.now(UTC)
         root_key = certificates.new_key()
         root = certificates.new_root(name, endpoint, root_key, now)
         member = Member(name, endpoint, key.public_key().public_bytes_raw(), _to_pem(root))
-        made = None
+
+        temporary = None
         try:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise ConfigError(
-                    f"{folder} is not empty, and keys are never overwritten: choose another --out (`fedcb2o peer renew`"
-                    " makes a new TLS certificate for the identity in one)"
+                    f"{folder} is not empty, and keys are never overwritten: choose another --out "
+                    "(`fedcb2o peer renew` makes a new TLS certificate for an existing identity)"
                 )
             folder.parent.mkdir(parents=True, exist_ok=True)
-            made = Path(
-                tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
-            )  # of mode 0700
-            _write_secret(made / "signing.key", _private_key_pem(key))
-            _write_secret(made / "root.key", _private_key_pem(root_key))
-            records.atomic_write(made / "root.pem", member.root.encode())
-            member.write(made / f"{name}.member.toml")
-            cls(made, member, key).renew(days=days, now=now, until=until)
-            made.rename(folder)
+            # mkdtemp sets mode 0700
+            temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+            _write_secret(temporary / "signing.key", _private_key_pem(key))
+            _write_secret(temporary / "root.key", _private_key_pem(root_key))
+            records.atomic_write(temporary / "root.pem", member.root.encode())
+            member.write(temporary / f"{name}.member.toml")
+            cls(temporary, member, key).renew(days=days, now=now, until=until)
+            temporary.rename(folder)
         except OSError as error:
             raise ConfigError(f"cannot make {folder}: {error.strerror or error}") from error
         finally:
-            if made is not None:
-                shutil.rmtree(made, ignore_errors=True)  # where it was not renamed
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)  # unless it was renamed
         return cls(folder, member, key)
 
     @classmethod
     def read(cls, folder: Path | str) -> "Identity":
-        """The identity in a folder; raises ConfigError where it is not whole, or others may read its secrets.
+        """Read the identity in a folder.
 
-        One whose TLS certificate has expired is read: `expires` tells it.
+        An expired TLS certificate is accepted; see `expires`.
+
+        Args:
+            folder: The folder.
+
+        Returns:
+            The identity.
+
+        Raises:
+            ConfigError: The identity is incomplete, or others may read its secrets.
         """
         folder = Path(folder)
         for path in (folder / name for name in _SECRET_FILES):
             if path.exists() and path.stat().st_mode & 0o077:
                 raise ConfigError(
-                    f"others may read {path}: chmod 600 it and, if any did, make a new identity"
+                    f"others may read {path}: chmod 600 it; if somebody did, make a new identity"
                 )
+
         files = list(folder.glob("*.member.toml"))
         if len(files) != 1:
-            found = "no file" if not files else f"{len(files)} files"
+            count = f"{len(files)} files" if files else "no file"
             raise ConfigError(
-                f"{folder} holds {found} NAME.member.toml: `fedcb2o peer identity` makes an identity"
+                f"{folder} holds {count} NAME.member.toml: `fedcb2o peer identity` makes an "
+                "identity"
             )
         member = Member.read(files[0], allow_expired=True)
+
         identity = cls(folder, member, _read_ed25519_key(folder / "signing.key"))
         if identity._key.public_key().public_bytes_raw() != member.key:
             raise ConfigError(
                 f"{folder / 'signing.key'} is not the key in {files[0].name}: restore one of them"
             )
-        root = _read_certificate(folder / "root.pem")
-        if _to_pem(root) != member.root:
+        if _to_pem(_read_certificate(folder / "root.pem")) != member.root:
             raise ConfigError(
                 f"{folder / 'root.pem'} is not the root in {files[0].name}: restore one of them"
             )
         return identity
 
     def check_certificate(self) -> None:
-        """Raises ConfigError unless the TLS key and certificate fit each other, the root and the clock."""
-        certificate = _read_certificate(self.tls_certificate)
-        again = _remedy(self.tls_certificate)
+        """Check that the TLS key and certificate match each other, the root and the clock.
+
+        Raises:
+            ConfigError: They do not, or the certificate has expired.
+        """
+        path = self.tls_certificate
+        certificate = _read_certificate(path)
+        remedy = _remedy(path)
         if _read_p256_key(self.tls_key).public_key() != certificate.public_key():
-            raise ConfigError(f"{self.tls_certificate} is not that of the key in tls.key: {again}")
+            raise ConfigError(f"{path} is not that of the key in tls.key: {remedy}")
         try:
             certificate.verify_directly_issued_by(_read_certificate(self.folder / "root.pem"))
         except (InvalidSignature, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{self.tls_certificate} is not signed by root.pem: {again}"
-            ) from error
+            raise ConfigError(f"{path} is not signed by root.pem: {remedy}") from error
+
         now = datetime.now(UTC)
         self.member.check_not_expired(now)
         if now >= certificate.not_valid_after_utc:
-            raise ConfigError(
-                f"{self.tls_certificate} expired at {_format_time(certificate.not_valid_after_utc)}: {again}"
-            )
+            expiry = _format_time(certificate.not_valid_after_utc)
+            raise ConfigError(f"{path} expired at {expiry}: {remedy}")
         if now < certificate.not_valid_before_utc:
-            raise ConfigError(
-                f"{self.tls_certificate} is valid from {_format_time(certificate.not_valid_before_utc)}: set this clock"
-            )
+            start = _format_time(certificate.not_valid_before_utc)
+            raise ConfigError(f"{path} is valid from {start}: set this clock")
 
     def sign(self, message: bytes) -> bytes:
-        """The 64 bytes of the Ed25519 signature."""
+        """Sign a message.
+
+        Args:
+            message: The bytes to sign.
+
+        Returns:
+            The Ed25519 signature, 64 bytes.
+        """
         return self._key.sign(message)
 
     def renew(
         self, *, days: int = 397, now: datetime | None = None, until: datetime | None = None
     ) -> None:
-        """A new TLS key and certificate by the same root, which the others need not be told of."""
+        """Replace the TLS key and certificate, under the same root.
+
+        Other members need not know.
+
+        Args:
+            days: Validity of the certificate.
+            now: Time of creation; by default the current time.
+            until: Expiry, in place of `days`.
+
+        Raises:
+            ConfigError: `days` is out of range, or the root has expired.
+        """
         if not 1 <= days <= certificates.ROOT_DAYS:
             raise ConfigError(f"`days` must be between 1 and {certificates.ROOT_DAYS}, got {days}")
         now = now or datetime.now(UTC)
         self.member.check_not_expired(now)
-        root = _read_certificate(self.folder / "root.pem")
-        root_key = _read_p256_key(self.folder / "root.key")
-        key = certificates.new_key()
-        until = until or now + timedelta(days=days)
+
+        leaf_key = certificates.new_key()
         leaf = certificates.new_leaf(
-            self.member.name, self.member.endpoint, key, root, root_key, now, until
+            self.member.name,
+            self.member.endpoint,
+            leaf_key,
+            _read_certificate(self.folder / "root.pem"),
+            _read_p256_key(self.folder / "root.key"),
+            now,
+            until or now + timedelta(days=days),
         )
-        _write_secret(self.tls_key, _private_key_pem(key))
+        _write_secret(self.tls_key, _private_key_pem(leaf_key))
         records.atomic_write(self.tls_certificate, _to_pem(leaf).encode())
 
     @property
     def tls_key(self) -> Path:
-        """The file of the TLS key."""
+        """File of the TLS key."""
         return self.folder / "tls.key"
 
     @property
     def tls_certificate(self) -> Path:
-        """The file of the TLS certificate."""
+        """File of the TLS certificate."""
         return self.folder / "tls.pem"
 
     @property
     def expires(self) -> datetime:
-        """When the TLS certificate ends."""
+        """Expiry of the TLS certificate."""
         return _read_certificate(self.tls_certificate).not_valid_after_utc
 
 
@@ -342,9 +483,8 @@ def _private_key_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> byt
 def _write_secret(path: Path, content: bytes) -> None:
     def write(temporary: Path) -> None:
         temporary.unlink(missing_ok=True)
-        with os.fdopen(
-            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
-        ) as file:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(content)
 
     records.atomic_write(path, write)
@@ -355,14 +495,14 @@ def _read_file(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(_MAX_MEMBER_FILE_BYTES)
     except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror or error}; {_remedy(path)}"
-        ) from error
+        reason = error.strerror or error
+        raise ConfigError(f"cannot read {path}: {reason}; {_remedy(path)}") from error
 
 
 def _remedy(path: Path) -> str:
-    made = f"`fedcb2o peer renew --identity {path.parent}` makes a new one"
-    return made if path.name.startswith("tls.") else "restore it"
+    if path.name.startswith("tls."):
+        return f"`fedcb2o peer renew --identity {path.parent}` makes a new one"
+    return "restore it"
 
 
 def _read_certificate(path: Path) -> x509.Certificate:
@@ -390,5 +530,5 @@ def _read_key(path: Path) -> object:
     content = _read_file(path)
     try:
         return load_pem_private_key(content, password=None)
-    except Exception:  # it may be damaged in any way, and what is in it must not be told
+    except Exception:  # any damage is possible, and the error must not show the content
         raise ConfigError(f"{path} holds no key without a passphrase: {_remedy(path)}") from None

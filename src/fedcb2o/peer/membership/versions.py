@@ -1,8 +1,12 @@
-"""Who the members of a federation are, version by version, each signed by the majority of the one before.
+"""Versions of a federation's membership, each signed by a majority of the previous version.
 
-Version 1 is an agreement by itself: whoever runs with it has said yes. Version k + 1 counts where more than half of the
-members of version k signed its hash, in which is that of version k. As a file carries all versions, whoever holds
-version 1 can check the others offline.
+Version 1 is an agreement by itself: a member that runs with it accepts it. Version k + 1 is valid
+if more than half of the members of version k signed its hash, which includes the hash of version k.
+A file contains all versions, so that a holder of version 1 can verify the later ones offline.
+
+Example:
+    >>> required_signatures({0: None, 1: None, 2: None})
+    2
 """
 
 import base64
@@ -21,13 +25,13 @@ from fedcb2o.experiments.config.settings import Section
 from fedcb2o.peer.membership.identity import Identity, Member
 
 _SIGNATURE_CONTEXT = b"fedcb2o federation 1\n"
-"""What precedes the hash in what members sign, so that it can be taken for nothing else."""
+"""Prefix of the signed hash, so that the signature is valid for no other purpose."""
 
 MembersById = Mapping[int, Member]
 
 
 class MemberEntry(Section):
-    """A member with its id."""
+    """A member with its id, as in the file."""
 
     id: Annotated[int, Field(ge=0, lt=2**16)]
     name: str
@@ -37,168 +41,272 @@ class MemberEntry(Section):
 
 
 class Signature(Section):
-    """That a member of the version before agrees to this one."""
+    """Signature of one version by a member of the previous version."""
 
     name: Annotated[str, Field(max_length=100)]
     signature: Annotated[str, Field(max_length=100)]
 
 
 class Version(Section):
-    """The members of one version, and who of the version before signed it."""
+    """Members of one version, and its signatures by members of the previous version."""
 
     members: Annotated[tuple[MemberEntry, ...], Field(strict=False, min_length=2, max_length=2**12)]
     signatures: Annotated[tuple[Signature, ...], Field(strict=False, max_length=2**12)] = ()
 
 
 def parse_members(versions: Sequence[Version]) -> tuple[MembersById, ...]:
-    """The members of each version by their ids, ascending; raises ConfigError for what is no member."""
-    known: dict[MemberEntry, Member] = {}  # most stay from version to version
-    found = []
+    """Parse the members of each version.
+
+    Args:
+        versions: All versions, the first one first.
+
+    Returns:
+        For each version its members by ascending id.
+
+    Raises:
+        ConfigError: An entry is not that of a member.
+    """
+    cache: dict[MemberEntry, Member] = {}  # most members stay from version to version
+    parsed = []
     for number, version in enumerate(versions, start=1):
         members = {}
         for entry in sorted(version.members, key=lambda entry: entry.id):
-            if entry not in known:
+            if entry not in cache:
                 try:
-                    known[entry] = Member.from_table(entry.model_dump(exclude={"id"}))
+                    cache[entry] = Member.from_table(entry.model_dump(exclude={"id"}))
                 except ConfigError as error:
                     raise ConfigError(f"version {number}, agent {entry.id}: {error}") from error
-            members[entry.id] = known[entry]
-        found.append(members)
-    return tuple(found)
+            members[entry.id] = cache[entry]
+        parsed.append(members)
+    return tuple(parsed)
 
 
-def version_digests(terms: Mapping[str, Any], versions: Sequence[Version]) -> tuple[bytes, ...]:
-    """The SHA-256 of each version: of the terms, its number, its members and, in hex, the hash of the version before
-    where there is one, as JSON in ASCII
-    with sorted keys and without blanks, in which 2.0 is written as 2."""
-    found: list[bytes] = []
+def version_digests(
+    fixed_content: Mapping[str, Any], versions: Sequence[Version]
+) -> tuple[bytes, ...]:
+    """Hash each version.
+
+    The hashed text is JSON in ASCII with sorted keys and without blanks, in which 2.0 is written as
+    2. It contains the fixed content, the version's number and members, and the hexadecimal hash of
+    the previous version.
+
+    Args:
+        fixed_content: The part of the file that no version changes.
+        versions: All versions, the first one first.
+
+    Returns:
+        The SHA-256 of each version.
+    """
+    hashes: list[bytes] = []
     for number, version in enumerate(versions, start=1):
-        previous = found[-1].hex() if found else None
-        members = [
-            entry.model_dump() for entry in sorted(version.members, key=lambda entry: entry.id)
-        ]
-        content = records.canonical_settings(
-            {**terms, "version": number, "previous": previous, "members": members}
+        previous = hashes[-1].hex() if hashes else None
+        entries = sorted(version.members, key=lambda entry: entry.id)
+        content = {
+            **fixed_content,
+            "version": number,
+            "previous": previous,
+            "members": [entry.model_dump() for entry in entries],
+        }
+        text = json.dumps(
+            records.canonical_settings(content),
+            sort_keys=True,
+            separators=(",", ":"),
+            allow_nan=False,
         )
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        found.append(hashlib.sha256(text.encode()).digest())
-    return tuple(found)
+        hashes.append(hashlib.sha256(text.encode()).digest())
+    return tuple(hashes)
 
 
 def validate_versions(
     versions: Sequence[Version], members: Sequence[MembersById], hashes: Sequence[bytes]
 ) -> None:
-    """Raises ConfigError where members of one version cannot be together, or versions cannot follow each other.
+    """Check that each version is consistent and may follow the previous one.
 
-    A member keeps its id and its name; neither ever returns once it was removed.
+    A member keeps its id and its name. Neither is used again after the member was removed.
+
+    Args:
+        versions: All versions, the first one first.
+        members: Their members, from `parse_members`.
+        hashes: Their hashes, from `version_digests`.
+
+    Raises:
+        ConfigError: A version is inconsistent, or has an invalid signature.
     """
     names: dict[int, str] = {}
     for number, version in enumerate(versions, start=1):
-        for key in ("id", "name", "endpoint", "key", "root"):
-            if twice := _duplicates(getattr(entry, key) for entry in version.members):
-                shown = f": {twice[0]!r}" if len(str(twice[0])) <= 100 else ""
-                raise ConfigError(f"version {number} has two members of the same `{key}`{shown}")
-        before = members[number - 2] if number > 1 else {}
-        new = [id for id in members[number - 1] if id not in before]
-        if new != list(range(len(names), len(names) + len(new))):
-            raise ConfigError(
-                f"version {number} gives ids out of order: those of new members follow all that there were, from "
-                f"{len(names)}, and none returns"
-            )
-        taken = set(names.values())
-        for id, member in members[number - 1].items():
-            if id in before and names[id] != member.name:
-                raise ConfigError(
-                    f"version {number} names agent {id} {member.name}, who was {names[id]}: names stay"
-                )
-            if id not in before and member.name in taken:
-                raise ConfigError(
-                    f"version {number} has {member.name} again, who was removed: take another name"
-                )
-            names[id] = member.name
-        voters = {member.name: member for member in before.values()}
-        if wrong := [
-            each.name
-            for each in version.signatures
-            if not _is_valid_signature(each, voters, hashes[number - 1])
-        ]:
-            raise ConfigError(
-                f"version {number} has a signature of {wrong[0]!r} that is not good: was the file changed? Ask for it "
-                "again, or take this signature out"
-            )
-        if twice := _duplicates(
-            signature.name for signature in version.signatures
-        ):  # a signature may be made in many ways
-            raise ConfigError(
-                f"version {number} has two signatures of {twice[0]!r}, who has one vote: take one out"
-            )
+        previous = members[number - 2] if number > 1 else {}
+        _check_unique_entries(number, version)
+        _check_ids_and_names(number, members[number - 1], previous, names)
+        _check_signatures(number, version, previous, hashes[number - 1])
 
 
-def describe_changes(before: MembersById, after: MembersById) -> list[str]:
-    """What a version does to the members of the one before, a few words for each, with the fingerprints of keys."""
-    told = [f"removes {before[id].name}" for id in before if id not in after]
-    for id, member in after.items():
-        if id not in before:
-            told.append(f"adds {member.name} ({member.endpoint}, key {member.fingerprint})")
+def _check_unique_entries(number: int, version: Version) -> None:
+    for key in ("id", "name", "endpoint", "key", "root"):
+        if repeated := _duplicates(getattr(entry, key) for entry in version.members):
+            value = f": {repeated[0]!r}" if len(str(repeated[0])) <= 100 else ""
+            raise ConfigError(f"version {number} has two members of the same `{key}`{value}")
+
+
+def _check_ids_and_names(
+    number: int, members: MembersById, previous: MembersById, names: dict[int, str]
+) -> None:
+    """Check one version, and add its new members to `names`, the names of all ids so far."""
+    new_ids = [id for id in members if id not in previous]
+    if new_ids != list(range(len(names), len(names) + len(new_ids))):
+        raise ConfigError(
+            f"version {number} gives ids out of order: those of new members follow all earlier "
+            f"ids, from {len(names)}, and no id is used again"
+        )
+
+    used_names = set(names.values())
+    for id, member in members.items():
+        if id in previous and names[id] != member.name:
+            raise ConfigError(
+                f"version {number} names agent {id} {member.name}, but its name was {names[id]}: "
+                "names stay"
+            )
+        if id not in previous and member.name in used_names:
+            raise ConfigError(
+                f"version {number} has {member.name} again, which was removed: take another name"
+            )
+        names[id] = member.name
+
+
+def _check_signatures(number: int, version: Version, previous: MembersById, hash: bytes) -> None:
+    voters = {member.name: member for member in previous.values()}
+    for signature in version.signatures:
+        if not _is_valid_signature(signature, voters, hash):
+            raise ConfigError(
+                f"version {number} has an invalid signature of {signature.name!r}: was the file "
+                "changed? Ask for it again, or remove this signature"
+            )
+    # compare names: one key can make several valid signatures
+    if repeated := _duplicates(signature.name for signature in version.signatures):
+        raise ConfigError(
+            f"version {number} has two signatures of {repeated[0]!r}, but a member has one vote: "
+            "remove one"
+        )
+
+
+def describe_changes(previous: MembersById, current: MembersById) -> list[str]:
+    """Describe the differences between two versions.
+
+    Args:
+        previous: The members before.
+        current: The members after.
+
+    Returns:
+        One phrase per change, with the fingerprints of new keys.
+    """
+    changes = [f"removes {previous[id].name}" for id in previous if id not in current]
+    for id, member in current.items():
+        if id not in previous:
+            changes.append(f"adds {member.name} ({member.endpoint}, key {member.fingerprint})")
             continue
-        old = before[id]
-        other = []
+        old = previous[id]
+        differences = []
         if member.endpoint != old.endpoint:
-            other.append(f"endpoint ({member.endpoint}, not {old.endpoint})")
+            differences.append(f"endpoint ({member.endpoint}, not {old.endpoint})")
         if member.key != old.key:
-            other.append(f"key ({member.fingerprint}, not {old.fingerprint})")
+            differences.append(f"key ({member.fingerprint}, not {old.fingerprint})")
         if member.root != old.root:
-            other.append("root")
-        told += [f"gives {member.name} another {' and '.join(other)}"] if other else []
-    return told
+            differences.append("root")
+        if differences:
+            changes.append(f"gives {member.name} another {' and '.join(differences)}")
+    return changes
 
 
-def required_signatures(before: MembersById) -> int:
-    """How many signatures the next version needs: of more than half of the members."""
-    return len(before) // 2 + 1
+def required_signatures(previous: MembersById) -> int:
+    """Return the number of signatures that the next version needs.
+
+    Args:
+        previous: The members of the version before it.
+
+    Returns:
+        More than half of their number.
+    """
+    return len(previous) // 2 + 1
 
 
 def validate_signatures(versions: Sequence[Version], members: Sequence[MembersById]) -> None:
-    """Raises ConfigError unless each of these versions, checked before, was signed by enough members of the one
-    before."""
+    """Check that each version has enough signatures.
+
+    Args:
+        versions: All versions, already checked by `validate_versions`.
+        members: Their members.
+
+    Raises:
+        ConfigError: A version has too few signatures.
+    """
     for number, version in enumerate(versions[1:], start=2):
-        before = members[number - 2]
-        if (lacking := required_signatures(before) - len(version.signatures)) > 0:
-            others = unsigned_members(version, before)
+        previous = members[number - 2]
+        required = required_signatures(previous)
+        missing = required - len(version.signatures)
+        if missing > 0:
+            names = unsigned_members(version, previous)
+            others = f" or {len(names) - 5} others" if len(names) > 5 else ""
             raise ConfigError(
-                f"version {number} lacks {lacking} of the {required_signatures(before)} signatures that it needs of members of "
-                f"version {number - 1}: `fedcb2o peer sign` adds that of {' or '.join(others[:5])}"
-                + (f" or {len(others) - 5} others" if len(others) > 5 else "")
+                f"version {number} lacks {missing} of the {required} signatures that it needs of "
+                f"members of version {number - 1}: `fedcb2o peer sign` adds that of "
+                f"{' or '.join(names[:5])}{others}"
             )
 
 
-def unsigned_members(version: Version, before: MembersById) -> list[str]:
-    """The members of the version before who did not sign this one."""
-    signed = {signature.name for signature in version.signatures}
-    return [member.name for member in before.values() if member.name not in signed]
+def unsigned_members(version: Version, previous: MembersById) -> list[str]:
+    """Return the members of the previous version that did not sign this one.
+
+    Args:
+        version: The version.
+        previous: The members of the version before it.
+
+    Returns:
+        Their names, by ascending id.
+    """
+    signers = {signature.name for signature in version.signatures}
+    return [member.name for member in previous.values() if member.name not in signers]
 
 
 def add_signature(
-    version: Version, hash: bytes, before: MembersById, identity: Identity
+    version: Version, hash: bytes, previous: MembersById, identity: Identity
 ) -> Version:
-    """A version with this member's signature too; raises ConfigError where it was no member of the version before."""
-    name = next(
-        (member.name for member in before.values() if member.key == identity.member.key), None
-    )
-    if name is None:
+    """Sign a version.
+
+    Args:
+        version: The version.
+        hash: Its hash.
+        previous: The members of the version before it.
+        identity: The signing organisation.
+
+    Returns:
+        The version with the additional signature.
+
+    Raises:
+        ConfigError: The organisation was no member of the previous version.
+    """
+    signers = [member.name for member in previous.values() if member.key == identity.member.key]
+    if not signers:
         raise ConfigError(
-            f"the key in {identity.folder} is that of no member of the version before, and these alone sign"
+            f"the key in {identity.folder} belongs to no member of the version before, and only "
+            "these sign"
         )
-    made = Signature(
-        name=name, signature=base64.b64encode(identity.sign(_SIGNATURE_CONTEXT + hash)).decode()
-    )
-    return merge_signatures(version, (made,))
+    content = identity.sign(_SIGNATURE_CONTEXT + hash)
+    signature = Signature(name=signers[0], signature=base64.b64encode(content).decode())
+    return merge_signatures(version, (signature,))
 
 
 def merge_signatures(version: Version, signatures: Sequence[Signature]) -> Version:
-    """A version with these signatures too, in the order of names."""
-    found = {each.name: each for each in (*signatures, *version.signatures)}
-    return Version(members=version.members, signatures=tuple(found[name] for name in sorted(found)))
+    """Add signatures to a version.
+
+    Args:
+        version: The version.
+        signatures: Further signatures; a member's existing one stays.
+
+    Returns:
+        The version with all signatures, sorted by name.
+    """
+    by_name = {signature.name: signature for signature in (*signatures, *version.signatures)}
+    merged = tuple(by_name[name] for name in sorted(by_name))
+    return Version(members=version.members, signatures=merged)
 
 
 def _is_valid_signature(signature: Signature, voters: Mapping[str, Member], hash: bytes) -> bool:
@@ -211,5 +319,4 @@ def _is_valid_signature(signature: Signature, voters: Mapping[str, Member], hash
 
 
 def _duplicates(values: Iterable[Any]) -> list[Any]:
-    """Those that are there more than once."""
     return [value for value, count in Counter(values).items() if count > 1]

@@ -1,4 +1,4 @@
-"""One agent of a federation as a process: its data, its rounds, its checks before the first round."""
+"""Node of a federation: one agent, its data, its rounds, and checks before a run."""
 
 from fedcb2o.peer.node.agent import build_network, load_member_dataset, load_model
 from fedcb2o.peer.node.engine import PeerEngine

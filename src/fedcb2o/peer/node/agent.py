@@ -1,13 +1,15 @@
-"""From a federation and an organisation's data to a block of one agent.
+"""Setup of one agent from a federation and an organisation's data.
 
-The data are its own, and its test samples report alone. Or, to try a federation out, the agent is one of a simulation:
-it has its share of the simulated data and, where it is malicious there, attacks.
+The agent has its organisation's own data; its test samples are used for reports only. To try a
+federation out, the agent can be one of a simulation instead: it has its share of the simulated data
+and attacks if it is malicious there.
 """
 
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +23,12 @@ from fedcb2o.data import sets
 from fedcb2o.data._dataset import Dataset, Shard
 from fedcb2o.data._partition import validation_mask
 from fedcb2o.errors import ConfigError, DataError, RunError
+from fedcb2o.experiments.config import datasets
 from fedcb2o.experiments.config.build import (
     build_module,
     build_neighbours,
     build_run_spec,
     prepare_seed,
-)
-from fedcb2o.experiments.config.datasets import (
-    attack_goal,
-    dataset_digest,
-    load_dataset,
-    validate_shard,
 )
 from fedcb2o.experiments.config.settings import Component, Experiment
 from fedcb2o.federated.adversary import Adversary
@@ -48,8 +45,17 @@ from fedcb2o.peer.membership.federation import Federation, make_federation, read
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """What one agent is made of: its terms, who is malicious (in a simulation), what it holds, the model that it begins
-    with, and the one that all know."""
+    """Parts of one agent.
+
+    Attributes:
+        spec: Run specification.
+        adversary: Malicious agents; empty outside simulations.
+        data: The agent's samples.
+        goal: Goal of the attack, for metrics.
+        initial_model: The agent's initial model, shape [d].
+        shared_initial_model: theta_0, known to all agents, shape [d].
+        data_digest: Hash of the data.
+    """
 
     spec: RunSpec
     adversary: Adversary
@@ -60,52 +66,68 @@ class AgentSetup:
     data_digest: str
 
     def build_group(self) -> AgentGroup:
-        """The agent as a block of one, with rows for its models, and one for each that may arrive in a round."""
-        attack = self.adversary.attack
-        each = attack.num_published(1, len(self.adversary.benign_ids))
+        """Build a group of this agent, with memory for the models of one round.
+
+        Returns:
+            The group.
+        """
+        num_crafted = self.adversary.attack.num_published(1, len(self.adversary.benign_ids))
         layout = BufferLayout.create(
-            np.zeros(1, np.int64), 1, self.data.malicious, each, self.spec.algorithm.keeps_previous
+            np.zeros(1, np.int64),
+            1,
+            self.data.malicious,
+            num_crafted,
+            self.spec.algorithm.keeps_previous,
         )
-        rows = layout.first_received + self.spec.max_asked
-        # Not zeros: memory is taken for those rows alone that are written to, and none is read before.
-        pool = torch.empty(rows, parameters.row_stride(self.spec.dim))[:, : self.spec.dim]
-        return AgentGroup(self.spec, self.data, self.adversary, layout, pool)
+        num_rows = layout.first_received + self.spec.max_asked
+        # not zeros: only rows that are written to take memory, and none is read before
+        stride = parameters.row_stride(self.spec.dim)
+        models = torch.empty(num_rows, stride)[:, : self.spec.dim]
+        return AgentGroup(self.spec, self.data, self.adversary, layout, models)
 
 
 def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) -> AgentSetup:
-    """An agent with an organisation's own data, by a part of which, or all, it judges models; raises DataError or
-    ConfigError where they do not fit the federation."""
+    """Set up an agent with its organisation's own data.
+
+    Args:
+        federation: The federation.
+        agent_id: The agent.
+        dataset: Its data; a part or all of the training samples validate models.
+
+    Returns:
+        The setup.
+
+    Raises:
+        DataError: The data do not fit the federation.
+        ConfigError: The federation's experiment is invalid.
+    """
     experiment = _with_single_process(federation.experiment)
     seed = federation.seed
     dataset = _check_dataset(federation, dataset)
-    if len(owners := dataset.names.owners) > 1:
+    owners = dataset.names.owners
+    if len(owners) > 1:
         raise DataError(
-            f"the data have {len(owners)} owners, {_format_names(owners)}: an organisation brings its own alone"
+            f"the data have {len(owners)} owners, {_format_names(owners)}: an organisation brings "
+            "only its own"
         )
-    agents = experiment.agents
-    holds = validation_mask(
-        dataset.labels(dataset.pool).numpy(),
-        agent_id,
-        agents.validation,
-        agents.split,
-        seed,
-        hold_out=agents.hold_out,
-    )
-    if dataset.owners is not None and dataset.owners.validates.any():  # it brought samples for that
-        holds = dataset.owners.validates.numpy()
-    validation = np.flatnonzero(holds)
-    train = np.flatnonzero(~holds) if agents.hold_out else np.arange(len(holds))
-    nobody = np.zeros(federation.num_agents, dtype=bool)
+
+    is_validation = _validation_samples(experiment, dataset, agent_id, seed)
+    validation = np.flatnonzero(is_validation)
+    train = np.arange(len(is_validation))
+    if experiment.agents.hold_out:
+        train = np.flatnonzero(~is_validation)
+
+    no_agent = np.zeros(federation.num_agents, dtype=bool)
     cluster = np.zeros(federation.num_agents, np.int64)
-    attackers = Adversary(
+    adversary = Adversary(
         attack=Attack(),
-        malicious=nobody,
+        malicious=no_agent,
         cluster=cluster,
         num_clusters=1,
         colludes=False,
         averages_own_model=False,
     )
-    terms = build_run_spec(
+    spec = build_run_spec(
         experiment,
         seed,
         dataset,
@@ -114,7 +136,7 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
         max_samples=federation.most_samples,
         neighbours=build_neighbours(experiment, seed, torch.from_numpy(cluster)),
     )
-    holdings = AgentData(
+    data = AgentData(
         agents=np.array([agent_id]),
         samples=dataset.pool,
         test=dataset.test,
@@ -123,97 +145,162 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
         cluster=cluster[:1],
         num_clusters=1,
         num_classes=dataset.num_classes,
-        malicious=nobody[:1],
+        malicious=no_agent[:1],
         attack=Attack(),
         seed=seed,
     )
-    return _build_setup(
-        experiment, federation, agent_id, dataset, terms, attackers, holdings, AttackGoal((), ())
+    goal = AttackGoal((), ())
+    return _build_setup(experiment, federation, agent_id, dataset, spec, adversary, data, goal)
+
+
+def _validation_samples(
+    experiment: Experiment, dataset: Dataset, agent_id: int, seed: int
+) -> np.ndarray:
+    """Return a mask over the pool: samples provided for validation, else a random part."""
+    if dataset.owners is not None and dataset.owners.validates.any():
+        return np.asarray(dataset.owners.validates.numpy())
+    agents = experiment.agents
+    return validation_mask(
+        dataset.labels(dataset.pool).numpy(),
+        agent_id,
+        agents.validation,
+        agents.split,
+        seed,
+        hold_out=agents.hold_out,
     )
 
 
 def simulated_agent(
     federation: Federation, agent_id: int, experiment: Experiment, data_dir: Path | None = None
 ) -> AgentSetup:
-    """Agent `me` of a simulation that does what the federation agreed on; raises ConfigError where it does not."""
+    """Set up an agent of a simulation.
+
+    Args:
+        federation: The federation.
+        agent_id: The agent.
+        experiment: The simulation.
+        data_dir: Directory of data sets.
+
+    Returns:
+        The setup.
+
+    Raises:
+        ConfigError: The simulation differs from the federation.
+    """
     seed = federation.seed
-    dataset = load_dataset(experiment, data_dir)
+    dataset = datasets.load_dataset(experiment, data_dir)
+    name = experiment.name
     if experiment.agents.num_agents != federation.num_agents:
         raise ConfigError(
-            f"the simulation `{experiment.name}` has {experiment.agents.num_agents} agents, and the federation "
-            f"{federation.num_agents} members"
+            f"the simulation `{name}` has {experiment.agents.num_agents} agents, and the "
+            f"federation {federation.num_agents} members"
         )
-    if other := differing_keys(federation, experiment, dataset):
+    if differing := differing_keys(federation, experiment, dataset):
         raise ConfigError(
-            f"the simulation `{experiment.name}` differs from the federation in {', '.join(other)}"
+            f"the simulation `{name}` differs from the federation in {', '.join(differing)}"
         )
     if experiment.attack is not None and experiment.attack.sybils:
         raise ConfigError(
-            "real peers have the names that the federation gives them: `attack.sybils` is for simulations"
+            "real peers have the names that the federation gives them: `attack.sybils` is for "
+            "simulations"
         )
     experiment = _with_single_process(experiment)
     prepared = prepare_seed(experiment, seed, _check_dataset(federation, dataset))
-    terms = dataclasses.replace(prepared.spec, rounds=federation.rounds)
-    holdings = prepared.build_agent_data([agent_id], torch.device("cpu"))
-    return _build_setup(
-        experiment,
-        federation,
-        agent_id,
-        dataset,
-        terms,
-        prepared.adversary,
-        holdings,
-        attack_goal(experiment),
-    )
+    spec = dataclasses.replace(prepared.spec, rounds=federation.rounds)
+    data = prepared.build_agent_data([agent_id], torch.device("cpu"))
+    goal = datasets.attack_goal(experiment)
+    adversary = prepared.adversary
+    return _build_setup(experiment, federation, agent_id, dataset, spec, adversary, data, goal)
 
 
 def load_member_dataset(name: str, federation: Federation, data_dir: Path | None = None) -> Dataset:
-    """The data that an organisation names: "module:function" that makes a data set, or a file.npz."""
-    file = name.endswith(".npz")
-    if file and not (Path(data_dir or ".").expanduser() / Path(name).expanduser()).is_file():
-        raise DataError(f"--data: there is no file {name}{f' in {data_dir}' if data_dir else ''}")
-    if not file and ":" not in name and name not in sets.__all__:
+    """Load an organisation's data.
+
+    Args:
+        name: "module:function" of a function that returns a data set, or a file.npz.
+        federation: The federation.
+        data_dir: Directory of data sets.
+
+    Returns:
+        The data.
+
+    Raises:
+        DataError: The file is missing, or the data are invalid.
+        ConfigError: The name has neither form.
+    """
+    if name.endswith(".npz"):
+        path = Path(data_dir or ".").expanduser() / Path(name).expanduser()
+        if not path.is_file():
+            where = f" in {data_dir}" if data_dir else ""
+            raise DataError(f"--data: there is no file {name}{where}")
+        component: dict[str, Any] = {"name": "arrays", "path": name}
+        if federation.data.target is not None:
+            component["numbers"] = True
+    elif ":" in name or name in sets.__all__:
+        component = {"name": name}
+    else:
         raise ConfigError(f"--data is MODULE:FUNCTION or FILE.npz, got {name}")
-    numbers = {"numbers": True} if federation.data.target is not None else {}
-    part = {"name": "arrays", "path": name, **numbers} if file else {"name": name}
-    return load_dataset(
-        federation.experiment.model_copy(update={"data": Component(**part)}), data_dir
-    )
+    experiment = federation.experiment.model_copy(update={"data": Component(**component)})
+    return datasets.load_dataset(experiment, data_dir)
 
 
 def differing_keys(federation: Federation, experiment: Experiment, dataset: Dataset) -> list[str]:
-    """The keys in which a simulation is another than what a federation agreed on."""
-    there = make_federation(
-        experiment, list(federation.members.values()), dataset=dataset, seed=federation.seed
-    ).value_hashes()
-    return [
-        key for key in federation.differing_keys(there) if key.startswith(("experiment.", "data."))
-    ]
+    """Compare a simulation with a federation.
+
+    Args:
+        federation: The federation.
+        experiment: The simulation.
+        dataset: The simulation's data.
+
+    Returns:
+        The keys of the experiment and the data that differ.
+    """
+    members = list(federation.members.values())
+    simulated = make_federation(experiment, members, dataset=dataset, seed=federation.seed)
+    keys = federation.differing_keys(simulated.value_hashes())
+    return [key for key in keys if key.startswith(("experiment.", "data."))]
 
 
 def _placeholder_dataset(federation: Federation) -> Dataset:
-    """Two blank samples of the federation's shape, and its classes: what a network has to fit."""
+    """Return two empty samples of the federation's shape, from which a network gets its shape."""
     target = federation.data.target
-    y = torch.zeros(2, dtype=torch.int64) if target is None else torch.zeros(2, *target)
-    blank = Shard(torch.zeros(2, *federation.shape), y)
-    return Dataset(blank, blank, federation.class_names)
+    y = torch.zeros(2, dtype=torch.int64)
+    if target is not None:
+        y = torch.zeros(2, *target)
+    shard = Shard(torch.zeros(2, *federation.shape), y)
+    return Dataset(shard, shard, federation.class_names)
 
 
 def build_network(federation: Federation) -> nn.Module:
-    """The network that the federation agreed on, with the parameters that it begins with."""
-    return build_module(federation.experiment, federation.seed, _placeholder_dataset(federation))
+    """Build the federation's network.
+
+    Args:
+        federation: The federation.
+
+    Returns:
+        The network with its initial parameters, theta_0.
+    """
+    dataset = _placeholder_dataset(federation)
+    return build_module(federation.experiment, federation.seed, dataset)
 
 
 def load_model(folder: Path | str, *, allowed_functions: Collection[str] = ()) -> nn.Module:
-    """The final model in the folder of a peer's run, as a module in evaluation mode; `own` are
-    the functions outside fedcb2o that it may name.
+    """Load the final model of a peer's run.
 
-    Raises ConfigError or RunError where there is none.
+    Args:
+        folder: The run directory.
+        allowed_functions: Functions outside fedcb2o that the federation may name.
+
+    Returns:
+        The model in evaluation mode.
+
+    Raises:
+        ConfigError: The federation file is invalid.
+        RunError: The model is missing or damaged.
     """
     path = Path(folder) / "model.safetensors"
-    module = build_network(
-        read_federation(Path(folder) / "federation.toml", allowed_functions=allowed_functions)
-    )
+    federation_path = Path(folder) / "federation.toml"
+    module = build_network(read_federation(federation_path, allowed_functions=allowed_functions))
     if not path.exists():
         raise RunError(f"there is no {path}: it is written after the last round")
     try:
@@ -224,71 +311,76 @@ def load_model(folder: Path | str, *, allowed_functions: Collection[str] = ()) -
 
 
 def _with_single_process(experiment: Experiment) -> Experiment:
-    """The same where each agent trains in a program of its own, as peers do."""
+    """Return the experiment with one model per batch, because each peer trains one agent."""
     return experiment.model_copy(update={"together": 1})
 
 
 def _check_dataset(federation: Federation, dataset: Dataset) -> Dataset:
-    """A data set whose samples and classes are those that the federation agreed on; raises DataError for another."""
+    """Return the data set; raise DataError if it does not fit the federation."""
     if not isinstance(dataset, Dataset):
         raise DataError(
-            f"the data are a {type(dataset).__name__}, expected a fedcb2o.Dataset (see fedcb2o.dataset)"
+            f"the data are a {type(dataset).__name__}, expected a fedcb2o.Dataset (see "
+            "fedcb2o.dataset)"
         )
-    if len(dataset.class_names) != len(federation.class_names):
+    agreed_names = federation.class_names
+    names = dataset.class_names
+    if len(names) != len(agreed_names):
         raise DataError(
-            f"the data have {len(dataset.class_names)} classes, {_format_names(dataset.class_names)}, and the federation "
-            f"{len(federation.class_names)}, {_format_names(federation.class_names)}"
+            f"the data have {len(names)} classes, {_format_names(names)}, and the federation "
+            f"{len(agreed_names)}, {_format_names(agreed_names)}"
         )
     for part in ("pool", "test"):
-        shard = validate_shard(
-            f"the data, in their {part},", getattr(dataset, part), len(federation.class_names)
-        )
-        if tuple(shard.x.shape[1:]) != federation.shape:
-            raise DataError(
-                f"the data have samples of shape {tuple(shard.x.shape[1:])} in their {part}, and the federation agreed "
-                f"on {federation.shape}: the same columns in the same order"
-            )
-        if (
-            federation.data.target is not None
-            and tuple(shard.y.shape[1:]) != federation.data.target
-        ):
-            raise DataError(
-                f"the data have numbers of shape {tuple(shard.y.shape[1:])} to be told in their {part}, and the "
-                f"federation agreed on {federation.data.target}"
-            )
-    if dataset.class_names != federation.class_names:
+        _check_shard(federation, part, getattr(dataset, part))
+    if names != agreed_names:
         raise DataError(
-            f"the data have the classes {_format_names(dataset.class_names)}, and the federation agreed on "
-            f"{_format_names(federation.class_names)}, in this order: order `class_names` alike, and number `y` as they are"
+            f"the data have the classes {_format_names(names)}, and the federation agreed on "
+            f"{_format_names(agreed_names)}, in this order: order `class_names` alike, and number "
+            "`y` as they are"
         )
     return dataset
 
 
+def _check_shard(federation: Federation, part: str, shard: Shard) -> None:
+    label = f"the data, in their {part},"
+    shard = datasets.validate_shard(label, shard, len(federation.class_names))
+    shape = tuple(shard.x.shape[1:])
+    if shape != federation.shape:
+        raise DataError(
+            f"the data have samples of shape {shape} in their {part}, and the federation agreed on "
+            f"{federation.shape}: the same columns in the same order"
+        )
+    target = federation.data.target
+    target_shape = tuple(shard.y.shape[1:])
+    if target is not None and target_shape != target:
+        raise DataError(
+            f"the data have numbers of shape {target_shape} to predict in their {part}, and the "
+            f"federation agreed on {target}"
+        )
+
+
 def _format_names(names: tuple[str, ...]) -> str:
-    return ", ".join(map(str, names[:5])) + (
-        f" and {len(names) - 5} more" if len(names) > 5 else ""
-    )
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(str, names[:5])) + more
 
 
 def _build_setup(
     experiment: Experiment,
     federation: Federation,
-    me: int,
+    agent_id: int,
     dataset: Dataset,
-    terms: RunSpec,
-    attackers: Adversary,
-    holdings: AgentData,
-    aim: AttackGoal,
+    spec: RunSpec,
+    adversary: Adversary,
+    data: AgentData,
+    goal: AttackGoal,
 ) -> AgentSetup:
-    precision = autotune.supported_precision(terms.training.precision, torch.device("cpu"))
-    terms = dataclasses.replace(
-        terms, training=dataclasses.replace(terms.training, precision=precision)
-    )
-    common = parameters.flatten(build_module(experiment, federation.seed, dataset))
-    independent = experiment.agents.initialisation == "independent"
-    first = (
-        parameters.flatten(build_module(experiment, federation.seed, dataset, me))
-        if independent
-        else common
-    )
-    return AgentSetup(terms, attackers, holdings, aim, first, common, dataset_digest(dataset))
+    precision = autotune.supported_precision(spec.training.precision, torch.device("cpu"))
+    training = dataclasses.replace(spec.training, precision=precision)
+    spec = dataclasses.replace(spec, training=training)
+
+    shared = parameters.flatten(build_module(experiment, federation.seed, dataset))
+    initial = shared
+    if experiment.agents.initialisation == "independent":
+        module = build_module(experiment, federation.seed, dataset, agent_id)
+        initial = parameters.flatten(module)
+    digest = datasets.dataset_digest(dataset)
+    return AgentSetup(spec, adversary, data, goal, initial, shared, digest)

@@ -1,8 +1,8 @@
-"""A member that sends garbage: a stand-in for a hostile organisation, for the demo and for tests.
+"""Byzantine member that sends invalid models, for the demo and for tests.
 
-It has a valid identity, so that its answers arrive; what is in them is wrong in another way in every round, and towards
-the end it tells every peer something else. As a process, `python -m fedcb2o.peer.node.byzantine_peer FEDERATION.toml IDENTITY`, it
-lives until its standard input ends.
+It has a valid identity, so that its answers arrive. The fault of its answers depends on the round.
+Towards the end it sends each peer a different model. The process `python -m
+fedcb2o.peer.node.byzantine_peer FEDERATION.toml IDENTITY` runs until its standard input ends.
 """
 
 import secrets
@@ -26,9 +26,9 @@ from fedcb2o.peer.wire.protocol import (
     Manifest,
     Request,
     RequestKind,
+    decode_request,
     encode_offer,
 )
-from fedcb2o.peer.wire.protocol import decode_request as parsed
 from fedcb2o.peer.wire.transport import Zenoh
 
 FAULTS = (
@@ -43,85 +43,108 @@ FAULTS = (
 )
 _EQUIVOCATION = "another model for each"
 EQUIVOCATION_START = 0.75
-"""The share of the rounds after which it signs another model for each peer."""
+"""Share of the rounds after which it signs another model for each peer."""
 
 
 class ByzantinePeer:
-    """A member of a federation whose models have `dim` parameters, which keeps to nothing of it."""
+    """Member of a federation that violates the protocol.
+
+    Args:
+        federation: The federation.
+        identity: The member.
+        dim: Number of parameters of a model.
+    """
 
     def __init__(self, federation: Federation, identity: Identity, dim: int) -> None:
         self.federation = federation
         self.identity = identity
         self.dim = dim
         self.agent_id = federation.id_of(identity.member)
-        self._signed: dict[
-            bytes, bytes
-        ] = {}  # what is sent, by the digest of the manifest that goes before it
+        self._contents: dict[bytes, bytes] = {}  # by the digest of the manifest
 
     def on_request(self, data: bytes, reply: Callable[[bytes], None]) -> None:
-        """Answer a request, on a thread of its own."""
+        """Answer a request in a separate thread.
+
+        Args:
+            data: The received bytes.
+            reply: Function that sends the answer.
+        """
         try:
-            request, _, _ = parsed(data)
+            request, _, _ = decode_request(data)
         except MalformedError:
             return
         threading.Thread(target=lambda: reply(self.answer(request)), daemon=True).start()
 
     def answer(self, request: Request) -> bytes:
-        """What it answers: which kind of garbage depends on the round."""
+        """Return an invalid answer.
+
+        Args:
+            request: The request.
+
+        Returns:
+            The encoded answer, with the fault of the round.
+        """
         body: bytes = secrets.token_bytes(1000)
         if request.kind is RequestKind.MANIFEST:
-            kind = FAULTS[request.round % len(FAULTS)]
+            fault = FAULTS[request.round % len(FAULTS)]
             if request.round >= EQUIVOCATION_START * self.federation.rounds:
-                kind = _EQUIVOCATION
-            if kind == "random bytes":
+                fault = _EQUIVOCATION
+            if fault == "random bytes":
                 return body
-            body = encode_offer(self._craft_manifest(kind, request.round, request.sender))
-        elif (
-            request.kind is RequestKind.CHUNK
-            and (content := self._signed.get(request.digest)) is not None
-        ):
-            body = content[request.index * CHUNK_BYTES : (request.index + 1) * CHUNK_BYTES]
+            body = encode_offer(self._craft_manifest(fault, request.round, request.sender))
+        elif request.kind is RequestKind.CHUNK:
+            content = self._contents.get(request.digest)
+            if content is not None:
+                start = request.index * CHUNK_BYTES
+                body = content[start : start + CHUNK_BYTES]
         return Answer(request.nonce, AnswerStatus.OK, body).encode()
 
-    def _craft_manifest(self, kind: str, n: int, receiver: int) -> bytes:
-        """A manifest for round n that is wrong in one way, or promises something that is."""
+    def _craft_manifest(self, fault: str, n: int, receiver: int) -> bytes:
+        """Return a manifest for round `n` with one fault, or of a model with one."""
         theta = {
             "NaN": np.full(self.dim, np.nan),
             "another size": np.zeros(self.dim - 1),
             "1e38": np.full(self.dim, 1e38),
             _EQUIVOCATION: np.append(np.full(self.dim - 1, np.nan), receiver),
-        }.get(kind, np.zeros(self.dim))
+        }.get(fault, np.zeros(self.dim))
+        agent = self.agent_id
+        if fault == "another agent's":
+            agent = next(i for i in self.federation.members if i != self.agent_id)
+
         content = theta.astype("<f4").tobytes()
         manifest = Manifest.from_content(
             content,
-            run=ZERO_DIGEST if kind == "another run" else self.federation.run,
-            agent=next(i for i in self.federation.members if i != self.agent_id)
-            if kind == "another agent's"
-            else self.agent_id,
+            run=ZERO_DIGEST if fault == "another run" else self.federation.run,
+            agent=agent,
             round=n,
             dim=len(theta),
             num_samples=self.federation.most_samples,
             encoding=0,
             base=ZERO_DIGEST,
         )
-        if kind == "other chunks":
+        if fault == "other chunks":
             content = secrets.token_bytes(len(content))
-        self._signed[manifest.digest] = content
+        self._contents[manifest.digest] = content
+
         signed = manifest.to_signed_bytes(self.identity.sign)
-        return signed[:-64] + secrets.token_bytes(64) if kind == "unsigned" else signed
+        if fault == "unsigned":
+            return signed[:-64] + secrets.token_bytes(64)
+        return signed
 
 
-def main(federation: str, folder: str) -> None:
-    """Take part until standard input ends."""
-    agreed = read_federation(federation)
+def main(federation_path: str, folder: str) -> None:
+    """Take part until standard input ends.
+
+    Args:
+        federation_path: File of the federation.
+        folder: Folder of the identity.
+    """
+    federation = read_federation(federation_path)
     identity = Identity.read(Path(folder))
-    transport = Zenoh(agreed, identity)
+    dim = len(parameters.flatten(build_network(federation)))
+    transport = Zenoh(federation, identity)
     try:
-        transport.serve(
-            ByzantinePeer(
-                agreed, identity, len(parameters.flatten(build_network(agreed)))
-            ).on_request
-        )
+        transport.serve(ByzantinePeer(federation, identity, dim).on_request)
         sys.stdin.read()
     finally:
         transport.close()

@@ -1,9 +1,11 @@
-"""Eight organisations on this machine, a process each, over TLS: two flip labels, one sends garbage, five do neither.
+"""Demonstration with eight organisations on one machine, three of them hostile.
 
-It shows all that real ones would do: keys, a federation, eight nodes without a server, and what became of the attacks.
+It runs everything that real organisations would: keys, a federation, eight processes without a
+server, and a summary of the attacks.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +27,13 @@ from fedcb2o.experiments.config.datasets import build_population, load_dataset
 from fedcb2o.experiments.config.settings import Experiment, load
 from fedcb2o.peer.membership.federation import make_federation, write_federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.report.peer_records import PeerRecords
+from fedcb2o.peer.report.peer_records import PeerRecords, RoundRecord
 from fedcb2o.records import write_toml
 
+_LOGGER = logging.getLogger(__name__)
+
 ORGANISATIONS = tuple(f"hospital-{letter}" for letter in "abcdefgh")
-BENIGN = "benign"
-FLIPPER = "flips 9 to 4"
-GARBAGE = "sends garbage"
+BENIGN, FLIPPER, GARBAGE = "benign", "flips 9 to 4", "sends garbage"
 EXPERIMENT = {
     "name": "peers-demo",
     "title": "FedCB2O",
@@ -45,19 +47,29 @@ EXPERIMENT = {
     "agents.budget": 4,
 }
 TABLE_NOTE = (
-    "Weight it got: from benign agents, mean over the last fifth of the rounds. Proofs: how many benign agents hold "
-    "one that it signed two models for one round."
+    "Weight: share of the model in the averages of benign agents, mean over the last fifth of the "
+    "rounds. Proofs: number of benign agents with a proof that the agent signed two models for one "
+    "round."
 )
-ROUND_SECONDS = 0.8  # all agents keep about this pace, on whatever machine
+ROUND_SECONDS = 0.8  # about the pace of all agents on any machine
 DEADLINE_SECONDS = 5.0
-LINGER_SECONDS = 10  # after its last round: who sends garbage never says that it is done
-STOP_SECONDS = 5.0  # seconds that a process has to end by itself when it is told to
+LINGER_SECONDS = 10  # after the last round: the Byzantine peer never reports that it is done
+STOP_SECONDS = 5.0  # time for a process to end by itself
 RUN_COMMAND = (sys.executable, "-c", "from fedcb2o.cli import main; main()", "peer", "run")
+_REPORT_INTERVAL_SECONDS = 10  # between two progress lines without a terminal
 
 
 @dataclass(frozen=True)
 class DemoAgent:
-    """One of the organisations: its `kind`, where its keys are and where it writes to."""
+    """One of the organisations.
+
+    Attributes:
+        name: Its name.
+        kind: Its behaviour.
+        keys: Folder of its identity.
+        out: Run directory.
+        log: File of its output.
+    """
 
     name: str
     kind: str
@@ -69,9 +81,18 @@ class DemoAgent:
 def run_demo(
     out: Path, *, rounds: int = 30, console: Console | None = None
 ) -> dict[str, pd.DataFrame]:
-    """Run eight organisations in a folder that holds nothing yet: what became of them, as tables by their titles.
+    """Run eight organisations; no process is left at the end.
 
-    Raises RunError where a process fails. No process is left, however it ends.
+    Args:
+        out: An empty or missing folder.
+        rounds: Number of rounds.
+        console: Console for the progress; by default standard error.
+
+    Returns:
+        The result tables by title.
+
+    Raises:
+        RunError: A process fails, or the folder is not empty.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} is not empty: remove it, or choose another --out")
@@ -88,22 +109,30 @@ def run_demo(
 
 
 def prepare_demo(out: Path, experiment: Experiment) -> tuple[list[DemoAgent], Path]:
-    """Make keys for everybody, and the federation that they agree on: who is who, and its file."""
+    """Create the keys and the federation of all organisations.
+
+    Args:
+        out: Folder of the demo.
+        experiment: The simulated experiment.
+
+    Returns:
+        The organisations, and the federation file.
+    """
     dataset = load_dataset(experiment, None)
-    malicious = build_population(experiment, experiment.seeds[0], dataset).malicious.tolist()
-    last = max(i for i, bad in enumerate(malicious) if not bad)
-    kinds = [
-        FLIPPER if bad else GARBAGE if i == last else BENIGN for i, bad in enumerate(malicious)
-    ]
-    agents = []
-    members = []
+    population = build_population(experiment, experiment.seeds[0], dataset)
+    is_malicious = population.malicious.tolist()
+    kinds = [FLIPPER if malicious else BENIGN for malicious in is_malicious]
+    kinds[max(i for i, kind in enumerate(kinds) if kind == BENIGN)] = GARBAGE
+
+    agents, members = [], []
     (out / "logs").mkdir(parents=True)
     for name, kind, port in zip(ORGANISATIONS, kinds, free_ports(len(kinds)), strict=True):
-        agent = DemoAgent(name, kind, out / "keys" / name, out / name, out / "logs" / f"{name}.log")
-        members.append(
-            Identity.make(agent.keys, name=name, endpoint=f"127.0.0.1:{port}", days=1).member
-        )
+        log = out / "logs" / f"{name}.log"
+        agent = DemoAgent(name, kind, keys=out / "keys" / name, out=out / name, log=log)
+        endpoint = f"127.0.0.1:{port}"
+        members.append(Identity.make(agent.keys, name=name, endpoint=endpoint, days=1).member)
         agents.append(agent)
+
     federation = make_federation(
         experiment,
         members,
@@ -117,161 +146,190 @@ def prepare_demo(out: Path, experiment: Experiment) -> tuple[list[DemoAgent], Pa
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on."""
+    """Find unused ports of this machine.
+
+    Args:
+        count: Number of ports.
+
+    Returns:
+        Different ports.
+    """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.Popen[bytes]":
-    """The process of an agent, in a group of its own: what the terminal sends is for this process alone."""
-    words: Sequence[object] = (
+    """Start an agent in its own process group, so that it does not get the terminal's signals."""
+    command: Sequence[object] = (
         *RUN_COMMAND,
         federation,
         "--identity",
         agent.keys,
         "--simulate",
         out / "experiment.toml",
+        "--out",
+        agent.out,
+        "--linger",
+        LINGER_SECONDS,
     )
-    words = [*words, "--out", agent.out, "--linger", LINGER_SECONDS]
     if agent.kind == GARBAGE:
-        words = [sys.executable, "-m", "fedcb2o.peer.node.byzantine_peer", federation, agent.keys]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        module = "fedcb2o.peer.node.byzantine_peer"
+        command = (sys.executable, "-m", module, federation, agent.keys)
     with agent.log.open("wb") as log:
         return subprocess.Popen(
-            [*map(str, words)],
+            [*map(str, command)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
 
 
 def _terminate(processes: "Iterable[subprocess.Popen[bytes]]") -> None:
-    """End processes and what they started: they are asked to, and killed where they do not."""
-    left = [*processes]
-    until = time.monotonic() + STOP_SECONDS
+    """End processes and their children; kill those that do not end in time."""
+    running = [*processes]
+    end = time.monotonic() + STOP_SECONDS
     try:
-        for process in left:
+        for process in running:
             _send_signal(process, signal.SIGTERM)
-        for process in left:
+        for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
-    finally:  # at the second Ctrl-C too
-        for process in left:
+                process.wait(max(0.0, end - time.monotonic()))
+    finally:  # also at the second Ctrl-C
+        for process in running:
             _send_signal(process, signal.SIGKILL)
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
 
 
-def _send_signal(process: "subprocess.Popen[bytes]", wanted: signal.Signals) -> None:
-    if process.poll() is None:  # else its number may be another's by now
+def _send_signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    if process.poll() is None:  # otherwise another process may have its id by now
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, wanted)
+            os.killpg(process.pid, number)
 
 
 def _show_progress(
     agents: Sequence[DemoAgent],
-    processes: "dict[str, subprocess.Popen[bytes]]",
+    processes: "Mapping[str, subprocess.Popen[bytes]]",
     rounds: int,
     console: Console,
 ) -> None:
-    """Show how far the nodes are, until all have ended; raises RunError where one fails."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+    """Show the progress until all nodes have ended; raise RunError if a process fails."""
     bars = Progress(
-        *columns,
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[accuracy]}"),
         console=console,
         disable=not console.is_terminal,
     )
     nodes = [agent for agent in agents if agent.kind != GARBAGE]
     tasks = {
-        agent.name: bars.add_task(f"{agent.name}  {agent.kind}", total=rounds, told="")
+        agent.name: bars.add_task(f"{agent.name}  {agent.kind}", total=rounds, accuracy="")
         for agent in nodes
     }
-    told = time.monotonic()
+    last_report = time.monotonic()
     with bars:
         while True:
-            running = [processes[agent.name].poll() is None for agent in nodes]
-            done = {agent.name: _progress_of(agent) for agent in nodes}
-            for name, (n, accuracy) in done.items():
-                bars.update(tasks[name], completed=n, told=accuracy)
-            if not console.is_terminal and time.monotonic() - told > 10:
-                told = time.monotonic()
-                far = [n for n, _ in done.values()]
-                print(
-                    f"peers-demo: rounds {min(far)} to {max(far)} of {rounds}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            is_running = any(processes[agent.name].poll() is None for agent in nodes)
+            progress = {agent.name: _progress_of(agent) for agent in nodes}
+            for name, (n, accuracy) in progress.items():
+                bars.update(tasks[name], completed=n, accuracy=accuracy)
+            is_due = time.monotonic() - last_report > _REPORT_INTERVAL_SECONDS
+            if is_due and not console.is_terminal:
+                last_report = time.monotonic()
+                done = [n for n, _ in progress.values()]
+                _LOGGER.info("peers-demo: rounds %d to %d of %d", min(done), max(done), rounds)
             for agent in agents:
                 if status := processes[agent.name].poll():
+                    message = _last_line(agent.log)
                     raise RunError(
-                        f"{agent.name} failed with status {status}: {_last_line(agent.log)} ({agent.log})"
+                        f"{agent.name} failed with status {status}: {message} ({agent.log})"
                     )
-            if not any(running):
+            if not is_running:
                 return
             time.sleep(0.3)
 
 
 def _progress_of(agent: DemoAgent) -> tuple[int, str]:
-    """How many rounds an agent has done, and its accuracy."""
-    with contextlib.suppress(RunError):  # it has not begun, or writes at this moment
-        if lines := PeerRecords.read(agent.out).rounds:
-            accuracy = lines[-1].accuracy
-            return lines[-1].round, "" if accuracy is None else f"accuracy {100 * accuracy:.1f}%"
-    return 0, ""
+    """Return the finished rounds of an agent and its accuracy as text."""
+    rounds: Sequence[RoundRecord] = ()
+    with contextlib.suppress(RunError):  # it has not begun, or is writing
+        rounds = PeerRecords.read(agent.out).rounds
+    if not rounds:
+        return 0, ""
+    accuracy = rounds[-1].accuracy
+    text = "" if accuracy is None else f"accuracy {100 * accuracy:.1f}%"
+    return rounds[-1].round, text
 
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "without output"
 
 
 def result_tables(agents: Sequence[DemoAgent]) -> dict[str, pd.DataFrame]:
-    """By title: how good each agent's model is, with the weight that benign agents gave it, and what they refused."""
-    ids = {agent.name: i for i, agent in enumerate(agents)}
-    found = {agent.name: PeerRecords.read(agent.out) for agent in agents if agent.kind != GARBAGE}
+    """Summarise a demo.
+
+    Args:
+        agents: The organisations.
+
+    Returns:
+        By title: each agent's metrics and weight, and the refused models by reason.
+    """
+    records = {agent.name: PeerRecords.read(agent.out) for agent in agents if agent.kind != GARBAGE}
     benign = [agent.name for agent in agents if agent.kind == BENIGN]
     results = {}
     refused = {}
-    for agent in agents:
-        receivers = [found[name] for name in benign if name != agent.name]
-        weights = [
-            sum(each.weight or 0.0 for each in line.received if each.id == ids[agent.name])
-            for recorded in receivers
-            for line in recorded.last_fifth
-        ]
-        lines = found[agent.name].rounds if agent.name in found else ()
-        results[agent.name] = {
-            "kind": agent.kind,
-            "rounds": str(len(lines)) if agent.name in found else "–",
-            "accuracy": _format_percent(lines[-1].accuracy if lines else None),
-            "source accuracy": _format_percent(lines[-1].source_accuracy if lines else None),
-            "attack success": _format_percent(lines[-1].attack_success_rate if lines else None),
-            "weight it got": _format_percent(float(np.mean(weights)) if weights else None),
-            "proofs": str(
-                sum(any(proof.agent == agent.name for proof in each.proofs) for each in receivers)
-            ),
-        }
-        reasons = (
-            line.refused.get(ids[agent.name]) for recorded in receivers for line in recorded.rounds
-        )
+    for i, agent in enumerate(agents):
+        receivers = [records[name] for name in benign if name != agent.name]
+        results[agent.name] = _agent_result(i, agent, records.get(agent.name), receivers)
+        reasons = (record.refused.get(i) for peer in receivers for record in peer.rounds)
         refused[agent.name] = Counter(reason for reason in reasons if reason is not None)
-    columns = [reason for reason, _ in sum(refused.values(), Counter[str]()).most_common()]
+
+    totals = sum(refused.values(), Counter[str]())
+    columns = [reason for reason, _ in totals.most_common()]
     counts = {
-        name: {key: str(count[key]) for key in columns} for name, count in refused.items() if count
+        name: {reason: str(count[reason]) for reason in columns}
+        for name, count in refused.items()
+        if count
     }
+    tables = {"Agents": results, "Refused by benign agents, by reason": counts}
     return {
-        "Agents": pd.DataFrame.from_dict(results, orient="index").rename_axis("agent"),
-        "Refused by benign agents, by reason": pd.DataFrame.from_dict(
-            counts, orient="index"
-        ).rename_axis("agent"),
+        title: pd.DataFrame.from_dict(rows, orient="index").rename_axis("agent")
+        for title, rows in tables.items()
     }
+
+
+def _agent_result(
+    i: int, agent: DemoAgent, records: PeerRecords | None, receivers: Sequence[PeerRecords]
+) -> dict[str, str]:
+    """Return the row of one agent: its last metrics, its weight at benign agents, and proofs."""
+    weights = [
+        sum(model.weight or 0.0 for model in record.received if model.id == i)
+        for peer in receivers
+        for record in peer.last_fifth
+    ]
+    num_proofs = sum(any(proof.agent == agent.name for proof in peer.proofs) for peer in receivers)
+    rounds = records.rounds if records is not None else ()
+    return {
+        "kind": agent.kind,
+        "rounds": "–" if records is None else str(len(rounds)),
+        "accuracy": _format_percent(_last_metric(rounds, "accuracy")),
+        "source accuracy": _format_percent(_last_metric(rounds, "source_accuracy")),
+        "attack success": _format_percent(_last_metric(rounds, "attack_success_rate")),
+        "weight": _format_percent(float(np.mean(weights)) if weights else None),
+        "proofs": str(num_proofs),
+    }
+
+
+def _last_metric(rounds: Sequence[RoundRecord], name: str) -> float | None:
+    return getattr(rounds[-1], name) if rounds else None
 
 
 def _format_percent(value: float | None) -> str:

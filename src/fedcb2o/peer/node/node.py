@@ -1,11 +1,13 @@
-"""One agent among real peers, from its first round to its last: Algorithm 1 (alg:FedCB2O) for itself.
+"""Node of one agent among real peers: Algorithm 1 (alg:FedCB2O) for one agent.
 
-Rounds have no barrier. An agent downloads what is newest within the lag, keeps its model where nobody answered, and
-never waits beyond the deadline; it paces itself by its own clock, and does not while it is behind most of the others.
+Rounds have no barrier. An agent downloads the newest models within the lag, keeps its model if no
+peer answers, and never waits beyond the deadline. Its own clock sets the pace; an agent that is
+behind most of the others does not wait.
 """
 
 import asyncio
 import contextlib
+import functools
 import json
 import threading
 import time
@@ -62,12 +64,23 @@ _ALREADY_RUNNING = "this identity is running already (never run it twice): stop 
 class Node:
     """One agent of a federation, with the data of its organisation.
 
-    `data` are its own; or `simulate` makes it an agent of a simulation, to try a federation out. It writes to the
-    folder `out`, and with `resume` goes on with what is there. It `listen`s at its endpoint, or at another "HOST:PORT"
-    of this machine; waits at its start up to `gather` seconds for the others, and serves its last model up to `linger`
-    seconds to those that are not done.
+    Args:
+        federation: The federation or its file.
+        identity: This organisation or its folder.
+        data: The organisation's data.
+        out: The run directory.
+        simulate: Experiment of which the node is one agent, in place of `data`.
+        data_dir: Directory of data sets.
+        resume: Continue the run in the directory.
+        listen: Listen at the member's endpoint, or at another "HOST:PORT" of this machine.
+        gather: Seconds to wait for other members at the start.
+        linger: Seconds to serve the last model to members that are not done.
+        observer: Receiver of the node's progress.
+        connect: Function that opens the transport; by default `Zenoh`.
 
-    Raises ConfigError, DataError or RunError, each with one line that says what to do.
+    Raises:
+        ConfigError: Federation, identity, data or experiment do not fit together.
+        DataError: The data are invalid.
     """
 
     def __init__(
@@ -86,53 +99,63 @@ class Node:
         observer: NodeObserver | None = None,
         connect: Callable[[Federation, Identity], Transport] | None = None,
     ) -> None:
-        self.federation = (
-            federation if isinstance(federation, Federation) else read_federation(federation)
-        )
-        self.identity = identity if isinstance(identity, Identity) else Identity.read(identity)
-        self.agent_id = self.federation.id_of(self.identity.member)
+        if not isinstance(federation, Federation):
+            federation = read_federation(federation)
+        if not isinstance(identity, Identity):
+            identity = Identity.read(identity)
+        self.federation = federation
+        self.identity = identity
+        self.agent_id = federation.id_of(identity.member)
         self.out = Path(out)
         self.resume = resume
         self.gather = gather
         self.linger = linger
         self.observer = NullObserver() if observer is None else observer
-        self.connect = connect or (
-            lambda federation, identity: Zenoh(federation, identity, listen=listen)
-        )
+        self.connect = connect or functools.partial(Zenoh, listen=listen)
+
         if (data is None) == (simulate is None):
             raise ConfigError("a node needs `data`, or an experiment to `simulate`, and not both")
+        if data is not None:
+            self.agent = agents.agent_from_dataset(federation, self.agent_id, data)
         if simulate is not None:
-            self.agent = agents.simulated_agent(self.federation, self.agent_id, simulate, data_dir)
-        else:
-            assert data is not None
-            self.agent = agents.agent_from_dataset(self.federation, self.agent_id, data)
+            self.agent = agents.simulated_agent(federation, self.agent_id, simulate, data_dir)
+
         self.rounds_done = 0
         self._stop = threading.Event()
-        self._expires = datetime.max.replace(
-            tzinfo=UTC
-        )  # the TLS certificate that the links are made with
-        self._reported_equivocators = frozenset[
-            int
-        ]()  # of whom the operator was told that they equivocated
+        # expiry of the TLS certificate in use
+        self._expires = datetime.max.replace(tzinfo=UTC)
+        self._reported_equivocators = frozenset[int]()
 
     def stop(self) -> None:
-        """Let the node end after the phase that it is at, or before the first where it has not begun; its last
-        checkpoint stays."""
+        """End the node after its current phase, or before the first one; its checkpoint stays."""
         self._stop.set()
 
     def run(self) -> Path:
-        """All rounds, and the folder with the final model."""
+        """Run all rounds.
+
+        Returns:
+            The run directory with the final model.
+
+        Raises:
+            RunError: The run cannot start or continue.
+        """
         for _ in self.rounds():
             pass
         return self.out
 
     async def train(self) -> Path:
-        """All rounds, in a thread of their own; where the task is cancelled the node is stopped, which is soon."""
-        own = ThreadPoolExecutor(
-            1, thread_name_prefix="fedcb2o-node"
-        )  # asyncio's own may have none free for days
-        running = asyncio.wrap_future(own.submit(self.run))
-        own.shutdown(wait=False)
+        """Run all rounds in a separate thread; a cancelled task stops the node soon.
+
+        Returns:
+            The run directory with the final model.
+
+        Raises:
+            RunError: The run cannot start or continue.
+        """
+        # not asyncio's own pool, whose threads may be busy for days
+        pool = ThreadPoolExecutor(1, thread_name_prefix="fedcb2o-node")
+        running = asyncio.wrap_future(pool.submit(self.run))
+        pool.shutdown(wait=False)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -141,214 +164,228 @@ class Node:
             raise
 
     def rounds(self) -> Iterator[dict[str, Any]]:
-        """The line of each round in rounds.jsonl, as it is done."""
+        """Run all rounds.
+
+        Yields:
+            The record of each round in rounds.jsonl.
+
+        Raises:
+            RunError: The run cannot start or continue.
+        """
+        federation = self.federation
         with contextlib.ExitStack() as stack:
-            new = not self.out.exists()
+            # 1. Lock and check the run directory.
+            is_new = not self.out.exists()
             stack.enter_context(exclusive_lock(self.out, _ALREADY_RUNNING))
-            if new:
-                self.out.chmod(0o700)  # for its owner's eyes: models tell of data
+            if is_new:
+                self.out.chmod(0o700)  # models reveal information about the data
             stack.enter_context(one_thread())
-            stack.callback(
-                self._stop.clear
-            )  # and not here: it may have been told to stop before it began
-            open_run(self.out, self.federation, self.identity, self.agent, resume=self.resume)
-            block = self.agent.build_group()
+            stack.callback(self._stop.clear)  # at the end: `stop` may come before the start
+            open_run(self.out, federation, self.identity, self.agent, resume=self.resume)
+
+            # 2. Restore the agent's state.
+            group = self.agent.build_group()
             log = records.RoundLog(self.out, ("rounds",), ("rounds",))
-            coding = self._build_codec()
-            memory = self._restore(log, block.models[:1], coding)
-            ledger = Ledger(self.out, self.federation)
+            codec = self._build_codec()
+            state = self._restore(log, group.models[:1], codec)
+            ledger = Ledger(self.out, federation)
             journal = SigningJournal(self.out)
-            if (
-                self.rounds_done > journal.last_round + 1
-                and not self.agent.adversary.malicious[self.agent_id]
-            ):
-                raise RunError(
-                    f"{self.out / JOURNAL_FILE} lacks rounds that this agent signed, and is gone or an old copy: restore it, "
-                    "since without it the agent could sign two models for one round, which the others take for fraud"
-                )
+            self._check_journal(journal)
+
+            # 3. Connect to the other members.
             self._expires = self.identity.expires
             server = Server(
-                self.federation,
-                self.agent_id,
-                self.identity,
-                ledger,
-                hello_content=self._hello_content,
+                federation, self.agent_id, self.identity, ledger, hello_content=self._hello_content
             )
-            stack.callback(
-                server.close
-            )  # again, when slow readers hold none of its threads any more
-            transport = self.connect(self.federation, self.identity)
+            stack.callback(server.close)  # again, after slow readers have released its threads
+            transport = self.connect(federation, self.identity)
             stack.callback(transport.close)
             stack.callback(server.close)
             transport.serve(server.on_request)
-            downloads = PeerClient(
-                self.federation,
-                self.identity,
-                transport,
-                ledger,
-                coding,
-                self.agent.spec.dim,
-                self._stop,
+            dim = self.agent.spec.dim
+            client = PeerClient(
+                federation, self.identity, transport, ledger, codec, dim, self._stop
             )
-            downloads.last_rounds.update(self._last_received_rounds())
-            offers = ModelPublisher(
-                self.federation, self.identity, coding, journal, server, self.observer.on_note
+            client.last_rounds.update(self._last_received_rounds())
+            publisher = ModelPublisher(
+                federation, self.identity, codec, journal, server, self.observer.on_note
             )
-            first = self.agent.initial_model
-            company = PeerMonitor(transport, downloads, self._stop, self.observer)
-            engine = PeerEngine(block, offers, downloads, company.candidates, first)
+            monitor = PeerMonitor(transport, client, self._stop, self.observer)
+            engine = PeerEngine(
+                group, publisher, client, monitor.candidates, self.agent.initial_model
+            )
+
+            # 4. Run the remaining rounds.
             with contextlib.suppress(StoppedError):
-                left = self.rounds_done < self.federation.rounds
-                if left:
-                    company.wait_for_members(self.gather, self.rounds_done)
-                    company.report_disagreements()
-                    self._guard_signed_rounds(
-                        journal,
-                        downloads.newest_own_manifest(transport.connected_peers(), HELLO_SECONDS),
-                    )
-                    yield from self._run_rounds(
-                        engine, memory, log, coding, company, TrafficCounter(server, downloads)
-                    )
-                self._save_model(block)
-                if (
-                    left
-                ):  # else it came back when all was done, and has no model of a round to offer
+                has_rounds_left = self.rounds_done < federation.rounds
+                if has_rounds_left:
+                    monitor.wait_for_members(self.gather, self.rounds_done)
+                    monitor.report_disagreements()
+                    peers = transport.connected_peers()
+                    newest = client.newest_own_manifest(peers, HELLO_SECONDS)
+                    self._guard_signed_rounds(journal, newest)
+                    traffic = TrafficCounter(server, client)
+                    yield from self._run_rounds(engine, state, log, codec, monitor, traffic)
+                self._save_model(group)
+                if has_rounds_left:  # otherwise it has no model of a round to offer
                     self.observer.on_phase(self.rounds_done, "serving the others")
-                    company.linger(self.rounds_done, self.linger)
+                    monitor.linger(self.rounds_done, self.linger)
+
+    def _check_journal(self, journal: SigningJournal) -> None:
+        """Raise RunError if the journal lacks rounds of the checkpoint."""
+        if self.agent.adversary.malicious[self.agent_id]:
+            return
+        if self.rounds_done > journal.last_round + 1:
+            raise RunError(
+                f"{self.out / JOURNAL_FILE} lacks rounds that this agent signed, and is missing or "
+                "an old copy: restore it, since without it the agent could sign two models for one "
+                "round, which the others take for fraud"
+            )
 
     def _run_rounds(
         self,
         engine: PeerEngine,
-        memory: AgentState,
+        state: AgentState,
         log: records.RoundLog,
-        coding: Codec,
-        company: PeerMonitor,
-        tally: "TrafficCounter",
+        codec: Codec,
+        monitor: PeerMonitor,
+        traffic: "TrafficCounter",
     ) -> Iterator[dict[str, Any]]:
-        """Every round that is left: its line is written, its checkpoint, and the next round waits for its time."""
+        """Run the remaining rounds; after each, write its record and checkpoint, then throttle."""
         federation = self.federation
         model = engine.group.models[:1]
-        made = run_rounds(
+        rounds = run_rounds(
             engine,
-            memory,
+            state,
             self.rounds_done,
             federation.rounds,
             lambda n: True,
             self._on_phase,
             federation.deadline_seconds,
         )
-        began = time.monotonic()
-        for done in made:
-            line = self._round_record(done, engine, tally, company)
-            log.append("rounds", line)
+        start = time.monotonic()
+        for result in rounds:
+            record = self._round_record(result, engine, traffic, monitor)
+            log.append("rounds", record)
             log.sync()
-            rows = [model, *(each.unsqueeze(0) for each in coding.state().values())]
+            rows = [model, *(tensor.unsqueeze(0) for tensor in codec.state().values())]
+            rounds_done = result.n + 1
+            fingerprint = self._fingerprint()
             checkpoint.save(
-                self.out, done.n + 1, rows, done.memory, self._fingerprint(), log.checksums()
+                self.out, rounds_done, rows, result.memory, fingerprint, log.checksums()
             )
-            self.rounds_done = done.n + 1
-            self.observer.on_round(line)
-            self._report_equivocation(tally.client.ledger.equivocators)
-            yield line
-            if self.rounds_done < federation.rounds:  # after the last one, who is done may be gone
-                ahead = not engine.arrivals and NOT_YET in engine.failures.values()
-                company.throttle(self.rounds_done, began + federation.round_seconds, ahead)
+            self.rounds_done = rounds_done
+            self.observer.on_round(record)
+            self._report_equivocation(engine.client.ledger.equivocators)
+            yield record
+
+            if self.rounds_done < federation.rounds:  # after the last one, peers may have ended
+                is_ahead = not engine.arrivals and NOT_YET in engine.failures.values()
+                end = start + federation.round_seconds
+                monitor.throttle(self.rounds_done, end, is_ahead)
             self._check_running()
-            began = time.monotonic()
+            start = time.monotonic()
 
     def _build_codec(self) -> Codec:
-        """How models are sent, as the federation agreed on."""
-        return (
-            RawCodec(self.agent.spec.dim)
-            if self.federation.encoding == "float32"
-            else Int8Codec(self.agent.shared_initial_model)
-        )
+        if self.federation.encoding == "float32":
+            return RawCodec(self.agent.spec.dim)
+        return Int8Codec(self.agent.shared_initial_model)
 
     def _fingerprint(self) -> str:
-        """What a checkpoint belongs to; the federation's versions differ in members alone."""
-        return (
-            json.dumps({"run": self.federation.run.hex(), "agent": self.agent_id})
-            + f" data {self.agent.data_digest}"
-        )
+        """Return the identity of a checkpoint; versions of a federation differ in members only."""
+        run = json.dumps({"run": self.federation.run.hex(), "agent": self.agent_id})
+        return f"{run} data {self.agent.data_digest}"
 
-    def _restore(self, log: records.RoundLog, model: Tensor, coding: Codec) -> AgentState:
-        """What the agent remembers after its last checkpoint, whose model is put into `model`; blank at the start."""
-        state = coding.state()
+    def _restore(self, log: records.RoundLog, model: Tensor, codec: Codec) -> AgentState:
+        """Load the last checkpoint into `model` and `codec`, or the initial model."""
+        codec_state = codec.state()
         path = self.out / checkpoint.FILE
-        kept = torch.cat([model, *(each.unsqueeze(0) for each in state.values())])
+        rows = torch.cat([model, *(tensor.unsqueeze(0) for tensor in codec_state.values())])
         try:
-            if (
-                path.exists()
-                and _data_digest(read_checkpoint_header(path).get("fingerprint", ""))
-                != self.agent.data_digest
-            ):
-                raise RunError(
-                    f"the data are others than when {path} was written: give those that the run was begun with, as a "
-                    "file.npz where they grow; never another --out, where this agent would sign rounds again"
-                )
-            saved = checkpoint.load_models_(self.out, kept, self._fingerprint())
+            self._check_data(path)
+            saved = checkpoint.load_models_(self.out, rows, self._fingerprint())
         except records.DamagedError as error:
             raise RunError(
-                f"{path} is damaged: restore it, or remove this file alone: --resume then begins again with round 1, "
-                f"and offers no model of a round that {JOURNAL_FILE} holds"
+                f"{path} is damaged: restore it, or remove this file alone: --resume then begins "
+                "again with round 1, and offers no model of a round that is in "
+                f"{JOURNAL_FILE}"
             ) from error
         if saved is None:
             log.truncate(0)
             model.copy_(self.agent.initial_model)
             return AgentState.initial(1)
-        self.rounds_done, memory = saved
+
+        self.rounds_done, state = saved
         log.truncate(self.rounds_done)
-        for name, known in records.log_checksums(self.out).items():
-            if log.checksums().get(name) != known:
-                what = f"it does not hold what it did when {checkpoint.FILE} was written"
-                raise records.damaged_error(self.out / name, what)
-        model.copy_(kept[:1])
-        coding.load_state(dict(zip(state, kept[1:], strict=True)))
-        return memory
+        for name, checksum in records.log_checksums(self.out).items():
+            if log.checksums().get(name) != checksum:
+                reason = f"it changed after {checkpoint.FILE} was written"
+                raise records.damaged_error(self.out / name, reason)
+        model.copy_(rows[:1])
+        codec.load_state(dict(zip(codec_state, rows[1:], strict=True)))
+        return state
+
+    def _check_data(self, path: Path) -> None:
+        """Raise RunError if a checkpoint belongs to other data."""
+        if not path.exists():
+            return
+        fingerprint = read_checkpoint_header(path).get("fingerprint", "")
+        data_digest = fingerprint.partition(" data ")[2]
+        if data_digest != self.agent.data_digest:
+            raise RunError(
+                f"the data differ from those when {path} was written: give the data that the run "
+                "began with, as a file.npz if they grow; never choose another --out, where this "
+                "agent would sign rounds again"
+            )
 
     def _last_received_rounds(self) -> dict[int, int]:
-        """Of which round the last model was that this agent had from each peer."""
-        found: dict[int, int] = {}
-        for _, line in records.read_lines(self.out / "rounds.jsonl"):
-            for each in line["received"]:
-                found[each["id"]] = max(each["round"] - 1, found.get(each["id"], 0))
-        return found
+        """Return the round of the last model received from each peer."""
+        last_rounds: dict[int, int] = {}
+        for _, record in records.read_lines(self.out / "rounds.jsonl"):
+            for model in record["received"]:
+                peer = model["id"]
+                last_rounds[peer] = max(model["round"] - 1, last_rounds.get(peer, 0))
+        return last_rounds
 
     def _hello_content(self) -> dict[str, Any]:
-        """What this node says of itself to members that ask."""
-        return hello_content(
-            self.federation, self.identity, round=self.rounds_done, rounds=self.federation.rounds
-        )
+        rounds = self.federation.rounds
+        return hello_content(self.federation, self.identity, round=self.rounds_done, rounds=rounds)
 
-    def _guard_signed_rounds(self, journal: SigningJournal, shown: Manifest | None) -> None:
-        """Never sign a round again that was signed elsewhere, as another peer has `shown`: a folder may be lost, or be
-        an old copy. Raises RunError where this may be a mistake."""
-        if shown is None or shown.round <= journal.last_round:
+    def _guard_signed_rounds(self, journal: SigningJournal, newest: Manifest | None) -> None:
+        """Never sign a round again that was signed in a lost directory or after an old copy of it.
+
+        `newest` is the newest manifest of this agent that other peers hold. Without `resume` it is
+        an error.
+        """
+        if newest is None or newest.round <= journal.last_round:
             return
-        what = f"a model that {self.identity.member.name} signed for round {shown.round + 1}"
+        model = f"a model that {self.identity.member.name} signed for round {newest.round + 1}"
         if not self.resume:
             raise RunError(
-                f"another peer holds {what}, of which {self.out} knows nothing: go on in the folder where it was "
-                "begun; if that is lost, and nothing else signs with this key, --resume goes on here"
+                f"another peer holds {model}, of which {self.out} knows nothing: go on in the "
+                "folder where it was begun; if that is lost, and no other program signs with this "
+                "key, --resume goes on here"
             )
-        journal.reserve(shown.round, shown.digest)
-        self.observer.on_note(f"another peer holds {what}: none up to that round is offered again")
+        journal.reserve(newest.round, newest.digest)
+        self.observer.on_note(
+            f"another peer holds {model}: no model up to that round is offered again"
+        )
 
-    def _report_equivocation(self, guilty: frozenset[int]) -> None:
-        """Tell the operator, once, of those who signed two models for one round; it may be done in its own name."""
-        for i in sorted(guilty - self._reported_equivocators):
+    def _report_equivocation(self, equivocators: frozenset[int]) -> None:
+        """Tell the operator once of each member that signed two models for one round."""
+        proof = f"proof is in {self.out / 'proofs'}"
+        for i in sorted(equivocators - self._reported_equivocators):
             name = self.federation.members[i].name
-            proof = f"the proof is in {self.out / 'proofs'}"
             if i != self.agent_id:
                 self.observer.on_note(
-                    f"{name} signed two models for one round, and is asked no more: {proof}"
+                    f"{name} signed two models for one round, and is asked no more: the {proof}"
                 )
             elif not self.agent.adversary.malicious[i]:
                 self.observer.on_note(
-                    f"somebody else signed a model with the key of {name}, and the others ask it no more: is it run "
-                    f"twice, or was the key stolen? {proof[0].upper()}{proof[1:]}"
+                    f"somebody else signed a model with the key of {name}, and the others ask it "
+                    f"no more: is it run twice, or was the key stolen? The {proof}"
                 )
-        self._reported_equivocators = guilty
+        self._reported_equivocators = equivocators
 
     def _on_phase(self, n: int, phase: str) -> None:
         self._check_running()
@@ -357,99 +394,107 @@ class Node:
     def _check_running(self) -> None:
         if self._stop.is_set():
             raise StoppedError
-        if (
-            datetime.now(UTC) >= self._expires
-        ):  # nobody talks to this node any more: it would train on alone
+        if datetime.now(UTC) >= self._expires:  # without links it would train on alone
             raise RunError(
-                f"the TLS certificate of {self.identity.member.name} expired at {self._expires:%F %T} UTC: make a new "
-                f"one (fedcb2o peer renew --identity {self.identity.folder}), and go on with --resume"
+                f"the TLS certificate of {self.identity.member.name} expired at "
+                f"{self._expires:%F %T} UTC: make a new one (fedcb2o peer renew --identity "
+                f"{self.identity.folder}), and go on with --resume"
             )
 
-    def _save_model(self, block: AgentGroup) -> None:
-        """Write the final model, by the names of what agents have of their own in the network."""
-        tensors = {
-            name: tensor.detach()
-            for name, tensor in parameters.agent_state(agent_network(block, 0)).items()
-        }
+    def _save_model(self, group: AgentGroup) -> None:
+        """Write the final model: trained parameters and local statistics, by name."""
+        state = parameters.agent_state(agent_network(group, 0))
+        tensors = {name: tensor.detach() for name, tensor in state.items()}
         records.atomic_write(self.out / _MODEL_FILE, lambda path: save_file(tensors, path))
 
     def _round_record(
-        self, done: Round, engine: PeerEngine, tally: "TrafficCounter", company: PeerMonitor
+        self, result: Round, engine: PeerEngine, traffic: "TrafficCounter", monitor: PeerMonitor
     ) -> dict[str, Any]:
-        """The line of a round in rounds.jsonl."""
-        choices = done.decisions
-        me = self.agent_id
-        weights = dict(zip(choices.received.values.tolist(), choices.weights.tolist(), strict=True))
-        line: dict[str, Any] = {
-            "round": done.n + 1,
-            "train_loss": float(done.train_loss[me]),
-            "own_loss": float(choices.own_loss[0]),
-            "asked": choices.asked.values.tolist(),
-            "received": [
-                {
-                    "id": i,
-                    "round": each.round + 1,
-                    "seconds": each.seconds,
-                    "bytes": each.size,
-                    "weight": weights[i],
-                }
-                for i, each in engine.arrivals.items()
-            ],
-            "own_weight": float(choices.own_weight[0]),
-            "refused": {
-                str(i): reason
-                for i, reason in engine.failures.items()
-                if reason not in BLAMELESS_REASONS
-            },
-            "late": [i for i, reason in engine.failures.items() if reason in BLAMELESS_REASONS],
-            "alive": sorted(company.transport.connected_peers()),
-            **tally.delta(),
-            "seconds": {
-                **done.seconds,
-                "exchange": engine.exchange_seconds,
-                "round": sum(done.seconds.values()),
-            },
+        """Return the record of a round in rounds.jsonl."""
+        decisions = result.decisions
+        peers = decisions.received.values.tolist()
+        weights = dict(zip(peers, decisions.weights.tolist(), strict=True))
+        received = [
+            {
+                "id": i,
+                "round": arrival.round + 1,
+                "seconds": arrival.seconds,
+                "bytes": arrival.size,
+                "weight": weights[i],
+            }
+            for i, arrival in engine.arrivals.items()
+        ]
+        failures = engine.failures.items()
+        seconds = {
+            **result.seconds,
+            "exchange": engine.exchange_seconds,
+            "round": sum(result.seconds.values()),
         }
-        if (tested := (done.test_results or {}).get(me)) is not None:
-            aim = self.agent.goal
-            asked = {
-                "source_accuracy": aim.sources,
-                "attack_success_rate": aim.sources or aim.targets,
-            }
-            found = metrics.compute_metrics(tested, aim)
-            line |= {
-                name: value
-                for name, value in found.items()
-                if value is not None and asked.get(name, True)
-            }
-        return line
+        return {
+            "round": result.n + 1,
+            "train_loss": float(result.train_loss[self.agent_id]),
+            "own_loss": float(decisions.own_loss[0]),
+            "asked": decisions.asked.values.tolist(),
+            "received": received,
+            "own_weight": float(decisions.own_weight[0]),
+            "refused": {
+                str(i): reason for i, reason in failures if reason not in BLAMELESS_REASONS
+            },
+            "late": [i for i, reason in failures if reason in BLAMELESS_REASONS],
+            "alive": sorted(monitor.transport.connected_peers()),
+            **traffic.delta(),
+            "seconds": seconds,
+            **self._metrics(result),
+        }
 
-
-def _data_digest(fingerprint: str) -> str:
-    """What the data added up to of which a checkpoint is."""
-    return fingerprint.partition(" data ")[2]
+    def _metrics(self, result: Round) -> dict[str, float]:
+        """Return the metrics of a round; those of an attack only in a simulation of one."""
+        test_result = (result.test_results or {}).get(self.agent_id)
+        if test_result is None:
+            return {}
+        goal = self.agent.goal
+        skipped = set()
+        if not goal.sources:
+            skipped.add("source_accuracy")
+        if not (goal.sources or goal.targets):
+            skipped.add("attack_success_rate")
+        values = metrics.compute_metrics(test_result, goal)
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and name not in skipped
+        }
 
 
 class TrafficCounter:
-    """What a server and the downloads have counted since the last look, or since they began."""
+    """Counter of a node's traffic since the last call.
 
-    def __init__(self, server: Server, downloads: PeerClient) -> None:
+    Args:
+        server: Server of the node.
+        client: Client of the node.
+    """
+
+    def __init__(self, server: Server, client: PeerClient) -> None:
         self.server = server
-        self.client = downloads
+        self.client = client
         self.last: dict[str, Any] = {"sent": 0, "got": 0, "served": 0, "turned_away": {}}
 
     def delta(self) -> dict[str, Any]:
-        """Bytes sent and got, requests answered, and those turned away by reason."""
-        now = self._totals()
-        before = self.last
-        self.last = now
-        away = {
-            reason: count - before["turned_away"].get(reason, 0)
-            for reason, count in now["turned_away"].items()
+        """Return the difference from the last call.
+
+        Returns:
+            Sent and received bytes, answered requests, and refused requests by reason.
+        """
+        previous = self.last
+        current = self._totals()
+        self.last = current
+        differences = {
+            reason: count - previous["turned_away"].get(reason, 0)
+            for reason, count in current["turned_away"].items()
         }
         return {
-            **{name: now[name] - before[name] for name in ("sent", "got", "served")},
-            "turned_away": {reason: count for reason, count in away.items() if count},
+            **{name: current[name] - previous[name] for name in ("sent", "got", "served")},
+            "turned_away": {reason: count for reason, count in differences.items() if count},
         }
 
     def _totals(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Who is told how a node is doing."""
+"""Interface of an observer of a node's progress."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -6,29 +6,42 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class NodeObserver(Protocol):
-    """Who is told how a node is doing."""
+    """Receiver of a node's progress."""
 
     def on_phase(self, n: int, name: str) -> None:
-        """Round `n`, counted from 1, is at "training", "mixing" ..."""
+        """Handle the start of a phase.
+
+        Args:
+            n: The round, from 1.
+            name: The phase: "training", "mixing" ...
+        """
         ...
 
     def on_round(self, line: Mapping[str, Any]) -> None:
-        """A round is over: its line in rounds.jsonl."""
+        """Handle the end of a round.
+
+        Args:
+            line: Its record in rounds.jsonl.
+        """
         ...
 
     def on_note(self, text: str) -> None:
-        """What the operator should know."""
+        """Handle a message for the operator.
+
+        Args:
+            text: The message.
+        """
         ...
 
 
 class NullObserver:
-    """Tells nobody."""
+    """Observer that ignores everything."""
 
     def on_phase(self, n: int, name: str) -> None:
-        """Nothing."""
+        """Ignore the start of a phase."""
 
     def on_round(self, line: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Ignore the end of a round."""
 
     def on_note(self, text: str) -> None:
-        """Nothing."""
+        """Ignore a message."""

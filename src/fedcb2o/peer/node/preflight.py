@@ -1,12 +1,13 @@
-"""Can I reach everybody, and do we agree? Each member is asked for its HELLO, and ours is given to those who check too.
+"""Check of a federation before a run: every member is asked for its HELLO, and answered in return.
 
-What others say of themselves is text of strangers: it is cut short, and only printable ASCII of it reaches a terminal.
+Descriptions of other members are untrusted text: they are cut short, and only their printable ASCII
+characters reach a terminal.
 """
 
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,16 +33,22 @@ from fedcb2o.peer.wire.tls_probe import ProbeResult, probe_member
 from fedcb2o.peer.wire.transport import Transport, Zenoh
 
 _MAX_CLOCK_OFFSET_SECONDS = 60.0
-"""Seconds by which clocks may differ before it is told."""
+"""Difference of two clocks from which it is reported."""
 _EXPIRY_WARNING_DAYS = 30
-"""Days before its end from which a certificate is told of."""
+"""Remaining validity of a certificate below which its renewal is recommended."""
 _MAX_SHOWN_KEYS = 5
-"""Differing keys that are named."""
+"""Number of differing keys that are named."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What there is to say of a member: what is wrong, and its cure, or ""; and what is good to know."""
+    """Result of the check of one member.
+
+    Attributes:
+        name: The member's name.
+        error: The problem and how to repair it, or an empty text.
+        notes: Further information.
+    """
 
     name: str
     error: str
@@ -50,7 +57,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class _HelloReply:
-    """What came back from a member: what it says of itself, or why that could not be read; and its clock less ours."""
+    """A member's description of itself, or why it cannot be read; and its clock minus ours."""
 
     content: Mapping[str, Any] | None
     reason: str = ""
@@ -58,52 +65,87 @@ class _HelloReply:
 
 
 def check_members(
-    federation: Federation, identity: Identity, *, seconds: float = 20.0, listen: bool | str = True
+    federation: Federation,
+    identity: Identity,
+    *,
+    seconds: float = 20.0,
+    listen: bool | str = True,
 ) -> list[CheckResult]:
-    """What there is to say of each member, ourselves first; ends when all answered, or after so many seconds.
+    """Check that every member can be reached and holds the same federation.
 
-    Where our own address is taken, as it is while our node runs, it asks and is not asked. Raises ConfigError or
-    RunError where nobody can be asked.
+    If the own port is in use, as while the own node runs, this program asks but is not asked.
+
+    Args:
+        federation: The federation.
+        identity: This organisation.
+        seconds: Time after which missing answers are given up.
+        listen: Listen at the own endpoint, or at this "HOST:PORT".
+
+    Returns:
+        One result per member, this organisation first.
+
+    Raises:
+        ConfigError: The identity cannot be used.
+        RunError: The transport cannot listen.
     """
-    me = federation.id_of(identity.member)
+    agent_id = federation.id_of(identity.member)
     end = time.monotonic() + seconds
     transport, notes = _open_transport(federation, identity, listen)
     try:
-        with _serve_hello(federation, identity, me, transport) as server:
-            heard = _ask_all(federation, identity, me, transport, end)
-            _wait_for_checkers(heard, server, end)
+        with _serve_hello(federation, identity, agent_id, transport) as server:
+            replies = _ask_all(federation, identity, agent_id, transport, end)
+            _wait_for_checkers(replies, server, end)
             linked = transport.connected_peers()
     finally:
         transport.close()
-    others = {id: member for id, member in federation.members.items() if id != me}
+
+    others = {id: member for id, member in federation.members.items() if id != agent_id}
     with ThreadPoolExecutor(16) as pool:
-        probing = {
+        probes = {
             id: pool.submit(probe_member, member, identity, is_linked=id in linked)
             for id, member in others.items()
         }
-    return [
-        CheckResult(identity.member.name, "", (*notes, *_describe_expiry(identity.expires))),
-        *(
-            _member_result(
-                federation, others[id], heard.get(id), id in linked, probing[id].result()
-            )
-            for id in others
-        ),
-    ]
+    own_notes = (*notes, *_describe_expiry(identity.expires))
+    results = [CheckResult(identity.member.name, "", own_notes)]
+    for id, member in others.items():
+        probe = probes[id].result()
+        results.append(_member_result(federation, member, replies.get(id), id in linked, probe))
+    return results
 
 
-def format_results(found: list[CheckResult]) -> list[str]:
-    """One line a member."""
-    width = max(len(each.name) for each in found)
-    told = ["; ".join(filter(None, (each.error, *each.notes))) for each in found]
-    return [
-        f"{each.name:{width}}  {'WRONG' if each.error else 'ok':5}  {text}"
-        for each, text in zip(found, told, strict=True)
-    ]
+def format_results(results: list[CheckResult]) -> list[str]:
+    """Format the results of a check.
+
+    Args:
+        results: The results.
+
+    Returns:
+        One line per member.
+
+    Example:
+        >>> format_results([CheckResult("clinic-c", "", ("its certificate lasts 90 days",))])
+        ['clinic-c  ok     its certificate lasts 90 days']
+    """
+    width = max(len(result.name) for result in results)
+    lines = []
+    for result in results:
+        verdict = "WRONG" if result.error else "ok"
+        text = "; ".join(filter(None, (result.error, *result.notes)))
+        lines.append(f"{result.name:{width}}  {verdict:5}  {text}")
+    return lines
 
 
 def hello_content(federation: Federation, identity: Identity, **more: object) -> dict[str, Any]:
-    """What one says of oneself in the answer to HELLO, with what a node or a check says beside."""
+    """Return this organisation's description of itself in the answer to HELLO.
+
+    Args:
+        federation: The federation.
+        identity: This organisation.
+        **more: Further keys of a node or a check.
+
+    Returns:
+        Plain values.
+    """
     return {
         "software": version("fedcb2o"),
         "version": federation.version,
@@ -124,22 +166,23 @@ def _open_transport(
     except RunError as error:
         if "in use" not in str(error):
             raise
-        taken = f"our own node (or another program) has the port{'' if listen is True else f' ({listen})'}"
-        return Zenoh(federation, identity, listen=False), (f"{taken}: asked the others only",)
+        address = "" if listen is True else f" ({listen})"
+        note = f"our own node (or another program) has the port{address}: asked the others only"
+        return Zenoh(federation, identity, listen=False), (note,)
 
 
 @contextmanager
 def _serve_hello(
-    federation: Federation, identity: Identity, me: int, transport: Zenoh
+    federation: Federation, identity: Identity, agent_id: int, transport: Zenoh
 ) -> Iterator[Server | None]:
-    """Answer while the others check too."""
+    """Answer other members that check at the same time."""
     if not transport.is_listening:
         yield None
         return
     with tempfile.TemporaryDirectory() as folder:
         server = Server(
             federation,
-            me,
+            agent_id,
             identity,
             Ledger(Path(folder), federation),
             hello_content=lambda: hello_content(federation, identity, checking=True),
@@ -152,160 +195,179 @@ def _serve_hello(
 
 
 def _ask_all(
-    federation: Federation, identity: Identity, me: int, transport: Transport, end: float
+    federation: Federation, identity: Identity, agent_id: int, transport: Transport, end: float
 ) -> dict[int, _HelloReply]:
-    """What each member says of itself, of those that said anything in time."""
-    heard: dict[int, _HelloReply] = {}
-    left = set(federation.members) - {me}
-    while left and time.monotonic() < end:
-        nonces = {id: os.urandom(16) for id in left & transport.connected_peers()}
-        asked = {}
-        for id, nonce in nonces.items():
+    """Ask all members for their HELLO, until each answered or the time is over."""
+    replies: dict[int, _HelloReply] = {}
+    missing = set(federation.members) - {agent_id}
+    while missing and time.monotonic() < end:
+        pending = {}
+        for id in missing & transport.connected_peers():
+            nonce = os.urandom(16)
             request = Request(
                 kind=RequestKind.HELLO,
                 run=federation.run,
-                sender=me,
+                sender=agent_id,
                 receiver=id,
                 nonce=nonce,
                 digest=identity.member.key,
             )
-            asked[id] = (
-                time.time(),
-                transport.ask(id, request.encode(identity.sign), min(2.0, end - time.monotonic())),
-            )
-        for id, (sent, answers) in asked.items():
-            for answer in answers:
-                heard[id] = _decode_reply(answer, nonces[id], federation.members[id], sent)
-                if heard[id].content is not None:
-                    left.discard(id)
-                    break
+            sent = time.time()
+            timeout = min(2.0, end - time.monotonic())
+            answers = transport.ask(id, request.encode(identity.sign), timeout)
+            pending[id] = nonce, sent, answers
+        for id, (nonce, sent, answers) in pending.items():
+            if _read_reply(replies, id, federation.members[id], nonce, sent, answers):
+                missing.discard(id)
         time.sleep(0.1)
-    return heard
+    return replies
 
 
-def _wait_for_checkers(heard: Mapping[int, _HelloReply], server: Server | None, end: float) -> None:
-    """Wait for those who check too, until each was answered."""
+def _read_reply(
+    replies: dict[int, _HelloReply],
+    id: int,
+    member: Member,
+    nonce: bytes,
+    sent: float,
+    answers: Iterable[bytes],
+) -> bool:
+    """Store the last reply of a member, up to the first valid one; return True if it is valid."""
+    for answer in answers:
+        replies[id] = _decode_reply(answer, nonce, member, sent)
+        if replies[id].content is not None:
+            return True
+    return False
+
+
+def _wait_for_checkers(
+    replies: Mapping[int, _HelloReply], server: Server | None, end: float
+) -> None:
+    """Wait until every member that checks at the same time got an answer."""
     checking = {
         id
-        for id, each in heard.items()
-        if each.content is not None and each.content.get("checking") is True
+        for id, reply in replies.items()
+        if reply.content is not None and reply.content.get("checking") is True
     }
     while server is not None and checking - server.counts.sent.keys() and time.monotonic() < end:
         time.sleep(0.1)
 
 
-def _decode_reply(answer: bytes, nonce: bytes, member: Member, sent: float) -> _HelloReply:
+def _decode_reply(data: bytes, nonce: bytes, member: Member, sent: float) -> _HelloReply:
     try:
-        read = decode_answer(answer)
-        if read.status is AnswerStatus.ANOTHER_VERSION:
+        answer = decode_answer(data)
+        if answer.status is AnswerStatus.ANOTHER_VERSION:
             return _HelloReply(None, "version")
-        if read.nonce != nonce or read.status is not AnswerStatus.OK:
-            return _HelloReply(None, read.status.label)
-        said = decode_hello(read.body, nonce, member)
+        if answer.nonce != nonce or answer.status is not AnswerStatus.OK:
+            return _HelloReply(None, answer.status.label)
+        content = decode_hello(answer.body, nonce, member)
     except MalformedError as error:
         return _HelloReply(None, error.reason)
-    told = said.get("time")
-    clock = (
-        told - (sent + time.time()) / 2
-        if isinstance(told, int | float) and abs(told) < 1e11
-        else 0.0
-    )
-    return _HelloReply(said, clock_offset=clock)
+
+    clock_offset = 0.0
+    remote_time = content.get("time")
+    if isinstance(remote_time, int | float) and abs(remote_time) < 1e11:
+        clock_offset = remote_time - (sent + time.time()) / 2
+    return _HelloReply(content, clock_offset=clock_offset)
 
 
 def _member_result(
     federation: Federation,
     member: Member,
-    heard: _HelloReply | None,
-    linked: bool,
-    probed: ProbeResult,
+    reply: _HelloReply | None,
+    is_linked: bool,
+    probe: ProbeResult,
 ) -> CheckResult:
-    """What there is to say of one member."""
-    notes = _describe_expiry(probed.expires) if probed.expires else ()
-    if heard is None and not linked:
-        waits = "there is no link to it yet, though it lets us connect: check again"
-        return CheckResult(member.name, probed.error or waits, notes)
-    if heard is None:
-        return CheckResult(
-            member.name,
-            "there is a link, and no answer: it is busy, or begins or ends just now",
-            notes,
-        )
-    if heard.content is None:
-        return CheckResult(member.name, _describe_unreadable(member, heard.reason), notes)
-    said = heard.content
-    notes = (_describe_software(said), *notes)
-    if abs(heard.clock_offset) > _MAX_CLOCK_OFFSET_SECONDS:
-        way = "ahead of" if heard.clock_offset > 0 else "behind"
-        notes = (
-            f"its clock is {abs(heard.clock_offset):.0f} s {way} ours: set the one that is wrong",
-            *notes,
-        )
-    return CheckResult(member.name, describe_disagreement(federation, said), notes)
+    notes = _describe_expiry(probe.expires) if probe.expires else ()
+    if reply is None and not is_linked:
+        waiting = "there is no link to it yet, though it lets us connect: check again"
+        return CheckResult(member.name, probe.error or waiting, notes)
+    if reply is None:
+        error = "there is a link, and no answer: it is busy, or is starting or ending"
+        return CheckResult(member.name, error, notes)
+    if reply.content is None:
+        return CheckResult(member.name, _describe_unreadable(member, reply.reason), notes)
+
+    notes = (_describe_software(reply.content), *notes)
+    offset = reply.clock_offset
+    if abs(offset) > _MAX_CLOCK_OFFSET_SECONDS:
+        direction = "ahead of" if offset > 0 else "behind"
+        clock = f"its clock is {abs(offset):.0f} s {direction} ours: set the one that is wrong"
+        notes = (clock, *notes)
+    return CheckResult(member.name, describe_disagreement(federation, reply.content), notes)
 
 
 def _describe_unreadable(member: Member, reason: str) -> str:
-    """Why what it answered is of no use."""
     if reason == "version":
-        return "it speaks another version of the protocol: install the same release of fedcb2o on both machines"
+        return (
+            "it speaks another version of the protocol: install the same release of fedcb2o on "
+            "both machines"
+        )
     if reason == "signature":
         return (
-            f"its answer is not signed by {member.name}'s key in this federation: if its identity was made anew, "
-            "that needs a new version of the federation (`fedcb2o peer amend`)"
+            f"its answer is not signed by {member.name}'s key in this federation: a new identity "
+            "needs a new version of the federation (`fedcb2o peer amend`)"
         )
-    return f"its answer cannot be read ({_printable_ascii(reason)}): check again, and which release of fedcb2o it runs"
+    return (
+        f"its answer cannot be read ({_printable_ascii(reason)}): check again, and compare its "
+        "release of fedcb2o"
+    )
 
 
-def describe_disagreement(federation: Federation, said: Mapping[str, Any]) -> str:
-    """In what its federation is another than ours, and who has to do what."""
-    if said.get("federation") == federation.digest.hex():
+def describe_disagreement(federation: Federation, content: Mapping[str, Any]) -> str:
+    """Compare a member's federation with ours.
+
+    Args:
+        federation: Our federation.
+        content: The member's description of itself.
+
+    Returns:
+        The difference and how to repair it, or an empty text.
+    """
+    if content.get("federation") == federation.digest.hex():
         return ""
-    keys = said.get("keys")
-    other = (
-        {key: text for key, text in keys.items() if isinstance(text, str)}
-        if isinstance(keys, dict)
-        else {}
-    )
-    differing = federation.differing_keys(other)
-    if said.get("run") != federation.run.hex():
-        named = ", ".join(_printable_ascii(key) for key in differing[:_MAX_SHOWN_KEYS])
-        more = (
-            f" and {len(differing) - _MAX_SHOWN_KEYS} more"
-            if len(differing) > _MAX_SHOWN_KEYS
-            else ""
-        )
-        return f"it holds another federation, differing in {named or 'nothing it tells'}{more}: send one file to all"
-    theirs = said.get("version")
-    if isinstance(theirs, int) and theirs < federation.version:
-        return f"it holds version {theirs} of the federation, and we {federation.version}: send it ours"
-    if isinstance(theirs, int) and theirs > federation.version:
-        return f"it holds version {theirs} of the federation, and we {federation.version}: get its file"
+    if content.get("run") != federation.run.hex():
+        return _describe_other_run(federation, content.get("keys"))
+
+    theirs = content.get("version")
+    own = federation.version
+    if isinstance(theirs, int) and theirs < own:
+        return f"it holds version {theirs} of the federation, and we {own}: send it ours"
+    if isinstance(theirs, int) and theirs > own:
+        return f"it holds version {theirs} of the federation, and we {own}: get its file"
+    return f"it holds another version {own}: compare the two files and their signatures"
+
+
+def _describe_other_run(federation: Federation, keys: object) -> str:
+    hashes = keys if isinstance(keys, dict) else {}
+    hashes = {key: text for key, text in hashes.items() if isinstance(text, str)}
+    differing = federation.differing_keys(hashes)
+    names = ", ".join(_printable_ascii(key) for key in differing[:_MAX_SHOWN_KEYS])
+    num_more = len(differing) - _MAX_SHOWN_KEYS
+    more = f" and {num_more} more" if num_more > 0 else ""
     return (
-        f"it holds another version {federation.version}: compare the two files and their signatures"
+        f"it holds another federation, differing in {names or 'no key that it reports'}{more}: "
+        "send one file to all"
     )
 
 
-def _describe_software(said: Mapping[str, Any]) -> str:
-    """What it runs, in a few words."""
-    software = f"fedcb2o {_printable_ascii(said.get('software', '?'))}"
-    done = said.get("round")
-    rounds = said.get("rounds")
-    if said.get("checking") is True:
+def _describe_software(content: Mapping[str, Any]) -> str:
+    software = f"fedcb2o {_printable_ascii(content.get('software', '?'))}"
+    if content.get("checking") is True:
         return f"{software}, checking too"
-    return (
-        f"{software}, {_printable_ascii(done)} of {_printable_ascii(rounds)} rounds done"
-        if isinstance(done, int)
-        else software
-    )
+    done = content.get("round")
+    if not isinstance(done, int):
+        return software
+    rounds = _printable_ascii(content.get("rounds"))
+    return f"{software}, {_printable_ascii(done)} of {rounds} rounds done"
 
 
 def _describe_expiry(expires: datetime) -> tuple[str, ...]:
     days = (expires - datetime.now(UTC)).days
-    cure = ": `fedcb2o peer renew` there, soon" if days < _EXPIRY_WARNING_DAYS else ""
-    return (f"its certificate lasts {days} days{cure}",)
+    remedy = ": `fedcb2o peer renew` there, soon" if days < _EXPIRY_WARNING_DAYS else ""
+    return (f"its certificate lasts {days} days{remedy}",)
 
 
 def _printable_ascii(value: object) -> str:
-    """At most 60 characters of what a stranger says, and none that does anything to a terminal."""
+    """Return at most 60 characters of untrusted text, safe for a terminal."""
     text = str(value)[:60]
     return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)

@@ -1,6 +1,7 @@
-"""What one agent offers its peers: its model as it is sent, with a signed manifest.
+"""Publisher of one agent's models: encoded, with a signed manifest.
 
-An agent that restarts must never sign two manifests for one round, so that what it will sign is written down first.
+An agent that restarts must never sign two manifests for one round. Each signature is therefore
+written to the journal first.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +18,16 @@ from fedcb2o.peer.wire.server import Server, Snapshot
 
 
 class ModelPublisher:
-    """The models that an agent publishes by a server; `tell` hears what its operator should know."""
+    """Publisher of an agent's models through its server.
+
+    Args:
+        federation: The federation.
+        identity: This organisation.
+        codec: Encoding of models.
+        journal: Journal of signed manifests.
+        server: Server of the snapshots.
+        notify: Function that shows a message to the operator.
+    """
 
     def __init__(
         self,
@@ -37,13 +47,20 @@ class ModelPublisher:
         self.agent_id = federation.id_of(identity.member)
 
     def publish(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> None:
-        """Offer the model of round `n` to everybody, unless another one of that round was signed before."""
+        """Offer a model to all peers, unless another model of this round was signed.
+
+        Args:
+            n: The round, from 0.
+            theta: The model, shape [d].
+            num_samples: Claimed number of training samples.
+        """
         manifest, content = self._encode(n, theta, num_samples)
         if self.journal.reserve(n, manifest.digest):
             self.server.publish(self._sign(manifest, content))
         else:
             self.notify(
-                f"the model of round {n + 1} is not offered: another one of that round was signed before"
+                f"the model of round {n + 1} is not offered: another model of that round was "
+                "signed before"
             )
 
     def publish_attack(
@@ -54,18 +71,27 @@ class ModelPublisher:
         crafted: Mapping[int, Float[Tensor, " d"] | None],
         claimed_samples: int,
     ) -> None:
-        """What an attacker of a simulation does: offer some peers what it `crafted` for them, or nothing yet, with
-        another number of samples; and the others its model. It writes nothing down."""
-        to = {
-            i: None if model is None else self._sign(*self._encode(n, model, claimed_samples))
-            for i, model in crafted.items()
-        }
-        self.server.publish(self._sign(*self._encode(n, theta, num_samples)), to)
+        """Offer crafted models to some peers, as an attacker of a simulation.
+
+        The journal is not used.
+
+        Args:
+            n: The round, from 0.
+            theta: The model for the other peers, shape [d].
+            num_samples: Number of samples claimed to the other peers.
+            crafted: The crafted model for each deceived peer, or None for no model yet.
+            claimed_samples: Number of samples claimed to the deceived peers.
+        """
+        overrides: dict[int, Snapshot | None] = {}
+        for i, model in crafted.items():
+            overrides[i] = None
+            if model is not None:
+                overrides[i] = self._sign(*self._encode(n, model, claimed_samples))
+        self.server.publish(self._sign(*self._encode(n, theta, num_samples)), overrides)
 
     def _encode(
         self, n: int, theta: Float[Tensor, " d"], num_samples: int
     ) -> tuple[Manifest, BytesLike]:
-        """The manifest of a model, and the model as it is sent."""
         content = self.codec.encode(theta)
         manifest = Manifest.from_content(
             content,

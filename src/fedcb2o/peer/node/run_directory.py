@@ -1,7 +1,7 @@
-"""The folder of a peer's run: one agent of one federation writes to it, and signs nowhere else."""
+"""Run directory of a node: one agent of one federation writes to it, and signs nowhere else."""
 
 import contextlib
-import sys
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,57 @@ from fedcb2o.peer.membership.versions import parse_members
 from fedcb2o.peer.node.agent import AgentSetup
 from fedcb2o.peer.wire.equivocation import JOURNAL_FILE
 
+_LOGGER = logging.getLogger(__name__)
+
 _FEDERATION_FILE = "federation.toml"
-_RUNS_FILE = "runs.toml"  # beside the keys: where they sign for which run
+_RUNS_FILE = "runs.toml"  # next to the keys: the directory that signs for each run
 
 
 def open_run(
     out: Path, federation: Federation, identity: Identity, agent: AgentSetup, *, resume: bool
 ) -> None:
-    """Write who the agent is and what was agreed on into its folder, or find the same run there; raises RunError for
-    anything else."""
-    me = federation.id_of(identity.member)
-    there = out / _FEDERATION_FILE
-    who = {
+    """Create the run directory, or check that it holds the same run.
+
+    Args:
+        out: The directory.
+        federation: The federation.
+        identity: This organisation.
+        agent: The agent.
+        resume: Continue an existing run.
+
+    Raises:
+        RunError: The directory holds something else, or another directory signs for this run.
+    """
+    info = _node_info(federation, identity, agent)
+    if (out / _FEDERATION_FILE).exists():
+        _check_same_run(out, federation, info, resume=resume)
+    else:
+        partial = {f"{_FEDERATION_FILE}.tmp", "agent.json", "agent.json.tmp"}
+        if {path.name for path in out.iterdir()} - partial:
+            raise RunError(f"{out} is not empty and holds no peer's run: choose another --out")
+
+    requested = federation.experiment.training.precision
+    if requested != info["precision"]:
+        _LOGGER.warning(
+            "%s trains in %s: %s is far slower here.", info["name"], info["precision"], requested
+        )
+    _claim_run(out, federation, identity)
+    records.remove_temporaries(out)
+    records.write_json(out / "agent.json", info)
+    write_federation(federation, out / _FEDERATION_FILE)
+
+
+def _node_info(federation: Federation, identity: Identity, agent: AgentSetup) -> dict[str, Any]:
+    """Return the content of agent.json."""
+    names = {  # of removed members too, which are in earlier rounds
+        str(id): member.name
+        for members in parse_members(federation.versions)
+        for id, member in members.items()
+    }
+    return {
         "name": identity.member.name,
-        "id": me,
-        "names": {  # of those that were removed too, who stand in earlier rounds
-            str(id): member.name
-            for members in parse_members(federation.versions)
-            for id, member in members.items()
-        },
+        "id": federation.id_of(identity.member),
+        "names": names,
         "run": federation.run.hex(),
         "version": federation.version,
         "rounds": federation.rounds,
@@ -41,59 +73,48 @@ def open_run(
         "num_samples": int(agent.data.train.sizes[0]),
         "validation_samples": int(agent.data.validation.sizes[0]),
     }
-    if there.exists():
-        if not ((out / "agent.json").exists() or (out / JOURNAL_FILE).exists()):
-            raise RunError(f"{out} is not the folder of a peer's run: choose another --out")
-        known = records.read_json(out / "agent.json")
-        if (known.get("run"), known.get("id")) != (who["run"], who["id"]):
-            raise RunError(
-                f"{out} holds the run of another federation or agent: choose another --out"
-            )
-        if not resume and (out / JOURNAL_FILE).exists():
-            raise RunError(
-                f"{out} already holds this run: --resume goes on with it. Begun anew elsewhere it would sign "
-                "second models for its rounds, which the others take for fraud"
-            )
-        held = read_federation(
-            there, allowed_functions=federation.allowed_functions, allow_unsigned=True
+
+
+def _check_same_run(
+    out: Path, federation: Federation, info: dict[str, Any], *, resume: bool
+) -> None:
+    has_journal = (out / JOURNAL_FILE).exists()
+    if not ((out / "agent.json").exists() or has_journal):
+        raise RunError(f"{out} is not the folder of a peer's run: choose another --out")
+    written = records.read_json(out / "agent.json")
+    if (written.get("run"), written.get("id")) != (info["run"], info["id"]):
+        raise RunError(f"{out} holds the run of another federation or agent: choose another --out")
+    if not resume and has_journal:
+        raise RunError(
+            f"{out} already holds this run: --resume goes on with it. Begun anew elsewhere it "
+            "would sign second models for its rounds, which the others take for fraud"
         )
-        if not federation.is_successor_of(held):
-            raise RunError(
-                f"{out} went on with version {held.version} of the federation, and the one given is version "
-                f"{federation.version}, which did not come of it: give the newer file"
-            )
-    elif {inside.name for inside in out.iterdir()} - {
-        f"{_FEDERATION_FILE}.tmp",
-        "agent.json",
-        "agent.json.tmp",
-    }:
-        raise RunError(f"{out} is not empty and holds no peer's run: choose another --out")
-    if (asked := federation.experiment.training.precision) != who["precision"]:
-        print(
-            f"Note: {who['name']} trains in {who['precision']}: {asked} is far slower here.",
-            file=sys.stderr,
+    previous = read_federation(
+        out / _FEDERATION_FILE,
+        allowed_functions=federation.allowed_functions,
+        allow_unsigned=True,
+    )
+    if not federation.is_successor_of(previous):
+        raise RunError(
+            f"{out} went on with version {previous.version} of the federation, and the one given "
+            f"is version {federation.version}, which does not follow it: give the newer file"
         )
-    _claim_run(out, federation, identity)
-    records.remove_temporaries(out)
-    records.write_json(out / "agent.json", who)
-    write_federation(federation, there)
 
 
 def _claim_run(out: Path, federation: Federation, identity: Identity) -> None:
-    """Note beside the keys in which folder they sign for this run; raises RunError where it is another one, which
-    would sign second models for its rounds."""
+    """Note next to the keys which directory signs for this run; raise RunError if another does."""
     path = identity.folder / _RUNS_FILE
     run = federation.run.hex()
-    here = str(out.resolve())
-    known: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):  # nothing was noted yet, or it is damaged
-        known = records.read_toml(path)
-    there = known.get(run, here)
-    if isinstance(there, str) and there != here and (Path(there) / JOURNAL_FILE).exists():
+    directory = str(out.resolve())
+    noted: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # missing or damaged
+        noted = records.read_toml(path)
+    other = noted.get(run, directory)
+    if isinstance(other, str) and other != directory and (Path(other) / JOURNAL_FILE).exists():
         raise RunError(
-            f"{identity.member.name} already signs for this run in {there}: give that --out and --resume (or, "
-            "if it is a copy of that folder, remove the other one). Two folders would sign two models for one "
-            "round, which the others take for fraud"
+            f"{identity.member.name} already signs for this run in {other}: give that --out and "
+            "--resume (or, if it is a copy of that folder, remove the other one). Two folders "
+            "would sign two models for one round, which the others take for fraud"
         )
-    with contextlib.suppress(OSError, RunError):  # keys may be where nothing can be written
-        records.write_toml(path, {**known, run: here})
+    with contextlib.suppress(OSError, RunError):  # the keys may be read-only
+        records.write_toml(path, {**noted, run: directory})

@@ -1,1 +1,1 @@
-"""Views of a node's rounds: the page, its figures, the live table, and the records that these read."""
+"""Reports on a node's rounds: page, figures, live table, and the records behind them."""

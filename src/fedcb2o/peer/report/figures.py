@@ -1,4 +1,4 @@
-"""Figures of one node's rounds, each a matplotlib Figure of its own; the look is that of the other reports."""
+"""Figures of one node's rounds, in the style of the other reports."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,19 +16,17 @@ from fedcb2o.peer.report.peer_records import PeerRecords, RoundRecord
 from fedcb2o.report.agent_figures import WEIGHT_COLOURMAP, add_weight_colorbar, weight_norm
 from fedcb2o.report.figures import LINE_STYLES, MARKERS, PALETTE, STYLE
 
-_WIDTH, _HEIGHT = (
-    4.7,
-    3.2,
-)  # inches: two figures side by side on a wide page, one below the other on a narrow one
-_MAX_ROWS, _MAX_COLUMNS = 40, 240  # peers and columns that a figure shows at most
-_GREY, _AMBER = "#88888840", "#F2A03DB0"  # let light paper through, and dark
+_WIDTH, _HEIGHT = 4.7, 3.2  # inches: two figures side by side on a wide page
+_MAX_ROWS, _MAX_COLUMNS = 40, 240  # of peers and rounds in a figure
+_GREY, _AMBER = "#88888840", "#F2A03DB0"  # translucent, for light and dark pages
+_REST = "#AAAAAA"
 OUTCOME_COLOURS = {
     "taken": PALETTE[0],
     "refused": PALETTE[1],
     "late": PALETTE[4],
-    "no answer": "#AAAAAA",
+    "no answer": _REST,
 }
-"""What became of an agent's asking a peer, and how it is drawn."""
+"""Outcomes of asking a peer, with their colours."""
 SCORES = {
     "accuracy": "accuracy",
     "source_accuracy": "source class",
@@ -36,212 +34,247 @@ SCORES = {
 }
 
 
-def outcomes(line: RoundRecord) -> dict[int, str]:
-    """What became of each peer that was asked in a round."""
-    taken = {each.id for each in line.received}
-    late = set(line.late)
-    return {
-        peer: "taken"
-        if peer in taken
-        else "refused"
-        if peer in line.refused
-        else "late"
-        if peer in late
-        else "no answer"
-        for peer in line.asked
+def outcomes(record: RoundRecord) -> dict[int, str]:
+    """Classify the outcome of asking each peer in a round.
+
+    Args:
+        record: The round.
+
+    Returns:
+        A key of `OUTCOME_COLOURS` for each asked peer.
+    """
+    result = dict.fromkeys(record.asked, "no answer")
+    groups = {
+        "late": record.late,
+        "refused": record.refused,
+        "taken": [model.id for model in record.received],
     }
+    for outcome, peers in groups.items():
+        result.update((peer, outcome) for peer in peers if peer in result)
+    return result
 
 
-def _busiest_peers(recorded: PeerRecords) -> list[int]:
-    """The peers that a figure shows: all, or of very many those that were asked most, in the order of ids."""
-    asked = Counter(peer for line in recorded.rounds for peer in line.asked)
-    return sorted(sorted(recorded.peers, key=lambda peer: (-asked[peer], peer))[:_MAX_ROWS])
+def _busiest_peers(records: PeerRecords) -> list[int]:
+    """Return the peers of a figure, by id: all, or those that were asked most."""
+    asked = Counter(peer for record in records.rounds for peer in record.asked)
+    by_requests = sorted(records.peers, key=lambda peer: (-asked[peer], peer))
+    return sorted(by_requests[:_MAX_ROWS])
 
 
 @mpl.rc_context(STYLE)
-def draw_scores(lines: Sequence[RoundRecord]) -> Figure | None:
-    """Accuracy on the agent's own test set over the rounds; in a simulation the source class and the attack too."""
-    found = {name: [getattr(line, key) for line in lines] for key, name in SCORES.items()}
-    figure = _draw_curves("Accuracy", lines, found)
+def draw_scores(rounds: Sequence[RoundRecord]) -> Figure | None:
+    """Draw the accuracy on the agent's test samples, and the metrics of a simulated attack.
+
+    Args:
+        rounds: The rounds.
+
+    Returns:
+        The figure, or None without values.
+    """
+    values = {name: [getattr(record, key) for record in rounds] for key, name in SCORES.items()}
+    figure = _draw_curves("Accuracy", rounds, values)
     if figure is not None:
         figure.axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     return figure
 
 
 @mpl.rc_context(STYLE)
-def draw_losses(lines: Sequence[RoundRecord]) -> Figure | None:
-    """The loss in training, and the trained model's on the samples by which the agent judges others' models."""
-    return _draw_curves(
-        "Losses",
-        lines,
-        {
-            "in training": [line.train_loss for line in lines],
-            "on the samples that judge": [line.own_loss for line in lines],
-        },
-    )
+def draw_losses(rounds: Sequence[RoundRecord]) -> Figure | None:
+    """Draw the training loss, and the trained model's loss on the validation samples.
+
+    Args:
+        rounds: The rounds.
+
+    Returns:
+        The figure, or None without values.
+    """
+    values = {
+        "training": [record.train_loss for record in rounds],
+        "validation": [record.own_loss for record in rounds],
+    }
+    return _draw_curves("Losses", rounds, values)
 
 
 @mpl.rc_context(STYLE)
-def draw_traffic(lines: Sequence[RoundRecord]) -> Figure | None:
-    """Megabytes that came in and that went out, from the first round on."""
-    incoming = np.cumsum([line.incoming_bytes / 1e6 for line in lines])
-    outgoing = np.cumsum([line.sent / 1e6 for line in lines])
-    figure = _draw_curves("Bytes", lines, {"in": incoming.tolist(), "out": outgoing.tolist()})
+def draw_traffic(rounds: Sequence[RoundRecord]) -> Figure | None:
+    """Draw the total received and sent megabytes.
+
+    Args:
+        rounds: The rounds.
+
+    Returns:
+        The figure, or None without values.
+    """
+    received = np.cumsum([record.incoming_bytes / 1e6 for record in rounds])
+    sent = np.cumsum([record.sent / 1e6 for record in rounds])
+    figure = _draw_curves("Bytes", rounds, {"in": received.tolist(), "out": sent.tolist()})
     if figure is not None:
-        figure.axes[0].set_ylabel("MB so far")
+        figure.axes[0].set_ylabel("total MB")
         figure.axes[0].set_ylim(bottom=0)
     return figure
 
 
 @mpl.rc_context(STYLE)
-def draw_phases(lines: Sequence[RoundRecord]) -> Figure | None:
-    """Where the seconds of a round went, one phase upon the other; what no phase has is waiting."""
-    names = list(dict.fromkeys(name for line in lines for name in line.seconds if name != "round"))[
-        : len(PALETTE)
-    ]
+def draw_phases(rounds: Sequence[RoundRecord]) -> Figure | None:
+    """Draw the duration of each round by phase.
+
+    Args:
+        rounds: The rounds.
+
+    Returns:
+        The figure, or None without durations.
+    """
+    recorded = dict.fromkeys(name for record in rounds for name in record.seconds)
+    names = [name for name in recorded if name != "round"][: len(PALETTE)]
     if not names:
         return None
-    parts = {name: np.array([line.seconds.get(name, 0.0) for line in lines]) for name in names}
-    if (
-        parts.keys() >= {"exchange", "aggregate"}
-        and (parts["exchange"] <= parts["aggregate"]).all()
-    ):
-        parts["aggregate"] = parts["aggregate"] - parts["exchange"]  # which is a part of it
-    total = np.array([line.duration_seconds for line in lines])
-    rest = np.maximum(total - sum(parts.values()), 0)
+    phases = {
+        name: np.array([record.seconds.get(name, 0.0) for record in rounds]) for name in names
+    }
+    if phases.keys() >= {"exchange", "aggregate"}:
+        without_exchange = phases["aggregate"] - phases["exchange"]
+        if (without_exchange >= 0).all():  # the exchange is part of the aggregation
+            phases["aggregate"] = without_exchange
+    total = np.array([record.duration_seconds for record in rounds])
+    rest = np.maximum(total - sum(phases.values()), 0)
     if rest.sum() > 0.01 * total.sum():
-        parts["between"] = rest
+        phases["between"] = rest
+
     figure, ax = _new_panel()
-    edges = _round_edges(lines)
-    bottom = np.zeros(len(lines))
-    for (name, height), colour in zip(
-        parts.items(), [*PALETTE[: len(names)], "#AAAAAA"], strict=False
-    ):
-        ax.stairs(
-            bottom + height,
-            edges,
-            baseline=bottom,
-            fill=True,
-            color=colour,
-            label=name.replace("$", r"\$"),
-        )
-        bottom = bottom + height
+    edges = _round_edges(rounds)
+    bottom = np.zeros(len(rounds))
+    colours = [*PALETTE[: len(names)], _REST]
+    for (name, height), colour in zip(phases.items(), colours, strict=False):
+        label = name.replace("$", r"\$")
+        top = bottom + height
+        ax.stairs(top, edges, baseline=bottom, fill=True, color=colour, label=label)
+        bottom = top
     ax.set_title("Seconds of a round")
-    _label_rounds(ax, lines)
-    figure.legend(
-        *ax.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=4,
-        fontsize=8.5,
-        handlelength=1.2,
-    )
+    _label_rounds(ax, rounds)
+    _add_legend(figure, ax, ncols=4)
     return figure
 
 
 @mpl.rc_context(STYLE)
-def draw_outcomes(recorded: PeerRecords) -> Figure | None:
-    """How often each peer was asked, and what became of it."""
-    peers = _busiest_peers(recorded)
-    told = [outcomes(line) for line in recorded.rounds]
+def draw_outcomes(records: PeerRecords) -> Figure | None:
+    """Draw how often each peer was asked, by outcome.
+
+    Args:
+        records: The node's records.
+
+    Returns:
+        The figure, or None if no peer was asked.
+    """
+    peers = _busiest_peers(records)
+    by_round = [outcomes(record) for record in records.rounds]
     counts = {
-        fate: np.array([sum(each.get(peer) == fate for each in told) for peer in peers])
-        for fate in OUTCOME_COLOURS
+        outcome: np.array([sum(row.get(peer) == outcome for row in by_round) for peer in peers])
+        for outcome in OUTCOME_COLOURS
     }
     if not any(count.any() for count in counts.values()):
         return None
-    figure, ax = _new_peer_panel(recorded, peers)
+
+    figure, ax = _new_peer_panel(records, peers)
     left = np.zeros(len(peers))
-    for fate, count in counts.items():
+    for outcome, count in counts.items():
         if count.any():
-            ax.barh(
-                np.arange(len(peers)),
-                count,
-                0.7,
-                left=left,
-                color=OUTCOME_COLOURS[fate],
-                label=fate,
-            )
+            colour = OUTCOME_COLOURS[outcome]
+            ax.barh(np.arange(len(peers)), count, 0.7, left=left, color=colour, label=outcome)
             left = left + count
-    ax.set_title("What became of asking")
-    ax.set_xlabel("rounds in which it was asked")
+    ax.set_title("Outcome of requests")
+    ax.set_xlabel("rounds in which the peer was asked")
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-    figure.legend(
-        *ax.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=4,
-        fontsize=8.5,
-        handlelength=1.2,
-    )
+    _add_legend(figure, ax, ncols=4)
     return figure
 
 
 @mpl.rc_context(STYLE)
 def draw_response_times(
-    recorded: PeerRecords, seconds: Mapping[int, Sequence[float]]
+    records: PeerRecords, seconds: Mapping[int, Sequence[float]]
 ) -> Figure | None:
-    """How fast each peer answered: the median, and the range of the middle eight in ten."""
-    peers = _busiest_peers(recorded)
+    """Draw the median response time of each peer, and its 10% to 90% range.
+
+    Args:
+        records: The node's records.
+        seconds: Response times by peer.
+
+    Returns:
+        The figure, or None without response times.
+    """
+    peers = _busiest_peers(records)
     if not any(seconds.get(peer) for peer in peers):
         return None
-    figure, ax = _new_peer_panel(recorded, peers)
+    figure, ax = _new_peer_panel(records, peers)
     for y, peer in enumerate(peers):
-        if seconds.get(peer):
-            low, middle, high = np.quantile(seconds[peer], [0.1, 0.5, 0.9])
-            ax.plot(
-                [low, high],
-                [y, y],
-                color=PALETTE[5],
-                linewidth=4,
-                alpha=0.55,
-                solid_capstyle="round",
-            )
-            ax.plot([middle], [y], "o", color=PALETTE[0], markersize=5)
+        if not seconds.get(peer):
+            continue
+        low, middle, high = np.quantile(seconds[peer], [0.1, 0.5, 0.9])
+        ax.plot(
+            [low, high],
+            [y, y],
+            color=PALETTE[5],
+            linewidth=4,
+            alpha=0.55,
+            solid_capstyle="round",
+        )
+        ax.plot([middle], [y], "o", color=PALETTE[0], markersize=5)
     ax.set_xlim(left=0)
-    ax.set_title("How fast peers answered")
+    ax.set_title("Response times")
     ax.xaxis.set_major_locator(MaxNLocator(5))
-    ax.set_xlabel("seconds until its model was there and checked")
+    ax.set_xlabel("seconds until the model was downloaded and checked")
     return figure
 
 
 @mpl.rc_context(STYLE)
-def draw_weights(recorded: PeerRecords) -> Figure | None:
-    """The weight that each model got, round by round: a row a peer, the agent's own first; neighbouring rounds are
-    averaged where they are too many for a page."""
-    lines = recorded.rounds
-    peers = _busiest_peers(recorded)
-    if not lines or not peers:
+def draw_weights(records: PeerRecords) -> Figure | None:
+    """Draw the weight of each model in each round, the agent's own model first.
+
+    Neighbouring rounds are averaged if there are too many for a page.
+
+    Args:
+        records: The node's records.
+
+    Returns:
+        The figure, or None without rounds or peers.
+    """
+    rounds = records.rounds
+    peers = _busiest_peers(records)
+    if not rounds or not peers:
         return None
-    given, marks = weights_by_round(lines, recorded.info.id, peers)
-    k = -(-len(lines) // _MAX_COLUMNS)
-    starts = np.arange(0, len(lines), k)
-    counted = np.add.reduceat(np.isfinite(given), starts, axis=1)
-    mean = np.add.reduceat(np.nan_to_num(given), starts, axis=1) / np.maximum(counted, 1)
-    mean[counted == 0] = np.nan
+
+    weights, marks = weights_by_round(rounds, records.info.id, peers)
+    rounds_per_column = -(-len(rounds) // _MAX_COLUMNS)
+    starts = np.arange(0, len(rounds), rounds_per_column)
+    count = np.add.reduceat(np.isfinite(weights), starts, axis=1)
+    mean = np.add.reduceat(np.nan_to_num(weights), starts, axis=1) / np.maximum(count, 1)
+    mean[count == 0] = np.nan
     worst = np.maximum.reduceat(marks, starts, axis=1)
-    figure = Figure(figsize=(2 * _WIDTH, 1.5 + 0.24 * (len(peers) + 1)), layout="constrained")
+
+    size = (2 * _WIDTH, 1.5 + 0.24 * (len(peers) + 1))
+    figure = Figure(figsize=size, layout="constrained")
     ax = figure.subplots()
-    grid = (
-        np.append(_round_edges(lines)[:-1][starts], _round_edges(lines)[-1]),
-        np.arange(len(peers) + 2) - 0.5,
-    )
-    blank = np.where(np.isfinite(mean) | (worst == 0), np.nan, worst)
-    marked = ListedColormap([_GREY, _AMBER])
-    ax.pcolormesh(*grid, blank, cmap=marked, vmin=1, vmax=2, rasterized=True)
-    drawn = ax.pcolormesh(*grid, mean, cmap=WEIGHT_COLOURMAP, norm=weight_norm(), rasterized=True)
-    add_weight_colorbar(figure, ax, drawn, aspect=12, pad=0.01)
-    names = [f"{recorded.info.name} (itself)", *map(recorded.info.name_of, peers)]
+    edges = _round_edges(rounds)
+    x = np.append(edges[:-1][starts], edges[-1])
+    y = np.arange(len(peers) + 2) - 0.5
+    unweighted = np.where(np.isfinite(mean) | (worst == 0), np.nan, worst)
+    mark_colours = ListedColormap([_GREY, _AMBER])
+    ax.pcolormesh(x, y, unweighted, cmap=mark_colours, vmin=1, vmax=2, rasterized=True)
+    image = ax.pcolormesh(x, y, mean, cmap=WEIGHT_COLOURMAP, norm=weight_norm(), rasterized=True)
+    add_weight_colorbar(figure, ax, image, aspect=12, pad=0.01)
+
+    names = [f"{records.info.name} (itself)", *map(records.info.name_of, peers)]
     ax.set_yticks(range(len(names)), [_shorten(name) for name in names], fontsize=9)
     ax.set_ylim(len(names) - 0.5, -0.5)
-    _label_rounds(ax, lines)
+    _label_rounds(ax, rounds)
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False)
     ax.set_facecolor("white")
     ax.spines[:].set_visible(True)
-    shares = [
-        f"{name} {100 * share:.0f}%"
-        for name, share in zip(names, np.nan_to_num(given).mean(1), strict=True)
-    ]
-    figure.set_label(f"Weight in the average, mean over {len(lines)} rounds: {', '.join(shares)}.")
+
+    means = np.nan_to_num(weights).mean(1)
+    shares = [f"{name} {100 * share:.0f}%" for name, share in zip(names, means, strict=True)]
+    text = f"Weight in the average, mean over {len(rounds)} rounds: {', '.join(shares)}."
+    figure.set_label(text)
     keys = [
         Patch(color=_AMBER, label="refused", linewidth=0),
         Patch(color=_GREY, label="asked, nothing taken", linewidth=0),
@@ -251,54 +284,77 @@ def draw_weights(recorded: PeerRecords) -> Figure | None:
 
 
 def weights_by_round(
-    lines: Sequence[RoundRecord], me: int, peers: Sequence[int]
+    rounds: Sequence[RoundRecord], agent_id: int, peers: Sequence[int]
 ) -> tuple[Float[np.ndarray, "p n"], Float[np.ndarray, "p n"]]:
-    """The weight of the agent's own model (first row) and of each peer's in each round, NaN where there is none; and
-    where there is none, 2 for what was refused, 1 for what was asked for in vain, else 0."""
-    place = {peer: row for row, peer in enumerate([me, *peers])}
-    given = np.full((len(place), len(lines)), np.nan)
-    marks = np.zeros((len(place), len(lines)))
-    for n, line in enumerate(lines):
-        given[0, n] = np.nan if line.own_weight is None else line.own_weight
-        for peer, fate in outcomes(line).items():
-            if peer in place and fate != "taken":
-                marks[place[peer], n] = 2 if fate == "refused" else 1
-        for each in line.received:
-            if each.id in place and each.weight is not None:
-                given[place[each.id], n] = each.weight
-    return given, marks
+    """Collect the weights of all models.
+
+    Args:
+        rounds: The rounds.
+        agent_id: The agent, whose own model is the first row.
+        peers: The peers of the other rows.
+
+    Returns:
+        The weights, NaN where there is none; and where there is none, 2 for a refused model, 1 for
+        a model that was asked for in vain, otherwise 0.
+    """
+    rows = {peer: row for row, peer in enumerate([agent_id, *peers])}
+    shape = (len(rows), len(rounds))
+    weights = np.full(shape, np.nan)
+    marks = np.zeros(shape)
+    for n, record in enumerate(rounds):
+        if record.own_weight is not None:
+            weights[0, n] = record.own_weight
+        for peer, outcome in outcomes(record).items():
+            if peer in rows and outcome != "taken":
+                marks[rows[peer], n] = 2 if outcome == "refused" else 1
+        for model in record.received:
+            if model.id in rows and model.weight is not None:
+                weights[rows[model.id], n] = model.weight
+    return weights, marks
 
 
 def _draw_curves(
-    title: str, lines: Sequence[RoundRecord], values: Mapping[str, Sequence[float | None]]
+    title: str, rounds: Sequence[RoundRecord], values: Mapping[str, Sequence[float | None]]
 ) -> Figure | None:
-    """Values over the rounds; those of which there are none are left out."""
-    shown = {
+    """Draw values over the rounds, without curves that have no value."""
+    curves = {
         name: column
         for name, column in values.items()
         if any(value is not None for value in column)
     }
-    if not shown:
+    if not curves:
         return None
     figure, ax = _new_panel()
     ax.set_title(title)
-    rounds = np.array([line.round for line in lines])
-    for i, (name, column) in enumerate(shown.items()):
+    x = np.array([record.round for record in rounds])
+    for i, (name, column) in enumerate(curves.items()):
         y = np.array([np.nan if value is None else value for value in column], dtype=float)
-        known = np.isfinite(y)
+        is_finite = np.isfinite(y)
         ax.plot(
-            rounds[known], y[known], color=PALETTE[i], linestyle=LINE_STYLES[i], marker=MARKERS[i], markersize=4,
-            markevery=max(1, int(known.sum()) // 8), label=name,
-        )  # fmt: skip
-    _label_rounds(ax, lines)
+            x[is_finite],
+            y[is_finite],
+            color=PALETTE[i],
+            linestyle=LINE_STYLES[i],
+            marker=MARKERS[i],
+            markersize=4,
+            markevery=max(1, int(is_finite.sum()) // 8),
+            label=name,
+        )
+    _label_rounds(ax, rounds)
+    _add_legend(figure, ax, ncols=3, fontsize=9, handlelength=2.6)
+    return figure
+
+
+def _add_legend(
+    figure: Figure, ax: Axes, *, ncols: int, fontsize: float = 8.5, handlelength: float = 1.2
+) -> None:
     figure.legend(
         *ax.get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=3,
-        fontsize=9,
-        handlelength=2.6,
+        ncols=ncols,
+        fontsize=fontsize,
+        handlelength=handlelength,
     )
-    return figure
 
 
 def _new_panel() -> tuple[Figure, Axes]:
@@ -306,13 +362,12 @@ def _new_panel() -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _new_peer_panel(recorded: PeerRecords, peers: Sequence[int]) -> tuple[Figure, Axes]:
-    """Room for something to say of each peer, a row each, the first on top."""
+def _new_peer_panel(records: PeerRecords, peers: Sequence[int]) -> tuple[Figure, Axes]:
+    """Return a figure with one row per peer, the first on top."""
     figure = Figure(figsize=(_WIDTH, 1.1 + 0.24 * len(peers)), layout="constrained")
     ax = figure.subplots()
-    ax.set_yticks(
-        range(len(peers)), [_shorten(recorded.info.name_of(peer)) for peer in peers], fontsize=9
-    )
+    names = [_shorten(records.info.name_of(peer)) for peer in peers]
+    ax.set_yticks(range(len(peers)), names, fontsize=9)
     ax.set_ylim(len(peers) - 0.4, -0.6)
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
@@ -320,14 +375,14 @@ def _new_peer_panel(recorded: PeerRecords, peers: Sequence[int]) -> tuple[Figure
     return figure, ax
 
 
-def _round_edges(lines: Sequence[RoundRecord]) -> Float[np.ndarray, " n1"]:
-    """Where the column of each round begins; a gap between rounds widens the one before it."""
-    rounds = np.array([line.round for line in lines], dtype=float)
-    return np.append(rounds - 0.5, rounds[-1] + 0.5)
+def _round_edges(rounds: Sequence[RoundRecord]) -> Float[np.ndarray, " n1"]:
+    """Return the edges of each round's column; a gap widens the column before it."""
+    numbers = np.array([record.round for record in rounds], dtype=float)
+    return np.append(numbers - 0.5, numbers[-1] + 0.5)
 
 
-def _label_rounds(ax: Axes, lines: Sequence[RoundRecord]) -> None:
-    edges = _round_edges(lines)
+def _label_rounds(ax: Axes, rounds: Sequence[RoundRecord]) -> None:
+    edges = _round_edges(rounds)
     ax.set_xlim(edges[0], edges[-1])
     ax.set_xlabel("round")
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))

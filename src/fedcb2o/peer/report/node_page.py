@@ -1,7 +1,8 @@
-"""One node's page: how accurate its model became, whom it asked, whom it believed, and what it refused."""
+"""Page of one node: its accuracy, its peers, their weights, and the refused models."""
 
 import html
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
@@ -11,205 +12,254 @@ from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.peer.report import figures
-from fedcb2o.peer.report.peer_records import PeerRecords
+from fedcb2o.peer.report.peer_records import PeerRecords, RoundRecord
 from fedcb2o.report.html import caption_html, figure_row, scrollable_table
 from fedcb2o.report.page import Page, create_page
 from fedcb2o.report.table_formats import html_text
 
-_MAX_REASON_COLUMNS = 8  # columns of a table; the rarer reasons are summed up in one more
-_SCORES_NOTE = "On this agent's own test samples, after it has mixed in what it received."
+_MAX_REASON_COLUMNS = 8  # of a table; rarer reasons share one more column
+_SCORES_NOTE = "On this agent's own test samples, after averaging."
 _PEERS_NOTE = (
-    "Taken: it came in time, passed every check and was judged. Late: nothing came in time, or the peer said that "
-    "it had nothing yet or was busy. Seconds: until the model was there and checked. "
-    "Weight: what its model got, mean over the last fifth of the rounds, 0 in those in which it was not taken. Last "
-    "alive: the last round in which its link was up."
+    "Taken: the model arrived in time, passed every check and was validated. Late: no model "
+    "arrived in time, or the peer had none yet or was busy. Seconds: until the model was "
+    "downloaded and checked. Weight: mean over the last fifth of the rounds, 0 in rounds without "
+    "its model. Last alive: last round in which its link was up."
 )
 _WEIGHTS_NOTE = (
-    "How much of each peer's model went into the average of each round; the first row is the agent's own model. Blank: "
-    "the peer was not asked. The scale is that of a cube root, so that small weights are seen."
+    "Weight of each peer's model in the average of each round; the first row is the agent's own "
+    "model. Blank: the peer was not asked. The scale is that of a cube root, so that small weights "
+    "are visible."
 )
-_REFUSED_NOTE = "In how many rounds a model was refused, by the reason; what is refused is never judged or mixed in."
-_TURNED_AWAY_NOTE = "Requests of others that this agent did not answer, by the reason."
+_REFUSED_NOTE = (
+    "Number of rounds in which a model was refused, by reason. A refused model is never validated "
+    "or averaged."
+)
+_TURNED_AWAY_NOTE = "Requests of other members that this agent did not answer, by reason."
 _PROOFS_NOTE = (
-    "Each file holds two different models' signatures of one agent for one round: proof that it told some one thing "
-    "and others another. Anybody can check it, without a network: fedcb2o peer proof FILE."
+    "Each file contains two different signed manifests of one agent for one round, a proof that it "
+    "sent different models to different peers. Verify it offline with: fedcb2o peer proof FILE."
 )
 
 
 def write_node_report(folder: Path, out: Path | None = None) -> Path:
-    """Write `report.html` into `out`, by default into the node's own folder; returns its path.
+    """Write the page `report.html` of a run, which may still go on.
 
-    The folder may be that of a run that still goes on or was cut short. Raises RunError where it holds no round yet, or
-    is damaged, or the page cannot be written.
+    Args:
+        folder: The run directory.
+        out: Folder of the page; by default the run directory.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        RunError: The run has no finished round, is damaged, or the page cannot be written.
     """
-    recorded = PeerRecords.read(folder)
-    if not recorded.rounds:
+    records = PeerRecords.read(folder)
+    if not records.rounds:
         raise RunError(
-            f"{folder} holds no finished round yet, so there is nothing to report: let it go on first"
+            f"{folder} holds no finished round yet, so there is nothing to report: let it go on "
+            "first"
         )
     page = create_page(out or folder)
-    _fill_page(page, recorded)
-    page.write_page("report.html", f"fedcb2o: {recorded.info.name}")
+    _add_summary(page, records)
+    _add_peers(page, records)
+    _add_refusals(page, records)
+    _add_traffic(page, records)
+    page.write_page("report.html", f"fedcb2o: {records.info.name}")
     return page.paths[-1]
 
 
-def _fill_page(page: Page, recorded: PeerRecords) -> None:
-    lines = recorded.rounds
-    about = recorded.info
-    seconds = _response_times(recorded)
-    page.body.append(f"<p>{_summary_html(recorded)}</p>")
-    if recorded.proofs:
-        told = ", ".join(sorted({proof.agent for proof in recorded.proofs}))
+def _add_summary(page: Page, records: PeerRecords) -> None:
+    page.body.append(f"<p>{_summary_html(records)}</p>")
+    if records.proofs:
+        names = ", ".join(sorted({proof.agent for proof in records.proofs}))
         page.body.append(
-            f'<p class="warning">There is proof of equivocation: {html_text(told)}. The files are named below.</p>'
+            f'<p class="warning">There is proof of equivocation: {html_text(names)}. The files are '
+            "named below.</p>"
         )
-    page.add_heading("How good its model became")
-    _add_figures(page, "model", figures.draw_scores(lines), figures.draw_losses(lines))
+    page.add_heading("Quality of the model")
+    rounds = records.rounds
+    _add_figures(page, "model", figures.draw_scores(rounds), figures.draw_losses(rounds))
     page.body.append(caption_html(_SCORES_NOTE))
-    page.add_heading("Who was asked, and who answered")
-    _add_figures(
-        page,
-        "asked",
-        figures.draw_outcomes(recorded),
-        figures.draw_response_times(recorded, seconds),
-    )
-    _add_table(page, peers_table(recorded), "Peers", _PEERS_NOTE)
-    if (drawn := figures.draw_weights(recorded)) is not None:
+
+
+def _summary_html(records: PeerRecords) -> str:
+    info = records.info
+    total = f" of {info.rounds}" if info.rounds else ""
+    sentences = [
+        f"Agent {info.id} of run <code>{html.escape(info.run[:16])}</code>, version {info.version} "
+        f"of its federation: {info.num_samples:,} training samples, {info.validation_samples:,} "
+        "validation samples.",
+        f"Rounds done: {records.rounds[-1].round}{total}.",
+    ]
+    scores = []
+    for key, name in figures.SCORES.items():
+        values = [getattr(record, key) for record in records.rounds]
+        values = [value for value in values if value is not None]
+        if values:
+            scores.append(f"{name} {100 * values[-1]:.2f}%")
+    if scores:
+        sentences.append(f"<b>{', '.join(scores).capitalize()}</b>.")
+    return " ".join(sentences)
+
+
+def _add_peers(page: Page, records: PeerRecords) -> None:
+    page.add_heading("Requests and answers")
+    outcomes = figures.draw_outcomes(records)
+    response_times = figures.draw_response_times(records, _response_times(records.rounds))
+    _add_figures(page, "asked", outcomes, response_times)
+    _add_table(page, peers_table(records), "Peers", _PEERS_NOTE)
+
+    weights = figures.draw_weights(records)
+    if weights is not None:
         page.add_heading("Weights")
-        _add_figures(page, "weights", drawn)
+        _add_figures(page, "weights", weights)
         page.body.append(caption_html(_WEIGHTS_NOTE))
-    page.add_heading("What was refused")
-    refused = refused_table(recorded)
+
+
+def _add_refusals(page: Page, records: PeerRecords) -> None:
+    page.add_heading("Refused models")
+    refused = refused_table(records)
     if refused.empty:
-        page.body.append("<p>Nothing.</p>")
+        page.body.append("<p>None.</p>")
     else:
-        _add_table(page, refused, "What was refused", _REFUSED_NOTE)
-    turned: Counter[str] = Counter()
-    for line in lines:
-        turned.update(line.turned_away)
-    if turned:
-        counts = pd.DataFrame({"requests": [f"{count:,}" for _, count in turned.most_common()]})
-        reasons = pd.Index([reason for reason, _ in turned.most_common()], name="reason")
-        _add_table(page, counts.set_axis(reasons), "Requests turned away", _TURNED_AWAY_NOTE)
-    if recorded.proofs:
-        files = pd.DataFrame(
-            [[proof.agent, proof.round] for proof in recorded.proofs], columns=["agent", "round"]
-        )
+        _add_table(page, refused, "Refused models", _REFUSED_NOTE)
+
+    turned_away: Counter[str] = Counter()
+    for record in records.rounds:
+        turned_away.update(record.turned_away)
+    if turned_away:
+        reasons, counts = zip(*turned_away.most_common(), strict=True)
+        index = pd.Index(reasons, name="reason")
+        table = pd.DataFrame({"requests": [f"{count:,}" for count in counts]}, index=index)
+        _add_table(page, table, "Requests turned away", _TURNED_AWAY_NOTE)
+
+    if records.proofs:
         page.add_heading("Proofs of equivocation")
-        proofs = files.set_axis(pd.Index([proof.file for proof in recorded.proofs], name="file"))
-        _add_table(page, proofs, "Proofs of equivocation", _PROOFS_NOTE)
+        table = pd.DataFrame(
+            [[proof.agent, proof.round] for proof in records.proofs],
+            index=pd.Index([proof.file for proof in records.proofs], name="file"),
+            columns=["agent", "round"],
+        )
+        _add_table(page, table, "Proofs of equivocation", _PROOFS_NOTE)
+
+
+def _add_traffic(page: Page, records: PeerRecords) -> None:
     page.add_heading("Bytes and seconds")
-    _add_figures(page, "traffic", figures.draw_traffic(lines), figures.draw_phases(lines))
-    others = ", ".join(
-        f"{name} ({each})" for each, name in sorted(about.names.items()) if each != about.id
-    )
-    page.body.append(caption_html(_describe_totals(recorded)))
-    page.body.append(
-        caption_html(f"Agents by their ids: {about.name} ({about.id}, itself), {others}.")
-    )
+    rounds = records.rounds
+    _add_figures(page, "traffic", figures.draw_traffic(rounds), figures.draw_phases(rounds))
+    page.body.append(caption_html(_describe_totals(rounds)))
+    info = records.info
+    others = ", ".join(f"{name} ({id})" for id, name in sorted(info.names.items()) if id != info.id)
+    text = f"Agents by their ids: {info.name} ({info.id}, itself), {others}."
+    page.body.append(caption_html(text))
 
 
-def _summary_html(recorded: PeerRecords) -> str:
-    """Who, in which run, how far, and how good, in a few sentences of HTML."""
-    about = recorded.info
-    last = recorded.rounds[-1]
-    of = f" of {about.rounds}" if about.rounds else ""
-    told = [
-        f"Agent {about.id} of run <code>{html.escape(about.run[:16])}</code>, version {about.version} of its "
-        f"federation: {about.num_samples:,} samples train, {about.validation_samples:,} judge others' models.",
-        f"Rounds done: {last.round}{of}.",
-    ]
-    found = {
-        key: [value for line in recorded.rounds if (value := getattr(line, key)) is not None]
-        for key in figures.SCORES
-    }
-    known = [
-        f"{figures.SCORES[key]} {100 * values[-1]:.2f}%" for key, values in found.items() if values
-    ]
-    return " ".join([*told, *([f"<b>{', '.join(known).capitalize()}</b>."] if known else [])])
+def _response_times(rounds: Iterable[RoundRecord]) -> dict[int, list[float]]:
+    """Return the download times of each peer's models, in seconds."""
+    seconds: dict[int, list[float]] = defaultdict(list)
+    for record in rounds:
+        for model in record.received:
+            seconds[model.id].append(model.seconds)
+    return seconds
 
 
-def _response_times(recorded: PeerRecords) -> dict[int, list[float]]:
-    """The seconds in which each peer's models came, those of all rounds."""
-    found: dict[int, list[float]] = defaultdict(list)
-    for line in recorded.rounds:
-        for each in line.received:
-            found[each.id].append(each.seconds)
-    return found
+def peers_table(records: PeerRecords) -> pd.DataFrame:
+    """Tabulate the peers.
 
+    Args:
+        records: The node's records.
 
-def peers_table(recorded: PeerRecords) -> pd.DataFrame:
-    """A row a peer: how often it was asked and what became of it, how fast it was, its bytes and its weight."""
-    seconds = _response_times(recorded)
-    last = recorded.last_fifth
-    told = Counter(
-        (peer, fate) for line in recorded.rounds for peer, fate in figures.outcomes(line).items()
-    )
-    size: Counter[int] = Counter()
-    weight = dict.fromkeys(recorded.peers, 0.0)
-    for line in recorded.rounds:
-        size.update({each.id: each.bytes for each in line.received})
-    for line in last:
-        for each in line.received:
-            weight[each.id] = weight.get(each.id, 0.0) + (each.weight or 0.0) / len(last)
-    seen = {peer: line.round for line in recorded.rounds for peer in line.alive}
-    fates = [
-        fate
-        for fate in figures.OUTCOME_COLOURS
-        if fate != "no answer" or any(fate == each for _, each in told)
-    ]
+    Returns:
+        One row per peer: requests, outcomes, response times, bytes, weight and last link.
+    """
+    seconds = _response_times(records.rounds)
+    counts = Counter(item for record in records.rounds for item in figures.outcomes(record).items())
+    last_alive = {peer: record.round for record in records.rounds for peer in record.alive}
+    received_bytes: Counter[int] = Counter()
+    for record in records.rounds:
+        received_bytes.update({model.id: model.bytes for model in record.received})
+    last_rounds = records.last_fifth
+    weights: dict[int, float] = defaultdict(float)
+    for record in last_rounds:
+        for model in record.received:
+            weights[model.id] += (model.weight or 0.0) / len(last_rounds)
+
+    outcomes = list(figures.OUTCOME_COLOURS)
+    if not any(outcome == "no answer" for _, outcome in counts):
+        outcomes.remove("no answer")
     rows = {}
-    for peer in recorded.peers:
+    for peer in records.peers:
         times = seconds.get(peer)
-        rows[recorded.info.name_of(peer)] = {
-            "asked": str(sum(told[peer, fate] for fate in figures.OUTCOME_COLOURS)),
-            **{fate: str(told[peer, fate]) for fate in fates},
+        weight = weights[peer]
+        rows[records.info.name_of(peer)] = {
+            "asked": str(sum(counts[peer, outcome] for outcome in outcomes)),
+            **{outcome: str(counts[peer, outcome]) for outcome in outcomes},
             "median s": f"{median(times):.3f}" if times else "–",
             "slowest s": f"{max(times):.3f}" if times else "–",
-            "bytes in": format_bytes(size[peer]),
-            "weight": f"{100 * weight[peer]:.2f}%" if np.isfinite(weight[peer]) else "–",
-            "last alive": str(seen.get(peer, "–")),
+            "bytes in": format_bytes(received_bytes[peer]),
+            "weight": f"{100 * weight:.2f}%" if np.isfinite(weight) else "–",
+            "last alive": str(last_alive.get(peer, "–")),
         }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("peer")
 
 
-def refused_table(recorded: PeerRecords) -> pd.DataFrame:
-    """Peers by reasons: in how many rounds a peer's model was refused; without the peers that were never refused."""
-    counts = Counter(
-        (peer, reason) for line in recorded.rounds for peer, reason in line.refused.items()
-    )
-    total: Counter[str] = Counter()
-    for (_, reason), count in counts.items():
-        total[reason] += count
-    columns = [reason for reason, _ in total.most_common(_MAX_REASON_COLUMNS)]
+def refused_table(records: PeerRecords) -> pd.DataFrame:
+    """Tabulate the refused models.
+
+    Args:
+        records: The node's records.
+
+    Returns:
+        Number of rounds by peer and reason, without peers that were never refused.
+    """
+    by_peer: dict[int, Counter[str]] = defaultdict(Counter)
+    totals: Counter[str] = Counter()
+    for record in records.rounds:
+        for peer, reason in record.refused.items():
+            by_peer[peer][reason] += 1
+            totals[reason] += 1
+
+    columns = [reason for reason, _ in totals.most_common(_MAX_REASON_COLUMNS)]
     rows: dict[str, dict[str, str]] = {}
-    for peer in sorted({peer for peer, _ in counts}):
-        mine = {reason: count for (who, reason), count in counts.items() if who == peer}
-        row = {reason: str(mine.pop(reason, 0)) for reason in columns}
-        rows[recorded.info.name_of(peer)] = row | (
-            {"other reasons": str(sum(mine.values()))} if len(total) > _MAX_REASON_COLUMNS else {}
-        )
+    for peer, counts in sorted(by_peer.items()):
+        row = {reason: str(counts[reason]) for reason in columns}
+        if len(totals) > _MAX_REASON_COLUMNS:
+            num_others = counts.total() - sum(counts[reason] for reason in columns)
+            row["other reasons"] = str(num_others)
+        rows[records.info.name_of(peer)] = row
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("peer")
 
 
-def _describe_totals(recorded: PeerRecords) -> str:
-    lines = recorded.rounds
-    incoming = sum(line.incoming_bytes for line in lines)
-    outgoing = sum(line.sent for line in lines)
-    served = sum(line.served for line in lines)
-    whole = [line.duration_seconds for line in lines if line.seconds]
-    worked = f"{median(whole):.2f} seconds (median), the longest {max(whole):.2f}" if whole else ""
-    took = (
-        f" The work of a round took {worked}; waiting for its time is not in it." if whole else ""
-    )
+def _describe_totals(rounds: Iterable[RoundRecord]) -> str:
+    rounds = list(rounds)
+    received = format_bytes(sum(record.incoming_bytes for record in rounds))
+    sent = format_bytes(sum(record.sent for record in rounds))
+    served = sum(record.served for record in rounds)
+    text = f"In total {received} were received, and {sent} were sent in {served:,} answers."
+
+    durations = [record.duration_seconds for record in rounds if record.seconds]
+    if not durations:
+        return text
     return (
-        f"In all {format_bytes(incoming)} came in, and {format_bytes(outgoing)} went out in answer to {served:,} "
-        f"requests.{took}"
+        f"{text} The work of a round took {median(durations):.2f} seconds (median), the longest "
+        f"{max(durations):.2f}; waiting for the end of a round is not included."
     )
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes to read: "26.4 MB"."""
+    """Format a number of bytes.
+
+    Args:
+        count: The number.
+
+    Returns:
+        A short text with a unit.
+
+    Example:
+        >>> format_bytes(26_400_000)
+        '26.4 MB'
+    """
     for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
         if count >= 1000**power:
             return f"{count / 1000**power:,.1f} {unit}"
@@ -221,4 +271,4 @@ def _add_table(page: Page, table: pd.DataFrame, name: str, caption: str) -> None
 
 
 def _add_figures(page: Page, name: str, *drawn: Figure | None) -> None:
-    page.body.append(figure_row([one for one in drawn if one is not None], name))
+    page.body.append(figure_row([figure for figure in drawn if figure is not None], name))

@@ -1,4 +1,4 @@
-"""What a node wrote about its rounds, read back and checked: a folder may be cut short, damaged or somebody else's."""
+"""Records of a node's run, read back and checked: a folder may be partial, damaged or forged."""
 
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fedcb2o.errors import RunError
 from fedcb2o.records.files import damaged_error, read_error
 
-MAX_LINE_BYTES = 2**24  # bytes of a line, of a proof or of agent.json: far more than a node writes
+MAX_LINE_BYTES = 2**24  # of a line, a proof or agent.json; a node writes far less
 _MAX_INT = 2**63
 
 _Id = Annotated[int, Field(ge=0, lt=2**32)]
@@ -24,13 +24,13 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Record(BaseModel):
-    """A table of a record; a key that is not known here is of a later version, and left alone."""
+    """Table of a record; unknown keys of later versions are ignored."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, strict=True)
 
 
 class NodeInfo(_Record):
-    """Who wrote a folder: agent.json."""
+    """Node that wrote a folder, from agent.json."""
 
     name: _Name
     id: _Id
@@ -42,12 +42,19 @@ class NodeInfo(_Record):
     rounds: Annotated[int, Field(ge=1, lt=_MAX_INT)] | None = None
 
     def name_of(self, agent: int) -> str:
-        """An agent's name, also of one that the file does not know."""
+        """Return an agent's name.
+
+        Args:
+            agent: Its id.
+
+        Returns:
+            The name, or a substitute for an id that the file does not contain.
+        """
         return self.names.get(agent, f"agent-{agent}")
 
 
 class ReceivedModel(_Record):
-    """A model that was taken in a round, and the weight that it got."""
+    """Model accepted in a round, and its weight."""
 
     id: _Id
     seconds: _Seconds
@@ -56,7 +63,7 @@ class ReceivedModel(_Record):
 
 
 class RoundRecord(_Record):
-    """A round, as one line of rounds.jsonl tells it."""
+    """Round of a node, one line of rounds.jsonl."""
 
     round: Annotated[int, Field(ge=1, lt=2**31)]
     train_loss: float | None = None
@@ -81,19 +88,21 @@ class RoundRecord(_Record):
 
     @property
     def incoming_bytes(self) -> int:
-        """The bytes that came in: all of them where they were counted, else those of models that were taken."""
-        return sum(each.bytes for each in self.received) if self.got is None else self.got
+        """Received bytes; those of accepted models if they were not counted."""
+        if self.got is not None:
+            return self.got
+        return sum(model.bytes for model in self.received)
 
     @property
     def duration_seconds(self) -> float:
-        """The seconds of the whole round: those told, else those of its phases, of which the exchange is in another."""
-        return self.seconds.get(
-            "round", sum(took for name, took in self.seconds.items() if name != "exchange")
-        )
+        """Duration of the round; the sum of its phases if it was not recorded."""
+        # the exchange is part of another phase
+        phases = (seconds for name, seconds in self.seconds.items() if name != "exchange")
+        return self.seconds.get("round", sum(phases))
 
     @model_validator(mode="after")
     def _check_unique_peers(self) -> "RoundRecord":
-        ids = [each.id for each in self.received]
+        ids = [model.id for model in self.received]
         if len(set(ids)) < len(ids):
             raise ValueError("an agent's model is received twice")
         return self
@@ -101,7 +110,13 @@ class RoundRecord(_Record):
 
 @dataclass(frozen=True)
 class ProofSummary:
-    """A proof of equivocation by what its file says of itself; `fedcb2o peer proof FILE` checks it."""
+    """Unverified content of a proof of equivocation; `fedcb2o peer proof FILE` verifies it.
+
+    Attributes:
+        file: Name of its file.
+        agent: Name of the accused agent.
+        round: The round, as text.
+    """
 
     file: str
     agent: str
@@ -110,7 +125,13 @@ class ProofSummary:
 
 @dataclass(frozen=True)
 class PeerRecords:
-    """A node's folder: `about` the node, its rounds, and the proofs that it holds."""
+    """Records of a node's run.
+
+    Attributes:
+        folder: The run directory.
+        info: The node.
+        rounds: Its finished rounds.
+    """
 
     folder: Path
     info: NodeInfo
@@ -118,82 +139,101 @@ class PeerRecords:
 
     @classmethod
     def read(cls, folder: Path) -> "PeerRecords":
-        """What is in a folder by now; raises RunError with one line where it is no node's, or damaged."""
-        if not (folder / "agent.json").is_file():
+        """Read the records of a run, which may still go on.
+
+        Args:
+            folder: The run directory.
+
+        Returns:
+            The records.
+
+        Raises:
+            RunError: The folder is not that of a node, or damaged.
+        """
+        path = folder / "agent.json"
+        if not path.is_file():
             raise RunError(
                 f"{folder} holds no agent.json: name the folder of a `fedcb2o peer run`, its --out"
             )
-        about = _validated(
-            NodeInfo, folder / "agent.json", _read_bounded(folder / "agent.json"), ""
-        )
-        return cls(folder, about, tuple(_read_rounds(folder / "rounds.jsonl")))
+        info = _validated(NodeInfo, path, _read_bounded(path), "")
+        return cls(folder, info, tuple(_read_rounds(folder / "rounds.jsonl")))
 
     @cached_property
     def peers(self) -> list[int]:
-        """The ids of all others that the folder speaks of, in their order."""
-        told: set[int] = set(self.info.names)
-        for line in self.rounds:
-            told.update(
-                line.asked, line.refused, line.late, line.alive, (each.id for each in line.received)
-            )
-        return sorted(told - {self.info.id})
+        """Ids of all other agents in the records, ascending."""
+        ids: set[int] = set(self.info.names)
+        for record in self.rounds:
+            received = (model.id for model in record.received)
+            ids.update(record.asked, record.refused, record.late, record.alive, received)
+        return sorted(ids - {self.info.id})
 
     def missing_models(self, peers: Iterable[int]) -> dict[str, str]:
-        """Those of whom no model was ever taken, by name, and why: a refusal, "no answer", or "never there"."""
-        taken = {each.id for line in self.rounds for each in line.received}
-        there = {peer for line in self.rounds for peer in line.alive}
-        why = {
-            peer: "no answer" for line in self.rounds for peer in line.asked
-        }  # who was never asked is left out
-        why |= {peer: reason for line in self.rounds for peer, reason in line.refused.items()}
-        why = {peer: "never there" for peer in peers if peer not in there} | why
-        return {self.info.name_of(peer): why[peer] for peer in peers if peer in why.keys() - taken}
+        """Find peers without any accepted model.
+
+        Args:
+            peers: The peers to check; a peer that was linked and never asked is left out.
+
+        Returns:
+            By name the reason: that of a refusal, "no answer" or "never there".
+        """
+        accepted = {model.id for record in self.rounds for model in record.received}
+        linked = {peer for record in self.rounds for peer in record.alive}
+        reasons = {peer: "never there" for peer in peers if peer not in linked}
+        for record in self.rounds:
+            reasons.update(dict.fromkeys(record.asked, "no answer"))
+        for record in self.rounds:
+            reasons.update(record.refused)
+        return {
+            self.info.name_of(peer): reasons[peer]
+            for peer in peers
+            if peer in reasons and peer not in accepted
+        }
 
     @cached_property
     def proofs(self) -> list[ProofSummary]:
-        """The proofs of equivocation, by their file names."""
-        return [_read_proof(path) for path in sorted((self.folder / "proofs").glob("*.proof.toml"))]
+        """Proofs of equivocation, sorted by file name."""
+        paths = (self.folder / "proofs").glob("*.proof.toml")
+        return [_read_proof(path) for path in sorted(paths)]
 
     @property
     def last_fifth(self) -> tuple[RoundRecord, ...]:
-        """The last fifth of the rounds, at least one where there is one."""
+        """Last fifth of the rounds, at least one if there is one."""
         return self.rounds[-max(1, len(self.rounds) // 5) :]
 
 
 _RecordType = TypeVar("_RecordType", bound=_Record)
 
 
-def _validated(kind: type[_RecordType], path: Path, content: bytes, where: str) -> _RecordType:
+def _validated(
+    record_type: type[_RecordType], path: Path, content: bytes, prefix: str
+) -> _RecordType:
     try:
-        return kind.model_validate_json(content)
+        return record_type.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise damaged_error(
-            path, f"{where}{f'`{place}`: ' if place else ''}{first['msg']}"
-        ) from error
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+        key = ".".join(map(str, problems[0]["loc"]))
+        key = f"`{key}`: " if key else ""
+        raise damaged_error(path, f"{prefix}{key}{problems[0]['msg']}") from error
 
 
 def _read_rounds(path: Path) -> Iterator[RoundRecord]:
-    """The rounds in their order; the last line counts once its end is written."""
-    last = 0
+    """Yield the rounds in order; a last line without its end is ignored."""
+    last_round = 0
     try:
         with path.open("rb") as file:
             for number in range(1, _MAX_INT):
-                text = file.readline(MAX_LINE_BYTES + 1)
-                if len(text) > MAX_LINE_BYTES:
-                    raise damaged_error(
-                        path, f"line {number} is longer than {MAX_LINE_BYTES} bytes"
-                    )
-                if not text.endswith(b"\n"):
+                line = file.readline(MAX_LINE_BYTES + 1)
+                if len(line) > MAX_LINE_BYTES:
+                    reason = f"line {number} is longer than {MAX_LINE_BYTES} bytes"
+                    raise damaged_error(path, reason)
+                if not line.endswith(b"\n"):
                     return
-                line = _validated(RoundRecord, path, text, f"line {number}: ")
-                if line.round <= last:
-                    raise damaged_error(
-                        path, f"line {number}: round {line.round} comes after round {last}"
-                    )
-                last = line.round
-                yield line
+                record = _validated(RoundRecord, path, line, f"line {number}: ")
+                if record.round <= last_round:
+                    reason = f"line {number}: round {record.round} comes after round {last_round}"
+                    raise damaged_error(path, reason)
+                last_round = record.round
+                yield record
     except FileNotFoundError:
         return
     except OSError as error:
@@ -214,12 +254,8 @@ def _read_bounded(path: Path) -> bytes:
 def _read_proof(path: Path) -> ProofSummary:
     try:
         table = tomllib.loads(_read_bounded(path).decode())
-    except (
-        RunError,
-        ValueError,
-        RecursionError,
-    ):  # a page tells of what is there; the command tells what is wrong
+    except (RunError, ValueError, RecursionError):  # a page lists every file
         return ProofSummary(path.name, "cannot be read", "")
-    return ProofSummary(
-        path.name, str(table.get("name", ""))[:200], str(table.get("round", ""))[:20]
-    )
+    agent = str(table.get("name", ""))[:200]
+    round = str(table.get("round", ""))[:20]
+    return ProofSummary(path.name, agent, round)

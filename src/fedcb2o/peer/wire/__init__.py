@@ -1,4 +1,4 @@
-"""Messages between peers: their bytes, the links that carry them, and the checks of received models."""
+"""Messages between peers: their bytes, links, server, client, and checks."""
 
 from fedcb2o.peer.wire.client import PeerClient
 from fedcb2o.peer.wire.compression import Codec, Int8Codec, RawCodec

@@ -1,8 +1,14 @@
-"""Line 2 of Algorithm 2 among real peers: download what each asked peer offers, and take no peer's word for anything.
+"""Download of peers' models: line 2 of Algorithm 2 (alg:localAggregation) among real peers.
 
-Each arrival passes, in this order, before its model is seen by anything else: the answer's form, `protocol.refusal`
-(member, signature, run, version, agent, round, size), then hash, type, finiteness and bound. What fails is dropped and
-counted by its reason.
+No peer is trusted. Before other code sees a model, it passes these checks in this order: the form
+of the answer, `protocol.validate_manifest` (member, signature, run, version, agent, round, size),
+then hash, type, finiteness and bound. A model that fails is dropped and counted by its reason.
+
+Example:
+    >>> backoff = Backoff()
+    >>> backoff.record_stall(peer=3, n=0)
+    >>> backoff.suspended(1), backoff.suspended(2)
+    ({3}, set())
 """
 
 import contextlib
@@ -32,35 +38,36 @@ from fedcb2o.peer.wire.equivocation import Ledger
 from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, Manifest, Request, RequestKind
 from fedcb2o.peer.wire.transport import Transport
 
-CHUNKS_IN_FLIGHT = 4  # chunks of a model that are asked for at once
-_MAX_TRIES = 3  # at a peer from which nothing comes
+CHUNKS_IN_FLIGHT = 4  # of one model
+_MAX_TRIES = 3  # at a peer that does not answer
 _MAX_WITNESSES = 4  # manifests that one answer may make us ask for
-_RETRY_SECONDS = (
-    0.01,
-    0.25,
-)  # seconds until a peer that has nothing yet is asked again: at first, at most
-HELLO_SECONDS = 2.0  # in which a peer that is there says how far it is
-_GRACE_SECONDS = 0.5  # seconds beyond the deadline for what has arrived to be looked at
-_MAX_STALLS = 5  # that count: who stalls so often rests for 31 rounds
-_LATE = "late"
-_NO_ANSWER = "no answer"
-_MOVED_ON = "not here"
-_EQUIVOCATION = "equivocation"
-FAILED = "failed"  # at something that nobody thought of: a peer never breaks a round
+_RETRY_SECONDS = 0.01, 0.25  # first and longest pause before a peer without a model is asked again
+HELLO_SECONDS = 2.0  # time for an answer to HELLO
+_GRACE_SECONDS = 0.5  # time after the deadline to check models that have arrived
+_MAX_STALLS = 5  # a peer with this many stalls is suspended for 31 rounds
+_LATE, _NO_ANSWER, _MOVED_ON, _EQUIVOCATION = "late", "no answer", "not here", "equivocation"
+FAILED = "failed"  # an unexpected error: a peer never breaks a round
 NOT_YET = "not yet"
 _RETRIABLE_REASONS = (_NO_ANSWER, NOT_YET, "busy")
-"""Why nothing came, which may be otherwise soon."""
+"""Reasons of a missing model that may soon be gone."""
 BLAMELESS_REASONS = (_LATE, *_RETRIABLE_REASONS, _MOVED_ON)
-"""Why nothing came that says nothing against the peer."""
+"""Reasons of a missing model that do not indicate a fault of the peer."""
 
 
 class StoppedError(Exception):
-    """The agent was told to end."""
+    """The agent was asked to stop."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A model that arrived: of which round, its claimed samples, how many bytes it took and how many seconds."""
+    """A model that arrived.
+
+    Attributes:
+        round: Its round.
+        num_samples: Claimed number of training samples.
+        size: Received bytes.
+        seconds: Duration of the download and its checks.
+    """
 
     round: int
     num_samples: int
@@ -69,32 +76,66 @@ class Arrival:
 
 
 class Backoff:
-    """Whom not to ask for a while: who kept a round waiting for more than half of its deadline, and for nothing, rests
-    for one round, the next time for 3, then 7 and so on; each model that arrives takes one time back. So a peer that
-    answers nothing, or begins and never ends, costs a few deadlines and not one in each round."""
+    """Suspension of peers that repeatedly delay rounds.
+
+    A peer stalls if a round waits for it for more than half of the deadline and gets no model.
+    After its first stall it is not asked for one round, then 3, 7 and so on. Each model that
+    arrives removes one stall. A peer that never answers, or never ends an answer, therefore delays
+    a few rounds instead of every round.
+    """
 
     def __init__(self) -> None:
         self.stall_counts: dict[int, int] = {}
         self.suspended_until: dict[int, int] = {}
 
     def record_stall(self, peer: int, n: int) -> None:
-        """Round n waited for it, for nothing."""
-        self.stall_counts[peer] = min(_MAX_STALLS, self.stall_counts.get(peer, 0) + 1)
-        self.suspended_until[peer] = n + 2 ** self.stall_counts[peer]
+        """Note that round `n` waited for a peer in vain.
+
+        Args:
+            peer: The peer.
+            n: The round.
+        """
+        count = min(_MAX_STALLS, self.stall_counts.get(peer, 0) + 1)
+        self.stall_counts[peer] = count
+        self.suspended_until[peer] = n + 2**count
 
     def record_arrival(self, peer: int) -> None:
-        """Its model came."""
+        """Note that a peer's model arrived.
+
+        Args:
+            peer: The peer.
+        """
         self.stall_counts[peer] = max(0, self.stall_counts.get(peer, 0) - 1)
 
     def suspended(self, n: int) -> set[int]:
-        """Who is not asked in round n."""
-        return {peer for peer, until in self.suspended_until.items() if n < until}
+        """Return the peers that are not asked in a round.
+
+        Args:
+            n: The round.
+
+        Returns:
+            Their ids.
+        """
+        return {peer for peer, end in self.suspended_until.items() if n < end}
 
 
 class PeerClient:
-    """Downloads for agent `me`. `least` is the round of the last model that it had from each peer: no older one is
-    taken again. `patience` knows who kept it waiting, and `received` counts bytes. Once `stop` is set, a fetch ends
-    with StoppedError."""
+    """Client that asks other members for models and descriptions.
+
+    Args:
+        federation: The federation.
+        identity: This organisation.
+        transport: Carrier of requests and answers.
+        ledger: Manifests seen so far.
+        codec: Encoding of models.
+        dim: Number of parameters.
+        stop: Event after which a download ends with StoppedError.
+
+    Attributes:
+        last_rounds: Round of the last model accepted from each peer; older ones are refused.
+        backoff: Peers that delayed rounds.
+        received_bytes: Bytes received so far.
+    """
 
     def __init__(
         self,
@@ -123,97 +164,129 @@ class PeerClient:
     def fetch(
         self, n: int, rows: Mapping[int, Float[Tensor, " d"]], deadline: float | None
     ) -> tuple[dict[int, Arrival], dict[int, str]]:
-        """Download the models of some peers into rows of theirs, within `deadline` seconds: what arrived, and of the
-        others why it did not. After it returns nothing is written to the rows."""
+        """Download the models of some peers at once.
+
+        Nothing is written to the rows after the return.
+
+        Args:
+            n: The agent's round.
+            rows: For each peer the tensor to fill, shape [d].
+            deadline: Time in seconds; by default that of the federation.
+
+        Returns:
+            The arrivals by peer, and for the other peers the reasons, both by ascending id.
+
+        Raises:
+            StoppedError: The agent was asked to stop.
+        """
         if not rows:
             return {}, {}
-        began = time.monotonic()
-        until = began + (self.federation.deadline_seconds if deadline is None else deadline)
+        seconds = self.federation.deadline_seconds if deadline is None else deadline
+        start = time.monotonic()
+        end = start + seconds
         pool = ThreadPoolExecutor(len(rows), thread_name_prefix="download")
-        tasks = {peer: _ModelDownload(self, n, peer, row, until) for peer, row in rows.items()}
+        tasks = {peer: _ModelDownload(self, n, peer, row, end) for peer, row in rows.items()}
         futures = {peer: pool.submit(task.run) for peer, task in tasks.items()}
         arrivals = dict[int, Arrival]()
         failures = dict[int, str]()
         try:
-            self._wait(futures.values(), (began + until) / 2)
+            self._wait(futures.values(), (start + end) / 2)
             slow = {peer for peer, future in futures.items() if not future.done()}
-            self._wait(futures.values(), until + _GRACE_SECONDS)
+            self._wait(futures.values(), end + _GRACE_SECONDS)
             for peer, task in tasks.items():
-                found = task.result(futures[peer])
-                if isinstance(found, Arrival):
-                    arrivals[peer] = found
-                    self.last_rounds[peer] = found.round
+                result = task.result(futures[peer])
+                if isinstance(result, Arrival):
+                    arrivals[peer] = result
+                    self.last_rounds[peer] = result.round
                     self.backoff.record_arrival(peer)
-                else:
-                    failures[peer] = found
-                    if peer in slow:
-                        self.backoff.record_stall(peer, n)
+                    continue
+                failures[peer] = result
+                if peer in slow:
+                    self.backoff.record_stall(peer, n)
         finally:
             for task in tasks.values():
                 task.cancel()
             pool.shutdown(wait=False, cancel_futures=True)
         return dict(sorted(arrivals.items())), dict(sorted(failures.items()))
 
-    def _wait(self, running: Collection["Future[Arrival | str]"], until: float) -> None:
-        """Wait for all, until a moment; raises StoppedError where the agent is told to end meanwhile."""
-        while (left := until - time.monotonic()) > 0 and wait(
-            running, min(left, _RETRY_SECONDS[1])
-        ).not_done:
+    def _wait(self, futures: Collection["Future[Arrival | str]"], end: float) -> None:
+        """Wait until all futures are done or a time has come; raise if the agent stops."""
+        while (left := end - time.monotonic()) > 0:
+            if not wait(futures, min(left, _RETRY_SECONDS[1])).not_done:
+                return
             if self.stop.is_set():
                 raise StoppedError
 
     def hello(self, peer: int, seconds: float) -> dict[str, Any] | None:
-        """What a peer says of itself, or None where nothing that it signed came in time."""
+        """Ask a peer for its description of itself.
+
+        Args:
+            peer: The peer.
+            seconds: Time to wait.
+
+        Returns:
+            The signed description, or None if none came in time.
+        """
         member = self.federation.members[peer]
-        key = self.identity.member.key
-        for answer in _PeerSession(self, peer, time.monotonic() + seconds).ask(
-            RequestKind.HELLO, digest=key
-        ):
+        session = _PeerSession(self, peer, time.monotonic() + seconds)
+        for answer in session.ask(RequestKind.HELLO, digest=self.identity.member.key):
             with contextlib.suppress(protocol.MalformedError):
                 return protocol.decode_hello(answer.body, answer.nonce, member)
         return None
 
     def newest_own_manifest(self, peers: Iterable[int], seconds: float) -> Manifest | None:
-        """The newest manifest that some peers can show which this agent signed."""
-        until = time.monotonic() + seconds
+        """Ask peers for the newest manifest that this agent signed.
+
+        Args:
+            peers: The peers.
+            seconds: Time to wait.
+
+        Returns:
+            The newest one, or None.
+        """
+        end = time.monotonic() + seconds
         silent = set(peers)
-        found = list[Manifest]()
-        while silent and time.monotonic() < until and not self.stop.is_set():
-            asked = [
-                (
-                    peer,
-                    _PeerSession(self, peer, until).ask(RequestKind.WITNESS, index=self.agent_id),
-                )
+        manifests = list[Manifest]()
+        while silent and time.monotonic() < end and not self.stop.is_set():
+            answers_by_peer = {
+                peer: _PeerSession(self, peer, end).ask(RequestKind.WITNESS, index=self.agent_id)
                 for peer in silent
-            ]
-            for peer, answers in asked:
+            }
+            for peer, answers in answers_by_peer.items():
                 for answer in answers:
                     silent.discard(peer)
-                    manifest = protocol.verify_member_manifest(answer.body, self.federation)[1]
-                    if (
-                        manifest is not None
-                        and manifest.agent == self.agent_id
-                        and manifest.round < self.federation.rounds
-                    ):
-                        found.append(manifest)
-            if silent:  # a link that is just there may not yet lead to who answers
+                    _, manifest = protocol.verify_member_manifest(answer.body, self.federation)
+                    if manifest is not None and self._is_own(manifest):
+                        manifests.append(manifest)
+            if silent:  # a new link may not lead to the other agent yet
                 self.stop.wait(_RETRY_SECONDS[1])
-        return max(found, key=lambda manifest: manifest.round, default=None)
+        return max(manifests, key=lambda manifest: manifest.round, default=None)
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        return manifest.agent == self.agent_id and manifest.round < self.federation.rounds
 
     def peek(self, n: int, ids: Iterable[int]) -> dict[int, Float[Tensor, " d"]]:
-        """The models of some peers in tensors of their own: what an attacker of a simulation sees."""
+        """Download models for an attacker of a simulation.
+
+        Args:
+            n: The agent's round.
+            ids: The peers.
+
+        Returns:
+            The models that arrived, by peer.
+        """
         rows = {i: torch.empty(self.dim) for i in ids}
-        found, _ = self.fetch(n, rows, None)
-        return {i: rows[i] for i in found}
+        arrivals, _ = self.fetch(n, rows, None)
+        return {i: rows[i] for i in arrivals}
 
 
 class _PeerSession:
-    """Questions to one peer until a moment; `size` are the bytes of what came back."""
+    """Requests to one peer until a time; counts the received bytes."""
 
-    def __init__(self, of: PeerClient, peer: int, until: float) -> None:
-        self.client = of
+    def __init__(self, client: PeerClient, peer: int, end: float) -> None:
+        self.client = client
         self.peer = peer
-        self.end = until
+        self.end = end
         self.received_bytes = 0
 
     def ask(
@@ -224,13 +297,13 @@ class _PeerSession:
         index: int = 0,
         digest: bytes = protocol.ZERO_DIGEST,
     ) -> "Iterator[Answer]":
-        """Ask now; the answers to this very request as they come."""
-        of = self.client
+        """Send a request now, and return its answers as they arrive."""
+        client = self.client
         nonce = secrets.token_bytes(16)
         request = Request(
             kind=kind,
-            run=of.federation.run,
-            sender=of.agent_id,
+            run=client.federation.run,
+            sender=client.agent_id,
             receiver=self.peer,
             nonce=nonce,
             round=round,
@@ -238,12 +311,11 @@ class _PeerSession:
             digest=digest,
         )
         left = max(0.0, self.end - time.monotonic())
-        return self._read(
-            of.transport.ask(self.peer, request.encode(of.identity.sign), left), nonce
-        )
+        answers = client.transport.ask(self.peer, request.encode(client.identity.sign), left)
+        return self._decode(answers, nonce)
 
-    def _read(self, coming: Iterable[bytes], nonce: bytes) -> "Iterator[Answer]":
-        for data in coming:
+    def _decode(self, answers: Iterable[bytes], nonce: bytes) -> "Iterator[Answer]":
+        for data in answers:
             self.received_bytes += len(data)
             with self.client.lock:
                 self.client.received_bytes += len(data)
@@ -254,157 +326,161 @@ class _PeerSession:
 
 
 class _ModelDownload:
-    """One model from one peer: its manifest, then its chunks, into a row, until a moment."""
+    """Download of one peer's model into a row: its manifest, then its chunks."""
 
     def __init__(
-        self, of: PeerClient, n: int, peer: int, row: Float[Tensor, " d"], until: float
+        self, client: PeerClient, n: int, peer: int, row: Float[Tensor, " d"], deadline: float
     ) -> None:
-        self.client = of
+        self.client = client
         self.n = n
         self.peer = peer
         self.row = row
-        self.deadline = until
-        self.session = _PeerSession(of, peer, until)
-        self.is_open, self.lock = True, threading.Lock()
+        self.deadline = deadline
+        self.session = _PeerSession(client, peer, deadline)
+        self.is_open = True
+        self.lock = threading.Lock()
 
-    def result(self, running: "Future[Arrival | str]") -> "Arrival | str":
-        """What it found; who is not done is late."""
+    def result(self, future: "Future[Arrival | str]") -> "Arrival | str":
+        """End the download, and return the arrival or the reason why there is none."""
         self.cancel()
-        if not running.done():
+        if not future.done():
             return _LATE
-        if (error := running.exception()) is None:
-            return running.result()
-        if not self.client.has_logged_error:  # a fault of ours, the first of which is logged
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if not self.client.has_logged_error:  # log the first error only
             self.client.has_logged_error = True
             logging.getLogger(__name__).error("a model could not be downloaded", exc_info=error)
         return FAILED
 
     def cancel(self) -> None:
-        """Write nothing from now on, and ask no more."""
+        """Write nothing from now on, and send no requests."""
         with self.lock:
             self.is_open = False
 
     def run(self) -> "Arrival | str":
-        """The arrival, or why there is none; who has nothing yet is asked again where a round waits for everybody, and
-        else a few times who says nothing, as a message may be lost, or has a newer one by now."""
-        began = time.monotonic()
+        """Download the model, with retries.
+
+        In a synchronous federation a peer without a model is asked again until the deadline.
+        Otherwise a peer is asked again a few times if it does not answer, because a message may be
+        lost, or if its snapshot was replaced by a newer one.
+        """
+        start = time.monotonic()
         pause = _RETRY_SECONDS[0]
         tries = 0
         while self.is_open and (left := self.deadline - time.monotonic()) > 0:
-            found = self._attempt(began)
-            tries = tries + 1
-            again = (
-                found in _RETRIABLE_REASONS
-                if self.client.federation.synchronous
-                else tries < _MAX_TRIES and found in (_NO_ANSWER, _MOVED_ON)
-            )
-            if isinstance(found, Arrival) or not again:
-                return found
+            result = self._attempt(start)
+            tries += 1
+            if isinstance(result, Arrival) or not self._may_retry(result, tries):
+                return result
             time.sleep(min(pause, left))
             pause = min(2 * pause, _RETRY_SECONDS[1])
         return _LATE
 
-    def _attempt(self, began: float) -> "Arrival | str":
-        """The arrival, where the peer has a model and gives it."""
+    def _may_retry(self, reason: str, tries: int) -> bool:
+        if self.client.federation.synchronous:
+            return reason in _RETRIABLE_REASONS
+        return tries < _MAX_TRIES and reason in (_NO_ANSWER, _MOVED_ON)
+
+    def _attempt(self, start: float) -> "Arrival | str":
         manifest = self._fetch_manifest()
         if isinstance(manifest, str):
             return manifest
-        room = self.client.codec.buffer(manifest.size, self.row)
-        if failed := self._fetch_chunks(manifest, room):
-            return failed
+        buffer = self.client.codec.buffer(manifest.size, self.row)
+        if reason := self._fetch_chunks(manifest, buffer):
+            return reason
         with self.lock:
             if not self.is_open:
                 return _LATE
-            if self.client.codec.decode_(room, self.row):
+            if self.client.codec.decode_(buffer, self.row):
                 return "content"
-            if failed := rejection_reason(self.row):
-                return failed
-        return Arrival(
-            manifest.round,
-            manifest.num_samples,
-            self.session.received_bytes,
-            time.monotonic() - began,
-        )
+            if reason := rejection_reason(self.row):
+                return reason
+        seconds = time.monotonic() - start
+        size = self.session.received_bytes
+        return Arrival(manifest.round, manifest.num_samples, size, seconds)
 
     def _fetch_manifest(self) -> "Manifest | str":
-        """A manifest that passes, or why there is none."""
+        """Return the first valid manifest, or the reason why there is none."""
         reason = _NO_ANSWER
         for answer in self.session.ask(RequestKind.MANIFEST, round=self.n):
             if answer.status is not AnswerStatus.OK:
                 reason = answer.status.label
                 continue
-            found = self._validate_offer(answer.body)
-            if isinstance(found, Manifest):
-                return found
-            reason = found
+            result = self._validate_offer(answer.body)
+            if isinstance(result, Manifest):
+                return result
+            reason = result
         return reason
 
     def _validate_offer(self, body: protocol.BytesLike) -> "Manifest | str":
-        """The manifest in an offer, where it passes; what it says of others' is looked into where it is a conflict."""
-        of = self.client
-        federation = self.client.federation
+        """Return the manifest in an offer if it is valid; fetch conflicting manifests of others."""
+        client = self.client
+        codec = client.codec
         try:
             signed, digests = protocol.decode_offer(body)
         except protocol.MalformedError as error:
             return error.reason
         reason, manifest = protocol.validate_manifest(
             signed,
-            federation=federation,
+            federation=client.federation,
             peer=self.peer,
             n=self.n,
-            min_round=of.last_rounds.get(self.peer, 0),
-            dim=of.dim,
-            min_bytes=of.codec.min_bytes,
-            max_bytes=of.codec.max_bytes,
-            encoding=of.codec.encoding,
-            base=of.codec.base,
+            min_round=client.last_rounds.get(self.peer, 0),
+            dim=client.dim,
+            min_bytes=codec.min_bytes,
+            max_bytes=codec.max_bytes,
+            encoding=codec.encoding,
+            base=codec.base,
         )
         if manifest is None:
             return reason
-        of.ledger.record(signed)
-        longest = protocol.manifest_bytes(of.codec.max_bytes)  # no longer one was taken by anybody
-        for agent, n, digest in of.ledger.find_conflicts(digests)[:_MAX_WITNESSES]:
-            for answer in self.session.ask(
-                RequestKind.WITNESS, round=n, index=agent, digest=digest
-            ):
-                if answer.status is AnswerStatus.OK and len(answer.body) <= longest:
-                    of.ledger.record(bytes(answer.body))
-        return _EQUIVOCATION if self.peer in of.ledger.equivocators else manifest
 
-    def _fetch_chunks(self, manifest: Manifest, room: memoryview) -> str:
-        """Fill the room with the chunks of a snapshot, some in flight at once; "" or why not."""
+        client.ledger.record(signed)
+        longest = protocol.manifest_bytes(codec.max_bytes)  # nobody accepts a longer one
+        for agent, n, digest in client.ledger.find_conflicts(digests)[:_MAX_WITNESSES]:
+            answers = self.session.ask(RequestKind.WITNESS, round=n, index=agent, digest=digest)
+            for answer in answers:
+                if answer.status is AnswerStatus.OK and len(answer.body) <= longest:
+                    client.ledger.record(bytes(answer.body))
+        if self.peer in client.ledger.equivocators:
+            return _EQUIVOCATION
+        return manifest
+
+    def _fetch_chunks(self, manifest: Manifest, buffer: memoryview) -> str:
+        """Fill the buffer, with several chunks in flight; return an empty text or the reason."""
         count = len(manifest.chunks)
         whole = hashlib.sha256()
-        asked = deque(self._request_chunk(manifest, k) for k in range(min(count, CHUNKS_IN_FLIGHT)))
+        pending = deque(
+            self._request_chunk(manifest, k) for k in range(min(count, CHUNKS_IN_FLIGHT))
+        )
         for k, expected in enumerate(manifest.chunks):
             start = k * protocol.CHUNK_BYTES
-            answers = asked.popleft()
             size = min(protocol.CHUNK_BYTES, manifest.size - start)
-            chunk, reason = self._first_valid_chunk(answers, size, expected)
+
+            chunk, reason = self._first_valid_chunk(pending.popleft(), size, expected)
             if chunk is None and time.monotonic() < self.deadline:
-                chunk, reason = self._first_valid_chunk(
-                    self._request_chunk(manifest, k), size, expected
-                )
+                answers = self._request_chunk(manifest, k)
+                chunk, reason = self._first_valid_chunk(answers, size, expected)
             if chunk is None:
                 return _LATE if time.monotonic() > self.deadline else reason
+
             if k + CHUNKS_IN_FLIGHT < count:
-                asked.append(self._request_chunk(manifest, k + CHUNKS_IN_FLIGHT))
+                pending.append(self._request_chunk(manifest, k + CHUNKS_IN_FLIGHT))
             whole.update(chunk)
             with self.lock:
                 if not self.is_open:
                     return _LATE
-                room[start : start + size] = chunk
+                buffer[start : start + size] = chunk
         return "" if whole.digest() == manifest.sha256 else "hash"
 
     def _first_valid_chunk(
         self, answers: "Iterator[Answer]", size: int, expected: bytes
     ) -> "tuple[protocol.BytesLike | None, str]":
-        """The first chunk with the expected hash, or None and why it did not come."""
+        """Return the first chunk with the expected hash, or None and the reason."""
         reason = _NO_ANSWER
         for answer in answers:
-            if (
-                answer.status is not AnswerStatus.OK
-            ):  # a peer that has moved on since has this model no more
+            if answer.status is not AnswerStatus.OK:  # the peer may have replaced the snapshot
                 reason = answer.status.label
             elif len(answer.body) == size and _sha256(answer.body) == expected:
                 return answer.body, ""
@@ -417,11 +493,18 @@ class _ModelDownload:
 
 
 def rejection_reason(theta: Float[Tensor, " d"]) -> str:
-    """Why a model's numbers are not received; "" where they are."""
-    size = float(max_abs(theta.unsqueeze(0), [0])[0])
-    if is_admissible(np.array([size])).all():
+    """Check the numbers of a received model.
+
+    Args:
+        theta: The model, shape [d].
+
+    Returns:
+        An empty text, "bound" or "not finite".
+    """
+    largest = float(max_abs(theta.unsqueeze(0), [0])[0])
+    if is_admissible(np.array([largest])).all():
         return ""
-    return "bound" if math.isfinite(size) else "not finite"
+    return "bound" if math.isfinite(largest) else "not finite"
 
 
 def _sha256(content: protocol.BytesLike) -> bytes:

@@ -1,12 +1,19 @@
-"""A model as bytes: raw float32, or int8 differences with error feedback.
+"""Codecs of a model: raw float32, or int8 differences with error feedback.
 
-`Int8` sends how a model differs from theta_0, the initial model that the whole federation knows. The numbers lie in
-blocks of 2048, each with a scale, and are rounded to 8 bits; zstandard takes what is left to take. What the rounding
-lost is added to the difference of the next round (Seide, Fu, Droppo, Li and Yu 2014, "1-bit stochastic gradient descent
-and its application to data-parallel distributed training of speech DNNs"; Karimireddy, Rebjock, Stich and Jaggi 2019,
-"Error feedback fixes SignSGD and other gradient compression schemes"), so that the models sent over some rounds add up
-to those that were there, but for one rounding. Differences from what was sent last, as in EF21 (Richtarik, Sokolov and
-Fatkhullin 2021), would be smaller, but only for receivers that took every model before: here whoever is asked changes.
+`Int8Codec` sends the difference of a model from theta_0, the initial model that the whole
+federation knows. Blocks of 2048 numbers share a scale, numbers are rounded to 8 bits, and zstandard
+compresses the result. The rounding error is added to the difference of the next round (Seide, Fu,
+Droppo, Li and Yu 2014, "1-bit stochastic gradient descent and its application to data-parallel
+distributed training of speech DNNs"; Karimireddy, Rebjock, Stich and Jaggi 2019, "Error feedback
+fixes SignSGD and other gradient compression schemes"). The models sent over several rounds
+therefore add up to the true ones except for one rounding. Differences from the previously sent
+model, as in EF21 (Richtarik, Sokolov and Fatkhullin 2021), would be smaller, but only for receivers
+of every earlier model; here the receivers change.
+
+Example:
+    >>> codec = RawCodec(dim=2)
+    >>> codec.encode(torch.tensor([0.0, 1.0])).hex()
+    '000000000000803f'
 """
 
 import hashlib
@@ -27,20 +34,23 @@ from fedcb2o.federated.admission import MAX_VALUE
 _BytesLike: TypeAlias = bytes | bytearray | memoryview
 
 BLOCK_SIZE = 2048  # numbers that share a scale
-_MAX_LEVEL = 127  # the largest number of 8 bits that is sent, of either sign
-MAX_SCALE = (
-    4 * MAX_VALUE / _MAX_LEVEL
-)  # the largest scale: models within the bound differ by at most half of what it gives
-_ZSTD_LEVEL = (
-    1  # of zstandard: on trained networks 2 and 3 are slower and save less than 0.2 % more
-)
-MAX_WINDOW_BYTES = 2**19  # bytes that zstandard may look back, and so needs memory for
-_SLICE_SIZE = 64 * BLOCK_SIZE  # numbers at hand at once, so that they stay in the cache
+_MAX_LEVEL = 127  # largest magnitude of an 8-bit number that is sent
+MAX_SCALE = 4 * MAX_VALUE / _MAX_LEVEL  # models within the bound differ by at most half of this
+_ZSTD_LEVEL = 1  # levels 2 and 3 are slower and save less than 0.2% on trained networks
+MAX_WINDOW_BYTES = 2**19  # of zstandard; a decompressor needs this much memory
+_SLICE_SIZE = 64 * BLOCK_SIZE  # numbers per step, so that they stay in the cache
 
 
 @runtime_checkable
 class Codec(Protocol):
-    """How models are sent: `number` and `base` as the manifest tells them, in `least` to `most` bytes a model."""
+    """Interface of an encoding of models.
+
+    Attributes:
+        encoding: Number of the codec in the manifest.
+        base: Digest in the manifest of the model that the encoding refers to.
+        min_bytes: Smallest size of an encoded model.
+        max_bytes: Largest size of an encoded model.
+    """
 
     @property
     def encoding(self) -> int: ...  # noqa: D102
@@ -52,28 +62,66 @@ class Codec(Protocol):
     def max_bytes(self) -> int: ...  # noqa: D102
 
     def encode(self, theta: Float[Tensor, " d"]) -> bytes:
-        """A model as bytes of their own, while `theta` goes on to be trained."""
+        """Encode a model.
+
+        Args:
+            theta: The model, shape [d]; it may be trained further afterwards.
+
+        Returns:
+            A copy as bytes.
+        """
         ...
 
     def buffer(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
-        """Where so many bytes may be received that `into` is to be filled from; at most `most`."""
+        """Return memory for a received model.
+
+        Args:
+            size: Number of encoded bytes, at most `max_bytes`.
+            into: The tensor that `decode_` will fill.
+
+        Returns:
+            Writable memory of `size` bytes.
+        """
         ...
 
     def decode_(self, content: _BytesLike, into: Float[Tensor, " d"]) -> str:
-        """Fill `into` from bytes that may be hostile; where they hold no model, say why, and `into` is none then."""
+        """Decode a received model in place; its bytes may be hostile.
+
+        Args:
+            content: The received bytes.
+            into: The tensor to fill, shape [d].
+
+        Returns:
+            An empty text, or the reason why the bytes are no model.
+        """
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """What the next `pack` depends on besides its model, by name, for a checkpoint; `pack` changes it."""
+        """Return the state that the next `encode` depends on, for a checkpoint.
+
+        Returns:
+            Tensors by name; `encode` changes them.
+        """
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from such a state; raises RunError for one of another coding or model."""
+        """Restore a state.
+
+        Args:
+            state: The result of `state`.
+
+        Raises:
+            RunError: The state is that of another codec or model.
+        """
         ...
 
 
 class RawCodec:
-    """Little-endian float32, one number after the other, on whatever machine."""
+    """Little-endian float32 numbers.
+
+    Args:
+        dim: Number of parameters.
+    """
 
     encoding = 0
     base = bytes(32)
@@ -82,46 +130,47 @@ class RawCodec:
         self.min_bytes = self.max_bytes = 4 * dim
 
     def encode(self, theta: Float[Tensor, " d"]) -> bytes:
-        """A model as bytes of their own, while `theta` goes on to be trained."""
+        """Encode a model; see `Codec.encode`."""
         return _little_endian(theta).tobytes()
 
     def buffer(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
-        """The memory of `into` itself, where this machine's numbers are as they are sent."""
+        """Return the memory of `into` itself if its numbers have the encoding's format."""
         if size == self.max_bytes and sys.byteorder == "little" and into.device.type == "cpu":
             return into.numpy().data.cast("B")
         return memoryview(bytearray(size))
 
     def decode_(self, content: _BytesLike, into: Float[Tensor, " d"]) -> str:
-        """Fill `into` from bytes that may be hostile; where they hold no model, leave it as it was and say why."""
+        """Decode a received model in place; see `Codec.decode_`."""
         if len(content) != self.max_bytes:
             return f"it has {len(content)} bytes, expected {self.max_bytes}"
         numbers = np.frombuffer(content, "<f4")
-        if (
-            numbers.ctypes.data == into.data_ptr() and sys.byteorder == "little"
-        ):  # they were received into it
-            return ""
+        if numbers.ctypes.data == into.data_ptr() and sys.byteorder == "little":
+            return ""  # received into the tensor's own memory
         for k in range(0, len(into), _SLICE_SIZE):
             into[k : k + _SLICE_SIZE] = _to_tensor(numbers[k : k + _SLICE_SIZE])
         return ""
 
     def state(self) -> dict[str, Tensor]:
-        """Nothing: every model is sent as it is."""
+        """Return no state."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from such a state; raises RunError for one of another coding."""
+        """Restore a state; see `Codec.load_state`."""
         _check_state(state, self.state())
 
 
 class Int8Codec:
-    """Differences from `origin` (theta_0) in 8 bits, each rounding made good by the next model.
+    """Differences from theta_0 in 8 bits, with error feedback.
 
-    A message is one zstandard frame, of the scales of all blocks as little-endian float32 and then a signed byte for
-    each number: theta = origin + byte * scale of its block.
+    A message is one zstandard frame: the scales of all blocks as little-endian float32, then one
+    signed byte per number; theta = theta_0 + byte * scale of its block.
 
-    A single model is off by up to one step, a 127th of its block's largest difference, where it would be half a step
-    without the feedback; what was lost is not lost for good, while a model that moves by less than half a step a round
-    would without it seem to stand still.
+    A single model is off by at most one step, 1/127 of its block's largest difference; without
+    feedback it would be half a step. In exchange no rounding error is lost for good. Without
+    feedback a model that moves by less than half a step per round would seem to stand still.
+
+    Args:
+        origin: theta_0, shape [d].
     """
 
     encoding = 1
@@ -130,127 +179,127 @@ class Int8Codec:
     def __init__(self, origin: Float[Tensor, " d"]) -> None:
         self.base = hashlib.sha256(_little_endian(origin).data).digest()
         self._origin = origin.detach().cpu().clone()
-        self._residual = torch.zeros_like(self._origin)  # what rounding has lost so far
-        self._blocks = -(-len(origin) // BLOCK_SIZE)
-        self._size = 4 * self._blocks + len(origin)
-        self.max_bytes = (
-            self._size + self._size // 256 + 1024
-        )  # what cannot be compressed grows by less
+        self._residual = torch.zeros_like(self._origin)  # accumulated rounding error
+        self._num_blocks = -(-len(origin) // BLOCK_SIZE)
+        self._size = 4 * self._num_blocks + len(origin)
+        # incompressible data grow by less
+        self.max_bytes = self._size + self._size // 256 + 1024
 
     def encode(self, theta: Float[Tensor, " d"]) -> bytes:
-        """A model as bytes of their own, while `theta` goes on to be trained; what its rounding loses is owed."""
+        """Encode a model and keep its rounding error for the next one; see `Codec.encode`."""
         theta = theta.detach().cpu()
         content = np.empty(self._size, np.uint8)
-        scales = content[: 4 * self._blocks].view("<f4")
-        numbers = content[4 * self._blocks :].view(np.int8)
+        scales = content[: 4 * self._num_blocks].view("<f4")
+        numbers = content[4 * self._num_blocks :].view(np.int8)
+
         for k in range(0, len(theta), _SLICE_SIZE):
             part = slice(k, k + _SLICE_SIZE)
             blocks = slice(k // BLOCK_SIZE, (k + _SLICE_SIZE) // BLOCK_SIZE)
             wanted = theta[part] - self._origin[part] + self._residual[part]
-            rounded, scale = _quantize(wanted)
-            numbers[part], scales[blocks] = rounded.to(torch.int8).numpy(), scale.numpy()
-            self._residual[part] = wanted - _dequantize(rounded, scale)
+            levels, scale = _quantize(wanted)
+            numbers[part] = levels.to(torch.int8).numpy()
+            scales[blocks] = scale.numpy()
+            self._residual[part] = wanted - _dequantize(levels, scale)
             if (
                 not scale.isfinite().all()
-            ):  # nobody takes such a model, and the next may be a good one
+            ):  # every receiver refuses it; the next model may be finite
                 self._residual[part] = 0
-        how = zstandard.ZstdCompressionParameters.from_level(
+
+        parameters = zstandard.ZstdCompressionParameters.from_level(
             _ZSTD_LEVEL,
             source_size=self._size,
             window_log=MAX_WINDOW_BYTES.bit_length() - 1,
             write_content_size=True,
         )
-        return zstandard.ZstdCompressor(compression_params=how).compress(content.data)
+        return zstandard.ZstdCompressor(compression_params=parameters).compress(content.data)
 
     def buffer(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
-        """Memory of its own, which is about a quarter of the model's."""
+        """Return new memory; it takes about a quarter of the model's."""
         return memoryview(bytearray(size))
 
     def decode_(self, content: _BytesLike, into: Float[Tensor, " d"]) -> str:
-        """Fill `into` from bytes that may be hostile; where they hold no model, leave it as it was and say why.
+        """Decode a received model in place; see `Codec.decode_`.
 
-        It takes memory for one byte a number, whatever the content claims.
+        The memory needed is one byte per number, whatever the content claims.
         """
         if len(content) > self.max_bytes:
             return f"it has {len(content)} bytes, expected at most {self.max_bytes}"
         try:
-            # The decompressor reserves what a frame says, whatever limit it is given.
+            # the decompressor allocates the size that a frame claims, whatever its limit
             frame = zstandard.get_frame_parameters(content)
-            if (
-                frame.content_size != self._size
-                or frame.window_size > MAX_WINDOW_BYTES
-                or frame.dict_id
-            ):
+            is_expected = frame.content_size == self._size and not frame.dict_id
+            if not is_expected or frame.window_size > MAX_WINDOW_BYTES:
                 return (
-                    f"its frame is of {frame.content_size} bytes, with a window of {frame.window_size} and the "
-                    f"dictionary {frame.dict_id}, expected {self._size}, at most {MAX_WINDOW_BYTES}, and 0"
+                    f"its frame has {frame.content_size} bytes, a window of {frame.window_size} "
+                    f"and the dictionary {frame.dict_id}, expected {self._size}, at most "
+                    f"{MAX_WINDOW_BYTES}, and 0"
                 )
-            expand = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-            plain = expand.decompress(content, allow_extra_data=False)
+            decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+            plain = decompressor.decompress(content, allow_extra_data=False)
         except zstandard.ZstdError as error:
             return f"it cannot be decompressed: {error}"
-        if len(plain) != self._size:  # a frame to be skipped holds nothing
+        if len(plain) != self._size:  # a skippable frame is empty
             return f"it holds {len(plain)} bytes, expected {self._size}"
-        scales = _to_tensor(np.frombuffer(plain, "<f4", self._blocks))
+
+        scales = _to_tensor(np.frombuffer(plain, "<f4", self._num_blocks))
         if not ((scales >= 0) & (scales <= MAX_SCALE)).all():
             return f"it has scales that are not finite, negative, or above {MAX_SCALE:g}"
-        numbers = np.frombuffer(plain, np.int8, offset=4 * self._blocks)
+
+        numbers = np.frombuffer(plain, np.int8, offset=4 * self._num_blocks)
         for k in range(0, len(into), _SLICE_SIZE):
             part = slice(k, k + _SLICE_SIZE)
             blocks = slice(k // BLOCK_SIZE, (k + _SLICE_SIZE) // BLOCK_SIZE)
-            into[part] = _dequantize(_to_tensor(numbers[part]), scales[blocks]).add_(
-                self._origin[part]
-            )
+            difference = _dequantize(_to_tensor(numbers[part]), scales[blocks])
+            into[part] = difference.add_(self._origin[part])
         return ""
 
     def state(self) -> dict[str, Tensor]:
-        """What the roundings so far have lost, by name, for a checkpoint; `pack` changes it."""
+        """Return the accumulated rounding error, by its name in checkpoints."""
         return {"owed": self._residual}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from such a state; raises RunError for one of another coding or model."""
+        """Restore a state; see `Codec.load_state`."""
         _check_state(state, self.state())
         self._residual.copy_(state["owed"])
 
 
 def _quantize(x: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " b"]]:
-    """Numbers as whole ones from -127 to 127, and the scale of each block; a block of zeros has the scale zero."""
-    lines = _blocks(x)
-    scale = lines.abs().amax(1) / _MAX_LEVEL
+    """Return integers from -127 to 127 and the scale of each block, 0 for a block of zeros."""
+    blocks = _blocks(x)
+    scale = blocks.abs().amax(1) / _MAX_LEVEL
     steps = scale.where(scale > 0, 1)
-    # Where numbers are so small that the scale itself is rounded, there may be more steps than a byte holds.
-    return (lines / steps[:, None]).round_().clamp_(-_MAX_LEVEL, _MAX_LEVEL).flatten()[
-        : len(x)
-    ], scale
+    # tiny numbers, of which the scale itself is rounded, may need more steps than a byte holds
+    levels = (blocks / steps[:, None]).round_().clamp_(-_MAX_LEVEL, _MAX_LEVEL)
+    return levels.flatten()[: len(x)], scale
 
 
-def _dequantize(numbers: Float[Tensor, " n"], scale: Float[Tensor, " b"]) -> Float[Tensor, " n"]:
-    """Each number times the scale of its block."""
-    return _blocks(numbers).mul(scale[:, None]).flatten()[: len(numbers)]
+def _dequantize(levels: Float[Tensor, " n"], scale: Float[Tensor, " b"]) -> Float[Tensor, " n"]:
+    return _blocks(levels).mul(scale[:, None]).flatten()[: len(levels)]
 
 
 def _blocks(x: Float[Tensor, " n"]) -> Float[Tensor, "b size"]:
-    """Blocks of numbers, the last one filled up with zeros."""
+    """Return the numbers in blocks, the last one padded with zeros."""
     return F.pad(x, (0, -len(x) % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
 
 
 def _little_endian(theta: Float[Tensor, " d"]) -> Float[np.ndarray, " d"]:
-    """Numbers as they are sent, which are those of `theta` where the machine is little-endian."""
-    found: np.ndarray = theta.detach().cpu().contiguous().numpy().astype("<f4", copy=False)
-    return found
+    """Return the numbers in the encoding's byte order, without a copy where possible."""
+    numbers: np.ndarray = theta.detach().cpu().contiguous().numpy().astype("<f4", copy=False)
+    return numbers
 
 
 def _to_tensor(numbers: np.ndarray) -> Float[Tensor, " n"]:
-    """A copy of received numbers, as this machine computes with them."""
+    """Return a copy of received numbers as native float32."""
     return torch.from_numpy(numbers.astype(np.float32))
 
 
-def _check_state(state: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    found, expected = (
-        {name: (t.dtype, t.shape) for name, t in each.items()} for each in (state, like)
-    )
-    if found != expected:
+def _check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    formats = [
+        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        for tensors in (state, expected)
+    ]
+    if formats[0] != formats[1]:
         raise RunError(
-            f"the checkpoint is of another encoding or model: it holds {sorted(state)} of it, expected {sorted(like)}; "
-            "go on with the federation file that it was begun with"
+            f"the checkpoint is of another encoding or model: it holds {sorted(state)} of it, "
+            f"expected {sorted(expected)}; go on with the federation file that it was begun with"
         )

@@ -1,8 +1,8 @@
-"""What agents signed: the proof where one signed two models for one round, and the journal that keeps us from doing so.
+"""Equivocation: proofs of two signed models for one round, and the journal that prevents it here.
 
-A manifest is signed, so two different ones of one agent, run and round show to anybody, offline, that it told its peers
-different things. Peers exchange digests of the manifests that they received, newest first, and ask for those that they
-have otherwise.
+Manifests are signed. Two different ones of one agent, run and round prove to anybody, offline, that
+the agent sent different models to its peers. Peers exchange digests of the manifests that they
+received, the newest first, and ask for those that differ from their own.
 """
 
 import base64
@@ -39,15 +39,24 @@ from fedcb2o.peer.wire.protocol import (
 )
 from fedcb2o.records.files import fsync, write_error
 
-_EXTRA_ROUNDS = 8  # manifests of each agent beyond the lag
-_MAX_PROOF_BYTES = 2**21  # bytes of a proof's file: two of the longest manifests, as text
+_EXTRA_ROUNDS = 8  # manifests of each agent that are kept beyond the lag
+_MAX_PROOF_BYTES = 2**21  # two of the longest manifests, as text
 PROOF_SUFFIX = ".proof.toml"
 JOURNAL_FILE = "signed.jsonl"
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Two different manifests that one key signed for one agent, run and round; the name is what a federation says."""
+    """Two different manifests signed with one key for one agent, run and round.
+
+    Attributes:
+        name: The agent's name in the federation.
+        agent: The agent.
+        round: The round, from 0.
+        run: The run's id.
+        key: The public key.
+        manifests: The signed manifests, sorted.
+    """
 
     name: str
     agent: int
@@ -58,11 +67,18 @@ class Proof:
 
     @property
     def file(self) -> str:
-        """What its file is called."""
+        """Name of its file."""
         return f"{self.name}-{self.round}{PROOF_SUFFIX}"
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder, where no file of this name is there; raises RunError where it cannot be written."""
+        """Write the proof, unless a file of its name exists.
+
+        Args:
+            folder: The folder.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
         path = folder / self.file
         if path.exists():
             return
@@ -82,7 +98,17 @@ class Proof:
 
     @classmethod
     def read(cls, path: Path) -> "Proof":
-        """The proof in a file of which nothing is believed; raises DataError where it does not hold."""
+        """Read and verify a proof of any origin.
+
+        Args:
+            path: Its file.
+
+        Returns:
+            The proof.
+
+        Raises:
+            DataError: The file is no valid proof.
+        """
         try:
             with path.open("rb") as file:
                 content = file.read(_MAX_PROOF_BYTES + 1)
@@ -97,58 +123,83 @@ class Proof:
         return proof
 
     def verify(self) -> None:
-        """Raises ValueError unless it shows what it says, the name aside."""
-        found: list[Manifest] = []
-        for each in self.manifests:
+        """Check both manifests and signatures; the name is not checked.
+
+        Raises:
+            ValueError: The proof is invalid.
+        """
+        decoded: list[Manifest] = []
+        for signed in self.manifests:
             try:
-                manifest, body, signature = decode_manifest(each)
+                manifest, body, signature = decode_manifest(signed)
             except MalformedError as error:
                 raise ValueError(f"a manifest in it cannot be read ({error.reason})") from error
             if (manifest.agent, manifest.round, manifest.run) != (self.agent, self.round, self.run):
                 raise ValueError("a manifest in it is of another agent, round or run than it says")
             if not _is_signed(self.key, MANIFEST_CONTEXT + body, signature):
                 raise ValueError("a manifest in it was not signed by its key")
-            found.append(manifest)
-        if found[0] == found[1]:
+            decoded.append(manifest)
+        if decoded[0] == decoded[1]:
             raise ValueError("its manifests are one and the same")
 
 
 def verify_proof(path: Path, federation: Federation | None = None) -> str:
-    """What a proof's file shows, in a line; raises DataError where it shows nothing, or nothing of this federation."""
+    """Verify the proof in a file.
+
+    Args:
+        path: The file.
+        federation: The federation whose member it should accuse, if known.
+
+    Returns:
+        One line that describes what it proves.
+
+    Raises:
+        DataError: The file is no valid proof, or none of this federation.
+    """
     proof = Proof.read(path)
-    shown = (
+    summary = (
         f"two different models for round {proof.round} of run {proof.run.hex()[:16]} are signed by"
     )
     if federation is None:
         key = base64.b64encode(proof.key).decode()
-        return f"{shown} the key {key} as agent {proof.agent}; --federation tells whose it is (the file says {proof.name})"
+        return (
+            f"{summary} the key {key} as agent {proof.agent}; --federation tells whose it is (the "
+            f"file says {proof.name})"
+        )
+
     if proof.run != federation.run:
         raise DataError(
-            f"{path} is of run {proof.run.hex()[:16]}, and this federation's is {federation.run.hex()[:16]}"
+            f"{path} is of run {proof.run.hex()[:16]}, and this federation's is "
+            f"{federation.run.hex()[:16]}"
         )
-    everyone = [members.get(proof.agent) for members in parse_members(federation.versions)]
+    holders = [members.get(proof.agent) for members in parse_members(federation.versions)]
     if not any(
-        each is not None and (each.name, each.key) == (proof.name, proof.key) for each in everyone
+        member is not None and (member.name, member.key) == (proof.name, proof.key)
+        for member in holders
     ):
         raise DataError(
             f"{path} is not of the key of {proof.name}, agent {proof.agent}, in this federation"
         )
-    now = "" if _is_current_key(proof, federation) else ", whose key this is no more"
-    return f"{shown} {proof.name}, agent {proof.agent} of {federation.name}{now}"
+    now = "" if _is_current_key(proof, federation) else ", whose key was replaced since"
+    return f"{summary} {proof.name}, agent {proof.agent} of {federation.name}{now}"
 
 
 class Ledger:
-    """The manifests that were seen of late, and who equivocated; for any thread.
+    """Recent manifests of all agents, and the agents that equivocated; safe in any thread.
 
-    Proofs are kept in `folder`/proofs, one an agent. One that the disk does not take holds until the process ends, and
-    is tried again.
+    Proofs are stored in `folder`/proofs, one per agent. A proof that cannot be written is valid
+    until the process ends, and writing is tried again.
+
+    Args:
+        folder: The run folder.
+        federation: The federation.
     """
 
     def __init__(self, folder: Path, federation: Federation) -> None:
         self._folder = folder / "proofs"
         self._federation = federation
         self._lock = threading.Lock()
-        # agent -> round -> its digest and signed manifest, and how many were kept before it
+        # agent -> round -> digest, signed manifest, and number of manifests kept before it
         self._held: dict[int, dict[int, tuple[bytes, bytes, int]]] = {}
         self._kept = 0
         self._proofs: dict[int, Proof] = {}
@@ -157,17 +208,24 @@ class Ledger:
             with suppress(DataError):  # of another run, or no proof
                 verify_proof(path, federation)
                 proof = Proof.read(path)
-                if _is_current_key(proof, federation):  # and not of a key that was replaced since
+                if _is_current_key(proof, federation):
                     self._proofs.setdefault(proof.agent, proof)
 
     @property
     def equivocators(self) -> frozenset[int]:
-        """Who signed two models for one round."""
+        """Agents that signed two models for one round."""
         with self._lock:
             return frozenset(self._proofs)
 
     def record(self, signed: bytes) -> Proof | None:
-        """Keep a manifest, whoever gave it, if a member signed it for this run; the proof, where it is one's second."""
+        """Keep a manifest that a member signed for this run.
+
+        Args:
+            signed: The signed manifest, from any sender; an invalid one is ignored.
+
+        Returns:
+            The proof, if the agent signed another one for this round.
+        """
         _, manifest = verify_member_manifest(signed, self._federation)
         if manifest is None or manifest.round >= self._federation.rounds:
             return None
@@ -176,71 +234,96 @@ class Ledger:
             if manifest.agent in self._proofs:
                 return None
             held = self._held.setdefault(manifest.agent, {})
-            digest, before, _ = held.setdefault(
-                manifest.round, (manifest.digest, signed, self._kept)
-            )
+            entry = (manifest.digest, signed, self._kept)
+            digest, first_signed, _ = held.setdefault(manifest.round, entry)
             self._kept += 1
             if digest != manifest.digest:
-                return self._prove(manifest, before, signed)
+                return self._prove(manifest, first_signed, signed)
             while len(held) > self._federation.lag + _EXTRA_ROUNDS:
                 del held[next(iter(held))]
         return None
 
     def digests(self) -> list[ManifestDigest]:
-        """What was seen, for others to compare: both manifests of a proof first, then those that came last, at most 64.
+        """Return digests for other agents to compare.
 
-        Not those of the highest rounds: a few agents who claim to be far ahead would leave room for nobody else's.
+        Both digests of each proof come first, then the manifests recorded last. The highest rounds
+        are not preferred: a few agents that claim to be far ahead would displace all others.
+
+        Returns:
+            At most 64 digests.
         """
         with self._lock:
             proven = list(self._proven())
-            rest = (
-                (when, agent, n, digest)
+            entries = (
+                (order, agent, n, digest)
                 for agent, held in self._held.items()
-                for n, (digest, _, when) in held.items()
+                for n, (digest, _, order) in held.items()
             )
-            newest = [
-                (agent, n, digest) for _, agent, n, digest in heapq.nlargest(MAX_DIGESTS, rest)
-            ]
-        return [*proven[: MAX_DIGESTS // 2], *newest][:MAX_DIGESTS]
+            newest = heapq.nlargest(MAX_DIGESTS, entries)
+        rest = [(agent, n, digest) for _, agent, n, digest in newest]
+        return [*proven[: MAX_DIGESTS // 2], *rest][:MAX_DIGESTS]
 
     def find_conflicts(self, digests: Iterable[ManifestDigest]) -> list[ManifestDigest]:
-        """Those of a peer's digests that differ from what was seen here, or from each other: what to ask it for."""
-        found: dict[ManifestDigest, None] = {}
-        told: dict[tuple[int, int], bytes] = {}
+        """Find digests that differ from recorded manifests, or from each other.
+
+        Args:
+            digests: A peer's digests.
+
+        Returns:
+            The digests whose manifests should be requested.
+        """
+        conflicts: dict[ManifestDigest, None] = {}
+        first_digests: dict[tuple[int, int], bytes] = {}
         with self._lock:
             for agent, n, digest in digests:
-                if (
-                    agent not in self._federation.members
-                    or agent in self._proofs
-                    or n >= self._federation.rounds
-                ):
+                if agent not in self._federation.members or agent in self._proofs:
                     continue
-                other = told.setdefault((agent, n), digest)
-                mine, *_ = self._held.get(agent, {}).get(n, (None, b"", 0))
+                if n >= self._federation.rounds:
+                    continue
+                other = first_digests.setdefault((agent, n), digest)
+                own, *_ = self._held.get(agent, {}).get(n, (None, b"", 0))
                 if other != digest:
-                    found |= {(agent, n, each): None for each in (other, digest) if each != mine}
-                elif mine not in (None, digest):
-                    found[agent, n, digest] = None
-        return list(found)
+                    for candidate in (other, digest):
+                        if candidate != own:
+                            conflicts[agent, n, candidate] = None
+                elif own not in (None, digest):
+                    conflicts[agent, n, digest] = None
+        return list(conflicts)
 
     def get(self, agent: int, n: int, digest: bytes) -> bytes | None:
-        """The signed manifest of an agent that has this digest, where it is held; without a digest, the newest one."""
+        """Return a recorded manifest.
+
+        Args:
+            agent: The agent that signed it.
+            n: Its round.
+            digest: Its digest, or zeros for the agent's newest manifest.
+
+        Returns:
+            The signed manifest, or None.
+        """
         with self._lock:
             held = self._held.get(agent, {})
-            found, signed, _ = held.get(
-                n if digest != ZERO_DIGEST else max(held, default=n), (None, b"", 0)
-            )
+            if digest == ZERO_DIGEST:
+                n = max(held, default=n)
+            found, signed, _ = held.get(n, (None, b"", 0))
             if found is not None and digest in (found, ZERO_DIGEST):
                 return signed
             proof = self._proofs.get(agent)
-            both = proof.manifests if proof is not None else ()
-        return next((each for each in both if decode_manifest(each)[0].digest == digest), None)
+        for candidate in proof.manifests if proof is not None else ():
+            if decode_manifest(candidate)[0].digest == digest:
+                return candidate
+        return None
 
     def _prove(self, manifest: Manifest, *signed: bytes) -> Proof:
         member = self._federation.members[manifest.agent]
         first, second = sorted(signed)
         proof = Proof(
-            member.name, manifest.agent, manifest.round, manifest.run, member.key, (first, second)
+            name=member.name,
+            agent=manifest.agent,
+            round=manifest.round,
+            run=manifest.run,
+            key=member.key,
+            manifests=(first, second),
         )
         self._proofs[manifest.agent] = proof
         del self._held[manifest.agent]
@@ -256,62 +339,69 @@ class Ledger:
 
     def _proven(self) -> Iterator[ManifestDigest]:
         for proof in reversed(self._proofs.values()):
-            for each in proof.manifests:
-                yield proof.agent, proof.round, decode_manifest(each)[0].digest
+            for signed in proof.manifests:
+                yield proof.agent, proof.round, decode_manifest(signed)[0].digest
 
 
 class SigningJournal:
-    """What this agent signed, `folder`/signed.jsonl: on the disk before the signature is made.
+    """Journal of this agent's signed manifests, `folder`/signed.jsonl.
 
-    So an agent that was killed, and trains the round again otherwise, signs nothing rather than two models for a round.
-    It signs rounds in their order alone: what came before its last line, and is not there, may have been signed too.
+    A line reaches the disk before its signature is made. An agent that was killed and trains a
+    round again with another result therefore signs nothing, rather than a second model. It signs
+    rounds in ascending order only: a round without a line before the last line may have been signed
+    too.
+
+    Args:
+        folder: The run folder.
+
+    Raises:
+        RunError: The journal cannot be read, or is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / JOURNAL_FILE
         self._signed: dict[int, bytes] = {}
-        self._size = 0  # of the whole lines: what follows was never finished, and is written over
+        self._size = 0  # of the complete lines; a partial last line is overwritten
         try:
-            lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+            content = self._path.read_bytes() if self._path.exists() else b""
         except OSError as error:
             raise RunError(f"cannot read {self._path}: {error.strerror or error}") from error
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(content.splitlines(keepends=True), start=1):
             if not line.endswith(b"\n"):
                 break
             try:
-                content = json.loads(line)
-                self._signed[int(content["round"])] = bytes.fromhex(content["digest"])
+                entry = json.loads(line)
+                self._signed[int(entry["round"])] = bytes.fromhex(entry["digest"])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise RunError(
-                    f"{self._path} is damaged in line {number}: restore it, since without it this agent could sign two "
-                    "models for one round, which others take for fraud"
+                    f"{self._path} is damaged in line {number}: restore it, since without it this "
+                    "agent could sign two models for one round, which others take for fraud"
                 ) from error
             self._size += len(line)
 
     @property
     def last_round(self) -> int:
-        """The last round that was signed; -1 where none was."""
+        """Last signed round; -1 if there is none."""
         return max(self._signed, default=-1)
 
     def reserve(self, n: int, digest: bytes) -> bool:
-        """Whether the manifest of round `n` with this digest may be signed: this was signed before, or nothing was of
-        this round and of later ones.
+        """Write down that a manifest will be signed, if it may be.
 
-        Raises RunError where the disk does not take the line.
+        Args:
+            n: Its round.
+            digest: Its digest.
+
+        Returns:
+            True if this manifest was reserved before, or no manifest of this or a later round was.
+
+        Raises:
+            RunError: The line cannot be written.
         """
         if n <= self.last_round:
             return self._signed.get(n) == digest
         line = json.dumps({"round": n, "digest": digest.hex()}).encode() + b"\n"
         try:
-            file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
-            try:
-                whole = os.pwrite(file, line, self._size) == len(line)
-                os.ftruncate(file, self._size + len(line) * whole)
-                if not whole:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(file)
-            finally:
-                os.close(file)
+            self._append(line)
             if not self._size:
                 fsync(self._path.parent)
         except OSError as error:
@@ -320,20 +410,33 @@ class SigningJournal:
         self._signed[n] = digest
         return True
 
+    def _append(self, line: bytes) -> None:
+        """Write a whole line after the complete lines, or none of it."""
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            is_complete = os.pwrite(file, line, self._size) == len(line)
+            os.ftruncate(file, self._size + len(line) * is_complete)
+            if not is_complete:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file)
+        finally:
+            os.close(file)
+
 
 def _parse_proof(table: dict[str, Any]) -> Proof:
-    """The proof that a table describes; raises ValueError where it describes none."""
-    kinds = {"name": str, "agent": int, "round": int, "run": str, "key": str, "manifests": list}
-    if set(table) != set(kinds) or any(type(table[key]) is not kind for key, kind in kinds.items()):
-        raise ValueError(f"it must have the keys {', '.join(kinds)}, and each of its kind")
+    """Parse a proof's table; raise ValueError if it describes none."""
+    types = {"name": str, "agent": int, "round": int, "run": str, "key": str, "manifests": list}
+    has_types = set(table) == set(types) and all(type(table[key]) is types[key] for key in types)
+    if not has_types:
+        raise ValueError(f"it must have the keys {', '.join(types)}, and each of its type")
     if not DNS_LABEL.fullmatch(table["name"]):
         raise ValueError("its `name` is no member's")
-    manifests = table["manifests"]
-    if len(manifests) != 2 or not all(isinstance(each, str) for each in manifests):
+    texts = table["manifests"]
+    if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
         raise ValueError("its `manifests` must be two texts")
     try:
         key, first, second = (
-            base64.b64decode(each.encode(), validate=True) for each in (table["key"], *manifests)
+            base64.b64decode(text.encode(), validate=True) for text in (table["key"], *texts)
         )
         run = bytes.fromhex(table["run"])
     except (binascii.Error, ValueError) as error:
@@ -344,7 +447,7 @@ def _parse_proof(table: dict[str, Any]) -> Proof:
 
 
 def _is_current_key(proof: Proof, federation: Federation) -> bool:
-    """Whether the key of a proof is the member's now."""
+    """Check that the key of a proof still belongs to the member."""
     member = federation.members.get(proof.agent)
     return member is not None and member.key == proof.key
 

@@ -1,8 +1,13 @@
-"""Bytes on the wire (docs/protocol.md): manifests, requests and answers, little-endian, each with one layout.
+"""Messages on the wire (docs/protocol.md): manifests, requests and answers, in fixed layouts.
 
-A value has exactly one encoding, so that what is signed and what is compared are bytes. Whatever is read is hostile:
-sizes are held against the length of the data before anything is made of them, and nothing but `MalformedError` is
-raised. What is signed is prefixed by its context, so that a signature for one thing is never valid for another.
+All numbers are little-endian. Each value has exactly one encoding, so that signatures and
+comparisons work on bytes. Received bytes are hostile: sizes are compared with the length of the
+data before anything is allocated, and only `MalformedError` is raised. A context precedes signed
+bytes, so that a signature for one purpose is not valid for another.
+
+Example:
+    >>> num_chunks(CHUNK_BYTES + 1)
+    2
 """
 
 import hashlib
@@ -18,26 +23,24 @@ from fedcb2o.peer.membership.identity import Member
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 Signer: TypeAlias = Callable[[bytes], bytes]
-ManifestDigest: TypeAlias = tuple[
-    int, int, bytes
-]  # an agent, a round, and the digest of its manifest for it
+ManifestDigest: TypeAlias = tuple[int, int, bytes]  # agent, round, digest of its manifest
 
 _EnumType = TypeVar("_EnumType", bound=IntEnum)
 
 _MAGIC = b"fedcb2o"
 _VERSION = 1
 CHUNK_BYTES = 2**20
-MAX_CHUNKS = 2**14  # of a model: 16 GiB as sent
-MAX_DIGESTS = 64  # digests beside a manifest
+MAX_CHUNKS = 2**14  # of one model: 16 GiB encoded
+MAX_DIGESTS = 64  # next to one manifest
 MAX_HELLO_BYTES = 2**20
-ZERO_DIGEST = bytes(32)  # a digest where there is none
+ZERO_DIGEST = bytes(32)
 SIGNATURE_BYTES = 64
 
 MANIFEST_CONTEXT = b"fedcb2o manifest v1\0"
 REQUEST_CONTEXT = b"fedcb2o request v1\0"
 HELLO_CONTEXT = b"fedcb2o hello v1\0"
 
-_HEAD = struct.Struct("<7sBBB")  # magic, version, what it is, and its encoding, kind or status
+_HEAD = struct.Struct("<7sBBB")  # magic, version, message type, and its encoding, kind or status
 _MANIFEST = struct.Struct("<7sBBB 32s II QQ 32s Q 32s I")
 _REQUEST = struct.Struct("<7sBBB 32s II II 32s 16s")
 _ANSWER = struct.Struct("<7sBBB 16s")
@@ -49,40 +52,42 @@ MAX_OFFER_BYTES = _LENGTH.size + MAX_MANIFEST_BYTES + MAX_DIGESTS * _DIGEST.size
 
 
 class _MessageType(IntEnum):
-    """What a message is."""
-
     MANIFEST = 1
     REQUEST = 2
     ANSWER = 3
 
 
 class RequestKind(IntEnum):
-    """What is asked for."""
+    """Content that a request asks for."""
 
-    HELLO = 1  # who answers
+    HELLO = 1  # the receiver's description of itself
     MANIFEST = 2  # of its newest model
     CHUNK = 3  # of that model
-    WITNESS = 4  # the manifest of another agent, as it was received
+    WITNESS = 4  # the manifest of another agent, as received
 
 
 class AnswerStatus(IntEnum):
-    """How a request went; all but OK have no body."""
+    """Outcome of a request; only an answer with OK has a body."""
 
     OK = 0
-    NOT_YET = 1  # there is no model yet for the asker's round
-    BUSY = 2  # it asks too often
-    NOT_HERE = 3  # it is gone, or never was
+    NOT_YET = 1  # no model for the sender's round exists yet
+    BUSY = 2  # the sender asks too often
+    NOT_HERE = 3  # not available any more, or never was
     ANOTHER_RUN = 4
-    ANOTHER_VERSION = 5  # of the protocol, that of this answer
+    ANOTHER_VERSION = 5  # of the protocol; the answer has the receiver's version
 
     @property
     def label(self) -> str:
-        """What it is counted by, and shown to people."""
+        """Text under which the status is counted and shown."""
         return self.name.lower().replace("_", " ")
 
 
 class MalformedError(ValueError):
-    """Bytes that are none of ours; `reason` is the word under which they are counted."""
+    """Bytes that are no valid message.
+
+    Attributes:
+        reason: The label under which they are counted.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -91,7 +96,20 @@ class MalformedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What an agent signs of a model that it publishes; sizes and hashes are of the bytes as they are sent."""
+    """Signed description of a published model; sizes and hashes are those of the encoded bytes.
+
+    Attributes:
+        run: The run's id.
+        agent: The publishing agent.
+        round: The round, from 0.
+        dim: Number of parameters.
+        num_samples: Claimed number of training samples.
+        encoding: Number of the codec.
+        base: Digest of the model that the encoding refers to.
+        size: Number of encoded bytes.
+        sha256: Hash of the encoded bytes.
+        chunks: Hash of each chunk.
+    """
 
     run: bytes
     agent: int
@@ -117,8 +135,23 @@ class Manifest:
         encoding: int,
         base: bytes,
     ) -> "Manifest":
-        """The manifest of a model as it is sent."""
+        """Create the manifest of an encoded model.
+
+        Args:
+            content: The encoded model.
+            run: The run's id.
+            agent: The publishing agent.
+            round: The round, from 0.
+            dim: Number of parameters.
+            num_samples: Claimed number of training samples.
+            encoding: Number of the codec.
+            base: Digest of the model that the encoding refers to.
+
+        Returns:
+            The manifest.
+        """
         view = memoryview(content).cast("B")
+        chunks = (view[k : k + CHUNK_BYTES] for k in range(0, len(view), CHUNK_BYTES))
         return cls(
             run=run,
             agent=agent,
@@ -129,15 +162,12 @@ class Manifest:
             base=base,
             size=len(view),
             sha256=hashlib.sha256(view).digest(),
-            chunks=tuple(
-                hashlib.sha256(view[k : k + CHUNK_BYTES]).digest()
-                for k in range(0, len(view), CHUNK_BYTES)
-            ),
+            chunks=tuple(hashlib.sha256(chunk).digest() for chunk in chunks),
         )
 
     @property
     def body(self) -> bytes:
-        """Its only encoding."""
+        """The unsigned encoding."""
         head = _MANIFEST.pack(
             _MAGIC,
             _VERSION,
@@ -157,29 +187,61 @@ class Manifest:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the body: what this manifest is called by."""
+        """SHA-256 of the body, which identifies the manifest."""
         return hashlib.sha256(self.body).digest()
 
     def to_signed_bytes(self, sign: Signer) -> bytes:
-        """The body, and the signature of it in its context."""
+        """Encode and sign.
+
+        Args:
+            sign: Function that signs bytes.
+
+        Returns:
+            The body, then its signature.
+        """
         body = self.body
         return body + sign(MANIFEST_CONTEXT + body)
 
 
 def manifest_bytes(size: int) -> int:
-    """How long the signed manifest of a model is that is sent in so many bytes."""
+    """Return the length of the signed manifest of a model.
+
+    Args:
+        size: Number of encoded bytes of the model.
+
+    Returns:
+        Number of bytes.
+    """
     return _MANIFEST.size + 32 * num_chunks(size) + SIGNATURE_BYTES
 
 
 def num_chunks(size: int) -> int:
-    """In how many chunks so many bytes are sent."""
+    """Return the number of chunks of a model.
+
+    Args:
+        size: Number of encoded bytes of the model.
+
+    Returns:
+        The size divided by `CHUNK_BYTES`, rounded up.
+    """
     return -(-size // CHUNK_BYTES)
 
 
 def decode_manifest(
     data: BytesLike, *, max_bytes: int = MAX_MANIFEST_BYTES
 ) -> tuple[Manifest, bytes, bytes]:
-    """A manifest, its body and its signature, of which nothing is checked yet but the layout."""
+    """Decode a signed manifest; only its layout is checked.
+
+    Args:
+        data: The received bytes.
+        max_bytes: Largest accepted length.
+
+    Returns:
+        The manifest, its body and its unverified signature.
+
+    Raises:
+        MalformedError: The bytes are no manifest.
+    """
     encoding = _decode_header(data, _MessageType.MANIFEST)
     if len(data) > max_bytes:
         raise MalformedError("length")
@@ -187,11 +249,12 @@ def decode_manifest(
     end = _MANIFEST.size + 32 * count
     if count < 0 or len(data) != end + SIGNATURE_BYTES:
         raise MalformedError("malformed")
-    _, _, _, _, run, agent, round, dim, num_samples, base, size, sha256, claimed = (
-        _MANIFEST.unpack_from(data)
-    )
-    if claimed != count:
+
+    fields = _MANIFEST.unpack_from(data)
+    run, agent, round, dim, num_samples, base, size, sha256, claimed_count = fields[4:]
+    if claimed_count != count:
         raise MalformedError("malformed")
+
     body = bytes(data[:end])
     manifest = Manifest(
         run=run,
@@ -211,7 +274,16 @@ def decode_manifest(
 def verify_member_manifest(
     data: BytesLike, federation: Federation, *, max_bytes: int = MAX_MANIFEST_BYTES
 ) -> tuple[str, Manifest | None]:
-    """The manifest that a member signed for this run, whoever hands it on, or the reason why it is none."""
+    """Decode a manifest and check that a member signed it for this run.
+
+    Args:
+        data: The received bytes, from any sender.
+        federation: The federation.
+        max_bytes: Largest accepted length.
+
+    Returns:
+        An empty text and the manifest, or the reason of the rejection and None.
+    """
     try:
         manifest, body, signature = decode_manifest(data, max_bytes=max_bytes)
     except MalformedError as error:
@@ -221,7 +293,9 @@ def verify_member_manifest(
         return "member", None
     if not member.verify(MANIFEST_CONTEXT + body, signature):
         return "signature", None
-    return ("", manifest) if manifest.run == federation.run else ("run", None)
+    if manifest.run != federation.run:
+        return "run", None
+    return "", manifest
 
 
 def validate_manifest(
@@ -237,36 +311,51 @@ def validate_manifest(
     encoding: int = 0,
     base: bytes = ZERO_DIGEST,
 ) -> tuple[str, Manifest | None]:
-    """Why the manifest that agent `asked` gave in round `n` is not taken, "" where it is, and then the manifest.
+    """Decode a manifest and check that its model can be accepted.
 
-    The reasons in their order: malformed, version, length (bytes that cannot be read), member, signature, run, agent,
-    round, size, dtype. `least` is the round of the last manifest taken from that agent, `fewest` and `most` the
-    bytes that a model is sent in. Time and memory are bounded by `most`, whatever `data` is.
+    The reasons of a rejection, in this order: malformed, version, length (bytes that cannot be
+    decoded), member, signature, run, agent, round, size, dtype. `max_bytes` bounds time and memory.
+
+    Args:
+        data: The received bytes.
+        federation: The federation.
+        peer: The agent that was asked.
+        n: The receiver's round.
+        min_round: Round of the last model accepted from that agent.
+        dim: Expected number of parameters.
+        max_bytes: Largest size of an encoded model.
+        min_bytes: Smallest size of an encoded model.
+        encoding: Expected number of the codec.
+        base: Expected digest of the model that the encoding refers to.
+
+    Returns:
+        An empty text and the manifest, or the reason of the rejection and None.
     """
-    reason, manifest = verify_member_manifest(
-        data, federation, max_bytes=min(manifest_bytes(max_bytes), MAX_MANIFEST_BYTES)
-    )
+    longest = min(manifest_bytes(max_bytes), MAX_MANIFEST_BYTES)
+    reason, manifest = verify_member_manifest(data, federation, max_bytes=longest)
     if manifest is None:
         return reason, None
-    first, last = (n, n) if federation.synchronous else (n - federation.lag, federation.rounds - 1)
+
+    first, last = n - federation.lag, federation.rounds - 1
+    if federation.synchronous:
+        first, last = n, n
+    has_size = min_bytes <= manifest.size <= max_bytes
+    has_chunks = len(manifest.chunks) == num_chunks(manifest.size)
+
     if manifest.agent != peer:
-        reason = "agent"
-    elif not max(first, min_round) <= manifest.round <= last:
-        reason = "round"
-    elif (
-        manifest.dim != dim
-        or not min_bytes <= manifest.size <= max_bytes
-        or len(manifest.chunks) != num_chunks(manifest.size)
-    ):
-        reason = "size"
-    elif manifest.encoding != encoding or manifest.base != base:
-        reason = "dtype"
-    return reason, None if reason else manifest
+        return "agent", None
+    if not max(first, min_round) <= manifest.round <= last:
+        return "round", None
+    if manifest.dim != dim or not has_size or not has_chunks:
+        return "size", None
+    if manifest.encoding != encoding or manifest.base != base:
+        return "dtype", None
+    return "", manifest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one agent asks another for, signed, in 170 bytes; `nonce` is 16 random bytes, never used twice.
+    """Signed request of one agent to another, 170 bytes.
 
     | kind     | round          | index          | digest                     |
     |----------|----------------|----------------|----------------------------|
@@ -275,6 +364,16 @@ class Request:
     | CHUNK    |                | from 0         | of the manifest            |
     | WITNESS  | the manifest's | its agent      | of the manifest in doubt   |
     | WITNESS  |                | an agent       | zeros: its newest manifest |
+
+    Attributes:
+        kind: The requested content.
+        run: The run's id.
+        sender: The asking agent.
+        receiver: The asked agent.
+        nonce: 16 random bytes, never used twice.
+        round: See the table.
+        index: See the table.
+        digest: See the table.
     """
 
     kind: RequestKind
@@ -288,7 +387,7 @@ class Request:
 
     @property
     def body(self) -> bytes:
-        """Its only encoding."""
+        """The unsigned encoding."""
         return _REQUEST.pack(
             _MAGIC,
             _VERSION,
@@ -304,17 +403,34 @@ class Request:
         )
 
     def encode(self, sign: Signer) -> bytes:
-        """The body, and the signature of it in its context."""
+        """Encode and sign.
+
+        Args:
+            sign: Function that signs bytes.
+
+        Returns:
+            The body, then its signature.
+        """
         body = self.body
         return body + sign(REQUEST_CONTEXT + body)
 
 
 def decode_request(data: BytesLike) -> tuple[Request, bytes, bytes]:
-    """A request, its body and its signature, of which nothing is checked yet but the layout."""
+    """Decode a signed request; only its layout is checked.
+
+    Args:
+        data: The received bytes.
+
+    Returns:
+        The request, its body and its unverified signature.
+
+    Raises:
+        MalformedError: The bytes are no request.
+    """
     kind = _decode_header(data, _MessageType.REQUEST)
     if len(data) != REQUEST_BYTES:
         raise MalformedError("malformed")
-    _, _, _, _, run, sender, receiver, round, index, digest, nonce = _REQUEST.unpack_from(data)
+    run, sender, receiver, round, index, digest, nonce = _REQUEST.unpack_from(data)[4:]
     request = Request(
         kind=_decode_enum(RequestKind, kind),
         run=run,
@@ -330,24 +446,40 @@ def decode_request(data: BytesLike) -> tuple[Request, bytes, bytes]:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to the request with that nonce; whoever asked checks what is in it, as it is not signed itself."""
+    """Unsigned answer to the request with the same nonce; its content is checked by the asker.
+
+    Attributes:
+        nonce: The request's nonce.
+        status: The outcome.
+        body: The content.
+    """
 
     nonce: bytes
     status: AnswerStatus
     body: BytesLike = b""
 
     def encode(self) -> bytes:
-        """Its only encoding."""
-        return b"".join(
-            (
-                _ANSWER.pack(_MAGIC, _VERSION, _MessageType.ANSWER, self.status, self.nonce),
-                self.body,
-            )
-        )
+        """Encode the answer.
+
+        Returns:
+            The bytes to send.
+        """
+        head = _ANSWER.pack(_MAGIC, _VERSION, _MessageType.ANSWER, self.status, self.nonce)
+        return b"".join((head, self.body))
 
 
 def decode_answer(data: BytesLike) -> Answer:
-    """An answer; its body is a view of `data`."""
+    """Decode an answer.
+
+    Args:
+        data: The received bytes.
+
+    Returns:
+        The answer; its body is a view of `data`.
+
+    Raises:
+        MalformedError: The bytes are no answer.
+    """
     status = _decode_header(data, _MessageType.ANSWER)
     if len(data) < _ANSWER.size:
         raise MalformedError("malformed")
@@ -356,33 +488,70 @@ def decode_answer(data: BytesLike) -> Answer:
 
 
 def encode_offer(signed: bytes, digests: Iterable[ManifestDigest] = ()) -> bytes:
-    """What is in the answer to MANIFEST: a signed manifest, and up to 64 digests of others' manifests."""
-    return b"".join((_LENGTH.pack(len(signed)), signed, *(_DIGEST.pack(*one) for one in digests)))
+    """Encode the content of an answer to MANIFEST.
+
+    Args:
+        signed: The signed manifest.
+        digests: At most 64 digests of other agents' manifests.
+
+    Returns:
+        The bytes.
+    """
+    packed = (_DIGEST.pack(*digest) for digest in digests)
+    return b"".join((_LENGTH.pack(len(signed)), signed, *packed))
 
 
 def decode_offer(body: BytesLike) -> tuple[bytes, list[ManifestDigest]]:
-    """The signed manifest in the answer to MANIFEST, and the digests beside it."""
+    """Decode the content of an answer to MANIFEST.
+
+    Args:
+        body: The received bytes.
+
+    Returns:
+        The signed manifest, and the digests of other agents' manifests.
+
+    Raises:
+        MalformedError: The bytes are no offer.
+    """
     if not _LENGTH.size <= len(body) <= MAX_OFFER_BYTES:
         raise MalformedError("malformed")
     (length,) = _LENGTH.unpack_from(body)
     end = _LENGTH.size + length
-    if (
-        end > len(body)
-        or (len(body) - end) % _DIGEST.size
-        or (len(body) - end) // _DIGEST.size > MAX_DIGESTS
-    ):
+    num_digests, rest = divmod(len(body) - end, _DIGEST.size)
+    if end > len(body) or rest or num_digests > MAX_DIGESTS:
         raise MalformedError("malformed")
     return bytes(body[_LENGTH.size : end]), list(_DIGEST.iter_unpack(body[end:]))
 
 
 def encode_hello(content: Mapping[str, Any], nonce: bytes, sign: Signer) -> bytes:
-    """What is in the answer to HELLO: JSON without spaces and in the order of keys, signed for the one who asked."""
+    """Encode and sign the content of an answer to HELLO.
+
+    Args:
+        content: The agent's description of itself, plain values.
+        nonce: The request's nonce.
+        sign: Function that signs bytes.
+
+    Returns:
+        JSON with sorted keys and without spaces, then the signature.
+    """
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     return text + sign(HELLO_CONTEXT + nonce + text)
 
 
 def decode_hello(body: BytesLike, nonce: bytes, member: Member) -> dict[str, Any]:
-    """What a member says of itself in the answer to HELLO; its signature is checked before it is read."""
+    """Decode the content of an answer to HELLO, after its signature is verified.
+
+    Args:
+        body: The received bytes.
+        nonce: The request's nonce.
+        member: The member that should have signed it.
+
+    Returns:
+        The member's description of itself, which may be false.
+
+    Raises:
+        MalformedError: The bytes are no content signed by this member.
+    """
     if not SIGNATURE_BYTES < len(body) <= MAX_HELLO_BYTES:
         raise MalformedError("length")
     text = bytes(body[:-SIGNATURE_BYTES])
@@ -390,16 +559,16 @@ def decode_hello(body: BytesLike, nonce: bytes, member: Member) -> dict[str, Any
     if not member.verify(HELLO_CONTEXT + nonce + text, signature):
         raise MalformedError("signature")
     try:
-        about = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
-        about = None
-    if not isinstance(about, dict):
+        content = None
+    if not isinstance(content, dict):
         raise MalformedError("malformed")
-    return about
+    return content
 
 
 def _decode_header(data: BytesLike, message: _MessageType) -> int:
-    """The byte after what all messages begin with. A version that is not ours is told before anything is read."""
+    """Return the byte after the common header; the version is checked before other fields."""
     if len(data) <= len(_MAGIC) or data[: len(_MAGIC)] != _MAGIC:
         raise MalformedError("malformed")
     if data[len(_MAGIC)] != _VERSION:
@@ -409,8 +578,8 @@ def _decode_header(data: BytesLike, message: _MessageType) -> int:
     return data[9]
 
 
-def _decode_enum(kinds: type[_EnumType], number: int) -> _EnumType:
+def _decode_enum(enum_type: type[_EnumType], number: int) -> _EnumType:
     try:
-        return kinds(number)
+        return enum_type(number)
     except ValueError:
         raise MalformedError("malformed") from None

@@ -1,4 +1,4 @@
-"""Why a member cannot be reached: one plain TLS connection to its endpoint, and what to do about how that fails."""
+"""Diagnosis of an unreachable member by one plain TLS connection to its endpoint."""
 
 import socket
 import ssl
@@ -11,21 +11,32 @@ from fedcb2o.peer.membership.certificates import parse_endpoint
 from fedcb2o.peer.membership.identity import Identity, Member
 
 _TIMEOUT_SECONDS = 5.0
-"""Seconds for a connection, and for each message of a handshake."""
+"""Time for a connection, and for each message of a handshake."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Why no link can be made and the cure, empty where one can; and when the member's certificate ends."""
+    """Result of a probe.
+
+    Attributes:
+        error: Why no link can be made and how to repair it; empty if a link can be made.
+        expires: Expiry of the member's certificate, if it was seen.
+    """
 
     error: str = ""
     expires: datetime | None = None
 
 
 def probe_member(member: Member, identity: Identity, *, is_linked: bool = False) -> ProbeResult:
-    """Connect to a member as a link does, its root alone being trusted; never raises for what it meets.
+    """Connect to a member as a link does, with only its root trusted.
 
-    Where there is a link, it only looks when the certificate ends.
+    Args:
+        member: The member.
+        identity: This organisation.
+        is_linked: A link exists, so that only the certificate's expiry is of interest.
+
+    Returns:
+        The result; an unreachable member raises nothing.
     """
     address, port = parse_endpoint(member.endpoint)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -37,55 +48,62 @@ def probe_member(member: Member, identity: Identity, *, is_linked: bool = False)
             socket.create_connection((str(address), port), timeout=_TIMEOUT_SECONDS) as plain,
             context.wrap_socket(plain, server_hostname=str(address)) as link,
         ):
-            expires = x509.load_der_x509_certificate(
-                link.getpeercert(True) or b""
-            ).not_valid_after_utc
+            certificate = x509.load_der_x509_certificate(link.getpeercert(True) or b"")
+            expires = certificate.not_valid_after_utc
             if not is_linked:
                 link.settimeout(0.5)
-                link.recv(1)  # where our certificate is refused, this tells; else it waits for us
+                link.recv(1)  # fails if our certificate is refused, otherwise times out
     except TimeoutError:
         return ProbeResult("" if expires else _timeout_error(member), expires)
     except socket.gaierror:
         return ProbeResult(
-            f"the name in {member.endpoint} is not known: correct it there, or in this machine's DNS"
+            f"the name in {member.endpoint} is unknown: correct it there, or in this machine's DNS"
         )
     except ConnectionRefusedError:
         return ProbeResult(
-            f"{member.endpoint} refuses connections: start `fedcb2o peer run` or `peer check` there, or open its port "
-            "(or it has finished)"
+            f"{member.endpoint} refuses connections: start `fedcb2o peer run` or `peer check` "
+            "there, or open its port (or it has finished)"
         )
     except ssl.SSLCertVerificationError as error:
         return ProbeResult(_certificate_error(member, error))
     except ssl.SSLError as error:
         return ProbeResult(_tls_error(member, error), expires)
     except (OSError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) and error.strerror else error
-        return ProbeResult(f"{member.endpoint} cannot be reached: {told}", expires)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        return ProbeResult(f"{member.endpoint} cannot be reached: {reason}", expires)
     return ProbeResult("", expires)
 
 
 def _timeout_error(member: Member) -> str:
-    return f"{member.endpoint} does not answer: a firewall in between, or the machine is off; its port must be open"
+    return (
+        f"{member.endpoint} does not answer: a firewall in between, or the machine is off; its "
+        "port must be open"
+    )
 
 
 def _certificate_error(member: Member, error: ssl.SSLCertVerificationError) -> str:
-    """It has a certificate that its root in our federation does not vouch for."""
+    """Describe a certificate that the member's root in our federation does not verify."""
     if "expired" in error.verify_message:
-        return f"its certificate has expired: `fedcb2o peer renew` on {member.name}'s machine, and start again"
+        return (
+            f"its certificate has expired: `fedcb2o peer renew` on {member.name}'s machine, and "
+            "start again"
+        )
     if "not yet valid" in error.verify_message:
         return "its certificate is not valid yet: the clock of one of the two machines is wrong"
     return (
-        f"who listens at {member.endpoint} has no certificate of {member.name} ({error.verify_message}): "
-        "another program, or an identity made anew, which needs a new version of the federation"
+        f"the program at {member.endpoint} has no certificate of {member.name} "
+        f"({error.verify_message}): another program, or a new identity, which needs a new version "
+        "of the federation"
     )
 
 
 def _tls_error(member: Member, error: ssl.SSLError) -> str:
-    """It speaks TLS, or something else, and does not want us."""
+    """Describe a refused or failed handshake."""
     reason = (error.reason or str(error)).lower().replace("_", " ")
     if "alert" in reason:
         return (
-            f"{member.name} refuses our certificate ({reason}): it may hold a newer version of the federation, in "
-            "which we are changed or removed (ask for its file), or one from before we came; or a clock is wrong"
+            f"{member.name} refuses our certificate ({reason}): it may hold a newer version of the "
+            "federation, in which we are changed or removed (ask for its file), or one from before "
+            "we joined; or a clock is wrong"
         )
-    return f"who listens at {member.endpoint} speaks no TLS ({reason}): another program?"
+    return f"the program at {member.endpoint} speaks no TLS ({reason}): another program?"

@@ -1,12 +1,12 @@
-"""How bytes come and go between agents: `Transport`, of which `Zenoh` is the one over TLS.
+"""Transport of requests and answers between agents: the interface and `Zenoh`, over TLS.
 
-A request and its answer are bytes; who wrote them is known by the signature in them alone. A transport may lose them,
-and gives up after a while; it never raises for a peer's fault.
+Requests and answers are bytes; only the signature in them identifies their author. A transport may
+lose them and gives up after a while. It never raises because of a peer's fault.
 
-Each agent listens on one session, and opens one session of its own to each other agent, in which it trusts that
-member's root and no other. So what comes back on that link was said by the member that was asked, or by somebody to
-whom it lent its key, and no member can keep another's answers or links away. On the session that listens, everybody
-with a certificate of any member is heard, questions are the only thing that is let in, and nothing is passed on.
+An agent listens on one session and opens a separate session to each other agent, which trusts only
+that member's root. Answers on such a link therefore come from the asked member, or from somebody to
+whom it gave its key, and no member can suppress the answers or links of another. The listening
+session accepts every certificate of a member, lets in requests only, and forwards nothing.
 """
 
 import base64
@@ -31,93 +31,116 @@ Reply: TypeAlias = Callable[[bytes], None]
 RequestHandler: TypeAlias = Callable[[bytes, Reply], None]
 
 MAX_ANSWERS = 4
-"""Of one request: a link gives the first of them, what follows is a fault or a lie."""
+"""Answers to one request that are read: an honest peer gives one."""
 MAX_REQUEST_BYTES = 2**9
 MAX_ANSWER_BYTES = 2**21
-"""Bytes of a message that is taken in, of a chunk with its head or of the longest manifest."""
+"""Largest accepted message: a chunk with its header, or the longest manifest."""
 _MAX_WAITING_REQUESTS = 1024
-"""Requests that wait to be heard; beyond these the oldest are dropped."""
+"""Requests that wait for the handler; beyond these the oldest are dropped."""
 _MAX_EXTRA_LINKS = 256
-"""Incoming links at once, beyond one a member; each may hold two messages of MOST_REQUEST that are not whole yet."""
+"""Incoming links beyond one per member; each may hold two partial messages."""
 _MAX_PENDING_LINKS = 64
-"""Incoming links at once that have not shown a certificate; what they wait for is given up after HANDSHAKE."""
+"""Incoming links that have not shown a certificate."""
 _HANDSHAKE_SECONDS = 10.0
+"""Time after which an incoming link without a certificate is closed."""
 _DIAL_SECONDS = 4.0
-"""Seconds in which a link must be open; it is then tried again."""
+"""Time to open a link before the next attempt."""
 LEASE_SECONDS = 10.0
-"""Seconds without a sign of life after which a link is down."""
+"""Time without a sign of life after which a link is down."""
 _SEND_SECONDS = 120.0
-"""Seconds that an answer may take to leave: 1 MiB with seven others before it, at 70 kB/s."""
+"""Time to send an answer: 1 MiB with seven others before it, at 70 kB/s."""
 _RETRY_SECONDS = (0.25, 2.0)
-"""Seconds after which a link is tried again, at first and at most."""
+"""First and longest pause between two attempts to open a link."""
 CLOSE_SECONDS = _DIAL_SECONDS + 1
-"""Seconds that closing may take."""
+"""Time to close a transport."""
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Who can ask other agents and be asked by them; safe to use from any thread."""
+    """Interface to send requests to other agents and receive theirs; safe in any thread."""
 
     def ask(self, peer: int, request: bytes, timeout: float) -> Iterable[bytes]:
-        """Send a request now; the answers as they come, a few at most, until `timeout` seconds have passed.
+        """Send a request now.
 
-        It ends earlier where the link is lost or the peer says no more. Whoever asked checks what it gets.
+        Args:
+            peer: The receiving agent.
+            request: The encoded request.
+            timeout: Time in seconds after which the answers end.
+
+        Returns:
+            A few answers, unchecked, as they arrive. They end early if the link is lost or the peer
+            has sent all of them.
         """
         ...
 
     def serve(self, handler: RequestHandler) -> None:
-        """Call `hear(request, reply)` for each request that comes from now on, in one thread; it must return at once.
+        """Handle incoming requests from now on.
 
-        `reply` may be called later, once, from any thread; empty, it says that there is no answer. It may block on a
-        slow reader, and then only the one who called it.
+        Args:
+            handler: Called in one thread with each request and its `reply`; must return at once.
+                `reply` may be called later, once, from any thread. An empty reply means no answer.
+                It may block on a slow reader.
         """
         ...
 
     def connected_peers(self) -> frozenset[int]:
-        """The agents whose link is up."""
+        """Return the agents with a working link.
+
+        Returns:
+            Their ids.
+        """
         ...
 
     def close(self) -> None:
-        """Give all links up, within a few seconds; twice does no more."""
+        """Close all links within a few seconds; a second call does nothing."""
         ...
 
 
 class Zenoh:
-    """One agent of a federation over TLS, with links to all others that are made and made again in the background.
+    """Transport over zenoh with TLS; links to all other members are kept in the background.
 
-    `listen`: whether others may ask it, at its own endpoint or, where that is another machine's, at this "HOST:PORT".
-    Raises ConfigError for an identity that cannot be used, RunError where it cannot listen.
+    Args:
+        federation: The federation.
+        identity: This organisation.
+        listen: Accept requests, at the member's own endpoint or at this "HOST:PORT".
+
+    Raises:
+        ConfigError: The identity cannot be used, or a member has an IPv6 address.
+        RunError: The transport cannot listen.
     """
 
     def __init__(
         self, federation: Federation, identity: Identity, *, listen: bool | str = True
     ) -> None:
         identity.check_certificate()
-        me = federation.id_of(identity.member)
+        agent_id = federation.id_of(identity.member)
         members = federation.members
         for member in members.values():
             if member.endpoint.startswith("["):
                 raise ConfigError(
-                    f"{member.endpoint} of {member.name} is an IPv6 address, and links take names and IPv4 addresses: "
-                    "give that machine a name, and its member a new endpoint"
+                    f"{member.endpoint} of {member.name} is an IPv6 address, and links take names "
+                    "and IPv4 addresses: give that machine a name, and its member a new endpoint"
                 )
-        self._mine = _key_expression(me)
+
+        self._own_key = _key_expression(agent_id)
         self._incoming: zenoh.Session | None = None
         self._links: dict[int, zenoh.Session] = {}
+        self._handler_threads: list[threading.Thread] = []
+        self._open_requests: set[object] = set()  # requests whose callbacks zenoh may still call
         sessions: list[zenoh.Session] = []
-        self._hears: list[threading.Thread] = []
-        self._open: set[object] = set()  # requests of which zenoh may still call back
-        # At the end of the program too, while threads still run.
-        self._close = weakref.finalize(self, _close_sessions, sessions, self._hears, self._open)
+        # also at the end of the program, while threads still run
+        self._close = weakref.finalize(
+            self, _close_sessions, sessions, self._handler_threads, self._open_requests
+        )
         try:
             if listen:
-                place = identity.member.endpoint if listen is True else listen
+                address = identity.member.endpoint if listen is True else listen
                 self._incoming = _open_listening_session(
-                    identity, members.values(), self._mine, place
+                    identity, members.values(), self._own_key, address
                 )
                 sessions.append(self._incoming)
             for id, member in members.items():
-                if id != me:
+                if id != agent_id:
                     self._links[id] = _open_peer_session(identity, member, _key_expression(id))
                     sessions.append(self._links[id])
         except BaseException:
@@ -126,70 +149,74 @@ class Zenoh:
 
     @property
     def is_listening(self) -> bool:
-        """Whether others can ask it."""
+        """True if other members can ask this agent."""
         return self._incoming is not None
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:  # noqa: D102
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:
+        """Send a request now; see `Transport.ask`."""
         session = self._links.get(peer)
         end = time.monotonic() + timeout
         if session is None or timeout <= 0:
             return iter(())
-        replies: Queue[Any] = Queue()
-        stop = zenoh.CancellationToken()
-        still_open = self._open
 
-        def take(reply: Any) -> None:  # on a thread of all links: never wait here
+        replies: Queue[Any] = Queue()
+        cancellation = zenoh.CancellationToken()
+        open_requests = self._open_requests
+
+        def on_reply(reply: Any) -> None:  # on a thread of all links: must not block
             if replies.qsize() < MAX_ANSWERS:
                 replies.put(reply)
 
-        def over() -> None:
+        def on_end() -> None:
             replies.put(None)
-            still_open.discard(replies)
+            open_requests.discard(replies)
 
-        still_open.add(replies)
+        open_requests.add(replies)
         try:
             session.get(
                 _key_expression(peer),
-                zenoh.handlers.Callback(take, over, indirect=False),
+                zenoh.handlers.Callback(on_reply, on_end, indirect=False),
                 target=zenoh.QueryTarget.ALL,
                 consolidation=zenoh.ConsolidationMode.NONE,
                 congestion_control=zenoh.CongestionControl.BLOCK,  # of the answers too
                 payload=request,
                 timeout=timeout,
-                cancellation_token=stop,
+                cancellation_token=cancellation,
             )
         except zenoh.ZError:  # closed
-            still_open.discard(replies)
+            open_requests.discard(replies)
             return iter(())
-        return _iterate_answers(replies, end, stop)
+        return _iterate_answers(replies, end, cancellation)
 
-    def serve(self, handler: RequestHandler) -> None:  # noqa: D102
+    def serve(self, handler: RequestHandler) -> None:
+        """Handle incoming requests from now on; see `Transport.serve`."""
         if self._incoming is None:
             raise RunError(
                 "a transport that does not listen cannot serve: open it with listen=True"
             )
-        asked = self._incoming.declare_queryable(
-            self._mine, zenoh.handlers.RingChannel(_MAX_WAITING_REQUESTS), complete=True
+        queryable = self._incoming.declare_queryable(
+            self._own_key, zenoh.handlers.RingChannel(_MAX_WAITING_REQUESTS), complete=True
         )
-        self._hears.append(
-            threading.Thread(
-                target=_handle_requests,
-                args=(asked, self._mine, handler),
-                name="fedcb2o-hear",
-                daemon=True,
-            )
+        thread = threading.Thread(
+            target=_handle_requests,
+            args=(queryable, self._own_key, handler),
+            name="fedcb2o-hear",
+            daemon=True,
         )
-        self._hears[-1].start()
+        self._handler_threads.append(thread)
+        thread.start()
 
-    def connected_peers(self) -> frozenset[int]:  # noqa: D102
-        alive = set()
+    def connected_peers(self) -> frozenset[int]:
+        """Return the agents with a working link; see `Transport.connected_peers`."""
+        connected = set()
         for id, session in self._links.items():
             with suppress(zenoh.ZError):  # closed
                 if session.info.peers_zid():
-                    alive.add(id)
-        return frozenset(alive)
+                    connected.add(id)
+        return frozenset(connected)
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
+        """Close all links within a few seconds; a second call does nothing."""
         self._close()
 
     def __enter__(self) -> "Zenoh":
@@ -204,9 +231,9 @@ def _key_expression(agent: int) -> str:
 
 
 def _iterate_answers(
-    replies: "Queue[Any]", end: float, stop: zenoh.CancellationToken
+    replies: "Queue[Any]", end: float, cancellation: zenoh.CancellationToken
 ) -> Iterator[bytes]:
-    """What is in the replies to one request, up to the first None; whoever stops early lets the rest go."""
+    """Yield the replies to one request, up to the first None; cancel the rest when stopped."""
     try:
         for _ in range(MAX_ANSWERS):
             reply = replies.get(timeout=max(0.0, end - time.monotonic()))
@@ -217,11 +244,11 @@ def _iterate_answers(
     except Empty:
         return
     finally:
-        stop.cancel()  # type: ignore[no-untyped-call]
+        cancellation.cancel()  # type: ignore[no-untyped-call]
 
 
 def _handle_requests(queryable: Any, key: str, handler: RequestHandler) -> None:
-    """Pass on what is asked until the session is closed."""
+    """Pass requests to the handler until the session is closed."""
     while True:
         try:
             query = queryable.recv()
@@ -229,31 +256,31 @@ def _handle_requests(queryable: Any, key: str, handler: RequestHandler) -> None:
             return
         reply = partial(_reply, query, key)
         try:
-            handler(query.payload.to_bytes() if query.payload is not None else b"", reply)
+            content = query.payload.to_bytes() if query.payload is not None else b""
+            handler(content, reply)
         except Exception:
-            logging.getLogger(__name__).exception("a request could not be heard")
+            logging.getLogger(__name__).exception("a request could not be handled")
             reply(b"")
-        del query, reply  # one that nobody answers ends here, not with the next
+        del query, reply  # ends an unanswered request now, not with the next one
 
 
 def _reply(query: Any, key: str, answer: bytes) -> None:
-    with (
-        suppress(zenoh.ZError, RuntimeError),
-        query,
-    ):  # the asker is gone, or this is not the first answer
+    # the errors: the sender is gone, or this is not the first answer
+    with suppress(zenoh.ZError, RuntimeError), query:
         if answer:
             query.reply(key, answer)
 
 
 def _close_sessions(
     sessions: Iterable[zenoh.Session],
-    hears: Iterable[threading.Thread],
-    still_open: Collection[object],
+    handler_threads: Iterable[threading.Thread],
+    open_requests: Collection[object],
 ) -> None:
-    """Close all at once; one that takes too long is left to itself, and the program ends when it is done.
+    """Close all sessions at once; a slow one is left behind, and the program ends after it.
 
-    Closing waits for a link that is just being opened, for no longer than DIAL. (No daemon threads: one that comes back
-    into Python while that is shut down takes the whole process with it. So what waits in zenoh comes back before.)
+    Closing waits for a link that is being opened, at most `_DIAL_SECONDS`. The threads are no
+    daemon threads: one that returns into Python during its shutdown ends the process, so that
+    waiting callbacks of zenoh must return before.
     """
     end = time.monotonic() + CLOSE_SECONDS
     threads = [
@@ -262,9 +289,9 @@ def _close_sessions(
     ]
     for thread in threads:
         thread.start()
-    for thread in (*threads, *hears):
+    for thread in (*threads, *handler_threads):
         thread.join(max(0.0, end - time.monotonic()))
-    while still_open and time.monotonic() < end:
+    while open_requests and time.monotonic() < end:
         time.sleep(0.005)
 
 
@@ -276,8 +303,9 @@ def _close_session(session: zenoh.Session) -> None:
 def _open_listening_session(
     identity: Identity, members: Iterable[Member], key: str, address: str
 ) -> zenoh.Session:
-    """The session that hears the questions of all members, and nothing else of anybody."""
+    """Open the session that accepts requests of all members, and nothing else."""
     roots = [member.root for member in members]
+    send_limit = "transport/link/tx/queue/congestion_control/block/wait_before_close"
     settings = {
         "listen/endpoints": [f"tls/{address}"],
         "access_control": _access_rules(
@@ -287,9 +315,7 @@ def _open_listening_session(
         "transport/unicast/accept_pending": _MAX_PENDING_LINKS,
         "transport/unicast/accept_timeout": _milliseconds(_HANDSHAKE_SECONDS),
         "transport/link/rx/max_message_size": MAX_REQUEST_BYTES,
-        "transport/link/tx/queue/congestion_control/block/wait_before_close": int(
-            _SEND_SECONDS * 1e6
-        ),
+        send_limit: int(_SEND_SECONDS * 1e6),
     }
     try:
         return _open_session(identity, roots, settings)
@@ -298,13 +324,13 @@ def _open_listening_session(
 
 
 def _open_peer_session(identity: Identity, member: Member, key: str) -> zenoh.Session:
-    """The session with one member, to which its root alone is trusted: no other can answer in its place."""
-    first, most = _RETRY_SECONDS
+    """Open the session with one member, which trusts only that member's root."""
+    first_pause, longest_pause = _RETRY_SECONDS
     settings = {
         "connect/endpoints": [f"tls/{member.endpoint}"],
         "connect/retry": {
-            "period_init_ms": _milliseconds(first),
-            "period_max_ms": _milliseconds(most),
+            "period_init_ms": _milliseconds(first_pause),
+            "period_max_ms": _milliseconds(longest_pause),
             "period_increase_factor": 2,
         },
         "access_control": _access_rules(
@@ -320,7 +346,7 @@ def _open_peer_session(identity: Identity, member: Member, key: str) -> zenoh.Se
 def _open_session(
     identity: Identity, roots: Iterable[str], settings: Mapping[str, Any]
 ) -> zenoh.Session:
-    """A session that links to nobody but as told, over TLS with certificates on both sides."""
+    """Open a session without discovery, over TLS with certificates on both sides."""
     config = zenoh.Config()
     common = {
         "mode": "peer",
@@ -349,20 +375,22 @@ def _open_session(
 
 
 def _access_rules(key: str, *, incoming: list[str], outgoing: list[str]) -> dict[str, Any]:
-    """What may pass on one key, in and out; all else is denied."""
+    """Return rules that allow these messages on one key and deny everything else."""
+    flows = (("ingress", incoming), ("egress", outgoing))
+    rules = [
+        {
+            "id": flow,
+            "permission": "allow",
+            "flows": [flow],
+            "messages": messages,
+            "key_exprs": [key],
+        }
+        for flow, messages in flows
+    ]
     return {
         "enabled": True,
         "default_permission": "deny",
-        "rules": [
-            {
-                "id": flow,
-                "permission": "allow",
-                "flows": [flow],
-                "messages": messages,
-                "key_exprs": [key],
-            }
-            for flow, messages in (("ingress", incoming), ("egress", outgoing))
-        ],
+        "rules": rules,
         "subjects": [{"id": "anybody"}],
         "policies": [{"rules": ["ingress", "egress"], "subjects": ["anybody"]}],
     }
@@ -373,20 +401,22 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _listen_error(address: str, error: str) -> RunError | ConfigError:
-    """What to raise where nobody can be heard at a place."""
+    """Translate zenoh's error at a listening address."""
     if "in use" in error:
         return RunError(
-            f"cannot listen on {address}: the port is in use; is another peer running? Stop it first"
+            f"cannot listen on {address}: the port is in use; is another peer running? "
+            "Stop it first"
         )
     if "assign" in error:
         return RunError(
-            f"cannot listen on {address}: no address of this machine; where others reach it by the address of another, "
-            "say what to bind here: --listen 0.0.0.0:PORT"
+            f"cannot listen on {address}: no address of this machine; if others reach it by the "
+            "address of another machine, say what to bind here: --listen 0.0.0.0:PORT"
         )
     if "denied" in error:
         return RunError(f"cannot listen on {address}: permission denied; take a port above 1023")
     if any(word in error for word in ("invalid", "lookup")):
         return ConfigError(
-            f"cannot listen on {address!r}: it must be HOST:PORT of this machine, such as 0.0.0.0:7447"
+            f"cannot listen on {address!r}: it must be HOST:PORT of this machine, such as "
+            "0.0.0.0:7447"
         )
     return RunError(f"cannot listen on {address}: {error.split(' at /')[0]}")
