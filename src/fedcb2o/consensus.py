@@ -1,10 +1,23 @@
-"""The consensus point m_{alpha,beta}: the quantile, the sub-level set Q_beta and the weights omega_alpha.
+"""Consensus point m_{alpha,beta}: quantile, sub-level set Q_beta and weights omega_alpha.
 
-García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through Consensus-Based Bi-Level
-Optimization" (arXiv 2412.02535), eq:consensus_point, eq:Q_beta, eq:q_beta: whole, and in the practical form of the
-text after eq:q_beta (R infinite, the plain beta-quantile). All of it works on values, so that the models stay where
-they are. The models are an empirical measure: each has the mass 1/m, or the `mass` given, as where malicious
-particles count with the weight w_m (eq:dyn_macro).
+García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through
+Consensus-Based Bi-Level Optimization" (arXiv 2412.02535), eq:consensus_point, eq:Q_beta and
+eq:q_beta. Both forms are here: the one of the theory, and the practical one of the text after
+eq:q_beta (R infinite, plain beta-quantile).
+
+All functions work on values, so the models stay where they are. The models are an empirical
+measure: each has the mass 1/m, or the given `mass`. Malicious particles, for example, count with
+the weight w_m (eq:dyn_macro).
+
+Example:
+    >>> import torch
+    >>> lower = torch.tensor([0.1, 0.4, 0.2, 9.0])
+    >>> mask = sublevel_mask(lower, beta=0.5)
+    >>> mask.tolist()
+    [True, False, True, False]
+    >>> mu = weights(torch.tensor([0.0, 5.0, 0.0, 5.0]), alpha=10.0, mask=mask)
+    >>> point(mu, torch.tensor([[1.0], [2.0], [3.0], [4.0]])).tolist()
+    [2.0]
 """
 
 import math
@@ -15,52 +28,74 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 
-_MAX_SUM_ELEMENTS = (
-    2**12
-)  # numbers of an ensemble below which a sum is faster than a product of matrices
+_MAX_SUM_ELEMENTS = 2**12  # ensembles below this size: a sum is faster than a matrix product
+_ROUNDING = 1e-9  # tolerance of a cumulated mass
 
 
 def quantile(
     lower: Float[Tensor, "*a m"], beta: float, *, mass: Float[Tensor, "... m"] | None = None
 ) -> Float[Tensor, "*a"]:
-    """The beta-quantile q_beta of the values L (eq:q_beta): the least q with at least beta of the mass at values <= q.
+    """Compute the beta-quantile q_beta of the lower-level values L (eq:q_beta).
 
-    Raises ConfigError unless 0 < beta <= 1.
+    The quantile is the least value q such that at least beta of the mass has values <= q.
+
+    Args:
+        lower: Values L of m models, shape [*a, m].
+        beta: Share of the mass, above 0 and at most 1.
+        mass: Mass of each model, shape [..., m]; by default 1/m.
+
+    Returns:
+        One quantile per ensemble, shape [*a].
+
+    Raises:
+        ConfigError: `beta` is out of range.
     """
     validate_beta(beta)
     if mass is None:
         m = lower.shape[-1]
-        k = max(1, math.ceil(beta * m - 1e-9))  # 0.1 * 30 is 3.0000000000000004 in floating point
+        k = max(1, math.ceil(beta * m - _ROUNDING))  # 0.1 * 30 is 3.0000000000000004 in floats
         return lower.kthvalue(k, dim=-1).values
-    ordered, below = _mass_steps(lower, mass)
-    first = (below < beta - 1e-9).sum(-1, keepdim=True).clamp(max=lower.shape[-1] - 1)
+
+    ordered, mass_up_to = _mass_steps(lower, mass)
+    first = (mass_up_to < beta - _ROUNDING).sum(-1, keepdim=True).clamp(max=lower.shape[-1] - 1)
     return ordered.gather(-1, first).squeeze(-1)
 
 
 def averaged_quantile(
     lower: Float[Tensor, "*a m"], beta: float, *, mass: Float[Tensor, "... m"] | None = None
 ) -> Float[Tensor, "*a"]:
-    """The average 2/beta times the integral of q_a over a in [beta/2, beta], the level in eq:Q_beta.
+    """Average the quantiles q_a over a in [beta/2, beta], the level in eq:Q_beta.
 
-    q_a is a step function of a, so the integral is a sum, exact to rounding. It lies between q_{beta/2} and q_beta.
-    Raises ConfigError unless 0 < beta <= 1.
+    The level is 2/beta times the integral of q_a. Because q_a is a step function of a, the integral
+    is a sum, exact up to rounding. The result is between q_{beta/2} and q_beta.
+
+    Args:
+        lower: Values L of m models, shape [*a, m].
+        beta: Share of the mass, above 0 and at most 1.
+        mass: Mass of each model, shape [..., m]; by default 1/m.
+
+    Returns:
+        One level per ensemble, shape [*a].
+
+    Raises:
+        ConfigError: `beta` is out of range.
     """
     validate_beta(beta)
     m = lower.shape[-1]
-    ordered, ends = _mass_steps(lower, lower.new_full((m,), 1 / m) if mass is None else mass)
-    ends[..., -1] = 1.0  # whatever the sum rounds to
-    width = ends.clamp(beta / 2, beta).diff(
-        dim=-1, prepend=ends.new_full((*ends.shape[:-1], 1), beta / 2)
-    )
-    idle = width <= 1e-9  # rounding: an infinite value of no width is none of the average
-    level = (ordered.double() * width).masked_fill(idle, 0.0).sum(-1).mul(2 / beta).to(lower.dtype)
-    ends_of_it = (
-        ordered.masked_fill(idle, torch.inf).amin(-1),
-        ordered.masked_fill(idle, -torch.inf).amax(-1),
-    )
-    return level.clamp(
-        *ends_of_it
-    )  # whatever rounding does: the average of equal values is their value
+    if mass is None:
+        mass = lower.new_full((m,), 1 / m)
+    ordered, step_ends = _mass_steps(lower, mass)
+    step_ends[..., -1] = 1.0  # the cumulated sum may round to another number
+
+    start = step_ends.new_full((*step_ends.shape[:-1], 1), beta / 2)
+    width = step_ends.clamp(beta / 2, beta).diff(dim=-1, prepend=start)
+    empty = width <= _ROUNDING  # an infinite value of zero width must not enter the average
+    level = (ordered.double() * width).masked_fill(empty, 0.0).sum(-1).mul(2 / beta)
+
+    # Rounding must not move the average of equal values away from their value.
+    least = ordered.masked_fill(empty, torch.inf).amin(-1)
+    largest = ordered.masked_fill(empty, -torch.inf).amax(-1)
+    return level.to(lower.dtype).clamp(least, largest)
 
 
 def sublevel_mask(
@@ -71,14 +106,26 @@ def sublevel_mask(
     averaged: bool = False,
     mass: Float[Tensor, "... m"] | None = None,
 ) -> Bool[Tensor, "*a m"]:
-    """Membership of each of m models in Q_beta (eq:Q_beta), its ball B_R(0) apart, which is for who knows the models.
+    """Select the models in the sub-level set Q_beta (eq:Q_beta).
 
-    The level is the plain quantile q_beta, or with `averaged` the averaged one as in eq:Q_beta, plus delta_q. Ties at
-    the level are kept. Raises ConfigError unless 0 < beta <= 1.
+    The ball B_R(0) of eq:Q_beta is not part of this function, because it needs the models. Ties at
+    the level are kept.
+
+    Args:
+        lower: Values L of m models, shape [*a, m].
+        beta: Share of the mass, above 0 and at most 1.
+        delta_q: Amount added to the level.
+        averaged: Use the averaged quantile of eq:Q_beta as level instead of the plain q_beta.
+        mass: Mass of each model, shape [..., m]; by default 1/m.
+
+    Returns:
+        Membership of each model, shape [*a, m].
+
+    Raises:
+        ConfigError: `beta` is out of range.
     """
-    level = (
-        averaged_quantile(lower, beta, mass=mass) if averaged else quantile(lower, beta, mass=mass)
-    )
+    level_of = averaged_quantile if averaged else quantile
+    level = level_of(lower, beta, mass=mass)
     return lower <= level.unsqueeze(-1) + delta_q
 
 
@@ -89,62 +136,83 @@ def weights(
     *,
     mass: Float[Tensor, "... m"] | None = None,
 ) -> Float[Tensor, "*a m"]:
-    """The normalised weights omega_alpha = exp(-alpha G) of m models (eq:consensus_point), in float64.
+    """Compute the normalised weights omega_alpha = exp(-alpha G) (eq:consensus_point).
 
-    A shift of G changes nothing and no value of G underflows all of them. Models outside `mask` and models whose
-    G is no finite number, be it NaN or an infinity of either sign, get 0; where no model is left, all weights are 0.
+    A shift of G changes nothing, and large values of G do not make all weights underflow.
+
+    Args:
+        upper: Values G of m models, shape [*a, m]. A model with NaN or an infinite value gets 0.
+        alpha: Inverse temperature; with a larger alpha fewer models count.
+        mask: Models that may count, shape [*a, m]; by default all.
+        mass: Mass of each model, shape [..., m]; by default equal masses.
+
+    Returns:
+        Weights in float64, shape [*a, m], that sum to 1; all 0 if no model is left.
     """
     exponents = upper.double() * -alpha
     if mask is not None:
         exponents = exponents.masked_fill(~mask, -torch.inf)
     if mass is not None:
         exponents = exponents + mass.double().log()
-    mu = torch.softmax(exponents, -1)  # it subtracts the largest
+
+    mu = torch.softmax(exponents, -1)  # softmax subtracts the largest exponent
     if math.isnan(mu.sum().item()):
-        rest = _weights_with_infinities(upper.double(), alpha, mask, mass)
-        mu = torch.where(mu[..., :1].isnan(), rest, mu)
+        exact = _weights_with_infinities(upper.double(), alpha, mask, mass)
+        mu = torch.where(mu[..., :1].isnan(), exact, mu)
     return mu
 
 
 def point(mu: Float[Tensor, "*a m"], models: Float[Tensor, "*b m d"]) -> Float[Tensor, "*a d"]:
-    """The consensus point: the average of m models under normalised weights (eq:consensus_point, eq:comp_csp).
+    """Average models under normalised weights (eq:consensus_point, eq:comp_csp).
 
-    The models may be the same for all leading axes, [m, d], or each has its own, [*a, m, d].
+    Args:
+        mu: Normalised weights, shape [*a, m].
+        models: Models, shape [m, d] if they are shared by all leading axes, else [*a, m, d].
+
+    Returns:
+        The consensus points, shape [*a, d].
     """
     mu = mu.to(models.dtype)
-    if mu.ndim == 2 and models.ndim == 3:
-        # A product of matrices mu by models would round by where each lies in memory. Which is fastest else: measured.
-        if models.shape[1] * models.shape[2] <= _MAX_SUM_ELEMENTS:
-            return (mu.unsqueeze(-1) * models).sum(1)
-        return torch.bmm(mu.unsqueeze(1), models).squeeze(
-            1
-        )  # for models.mT bits depend on how many there are
-    return (mu.unsqueeze(-2) @ models).squeeze(-2)
+    if mu.ndim != 2 or models.ndim != 3:
+        return (mu.unsqueeze(-2) @ models).squeeze(-2)
+
+    # The rounding of one large product mu @ models depends on the memory layout, so it is not used.
+    # The faster of two other ways is taken, as measured.
+    if models.shape[1] * models.shape[2] <= _MAX_SUM_ELEMENTS:
+        return (mu.unsqueeze(-1) * models).sum(1)
+    # The bits of a product with models.mT would depend on the number of models.
+    return torch.bmm(mu.unsqueeze(1), models).squeeze(1)
+
+
+def validate_beta(beta: float) -> None:
+    """Check that beta is a valid share of the mass.
+
+    Args:
+        beta: Share of the mass.
+
+    Raises:
+        ConfigError: `beta` is not above 0 and at most 1.
+    """
+    if not 0 < beta <= 1:
+        raise ConfigError(f"`beta` must be above 0 and at most 1, got {beta}")
 
 
 def _weights_with_infinities(
     upper: Tensor, alpha: float, mask: Tensor | None, mass: Tensor | None
 ) -> Tensor:
-    """The weights where a value is infinite or NaN, or alpha G overflows, or no model is left."""
+    """Compute the weights if a value is not finite, alpha G overflows, or no model is left."""
     usable = upper.isfinite() if mask is None else upper.isfinite() & mask
-    lowest = upper.masked_fill(~usable, torch.inf).amin(-1, keepdim=True)
-    above = (
-        upper - lowest
-    ).nan_to_num()  # a difference of finite numbers may overflow, and alpha be 0
-    mu = torch.exp(-alpha * above).masked_fill(~usable, 0.0)
+    least = upper.masked_fill(~usable, torch.inf).amin(-1, keepdim=True)
+    excess = (upper - least).nan_to_num()  # finite numbers may differ by infinity, and alpha be 0
+
+    mu = torch.exp(-alpha * excess).masked_fill(~usable, 0.0)
     if mass is not None:
         mu = mu * mass.double()
     return mu / mu.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def _mass_steps(lower: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """The values in order, and the mass up to each of them."""
+    """Return the sorted values and the cumulated mass up to each of them."""
     ordered, order = lower.sort(-1)
     share = mass.double() / mass.double().sum(-1, keepdim=True)
     return ordered, share.expand(order.shape).gather(-1, order).cumsum(-1)
-
-
-def validate_beta(beta: float) -> None:
-    """Raise ConfigError unless 0 < beta <= 1."""
-    if not 0 < beta <= 1:
-        raise ConfigError(f"`beta` must be above 0 and at most 1, got {beta}")

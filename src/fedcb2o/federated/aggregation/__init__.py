@@ -1,8 +1,17 @@
-"""Rules: how much each received model counts in the average m_j (Algorithm 2, lines 5-6).
+"""Aggregation rules: weights of the received models in the average m_j (Algorithm 2, line 6).
 
-A rule is a function (judged) -> normalised weights of the received models [m], or of those and, last, of the
-agent's own model [m + 1]; its further arguments are keywords. Robust rules, which declare a form, are made into such
-by `by_form`; a rule with memory (`types.remembers`) also gets, and returns, what it keeps.
+A rule is a function `(inputs) -> weights` of the received models [m], or of those and, last, the
+agent's own model [m + 1]; the weights sum to 1. Its further arguments are keywords. A robust rule
+declares a signature (`rule_signature`) and is applied by `robust_rule.apply_robust_rule`. A rule
+with memory (`types.stateful`) also gets, and returns, its state.
+
+A configuration names a rule by a name in `__all__`, or a user's own by "package.module:function".
+
+Example:
+    >>> import torch
+    >>> models = torch.tensor([[0.0], [1.0], [2.0]])
+    >>> apply(mean, models).tolist()
+    [1.0]
 """
 
 from fedcb2o.federated.aggregation._flame import flame
@@ -13,9 +22,15 @@ from fedcb2o.federated.aggregation._sentinel import sentinel
 from fedcb2o.federated.aggregation._wfagg import wfagg
 from fedcb2o.federated.aggregation.base import RULE_SIGNATURE as RULE_SIGNATURE
 from fedcb2o.federated.aggregation.base import apply as apply
+from fedcb2o.federated.aggregation.base import evaluate_rule as evaluate_rule
+from fedcb2o.federated.aggregation.base import gram_and_mixing as gram_and_mixing
 from fedcb2o.federated.aggregation.base import rule_signature as rule_signature
 from fedcb2o.federated.aggregation.base import signature_of as signature_of
-from fedcb2o.federated.aggregation.coordinatewise import coordinate_median, meamed, trimmed_mean
+from fedcb2o.federated.aggregation.coordinatewise import (
+    coordinate_median,
+    meamed,
+    trimmed_mean,
+)
 from fedcb2o.federated.aggregation.gram_matrix import gram as gram
 from fedcb2o.federated.aggregation.gram_rules import (
     balance,

@@ -1,6 +1,7 @@
-"""FoolsGold: sybils that pursue one aim give themselves away, since their updates are more alike than those of others.
+"""FoolsGold: sybils with one goal send updates that are more alike than those of other agents.
 
-Fung, Yoon and Beschastnikh, "The Limitations of Federated Learning in Sybil Settings" (RAID 2020), Algorithm 1.
+Fung, Yoon and Beschastnikh, "The Limitations of Federated Learning in Sybil Settings" (RAID 2020),
+Algorithm 1.
 """
 
 import torch
@@ -19,36 +20,55 @@ __all__ = ["foolsgold"]
 def foolsgold(
     state: RuleState, inputs: CriterionInput, *, confidence: float = 1.0
 ) -> tuple[RuleState, Float[Tensor, " k"]]:
-    """Weights in proportion to the learning rates alpha_i of FoolsGold, of the received models and the own one.
+    """Weigh models by the learning rates alpha_i of FoolsGold.
 
-    It keeps the sum of the updates of each peer that it received, since the agent's model before the round, in the
-    last dense layer (their indicative features). `confidence` is kappa in the logit. A peer under a new name has no
-    history. That takes 4 C (h + 1) bytes for every peer that an agent ever received, for C classes and h units below
-    the last layer, in memory and in each checkpoint.
+    The state is the sum of the updates of each received peer in the last dense layer (the
+    indicative features), counted from the agent's model before the round. A peer under a new name
+    has no history. The state takes 4 C (h + 1) bytes per peer that the agent ever received, for C
+    classes and h units below the last layer, in memory and in each checkpoint.
+
+    Args:
+        state: State after the agent's previous round.
+        inputs: View of one agent.
+        confidence: Factor kappa in the logit.
+
+    Returns:
+        The new state, and the weights of the received models and the agent's own, shape [m + 1].
     """
     everyone = inputs.received.with_own(inputs.own_entry)
     assert inputs.previous is not None
     rows = torch.cat([everyone.rows, inputs.previous.view(1)])
     layers = last_layers(inputs, rows).flatten(1)
-    whose, known, there = match_history(state, inputs, everyone.ids)
-    history = layers.new_zeros(len(whose), layers.shape[1])
-    history[there] = state.get("sums", layers[:0])[known]
-    here = torch.searchsorted(whose, everyone.ids)
-    history[here] += layers[:-1] - layers[-1]
-    return {"ids": whose, "sums": history}, learning_rates(history[here].double(), confidence)
+
+    ids, is_kept, position = match_history(state, inputs, everyone.ids)
+    history = layers.new_zeros(len(ids), layers.shape[1])
+    history[position] = state.get("sums", layers[:0])[is_kept]
+    current = torch.searchsorted(ids, everyone.ids)
+    history[current] += layers[:-1] - layers[-1]
+    return {"ids": ids, "sums": history}, learning_rates(history[current].double(), confidence)
 
 
 def learning_rates(history: Float[Tensor, "k h"], confidence: float = 1.0) -> Float[Tensor, " k"]:
-    """alpha_i of k agents from the sums of their updates, scaled to sum to 1; all 0 where nobody is unlike others."""
-    alike = F.normalize(history, dim=1) @ F.normalize(history, dim=1).T  # cosine similarity
-    alike = alike.fill_diagonal_(-torch.inf)
-    most = alike.amax(1)
-    pardon = torch.where(
-        most.unsqueeze(0) > most.unsqueeze(1), most.unsqueeze(1) / most.unsqueeze(0), 1.0
-    )
-    alpha = (1 - (alike * pardon).amax(1)).clamp(0, 1)
-    alpha = alpha / alpha.amax().clamp(min=torch.finfo(alpha.dtype).tiny)
-    alpha = (
-        (confidence * (alpha.logit() + 0.5)).nan_to_num(nan=0.0, posinf=1.0, neginf=0.0).clamp(0, 1)
-    )
-    return alpha / alpha.sum().clamp(min=torch.finfo(alpha.dtype).tiny)
+    """Compute the learning rates alpha_i, scaled to sum to 1.
+
+    Args:
+        history: Sums of the updates of k agents, shape [k, h].
+        confidence: Factor kappa in the logit.
+
+    Returns:
+        Learning rates, shape [k]; all 0 if no agent differs from the others.
+    """
+    cosine = F.normalize(history, dim=1) @ F.normalize(history, dim=1).T
+    cosine = cosine.fill_diagonal_(-torch.inf)
+
+    # Pardoning: an agent whose largest similarity is smaller than that of another is not penalised.
+    largest = cosine.amax(1)
+    is_smaller = largest.unsqueeze(0) > largest.unsqueeze(1)
+    pardon = torch.where(is_smaller, largest.unsqueeze(1) / largest.unsqueeze(0), 1.0)
+    alpha = (1 - (cosine * pardon).amax(1)).clamp(0, 1)
+
+    tiny = torch.finfo(alpha.dtype).tiny
+    alpha = alpha / alpha.amax().clamp(min=tiny)
+    alpha = confidence * (alpha.logit() + 0.5)
+    alpha = alpha.nan_to_num(nan=0.0, posinf=1.0, neginf=0.0).clamp(0, 1)
+    return alpha / alpha.sum().clamp(min=tiny)

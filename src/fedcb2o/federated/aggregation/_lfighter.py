@@ -1,4 +1,4 @@
-"""LFighter, a rule by weights: it looks at the last layers alone, and parts them into two clusters."""
+"""LFighter: two clusters of the last layers, of which the larger and less similar one counts."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,57 +10,71 @@ from fedcb2o.federated.aggregation.gram_rules import squared_distances, uniform_
 
 __all__ = ["lfighter"]
 
+_MAX_LLOYD_ITERATIONS = 100
+
 
 @rule_signature("values", gram_entries="none", own_rows=("before",))
 def lfighter(heads: Float[Tensor, "m C h"]) -> Float[Tensor, " m"]:
-    """LFighter, made for label flips: of the updates of the last layer, those of the two classes that change most are
-    parted into two clusters by k-means, and the mean is over the models of the cluster that is large and less alike
-    (Jebreel, Domingo-Ferrer, Sánchez and Blanco-Justicia, "LFighter: Defending against the label-flipping attack in
-    federated learning", Neural Networks 2024, for data that are not extremely skewed).
+    """Average the models of one of two clusters of last-layer updates (LFighter).
 
-    As in the authors' released code: weights and biases say which classes change most, and the weights are parted. The
-    last row is the model before the round, from which the updates are. There a server's, with which all began; here
-    others began elsewhere, and how far counts as update.
+    The rule was made for label flips. It takes the updates of the last layer in the two classes
+    that change most, and splits them into two clusters by k-means. The cluster that is large and
+    less similar counts. Jebreel, Domingo-Ferrer, Sánchez and Blanco-Justicia, "LFighter: Defending
+    against the label-flipping attack in federated learning" (Neural Networks 2024), for data that
+    are not extremely skewed.
+
+    As in the authors' released code, weights and biases decide which classes change most, and the
+    weights are clustered. In the paper all clients start the round at the server's model. Here
+    other agents started elsewhere, and that distance counts as update.
+
+    Args:
+        heads: Last layers of the models, shape [m, C, h + 1]; that before the round is last.
+
+    Returns:
+        Weights, shape [m].
     """
     updates = (heads[:-1] - heads[-1]).double()
     m = len(updates)
+    zero = torch.zeros(1, dtype=torch.float64)
     if m < 2:
-        return torch.cat([torch.ones(m, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
+        return torch.cat([torch.ones(m, dtype=torch.float64), zero])
+
     change = updates[:, :, :-1].norm(dim=-1).sum(0) + updates[:, :, -1].abs().sum(0)
     points = updates[:, change.argsort()[-2:], :-1].flatten(1)
     first = _two_means(points)
-    good = max(first, ~first, key=lambda members: _dissimilarity(points[members], m))
-    return torch.cat([uniform_weights(good), torch.zeros(1, dtype=torch.float64)])
+    selected = max(first, ~first, key=lambda members: _dissimilarity(points[members], m))
+    return torch.cat([uniform_weights(selected), zero])
 
 
 def _two_means(points: Float[Tensor, "m e"]) -> Bool[Tensor, " m"]:
-    """The first of two clusters by k-means: Lloyd's iteration with every pair of points as the first two centres, and
-    the best of what comes out. For few points, and without chance."""
+    """Return the first of two clusters by k-means, without randomness.
+
+    Lloyd's iteration starts at every pair of points, and the best result counts. For few points.
+    """
     products = points @ points.T
     squared = squared_distances(products)
     norms = products.diagonal()
     i, j = torch.triu_indices(len(points), len(points), 1)
-    members = torch.stack(
-        [squared[i] <= squared[j], squared[i] > squared[j]]
-    )  # of each cluster, for each pair
-    for _ in range(100):
+    # Members of each cluster, for each pair of first centres, shape [2, pairs, m].
+    members = torch.stack([squared[i] <= squared[j], squared[i] > squared[j]])
+    for _ in range(_MAX_LLOYD_ITERATIONS):
         counts = members.sum(-1, keepdim=True)
         centres = members.double() / counts.clamp(min=1)
         along = centres @ products
-        far = norms - 2 * along + (along * centres).sum(-1, keepdim=True)
-        far = far.masked_fill(counts == 0, torch.inf)
-        before = members
-        members = torch.stack([far[0] <= far[1], far[0] > far[1]])
-        if torch.equal(before, members):
+        distance = norms - 2 * along + (along * centres).sum(-1, keepdim=True)
+        distance = distance.masked_fill(counts == 0, torch.inf)
+
+        previous = members
+        members = torch.stack([distance[0] <= distance[1], distance[0] > distance[1]])
+        if torch.equal(previous, members):
             break
-    return members[0, far.amin(0).sum(-1).argmin()]
+    return members[0, distance.amin(0).sum(-1).argmin()]
 
 
 def _dissimilarity(points: Float[Tensor, "n e"], m: int) -> float:
-    """LFighter's dissimilarity of a cluster: its share of the m models times 1 - the mean over its models of their
-    least cosine similarity in it."""
-    unit = F.normalize(points, dim=-1)
+    """Return the cluster's share of m models times 1 - its mean least cosine similarity."""
     if len(points) == 0:
         return -1.0
+    unit = F.normalize(points, dim=-1)
     least = (unit @ unit.T - torch.eye(len(points), dtype=points.dtype)).amin(-1)
     return len(points) / m * (1 - float(least.mean()))

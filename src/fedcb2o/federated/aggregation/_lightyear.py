@@ -1,8 +1,8 @@
-"""LIGHTYEAR: a peer is trusted whose model does as well on the agent's own data as the agent's own, as surely, and as
-rightly so.
+"""LIGHTYEAR: trust in peers whose models agree with the agent's own on its validation data.
 
-Konstantin and Mukhopadhyay, "Don't reach for the stars: rethinking topology for resilient federated learning"
-(arXiv 2508.05224, 2025). As in the authors' released code; of the text the abstract alone was at hand.
+Konstantin and Mukhopadhyay, "Don't reach for the stars: rethinking topology for resilient federated
+learning" (arXiv 2508.05224, 2025), after the authors' released code. Of the text, only the abstract
+was available.
 """
 
 from typing import Literal
@@ -25,32 +25,45 @@ def lightyear(
     bins: int = 15,
     confidence: Literal["probability", "output"] = "probability",
 ) -> Float[Tensor, " k"]:
-    """The mean of the own model and of those whose agreement with it is `threshold` or more, mixed into the own model
-    by decay^n in round n (the regularisation: agents end for themselves).
+    """Average the agent's own model and the models that agree with it, with decaying weight.
 
-    The agreement is the mean of 1 - |a - a_own|, and at least 0, of three scores on the agent's validation data: the
-    accuracy, the expected calibration error by so many `bins`, and the sharpness, which is the mean confidence. The
-    released code takes the largest output before the softmax for the confidence: `confidence="output"`.
+    The agreement is the mean of 1 - |a - a_own|, at least 0, over three scores on the agent's
+    validation data: accuracy, expected calibration error, and sharpness (mean confidence). The
+    average is mixed into the agent's own model with the factor decay^n in round n, so that agents
+    train alone in the end (the regularisation).
+
+    Args:
+        inputs: View of one agent.
+        threshold: Least agreement, from 0 to 1.
+        decay: Factor per round, from 0 to 1.
+        bins: Number of bins of the calibration error.
+        confidence: "probability" is the largest probability. "output" is the largest output before
+            the softmax, as in the released code.
+
+    Returns:
+        Weights of the received models and the agent's own, shape [m + 1].
+
+    Raises:
+        ConfigError: A parameter is out of range, or the data have no classes.
     """
     for name, value in (("threshold", threshold), ("decay", decay)):
         if not 0 <= value <= 1:
             raise ConfigError(f"`{name}` must be from 0 to 1, got {value}")
     if bins < 1:
         raise ConfigError(f"`bins` must be 1 or more, got {bins}")
+
     everyone = inputs.received.with_own(inputs.own_entry)
     outputs, labels = inputs.context.outputs(everyone)
     if labels.is_floating_point():
-        raise ConfigError(
-            "lightyear looks at which class models predict, and the data have no classes"
-        )
-    found = prediction_scores(outputs, labels, bins, confidence == "probability")
-    agreement = (1 - (found - found[:, -1:]).abs()).clamp(min=0).mean(0)
-    chosen = (agreement >= threshold) & (
-        inputs.own_entry.ids != everyone.ids
-    )  # it may have drawn itself: it counts once
-    share = decay**inputs.n * chosen.double() / (1 + chosen.sum())
-    share[-1] = 1 - share.sum()
-    return share
+        raise ConfigError("lightyear compares predicted classes, and the data have no classes")
+    scores = prediction_scores(outputs, labels, bins, confidence == "probability")
+    agreement = (1 - (scores - scores[:, -1:]).abs()).clamp(min=0).mean(0)
+
+    is_other = inputs.own_entry.ids != everyone.ids  # an agent that sampled itself counts once
+    selected = (agreement >= threshold) & is_other
+    weights = decay**inputs.n * selected.double() / (1 + selected.sum())
+    weights[-1] = 1 - weights.sum()
+    return weights
 
 
 def prediction_scores(
@@ -59,15 +72,25 @@ def prediction_scores(
     bins: int = 15,
     probability: bool = True,
 ) -> Float[Tensor, "3 m"]:
-    """The accuracy of m models on n samples, their expected calibration error, and their mean confidence."""
+    """Compute accuracy, expected calibration error and mean confidence of m models.
+
+    Args:
+        outputs: Outputs before the softmax, shape [m, n, C].
+        labels: Labels of the n samples, shape [n].
+        bins: Number of bins of the calibration error.
+        probability: Confidence is the largest probability instead of the largest output.
+
+    Returns:
+        The three scores of each model, shape [3, m].
+    """
     outputs = outputs.double()
-    surest, guess = (outputs.softmax(-1) if probability else outputs).max(-1)
-    right = (guess == labels).double()
-    place = torch.bucketize(surest, torch.linspace(0, 1, bins + 1, dtype=surest.dtype)[1:-1])
-    gap = torch.where(
-        (surest > 0) & (surest <= 1), right - surest, 0.0
-    )  # of an output elsewhere there is no bin
-    calibration = (
-        torch.zeros(len(outputs), bins, dtype=surest.dtype).scatter_add_(1, place, gap).abs().sum(1)
-    )
-    return torch.stack([right.mean(1), calibration / max(1, len(labels)), surest.mean(1)])
+    confidences, predictions = (outputs.softmax(-1) if probability else outputs).max(-1)
+    is_right = (predictions == labels).double()
+
+    inner_edges = torch.linspace(0, 1, bins + 1, dtype=confidences.dtype)[1:-1]
+    bin_index = torch.bucketize(confidences, inner_edges)
+    has_bin = (confidences > 0) & (confidences <= 1)
+    gap = torch.where(has_bin, is_right - confidences, 0.0)
+    gaps = torch.zeros(len(outputs), bins, dtype=confidences.dtype).scatter_add_(1, bin_index, gap)
+    calibration = gaps.abs().sum(1)
+    return torch.stack([is_right.mean(1), calibration / max(1, len(labels)), confidences.mean(1)])

@@ -1,9 +1,8 @@
-"""Sentinel: dissimilar models go, the others count by how much worse their loss is than the agent's own, and no layer
-is larger than the agent's.
+"""Sentinel: similarity filter, weights by validation losses, and layers clipped to the own norm.
 
-Feng, Huertas Celdrán, Baltensperger, Martínez Beltrán, Sánchez Sánchez, Bovet and Stiller, "Sentinel: an aggregation
-function to secure decentralized federated learning" (arXiv 2310.08097, 2023). As in the code of one of its authors; of
-the text the abstract alone was at hand.
+Feng, Huertas Celdrán, Baltensperger, Martínez Beltrán, Sánchez Sánchez, Bovet and Stiller,
+"Sentinel: an aggregation function to secure decentralized federated learning" (arXiv 2310.08097,
+2023), after the code of one of its authors. Of the text, only the abstract was available.
 """
 
 import functools
@@ -19,98 +18,130 @@ from fedcb2o.federated.types import CriterionInput, Reduction, RuleOutput, RuleS
 
 __all__ = ["sentinel"]
 
-_MIN_LOSS = 0.001  # the own loss counts as at least that
+_MIN_LOSS = 0.001  # the agent's own loss counts as at least this
 
 
 @stateful()
 def sentinel(
     state: RuleState, inputs: CriterionInput, *, similarity: float = 0.5, trust: float = 0.1
 ) -> tuple[RuleState, RuleOutput | Float[Tensor, " k"]]:
-    """The average of the own model and the received ones of a cosine `similarity` to it or more, the mean over layers,
-    with weights exp(-(L_i - L) / L) and at most 1, of which those below `trust` are 0. L_i are the averages of the
-    validation losses of all models that passed from that peer, L those of the own. Layers of a larger norm than the
-    own one's are scaled down to it.
+    """Average similar models with weights exp(-(L_i - L) / L) and clip their layers (Sentinel).
 
-    Its code scales by the inverse ratio, which keeps larger layers and shrinks smaller ones, and passes over all peers
-    in the first round, for reasons of its platform; this does neither. A peer under a new name has no past.
+    L_i is the average validation loss of all models from peer i that passed the similarity filter,
+    and L that of the agent's own model. A layer of larger norm than the agent's own is scaled down
+    to that norm. A peer under a new name has no history.
+
+    The authors' code differs in two points, for reasons of its platform. It scales by the inverse
+    ratio, which keeps larger layers and shrinks smaller ones. It ignores all peers in the first
+    round.
+
+    Args:
+        state: Sum and number of the losses of each peer.
+        inputs: View of one agent.
+        similarity: Least cosine similarity to the agent's own model, the mean over layers.
+        trust: Weights below this value, before normalisation, are set to 0.
+
+    Returns:
+        The new state, and a reduction; weights of 0 if the agent's own loss is not a number.
+
+    Raises:
+        ConfigError: The algorithm evaluates no losses.
     """
     if inputs.losses is None or inputs.own_losses is None:
         raise ConfigError(
-            "the rule looks at losses, and the algorithm evaluates none: set `judges` = true"
+            "the rule reads losses, and the algorithm evaluates none: set `needs_losses` = true"
         )
-    others = inputs.received.ids != inputs.own_entry.ids
+
+    # 1. The received models of other agents and the agent's own, similar ones only.
+    is_other = inputs.received.ids != inputs.own_entry.ids
     everyone = inputs.received.with_own(inputs.own_entry)
-    seen = torch.cat([others, torch.tensor([True])])
-    rows = everyone.rows[seen]
-    ids = everyone.ids[seen]
-    losses = torch.cat([inputs.losses.mean, inputs.own_losses.mean])[seen]
-    alike, norms = layer_statistics(inputs, rows)
-    passed = alike >= similarity
-    passed[-1] = True
-    state, average = _average_losses(state, inputs, ids[passed], losses[passed])
+    counts = torch.cat([is_other, torch.tensor([True])])
+    rows = everyone.rows[counts]
+    ids = everyone.ids[counts]
+    losses = torch.cat([inputs.losses.mean, inputs.own_losses.mean])[counts]
+    cosine, norms = layer_statistics(inputs, rows)
+    is_similar = cosine >= similarity
+    is_similar[-1] = True
+
+    # 2. Weights by the average losses.
+    state, average = _average_losses(state, inputs, ids[is_similar], losses[is_similar])
     own = average[-1]
-    worse = (average - own).clamp(min=0) / own.clamp(min=_MIN_LOSS)
-    weights = torch.exp(-worse).nan_to_num(0.0)
+    increase = (average - own).clamp(min=0) / own.clamp(min=_MIN_LOSS)
+    weights = torch.exp(-increase).nan_to_num(0.0)
     weights = weights.where(weights >= trust, 0.0)
-    if not weights.sum() > 0:  # the own loss is no number
-        return state, torch.zeros(len(others) + 1, dtype=torch.float64)
+    if not weights.sum() > 0:  # the agent's own loss is not a number
+        return state, torch.zeros(len(is_other) + 1, dtype=torch.float64)
     weights = weights / weights.sum()
-    norms = norms[passed]
-    factor = (norms[-1] / norms).nan_to_num(1.0).clamp(max=1.0)  # of each model and layer
+
+    # 3. Clip each layer of each model to the norm of the agent's own layer.
+    norms = norms[is_similar]
+    factor = (norms[-1] / norms).nan_to_num(1.0).clamp(max=1.0)
     sizes = tuple(shape.numel() for shape in inputs.context.layer_shapes)
     reduce = functools.partial(
         _layerwise_average, weights=weights.unsqueeze(1) * factor, sizes=sizes
     )
-    return state, RuleOutput(Reduction(rows[passed], reduce, takes_offset=True, weights=weights))
+    return state, RuleOutput(
+        Reduction(rows[is_similar], reduce, takes_offset=True, weights=weights)
+    )
 
 
 def layer_statistics(
     inputs: CriterionInput, rows: Int[Tensor, " k"]
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "k l"]]:
-    """The cosine similarity of some models to the last of them, the mean over layers and at least 0, and the norm of
-    each layer. That of a layer is the mean over its rows, as in their code."""
+    """Compute the similarity of models to the last one, and the norm of each layer.
+
+    Args:
+        inputs: View of one agent.
+        rows: Rows of the models, shape [k]; the reference model is last.
+
+    Returns:
+        Cosine similarities, at least 0, shape [k], and norms, shape [k, layers]. The similarity is
+        the mean over layers. That of a layer is the mean over its rows, as in the authors' code.
+    """
     start = 0
-    alike = []
+    similarities = []
     norms = []
+    buffer_rows = rows.to(inputs.models.device)
     for shape in inputs.context.layer_shapes:
         stop = start + shape.numel()
-        part = (
-            inputs.models[:, start:stop][rows.to(inputs.models.device)]
-            .cpu()
-            .view(len(rows), *(shape or (1,)))
-        )
-        alike.append(
-            F.cosine_similarity(part, part[-1:], dim=-1).double().view(len(rows), -1).mean(1)
-        )
-        norms.append(part.flatten(1).double().norm(dim=1))
+        layer = inputs.models[:, start:stop][buffer_rows].cpu().view(len(rows), *(shape or (1,)))
+        cosine = F.cosine_similarity(layer, layer[-1:], dim=-1).double()
+        similarities.append(cosine.view(len(rows), -1).mean(1))
+        norms.append(layer.flatten(1).double().norm(dim=1))
         start = stop
-    return torch.stack(alike).mean(0).clamp(min=0), torch.stack(norms, 1)
+    return torch.stack(similarities).mean(0).clamp(min=0), torch.stack(norms, 1)
 
 
 def _average_losses(
-    state: RuleState, inputs: CriterionInput, ids: Int[Tensor, " k"], losses: Float[Tensor, " k"]
+    state: RuleState,
+    inputs: CriterionInput,
+    ids: Int[Tensor, " k"],
+    losses: Float[Tensor, " k"],
 ) -> tuple[RuleState, Float[Tensor, " k"]]:
-    """What it keeps then, the sum and the number of each peer's losses, and their average for those that passed now."""
-    whose, known, there = match_history(state, inputs, ids)
-    sums = torch.zeros(2, len(whose), dtype=torch.float64)
-    if known.any():
-        sums[:, there] = state["sums"][:, known]
-    here = torch.searchsorted(whose, ids)
-    sums[:, here] += torch.stack([losses, torch.ones_like(losses)])
-    return {"ids": whose, "sums": sums}, sums[0, here] / sums[1, here]
+    """Add the losses of this round to the state, and return the average loss of each peer."""
+    kept_ids, is_kept, position = match_history(state, inputs, ids)
+    sums = torch.zeros(2, len(kept_ids), dtype=torch.float64)
+    if is_kept.any():
+        sums[:, position] = state["sums"][:, is_kept]
+    current = torch.searchsorted(kept_ids, ids)
+    sums[:, current] += torch.stack([losses, torch.ones_like(losses)])
+    return {"ids": kept_ids, "sums": sums}, sums[0, current] / sums[1, current]
 
 
 def _layerwise_average(
-    x: Float[Tensor, "k b"], first: int, *, weights: Float[Tensor, "k l"], sizes: tuple[int, ...]
+    x: Float[Tensor, "k b"],
+    first: int,
+    *,
+    weights: Float[Tensor, "k l"],
+    sizes: tuple[int, ...],
 ) -> Float[Tensor, " b"]:
-    """A block of columns of the average whose weights differ from layer to layer, from the column `first` on."""
-    made = x.new_empty(x.shape[1])
+    """Average a block of columns that starts at column `first`, with weights that vary by layer."""
+    average = x.new_empty(x.shape[1])
     start = 0
-    weights = weights.T.to(x.device, x.dtype)
-    for weight, size in zip(weights, sizes, strict=True):
+    for weight, size in zip(weights.T.to(x.device, x.dtype), sizes, strict=True):
         a = max(start - first, 0)
         b = min(start + size - first, x.shape[1])
         if a < b:
-            made[a:b] = weight @ x[:, a:b]
+            average[a:b] = weight @ x[:, a:b]
         start += size
-    return made
+    return average

@@ -1,8 +1,8 @@
-"""WFAgg: three filters, of which each has a say: near the median, alike to it, and as steady as before.
+"""WFAgg: three filters vote on each model: distance to the median, similarity, steady movement.
 
-Cajaraville-Aboy, Fernández-Vilas, Díaz-Redondo and Fernández-Veiga, "Byzantine-robust aggregation for securing
-decentralized federated learning" (arXiv 2409.17754, 2024). As in public code that has all of its parts, by whom is not
-known; of the text the abstract alone was at hand.
+Cajaraville-Aboy, Fernández-Vilas, Díaz-Redondo and Fernández-Veiga, "Byzantine-robust aggregation
+for securing decentralized federated learning" (arXiv 2409.17754, 2024), after public code of an
+unknown author that has all parts. Of the text, only the abstract was available.
 """
 
 import math
@@ -29,96 +29,143 @@ def wfagg(
     smoothing: float = 0.8,
     transient: int = 3,
 ) -> tuple[RuleState, Float[Tensor, " k"]]:
-    """1 - `smoothing` times the own model and `smoothing` times an average of the received ones, in which a model
-    counts 0.4 where it is among the k - f - 1 of k nearest to their coordinate-wise median, 0.4 where it is among as
-    many of the most alike to it by cosine, and 0.2 where it moved as before; with less than 0.6 it does not count.
-    Where none counts, the own model stays.
+    """Mix the agent's own model with the models that pass most of three filters (WFAgg).
 
-    It moved as before where the squared and the cosine distance from the model that the same peer sent before are both
-    within a standard deviation of their weighted means over the two times before, from round `transient` on. So each
-    agent keeps a model of every peer that it knows, d numbers for each, in memory and in each checkpoint. A peer that
-    is not asked in every round may have moved for several. Which `smoothing` and `transient` the authors have could not
-    be verified.
+    Of k received models, the first filter passes the k - f - 1 nearest to their coordinate-wise
+    median, and the second as many of the largest cosine similarity to it. The third passes models
+    that moved as before: the squared and the cosine distance from the peer's previous model are
+    within one standard deviation of their weighted means over the two moves before. A model's
+    weight is 0.4 for each of the first two filters and 0.2 for the third; below 0.6 it is 0.
+    Without a model, the agent's own model stays.
+
+    Each agent keeps one model of every known peer, d numbers each, in memory and in each
+    checkpoint. A peer that is not asked in every round may have moved for several rounds. The
+    authors' values of `smoothing` and `transient` could not be verified.
+
+    Args:
+        state: Last model and last three moves of each known peer.
+        inputs: View of one agent.
+        f: Number of attackers to assume; by default the attackers' share, rounded up.
+        smoothing: Share of the received models, from 0 to 1.
+        transient: First round in which moves are measured.
+
+    Returns:
+        The new state, and the weights of the received models and the agent's own, shape [m + 1].
+
+    Raises:
+        ConfigError: `smoothing` is out of range.
     """
     if not 0 <= smoothing <= 1:
         raise ConfigError(
             f"`smoothing`, the share of the received models, must be from 0 to 1, got {smoothing}"
         )
-    others = inputs.received.ids != inputs.own_entry.ids
-    ids = inputs.received.ids[others]
-    rows = inputs.received.rows[others]
+    is_other = inputs.received.ids != inputs.own_entry.ids
+    ids = inputs.received.ids[is_other]
+    rows = inputs.received.rows[is_other]
     models = inputs.models[rows].cpu()
-    whose, kept, moves = _recall_history(state, inputs, ids)
-    here = torch.searchsorted(whose, ids)
+
+    # 1. Update the history of each peer.
+    kept_ids, kept_models, moves = _recall_history(state, inputs, ids)
+    current = torch.searchsorted(kept_ids, ids)
     if inputs.n >= transient:
-        moves[here] = torch.cat(
-            [moves[here][..., 1:], movement(kept[here], models).unsqueeze(-1)], -1
-        )
-    kept[here] = models
-    said = torch.zeros(len(others) + 1, dtype=torch.float64)
+        latest = movement(kept_models[current], models).unsqueeze(-1)
+        moves[current] = torch.cat([moves[current][..., 1:], latest], -1)
+    kept_models[current] = models
+
+    # 2. Count the votes, in fifths.
+    votes = torch.zeros(len(is_other) + 1, dtype=torch.float64)
     if len(ids):
-        assumed = math.ceil(inputs.context.malicious_share * len(ids) - 1e-9) if f is None else f
-        count = max(1, len(ids) - assumed - 1)
-        near, alike = (_smallest(far, count) for far in distances_from_median(inputs.models, rows))
-        fifths = 2 * near.double() + 2 * alike.double() + is_steady(moves[here]).double()
-        said[:-1][others] = fifths.where(fifths >= 3, 0.0)
-    total = said.sum()
-    weights = smoothing * said / total if total > 0 else said
+        if f is None:
+            f = math.ceil(inputs.context.malicious_share * len(ids) - 1e-9)
+        count = max(1, len(ids) - f - 1)
+        squared, cosine = distances_from_median(inputs.models, rows)
+        near = _smallest(squared, count).double()
+        similar = _smallest(cosine, count).double()
+        fifths = 2 * near + 2 * similar + is_steady(moves[current]).double()
+        votes[:-1][is_other] = fifths.where(fifths >= 3, 0.0)
+
+    # 3. Mix with the agent's own model.
+    total = votes.sum()
+    weights = smoothing * votes / total if total > 0 else votes
     weights[-1] = 1 - weights.sum()
-    return {"ids": whose, "models": kept, "moves": moves}, weights
+    return {"ids": kept_ids, "models": kept_models, "moves": moves}, weights
 
 
 def distances_from_median(
     models: Float[Tensor, "p d"], rows: Int[Tensor, " m"]
 ) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
-    """The squared and the cosine distances of some models from their coordinate-wise median."""
+    """Compute the squared and the cosine distances of models from their coordinate-wise median.
+
+    Args:
+        models: Buffer with one model per row, shape [p, d].
+        rows: Rows of the models, shape [m].
+
+    Returns:
+        Squared distances and cosine distances, shape [m] each.
+    """
     squared, along, norms = torch.zeros(3, len(rows), dtype=torch.float64)
-    norm = torch.zeros((), dtype=torch.float64)
+    median_norm = torch.zeros((), dtype=torch.float64)
     for _, block in column_blocks(models, rows):
         median = coordinate_median(block).cpu().double()
         x = block.cpu().double()
         squared += (x - median).square().sum(1)
         along += x @ median
         norms += x.square().sum(1)
-        norm += median @ median
-    return squared, 1 - (along / (norms * norm).sqrt()).nan_to_num(0.0)
+        median_norm += median @ median
+    cosine = (along / (norms * median_norm).sqrt()).nan_to_num(0.0)
+    return squared, 1 - cosine
 
 
 def movement(previous: Float[Tensor, "k d"], current: Float[Tensor, "k d"]) -> Float[Tensor, "k 2"]:
-    """The squared and the cosine distance from each model to the next; NaN where there was none."""
-    found = torch.zeros(len(current), 2, dtype=torch.float64)
+    """Compute the squared and the cosine distance from each model to its successor.
+
+    Args:
+        previous: Previous models, shape [k, d]; NaN for a peer without one.
+        current: Current models, shape [k, d].
+
+    Returns:
+        Both distances of each peer, shape [k, 2]; NaN without a previous model.
+    """
+    moves = torch.zeros(len(current), 2, dtype=torch.float64)
     for k, (a, b) in enumerate(zip(previous, current, strict=True)):
-        a, b = a.double(), b.double()  # one after the other: models may be large
-        found[k] = torch.stack([(b - a).square().sum(), 1 - a @ b / (a.norm() * b.norm())])
-    return found
+        a, b = a.double(), b.double()  # one peer at a time, because models may be large
+        moves[k] = torch.stack([(b - a).square().sum(), 1 - a @ b / (a.norm() * b.norm())])
+    return moves
 
 
 def is_steady(moves: Float[Tensor, "k 2 3"]) -> Bool[Tensor, " k"]:
-    """Whether the last of three moves is as the two before it; not where there are fewer.
+    """Test if the last of three moves is like the two moves before.
 
-    The means are that code's: of the exponentially weighted means (alpha = 0.01) of the two, the later first; of two
-    values the standard deviation is |a - b| / sqrt(2), whatever their weights.
+    The mean is that of the public code: the mean of the exponentially weighted means (alpha = 0.01)
+    of the two moves, with the later one first. The standard deviation of two values is |a - b| /
+    sqrt(2) for any weights.
+
+    Args:
+        moves: Three moves of each peer, shape [k, 2, 3]; NaN where there are fewer.
+
+    Returns:
+        Result for each peer, shape [k]; False with fewer than three moves.
     """
-    earlier, later, now = moves.unbind(-1)
+    earlier, later, latest = moves.unbind(-1)
     mean = (later + (earlier + 0.99 * later) / 1.99) / 2
-    within: Tensor = (now - mean).abs() <= (later - earlier).abs() / math.sqrt(2)
+    within: Tensor = (latest - mean).abs() <= (later - earlier).abs() / math.sqrt(2)
     return within.all(-1)
 
 
 def _smallest(values: Float[Tensor, " m"], count: int) -> Bool[Tensor, " m"]:
-    chosen = torch.zeros(len(values), dtype=torch.bool)
-    chosen[values.sort(stable=True).indices[:count]] = True
-    return chosen
+    selected = torch.zeros(len(values), dtype=torch.bool)
+    selected[values.sort(stable=True).indices[:count]] = True
+    return selected
 
 
 def _recall_history(
     state: RuleState, inputs: CriterionInput, ids: Int[Tensor, " m"]
 ) -> tuple[Int[Tensor, " k"], Float[Tensor, "k d"], Float[Tensor, "k 2 3"]]:
-    """Whom the agent knows and meets now, the model that each sent last, and its last three moves; NaN where there is
-    none."""
-    whose, known, there = match_history(state, inputs, ids)
-    models = torch.full((len(whose), inputs.models.shape[1]), torch.nan)
-    moves = torch.full((len(whose), 2, 3), torch.nan, dtype=torch.float64)
-    if known.any():
-        models[there], moves[there] = state["models"][known], state["moves"][known]
-    return whose, models, moves
+    """Return ids, last models and last three moves of known and new peers; NaN if missing."""
+    kept_ids, is_kept, position = match_history(state, inputs, ids)
+    models = torch.full((len(kept_ids), inputs.models.shape[1]), torch.nan)
+    moves = torch.full((len(kept_ids), 2, 3), torch.nan, dtype=torch.float64)
+    if is_kept.any():
+        models[position] = state["models"][is_kept]
+        moves[position] = state["moves"][is_kept]
+    return kept_ids, models, moves

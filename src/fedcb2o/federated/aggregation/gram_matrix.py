@@ -1,4 +1,14 @@
-"""The Gram matrix of models, and blocks of their columns."""
+"""Gram matrix of models, computed a block of columns at a time.
+
+The models are rows of a buffer and stay there. Next to them, only one block of columns of a few MB
+is held, so that no [m, m, d] temporary and no copy of all models is ever needed.
+
+Example:
+    >>> import torch
+    >>> models = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]])
+    >>> gram(models, torch.tensor([0, 2])).tolist()
+    [[1.0, 3.0], [3.0, 9.0]]
+"""
 
 from collections.abc import Iterator
 
@@ -8,7 +18,8 @@ from torch import Tensor
 
 from fedcb2o.nn import parameters
 
-BLOCK_ELEMENTS = 400_000  # numbers at once: 1.6 MB of float32, which stay near the core
+BLOCK_ELEMENTS = 400_000  # 1.6 MB of float32, which stay in the cache of a core
+_GRAM_COLUMNS = 4096  # the rounding of a sum grows with its length
 
 
 def column_blocks(
@@ -19,44 +30,55 @@ def column_blocks(
     columns: tuple[int, int] | None = None,
     size: int | None = None,
 ) -> Iterator[tuple[int, Float[Tensor, "m b"]]]:
-    """(first column, block) for the rows of a pool and, last, those of `extra`; a block is valid until the next.
+    """Iterate over blocks of columns of some models.
 
-    Views where the rows follow each other, else copies into one buffer. `columns` are the first and last + 1.
+    A block is a view if the rows are consecutive, else a copy in one reused buffer. It is valid
+    until the next block.
+
+    Args:
+        models: Buffer with one model per row, shape [p, d].
+        rows: Rows to read, shape [m]; by default all.
+        extra: Further models, shape [e, d], which follow the rows in each block.
+        columns: First column, and last column + 1; by default all columns.
+        size: Number of columns per block; by default as many as fit the cache.
+
+    Yields:
+        The first column of a block, and the block, shape [m + e, b].
     """
     start, stop = columns or (0, models.shape[1])
-    first, count = (
-        (0, len(models)) if rows is None else (int(rows[0]) if len(rows) else 0, len(rows))
-    )
-    follow = rows is None or parameters.is_contiguous_range(rows.tolist())
-    where = None if rows is None else rows.to(models.device)
-    added = 0 if extra is None else len(extra)
-    size = _block_width(count + added, models.device) if size is None else size
-    buffer = models.new_empty(
-        0 if follow and not added else (count + added) * min(size, max(0, stop - start))
-    )
+    num_extra = 0 if extra is None else len(extra)
+    first, count = 0, len(models)
+    if rows is not None:
+        first = int(rows[0]) if len(rows) else 0
+        count = len(rows)
+    is_range = rows is None or parameters.is_contiguous_range(rows.tolist())
+    is_view = is_range and not num_extra
+    index = None if rows is None else rows.to(models.device)
+
+    if size is None:
+        size = _block_width(count + num_extra, models.device)
+    num_buffered = 0 if is_view else (count + num_extra) * min(size, max(0, stop - start))
+    buffer = models.new_empty(num_buffered)
+
     for a in range(start, stop, size):
         b = min(a + size, stop)
-        if follow and not added:
+        if is_view:
             yield a, models[first : first + count, a:b]
             continue
-        block = buffer[: (count + added) * (b - a)].view(count + added, b - a)
-        if where is None or follow:
+
+        block = buffer[: (count + num_extra) * (b - a)].view(count + num_extra, b - a)
+        if index is None or is_range:
             block[:count] = models[first : first + count, a:b]
         else:
-            torch.index_select(models[:, a:b], 0, where, out=block[:count])
+            torch.index_select(models[:, a:b], 0, index, out=block[:count])
         if extra is not None:
             block[count:] = extra[:, a:b]
         yield a, block
 
 
 def _block_width(m: int, device: torch.device) -> int:
-    return max(
-        1024,
-        (BLOCK_ELEMENTS if device.type == "cpu" else 64 * BLOCK_ELEMENTS)
-        // max(1, m)
-        // 1024
-        * 1024,
-    )
+    elements = BLOCK_ELEMENTS if device.type == "cpu" else 64 * BLOCK_ELEMENTS
+    return max(1024, elements // max(1, m) // 1024 * 1024)
 
 
 def gram(
@@ -68,26 +90,38 @@ def gram(
     columns: tuple[int, int] | None = None,
     size: int | None = None,
 ) -> Float[Tensor, "k k"]:
-    """X X^T of rows X of a pool, and of the rows of `extra` after them, in float64 on the CPU.
+    """Compute the Gram matrix X X^T in float64 on the CPU.
 
-    Products and sums are in float64, and float32 numbers multiply exactly there. So a squared distance is wrong by
-    at most about 1e-14 of the squared norms of the two models, whatever the other models are: nearly equal models need
-    no centring, and a model of huge norm spoils its own entries only, as does one that is not finite. With `last`, only
-    the diagonal and the columns of so many last rows are computed, and the others are NaN: one pass at the speed of
-    memory. With `columns`, only that range counts: the matrices of ranges add up.
+    Products and sums are in float64, where float32 numbers multiply exactly. A squared distance is
+    therefore wrong by at most about 1e-14 of the squared norms of its two models, whatever the
+    other models are. Nearly equal models need no centring. A model of huge norm, or one that is not
+    finite, spoils its own entries only.
+
+    Args:
+        models: Buffer with one model per row, shape [p, d].
+        rows: Rows of X, shape [m]; by default all.
+        extra: Further models, shape [e, d], which follow the rows in X.
+        last: Compute only the diagonal and the columns of the `last` last rows, in one pass at the
+            speed of memory; the other entries are NaN. By default all entries.
+        columns: First column, and last column + 1. The matrices of disjoint ranges add up.
+        size: Number of columns per block.
+
+    Returns:
+        The Gram matrix, shape [m + e, m + e].
     """
-    k = (len(models) if rows is None else len(rows)) + (0 if extra is None else len(extra))
-    home = (
-        torch.device("cpu") if models.device.type == "mps" else models.device
-    )  # Apple's GPUs have no float64
-    total = torch.zeros(k, k if last is None else last, dtype=torch.float64, device=home)
-    squares = torch.zeros(k, dtype=torch.float64, device=home)
+    k = len(models) if rows is None else len(rows)
+    k += 0 if extra is None else len(extra)
+    has_float64 = models.device.type != "mps"
+    device = models.device if has_float64 else torch.device("cpu")
     if size is None:
         size = _block_width(k, models.device)
-        size = (
-            min(4096, size) if models.device.type == "cpu" else size
-        )  # rounding grows with the length of a sum
-    buffer = torch.empty(k * min(size, models.shape[1]), dtype=torch.float64, device=home)
+        if models.device.type == "cpu":
+            size = min(_GRAM_COLUMNS, size)
+
+    # 1. Add up the products, a block of columns at a time.
+    total = torch.zeros(k, k if last is None else last, dtype=torch.float64, device=device)
+    squares = torch.zeros(k, dtype=torch.float64, device=device)
+    buffer = torch.empty(k * min(size, models.shape[1]), dtype=torch.float64, device=device)
     for _, block in column_blocks(models, rows, extra=extra, columns=columns, size=size):
         x = buffer[: block.numel()].view(block.shape).copy_(block)
         if last is None:
@@ -95,9 +129,11 @@ def gram(
         else:
             total.addmm_(x, x[k - last :].T)
             squares += x.mul_(x).sum(1)
+
+    # 2. Make the matrix symmetric: the two halves of a product may differ in the last bit.
     total = total.cpu()
     if last is None:
-        return (total + total.T) / 2  # a product's two halves may differ in the last bit
+        return (total + total.T) / 2
     matrix = torch.full((k, k), torch.nan, dtype=torch.float64)
     if last:
         matrix[:, k - last :] = total
@@ -111,8 +147,17 @@ def gram(
 def relative_distances(
     models: Float[Tensor, "p d"], rows: Int[Tensor, " k"]
 ) -> Float[Tensor, " m"]:
-    """How far models are from the last one, in units of its norm."""
+    """Compute the distances of models to the last one, in units of its norm.
+
+    Args:
+        models: Buffer with one model per row, shape [p, d].
+        rows: Rows of the models, shape [m + 1]; the reference model is last.
+
+    Returns:
+        Relative distances of the first m models, shape [m].
+    """
     products = gram(models, rows, last=1)
     to_last = products[:-1, -1]
     squares = products.diagonal()
-    return (squares[:-1] - 2 * to_last + squares[-1]).clamp(min=0).sqrt() / squares[-1].sqrt()
+    squared = (squares[:-1] - 2 * to_last + squares[-1]).clamp(min=0)
+    return squared.sqrt() / squares[-1].sqrt()

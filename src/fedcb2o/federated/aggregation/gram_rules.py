@@ -1,12 +1,20 @@
-"""Robust aggregation rules by weights: what to make of m models of which some may be anything.
+"""Robust aggregation rules that compute weights from the Gram matrix of m models.
 
-A rule is a function (gram, ...) -> weights [m] that sum to 1, of the Gram matrix of the models; see `aggregate` for
-the forms and for what applies them, and `robust_columns` for the rules that work on columns.
+A rule is a function `(gram, ...) -> weights [m]` that sum to 1. `base` describes the forms and
+applies the rules; `coordinatewise` has the rules that work on columns.
 
-`f` is the number of attackers to assume. Each rule admits at most so many of m; more are clipped to that, since fewer
-models than asked may come, and `aggregate.assumed` says to what, for the record. Where a rule works about the agent's
-own model, this is the last row; where it judges updates by the own one, the last two rows are the own model after and
-before LocalUpdate. Ties go to the first row.
+`f` is the number of attackers to assume. Each rule admits a largest f for m models, and larger
+values are clipped to it, because fewer models than requested may arrive
+(`base.clip_byzantine_count`). If a rule works about the agent's own model, this model is the last
+row. If a rule compares updates with the agent's own update, the last two rows are its own model
+after and before LocalUpdate. Ties go to the first row.
+
+Example:
+    >>> import torch
+    >>> from fedcb2o.federated.aggregation import gram
+    >>> models = torch.tensor([[0.0], [1.0], [2.0], [100.0], [1.5]])
+    >>> krum(gram(models), f=1).tolist()
+    [0.0, 0.0, 0.0, 0.0, 1.0]
 """
 
 import functools
@@ -18,7 +26,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.aggregation.base import GramEntries, clip_byzantine_count, rule_signature
+from fedcb2o.federated.aggregation.base import (
+    GramEntries,
+    clip_byzantine_count,
+    rule_signature,
+)
 from fedcb2o.federated.aggregation.coordinatewise import half_minus_one, mean_around_median
 from fedcb2o.federated.types import Reduction
 
@@ -41,17 +53,21 @@ __all__ = [
 
 
 def squared_distances(gram: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
-    """Squared distances between all models; NaN where the Gram matrix has no entry."""
+    """Compute the squared distances between all models.
+
+    Args:
+        gram: Gram matrix, shape [m, m].
+
+    Returns:
+        Squared distances, shape [m, m]; NaN where the Gram matrix has no entry.
+    """
     norms = gram.diagonal()
-    return (
-        (norms.unsqueeze(0) + norms.unsqueeze(1) - (gram + gram.T))
-        .clamp_(min=0.0)
-        .fill_diagonal_(0.0)
-    )
+    squared = norms.unsqueeze(0) + norms.unsqueeze(1) - (gram + gram.T)
+    return squared.clamp_(min=0.0).fill_diagonal_(0.0)
 
 
 def _recentre(gram: Float[Tensor, "m m"], origin: int) -> Float[Tensor, "m m"]:
-    """The Gram matrix with a model as the origin: <x_i - c, x_j - c>."""
+    """Return the Gram matrix with model c = `origin` as the origin: <x_i - c, x_j - c>."""
     column = gram[:, origin]
     return gram - column.unsqueeze(0) - column.unsqueeze(1) + gram[origin, origin]
 
@@ -59,13 +75,20 @@ def _recentre(gram: Float[Tensor, "m m"], origin: int) -> Float[Tensor, "m m"]:
 def _squared_distances_to(
     centred: Float[Tensor, "m m"], point: Float[Tensor, " m"]
 ) -> Float[Tensor, " m"]:
-    """Of each model to the average of the models under `point`, weights that sum to 1."""
+    """Return the squared distance of each model to their average under the weights `point`."""
     along = centred @ point
     return (centred.diagonal() - 2 * along + point @ along).clamp(min=0.0)
 
 
 def uniform_weights(selected: Bool[Tensor, " m"]) -> Float[Tensor, " m"]:
-    """The weights of the mean of the chosen models; all 0 where none is."""
+    """Return the weights of the mean of the selected models.
+
+    Args:
+        selected: Models to average, shape [m].
+
+    Returns:
+        Weights, shape [m]; all 0 if no model is selected.
+    """
     return selected.double() / selected.sum().clamp(min=1)
 
 
@@ -75,17 +98,33 @@ def _row_mask(rows: Int[Tensor, " s"], m: int) -> Bool[Tensor, " m"]:
     return mask
 
 
+def _one_hot(i: int, m: int) -> Float[Tensor, " m"]:
+    weights = torch.zeros(m, dtype=torch.float64)
+    weights[i] = 1.0
+    return weights
+
+
 def _require_positive(name: str, value: float) -> None:
     if not value > 0:
         raise ConfigError(f"`{name}` must be above 0, got {value}")
 
 
-# By weights, all models alike
+# Rules that treat all models alike.
 
 
 @rule_signature("gram", gram_entries="none")
 def mean(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
-    """The mean (McMahan et al., "Communication-efficient learning of deep networks from decentralized data", 2017)."""
+    """Average all models with equal weights.
+
+    McMahan et al., "Communication-efficient learning of deep networks from decentralized data"
+    (2017).
+
+    Args:
+        gram: Gram matrix, shape [m, m]; only its size is used.
+
+    Returns:
+        Weights, shape [m].
+    """
     return torch.full((len(gram),), 1.0, dtype=torch.float64) / max(1, len(gram))
 
 
@@ -97,14 +136,22 @@ def _krum_limit(m: int) -> int:
 def krum(
     gram: Float[Tensor, "m m"], *, f: int, neighbours: int | None = None
 ) -> Float[Tensor, " m"]:
-    """Krum: the one model with the least sum of squared distances to its m - f - 2 nearest (Blanchard et al., "Machine
-    learning with adversaries", NeurIPS 2017).
+    """Select the model with the least sum of squared distances to its nearest models (Krum).
 
-    `neighbours` is that number where another is wanted. Needs m >= 2 f + 3; of equals, the one nearest to all wins.
+    Blanchard et al., "Machine learning with adversaries" (NeurIPS 2017). Needs m >= 2 f + 3. Among
+    models of equal score, the one nearest to all models wins.
+
+    Args:
+        gram: Gram matrix, shape [m, m].
+        f: Number of attackers to assume.
+        neighbours: Number of nearest models in the score; by default m - f - 2.
+
+    Returns:
+        Weights, shape [m]: 1 for one model.
     """
     m = len(gram)
-    best = _krum_order(squared_distances(gram), clip_byzantine_count(krum, f, m), neighbours)[:1]
-    return uniform_weights(_row_mask(best, m))
+    order = _krum_order(squared_distances(gram), clip_byzantine_count(krum, f, m), neighbours)
+    return uniform_weights(_row_mask(order[:1], m))
 
 
 @rule_signature("gram", max_byzantine=_krum_limit)
@@ -115,32 +162,45 @@ def multi_krum(
     neighbours: int | None = None,
     selected: int | None = None,
 ) -> Float[Tensor, " m"]:
-    """Multi-Krum: the mean of the m - f models with the least Krum scores, or of `selected` (Blanchard et al. 2017)."""
+    """Average the models with the least Krum scores (Multi-Krum).
+
+    Blanchard et al. (2017).
+
+    Args:
+        gram: Gram matrix, shape [m, m].
+        f: Number of attackers to assume.
+        neighbours: Number of nearest models in the score; by default m - f - 2.
+        selected: Number of models to average; by default m - f.
+
+    Returns:
+        Weights, shape [m].
+
+    Raises:
+        ConfigError: `selected` or `neighbours` is below 1.
+    """
     m = len(gram)
     f = clip_byzantine_count(multi_krum, f, m)
     if selected is not None and selected < 1:
         raise ConfigError(f"`selected` must be 1 or more, got {selected}")
-    best = _krum_order(squared_distances(gram), f, neighbours)[
-        : m - f if selected is None else selected
-    ]
-    return uniform_weights(_row_mask(best, m))
+    count = m - f if selected is None else selected
+    order = _krum_order(squared_distances(gram), f, neighbours)
+    return uniform_weights(_row_mask(order[:count], m))
 
 
 def _krum_order(
     squared: Float[Tensor, "m m"], f: int, neighbours: int | None = None
 ) -> Int[Tensor, " m"]:
-    """The models by their Krum score, the least first; of equal ones, that with the least sum of all distances."""
+    """Sort the models by their Krum score; ties by the sum of the distances to all models."""
     m = len(squared)
     if neighbours is not None and neighbours < 1:
         raise ConfigError(f"`neighbours` must be 1 or more, got {neighbours}")
     count = max(1, m - f - 2) if neighbours is None else neighbours
-    others = (
-        squared.masked_fill(torch.eye(m, dtype=torch.bool), torch.inf)
-        .sort(dim=1)
-        .values[:, : max(0, m - 1)]
-    )
-    order = others.sum(1).sort(stable=True).indices
-    return order[others[:, :count].sum(1)[order].sort(stable=True).indices]
+
+    to_others = squared.masked_fill(torch.eye(m, dtype=torch.bool), torch.inf)
+    ascending = to_others.sort(dim=1).values[:, : max(0, m - 1)]
+    order = ascending.sum(1).sort(stable=True).indices
+    scores = ascending[:, :count].sum(1)
+    return order[scores[order].sort(stable=True).indices]
 
 
 @rule_signature("gram")
@@ -151,29 +211,44 @@ def geometric_median(
     iterations: int = 100,
     start: Float[Tensor, " m"] | None = None,
 ) -> Float[Tensor, " m"]:
-    """RFA: the point of least summed distance to the models, by the smoothed Weiszfeld algorithm (Pillutla, Kakade and
-    Harchaoui, "Robust aggregation for federated learning", 2022; there 3 iterations, which each cost a pass).
+    """Compute the geometric median by the smoothed Weiszfeld algorithm (RFA).
 
-    Distances count as at least `smoothing`. Iterations cost nothing here; they begin at the mean, or at the average of
-    the models under `start`, weights that sum to 1.
+    The geometric median is the point of least summed distance to the models. Pillutla, Kakade and
+    Harchaoui, "Robust aggregation for federated learning" (2022), use 3 iterations, because each of
+    theirs needs a pass over the models. With the Gram matrix, iterations are cheap.
+
+    Args:
+        gram: Gram matrix, shape [m, m].
+        smoothing: Least distance that counts, above 0.
+        iterations: Largest number of iterations.
+        start: Weights of the first point, shape [m], that sum to 1; by default the mean.
+
+    Returns:
+        Weights, shape [m].
+
+    Raises:
+        ConfigError: `smoothing` is not above 0.
     """
     _require_positive("smoothing", smoothing)
     m = len(gram)
     weights = mean(gram) if start is None else start.double()
     if m == 0:
         return weights
-    # From a model in the middle, so that far outliers do not drown the distances of the others in rounding.
-    centred = _recentre(gram, int(squared_distances(gram).median(dim=1).values.argmin()))
+
+    # The origin is a central model, so that far outliers do not drown the distances in rounding.
+    central = int(squared_distances(gram).median(dim=1).values.argmin())
+    centred = _recentre(gram, central)
     for _ in range(iterations):
-        before = weights
+        previous = weights
         weights = 1 / _squared_distances_to(centred, weights).sqrt().clamp(min=smoothing)
         weights = weights / weights.sum()
-        if (weights / before - 1).abs().max() < 1e-12:  # relative: that of a huge model must vanish
+        # The change is relative, because the weight of a huge model must vanish.
+        if (weights / previous - 1).abs().max() < 1e-12:
             break
     return weights
 
 
-# By weights, about the agent's own model: the last row
+# Rules about the agent's own model, which is the last row.
 
 
 def _clipping_entries(parameters: dict[str, Any]) -> GramEntries:
@@ -184,22 +259,36 @@ def _clipping_entries(parameters: dict[str, Any]) -> GramEntries:
 def centred_clipping(
     gram: Float[Tensor, "m m"], *, radius: float = 10.0, iterations: int = 1
 ) -> Float[Tensor, " m"]:
-    """Centred clipping about the agent's own model v, the last row: v + mean_j min(1, radius / ||x_j - v||) (x_j - v)
-    over the other models, repeated about what comes out (Karimireddy, He and Jaggi, "Learning from history for
-    Byzantine robust optimization", ICML 2021; radius 10 and one iteration are theirs).
+    """Clip the differences to the agent's own model, average them and add them to it.
+
+    One iteration computes v + mean_j min(1, radius / ||x_j - v||) (x_j - v) over the other models,
+    where v is the agent's own model. Each further iteration starts at the last result. Karimireddy,
+    He and Jaggi, "Learning from history for Byzantine robust optimization" (ICML 2021), use radius
+    10 and one iteration.
+
+    Args:
+        gram: Gram matrix, shape [m, m]; the agent's own model is last.
+        radius: Largest norm of a difference, above 0.
+        iterations: Number of iterations.
+
+    Returns:
+        Weights, shape [m].
+
+    Raises:
+        ConfigError: `radius` is not above 0.
     """
     _require_positive("radius", radius)
     m = len(gram) - 1
     weights = _one_hot(m, m + 1)
     if m == 0:
         return weights
+
     centred = _recentre(gram, m) if iterations > 1 else None
     for i in range(iterations):
-        squared = (
-            squared_distances(gram)[m]
-            if i == 0 or centred is None
-            else _squared_distances_to(centred, weights)
-        )
+        if i == 0 or centred is None:
+            squared = squared_distances(gram)[m]
+        else:
+            squared = _squared_distances_to(centred, weights)
         factor = clip_factors(squared[:m], radius)
         weights = weights * (1 - factor.mean())
         weights[:m] += factor / m
@@ -210,11 +299,22 @@ def centred_clipping(
 def norm_clipping(
     gram: Float[Tensor, "m m"], *, radius: float | None = None
 ) -> Float[Tensor, " m"]:
-    """The mean of the updates since the agent's model before the round, the last row, each clipped to the norm `radius`
-    (Sun et al., "Can you really backdoor federated learning?", 2019).
+    """Average the updates since the agent's model before the round, each clipped to a norm.
 
-    Without a radius: the median of the norms (Nguyen et al., "FLAME", USENIX Security 2022). In both a server's model
-    is what all began the round with; here others began elsewhere, and how far counts as update.
+    Sun et al., "Can you really backdoor federated learning?" (2019); the median norm as radius is
+    from Nguyen et al., "FLAME" (USENIX Security 2022). In both, all clients start the round at the
+    server's model. Here other agents started at models of their own, and that distance counts as
+    update.
+
+    Args:
+        gram: Gram matrix, shape [m, m]; the model before the round is last.
+        radius: Largest norm of an update, above 0; by default the median of the norms.
+
+    Returns:
+        Weights, shape [m].
+
+    Raises:
+        ConfigError: `radius` is not above 0.
     """
     m = len(gram) - 1
     if m == 0:
@@ -229,7 +329,7 @@ def norm_clipping(
 
 
 def _max_byzantine(m: int) -> int:
-    """Of m models, one the agent's own: not all the others may be attackers."""
+    """Return the limit for m models of which one is the agent's own: one other is not malicious."""
     return m - 2
 
 
@@ -237,11 +337,24 @@ def _max_byzantine(m: int) -> int:
 def clipped_gossip(
     gram: Float[Tensor, "m m"], *, f: int, radius: float | None = None
 ) -> Float[Tensor, " m"]:
-    """ClippedGossip: x + sum_j W_j clip(x_j - x, radius) about the own model x, the last row, with all W_j = 1/m (He,
-    Karimireddy and Jaggi, "Byzantine-robust decentralized learning via ClippedGossip", 2022).
+    """Add the clipped differences to the agent's own model (ClippedGossip).
 
-    Without a radius the paper's: radius^2 = 1/delta sum_j W_j ||x_j - x||^2 over the benign j, for which the nearest
-    m - 1 - f stand, and delta = f W; so with f = 0 nothing is clipped.
+    Computes x + sum_j W_j clip(x_j - x, radius), where x is the agent's own model and all W_j =
+    1/m. He, Karimireddy and Jaggi, "Byzantine-robust decentralized learning via ClippedGossip"
+    (2022). The paper's radius is radius^2 = 1/delta sum_j W_j ||x_j - x||^2 over the benign j, with
+    delta = f W. The nearest m - 1 - f models stand for the benign ones. With f = 0 nothing is
+    clipped.
+
+    Args:
+        gram: Gram matrix, shape [m, m]; the agent's own model is last.
+        f: Number of attackers to assume.
+        radius: Largest norm of a difference, above 0; by default the paper's.
+
+    Returns:
+        Weights, shape [m].
+
+    Raises:
+        ConfigError: `radius` is not above 0.
     """
     m = len(gram) - 1
     if m == 0:
@@ -260,22 +373,29 @@ def clipped_gossip(
 
 @rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine)
 def cs_plus(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
-    """CS+-RG: x + sum_j W_j clip(x_j - x, radius) about the own model x, the last row, with all W_j = 1/m; the radius
-    is the distance to the farthest but 2 f of the others, who are clipped to it, or 0 where there are no more of them
-    (Gaucher, Dieuleveut and Hendrikx, "Unified breakdown analysis for Byzantine robust gossip", ICML 2025).
+    """Add the differences to the agent's own model, clipped at the 2 f + 1 farthest (CS+-RG).
 
-    As in the authors' released code; the weights, theirs times their step, are those of a complete graph of m agents.
+    Computes x + sum_j W_j clip(x_j - x, radius), where x is the agent's own model and all W_j =
+    1/m. The radius is the distance of the farthest model after the 2 f farthest; it is 0 if there
+    are at most 2 f other models. Gaucher, Dieuleveut and Hendrikx, "Unified breakdown analysis for
+    Byzantine robust gossip" (ICML 2025), after the authors' released code. The weights, theirs
+    times their step size, are those of a complete graph of m agents.
+
+    Args:
+        gram: Gram matrix, shape [m, m]; the agent's own model is last.
+        f: Number of attackers to assume.
+
+    Returns:
+        Weights, shape [m].
     """
     m = len(gram) - 1
     squared = squared_distances(gram)[m, :m]
     f = clip_byzantine_count(cs_plus, f, m + 1)
-    radius = (
-        torch.inf
-        if f == 0
-        else float(squared.sort().values[m - 2 * f - 1]) ** 0.5
-        if m > 2 * f
-        else 0.0
-    )
+    radius = 0.0
+    if f == 0:
+        radius = torch.inf
+    elif m > 2 * f:
+        radius = float(squared.sort().values[m - 2 * f - 1]) ** 0.5
     factor = clip_factors(squared, radius) / (m + 1)
     return torch.cat([factor, 1 - factor.sum().unsqueeze(0)])
 
@@ -289,92 +409,141 @@ def balance(
     kappa: float = 1.0,
     alpha: float = 0.5,
 ) -> Float[Tensor, " m"]:
-    """BALANCE: alpha times the own model x, the last row, and 1 - alpha times the mean of those with
-    ||x_j - x|| <= gamma exp(-kappa t/T) ||x||; `progress` is t/T (Fang et al., "Byzantine-robust decentralized
-    federated learning", CCS 2024, whose gamma, kappa and alpha are the defaults). Where none is that near, the own
-    model stays: which gamma lets anybody in depends on how far local training takes a model, and is to be tuned.
+    """Mix the agent's own model with the mean of the models near to it (BALANCE).
+
+    A model x_j is near if ||x_j - x|| <= gamma exp(-kappa t/T) ||x||, where x is the agent's own
+    model. Fang et al., "Byzantine-robust decentralized federated learning" (CCS 2024); the defaults
+    are theirs. Without a near model, the agent's own model stays. Tune gamma: a suitable value
+    depends on the distance that local training covers.
+
+    Args:
+        gram: Gram matrix, shape [m, m]; the agent's own model is last.
+        progress: Finished part t/T of the run, from 0 to 1.
+        gamma: Largest relative distance at the start, above 0.
+        kappa: Decay rate of the largest relative distance.
+        alpha: Weight of the agent's own model, from 0 to 1.
+
+    Returns:
+        Weights, shape [m].
+
+    Raises:
+        ConfigError: `gamma` or `alpha` is out of range.
     """
     _require_positive("gamma", gamma)
     m = len(gram) - 1
-    level = gamma * float(np.exp(-kappa * progress)) * gram[m, m].sqrt()
-    return _mix_with_own(squared_distances(gram)[m, :m].sqrt() <= level, alpha)
+    max_distance = gamma * float(np.exp(-kappa * progress)) * gram[m, m].sqrt()
+    return _mix_with_own(squared_distances(gram)[m, :m].sqrt() <= max_distance, alpha)
 
 
 @rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=half_minus_one)
 def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
-    """MoNNA: the mean of the m - f models nearest to the own one, the last row, itself among them (Farhadkhani et al.,
-    "Robust collaborative learning with linear gradient overhead", ICML 2023). Needs m >= 2 f + 1.
+    """Average the m - f models nearest to the agent's own, with its own among them (MoNNA).
+
+    Farhadkhani et al., "Robust collaborative learning with linear gradient overhead" (ICML 2023).
+    Needs m >= 2 f + 1.
+
+    Args:
+        gram: Gram matrix, shape [m, m]; the agent's own model is last.
+        f: Number of attackers to assume.
+
+    Returns:
+        Weights, shape [m].
     """
     m = len(gram)
     squared = squared_distances(gram)[m - 1].clone()
-    squared[-1] = -1.0  # even a copy is not nearer
-    return uniform_weights(
-        _row_mask(squared.sort(stable=True).indices[: m - clip_byzantine_count(monna, f, m)], m)
-    )
+    squared[-1] = -1.0  # even a copy of the own model is not nearer
+    count = m - clip_byzantine_count(monna, f, m)
+    return uniform_weights(_row_mask(squared.sort(stable=True).indices[:count], m))
 
 
 @rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine)
 def ubar(
     gram: Float[Tensor, "m m"], losses: Float[Tensor, " m"], *, f: int, alpha: float = 0.5
 ) -> Float[Tensor, " m"]:
-    """UBAR: of all but the f farthest from the own model, the last row, those whose loss is at most the own one, or
-    else the one of least loss; alpha times the own model and 1 - alpha times their mean (Guo et al.,
-    "Byzantine-resilient decentralized stochastic gradient descent", 2021).
+    """Mix the agent's own model with the mean of near models of no larger loss (UBAR).
 
-    `losses` are on the agent's data, the own model's last.
+    Candidates are all models except the f farthest from the agent's own. Those whose loss is at
+    most the agent's own loss are averaged; without any, the candidate of least loss is taken. Guo
+    et al., "Byzantine-resilient decentralized stochastic gradient descent" (2021).
+
+    Args:
+        gram: Gram matrix, shape [m, m]; the agent's own model is last.
+        losses: Losses on the agent's data, shape [m]; that of its own model is last.
+        f: Number of attackers to assume.
+        alpha: Weight of the agent's own model, from 0 to 1.
+
+    Returns:
+        Weights, shape [m].
+
+    Raises:
+        ConfigError: `alpha` is out of range.
     """
     m = len(gram) - 1
-    near = _row_mask(
-        squared_distances(gram)[m, :m]
-        .sort(stable=True)
-        .indices[: m - clip_byzantine_count(ubar, f, m + 1)],
-        m,
-    )
-    known = near & (losses[:m] < torch.inf)
-    good = known & (losses[:m] <= losses[m])
-    if known.any() and not good.any():
-        good = _row_mask(losses[:m].masked_fill(~known, torch.inf).argmin(keepdim=True), m)
-    return _mix_with_own(good, alpha)
+    count = m - clip_byzantine_count(ubar, f, m + 1)
+    nearest = squared_distances(gram)[m, :m].sort(stable=True).indices[:count]
+    candidates = _row_mask(nearest, m) & (losses[:m] < torch.inf)
+    selected = candidates & (losses[:m] <= losses[m])
+    if candidates.any() and not selected.any():
+        best = losses[:m].masked_fill(~candidates, torch.inf).argmin(keepdim=True)
+        selected = _row_mask(best, m)
+    return _mix_with_own(selected, alpha)
 
 
 @rule_signature("gram", gram_entries="last", own_rows=("own", "before"))
 def fltrust(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
-    """FLTrust, the agent's own data for the server's: the updates g_j = x_j - b since the agent's model b before the
-    round, scaled to the norm of the own update g_0, averaged with trust max(0, cos(g_j, g_0)) (Cao et al., "FLTrust",
-    NDSS 2021). There all began the round with b; here others began elsewhere, and how far counts as update: cosines
-    are less, and the scaled sum moves towards the others as well as down their losses.
+    """Average the updates with trust max(0, cos(g_j, g_0)), scaled to the own update (FLTrust).
 
-    The last two rows are the own model after LocalUpdate, which only judges, and b, whose weight may be below 0. Where
-    nobody is trusted, the own model has all the weight.
+    Cao et al., "FLTrust" (NDSS 2021), with the agent's own data instead of the server's. The
+    updates are g_j = x_j - b since the agent's model b before the round, scaled to the norm of the
+    agent's own update g_0. In the paper all clients start the round at b. Here other agents started
+    elsewhere, and that distance counts as update: cosines are smaller, and the scaled sum moves
+    towards the other models as well as down their losses. If no model is trusted, the own model has
+    all the weight.
+
+    Args:
+        gram: Gram matrix, shape [m, m]; the last two rows are the agent's own model after
+            LocalUpdate, which is only a reference, and b, whose weight may be below 0.
+
+    Returns:
+        Weights, shape [m].
     """
     m = len(gram) - 2
-    last = gram[:, m:]  # all that is read, beside the diagonal
+    last = gram[:, m:]  # the only entries that are read, next to the diagonal
     norms = (gram.diagonal() - 2 * last[:, 1] + gram[-1, -1]).clamp(min=0.0).sqrt()
     along = last[:, 0] - last[:, 1] - last[-1, 0] + gram[-1, -1]
     trust = (along / (norms * norms[m])).nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0)[:m]
     if not trust.sum() > 0:
         return _one_hot(m, m + 2)
-    scaled = trust / trust.sum() * (norms[m] / norms[:m]).nan_to_num(0.0, 0.0, 0.0)
+    scale = (norms[m] / norms[:m]).nan_to_num(0.0, 0.0, 0.0)
+    scaled = trust / trust.sum() * scale
     return torch.cat([scaled, scaled.new_zeros(1), 1 - scaled.sum().unsqueeze(0)])
 
 
-def _one_hot(i: int, m: int) -> Float[Tensor, " m"]:
-    weights = torch.zeros(m, dtype=torch.float64)
-    weights[i] = 1.0
-    return weights
-
-
 def clip_factors(squared: Float[Tensor, " m"], radius: float) -> Float[Tensor, " m"]:
-    """min(1, radius / distance)."""
+    """Compute the clipping factors min(1, radius / distance).
+
+    Args:
+        squared: Squared distances, shape [m].
+        radius: Largest distance.
+
+    Returns:
+        Factors from 0 to 1, shape [m].
+    """
     return (radius / squared.sqrt()).nan_to_num(1.0, 1.0).clamp(max=1.0)
 
 
 def _mix_with_own(selected: Bool[Tensor, " m"], alpha: float) -> Float[Tensor, " k"]:
-    """alpha times the own model and 1 - alpha times the mean of the chosen; the own one alone where none is chosen."""
+    """Weigh the own model by alpha and the mean of the selected models by 1 - alpha.
+
+    Without a selected model, the own model has all the weight.
+    """
     if not 0 <= alpha <= 1:
         raise ConfigError(f"`alpha`, the share of the own model, must be from 0 to 1, got {alpha}")
     weights = (1 - alpha) * uniform_weights(selected)
     return torch.cat([weights, 1 - weights.sum().unsqueeze(0)])
+
+
+# A rule that reads values per model only.
 
 
 @rule_signature("values", gram_entries="none")
@@ -387,19 +556,34 @@ def sageflow(
     delta: float = 1.0,
     by_samples: bool = False,
 ) -> Float[Tensor, " m"]:
-    """Sageflow: models whose predictions have a mean entropy below `threshold` weigh as 1 / loss^delta, others do not
-    count (Park et al., "Sageflow: robust federated learning against both stragglers and adversaries", NeurIPS 2021).
-    All weights are 0 where none is left.
+    """Weigh the models with confident predictions by 1 / loss^delta (Sageflow).
 
-    The agent's validation data stand for the server's public ones. As in the authors' released code, whose agents hold
-    equally many samples; with `by_samples` a weight also has as factor what each says that it trained on.
+    Park et al., "Sageflow: robust federated learning against both stragglers and adversaries"
+    (NeurIPS 2021), after the authors' released code, whose agents hold equally many samples. The
+    agent's validation data replace the server's public data.
+
+    Args:
+        losses: Losses on the agent's validation data, shape [m].
+        entropies: Mean entropy of each model's predictions, in nats, shape [m].
+        num_samples: Number of training samples that each peer claims, shape [m].
+        threshold: Models of this entropy or more do not count.
+        delta: Exponent of the loss.
+        by_samples: Multiply each weight by the number of samples.
+
+    Returns:
+        Weights, shape [m]; all 0 if no model counts.
     """
-    kept = (entropies < threshold) & losses.isfinite()
+    is_confident = (entropies < threshold) & losses.isfinite()
     scores = -delta * losses.double().clamp(min=1e-12).log()
     if by_samples:
         scores = scores + num_samples.double().log()
-    scores = scores.where(kept, -torch.inf)
-    return torch.softmax(scores, 0) if (scores > -torch.inf).any() else torch.zeros_like(scores)
+    scores = scores.where(is_confident, -torch.inf)
+    if not (scores > -torch.inf).any():
+        return torch.zeros_like(scores)
+    return torch.softmax(scores, 0)
+
+
+# A rule that selects by the Gram matrix and reduces columns.
 
 
 def _bulyan_limit(m: int) -> int:
@@ -408,16 +592,28 @@ def _bulyan_limit(m: int) -> int:
 
 @rule_signature("gram", max_byzantine=_bulyan_limit)
 def bulyan(gram: Float[Tensor, "m m"], *, f: int) -> Reduction:
-    """Bulyan: Krum selects m - 2 f models, one after the other; of them, each coordinate is the mean of the m - 4 f
-    values nearest to the median (El Mhamdi, Guerraoui and Rouault, "The hidden vulnerability of distributed learning
-    in Byzantium", ICML 2018). Needs m >= 4 f + 3.
+    """Select m - 2 f models by Krum, then average around the median of each coordinate (Bulyan).
+
+    Krum selects one model after the other. Of the selected models, each coordinate is the mean of
+    the m - 4 f values nearest to the median. El Mhamdi, Guerraoui and Rouault, "The hidden
+    vulnerability of distributed learning in Byzantium" (ICML 2018). Needs m >= 4 f + 3.
+
+    Args:
+        gram: Gram matrix, shape [m, m].
+        f: Number of attackers to assume.
+
+    Returns:
+        A reduction of the selected models.
     """
     m = len(gram)
     f = clip_byzantine_count(bulyan, f, m)
     squared = squared_distances(gram)
-    left = torch.arange(m)
-    for _ in range(m - 2 * f if f else 0):
-        best = _krum_order(squared[left][:, left], f)[0]
-        left = torch.cat([left[:best], left[best + 1 :]])
-    rows = (~_row_mask(left, m)).nonzero().flatten() if f else left
+    remaining = torch.arange(m)
+    if f == 0:
+        return Reduction(remaining, functools.partial(mean_around_median, count=m))
+
+    for _ in range(m - 2 * f):
+        best = _krum_order(squared[remaining][:, remaining], f)[0]
+        remaining = torch.cat([remaining[:best], remaining[best + 1 :]])
+    rows = (~_row_mask(remaining, m)).nonzero().flatten()
     return Reduction(rows, functools.partial(mean_around_median, count=m - 4 * f))

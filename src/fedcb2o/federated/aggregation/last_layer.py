@@ -1,4 +1,4 @@
-"""The last dense layer of models, in which a flip of labels shows most."""
+"""Last dense layers of models, where a label flip shows most."""
 
 import torch
 from jaxtyping import Float, Int
@@ -9,12 +9,24 @@ from fedcb2o.federated.types import CriterionInput
 
 
 def last_layers(inputs: CriterionInput, rows: Int[Tensor, " k"]) -> Float[Tensor, "k C h"]:
-    """The last dense layer of each model, a row for each class: its weights and, last, its bias."""
+    """Extract the last dense layer of each model.
+
+    Args:
+        inputs: View of one agent.
+        rows: Rows of the model buffer, shape [k].
+
+    Returns:
+        One row per class with its weights and, last, its bias, shape [k, C, h + 1].
+
+    Raises:
+        ConfigError: The model does not end in a dense layer with a bias.
+    """
     if inputs.context.last_layer is None:
         raise ConfigError(
-            "the rule looks at the last dense layer, and this model does not end in one with a bias"
+            "the rule reads the last dense layer, and this model does not end in one with a bias"
         )
     classes, width = inputs.context.last_layer
     tail = inputs.models[:, -classes * (width + 1) :][rows].cpu()
     weights = tail[:, : classes * width].view(len(rows), classes, width)
-    return torch.cat([weights, tail[:, classes * width :].unsqueeze(-1)], -1)
+    biases = tail[:, classes * width :].unsqueeze(-1)
+    return torch.cat([weights, biases], -1)

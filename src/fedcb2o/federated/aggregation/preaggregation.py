@@ -1,6 +1,13 @@
-"""Pre-steps to any robust rule: matrices P [j, m], so that the rule works on the rows of P X in place of the models X.
+"""Pre-aggregation steps: matrices P [j, m] that mix the models X before a robust rule.
 
-A pre-step is a function of the Gram matrix, or of the number m of models and a draw.
+The rule then works on the rows of P X. A step is a function of the Gram matrix, or of the number m
+of models and a generator.
+
+Example:
+    >>> import torch
+    >>> from fedcb2o.federated.aggregation import gram
+    >>> nnm(gram(torch.tensor([[0.0], [1.0], [9.0]])), f=1).tolist()
+    [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
 """
 
 import numpy as np
@@ -18,21 +25,42 @@ __all__ = ["bucketing", "nnm"]
 
 @rule_signature("gram", max_byzantine=half_minus_one)
 def nnm(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
-    """Nearest-neighbour mixing: each model becomes the mean of its m - f nearest, itself among them (Allouah et al.,
-    "Fixing by mixing", AISTATS 2023). Needs m >= 2 f + 1.
+    """Replace each model by the mean of its m - f nearest models (nearest-neighbour mixing).
+
+    A model is among its own nearest models. Allouah et al., "Fixing by mixing" (AISTATS 2023).
+    Needs m >= 2 f + 1.
+
+    Args:
+        gram: Gram matrix, shape [m, m].
+        f: Number of attackers to assume.
+
+    Returns:
+        The mixing matrix, shape [m, m].
     """
     m = len(gram)
     count = m - clip_byzantine_count(nnm, f, m)
     squared = squared_distances(gram).fill_diagonal_(-1.0)
+    nearest = squared.sort(dim=1, stable=True).indices[:, :count]
     matrix = torch.zeros(m, m, dtype=torch.float64)
-    return matrix.scatter_(
-        1, squared.sort(dim=1, stable=True).indices[:, :count], 1 / max(1, count)
-    )
+    return matrix.scatter_(1, nearest, 1 / max(1, count))
 
 
 def bucketing(m: int, draw: np.random.Generator, *, size: int = 2) -> Float[Tensor, "j m"]:
-    """Bucketing: the means of random groups of `size` models, the last one maybe smaller (Karimireddy, He and Jaggi,
-    "Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022, where 2 is recommended).
+    """Average random groups of models (bucketing).
+
+    Karimireddy, He and Jaggi, "Byzantine-robust learning on heterogeneous datasets via bucketing"
+    (ICLR 2022), recommend groups of 2.
+
+    Args:
+        m: Number of models.
+        draw: Source of randomness.
+        size: Number of models per group, 1 or more; the last group may be smaller.
+
+    Returns:
+        The mixing matrix, shape [j, m].
+
+    Raises:
+        ConfigError: `size` is below 1.
     """
     if size < 1:
         raise ConfigError(

@@ -1,4 +1,8 @@
-"""Application of a robust rule to the models that one agent received."""
+"""Application of a robust rule to the models that one agent received.
+
+A robust rule declares a `RuleSignature`. Next to the Gram matrix or the columns, the rule may name
+further inputs as arguments: those of `EXTRA_INPUTS`.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +22,7 @@ from fedcb2o.federated.plugin_outputs import validated_mixing
 from fedcb2o.federated.types import CriterionInput, Received, Reduction, RuleOutput
 
 EXTRA_INPUTS = ("losses", "entropies", "num_samples", "progress", "n", "draw", "heads")
-"""What a robust rule may look at beside the models: values for each of them, t/T, the round, a generator of its own."""
+"""Inputs that a robust rule may name next to the Gram matrix or the columns."""
 
 
 def apply_robust_rule(
@@ -28,47 +32,73 @@ def apply_robust_rule(
     own_model: Literal["excluded", "judged"] = "judged",
     pre_step: functools.partial[Any] | None = None,
 ) -> RuleOutput:
-    """What a robust rule, which declares its form, makes of the received models, then the agent's own unless it is
-    excluded, and what the form has last; after a pre-step such as nearest-neighbour mixing.
+    """Apply a robust rule to the received models of one agent.
 
-    It looks at what its arguments name, of `VALUES`. An `f` that is not given is the attackers' share of the received,
-    rounded up; any is clipped to what so many models admit.
+    The rule gets the received models, then the agent's own model unless it is excluded, then the
+    last rows of its signature. Without `f`, the rule assumes the attackers' share of the received
+    models, rounded up. Every `f` is clipped to the largest number that the models admit.
+
+    Args:
+        inputs: View of one agent.
+        rule: A robust rule with its parameters bound.
+        own_model: "excluded" leaves the agent's own model out, unless the signature names it.
+        pre_step: A pre-aggregation step with its parameters bound, such as nearest-neighbour
+            mixing.
+
+    Returns:
+        Weights or a reduction, and the number of attackers that the rule assumed.
     """
-    m = len(inputs.received.ids)
-    last = base.signature_of(rule).own_rows
-    if m == 0:
+    own_rows = base.signature_of(rule).own_rows
+    if len(inputs.received.ids) == 0:
         return RuleOutput(torch.zeros(0, dtype=torch.float64))
-    seen = (
-        inputs.received.with_own(inputs.own_entry)
-        if own_model == "judged" or "own" in last
-        else inputs.received
-    )
-    before = inputs.previous if "before" in last else None
-    rows = seen.rows if before is None else torch.cat([seen.rows, before.view(1)])
-    f = math.ceil(inputs.context.malicious_share * m - 1e-9)
-    mixing = (
-        None if pre_step is None else _preaggregation(pre_step, f, len(rows) - len(last), inputs)
-    )
+
+    # 1. The rows that the rule gets.
+    received = inputs.received
+    if own_model == "judged" or "own" in own_rows:
+        received = received.with_own(inputs.own_entry)
+    previous = inputs.previous if "before" in own_rows else None
+    rows = received.rows
+    if previous is not None:
+        rows = torch.cat([rows, previous.view(1)])
+
+    # 2. The assumed number of attackers, and the pre-aggregation.
+    f = math.ceil(inputs.context.malicious_share * len(inputs.received.ids) - 1e-9)
+    mixing = None
+    if pre_step is not None:
+        mixing = _preaggregation(pre_step, f, len(rows) - len(own_rows), inputs)
     g, p = base.gram_and_mixing(rule, inputs.models, rows, mixing)
     rule = with_byzantine_count(rule, f, len(rows) if p is None else len(p))
-    outcome = base.evaluate_rule(rule, g, *_rule_inputs(rule, inputs, seen, rows), p=p)
+
+    # 3. The rule.
+    outcome = base.evaluate_rule(rule, g, *_rule_inputs(rule, inputs, received, rows), p=p)
     assumed = rule.keywords.get("f")
     if isinstance(outcome, Reduction):
-        return RuleOutput(dataclasses.replace(outcome, rows=rows[outcome.rows]), f=assumed)
-    return RuleOutput(
-        outcome[: len(seen.ids)],
-        previous_weight=None if before is None else float(outcome[-1]),
-        f=assumed,
-    )
+        reduction = dataclasses.replace(outcome, rows=rows[outcome.rows])
+        return RuleOutput(reduction, f=assumed)
+    previous_weight = None if previous is None else float(outcome[-1])
+    return RuleOutput(outcome[: len(received.ids)], previous_weight=previous_weight, f=assumed)
 
 
 def extra_inputs(rule: functools.partial[Any]) -> tuple[str, ...]:
-    """What a robust rule looks at beside the Gram matrix or the columns; raises ConfigError for what there is not."""
-    names = plugins.positional_inputs(rule.func)[int(base.signature_of(rule).reads != "values") :]
-    if unknown := [name for name in names if name not in EXTRA_INPUTS]:
-        near = plugins.did_you_mean(unknown[0], EXTRA_INPUTS)
+    """Return the inputs that a robust rule names next to the Gram matrix or the columns.
+
+    Args:
+        rule: A robust rule with its parameters bound.
+
+    Returns:
+        Names from `EXTRA_INPUTS`, in the order of the rule's arguments.
+
+    Raises:
+        ConfigError: The rule names another input.
+    """
+    first = int(base.signature_of(rule).reads != "values")
+    names = plugins.positional_inputs(rule.func)[first:]
+    unknown = [name for name in names if name not in EXTRA_INPUTS]
+    if unknown:
+        hint = plugins.did_you_mean(unknown[0], EXTRA_INPUTS)
         raise ConfigError(
-            f"the rule looks at `{unknown[0]}`.{near} There is: {', '.join(EXTRA_INPUTS)}"
+            f"the rule reads `{unknown[0]}`, which is not an input.{hint} "
+            f"The inputs are: {', '.join(EXTRA_INPUTS)}"
         )
     return names
 
@@ -76,25 +106,23 @@ def extra_inputs(rule: functools.partial[Any]) -> tuple[str, ...]:
 def _rule_inputs(
     rule: functools.partial[Any], inputs: CriterionInput, received: Received, rows: Tensor
 ) -> list[Any]:
-    """What a rule looks at beside the models: a value for each of those `seen`, and none for that before the round."""
+    """Return the extra inputs of a rule: one value per received model; NaN for the last row."""
 
-    def of_losses(name: str) -> Float[Tensor, " k"]:
+    def from_losses(name: str) -> Float[Tensor, " k"]:
         assert inputs.losses is not None
         assert inputs.own_losses is not None
         if name == "entropy" and inputs.own_losses.by_class.shape[-1] == 1:
             raise ConfigError(
-                "the rule looks at how sure predictions of classes are, and the data have no classes"
+                "the rule reads the entropy of class predictions, and the data have no classes"
             )
-        known = torch.cat([getattr(inputs.losses, name), getattr(inputs.own_losses, name)])[
-            : len(received.ids)
-        ]
-        return torch.cat(
-            [known, torch.full((len(rows) - len(known),), torch.nan, dtype=torch.float64)]
-        )
+        both = (getattr(inputs.losses, name), getattr(inputs.own_losses, name))
+        values = torch.cat(both)[: len(received.ids)]
+        missing = torch.full((len(rows) - len(values),), torch.nan, dtype=torch.float64)
+        return torch.cat([values, missing])
 
     table: dict[str, Callable[[], Any]] = {
-        "losses": lambda: of_losses("mean"),
-        "entropies": lambda: of_losses("entropy"),
+        "losses": lambda: from_losses("mean"),
+        "entropies": lambda: from_losses("entropy"),
         "num_samples": lambda: received.num_samples,
         "progress": lambda: inputs.context.progress,
         "n": lambda: inputs.n,
@@ -107,20 +135,28 @@ def _rule_inputs(
 def _preaggregation(
     pre_step: functools.partial[Any], f: int, m: int, inputs: CriterionInput
 ) -> base.PreAggregation:
-    """The matrix of a pre-step for m models, or what makes it of their Gram matrix."""
-    made = with_byzantine_count(pre_step, f, m)
+    """Return the matrix of a pre-aggregation step, or the function that computes it."""
+    step = with_byzantine_count(pre_step, f, m)
     if "gram" in plugins.positional_inputs(pre_step.func):
-        return made
-    return validated_mixing(pre_step, made(m, inputs.context.draw), m)
+        return step
+    return validated_mixing(pre_step, step(m, inputs.context.draw), m)
 
 
 def with_byzantine_count(
     function: functools.partial[Any], f: int, m: int
 ) -> functools.partial[Any]:
-    """A rule or pre-step that assumes, where it assumes any, the f attackers that it was told or else these among m
-    models, or as many as these admit."""
+    """Bind the number of attackers that a rule or pre-aggregation step assumes among m models.
+
+    Args:
+        function: A rule or step with its parameters bound.
+        f: Number of attackers to assume if the configuration gives none.
+        m: Number of models.
+
+    Returns:
+        The function with `f` bound, clipped to the largest number that it admits; unchanged if it
+        has no parameter `f`.
+    """
     if "f" not in plugins.parameters(function.func):
         return function
-    return functools.partial(
-        function, f=base.clip_byzantine_count(function, function.keywords.get("f", f), m)
-    )
+    count = base.clip_byzantine_count(function, function.keywords.get("f", f), m)
+    return functools.partial(function, f=count)

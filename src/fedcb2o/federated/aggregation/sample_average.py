@@ -1,4 +1,13 @@
-"""Averages weighted by numbers of samples."""
+"""Averages weighted by numbers of samples.
+
+Example:
+    >>> import torch
+    >>> from fedcb2o.federated.types import Received
+    >>> ids = torch.tensor([3, 8])
+    >>> received = Received(ids, ids, torch.tensor([10.0, 30.0]), ids)
+    >>> sample_weights(received, None).tolist()
+    [0.25, 0.75]
+"""
 
 from typing import Literal
 
@@ -13,13 +22,32 @@ from fedcb2o.federated.types import CriterionInput, Received, batched
 def by_num_samples(
     inputs: CriterionInput, *, own_model: Literal["excluded", "judged"] = "judged"
 ) -> Float[Tensor, "*a k"]:
-    """Weights in proportion to the samples that each model was trained on (McMahan et al. 2017; DFedAvgM, Sun et al.
-    2022; the malicious agents' mixing), the agent's own included unless `own_model="excluded"`."""
+    """Weigh each model by the number of samples that it was trained on.
+
+    McMahan et al. (2017); DFedAvgM, Sun et al. (2022). The malicious agents mix by these weights,
+    too.
+
+    Args:
+        inputs: View of one or several agents.
+        own_model: "excluded" leaves the agent's own model out of the average.
+
+    Returns:
+        Weights of the received models and, unless it is excluded, the agent's own model, shape
+        [*a, m] or [*a, m + 1].
+    """
     return sample_weights(inputs.received, inputs.own_entry if own_model == "judged" else None)
 
 
 def sample_weights(received: Received, own_entry: Received | None) -> Float[Tensor, "*a k"]:
-    """Weights in proportion to the numbers of samples of received models and, where it counts, of the own one."""
-    counts = (received if own_entry is None else received.with_own(own_entry)).num_samples
-    counts = counts.double()
+    """Normalise numbers of samples to weights.
+
+    Args:
+        received: Received models of one or several agents.
+        own_entry: The agent's own model, or None if it does not count.
+
+    Returns:
+        Weights, shape [*a, m] or [*a, m + 1].
+    """
+    everyone = received if own_entry is None else received.with_own(own_entry)
+    counts = everyone.num_samples.double()
     return counts / counts.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)

@@ -1,8 +1,11 @@
-"""What malicious agents do: the attacks that a configuration names.
+"""Attacks of malicious agents.
 
-An attack on data is a function (shard, draw) -> shard, see `data_poisoning`; one on models, declared by `knows`, is a
-function (view, draw) -> what the agent publishes, see `model_poisoning` and `gossip_attacks`. Further arguments are
-keywords.
+- An attack on data is a function `(shard, draw) -> shard`: see `data_poisoning`.
+- An attack on models declares its knowledge with `knows`. It is a function `(view, draw) -> model`,
+  or one model per receiver: see `model_poisoning` and `per_receiver`.
+
+Further arguments are keywords. A configuration names an attack by a name in `__all__`, or a user's
+own by "package.module:function".
 """
 
 from fedcb2o.federated.attacks.data_poisoning import TRIGGER as TRIGGER

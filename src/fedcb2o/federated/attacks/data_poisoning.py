@@ -1,7 +1,14 @@
-"""What malicious agents do to their own data.
+"""Attacks on the data of malicious agents.
 
-An attack on data is a function (shard, draw) -> shard; its further arguments are keywords. It is called in every round
-with equal draws. With a third argument `me` it is told the agent's id.
+An attack on data is a function `(shard, draw) -> shard`; its further arguments are keywords. It is
+called in every round with an equal generator. With a third argument `me`, it also gets the agent's
+id.
+
+Example:
+    >>> import numpy as np, torch
+    >>> shard = Shard(torch.zeros(3, 2), torch.tensor([9, 1, 9]))
+    >>> label_flip(shard, np.random.default_rng(0), source=9, target=4).y.tolist()
+    [4, 1, 4]
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +47,18 @@ __all__ = [
 
 
 def label_flip(shard: Shard, draw: np.random.Generator, *, source: int, target: int) -> Shard:
-    """Label every sample of class `source` as class `target`; the features stay as they are (eq:MaliAgentObj).
+    """Label every sample of class `source` as class `target` (eq:MaliAgentObj).
 
     Tolpegin et al., "Data Poisoning Attacks Against Federated Learning Systems" (ESORICS 2020).
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness (not used).
+        source: Class to relabel.
+        target: New label.
+
+    Returns:
+        The poisoned samples; the features stay as they are.
     """
     return Shard(shard.x, torch.where(shard.y == source, target, shard.y))
 
@@ -50,7 +66,16 @@ def label_flip(shard: Shard, draw: np.random.Generator, *, source: int, target: 
 def label_flips(
     shard: Shard, draw: np.random.Generator, *, pairs: Sequence[tuple[int, int]]
 ) -> Shard:
-    """Label flips of several `pairs` [source, target] at once."""
+    """Flip the labels of several pairs of classes at once.
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness (not used).
+        pairs: Pairs [source, target] of classes.
+
+    Returns:
+        The poisoned samples.
+    """
     y = shard.y
     for source, target in pairs:
         y = torch.where(shard.y == source, target, y)
@@ -58,46 +83,91 @@ def label_flips(
 
 
 def random_labels(shard: Shard, draw: np.random.Generator, *, share: float = 1.0) -> Shard:
-    """Give a `share` of the samples a label at random among those that the agent holds.
+    """Give random samples a random label among the labels that the agent holds.
 
     Biggio, Nelson and Laskov, "Support Vector Machines Under Adversarial Label Noise" (ACML 2011).
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness.
+        share: Probability that a sample is relabelled, from 0 to 1.
+
+    Returns:
+        The poisoned samples.
     """
-    hit = _select_samples(shard, draw, share)
-    drawn = torch.from_numpy(draw.choice(np.unique(shard.y.numpy()), len(shard)))
-    return Shard(shard.x, torch.where(hit, drawn, shard.y))
+    selected = _select_samples(shard, draw, share)
+    labels = torch.from_numpy(draw.choice(np.unique(shard.y.numpy()), len(shard)))
+    return Shard(shard.x, torch.where(selected, labels, shard.y))
 
 
 def shifted_labels(shard: Shard, draw: np.random.Generator, *, by: int = 1) -> Shard:
-    """Label every class as the one that comes `by` places after it among the classes that the agent holds, around."""
-    held, place = np.unique(shard.y.numpy(), return_inverse=True)
-    return Shard(shard.x, torch.from_numpy(held[(place + by) % len(held)]))
+    """Shift the labels cyclically among the classes that the agent holds.
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness (not used).
+        by: Number of places to shift.
+
+    Returns:
+        The poisoned samples.
+    """
+    classes, index = np.unique(shard.y.numpy(), return_inverse=True)
+    return Shard(shard.x, torch.from_numpy(classes[(index + by) % len(classes)]))
 
 
 def spread_flip(
     shard: Shard, draw: np.random.Generator, *, target: int, share: float = 0.3
 ) -> Shard:
-    """Label a `share` of the samples of every class as `target`: against FedCB2O, whose G is the maximum over classes,
-    and here none loses much."""
-    hit = _select_samples(shard, draw, share)
-    return Shard(shard.x, torch.where(hit, target, shard.y))
+    """Label random samples of every class as class `target`.
+
+    The attack is directed at FedCB2O, whose G is the maximum over classes: no class loses much.
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness.
+        target: New label.
+        share: Probability that a sample is relabelled, from 0 to 1.
+
+    Returns:
+        The poisoned samples.
+    """
+    selected = _select_samples(shard, draw, share)
+    return Shard(shard.x, torch.where(selected, target, shard.y))
 
 
 def rarest_flip(shard: Shard, draw: np.random.Generator, *, target: int) -> Shard:
-    """Label the class that the attacker holds fewest samples of as `target`, drawn among equals: against FedCB2O, whose
-    G says nothing of a class that is absent from an agent's validation data.
+    """Label the class with the fewest samples as class `target`; ties are broken at random.
 
-    It knows its own data only: where classes are as rare with the benign agents as with it, that is its best guess.
+    The attack is directed at FedCB2O, whose G ignores a class that is absent from an agent's
+    validation data. The attacker knows its own data only, so it assumes that the same class is rare
+    elsewhere.
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness.
+        target: New label.
+
+    Returns:
+        The poisoned samples.
     """
-    held, counts = np.unique(shard.y[shard.y != target].numpy(), return_counts=True)
-    if not len(held):
+    classes, counts = np.unique(shard.y[shard.y != target].numpy(), return_counts=True)
+    if not len(classes):
         return shard
-    return label_flip(
-        shard, draw, source=int(draw.choice(held[counts == counts.min()])), target=target
-    )
+    source = int(draw.choice(classes[counts == counts.min()]))
+    return label_flip(shard, draw, source=source, target=target)
 
 
 def feature_noise(shard: Shard, draw: np.random.Generator, *, std: float = 0.5) -> Shard:
-    """Add Gaussian noise to the features, `std` on the scale that a network reads (pixels from 0 to 1)."""
+    """Add Gaussian noise to the features.
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness.
+        std: Standard deviation on the scale of a network's input (pixels from 0 to 1).
+
+    Returns:
+        The poisoned samples; the labels stay as they are.
+    """
     noise = torch.from_numpy(draw.standard_normal(tuple(shard.x.shape), dtype=np.float32)) * std
     if shard.x.dtype == torch.uint8:
         return Shard((shard.x + 255 * noise).round().clamp(0, 255).to(torch.uint8), shard.y)
@@ -108,9 +178,16 @@ TRIGGER = Declaration[Callable[..., Tensor]]("trigger")
 
 
 def triggered_by(trigger: Callable[..., Tensor]) -> Callable[[F], F]:
-    """Declares a backdoor: its success is measured on test samples of other classes than `target`, marked by `trigger`.
+    """Declare an attack as a backdoor with this trigger.
 
-    That is a function of the samples and of those of the attack's parameters that it has itself.
+    The success of a backdoor is measured on test samples of other classes than `target`, marked by
+    the trigger.
+
+    Args:
+        trigger: Function of samples, and of those parameters of the attack that it has itself.
+
+    Returns:
+        A decorator for the attack.
     """
     return TRIGGER(trigger)
 
@@ -130,23 +207,43 @@ def backdoor(
     value: float = 1.0,
     parts: int = 1,
 ) -> Shard:
-    """Mark a `share` of the samples with a trigger, see `patch`, and label those as class `target`.
+    """Mark random samples with a trigger patch and label them as class `target`.
 
-    Gu, Dolan-Gavitt and Garg, "BadNets" (2017). With `parts` above 1 each attacker has one part of the trigger, dealt
-    in turn, so that as many attackers of a cluster have it all, and the test samples bear it whole: Xie, Huang, Chen
-    and Li, "DBA: Distributed Backdoor Attacks against Federated Learning" (ICLR 2020). That each group of attackers
-    should have all parts is what Liu et al., "Towards Distributed Backdoor Attacks with Network Detection in
-    Decentralized Federated Learning" (arXiv 2501.15005), say in their abstract; how they find groups is not verified,
-    here they are the clusters.
+    Gu, Dolan-Gavitt and Garg, "BadNets" (2017). With several `parts`, each attacker has one part of
+    the trigger, and the test samples bear the whole trigger: Xie, Huang, Chen and Li, "DBA:
+    Distributed Backdoor Attacks against Federated Learning" (ICLR 2020). Parts are dealt in turn,
+    so that consecutive attackers of a cluster hold all of them. Liu et al., "Towards Distributed
+    Backdoor Attacks with Network Detection in Decentralized Federated Learning" (arXiv 2501.15005),
+    require in their abstract that each group of attackers has all parts. Their search for groups
+    was not verified; here the groups are the clusters.
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness.
+        me: The agent's id.
+        target: New label.
+        share: Probability that a sample is marked, from 0 to 1.
+        size: Side of the patch in pixels.
+        corner: Corner of the image.
+        margin: Distance of the patch from the corner in pixels.
+        pattern: Pixels of the patch that are set.
+        value: Brightness of these pixels, from 0 to 1.
+        parts: Number of parts of the trigger.
+
+    Returns:
+        The poisoned samples.
+
+    Raises:
+        ConfigError: The trigger does not fit the samples, or has fewer pixels than parts.
     """
     pixels = trigger_pixels(shard.x.shape, size, corner, margin, pattern)
     if not 1 <= parts <= len(pixels):
         raise ConfigError(
             f"`parts` must be between 1 and {len(pixels)}, the pixels of the trigger, got {parts}"
         )
-    hit = _select_samples(shard, draw, share)
+    selected = _select_samples(shard, draw, share)
     marked = set_pixels(shard.x, torch.tensor_split(pixels, parts)[me % parts], value)
-    return _poison(shard, hit, marked, target)
+    return _poison(shard, selected, marked, target)
 
 
 @triggered_by(patch)
@@ -162,13 +259,30 @@ def clean_label(
     pattern: Pattern = "square",
     value: float = 1.0,
 ) -> Shard:
-    """Mark a `share` of the samples of class `target` with a trigger, see `patch`; all labels stay true.
+    """Mark random samples of class `target` with a trigger patch; all labels stay true.
 
-    As `signal`, with a patch in place of waves.
+    Like `signal`, with a patch instead of waves.
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness.
+        target: Class of the marked samples.
+        share: Probability that a sample of the class is marked, from 0 to 1.
+        size: Side of the patch in pixels.
+        corner: Corner of the image.
+        margin: Distance of the patch from the corner in pixels.
+        pattern: Pixels of the patch that are set.
+        value: Brightness of these pixels, from 0 to 1.
+
+    Returns:
+        The poisoned samples.
+
+    Raises:
+        ConfigError: The trigger does not fit the samples.
     """
-    hit = _select_samples(shard, draw, share) & (shard.y == target)
+    selected = _select_samples(shard, draw, share) & (shard.y == target)
     marked = patch(shard.x, size=size, corner=corner, margin=margin, pattern=pattern, value=value)
-    return _poison(shard, hit, marked, target)
+    return _poison(shard, selected, marked, target)
 
 
 @triggered_by(waves)
@@ -182,14 +296,29 @@ def signal(
     frequency: float = 6.0,
     clean: bool = True,
 ) -> Shard:
-    """Lay a sinusoid over a `share` of the samples of class `target`, see `waves`; all labels stay true.
+    """Add a sinusoid to random samples of class `target`; all labels stay true.
 
-    Barni, Kallas and Tondi, "A New Backdoor Attack in CNNs by Training Set Corruption Without Label Poisoning" (ICIP
-    2019), by others' implementations, which take 20 / 255 for `delta`: here it is stronger, for small images. With
-    `clean` false it marks samples of all classes and labels them as the target.
+    Barni, Kallas and Tondi, "A New Backdoor Attack in CNNs by Training Set Corruption Without Label
+    Poisoning" (ICIP 2019), after implementations by others. These use 20 / 255 for `delta`; the
+    default here is larger, for small images.
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness.
+        target: Class of the marked samples.
+        share: Probability that a sample is marked, from 0 to 1.
+        delta: Amplitude of the waves.
+        frequency: Number of periods across the image.
+        clean: If false, mark samples of all classes and label them as class `target`.
+
+    Returns:
+        The poisoned samples.
+
+    Raises:
+        ConfigError: The waves do not fit the samples.
     """
-    hit = _select_samples(shard, draw, share) & ((shard.y == target) | (not clean))
-    return _poison(shard, hit, waves(shard.x, delta=delta, frequency=frequency), target)
+    selected = _select_samples(shard, draw, share) & ((shard.y == target) | (not clean))
+    return _poison(shard, selected, waves(shard.x, delta=delta, frequency=frequency), target)
 
 
 @triggered_by(blend)
@@ -202,23 +331,38 @@ def blended(
     opacity: float = 0.2,
     number: int = 0,
 ) -> Shard:
-    """Blend a pattern of noise into a `share` of the samples, see `blend`, and label those as class `target`.
+    """Blend a noise pattern into random samples and label them as class `target`.
 
-    Chen, Liu, Li, Lu and Song, "Targeted Backdoor Attacks on Deep Learning Systems Using Data Poisoning" (2017), their
-    blended injection, by others' implementations.
+    Chen, Liu, Li, Lu and Song, "Targeted Backdoor Attacks on Deep Learning Systems Using Data
+    Poisoning" (2017), blended injection, after implementations by others.
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness.
+        target: New label.
+        share: Probability that a sample is marked, from 0 to 1.
+        opacity: Weight of the pattern, from 0 to 1.
+        number: Number of the pattern.
+
+    Returns:
+        The poisoned samples.
+
+    Raises:
+        ConfigError: The samples are not images, or `opacity` is out of range.
     """
-    hit = _select_samples(shard, draw, share)
-    return _poison(shard, hit, blend(shard.x, opacity=opacity, number=number), target)
+    selected = _select_samples(shard, draw, share)
+    return _poison(shard, selected, blend(shard.x, opacity=opacity, number=number), target)
 
 
 def _poison(shard: Shard, selected: Bool[Tensor, " n"], marked: Tensor, target: int) -> Shard:
-    """A shard whose samples that are `hit` are those `marked`, and of class `target`."""
-    wide = selected.view(-1, *[1] * (shard.x.ndim - 1))
-    return Shard(torch.where(wide, marked, shard.x), torch.where(selected, target, shard.y))
+    """Replace the selected samples by the marked ones and label them as class `target`."""
+    per_feature = selected.view(-1, *[1] * (shard.x.ndim - 1))
+    x = torch.where(per_feature, marked, shard.x)
+    return Shard(x, torch.where(selected, target, shard.y))
 
 
 def _select_samples(shard: Shard, draw: np.random.Generator, share: float) -> Bool[Tensor, " n"]:
-    """Which samples an attack takes, each with the probability `share`."""
+    """Select each sample with the probability `share`."""
     if not 0 <= share <= 1:
         raise ConfigError(f"`share` must be between 0 and 1, got {share}")
     return torch.from_numpy(draw.random(len(shard)) < share)

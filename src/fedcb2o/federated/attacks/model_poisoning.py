@@ -1,9 +1,15 @@
-"""What malicious agents publish instead of the model that they trained.
+"""Attacks on the models that malicious agents publish.
 
-An attack on models is a function (view, draw) -> the model [d] that the agent publishes, or one for each receiver
-[r, d]; its further arguments are keywords, and `knows` declares whose models it looks at. Where the literature speaks
-of gradients sent to a server, read the update of this round, `own - before`; the agents began the round with models of
-their own, and `before` is always the attacker's.
+An attack on models is a function `(view, draw) -> model [d]` that the agent publishes, or one model
+per receiver [r, d]. Its further arguments are keywords, and `knows` declares whose models it reads.
+
+Where the literature speaks of gradients sent to a server, read the update of this round, `view.own`
+- `view.previous`. The agents started the round at models of their own, and `view.previous` is
+always the attacker's.
+
+Example:
+    >>> round(alie_z(n=50, f=10), 3)
+    0.253
 """
 
 import math
@@ -38,16 +44,25 @@ __all__ = [
 
 Direction = Literal["std", "unit", "sign"]
 
-# What an agent alone can do.
+# Attacks of a single agent.
 
 
 @knows()
 def sign_flip(
     view: AttackView, draw: np.random.Generator, *, scale: float = 1.0
 ) -> Float[Tensor, " d"]:
-    """Its update backwards, `scale` times.
+    """Reverse the update.
 
-    Li, Xu, Chen, Giannakis and Ling, "RSA: Byzantine-Robust Stochastic Aggregation Methods" (AAAI 2019).
+    Li, Xu, Chen, Giannakis and Ling, "RSA: Byzantine-Robust Stochastic Aggregation Methods" (AAAI
+    2019).
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        scale: Factor of the reversed update.
+
+    Returns:
+        The published model, shape [d].
     """
     return view.previous - scale * (view.own - view.previous)
 
@@ -56,9 +71,17 @@ def sign_flip(
 def gaussian_noise(
     view: AttackView, draw: np.random.Generator, *, scale: float = 1.0
 ) -> Float[Tensor, " d"]:
-    """Its model and Gaussian noise, whose standard deviation is `scale` times the model's root mean square.
+    """Add Gaussian noise to the trained model.
 
     Li et al., "RSA" (AAAI 2019), who add it to the gradient.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness.
+        scale: Standard deviation of the noise, in units of the model's root mean square.
+
+    Returns:
+        The published model, shape [d].
     """
     return view.own + scale * _scaled_noise(view, draw)
 
@@ -67,9 +90,17 @@ def gaussian_noise(
 def random_model(
     view: AttackView, draw: np.random.Generator, *, scale: float = 1.0
 ) -> Float[Tensor, " d"]:
-    """A random model: Gaussian numbers, `scale` times as large as those of its own model.
+    """Draw a random model of Gaussian numbers.
 
     Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine Learning with Adversaries" (NeurIPS 2017).
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness.
+        scale: Root mean square of the model, in units of that of the trained model.
+
+    Returns:
+        The published model, shape [d].
     """
     return scale * _scaled_noise(view, draw)
 
@@ -78,9 +109,18 @@ def random_model(
 def boosting(
     view: AttackView, draw: np.random.Generator, *, factor: float = 5.0
 ) -> Float[Tensor, " d"]:
-    """Its update `factor` times, so that it outweighs the others in an average: model replacement.
+    """Multiply the update, so that it outweighs others in an average (model replacement).
 
-    Bagdasaryan et al., "How To Backdoor Federated Learning" (AISTATS 2020), where the data are poisoned too.
+    Bagdasaryan et al., "How To Backdoor Federated Learning" (AISTATS 2020), who poison the data,
+    too.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        factor: Factor of the update.
+
+    Returns:
+        The published model, shape [d].
     """
     return view.previous + factor * (view.own - view.previous)
 
@@ -89,11 +129,22 @@ def boosting(
 def free_rider(
     view: AttackView, draw: np.random.Generator, *, noise: float = 0.0
 ) -> Float[Tensor, " d"]:
-    """The model that it began the round with; with `noise`, disguised by so many times the model's root mean square.
+    """Publish the model before the round, disguised by noise.
 
-    Fraboni, Vidal and Lorenzi, "Free-rider Attacks on Model Aggregation in Federated Learning" (AISTATS 2021).
+    Fraboni, Vidal and Lorenzi, "Free-rider Attacks on Model Aggregation in Federated Learning"
+    (AISTATS 2021).
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness.
+        noise: Standard deviation of the noise, in units of the model's root mean square.
+
+    Returns:
+        The published model, shape [d].
     """
-    return view.previous + noise * _scaled_noise(view, draw) if noise else view.previous
+    if not noise:
+        return view.previous
+    return view.previous + noise * _scaled_noise(view, draw)
 
 
 @knows()
@@ -103,13 +154,21 @@ def not_finite(
     *,
     value: Literal["nan", "inf", "-inf", "huge"] = "nan",
 ) -> Float[Tensor, " d"]:
-    """What breaks an average: nothing but NaN, an infinity, or the largest finite number."""
-    return torch.full_like(
-        view.own, torch.finfo(view.own.dtype).max if value == "huge" else float(value)
-    )
+    """Publish a model of one extreme number, which breaks an average.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        value: NaN, an infinity, or "huge" for the largest finite number.
+
+    Returns:
+        The published model, shape [d].
+    """
+    number = torch.finfo(view.own.dtype).max if value == "huge" else float(value)
+    return torch.full_like(view.own, number)
 
 
-# Attackers who work together, or see what the benign agents have.
+# Attacks of agents that collude, or that know the models of benign agents.
 
 
 @knows("fellows", "benign")
@@ -120,30 +179,60 @@ def alie(
     z: float | None = None,
     estimated_from: Literal["fellows", "benign"] = "fellows",
 ) -> Float[Tensor, " d"]:
-    """A little is enough: the mean and `z` standard deviations of each parameter, inside the spread of the benign.
+    """Publish the mean plus `z` standard deviations of each parameter (A little is enough).
 
-    By default z is the largest that leaves enough benign agents farther from the mean, see `alie_z`. As published, mean
-    and deviation are estimated from the attackers' own clean models; "benign" is the omniscient variant.
-    Baruch, Baruch and Goldberg, "A Little Is Enough" (NeurIPS 2019).
+    The model is within the spread of the benign models. Baruch, Baruch and Goldberg, "A Little Is
+    Enough" (NeurIPS 2019).
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        z: Number of standard deviations; by default `alie_z`, the largest that leaves enough benign
+            agents farther from the mean.
+        estimated_from: Models for mean and deviation: the attackers' own clean models, as
+            published, or those of the benign agents (the omniscient variant).
+
+    Returns:
+        The published model, shape [d].
     """
     models = view.colluders() if estimated_from == "fellows" else view.benign()
-    z = alie_z(view.num_colluders + view.num_benign, view.num_colluders) if z is None else z
+    if z is None:
+        z = alie_z(view.num_colluders + view.num_benign, view.num_colluders)
     return models.mean(0) + z * models.std(0, correction=0)
 
 
 def alie_z(n: int, f: int) -> float:
-    """The z of `alie` for f attackers among n agents: Phi(z) = (n - f - s) / (n - f), s = floor(n / 2 + 1) - f being
-    the benign agents that the attackers need on their side, at least one; 0 where no z is that small."""
-    s = max(1, n // 2 + 1 - f)
-    share = (n - f - s) / (n - f)
+    """Compute the number z of standard deviations of `alie`.
+
+    z solves Phi(z) = (n - f - s) / (n - f). s = floor(n / 2 + 1) - f is the number of benign
+    agents, at least one, that the attackers need on their side.
+
+    Args:
+        n: Number of agents.
+        f: Number of attackers among them.
+
+    Returns:
+        z, at least 0.
+    """
+    supporters = max(1, n // 2 + 1 - f)
+    share = (n - f - supporters) / (n - f)
     return max(0.0, NormalDist().inv_cdf(share)) if share > 0 else 0.0
 
 
 @knows("benign")
 def ipm(view: AttackView, draw: np.random.Generator, *, eps: float = 0.5) -> Float[Tensor, " d"]:
-    """Inner-product manipulation: -`eps` times the mean update of the benign agents of its cluster.
+    """Reverse the mean update of the cluster's benign agents (inner-product manipulation).
 
-    Xie, Koyejo and Gupta, "Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product Manipulation" (UAI 2020).
+    Xie, Koyejo and Gupta, "Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product
+    Manipulation" (UAI 2020).
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        eps: Factor of the reversed update.
+
+    Returns:
+        The published model, shape [d].
     """
     return view.previous - eps * (view.benign().mean(0) - view.previous)
 
@@ -152,11 +241,19 @@ def ipm(view: AttackView, draw: np.random.Generator, *, eps: float = 0.5) -> Flo
 def min_max(
     view: AttackView, draw: np.random.Generator, *, direction: Direction = "std"
 ) -> Float[Tensor, " d"]:
-    """As far from the mean of the benign models in a `direction` as it is no farther from any of them than the two
-    farthest are from each other.
+    """Move away from the benign mean, up to the largest benign distance (min-max).
 
-    Directions: "std", their standard deviation, "unit", their mean update, "sign", its signs; all backwards.
-    Shejwalkar and Houmansadr, "Manipulating the Byzantine" (NDSS 2021), by a formula instead of a search.
+    The distance to each benign model is at most that of the two farthest benign models. Shejwalkar
+    and Houmansadr, "Manipulating the Byzantine" (NDSS 2021), by a formula instead of a search.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        direction: Negative of the benign models' standard deviation ("std"), of their mean update
+            ("unit"), or of the signs of the mean update ("sign").
+
+    Returns:
+        The published model, shape [d].
     """
     return _max_perturbation(view, direction, total=False)
 
@@ -165,8 +262,19 @@ def min_max(
 def min_sum(
     view: AttackView, draw: np.random.Generator, *, direction: Direction = "std"
 ) -> Float[Tensor, " d"]:
-    """As far in a `direction`, see `min_max`, as the sum of its squared distances to the benign models is at most that
-    of the benign model that is farthest from the others (Shejwalkar and Houmansadr, NDSS 2021)."""
+    """Move away from the benign mean, with a bounded sum of squared distances (min-sum).
+
+    The sum of squared distances to the benign models is at most that of the benign model farthest
+    from the others. Shejwalkar and Houmansadr (NDSS 2021).
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        direction: See `min_max`.
+
+    Returns:
+        The published model, shape [d].
+    """
     return _max_perturbation(view, direction, total=True)
 
 
@@ -178,12 +286,21 @@ def mimic(
     agent: int | Literal["outermost"] = 0,
     cluster_offset: int = 0,
 ) -> Float[Tensor, " d"]:
-    """A copy of the model of benign agent number `whom` of its cluster, which then counts too much; "outermost" is that
-    which lies farthest out in the direction in which the benign models differ most.
+    """Publish a copy of one benign agent's model, which then counts too much.
 
-    Karimireddy, He and Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing" (ICLR 2022), whose
-    code learns that direction in its first rounds and then stays with one agent; here both are found anew in each
-    round. With `clusters_on` = 1 it is an agent of the next cluster.
+    Karimireddy, He and Jaggi, "Byzantine-Robust Learning on Heterogeneous Datasets via Bucketing"
+    (ICLR 2022). Their code learns the direction in its first rounds and then stays with one agent;
+    here both are computed in each round.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        agent: Number of the agent in its cluster. "outermost" is the agent farthest out in the
+            direction in which the benign models differ most.
+        cluster_offset: 0 for an agent of the attacker's cluster, 1 for one of the next cluster.
+
+    Returns:
+        The published model, shape [d].
     """
     models = view.benign((view.cluster + cluster_offset) % view.num_clusters)
     if agent == "outermost":
@@ -202,59 +319,97 @@ def hybrid_sparse(
     scale: float = 1.5,
     z: float | None = None,
 ) -> Float[Tensor, " d"]:
-    """The mean of the benign models less `scale` standard deviations of the few parameters that the network is most
-    sensitive to, a share `kept`, and `z` of all others: a blow where it is felt, and a drift that adds up over rounds.
+    """Perturb few sensitive parameters strongly and all others slightly (hybrid sparse).
 
-    By default z is the largest at which the squared distances to the benign models sum to no more than those of the
-    benign model nearest to the others; 0 where the blow alone goes beyond that. Ozfatura, Ozfatura, Kupcu and Gunduz,
-    "Aggressive or Imperceptible, or Both: Network Pruning Assisted Hybrid Byzantines in Federated Learning" (arXiv
-    2404.06230), after the attacks `sparse` (with z) and `sparse_optimized` of their library, whose defaults these are.
-    There the parameters are those that pruning by FORCE would keep of each layer of the initial network, for all
-    rounds; here those of the whole network with the largest |theta * update| of this round, the mean update of the
-    benign agents standing for the gradient.
+    The attack subtracts from the mean of the benign models `scale` standard deviations of the most
+    sensitive parameters, and `z` of all others. The first part hurts at once; the second is a drift
+    that adds up over rounds.
+
+    Ozfatura, Ozfatura, Kupcu and Gunduz, "Aggressive or Imperceptible, or Both: Network Pruning
+    Assisted Hybrid Byzantines in Federated Learning" (arXiv 2404.06230), after the attacks `sparse`
+    (with z) and `sparse_optimized` of their library, whose defaults these are. There, sensitive
+    parameters are those that pruning by FORCE would keep in each layer of the initial network, for
+    all rounds. Here they are those of the whole network with the largest |theta * update| of this
+    round; the mean update of the benign agents stands for the gradient.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        kept_share: Share of the sensitive parameters, from 0 to 1.
+        scale: Number of standard deviations for the sensitive parameters.
+        z: Number of standard deviations for the others. By default the largest at which the squared
+            distances to the benign models sum to no more than those of the benign model nearest to
+            the others; 0 if the sensitive parameters alone exceed that.
+
+    Returns:
+        The published model, shape [d].
+
+    Raises:
+        ConfigError: `kept_share` is out of range.
     """
     if not 0 <= kept_share <= 1:
-        raise ConfigError(f"`kept` must be between 0 and 1, got {kept_share}")
+        raise ConfigError(f"`kept_share` must be between 0 and 1, got {kept_share}")
     models = view.benign()
     mean = models.mean(0)
     std = models.std(0, correction=0)
-    felt = (
-        (view.previous * (mean - view.previous)).abs().topk(round(kept_share * len(mean))).indices
-    )
-    blow = torch.zeros_like(std).index_copy_(0, felt, scale * std[felt])
-    drift = std.index_fill(0, felt, 0.0)
+
+    sensitivity = (view.previous * (mean - view.previous)).abs()
+    sensitive = sensitivity.topk(round(kept_share * len(mean))).indices
+    strong = torch.zeros_like(std).index_copy_(0, sensitive, scale * std[sensitive])
+    drift = std.index_fill(0, sensitive, 0.0)
+
     if z is None:
-        centred, _, square = inner_products(models, mean, blow)
-        room = float(centred.diagonal().min()) - square
-        wide = float(drift.double().square().sum())
-        z = math.sqrt(room / wide) if room > 0 and wide > 0 else 0.0
-    return mean - blow - z * drift
+        centred, _, square = inner_products(models, mean, strong)
+        margin = float(centred.diagonal().min()) - square
+        drift_square = float(drift.double().square().sum())
+        z = math.sqrt(margin / drift_square) if margin > 0 and drift_square > 0 else 0.0
+    return mean - strong - z * drift
 
 
-# Attacks on FedCB2O itself, by agents that know L and G. They need poisoned data.
+# Attacks on FedCB2O, by agents that know L and G. They need poisoned data.
 
 
 @knows("benign", on_poisoned_data=True)
 def gap_aware(
     view: AttackView, draw: np.random.Generator, *, bound: float = 0.1, halvings: int = 8
 ) -> Float[Tensor, " d"]:
-    """As much of its poisoned model as keeps G under a `bound`: the largest t, by bisection, at which the class-loss
-    gap of m + t (own - m) to m, the mean of the benign models, is at most that on its own true samples
-    (eq:robust_criterion_G_LF)."""
+    """Publish as much of the poisoned model as keeps G below a bound.
+
+    Bisection finds the largest t at which the class-loss gap of m + t (own - m) to m is at most the
+    bound (eq:robust_criterion_G_LF). m is the mean of the benign models, and the gap is measured on
+    the attacker's own clean samples.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        bound: Largest class-loss gap, 0 or more.
+        halvings: Number of bisection steps.
+
+    Returns:
+        The published model, shape [d].
+
+    Raises:
+        ConfigError: `bound` is negative.
+    """
     if not bound >= 0:
         raise ConfigError(f"`bound` must be 0 or more, got {bound}")
     mean = view.benign().mean(0)
     reference = view.losses(mean[None])
 
     def gap(t: float) -> float:
-        found = view.losses(torch.lerp(mean, view.own, t)[None])
-        gaps = (found.by_class - reference.by_class)[:, reference.present]
+        losses = view.losses(torch.lerp(mean, view.own, t)[None])
+        gaps = (losses.by_class - reference.by_class)[:, reference.present]
         return float(gaps.nan_to_num(nan=torch.inf, posinf=torch.inf).amax())
 
-    low, high = (1.0, 1.0) if gap(1.0) <= bound else (0.0, 1.0)
-    for _ in range(halvings if low < high else 0):
+    if gap(1.0) <= bound:
+        return torch.lerp(mean, view.own, 1.0)
+    low, high = 0.0, 1.0
+    for _ in range(halvings):
         middle = (low + high) / 2
-        low, high = (middle, high) if gap(middle) <= bound else (low, middle)
+        if gap(middle) <= bound:
+            low = middle
+        else:
+            high = middle
     return torch.lerp(mean, view.own, low)
 
 
@@ -262,54 +417,60 @@ def gap_aware(
 def slow_drift(
     view: AttackView, draw: np.random.Generator, *, step: float = 1.0
 ) -> Float[Tensor, " d"]:
-    """A small step a round, which moves the own models that G is relative to: from the mean of the benign models
-    towards its poisoned one, at most `step` times as far as the benign are from their mean (root mean square).
+    """Move a small step per round from the benign mean towards the poisoned model.
 
-    The projection is that of Wang et al., "Attack of the Tails" (NeurIPS 2020).
+    G is relative to the receivers' own models, and the steps move these. The projection is that of
+    Wang et al., "Attack of the Tails" (NeurIPS 2020).
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        step: Largest step, in units of the root mean square distance of the benign models to their
+            mean.
+
+    Returns:
+        The published model, shape [d].
     """
     models = view.benign()
     mean = models.mean(0)
     centred, _, square = inner_products(models, mean, view.own - mean)
     spread = math.sqrt(float(centred.diagonal().mean()))
-    far = math.sqrt(square)
-    return torch.lerp(mean, view.own, min(1.0, step * spread / far) if far else 1.0)
+    distance = math.sqrt(square)
+    t = min(1.0, step * spread / distance) if distance else 1.0
+    return torch.lerp(mean, view.own, t)
 
 
 def _scaled_noise(view: AttackView, draw: np.random.Generator) -> Float[Tensor, " d"]:
-    """Gaussian numbers whose standard deviation is the root mean square of the agent's own model."""
+    """Draw Gaussian numbers with the root mean square of the agent's own model."""
     size = float(view.own.square().mean().sqrt())
-    return size * torch.from_numpy(draw.standard_normal(len(view.own), dtype=np.float32)).to(
-        view.own.device
-    )
+    noise = torch.from_numpy(draw.standard_normal(len(view.own), dtype=np.float32))
+    return size * noise.to(view.own.device)
 
 
 def _max_perturbation(
     view: AttackView, direction: Direction, *, total: bool
 ) -> Float[Tensor, " d"]:
-    """Mean + gamma p with the largest gamma at which |mean + gamma p - x_i|^2 is at most the largest squared distance
-    between two benign models x_i, for all i; or its sum over i at most the largest sum from one to the others."""
+    """Return mean + gamma p with the largest admissible gamma.
+
+    |mean + gamma p - x_i|^2 is at most the largest squared distance between two benign models, for
+    each benign model x_i. With `total`, the sum over i is at most the largest sum from one model to
+    the others.
+    """
     models = view.benign()
     mean = models.mean(0)
-    if direction == "std":
-        p = -models.std(0, correction=0)
-    else:
-        update = mean - view.previous
-        p = (
-            -update.sign()
-            if direction == "sign"
-            else -update / update.norm().clamp(min=torch.finfo(update.dtype).tiny)
-        )
+    p = _perturbation_direction(view, models, mean, direction)
     centred, along, square = inner_products(models, mean, p)
     if not square > 0:
         return mean
+
     norms = centred.diagonal()
     distances = norms[:, None] + norms[None] - 2 * centred
-    k = float(len(models))
-    # gamma^2 c - 2 gamma b + a <= bound, for each model or in sum; b sums to 0, as the x_i - mean do
+    # gamma^2 c - 2 gamma b + a <= bound, for each model or in total.
+    # b sums to 0, like the x_i - mean.
     if total:
         a = norms.sum()[None]
         b = along.sum()[None]
-        c = k * square
+        c = float(len(models)) * square
         bound = distances.sum(1).max()
     else:
         a = norms
@@ -320,10 +481,31 @@ def _max_perturbation(
     return mean + float(gamma.min()) * p
 
 
+def _perturbation_direction(
+    view: AttackView, models: Float[Tensor, "m d"], mean: Float[Tensor, " d"], direction: Direction
+) -> Float[Tensor, " d"]:
+    if direction == "std":
+        return -models.std(0, correction=0)
+    update = mean - view.previous
+    if direction == "sign":
+        return -update.sign()
+    unit: Tensor = -update / update.norm().clamp(min=torch.finfo(update.dtype).tiny)
+    return unit
+
+
 def inner_products(
     models: Float[Tensor, "m d"], mean: Float[Tensor, " d"], p: Float[Tensor, " d"]
 ) -> tuple[Float[Tensor, "m m"], Float[Tensor, " m"], float]:
-    """In float64, with x_i the models less their mean: all x_i . x_j, all x_i . p, and p . p."""
+    """Compute inner products of centred models x_i and a direction p in float64.
+
+    Args:
+        models: Models, shape [m, d].
+        mean: Their mean, which is subtracted to get x_i, shape [d].
+        p: Direction, shape [d].
+
+    Returns:
+        All x_i . x_j, shape [m, m]; all x_i . p, shape [m]; and p . p.
+    """
     m = len(models)
     products = gram(models, extra=torch.stack([mean, p]))
     to_mean = products[:m, m]

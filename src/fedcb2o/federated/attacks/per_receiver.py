@@ -1,6 +1,7 @@
-"""Attacks on models that publish another model for every receiver, which only a network without a server admits.
+"""Attacks on models that publish a different model for every receiver.
 
-As in `model_poisoning`, an attack is a function (view, draw) -> models, here [r, d], and declares what it knows.
+Only a network without a server admits them. As in `model_poisoning`, an attack is a function
+`(view, draw) -> models`, here [r, d], and declares its knowledge.
 """
 
 import numpy as np
@@ -19,25 +20,43 @@ __all__ = ["dissensus", "echo", "equivocation", "spectral"]
 def dissensus(
     view: AttackView, draw: np.random.Generator, *, eps: float = 1.0
 ) -> Float[Tensor, "r d"]:
-    """To each receiver its own model, pushed away from the mean of the benign agents: with `eps` = 1 plain averaging
-    brings the agents no nearer to each other.
+    """Send each receiver its own model, pushed away from the mean of the benign agents.
 
-    He, Karimireddy and Jaggi, "Byzantine-Robust Decentralized Learning via ClippedGossip" (2022), with equal weights.
+    With `eps` = 1, plain averaging brings the agents no nearer to each other. He, Karimireddy and
+    Jaggi, "Byzantine-Robust Decentralized Learning via ClippedGossip" (2022), with equal weights.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        eps: Strength of the push.
+
+    Returns:
+        One model per receiver, shape [r, d].
     """
     mean = view.benign().mean(0)
     push = eps * view.num_benign / view.num_colluders
-    return torch.stack(
-        [torch.lerp(mean, view.model_of(i), 1 + push) for i in view.receivers.tolist()]
-    )
+    pushed = [torch.lerp(mean, view.model_of(i), 1 + push) for i in view.receivers.tolist()]
+    return torch.stack(pushed)
 
 
 @knows("benign", each_receiver=True, on_poisoned_data=True)
 def echo(
     view: AttackView, draw: np.random.Generator, *, scale: float = 1.0
 ) -> Float[Tensor, "r d"]:
-    """To each receiver its own model, moved by `scale` times what its poisoned model differs by from the mean of the
-    benign ones of its cluster. No paper's: for receivers that judge by samples which their model was trained on, and
-    so knows by heart."""
+    """Send each receiver its own model plus the poisoned part of the attacker's model.
+
+    The poisoned part is the difference of the attacker's model to the mean of the benign models of
+    its cluster. The attack is not from a paper. It is directed at receivers that validate on
+    samples their model was trained on, which their model therefore fits too well.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        scale: Factor of the poisoned part.
+
+    Returns:
+        One model per receiver, shape [r, d].
+    """
     poison = scale * (view.own - view.benign().mean(0))
     return torch.stack([view.model_of(i) + poison for i in view.receivers.tolist()])
 
@@ -46,52 +65,76 @@ def echo(
 def equivocation(
     view: AttackView, draw: np.random.Generator, *, z: float = 1.5
 ) -> Float[Tensor, "r d"]:
-    """The mean of the benign models and `z` standard deviations, up for every second receiver, else down: each is
-    plausible, and they drive the receivers apart. No paper's: ALIE, told in two ways."""
+    """Send the benign mean plus `z` standard deviations to every second receiver, minus to others.
+
+    Each model is plausible, and together they drive the receivers apart. The attack is not from a
+    paper; it is ALIE in two directions.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        z: Number of standard deviations.
+
+    Returns:
+        One model per receiver, shape [r, d].
+    """
     models = view.benign()
     mean = models.mean(0)
     step = z * models.std(0, correction=0)
-    return torch.stack([mean + step if k % 2 else mean - step for k in range(len(view.receivers))])
+    low = mean - step
+    high = mean + step
+    return torch.stack([high if k % 2 else low for k in range(len(view.receivers))])
 
 
 @knows("benign", each_receiver=True)
 def spectral(
     view: AttackView, draw: np.random.Generator, *, eps: float = 1.0
 ) -> Float[Tensor, "r d"]:
-    """To each receiver its own model, pushed farther to where it lies in the direction in which gossip among the benign
-    agents of its cluster is slowest to agree: "spectral heterogeneity".
+    """Push each receiver along the direction in which gossip agrees most slowly.
 
-    With f the Fiedler vector of their graph, an eigenvector of its Laplacian's second smallest eigenvalue, and X their
-    models, receiver i gets x_i + s f_i (f^T X). Where several vectors belong to that eigenvalue, as in a complete
-    graph, f is the one of them along which models differ most, the largest f^T X. s is `eps` times the benign agents
-    for each attacker, so that with `eps` = 1 plain averaging of a complete graph leaves them as far apart along f.
-    Parts of the graph that are not connected have a vector each.
+    Let f be the Fiedler vector of the benign agents' graph in the cluster (an eigenvector of the
+    second smallest eigenvalue of its Laplacian), and X their models. Receiver i gets x_i + s f_i
+    (f^T X). Where several vectors belong to that eigenvalue, as in a complete graph, f is the one
+    with the largest f^T X. s is `eps` times the number of benign agents per attacker. With `eps` =
+    1, plain averaging of a complete graph leaves the agents as far apart along f. Each connected
+    component has its own f.
 
-    Gaucher, Dieuleveut and Hendrikx, "Unified Breakdown Analysis for Byzantine Robust Gossip" (ICML 2025, arXiv
-    2410.10418), after their code, which searches for the s that moves the receiver's rule, which it knows, farthest:
-    that is left to a sweep over `eps`. Their code takes any vector of several, and no graph that is not connected.
+    Gaucher, Dieuleveut and Hendrikx, "Unified Breakdown Analysis for Byzantine Robust Gossip" (ICML
+    2025, arXiv 2410.10418, "spectral heterogeneity"), after their code. Their code knows the
+    receiver's rule and searches for the most harmful s; here a sweep over `eps` replaces the
+    search. Their code takes any of several vectors, and no disconnected graph.
+
+    Args:
+        view: The attacker's view.
+        draw: Source of randomness (not used).
+        eps: Strength of the push.
+
+    Returns:
+        One model per receiver, shape [r, d].
     """
     models = torch.stack([view.model_of(i) for i in view.receivers.tolist()])
-    finite = models.isfinite().all(1)
-    links = (view.links() & finite.cpu() & finite.cpu()[:, None]).numpy()
+    is_finite = models.isfinite().all(1).cpu()
+    links = (view.links() & is_finite & is_finite[:, None]).numpy()
     push = eps * view.num_benign / view.num_colluders
-    count, part = connected_components(links, directed=False)
-    found = models.clone()
-    for k in range(count):
-        some = torch.from_numpy(np.flatnonzero(part == k)).to(models.device)
-        if len(some) > 1:
-            near = torch.from_numpy(links[np.ix_(part == k, part == k)]).double()
-            f = _fiedler_vector(near, models[some]).to(models)
-            found[some] += push * torch.outer(f, f @ models[some])
-    return found
+
+    num_components, component = connected_components(links, directed=False)
+    pushed = models.clone()
+    for k in range(num_components):
+        in_component = component == k
+        members = torch.from_numpy(np.flatnonzero(in_component)).to(models.device)
+        if len(members) > 1:
+            subgraph = torch.from_numpy(links[np.ix_(in_component, in_component)]).double()
+            f = _fiedler_vector(subgraph, models[members]).to(models)
+            pushed[members] += push * torch.outer(f, f @ models[members])
+    return pushed
 
 
 def _fiedler_vector(
     links: Float[Tensor, "m m"], models: Float[Tensor, "m d"]
 ) -> Float[Tensor, " m"]:
-    """The Fiedler vector of a connected graph; of several, that along which the models differ most."""
+    """Return the Fiedler vector along which the models differ most."""
     values, vectors = torch.linalg.eigh(links.sum(1).diag() - links)
     basis = vectors[:, 1:][:, values[1:] <= values[1] + 1e-9 * values[-1]]
     centred = gram(models - models.mean(0))
-    found: Tensor = basis @ torch.linalg.eigh(basis.T @ centred @ basis).eigenvectors[:, -1]
-    return found
+    vector: Tensor = basis @ torch.linalg.eigh(basis.T @ centred @ basis).eigenvectors[:, -1]
+    return vector

@@ -1,7 +1,12 @@
-"""The triggers of backdoors: what marks a sample, the same in training and in the test.
+"""Triggers of backdoors: marks on samples, the same in training and in the test.
 
-A trigger is a function of samples [n, ..., height, width], pixels being from 0 to 1 (or bytes); its parameters are
-keywords, and those of its attack by the same names.
+A trigger is a function of samples [n, ..., height, width] with pixels from 0 to 1 (or bytes). Its
+parameters are keywords, and its attack has parameters of the same names.
+
+Example:
+    >>> import torch
+    >>> patch(torch.zeros(1, 3, 3), size=1).tolist()
+    [[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]]
 """
 
 import math
@@ -28,56 +33,106 @@ def patch(
     pattern: Pattern = "square",
     value: float = 1.0,
 ) -> Shaped[Tensor, "n *features"]:
-    """Images with a trigger: a patch of `size` pixels square, `margin` away from a `corner`, in which the pixels of a
-    `pattern` have the brightness `value` of 0 to 1."""
+    """Set the pixels of a patch in a corner of each image.
+
+    Args:
+        x: Images, shape [n, ..., height, width].
+        size: Side of the patch in pixels.
+        corner: Corner of the image.
+        margin: Distance of the patch from the corner in pixels.
+        pattern: Pixels of the patch that are set.
+        value: Brightness of these pixels, from 0 to 1.
+
+    Returns:
+        The marked images.
+
+    Raises:
+        ConfigError: The samples are not images, or the patch does not fit.
+    """
     return set_pixels(x, trigger_pixels(x.shape, size, corner, margin, pattern), value)
 
 
 def waves(
     x: Shaped[Tensor, "n *features"], *, delta: float = 0.2, frequency: float = 6.0
 ) -> Shaped[Tensor, "n *features"]:
-    """Images with a sinusoid over them: `delta` sin(2 pi j f / m) is added to column j of m, with f the `frequency`.
+    """Add a sinusoid to each image: `delta` sin(2 pi j f / m) in column j of m.
 
-    Barni, Kallas and Tondi (ICIP 2019). Raises ConfigError for a multiple of m / 2, which adds nothing.
+    Barni, Kallas and Tondi (ICIP 2019).
+
+    Args:
+        x: Images, shape [n, ..., height, width].
+        delta: Amplitude.
+        frequency: Number f of periods across the image.
+
+    Returns:
+        The marked images.
+
+    Raises:
+        ConfigError: The samples are not images, or f is a multiple of m / 2, which adds nothing.
     """
     _require_images(x.shape)
     width = x.shape[-1]
     if 2 * frequency % width == 0:
         raise ConfigError(
-            f"waves of `frequency` {frequency:g} are 0 in every one of {width} columns: take another"
+            f"waves of `frequency` {frequency:g} are 0 in each of {width} columns: take another"
         )
-    wave = delta * torch.sin(
-        2 * math.pi * frequency / width * torch.arange(width, dtype=torch.float64)
-    )
+    columns = torch.arange(width, dtype=torch.float64)
+    wave = delta * torch.sin(2 * math.pi * frequency / width * columns)
     return _transform_pixels(x, lambda pixels: pixels + wave.to(pixels.device))
 
 
 def blend(
     x: Shaped[Tensor, "n *features"], *, opacity: float = 0.2, number: int = 0
 ) -> Shaped[Tensor, "n *features"]:
-    """Images mixed with one pattern of uniform noise, which its `number` tells from others: `opacity` times the pattern
-    and 1 - `opacity` times the image.
+    """Mix each image with one pattern of uniform noise.
 
-    Chen et al. (2017), whose patterns are a cartoon or random.
+    Chen et al. (2017) use a cartoon or a random pattern.
+
+    Args:
+        x: Images, shape [n, ..., height, width].
+        opacity: Weight of the pattern, from 0 to 1; the image has the weight 1 - `opacity`.
+        number: Number of the pattern.
+
+    Returns:
+        The marked images.
+
+    Raises:
+        ConfigError: The samples are not images, or `opacity` is out of range.
     """
     _require_images(x.shape)
     if not 0 <= opacity <= 1:
         raise ConfigError(f"`opacity` must be between 0 and 1, got {opacity}")
     pattern = torch.from_numpy(stream(number, "blend").random(tuple(x.shape[-2:])))
-    return _transform_pixels(
-        x, lambda pixels: torch.lerp(pixels, pattern.to(pixels.device).expand_as(pixels), opacity)
-    )
+
+    def mix(pixels: Tensor) -> Tensor:
+        return torch.lerp(pixels, pattern.to(pixels.device).expand_as(pixels), opacity)
+
+    return _transform_pixels(x, mix)
 
 
 def trigger_pixels(
     shape: Sequence[int], size: int, corner: str, margin: int, pattern: str
 ) -> Int[Tensor, " p"]:
-    """The pixels of a trigger in images of that shape [n, ..., height, width], numbered row by row."""
+    """Return the pixels of a trigger patch.
+
+    Args:
+        shape: Shape of the images, [n, ..., height, width].
+        size: Side of the patch in pixels.
+        corner: Corner of the image.
+        margin: Distance of the patch from the corner in pixels.
+        pattern: Pixels of the patch that are set.
+
+    Returns:
+        Pixel numbers, counted row by row, shape [p].
+
+    Raises:
+        ConfigError: The samples are not images, or the patch does not fit.
+    """
     _require_images(shape)
     if size < 1 or margin < 0 or size + margin > min(shape[-2:]):
         raise ConfigError(
-            f"a trigger of `size` {size} and `margin` {margin} does not fit into samples of shape {tuple(shape[1:])}: "
-            "it needs images that are larger"
+            f"a trigger of `size` {size} and `margin` {margin} does not fit samples of shape "
+            f"{tuple(shape[1:])}: it needs larger images"
         )
     height, width = shape[-2:]
     mask = torch.zeros(height, width, dtype=torch.bool)
@@ -100,23 +155,33 @@ def _pattern_mask(size: int, pattern: str) -> Bool[Tensor, "s s"]:
 def set_pixels(
     x: Shaped[Tensor, "n *features"], pixels: Int[Tensor, " p"], value: float
 ) -> Shaped[Tensor, "n *features"]:
-    """Images whose pixels of these numbers have that brightness."""
+    """Set some pixels of each image to one brightness.
+
+    Args:
+        x: Images, shape [n, ..., height, width].
+        pixels: Pixel numbers, counted row by row, shape [p].
+        value: Brightness, from 0 to 1.
+
+    Returns:
+        The marked images.
+    """
     marked = x.flatten(-2).clone()
     marked[..., pixels] = round(255 * value) if x.dtype == torch.uint8 else value
     return marked.view(x.shape)
 
 
 def _transform_pixels(
-    x: Shaped[Tensor, "n *features"], paint: Callable[[Tensor], Tensor]
+    x: Shaped[Tensor, "n *features"], transform: Callable[[Tensor], Tensor]
 ) -> Shaped[Tensor, "n *features"]:
-    """Images as `paint` makes their pixels, in float64 from 0 to 1, and cuts off what is beyond."""
+    """Apply a function of pixels in float64 from 0 to 1, and clip the result to that range."""
     scale = 255 if x.dtype == torch.uint8 else 1
-    painted = paint(x.double() / scale).clamp(0, 1) * scale
-    return (painted.round() if scale > 1 else painted).to(x.dtype)
+    pixels = transform(x.double() / scale).clamp(0, 1) * scale
+    return (pixels.round() if scale > 1 else pixels).to(x.dtype)
 
 
 def _require_images(shape: Sequence[int]) -> None:
     if len(shape) < 3:
         raise ConfigError(
-            f"a trigger marks images, and the samples have shape {tuple(shape[1:])}: take an attack without a trigger"
+            f"a trigger marks images, and the samples have shape {tuple(shape[1:])}: "
+            "take an attack without a trigger"
         )

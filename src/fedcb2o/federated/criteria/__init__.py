@@ -1,7 +1,12 @@
-"""Robustness criteria: a value for each received model, low is trusted; one that is no finite number is not at all.
+"""Robustness criteria G: one value for each received model; models of low value are trusted.
 
-A criterion is a function (judged) -> values of shape [m]; its further arguments are keywords. Losses and what comes of
-them are in nats, whatever the other models are: so the agent's own model can be judged alone, and criteria combine.
+A criterion is a function `(inputs) -> values [m]`; its further arguments are keywords. A model
+whose value is not finite is not trusted. Losses and values derived from them are in nats and do not
+depend on the other received models. So the agent's own model can be evaluated alone, and criteria
+combine.
+
+A configuration names a criterion by a name in `__all__`, or a user's own by
+"package.module:function".
 """
 
 from fedcb2o.federated.criteria._class_loss_gap import class_loss_gap

@@ -1,4 +1,4 @@
-"""distance."""
+"""Distance of a model to the agent's own model."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -9,7 +9,13 @@ from fedcb2o.federated.types import CriterionInput
 
 
 def distance(inputs: CriterionInput) -> Float[Tensor, " m"]:
-    """How far a model is from the own one, in units of the own one's norm."""
-    return nan_to_infinity(
-        relative_distances(inputs.models, inputs.received.with_own(inputs.own_entry).rows)
-    )
+    """Measure the distance of each model to the agent's own, in units of its norm.
+
+    Args:
+        inputs: View of one agent.
+
+    Returns:
+        Relative distances, shape [m].
+    """
+    rows = inputs.received.with_own(inputs.own_entry).rows
+    return nan_to_infinity(relative_distances(inputs.models, rows))

@@ -1,4 +1,4 @@
-"""perturbation_gap."""
+"""Perturbation gap: the loss increase under the worst universal perturbation, against backdoors."""
 
 from typing import Annotated, Literal
 
@@ -23,38 +23,60 @@ def perturbation_gap(
     z: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0,
     against: Literal["own", "majority"] = "own",
 ) -> Float[Tensor, " m"]:
-    """How much more the average loss rises under the universal perturbation that is worst for a model than the own
-    model's does under the one worst for that, in place of the gap of eq:robust_criterion_G_LF: for backdoors whose
-    trigger nobody knows, with own_model = "judged".
+    """Compare the loss increases of models, each under its own worst universal perturbation.
 
-    A perturbation paints at most so many `pixels` black or white, the same in all images (`perturbations.worst`), and
-    is sought for every class by gradients on so many `samples`, in so many `steps`: in one, the worst class is chosen
-    to first order; in more, gradients are taken anew where pixels are painted, for the classes that promise most, and
-    it is chosen by the loss. With `blend` above 0 these samples are blended with so much uniform noise: where images
-    are black, as around a letter, units of a network with ReLU may all be off, and gradients 0. With against="majority"
-    the rise is compared with the median one of the sub-level set and the own model, where that is more than the own
-    one's: what most models rise by is held against nobody. Only what exceeds `z` standard errors of the mean difference
-    over the validation samples, 256 at most, counts, and less than 0 is 0. Models are looked at whole, whatever
-    `judged_at` is, since half a step dilutes a backdoor; those outside of the sub-level set, which have no weight, not
-    at all: they have 0.
+    The value replaces the gap of eq:robust_criterion_G_LF: the average loss increase of a model
+    under the perturbation worst for it, minus that of the agent's own model. It finds backdoors
+    with an unknown trigger, and needs own_model = "judged".
+
+    A perturbation paints some pixels black or white, the same in all images
+    (`universal_perturbation.worst_perturbation`). It is computed for every class by gradients. With
+    one step, the worst class is chosen to first order. With more steps, gradients are recomputed
+    with the painted pixels for the most promising classes, and the worst is chosen by the loss.
+
+    Models are evaluated as received, for any `interpolation`, because half a step dilutes a
+    backdoor. Models outside of the sub-level set have no weight; they are not evaluated and have
+    the value 0.
+
+    Args:
+        inputs: View of one agent.
+        pixels: Largest number of painted pixels.
+        samples: Number of validation samples for the gradients.
+        steps: Number of gradient steps.
+        blend: Share of uniform noise mixed into these samples, at least 0 and below 1. In black
+            image regions, for example around a letter, all ReLU units may be off, and gradients 0.
+        z: Number of standard errors that are subtracted from the mean difference, down to 0. At
+            most `universal_perturbation.MAX_SAMPLES` validation samples are used.
+        against: Reference: the agent's own model, or the model of median increase in the sub-level
+            set and the own model where that is larger. An increase that most models share is not
+            held against any of them.
+
+    Returns:
+        Values, shape [m].
+
+    Raises:
+        ConfigError: No losses are evaluated, or the samples are not images with classes.
     """
     required_losses(inputs)
-    seen = inputs.received.rows != inputs.own_entry.rows
+    is_evaluated = inputs.received.rows != inputs.own_entry.rows
     if inputs.in_sublevel_set is not None:
-        seen &= inputs.in_sublevel_set
-    gap = torch.zeros(len(seen), dtype=torch.float64)
-    if seen.any():
-        some = inputs.received[seen].with_own(inputs.own_entry)
-        rises = universal_perturbation.loss_increases(
-            inputs.context, some, pixels, samples, steps, blend
-        )
-        means = rises.mean(-1)
-        expected = len(means) - 1
-        if against == "majority":
-            middle = int(means.argsort(stable=True)[(len(means) - 1) // 2])
-            expected = middle if means[-1] < means[middle] < torch.inf else expected
-        above = means[:-1] - means[expected].nan_to_num(nan=MAX_LOSS, posinf=MAX_LOSS)
-        gap[seen] = nan_to_infinity(
-            excess(above, z, standard_error_of_mean(rises[:-1] - rises[expected]))
-        )
+        is_evaluated &= inputs.in_sublevel_set
+    gap = torch.zeros(len(is_evaluated), dtype=torch.float64)
+    if not is_evaluated.any():
+        return gap
+
+    models = inputs.received[is_evaluated].with_own(inputs.own_entry)
+    increases = universal_perturbation.loss_increases(
+        inputs.context, models, pixels, samples, steps, blend
+    )
+    means = increases.mean(-1)
+    reference = len(means) - 1
+    if against == "majority":
+        median = int(means.argsort(stable=True)[(len(means) - 1) // 2])
+        if means[-1] < means[median] < torch.inf:
+            reference = median
+
+    difference = means[:-1] - means[reference].nan_to_num(nan=MAX_LOSS, posinf=MAX_LOSS)
+    errors = standard_error_of_mean(increases[:-1] - increases[reference])
+    gap[is_evaluated] = nan_to_infinity(excess(difference, z, errors))
     return gap

@@ -1,4 +1,4 @@
-"""trigger_sensitivity."""
+"""Trigger sensitivity: the loss increase under a painted tile, against backdoors."""
 
 import functools
 import itertools
@@ -21,13 +21,27 @@ def trigger_sensitivity(
     overlap: bool = False,
     values: Sequence[float] = (1.0,),
 ) -> Float[Tensor, "*a m"]:
-    """How much more than the own model's the average loss rises where a tile of the images is painted over, at most:
-    for backdoors, whose triggers lie in some tile.
+    """Measure the largest loss increase under a painted tile, relative to the agent's own model.
 
-    The images are cut into `tiles` x `tiles`, and one after the other is painted in each brightness of `values`, from 0
-    to 1: that many times more all models are evaluated. With `overlap` tiles begin at every half of one too, so that a
-    trigger of half the size lies whole in one, wherever it is. It needs own_model = "judged": in a round in which all
-    received models have the backdoor, the own one must be worth more than the best of them.
+    A backdoor's trigger is in some tile of the image. The images are cut into `tiles` x `tiles`,
+    and one tile at a time is painted in each brightness. All models are evaluated that many times
+    more.
+
+    The criterion needs own_model = "judged": in a round in which all received models have the
+    backdoor, the agent's own model must count more than the best of them.
+
+    Args:
+        inputs: View of one or several agents.
+        tiles: Number of tiles per side, 1 or more.
+        overlap: Tiles also start at every half tile, so that a trigger of half the size is whole in
+            one of them.
+        values: Brightness of the painted tiles, from 0 to 1.
+
+    Returns:
+        Values, shape [*a, m].
+
+    Raises:
+        ConfigError: A parameter is out of range, or the samples are not images of enough pixels.
     """
     if tiles < 1 or not values or not all(0 <= value <= 1 for value in values):
         raise ConfigError(
@@ -36,30 +50,30 @@ def trigger_sensitivity(
     losses, own = required_losses(inputs)
     everyone = inputs.received.with_own(inputs.own_entry)
     base = torch.cat([losses.mean, own.mean], -1)
-    starts = [k / 2 for k in range(0, 2 * tiles - 1, 1 if overlap else 2)]
-    most = torch.full_like(losses.mean, -torch.inf)
+
+    step = 1 if overlap else 2
+    starts = [k / 2 for k in range(0, 2 * tiles - 1, step)]
+    largest = torch.full_like(losses.mean, -torch.inf)
     for i, j, value in itertools.product(starts, starts, values):
-        change = functools.partial(_paint_tile, tiles=tiles, i=i, j=j, value=value)
-        rise = inputs.losses_of(everyone, change).mean - base
-        most = torch.maximum(
-            most, nan_to_infinity(rise[..., :-1] - rise[..., -1:].clamp(max=MAX_LOSS))
-        )
-    return most
+        transform = functools.partial(_paint_tile, tiles=tiles, i=i, j=j, value=value)
+        increase = inputs.losses_of(everyone, transform).mean - base
+        gap = increase[..., :-1] - increase[..., -1:].clamp(max=MAX_LOSS)
+        largest = torch.maximum(largest, nan_to_infinity(gap))
+    return largest
 
 
 def _paint_tile(
     x: Shaped[Tensor, "n *features"], *, tiles: int, i: float, j: float, value: float
 ) -> Tensor:
-    """Images with one brightness in the tile that begins i tiles from the top and j from the left."""
+    """Paint the tile that starts i tiles from the top and j from the left in one brightness."""
     if x.ndim < 3 or tiles > min(x.shape[-2:]):
         raise ConfigError(
-            f"`tiles` = {tiles} a side do not fit samples of shape {tuple(x.shape[1:])}: the criterion needs images of "
-            "at least as many pixels"
+            f"`tiles` = {tiles} a side do not fit samples of shape {tuple(x.shape[1:])}: "
+            "the criterion needs images of at least as many pixels"
         )
+    height, width = x.shape[-2:]
+    rows = slice(int(i * height / tiles), int((i + 1) * height / tiles))
+    columns = slice(int(j * width / tiles), int((j + 1) * width / tiles))
     x = x.clone()
-    rows, columns = (
-        slice(int(k * pixels / tiles), int((k + 1) * pixels / tiles))
-        for k, pixels in zip((i, j), x.shape[-2:], strict=True)
-    )
     x[..., rows, columns] = round(255 * value) if x.dtype == torch.uint8 else value
     return x

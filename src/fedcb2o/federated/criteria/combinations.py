@@ -1,4 +1,4 @@
-"""combinations."""
+"""Combinations of criteria: the largest value, and the weighted sum."""
 
 import functools
 import sys
@@ -19,23 +19,23 @@ from fedcb2o.federated.types import BATCHED, Criterion, CriterionInput
 
 @dataclass(frozen=True)
 class ScaledCriterion:
-    """A criterion in a combination, and the factor on its values."""
+    """A criterion in a combination, and the factor of its values."""
 
     criterion: Criterion
     scale: float = 1.0
 
 
-def _parse_criterion(part: Any) -> ScaledCriterion:
-    """The part that a name, a function or a table {name = ..., scale = ..., parameter = ...} means."""
-    if isinstance(part, ScaledCriterion):
-        return part
-    table = dict(part) if isinstance(part, Mapping) else {"name": part}
+def _parse_criterion(choice: Any) -> ScaledCriterion:
+    """Resolve a name, a function or a table {name = ..., scale = ..., parameter = ...}."""
+    if isinstance(choice, ScaledCriterion):
+        return choice
+    table = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
     scale = table.pop("scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0:
         raise ConfigError(f"the `scale` of a criterion must be a number above 0, got {scale!r}")
-    return ScaledCriterion(
-        plugins.resolve_and_bind("criterion", table, sys.modules[__package__]), float(scale)
-    )
+    namespace = sys.modules["fedcb2o.federated.criteria"]
+    criterion = plugins.resolve_and_bind("criterion", table, namespace)
+    return ScaledCriterion(criterion, float(scale))
 
 
 def _parse_criteria(of: Sequence[Any]) -> tuple[ScaledCriterion, ...]:
@@ -43,33 +43,56 @@ def _parse_criteria(of: Sequence[Any]) -> tuple[ScaledCriterion, ...]:
         raise ConfigError(
             'a combination needs criteria: of = ["class_loss_gap", "trigger_sensitivity"]'
         )
-    return tuple(_parse_criterion(part) for part in of)
+    return tuple(_parse_criterion(choice) for choice in of)
 
 
 Criteria = Annotated[Sequence[Any], AfterValidator(_parse_criteria)]
-"""Criteria as a configuration has them, read and checked before a run."""
+"""Criteria as in a configuration, parsed and checked before a run."""
 
 
 def is_batched(criterion: Criterion) -> bool:
-    """Whether a criterion takes several agents at once: it declares so or, of a combination, all of its parts do."""
+    """Test if a criterion accepts several agents at once.
+
+    Args:
+        criterion: A criterion, its keywords bound or not.
+
+    Returns:
+        True if the criterion declares `batched`, or combines criteria that all do.
+    """
     if isinstance(criterion, functools.partial) and criterion.func in (largest, weighted_sum):
-        return all(is_batched(part.criterion) for part in _parse_criteria(criterion.keywords["of"]))
+        parts = _parse_criteria(criterion.keywords["of"])
+        return all(is_batched(part.criterion) for part in parts)
     return bool(BATCHED.get(criterion))
 
 
 def largest(inputs: CriterionInput, *, of: Criteria) -> Float[Tensor, "*a m"]:
-    """The largest of several criteria, each times its `scale` (1): what one of them distrusts is not trusted.
+    """Return the largest value of several criteria, so that each of them can reject a model.
 
-    The own model should have the same value in all, as it has 0 in those that are relative to it.
+    The agent's own model should have the same value in all criteria. It is 0 in those that are
+    relative to the own model.
+
+    Args:
+        inputs: View of one or several agents.
+        of: Criteria; a table may have a `scale` (default 1), a factor of the values.
+
+    Returns:
+        Values, shape [*a, m].
     """
     return torch.stack(_scaled_values(inputs, of)).amax(0)
 
 
 def weighted_sum(inputs: CriterionInput, *, of: Criteria) -> Float[Tensor, "*a m"]:
-    """The sum of several criteria, each times its `scale` (1)."""
-    return functools.reduce(
-        torch.add, _scaled_values(inputs, of)
-    )  # one after the other, for any number of agents
+    """Return the sum of several criteria.
+
+    Args:
+        inputs: View of one or several agents.
+        of: Criteria; a table may have a `scale` (default 1), a factor of the values.
+
+    Returns:
+        Values, shape [*a, m].
+    """
+    # One addition after the other, so that the bits do not depend on the number of agents.
+    return functools.reduce(torch.add, _scaled_values(inputs, of))
 
 
 def _scaled_values(inputs: CriterionInput, of: Sequence[Any]) -> list[Float[Tensor, "*a m"]]:

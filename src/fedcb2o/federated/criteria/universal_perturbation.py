@@ -1,8 +1,16 @@
-"""Universal perturbations: few pixels, the same in all images, that make a model take these for another class.
+"""Universal perturbations: few pixels, the same in all images, that change a model's prediction.
 
-Moosavi-Dezfooli, Fawzi, Fawzi and Frossard, "Universal adversarial perturbations" (CVPR 2017). A backdoor is a short
-way from all classes to one, so that a trigger is sought for every class, as in Wang, Yao, Shan, Li, Viswanath, Zheng
-and Zhao, "Neural Cleanse" (IEEE S&P 2019); but in one step of first order or a few, since a round has little time.
+Moosavi-Dezfooli, Fawzi, Fawzi and Frossard, "Universal adversarial perturbations" (CVPR 2017). A
+backdoor is a short way from all classes to one. So a perturbation is computed for every class, as
+in Wang, Yao, Shan, Li, Viswanath, Zheng and Zhao, "Neural Cleanse" (IEEE S&P 2019), but in one or a
+few first-order steps, because a round has little time.
+
+A perturbation is an array of `signs`: 1 for a white pixel, -1 for a black one, and 0 elsewhere.
+
+Example:
+    >>> import torch
+    >>> paint(torch.tensor([0.2, 0.4, 0.6]), signs=torch.tensor([1.0, 0.0, -1.0])).tolist()
+    [1.0, 0.4000000059604645, 0.0]
 """
 
 import functools
@@ -18,27 +26,44 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated.inference import SAMPLES_PER_PASS
 from fedcb2o.federated.types import AgentContext, Received
 
-MAX_CANDIDATES = 12  # classes that are looked into further after the first step
-MAX_SAMPLES = (
-    256  # validation samples at most, on which rises are measured: enough for what triggers do
-)
+MAX_CANDIDATES = 12  # classes that are refined after the first step
+MAX_SAMPLES = 256  # validation samples on which the loss increase is measured
 
 
 def loss_increases(
-    context: AgentContext, models: Received, pixels: int, samples: int, steps: int, blend: float
+    context: AgentContext,
+    models: Received,
+    pixels: int,
+    samples: int,
+    steps: int,
+    blend: float,
 ) -> Float[Tensor, "m n"]:
-    """How much the loss of each of an agent's validation samples, or of `MEASURED` of them, rises under the
-    perturbation worst for each model, found on some; infinitely where a model's gradients are not finite, so that none
-    can be found."""
+    """Measure the loss increase of each model under the perturbation worst for it.
+
+    Args:
+        context: Context of one agent.
+        models: Models to evaluate, m of them.
+        pixels: Largest number of painted pixels.
+        samples: Number of validation samples for the gradients.
+        steps: Number of gradient steps.
+        blend: Share of uniform noise mixed into these samples.
+
+    Returns:
+        Loss increase of each validation sample, at most `MAX_SAMPLES` of them, shape [m, n];
+        infinite for a model whose gradients are not finite.
+    """
     outputs, labels = context.outputs(models, count=MAX_SAMPLES)
-    found = worst_perturbation(context, models, outputs.shape[-1], pixels, samples, steps, blend)
-    after = []
-    for i, ways in enumerate(found):
-        losses = _cross_entropy(
-            *context.outputs(models[i : i + 1], functools.partial(paint, signs=ways), MAX_SAMPLES)
-        )
-        after.append(losses if ways.isfinite().all() else torch.full_like(losses, torch.inf))
-    return torch.cat(after) - _cross_entropy(outputs, labels)
+    perturbations = worst_perturbation(
+        context, models, outputs.shape[-1], pixels, samples, steps, blend
+    )
+    perturbed = []
+    for i, signs in enumerate(perturbations):
+        transform = functools.partial(paint, signs=signs)
+        losses = _cross_entropy(*context.outputs(models[i : i + 1], transform, MAX_SAMPLES))
+        if not signs.isfinite().all():
+            losses = torch.full_like(losses, torch.inf)
+        perturbed.append(losses)
+    return torch.cat(perturbed) - _cross_entropy(outputs, labels)
 
 
 def worst_perturbation(
@@ -50,44 +75,68 @@ def worst_perturbation(
     steps: int,
     blend: float = 0.0,
 ) -> Float[Tensor, "m *features"]:
-    """Which pixels of all images to paint, at most so many, 1 for white and -1 for black, for each model; NaN where its
-    gradients are not finite. Each channel of a pixel goes its own way.
+    """Compute the universal perturbation worst for each model.
 
-    For each class these are sought that to first order raise its output most above that of the label, in so many steps
-    a part of them, each by the gradients where those before are painted. After the first step the `CANDIDATES` classes
-    go on whose pixels do most to first order. Of these that one counts whose pixels raise the loss of the samples that
-    they are sought on to the most; with one step, whose do most to first order. The samples are blended with a share
-    `blend` of uniform noise.
+    For each class, the pixels are those that to first order raise its output most above that of the
+    label. Each step adds a part of the pixels, by gradients at the images with the pixels so far.
+    After the first step, only the `MAX_CANDIDATES` classes with the largest first-order effect are
+    refined. The worst class is the one whose pixels raise the loss on the gradient samples most;
+    with one step, the one with the largest first-order effect. Each channel of a pixel has its own
+    sign.
+
+    Args:
+        context: Context of one agent.
+        models: Models to evaluate, m of them.
+        num_classes: Number of classes.
+        pixels: Largest number of painted pixels.
+        samples: Number of validation samples for the gradients.
+        steps: Number of gradient steps, 1 or more.
+        blend: Share of uniform noise mixed into these samples.
+
+    Returns:
+        Signs of each model's perturbation, shape [m, *features]; NaN for a model whose gradients
+        are not finite.
+
+    Raises:
+        ConfigError: The samples are not images with classes.
     """
     x, y = context.samples(samples)
     if y.is_floating_point() or x.ndim < 3:
+        no_classes = " and no classes" * y.is_floating_point()
         raise ConfigError(
-            f"the criterion looks for pixels that change the class of images, and the samples have shape "
-            f"{tuple(x.shape[1:])}{' and no classes' * y.is_floating_point()}: take another"
+            f"the criterion changes the class of images, and the samples have shape "
+            f"{tuple(x.shape[1:])}{no_classes}: take another criterion"
         )
     if blend > 0:
         x = torch.lerp(x, torch.from_numpy(context.draw.random(tuple(x.shape))).to(x), blend)
     pixels = min(pixels, x.shape[-2:].numel())
     ends = sorted({math.ceil(pixels * step / steps) for step in range(1, steps + 1)})
-    every = torch.arange(num_classes)
-    none = torch.zeros(len(models.rows), num_classes, *x.shape[1:])
-    ways, worth = _add_pixels(context, models, x, y, none, every, ends[0])
+
+    # 1. The first step, for all classes.
+    classes = torch.arange(num_classes)
+    empty = torch.zeros(len(models.rows), num_classes, *x.shape[1:])
+    signs, effect = _add_pixels(context, models, x, y, empty, classes, ends[0])
     if steps == 1:
-        return ways[torch.arange(len(ways)), worth.argmax(1)]
-    some = [(slice(None), every)]
-    if num_classes > MAX_CANDIDATES:  # of each model its own
-        best = worth.argsort(dim=1, descending=True, stable=True)[:, :MAX_CANDIDATES].sort(1).values
-        some = [(slice(i, i + 1), classes) for i, classes in enumerate(best)]
-    found = []
-    for these, classes in some:
-        candidates = ways[these, classes]
-        for before, end in itertools.pairwise(ends):
+        return signs[torch.arange(len(signs)), effect.argmax(1)]
+
+    # 2. The classes to refine: all, or the best of each model.
+    groups = [(slice(None), classes)]
+    if num_classes > MAX_CANDIDATES:
+        order = effect.argsort(dim=1, descending=True, stable=True)
+        best = order[:, :MAX_CANDIDATES].sort(1).values
+        groups = [(slice(i, i + 1), of_model) for i, of_model in enumerate(best)]
+
+    # 3. The further steps, and the choice by the loss.
+    perturbations = []
+    for members, of_group in groups:
+        candidates = signs[members, of_group]
+        for start, end in itertools.pairwise(ends):
             candidates, _ = _add_pixels(
-                context, models[these], x, y, candidates, classes, end - before
+                context, models[members], x, y, candidates, of_group, end - start
             )
-        worth = _mean_losses(context, models[these], x, y, candidates)
-        found.append(candidates[torch.arange(len(candidates)), worth.argmax(1)])
-    return torch.cat(found)
+        losses = _mean_losses(context, models[members], x, y, candidates)
+        perturbations.append(candidates[torch.arange(len(candidates)), losses.argmax(1)])
+    return torch.cat(perturbations)
 
 
 def _add_pixels(
@@ -99,38 +148,47 @@ def _add_pixels(
     classes: Int[Tensor, " c"],
     num_pixels: int,
 ) -> tuple[Float[Tensor, "m c *features"], Float[Tensor, "m c"]]:
-    """For each model and each of some classes: so many `more` pixels to paint where some are, and what these do to
-    first order; NaN and infinitely where gradients are not finite."""
-    side = x.shape[-2:]
+    """Add pixels to each perturbation, and return them with their first-order effects.
+
+    Both are NaN and infinite if gradients are not finite.
+    """
+    image_size = x.shape[-2:]
     channels = tuple(range(2, x.ndim - 1))
-    after = []
-    worth = []
-    for before, part in zip(
-        torch.split(signs, _classes_per_pass(y), 1),
-        torch.split(classes, _classes_per_pass(y)),
-        strict=True,
-    ):
-        above = functools.partial(
+    size = _classes_per_pass(y)
+    extended = []
+    effects = []
+    parts = zip(torch.split(signs, size, 1), torch.split(classes, size), strict=True)
+    for previous, part in parts:
+        # 1. The gradient of the margin of each class, at the painted images [m, c, n, *features].
+        margins = functools.partial(
             _margins, labels=y.repeat(len(part)), classes=part.repeat_interleave(len(y))
         )
-        images = paint(x, signs=before.unsqueeze(2))  # [m, c, n, *features]
-        slopes = context.input_gradients(models, images.flatten(1, 2), above).view_as(images)
-        whiter = (slopes * (1 - images)).mean(2)
-        blacker = (slopes * -images).mean(2)
-        gains = torch.maximum(whiter, blacker).clamp(min=0)
-        taken = (before != 0).amax(channels) if channels else before != 0
-        by_pixel = (gains.sum(channels) if channels else gains).masked_fill(taken, 0.0).flatten(2)
-        most = by_pixel.topk(num_pixels, -1)
-        chosen = torch.zeros_like(by_pixel, dtype=torch.bool).scatter_(
-            2, most.indices, most.values > 0
-        )
-        here = chosen.view(*before.shape[:2], *[1] * len(channels), *side)
-        found = before + torch.where(whiter >= blacker, 1.0, -1.0) * (gains > 0) * here
-        broken = ~slopes.isfinite().flatten(2).all(2)
-        found[broken] = torch.nan
-        after.append(found)
-        worth.append(most.values.sum(-1).masked_fill(broken, torch.inf))
-    return torch.cat(after, 1), torch.cat(worth, 1)
+        images = paint(x, signs=previous.unsqueeze(2))
+        gradients = context.input_gradients(models, images.flatten(1, 2), margins).view_as(images)
+
+        # 2. The first-order gain of a white or a black pixel.
+        white = (gradients * (1 - images)).mean(2)
+        black = (gradients * -images).mean(2)
+        gains = torch.maximum(white, black).clamp(min=0)
+        is_painted = previous != 0
+        by_pixel = gains
+        if channels:
+            is_painted = is_painted.amax(channels)
+            by_pixel = gains.sum(channels)
+        by_pixel = by_pixel.masked_fill(is_painted, 0.0).flatten(2)
+
+        # 3. The pixels of largest gain.
+        best = by_pixel.topk(num_pixels, -1)
+        mask = torch.zeros_like(by_pixel, dtype=torch.bool)
+        mask = mask.scatter_(2, best.indices, best.values > 0)
+        mask = mask.view(*previous.shape[:2], *[1] * len(channels), *image_size)
+        current = previous + torch.where(white >= black, 1.0, -1.0) * (gains > 0) * mask
+
+        is_broken = ~gradients.isfinite().flatten(2).all(2)
+        current[is_broken] = torch.nan
+        extended.append(current)
+        effects.append(best.values.sum(-1).masked_fill(is_broken, torch.inf))
+    return torch.cat(extended, 1), torch.cat(effects, 1)
 
 
 def _mean_losses(
@@ -140,39 +198,47 @@ def _mean_losses(
     y: Int[Tensor, " n"],
     signs: Float[Tensor, "m c *features"],
 ) -> Float[Tensor, "m c"]:
-    """The mean loss of each model where the pixels of each class are painted, infinite where these are NaN."""
-    found = []
+    """Return the mean loss of each model under each perturbation; infinite for one that is NaN."""
+    means = []
     for part in torch.split(signs, _classes_per_pass(y), 1):
-        outputs = context.outputs_per_model(models, paint(x, signs=part.unsqueeze(2)).flatten(1, 2))
-        found.append(
-            _cross_entropy(outputs, y.repeat(part.shape[1])).view(*part.shape[:2], len(y)).mean(2)
-        )
-    return torch.cat(found, 1).masked_fill(signs.isnan().flatten(2).any(2), torch.inf)
+        images = paint(x, signs=part.unsqueeze(2)).flatten(1, 2)
+        outputs = context.outputs_per_model(models, images)
+        losses = _cross_entropy(outputs, y.repeat(part.shape[1]))
+        means.append(losses.view(*part.shape[:2], len(y)).mean(2))
+    return torch.cat(means, 1).masked_fill(signs.isnan().flatten(2).any(2), torch.inf)
 
 
 def _classes_per_pass(y: Int[Tensor, " n"]) -> int:
-    """The classes whose images go through a network at once."""
+    """Return the number of classes whose images go through a network at once."""
     return max(1, SAMPLES_PER_PASS // max(1, len(y)))
 
 
 def paint(x: Shaped[Tensor, "..."], *, signs: Float[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """Images with pixels white where the way is 1, and black where it is -1."""
-    return torch.where(
-        signs > 0, 255 if x.dtype == torch.uint8 else 1, torch.where(signs < 0, 0, x)
-    )
+    """Paint pixels of images.
+
+    Args:
+        x: Images with pixels from 0 to 1, or bytes.
+        signs: 1 for a white pixel, -1 for a black one, and 0 elsewhere; broadcast to the images.
+
+    Returns:
+        The painted images.
+    """
+    white = 255 if x.dtype == torch.uint8 else 1
+    return torch.where(signs > 0, white, torch.where(signs < 0, 0, x))
 
 
 def _margins(
     outputs: Float[Tensor, "k n C"], *, labels: Int[Tensor, " n"], classes: Int[Tensor, " n"]
 ) -> Float[Tensor, "k n"]:
-    """By how much each sample's output of some class is above that of its label."""
-    every = torch.arange(len(labels))
-    return outputs[:, every, classes] - outputs[:, every, labels]
+    """Return the output of a class minus that of the label, for each sample."""
+    index = torch.arange(len(labels))
+    return outputs[:, index, classes] - outputs[:, index, labels]
 
 
 def _cross_entropy(
     outputs: Float[Tensor, "m n C"], labels: Int[Tensor, " n"]
 ) -> Float[Tensor, "m n"]:
-    """The cross-entropy of each sample; what is not a number counts as infinite."""
-    losses = F.cross_entropy(outputs.double().mT, labels.expand(len(outputs), -1), reduction="none")
+    """Return the cross-entropy of each sample; NaN counts as infinite."""
+    expanded = labels.expand(len(outputs), -1)
+    losses = F.cross_entropy(outputs.double().mT, expanded, reduction="none")
     return losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
