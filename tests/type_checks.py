@@ -1,7 +1,7 @@
 """Run-time checks of types and shapes, by jaxtyping's import hook and beartype.
 
-`make typecheck-runtime` runs the tests of the core packages with them. They take half of the time of
-these tests, so that `make test` runs only `test_type_checks.py`.
+`make typecheck-runtime` runs the tests of the core packages with them. They take half of the
+time of these tests, so that `make test` runs only `test_type_checks.py`.
 """
 
 from collections.abc import Sequence

@@ -90,7 +90,7 @@ def pool():
 
 def test_workers_change_the_tensors_in_place_with_one_thread_each(pool):
     found = pool.map(fill, [(0, 1.0), (1, 2.0), (2, 3.0)])
-    assert pool.arena.tensors()["models"].tolist() == [[1.0] * 5, [2.0] * 5, [3.0] * 5]
+    assert pool.shared_tensors.tensors()["models"].tolist() == [[1.0] * 5, [2.0] * 5, [3.0] * 5]
     assert all(pid != os.getpid() for pid, _ in found)
     assert {threads for _, threads in found} == {1}
 
@@ -136,7 +136,9 @@ def test_an_error_arrives_as_it_is_and_the_pool_works_on(pool):
 
 
 def test_a_dead_worker_is_a_run_error_and_the_next_map_has_new_ones(pool):
-    with pytest.raises(RunError, match="a worker process was killed, perhaps for want of memory"):
+    with pytest.raises(
+        RunError, match="a worker process was killed, perhaps because memory is short"
+    ):
         pool.map(fail, [("die",), ("die",)])
     assert pool.map(slowly, [(0.0, 1)]) == [1]
 
@@ -200,7 +202,7 @@ def test_after_a_second_ctrl_c_that_stops_the_end_of_workers_others_come(pool, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(current_pool().workers[0]), "gone", interrupt)
+        patch.setattr(type(current_pool().workers[0]), "has_exited", interrupt)
         with pytest.raises(KeyboardInterrupt):
             current_pool().terminate()
     assert not pids(pool) & before
@@ -212,7 +214,7 @@ import fcntl, sys, termios
 import torch
 
 from fedcb2o.parallel import shared_memory
-from fedcb2o.parallel.executors import Processes
+from fedcb2o.parallel.executors import PoolExecutor
 
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 modes = termios.tcgetattr(0)
@@ -224,8 +226,8 @@ def say(world):
     return print("said", file=sys.stderr, flush=True)
 
 
-with shared_memory.shared({"models": (torch.uint8, (9,))}) as shared:
-    Processes(1, shared, dict).map(say, [()])
+with shared_memory.allocate_shared({"models": (torch.uint8, (9,))}) as shared:
+    PoolExecutor(1, shared, dict).map(say, [()])
 """
 
 
@@ -411,7 +413,7 @@ def test_an_arena_is_removed_after_an_error():
 def test_sweeping_takes_what_was_left_and_nothing_that_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_memory, "_candidate_folders", lambda: [tmp_path])
     left, used, other = (
-        tmp_path / f"fedcb2o-{name}" for name in ("1-a.arena", "2-b.arena", "notes.txt")
+        tmp_path / f"fedcb2o-{name}" for name in ("1-a.tensors", "2-b.tensors", "notes.txt")
     )
     for path in (left, used, other):
         path.write_bytes(b"x")
@@ -434,7 +436,7 @@ import torch
 from fedcb2o.parallel import shared_memory
 
 for _ in range(500):
-    with shared_memory.shared({"models": (torch.uint8, (9,))}, Path(sys.argv[1])):
+    with shared_memory.allocate_shared({"models": (torch.uint8, (9,))}, Path(sys.argv[1])):
         pass
 """
 

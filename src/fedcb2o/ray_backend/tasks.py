@@ -13,7 +13,7 @@ import ray
 import torch
 
 from fedcb2o.errors import RunError
-from fedcb2o.parallel.process_pool import serialize
+from fedcb2o.parallel.serialization import serialize
 from fedcb2o.ray_backend.actors import POLL_SECONDS, translate_ray_errors
 from fedcb2o.ray_backend.code_shipping import extend_sys_path, runtime_environment
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedcb2o.federated.admission import max_abs
 from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.algorithm2 import decide
+from fedcb2o.federated.collusion import decide
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.metrics import EvaluationResult
@@ -31,7 +31,7 @@ from fedcb2o.federated.validation import evaluate_models
 from fedcb2o.kernels import devices, onednn
 from fedcb2o.nn.parameters import MIN_FOREACH_SIZE, row_stride
 from fedcb2o.parallel import resources
-from fedcb2o.parallel.process_pool import execute
+from fedcb2o.parallel.serialization import execute
 from fedcb2o.ray_backend.code_shipping import extend_sys_path
 from fedcb2o.ray_backend.sharding import max_received
 from fedcb2o.ray_backend.transfers import MAX_TRANSFER_BYTES
