@@ -7,6 +7,8 @@ Optimization" (arXiv 2412.02535).
 import importlib
 from typing import TYPE_CHECKING
 
+from fedcb2o import _deprecation
+
 if TYPE_CHECKING:
     from fedcb2o.data import Dataset, Owners, Shard, dataset, datasets
     from fedcb2o.errors import ConfigError, DataError, FedCB2OError, RunError
@@ -81,6 +83,10 @@ _HOMES = {
     "tracking": ("track",),
 }
 
+_MODEL_READER = "fedcb2o.experiments.runs.trained_models"
+
+_deprecation.install()
+
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
@@ -89,7 +95,10 @@ def __getattr__(name: str) -> object:
         return version("fedcb2o")
     for home, names in _HOMES.items():
         if name in names:
-            return getattr(importlib.import_module(f"fedcb2o.{home}"), name)
+            module = importlib.import_module(f"fedcb2o.{home}")
+            if name == "Run":  # reads models too, which records leave to experiments
+                module.set_model_reader(lambda: importlib.import_module(_MODEL_READER))
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

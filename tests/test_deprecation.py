@@ -1,0 +1,57 @@
+"""Former names of modules, functions and fields still work and name the new ones."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from fedcb2o._deprecation import FORMER_MODULES, former_fields, former_names
+
+
+@pytest.mark.parametrize("former", FORMER_MODULES)
+def test_a_former_module_is_the_new_one(former):
+    new, names = FORMER_MODULES[former]
+    sys.modules.pop(former, None)
+    with pytest.warns(DeprecationWarning, match=new.replace(".", r"\.")):
+        module = importlib.import_module(former)
+    replacement = importlib.import_module(new)
+    for name, new_name in names.items():
+        assert getattr(module, name) is getattr(replacement, new_name)
+    for name in getattr(replacement, "__all__", ()):
+        assert getattr(module, name) is getattr(replacement, name)
+
+
+def test_a_former_module_warns_a_script():
+    code = "from fedcb2o.streams import streams; print(streams.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "agent_streams\n"
+    assert "`fedcb2o.streams` is now `fedcb2o.rng`" in done.stderr
+
+
+def test_a_former_function_is_found_by_its_module():
+    find = former_names("fedcb2o.errors", {"Wrong": "ConfigError", "Gen": "fedcb2o.rng.stream"})
+    errors = importlib.import_module("fedcb2o.errors")
+    rng = importlib.import_module("fedcb2o.rng")
+    with pytest.warns(DeprecationWarning, match=r"fedcb2o\.errors\.ConfigError"):
+        assert find("Wrong") is errors.ConfigError
+    with pytest.warns(DeprecationWarning, match=r"fedcb2o\.rng\.stream"):
+        assert find("Gen") is rng.stream
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        find("other")
+
+
+def test_former_fields_are_read_and_given():
+    @former_fields(own="own_losses")
+    class Input:
+        def __init__(self, own_losses: int) -> None:
+            self.own_losses = own_losses
+
+    with pytest.warns(DeprecationWarning, match="own_losses"):
+        made = Input(own=3)
+    with pytest.warns(DeprecationWarning, match="own_losses"):
+        assert made.own == 3
+    with pytest.raises(AttributeError, match="other"):
+        _ = made.other
