@@ -1,17 +1,33 @@
-"""One exception family for what a user can mend: the CLI prints it as one line and exits with 2."""
+"""Exceptions with a cure: the command line prints their text in one line and exits with status 2.
+
+    FedCB2OError
+    ├── ConfigError (ValueError)      settings
+    ├── DataError (ValueError)        data sets
+    └── RunError (RuntimeError)       runs
+        ├── records.DamagedError          a file that fails its checksum
+        ├── simulation.WorkerLostError    a worker process or Ray worker that died
+        └── parallel.WorkerStartError     a worker process that could not start
+
+Example:
+    >>> try:
+    ...     raise ConfigError("`budget` must be between 1 and num_agents - 1 = 29, got 40")
+    ... except FedCB2OError as error:
+    ...     print(error)
+    `budget` must be between 1 and num_agents - 1 = 29, got 40
+"""
 
 
 class FedCB2OError(Exception):
-    """Something the user can mend; its text says what was wrong, where, and what to do."""
+    """An error that the user can correct; its text names the fault, the place and the cure."""
 
 
 class ConfigError(FedCB2OError, ValueError):
-    """A setting that cannot be: an unknown key, a value out of range, a plug-in that does not fit."""
+    """An invalid setting: an unknown key, a value out of range, an unsuitable plug-in."""
 
 
 class DataError(FedCB2OError, ValueError):
-    """A data set that is missing, truncated, in another format, or too small for what is asked."""
+    """A data set that is missing, truncated, too small or of an unknown format."""
 
 
 class RunError(FedCB2OError, RuntimeError):
-    """A run that cannot start, go on or be read: another run's folder, a damaged checkpoint, a full disk."""
+    """A run that cannot start, continue or be read."""

@@ -1,6 +1,14 @@
-"""A name -> the function it means: one of a room's `__all__`, or a user's "package.module:function".
+"""Plug-ins: functions that a configuration names.
 
-A function's keyword-only arguments are its parameters; they are checked against its signature before a run starts.
+A name is a function of a namespace's `__all__`, or a user's "package.module:function".
+
+The keyword-only arguments of a function are its parameters. They are checked against its signature
+before a run starts.
+
+Example:
+    >>> def rule(models, *, trim: int = 1): ...
+    >>> bind("rule", rule, {"trim": 2})
+    {'trim': 2}
 """
 
 import contextlib
@@ -21,6 +29,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from fedcb2o import renamed
 from fedcb2o.errors import ConfigError, FedCB2OError
 
 PluginFunction = Callable[..., Any]
@@ -32,44 +41,61 @@ PYTORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
 )
-"""The settings by which PyTorch computes in this process, each with what sets it."""
+"""Getter and setter of every process-wide setting that changes how PyTorch computes."""
 
-_TYPO_CUTOFF = (
-    0.81  # how like words are (difflib) that differ by a slip: "median" and "mean" are 0.8
-)
+# Similarity (difflib) of words that differ by a typing error; "median" and "mean" have 0.8.
+_TYPO_CUTOFF = 0.81
 
 F = TypeVar("F", bound=PluginFunction)
 T = TypeVar("T")
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """' Did you mean `x`?' for the word most like `word`, or nothing where none is like it.
+    """Return ' Did you mean `x`?' for the words most similar to `word`.
 
-    Most like are those with a slip of a letter, then those that have it in them or for one of their parts, or that it
-    abbreviates ("median", "geomed": `geometric_median`), of which up to three are named. Of dotted words the last part
-    counts; where several have the same, the last of them is named.
+    The search tries, in this order: words with a typing error; up to three words that contain
+    `word`, have a part like it, or are abbreviated by it ("geomed": `geometric_median`); words
+    that are only roughly similar. Only the last part of a dotted word counts.
+
+    Args:
+        word: Unknown word.
+        words: Known words. Of dotted words with the same last part, the last one is suggested.
+
+    Returns:
+        A sentence that begins with a space, or "" where no word is similar.
+
+    Example:
+        >>> did_you_mean("medain", ["mean", "median"])
+        ' Did you mean `median`?'
     """
-    last = {each.rpartition(".")[2]: each for each in words}
-    close = (
-        difflib.get_close_matches(str(word), last, n=1, cutoff=_TYPO_CUTOFF)
-        or _match_parts(str(word), last)
-        or difflib.get_close_matches(str(word), last, n=1, cutoff=0.5)
+    by_last_part = {name.rpartition(".")[2]: name for name in words}
+    matches = (
+        difflib.get_close_matches(str(word), by_last_part, n=1, cutoff=_TYPO_CUTOFF)
+        or _match_parts(str(word), by_last_part)
+        or difflib.get_close_matches(str(word), by_last_part, n=1, cutoff=0.5)
     )
-    return f" Did you mean {' or '.join(f'`{last[each]}`' for each in close)}?" if close else ""
+    if not matches:
+        return ""
+    return f" Did you mean {' or '.join(f'`{by_last_part[match]}`' for match in matches)}?"
 
 
 def _match_parts(word: str, names: Iterable[str]) -> list[str]:
-    """Up to three names that a word is in, else that have a part like it, else whose parts it abbreviates."""
-    bare = "".join(_name_parts(word))
+    """Return up to three names that contain, resemble in one part, or expand `word`."""
+    letters = "".join(_name_parts(word))
     parts = {name: _name_parts(name) for name in names}
-    if not 3 <= len(bare) <= 60:
+    if not 3 <= len(letters) <= 60:
         return []
-    found = [name for name in parts if bare in "".join(parts[name])]
-    found = found or [
-        name for name in parts if difflib.get_close_matches(bare, parts[name], cutoff=_TYPO_CUTOFF)
-    ]
-    found = found or [name for name in parts if _abbreviates(bare, parts[name])]
-    return sorted(found, key=len)[:3]
+
+    matches = [name for name in parts if letters in "".join(parts[name])]
+    if not matches:
+        matches = [
+            name
+            for name in parts
+            if difflib.get_close_matches(letters, parts[name], cutoff=_TYPO_CUTOFF)
+        ]
+    if not matches:
+        matches = [name for name in parts if _abbreviates(letters, parts[name])]
+    return sorted(matches, key=len)[:3]
 
 
 def _name_parts(name: str) -> list[str]:
@@ -77,49 +103,75 @@ def _name_parts(name: str) -> list[str]:
 
 
 def _abbreviates(word: str, parts: Sequence[str]) -> bool:
-    """Whether a word is made of the beginnings of all parts of a name."""
+    """Return whether `word` consists of the beginnings of all parts of a name."""
     if not parts:
         return not word
+
     first, *rest = parts
     lengths = range(1, min(len(first), len(word)) + 1)
     return any(word[:n] == first[:n] and _abbreviates(word[n:], rest) for n in lengths)
 
 
 def label(function: str | PluginFunction) -> str:
-    """How a configuration names a function: its built-in name or its import path."""
+    """Return the name of a function in a configuration: built-in name or import path.
+
+    Args:
+        function: A name or a function.
+
+    Returns:
+        The name itself, or "package.module:function".
+    """
     if isinstance(function, str):
         return function
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) -> PluginFunction:
-    """The function that a configuration names: public in `room`, "package.module:function", or itself one already.
+    """Return the function that a configuration names.
 
-    `kind` is the word for it in messages. Raises ConfigError if there is no such function, or it cannot be imported.
+    Args:
+        kind: Word for the plug-in in messages, such as "attack".
+        name: A public name of `namespace`, "package.module:function", or a function.
+        namespace: Module whose `__all__` lists the built-in functions.
+
+    Returns:
+        The built-in function, or the user's function with its errors attributed to it.
+
+    Raises:
+        ConfigError: There is no such function, or its import fails.
     """
-    if not (isinstance(name, str) or callable(name)):
-        raise ConfigError(f"the {kind} must be a name or a function, got a {type(name).__name__}")
-    if not isinstance(name, str):
+    if callable(name):
         return wrap_user_function(kind, label(name), name)
-    if ":" not in name:
-        if name in namespace.__all__ and callable(getattr(namespace, name)):
-            return getattr(namespace, name)  # type: ignore[no-any-return]
-        names = sorted(n for n in namespace.__all__ if callable(getattr(namespace, n)))
-        like = (
-            " To have none, leave it out." if name.lower() == "none" else did_you_mean(name, names)
-        )
-        raise ConfigError(
-            f"there is no {kind} `{name}`.{like} Built in: {', '.join(names)};"
-            ' or name your own as "package.module:function"'
-        )
+    if not isinstance(name, str):
+        raise ConfigError(f"the {kind} must be a name or a function, got a {type(name).__name__}")
+    if ":" in name:
+        return wrap_user_function(kind, name, _import_function(kind, name))
+    if name not in namespace.__all__:
+        name = renamed.current_name(name)
+    if name in namespace.__all__ and callable(getattr(namespace, name)):
+        return getattr(namespace, name)  # type: ignore[no-any-return]
+
+    names = sorted(key for key in namespace.__all__ if callable(getattr(namespace, key)))
+    hint = did_you_mean(name, names)
+    if name.lower() == "none":
+        hint = " To have none, leave it out."
+    raise ConfigError(
+        f"there is no {kind} `{name}`.{hint} Built in: {', '.join(names)};"
+        ' or name your own as "package.module:function"'
+    )
+
+
+def _import_function(kind: str, name: str) -> PluginFunction:
     module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # a user's module usually lies beside the configuration
-        sys.path.insert(0, here)
+
+    # A user's module is usually in the folder of the configuration.
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
     try:
-        function = functools.reduce(
-            getattr, attribute.split("."), importlib.import_module(module_name)
-        )
+        module = importlib.import_module(module_name)
+        function = functools.reduce(getattr, attribute.split("."), module)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way at import
         raise ConfigError(
             f"the {kind} `{name}` cannot be imported: {type(error).__name__}: {error}"
@@ -128,81 +180,122 @@ def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) 
         raise ConfigError(
             f"the {kind} `{name}` is of type {type(function).__name__}, not a function"
         )
-    return wrap_user_function(kind, name, function)
+    return function  # type: ignore[no-any-return]
 
 
 def reexport(*namespaces: types.ModuleType) -> PluginFunction:
-    """A module's `__getattr__`: what is public in other rooms is found in it too."""
+    """Return a module `__getattr__` that finds the public names of other modules.
+
+    Args:
+        namespaces: Modules whose `__all__` is searched, in this order.
+
+    Returns:
+        A function for a module's `__getattr__`.
+    """
 
     def find(name: str) -> Any:
-        for room in namespaces:
-            if name in room.__all__:
-                return getattr(room, name)
+        for namespace in namespaces:
+            if name in namespace.__all__:
+                return getattr(namespace, name)
         raise AttributeError(f"there is no {name!r} here")
 
     return find
 
 
 def wrap_user_function(kind: str, name: str, function: PluginFunction) -> PluginFunction:
-    """A user's function, its keywords bound or not, whose own failures are ConfigErrors that name it and its line."""
+    """Return a user's function whose failures are ConfigErrors with its name and line.
+
+    Args:
+        kind: Word for the plug-in in messages.
+        name: Name of the function in the configuration.
+        function: The function, or a `functools.partial` of it.
+
+    Returns:
+        A function with the same signature.
+    """
     if isinstance(function, functools.partial):
-        return functools.partial(
-            wrap_user_function(kind, name, function.func), *function.args, **function.keywords
-        )
+        wrapped = wrap_user_function(kind, name, function.func)
+        return functools.partial(wrapped, *function.args, **function.keywords)
 
     @functools.wraps(function)
     def guarded(*arguments: Any, **keywords: Any) -> Any:
-        with attribute_errors(
-            kind, name, getattr(getattr(function, "__code__", None), "co_filename", None)
-        ):
+        file = getattr(getattr(function, "__code__", None), "co_filename", None)
+        with attribute_errors(kind, name, file):
             return function(*arguments, **keywords)
 
     return USER_FUNCTION(name)(guarded)
 
 
 def display_name(kind: str, function: PluginFunction) -> str:
-    """How messages call a function, its keywords bound or not: by its `kind` and, where it is a user's, its name."""
+    """Return the name of a plug-in in messages.
+
+    Args:
+        kind: Word for the plug-in.
+        function: The function, or a `functools.partial` of it.
+
+    Returns:
+        `kind`, and the name of a user's function.
+    """
     name = USER_FUNCTION.get(function)
     return kind if name is None else f"{kind} `{name}`"
 
 
 @contextlib.contextmanager
 def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[None]:
-    """Whatever fails inside is a ConfigError that names the plug-in and, where it lies in `file`, the line.
+    """Turn failures inside a `with` block into ConfigErrors that name the plug-in.
 
-    So is what would end the process without a word, such as SystemExit; Ctrl-C is the user's. What it changes of the
-    settings by which PyTorch computes is put back after it: others' bits depend on them.
+    SystemExit and other silent exits count as failures; Ctrl-C does not. PyTorch settings that
+    the block changes are restored, because the bits of other results depend on them.
+
+    Args:
+        kind: Word for the plug-in in messages.
+        name: Name of the plug-in.
+        file: Source file whose line the message names.
+
+    Raises:
+        ConfigError: The block failed.
     """
-    before = [get() for get, _ in PYTORCH_SETTINGS]
+    original = [getter() for getter, _ in PYTORCH_SETTINGS]
     try:
         yield
     except (FedCB2OError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == file
-        ]
-        where = f" at line {lines[-1]} of {file}" if lines else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        place = f" at line {lines[-1]} of {file}" if lines else ""
         raise ConfigError(
-            f"the {kind} `{name}` failed{where}: {type(error).__name__}: {error}"
+            f"the {kind} `{name}` failed{place}: {type(error).__name__}: {error}"
         ) from error
     finally:
-        for (get, put), was in zip(PYTORCH_SETTINGS, before, strict=True):
-            if get() != was:
-                put(was)
+        for (getter, setter), value in zip(PYTORCH_SETTINGS, original, strict=True):
+            if getter() != value:
+                setter(value)
 
 
 @dataclass(frozen=True)
 class Declaration(Generic[T]):
-    """Something that a function says of itself, such as whose models an attack knows: it decorates the function, and
-    tells what was said."""
+    """A named property of functions, set by a decorator, such as an attack's knowledge.
+
+    Example:
+        >>> PURPOSE = Declaration[str]("purpose")
+        >>> @PURPOSE("tests")
+        ... def function(): ...
+        >>> PURPOSE.get(function)
+        'tests'
+    """
 
     name: str
 
     def __call__(self, value: T) -> Callable[[F], F]:
-        """A decorator: the function says this."""
+        """Return a decorator that sets the property.
+
+        Args:
+            value: Value of the property.
+
+        Returns:
+            A decorator that returns the same function.
+        """
 
         def decorate(function: F) -> F:
             setattr(function, self.name, value)
@@ -211,105 +304,166 @@ class Declaration(Generic[T]):
         return decorate
 
     def get(self, function: PluginFunction) -> T | None:
-        """What a function, its keywords bound or not, says; None if it does not."""
+        """Return the property of a function.
+
+        Args:
+            function: The function, or a `functools.partial` of it.
+
+        Returns:
+            The value, or None where the function has none.
+        """
         return getattr(getattr(function, "func", function), self.name, None)
 
 
 USER_FUNCTION = Declaration[str]("own_name")
-"""What `resolve` says of a user's function: how the configuration names it."""
+"""Name of a user's function in the configuration, set by `resolve`."""
 
 
-def _cached(find: Callable[[PluginFunction], T]) -> Callable[[PluginFunction], T]:
-    """The same, which remembers what it found: a signature takes longer to read than many a rule to run."""
-    known = functools.cache(find)
+def _cached(inspector: Callable[[PluginFunction], T]) -> Callable[[PluginFunction], T]:
+    """Cache results for hashable functions; reading a signature takes longer than many rules."""
+    cache = functools.cache(inspector)
 
-    @functools.wraps(find)
-    def found(function: PluginFunction) -> T:
-        return known(function) if isinstance(function, Hashable) else find(function)
+    @functools.wraps(inspector)
+    def lookup(function: PluginFunction) -> T:
+        return cache(function) if isinstance(function, Hashable) else inspector(function)
 
-    return found
+    return lookup
 
 
 @_cached
 def parameters(function: PluginFunction) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a plug-in: its keyword-only arguments."""
+    """Return the parameters of a plug-in, which are its keyword-only arguments.
+
+    Args:
+        function: A plug-in.
+
+    Returns:
+        Each parameter by its name.
+    """
     try:
-        signature = inspect.signature(
-            function, eval_str=True
-        )  # as under `from __future__ import annotations`
-    except Exception:  # an annotation may name what is not there when the program runs
+        # Evaluates annotations that are strings, as under `from __future__ import annotations`.
+        signature = inspect.signature(function, eval_str=True)
+    except Exception:  # an annotation may use a name that does not exist at run time
         signature = inspect.signature(function)
     return {
-        name: p
-        for name, p in signature.parameters.items()
-        if p.kind is inspect.Parameter.KEYWORD_ONLY
+        name: parameter
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
 
 
 @_cached
 def positional_inputs(function: PluginFunction) -> tuple[str, ...]:
-    """The names of a plug-in's arguments that are neither parameters nor have a default: what it looks at."""
-    found = inspect.signature(function).parameters.items()
-    ours = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(n for n, p in found if p.kind in ours and p.default is inspect.Parameter.empty)
+    """Return the names of a plug-in's positional arguments without a default.
+
+    Args:
+        function: A plug-in.
+
+    Returns:
+        Names of its inputs, in order.
+    """
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind in kinds and parameter.default is inspect.Parameter.empty
+    )
 
 
 def bind(
-    kind: str, function: PluginFunction, values: Mapping[str, Any], *, deferred: Iterable[str] = ()
+    kind: str,
+    function: PluginFunction,
+    values: Mapping[str, Any],
+    *,
+    deferred: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The checked parameters for `function`, read from a configuration; those named in `later` may be missing.
+    """Check parameter values from a configuration against a function's signature.
 
-    Raises ConfigError that names an unknown parameter (and the nearest right one), one of a wrong type, or one missing.
+    Args:
+        kind: Word for the plug-in in messages.
+        function: The plug-in.
+        values: Parameter values by name.
+        deferred: Parameters that may be missing, because the program sets them later.
+
+    Returns:
+        The checked values by name.
+
+    Raises:
+        ConfigError: A parameter is unknown, of a wrong type, or missing.
     """
-    name = getattr(function, "__name__", None) or getattr(
-        getattr(function, "func", None), "__name__", kind
-    )
+    function_name = getattr(function, "__name__", None)
+    if not function_name:
+        function_name = getattr(getattr(function, "func", None), "__name__", kind)
+
     known = parameters(function)
-    for key in values:
-        if key not in known:
-            has = (
-                f" It has: {', '.join(known)}"
-                if known
-                else " It has none (parameters are keyword-only arguments)"
-            )
-            raise ConfigError(
-                f"{kind} `{name}` has no parameter `{key}`.{did_you_mean(key, known) or has}"
-            )
+    values = renamed.current_parameters(function_name, values, known)
+    for name in values:
+        if name not in known:
+            has = " It has none (parameters are keyword-only arguments)"
+            if known:
+                has = f" It has: {', '.join(known)}"
+            hint = did_you_mean(name, known) or has
+            raise ConfigError(f"{kind} `{function_name}` has no parameter `{name}`.{hint}")
+
     checked = {}
-    for key, parameter in known.items():
-        if key not in values:
-            if parameter.default is inspect.Parameter.empty and key not in deferred:
-                raise ConfigError(f"{kind} `{name}` needs the parameter `{key}`")
+    for name, parameter in known.items():
+        if name not in values:
+            if parameter.default is inspect.Parameter.empty and name not in deferred:
+                raise ConfigError(f"{kind} `{function_name}` needs the parameter `{name}`")
             continue
+
         annotation = parameter.annotation
         if annotation is inspect.Parameter.empty or isinstance(annotation, str):
-            checked[key] = values[key]
+            checked[name] = values[name]
             continue
+
         try:
-            checked[key] = _validate(annotation, values[key])
+            checked[name] = _validate(annotation, values[name])
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
-            raise ConfigError(f"{kind} `{name}`: `{key}` = {values[key]!r}: {reason}") from error
+            raise ConfigError(
+                f"{kind} `{function_name}`: `{name}` = {values[name]!r}: {reason}"
+            ) from error
     return checked
 
 
 def resolve_and_bind(
-    kind: str, choice: PluginChoice, namespace: types.ModuleType, *, deferred: Iterable[str] = ()
+    kind: str,
+    choice: PluginChoice,
+    namespace: types.ModuleType,
+    *,
+    deferred: Iterable[str] = (),
 ) -> functools.partial[Any]:
-    """The function that a choice means, with its checked parameters; raises ConfigError."""
+    """Return the function of a choice with its checked parameters.
+
+    Args:
+        kind: Word for the plug-in in messages.
+        choice: A name, a function, or a table {name = ..., parameter = ...}.
+        namespace: Module whose `__all__` lists the built-in functions.
+        deferred: Parameters that may be missing.
+
+    Returns:
+        The function with its parameters bound.
+
+    Raises:
+        ConfigError: The choice has no name, or the name or a parameter is invalid.
+    """
     table = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
     if "name" not in table:
         raise ConfigError(f"the {kind} has no `name`: {table}")
+
     function = resolve(kind, table.pop("name"), namespace)
     return functools.partial(function, **bind(kind, function, table, deferred=deferred))
 
 
 def _validate(annotation: Any, value: Any) -> Any:
-    """The value as its annotation has it, read as JSON: a list may be a tuple and 5 be 5.0, but "5" and true are no
-    numbers. What JSON cannot write (a function, an array: from Python) is taken as it is or fails."""
-    adapter = TypeAdapter(
-        annotation, config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
-    )
+    """Return the value as its annotation has it, read as JSON.
+
+    A list may be a tuple and 5 may be 5.0, but "5" and true are not numbers. Values that JSON
+    cannot write (a function, an array) are validated as Python objects.
+    """
+    config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+    adapter = TypeAdapter(annotation, config=config)
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):

@@ -1,7 +1,12 @@
-"""Standard output and error that no work depends on: what cannot be said is dropped.
+"""Standard output and error that never fail: text that cannot be written is dropped.
 
-A reader leaves (`| head -1`), a disk is full, a terminal is gone, a stream was closed from the start (`>&-`): the work
-goes on, and whoever needs to know asks the stream whether something was lost.
+A reader leaves (`| head -1`), a disk is full, a terminal is gone, a stream was closed from the
+start (`>&-`). The work continues, and the stream remembers the first error.
+
+Example:
+    >>> with safe_streams():
+    ...     print("a line")
+    a line
 """
 
 import contextlib
@@ -14,101 +19,117 @@ from typing import Any, cast
 
 
 class SafeStream:
-    """A text stream whose writing never fails; `lost` is the first error that kept something from being said."""
+    """A text stream that never fails to write.
 
-    def __init__(self, stream: Any, lost: OSError | None = None) -> None:
+    Attributes:
+        stream: The wrapped stream.
+        error: First error that caused text to be dropped, or None.
+    """
+
+    def __init__(self, stream: Any, error: OSError | None = None) -> None:
         self.stream = stream
-        self.error = lost
+        self.error = error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Say it, or drop it."""
+        """Write text, or drop it.
+
+        Args:
+            text: Text to write.
+
+        Returns:
+            The number of characters, even of dropped text.
+        """
         self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
-        """Say now what waits to be said, or drop it."""
+        """Write the buffered text, or drop it."""
         self._try("flush")
 
-    def _try(self, what: str, *arguments: str) -> None:
+    def _try(self, method: str, *arguments: str) -> None:
         try:
-            getattr(self.stream, what)(*arguments)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # ValueError: it is closed, or its encoding lacks a character
-            self.error = self.error or (
-                error if isinstance(error, OSError) else OSError(str(error))
-            )
+            getattr(self.stream, method)(*arguments)
+        except (OSError, ValueError) as error:
+            # ValueError: the stream is closed, or its encoding lacks a character.
+            if self.error is None:
+                self.error = error if isinstance(error, OSError) else OSError(str(error))
             with contextlib.suppress(OSError, ValueError):
                 self._discard_buffer()
 
     def _discard_buffer(self) -> None:
-        """Empty the stream's buffer, with which every later flush would fail, that at the end of Python too."""
+        """Empty the stream's buffer, with which every later flush would fail, also at exit."""
         descriptor = self.stream.fileno()
-        kept = os.dup(descriptor)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        original = os.dup(descriptor)
+        null = os.open(os.devnull, os.O_WRONLY)
         try:
-            os.dup2(nowhere, descriptor)
+            os.dup2(null, descriptor)
             self.stream.flush()
         finally:
-            os.dup2(kept, descriptor)
-            os.close(kept)
-            os.close(nowhere)
+            os.dup2(original, descriptor)
+            os.close(original)
+            os.close(null)
 
 
 def install_safe_streams() -> None:
-    """From now on no writing to standard output and error fails."""
+    """Replace standard output and error by streams that never fail to write."""
     _open_closed_descriptors()
-    sys.stdout, sys.stderr = cast(Any, (_safe_stream(sys.stdout, 1), _safe_stream(sys.stderr, 2)))
+    sys.stdout = cast(Any, _safe_stream(sys.stdout, 1))
+    sys.stderr = cast(Any, _safe_stream(sys.stderr, 2))
 
 
 @contextlib.contextmanager
 def safe_streams() -> Iterator[None]:
-    """In this block no writing to standard output and error fails; `@kept()` does the same for a function.
+    """Use safe streams in a `with` block, or in a function by `@safe_streams()`.
 
-    Of blocks that overlap, one in another or in several threads, the first changes the streams and the last puts them
-    back.
+    Of blocks that overlap, nested or in several threads, the first one replaces the streams and
+    the last one restores them.
     """
     with _blocks.lock:
         if not _blocks.depth:
-            _blocks.before = sys.stdout, sys.stderr
+            _blocks.original = (sys.stdout, sys.stderr)
             install_safe_streams()
-            _blocks.ours = sys.stdout, sys.stderr
+            _blocks.safe = (sys.stdout, sys.stderr)
         _blocks.depth += 1
     try:
         yield
     finally:
-        _blocks.ours[0].flush()
+        _blocks.safe[0].flush()
         with _blocks.lock:
             _blocks.depth -= 1
             if not _blocks.depth:
-                for name, before, ours in zip(
-                    ("stdout", "stderr"), _blocks.before, _blocks.ours, strict=True
-                ):
-                    if (
-                        getattr(sys, name) is ours
-                    ):  # else somebody has put another one there, which is theirs
-                        setattr(sys, name, before)
+                _restore()
 
 
 @dataclass
 class _Blocks:
-    """How many blocks of `kept` are under way, the streams from before the first of them, and theirs."""
+    """Number of active `safe_streams` blocks, the original streams and the safe ones."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     depth: int = 0
-    before: tuple[Any, Any] = (None, None)
-    ours: tuple[Any, Any] = (None, None)
+    original: tuple[Any, Any] = (None, None)
+    safe: tuple[Any, Any] = (None, None)
 
 
 _blocks = _Blocks()
 
 
+def _restore() -> None:
+    """Restore the original streams, except where other code has replaced the safe ones."""
+    pairs = zip(("stdout", "stderr"), _blocks.original, _blocks.safe, strict=True)
+    for name, original, safe in pairs:
+        if getattr(sys, name) is safe:
+            setattr(sys, name, original)
+
+
 def write_error() -> OSError | None:
-    """What kept something from being said on standard output, where it is kept; None where all was said."""
+    """Return the error that caused standard output to drop text, if any.
+
+    Returns:
+        The first error of a safe standard output; None where all text was written.
+    """
     sys.stdout.flush()
     return getattr(sys.stdout, "error", None)
 
@@ -116,17 +137,20 @@ def write_error() -> OSError | None:
 def _safe_stream(stream: Any, descriptor: int) -> SafeStream:
     if stream is not None:
         return SafeStream(stream)
-    nowhere = os.fdopen(descriptor, "w", closefd=False)  # it was closed when Python began
-    return SafeStream(nowhere, OSError("it is closed"))
+
+    # The descriptor was closed when Python started.
+    null = os.fdopen(descriptor, "w", closefd=False)
+    return SafeStream(null, OSError("it is closed"))
 
 
 def _open_closed_descriptors() -> None:
-    """Put what drops all in the place of closed standard descriptors: else files of a run would get their numbers, and
-    with them what a library or another process prints."""
+    """Open the null device for closed standard descriptors.
+
+    Otherwise files of a run would get these numbers, and the prints of libraries with them.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(
-                os.open(os.devnull, os.O_RDWR), True
-            )  # the lowest number that is free: this one
+            # The lowest free number is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

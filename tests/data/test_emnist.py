@@ -116,7 +116,7 @@ def test_keeps_the_first_of_each_class_in_file_order(tmp_path):
 def test_files_longer_than_a_block(tmp_path, monkeypatch):
     folder = write(tmp_path, contents())
     whole = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
-    monkeypatch.setattr(importlib.import_module("fedcb2o.data.idx"), "BLOCK", 10)
+    monkeypatch.setattr(importlib.import_module("fedcb2o.data.idx"), "IMAGES_PER_BLOCK", 10)
     blocks = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
     assert torch.equal(blocks.pool.x, whole.pool.x)
     assert torch.equal(blocks.test.x, whole.test.x)

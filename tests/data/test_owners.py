@@ -242,7 +242,7 @@ def test_an_owner_needs_test_samples():
         data.owners.validates,
     )
     with pytest.raises(
-        DataError, match="owner 'b' has no test samples: give it some, or a test set for everybody"
+        DataError, match="owner 'b' has no test samples: give it some, or a test set for all agents"
     ):
         partition_by_owner(data, owners, **GIVEN)
 

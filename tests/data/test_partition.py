@@ -180,7 +180,7 @@ def test_a_skew_deals_the_same_samples_by_its_own_stream():
     [
         (
             lambda labels, sizes, draw: None,
-            "the skew returned NoneType, expected an array of 120 integers: who gets ",
+            "the skew returned NoneType, expected an array of 120 integers: the agent of ",
         ),
         (lambda labels, sizes, draw: [0] * 120, "the skew returned list, expected"),
         (lambda labels, sizes, draw: np.zeros(120), r"the skew returned float64 \[120\], expected"),

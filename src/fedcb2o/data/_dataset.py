@@ -1,4 +1,11 @@
-"""What agents hold: labelled samples, and whose they are where agents bring their own."""
+"""Labelled samples, data sets, and the owners of samples.
+
+Example:
+    >>> samples = Shard(torch.zeros(4, 2), torch.tensor([0, 0, 1, 1]))
+    >>> pool, test = hold_out(samples, [1, 1], np.random.default_rng(0))
+    >>> len(pool), len(test)
+    (2, 2)
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +19,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """Labelled samples: `x` is uint8 pixels or floating-point features, `y` the class of each sample, or what else is
-    to be told of it, as its loss has it."""
+    """Labelled samples.
+
+    Attributes:
+        x: Samples [n, ...]: uint8 pixels or floating-point features.
+        y: Class of each sample [n], or the targets of a regression [n] or [n, k].
+    """
 
     x: Shaped[Tensor, "n *features"]
     y: Shaped[Tensor, "n *target"]
@@ -25,21 +36,39 @@ class Shard:
         return f"Shard({len(self)} samples of shape {tuple(self.x.shape[1:])})"
 
     def part(self, chosen: Int[np.ndarray, " m"]) -> "Shard":
-        """Some of the samples."""
-        places = torch.from_numpy(chosen)
-        return Shard(self.x[places], self.y[places])
+        """Return a part of the samples.
+
+        Args:
+            chosen: Indices of samples.
+
+        Returns:
+            These samples, in the order of the indices.
+        """
+        indices = torch.from_numpy(chosen)
+        return Shard(self.x[indices], self.y[indices])
 
     def to(self, device: torch.device | str) -> "Shard":
-        """The same samples on a device."""
+        """Return the samples on a device.
+
+        Args:
+            device: A PyTorch device.
+
+        Returns:
+            The same samples.
+        """
         return Shard(self.x.to(device), self.y.to(device))
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Whose each sample is: the number of one of these `names`.
+    """Owners of the samples in a data set, as indices into `names`.
 
-    `test` is whose own test sample each of the test set is; -1: it tests everybody. `validates` are the samples of the
-    pool that their owner brought for validation; of an owner without, a share is held out.
+    Attributes:
+        names: Names of the owners.
+        pool: Owner of each sample in the pool.
+        test: Owner of each test sample; -1 for samples that test every agent.
+        validates: Samples of the pool that their owner reserved for validation. Agents without
+            any hold out a share.
     """
 
     names: tuple[str, ...]
@@ -49,13 +78,13 @@ class Owners:
 
     def __repr__(self) -> str:
         counts = torch.bincount(self.pool, minlength=len(self.names)).tolist()
-        few = [f"{name}: {count}" for name, count in zip(self.names, counts, strict=True)][:8]
-        more = len(self.names) - len(few)
-        return f"Owners({', '.join(few)}{f' and {more} more' if more else ''})"
+        listed = [f"{name}: {count}" for name, count in zip(self.names, counts, strict=True)][:8]
+        remaining = len(self.names) - len(listed)
+        return f"Owners({', '.join(listed)}{f' and {remaining} more' if remaining else ''})"
 
 
 class DatasetNames(NamedTuple):
-    """The names in a data set: of its classes, and of its owners."""
+    """Names of the classes and of the owners in a data set."""
 
     classes: tuple[str, ...]
     owners: tuple[str, ...] = ()
@@ -63,10 +92,14 @@ class DatasetNames(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """A pool of samples, and a test set that only reports. Agents share the pool out or, where it has `owners`, hold
-    what is their own.
+    """A pool of samples for the agents, and a test set that is only reported.
 
-    `class_names` names the classes in order; labels run from 0 to C - 1. It is empty where samples are of no class.
+    Attributes:
+        pool: Samples that are distributed among the agents; with `owners`, each agent holds its
+            own samples.
+        test: Test samples.
+        class_names: Names of the classes 0 to C - 1; empty without classes.
+        owners: Owners of the samples, if agents bring their own data.
     """
 
     pool: Shard
@@ -76,51 +109,93 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
-        """C, the number of classes; 1 where there are none, since all samples count as one then."""
+        """Number C of classes; 1 without classes, where all samples count as one class."""
         return max(1, len(self.class_names))
 
     @property
     def num_outputs(self) -> int:
-        """How many numbers a network gives for a sample: one for each class, or for each number to be told."""
+        """Number of outputs of a network: one per class, or one per regression target."""
         return len(self.class_names) or max(1, self.pool.y[:1].numel())
 
     @property
     def names(self) -> DatasetNames:
-        """All that a data set holds beside tensors."""
-        return DatasetNames(self.class_names, () if self.owners is None else self.owners.names)
+        """All content of a data set that is not a tensor."""
+        owner_names = () if self.owners is None else self.owners.names
+        return DatasetNames(self.class_names, owner_names)
 
     def labels(self, samples: Shard) -> Int[Tensor, " n"]:
-        """The class of each of some of its samples; 0 of all where there are none."""
-        return samples.y if self.class_names else torch.zeros(len(samples), dtype=torch.int64)
+        """Return the class of each sample.
+
+        Args:
+            samples: Samples of this data set.
+
+        Returns:
+            Labels [n]; 0 for all samples without classes.
+        """
+        if self.class_names:
+            return samples.y
+        return torch.zeros(len(samples), dtype=torch.int64)
 
 
 def hold_out(
     samples: Shard, per_class: Sequence[int], draw: np.random.Generator
 ) -> tuple[Shard, Shard]:
-    """The samples without, and those with, `per_class[c]` random ones of each class c: a pool and a test set.
+    """Split samples into a pool and a test set with a given number of samples per class.
 
-    Both keep the order that the samples came in.
+    Args:
+        samples: Samples with classes.
+        per_class: Number of random test samples of each class.
+        draw: Source of randomness.
+
+    Returns:
+        The pool and the test set, both in the original order.
     """
-    held = stratified_mask(samples.y.numpy(), per_class, draw)
-    return samples.part(np.flatnonzero(~held)), samples.part(np.flatnonzero(held))
+    is_test = stratified_mask(samples.y.numpy(), per_class, draw)
+    return samples.part(np.flatnonzero(~is_test)), samples.part(np.flatnonzero(is_test))
 
 
 def stratified_mask(
     groups: Int[np.ndarray, " n"], counts: Sequence[int], draw: np.random.Generator
 ) -> Bool[np.ndarray, " n"]:
-    """Which of n samples are `counts[g]` random ones of each group g."""
-    held = np.zeros(len(groups), dtype=bool)
+    """Select random samples, a given number of each group.
+
+    Args:
+        groups: Group of each sample; -1 for samples without a group.
+        counts: Number of samples to select of each group.
+        draw: Source of randomness.
+
+    Returns:
+        True for each selected sample.
+    """
+    mask = np.zeros(len(groups), dtype=bool)
     for members, count in zip(group_members(groups, len(counts)), counts, strict=True):
-        held[draw.choice(members, count, replace=False)] = True
-    return held
+        mask[draw.choice(members, count, replace=False)] = True
+    return mask
 
 
 def group_members(groups: Int[np.ndarray, " n"], count: int) -> list[Int[np.ndarray, " _m"]]:
-    """The places of the members of each of so many groups, ascending; what is of group -1 is in none."""
+    """Return the indices of each group's members.
+
+    Args:
+        groups: Group of each sample; -1 for samples without a group.
+        count: Number of groups.
+
+    Returns:
+        Ascending indices, one array per group.
+    """
     order = np.argsort(groups, kind="stable")
     return np.split(order, np.searchsorted(groups[order], np.arange(count + 1)))[1:-1]
 
 
 def features(x: Shaped[Tensor, "n *features"]) -> Float[Tensor, "n *features"]:
-    """What a network reads: pixels (uint8) as numbers in [0, 1], floating-point features as they are."""
-    return x.float() / 255 if x.dtype == torch.uint8 else x.float()
+    """Convert samples to the input of a network.
+
+    Args:
+        x: Samples.
+
+    Returns:
+        Pixels (uint8) scaled to [0, 1], other features as they are, in floating point.
+    """
+    if x.dtype == torch.uint8:
+        return x.float() / 255
+    return x.float()

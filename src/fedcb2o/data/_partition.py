@@ -1,7 +1,7 @@
-"""Who holds what in decentralised clustered federated learning (paper, sec:experiments, "Dataset & Attack Setup").
+"""Partition of samples among agents in clusters (paper, sec:experiments, "Dataset & Attack Setup").
 
-Every cluster holds the same images, rotated by its own angle, and deals them out anew among its agents: at random, or
-by a skew (`skews`), so that labels differ between agents too.
+Every cluster holds the same images, rotated by its own angle. It distributes them anew among its
+agents: at random, or by a skew (`skews`), so that labels differ between agents too.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,19 @@ _Skew = Callable[[NDArray[np.int64], NDArray[np.int64], np.random.Generator], ND
 
 @dataclass(frozen=True)
 class Population:
-    """The agents in order (cluster 0 benign, cluster 0 malicious, cluster 1 benign, ...) and the samples they hold.
+    """The agents and their samples.
 
-    `train` and `validation` are indices into the pool, one tensor an agent; those of an agent differ in length, and
-    malicious agents validate on nothing. `tuning` are samples that no agent holds. Where agents bring their own,
-    `tests` are each one's own among the test samples, and `names` what they are called.
+    Agents are in the order: cluster 0 benign, cluster 0 malicious, cluster 1 benign, and so on.
+
+    Attributes:
+        cluster: Cluster of each agent [N].
+        malicious: True for malicious agents [N].
+        train: Indices of training samples in the pool, one tensor per agent.
+        validation: Indices of validation samples, one tensor per agent; none for malicious agents.
+        tuning: Indices of samples that no agent holds.
+        num_clusters: Number of clusters K.
+        tests: Indices of each agent's own test samples, if agents bring their own data.
+        names: Names of the agents, if agents bring their own data.
     """
 
     cluster: Int[Tensor, " N"]
@@ -57,85 +65,122 @@ def partition(
     seed: int,
     tuning_size: int = 2000,
 ) -> Population:
-    """Deals samples out to `benign` + `malicious` agents in each of `num_clusters` clusters (sec:experiments).
+    """Distribute samples among the agents of every cluster (sec:experiments).
 
-    The samples are drawn from the pool without replacement, once for all clusters; each cluster deals them out anew,
-    at random or as `skew`(their labels, the agents' numbers of samples, a generator) says: to whom each sample goes.
-    A benign agent splits its `benign_samples` into training and validation data, `validation` being the fraction:
+    The samples are drawn from the pool without replacement, once for all clusters. Neither the
+    removal of malicious agents nor the number of clusters changes the samples of an agent in
+    cluster 0. The splits into training and validation data are:
 
     - "random": round(validation * n) samples validate (the paper's text).
-    - "stratified": round(validation * n_c) of each class c do, at least one and not all of them; a class with a
-      single sample stays in training.
-    - "released": int(validation * n_c) of each class do, and where that is 0 the whole class (the authors' code).
+    - "stratified": round(validation * n_c) samples of each class c, at least one and not all of
+      them; a class with a single sample stays in training.
+    - "released": int(validation * n_c) samples of each class, and the whole class where that is 0
+      (the authors' code).
 
-    `hold_out=False` trains on the validation data too, which may be all then. `remove_malicious` leaves malicious
-    agents out and changes nothing else: neither it nor the number of clusters changes what an agent of cluster 0 holds.
-    `tuning` are up to `tuning_size` other samples of the pool, in random order. Raises ConfigError for clusters that
-    cannot be filled, a skew that does not give every agent its number of samples, or a split that leaves one without
-    training or validation data.
+    Args:
+        labels: Labels of the pool.
+        num_clusters: Number of clusters: 1, 2 or 4.
+        benign: Number of benign agents in each cluster.
+        malicious: Number of malicious agents in each cluster.
+        benign_samples: Samples of a benign agent, at least 2.
+        malicious_samples: Samples of a malicious agent.
+        validation: Fraction of a benign agent's samples that validate, in (0, 1].
+        split: "random", "stratified" or "released".
+        skew: Function (labels, sizes of agents, generator) -> agent of each sample; at random
+            without it.
+        hold_out: Whether to exclude validation samples from training. Without it, all samples may
+            validate.
+        remove_malicious: Whether to leave out the malicious agents and change nothing else.
+        num_classes: Number of classes C.
+        seed: Seed of the run.
+        tuning_size: Largest number of samples outside all agents, in random order.
+
+    Returns:
+        The agents and their samples.
+
+    Raises:
+        ConfigError: A setting is out of range, the pool is too small, the skew returns other
+            numbers of samples, or an agent has no training or validation data.
+        DataError: A label is not a class.
+
+    Example:
+        >>> agents = partition(
+        ...     torch.arange(100) % 10, num_clusters=2, benign=3, malicious=1, benign_samples=20,
+        ...     malicious_samples=10, validation=0.25, split="random", num_classes=10, seed=0,
+        ... )
+        >>> [len(train) for train in agents.train]
+        [15, 15, 15, 10, 15, 15, 15, 10]
     """
     _check_clusters(num_clusters)
-    for name, value, least in (
+    for name, value, minimum in (
         ("benign", benign, 1),
         ("malicious", malicious, 0),
         ("benign_samples", benign_samples, 2),
         ("malicious_samples", malicious_samples, 1 if malicious else 0),
         ("tuning_size", tuning_size, 0),
     ):
-        if value < least:
-            raise ConfigError(f"`{name}` must be at least {least}, got {value}")
+        if value < minimum:
+            raise ConfigError(f"`{name}` must be at least {minimum}, got {value}")
     if not 0 < validation <= 1:
         raise ConfigError(
-            f"`validation` is the fraction of a benign agent's samples, above 0 and at most 1, got {validation}"
+            "`validation` is the fraction of a benign agent's samples, above 0 and at most 1,"
+            f" got {validation}"
         )
     if split not in _SPLITS:
         raise ConfigError(f"`split` must be one of {', '.join(_SPLITS)}, got {split!r}")
-    need = benign * benign_samples + malicious * malicious_samples
+
     n = len(labels)
-    if need > n:
+    needed = benign * benign_samples + malicious * malicious_samples
+    if needed > n:
         raise ConfigError(
-            f"clusters cannot be filled: `benign` * `benign_samples` + `malicious` * `malicious_samples` ="
-            f" {benign} * {benign_samples} + {malicious} * {malicious_samples} = {need}, and the pool has {n} samples"
+            "clusters cannot be filled: `benign` * `benign_samples` + `malicious` *"
+            f" `malicious_samples` = {benign} * {benign_samples} + {malicious} *"
+            f" {malicious_samples} = {needed}, and the pool has {n} samples"
         )
     y = labels.numpy()
     if n and not (y.min() >= 0 and y.max() < num_classes):
         raise DataError(
             f"labels must be between 0 and {num_classes - 1}, got {y.min()} to {y.max()}"
         )
+
     drawn = stream(seed, "partition", "pool").permutation(n)
     sizes = np.array([benign_samples] * benign + [malicious_samples] * malicious)
-    is_malicious = [False] * benign + [True] * malicious
+    roles = [False] * benign + [True] * malicious
     cluster = []
-    roles = []
+    is_malicious = []
     train = []
-    held = []
+    held_out = []
     for c in range(num_clusters):
-        dealt = stream(seed, "partition", c).permutation(drawn[:need])
+        order = stream(seed, "partition", c).permutation(drawn[:needed])
         if skew is not None:
-            owners = skew(y[dealt], sizes.copy(), stream(seed, "skew", c))
-            _check_skew(owners, sizes)
-            dealt = dealt[np.argsort(owners, kind="stable")]
-        shares = np.split(dealt, np.cumsum(sizes)[:-1])
-        for i, (share, bad) in enumerate(zip(shares, is_malicious, strict=True)):
-            if bad and remove_malicious:
+            assignment = skew(y[order], sizes.copy(), stream(seed, "skew", c))
+            _check_skew(assignment, sizes)
+            order = order[np.argsort(assignment, kind="stable")]
+
+        shares = np.split(order, np.cumsum(sizes)[:-1])
+        for index, (share, role) in enumerate(zip(shares, roles, strict=True)):
+            if role and remove_malicious:
                 continue
-            agent = (
-                c * len(sizes) + i
-            )  # in the full population, so that removal changes nobody's split
-            holds = np.zeros(len(share), bool)
-            if not bad:
-                holds = validation_mask(y[share], agent, validation, split, seed, hold_out=hold_out)
-            order = (share[~holds], share[holds])
+            # Number in the full population, so that removal changes no other agent's split.
+            agent = c * len(sizes) + index
+            mask = np.zeros(len(share), bool)
+            if not role:
+                mask = validation_mask(y[share], agent, validation, split, seed, hold_out=hold_out)
+
+            training = share[~mask]
+            if not hold_out:
+                training = np.concatenate([share[~mask], share[mask]])
             cluster.append(c)
-            roles.append(bad)
-            train.append(torch.from_numpy(order[0] if hold_out else np.concatenate(order)))
-            held.append(torch.from_numpy(order[1]))
+            is_malicious.append(role)
+            train.append(torch.from_numpy(training))
+            held_out.append(torch.from_numpy(share[mask]))
+
     return Population(
         cluster=torch.tensor(cluster),
-        malicious=torch.tensor(roles),
+        malicious=torch.tensor(is_malicious),
         train=tuple(train),
-        validation=tuple(held),
-        tuning=torch.from_numpy(drawn[need : need + tuning_size]),
+        validation=tuple(held_out),
+        tuning=torch.from_numpy(drawn[needed : needed + tuning_size]),
         num_clusters=num_clusters,
     )
 
@@ -143,18 +188,28 @@ def partition(
 def rotate(
     x: Shaped[Tensor, "n *features"], cluster: int, num_clusters: int
 ) -> Shaped[Tensor, "n *features"]:
-    """Images [n, ..., s, s] as a cluster sees them: turned counter-clockwise by cluster * 360 / num_clusters degrees.
+    """Rotate images counter-clockwise by cluster * 360 / num_clusters degrees (sec:experiments).
 
-    As in the paper (sec:experiments). Raises ConfigError if `num_clusters` is not 1, 2 or 4, or if there is more than
-    one and the samples are not square images.
+    Args:
+        x: Images [n, ..., s, s].
+        cluster: Cluster of the agent.
+        num_clusters: Number of clusters: 1, 2 or 4.
+
+    Returns:
+        The images as the cluster sees them.
+
+    Raises:
+        ConfigError: `num_clusters` is not 1, 2 or 4, or the images are not square.
     """
     _check_clusters(num_clusters)
     if num_clusters > 1 and (x.ndim < 3 or x.shape[-1] != x.shape[-2]):
         raise ConfigError(
-            f"`num_clusters` = {num_clusters} turns square images, and the samples have shape {tuple(x.shape[1:])};"
-            " set `num_clusters` = 1 for them"
+            f"`num_clusters` = {num_clusters} turns square images, and the samples have shape"
+            f" {tuple(x.shape[1:])}; set `num_clusters` = 1 for them"
         )
-    return torch.rot90(x, cluster * 4 // num_clusters, dims=(-2, -1)).contiguous() if cluster else x
+    if not cluster:
+        return x
+    return torch.rot90(x, cluster * 4 // num_clusters, dims=(-2, -1)).contiguous()
 
 
 def validation_mask(
@@ -167,56 +222,82 @@ def validation_mask(
     hold_out: bool = True,
     name: str | None = None,
 ) -> NDArray[np.bool_]:
-    """Which of an agent's samples, labelled `y`, are validation data, as `partition` has it; messages call it so."""
+    """Select an agent's validation samples, as described in `partition`.
+
+    Args:
+        y: Labels of the agent's samples.
+        agent: Number of the agent.
+        fraction: Fraction of validation samples, in (0, 1].
+        split: "random", "stratified" or "released".
+        seed: Seed of the run.
+        hold_out: Whether validation samples are excluded from training.
+        name: Name of the agent in messages.
+
+    Returns:
+        True for each validation sample.
+
+    Raises:
+        ConfigError: The agent has no training or no validation data.
+    """
     order = stream(seed, "split", agent).permutation(len(y))
-    holds = np.zeros(len(y), bool)
+    mask = np.zeros(len(y), bool)
     if split == "random" or fraction == 1:
-        holds[order[: round(fraction * len(y))]] = True
+        mask[order[: round(fraction * len(y))]] = True
     else:
         for c in np.unique(y):
             members = order[y[order] == c]
             n_c = len(members)
-            stratified = min(max(round(fraction * n_c), 1), n_c - 1)
-            released = int(fraction * n_c) or n_c
-            holds[members[: stratified if split == "stratified" else released]] = True
-    for what, there in (("training", not (hold_out and holds.all())), ("validation", holds.any())):
-        if not there:
-            cure = "set another fraction" + (" or `hold_out` = false" if what == "training" else "")
-            raise ConfigError(
-                f"`validation` = {fraction} with `split` = {split!r} leaves {name or f'agent {agent}'} no {what} data"
-                f" among its {len(y)} samples; {cure}, or give it more samples"
-            )
-    return holds
+            count = int(fraction * n_c) or n_c
+            if split == "stratified":
+                count = min(max(round(fraction * n_c), 1), n_c - 1)
+            mask[members[:count]] = True
+
+    purpose = ""
+    cure = "set another fraction"
+    if hold_out and mask.all():
+        purpose = "training"
+        cure += " or `hold_out` = false"
+    elif not mask.any():
+        purpose = "validation"
+    if purpose:
+        raise ConfigError(
+            f"`validation` = {fraction} with `split` = {split!r} leaves {name or f'agent {agent}'}"
+            f" no {purpose} data among its {len(y)} samples; {cure}, or give it more samples"
+        )
+    return mask
 
 
-def _check_skew(owners: object, sizes: NDArray[np.int64]) -> None:
+def _check_skew(assignment: object, sizes: NDArray[np.int64]) -> None:
+    total = sizes.sum()
     if (
-        not isinstance(owners, np.ndarray)
-        or owners.dtype.kind not in "iu"
-        or owners.shape != (sizes.sum(),)
+        not isinstance(assignment, np.ndarray)
+        or assignment.dtype.kind not in "iu"
+        or assignment.shape != (total,)
     ):
-        got = (
-            f"{owners.dtype} {list(owners.shape)}"
-            if isinstance(owners, np.ndarray)
-            else type(owners).__name__
-        )
+        got = type(assignment).__name__
+        if isinstance(assignment, np.ndarray):
+            got = f"{assignment.dtype} {list(assignment.shape)}"
         raise ConfigError(
-            f"the skew returned {got}, expected an array of {sizes.sum()} integers: who gets each sample"
+            f"the skew returned {got}, expected an array of {total} integers: the agent of each"
+            " sample"
         )
-    if owners.min() < 0 or owners.max() >= len(sizes):
+    if assignment.min() < 0 or assignment.max() >= len(sizes):
         raise ConfigError(
-            f"the skew gives samples to agents {owners.min()} to {owners.max()}, and a cluster has agents 0 to"
-            f" {len(sizes) - 1}"
+            f"the skew gives samples to agents {assignment.min()} to {assignment.max()}, and a"
+            f" cluster has agents 0 to {len(sizes) - 1}"
         )
-    counts = np.bincount(owners, minlength=len(sizes))
-    if (wrong := np.flatnonzero(counts != sizes)).size:
+    counts = np.bincount(assignment, minlength=len(sizes))
+    wrong = np.flatnonzero(counts != sizes)
+    if wrong.size:
+        agent = wrong[0]
         raise ConfigError(
-            f"the skew gives agent {wrong[0]} {counts[wrong[0]]} samples instead of {sizes[wrong[0]]}"
+            f"the skew gives agent {agent} {counts[agent]} samples instead of {sizes[agent]}"
         )
 
 
 def _check_clusters(num_clusters: int) -> None:
     if num_clusters not in (1, 2, 4):
         raise ConfigError(
-            f"`num_clusters` must be 1, 2 or 4, as images turn by multiples of 90°, got {num_clusters}"
+            f"`num_clusters` must be 1, 2 or 4, as images turn by multiples of 90°,"
+            f" got {num_clusters}"
         )

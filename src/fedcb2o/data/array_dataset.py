@@ -1,4 +1,4 @@
-"""Data sets from arrays at hand."""
+"""Data sets from arrays."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,19 +26,34 @@ def dataset(
     standardise: bool = False,
     numbers: bool = False,
 ) -> Dataset:
-    """A data set from samples x [n, ...] and their labels y [n]: arrays, tensors, lists or tables.
+    """Make a data set from samples and labels: arrays, tensors, lists or tables.
 
-    Samples of type uint8 are pixels and stay so; all others become float32. Labels are whole numbers or words: their
-    different values, sorted, are the classes 0 to C - 1 and give these their names; with `class_names` they are the
-    numbers 0 to C - 1 themselves. With `numbers` y [n] or [n, k] are numbers to be told, and there are no classes.
-    Without `x_test` and `y_test` a share `test_share` of every class, always the same, is held out for testing, and the
-    pool is the rest. `standardise` brings every feature to mean 0 and standard deviation 1 over the pool.
+    Args:
+        x: Samples [n, ...]. Values of type uint8 are pixels and stay uint8; all others become
+            float32.
+        y: Labels [n], whole numbers or words. Their different values, sorted, are the classes.
+        owner: Owner of each sample [n], whole numbers or words. Each value is an agent that holds
+            its own samples.
+        x_test: Test samples. Without them, a fixed share of each class, or of each owner without
+            test samples, is held out from `x`.
+        y_test: Labels of the test samples.
+        owner_test: Owner of each test sample. Without it, `x_test` tests every agent.
+        class_names: Names of the classes; labels are then the numbers 0 to C - 1.
+        test_share: Share that is held out, in (0, 1); 0 with `owner` and `x_test` holds out none.
+        standardise: Whether to scale features to mean 0 and standard deviation 1 over the pool.
+        numbers: Whether `y` [n] or [n, k] holds the targets of a regression, without classes.
 
-    With `owner` [n], whole numbers or words, agents bring their own: each of its values is an agent, and what it holds
-    is its own. `owner_test` says whose own test samples those of `x_test` are; without it they test everybody. Of an
-    owner without test samples of its own a share `test_share` is held out (0: none, where `x_test` tests everybody).
+    Returns:
+        The data set.
 
-    Raises DataError that says what is wrong with the arrays, or ConfigError for a share that leaves nothing.
+    Raises:
+        DataError: An array has a wrong shape, type or length, or holds invalid values.
+        ConfigError: `test_share` is out of range.
+
+    Example:
+        >>> data = dataset([[0.0], [1.0], [2.0], [3.0]], ["a", "a", "b", "b"], test_share=0.5)
+        >>> data.class_names, len(data.pool), len(data.test)
+        (('a', 'b'), 2, 2)
     """
     if (x_test is None) != (y_test is None):
         raise DataError(
@@ -46,24 +61,25 @@ def dataset(
         )
     if owner_test is not None and (owner is None or x_test is None):
         raise DataError(
-            "`owner_test` goes with `owner` and `x_test`: it says whose own test samples those are"
+            "`owner_test` goes with `owner` and `x_test`: it names the owner of each test sample"
         )
-    pieces = [input_validation.check_samples_and_labels("x", x, "y", y, numbers=numbers)]
+
+    check = input_validation.check_samples_and_labels
+    parts = [check("x", x, "y", y, numbers=numbers)]
     if x_test is not None:
-        pieces.append(
-            input_validation.check_samples_and_labels(
-                "x_test", x_test, "y_test", y_test, numbers=numbers
-            )
-        )
-    shards, names = input_validation.to_shards(pieces, class_names, numbers=numbers)
+        parts.append(check("x_test", x_test, "y_test", y_test, numbers=numbers))
+    shards, names = input_validation.to_shards(parts, class_names, numbers=numbers)
     pool = shards[0]
     test = None if x_test is None else shards[1]
+
     owners = None
     if owner is not None:
-        names_of, of_pool, of_test = input_validation.check_owners(
-            owner, owner_test, len(pool), 0 if test is None else len(test)
+        num_tests = 0 if test is None else len(test)
+        owner_names, pool_owners, test_owners = input_validation.check_owners(
+            owner, owner_test, len(pool), num_tests
         )
-        owners = Owners(names_of, of_pool, of_test, torch.zeros(len(pool), dtype=torch.bool))
+        reserved = torch.zeros(len(pool), dtype=torch.bool)
+        owners = Owners(owner_names, pool_owners, test_owners, reserved)
     return build_dataset(pool, test, names, owners, test_share, standardise)
 
 
@@ -75,34 +91,48 @@ def build_dataset(
     test_share: float,
     standardise: bool,
 ) -> Dataset:
-    """A data set of these samples, of which some are held out where tests lack, and all are standardised if asked."""
-    none = (
-        owners is not None and test is not None and test_share == 0
-    )  # what is there tests everybody
-    if not isinstance(test_share, int | float) or not (none or 0 < test_share < 1):
-        whose = "class" if owners is None else "owner's samples"
+    """Make a data set, holding out missing test samples.
+
+    Args:
+        pool: Samples.
+        test: Test samples, if there are any.
+        class_names: Names of the classes; empty for regression.
+        owners: Owners of the samples, if agents bring their own data.
+        test_share: Share that is held out where test samples are missing.
+        standardise: Whether to standardise the features.
+
+    Returns:
+        The data set.
+
+    Raises:
+        ConfigError: `test_share` is out of range.
+        DataError: A class or an owner has too few samples, or shapes differ.
+    """
+    # With owners and common test samples, holding out is optional.
+    may_be_zero = owners is not None and test is not None
+    is_valid = isinstance(test_share, int | float) and 0 < test_share < 1
+    if not is_valid and not (may_be_zero and test_share == 0):
+        group = "class" if owners is None else "owner's samples"
         raise ConfigError(
-            f"`test_share` is the share of every {whose} that tests, between 0 and 1, got {test_share!r}"
+            f"`test_share` is the share of every {group} that tests, between 0 and 1,"
+            f" got {test_share!r}"
         )
-    if owners is None:
-        if test is None:
-            labels = pool.y.numpy() if class_names else np.zeros(len(pool), np.int64)
-            wanted = {k: f"class {name!r}" for k, name in enumerate(class_names)} or {
-                0: "the data set"
-            }
-            held = _hold_out_mask(
-                labels,
-                wanted,
-                test_share,
-                " of each class: give `x_test` and `y_test`, or leave the class out",
-            )
-            pool, test = pool.part(np.flatnonzero(~held)), pool.part(np.flatnonzero(held))
-    else:
+
+    if owners is not None:
         pool, test, owners = _hold_out_by_owner(pool, test, owners, test_share)
-    if pool.x.shape[1:] != test.x.shape[1:]:
-        shapes = tuple(pool.x.shape[1:]), tuple(test.x.shape[1:])
+    elif test is None:
+        labels = pool.y.numpy() if class_names else np.zeros(len(pool), np.int64)
+        groups = {k: f"class {name!r}" for k, name in enumerate(class_names)}
+        cure = " of each class: give `x_test` and `y_test`, or leave the class out"
+        is_test = _hold_out_mask(labels, groups or {0: "the data set"}, test_share, cure)
+        test = pool.part(np.flatnonzero(is_test))
+        pool = pool.part(np.flatnonzero(~is_test))
+
+    pool_shape = tuple(pool.x.shape[1:])
+    test_shape = tuple(test.x.shape[1:])
+    if pool_shape != test_shape:
         raise DataError(
-            f"the samples of `x` have shape {shapes[0]}, and those of `x_test` {shapes[1]}"
+            f"the samples of `x` have shape {pool_shape}, and those of `x_test` {test_shape}"
         )
     if standardise:
         pool, test = _standardise(pool, test)
@@ -112,58 +142,61 @@ def build_dataset(
 def _hold_out_by_owner(
     pool: Shard, test: Shard | None, owners: Owners, test_share: float
 ) -> tuple[Shard, Shard, Owners]:
-    """The same where owners without test samples of their own have a share of their others held out for that."""
-    of = owners.pool.numpy()
-    of_test = owners.test.numpy()
-    lacking = {
-        k: f"owner {owners.names[k]!r}"
-        for k in np.setdiff1d(np.arange(len(owners.names)), of_test).tolist()
-    }
-    if lacking and test_share:
-        groups = np.where(owners.validates.numpy() | ~np.isin(of, list(lacking)), -1, of)
-        held = _hold_out_mask(
-            groups, lacking, test_share, ": give it test samples of its own, or leave it out"
-        )
-        kept = np.flatnonzero(~held)
-        mine = pool.part(np.flatnonzero(held))
-        own = torch.from_numpy(of[held])
-        of_test = np.concatenate([of_test, of[held]])
-        test = (
-            mine
-            if test is None
-            else Shard(*(torch.cat(pair) for pair in ((test.x, mine.x), (test.y, mine.y))))
-        )
+    """Hold out a share of the samples of owners without test samples."""
+    pool_owners = owners.pool.numpy()
+    test_owners = owners.test.numpy()
+    untested = np.setdiff1d(np.arange(len(owners.names)), test_owners).tolist()
+    groups = {owner: f"owner {owners.names[owner]!r}" for owner in untested}
+
+    if groups and test_share:
+        is_excluded = owners.validates.numpy() | ~np.isin(pool_owners, untested)
+        group_of_sample = np.where(is_excluded, -1, pool_owners)
+        cure = ": give it test samples of its own, or leave it out"
+        is_test = _hold_out_mask(group_of_sample, groups, test_share, cure)
+
+        held_out = pool.part(np.flatnonzero(is_test))
+        if test is None:
+            test = held_out
+        else:
+            test = Shard(torch.cat((test.x, held_out.x)), torch.cat((test.y, held_out.y)))
+        remaining = np.flatnonzero(~is_test)
         owners = Owners(
-            owners.names, owners.pool[kept], torch.cat([owners.test, own]), owners.validates[kept]
+            owners.names,
+            owners.pool[remaining],
+            torch.cat([owners.test, torch.from_numpy(pool_owners[is_test])]),
+            owners.validates[remaining],
         )
-        pool = pool.part(kept)
+        pool = pool.part(remaining)
+
     assert test is not None
     return pool, test, owners
 
 
 def _hold_out_mask(
-    groups: NDArray[np.int64], wanted: Mapping[int, str], share: float, cure: str
+    groups: NDArray[np.int64], names: Mapping[int, str], share: float, cure: str
 ) -> NDArray[np.bool_]:
-    """Which samples test: of each group wanted a share, but at least one and not all of them."""
-    counts = np.bincount(groups[groups >= 0], minlength=1 + max(wanted)).tolist()
-    for group, name in wanted.items():
+    """Select a share of each named group, at least one sample and not all of them."""
+    counts = np.bincount(groups[groups >= 0], minlength=1 + max(names)).tolist()
+    for group, name in names.items():
         if counts[group] < 2:
             raise DataError(
                 f"{name} has {counts[group]} samples, and holding some out needs 2 or more{cure}"
             )
     sizes = [
-        min(max(round(share * n), 1), n - 1) if k in wanted else 0 for k, n in enumerate(counts)
+        min(max(round(share * count), 1), count - 1) if group in names else 0
+        for group, count in enumerate(counts)
     ]
     return stratified_mask(groups, sizes, stream(0, "dataset", "test"))
 
 
 def _standardise(pool: Shard, test: Shard) -> tuple[Shard, Shard]:
-    """Both with every feature at mean 0 and standard deviation 1 over the pool; at 0 there if it does not vary."""
+    """Scale features to mean 0 and standard deviation 1 over the pool; constant ones to 0."""
     x = features(pool.x).double()
     mean = x.mean(0)
     std = x.std(0, correction=0)
     std = torch.where(x.amax(0) > x.amin(0), std, 1.0)
-    pool, test = (
-        Shard(((features(shard.x) - mean) / std).float(), shard.y) for shard in (pool, test)
-    )
-    return pool, test
+
+    def scale(shard: Shard) -> Shard:
+        return Shard(((features(shard.x) - mean) / std).float(), shard.y)
+
+    return scale(pool), scale(test)

@@ -1,7 +1,7 @@
-"""How the files of a data set get to where they are read: from their official release, or from files at hand.
+"""Download and import of data sets' files.
 
-Files are written beside their place, read through there, and only then renamed into it: what is half written never
-counts as present.
+Files are written to a staging folder, read completely there, and then renamed to their place. A
+partly written file never counts as present.
 """
 
 import fcntl
@@ -28,15 +28,13 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from fedcb2o.data import cifar10, emnist, fashion_mnist, mnist
 from fedcb2o.data.idx import identify_lookalike
 from fedcb2o.data.release import Release, find_files, find_plain_or_gzip
+from fedcb2o.data.sets import cifar10, emnist, fashion_mnist, mnist
 from fedcb2o.errors import DataError
 from fedcb2o.safe_stdio import safe_streams
 
-_STAGING_PREFIX = (
-    ".incoming-"  # how the names of folders begin whose files are not yet known to be whole
-)
+_STAGING_PREFIX = ".incoming-"  # beginning of the names of staging folders
 _READERS = {"cifar10": cifar10, "emnist": emnist, "fashion_mnist": fashion_mnist, "mnist": mnist}
 _ARCHIVE_ERRORS = (
     zipfile.BadZipFile,
@@ -51,44 +49,64 @@ _ARCHIVE_ERRORS = (
 
 @safe_streams()
 def download(release: Release, target: Path, *, progress: bool = True) -> list[Path]:
-    """The files of a data set, fetched into the folder `target` unless a whole set lies there already.
+    """Download the files of a data set, unless the folder holds a complete set.
 
-    What is fetched is checked by its MD5; an archive is not kept. `progress` shows bars on standard error. Raises
-    DataError, and leaves nothing behind, if something cannot be fetched, checked or unpacked.
+    Downloads are checked by their MD5. Archives are not kept.
+
+    Args:
+        release: The data set.
+        target: Folder for the files.
+        progress: Whether to show progress bars on standard error.
+
+    Returns:
+        Paths of the files.
+
+    Raises:
+        DataError: A download, its check or its unpacking failed. No new files are left.
     """
     target = target.expanduser()
     try:
         return _verify_files(release, target)
     except DataError:
         _require_single_set(release, target, release.prefixes[0])
-    cure = (
+
+    advice = (
         f"fetch {', '.join(release.md5)} from {release.url} in another way and run"
-        f" `fedcb2o data {release.name} --from DIR`, DIR being the folder that holds what you fetched"
+        f" `fedcb2o data {release.name} --from DIR`, DIR being the folder that holds the files"
     )
     with _staging(release, target) as staging:
         for name, md5 in release.md5.items():
             url = f"{release.url}/{name}"
-            _fetch(release, url, staging / name, progress, cure)
-            got = pooch.file_hash(str(staging / name), alg="md5")
-            if got != md5:
+            _fetch(release, url, staging / name, progress, advice)
+            actual = pooch.file_hash(str(staging / name), alg="md5")
+            if actual != md5:
                 raise DataError(
-                    f"{url} is damaged or another file: its MD5 is {got}, not {md5}; try again, or {cure}"
+                    f"{url} is damaged or another file: its MD5 is {actual}, not {md5}; try again,"
+                    f" or {advice}"
                 )
+
         if release.archive is None:
-            return _install(release, _verify_source(release, staging, release.url, cure), target)
-        name = f"{release.url}/{release.archive}"
-        return _install(
-            release,
-            _unpack(release, staging / release.archive, staging / "files", name, cure),
-            target,
-        )
+            files = _verify_source(release, staging, release.url, advice)
+        else:
+            url = f"{release.url}/{release.archive}"
+            archive = staging / release.archive
+            files = _unpack(release, archive, staging / "files", url, advice)
+        return _install(release, files, target)
 
 
 def import_files(release: Release, source: Path, target: Path) -> list[Path]:
-    """The files of a data set at hand, read through and copied into the folder `target`.
+    """Read through local files of a data set and copy them into a folder.
 
-    `source` is a folder with the files of one set, plain or gzip, or with the archive of the release, or that archive.
-    Raises DataError, and leaves nothing behind, if files are missing or damaged.
+    Args:
+        release: The data set.
+        source: The release's archive, or a folder that holds it or the files, plain or gzip.
+        target: Folder for the files.
+
+    Returns:
+        Paths of the files.
+
+    Raises:
+        DataError: Files are missing or damaged. No new files are left.
     """
     source = source.expanduser()
     target = target.expanduser()
@@ -96,34 +114,35 @@ def import_files(release: Release, source: Path, target: Path) -> list[Path]:
         if release.archive is not None:
             archive = source if source.is_file() else source / release.archive
             if archive.is_file():
-                cure = f"fetch it again from {release.url}, or run `fedcb2o data {release.name}`"
-                return _install(
-                    release,
-                    _unpack(release, archive, staging / "files", str(archive), cure),
-                    target,
-                )
+                advice = f"fetch it again from {release.url}, or run `fedcb2o data {release.name}`"
+                files = _unpack(release, archive, staging / "files", str(archive), advice)
+                return _install(release, files, target)
+
         try:
             find_files(release, source)
         except DataError as error:
-            raise DataError(str(error).replace(release.advice, _required_files(release))) from error
+            message = str(error).replace(release.advice, _required_files(release))
+            raise DataError(message) from error
         files = _verify_files(release, source)
         if source.resolve() == target.resolve():
             return files
         files += _optional_files(release, files[0].parent)
-        return _install(
-            release, [shutil.copyfile(path, staging / path.name) for path in files], target
-        )
+        copies = [shutil.copyfile(path, staging / path.name) for path in files]
+        return _install(release, copies, target)
 
 
 def _required_files(release: Release) -> str:
-    """What `--from` needs to find."""
+    """Describe the files that `--from` needs."""
     archive = "" if release.archive is None else f"{release.archive}, or "
-    files = ", ".join(release.prefixes[0] + part for part in release.file_names)
-    return f"DIR in `fedcb2o data {release.name} --from DIR` must hold {archive}these files, plain or .gz: {files}"
+    files = ", ".join(release.prefixes[0] + name for name in release.file_names)
+    return (
+        f"DIR in `fedcb2o data {release.name} --from DIR` must hold {archive}these files, plain or"
+        f" .gz: {files}"
+    )
 
 
 def _verify_files(release: Release, folder: Path) -> list[Path]:
-    """The files of the set in `folder`, every one read to its end; raises DataError if one is missing or damaged."""
+    """Read every file of the set in a folder to its end; refuses missing or damaged files."""
     _READERS[release.name](data_dir=folder, train_per_class=1, test_per_class=1)
     return list(find_files(release, folder))
 
@@ -134,23 +153,23 @@ def _optional_files(release: Release, folder: Path) -> list[Path]:
 
 @contextmanager
 def _staging(release: Release, target: Path) -> Iterator[Path]:
-    """A folder in `target`, so that a rename moves files out of it, which is removed whatever happens: after a kill
-    by the next one."""
+    """Create a temporary folder inside `target`, so that a rename moves files out of it.
+
+    After a kill, the next call removes it.
+    """
     try:
         target.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            with _folder_lock(target):  # so that nobody sweeps what was made and is not yet locked
-                for left in target.glob(f"{_STAGING_PREFIX}*"):
+            # The lock on `target` protects a new folder until it has its own lock.
+            with _folder_lock(target):
+                for abandoned in target.glob(f"{_STAGING_PREFIX}*"):
                     with (
                         suppress(BlockingIOError, FileNotFoundError),
-                        _folder_lock(left, fcntl.LOCK_NB),
+                        _folder_lock(abandoned, fcntl.LOCK_NB),
                     ):
-                        shutil.rmtree(left)
-                folder = Path(
-                    stack.enter_context(
-                        tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=target)
-                    )
-                )
+                        shutil.rmtree(abandoned)
+                temporary = tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=target)
+                folder = Path(stack.enter_context(temporary))
                 stack.enter_context(_folder_lock(folder))
             yield folder
     except OSError as error:
@@ -160,56 +179,65 @@ def _staging(release: Release, target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _folder_lock(folder: Path, how: int = 0) -> Iterator[None]:
-    """Keep others from locking a folder; by LOCK_NB raises BlockingIOError where one has it, else waits for it."""
+def _folder_lock(folder: Path, flags: int = 0) -> Iterator[None]:
+    """Lock a folder; with LOCK_NB, raises BlockingIOError where another process has the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | how)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
         yield
     finally:
         os.close(descriptor)
 
 
-def _require_single_set(release: Release, target: Path, name: str) -> None:
-    """Raises DataError if files of another set than `name` lie in `target`, or of another data set under the same
-    names: a folder holds one set."""
-    for other in (
-        each + part for each in release.prefixes if each != name for part in release.file_names
-    ):
-        if (path := find_plain_or_gzip(target, other)) is not None:
-            raise DataError(
-                f"{target} holds another set of {release.title} files ({path.relative_to(target)}); remove it or name"
-                " another folder"
-            )
-    labels = find_plain_or_gzip(target, name + release.file_names[-1])
-    if labels is not None and (owner := identify_lookalike(release, labels)) is not None:
+def _require_single_set(release: Release, target: Path, prefix: str) -> None:
+    """Refuse a folder with files of another set, or of another data set with the same names."""
+    others = [other for other in release.prefixes if other != prefix]
+    for other in others:
+        for name in release.file_names:
+            path = find_plain_or_gzip(target, other + name)
+            if path is not None:
+                raise DataError(
+                    f"{target} holds another set of {release.title} files"
+                    f" ({path.relative_to(target)}); remove it or name another folder"
+                )
+
+    labels = find_plain_or_gzip(target, prefix + release.file_names[-1])
+    lookalike = None if labels is None else identify_lookalike(release, labels)
+    if lookalike is not None:
         raise DataError(
-            f"{target} holds {owner}'s files, which have the same names; name another folder"
+            f"{target} holds {lookalike}'s files, which have the same names; name another folder"
         )
 
 
-def _fetch(release: Release, url: str, path: Path, progress: bool, cure: str) -> None:
-    what = TextColumn(f"{release.title} {path.name}")
-    columns = (what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+def _fetch(release: Release, url: str, path: Path, progress: bool, advice: str) -> None:
+    columns = (
+        TextColumn(f"{release.title} {path.name}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=not progress) as bars:
         try:
             pooch.HTTPDownloader(progressbar=_ProgressBar(bars))(url, str(path), None)
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # the disk; requests' own errors carry no number
-            if (answer := getattr(error, "response", None)) is not None:
-                answer.close()  # pooch leaves it open
+                raise  # a disk error; errors of requests have no number
+            response = getattr(error, "response", None)
+            if response is not None:
+                response.close()  # pooch leaves it open
             raise DataError(
-                f"{release.title} cannot be fetched from {url} ({error}); try again, or {cure}"
+                f"{release.title} cannot be fetched from {url} ({error}); try again, or {advice}"
             ) from error
 
 
 class _ProgressBar:
-    """What pooch asks of a progress bar, over a task of rich."""
+    """The interface of a pooch progress bar for a task of rich."""
 
     def __init__(self, bars: Progress) -> None:
         self.total = 0
-        self._bars, self._task = bars, bars.add_task("", total=None)
+        self._bars = bars
+        self._task = bars.add_task("", total=None)
 
     def update(self, step: int) -> None:
         self._bars.update(self._task, total=self.total or None, advance=step)
@@ -221,64 +249,64 @@ class _ProgressBar:
         self._bars.stop_task(self._task)
 
 
-def _unpack(release: Release, archive: Path, folder: Path, name: str, cure: str) -> list[Path]:
-    """The files of a data set out of the archive that the user knows as `name`, written into `folder`."""
-    files = [release.prefixes[0] + part for part in release.file_names]
+def _unpack(release: Release, archive: Path, folder: Path, name: str, advice: str) -> list[Path]:
+    """Unpack the files of a data set from an archive, whose name for the user is `name`.
+
+    Only regular files with expected names are unpacked, never to a path from the archive. (On
+    Python 3.11 pooch's `Untar` follows the paths and links of an archive.)
+    """
+    files = [release.prefixes[0] + file_name for file_name in release.file_names]
     wanted = {*files, *(f"{file}.gz" for file in files), *release.optional_files}
-    kind, members = (
-        ("zip", _zip_members) if str(release.archive).endswith(".zip") else ("tar", _tar_members)
-    )
+    is_zip = str(release.archive).endswith(".zip")
+    members = _zip_members if is_zip else _tar_members
     folder.mkdir()
     try:
         for base, packed in members(archive, wanted):
             with packed, (folder / base).open("wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked, 2**20)
     except _ARCHIVE_ERRORS as error:
+        kind = "zip" if is_zip else "tar"
         raise DataError(
-            f"{name} is not a {kind} archive, or a damaged one ({error}); {cure}"
+            f"{name} is not a {kind} archive, or a damaged one ({error}); {advice}"
         ) from error
-    return _verify_source(release, folder, name, cure)
-
-
-# The files in an archive that are wanted, by their last names: never by the path that an archive asks for.
+    return _verify_source(release, folder, name, advice)
 
 
 def _zip_members(archive: Path, wanted: Collection[str]) -> Iterator[tuple[str, IO[bytes]]]:
-    with zipfile.ZipFile(archive) as archived:
-        for member in archived.infolist():
-            if (base := PurePosixPath(member.filename).name) in wanted:
-                yield base, archived.open(member)
+    with zipfile.ZipFile(archive) as opened:
+        for member in opened.infolist():
+            base = PurePosixPath(member.filename).name
+            if base in wanted:
+                yield base, opened.open(member)
 
 
 def _tar_members(archive: Path, wanted: Collection[str]) -> Iterator[tuple[str, IO[bytes]]]:
-    with tarfile.open(archive) as archived:
-        for member in archived:
+    with tarfile.open(archive) as opened:
+        for member in opened:
             base = PurePosixPath(member.name).name
-            packed = archived.extractfile(member) if member.isfile() else None
+            packed = opened.extractfile(member) if member.isfile() else None
             if base in wanted and packed is not None:
                 yield base, packed
 
 
-def _verify_source(release: Release, folder: Path, name: str, cure: str) -> list[Path]:
-    """The files in `folder`, and what may lie beside them, which came from `name`; raises DataError if not whole."""
+def _verify_source(release: Release, folder: Path, name: str, advice: str) -> list[Path]:
+    """Verify the files in `folder`, which came from `name`, and add the optional files."""
     try:
         files = _verify_files(release, folder)
     except DataError as error:
-        told = str(error).replace(f"{folder}/", "").replace(release.advice, cure)
-        raise DataError(f"in what came from {name}: {told}") from error
+        message = str(error).replace(f"{folder}/", "").replace(release.advice, advice)
+        raise DataError(f"in what came from {name}: {message}") from error
     return files + _optional_files(release, folder)
 
 
 def _install(release: Release, files: Iterable[Path], target: Path) -> list[Path]:
-    """Moves whole files into `target`, in place of earlier ones, and gives their paths there."""
+    """Move verified files into `target`, in place of earlier ones."""
     files = list(files)
-    _require_single_set(
-        release, target, next(name for name in release.prefixes if files[0].name.startswith(name))
-    )
+    prefixes = [prefix for prefix in release.prefixes if files[0].name.startswith(prefix)]
+    _require_single_set(release, target, prefixes[0])
     for path in files:
         path.replace(target / path.name)
-        # The plain form of a file and the gzip one are one file: what is not replaced is removed.
-        (target / (path.stem if path.suffix == ".gz" else f"{path.name}.gz")).unlink(
-            missing_ok=True
-        )
+        # The plain and the gzip form are one file: the other form is removed.
+        other_form = path.stem if path.suffix == ".gz" else f"{path.name}.gz"
+        (target / other_form).unlink(missing_ok=True)
     return [target / path.name for path in files]

@@ -1,7 +1,7 @@
-"""IDX files, the format of MNIST and its kin: an array of images and one of labels, for training and for testing.
+"""IDX files, the format of MNIST: an array of images and one of labels, for training and testing.
 
-An IDX file is 0, 0, the type (8: unsigned byte), the number of dimensions, their sizes as big-endian 32-bit integers,
-and the values.
+An IDX file holds two zero bytes, the type (8: unsigned byte), the number of dimensions, their sizes
+as big-endian 32-bit integers, and the values.
 """
 
 from collections.abc import Iterator
@@ -31,69 +31,98 @@ def read_dataset(
     test_per_class: int | None,
     transposed: bool = False,
 ) -> Dataset:
-    """The first images of each class in the four files of a release: training images and labels, test images and
-    labels. `transposed` says that the files store images by columns.
+    """Read the first images of each class from the four files of a release.
 
-    Raises DataError if a file is missing, damaged or of another format, or if a class has too few images.
+    Args:
+        release: A data set.
+        data_dir: Folder of the files; None for the default folder.
+        train_per_class: Training images per class; None for all.
+        test_per_class: Test images per class; None for all.
+        transposed: Whether the files store images by columns.
+
+    Returns:
+        The data set.
+
+    Raises:
+        DataError: A file is missing, damaged or of another format, or a class has too few images.
     """
     check_per_class(release, train_per_class=train_per_class, test_per_class=test_per_class)
     train_images, train_labels, test_images, test_labels = find_files(release, data_dir)
-    if (other := identify_lookalike(release, test_labels)) is not None:
+    other = identify_lookalike(release, test_labels)
+    if other is not None:
         raise DataError(f"{test_labels} is {other}'s, not {release.title}'s; {release.advice}")
 
-    def shard(images: Path, labels: Path, parameter: str, per_class: int | None) -> Shard:
+    def read(images: Path, labels: Path, parameter: str, per_class: int | None) -> Shard:
         y = np.concatenate([np.empty(0, np.uint8), *_read_blocks(labels, (), release.advice)])
         blocks = _read_blocks(images, release.shape[1:], release.advice)
-        upright = (block.swapaxes(1, 2) for block in blocks) if transposed else blocks
+        if transposed:
+            blocks = (block.swapaxes(1, 2) for block in blocks)
         return select_per_class(
             release,
             y,
-            upright,
+            blocks,
             per_class=per_class,
             parameter=parameter,
             labels=labels,
             images=images,
         )
 
-    test = shard(test_images, test_labels, "test_per_class", test_per_class)
-    pool = shard(train_images, train_labels, "train_per_class", train_per_class)
+    test = read(test_images, test_labels, "test_per_class", test_per_class)
+    pool = read(train_images, train_labels, "train_per_class", train_per_class)
     return Dataset(pool=pool, test=test, class_names=release.class_names)
 
 
 def identify_lookalike(release: Release, test_labels: Path) -> str | None:
-    """The data set that a file of labels is of, if it is another one whose files have the same names; or None."""
+    """Return the title of another data set with the same file names, if the labels are its own.
+
+    Args:
+        release: A data set.
+        test_labels: File of test labels.
+
+    Returns:
+        The title, or None.
+    """
     with suppress(DataError), open_plain_or_gzip(test_labels, release.advice) as file:
         start = file.read(64)[8:]  # after the header
-        return next(
-            (title for title, labels in release.lookalikes if start.startswith(labels)), None
-        )
+        for title, labels in release.lookalikes:
+            if start.startswith(labels):
+                return title
     return None
 
 
-def _read_blocks(path: Path, row: tuple[int, ...], cure: str) -> Iterator[NDArray[np.uint8]]:
-    """The unsigned bytes in an IDX file, some rows at a time, each of shape `row`; and that nothing follows them."""
+def _read_blocks(path: Path, row: tuple[int, ...], advice: str) -> Iterator[NDArray[np.uint8]]:
+    """Yield the unsigned bytes of an IDX file in blocks of rows, each of shape `row`.
+
+    Refuses a file with further bytes.
+    """
     magic = bytes((0, 0, 8, 1 + len(row)))
     width = int(np.prod(row))
-    with open_plain_or_gzip(path, cure) as file:
+    with open_plain_or_gzip(path, advice) as file:
+        # 1. The header.
         start = file.read(4)
         if start != magic:
             raise DataError(
                 f"{path} is not an IDX file of bytes in {1 + len(row)} dimensions: it starts with"
-                f" {start.hex() or 'nothing'}, not {magic.hex()}; {cure}"
+                f" {start.hex() or 'nothing'}, not {magic.hex()}; {advice}"
             )
         sizes = file.read(4 * (1 + len(row)))
         if len(sizes) < 4 * (1 + len(row)):
-            raise DataError(f"{path} is truncated in its header; {cure}")
+            raise DataError(f"{path} is truncated in its header; {advice}")
         count, *shape = np.frombuffer(sizes, ">u4").tolist()
         if tuple(shape) != row:
-            raise DataError(f"{path} holds rows of shape {tuple(shape)}, not {row}; {cure}")
+            raise DataError(f"{path} holds rows of shape {tuple(shape)}, not {row}; {advice}")
+
+        # 2. The values.
         for done in range(0, count, IMAGES_PER_BLOCK):
-            some = min(IMAGES_PER_BLOCK, count - done)
-            values = file.read(some * width)
-            if len(values) < some * width:
+            num_rows = min(IMAGES_PER_BLOCK, count - done)
+            values = file.read(num_rows * width)
+            if len(values) < num_rows * width:
                 raise DataError(
-                    f"{path} is truncated: {count} rows announced, {done + len(values) // width} there; {cure}"
+                    f"{path} is truncated: {count} rows announced, {done + len(values) // width}"
+                    f" there; {advice}"
                 )
-            yield np.frombuffer(values, np.uint8).reshape(some, *row)
-        if file.read(1):  # also makes gzip check its checksum
-            raise DataError(f"{path} goes on after the {count} rows that it announces; {cure}")
+            yield np.frombuffer(values, np.uint8).reshape(num_rows, *row)
+
+        # 3. The end; reading it also makes gzip check its checksum.
+        if file.read(1):
+            raise DataError(f"{path} goes on after the {count} rows that it announces; {advice}")

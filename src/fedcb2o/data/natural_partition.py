@@ -1,10 +1,11 @@
-"""Who holds what where agents bring their own data: each owner is an agent, with as many samples as it has.
+"""Partition of data with natural owners: each owner is an agent with its own samples.
 
-Nobody knows of clusters, and nothing is turned. Malicious ones are drawn among the owners.
+There are no clusters and no rotation. The malicious agents are drawn among the owners.
 """
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedcb2o.data._dataset import Dataset, Owners, group_members
 from fedcb2o.data._partition import Population, validation_mask
@@ -26,72 +27,105 @@ def partition_by_owner(
     remove_malicious: bool = False,
     seed: int,
 ) -> Population:
-    """The owners of a data set as `benign` + `malicious` agents, in their order; which are malicious is drawn anew for
-    each seed and, where there are more owners, which take part.
+    """Make the owners of a data set the agents, in their order.
 
-    Who has more than `benign_samples`, or `malicious_samples`, holds so many of its own at random. A benign agent
-    validates on what it brought for that, else on a share of its own, as `partition` has it. `hold_out` and
-    `remove_malicious` are those of `partition`. Raises ConfigError or DataError where an agent is left without
-    training, validation or test data.
+    The malicious agents, and with more owners than agents the participants, are drawn anew for
+    each seed. A benign agent validates on its owner's validation samples, or else on a share of
+    its samples, as in `partition`.
+
+    Args:
+        dataset: The data set.
+        owners: Its owners.
+        benign: Number of benign agents.
+        malicious: Number of malicious agents.
+        benign_samples: Largest number of samples of a benign agent; None for all its samples.
+        malicious_samples: Largest number of samples of a malicious agent.
+        validation: Fraction of validation samples, in (0, 1].
+        split: Method of the split, as in `partition`.
+        hold_out: Whether to exclude validation samples from training.
+        remove_malicious: Whether to leave out the malicious agents and change nothing else.
+        seed: Seed of the run.
+
+    Returns:
+        The agents and their samples.
+
+    Raises:
+        ConfigError: There are fewer owners than agents.
+        DataError: An agent has no training, validation or test samples.
+
+    Example:
+        >>> from fedcb2o.data import typefaces
+        >>> data = typefaces()
+        >>> agents = partition_by_owner(
+        ...     data, data.owners, benign=3, malicious=0, benign_samples=50, malicious_samples=None,
+        ...     validation=0.2, split="random", seed=0,
+        ... )
+        >>> [len(train) for train in agents.train]
+        [40, 40, 40]
     """
-    there = len(owners.names)
-    n = benign + malicious
-    if n > there:
+    num_owners = len(owners.names)
+    num_agents = benign + malicious
+    if num_agents > num_owners:
         raise ConfigError(
-            f"`agents.benign` + `agents.malicious` = {n}, and the data have {there} owners: take at most as many"
+            f"`agents.benign` + `agents.malicious` = {num_agents}, and the data have {num_owners}"
+            " owners: take at most as many"
         )
-    drawn = np.sort(stream(seed, "owners").permutation(there)[:n])
-    bad = np.isin(np.arange(n), stream(seed, "owners", "malicious").permutation(n)[:malicious])
-    pool = group_members(owners.pool.numpy(), there)
-    test = group_members(owners.test.numpy(), there)
-    kept = owners.validates.numpy()
+    participants = np.sort(stream(seed, "owners").permutation(num_owners)[:num_agents])
+    malicious_agents = stream(seed, "owners", "malicious").permutation(num_agents)[:malicious]
+    is_malicious = np.isin(np.arange(num_agents), malicious_agents)
+
+    pool = group_members(owners.pool.numpy(), num_owners)
+    test = group_members(owners.test.numpy(), num_owners)
+    reserved = owners.validates.numpy()
     labels = dataset.labels(dataset.pool).numpy()
-    common = (owners.test < 0).any()
-    agents = []
+    has_common_test = (owners.test < 0).any()
+
+    agents: list[int] = []
     train = []
-    held = []
+    held_out = []
     tests = []
-    for agent, owner in enumerate(drawn.tolist()):
-        if bad[agent] and remove_malicious:
+    for agent, owner in enumerate(participants.tolist()):
+        if is_malicious[agent] and remove_malicious:
             continue
-        mine = pool[owner]
-        most = malicious_samples if bad[agent] else benign_samples
-        name = f"owner {owners.names[owner]!r}"
-        brought = kept[mine].any()
-        if most is not None and len(mine) > most:
-            mine = np.sort(
-                stream(seed, "owners", "samples", owner).choice(mine, most, replace=False)
-            )
-        holds = kept[mine] & (not bad[agent])
-        if not bad[agent]:
-            if not brought:
-                holds = validation_mask(
-                    labels[mine], agent, validation, split, seed, hold_out=hold_out, name=name
+        samples = pool[owner]
+        limit = malicious_samples if is_malicious[agent] else benign_samples
+        has_reserved = reserved[samples].any()
+        if limit is not None and len(samples) > limit:
+            draw = stream(seed, "owners", "samples", owner)
+            samples = np.sort(draw.choice(samples, limit, replace=False))
+
+        mask: NDArray[np.bool_] = reserved[samples] & (not is_malicious[agent])
+        if not is_malicious[agent]:
+            name = f"owner {owners.names[owner]!r}"
+            if not has_reserved:
+                mask = validation_mask(
+                    labels[samples], agent, validation, split, seed, hold_out=hold_out, name=name
                 )
-            if (hold_out and holds.all()) or not holds.any():
-                what = "validation" if not holds.any() else "training"
+            if (hold_out and mask.all()) or not mask.any():
+                purpose = "training" if mask.any() else "validation"
                 raise DataError(
-                    f"{name} is left without {what} samples: give it some, or leave it out"
+                    f"{name} is left without {purpose} samples: give it some, or leave it out"
                 )
-            if not (len(test[owner]) or common):
+            if not (len(test[owner]) or has_common_test):
                 raise DataError(
-                    f"{name} has no test samples: give it some, or a test set for everybody"
+                    f"{name} has no test samples: give it some, or a test set for all agents"
                 )
+
+        training = samples[~mask]
+        if not hold_out:
+            training = np.concatenate([samples[~mask], samples[mask]])
         agents.append(agent)
-        train.append(
-            torch.from_numpy(
-                mine[~holds] if hold_out else np.concatenate([mine[~holds], mine[holds]])
-            )
-        )
-        held.append(torch.from_numpy(mine[holds]))
+        train.append(torch.from_numpy(training))
+        held_out.append(torch.from_numpy(samples[mask]))
         tests.append(torch.from_numpy(test[owner]))
+
     return Population(
         cluster=torch.zeros(len(agents), dtype=torch.int64),
-        malicious=torch.from_numpy(bad[agents]),
+        malicious=torch.from_numpy(is_malicious[agents]),
         train=tuple(train),
-        validation=tuple(held),
+        validation=tuple(held_out),
         tuning=torch.zeros(0, dtype=torch.int64),
         num_clusters=1,
         tests=tuple(tests),
-        names=tuple(owners.names[drawn[agent]] for agent in agents),
+        names=tuple(owners.names[participants[agent]] for agent in agents),
     )

@@ -1,4 +1,4 @@
-"""A data set of several owners, of what each brings: arrays, or data sets as PyTorch has them."""
+"""Data sets of several owners, from arrays or PyTorch data sets."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,98 +25,122 @@ def datasets(
     standardise: bool = False,
     numbers: bool = False,
 ) -> Dataset:
-    """A data set of several owners, each of which is an agent with what it brings; by their names, or in their order.
+    """Make a data set of several owners, each of which is an agent with its own samples.
 
-    Each brings samples and labels (x, y); or a map-style data set of PyTorch, whose items are such pairs; or a mapping
-    with one or the other for "train" and, if it likes, for "validation" and "test". Of one without validation samples
-    agents hold out a share (`agents.validation`), of one without test samples a share `test_share` is held out here (0:
-    none, where `test` tests everybody). `test` are samples that test everybody. All else is as in `fedcb2o.dataset`.
+    Each owner gives samples and labels (x, y), or a map-style PyTorch data set of such pairs, or a
+    mapping from "train" and, optionally, "validation" and "test" to one of these. Agents hold out
+    a share for validation (`agents.validation`) where an owner gives no validation samples.
 
-    Raises DataError that says what is wrong, or ConfigError for a share that leaves nothing.
+    Args:
+        parts: Owners' data, by name or in order.
+        test: Samples that test every agent.
+        class_names: Names of the classes, as in `fedcb2o.dataset`.
+        test_share: Share of an owner's samples that is held out where it gives no test samples; 0
+            with `test` holds out none.
+        standardise: Whether to scale features to mean 0 and standard deviation 1 over the pool.
+        numbers: Whether labels are the targets of a regression.
+
+    Returns:
+        The data set.
+
+    Raises:
+        DataError: An owner's data have a wrong shape or type, or hold invalid values.
+        ConfigError: `test_share` is out of range.
+
+    Example:
+        >>> ones = ([[1.0], [1.5], [3.0], [3.5]], [0, 0, 1, 1])
+        >>> datasets({"north": ones, "south": ones}, test_share=0.5).owners
+        Owners(north: 2, south: 2)
     """
     if not isinstance(parts, Mapping):
         if not isinstance(parts, Sequence) or isinstance(parts, str):
             raise DataError(
-                f"the data sets must be a list, or a mapping by owners' names, got a {type(parts).__name__}"
+                "the data sets must be a list, or a mapping by owners' names,"
+                f" got a {type(parts).__name__}"
             )
         parts = {str(k): part for k, part in enumerate(parts)}
     if not parts:
         raise DataError("there must be a data set for each owner, got none")
-    pieces = list[tuple[Tensor, NDArray[Any]]]()
-    kinds = list[str]()
-    whose = list[int]()
-    found = [
-        (k, *each)
-        for k, (name, part) in enumerate(parts.items())
-        for each in _pieces_by_purpose(str(name), part)
-    ]
-    for owner, kind, where, part in [
-        *found,
-        *([(-1, "test", "test", test)] if test is not None else []),
-    ]:
-        x, y = _samples_and_labels(where, part)
-        pieces.append(
+
+    # 1. List the pieces of all owners, then the common test samples.
+    pieces: list[tuple[int, str, str, Any]] = []
+    for owner, (name, part) in enumerate(parts.items()):
+        for purpose, label, piece in _pieces_by_purpose(str(name), part):
+            pieces.append((owner, purpose, label, piece))
+    if test is not None:
+        pieces.append((-1, "test", "test", test))
+
+    # 2. Check each piece.
+    checked: list[tuple[Tensor, NDArray[Any]]] = []
+    for _, _, label, piece in pieces:
+        x, y = _samples_and_labels(label, piece)
+        checked.append(
             input_validation.check_samples_and_labels(
-                f"x of {where}", x, f"y of {where}", y, numbers=numbers
+                f"x of {label}", x, f"y of {label}", y, numbers=numbers
             )
         )
-        kinds.append(kind)
-        whose.append(owner)
-        if (shape := pieces[-1][0].shape[1:]) != pieces[0][0].shape[1:]:
-            shapes = tuple(shape), tuple(pieces[0][0].shape[1:])
+        shape = tuple(checked[-1][0].shape[1:])
+        first_shape = tuple(checked[0][0].shape[1:])
+        if shape != first_shape:
             raise DataError(
-                f"the samples of {where} have shape {shapes[0]}, and those of {found[0][2]} {shapes[1]}"
+                f"the samples of {label} have shape {shape}, and those of {pieces[0][2]}"
+                f" {first_shape}"
             )
-    if len({x.dtype for x, _ in pieces}) > 1:
+    if len({x.dtype for x, _ in checked}) > 1:
         raise DataError("some owners bring pixels (uint8) and others numbers: make them one")
-    shards, names = input_validation.to_shards(pieces, class_names, numbers=numbers)
-    sizes = [len(each) for each in shards]
-    of = np.repeat(whose, sizes)
-    purpose = np.repeat(kinds, sizes)
-    testing = purpose == "test"
-    whole = Shard(torch.cat([each.x for each in shards]), torch.cat([each.y for each in shards]))
+
+    # 3. Concatenate the pieces.
+    shards, names = input_validation.to_shards(checked, class_names, numbers=numbers)
+    sizes = [len(shard) for shard in shards]
+    owner_of_sample = np.repeat([owner for owner, *_ in pieces], sizes)
+    purpose_of_sample = np.repeat([purpose for _, purpose, *_ in pieces], sizes)
+    is_test = purpose_of_sample == "test"
+    samples = Shard(
+        torch.cat([shard.x for shard in shards]), torch.cat([shard.y for shard in shards])
+    )
     owners = Owners(
         tuple(map(str, parts)),
-        torch.from_numpy(of[~testing]),
-        torch.from_numpy(of[testing]),
-        torch.from_numpy(purpose[~testing] == "validation"),
+        torch.from_numpy(owner_of_sample[~is_test]),
+        torch.from_numpy(owner_of_sample[is_test]),
+        torch.from_numpy(purpose_of_sample[~is_test] == "validation"),
     )
-    tests = whole.part(np.flatnonzero(testing)) if testing.any() else None
-    return build_dataset(
-        whole.part(np.flatnonzero(~testing)), tests, names, owners, test_share, standardise
-    )
+    pool = samples.part(np.flatnonzero(~is_test))
+    tests = samples.part(np.flatnonzero(is_test)) if is_test.any() else None
+    return build_dataset(pool, tests, names, owners, test_share, standardise)
 
 
 def _pieces_by_purpose(name: str, part: Any) -> Iterator[tuple[str, str, Any]]:
-    """What an owner brings for each purpose, and what messages call it."""
+    """Yield (purpose, label in messages, samples) of an owner."""
     if not isinstance(part, Mapping):
         part = {"train": part}
     if "train" not in part or not part.keys() <= {*_PURPOSES}:
         raise DataError(
-            f"owner {name!r} must bring samples to train on, and may for validation and test, got {list(part)}"
+            f"owner {name!r} must bring samples to train on, and may for validation and test,"
+            f" got {list(part)}"
         )
-    for kind in _PURPOSES:
-        if part.get(kind) is not None:
-            yield kind, f"owner {name!r} ({kind})", part[kind]
+    for purpose in _PURPOSES:
+        if part.get(purpose) is not None:
+            yield purpose, f"owner {name!r} ({purpose})", part[purpose]
 
 
-def _samples_and_labels(where: str, part: Any) -> tuple[Any, Any]:
-    """Samples and labels: as they are given, or those of the items of a data set."""
-    if isinstance(part, Shard):
-        return part.x, part.y
-    if isinstance(part, tuple | list):
-        if len(part) != 2:
-            raise DataError(f"{where} must be samples and labels, (x, y), got {len(part)} things")
-        return part[0], part[1]
-    if not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
+def _samples_and_labels(label: str, piece: Any) -> tuple[Any, Any]:
+    """Return samples and labels of a pair, or of the items of a PyTorch data set."""
+    if isinstance(piece, Shard):
+        return piece.x, piece.y
+    if isinstance(piece, tuple | list):
+        if len(piece) != 2:
+            raise DataError(f"{label} must be samples and labels, (x, y), got {len(piece)} things")
+        return piece[0], piece[1]
+    if not (hasattr(piece, "__getitem__") and hasattr(piece, "__len__")):
+        hint = ": give its `.dataset`" if hasattr(piece, "dataset") else ""
         raise DataError(
-            f"{where} must be (x, y), or a data set with a length and items (x, y), got a {type(part).__name__}"
-            + (": give its `.dataset`" if hasattr(part, "dataset") else "")
+            f"{label} must be (x, y), or a data set with a length and items (x, y),"
+            f" got a {type(piece).__name__}{hint}"
         )
     try:
-        items = [(np.asarray(x), np.asarray(y)) for x, y in (part[k] for k in range(len(part)))]
-        return np.stack([x for x, _ in items]), np.stack([y for _, y in items])
+        pairs = [(np.asarray(x), np.asarray(y)) for x, y in (piece[k] for k in range(len(piece)))]
+        return np.stack([x for x, _ in pairs]), np.stack([y for _, y in pairs])
     except Exception as error:  # a user's data set may fail in any way
         raise DataError(
-            f"{where} must have items (x, y) of one shape ({type(error).__name__}: {error})"
+            f"{label} must have items (x, y) of one shape ({type(error).__name__}: {error})"
         ) from error

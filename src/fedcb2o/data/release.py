@@ -1,7 +1,7 @@
-"""Data sets that lie in files: what these are called, where they are, where they come from, and how images are read.
+"""Data sets in files: their names, their folder, their official release, and reading of images.
 
-Of every class the first so many images are kept, in the order of the files; no more than these and one block of a file
-are in memory.
+Readers keep the first images of each class, in the order of the files. Only these images and one
+block of a file are in memory.
 """
 
 import gzip
@@ -20,18 +20,27 @@ from numpy.typing import NDArray
 from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError, DataError
 
-IMAGES_PER_BLOCK = 4096  # images in memory beside those that are kept: 3 MiB of 28 x 28 pixels
+IMAGES_PER_BLOCK = 4096
+"""Images in memory in addition to those that are kept: 3 MiB of 28x28 pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
     """The files of a data set of images.
 
-    `name` is that of its function, of `fedcb2o data NAME` and of its folder. A file is one of `parts` after one of
-    `sets`, which a folder holds one of, plain or gzip; `beside` may lie there too. `md5` are the checksums of what
-    `url` serves: the files themselves, or the archive that they are in. `shape` is that of an image. `packaged` is
-    where a package of the operating system puts the files. `lookalikes` are data sets whose files have the same names:
-    their titles, and how their test labels begin.
+    Attributes:
+        name: Name of the data set's function, of `fedcb2o data NAME` and of its folder.
+        title: Name in messages.
+        class_names: Names of the classes.
+        shape: Shape of an image, [channels, height, width].
+        prefixes: Beginnings of file names, one per set of files. A folder holds one set.
+        file_names: Ends of file names. Files are plain or gzip.
+        optional_files: Further files of the release.
+        url: Address of the files.
+        md5: Checksum of each file at `url`: the files themselves, or an archive of them.
+        system_folder: Folder of the operating system's package, if there is one.
+        lookalikes: Data sets with the same file names: their titles, and the beginning of their
+            test labels.
     """
 
     name: str
@@ -48,78 +57,126 @@ class Release:
 
     @property
     def archive(self) -> str | None:
-        """The archive that the files are published in, if they are."""
+        """Name of the archive that holds the files, if there is one."""
         return next((name for name in self.md5 if name.endswith((".zip", ".tar.gz"))), None)
 
     @property
     def advice(self) -> str:
-        """What to do about files that are missing or damaged."""
-        return f"get the files with `fedcb2o data {self.name}`, or name the folder that holds them with `--data-dir`"
+        """Cure for files that are missing or damaged."""
+        return (
+            f"get the files with `fedcb2o data {self.name}`, or name the folder that holds them"
+            " with `--data-dir`"
+        )
 
 
 def user_folder(release: Release) -> Path:
-    """Where a data set's files are put if no folder is named: $FEDCB2O_DATA, or a folder in the user's cache."""
+    """Return the folder for downloaded files: $FEDCB2O_DATA, or a folder in the user's cache.
+
+    Args:
+        release: A data set.
+
+    Returns:
+        The folder, which need not exist.
+    """
     import pooch  # type: ignore[import-untyped]
 
     named = os.environ.get("FEDCB2O_DATA")
-    return Path(named) if named else Path(pooch.os_cache("fedcb2o")) / release.name
+    if named:
+        return Path(named)
+    return Path(pooch.os_cache("fedcb2o")) / release.name
 
 
 def default_folder(release: Release) -> Path:
-    """Where a data set's files lie if no folder is named: `own_folder`, or where they are packaged if none is there."""
-    own = user_folder(release)
-    packaged = release.system_folder
-    if packaged is None or any(any(files) for files in _files_by_prefix(release, own).values()):
-        return own
-    return (
-        packaged
-        if any(all(files) for files in _files_by_prefix(release, packaged).values())
-        else own
-    )
+    """Return the folder that is read by default.
+
+    Args:
+        release: A data set.
+
+    Returns:
+        `user_folder`, or the system's folder where only that one holds files.
+    """
+    folder = user_folder(release)
+    system = release.system_folder
+    if system is None or any(any(files) for files in _files_by_prefix(release, folder).values()):
+        return folder
+    is_complete = any(all(files) for files in _files_by_prefix(release, system).values())
+    return system if is_complete else folder
 
 
 def find_files(release: Release, folder: Path | None) -> tuple[Path, ...]:
-    """The files in `folder`, or in `default_folder`, in the order of `parts`: those of the one set complete there.
+    """Return the files of the one complete set in a folder.
 
-    Raises DataError that says which file is missing, or that two sets lie there.
+    Args:
+        release: A data set.
+        folder: The folder; None for `default_folder`.
+
+    Returns:
+        The files in the order of `release.file_names`.
+
+    Raises:
+        DataError: A file is missing, or the folder holds two complete sets.
     """
     folder = default_folder(release) if folder is None else folder.expanduser()
-    found = _files_by_prefix(release, folder)
-    whole = [name for name in release.prefixes if None not in found[name]]
-    if len(whole) > 1:
-        # Which images were used must never depend on an order of preference that nobody sees.
-        first = " and ".join(f"{name}{release.file_names[0]}" for name in whole)
+    files = _files_by_prefix(release, folder)
+    complete = [prefix for prefix in release.prefixes if None not in files[prefix]]
+    if len(complete) > 1:
+        # No hidden order of preference may decide which images are used.
+        examples = " and ".join(f"{prefix}{release.file_names[0]}" for prefix in complete)
         raise DataError(
-            f"{folder} holds two sets of {release.title} files (see {first}); keep one of them there"
+            f"{folder} holds two sets of {release.title} files (see {examples}); keep one of them"
+            " there"
         )
-    if whole:
-        return tuple(path for path in found[whole[0]] if path is not None)
-    started = [name for name in release.prefixes if any(found[name])]
+    if complete:
+        return tuple(path for path in files[complete[0]] if path is not None)
+
+    incomplete = [prefix for prefix in release.prefixes if any(files[prefix])]
     missing = [
-        name + release.file_names[found[name].index(None)] for name in started or release.prefixes
+        prefix + release.file_names[files[prefix].index(None)]
+        for prefix in incomplete or release.prefixes
     ]
-    here = "" if folder.is_dir() else " (there is no such folder)"
+    hint = "" if folder.is_dir() else " (there is no such folder)"
     raise DataError(
-        f"{release.title}: no file {' or '.join(missing)}, plain or .gz, in {folder}{here}; {release.advice}"
+        f"{release.title}: no file {' or '.join(missing)}, plain or .gz, in {folder}{hint};"
+        f" {release.advice}"
     )
 
 
 def _files_by_prefix(release: Release, folder: Path) -> dict[str, list[Path | None]]:
-    """The files of each set in a folder, in the order of `parts`; None for each that is not there."""
+    """Return the files of each set in a folder, None for each missing file."""
     return {
-        name: [find_plain_or_gzip(folder, name + part) for part in release.file_names]
-        for name in release.prefixes
+        prefix: [find_plain_or_gzip(folder, prefix + name) for name in release.file_names]
+        for prefix in release.prefixes
     }
 
 
 def find_plain_or_gzip(folder: Path, name: str) -> Path | None:
-    """The file of that name in `folder`, plain or else gzip; None if there is neither."""
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+    """Return a file, or its gzip form.
+
+    Args:
+        folder: The folder.
+        name: Name of the plain file.
+
+    Returns:
+        The path, or None where neither form exists.
+    """
+    candidates = (folder / name, folder / f"{name}.gz")
+    return next((path for path in candidates if path.is_file()), None)
 
 
 @contextmanager
 def open_plain_or_gzip(path: Path, advice: str) -> Iterator[gzip.GzipFile | BufferedReader]:
-    """The content of a file, plain or gzip; raises DataError where it cannot be read."""
+    """Open a plain or gzip file for reading.
+
+    Args:
+        path: The file.
+        advice: Cure in messages.
+
+    Yields:
+        The uncompressed file.
+
+    Raises:
+        DataError: The file cannot be read, is damaged or is truncated.
+    """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield file
@@ -135,9 +192,17 @@ def open_plain_or_gzip(path: Path, advice: str) -> Iterator[gzip.GzipFile | Buff
         raise DataError(f"{path} cannot be read ({error.strerror or error}); {advice}") from error
 
 
-def check_per_class(release: Release, **given: int | None) -> None:
-    """Raises ConfigError for a number of images of each class that is not None and below 1."""
-    for name, value in given.items():
+def check_per_class(release: Release, **counts: int | None) -> None:
+    """Refuse a number of images per class below 1.
+
+    Args:
+        release: A data set.
+        counts: Numbers by parameter name; None for all images.
+
+    Raises:
+        ConfigError: A number is below 1.
+    """
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"`{name}` of {release.name} must be at least 1, got {value}")
 
@@ -152,35 +217,56 @@ def select_per_class(
     labels: Path,
     images: Path,
 ) -> Shard:
-    """The first `per_class` images of each class out of those in `blocks`, whose labels are y; None keeps all.
+    """Read the first images of each class.
 
-    Messages name the `parameter` that `per_class` comes from, and the files. Raises DataError if labels are no classes,
-    are not as many as the images, or are too few of a class.
+    Args:
+        release: A data set.
+        y: Labels of all images.
+        blocks: Blocks of images, in the order of the labels.
+        per_class: Number of images per class; None for all.
+        parameter: Name of `per_class` in messages.
+        labels: File of the labels, for messages.
+        images: File of the images, for messages.
+
+    Returns:
+        The selected images and their labels, in the order of the files.
+
+    Raises:
+        DataError: A label is not a class, the number of images differs from that of labels, or a
+            class has too few images.
     """
     names = release.class_names
     if len(y) and y.max() >= len(names):
         raise DataError(
             f"{labels}: labels must be between 0 and {len(names) - 1}, but there is a {y.max()}"
         )
+
+    # 1. Select the samples by their rank within their class.
     counts = np.bincount(y, minlength=len(names))
     by_class = np.argsort(y, kind="stable")
-    rank = (
-        np.arange(len(y)) - (counts.cumsum() - counts)[y[by_class]]
-    )  # of a sample within its class
-    keep = np.sort(by_class[rank < (per_class or len(y))])
-    x = np.empty((len(keep), *release.shape), np.uint8)
+    rank = np.arange(len(y)) - (counts.cumsum() - counts)[y[by_class]]
+    selected = np.sort(by_class[rank < (per_class or len(y))])
+
+    # 2. Copy their images, block by block.
+    x = np.empty((len(selected), *release.shape), np.uint8)
     count = 0
     for block in blocks:
-        lo, hi = np.searchsorted(keep, (count, count + len(block)))
-        x[lo:hi] = block[keep[lo:hi] - count].reshape(-1, *release.shape)
+        start, stop = np.searchsorted(selected, (count, count + len(block)))
+        x[start:stop] = block[selected[start:stop] - count].reshape(-1, *release.shape)
         count += len(block)
     if count != len(y):
         raise DataError(
             f"{images} holds {count} images, but {labels.name} {len(y)} labels; {release.advice}"
         )
-    fewest = int(counts.argmin())
-    if counts[fewest] < (per_class or 1):
-        short = f"{labels}: class {names[fewest]!r} has {counts[fewest]} samples, fewer than"
-        at_most = f"`{parameter}` = {per_class}; set it to at most {counts[fewest]}"
-        raise DataError(f"{short} {at_most if counts[fewest] else f'1; {release.advice}'}")
-    return Shard(torch.from_numpy(x), torch.from_numpy(y[keep]).long())
+
+    # 3. Refuse too few images.
+    smallest = int(counts.argmin())
+    if counts[smallest] < (per_class or 1):
+        limit = f"1; {release.advice}"
+        if counts[smallest]:
+            limit = f"`{parameter}` = {per_class}; set it to at most {counts[smallest]}"
+        raise DataError(
+            f"{labels}: class {names[smallest]!r} has {counts[smallest]} samples, fewer than"
+            f" {limit}"
+        )
+    return Shard(torch.from_numpy(x), torch.from_numpy(y[selected]).long())

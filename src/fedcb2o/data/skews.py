@@ -1,8 +1,13 @@
-"""Skews: how labels differ between the agents of a cluster.
+"""Skews: differences in labels between the agents of a cluster.
 
-A configuration names a skew by a function in `__all__`: (labels [n], sizes [N], draw, *, ...) -> who gets each sample
-[n]: the number of an agent from 0 to N - 1. `labels` are those of all samples of a cluster, in random order; agent i
-gets `sizes[i]` of them.
+A configuration names a skew by a function in `__all__`: (labels [n], sizes [N], draw, *, ...) ->
+agent of each sample [n], from 0 to N - 1. `labels` are those of all samples of a cluster, in random
+order; agent i gets `sizes[i]` samples.
+
+Example:
+    >>> labels = np.array([0, 1, 0, 1])
+    >>> shards(labels, np.array([2, 2]), np.random.default_rng(0), classes=1).tolist()
+    [1, 0, 1, 0]
 """
 
 import numpy as np
@@ -21,13 +26,25 @@ def dirichlet(
     *,
     concentration: float = 0.5,
 ) -> Int[np.ndarray, " n"]:
-    """Every agent draws its own class proportions q ~ Dirichlet(concentration * p), p those of the whole cluster.
+    """Draw each agent's class proportions q ~ Dirichlet(concentration * p), p the cluster's.
 
-    Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification"
-    (2019). Large concentrations give every agent p, small ones few classes. Agents take their samples all at once and
-    without replacement: where fewer of a class are left than are wanted, chance decides who gets them, and the others
-    take by their proportions from the classes that are left. (Many draw q ~ Dirichlet(a, ..., a) instead: with C
-    classes of equal size, that is concentration = C a.)
+    Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated
+    Visual Classification" (2019). Agents take their samples at the same time and without
+    replacement. Where too few samples of a class are left, chance distributes them, and the
+    remaining agents take from other classes by their proportions. (Many authors draw
+    q ~ Dirichlet(a, ..., a): with C classes of equal size, that is concentration = C a.)
+
+    Args:
+        labels: Labels of a cluster's samples.
+        sizes: Number of samples of each agent.
+        draw: Source of randomness.
+        concentration: Above 0. Large values give every agent p, small ones few classes.
+
+    Returns:
+        Agent of each sample.
+
+    Raises:
+        ConfigError: `concentration` is not a finite number above 0.
     """
     if not 0 < concentration < np.inf:
         raise ConfigError(
@@ -39,16 +56,17 @@ def dirichlet(
     missing = sizes
     while missing.any():
         p = np.where(left > 0, q, 0.0)
-        p = np.where(
-            p.sum(1, keepdims=True) > np.finfo(float).tiny, p, left
-        )  # nothing left of what it would take
+        # Agents whose classes are used up take from all remaining classes.
+        p = np.where(p.sum(1, keepdims=True) > np.finfo(float).tiny, p, left)
         wanted = draw.multinomial(missing, p / p.sum(1, keepdims=True))
         for c in np.flatnonzero(wanted.sum(0) > left):
             wanted[:, c] = draw.multivariate_hypergeometric(wanted[:, c], left[c])
         taken = taken + wanted
         left = left - wanted.sum(0)
         missing = missing - wanted.sum(1)
-    return _along_labels(labels, np.tile(np.arange(len(sizes)), q.shape[1]), taken.T.ravel())
+
+    agents = np.tile(np.arange(len(sizes)), q.shape[1])
+    return _assign_along_labels(labels, agents, taken.T.ravel())
 
 
 def shards(
@@ -58,29 +76,40 @@ def shards(
     *,
     classes: int = 2,
 ) -> Int[np.ndarray, " n"]:
-    """The samples, sorted by label, are cut into shards, of which every agent gets `classes` random ones.
+    """Cut the samples, sorted by label, into shards; every agent gets `classes` random shards.
 
-    McMahan, Moore, Ramage, Hampson and Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from
-    Decentralized Data" (2017), for agents of different sizes: each cuts its own number of samples into `classes`
-    parts, and all parts lie along the sorted samples in random order. A shard holds a second class where it lies across
-    a border, and more where it is longer than a class.
+    McMahan, Moore, Ramage, Hampson and Agüera y Arcas, "Communication-Efficient Learning of Deep
+    Networks from Decentralized Data" (2017), for agents of different sizes: each agent cuts its own
+    number of samples into `classes` shards, and all shards are placed along the sorted samples in
+    random order. A shard across a border holds two classes, and a long shard may hold more.
+
+    Args:
+        labels: Labels of a cluster's samples.
+        sizes: Number of samples of each agent.
+        draw: Source of randomness.
+        classes: Shards of each agent, at least 1.
+
+    Returns:
+        Agent of each sample.
+
+    Raises:
+        ConfigError: `classes` is below 1.
     """
     if classes < 1:
         raise ConfigError(f"`classes` of the skew shards must be at least 1, got {classes}")
-    parts = np.arange(classes)
-    lengths = sizes[:, None] // classes + (
-        parts < sizes[:, None] % classes
-    )  # [N, classes], each row sums to its size
+    index = np.arange(classes)
+    # [N, classes]; each row sums to the agent's size.
+    lengths = sizes[:, None] // classes + (index < sizes[:, None] % classes)
     order = draw.permutation(lengths.size)
-    return _along_labels(labels, order // classes, lengths.ravel()[order])
+    return _assign_along_labels(labels, order // classes, lengths.ravel()[order])
 
 
-def _along_labels(
+def _assign_along_labels(
     labels: Int[np.ndarray, " n"],
     agents: Int[np.ndarray, " parts"],
     lengths: Int[np.ndarray, " parts"],
 ) -> NDArray[np.int64]:
-    """Who gets each sample, where parts of the samples sorted by label go to `agents`, one part after the other."""
-    owners = np.empty(len(labels), np.int64)
-    owners[np.argsort(labels, kind="stable")] = np.repeat(agents, lengths)
-    return owners
+    """Assign consecutive parts of the samples, sorted by label, to agents."""
+    assignment = np.empty(len(labels), np.int64)
+    assignment[np.argsort(labels, kind="stable")] = np.repeat(agents, lengths)
+    return assignment

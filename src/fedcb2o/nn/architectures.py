@@ -1,6 +1,11 @@
-"""Built-in network architectures.
+"""Built-in network architectures: (input_shape, num_classes, *, ...) -> network.
 
-The paper's network (sec:experiments): two 5x5 convolutions with max pooling, then two dense layers.
+A configuration names an architecture by a function in `__all__`. The paper's network
+(sec:experiments) is `cnn`: two 5x5 convolutions with max pooling, then two dense layers.
+
+Example:
+    >>> sum(p.numel() for p in logistic([1, 8, 8], 10).parameters())
+    650
 """
 
 import itertools
@@ -26,13 +31,28 @@ def cnn(
     down: Literal["pool", "stride"] = "pool",
     dense_activation: Literal["relu", "none"] = "relu",
 ) -> nn.Module:
-    """The paper's network (sec:experiments); with 28x28 images, 47 classes and 2048 hidden units d = 6,572,975.
+    """Build the paper's network (sec:experiments).
 
-    Each convolution halves the resolution, by max pooling after it or, with `down = "stride"`, by its stride, which is
-    a quarter of the work. Pooling stands before ReLU: the two commute exactly, and ReLU then touches a quarter of the
-    values. `dense_activation="none"` leaves out the ReLU between the dense layers, as the authors' released code does.
+    With 28x28 images, 47 classes and 2048 hidden units, d = 6,572,975. Pooling comes before ReLU:
+    the two commute exactly, and ReLU then reads a quarter of the values.
+
+    Args:
+        input_shape: Shape of an image, [channels, height, width], at least 4x4 pixels.
+        num_classes: Number of outputs.
+        channels: Channels of the two convolutions.
+        hidden: Units of the first dense layer.
+        down: Halving of the resolution by each convolution: "pool" is max pooling after it,
+            "stride" is its stride, a quarter of the work.
+        dense_activation: "none" omits the ReLU between the dense layers, as in the authors'
+            released code.
+
+    Returns:
+        The network.
+
+    Raises:
+        ConfigError: The shape is not that of an image, or a width is below 1.
     """
-    seen, height, width = _image_shape("cnn", input_shape)
+    input_channels, height, width = _image_shape("cnn", input_shape)
     _check_widths("cnn", [hidden])
     if len(channels) != 2 or min(channels) < 1:
         raise ConfigError(
@@ -40,19 +60,26 @@ def cnn(
         )
     first, second = channels
 
-    def halved(before: int, after: int) -> list[nn.Module]:
+    def stage(fan_in: int, fan_out: int) -> list[nn.Module]:
         if down == "stride":
-            return [nn.Conv2d(before, after, 5, stride=2, padding=2), nn.ReLU()]
-        return [nn.Conv2d(before, after, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()]
+            return [nn.Conv2d(fan_in, fan_out, 5, stride=2, padding=2), nn.ReLU()]
+        return [nn.Conv2d(fan_in, fan_out, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()]
 
-    between = [nn.ReLU()] if dense_activation == "relu" else []
-    height, width = (-(-side // 4) if down == "stride" else side // 4 for side in (height, width))
+    if down == "stride":  # a strided convolution rounds up, pooling rounds down
+        height = -(-height // 4)
+        width = -(-width // 4)
+    else:
+        height = height // 4
+        width = width // 4
+
+    activation = [nn.ReLU()] if dense_activation == "relu" else []
     return nn.Sequential(
         ChannelsLast(),
-        *halved(seen, first),
-        *halved(first, second),
+        *stage(input_channels, first),
+        *stage(first, second),
         nn.Flatten(),
-        *(nn.Linear(second * height * width, hidden), *between),
+        nn.Linear(second * height * width, hidden),
+        *activation,
         nn.Linear(hidden, num_classes),
     )
 
@@ -60,7 +87,19 @@ def cnn(
 def mlp(
     input_shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (64,)
 ) -> nn.Module:
-    """Dense layers of `hidden` units with ReLU between them."""
+    """Build dense layers with ReLU between them.
+
+    Args:
+        input_shape: Shape of a sample; it is flattened.
+        num_classes: Number of outputs.
+        hidden: Units of each hidden layer.
+
+    Returns:
+        The network.
+
+    Raises:
+        ConfigError: A hidden layer has less than 1 unit.
+    """
     _check_widths("mlp", hidden)
     widths = [math.prod(input_shape), *hidden, num_classes]
     layers: list[nn.Module] = [nn.Flatten()]
@@ -70,19 +109,40 @@ def mlp(
 
 
 def logistic(input_shape: Sequence[int], num_classes: int) -> nn.Module:
-    """Multinomial logistic regression: one dense layer."""
+    """Build multinomial logistic regression: one dense layer.
+
+    Args:
+        input_shape: Shape of a sample; it is flattened.
+        num_classes: Number of outputs.
+
+    Returns:
+        The network.
+    """
     return mlp(input_shape, num_classes, hidden=())
 
 
 def resnet(
     input_shape: Sequence[int], num_classes: int, *, width: int = 16, blocks: int = 1
 ) -> nn.Module:
-    """A residual network for small images, of 6 * `blocks` + 2 layers, without batch statistics.
+    """Build a residual network for small images, of 6 * `blocks` + 2 layers.
 
-    He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2016), Section 4.2: three stages of `blocks`
-    blocks with `width`, 2 `width` and 4 `width` channels, each stage at half the resolution of the one before. Group
-    normalisation (Wu and He, 2018) takes the place of batch normalisation, whose statistics are no parameters and
-    differ between agents (`fedcb2o.nn.batch_norm`); a group is 8 channels.
+    He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2016), Section 4.2:
+    three stages with `width`, 2 `width` and 4 `width` channels, each at half the resolution of the
+    previous one. Group normalisation (Wu and He, 2018) with 8 channels a group replaces batch
+    normalisation, whose statistics are not parameters and differ between agents
+    (`fedcb2o.nn.batch_norm`).
+
+    Args:
+        input_shape: Shape of an image, [channels, height, width], at least 4x4 pixels.
+        num_classes: Number of outputs.
+        width: Channels of the first stage, a multiple of 8.
+        blocks: Residual blocks of each stage, at least 1.
+
+    Returns:
+        The network.
+
+    Raises:
+        ConfigError: The shape is not that of an image, or a parameter is out of range.
     """
     channels, *_ = _image_shape("resnet", input_shape)
     if width < 8 or width % 8:
@@ -91,36 +151,55 @@ def resnet(
         )
     if blocks < 1:
         raise ConfigError(f"model `resnet`: `blocks` must be at least 1, got {blocks}")
+
     widths = [width] + [factor * width for factor in (1, 2, 4) for _ in range(blocks)]
+    # Layers draw their initial parameters in this order.
     return nn.Sequential(
-        *(_convolution(channels, width), _group_norm(width), nn.ReLU()),
-        *(_ResidualBlock(before, after) for before, after in itertools.pairwise(widths)),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        _convolution(channels, width),
+        _group_norm(width),
+        nn.ReLU(),
+        *(_ResidualBlock(fan_in, fan_out) for fan_in, fan_out in itertools.pairwise(widths)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
         nn.Linear(4 * width, num_classes),
     )
 
 
 class _ResidualBlock(nn.Module):
-    """Two convolutions and, past them, the input as it is; where there are more channels after them, its resolution is
-    halved and the new channels are zero (He et al. 2016, option A)."""
+    """Two convolutions and an identity shortcut (He et al. 2016, option A).
 
-    def __init__(self, before: int, after: int) -> None:
+    Where the number of channels grows, the shortcut halves the resolution and the new channels
+    are zero.
+    """
+
+    def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__()
-        self.stride = 1 if before == after else 2
-        self.extra_channels = after - before
+        self.stride = 1 if fan_in == fan_out else 2
+        self.extra_channels = fan_out - fan_in
         self.change = nn.Sequential(
-            *(_convolution(before, after, self.stride), _group_norm(after), nn.ReLU()),
-            *(_convolution(after, after), _group_norm(after)),
+            _convolution(fan_in, fan_out, self.stride),
+            _group_norm(fan_out),
+            nn.ReLU(),
+            _convolution(fan_out, fan_out),
+            _group_norm(fan_out),
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """ReLU(x + change(x))."""
-        past = F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra_channels))
-        return F.relu(past + self.change(x))
+        """Return ReLU(x + change(x)).
+
+        Args:
+            x: Activations [n, channels, height, width].
+
+        Returns:
+            Activations with the channels and resolution of the block's output.
+        """
+        padding = (0, 0, 0, 0, 0, self.extra_channels)
+        shortcut = F.pad(x[..., :: self.stride, :: self.stride], padding)
+        return F.relu(shortcut + self.change(x))
 
 
-def _convolution(before: int, after: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
+def _convolution(fan_in: int, fan_out: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(fan_in, fan_out, 3, stride=stride, padding=1, bias=False)
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:
@@ -130,7 +209,8 @@ def _group_norm(channels: int) -> nn.GroupNorm:
 def _image_shape(name: str, input_shape: Sequence[int]) -> tuple[int, int, int]:
     if len(input_shape) != 3 or min(input_shape[1:]) < 4:
         raise ConfigError(
-            f"model `{name}` needs images [channels, height, width] of 4x4 pixels or more, got {input_shape}"
+            f"model `{name}` needs images [channels, height, width] of 4x4 pixels or more,"
+            f" got {input_shape}"
         )
     channels, height, width = input_shape
     return channels, height, width

@@ -1,11 +1,21 @@
-"""The statistics of norms: no parameters, and yet part of what a network computes.
+"""Running statistics of normalisation layers: not parameters, yet part of a network's function.
 
-A batch norm (Ioffe and Szegedy, 2015), or an instance norm that tracks, keeps running means and variances of what it
-saw in training and divides by them in evaluation. They are "shared", a part of theta that the forward pass changes and
-gradients do not; "local", estimated by each agent on its own training data for whatever model it reads (as in AdaBN: Li
-et al., "Revisiting batch normalization for practical domain adaptation", 2016); or "dropped", for ever what they were
-at first. A norm whose own parameters are frozen is frozen as a whole, with its statistics. Numbers of batches are never
-part of a model: they begin each LocalUpdate at 0.
+A batch norm (Ioffe and Szegedy, 2015), or an instance norm with `track_running_stats`, keeps
+running means and variances of its training inputs and divides by them in evaluation. Statistics
+have a mode:
+
+- "shared": part of theta, changed by the forward pass and not by gradients;
+- "local": estimated by each agent on its own training data for each model that it evaluates (as in
+  AdaBN: Li et al., "Revisiting batch normalization for practical domain adaptation", 2016);
+- "dropped": their initial values for ever.
+
+A norm whose own parameters are frozen is frozen as a whole, with its statistics. Counts of batches
+are never part of a model: they start at 0 in each LocalUpdate.
+
+Example:
+    >>> network = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    >>> list(statistics(network, "shared"))
+    ['1.running_mean', '1.running_var']
 """
 
 import contextlib
@@ -21,150 +31,231 @@ from fedcb2o.errors import ConfigError
 
 StatisticsMode = Literal["shared", "local", "dropped"]
 
-_MODE_ATTRIBUTE = "agents_statistics"  # the attribute of a norm that says it
+MAX_REFERENCE_SAMPLES = 256
+"""Largest number of samples on which local statistics are estimated."""
+
+_MODE_ATTRIBUTE = "agents_statistics"  # attribute of a norm that holds its mode
 _STATISTIC_NAMES = ("running_mean", "running_var")
-MAX_REFERENCE_SAMPLES = 256  # samples, at most, on which local statistics are estimated
 
 
 def set_statistics_mode(module: nn.Module, statistics: StatisticsMode) -> None:
-    """Have the norms of a network say what becomes of their statistics."""
-    for part in module.modules():
-        if isinstance(part, _NormBase):
-            setattr(part, _MODE_ATTRIBUTE, statistics)
+    """Set the mode of the statistics of all norms in a network.
+
+    Args:
+        module: A network.
+        statistics: The mode.
+    """
+    for layer in module.modules():
+        if isinstance(layer, _NormBase):
+            setattr(layer, _MODE_ATTRIBUTE, statistics)
 
 
 def require_tracked_statistics(module: nn.Module) -> None:
-    """Raises ConfigError for a norm that divides by the statistics of a batch when it is evaluated."""
-    for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm) and part.running_mean is None:
+    """Refuse a batch norm that divides by the statistics of a batch in evaluation.
+
+    Args:
+        module: A network.
+
+    Raises:
+        ConfigError: A batch norm does not track its statistics.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.running_mean is None:
             raise ConfigError(
-                f"the model's norm `{name}` keeps no statistics (track_running_stats=False), so that what it makes of "
-                "a sample depends on those beside it, in tests too: let it track them, or take a group norm"
+                f"the model's norm `{name}` keeps no statistics (track_running_stats=False), so its"
+                " output for a sample depends on the other samples of the batch, in tests too:"
+                " let it track them, or take a group norm"
             )
 
 
 def statistics(module: nn.Module, *kinds: StatisticsMode) -> dict[str, Float[Tensor, " c"]]:
-    """The statistics of the norms of some kinds, by their names in the network."""
-    found = _norm_layers(module, *kinds).items()
+    """Return the statistics of the norms with the given modes.
+
+    Args:
+        module: A network.
+        kinds: Modes.
+
+    Returns:
+        Running means and variances by their names in the network.
+    """
     return {
-        f"{name}.{each}".lstrip("."): getattr(part, each)
-        for name, part in found
-        for each in _STATISTIC_NAMES
+        f"{name}.{statistic}".lstrip("."): getattr(layer, statistic)
+        for name, layer in _norm_layers(module, *kinds).items()
+        for statistic in _STATISTIC_NAMES
     }
 
 
 def has_local_statistics(module: nn.Module) -> bool:
-    """Whether a network is read only after its agent has estimated statistics."""
+    """Return whether an agent must estimate statistics before it evaluates the network.
+
+    Args:
+        module: A network.
+
+    Returns:
+        True if a norm has the mode "local".
+    """
     return bool(_norm_layers(module, "local"))
 
 
 def train_(module: nn.Module) -> None:
-    """As `module.train()`, but dropped statistics are divided by and stay what they are; no batch is counted yet."""
+    """Switch a network to training, with dropped statistics fixed and batch counts at 0.
+
+    Args:
+        module: A network.
+    """
     module.train()
-    for part in _norm_layers(module, "dropped").values():
-        part.eval()
-    for part in _norm_layers(module, "shared", "local").values():
-        if part.num_batches_tracked is not None:
-            part.num_batches_tracked.zero_()
+    for layer in _norm_layers(module, "dropped").values():
+        layer.eval()
+    for layer in _norm_layers(module, "shared", "local").values():
+        if layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.zero_()
 
 
 @contextlib.contextmanager
 def estimate_statistics_mode(module: nn.Module) -> Iterator[None]:
-    """Within it what a network reads becomes its local statistics, and else it is as in evaluation."""
+    """Make the inputs inside a `with` block the local statistics of a network.
+
+    All other layers are in evaluation mode.
+
+    Args:
+        module: A network.
+    """
     module.eval()
-    parts = _norm_layers(module, "local").values()
-    before = [part.momentum for part in parts]
-    for part in parts:
-        part.train()
-        part.momentum = 1.0
+    layers = _norm_layers(module, "local").values()
+    original = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.train()
+        layer.momentum = 1.0
     try:
         with torch.no_grad():
             yield
     finally:
-        for part, momentum in zip(parts, before, strict=True):
-            part.eval()
-            part.momentum = momentum
+        for layer, momentum in zip(layers, original, strict=True):
+            layer.eval()
+            layer.momentum = momentum
 
 
 def estimate_statistics_(module: nn.Module, x: Float[Tensor, "n *features"]) -> None:
-    """Have a network's local statistics be those of samples as its parameters see them."""
+    """Estimate a network's local statistics on samples, under its parameters.
+
+    Args:
+        module: A network.
+        x: Samples.
+    """
     with estimate_statistics_mode(module):
         module(x)
 
 
 def find_changed_buffer(module: nn.Module, x: Float[Tensor, "n *features"]) -> str:
-    """The name of a buffer that a network changes while it trains, other than the statistics of its norms; nothing
-    where there is none. The network is left as it was, in evaluation mode."""
-    known = statistics(module, "shared", "local", "dropped").keys()
-    counted = {name for name, _ in module.named_buffers() if name.endswith("num_batches_tracked")}
-    others = [name for name, _ in module.named_buffers() if name not in known | counted]
-    if not others:
+    """Return the name of a buffer that training changes, other than statistics of norms.
+
+    The network is left as it was, in evaluation mode.
+
+    Args:
+        module: A network.
+        x: Samples for one forward pass.
+
+    Returns:
+        The name of the first such buffer, or "".
+    """
+    tracked = statistics(module, "shared", "local", "dropped").keys()
+    names = [name for name, _ in module.named_buffers()]
+    candidates = [
+        name for name in names if name not in tracked and not name.endswith("num_batches_tracked")
+    ]
+    if not candidates:
         return ""
-    with _trial_training(module) as before:
+
+    with _trial_training(module) as original:
         module(x)
-        now = dict(module.named_buffers())
-        changed = [name for name in others if not torch.equal(now[name], before[name])]
+        buffers = dict(module.named_buffers())
+        changed = [name for name in candidates if not torch.equal(buffers[name], original[name])]
     return changed[0] if changed else ""
 
 
 def rejects_single_sample(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
-    """Whether the norms of a network cannot train on this sample by itself, which may have no variance. The network is
-    left as it was, in evaluation mode."""
+    """Return whether a network's norms cannot train on one sample, which has no variance.
+
+    The network is left as it was, in evaluation mode.
+
+    Args:
+        module: A network.
+        x: One sample.
+
+    Returns:
+        True if training on the sample fails.
+    """
     if not _norm_layers(module, "shared", "local"):
         return False
+
     try:
         with _trial_training(module):
             module(x)
     except ValueError:
         return True
-    except Exception:  # whatever else a user's network does in training, training tells
+    except Exception:  # training reports any other failure of a user's network
         return False
     return False
 
 
 def is_sample_independent(module: nn.Module, x: Float[Tensor, "2 *features"]) -> bool:
-    """Whether what a network makes of one of two samples in training is the same without the other. Not so where it
-    draws, or its norms keep statistics. The network is left as it was, in evaluation mode."""
+    """Return whether the training output for a sample is independent of the other sample.
+
+    It is not where the network draws random numbers or its norms keep statistics. The network is
+    left as it was, in evaluation mode.
+
+    Args:
+        module: A network.
+        x: Two samples.
+
+    Returns:
+        True if the outputs agree to a relative 1e-4.
+    """
     if _norm_layers(module, "shared", "local"):
         return False
+
     try:
         with _trial_training(module):
-            torch.default_generator.manual_seed(0)  # so that the network alone decides
+            # A fixed seed, so that the result depends on the network alone.
+            torch.default_generator.manual_seed(0)
             both = module(x)[:1]
             alone = module(x[:1])
-            return torch.allclose(both, alone, rtol=0.0, atol=1e-4 * float(both.abs().max()))
-    except Exception:  # whatever else a user's network does in training, training tells
+            tolerance = 1e-4 * float(both.abs().max())
+            return torch.allclose(both, alone, rtol=0.0, atol=tolerance)
+    except Exception:  # training reports any failure of a user's network
         return False
 
 
 @contextlib.contextmanager
 def _trial_training(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Within it a network is in training, without gradients; after it all is as before, in evaluation mode. Its buffers
-    as they were before."""
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    """Train without gradients inside a `with` block, then restore buffers and evaluation mode.
+
+    Yields the original buffers by name.
+    """
+    original = {name: buffer.clone() for name, buffer in module.named_buffers()}
     train_(module)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            yield before
+            yield original
     finally:
         for name, buffer in module.named_buffers():
-            buffer.copy_(before[name])
+            buffer.copy_(original[name])
         module.eval()
 
 
 def _norm_layers(module: nn.Module, *kinds: StatisticsMode) -> dict[str, _NormBase]:
     return {
-        name: part
-        for name, part in module.named_modules()
-        if isinstance(part, _NormBase)
-        and part.running_mean is not None
-        and _statistics_mode(part) in kinds
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _NormBase)
+        and layer.running_mean is not None
+        and _statistics_mode(layer) in kinds
     }
 
 
-def _statistics_mode(part: _NormBase) -> StatisticsMode:
-    own = list(part.parameters(recurse=False))
-    if own and not any(p.requires_grad for p in own):
+def _statistics_mode(layer: _NormBase) -> StatisticsMode:
+    own_parameters = list(layer.parameters(recurse=False))
+    if own_parameters and not any(p.requires_grad for p in own_parameters):
         return "dropped"
-    kind: StatisticsMode = getattr(part, _MODE_ATTRIBUTE, "shared")  # of a network by itself
-    return kind
+    mode: StatisticsMode = getattr(layer, _MODE_ATTRIBUTE, "shared")
+    return mode

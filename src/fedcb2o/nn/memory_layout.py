@@ -1,4 +1,10 @@
-"""Memory layouts of images: channels-last for convolutions on a CPU."""
+"""Memory layouts of images: channels-last for convolutions on a CPU.
+
+Example:
+    >>> convolution = with_memory_format(nn.Conv2d(3, 8, 3), "channels_last")
+    >>> convolution(torch.zeros(1, 3, 8, 8)).shape
+    torch.Size([1, 8, 6, 6])
+"""
 
 from typing import Literal
 
@@ -9,23 +15,47 @@ MemoryLayout = Literal["contiguous", "channels_last"]
 
 
 class ChannelsLast(nn.Module):
-    """Lays images out channel by channel within a pixel, which convolutions on a CPU read faster, unless they are those
-    of several networks at once."""
+    """A conversion of images to channels-last memory, which CPU convolutions read faster.
+
+    The images of several networks under `torch.func.vmap` stay as they are.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same values in another order of memory."""
-        return (
-            x
-            if x.device.type != "cpu" or is_vmapped(x)
-            else x.to(memory_format=torch.channels_last)
-        )
+        """Return the same values in another order of memory.
+
+        Args:
+            x: Images [n, channels, height, width].
+
+        Returns:
+            The images, channels last on a CPU.
+        """
+        if x.device.type != "cpu" or is_vmapped(x):
+            return x
+        return x.to(memory_format=torch.channels_last)
 
 
 def with_memory_format(module: nn.Module, layout: MemoryLayout) -> nn.Module:
-    """A network that reads images in this layout, whatever theirs is."""
-    return nn.Sequential(ChannelsLast(), module) if layout == "channels_last" else module
+    """Return a network that reads its images in a memory layout.
+
+    Args:
+        module: A network.
+        layout: Layout of the images; "contiguous" leaves them as they are.
+
+    Returns:
+        The network, after a conversion where one is needed.
+    """
+    if layout == "channels_last":
+        return nn.Sequential(ChannelsLast(), module)
+    return module
 
 
 def is_vmapped(x: Tensor) -> bool:
-    """Whether a network, under `torch.func.vmap`, sees in `x` one of several tensors that it is computed on at once."""
+    """Return whether `torch.func.vmap` batches a tensor over several networks.
+
+    Args:
+        x: Input of a network.
+
+    Returns:
+        True inside `torch.func.vmap`.
+    """
     return torch._C._functorch.is_batchedtensor(x)

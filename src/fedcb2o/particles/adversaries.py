@@ -1,14 +1,20 @@
-"""Malicious particles: any drift a_t and diffusion A_t that see the whole ensemble (eq:dyn_macro_m).
+"""Malicious particles with any drift a_t and diffusion A_t that see the ensemble (eq:dyn_macro_m).
 
-An adversary of your own is one function of a `View` that returns the pair (a_t, A_t), in an `Adversary` with a number
-of particles and where they start:
+A user's adversary is a function of a `View` that returns the pair (a_t, A_t), in an `Adversary`
+with a number of particles and their initial positions:
 
     def to_origin(view):
         return -view.theta_m, 0.0
 
-    fedcb2o.minimize(lower, upper, dim, adversaries=Adversary(to_origin, num_particles=10, initial=[3.0, 3.0]))
+    attackers = Adversary(to_origin, num_particles=10, initial=[3.0, 3.0])
+    fedcb2o.minimize(lower, upper, dim, adversaries=attackers)
 
-García Trillos et al. (arXiv 2412.02535), Section 1, "Consensus-Based Bi-Level Optimization in the Presence of Attacks".
+García Trillos et al. (arXiv 2412.02535), Section 1, "Consensus-Based Bi-Level Optimization in the
+Presence of Attacks".
+
+Example:
+    >>> static(10, [3.0, 3.0]).num_particles
+    10
 """
 
 import dataclasses
@@ -39,12 +45,19 @@ Point = Tensor | np.ndarray | Sequence[float | int]
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """All that an adversary may look at before the step n, at the time t = n dt: everything.
+    """The complete knowledge of an adversary before step n.
 
-    `theta` are the benign particles [runs, n, d], `theta_m` the adversary's own [runs, n_m, d], `m` the consensus
-    points [runs, clusters, d] of this step. `m_if` maps points [runs, c, d] to the consensus points
-    [runs, c, clusters, d] that there would be if all the adversary's particles stood at that one point, and `m_without`
-    are those without the adversary's particles. `generators` draw, one a run.
+    Attributes:
+        n: Step.
+        t: Time n dt.
+        dt: Step of time.
+        theta: Benign particles [runs, n, d].
+        theta_m: The adversary's own particles [runs, n_m, d].
+        m: Consensus points of this step [runs, clusters, d].
+        m_if: Function of points [runs, c, d]: the consensus points [runs, c, clusters, d] if all
+            the adversary's particles were at each of these points.
+        m_without: Function: the consensus points without the adversary's particles.
+        generators: Sources of randomness, one per run.
     """
 
     n: int
@@ -58,29 +71,48 @@ class View:
     generators: Sequence[np.random.Generator]
 
     def to(self, where: Tensor) -> Tensor:
-        """The drift a_t that puts the particles there, [..., d], in this one step."""
+        """Return the drift that moves the adversary's particles to a place in this step.
+
+        Args:
+            where: Positions, broadcast to [runs, n_m, d].
+
+        Returns:
+            The drift a_t.
+        """
         return (where - self.theta_m) / self.dt
 
     def normal(self, *shape: int) -> Float[Tensor, "r *shape"]:
-        """Standard normals, each run's from its own stream."""
+        """Draw standard normals, each run's from its own stream.
+
+        Args:
+            shape: Shape for one run.
+
+        Returns:
+            Normals [runs, *shape].
+        """
         drawn = np.stack([generator.standard_normal(shape) for generator in self.generators])
         return torch.from_numpy(drawn).to(self.theta)
 
 
-Move = Callable[[View], tuple[Tensor | float, Tensor | float]]
+_Move = Callable[[View], tuple[Tensor | float, Tensor | float]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Adversary:
     """Malicious particles that move together by d theta = a_t dt + A_t dB (eq:dyn_macro_m).
 
-    `move` maps a View to the pair (a_t, A_t): a_t of shape [runs, n_m, d] or any that broadcasts to it, A_t likewise,
-    for each coordinate, or a matrix for each particle, [runs, n_m, d, d]. `initial` is one point [d], a point for each
-    particle [n_m, d], or None: drawn by the sampler `initial`, or from the box. `mass` is the share w_m that they have
-    together in the measure; None counts every particle of the system alike.
+    Attributes:
+        move: Function of a `View` that returns the pair (a_t, A_t). a_t broadcasts to
+            [runs, n_m, d]; A_t does too, for each coordinate, or is a matrix for each particle,
+            [runs, n_m, d, d].
+        num_particles: Number of particles n_m.
+        initial: One point [d], a point per particle [n_m, d], or None: drawn by the sampler
+            `initial` of `minimize`, or from the box.
+        mass: Share w_m of all these particles in the measure; None for particles that count like
+            all others.
     """
 
-    move: Move
+    move: _Move
     num_particles: int
     initial: Point | None = None
     mass: float | None = None
@@ -88,27 +120,43 @@ class Adversary:
     def __post_init__(self) -> None:
         settings.check_function("an adversary's `move`", self.move)
         settings.check_count("an adversary's `num_particles`", self.num_particles)
-        if (
-            self.mass is not None
-            and not 0 <= settings.check_number("an adversary's `mass`", self.mass) < 1
-        ):
+        if self.mass is None:
+            return
+        if not 0 <= settings.check_number("an adversary's `mass`", self.mass) < 1:
             raise ConfigError(
                 f"an adversary's `mass` (w_m) must be at least 0 and below 1, got {self.mass}"
             )
 
 
 def static(num_particles: int, at: Point, *, mass: float | None = None) -> Adversary:
-    """Particles that stand still, at one point [d] or at one each [n_m, d].
+    """Make particles that do not move.
 
-    At a minimiser of L that is bad for G they capture the consensus point, if delta_q is 0, as soon as w_m is so near
-    to beta that fewer than two benign particles are left in Q_beta (`capture.benign_left`).
-    At the minimiser of G they are filtered as long as beta is small.
+    At a minimiser of L that is bad for G and with delta_q = 0, they capture the consensus point as
+    soon as w_m is so close to beta that fewer than two benign particles are left in Q_beta
+    (`capture_risk.benign_left`). At the minimiser of G they are filtered as long as beta is small.
+
+    Args:
+        num_particles: Number of particles.
+        at: One point [d], or a point per particle [n_m, d].
+        mass: Share w_m of the particles.
+
+    Returns:
+        The adversary.
     """
     return Adversary(lambda view: (0.0, 0.0), num_particles, at, mass)
 
 
 def tracking(num_particles: int, offset: Point, *, mass: float | None = None) -> Adversary:
-    """Particles that stand at the first cluster's consensus point plus an offset [d], step after step."""
+    """Make particles that follow the first cluster's consensus point at an offset.
+
+    Args:
+        num_particles: Number of particles.
+        offset: Offset [d].
+        mass: Share w_m of the particles.
+
+    Returns:
+        The adversary.
+    """
 
     def move(view: View) -> tuple[Tensor, float]:
         return view.to(view.m[:, :1] + _point("offset", offset, view.theta)), 0.0
@@ -123,14 +171,41 @@ def random(
     initial: Point | None = None,
     mass: float | None = None,
 ) -> Adversary:
-    """Particles in Brownian motion with diffusion sigma."""
+    """Make particles in Brownian motion.
+
+    Args:
+        num_particles: Number of particles.
+        sigma: Diffusion.
+        initial: Initial position, as in `Adversary`.
+        mass: Share w_m of the particles.
+
+    Returns:
+        The adversary.
+    """
     return Adversary(lambda view: (0.0, sigma), num_particles, initial, mass)
 
 
 def oscillating(
-    num_particles: int, between: tuple[Point, Point], *, period: float, mass: float | None = None
+    num_particles: int,
+    between: tuple[Point, Point],
+    *,
+    period: float,
+    mass: float | None = None,
 ) -> Adversary:
-    """Particles that swing between two points [d], as a sine of the time with that period."""
+    """Make particles that oscillate between two points, as a sine of the time.
+
+    Args:
+        num_particles: Number of particles.
+        between: Two points [d].
+        period: Period, above 0.
+        mass: Share w_m of the particles.
+
+    Returns:
+        The adversary.
+
+    Raises:
+        ConfigError: `between` does not hold two points, or `period` is not above 0.
+    """
     settings.check_positive("`period`", period)
     if not isinstance(between, Sequence | np.ndarray | Tensor) or len(between) != 2:
         raise ConfigError("an adversary's `between` must be two points")
@@ -151,13 +226,24 @@ def gradient_flow(
     initial: Point | None = None,
     mass: float | None = None,
 ) -> Adversary:
-    """Particles that descend an objective of theirs ([..., d] -> [...]): L, G, minus G, or a goal of their own."""
+    """Make particles that descend an objective: L, G, minus G, or their own goal.
+
+    Args:
+        num_particles: Number of particles.
+        objective: Function [..., d] -> [...].
+        rate: Factor of the gradient.
+        initial: Initial position, as in `Adversary`.
+        mass: Share w_m of the particles.
+
+    Returns:
+        The adversary.
+    """
 
     def move(view: View) -> tuple[Tensor, float]:
         theta = view.theta_m.detach().requires_grad_()
         with torch.enable_grad():
-            (slope,) = torch.autograd.grad(objective(theta).sum(), theta)
-        return -rate * slope, 0.0
+            (gradient,) = torch.autograd.grad(objective(theta).sum(), theta)
+        return -rate * gradient, 0.0
 
     return Adversary(move, num_particles, initial, mass)
 
@@ -170,35 +256,53 @@ def greedy(
     initial: Point | None = None,
     mass: float | None = None,
 ) -> Adversary:
-    """Particles that step after step move the consensus point as far as they can from where it would be without them.
+    """Make particles that move the consensus point in each step as far as they can.
 
-    All stand at one point: the best of as many candidates as given, in the distance by which they move the consensus
-    point (of all clusters, in the root of the sum of squares). The candidates are the point of the step before, random
-    benign particles, and steps from both of random length up to about `reach`.
+    All particles are at one point: the best candidate by the distance to the consensus point
+    without them (root of the sum of squares over all clusters). Candidates are the previous point,
+    random benign particles, and steps of random length from both.
+
+    Args:
+        num_particles: Number of particles.
+        candidates: Number of candidates, at least 2.
+        reach: Largest length of a step, approximately.
+        initial: Initial position, as in `Adversary`.
+        mass: Share w_m of the particles.
+
+    Returns:
+        The adversary.
+
+    Raises:
+        ConfigError: `candidates` is below 2.
     """
     settings.check_count("`candidates`", candidates, least=2)
 
     def move(view: View) -> tuple[Tensor, float]:
         runs, n, dim = view.theta.shape
-        chosen = np.stack([each.integers(n, size=candidates - 1) for each in view.generators])
-        start = view.theta.gather(
-            1, torch.from_numpy(chosen).to(view.theta.device).unsqueeze(-1).expand(-1, -1, dim)
-        )
-        own = view.theta_m[:, :1]
+
+        # 1. Start each candidate at the previous point or at a random benign particle.
+        chosen = np.stack([draw.integers(n, size=candidates - 1) for draw in view.generators])
+        index = torch.from_numpy(chosen).to(view.theta.device).unsqueeze(-1).expand(-1, -1, dim)
+        start = view.theta.gather(1, index)
+        previous = view.theta_m[:, :1]
         half = (candidates - 1) // 2
-        start[:, :half] = own
+        start[:, :half] = previous
+
+        # 2. Take steps of random length, except from some of the benign particles.
         length = reach * 10.0 ** -view.normal(candidates - 1, 1).abs()
-        length[:, half : half + half // 2] = 0.0  # some benign particles as they are
-        points = torch.cat([own, start + length * view.normal(candidates - 1, dim)], 1)
-        moved = (view.m_if(points) - view.m_without().unsqueeze(1)).square().sum((-2, -1))
-        best = moved.nan_to_num(nan=-1.0).argmax(1)
+        length[:, half : half + half // 2] = 0.0
+        points = torch.cat([previous, start + length * view.normal(candidates - 1, dim)], 1)
+
+        # 3. Choose the candidate that moves the consensus points furthest.
+        shift = (view.m_if(points) - view.m_without().unsqueeze(1)).square().sum((-2, -1))
+        best = shift.nan_to_num(nan=-1.0).argmax(1)
         return view.to(points[torch.arange(runs), best].unsqueeze(1)), 0.0
 
     return Adversary(move, num_particles, initial, mass)
 
 
 def _point(name: str, value: Point, like: Tensor) -> Float[Tensor, " d"]:
-    """One point, as the particles are."""
+    """Convert a point to the dtype and device of the particles."""
     try:
         point = torch.as_tensor(value, dtype=like.dtype, device=like.device)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -207,6 +311,7 @@ def _point(name: str, value: Point, like: Tensor) -> Float[Tensor, " d"]:
         ) from error
     if point.shape != like.shape[-1:]:
         raise ConfigError(
-            f"an adversary's `{name}` must have the shape {[*like.shape[-1:]]}, got {[*point.shape]}"
+            f"an adversary's `{name}` must have the shape {[*like.shape[-1:]]},"
+            f" got {[*point.shape]}"
         )
     return point

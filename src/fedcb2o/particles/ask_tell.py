@@ -1,6 +1,7 @@
-"""Who judges the particles: the steps of `minimize` ask for L and G of points, and go on with what they are answered.
+"""Requests for objective values: `minimize` as a generator that asks and receives.
 
-So the steps are one generator, which functions answer (`answered`), or whoever knows the values (`search.py`).
+The steps of `minimize` are one generator of `EvaluationRequest`s. Functions answer them
+(`run_with_objectives`), or a user who knows the values (`search.py`).
 """
 
 import dataclasses
@@ -22,7 +23,10 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationRequest:
-    """What are L and G, and the gradient of L where it is asked for, at `theta`, [runs, n, d]? As `judge` takes it."""
+    """A request for L, G and, optionally, the gradient of L at points `theta` [runs, n, d].
+
+    The fields are the arguments of `evaluate_objectives`.
+    """
 
     theta: Tensor
     lower: Objective
@@ -34,42 +38,59 @@ class EvaluationRequest:
 
     @property
     def user_points(self) -> Tensor:
-        """The points as a function sees them, [n, d] where there is one run."""
+        """The points as a user's function receives them: [n, d] of a single run."""
         return self.theta[0] if self.flat else self.theta
 
     def evaluate(self) -> Values:
-        """By the functions themselves."""
+        """Answer the request by its functions.
+
+        Returns:
+            The values of the objectives.
+        """
         return evaluate_objectives(
-            self.theta, self.lower, self.upper, flat=self.flat, gradient=self.gradient, radius=self.radius,
+            self.theta,
+            self.lower,
+            self.upper,
+            flat=self.flat,
+            gradient=self.gradient,
+            radius=self.radius,
             check_writes=self.check_writes,
-        )  # fmt: skip
+        )
 
 
 EvaluationSteps = Generator[EvaluationRequest, Values, _T]
 
 
 def run_with_objectives(steps: Callable[_P, EvaluationSteps[_T]]) -> Callable[_P, _T]:
-    """The function that takes the same and returns what comes of the steps, each of their questions answered."""
+    """Turn a generator of requests into a function that answers them by their objectives.
+
+    Args:
+        steps: Generator function of requests.
+
+    Returns:
+        A function with the same arguments that returns the generator's result.
+    """
 
     @functools.wraps(steps)
-    def whole(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         with torch.no_grad():
-            asking = steps(*args, **kwargs)
+            generator = steps(*args, **kwargs)
             try:
-                question = next(asking)
+                request = next(generator)
                 while True:
                     try:
-                        values = question.evaluate()
-                    except Exception as error:  # the steps know what a function may fail at
-                        question = asking.throw(error)
+                        values = request.evaluate()
+                    except Exception as error:  # the generator may tolerate a failing function
+                        request = generator.throw(error)
                     else:
-                        question = asking.send(values)
+                        request = generator.send(values)
             except StopIteration as end:
                 result: _T = end.value
                 return result
 
-    told = inspect.signature(steps)
-    outcome = get_args(told.return_annotation)[-1]
-    whole.__annotations__ = {**steps.__annotations__, "return": outcome}
-    whole.__dict__["__signature__"] = told.replace(return_annotation=outcome)
-    return whole
+    # The annotations name the result in place of the generator.
+    signature = inspect.signature(steps)
+    result_type = get_args(signature.return_annotation)[-1]
+    run.__annotations__ = {**steps.__annotations__, "return": result_type}
+    run.__dict__["__signature__"] = signature.replace(return_annotation=result_type)
+    return run

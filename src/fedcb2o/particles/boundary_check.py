@@ -1,8 +1,8 @@
-"""Did a run come to a consensus because it found a minimiser, or because it could not get further?
+"""Check of a consensus at the edge of the region where the particles started.
 
-Particles that start without bounds may leave the region where they start, but they do not go far: their noise shrinks
-with their distance from the consensus point. So where that lies at the edge of the region, it is compared with points
-further out.
+Without bounds, particles may leave the region where they start, but not far: their noise shrinks
+with their distance from the consensus point. A consensus point at the edge of the region is
+compared with points further out.
 """
 
 import itertools
@@ -15,9 +15,10 @@ from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
 from fedcb2o.particles.dynamics import Values
 from fedcb2o.particles.system import Cluster
 
-_EDGE_SHARE = 0.9  # of the way from the middle of the region to its side: the last tenth, and all that is beyond
-_STEP_SIZES = (0.1, 1.0)  # of that way: how much further out the points lie
-_MAX_SINGLE_COORDINATES = 32  # coordinates that are tried by themselves, beside all at once
+# Share of the way from the middle of the region to its side from which a point is at the edge.
+_EDGE_SHARE = 0.9
+_STEP_SIZES = (0.1, 1.0)  # distances of the points further out, in half widths of the region
+_MAX_SINGLE_COORDINATES = 32  # coordinates that are tried one by one, after all at once
 
 
 def is_boundary_consensus(
@@ -30,44 +31,55 @@ def is_boundary_consensus(
     delta_q: float,
     flat: bool,
 ) -> EvaluationSteps[Bool[Tensor, "r K"]]:
-    """Whether a consensus point lies at the edge of the region where the particles were at the `start`, from the least
-    to the largest coordinate, and L falls further out or, where L does not rise by more than delta_q, G does.
+    """Return whether a consensus point is at the edge of the start region and improves outside.
 
-    It is no edge where `walls` keep the particles in. Where L or G fails further out, nothing is known of there.
+    L improves where it falls. G improves where it falls and L rises by at most delta_q. A side
+    with a bound is not an edge. Points where L or G fails count as no improvement.
+
+    Args:
+        x: Consensus points.
+        at_x: Values of the objectives at `x`, for each cluster.
+        start: Smallest and largest coordinates of the first ensemble.
+        clusters: The clusters.
+        walls: Bounds of the particles, if there are any.
+        delta_q: Tolerance for L (eq:Q_beta).
+        flat: Whether user functions receive [n, d].
+
+    Returns:
+        A generator of requests whose result is True for each such consensus point.
     """
     low, high = (side.unsqueeze(1) for side in start)
     middle = (low + high) / 2
     half = (high - low) / 2
-    away = x - middle
-    at_edge = (away.abs() > _EDGE_SHARE * half) & (half > 0)
+    offset = x - middle
+    at_edge = (offset.abs() > _EDGE_SHARE * half) & (half > 0)
     if walls is not None:
-        at_edge &= torch.where(away > 0, walls[1], walls[0]).isinf()
-    further = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        at_edge &= torch.where(offset > 0, walls[1], walls[0]).isinf()
+    improves = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
     if not at_edge.any():
-        return further
-    step = torch.where(at_edge, away.sign() * half, 0.0).unsqueeze(2)
-    furthest = (
-        (step * away.unsqueeze(2) / half.square().unsqueeze(2))
-        .nan_to_num(0.0)
-        .topk(min(_MAX_SINGLE_COORDINATES, x.shape[2]))
-        .indices
-    )
-    alone = step.new_zeros(*x.shape[:2], furthest.shape[-1], x.shape[2])
-    alone.scatter_(3, furthest.movedim(2, 3), step.gather(3, furthest).movedim(2, 3))
-    steps = torch.cat([step, alone], 2)
+        return improves
+
+    # 1. Directions outwards: in all edge coordinates at once, and in the furthest ones alone.
+    step = torch.where(at_edge, offset.sign() * half, 0.0).unsqueeze(2)
+    distance = (step * offset.unsqueeze(2) / half.square().unsqueeze(2)).nan_to_num(0.0)
+    furthest = distance.topk(min(_MAX_SINGLE_COORDINATES, x.shape[2])).indices
+    single = step.new_zeros(*x.shape[:2], furthest.shape[-1], x.shape[2])
+    single.scatter_(3, furthest.movedim(2, 3), step.gather(3, furthest).movedim(2, 3))
+    steps = torch.cat([step, single], 2)
+
+    # 2. Compare the values there with those at the consensus point.
     for k, size in itertools.product(range(len(clusters)), _STEP_SIZES):
-        each = clusters[k]
-        here = at_x[k]
+        cluster = clusters[k]
+        points = x[:, k, None] + size * steps[:, k]
+        inner = at_x[k]
         try:
-            there = yield EvaluationRequest(
-                x[:, k, None] + size * steps[:, k], each.lower, each.upper, flat
-            )
+            outer = yield EvaluationRequest(points, cluster.lower, cluster.upper, flat)
         except Exception:  # a user's function may fail outside of its domain
             continue
-        if there.upper is None or here.upper is None:
-            better = there.lower < here.lower
+        if outer.upper is None or inner.upper is None:
+            better = outer.lower < inner.lower
         else:
-            better = there.lower < here.lower - delta_q
-            better |= (there.lower <= here.lower + delta_q) & (there.upper < here.upper)
-        further[:, k] |= better.any(1) & at_edge[:, k].any(1)
-    return further
+            better = outer.lower < inner.lower - delta_q
+            better |= (outer.lower <= inner.lower + delta_q) & (outer.upper < inner.upper)
+        improves[:, k] |= better.any(1) & at_edge[:, k].any(1)
+    return improves

@@ -1,9 +1,9 @@
-"""How many benign particles attackers can leave in the sub-level set Q_beta (eq:Q_beta), and when that is too few.
+"""Benign particles that attackers can leave in the sub-level set Q_beta (eq:Q_beta).
 
-García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through Consensus-Based Bi-Level
-Optimization" (arXiv 2412.02535). Malicious particles that stand on a minimiser of L have the least L there is. With
-delta_q = 0 they are in Q_beta before all benign ones, and G chooses among those for whom there is room behind them.
-Measured in `paper/capture.py`.
+García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through
+Consensus-Based Bi-Level Optimization" (arXiv 2412.02535). Malicious particles on a minimiser of L
+have the smallest L. With delta_q = 0 they are in Q_beta before all benign particles, and G chooses
+among the benign particles for which the remaining room suffices. Measured in `paper/capture.py`.
 """
 
 import torch
@@ -17,26 +17,49 @@ _MIN_BENIGN = 2  # benign particles that G needs in Q_beta to choose among
 def benign_left(
     *, beta: float, w_m: float, num_benign: int, dim: int, averaged: bool = False
 ) -> int:
-    """How many of so many benign particles are in Q_beta with delta_q = 0 if attackers stand on a minimiser of L.
+    """Count benign particles in Q_beta if attackers are at a minimiser of L and delta_q = 0.
 
-    By the plain quantile (eq:q_beta) it is a rank, about (beta - w_m) N, whatever L is. In the averaged one (eq:Q_beta)
-    the attackers' q_a = min L fill the integral up to a = w_m and pull the level down among the benign particles: how
-    many stay below it depends on their values of L. They are taken as those of a smooth density of particles about an
-    isolated minimiser, where the i-th least L - min L is in proportion to i^(2/dim). Where the minimisers are a curve
-    or a surface, as many stay or more.
+    With the plain quantile (eq:q_beta) the count is a rank, about (beta - w_m) N, for every L. In
+    the averaged one (eq:Q_beta) the attackers' q_a = min L fills the integral up to a = w_m, so the
+    level depends on the benign values of L. They are taken as those of a smooth density of
+    particles about an isolated minimiser, where the i-th smallest L - min L is proportional to
+    i^(2/dim). Where the minimisers are a curve or a surface, at least as many particles stay.
+
+    Args:
+        beta: Share of the ensemble in Q_beta, in (0, 1].
+        w_m: Share of the malicious particles, in [0, 1).
+        num_benign: Number of benign particles.
+        dim: d.
+        averaged: Whether the level is the averaged quantile.
+
+    Returns:
+        The number of benign particles.
+
+    Example:
+        >>> benign_left(beta=0.3, w_m=0.1, num_benign=90, dim=2)
+        20
     """
-    ranks = torch.arange(num_benign + 1, dtype=torch.float64)  # the attackers are the first
+    ranks = torch.arange(num_benign + 1, dtype=torch.float64)  # the attackers have rank 0
     mass = torch.full_like(ranks, (1 - w_m) / num_benign)
     mass[0] = w_m
     level = ranks ** (2 / dim)
-    mask = consensus.sublevel_mask(
-        level, beta, delta_q=1e-9, averaged=averaged, mass=mass
-    )  # delta_q: for rounding
+    # A small delta_q absorbs rounding.
+    mask = consensus.sublevel_mask(level, beta, delta_q=1e-9, averaged=averaged, mass=mass)
     return int(mask[1:].sum())
 
 
 def explain(params: ConsensusParams, w_m: float, num_benign: int, dim: int) -> str:
-    """What to say where attackers leave fewer than `CHOICE` benign particles, with the cure; else nothing."""
+    """Describe the risk of capture, with its cure.
+
+    Args:
+        params: Settings of the consensus point.
+        w_m: Share of the malicious particles.
+        num_benign: Number of benign particles.
+        dim: d.
+
+    Returns:
+        A sentence; "" where attackers leave enough benign particles.
+    """
     left = benign_left(
         beta=params.beta, w_m=w_m, num_benign=num_benign, dim=dim, averaged=params.averaged
     )
@@ -44,8 +67,9 @@ def explain(params: ConsensusParams, w_m: float, num_benign: int, dim: int) -> s
         return ""
     room = f"{'about ' if params.averaged and left else ''}{left or 'no'} benign particle"
     return (
-        f"delta_q = 0 and malicious particles have the share w_m = {w_m:.3g}: on a minimiser of L they leave room for"
-        f" {room} in the sub-level set of beta = {params.beta:g}, and G needs at least {_MIN_BENIGN} to choose among; they can"
-        " capture the consensus point, however bad their G is: take delta_q > 0 (eq:Q_beta), which costs accuracy, or"
-        " a larger beta, or more particles"
+        f"delta_q = 0 and malicious particles have the share w_m = {w_m:.3g}: on a minimiser of L"
+        f" they leave room for {room} in the sub-level set of beta = {params.beta:g}, and G needs at"
+        f" least {_MIN_BENIGN} to choose among; they can capture the consensus point, however bad"
+        " their G is: take delta_q > 0 (eq:Q_beta), which costs accuracy, or a larger beta, or more"
+        " particles"
     )

@@ -1,8 +1,15 @@
-"""The particle systems as functions: judge an ensemble, find the consensus points, take an Euler-Maruyama step.
+"""Particle systems as functions: evaluate an ensemble, find consensus points, take a step.
 
-CB2O (eq:dyn_micro2), its malicious particles (eq:dyn_macro), FedCBO (eq:fedcbo_dynamic) and FedCB2O
-(eq:fedcb2o_dynamics) of García Trillos et al. (arXiv 2412.02535), for any number of clusters; plain CBO is FedCBO with
-one cluster and no gradient. Ensembles are [runs, n, d]: every run is on its own.
+The systems are CB2O (eq:dyn_micro2), its malicious particles (eq:dyn_macro), FedCBO
+(eq:fedcbo_dynamic) and FedCB2O (eq:fedcb2o_dynamics) of García Trillos et al. (arXiv 2412.02535), for
+any number of clusters. Plain CBO is FedCBO with one cluster and without gradient. Ensembles are
+[runs, n, d]; runs are independent.
+
+Example:
+    >>> theta = torch.tensor([[[0.0], [1.0], [4.0]]])
+    >>> values = evaluate_objectives(theta, lambda x: x.square().sum(-1), None)
+    >>> consensus_point(theta, values, ConsensusParams(alpha=100.0, beta=1.0)).tolist()
+    [[0.0]]
 """
 
 import dataclasses
@@ -22,10 +29,15 @@ from fedcb2o.particles.write_guard import require_unwritten, write_count
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """What an ensemble is worth to one cluster: L, and G where there is one.
+    """Values of the objectives of one cluster for an ensemble.
 
-    `gradient` is that of L. `inside` says who is in the ball B_R(0); None: all. `bad` are the excluded ones, whose L
-    and G read as plus infinity; None: nobody.
+    Attributes:
+        lower: L of each particle.
+        upper: G of each particle; None without G.
+        gradient: Gradient of L; None where it is not needed.
+        in_ball: True for particles in the ball B_R(0); None for all.
+        excluded: True for particles with a NaN or infinite value, whose L and G read as infinity;
+            None for no such particle.
     """
 
     lower: Float[Tensor, "*a n"]
@@ -35,14 +47,30 @@ class Values:
     excluded: Bool[Tensor, "*a n"] | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Values":
-        """The same function of each tensor that is there."""
-        parts = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return Values(*(None if part is None else function(part) for part in parts))  # type: ignore[arg-type]
+        """Apply a function to each tensor.
+
+        Args:
+            function: A function of a tensor.
+
+        Returns:
+            Values of its results; None stays None.
+        """
+        tensors = (getattr(self, field.name) for field in dataclasses.fields(self))
+        results = (None if tensor is None else function(tensor) for tensor in tensors)
+        return Values(*results)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
 class ConsensusParams:
-    """The consensus point's settings at a step: alpha, and those of Q_beta (eq:Q_beta); `averaged` is its quantile."""
+    """Parameters of the consensus point at a step.
+
+    Attributes:
+        alpha: Weight parameter of exp(-alpha G).
+        beta: Share of the ensemble in Q_beta (eq:Q_beta).
+        delta_q: Addition to the quantile.
+        radius: R of the ball B_R(0).
+        averaged: Whether Q_beta uses the averaged quantile.
+    """
 
     alpha: float
     beta: float
@@ -61,36 +89,47 @@ def evaluate_objectives(
     radius: float = math.inf,
     check_writes: bool = False,
 ) -> Values:
-    """L and G of every particle, and the gradient of L: by autograd where `gradient` is True, or by that function.
+    """Evaluate L, G and the gradient of L for every particle.
 
-    With `flat` the objectives see [n, d] instead of [1, n, d]. `radius` is R of the ball B_R(0) (eq:Q_beta).
-    Particles with a NaN or infinite value or coordinate are excluded. Raises ConfigError for values of a wrong shape or
-    kind, and for a function that writes into the particles; looked at `closely`, by way of NumPy too.
+    Particles with a NaN or infinite value or coordinate are excluded.
+
+    Args:
+        theta: Particles.
+        lower: L.
+        upper: G, or None.
+        flat: Whether the objectives receive [n, d] in place of [1, n, d].
+        gradient: True for autograd, a function for its gradient, False for none.
+        radius: R of the ball B_R(0) (eq:Q_beta).
+        check_writes: Whether to notice writes into the particles by way of NumPy too.
+
+    Returns:
+        The values.
+
+    Raises:
+        ConfigError: A function returns values of a wrong shape or kind, or writes into the
+            particles.
     """
-    seen = theta[0] if flat else theta
-    slope = None
-    copy = seen.clone() if check_writes else None
+    points = theta[0] if flat else theta
+    copy = points.clone() if check_writes else None
+
+    slope: Tensor | None = None
     if gradient is True:
-        particles = seen.detach().requires_grad_()
+        leaves = points.detach().requires_grad_()
         with torch.enable_grad():
-            low = _evaluate_objective("lower", lower, particles.clone(), copy)
+            low = _evaluate_objective("lower", lower, leaves.clone(), copy)
             if not low.requires_grad:
                 raise ConfigError(
-                    "`lower` has no gradient by autograd: give `gradient`, or set lambda2 and sigma2 to 0"
+                    "`lower` has no gradient by autograd: give `gradient`, or set lambda2 and"
+                    " sigma2 to 0"
                 )
-            (slope,) = torch.autograd.grad(low.sum(), particles)
+            (slope,) = torch.autograd.grad(low.sum(), leaves)
         low = low.detach()
     else:
-        low = _evaluate_objective("lower", lower, seen, copy)
+        low = _evaluate_objective("lower", lower, points, copy)
         if gradient:
-            before = write_count(seen)
-            slope = gradient(seen)
-            require_unwritten("`gradient`", gradient, seen, before, copy)
-            if not isinstance(slope, Tensor) or slope.shape != seen.shape:
-                raise ConfigError(
-                    f"`gradient` must return a tensor of shape {[*seen.shape]}, got {_describe_type(slope)}"
-                )
-    up = None if upper is None else _evaluate_objective("upper", upper, seen, copy)
+            slope = _evaluate_gradient(gradient, points, copy)
+    up = None if upper is None else _evaluate_objective("upper", upper, points, copy)
+
     if flat:
         low = low.unsqueeze(0)
         up = None if up is None else up.unsqueeze(0)
@@ -106,46 +145,73 @@ def to_values(
     *,
     radius: float = math.inf,
 ) -> Values:
-    """L, G and the gradient of L of an ensemble as its Values: who is inside the ball B_R(0), who is excluded."""
-    inside = None if radius == math.inf else theta.square().sum(-1) <= radius * radius
-    if math.isfinite(
-        theta.sum().item() + low.sum().item() + (0.0 if up is None else up.sum().item())
-    ):
-        return Values(low, up, slope, inside)
-    bad = ~(low.isfinite() & theta.isfinite().all(-1))
+    """Combine L, G and the gradient of L, and mark the excluded particles.
+
+    Args:
+        theta: Particles.
+        low: L of each particle.
+        up: G of each particle, or None.
+        slope: Gradient of L, or None.
+        radius: R of the ball B_R(0).
+
+    Returns:
+        The values.
+    """
+    in_ball = None
+    if radius != math.inf:
+        in_ball = theta.square().sum(-1) <= radius * radius
+
+    # One finite sum is the fast test that all values are finite.
+    total = theta.sum().item() + low.sum().item() + (0.0 if up is None else up.sum().item())
+    if math.isfinite(total):
+        return Values(low, up, slope, in_ball)
+
+    excluded = ~(low.isfinite() & theta.isfinite().all(-1))
     if up is not None:
-        bad = bad | ~up.isfinite()
-        up = up.masked_fill(bad, torch.inf)
-    return Values(low.masked_fill(bad, torch.inf), up, slope, inside, bad)
+        excluded = excluded | ~up.isfinite()
+        up = up.masked_fill(excluded, torch.inf)
+    return Values(low.masked_fill(excluded, torch.inf), up, slope, in_ball, excluded)
 
 
 def consensus_weights(
     values: Values, params: ConsensusParams, mass: Float[Tensor, "... n"] | None = None
 ) -> Float[Tensor, "*a n"]:
-    """The weights of the particles in m_{alpha,beta} (eq:consensus_point), in float64.
+    """Compute the weights of the particles in m_{alpha,beta} (eq:consensus_point).
 
-    Without G they are exp(-alpha L) of all particles (eq:fedcbo_dynamic, eq:fedcbo_ConsensusPoint). `mass` is each
-    particle's share where they do not count alike. Raises RunError where no particle is left: all of their values
-    non-finite, or nobody of Q_beta inside the ball B_R(0).
+    Without G they are exp(-alpha L) of all particles (eq:fedcbo_dynamic, eq:fedcbo_ConsensusPoint).
+
+    Args:
+        values: Values of the objectives.
+        params: Parameters of the consensus point.
+        mass: Share of each particle in the measure; None for equal shares.
+
+    Returns:
+        Weights in float64.
+
+    Raises:
+        RunError: No particle is left: all values are non-finite, or no particle of Q_beta is
+            in the ball B_R(0).
     """
     mask = values.in_ball
     if values.upper is not None:
         mask = consensus.sublevel_mask(
             values.lower, params.beta, delta_q=params.delta_q, averaged=params.averaged, mass=mass
         )
-        mask = mask if values.in_ball is None else mask & values.in_ball
-    mu = consensus.weights(
-        values.lower if values.upper is None else values.upper, params.alpha, mask, mass=mass
-    )
-    if (values.excluded is not None or values.in_ball is not None) and not (mu.sum(-1) > 0).all():
+        if values.in_ball is not None:
+            mask = mask & values.in_ball
+
+    objective = values.lower if values.upper is None else values.upper
+    mu = consensus.weights(objective, params.alpha, mask, mass=mass)
+    is_restricted = values.excluded is not None or values.in_ball is not None
+    if is_restricted and not (mu.sum(-1) > 0).all():
         if values.excluded is not None and values.excluded.all(-1).any():
             raise RunError(
-                f"all {values.lower.shape[-1]} particles have NaN or infinite objectives: mend the objectives, start"
-                " nearer, or take a smaller dt or sigma1"
+                f"all {values.lower.shape[-1]} particles have NaN or infinite objectives: correct"
+                " the objectives, start nearer, or take a smaller dt or sigma1"
             )
         raise RunError(
-            f"no particle of the sub-level set Q_beta lies inside the ball of `radius` = {params.radius:g} about 0: take a"
-            " larger radius, or a larger beta or delta_q"
+            "no particle of the sub-level set Q_beta is inside the ball of `radius` ="
+            f" {params.radius:g} about 0: take a larger radius, or a larger beta or delta_q"
         )
     return mu
 
@@ -156,12 +222,24 @@ def consensus_point(
     params: ConsensusParams,
     mass: Float[Tensor, "... n"] | None = None,
 ) -> Float[Tensor, "r d"]:
-    """m_{alpha,beta} of every run (eq:consensus_point, eq:clustered_csp)."""
+    """Compute m_{alpha,beta} of every run (eq:consensus_point, eq:clustered_csp).
+
+    Args:
+        theta: Particles.
+        values: Values of the objectives.
+        params: Parameters of the consensus point.
+        mass: Share of each particle in the measure; None for equal shares.
+
+    Returns:
+        Consensus points.
+
+    Raises:
+        RunError: No particle is left.
+    """
     mu = consensus_weights(values, params, mass)
-    return consensus.point(
-        mu,
-        theta if values.excluded is None else theta.masked_fill(values.excluded.unsqueeze(-1), 0.0),
-    )
+    if values.excluded is not None:
+        theta = theta.masked_fill(values.excluded.unsqueeze(-1), 0.0)
+    return consensus.point(mu, theta)
 
 
 def consensus_step_(
@@ -174,16 +252,26 @@ def consensus_step_(
     dt: float,
     noise: str,
 ) -> None:
-    """One Euler-Maruyama step of eq:dyn_micro2 in place: the drift to the consensus point and its noise.
+    """Take an Euler-Maruyama step of eq:dyn_micro2: drift to the consensus point and its noise.
 
-    D(theta - m) is |theta - m| Id for "isotropic" noise, as in the paper, and diag(theta - m) for "anisotropic".
-    Without normals there is no noise; their memory is used for the step.
+    D(theta - m) is |theta - m| Id for "isotropic" noise, as in the paper, and diag(theta - m) for
+    "anisotropic" noise.
+
+    Args:
+        theta: Particles, changed in place.
+        m: Consensus points.
+        normals: Standard normals, whose memory is overwritten; None for no noise.
+        lambda1: Drift.
+        sigma1: Noise.
+        dt: Step of time.
+        noise: "isotropic" or "anisotropic".
     """
     m = m.unsqueeze(-2)
     size = sigma1 * math.sqrt(dt)
     if normals is None:
         theta.lerp_(m, lambda1 * dt)
-    elif noise == "anisotropic":  # every coordinate goes a part of its own of the way to m
+    elif noise == "anisotropic":
+        # Every coordinate has its own share of the way to m.
         share = _constant(lambda1 * dt, normals.dtype, normals.device)
         theta.lerp_(m, torch.add(share, normals, alpha=-size, out=normals))
     else:
@@ -200,7 +288,16 @@ def gradient_step_(
     sigma2: float,
     dt: float,
 ) -> None:
-    """The other two terms of eq:fedcb2o_dynamics in place: -lambda2 grad L dt and sigma2 |grad L| dB."""
+    """Add -lambda2 grad L dt and sigma2 |grad L| dB, the other terms of eq:fedcb2o_dynamics.
+
+    Args:
+        theta: Particles, changed in place.
+        gradient: Gradient of L.
+        normals: Standard normals; None for no noise.
+        lambda2: Drift.
+        sigma2: Noise.
+        dt: Step of time.
+    """
     theta.sub_(gradient, alpha=lambda2 * dt)
     if normals is not None:
         length = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
@@ -209,46 +306,59 @@ def gradient_step_(
 
 @functools.lru_cache(maxsize=16)
 def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number as a tensor; making one anew takes a hundredth of a small ensemble's step."""
+    """Return a cached scalar tensor; creating it takes a hundredth of a small ensemble's step."""
     return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _evaluate_gradient(gradient: Objective, points: Tensor, copy: Tensor | None) -> Tensor:
+    """Call a user's gradient and check its result."""
+    before = write_count(points)
+    slope: object = gradient(points)
+    require_unwritten("`gradient`", gradient, points, before, copy)
+    if not isinstance(slope, Tensor) or slope.shape != points.shape:
+        raise ConfigError(
+            f"`gradient` must return a tensor of shape {[*points.shape]},"
+            f" got {_describe_type(slope)}"
+        )
+    return slope
 
 
 def _evaluate_objective(
     name: str, objective: Objective, theta: Tensor, copy: Tensor | None
 ) -> Tensor:
-    """What an objective makes of an ensemble, checked: one number a particle, and nothing written."""
+    """Call a user's objective and check its result: one number per particle, no writes."""
     before = write_count(theta)
     try:
         values: object = objective(theta)
     except TypeError as error:
         error.add_note(
-            f"`{name}` gets a tensor of points; a function of NumPy's goes through fedcb2o.from_numpy"
+            f"`{name}` receives a tensor of points; a NumPy function goes through"
+            " fedcb2o.from_numpy"
         )
         raise
     if copy is not None or write_count(theta) != before:
         require_unwritten(f"`{name}`", objective, theta, before, copy)
+
     if not isinstance(values, Tensor):
         raise ConfigError(
-            f"`{name}` must return a tensor, got {_describe_type(values)}; a NumPy function goes through"
-            " fedcb2o.from_numpy, one of a single point through fedcb2o.from_point"
+            f"`{name}` must return a tensor, got {_describe_type(values)}; a NumPy function goes"
+            " through fedcb2o.from_numpy, one of a single point through fedcb2o.from_point"
         )
     if values.shape != theta.shape[:-1]:
         raise ConfigError(
-            f"`{name}` must return one value a particle: shape {[*theta.shape[:-1]]} for an ensemble of shape"
-            f" {[*theta.shape]}, got {[*values.shape]}; sum over the last axis, as in x.square().sum(-1),"
-            " or take a function of one point by fedcb2o.from_point"
+            f"`{name}` must return one value a particle: shape {[*theta.shape[:-1]]} for an"
+            f" ensemble of shape {[*theta.shape]}, got {[*values.shape]}; sum over the last axis,"
+            " as in x.square().sum(-1), or take a function of one point by fedcb2o.from_point"
         )
     if not values.is_floating_point():
         raise ConfigError(f"`{name}` must return floating-point numbers, got {values.dtype}")
     if values.layout != torch.strided or values.device != theta.device:
-        where = f"a {values.layout} tensor on {values.device}".replace("torch.", "")
-        raise ConfigError(f"`{name}` must return a dense tensor on {theta.device}, got {where}")
+        got = f"a {values.layout} tensor on {values.device}".replace("torch.", "")
+        raise ConfigError(f"`{name}` must return a dense tensor on {theta.device}, got {got}")
     return values
 
 
 def _describe_type(value: object) -> str:
-    return (
-        f"a tensor of shape {[*value.shape]}"
-        if isinstance(value, Tensor)
-        else f"a {type(value).__name__}"
-    )
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {[*value.shape]}"
+    return f"a {type(value).__name__}"

@@ -1,7 +1,13 @@
-"""The Brownian increments of many runs: standard normals, each run with its own named streams.
+"""Brownian increments of many runs: standard normals, each run with its own named streams.
 
-A third or more of a step's time is spent here. On the CPU they come from NumPy's SFC64, in pieces that stay in the
-cache, in float32 by Box and Muller's formula and in float64 by the ziggurat; elsewhere from PyTorch's generator.
+A third or more of a step's time is spent here. On the CPU the normals come from NumPy's SFC64, in
+pieces that stay in the cache, in float32 by Box and Muller's formula and in float64 by the
+ziggurat; on other devices from PyTorch's generator.
+
+Example:
+    >>> normals = Normals([0, 1], "noise", 10, 2, dtype=torch.float64, device=torch.device("cpu"))
+    >>> normals.next().shape
+    torch.Size([2, 10, 2])
 """
 
 import concurrent.futures
@@ -14,20 +20,19 @@ from torch import Tensor
 
 from fedcb2o.rng import stream
 
-_BLOCK = (
-    2**15
-)  # normals to a stream: few enough for the cache, and threads can share one run's draws
+_BLOCK = 2**15  # normals per stream: they fit the cache, and threads can share one run's draws
 _MAX_BUFFER = 2**20  # normals that small runs draw at once, for several steps
-_MIN_THREADED = 2**17  # normals that are worth a second thread
-_GROUP = 4  # so many take a whole number of words
+_MIN_THREADED = 2**17  # normals from which a second thread pays off
+_GROUP = 4  # normals that take a whole number of words
 
 _Source = np.random.Generator | torch.Generator
 
 
 class Normals:
-    """Standard normals [runs, n, d], step by step; those of a run depend on its seed, the purpose, n and d alone.
+    """Standard normals [runs, n, d] for one step after the other.
 
-    So a batch of runs sees the same numbers as its runs one by one, with any number of threads.
+    The normals of a run depend only on its seed, the purpose, n and d. A batch of runs sees the
+    same numbers as its runs one by one, with any number of threads.
     """
 
     def __init__(
@@ -40,25 +45,48 @@ class Normals:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """Open the streams.
+
+        Args:
+            seeds: Seed of each run.
+            purpose: Name of the streams.
+            n: Particles of a run.
+            dim: Coordinates of a particle.
+            dtype: float32 or float64.
+            device: Device of the normals.
+        """
         self._shape = (n, dim)
         size = -(n * dim) % _GROUP + n * dim
         on_cpu = device.type == "cpu"
-        # PyTorch's generator gives others where it is asked for more at once: elsewhere each step is drawn by itself.
-        ahead = max(1, min(64, _BLOCK // size, _MAX_BUFFER // (size * len(seeds)))) if on_cpu else 1
-        self._block = _BLOCK if on_cpu else size
+
+        # PyTorch's generator returns other numbers where more are requested at once: each step is
+        # a request of its own.
+        self._block = size
+        ahead = 1
+        threads = 1
+        if on_cpu:
+            self._block = _BLOCK
+            ahead = max(1, min(64, _BLOCK // size, _MAX_BUFFER // (size * len(seeds))))
+            threads = torch.get_num_threads()
         self._buffer = torch.empty(len(seeds), ahead, size, dtype=dtype, device=device)
+
         starts = range(0, size, self._block)
         self._sources = [
             [_source(seed, purpose, start, device) for start in starts] for seed in seeds
         ]
-        threads = torch.get_num_threads() if on_cpu else 1
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads) if threads > 1 else None
+        self._pool = None
+        if threads > 1:
+            self._pool = concurrent.futures.ThreadPoolExecutor(threads)
         self._threads = threads
         self._build_views()
         self._used = ahead
 
     def next(self) -> Tensor:
-        """The next [runs, n, d]: a view that the following calls overwrite."""
+        """Return the normals of the next step.
+
+        Returns:
+            A view [runs, n, d] that later calls overwrite.
+        """
         if self._used == len(self._steps):
             self._used = 0
             if self._pool is None or self._buffer.numel() < _MIN_THREADED:
@@ -70,27 +98,33 @@ class Normals:
         return self._steps[self._used - 1]
 
     def keep_runs(self, runs: Sequence[int]) -> None:
-        """Go on with these runs alone."""
+        """Continue with a part of the runs.
+
+        Args:
+            runs: Indices of the remaining runs.
+        """
         self._buffer = self._buffer[list(runs)]
         self._sources = [self._sources[run] for run in runs]
         self._build_views()
 
     def _build_views(self) -> None:
-        """Which sources fill which part of the buffer, and where in it each step's normals lie."""
+        """Assign parts of the buffer to sources, and to steps."""
         n, dim = self._shape
         runs, ahead, size = self._buffer.shape
         block = self._block
-        together = max(1, block // (ahead * size))  # runs
-        self._work = [
-            (sources, self._buffer[first : first + together, :, start : start + block])
-            for first in range(0, runs, together)
+        runs_per_part = max(1, block // (ahead * size))
+
+        self._work = []
+        for first in range(0, runs, runs_per_part):
+            last = first + runs_per_part
+            starts = range(0, size, block)
             for start, sources in zip(
-                range(0, size, block),
-                zip(*self._sources[first : first + together], strict=True),
-                strict=True,
-            )
-        ]
-        # Views, also where a step does not fill its group: a copy would stay as it is.
+                starts, zip(*self._sources[first:last], strict=True), strict=True
+            ):
+                part = self._buffer[first:last, :, start : start + block]
+                self._work.append((sources, part))
+
+        # Views, also where a step does not fill its group: a copy would not change later.
         strides = (ahead * size, dim, 1)
         self._steps = [
             self._buffer.as_strided((runs, n, dim), strides, step * size) for step in range(ahead)
@@ -110,32 +144,34 @@ def _fill(work: Sequence[tuple[Sequence[_Source], Tensor]]) -> None:
         if part.is_cpu and part.dtype == torch.float32:
             _box_muller(sources, part.numpy())  # type: ignore[arg-type]
             continue
-        for source, own in zip(sources, part, strict=True):
+        for source, run in zip(sources, part, strict=True):
             if isinstance(source, np.random.Generator):
-                source.standard_normal(out=own.numpy())
+                source.standard_normal(out=run.numpy())
             else:
-                own.normal_(generator=source)
+                run.normal_(generator=source)
 
 
 def _box_muller(sources: Sequence[np.random.Generator], out: NDArray[np.float32]) -> None:
-    """Fill each step from its own words with sqrt(-2 log u) cos v and sqrt(-2 log u) sin v (Box and Muller, 1958).
+    """Fill each step with sqrt(-2 log u) cos v and sqrt(-2 log u) sin v (Box and Muller, 1958).
 
     u has 32 random bits, the last of them set, so that the tails reach 6.6; v has 32.
     """
     runs, steps, size = out.shape
-    drawn = [source.bit_generator.random_raw(steps * size // 2) for source in sources]
-    words = drawn[0] if runs == 1 else np.concatenate(drawn)
+    draws = [source.bit_generator.random_raw(steps * size // 2) for source in sources]
+    words = draws[0] if runs == 1 else np.concatenate(draws)
     bits = words.view("u4").reshape(runs, steps, 2, size // 2)
-    for_u = bits[:, :, 0]
-    for_v = bits[:, :, 1].view("i4")
-    for_u |= 1  # never log 0
-    radius = for_u.astype("f4")
+
+    bits_of_u = bits[:, :, 0]
+    bits_of_u |= 1  # never log 0
+    radius = bits_of_u.astype("f4")
     radius *= 2.0**-32
     np.log(radius, out=radius)
     radius *= -2
     np.sqrt(radius, out=radius)
-    v = for_v.astype("f4")
+
+    v = bits[:, :, 1].view("i4").astype("f4")
     v *= np.pi * 2.0**-31
-    for function, part in ((np.cos, out[..., : size // 2]), (np.sin, out[..., size // 2 :])):
-        function(v, out=part)
-        part *= radius
+    halves = ((np.cos, out[..., : size // 2]), (np.sin, out[..., size // 2 :]))
+    for function, half in halves:
+        function(v, out=half)
+        half *= radius

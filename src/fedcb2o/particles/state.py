@@ -1,4 +1,4 @@
-"""What a callback of `minimize` is shown before a step, and what it answers."""
+"""The state that a callback of `minimize` receives before a step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,10 +14,17 @@ from fedcb2o.particles.system import Evaluation, System
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a callback sees before step n: the consensus point `x`, the benign particles `theta` and their L and G.
+    """The state of all active runs before step n. Copy what you keep: `theta` changes in place.
 
-    Shapes as in the result, for the runs that have not stopped, which `runs` names. Every particle's L and G are those
-    of its own cluster; in a step that judges a random batch only, they are None. Copy what you keep: `theta` moves on.
+    Attributes:
+        n: Step.
+        t: Time n dt.
+        x: Consensus point, in the shape of the result.
+        theta: Benign particles.
+        theta_m: Malicious particles.
+        lower: L of every particle in its own cluster; None in a step with a random batch.
+        upper: G of every particle; None without G or in a step with a random batch.
+        runs: Indices of the active runs.
     """
 
     n: int
@@ -39,33 +46,54 @@ def callback_requests_stop(
     dt: float,
     check_writes: bool,
 ) -> bool:
-    """Whether the callback, shown the state before step n, wants all runs to stop."""
-    own = evaluation.batch is None
-    lower = [
-        values.lower[:, each.rows]
-        for each, values in zip(system.clusters, evaluation.values, strict=True)
-    ]
-    upper = [
-        None if values.upper is None else values.upper[:, each.rows]
-        for each, values in zip(system.clusters, evaluation.values, strict=True)
-    ]
+    """Call a callback with the state before step n.
+
+    Args:
+        callback: The user's function.
+        shape: Shape of the user's view.
+        system: All particles.
+        evaluation: Their values.
+        n: Step.
+        dt: Step of time.
+        check_writes: Whether to notice writes by way of NumPy.
+
+    Returns:
+        Whether all runs shall stop.
+
+    Raises:
+        ConfigError: The callback writes into the particles, or returns no truth value.
+    """
+    lower = None
+    upper = None
+    if evaluation.batch is None:
+        clusters = list(zip(system.clusters, evaluation.values, strict=True))
+        lowers = [values.lower[:, cluster.rows] for cluster, values in clusters]
+        lower = shape.squeeze_runs(torch.cat(lowers, 1))
+        uppers = [
+            values.upper[:, cluster.rows]
+            for cluster, values in clusters
+            if values.upper is not None
+        ]
+        if uppers:
+            upper = shape.squeeze_runs(torch.cat(uppers, 1))
+
     state = State(
         n=n,
         t=n * dt,
         x=shape.squeeze(evaluation.m),
         theta=shape.squeeze_runs(system.benign),
         theta_m=shape.squeeze_runs(system.malicious),
-        lower=shape.squeeze_runs(torch.cat(lower, 1)) if own else None,
-        upper=shape.squeeze_runs(torch.cat(upper, 1)) if own and upper[0] is not None else None,  # type: ignore[arg-type]
+        lower=lower,
+        upper=upper,
         runs=system.runs,
     )
     with system.forbid_writes("the callback", callback, evaluation.m, check_writes):
         try:
-            told = callback(state)
+            answer = callback(state)
         except StopIteration:
-            told = True
+            answer = True
     try:
-        return told is not None and bool(told)
+        return answer is not None and bool(answer)
     except RuntimeError as error:
         raise ConfigError(
             f"`callback` must return whether to stop, True or False, or None: {error}"

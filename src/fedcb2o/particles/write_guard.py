@@ -1,7 +1,7 @@
-"""What a user's function is shown is not its to change: one that writes into the particles is told so, by name.
+"""Detection of user functions that write into the tensors that they receive.
 
-PyTorch counts the writes into a tensor, so these are noticed at once; those of a NumPy array that shares its memory are
-not counted, and noticed where a copy was kept.
+PyTorch counts writes into a tensor, so these are noticed at once. Writes into a NumPy array that
+shares the memory are not counted; a copy of the tensor reveals them.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,14 @@ from fedcb2o.errors import ConfigError
 
 
 def write_count(x: Tensor) -> int:
-    """How often PyTorch has written into a tensor, or any view of it; 0 where it does not count (inference mode)."""
+    """Return the number of PyTorch's writes into a tensor or its views.
+
+    Args:
+        x: A tensor.
+
+    Returns:
+        The count; 0 in inference mode, where PyTorch does not count.
+    """
     return 0 if x.is_inference() else x._version
 
 
@@ -27,15 +34,27 @@ def require_unwritten(
     copy: Tensor | None = None,
     kind: str = "particles",
 ) -> None:
-    """Raise ConfigError if what a function was shown is no longer what it was, by the count `before` or by a `copy`."""
+    """Refuse a function that wrote into its input.
+
+    Args:
+        name: Role of the function in messages.
+        function: The function.
+        x: Its input.
+        before: `write_count` of the input before the call.
+        copy: Copy of the input from before the call, if there is one.
+        kind: Word for the input in messages.
+
+    Raises:
+        ConfigError: The input has changed.
+    """
     if write_count(x) != before or (copy is not None and not _same_bits(x, copy)):
         raise ConfigError(
-            f"{name}, {plugins.label(function)}, writes into the {kind} that it is shown: let it work on a copy, such"
-            " as x.clone()"
+            f"{name}, {plugins.label(function)}, writes into the {kind} that it receives: let it"
+            " work on a copy, such as x.clone()"
         )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal, NaN to NaN too."""
+    """Return whether two tensors are equal, where NaN equals NaN."""
     words = torch.int64 if a.dtype == torch.float64 else torch.int32
     return torch.equal(a.detach().contiguous().view(words), b.contiguous().view(words))

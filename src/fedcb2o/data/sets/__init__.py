@@ -1,4 +1,7 @@
-"""Built-in data sets. A configuration names one by a function in `__all__`: (*, data_dir, ...) -> Dataset."""
+"""Built-in data sets: (*, data_dir, ...) -> Dataset.
+
+A configuration names a data set by a function in `__all__`.
+"""
 
 from fedcb2o.data.sets._arrays import arrays
 from fedcb2o.data.sets._breast_cancer import breast_cancer

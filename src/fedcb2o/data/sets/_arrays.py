@@ -12,8 +12,6 @@ from fedcb2o.data._dataset import Dataset
 from fedcb2o.data.array_dataset import dataset
 from fedcb2o.errors import DataError
 
-__all__ = ["arrays"]
-
 _KEYS = ("x", "y", "owner", "x_test", "y_test", "owner_test", "class_names")
 
 
@@ -25,43 +23,57 @@ def arrays(
     standardise: bool = False,
     numbers: bool = False,
 ) -> Dataset:
-    """The data set in an .npz file (`numpy.savez`): `x`, `y` and, if you like, `owner`, `x_test` with `y_test`,
-    `owner_test`, `class_names`.
+    """Read a data set from an .npz file (`numpy.savez`).
 
-    They and the other parameters are those of `dataset`. A relative `path` begins in `data_dir`, or else in the working
-    directory. Raises DataError if the file is missing, damaged, or holds something else.
+    The file holds `x` and `y` and, optionally, `owner`, `x_test` with `y_test`, `owner_test` and
+    `class_names`. They are the arguments of `fedcb2o.dataset`.
+
+    Args:
+        path: The file; a relative path starts in `data_dir`.
+        data_dir: A folder; None for the working directory.
+        test_share: As in `fedcb2o.dataset`.
+        standardise: As in `fedcb2o.dataset`.
+        numbers: As in `fedcb2o.dataset`.
+
+    Returns:
+        The data set.
+
+    Raises:
+        DataError: The file is missing or damaged, or its arrays are invalid.
     """
     file = Path(data_dir or ".").expanduser() / Path(path).expanduser()
-    held = _load(file)
+    contents = _load(file)
     try:
-        return dataset(**held, test_share=test_share, standardise=standardise, numbers=numbers)
+        return dataset(**contents, test_share=test_share, standardise=standardise, numbers=numbers)
     except DataError as error:
         raise DataError(f"{file}: {error}") from error
 
 
 def _load(file: Path) -> dict[str, Any]:
-    """The arrays in an .npz file by name; nothing in it is ever unpickled."""
+    """Return the arrays in an .npz file by name; never unpickles."""
     if not file.is_file():
         raise DataError(
-            f"there is no file {file}: `data.path` begins in the folder of `--data-dir`, or in the working one"
+            f"there is no file {file}: `data.path` begins in the folder of `--data-dir`, or in the"
+            " working one"
         )
     if not zipfile.is_zipfile(file):
         raise DataError(f"{file} is no .npz file: write it with numpy.savez(path, x=x, y=y)")
+
     try:
         with np.load(file, allow_pickle=False) as opened:
-            held = {key: opened[key] for key in opened.files}
+            contents = {key: opened[key] for key in opened.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(
             f"{file} cannot be read ({error}): it must hold arrays of numbers and words only"
         ) from error
-    for key in held:
+
+    for key in contents:
         if key not in _KEYS:
-            raise DataError(
-                f"{file} holds `{key}`, which is none of {', '.join(_KEYS)}.{plugins.did_you_mean(key.lower(), _KEYS)}"
-            )
+            hint = plugins.did_you_mean(key.lower(), _KEYS)
+            raise DataError(f"{file} holds `{key}`, which is none of {', '.join(_KEYS)}.{hint}")
     for key in ("x", "y"):
-        if key not in held:
+        if key not in contents:
             raise DataError(f"{file} holds no `{key}`: write it with numpy.savez(path, x=x, y=y)")
-    if "class_names" in held:
-        held["class_names"] = held["class_names"].ravel().tolist()
-    return held
+    if "class_names" in contents:
+        contents["class_names"] = contents["class_names"].ravel().tolist()
+    return contents

@@ -1,4 +1,4 @@
-"""Breast cancer in Wisconsin, a table that comes with scikit-learn: 569 tumours, 30 features each, no download.
+"""Breast cancer in Wisconsin: 569 tumours with 30 features, from scikit-learn, no download.
 
 Street, Wolberg and Mangasarian, "Nuclear feature extraction for breast tumor diagnosis" (1993).
 """
@@ -6,15 +6,17 @@ Street, Wolberg and Mangasarian, "Nuclear feature extraction for breast tumor di
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.data.array_dataset import dataset
 
-__all__ = ["breast_cancer"]
-
 
 def breast_cancer(*, test_share: float = 0.25) -> Dataset:
-    """The tumours, with a share `test_share` of both classes, malignant (0) and benign (1), in the test set.
+    """Load the tumours: malignant (0) or benign (1).
 
-    Features are float32 [n, 30], standardised over the pool. The test set is the same for every seed of a run.
+    Args:
+        test_share: Share of both classes in the test set, which is the same for every seed.
+
+    Returns:
+        The data set; features are float32 [n, 30], standardised over the pool.
     """
-    from sklearn.datasets import load_breast_cancer  # slow to import, and needed by nobody else
+    from sklearn.datasets import load_breast_cancer  # slow to import
 
     table = load_breast_cancer()
     return dataset(

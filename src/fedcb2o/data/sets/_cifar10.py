@@ -1,7 +1,7 @@
-"""CIFAR-10, 60,000 colour photographs of animals and vehicles, read from the files of its binary version.
+"""CIFAR-10: 60,000 colour photographs of animals and vehicles, from its binary files.
 
-Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009). (The Python version of the files is pickled,
-which runs whatever code is in them: it is not read.)
+Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009). The pickled Python
+version of the files is not read, because unpickling runs code from the file.
 """
 
 import math
@@ -21,8 +21,6 @@ from fedcb2o.data.release import (
     select_per_class,
 )
 from fedcb2o.errors import DataError
-
-__all__ = ["cifar10"]
 
 RELEASE = Release(
     name="cifar10",
@@ -54,38 +52,45 @@ def cifar10(
     train_per_class: int | None = None,
     test_per_class: int | None = None,
 ) -> Dataset:
-    """CIFAR-10: 5000 images of each class in the pool and 1000 in the test set, or the first so many.
+    """Read CIFAR-10: 5000 training and 1000 test images of each class.
 
-    Images are uint8 [n, 3, 32, 32], red, green and blue, in the order of the files. The files lie in `data_dir` or in
-    cifar-10-batches-bin in it, or else in `default_folder(RELEASE)`. Raises DataError if one is missing, damaged or of
-    another format, or if a class has too few images.
+    Args:
+        data_dir: Folder of the files, or of their folder cifar-10-batches-bin; None for
+            `default_folder(RELEASE)`.
+        train_per_class: First training images of each class; None for all.
+        test_per_class: First test images of each class; None for all.
+
+    Returns:
+        The data set; images are uint8 [n, 3, 32, 32], red, green and blue, in the order of the
+        files.
+
+    Raises:
+        DataError: A file is missing, damaged or of another format, or a class has too few images.
     """
     check_per_class(RELEASE, train_per_class=train_per_class, test_per_class=test_per_class)
     *batches, test_batch = find_files(RELEASE, data_dir)
     test = _read([test_batch], test_batch, "test_per_class", test_per_class)
-    pool = _read(
-        batches, batches[0].with_name("data_batch_*.bin"), "train_per_class", train_per_class
-    )
+    batch_names = batches[0].with_name("data_batch_*.bin")
+    pool = _read(batches, batch_names, "train_per_class", train_per_class)
     return Dataset(pool=pool, test=test, class_names=RELEASE.class_names)
 
 
-def _read(paths: list[Path], named: Path, parameter: str, per_class: int | None) -> Shard:
-    y = np.concatenate(
-        [np.empty(0, np.uint8), *(block[:, 0] for path in paths for block in _read_blocks(path))]
-    )
+def _read(paths: list[Path], name: Path, parameter: str, per_class: int | None) -> Shard:
+    labels = [block[:, 0] for path in paths for block in _read_blocks(path)]
+    y = np.concatenate([np.empty(0, np.uint8), *labels])
     images = (block[:, 1:] for path in paths for block in _read_blocks(path))
     return select_per_class(
-        RELEASE, y, images, per_class=per_class, parameter=parameter, labels=named, images=named
+        RELEASE, y, images, per_class=per_class, parameter=parameter, labels=name, images=name
     )
 
 
 def _read_blocks(path: Path) -> Iterator[NDArray[np.uint8]]:
-    """The records of a file, some at a time: the label, then the image, a byte a value."""
+    """Yield blocks of a file's records: the label, then the image, one byte per value."""
     with open_plain_or_gzip(path, RELEASE.advice) as file:
         while values := file.read(IMAGES_PER_BLOCK * RECORD_BYTES):
             if len(values) % RECORD_BYTES:
                 raise DataError(
-                    f"{path} is truncated or of another format: it is no whole number of records of {RECORD_BYTES} bytes;"
-                    f" {RELEASE.advice}"
+                    f"{path} is truncated or of another format: it is no whole number of records of"
+                    f" {RECORD_BYTES} bytes; {RELEASE.advice}"
                 )
             yield np.frombuffer(values, np.uint8).reshape(-1, RECORD_BYTES)

@@ -1,7 +1,8 @@
-"""EMNIST, 47 balanced classes of handwritten digits and letters, read from its IDX files.
+"""EMNIST: 47 balanced classes of handwritten digits and letters, from IDX files.
 
-Cohen, Afshar, Tapson and van Schaik, "EMNIST: an extension of MNIST to handwritten letters" (2017). The official
-"balanced" release and files of the same format under the name emnist47 are read alike, plain or gzip.
+Cohen, Afshar, Tapson and van Schaik, "EMNIST: an extension of MNIST to handwritten letters" (2017).
+The official "balanced" release and files of the same format with the name emnist47 are both read,
+plain or gzip.
 """
 
 from pathlib import Path
@@ -9,8 +10,6 @@ from pathlib import Path
 from fedcb2o.data import idx
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.data.release import Release
-
-__all__ = ["emnist"]
 
 RELEASE = Release(
     name="emnist",
@@ -36,11 +35,20 @@ def emnist(
     train_per_class: int | None = 900,
     test_per_class: int | None = 296,
 ) -> Dataset:
-    """EMNIST with the first `train_per_class` and `test_per_class` images of each class; None keeps all.
+    """Read EMNIST.
 
-    Images are uint8 [n, 1, 28, 28], upright, in the order of the files. The defaults give exactly balanced classes
-    with either set of files. The files lie in `data_dir`, or else in `default_folder(RELEASE)`. Raises DataError if
-    one is missing, damaged or of another format, or if a class has too few images.
+    The default numbers give exactly balanced classes with both sets of files.
+
+    Args:
+        data_dir: Folder of the files; None for `default_folder(RELEASE)`.
+        train_per_class: First training images of each class; None for all.
+        test_per_class: First test images of each class; None for all.
+
+    Returns:
+        The data set; images are uint8 [n, 1, 28, 28], upright, in the order of the files.
+
+    Raises:
+        DataError: A file is missing, damaged or of another format, or a class has too few images.
     """
     return idx.read_dataset(
         RELEASE,

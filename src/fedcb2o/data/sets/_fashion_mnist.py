@@ -1,7 +1,7 @@
-"""Fashion-MNIST, 70,000 photographs of clothing in the form of MNIST, read from its IDX files.
+"""Fashion-MNIST: 70,000 photographs of clothing in the format of MNIST, from IDX files.
 
-Xiao, Rasul and Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms" (2017).
-Debian's package dataset-fashion-mnist has the same files.
+Xiao, Rasul and Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning
+Algorithms" (2017). Debian's package dataset-fashion-mnist has the same files.
 """
 
 from pathlib import Path
@@ -9,8 +9,6 @@ from pathlib import Path
 from fedcb2o.data import idx
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.data.release import Release
-
-__all__ = ["fashion_mnist"]
 
 RELEASE = Release(
     name="fashion_mnist",
@@ -53,11 +51,19 @@ def fashion_mnist(
     train_per_class: int | None = None,
     test_per_class: int | None = None,
 ) -> Dataset:
-    """Fashion-MNIST: 6000 images of each class in the pool and 1000 in the test set, or the first so many.
+    """Read Fashion-MNIST: 6000 training and 1000 test images of each class.
 
-    Images are uint8 [n, 1, 28, 28] in the order of the files. The files lie in `data_dir`, or else in
-    `default_folder(RELEASE)`. Raises DataError if one is missing, damaged, MNIST's or of another format, or if a class
-    has too few images.
+    Args:
+        data_dir: Folder of the files; None for `default_folder(RELEASE)`.
+        train_per_class: First training images of each class; None for all.
+        test_per_class: First test images of each class; None for all.
+
+    Returns:
+        The data set; images are uint8 [n, 1, 28, 28] in the order of the files.
+
+    Raises:
+        DataError: A file is missing, damaged, MNIST's or of another format, or a class has too few
+            images.
     """
     return idx.read_dataset(
         RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class

@@ -1,6 +1,6 @@
-"""Fashion-MNIST as shops might have it: data with owners of different sizes and assortments.
+"""Fashion-MNIST distributed among shops: owners with different sizes and assortments.
 
-The photographs are real, the shops are made up: Fashion-MNIST does not say whose its photographs are.
+The photographs are real, the shops are not: Fashion-MNIST does not name the owners of its images.
 """
 
 from pathlib import Path
@@ -14,8 +14,6 @@ from fedcb2o.data.skews import dirichlet
 from fedcb2o.errors import ConfigError
 from fedcb2o.rng import stream
 
-__all__ = ["fashion_shops"]
-
 
 def fashion_shops(
     *,
@@ -26,30 +24,49 @@ def fashion_shops(
     concentration: float = 2.0,
     test_per_class: int = 100,
 ) -> Dataset:
-    """So many shops, each with `fewest` to `most` photographs of its own, a quarter of which are its own test.
+    """Distribute Fashion-MNIST among shops, each the owner of its photographs.
 
-    A shop's share of each class is by `dirichlet` with this `concentration`; no photograph is in two shops, and all is
-    the same for every seed of a run. `test_per_class` of Fashion-MNIST's test photographs of each class test everybody.
-    Images, files and `data_dir` are those of `fashion_mnist`. Raises DataError or ConfigError where there are too few.
+    A quarter of a shop's photographs are its test images. Each photograph belongs to one shop. The
+    data set is the same for every seed.
+
+    Args:
+        data_dir: Folder of Fashion-MNIST's files, as for `fashion_mnist`.
+        shops: Number of shops, at least 2.
+        fewest: Smallest number of photographs of a shop, at least 8.
+        most: Largest number of photographs of a shop.
+        concentration: Parameter of `skews.dirichlet` for the classes of the shops.
+        test_per_class: Fashion-MNIST test images of each class that test every agent.
+
+    Returns:
+        The data set; images are those of `fashion_mnist`.
+
+    Raises:
+        ConfigError: A parameter is out of range, or there are too few photographs.
+        DataError: A file is missing or damaged.
     """
     if shops < 2 or not 8 <= fewest <= most:
         raise ConfigError(
-            f"fashion_shops needs 2 `shops` or more, `fewest` from 8 and `most` no less, got {shops}, {fewest}, {most}"
+            "fashion_shops needs 2 `shops` or more, `fewest` from 8 and `most` no less,"
+            f" got {shops}, {fewest}, {most}"
         )
     draw = stream(0, "fashion_shops")
     sizes = draw.integers(fewest, most, size=shops, endpoint=True)
-    whole = fashion_mnist(data_dir=data_dir, test_per_class=test_per_class)
-    if (count := int(sizes.sum())) > len(whole.pool):
+    source = fashion_mnist(data_dir=data_dir, test_per_class=test_per_class)
+    count = int(sizes.sum())
+    if count > len(source.pool):
         raise ConfigError(
-            f"`shops` that need {count} photographs are too many: there are {len(whole.pool)}"
+            f"`shops` that need {count} photographs are too many: there are {len(source.pool)}"
         )
-    chosen = draw.permutation(len(whole.pool))[:count]
-    owner = dirichlet(whole.pool.y.numpy()[chosen], sizes, draw, concentration=concentration)
+
+    chosen = draw.permutation(len(source.pool))[:count]
+    labels = source.pool.y.numpy()[chosen]
+    shop = dirichlet(labels, sizes, draw, concentration=concentration)
+    digits = len(str(shops - 1))
     return dataset(
-        whole.pool.x[chosen],
-        whole.pool.y[chosen],
-        owner=np.char.add("shop-", np.char.zfill(owner.astype(str), len(str(shops - 1)))),
-        x_test=whole.test.x,
-        y_test=whole.test.y,
-        class_names=whole.class_names,
+        source.pool.x[chosen],
+        source.pool.y[chosen],
+        owner=np.char.add("shop-", np.char.zfill(shop.astype(str), digits)),
+        x_test=source.test.x,
+        y_test=source.test.y,
+        class_names=source.class_names,
     )

@@ -1,4 +1,4 @@
-"""MNIST, 70,000 handwritten digits, read from its IDX files.
+"""MNIST: 70,000 handwritten digits, from IDX files.
 
 LeCun, Bottou, Bengio and Haffner, "Gradient-Based Learning Applied to Document Recognition" (1998).
 """
@@ -8,8 +8,6 @@ from pathlib import Path
 from fedcb2o.data import idx
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.data.release import Release
-
-__all__ = ["mnist"]
 
 RELEASE = Release(
     name="mnist",
@@ -40,11 +38,20 @@ def mnist(
     train_per_class: int | None = None,
     test_per_class: int | None = None,
 ) -> Dataset:
-    """MNIST: 60,000 images in the pool and 10,000 in the test set, or the first so many of each class.
+    """Read MNIST: 60,000 training and 10,000 test images.
 
-    Images are uint8 [n, 1, 28, 28] in the order of the files; there are at least 5421 of a class in the pool and 892
-    in the test set. The files lie in `data_dir`, or else in `default_folder(RELEASE)`. Raises DataError if one is
-    missing, damaged or of another format, or if a class has too few images.
+    Every class has at least 5421 training and 892 test images.
+
+    Args:
+        data_dir: Folder of the files; None for `default_folder(RELEASE)`.
+        train_per_class: First training images of each class; None for all.
+        test_per_class: First test images of each class; None for all.
+
+    Returns:
+        The data set; images are uint8 [n, 1, 28, 28] in the order of the files.
+
+    Raises:
+        DataError: A file is missing, damaged or of another format, or a class has too few images.
     """
     return idx.read_dataset(
         RELEASE, data_dir, train_per_class=train_per_class, test_per_class=test_per_class
