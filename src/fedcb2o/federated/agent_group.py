@@ -7,6 +7,7 @@ All agents of a simulation are one block, as are those of a machine in a cluster
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
@@ -73,6 +74,12 @@ class AgentGroup:
     def agents(self) -> Int[np.ndarray, " a"]:
         """Their ids, ascending."""
         return self.data.agents
+
+    def previous_rows(self, members: Shaped[np.ndarray, "*a"]) -> Int[Tensor, "*a"] | None:
+        """Return the rows of the models before the round; None where they are not kept."""
+        if self.layout.previous is None:
+            return None
+        return torch.from_numpy(np.asarray(self.layout.previous[members]))
 
     def reference(self, k: int) -> Shaped[Tensor, "_k *features"] | None:
         """The samples on which the agent in place k estimates the statistics of norms, where these are local: up to so

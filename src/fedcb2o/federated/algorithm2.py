@@ -1,122 +1,227 @@
-"""Algorithm 2, LocalAggregation (alg:localAggregation): its lines 1 to 7, for all agents of an engine.
+"""Algorithm 2, LocalAggregation, for one agent on one screen (alg:localAggregation).
 
-Each is a function of a block and of agents in some places of it, a part of them: what one agent decides depends on no
-other.
+In round n, agent j asks at most M peers for their models and moves towards their consensus point:
+
+    1  A       <- ProbSampling(P, M)                        peers to ask
+    2  theta^i <- download, i in A                          models received
+    3  L^i     <- L_j(theta^i)                              losses on the agent's validation data
+    4  P^i     <- (1 - zeta) P^i + zeta exp(-kappa L^i)     likelihood of asking peer i again
+    5  G^i     <- G_j(theta^i)                              robustness criterion, low is trusted
+    6  mu^i    <- exp(-alpha G^i) / sum_k exp(-alpha G^k)   weights of m = sum_i mu^i theta^i
+    7  theta   <- theta - lambda1 gamma (theta - m)
+
+A real peer runs `local_aggregation_`. `batched_aggregation` has the same functions with an axis over
+agents, which a simulation runs; a test holds the two equal to the bit.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Bool
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
+from fedcb2o import consensus
 from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.consensus_weights import assign_sample_weights_, assign_weights_
+from fedcb2o.federated.algorithm_spec import Algorithm
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.peer_sampling import (
-    forget_renamed,
-    sample_benign_peers,
-    sample_colluding_peers,
-    split_by_role,
+from fedcb2o.federated.mixing import mix_, mixing_matrix
+from fedcb2o.federated.plugin_outputs import validated_selection, validated_state
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.run_spec import RunSpec
+from fedcb2o.federated.selection import BATCHED_SELECTION, extra_inputs
+from fedcb2o.federated.types import (
+    Contacts,
+    CriterionInput,
+    CriterionValues,
+    RuleOutput,
+    RuleState,
 )
-from fedcb2o.federated.ragged import Indices, Ragged
-from fedcb2o.federated.selection import update_likelihoods
-from fedcb2o.federated.validation import validate_batches
+from fedcb2o.federated.validation import ValidationOracle, agent_context, own_models
+from fedcb2o.rng import stream
 
+_ONE = np.zeros(1, np.int64)  # the index of the only agent
+_ZERO = np.zeros((), np.int64)  # the same, without an axis over agents
 
-@runtime_checkable
-class Engine(Protocol):
-    """Who holds the agents, in parts of blocks, and answers `exchange`."""
-
-    def map_groups(
-        self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
-    ) -> list[Any]:
-        """`function(block, places, *own, *common)` for each part of the agents, with what is its `own`."""
-        ...
-
-    def exchange(self, n: int, asked: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
-        """What the agents of each part receive in round n of those whom they asked, within `deadline` seconds."""
-        ...
-
-    def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
-        """theta <- W theta for the agents of each part; whose models of all are finite then."""
-        ...
+Download = Callable[[Ragged], Inbox]
+"""Peers to ask, the ids A of one agent -> the models that arrived from them."""
 
 
 def local_aggregation_(
-    engine: Engine,
+    agent: AgentGroup,
     n: int,
-    states: Sequence[AgentState],
-    active: Bool[np.ndarray, " N"],
-    deadline: float | None = None,
-    on_step: Callable[[str], None] = lambda name: None,
-) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
-    """LocalAggregation (alg:FedCB2O, line 4; alg:localAggregation) for all agents that are `active` in round n.
-
-    What each part of them remembers then, what it chose, and whose models are finite in the end; `lap` hears when lines
-    1 to 6, and 7, are done.
-    """
-    asked = engine.map_groups(
-        sample_peers, n, active, arguments=[[each.contacts for each in states]]
-    )  # line 1: A_n <- ProbSampling(P_n^j, M)
-    received = engine.exchange(n, asked, deadline)  # line 2: download theta_n^i for i in A_n
-    decided = engine.map_groups(
-        decide, n, active, arguments=[states, asked, received]
-    )  # lines 3 to 6
-    on_step("aggregate")
-    finite = engine.mix_(
-        [choices for _, choices in decided]
-    )  # line 7: theta_n^j - lambda1 gamma (theta_n^j - m_j)
-    on_step("mix")
-    return [memory for memory, _ in decided], [choices for _, choices in decided], finite
-
-
-def sample_peers(
-    group: AgentGroup,
-    members: Indices,
-    contacts: ContactTable,
-    n: int,
-    active: Bool[np.ndarray, " N"],
-) -> Ragged:
-    """Line 1 (alg:localAggregation): A_n; colluding attackers ask each other first (sec:experiments)."""
-    benign, colluders = split_by_role(group, members, active)
-    parts = []
-    if len(benign):
-        P = forget_renamed(group, contacts.take(benign), n)
-        parts.append((benign, sample_benign_peers(group, members[benign], P, n)))
-    if len(colluders):
-        parts.append((colluders, sample_colluding_peers(group, members[colluders], n)))
-    return Ragged.scatter(len(members), *parts)
-
-
-def decide(
-    group: AgentGroup,
-    members: Indices,
     state: AgentState,
-    asked: Ragged,
-    inbox: Inbox,
-    n: int,
-    active: Bool[np.ndarray, " N"],
+    download: Download,
+    on_step: Callable[[str], None] = lambda name: None,
 ) -> tuple[AgentState, Decisions]:
-    """Lines 3 to 6 (alg:localAggregation): what each agent remembers then, and how it weighs what it received."""
-    algorithm = group.spec.algorithm
-    choices = Decisions.empty(group.agents[members], asked, inbox)
-    benign, colluders = split_by_role(group, members, active)
-    P = forget_renamed(group, state.contacts, n)
-    judged, L = validate_batches(group, members, benign, inbox, n)  # line 3: L_j^i, i in A_n
-    states = dict(enumerate(state.rule_states))
-    for alike in judged:  # lines 5 and 6: G^i, and m_j by the weights mu_j^i = exp(-alpha G^i)
-        states |= assign_weights_(choices, group, members, alike, P, states, L)
-    # Line 4: P_{n+1}^{j,i} <- (1 - zeta) P_n^{j,i} + zeta exp(-kappa L_j^i); after line 5, since G may count as well.
-    new_P = update_likelihoods(
-        P.take(benign),
-        asked.take(benign),
-        inbox.ids.take(benign),
-        None if L is None else L[inbox.ids.flat_index(benign)],
-        kappa=algorithm.kappa,
-        zeta=algorithm.zeta,
-        first_contact=algorithm.first_contact,
+    """Run LocalAggregation (alg:localAggregation) for one agent; its model changes in place.
+
+    Args:
+        agent: Group of one agent, after LocalUpdate.
+        n: Round, counted from 0.
+        state: The agent's contacts with their likelihoods P, and the state of its rule.
+        download: Line 2, the only communication.
+        on_step: Called with "aggregate" after line 6 and with "mix" after line 7.
+
+    Returns:
+        The agent's state after the round, and its decisions for the record.
+    """
+    algorithm, P = agent.spec.algorithm, state.contacts[0]
+
+    A = sample_peers(agent, P, n)  # line 1: A <- ProbSampling(P, M)
+    inbox = download(A)  # line 2: theta^i, i in A
+    inputs = validate(agent, P, inbox, n)  # line 3: L^i <- L_j(theta^i)
+    G = algorithm.criterion_values(inputs)  # line 5: G^i <- G_j(theta^i)
+    P = update_likelihoods(algorithm, P, A, inputs, G)  # line 4, after line 5: G may count too
+    mu, rule_state = consensus_weights(algorithm, inputs, G, state.rule_states[0])  # line 6
+    on_step("aggregate")
+    decisions = mix_towards_consensus_(agent, A, inbox, inputs, mu)  # line 7
+    on_step("mix")
+
+    return AgentState(ContactTable.from_contacts([P]), (rule_state,)), decisions
+
+
+def sample_peers(agent: AgentGroup, P: Contacts, n: int) -> Ragged:
+    """Sample the peers A that the agent asks (line 1, ProbSampling)."""
+    spec, j = agent.spec, int(agent.agents[0])
+
+    candidates = np.arange(spec.num_agents)
+    if spec.neighbours is not None:
+        candidates = spec.neighbours[j].sort().values.numpy()
+    candidates = candidates[candidates != j]
+    if spec.algorithm.own_candidate:
+        candidates = np.union1d(candidates, [j])
+
+    generator = stream(spec.seed, "select", n, j)
+    return Ragged.from_arrays([select_peers(spec, j, P, candidates, n, generator)])
+
+
+def select_peers(
+    spec: RunSpec,
+    j: int,
+    P: Contacts,
+    candidates: Int[np.ndarray, " c"],
+    n: int,
+    generator: np.random.Generator,
+) -> Int[np.ndarray, " s"]:
+    """Call the algorithm's selection for agent j; validate a user's."""
+    select = spec.algorithm.select
+    values = {"n": n, "me": j}
+    extra = [values[name] for name in extra_inputs(select)]
+
+    ids = select(P, torch.from_numpy(candidates.copy()), spec.budget, generator, *extra)
+    if BATCHED_SELECTION.get(select) is not None:
+        return ids.numpy()
+    return validated_selection(select, ids, candidates, spec.budget)
+
+
+def validate(agent: AgentGroup, P: Contacts, inbox: Inbox, n: int) -> CriterionInput:
+    """Compute the validation losses L^i of the received models and of the agent's own (line 3)."""
+    received = inbox.received()
+    own = own_models(agent, _ONE, n)[0]
+    oracle = ValidationOracle(agent, 0)
+
+    losses = own_losses = None
+    if agent.spec.algorithm.needs_losses:
+        both = oracle.losses(received.with_own(own))
+        losses, own_losses = both.select(slice(None, -1)), both.select(slice(-1, None))
+
+    return CriterionInput(
+        n=n,
+        models=agent.models,
+        losses=losses,
+        own_losses=own_losses,
+        received=received,
+        own_entry=own,
+        losses_of=oracle.losses,
+        agent_context=agent_context(oracle, n, lambda: P),
+        previous=agent.previous_rows(_ZERO),
     )
-    assign_sample_weights_(choices, group, members, colluders, inbox, n)
-    return state.updated(benign, new_P, list(states.values())), choices
+
+
+def update_likelihoods(
+    algorithm: Algorithm, P: Contacts, A: Ragged, inputs: CriterionInput, G: CriterionValues | None
+) -> Contacts:
+    """Average the likelihoods of the peers whose models were received (line 4).
+
+    A peer that was asked becomes a contact. Its likelihood is NaN until its first answer.
+    """
+    known = P.ids.numpy()
+    ids = np.union1d(known, A.values)
+    likelihood = np.full(len(ids), np.nan)
+    likelihood[ids.searchsorted(known)] = P.likelihood.numpy()
+
+    if inputs.losses is not None:
+        answered = ids.searchsorted(inputs.received.ids.numpy())
+        L = recorded_losses(algorithm, inputs.losses.mean, G).numpy()
+        likelihood[answered] = next_likelihood(algorithm, likelihood[answered], L)
+    return Contacts(torch.from_numpy(ids), torch.from_numpy(likelihood))
+
+
+def recorded_losses(
+    algorithm: Algorithm, L: Float[Tensor, "*a m"], G: CriterionValues | None
+) -> Float[Tensor, "*a m"]:
+    """Return the losses that likelihoods count: L^i, or L^i + max(G^i, 0) beyond the paper."""
+    if algorithm.likelihood == "loss" or G is None or G.is_average_loss:
+        return L
+    return L + G.values.clamp(min=0)
+
+
+def next_likelihood(
+    algorithm: Algorithm, P: Float[np.ndarray, " m"], L: Float[np.ndarray, " m"]
+) -> Float[np.ndarray, " m"]:
+    """Compute (1 - zeta) P + zeta exp(-kappa L) (eq:update_sampling_likelihood).
+
+    An infinite loss adds 0, whatever kappa is. A peer without a likelihood starts from 0, or, in
+    the released code, has the likelihood exp(-kappa L).
+    """
+    finite = np.isfinite(L)  # 0 * inf is not a number
+    gain = torch.exp(-algorithm.kappa * torch.from_numpy(np.where(finite, L, 0.0))).numpy() * finite
+    is_first = np.isnan(P)
+    average = (1 - algorithm.zeta) * np.where(is_first, 0.0, P) + algorithm.zeta * gain
+    if algorithm.first_contact == "whole":
+        return np.where(is_first, gain, average)
+    return average
+
+
+def consensus_weights(
+    algorithm: Algorithm, inputs: CriterionInput, G: CriterionValues | None, state: RuleState
+) -> tuple[RuleOutput, RuleState]:
+    """Compute the weights of the consensus point m (line 6).
+
+    FedCB2O and FedCBO weigh by the criterion, mu^i = exp(-alpha G^i), normalised over the sub-level
+    set (eq:comp_csp). Any other algorithm has a rule of its own, which may keep a state.
+
+    Args:
+        algorithm: The algorithm of all agents.
+        inputs: What the agent knows of the received models, or a batch of agents.
+        G: Values of the criterion; None where the algorithm has a rule.
+        state: What the rule kept after the agent's last round.
+
+    Returns:
+        Weights of the received models and, last, of the agent's own, shape [*a, m + 1], or a
+        reduction over coordinates; and the rule's new state.
+    """
+    if G is not None:
+        mu = consensus.weights(torch.cat([G.values, G.own], -1), algorithm.alpha, G.counted)
+        output = RuleOutput(mu) if algorithm.point is None else algorithm.point(inputs, mu)
+        return output, state
+    if algorithm.is_stateful:
+        state, output = validated_state(algorithm.rule, algorithm.rule(state, inputs))
+    else:
+        output = algorithm.rule(inputs)
+    return output if isinstance(output, RuleOutput) else RuleOutput(output), state
+
+
+def mix_towards_consensus_(
+    agent: AgentGroup, A: Ragged, inbox: Inbox, inputs: CriterionInput, mu: RuleOutput
+) -> Decisions:
+    """Move the agent's model, theta <- theta - lambda1 gamma (theta - m) (line 7)."""
+    spec, layout = agent.spec, agent.layout
+
+    decisions = Decisions.empty(agent.agents, A, inbox)
+    index = np.arange(len(inbox.rows))
+    decisions.store_(_ONE, index, inputs, mu, spec)
+    mix_(agent.models, mixing_matrix(decisions, layout.own, layout.previous), 0, spec.dim)
+    return decisions

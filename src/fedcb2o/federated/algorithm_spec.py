@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedcb2o.federated.types import Select
+from torch import Tensor
+
+from fedcb2o.federated.types import BATCHED, CriterionInput, CriterionValues, RuleOutput, Select
 
 Likelihood = Literal["loss", "loss+criterion"]
 
@@ -33,20 +35,37 @@ class ClusterModels:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """How a benign agent aggregates (alg:localAggregation).
+    """The choices of a benign agent in LocalAggregation (alg:localAggregation).
 
-    `weigh` is a rule: normalised weights of the received models and, last, of the agent's own; `judges` says whether
-    it needs losses, of models or of what lies so far (`judged_at`) on the way to them. `mixing_factor` is lambda1 *
-    gamma, or replaces it; `own_candidate` lets an agent draw itself. `likelihood` says what a peer's record counts.
-    `keeps_before` says that it looks at the model before the round, `remembers` that `weigh` has a memory, and `admits`
-    raises ConfigError for a budget that it does not go with. `clusters` are those of IFCA and DFCA, and else None.
+    Attributes:
+        select: Peer selection (line 1).
+        needs_losses: Whether validation losses are computed (line 3).
+        lambda1: lambda1, the drift towards the consensus point (line 7).
+        mixing_factor: Replaces lambda1 * gamma; None for the product.
+        criterion: Values of the criterion G (line 5); None for an algorithm with a rule.
+        alpha: alpha, the sharpness of the weights exp(-alpha G) (line 6).
+        point: Turns the weights into another point than the weighted mean; None for the mean.
+        rule: Weights of an algorithm without a criterion (line 6).
+        own_candidate: Whether an agent may sample itself.
+        kappa: kappa in the update of the likelihoods (line 4).
+        zeta: zeta in the update of the likelihoods, in (0, 1].
+        likelihood: Losses that the likelihoods count.
+        interpolation: Share of the way to a received model at which losses are computed, in (0, 1].
+        first_contact: "whole" takes the first likelihood of a peer without averaging.
+        keeps_previous: Whether the rule or the criterion uses the model before the round.
+        is_stateful: Whether the rule keeps a state from round to round.
+        validate_budget: Raises ConfigError for a budget that the rule does not admit.
+        clusters: Models of IFCA and DFCA; None for other algorithms.
     """
 
     select: Select
-    rule: Callable[..., Any]
     needs_losses: bool
     lambda1: float
     mixing_factor: float | None
+    criterion: Callable[[CriterionInput], CriterionValues] | None = None
+    alpha: float = 0.0
+    point: Callable[[CriterionInput, Tensor], RuleOutput] | None = None
+    rule: Callable[..., Any] | None = None
     own_candidate: bool = False
     kappa: float = 2.0
     zeta: float = 0.5
@@ -58,6 +77,15 @@ class Algorithm:
     validate_budget: Callable[[int], None] | None = None
     clusters: ClusterModels | None = None
 
+    @property
+    def is_batched(self) -> bool:
+        """Whether the criterion or the rule takes an axis over agents."""
+        return bool(BATCHED.get(self.criterion or self.rule))
+
+    def criterion_values(self, inputs: CriterionInput) -> CriterionValues | None:
+        """Compute the values of the criterion (line 5); None for an algorithm with a rule."""
+        return None if self.criterion is None else self.criterion(inputs)
+
     def factor(self, gamma: float) -> float:
-        """The share of the consensus point in the new model (eq:local_agg_update)."""
+        """Return the share of the consensus point in the new model (eq:local_agg_update)."""
         return self.lambda1 * gamma if self.mixing_factor is None else self.mixing_factor

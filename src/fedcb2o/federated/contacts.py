@@ -1,6 +1,11 @@
-"""Of several agents at once: what each remembers, and whom it may ask. One agent is several of which there is one.
+"""State of several agents, and their candidate peers, in arrays over the agents.
 
-All is in arrays over the agents, so that what is decided for many costs few calls.
+One agent is a group of one. Arrays keep the number of calls independent of the number of agents.
+
+>>> import numpy as np
+>>> candidates = CandidatePeers.from_lists([np.arange(4)], np.zeros(2, int), np.array([0, 3]))
+>>> [candidates.ids(k).tolist() for k in range(2)]
+[[1, 2, 3], [0, 1, 2]]
 """
 
 import dataclasses
@@ -19,9 +24,11 @@ from fedcb2o.federated.types import Contacts, CriterionInput, RuleState
 
 @dataclass(frozen=True)
 class ContactTable:
-    """The contacts of several agents: the `ids` of those whom each met, ascending, and the `likelihood` of each.
+    """Contacts of several agents.
 
-    Who gets an agent's `Contacts` gets copies.
+    Attributes:
+        ids: Ids of the peers that each agent has asked, ascending.
+        likelihood: Likelihood P_n^j of each; NaN for a peer that never answered.
     """
 
     ids: Ragged
@@ -29,36 +36,33 @@ class ContactTable:
 
     @classmethod
     def from_contacts(cls, contacts: Sequence[Contacts]) -> "ContactTable":
-        """The contacts of several agents."""
-        ids = Ragged.from_arrays([each.ids.numpy() for each in contacts])
-        return cls(
-            ids, np.concatenate([np.zeros(0), *(each.likelihood.numpy() for each in contacts)])
-        )
+        """Store the contacts of each agent in one table."""
+        ids = Ragged.from_arrays([agent.ids.numpy() for agent in contacts])
+        likelihood = [agent.likelihood.numpy() for agent in contacts]
+        return cls(ids, np.concatenate([np.zeros(0), *likelihood]))
 
     @classmethod
     def empty(cls, count: int) -> "ContactTable":
-        """Those of so many agents that have met nobody: P_0 = 0 (rem:sampling_likelihood_init)."""
+        """Return the table of `count` agents before the first round (rem:sampling_likelihood_init)."""
         return cls(Ragged.empty(count), np.zeros(0))
 
     @classmethod
     def concatenate(cls, parts: "Sequence[ContactTable]") -> "ContactTable":
-        """The contacts of the agents of all parts, one part after the other."""
-        likelihood = [one.likelihood for one in parts]
-        return cls(
-            Ragged.concatenate([one.ids for one in parts]),
-            likelihood[0] if len(parts) == 1 else np.concatenate(likelihood),
-        )
+        """Return the contacts of all parts, one part after the other."""
+        ids = Ragged.concatenate([part.ids for part in parts])
+        likelihood = [part.likelihood for part in parts]
+        return cls(ids, likelihood[0] if len(parts) == 1 else np.concatenate(likelihood))
 
     def take(self, rows: Indices) -> "ContactTable":
-        """The contacts of the agents in some places, in their order."""
+        """Return the contacts of some agents, in the order of `rows`."""
         if len(rows) == len(self) and (rows == np.arange(len(self))).all():
             return self
         return ContactTable(self.ids.take(rows), self.likelihood[self.ids.flat_index(rows)])
 
     def forget(self, ids: Int[np.ndarray, " g"]) -> "ContactTable":
-        """The contacts without some peers: nobody has met these."""
-        kept = ~np.isin(self.ids.values, ids)
-        return ContactTable(self.ids.filter(kept), self.likelihood[kept])
+        """Return the contacts without the peers `ids`."""
+        keep = ~np.isin(self.ids.values, ids)
+        return ContactTable(self.ids.filter(keep), self.likelihood[keep])
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -70,50 +74,58 @@ class ContactTable:
 
     def __iter__(self) -> Iterator[Contacts]:
         sizes = self.ids.sizes.tolist()
-        both = (
-            torch.split(torch.from_numpy(values.copy()), sizes)
-            for values in (self.ids.values, self.likelihood)
-        )
-        return map(Contacts, *both)
+        ids = torch.split(torch.from_numpy(self.ids.values.copy()), sizes)
+        likelihood = torch.split(torch.from_numpy(self.likelihood.copy()), sizes)
+        return map(Contacts, ids, likelihood)
 
 
 @dataclass(frozen=True)
 class AgentState:
-    """All that several agents remember from one round to the next: whom they `met`, and the `states` that their rules
-    keep, where these have a memory."""
+    """State that several agents carry from one round to the next.
+
+    Attributes:
+        contacts: Contacts of each agent.
+        rule_states: State of each agent's rule; empty for a rule without memory.
+    """
 
     contacts: ContactTable
     rule_states: tuple[RuleState, ...]
 
     @classmethod
     def initial(cls, count: int) -> "AgentState":
-        """That of so many agents before the first round."""
+        """Return the state of `count` agents before the first round."""
         return cls(ContactTable.empty(count), ({},) * count)
 
     @classmethod
     def concatenate(cls, parts: "Sequence[AgentState]") -> "AgentState":
-        """That of the agents of all parts, one part after the other."""
-        return cls(
-            ContactTable.concatenate([one.contacts for one in parts]),
-            tuple(itertools.chain(*(one.rule_states for one in parts))),
-        )
+        """Return the state of all parts, one part after the other."""
+        contacts = ContactTable.concatenate([part.contacts for part in parts])
+        return cls(contacts, tuple(itertools.chain(*(part.rule_states for part in parts))))
 
     def updated(
         self, rows: Indices, contacts: ContactTable, rule_states: Sequence[RuleState]
     ) -> "AgentState":
-        """The same where agents in some places now remember whom they `met`, and all keep `states`."""
+        """Return the state with new contacts of the agents in `rows`.
+
+        Args:
+            rows: Agents whose contacts are new, ascending.
+            contacts: Their contacts.
+            rule_states: Rule states of all agents.
+
+        Returns:
+            The new state of all agents.
+        """
         if len(rows) < len(self):
             others = complement(rows, len(self))
-            contacts = ContactTable.concatenate([contacts, self.contacts.take(others)]).take(
-                np.concatenate([rows, others]).argsort()
-            )
+            order = np.concatenate([rows, others]).argsort()
+            both = ContactTable.concatenate([contacts, self.contacts.take(others)])
+            contacts = both.take(order)
         return AgentState(contacts, tuple(rule_states))
 
     def take(self, rows: Indices) -> "AgentState":
-        """That of the agents in some places, in their order."""
-        return AgentState(
-            self.contacts.take(rows), tuple(self.rule_states[k] for k in rows.tolist())
-        )
+        """Return the state of some agents, in the order of `rows`."""
+        rule_states = tuple(self.rule_states[k] for k in rows.tolist())
+        return AgentState(self.contacts.take(rows), rule_states)
 
     def __len__(self) -> int:
         return len(self.contacts)
@@ -121,10 +133,14 @@ class AgentState:
 
 @dataclass(frozen=True)
 class CandidatePeers:
-    """Whom each of some agents may ask: one of some lists of ascending ids, of which `which` says the number, but for
-    the peer in the place `without` of it; a place past its end leaves nobody out.
+    """Peers that each of several agents may ask: a shared list of ids, less one position.
 
-    Agents may share lists: nothing here but `ids` takes time or memory in proportion to the number of peers.
+    Agents may share a list, so that only `ids` takes time in proportion to the number of peers.
+
+    Attributes:
+        lists: Lists of ascending ids.
+        list_index: Index of each agent's list.
+        excluded: Position in its list that each agent may not ask; none if past the end.
     """
 
     lists: Ragged
@@ -138,74 +154,102 @@ class CandidatePeers:
         list_index: Indices | None = None,
         excluded: Int[np.ndarray, " a"] | None = None,
     ) -> "CandidatePeers":
-        """Peers by lists of their ids, of which by default each agent has its own; each `but` for one of them, which
-        may not be among them."""
+        """Make the candidates of several agents from lists of ids.
+
+        Args:
+            ids: Lists of ascending ids.
+            list_index: Index of each agent's list; by default each agent has its own.
+            excluded: For each agent, an id that it may not ask, whether in its list or not.
+
+        Returns:
+            The candidates of all agents.
+        """
         list_index = np.arange(len(ids)) if list_index is None else list_index
         lists = Ragged.from_arrays(ids)
-        everyone = cls(lists, list_index, np.full(len(list_index), len(lists.values)))
+        candidates = cls(lists, list_index, np.full(len(list_index), len(lists.values)))
         if excluded is None:
-            return everyone
-        found, places = everyone.find(np.arange(len(excluded)), excluded)
-        everyone.excluded[found] = places
-        return everyone
+            return candidates
+        is_found, positions = candidates.find(np.arange(len(excluded)), excluded)
+        candidates.excluded[is_found] = positions
+        return candidates
 
     def including_self(self, agents: Int[np.ndarray, " a"]) -> "CandidatePeers":
-        """These and, for each agent, itself."""
+        """Return the candidates with each agent itself among its own."""
         if (self.excluded < self.lists.sizes[self.list_index]).all():
-            return dataclasses.replace(
-                self, excluded=np.full_like(self.excluded, len(self.lists.values))
-            )
-        return CandidatePeers.from_lists(
-            [np.union1d(self.ids(k), agents[k : k + 1]) for k in range(len(agents))]
-        )
+            past_end = np.full_like(self.excluded, len(self.lists.values))
+            return dataclasses.replace(self, excluded=past_end)
+        lists = [np.union1d(self.ids(k), agents[k : k + 1]) for k in range(len(agents))]
+        return CandidatePeers.from_lists(lists)
 
     @property
     def counts(self) -> Int[np.ndarray, " a"]:
-        """How many each agent may ask."""
+        """Number of candidates of each agent."""
         lengths: np.ndarray = self.lists.sizes[self.list_index]
         return lengths - (self.excluded < lengths)
 
     def ids(self, k: int) -> Int[np.ndarray, " c"]:
-        """All that the agent in place k may ask, in an array of its own."""
-        found = self.lists[int(self.list_index[k])]
-        return np.delete(found, self.excluded[k]) if self.excluded[k] < len(found) else found.copy()
+        """Return a copy of the candidates of the agent at index k, ascending."""
+        ids = self.lists[int(self.list_index[k])]
+        if self.excluded[k] < len(ids):
+            return np.delete(ids, self.excluded[k])
+        return ids.copy()
 
     def find(
         self, agents: Indices, ids: Int[np.ndarray, " k"]
     ) -> tuple[Bool[np.ndarray, " k"], Int[np.ndarray, " f"]]:
-        """Which of some ids are among the peers of the agents in some places, and where those are, counted from 0."""
+        """Find ids among the candidates of agents.
+
+        Args:
+            agents: Index of an agent for each id.
+            ids: Ids to find.
+
+        Returns:
+            Whether each id is a candidate of its agent; the positions of those that are, counted
+            from 0 among the agent's candidates.
+        """
         keys = self.lists.values
-        wanted = ids
-        which = self.list_index[agents]
+        list_index = self.list_index[agents]
         if not len(keys) or not len(ids):
             return np.zeros(len(ids), dtype=bool), np.zeros(0, np.int64)
+
+        wanted = ids
         if len(self.lists) > 1:
             span = 1 + max(int(keys.max()), int(ids.max()))
             keys = self.lists.row_ids * span + keys
-            wanted = which * span + ids
-        places = keys.searchsorted(wanted)
-        found: np.ndarray = keys.take(places, mode="clip") == wanted
-        places -= self.lists.offsets[which]
-        without = self.excluded[agents]
-        found &= places != without
-        places = places[found]
-        return found, places - (places > without[found])
+            wanted = list_index * span + ids
+
+        positions = keys.searchsorted(wanted)
+        is_found: np.ndarray = keys.take(positions, mode="clip") == wanted
+        positions -= self.lists.offsets[list_index]
+        excluded = self.excluded[agents]
+        is_found &= positions != excluded
+        positions = positions[is_found]
+        return is_found, positions - (positions > excluded[is_found])
 
     def ids_at(self, agents: Indices, positions: Int[np.ndarray, " k"]) -> Int[np.ndarray, " k"]:
-        """The ids of what agents have in some places, counted from 0."""
-        starts = self.lists.offsets[self.list_index[agents]]
-        found: np.ndarray = self.lists.values[
-            starts + positions + (positions >= self.excluded[agents])
-        ]
-        return found
+        """Return the ids at positions among the candidates of agents, one agent per position."""
+        offsets = self.lists.offsets[self.list_index[agents]]
+        shift = positions >= self.excluded[agents]
+        ids: np.ndarray = self.lists.values[offsets + positions + shift]
+        return ids
 
 
 def match_history(
     state: RuleState, inputs: CriterionInput, ids: Int[Tensor, " m"]
 ) -> tuple[Int[Tensor, " k"], Bool[Tensor, " _s"], Int[Tensor, " _r"]]:
-    """Whom a rule with memory, which sees `ids` now, keeps something of, ascending: these, and those in its state whom
-    the agent has met; which in the state these are, and their places now. A peer under a new name has no past."""
+    """Match the peers in a rule's state with those received now.
+
+    A peer under a new identity has no past: what is kept of an id that is no contact is dropped.
+
+    Args:
+        state: State of the rule, with the peers it keeps something of under "ids".
+        inputs: What the agent knows in this round.
+        ids: Peers received now.
+
+    Returns:
+        Ids to keep, ascending; which entries of the state stay; their positions among the ids.
+    """
     kept = state.get("ids", ids[:0])
-    known = torch.isin(kept, torch.cat([inputs.context.contacts.ids, inputs.own_entry.ids]))
-    whose = torch.from_numpy(np.union1d(kept[known], ids))
-    return whose, known, torch.searchsorted(whose, kept[known])
+    is_known = torch.isin(kept, torch.cat([inputs.context.contacts.ids, inputs.own_entry.ids]))
+    union = torch.from_numpy(np.union1d(kept[is_known], ids))
+    return union, is_known, torch.searchsorted(union, kept[is_known])

@@ -1,5 +1,6 @@
-"""What the agents of a block received in a round, and what they decided, in arrays over all of them."""
+"""Models that agents received in a round, and what they decided, in arrays over the agents."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,14 +9,23 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from fedcb2o.errors import ConfigError
+from fedcb2o.federated.plugin_outputs import validated_reduction, validated_weights
 from fedcb2o.federated.ragged import Indices, Ragged
-from fedcb2o.federated.types import Received, Reduction
+from fedcb2o.federated.run_spec import RunSpec
+from fedcb2o.federated.types import CriterionInput, Received, Reduction, RuleOutput
 
 
 @dataclass(frozen=True)
 class Inbox:
-    """What several agents received: the `ids` of who sent it, and of each model its row in their pool, the number of
-    samples that its sender is believed to have trained on, and its round."""
+    """Models that several agents received.
+
+    Attributes:
+        ids: Senders of the models of each agent.
+        rows: Row of the model buffer that holds each model.
+        num_samples: Training samples that each sender claims, clipped.
+        round: Round of each model.
+    """
 
     ids: Ragged
     rows: Int[np.ndarray, " m"]
@@ -25,36 +35,60 @@ class Inbox:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def received(self) -> Received:
+        """Return all models, in the order of the inbox; of one agent, what it received."""
+        columns = (self.ids.values, self.rows, self.num_samples, self.round)
+        return Received(*(torch.from_numpy(column) for column in columns))
+
     def group_by_size(
         self, members: Indices, *keys: Int[np.ndarray, " a"]
     ) -> Iterator[tuple[Indices, Indices, Received]]:
-        """Of agents in some places, those that received equally many models (and are alike in numbers that all agents
-        have): their places, where these models lie, and the models [a, m]."""
-        kind = np.zeros(len(members), np.int64)
+        """Group agents that received equally many models.
+
+        Args:
+            members: Indices of agents.
+            keys: Further numbers, one per agent of the inbox, equal within a group.
+
+        Yields:
+            Indices of the agents of a group, index of their models in the inbox, and the models,
+            shape [a, m].
+        """
+        group_keys = np.zeros(len(members), np.int64)
         for numbers in (self.ids.sizes, *keys):
-            kind = kind * (1 + int(numbers.max(initial=0))) + numbers[members]
-        for k in np.unique(kind).tolist():
-            those = members[kind == k]
-            where = self.ids.flat_index(those)
-            parts = (self.ids.values, self.rows, self.num_samples, self.round)
+            group_keys = group_keys * (1 + int(numbers.max(initial=0))) + numbers[members]
+
+        columns = (self.ids.values, self.rows, self.num_samples, self.round)
+        for key in np.unique(group_keys).tolist():
+            rows = members[group_keys == key]
+            index = self.ids.flat_index(rows)
+            shape = (len(rows), -1)
             yield (
-                those,
-                where,
-                Received(
-                    *(torch.from_numpy(each[where].reshape(len(those), -1)) for each in parts)
-                ),
+                rows,
+                index,
+                Received(*(torch.from_numpy(column[index].reshape(shape)) for column in columns)),
             )
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What some agents decided in a round: whom they `asked`, from whom they `received` models, in which `rows` of
-    their pool, and the `weights` of the consensus point m_j over these and the own model, before the mixing factor.
+    """Decisions of several agents in a round.
 
-    The weights of an agent sum to 1, or to 0 where nobody answered or nobody is trusted: then it keeps its model. Where
-    a rule works on columns, m_j is the reduction, by the agent's id, and its weights are NaN or for the record alone.
-    `before` are the weights of the models that the agents began the round with, and `f` the numbers of attackers
-    assumed; NaN where a rule has no such.
+    The weights of an agent sum to 1, or to 0 where it received or trusts no model: it then keeps its
+    own.
+
+    Attributes:
+        agents: Ids of the agents.
+        asked: Peers that each agent asked.
+        received: Peers whose models arrived.
+        rows: Row of the model buffer that holds each received model.
+        weights: Weights mu_j^i of the received models in m_j, before the mixing factor; NaN where a
+            reduction has no weights.
+        own_weight: Weight of each agent's own model.
+        factor: Mixing factor, lambda1 * gamma unless it is given.
+        own_loss: Validation loss of each agent's own model; NaN if not computed.
+        previous_weight: Weight of the model before the round; NaN for a rule without one.
+        f: Number of attackers that the rule assumed; NaN for a rule without one.
+        reductions: By agent id, the reduction over coordinates that replaces the weights.
     """
 
     agents: Int[np.ndarray, " a"]
@@ -71,7 +105,7 @@ class Decisions:
 
     @classmethod
     def empty(cls, agents: Int[np.ndarray, " a"], asked: Ragged, inbox: Inbox) -> "Decisions":
-        """Of agents that keep their models, whatever they received: to be filled in."""
+        """Return decisions of agents that keep their models, to be filled in."""
         return cls(
             agents=agents,
             asked=asked,
@@ -87,24 +121,85 @@ class Decisions:
 
     @classmethod
     def concatenate(cls, parts: "Sequence[Decisions]") -> "Decisions":
-        """What the agents of all parts decided, in ascending order."""
+        """Return the decisions of all parts, by ascending agent id."""
 
-        def whole(name: str) -> Any:
-            return np.concatenate([getattr(one, name) for one in parts])
+        def join(name: str) -> Any:
+            return np.concatenate([getattr(part, name) for part in parts])
 
-        order = whole("agents").argsort()
-        received = Ragged.concatenate([one.received for one in parts])
+        order = join("agents").argsort()
+        received = Ragged.concatenate([part.received for part in parts])
+        index = received.flat_index(order)
+        per_model = {name: join(name)[index] for name in ("rows", "weights")}
+        names = ("own_weight", "factor", "own_loss", "previous_weight", "f")
+        per_agent = {name: join(name)[order] for name in names}
         return cls(
-            agents=whole("agents")[order],
-            asked=Ragged.concatenate([one.asked for one in parts]).take(order),
+            agents=join("agents")[order],
+            asked=Ragged.concatenate([part.asked for part in parts]).take(order),
             received=received.take(order),
-            **{name: whole(name)[received.flat_index(order)] for name in ("rows", "weights")},
-            **{
-                name: whole(name)[order]
-                for name in ("own_weight", "factor", "own_loss", "previous_weight", "f")
-            },
-            reductions={j: each for one in parts for j, each in one.reductions.items()},
+            **per_model,
+            **per_agent,
+            reductions={j: value for part in parts for j, value in part.reductions.items()},
         )
 
     def __len__(self) -> int:
         return len(self.agents)
+
+    def store_(
+        self,
+        rows: Indices,
+        index: Indices,
+        inputs: CriterionInput,
+        output: RuleOutput,
+        spec: RunSpec,
+    ) -> None:
+        """Validate the output of a rule and store it for the agents in `rows`.
+
+        Args:
+            rows: Agents that the output is of; one, unless the rule is batched.
+            index: Index of their models in the inbox.
+            inputs: What the rule saw.
+            output: Weights or a reduction.
+            spec: Run specification, with the algorithm.
+
+        Raises:
+            ConfigError: The output is not a convex combination, or weighs a model that the rule did
+                not declare to use.
+        """
+        algorithm = spec.algorithm
+        self.factor[rows] = algorithm.factor(spec.training.gamma)
+        if inputs.own_losses is not None:
+            self.own_loss[rows] = inputs.own_losses.mean.flatten().numpy()
+        if output.f is not None:
+            self.f[rows] = output.f
+
+        if isinstance(output.outcome, Reduction):
+            self._store_reduction_(int(rows[0]), index, output.outcome, inputs, algorithm.rule)
+            return
+
+        if output.previous_weight is not None:
+            if not algorithm.keeps_previous:
+                raise ConfigError(
+                    "the rule gave weight to the model before the round, and did not declare to "
+                    "use it: add @stateful(uses_previous=True)"
+                )
+            self.previous_weight[rows] = output.previous_weight
+        shape = tuple(inputs.received.ids.shape)
+        rest = output.previous_weight or 0.0
+        mu, own = validated_weights(algorithm.rule, output.outcome, shape, rest=rest)
+        self.weights[index] = mu.flatten().numpy()
+        self.own_weight[rows] = own.numpy()
+
+    def _store_reduction_(
+        self, k: int, index: Indices, reduction: Reduction, inputs: CriterionInput, rule: Any
+    ) -> None:
+        reduce = validated_reduction(rule, reduction.reduce)
+        self.reductions[int(self.agents[k])] = dataclasses.replace(reduction, reduce=reduce)
+        if reduction.weights is None:
+            self.weights[index] = np.nan
+            self.own_weight[k] = np.nan
+            return
+        weights = dict(zip(reduction.rows.tolist(), reduction.weights.tolist(), strict=True))
+        rows = self.rows[index].tolist()
+        own_row = int(inputs.own_entry.rows)
+        self.weights[index] = [weights.get(row, 0.0) for row in rows]
+        self.own_weight[k] = 0.0 if own_row in rows else weights.get(own_row, 0.0)

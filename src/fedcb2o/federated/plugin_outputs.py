@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.contacts import CandidatePeers
 from fedcb2o.federated.types import (
     ColumnReduction,
     Craft,
@@ -62,31 +61,39 @@ def _dense_tensor(name: str, values: Any) -> Tensor:
 
 
 def validated_selection(
-    select: Select, output: Any, candidates: CandidatePeers, k: int, budget: int
+    select: Select, output: Any, candidates: Int[np.ndarray, " c"], budget: int
 ) -> Int[np.ndarray, " s"]:
-    """The ids that a selection chose for the agent in place k; raises ConfigError unless they are different ones of its
-    peers, and no more than the budget."""
-    who = display_name("selection", select)
-    output = _dense_tensor(who, output).cpu()
+    """Validate the ids that a user's selection returned.
+
+    Args:
+        select: The selection.
+        output: Its return value.
+        candidates: Ids that the agent may ask.
+        budget: Largest number of ids.
+
+    Returns:
+        The ids.
+
+    Raises:
+        ConfigError: The output is not a list of different candidates, or exceeds the budget.
+    """
+    name = display_name("selection", select)
+    output = _dense_tensor(name, output).cpu()
     if output.ndim != 1:
         raise ConfigError(
-            f"the {who} returned shape {tuple(output.shape)}, expected ids of shape [s]"
+            f"the {name} returned shape {tuple(output.shape)}, expected ids of shape [s]"
         )
     ids: np.ndarray = output.long().numpy()
-    whole = not (
-        len(output) and (output.is_floating_point() or output.dtype == torch.bool)
-    )  # an empty list has no type
-    if not (
-        whole
-        and len(set(ids.tolist())) == len(ids)
-        and candidates.find(np.full(len(ids), k), ids)[0].all()
-    ):
+    has_numbers = output.is_floating_point() or output.dtype == torch.bool
+    is_integer = not (len(output) and has_numbers)  # an empty list has no type
+    is_distinct = len(set(ids.tolist())) == len(ids)
+    if not (is_integer and is_distinct and np.isin(ids, candidates).all()):
         raise ConfigError(
-            f"the {who} chose {output.tolist()}, expected different ones of {candidates.ids(k).tolist()}"
+            f"the {name} chose {output.tolist()}, expected different ones of {candidates.tolist()}"
         )
     if len(ids) > budget:
         raise ConfigError(
-            f"the {who} chose {len(ids)} peers, more than `budget` = {budget}: {ids.tolist()}"
+            f"the {name} chose {len(ids)} peers, more than `budget` = {budget}: {ids.tolist()}"
         )
     return ids
 

@@ -1,4 +1,10 @@
-"""Lists of several agents, one after the other: their numbers in one array, and in another how many each agent has."""
+"""Lists of several agents, stored one after the other in one array.
+
+>>> import numpy as np
+>>> peers = Ragged.from_arrays([np.array([1, 4]), np.array([], int), np.array([2])])
+>>> peers.take(np.array([2, 0])).tolist()
+[[2], [1, 4]]
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,38 +13,58 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
-Indices = Int[np.ndarray, " _places"]
-"""Places of agents among some."""
+Indices = Int[np.ndarray, " _indices"]
+"""Positions of agents in a group, or of rows in a list."""
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """A list of numbers for each of some agents: `values`, one agent's after those of the one before, and their
-    `sizes`."""
+    """One list of numbers per agent.
+
+    Attributes:
+        values: The numbers of all lists, those of one agent after those of the agent before.
+        sizes: The length of each list.
+    """
 
     values: Shaped[np.ndarray, " k"]
     sizes: Int[np.ndarray, " a"]
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[Shaped[np.ndarray, " _k"]]) -> "Ragged":
-        """From the list of each agent."""
+        """Store one array per agent."""
         values = np.concatenate(arrays) if len(arrays) else np.zeros(0, np.int64)
-        return cls(values, np.array([len(one) for one in arrays], np.int64))
+        return cls(values, np.array([len(array) for array in arrays], np.int64))
 
     @classmethod
     def empty(cls, count: int) -> "Ragged":
-        """An empty list for each of so many agents."""
+        """Return `count` empty lists."""
         return cls(np.zeros(0, np.int64), np.zeros(count, np.int64))
 
     @classmethod
     def concatenate(cls, parts: "Sequence[Ragged]") -> "Ragged":
-        """The lists of the agents of all parts, one part after the other."""
+        """Return the lists of all parts, one part after the other."""
         if len(parts) == 1:
             return parts[0]
-        return cls(
-            np.concatenate([one.values for one in parts]),
-            np.concatenate([one.sizes for one in parts]),
-        )
+        values = np.concatenate([part.values for part in parts])
+        return cls(values, np.concatenate([part.sizes for part in parts]))
+
+    @classmethod
+    def scatter(cls, count: int, *parts: "tuple[Indices, Ragged]") -> "Ragged":
+        """Put the lists of each part at its indices.
+
+        Args:
+            count: Number of lists in the result.
+            parts: Ascending indices, and one list for each of them.
+
+        Returns:
+            `count` lists; a list that is in no part is empty.
+        """
+        if len(parts) == 1 and len(parts[0][0]) == count:
+            return parts[0][1]
+        filled = np.concatenate([np.zeros(0, np.int64), *(indices for indices, _ in parts)])
+        others = complement(filled, count)
+        whole = cls.concatenate([*(lists for _, lists in parts), cls.empty(len(others))])
+        return whole.take(np.concatenate([filled, others]).argsort())
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -52,48 +78,38 @@ class Ragged:
 
     @property
     def offsets(self) -> Int[np.ndarray, " a"]:
-        """Where each list begins."""
-        found: np.ndarray = self.sizes.cumsum() - self.sizes
-        return found
+        """Index in `values` at which each list begins."""
+        offsets: np.ndarray = self.sizes.cumsum() - self.sizes
+        return offsets
 
     @property
     def row_ids(self) -> Int[np.ndarray, " k"]:
-        """Whose each number is."""
+        """Index of the list that holds each number."""
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
     def flat_index(self, rows: Indices) -> Int[np.ndarray, " c"]:
-        """Where the lists of some agents lie, in the order of these."""
-        wanted = self.sizes[rows]
-        return np.repeat(self.offsets[rows] - (wanted.cumsum() - wanted), wanted) + np.arange(
-            wanted.sum()
-        )
+        """Return the indices in `values` of some lists, in the order of `rows`."""
+        sizes = self.sizes[rows]
+        shifts = self.offsets[rows] - (sizes.cumsum() - sizes)
+        return np.repeat(shifts, sizes) + np.arange(sizes.sum())
 
     def take(self, rows: Indices) -> "Ragged":
-        """The lists of some agents, in the order of these."""
+        """Return some lists, in the order of `rows`."""
         return Ragged(self.values[self.flat_index(rows)], self.sizes[rows])
 
     def filter(self, keep: Bool[np.ndarray, " k"]) -> "Ragged":
-        """The lists without the numbers that are not kept."""
+        """Return the lists without the numbers whose `keep` is False."""
         if keep.all():
             return self
-        return Ragged(self.values[keep], np.bincount(self.row_ids[keep], minlength=len(self)))
-
-    @classmethod
-    def scatter(cls, count: int, *parts: "tuple[Indices, Ragged]") -> "Ragged":
-        """The lists of so many agents: of those in some places, ascending, each part's, of the others empty ones."""
-        if len(parts) == 1 and len(parts[0][0]) == count:
-            return parts[0][1]
-        there = np.concatenate([np.zeros(0, np.int64), *(places for places, _ in parts)])
-        others = complement(there, count)
-        whole = cls.concatenate([*(lists for _, lists in parts), cls.empty(len(others))])
-        return whole.take(np.concatenate([there, others]).argsort())
+        sizes = np.bincount(self.row_ids[keep], minlength=len(self))
+        return Ragged(self.values[keep], sizes)
 
     def with_values(self, values: Shaped[np.ndarray, " k"]) -> "Ragged":
-        """Lists as long as these, of other numbers."""
+        """Return lists of the same lengths with other numbers."""
         return Ragged(values, self.sizes)
 
     def tolist(self) -> list[list[Any]]:
-        """The list of each agent, in Python's numbers."""
+        """Return the lists as Python numbers."""
         values = self.values.tolist()
         starts = self.offsets.tolist()
         ends = self.sizes.cumsum().tolist()
@@ -101,7 +117,7 @@ class Ragged:
 
 
 def complement(indices: Indices, count: int) -> Indices:
-    """All places below `count` but these."""
-    others = np.ones(count, dtype=bool)
-    others[indices] = False
-    return np.flatnonzero(others)
+    """Return all indices below `count` that are not among `indices`, ascending."""
+    is_other = np.ones(count, dtype=bool)
+    is_other[indices] = False
+    return np.flatnonzero(is_other)

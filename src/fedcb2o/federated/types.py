@@ -246,6 +246,23 @@ class CriterionInput:
 Select = Callable[[Contacts, Int[Tensor, " c"], int, np.random.Generator], Int[Tensor, " s"]]
 """(contacts, candidates, budget, draw) -> the ids to ask: A_n."""
 
+@dataclass(frozen=True)
+class CriterionValues:
+    """Values G of a robustness criterion (Algorithm 2, line 5).
+
+    Attributes:
+        values: G^i of each received model, in float64; low is trusted.
+        own: G of the agent's own model.
+        counted: Members of the sub-level set, the received models and, last, the agent's own.
+        is_average_loss: Whether G is the average loss itself, as before round T_G.
+    """
+
+    values: Float[Tensor, "*a m"]
+    own: Float[Tensor, "*a 1"]
+    counted: Bool[Tensor, "*a k"]
+    is_average_loss: bool = False
+
+
 Criterion = Callable[[CriterionInput], Float[Tensor, "*a m"]]
 """A value for each received model; low is trusted (G, or the average loss)."""
 
@@ -293,7 +310,6 @@ class RuleOutput:
     outcome: Float[Tensor, "*a k"] | Reduction
     previous_weight: float | None = None
     f: int | None = None
-    criterion_values: Float[Tensor, "*a m"] | None = None
 
 
 Rule = Callable[[CriterionInput], Float[Tensor, " k"] | RuleOutput]

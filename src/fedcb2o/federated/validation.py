@@ -1,7 +1,7 @@
-"""Line 3 of Algorithm 2, what agents think of models on their own validation data; and how theirs do in the test."""
+"""Validation losses of received models (Algorithm 2, line 3), and evaluation on test samples."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedcb2o import plugins
 from fedcb2o.data._dataset import Shard, features
 from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.contacts import ContactTable
 from fedcb2o.federated.decisions import Inbox
 from fedcb2o.federated.inference import (
     Interpolation,
@@ -29,6 +30,8 @@ from fedcb2o.federated.plugin_outputs import apply_sample_transform
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.types import (
+    AgentContext,
+    Contacts,
     CriterionInput,
     Losses,
     Outputs,
@@ -38,90 +41,262 @@ from fedcb2o.federated.types import (
 )
 from fedcb2o.nn.batch_norm import estimate_statistics_
 from fedcb2o.nn.parameters import bind_
+from fedcb2o.rng import stream
+
+
+class ValidationOracle:
+    """Answers about models from one agent's validation data.
+
+    Args:
+        group: Group of the agent.
+        k: Index of the agent in the group.
+    """
+
+    def __init__(self, group: AgentGroup, k: int) -> None:
+        self.group = group
+        self.k = k
+
+    def losses(self, models: Received, transform: SampleTransform | None = None) -> Losses:
+        """Compute the losses of models.
+
+        Args:
+            models: m models.
+            transform: Change of the validation samples; None for the samples themselves.
+
+        Returns:
+            Losses of shape [m].
+        """
+        one = Received(
+            models.ids.unsqueeze(0),
+            models.rows.unsqueeze(0),
+            models.num_samples.unsqueeze(0),
+            models.round.unsqueeze(0),
+        )
+        return validation_losses(self.group, np.array([self.k]), one, transform)[0]
+
+    def outputs(
+        self,
+        models: Received,
+        transform: SampleTransform | None = None,
+        count: int | None = None,
+    ) -> Outputs:
+        """Compute the outputs of models on the validation samples.
+
+        Args:
+            models: m models.
+            transform: Change of the samples; None for the samples themselves.
+            count: Number of samples, evenly spaced; None for all.
+
+        Returns:
+            Outputs before the softmax, shape [m, n, ...], and the labels of the samples.
+        """
+        spec, data = self.group.spec, self._data(count)
+        if transform is not None:
+            data = apply_sample_transform("criterion", transform, data)
+        with plugins.attribute_errors("model", spec.model):
+            outputs = logits(
+                spec.module,
+                self.group.models,
+                models.rows,
+                data.x,
+                spec.kernels.models_per_batch,
+                self.group.reference(self.k),
+            )
+        return outputs.cpu(), data.y.cpu()
+
+    def samples(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return `count` evenly spaced validation samples, or all, and their labels."""
+        data = self._data(count)
+        return features(data.x).cpu(), data.y.cpu()
+
+    def outputs_per_model(
+        self, models: Received, x: Float[Tensor, "m k *features"]
+    ) -> Float[Tensor, "m k *C"]:
+        """Compute the outputs of m models, each on its own samples."""
+        spec, group = self.group.spec, self.group
+        with plugins.attribute_errors("model", spec.model):
+            outputs = logits_per_model(
+                spec.module,
+                group.models,
+                models.rows,
+                x.to(group.models.device),
+                spec.kernels.models_per_batch,
+                group.reference(self.k),
+            )
+        return outputs.cpu()
+
+    def input_gradients(
+        self, models: Received, x: Float[Tensor, "m k *features"], objective: ScalarObjective
+    ) -> Float[Tensor, "m k *features"]:
+        """Compute the gradients of an objective at each model's own samples."""
+        spec, group = self.group.spec, self.group
+        with plugins.attribute_errors("model", spec.model):
+            gradients = input_gradients(
+                spec.module,
+                group.models,
+                models.rows,
+                x.to(group.models.device),
+                objective,
+                spec.kernels.models_per_batch,
+                group.reference(self.k),
+            )
+        return gradients.cpu()
+
+    def _data(self, count: int | None) -> Shard:
+        x, y = self.group.data.validation_data(np.array([self.k]))
+        data = Shard(x[0], y[0])
+        if count is None or count >= len(data):
+            return data
+        return data.part(np.arange(count) * len(data) // max(1, count))
+
+
+def agent_context(
+    oracle: ValidationOracle, n: int, contacts: Callable[[], Contacts]
+) -> AgentContext:
+    """Return what an agent knows in round n besides the models that it received."""
+    group, spec = oracle.group, oracle.group.spec
+    return AgentContext(
+        outputs=oracle.outputs,
+        samples=oracle.samples,
+        outputs_per_model=oracle.outputs_per_model,
+        input_gradients=oracle.input_gradients,
+        malicious_share=spec.malicious_share,
+        progress=n / spec.rounds,
+        last_layer=spec.last_layer,
+        layer_shapes=spec.layer_shapes,
+        contacts_of=contacts,
+        draw_of=functools.partial(stream, spec.seed, "rule", n, int(group.agents[oracle.k])),
+    )
 
 
 @dataclass(frozen=True)
 class AgentBatch:
-    """Agents in places `those` of a part, who are judged at once since they received and hold equally many: what they
-    look at, and `where` what they received lies in the inbox of the part."""
+    """Input of one call of a criterion or a rule.
 
-    members: Indices
-    inbox_index: Int[np.ndarray, " k"]
+    Attributes:
+        rows: Indices, among the members of a part, of the agents that the call is for.
+        index: Index of their models in the inbox.
+        inputs: Losses and models, with an axis over agents where the call is for several.
+    """
+
+    rows: Indices
+    index: Int[np.ndarray, " k"]
     inputs: CriterionInput
 
 
-def validate_batches(
-    group: AgentGroup, agents: Indices, members: Indices, inbox: Inbox, n: int
-) -> tuple[list[AgentBatch], Float[np.ndarray, " m"] | None]:
-    """Line 3 for `those` of a part of agents: what each looks at, and in the order of the inbox the losses of all that
-    they received, where the algorithm judges; NaN of what others did."""
-    found = []
-    losses = np.full(len(inbox.rows), np.nan)
-    for alike, where, received in inbox.group_by_size(members, group.data.validation.sizes[agents]):
-        me = own_models(group, agents[alike], n)
-        both = None
-        if group.spec.algorithm.needs_losses:
-            both = validation_losses(group, agents[alike], received.with_own(me))
-            losses[where] = both.mean[:, :-1].flatten().numpy()
-        theirs, own = (
-            (None, None)
-            if both is None
-            else (both.select(slice(None, -1)), both.select(slice(-1, None)))
+def validate(
+    group: AgentGroup,
+    members: Indices,
+    rows: Indices,
+    contacts: ContactTable,
+    inbox: Inbox,
+    n: int,
+) -> Iterator[AgentBatch]:
+    """Compute the validation losses of the models that agents received (line 3).
+
+    Agents with equally many models and validation samples are evaluated together.
+
+    Args:
+        group: Group of the agents.
+        members: Indices of a part's agents in the group.
+        rows: Indices among the members of the agents that take part.
+        contacts: Contacts of the members.
+        inbox: Models that the members received.
+        n: Round.
+
+    Yields:
+        One batch per group of equal agents, or one per agent where the algorithm is not batched.
+    """
+    algorithm = group.spec.algorithm
+    sizes = group.data.validation.sizes[members]
+    for batch_rows, index, received in inbox.group_by_size(rows, sizes):
+        agents = members[batch_rows]
+        own = own_models(group, agents, n)
+
+        losses = own_losses = None
+        if algorithm.needs_losses:
+            both = validation_losses(group, agents, received.with_own(own))
+            losses, own_losses = both.select(slice(None, -1)), both.select(slice(-1, None))
+
+        inputs = CriterionInput(
+            n=n,
+            models=group.models,
+            losses=losses,
+            own_losses=own_losses,
+            received=received,
+            own_entry=own,
+            losses_of=functools.partial(validation_losses, group, agents),
+            agent_context=None,
+            previous=group.previous_rows(agents),
         )
-        losses_of = functools.partial(validation_losses, group, agents[alike])
-        began = (
-            None
-            if group.layout.previous is None
-            else torch.from_numpy(group.layout.previous[agents[alike]])
-        )
-        judged = CriterionInput(
-            n, group.models, theirs, own, received, me, losses_of, None, previous=began
-        )
-        found.append(AgentBatch(alike, where, judged))
-    return found, losses if group.spec.algorithm.needs_losses else None
+        if algorithm.is_batched:
+            yield AgentBatch(batch_rows, index, inputs)
+            continue
+
+        for row, (k, own_index) in enumerate(
+            zip(batch_rows, index.reshape(len(agents), -1), strict=True)
+        ):
+            oracle = ValidationOracle(group, int(members[k]))
+            context = agent_context(oracle, n, functools.partial(contacts.__getitem__, int(k)))
+            one = inputs.for_agent(row, oracle.losses, context)
+            yield AgentBatch(batch_rows[row : row + 1], own_index, one)
 
 
 def own_models(group: AgentGroup, members: Indices, n: int) -> Received:
-    """The own models of agents in some places as if each was received [a, 1]."""
+    """Return the members' own models as if they were received, shape [a, 1]."""
     columns = (
         group.agents[members],
         group.layout.own[members],
         group.data.train.sizes[members].astype(float),
+        np.full(len(members), n),
     )
-    return Received(
-        *(torch.from_numpy(each).unsqueeze(1) for each in (*columns, np.full(len(members), n)))
-    )
+    return Received(*(torch.from_numpy(column).unsqueeze(1) for column in columns))
 
 
 def validation_losses(
     group: AgentGroup, members: Indices, models: Received, transform: SampleTransform | None = None
 ) -> Losses:
-    """The losses of models [a, m] on the validation data of agents in some places, which hold equally many
-    (alg:localAggregation, line 3), or on these as a criterion changes them: of the models themselves or, where the
-    algorithm has `judged_at` below 1, of what lies so far on the way to them from the own one."""
-    terms, (x, y) = group.spec, group.data.validation_data(members)
-    own = torch.from_numpy(group.layout.own[members])
-    share = terms.algorithm.interpolation
+    """Compute the losses of models on their agents' validation data (line 3, eq:benignAgentObj).
+
+    Where the algorithm's `interpolation` is below 1, the loss is that of a point on the way from the
+    agent's own model to the received one.
+
+    Args:
+        group: Group of the agents.
+        members: Indices of agents with equally many validation samples.
+        models: Models of each agent, shape [a, m].
+        transform: Change of the samples, from a criterion.
+
+    Returns:
+        Losses of shape [a, m].
+    """
+    spec, (x, y) = group.spec, group.data.validation_data(members)
     if transform is not None:
-        seen = [
+        shards = [
             apply_sample_transform("criterion", transform, Shard(*one))
             for one in zip(x, y, strict=True)
         ]
-        x = torch.stack([each.x for each in seen])
-    with plugins.attribute_errors("model", terms.model):
+        x = torch.stack([shard.x for shard in shards])
+
+    interpolation = None
+    if spec.algorithm.interpolation != 1:
+        own = torch.from_numpy(group.layout.own[members])
+        interpolation = Interpolation(own, spec.algorithm.interpolation)
+
+    with plugins.attribute_errors("model", spec.model):
         return per_agent_losses(
-            terms.module,
+            spec.module,
             group.models,
             models.rows,
             x,
             y,
-            terms.num_classes,
-            average=terms.loss_average,
-            batch_size=terms.training.batch_size,
-            models_per_batch=terms.kernels.models_per_batch,
+            spec.num_classes,
+            average=spec.loss_average,
+            batch_size=spec.training.batch_size,
+            models_per_batch=spec.kernels.models_per_batch,
             references=group.references(members),
-            loss=terms.training.loss,
-            interpolation=None if share == 1 else Interpolation(own, share),
+            loss=spec.training.loss,
+            interpolation=interpolation,
         )
 
 
@@ -132,7 +307,18 @@ def training_losses(
     data: Shard,
     reference: Reference | None,
 ) -> Losses:
-    """The losses of models on what an agent trains on, whole; `reference` is its own."""
+    """Compute the losses of models on an agent's training data.
+
+    Args:
+        spec: Run specification.
+        models: Model buffer.
+        rows: Rows of m models.
+        data: The samples.
+        reference: Samples for local batch-norm statistics, None without such.
+
+    Returns:
+        Losses of shape [m].
+    """
     with plugins.attribute_errors("model", spec.model):
         return model_losses(
             spec.module,
@@ -146,104 +332,8 @@ def training_losses(
         )
 
 
-def losses_seen_by(
-    group: AgentGroup, k: int
-) -> Callable[[Received, SampleTransform | None], Losses]:
-    """The losses of models [m] on the validation data of the agent in place k, or on those changed."""
-
-    def losses(models: Received, change: SampleTransform | None) -> Losses:
-        one = Received(
-            *(
-                each.unsqueeze(0)
-                for each in (models.ids, models.rows, models.num_samples, models.round)
-            )
-        )
-        return validation_losses(group, np.array([k]), one, change)[0]
-
-    return losses
-
-
-def outputs_seen_by(group: AgentGroup, k: int) -> Callable[..., Outputs]:
-    """What models [m] make of the validation data of the agent in place k, or of so many of them, or of those changed,
-    and their labels."""
-
-    def outputs(
-        models: Received, change: SampleTransform | None = None, count: int | None = None
-    ) -> Outputs:
-        terms = group.spec
-        seen = _validation(group, k, count)
-        reference = group.reference(k)
-        if change is not None:
-            seen = apply_sample_transform("criterion", change, seen)
-        with plugins.attribute_errors("model", terms.model):
-            found = logits(
-                terms.module,
-                group.models,
-                models.rows,
-                seen.x,
-                terms.kernels.models_per_batch,
-                reference,
-            )
-        return found.cpu(), seen.y.cpu()
-
-    return outputs
-
-
-def some_samples_of(group: AgentGroup, k: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """So many of the validation samples of the agent in place k, spread over all, or all; and their labels."""
-
-    def some(count: int) -> tuple[Tensor, Tensor]:
-        few = _validation(group, k, count)
-        return features(few.x).cpu(), few.y.cpu()
-
-    return some
-
-
-def outputs_seen_at(group: AgentGroup, k: int) -> Callable[[Received, Tensor], Tensor]:
-    """What models [m] of the agent in place k make of samples of their own."""
-
-    def outputs(models: Received, x: Tensor) -> Tensor:
-        terms = group.spec
-        pool = group.models
-        reference = group.reference(k)
-        with plugins.attribute_errors("model", terms.model):
-            together = terms.kernels.models_per_batch
-            return logits_per_model(
-                terms.module, pool, models.rows, x.to(pool.device), together, reference
-            ).cpu()
-
-    return outputs
-
-
-def gradients_seen_by(
-    group: AgentGroup, k: int
-) -> Callable[[Received, Tensor, ScalarObjective], Tensor]:
-    """The `gradients` of models [m] of the agent in place k at samples of their own."""
-
-    def found(models: Received, x: Tensor, of: ScalarObjective) -> Tensor:
-        terms = group.spec
-        pool = group.models
-        reference = group.reference(k)
-        with plugins.attribute_errors("model", terms.model):
-            together = terms.kernels.models_per_batch
-            return input_gradients(
-                terms.module, pool, models.rows, x.to(pool.device), of, together, reference
-            ).cpu()
-
-    return found
-
-
-def _validation(group: AgentGroup, k: int, count: int | None = None) -> Shard:
-    """The validation data of the agent in place k, or so many of them, spread over all, if there are more."""
-    x, y = group.data.validation_data(np.array([k]))
-    data = Shard(x[0], y[0])
-    if count is None or count >= len(data):
-        return data
-    return data.part(np.arange(count) * len(data) // max(1, count))
-
-
 def agent_network(group: AgentGroup, k: int) -> nn.Module:
-    """The block's network with a copy of the model of the agent in place k, as that reads it, in evaluation mode."""
+    """Return the group's network with a copy of one agent's model, in evaluation mode."""
     module = group.spec.module.eval()
     reference = group.reference(k)
     bind_(module, group.models[int(group.layout.own[k])].clone())
@@ -252,60 +342,71 @@ def agent_network(group: AgentGroup, k: int) -> nn.Module:
     return module
 
 
-def evaluate_models(group: AgentGroup, some: Indices) -> list[EvaluationResult]:
-    """How the models of agents in some places do on their test samples; on these with the trigger of a backdoor; and on
-    those that test everybody, where agents have their own."""
-    holdings = group.data
+def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResult]:
+    """Evaluate the members' models on their test samples.
+
+    Args:
+        group: Group of the agents.
+        members: Indices of agents in the group.
+
+    Returns:
+        For each member the results on its test set; on that set with a backdoor's trigger; and on
+        the common test set, where agents have test sets of their own.
+    """
     trigger = group.adversary.trigger
     own = dict[int, Score]()
-    common = dict[int, Score]()
     triggered = dict[int, Confusion | None]()
-    for members, test in holdings.test_sets(some):
-        own |= _score(group, members, test)
+    for test_members, test in group.data.test_sets(members):
+        own |= _score(group, test_members, test)
         if trigger is not None:
-            marked = apply_sample_transform(plugins.display_name("trigger", trigger), trigger, test)
-            triggered |= _confusion_matrices(group, members, marked)
-    if (everybodys := holdings.common_test_set()) is not None:
-        common = _score(group, some, everybodys)
-    return [EvaluationResult(own[k], triggered.get(k), common.get(k)) for k in some.tolist()]
+            name = plugins.display_name("trigger", trigger)
+            marked = apply_sample_transform(name, trigger, test)
+            triggered |= _confusion_matrices(group, test_members, marked)
+
+    common = dict[int, Score]()
+    common_test = group.data.common_test_set()
+    if common_test is not None:
+        common = _score(group, members, common_test)
+    return [EvaluationResult(own[k], triggered.get(k), common.get(k)) for k in members.tolist()]
 
 
 def _score(group: AgentGroup, members: Indices, test: Shard) -> dict[int, Score]:
-    """How the models of agents in some places do on the same test samples, by these places."""
-    terms = group.spec
+    """Evaluate the members' models on one test set; return scores by index."""
+    spec = group.spec
     rows = torch.from_numpy(group.layout.own[members])
+
     losses = [None] * len(members)
-    if (loss := terms.training.loss) is not None:
-        with plugins.attribute_errors("model", terms.model):
+    if spec.training.loss is not None:
+        with plugins.attribute_errors("model", spec.model):
             losses = mean_test_losses(
-                terms.module,
+                spec.module,
                 group.models,
                 rows,
                 test,
-                loss,
-                terms.kernels.models_per_batch,
+                spec.training.loss,
+                spec.kernels.models_per_batch,
                 group.references(members),
             ).tolist()
+
     counts = _confusion_matrices(group, members, test)
-    return {k: Score(counts[k], each) for k, each in zip(members.tolist(), losses, strict=True)}
+    return {k: Score(counts[k], loss) for k, loss in zip(members.tolist(), losses, strict=True)}
 
 
 def _confusion_matrices(
     group: AgentGroup, members: Indices, test: Shard
 ) -> dict[int, Confusion | None]:
-    """For what classes these models take the samples; None where there are no classes."""
-    terms = group.spec
-    rows = torch.from_numpy(group.layout.own[members])
-    if terms.num_classes == 1:
+    """Count the members' predictions on one test set; None for data without classes."""
+    spec = group.spec
+    if spec.num_classes == 1:
         return dict.fromkeys(members.tolist())
-    with plugins.attribute_errors("model", terms.model):
+    with plugins.attribute_errors("model", spec.model):
         counts = confusion_matrices(
-            terms.module,
+            spec.module,
             group.models,
-            rows,
+            torch.from_numpy(group.layout.own[members]),
             test,
-            terms.num_classes,
-            terms.kernels.models_per_batch,
+            spec.num_classes,
+            spec.kernels.models_per_batch,
             group.references(members),
         )
     return dict(zip(members.tolist(), counts, strict=True))

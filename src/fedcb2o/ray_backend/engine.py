@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fedcb2o.federated.admission import is_admissible
 from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.algorithm2 import decide
+from fedcb2o.federated.batched_aggregation import local_aggregation_
 from fedcb2o.federated.batched_training import plan_training_batches
+from fedcb2o.federated.collusion import AdversarialEngine, decide
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.metrics import EvaluationResult
@@ -126,6 +127,18 @@ class RayEngine:
             for found in self.actors.broadcast(AgentWorker.rule_states)
             for j, state in found.items()
         }
+
+    def local_aggregation_(
+        self,
+        n: int,
+        states: Sequence[AgentState],
+        active: Bool[np.ndarray, " N"],
+        deadline: float | None,
+        on_step: Callable[[str], None],
+    ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
+        """Run LocalAggregation (Algorithm 2) for the active agents of round n."""
+        engine = AdversarialEngine(self)
+        return local_aggregation_(engine, n, states, active, deadline, on_step)
 
     def publish_(
         self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from fedcb2o.federated.admission import is_admissible, max_abs
 from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.algorithm2 import decide, sample_peers
+from fedcb2o.federated.batched_aggregation import local_aggregation_
 from fedcb2o.federated.batched_training import plan_training_batches
+from fedcb2o.federated.collusion import AdversarialEngine, decide, sample_peers
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.metrics import EvaluationResult
 from fedcb2o.federated.mixing import MixingMatrix, mix_, mixing_matrix
@@ -83,6 +85,18 @@ class LocalEngine:
         ):
             parts = dict(_pair_results(shares, self.executor.map(run_on_groups, tasks)))
         return [parts[g] for g in range(len(self.groups))]
+
+    def local_aggregation_(
+        self,
+        n: int,
+        states: Sequence[AgentState],
+        active: Bool[np.ndarray, " N"],
+        deadline: float | None,
+        on_step: Callable[[str], None],
+    ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
+        """Run LocalAggregation (Algorithm 2) for the active agents of round n."""
+        engine = AdversarialEngine(self)
+        return local_aggregation_(engine, n, states, active, deadline, on_step)
 
     def map_agents(
         self, function: Callable[..., Sequence[T]], agents: Sequence[int], *common: Any

@@ -16,8 +16,7 @@ from jaxtyping import Bool, Float, Int
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.adversary import Adversary
-from fedcb2o.federated.algorithm2 import Engine as Aggregating
-from fedcb2o.federated.algorithm2 import local_aggregation_
+from fedcb2o.federated.batched_aggregation import Engine as Aggregating
 from fedcb2o.federated.batched_training import train_
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions
@@ -46,6 +45,17 @@ class Engine(Aggregating, Protocol):
         self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
     ) -> None:
         """Have the attackers craft, and offer what all publish in round n; `sizes` are the trained models' extents."""
+        ...
+
+    def local_aggregation_(
+        self,
+        n: int,
+        states: Sequence[AgentState],
+        active: Bool[np.ndarray, " N"],
+        deadline: float | None,
+        on_step: Callable[[str], None],
+    ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
+        """Run LocalAggregation (Algorithm 2) for the active agents of round n."""
         ...
 
     def evaluate(self) -> dict[int, EvaluationResult]:
@@ -105,8 +115,8 @@ def run_rounds(
         clock = PhaseTimer()
         losses, active = train_and_publish_(engine, n, on_phase, clock)  # line 3: LocalUpdate
         on_phase(n, "mixing")
-        remembered, chose, finite = local_aggregation_(
-            engine, n, remembered, active, deadline, clock.stop
+        remembered, chose, finite = engine.local_aggregation_(
+            n, remembered, active, deadline, clock.stop
         )  # line 4
         broken = engine.adversary.benign_ids[~finite[engine.adversary.benign_ids]]
         if len(broken) and not engine.adversary.attack.is_crafting(n):

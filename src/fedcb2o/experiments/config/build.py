@@ -1,4 +1,12 @@
-"""From an experiment and a data set to the block that its rounds work on."""
+"""The agent group of an experiment, built from its configuration and its data set.
+
+>>> from fedcb2o.experiments.config.build import prepare_seed
+>>> from fedcb2o.experiments.config.datasets import load_dataset
+>>> from fedcb2o.experiments.config.settings import load
+>>> experiment = load("digits-fedcb2o")
+>>> prepare_seed(experiment, 0, load_dataset(experiment, None)).spec.num_agents
+30
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fedcb2o import plugins
-from fedcb2o.data._dataset import Dataset, DatasetNames, Shard, features
-from fedcb2o.data._partition import Population
+from fedcb2o.data import Dataset, DatasetNames, Population, Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.datasets import (
     attack_goal,
@@ -36,11 +43,29 @@ from fedcb2o.kernels import devices
 from fedcb2o.nn import architectures, batch_norm, memory_layout, parameters
 from fedcb2o.rng import stream
 
+_MODEL_READING_KEYS = {"criterion": "criterion", "rule": "rule", "pre_step": "pre-step"}
+"""The keys of an algorithm whose functions read models, with their words in messages."""
+
+
+# Functions that the configuration names
+
 
 def build_neighbours(
     experiment: Experiment, seed: int, cluster: Int[Tensor, " N"]
 ) -> tuple[Tensor, ...] | None:
-    """Whom each agent may ask, where not everybody."""
+    """Build the graph of contacts.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed of the graph.
+        cluster: The cluster of each agent.
+
+    Returns:
+        The neighbours of each agent, or None where every agent may ask all others.
+
+    Raises:
+        ConfigError: If the graph's function fails or returns no valid graph.
+    """
     if experiment.agents.graph is None:
         return None
     graph = experiment.agents.graph.bind("graph", topology)
@@ -48,136 +73,213 @@ def build_neighbours(
 
 
 def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
-    """The algorithm that an experiment names. What a user's own makes of its parts fails under its name."""
+    """Build the algorithm of an experiment.
+
+    Args:
+        experiment: The experiment.
+
+    Returns:
+        The algorithm. Errors in the functions of a user's own algorithm name it.
+
+    Raises:
+        ConfigError: If there is no such algorithm.
+    """
     make = experiment.algorithm.bind("algorithm", algorithms)
     algorithm: algorithms.Algorithm = make()
-    if (name := plugins.USER_FUNCTION.get(make)) is None:
+    name = plugins.USER_FUNCTION.get(make)
+    if name is None:
         return algorithm
-    select, weigh = (
-        plugins.wrap_user_function("algorithm", name, each)
-        for each in (algorithm.select, algorithm.rule)
-    )
-    return dataclasses.replace(algorithm, select=select, rule=weigh)
-
-
-_MODEL_READING_KEYS = {"criterion": "criterion", "rule": "rule", "pre_step": "pre-step"}
-"""The parts of an algorithm that are shown models, by their keys in a configuration."""
+    functions = {
+        "select": algorithm.select,
+        "criterion": algorithm.criterion,
+        "rule": algorithm.rule,
+    }
+    wrapped: dict[str, Any] = {}
+    for key, function in functions.items():
+        if function is not None:
+            wrapped[key] = plugins.wrap_user_function("algorithm", name, function)
+    return dataclasses.replace(algorithm, **wrapped)
 
 
 def user_functions(experiment: Experiment) -> dict[str, list[str]]:
-    """The users' functions that an experiment names, of those that are shown models, by kind."""
+    """List the functions of users that read models.
+
+    Args:
+        experiment: The experiment.
+
+    Returns:
+        Import paths of attacks, criteria, rules, algorithms and models, by kind.
+    """
     settings = experiment.settings()
     found: dict[str, list[str]] = {}
 
-    def look(kind: str, part: Any) -> None:
-        if isinstance(part, str):
-            if ":" in part and part not in found.setdefault(kind, []):
-                found[kind].append(part)
-        elif isinstance(part, Mapping):
-            look(kind, part.get("name"))
-            for key, value in part.items():
+    def collect(kind: str, value: Any) -> None:
+        if isinstance(value, str):
+            if ":" in value and value not in found.setdefault(kind, []):
+                found[kind].append(value)
+        elif isinstance(value, Mapping):
+            collect(kind, value.get("name"))
+            for key, inner in value.items():
                 if key in _MODEL_READING_KEYS or key == "of":  # "of": the parts of a combination
-                    look(_MODEL_READING_KEYS.get(key, kind), value)
-        elif isinstance(part, Sequence):
-            for each in part:
-                look(kind, each)
+                    collect(_MODEL_READING_KEYS.get(key, kind), inner)
+        elif isinstance(value, Sequence):
+            for inner in value:
+                collect(kind, inner)
 
     for kind in ("attack", "algorithm", "model"):
-        look(kind, settings.get(kind))
+        collect(kind, settings.get(kind))
     return found
 
 
 def imported_names(experiment: Experiment) -> list[str]:
-    """All that an experiment names as "module:function", and what merely looks so, such as the device "cuda:1"."""
+    """List all values of an experiment of the form "module:function".
 
-    def names(part: Any) -> Iterator[str]:
-        if isinstance(part, str):
-            yield from [part] if ":" in part else []
-        elif isinstance(part, Mapping | Sequence):
-            for each in part.values() if isinstance(part, Mapping) else part:
-                yield from names(each)
+    Args:
+        experiment: The experiment.
+
+    Returns:
+        The sorted values. A value that only looks alike, such as the device "cuda:1", is included.
+    """
+
+    def names(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            if ":" in value:
+                yield value
+        elif isinstance(value, Mapping):
+            yield from names(list(value.values()))
+        elif isinstance(value, Sequence):
+            for inner in value:
+                yield from names(inner)
 
     return sorted(set(names(experiment.settings())))
 
 
+# The network
+
+
 def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
-    """A freshly initialised network for the data; raises ConfigError where it does not fit them."""
-    shape = list(dataset.pool.x.shape[1:])
+    """Build a freshly initialised network and check it on two samples.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed of the parameters.
+        dataset: The data set.
+        *key: Further key of the random stream: the id of an agent with a model of its own.
+
+    Returns:
+        The network.
+
+    Raises:
+        ConfigError: If the network cannot be built or does not fit the data.
+    """
+    module = _initialised_module(experiment, seed, dataset, key)
+    outputs = _evaluate_on_samples(experiment, module, dataset)
+
     name = plugins.label(experiment.model.name)
-    if isinstance(experiment.model.name, nn.Module):
-        raise ConfigError(
-            "`model.name` must be a function (input_shape, num_classes) that makes the network, and is a network: "
-            "let the function make it, since each process has its own"
-        )
-    make = experiment.model.bind("model", architectures)
-
-    def made() -> nn.Module:
-        module = make(shape, dataset.num_outputs)
-        if not isinstance(module, nn.Module):
-            raise ConfigError(
-                f"the model `{name}` returned a {type(module).__name__}, expected a torch.nn.Module"
-            )
-        batch_norm.set_statistics_mode(module, experiment.model.buffers)
-        return memory_layout.with_memory_format(module, experiment.layout or "contiguous")
-
-    try:
-        module = parameters.initialise(made, stream(seed, "model", *key))
-    except (RuntimeError, MemoryError) as error:  # too large for this machine
-        raise ConfigError(f"the model `{name}` cannot be made: {error}") from error
-    parameters.dimension(module)
-    x = dataset.pool.x[:2].clone()
-    before = parameters.flatten(module), x.clone()
-    try:
-        with torch.no_grad():
-            outputs = module.eval()(features(x))
-    except (Exception, SystemExit) as error:  # a user's network may fail in any way
-        laid = ' with `layout` = "channels_last"' if experiment.layout == "channels_last" else ""
-        raise ConfigError(
-            f"the model `{name}` cannot read samples of shape {tuple(shape)}{laid}: {error}"
-        ) from error
-    if not (torch.equal(x, before[1]) and torch.equal(parameters.flatten(module), before[0])):
-        raise ConfigError(
-            f"the model `{name}` writes into the samples that it reads, or into its parameters, when it is evaluated, "
-            "where others look at them after it: let it compute new ones (no `inplace=True` in its first layer)"
-        )
     with plugins.attribute_errors("model", name):
-        state = batch_norm.find_changed_buffer(module, features(x))
-    if state:
+        buffer = batch_norm.find_changed_buffer(module, features(dataset.pool.x[:2].clone()))
+    if buffer:
         raise ConfigError(
-            f"the model `{name}` changes its buffer `{state}` while it trains, which is neither a parameter nor the "
-            "statistics of a norm, so that agents could not exchange it: make it one of these, or leave it as it is"
+            f"the model `{name}` changes its buffer `{buffer}` in training, which is neither a "
+            "parameter nor the statistics of a norm, so that agents cannot exchange it: make it one "
+            "of these, or leave it unchanged"
         )
-    axes = 2 if dataset.class_names else 1  # without classes the loss says what an output may be
-    expected = (len(x), dataset.num_classes)[:axes]
-    found = tuple(outputs.shape) if isinstance(outputs, Tensor) else ()
-    if found[:axes] != expected or (dataset.class_names and len(found) != axes):
-        got = found if isinstance(outputs, Tensor) else type(outputs).__name__
-        told = f"{expected}" if dataset.class_names else f"({len(x)}, ...)"
-        raise ConfigError(
-            f"the model `{name}` returned {got} for {expected[0]} samples, expected shape {told}"
-        )
+    _check_output_shape(name, outputs, dataset)
     _check_loss(experiment, outputs, dataset.pool.y[:2])
     return module
 
 
+def _initialised_module(
+    experiment: Experiment, seed: int, dataset: Dataset, key: tuple[int, ...]
+) -> nn.Module:
+    """Build the network with parameters from the random stream of the seed."""
+    shape = list(dataset.pool.x.shape[1:])
+    name = plugins.label(experiment.model.name)
+    if isinstance(experiment.model.name, nn.Module):
+        raise ConfigError(
+            "`model.name` must be a function (input_shape, num_classes) that builds the network, and "
+            "is a network: let the function build it, since each process has its own"
+        )
+    make = experiment.model.bind("model", architectures)
+
+    def build() -> nn.Module:
+        module = make(shape, dataset.num_outputs)
+        if not isinstance(module, nn.Module):
+            kind = type(module).__name__
+            raise ConfigError(f"the model `{name}` returned a {kind}, expected a torch.nn.Module")
+        batch_norm.set_statistics_mode(module, experiment.model.buffers)
+        return memory_layout.with_memory_format(module, experiment.layout or "contiguous")
+
+    try:
+        module = parameters.initialise(build, stream(seed, "model", *key))
+    except (RuntimeError, MemoryError) as error:  # too large for this machine
+        raise ConfigError(f"the model `{name}` cannot be built: {error}") from error
+    parameters.dimension(module)
+    return module
+
+
+def _evaluate_on_samples(experiment: Experiment, module: nn.Module, dataset: Dataset) -> Any:
+    """Return the outputs for two samples. Raise ConfigError if the network fails or writes."""
+    name = plugins.label(experiment.model.name)
+    x = dataset.pool.x[:2].clone()
+    theta = parameters.flatten(module)
+    original = x.clone()
+    try:
+        with torch.no_grad():
+            outputs = module.eval()(features(x))
+    except (Exception, SystemExit) as error:  # a user's network may fail in any way
+        layout = ' with `layout` = "channels_last"' if experiment.layout == "channels_last" else ""
+        shape = tuple(dataset.pool.x.shape[1:])
+        raise ConfigError(
+            f"the model `{name}` cannot read samples of shape {shape}{layout}: {error}"
+        ) from error
+    if not (torch.equal(x, original) and torch.equal(parameters.flatten(module), theta)):
+        raise ConfigError(
+            f"the model `{name}` writes into the samples that it reads, or into its parameters, in "
+            "evaluation, where other code reads them after it: let it compute new tensors (no "
+            "`inplace=True` in its first layer)"
+        )
+    return outputs
+
+
+def _check_output_shape(name: str, outputs: Any, dataset: Dataset) -> None:
+    """Raise ConfigError unless there is one row of outputs per sample, one column per class."""
+    got: Any = type(outputs).__name__
+    shape: tuple[int, ...] = ()
+    if isinstance(outputs, Tensor):
+        got = shape = tuple(outputs.shape)
+    num_samples = len(dataset.pool.x[:2])
+    if dataset.class_names:
+        expected = f"{(num_samples, dataset.num_classes)}"
+        is_valid = shape == (num_samples, dataset.num_classes)
+    else:  # without classes the loss restricts the outputs
+        expected = f"({num_samples}, ...)"
+        is_valid = shape[:1] == (num_samples,)
+    if not is_valid:
+        raise ConfigError(
+            f"the model `{name}` returned {got} for {num_samples} samples, expected shape {expected}"
+        )
+
+
 def _build_loss(experiment: Experiment) -> losses.Loss | None:
-    """The loss that an experiment names, if it is not the plain cross-entropy."""
+    """Return the loss, or None for the cross-entropy."""
     loss = experiment.training.loss
     return None if loss is None else loss.bind("loss", losses)
 
 
 def _check_loss(experiment: Experiment, outputs: Tensor, y: Tensor) -> None:
-    """Raises ConfigError where the loss cannot compare what a network says of samples with what is so."""
-    part = experiment.training.loss
+    """Raise ConfigError where the loss cannot compare outputs with targets."""
+    section = experiment.training.loss
     loss = _build_loss(experiment)
-    if part is None or loss is None:
+    if section is None or loss is None:
         return
     try:
         losses.per_sample_losses(loss, outputs, y, 1)
     except (RuntimeError, IndexError, ValueError) as error:
         raise ConfigError(
-            f"the loss `{plugins.label(part.name)}` cannot compare outputs of shape {tuple(outputs.shape)} and type "
-            f"{outputs.dtype} with targets of shape {tuple(y.shape)} and type {y.dtype}: {error}"
+            f"the loss `{plugins.label(section.name)}` cannot compare outputs of shape "
+            f"{tuple(outputs.shape)} and type {outputs.dtype} with targets of shape "
+            f"{tuple(y.shape)} and type {y.dtype}: {error}"
         ) from error
 
 
@@ -188,22 +290,36 @@ def init_models_(
     dataset: Dataset,
     ids: Sequence[int],
 ) -> None:
-    """Fill the rows of `theta` with the initial models theta_0^j of some agents: one for all agents, or each its own.
-    Those of clusters, whose ids follow the agents', differ, but where each agent has them and all begin alike."""
-    independent = experiment.agents.initialisation == "independent"
-    first = experiment.agents.num_agents
+    """Fill rows with the initial models theta_0^j of agents and clusters.
+
+    All agents have one model, or one each with `agents.initialisation` = "independent". The ids of
+    clusters follow those of the agents. Clusters have different models. Where each agent has the
+    models of all clusters and the initialisation is common, all agents start with the same ones.
+
+    Args:
+        theta: Rows to fill, shape [a, d].
+        experiment: The experiment.
+        seed: The seed.
+        dataset: The data set.
+        ids: The id of each row.
+    """
+    is_independent = experiment.agents.initialisation == "independent"
+    num_agents = experiment.agents.num_agents
     clusters = build_algorithm(experiment).clusters
     theta[:] = parameters.flatten(build_module(experiment, seed, dataset))
     for row, j in enumerate(ids):
-        if j >= first and clusters is not None and clusters.per_agent and not independent:
-            j = first + (j - first) % clusters.num_models
-        if independent or j >= first:
+        if j >= num_agents and clusters is not None and clusters.per_agent and not is_independent:
+            j = num_agents + (j - num_agents) % clusters.num_models
+        if is_independent or j >= num_agents:
             theta[row] = parameters.flatten(build_module(experiment, seed, dataset, j))
+
+
+# A seed
 
 
 @dataclass(frozen=True)
 class PreparedSeed:
-    """One seed of an experiment, made once: the terms of its rounds, and who holds what of its data set."""
+    """One seed of an experiment: the specification of its rounds, its data and its adversary."""
 
     experiment: Experiment
     seed: int
@@ -214,13 +330,17 @@ class PreparedSeed:
 
     @property
     def num_persistent_rows(self) -> int:
-        """The rows of a pool that outlive a round: of the agents' models, then of those of clusters."""
+        """The rows of a model buffer that outlive a round: agents, then clusters."""
         clusters = self.spec.algorithm.clusters
-        agents = self.spec.num_agents
-        return agents + (0 if clusters is None else clusters.num_rows(agents))
+        num_agents = self.spec.num_agents
+        return num_agents + (0 if clusters is None else clusters.num_rows(num_agents))
 
     def scored_samples(self) -> Shard:
-        """The samples that agents are scored on."""
+        """Return the samples that agents are scored on.
+
+        Returns:
+            The test set, or samples of the pool that the seed drew.
+        """
         if self.experiment.evaluate_on == "test":
             return self.dataset.test
         pool = shared_pool(self.experiment, self.dataset)
@@ -235,41 +355,61 @@ class PreparedSeed:
         convolution: ConvolutionKernel,
         together: int | None,
     ) -> "PreparedSeed":
-        """The same, computed by these primitives."""
-        how = {"linear": linear, "layout": layout, "convolution": convolution, "together": together}
+        """Return the same seed, computed by other kernels.
+
+        Args:
+            precision: The type of products in training.
+            linear: The kernel of dense layers.
+            layout: The memory layout of images.
+            convolution: The kernel of convolutions.
+            together: The number of agents that train in one program, or None.
+
+        Returns:
+            The seed with these kernels.
+        """
+        kernels = {
+            "linear": linear,
+            "layout": layout,
+            "convolution": convolution,
+            "together": together,
+        }
         training = self.experiment.training.model_copy(update={"precision": precision})
-        experiment = self.experiment.model_copy(update={**how, "training": training})
+        experiment = self.experiment.model_copy(update={**kernels, "training": training})
         module = self.spec.module
-        if layout != self.experiment.layout:  # which it is laid out in
+        if layout != self.experiment.layout:  # the layout that the module has
             module = memory_layout.with_memory_format(module, layout)
-        terms = dataclasses.replace(
+        spec = dataclasses.replace(
             self.spec,
             module=module,
             training=dataclasses.replace(self.spec.training, precision=precision),
             kernels=KernelConfig(linear, convolution, together),
         )
-        return dataclasses.replace(self, experiment=experiment, spec=terms)
+        return dataclasses.replace(self, experiment=experiment, spec=spec)
 
     def build_agent_data(self, agents: Sequence[int], device: torch.device) -> AgentData:
-        """What some agents, ascending, hold."""
+        """Return the data of some agents.
+
+        Args:
+            agents: Ids in ascending order.
+            device: The device of the samples.
+
+        Returns:
+            The samples of the agents.
+        """
         population = self.population
-        attackers = self.adversary
+        adversary = self.adversary
         ids = np.array(agents)
-        train, validation = (
-            Ragged.from_arrays([each[j].numpy() for j in agents])
-            for each in (population.train, population.validation)
-        )
         return AgentData(
             agents=ids,
             samples=shared_pool(self.experiment, self.dataset).to(device),
             test=self.scored_samples().to(device),
-            train=train,
-            validation=validation,
-            cluster=attackers.cluster[ids],
-            num_clusters=attackers.num_clusters,
+            train=_select(population.train, agents),
+            validation=_select(population.validation, agents),
+            cluster=adversary.cluster[ids],
+            num_clusters=adversary.num_clusters,
             num_classes=self.dataset.num_classes,
-            malicious=attackers.malicious[ids],
-            attack=attackers.attack,
+            malicious=adversary.malicious[ids],
+            attack=adversary.attack,
             seed=self.seed,
             **_owner_tests(population, self.dataset, agents),
         )
@@ -277,32 +417,51 @@ class PreparedSeed:
     def build_layout(
         self, agents: Sequence[int], own_rows: Int[np.ndarray, " a"], num_persistent_rows: int
     ) -> BufferLayout:
-        """Where in a pool the models of some agents lie, of which the first `kept` rows outlive a round."""
-        attack = self.adversary.attack
-        before = self.spec.algorithm.keeps_previous
-        each = attack.num_published(1, len(self.adversary.benign_ids))
+        """Return the layout of a model buffer.
+
+        Args:
+            agents: Ids of the agents in the buffer.
+            own_rows: The row of each agent's model.
+            num_persistent_rows: Number of first rows that outlive a round.
+
+        Returns:
+            The layout, with rows for crafted models and for models before the round.
+        """
+        crafted = self.adversary.attack.num_published(1, len(self.adversary.benign_ids))
         return BufferLayout.create(
-            own_rows, num_persistent_rows, self.adversary.malicious[np.array(agents)], each, before
+            own_rows,
+            num_persistent_rows,
+            self.adversary.malicious[np.array(agents)],
+            crafted,
+            self.spec.algorithm.keeps_previous,
         )
 
     def build_agent_group(self, model_buffer: Float[Tensor, "rows d"]) -> AgentGroup:
-        """All agents as one block."""
-        everybody = range(self.spec.num_agents)
-        holdings = self.build_agent_data(everybody, model_buffer.device)
-        layout = self.build_layout(everybody, np.array(everybody), self.num_persistent_rows)
-        self.spec.module.to(model_buffer.device)  # what of it is in no row
-        return AgentGroup(self.spec, holdings, self.adversary, layout, model_buffer)
+        """Return all agents as one group.
+
+        Args:
+            model_buffer: The models, shape [rows, d].
+
+        Returns:
+            The group, on the device of the buffer.
+        """
+        agents = range(self.spec.num_agents)
+        agent_data = self.build_agent_data(agents, model_buffer.device)
+        layout = self.build_layout(agents, np.array(agents), self.num_persistent_rows)
+        self.spec.module.to(model_buffer.device)  # buffers of the module are in no row
+        return AgentGroup(self.spec, agent_data, self.adversary, layout, model_buffer)
+
+
+def _select(samples: Sequence[Int[Tensor, " _n"]], agents: Sequence[int]) -> Ragged:
+    return Ragged.from_arrays([samples[j].numpy() for j in agents])
 
 
 def _owner_tests(population: Population, dataset: Dataset, agents: Sequence[int]) -> dict[str, Any]:
-    """Which test samples are the agents' own, and which everybody's, where agents bring their own."""
+    """Return the agents' own test samples and the common ones, where agents bring their data."""
     if population.tests is None or dataset.owners is None:
         return {}
     common = np.flatnonzero(dataset.owners.test.numpy() < 0)
-    return {
-        "tests": Ragged.from_arrays([population.tests[j].numpy() for j in agents]),
-        "common": common,
-    }
+    return {"own_tests": _select(population.tests, agents), "common_test": common}
 
 
 def build_run_spec(
@@ -315,15 +474,39 @@ def build_run_spec(
     max_samples: int,
     neighbours: tuple[Tensor, ...] | None,
 ) -> RunSpec:
-    """The terms of an experiment for so many agents, whose samples look like a data set's."""
+    """Build the specification that all agents of a run share.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed.
+        dataset: A data set with samples like those of the agents.
+        num_agents: Number of agents.
+        malicious_share: The share of attackers that rules assume.
+        max_samples: Largest number of samples that an agent may claim.
+        neighbours: The neighbours of each agent, or None for all others.
+
+    Returns:
+        The specification.
+
+    Raises:
+        ConfigError: If the network does not fit the data.
+    """
     module = build_module(experiment, seed, dataset)
-    training = _build_training(experiment)
     x = features(dataset.pool.x[:2])
-    several = experiment.together is not None or not devices.is_cpu(
-        experiment.device
-    )  # one program for any network
-    singles = not batch_norm.rejects_single_sample(module, x[:1])
-    apart = several and batch_norm.is_sample_independent(module, x)
+    # On a device, or with `together` set, several agents share one program.
+    is_batched = experiment.together is not None or not devices.is_cpu(experiment.device)
+    accepts_single_sample = not batch_norm.rejects_single_sample(module, x[:1])
+    is_independent = is_batched and batch_norm.is_sample_independent(module, x)
+    training = dataclasses.replace(
+        _build_training(experiment),
+        accepts_single_sample=accepts_single_sample,
+        is_sample_independent=is_independent,
+    )
+    kernels = KernelConfig(
+        experiment.linear or "torch",
+        experiment.convolution or "grouped",
+        experiment.together,
+    )
     return RunSpec(
         seed=seed,
         num_agents=num_agents,
@@ -332,47 +515,54 @@ def build_run_spec(
         budget=experiment.agents.budget,
         model=plugins.label(experiment.model.name),
         module=module,
-        training=dataclasses.replace(
-            training, accepts_single_sample=singles, is_sample_independent=apart
-        ),
+        training=training,
         algorithm=build_algorithm(experiment),
         loss_average=experiment.agents.validation_loss,
         malicious_share=malicious_share,
         max_samples=max_samples,
         neighbours=neighbours,
         participation=experiment.agents.participation,
-        kernels=KernelConfig(
-            experiment.linear or "torch", experiment.convolution or "grouped", experiment.together
-        ),
+        kernels=kernels,
     )
 
 
 def _build_training(experiment: Experiment) -> Training:
-    """How agents train."""
-    training = experiment.training
-    own = None if training.optimiser is None else training.optimiser.bind("optimiser", optimisers)
-    return Training(
-        **training.model_dump(exclude={"optimiser", "loss"}),
-        optimiser=own,
-        loss=_build_loss(experiment),
-    )
+    """Return the settings of LocalUpdate, with the functions of optimiser and loss."""
+    section = experiment.training
+    optimiser = None
+    if section.optimiser is not None:
+        optimiser = section.optimiser.bind("optimiser", optimisers)
+    values = section.model_dump(exclude={"optimiser", "loss"})
+    return Training(**values, optimiser=optimiser, loss=_build_loss(experiment))
 
 
 def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> PreparedSeed:
-    """One seed of an experiment; raises ConfigError where it does not fit its data."""
+    """Build everything that a seed's rounds need, and check it.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed.
+        dataset: The data set of the experiment.
+
+    Returns:
+        The prepared seed.
+
+    Raises:
+        ConfigError: If the experiment does not fit its data.
+    """
     agents = experiment.agents
     population = build_population(experiment, seed, dataset)
-    attackers = Adversary(
+    has_clusters = build_algorithm(experiment).clusters is not None
+    adversary = Adversary(
         attack=experiment.active_attack,
         malicious=population.malicious.numpy(),
         cluster=population.cluster.numpy(),
         num_clusters=population.num_clusters,
-        colludes=agents.malicious_role in ("attack", "clean")
-        and build_algorithm(experiment).clusters is None,
+        colludes=agents.malicious_role in ("attack", "clean") and not has_clusters,
         averages_own_model=agents.colluders_own_model,
         trigger=backdoor_trigger(experiment),
     )
-    terms = build_run_spec(
+    spec = build_run_spec(
         experiment,
         seed,
         dataset,
@@ -381,66 +571,94 @@ def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepare
         max_samples=max_samples(experiment, dataset),
         neighbours=build_neighbours(experiment, seed, population.cluster),
     )
-    prepared = PreparedSeed(experiment, seed, dataset, population, terms, attackers)
+    prepared = PreparedSeed(experiment, seed, dataset, population, spec, adversary)
     _check_scored_samples(experiment, prepared.scored_samples())
     _check_batches(prepared)
-    if (
-        trigger := attackers.trigger
-    ) is not None:  # raises here, before a run begins, where samples cannot bear it
-        apply_sample_transform(
-            plugins.display_name("trigger", trigger),
-            trigger,
-            Shard(dataset.test.x[:1], dataset.test.y[:1]),
-        )
+    trigger = adversary.trigger
+    if trigger is not None:  # raises here, before a run begins, where samples cannot bear it
+        sample = Shard(dataset.test.x[:1], dataset.test.y[:1])
+        apply_sample_transform(plugins.display_name("trigger", trigger), trigger, sample)
     return prepared
 
 
 def _check_scored_samples(experiment: Experiment, test: Shard) -> None:
-    """Raises ConfigError where there is nothing to score on."""
+    """Raise ConfigError where there are no samples to score on."""
     if not len(test):
         raise ConfigError(
-            '`evaluate_on` = "tuning" needs pool samples that no agent holds, and there is none'
+            '`evaluate_on` = "tuning" needs pool samples that no agent holds, and there are none'
         )
     for source in attack_goal(experiment).sources:
         if not torch.eq(test.y, source).any():
             raise ConfigError(
-                f"the {experiment.evaluate_on} samples hold none of class {source} (`attack.source`), so that no "
-                "attack can be measured: take another class, or more samples"
+                f"the {experiment.evaluate_on} samples hold none of class {source} "
+                "(`attack.source`), so that the attack cannot be measured: take another class, or "
+                "more samples"
             )
 
 
 def _check_batches(prepared: PreparedSeed) -> None:
-    """Raises ConfigError where an agent would train a network on a batch of one sample, which its norms refuse."""
-    if prepared.spec.training.accepts_single_sample:
+    """Raise ConfigError where the norms refuse a batch of one sample that an agent has."""
+    training = prepared.spec.training
+    if training.accepts_single_sample:
         return
-    if prepared.spec.training.batch_size == 1:
+    if training.batch_size == 1:
         raise ConfigError(
-            "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a sample by itself"
+            "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a single "
+            "sample"
         )
     for j, train in enumerate(prepared.population.train):
         if len(train) == 1:
             raise ConfigError(
-                f"agent {j} trains on a single sample, which the model's batch norms refuse: give it more, or take "
-                '`buffers` = "dropped" or a group norm'
+                f"agent {j} trains on a single sample, which the model's batch norms refuse: give it "
+                'more, or take `buffers` = "dropped" or a group norm'
             )
+
+
+# Tensors that processes share
 
 
 def tensor_specs(
     dataset: Dataset, num_models: int, dim: int
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The tensors that the processes of a run share: the models, in rows of whole cache lines, and the data."""
-    tensors = {name: (t.dtype, tuple(t.shape)) for name, t in dataset_tensors(dataset).items()}
-    return {"models": (torch.float32, (num_models, parameters.row_stride(dim))), **tensors}
+    """Return types and shapes of the tensors that the processes of a run share.
+
+    Args:
+        dataset: The data set.
+        num_models: Rows of the model buffer.
+        dim: d, the length of a model.
+
+    Returns:
+        Type and shape by name: the models, in rows of whole cache lines, and the data.
+    """
+    specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "models": (torch.float32, (num_models, parameters.row_stride(dim)))
+    }
+    for name, tensor in dataset_tensors(dataset).items():
+        specs[name] = (tensor.dtype, tuple(tensor.shape))
+    return specs
 
 
 def build_full_group(
-    experiment: Experiment, seed: int, names: DatasetNames, dim: int, tensors: dict[str, Tensor]
+    experiment: Experiment,
+    seed: int,
+    names: DatasetNames,
+    dim: int,
+    tensors: dict[str, Tensor],
 ) -> AgentGroup:
-    """The block of all agents of one seed, from the tensors that its processes share. Where the models lie on another
-    device than the CPU, so do the samples."""
-    return prepare_seed(experiment, seed, dataset_from_tensors(names, tensors)).build_agent_group(
-        tensors["models"][:, :dim]
-    )
+    """Build the group of all agents from shared tensors.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed.
+        names: Names of classes and owners.
+        dim: d, the length of a model.
+        tensors: The models, under "models", and the tensors of the data set.
+
+    Returns:
+        The group. Its samples are on the device of the models.
+    """
+    prepared = prepare_seed(experiment, seed, dataset_from_tensors(names, tensors))
+    return prepared.build_agent_group(tensors["models"][:, :dim])
 
 
 def build_group(
@@ -450,15 +668,25 @@ def build_group(
     tensors: Mapping[str, Tensor],
     agents: Sequence[int],
 ) -> AgentGroup:
-    """The block of some agents of one seed, from the tensors of the data set, and a pool that has no rows yet."""
+    """Build the group of some agents from the tensors of the data set.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed.
+        names: Names of classes and owners.
+        tensors: The tensors of the data set.
+        agents: Ids in ascending order.
+
+    Returns:
+        The group, with a model buffer of no rows yet.
+    """
     prepared = prepare_seed(experiment, seed, dataset_from_tensors(names, tensors))
     device = devices.resolve_device(experiment.device)
     layout = prepared.build_layout(agents, np.arange(len(agents)), len(agents))
-    pool = torch.zeros(0, prepared.spec.dim, device=device)
+    model_buffer = torch.zeros(0, prepared.spec.dim, device=device)
     prepared.spec.module.to(device)
-    return AgentGroup(
-        prepared.spec, prepared.build_agent_data(agents, device), prepared.adversary, layout, pool
-    )
+    agent_data = prepared.build_agent_data(agents, device)
+    return AgentGroup(prepared.spec, agent_data, prepared.adversary, layout, model_buffer)
 
 
 def init_models_from_tensors_(
@@ -469,5 +697,14 @@ def init_models_from_tensors_(
     theta: Float[Tensor, "a d"],
     ids: Sequence[int],
 ) -> None:
-    """As `first_models_`, from the tensors of the data set."""
+    """Fill rows with initial models, as `init_models_` does, from the tensors of the data set.
+
+    Args:
+        experiment: The experiment.
+        seed: The seed.
+        names: Names of classes and owners.
+        tensors: The tensors of the data set.
+        theta: Rows to fill, shape [a, d].
+        ids: The id of each row.
+    """
     init_models_(theta, experiment, seed, dataset_from_tensors(names, tensors), ids)

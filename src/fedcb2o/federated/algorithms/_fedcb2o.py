@@ -6,6 +6,8 @@ import math
 from typing import Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from fedcb2o import consensus, plugins
 from fedcb2o.errors import ConfigError
@@ -24,6 +26,7 @@ from fedcb2o.federated.plugin_outputs import validated_criterion
 from fedcb2o.federated.types import (
     Criterion,
     CriterionInput,
+    CriterionValues,
     Reduction,
     RuleOutput,
     batched,
@@ -45,7 +48,7 @@ def fedcb2o(
     interpolation: float = 1.0,
     own_model: OwnModel = "excluded",
     own_candidate: bool = False,
-    min_contacts: MinContacts = "first",
+    min_contacts: MinContacts = 1,
     point: Literal["mean", "median"] = "mean",
     selection: PluginChoice = "prob_sampling",
     kappa: float = 2.0,
@@ -78,14 +81,14 @@ def fedcb2o(
             "`delta_q` and `quantile` go with a `beta`: they are about the level of its sub-level set"
         )
     require(
-        "tested",
+        "loss_tolerance",
         loss_tolerance,
         loss_tolerance is None or 0 <= loss_tolerance < math.inf,
         "0 or more",
     )
-    require("ball", max_distance, max_distance is None or max_distance > 0, "above 0")
-    require("apart", min_distance, min_distance is None or min_distance > 0, "above 0")
-    require("judged_at", interpolation, 0 < interpolation <= 1, "above 0 and at most 1")
+    require("max_distance", max_distance, max_distance is None or max_distance > 0, "above 0")
+    require("min_distance", min_distance, min_distance is None or min_distance > 0, "above 0")
+    require("interpolation", interpolation, 0 < interpolation <= 1, "above 0 and at most 1")
     require("kappa", kappa, kappa >= 0, "0 or more")
     require("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
     require("criterion_from_round", criterion_from_round, criterion_from_round >= 0, "0 or more")
@@ -99,23 +102,20 @@ def fedcb2o(
     robust = plugins.resolve_and_bind("criterion", criterion, criteria)
     average = functools.partial(criteria.average_loss)
 
-    def weigh(judged: CriterionInput) -> RuleOutput:
-        now = robust if judged.n >= criterion_from_round else average
+    def criterion_values(inputs: CriterionInput) -> CriterionValues:
+        current = robust if inputs.n >= criterion_from_round else average
+        is_average = current.func is criteria.average_loss
         own = own_model
-        if (
-            own == "trusted" and now.func is criteria.average_loss
-        ):  # a loss, unlike a gap, can judge the own model
+        if own == "trusted" and is_average:  # a loss, unlike a gap, can evaluate the own model
             own = "judged"
-        decided = consensus_rule(
-            judged, now, alpha=alpha, sublevel=sublevel, own_model=own, point=point
-        )
-        twice = now.func is criteria.average_loss  # no G yet: L is not counted twice
-        return dataclasses.replace(decided, criterion_values=None) if twice else decided
+        return evaluate_criterion(inputs, current, sublevel, own, is_average_loss=is_average)
 
-    several = criteria.is_batched(robust) and min_contacts == "first" and point == "mean"
+    is_batched = criteria.is_batched(robust) and min_contacts == 1 and point == "mean"
     return Algorithm(
         select=_selections.resolve_selection(selection),
-        rule=batched(weigh) if several else weigh,
+        criterion=batched(criterion_values) if is_batched else criterion_values,
+        alpha=alpha,
+        point=_median_point if point == "median" else None,
         needs_losses=True,
         lambda1=require("lambda1", lambda1, lambda1 > 0, "above 0"),
         mixing_factor=None
@@ -131,43 +131,52 @@ def fedcb2o(
     )
 
 
-def consensus_rule(
+def evaluate_criterion(
     inputs: CriterionInput,
     criterion: Criterion,
-    *,
-    alpha: float,
     sublevel: SublevelSet,
     own_model: OwnModel,
-    point: Literal["mean", "median"] = "mean",
-) -> RuleOutput:
-    """The weights mu_j = exp(-alpha G), normalised, of the received models and, last, the agent's own (eq:comp_csp).
+    *,
+    is_average_loss: bool = False,
+) -> CriterionValues:
+    """Compute the values of the criterion on the sub-level set (Algorithm 2, line 5).
 
-    Only models in the `sublevel` set of the average loss count (eq:clustered_csp). G is infinite outside of its ball,
-    and at least `NEAR` of who is hardly apart from the own model. This is `"excluded"` as in Algorithm 2, `"judged"` by
-    the criterion like a peer's, or `"trusted"`: it counts as much as the most trusted peer, as in the authors' released
-    code. With point="median", beyond the paper, m_j is the weighted median of each coordinate.
+    Args:
+        inputs: Models and losses of one agent, or of several.
+        criterion: G.
+        sublevel: Sub-level set of the average loss (eq:clustered_csp). G is infinite outside of its
+            ball, and at least `NEAR_COPY_VALUE` for a model almost identical to the agent's own.
+        own_model: "excluded" as in Algorithm 2; "judged" by the criterion like a peer's model; or
+            "trusted", as much as the most trusted peer's, as in the authors' released code.
+        is_average_loss: Whether the criterion is the average loss itself.
+
+    Returns:
+        Values of the received models and of the agent's own, and the members of the set.
     """
-    outside, near = sublevel.distance_masks(inputs)
-    counted = sublevel.membership(inputs, own_model, outside | near)
-    values = validated_criterion(
-        criterion, dataclasses.replace(inputs, in_sublevel_set=counted[..., :-1])
-    )
-    values = torch.where(near, values.clamp(min=NEAR_COPY_VALUE), values).masked_fill(
-        outside, torch.inf
-    )
-    itself = values.new_zeros(*values.shape[:-1], 1)
+    is_far, is_near = sublevel.distance_masks(inputs)
+    counted = sublevel.membership(inputs, own_model, is_far | is_near)
+
+    seen = dataclasses.replace(inputs, in_sublevel_set=counted[..., :-1])
+    values = validated_criterion(criterion, seen)
+    values = torch.where(is_near, values.clamp(min=NEAR_COPY_VALUE), values)
+    values = values.masked_fill(is_far, torch.inf)
+
+    own = values.new_zeros(*values.shape[:-1], 1)
     if own_model == "judged":
-        itself = validated_criterion(criterion, inputs.with_own_only())
+        own = validated_criterion(criterion, inputs.with_own_only())
     elif own_model == "trusted":
         peers = counted[..., :-1]
-        best = torch.cat(
-            [values.masked_fill(~peers, torch.inf), torch.full_like(itself, torch.inf)], -1
-        )
-        itself = torch.where(peers.any(-1, keepdim=True), best.amin(-1, keepdim=True), itself)
-    mu = consensus.weights(torch.cat([values, itself], -1), alpha, counted)
-    if point == "mean" or not mu.any():
-        return RuleOutput(mu, criterion_values=values)
+        trusted = values.masked_fill(~peers, torch.inf)
+        best = torch.cat([trusted, torch.full_like(own, torch.inf)], -1).amin(-1, keepdim=True)
+        own = torch.where(peers.any(-1, keepdim=True), best, own)
+    return CriterionValues(values, own, counted, is_average_loss)
+
+
+def _median_point(inputs: CriterionInput, mu: Float[Tensor, " k"]) -> RuleOutput:
+    """Return the weighted median of each coordinate in place of the mean (beyond the paper)."""
+    if not mu.any():
+        return RuleOutput(mu)
     rows = inputs.received.with_own(inputs.own_entry).rows
-    some = mu > 0
-    median = functools.partial(weighted_median, weights=mu[some])
-    return RuleOutput(Reduction(rows[some], median, weights=mu[some]), criterion_values=values)
+    is_weighted = mu > 0
+    median = functools.partial(weighted_median, weights=mu[is_weighted])
+    return RuleOutput(Reduction(rows[is_weighted], median, weights=mu[is_weighted]))

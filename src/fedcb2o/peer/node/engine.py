@@ -14,10 +14,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fedcb2o.federated import algorithm2, batched_aggregation
 from fedcb2o.federated.admission import clip_claimed_samples, max_abs
 from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.algorithm2 import sample_peers
 from fedcb2o.federated.batched_training import train_
+from fedcb2o.federated.collusion import AdversarialEngine, sample_peers
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.metrics import EvaluationResult
 from fedcb2o.federated.mixing import mix_, mixing_matrix
@@ -102,6 +104,31 @@ class PeerEngine:
             self.group, spec=dataclasses.replace(self.spec, neighbours=tuple(lists))
         )
 
+    def local_aggregation_(
+        self,
+        n: int,
+        states: Sequence[AgentState],
+        active: Bool[np.ndarray, " N"],
+        deadline: float | None,
+        on_step: Callable[[str], None],
+    ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
+        """Run Algorithm 2 for the agent; a simulated attacker colludes instead."""
+        colludes = self.adversary.colludes and self.adversary.malicious[self.agent_id]
+        if colludes or not active[self.agent_id]:
+            engine = AdversarialEngine(self)
+            return batched_aggregation.local_aggregation_(
+                engine, n, states, active, deadline, on_step
+            )
+
+        agent = self._with_candidates(self.reachable_peers(n))
+        contacts = states[0].contacts.forget(self.adversary.new_identities(n))
+        state = AgentState(contacts, states[0].rule_states)
+        with dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution):
+            state, decisions = algorithm2.local_aggregation_(
+                agent, n, state, lambda ids: self.exchange(n, [ids], deadline)[0], on_step
+            )
+        return [state], [decisions], self._is_finite()
+
     def publish_(
         self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
     ) -> None:
@@ -183,6 +210,10 @@ class PeerEngine:
             0,
             self.spec.dim,
         )
+        return self._is_finite()
+
+    def _is_finite(self) -> Bool[np.ndarray, " N"]:
+        layout = self.group.layout
         finite = np.ones(self.spec.num_agents, dtype=bool)
         finite[self.agent_id] = np.isfinite(max_abs(self.group.models, layout.own.tolist())).all()
         return finite

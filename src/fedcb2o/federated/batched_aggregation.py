@@ -1,0 +1,214 @@
+"""Algorithm 2, LocalAggregation, with an axis over agents: the lines of `algorithm2` for a simulation.
+
+Every function takes an agent group and the indices of some members. What one agent decides does not
+depend on the others of its group. No function knows which agents are malicious: `collusion` wraps
+the engine.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.algorithm2 import (
+    consensus_weights,
+    next_likelihood,
+    recorded_losses,
+    select_peers,
+)
+from fedcb2o.federated.algorithm_spec import Algorithm
+from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.ragged import Indices, Ragged
+from fedcb2o.federated.run_spec import RunSpec
+from fedcb2o.federated.selection import BATCHED_SELECTION
+from fedcb2o.federated.validation import validate
+from fedcb2o.rng import agent_streams
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Holder of the agents, in groups and parts of groups; transport of their models."""
+
+    def map_groups(
+        self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+    ) -> list[Any]:
+        """Call `function(group, members, *own, *shared)` for each part; `arguments` hold each part's own."""
+        ...
+
+    def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
+        """Return the models that the agents of each part receive from the sampled peers."""
+        ...
+
+    def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
+        """Compute theta <- W theta; return for each agent whether its model is finite."""
+        ...
+
+
+def local_aggregation_(
+    engine: Engine,
+    n: int,
+    states: Sequence[AgentState],
+    active: Bool[np.ndarray, " N"],
+    deadline: float | None = None,
+    on_step: Callable[[str], None] = lambda name: None,
+) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
+    """Run LocalAggregation (alg:FedCB2O, line 4) for all active agents of an engine.
+
+    Args:
+        engine: Engine that holds the agents.
+        n: Round, counted from 0.
+        states: State of the agents of each part.
+        active: For each of the N agents, whether it takes part in this round.
+        deadline: Seconds to wait for models; None without a limit.
+        on_step: Called with "aggregate" after line 6 and with "mix" after line 7.
+
+    Returns:
+        New states and decisions of each part; for each agent, whether its model is finite.
+    """
+    contacts = [state.contacts for state in states]
+    sampled = engine.map_groups(sample_peers, n, active, arguments=[contacts])  # line 1
+    received = engine.exchange(n, sampled, deadline)  # line 2
+    decided = engine.map_groups(decide, n, active, arguments=[states, sampled, received])  # 3 to 6
+    on_step("aggregate")
+
+    states = [state for state, _ in decided]
+    decisions = [decision for _, decision in decided]
+    finite = engine.mix_(decisions)  # line 7
+    on_step("mix")
+    return states, decisions, finite
+
+
+def decide(
+    group: AgentGroup,
+    members: Indices,
+    state: AgentState,
+    sampled: Ragged,
+    inbox: Inbox,
+    n: int,
+    active: Bool[np.ndarray, " N"],
+) -> tuple[AgentState, Decisions]:
+    """Compute what active members make of the received models (lines 3 to 6)."""
+    spec, algorithm = group.spec, group.spec.algorithm
+    rows = np.flatnonzero(active[group.agents[members]])
+    decisions = Decisions.empty(group.agents[members], sampled, inbox)
+    rule_states = list(state.rule_states)
+    L = np.full(len(inbox.rows), np.nan)
+
+    for batch in validate(group, members, rows, state.contacts, inbox, n):  # line 3: L^i
+        G = algorithm.criterion_values(batch.inputs)  # line 5: G^i
+        first = batch.rows[0]
+        mu, rule_states[first] = consensus_weights(  # line 6: mu^i
+            algorithm, batch.inputs, G, rule_states[first]
+        )
+        decisions.store_(batch.rows, batch.index, batch.inputs, mu, spec)
+        if batch.inputs.losses is not None:
+            recorded = recorded_losses(algorithm, batch.inputs.losses.mean, G)
+            L[batch.index] = recorded.flatten().numpy()
+
+    contacts = update_likelihoods(  # line 4: P^i
+        algorithm,
+        state.contacts.take(rows),
+        sampled.take(rows),
+        inbox.ids.take(rows),
+        L[inbox.ids.flat_index(rows)],
+    )
+    return state.updated(rows, contacts, rule_states), decisions
+
+
+def sample_peers(
+    group: AgentGroup,
+    members: Indices,
+    contacts: ContactTable,
+    n: int,
+    active: Bool[np.ndarray, " N"],
+) -> Ragged:
+    """Sample the peers that active members ask (line 1, ProbSampling).
+
+    Raises:
+        ConfigError: A user's selection returned ids that are not among its candidates.
+    """
+    spec, algorithm = group.spec, group.spec.algorithm
+    rows = np.flatnonzero(active[group.agents[members]])
+    if not len(rows):
+        return Ragged.empty(len(members))
+    agents = group.agents[members[rows]]
+    contacts = contacts.take(rows)
+    candidates = candidate_peers(spec, agents)
+    generators = agent_streams(spec.seed, "select", n, agents=agents.tolist())
+
+    batched = BATCHED_SELECTION.get(algorithm.select)
+    if batched is not None:
+        keywords = getattr(algorithm.select, "keywords", {})
+        sampled = batched(contacts, candidates, spec.budget, generators, **keywords)
+    else:
+        sampled = Ragged.from_arrays(
+            [
+                select_peers(spec, int(j), P, candidates.ids(k), n, generator)
+                for k, (j, P, generator) in enumerate(
+                    zip(agents, contacts, generators, strict=True)
+                )
+            ]
+        )
+    return Ragged.scatter(len(members), (rows, sampled))
+
+
+def candidate_peers(spec: RunSpec, agents: Int[np.ndarray, " a"]) -> CandidatePeers:
+    """Return the peers that each of some agents may ask, itself only where it is a candidate."""
+    if spec.neighbours is None:
+        everybody = np.arange(spec.num_agents)
+        candidates = CandidatePeers.from_lists([everybody], np.zeros_like(agents), excluded=agents)
+    else:
+        lists = [spec.neighbours[j].sort().values.numpy() for j in agents.tolist()]
+        candidates = CandidatePeers.from_lists(lists, excluded=agents)
+    return candidates.including_self(agents) if spec.algorithm.own_candidate else candidates
+
+
+def update_likelihoods(
+    algorithm: Algorithm,
+    contacts: ContactTable,
+    sampled: Ragged,
+    received: Ragged,
+    L: Float[np.ndarray, " m"],
+) -> ContactTable:
+    """Average the likelihoods of the peers that answered each agent (line 4).
+
+    Args:
+        algorithm: The algorithm of all agents, with kappa, zeta and the first contact.
+        contacts: Contacts of each agent before the round.
+        sampled: Peers that each agent asked; they become contacts.
+        received: Peers that answered each agent.
+        L: Losses of the received models, in the order of `received`.
+
+    Returns:
+        Contacts of each agent after the round; NaN for a peer that never answered.
+    """
+    span = 1 + max(
+        (int(ids.values.max()) for ids in (contacts.ids, sampled) if len(ids.values)), default=0
+    )
+
+    def sort_keys(ids: Ragged) -> Int[np.ndarray, " k"]:
+        """Return one number a pair of agent and peer, ascending."""
+        keys: np.ndarray = ids.row_ids * span + ids.values
+        return keys
+
+    known = sort_keys(contacts.ids)
+    new = sort_keys(sampled)
+    if len(known):
+        new = new[known.take(known.searchsorted(new), mode="clip") != new]
+
+    ids, likelihood = contacts.ids, contacts.likelihood.copy()
+    if len(new):
+        known = np.concatenate([known, new])
+        order = known.argsort(kind="stable")
+        known = known[order]
+        values = np.concatenate([ids.values, new % span])[order]
+        ids = Ragged(values, ids.sizes + np.bincount(new // span, minlength=len(ids)))
+        likelihood = np.concatenate([likelihood, np.full(len(new), np.nan)])[order]
+
+    if algorithm.needs_losses:
+        answered = known.searchsorted(sort_keys(received))
+        likelihood[answered] = next_likelihood(algorithm, likelihood[answered], L)
+    return ContactTable(ids, likelihood)

@@ -1,0 +1,122 @@
+"""Colluding attackers in LocalAggregation, wrapped around what benign agents do (sec:experiments).
+
+Colluders ask each other first and average what they receive by numbers of samples. An agent under a
+new identity (a sybil) is unknown to everybody.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from fedcb2o.federated import batched_aggregation
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.aggregation.sample_average import sample_weights
+from fedcb2o.federated.contacts import AgentState, ContactTable
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.plugin_outputs import validated_weights
+from fedcb2o.federated.ragged import Indices, Ragged, complement
+from fedcb2o.federated.selection import select_colluding_peers
+from fedcb2o.federated.validation import own_models
+from fedcb2o.rng import agent_streams
+
+
+class AdversarialEngine:
+    """An engine whose colluding agents replace lines 1 and 3 to 6 of Algorithm 2 by their own."""
+
+    def __init__(self, engine: batched_aggregation.Engine) -> None:
+        self.engine = engine
+        self.exchange = engine.exchange
+        self.mix_ = engine.mix_
+
+    def map_groups(
+        self, function: Callable[..., Any], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+    ) -> list[Any]:
+        """Call `function` for each part, or what colluders add to it."""
+        function = WITH_COLLUDERS.get(function, function)
+        return self.engine.map_groups(function, *shared, arguments=arguments)
+
+
+def sample_peers(
+    group: AgentGroup,
+    members: Indices,
+    contacts: ContactTable,
+    n: int,
+    active: Bool[np.ndarray, " N"],
+) -> Ragged:
+    """Sample the peers that benign and colluding members ask (line 1)."""
+    colludes = _is_colluding(group)
+    known = _forget_new_identities(group, contacts, n)
+    sampled = batched_aggregation.sample_peers(group, members, known, n, active & ~colludes)
+
+    rows = np.flatnonzero((active & colludes)[group.agents[members]])
+    if not len(rows):
+        return sampled
+    others = complement(rows, len(members))
+    colluding = _sample_colluding_peers(group, members[rows], n)
+    return Ragged.scatter(len(members), (others, sampled.take(others)), (rows, colluding))
+
+
+def decide(
+    group: AgentGroup,
+    members: Indices,
+    state: AgentState,
+    sampled: Ragged,
+    inbox: Inbox,
+    n: int,
+    active: Bool[np.ndarray, " N"],
+) -> tuple[AgentState, Decisions]:
+    """Compute what benign and colluding members make of the received models (lines 3 to 6)."""
+    colludes = _is_colluding(group)
+    known = _forget_new_identities(group, state.contacts, n)
+    is_benign = active & ~colludes
+    decided, decisions = batched_aggregation.decide(
+        group, members, dataclasses.replace(state, contacts=known), sampled, inbox, n, is_benign
+    )
+    if known is not state.contacts:
+        rows = np.flatnonzero(is_benign[group.agents[members]])
+        decided = state.updated(rows, decided.contacts.take(rows), decided.rule_states)
+
+    rows = np.flatnonzero((active & colludes)[group.agents[members]])
+    _assign_sample_weights_(decisions, group, members, rows, inbox, n)
+    return decided, decisions
+
+
+WITH_COLLUDERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    batched_aggregation.sample_peers: sample_peers,
+    batched_aggregation.decide: decide,
+}
+
+
+def _is_colluding(group: AgentGroup) -> Bool[np.ndarray, " N"]:
+    return group.adversary.malicious & group.adversary.colludes
+
+
+def _forget_new_identities(group: AgentGroup, contacts: ContactTable, n: int) -> ContactTable:
+    """Remove the agents that come under a new identity in round n."""
+    renamed = group.adversary.new_identities(n)
+    return contacts.forget(renamed) if len(renamed) else contacts
+
+
+def _sample_colluding_peers(group: AgentGroup, members: Indices, n: int) -> Ragged:
+    """Sample the peers of colluders, fellow attackers first."""
+    spec, agents = group.spec, group.agents[members]
+    generators = agent_streams(spec.seed, "select", n, agents=agents.tolist())
+    colluders, benign = group.adversary.colluding_peers(agents, spec.neighbours)
+    return select_colluding_peers(colluders, benign, spec.budget, generators)
+
+
+def _assign_sample_weights_(
+    decisions: Decisions, group: AgentGroup, members: Indices, rows: Indices, inbox: Inbox, n: int
+) -> None:
+    """Weigh what colluders received by numbers of samples, in place."""
+    for batch_rows, index, received in inbox.group_by_size(rows):
+        own = None
+        if group.adversary.averages_own_model:
+            own = own_models(group, members[batch_rows], n)
+        mu = sample_weights(received, own)
+        weights, own_weight = validated_weights(sample_weights, mu, tuple(received.ids.shape))
+        decisions.weights[index] = weights.flatten().numpy()
+        decisions.own_weight[batch_rows] = own_weight.numpy()
