@@ -1,7 +1,7 @@
 """Renamed plug-ins and parameters: old names in configurations keep working, with a warning.
 
-Recorded digests and fingerprints use the names of version 0.x, so that runs recorded before a renaming
-can still be resumed and compared.
+Recorded digests and fingerprints use the old names, so that a run recorded before a renaming can
+still be resumed and compared.
 
 Example:
     >>> original_settings({"algorithm": {"name": "fedcb2o", "interpolation": 0.5}})
@@ -58,7 +58,8 @@ def current_parameters(
 
     Args:
         name: Current name of the plug-in.
-        values: Parameters from a configuration. If both names of one parameter occur, the later wins.
+        values: Parameters from a configuration. If both names of one parameter occur, the later
+        wins.
         known: Parameters of the function, which are never renamed.
 
     Returns:
@@ -94,12 +95,12 @@ def _original(value: Any) -> Any:
         return value
 
     name = value.get("name")
-    table = PARAMETERS.get(name, {}) if isinstance(name, str) else {}
-    old_keys = {new: old for old, new in table.items()}
+    table: Mapping[str, str] = PARAMETERS.get(name, {}) if isinstance(name, str) else {}
+    old_keys: dict[str, str] = {new: old for old, new in table.items()}
     old_names = {new: old for old, new in PLUGINS.items()}
     original: dict[str, Any] = {}
     for key, item in value.items():
-        old_key = old_keys.get(key, key)
+        old_key: str = old_keys.get(key, key)
         old_values = {new: old for old, new in VALUES.get(old_key, {}).items()}
         original[old_key] = _original(item)
         if old_values and not isinstance(item, Mapping | list | tuple):

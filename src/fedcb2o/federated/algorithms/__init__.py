@@ -1,8 +1,12 @@
-"""Algorithms: a selection, a rule and a mixing factor, put together under the paper's names.
+"""Algorithms: a peer selection, a criterion or rule, and a mixing factor.
 
-An algorithm is made by a function of keyword arguments, each of which is a named choice of a configuration. Where
-the paper's text and the authors' released code differ, both are choices. FedCB2O is the discretisation of
-eq:fedcb2o_dynamics, FedCBO that of eq:fedcbo_dynamic.
+A function of keyword arguments makes an algorithm. Each argument is a named choice of a
+configuration. Where the paper's text and the authors' released code differ, both are choices.
+FedCB2O is the discretisation of eq:fedcb2o_dynamics, and FedCBO that of eq:fedcbo_dynamic.
+
+Example:
+    >>> fedcb2o(alpha=5.0).factor(gamma=0.01)
+    0.1
 """
 
 from fedcb2o.federated.algorithm_spec import Algorithm as Algorithm

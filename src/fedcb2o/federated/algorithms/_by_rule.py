@@ -1,6 +1,7 @@
-"""An algorithm of any aggregation rule."""
+"""An algorithm that consists of any aggregation rule and any peer selection."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 from fedcb2o import plugins
@@ -13,6 +14,8 @@ from fedcb2o.federated.algorithms.base import require_mixing_factor
 from fedcb2o.federated.types import BATCHED, STATEFUL
 from fedcb2o.plugins import PluginChoice
 
+_PER_AGENT_INPUTS = {"progress", "n", "draw"}  # inputs that a pre-aggregation step does not mix
+
 
 def by_rule(
     *,
@@ -23,58 +26,78 @@ def by_rule(
     needs_losses: bool | None = None,
     mixing_factor: float = 1.0,
 ) -> Algorithm:
-    """Any rule over the received models, with any selection.
+    """Combine any aggregation rule with any peer selection.
 
-    A robust rule works on the received models and, unless `own_model` is "excluded", on the agent's own, after a
-    `pre_step` such as "nnm"; any other rule does what it says. `judges=False` saves the evaluation of the received
-    models where neither rule nor selection looks at losses; of a robust rule it is known.
+    Args:
+        rule: Aggregation rule.
+        selection: Peer selection.
+        own_model: "excluded" leaves the agent's own model out of a robust rule.
+        pre_step: Pre-aggregation step before a robust rule, such as "nnm".
+        needs_losses: False saves the evaluation of the received models, if neither rule nor
+            selection reads losses. By default, a robust rule decides it, and other rules get
+            losses.
+        mixing_factor: Share of the aggregate in the new model, above 0 and at most 1.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ConfigError: The rule does not go with the other parameters.
     """
     select = _selections.resolve_selection(selection)
-    weigh = plugins.resolve_and_bind("rule", rule, aggregation, deferred=("f",))
-    made = functools.partial(
+    resolved = plugins.resolve_and_bind("rule", rule, aggregation, deferred=("f",))
+    make = functools.partial(
         Algorithm, select=select, lambda1=1.0, mixing_factor=require_mixing_factor(mixing_factor)
     )
-    if (form := base.RULE_SIGNATURE.get(weigh)) is None:
+    if base.RULE_SIGNATURE.get(resolved) is None:
         if own_model is not None or pre_step is not None:
             raise ConfigError(
-                "`own_model` and `pre_step` go with robust rules, and this one weighs by itself"
+                "`own_model` and `pre_step` go with robust rules, and this rule "
+                "computes weights itself"
             )
-        plugins.bind("rule", weigh.func, weigh.keywords)
-        memory = STATEFUL.get(weigh)
-        if memory is not None and BATCHED.get(weigh):
-            raise ConfigError(
-                "a rule with a memory is asked for one agent at a time: declare `remembers` or `together`"
-            )
-        before = memory is not None and memory.uses_previous
-        return made(
-            rule=weigh,
-            needs_losses=needs_losses is not False,
-            keeps_previous=before,
-            is_stateful=memory is not None,
-        )
-    prepared = (
-        None
-        if pre_step is None
-        else plugins.resolve_and_bind("pre-step", pre_step, preaggregation, deferred=("f",))
-    )
-    seen = set(robust_rule.extra_inputs(weigh))
-    if prepared is not None and seen - {"progress", "n", "draw"}:
+        return _by_general_rule(make, resolved, needs_losses is not False)
+
+    mixing = None
+    if pre_step is not None:
+        mixing = plugins.resolve_and_bind("pre-step", pre_step, preaggregation, deferred=("f",))
+    inputs = set(robust_rule.extra_inputs(resolved))
+    if mixing is not None and inputs - _PER_AGENT_INPUTS:
         raise ConfigError(
-            f"a `pre_step` mixes models, and the rule looks at {min(seen)} of each single one"
+            f"a `pre_step` mixes models, and the rule reads {min(inputs)} of each single model"
         )
     if needs_losses is None:
-        by_chance = getattr(select, "func", select) in (_selections.uniform, _selections.everyone)
-        needs_losses = not by_chance or bool({"losses", "entropies"} & seen)
-    return made(
+        reads_losses = bool({"losses", "entropies"} & inputs)
+        ignores_losses = (_selections.uniform, _selections.everyone)
+        needs_losses = getattr(select, "func", select) not in ignores_losses or reads_losses
+    return make(
         rule=functools.partial(
             robust_rule.apply_robust_rule,
-            rule=weigh,
+            rule=resolved,
             own_model=own_model or "judged",
-            pre_step=prepared,
+            pre_step=mixing,
         ),
         needs_losses=needs_losses,
-        keeps_previous="before" in form.own_rows,
-        validate_budget=functools.partial(_validate_budget, weigh, own_model, prepared),
+        keeps_previous="before" in base.signature_of(resolved).own_rows,
+        validate_budget=functools.partial(_validate_budget, resolved, own_model, mixing),
+    )
+
+
+def _by_general_rule(
+    make: Callable[..., Algorithm], rule: functools.partial[Any], needs_losses: bool
+) -> Algorithm:
+    """Make the algorithm of a rule that computes weights itself."""
+    plugins.bind("rule", rule.func, rule.keywords)
+    memory = STATEFUL.get(rule)
+    if memory is not None and BATCHED.get(rule):
+        raise ConfigError(
+            "a rule with memory is evaluated for one agent at a time: "
+            "declare `stateful` or `batched`"
+        )
+    return make(
+        rule=rule,
+        needs_losses=needs_losses,
+        keeps_previous=memory is not None and memory.uses_previous,
+        is_stateful=memory is not None,
     )
 
 
@@ -84,8 +107,8 @@ def _validate_budget(
     pre_step: functools.partial[Any] | None,
     budget: int,
 ) -> None:
-    """Raises ConfigError where a rule does not admit the f that it was given, even if everybody answers."""
-    own = int(own_model != "excluded" or "own" in base.signature_of(rule).own_rows)
+    """Check that the rule admits its `f` if every peer answers; raises ConfigError."""
+    num_own = int(own_model != "excluded" or "own" in base.signature_of(rule).own_rows)
     for function in (rule, pre_step):
         if function is not None and "f" in function.keywords:
-            base.validate_byzantine_count(function, function.keywords["f"], budget + own)
+            base.validate_byzantine_count(function, function.keywords["f"], budget + num_own)

@@ -1,9 +1,12 @@
-"""DFCA: IFCA without a coordinator. Every agent holds K models, trains the one that fits it best, sends that alone, and
-averages each with what those whom it asked made of the same (Kirch, Becker, Harmeling and Koketsu Rodrigues, "DFCA:
-decentralized federated clustering algorithm", arXiv 2510.15300, 2025; Algorithm 1 and eq. (7), of which the running
-average of eq. (8) is another order of the same sum).
+"""DFCA: IFCA without a coordinator.
 
-Who sends a model says of which cluster it is, and is believed: nobody judges what is averaged.
+Every agent holds K models, one per cluster. It trains the model that fits it best, sends only that
+one, and averages each model with the received models of the same cluster. Kirch, Becker, Harmeling
+and Koketsu Rodrigues, "DFCA: decentralized federated clustering algorithm" (arXiv 2510.15300,
+2025), Algorithm 1 and eq. (7). Their running average, eq. (8), is the same sum in another order.
+
+A sender states the cluster of its model, and receivers believe it. Received models are not
+validated.
 """
 
 import dataclasses
@@ -22,12 +25,25 @@ from fedcb2o.plugins import PluginChoice
 
 
 def dfca(*, models: int, selection: PluginChoice = "uniform") -> Algorithm:
-    """DFCA, IFCA without a coordinator: every agent holds so many `models`, trains the one that fits it best, and
-    averages each with what those whom it asks made of it (Kirch et al. 2025; see `federated.dfca`)."""
+    """Hold one model per cluster in each agent, and average it with the peers' (DFCA).
+
+    Kirch et al. (2025). An agent trains the model that fits it best.
+
+    Args:
+        models: Number K of models per agent, 1 or more.
+        selection: Peer selection.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ConfigError: `models` is below 1.
+    """
     require("models", models, models >= 1, "1 or more")
-    chosen = _selections.resolve_selection(selection)
     return dataclasses.replace(
-        local_training(), select=chosen, clusters=ClusterModels(models, per_agent=True)
+        local_training(),
+        select=_selections.resolve_selection(selection),
+        clusters=ClusterModels(models, per_agent=True),
     )
 
 
@@ -38,34 +54,54 @@ def running_averages(
     chosen: Int[np.ndarray, " N"],
     inbox: Inbox,
 ) -> MixingMatrix:
-    """How the models in the rows `held` change: each to the mean of itself and of those that arrived for the cluster
-    that their sender has `chosen`. The one that an agent trained lies in its `own` row, and is lost where it is not
-    `whole`, not finite that is."""
-    agents, k = held_rows.shape
+    """Average each held model with itself and the received models of its cluster (eq. 7).
+
+    Args:
+        held_rows: Rows of each agent's K models in the model buffer, shape [N, K].
+        own_rows: Row of the model that each agent trained, shape [N].
+        is_finite: The trained model is finite, shape [N]; otherwise it is lost.
+        chosen: Cluster whose model each agent trained, shape [N].
+        inbox: Received models.
+
+    Returns:
+        The averages as a mixing matrix of the held rows.
+    """
+    num_agents, k = held_rows.shape
     rows = held_rows.copy()
     rows[np.flatnonzero(is_finite), chosen[is_finite]] = own_rows[is_finite]
-    target = np.concatenate(
-        [np.arange(held_rows.size), inbox.ids.row_ids * k + chosen[inbox.ids.values]]
-    )
-    sender = np.concatenate([np.repeat(np.arange(agents), k), inbox.ids.values])
+
+    # Pairs (target model, sender), sorted so that the sum does not depend on the order of arrival.
+    received_for = inbox.ids.row_ids * k + chosen[inbox.ids.values]
+    target = np.concatenate([np.arange(held_rows.size), received_for])
+    sender = np.concatenate([np.repeat(np.arange(num_agents), k), inbox.ids.values])
     columns = np.concatenate([rows.ravel(), inbox.rows])
     order = np.lexsort((sender, target))
     target = target[order]
     columns = columns[order]
+
     values = (1 / np.bincount(target))[target].astype(np.float32)
-    return MixingMatrix(
-        held_rows.ravel(), np.searchsorted(target, np.arange(held_rows.size + 1)), columns, values
-    )
+    offsets = np.searchsorted(target, np.arange(held_rows.size + 1))
+    return MixingMatrix(held_rows.ravel(), offsets, columns, values)
 
 
 def as_decisions(
     asked: Ragged, inbox: Inbox, previous: Int[np.ndarray, " N"], chosen: Int[np.ndarray, " N"]
 ) -> Decisions:
-    """What went into the model that each agent has now `chosen`, where `before` says whose model each trained: of what
-    it received that of the same cluster, and what it held itself."""
-    choices = Decisions.empty(np.arange(len(chosen)), asked, inbox)
+    """Describe the average that is now each agent's model, for the records.
+
+    Args:
+        asked: Sampled peers of each agent.
+        inbox: Received models.
+        previous: Cluster whose model each agent trained, shape [N].
+        chosen: Cluster whose model each agent has now, shape [N].
+
+    Returns:
+        Weights of the received models of the agent's cluster, and of its own.
+    """
+    decisions = Decisions.empty(np.arange(len(chosen)), asked, inbox)
     owner = inbox.ids.row_ids
     counted: Bool[np.ndarray, " m"] = previous[inbox.ids.values] == chosen[owner]
-    each = 1 / (1 + np.bincount(owner[counted], minlength=len(chosen)))
-    choices.weights[:], choices.own_weight[:] = np.where(counted, each[owner], 0.0), each
-    return choices
+    weight = 1 / (1 + np.bincount(owner[counted], minlength=len(chosen)))
+    decisions.weights[:] = np.where(counted, weight[owner], 0.0)
+    decisions.own_weight[:] = weight
+    return decisions

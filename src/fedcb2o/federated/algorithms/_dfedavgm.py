@@ -1,4 +1,4 @@
-"""DFedAvgM."""
+"""DFedAvgM: averages of random peers' models (Sun et al. 2022)."""
 
 import functools
 from typing import Literal
@@ -12,7 +12,17 @@ from fedcb2o.plugins import PluginChoice
 def dfedavgm(
     *, selection: PluginChoice = "uniform", own_model: Literal["excluded", "judged"] = "judged"
 ) -> Algorithm:
-    """DFedAvgM (Sun et al. 2022): the average of random peers and oneself, weighted by their numbers of samples."""
+    """Average the models of random peers and the agent's own, weighted by numbers of samples.
+
+    Sun et al. (2022).
+
+    Args:
+        selection: Peer selection.
+        own_model: "excluded" leaves the agent's own model out of the average.
+
+    Returns:
+        The algorithm.
+    """
     return Algorithm(
         select=_selections.resolve_selection(selection),
         rule=functools.partial(by_num_samples, own_model=own_model),

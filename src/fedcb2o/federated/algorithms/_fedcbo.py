@@ -1,11 +1,11 @@
-"""FedCBO."""
+"""FedCBO: FedCB2O with the average loss as criterion.
+
+Carrillo et al. (2024); the discretisation of eq:fedcbo_dynamic with ProbSampling.
+"""
 
 import functools
 
 from fedcb2o.federated.algorithms._fedcb2o import fedcb2o
 
 fedcbo = functools.partial(fedcb2o, criterion="average_loss")
-"""FedCBO (Carrillo et al. 2024; eq:fedcbo_dynamic) with ProbSampling: FedCB2O with the average loss for G."""
-
-
-vars(fedcbo)["__name__"] = "fedcbo"  # as errors call it
+vars(fedcbo)["__name__"] = "fedcbo"  # the name in error messages

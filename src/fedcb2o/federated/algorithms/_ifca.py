@@ -1,12 +1,14 @@
-"""IFCA: a coordinator holds K models, and each becomes the average of what the agents that it fits best made of it
-(Ghosh, Chung, Yin and Ramchandran, "An efficient framework for clustered federated learning", NeurIPS 2020,
-Algorithm 1, by model averaging).
+"""IFCA: clustered federated learning with a coordinator.
 
-The clustered baseline. What nothing else here needs, it has: a coordinator that all agents reach and trust, and the
-number K of clusters. What all else here has, it lacks: nobody judges the models that are averaged, so that those of
-malicious agents count like any other, unless a robust rule such as the trimmed mean takes the place of the average (as
-in Ghosh, Hong, Yin and Ramchandran, "Robust federated learning in a heterogeneous environment", 2019, once clusters are
-known).
+A coordinator holds K models. Each becomes the average of the models that agents trained from it,
+where an agent chooses the model that fits it best. Ghosh, Chung, Yin and Ramchandran, "An efficient
+framework for clustered federated learning" (NeurIPS 2020), Algorithm 1, by model averaging.
+
+IFCA is the clustered baseline. In contrast to the other algorithms, it needs a coordinator that all
+agents reach and trust, and the number K of clusters. It does not validate the averaged models, so
+models of malicious agents count like all others. A robust rule such as the trimmed mean may replace
+the average, as in Ghosh, Hong, Yin and Ramchandran, "Robust federated learning in a heterogeneous
+environment" (2019), once clusters are known.
 """
 
 import dataclasses
@@ -23,7 +25,6 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregation
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.aggregation import base, robust_rule
-from fedcb2o.federated.aggregation.robust_rule import with_byzantine_count
 from fedcb2o.federated.algorithm_spec import Algorithm, ClusterModels
 from fedcb2o.federated.algorithms._local_training import local_training
 from fedcb2o.federated.algorithms.base import require
@@ -42,31 +43,38 @@ def ifca(
     restarts: int = 1,
     trial_rounds: int = 3,
 ) -> Algorithm:
-    """IFCA, the baseline that knows the number of clusters and has a coordinator, which holds so many `models`, each
-    the average of the agents that it fits best (Ghosh et al. 2020; see `federated.ifca`), or what a robust `rule` such
-    as "trimmed_mean" makes of them.
+    """Average the models of each cluster in a coordinator (IFCA).
 
-    Beside that, agents train alone: whom they could ask, budget and graph, does not matter. With `restarts` it begins
-    from so many sets of first models, and goes on from the one whose models fit best after `trial` rounds.
+    Ghosh et al. (2020). Apart from that, agents train alone: `budget` and graph have no effect.
+
+    Args:
+        models: Number K of models in the coordinator, 1 or more.
+        weights: Equal weights, or weights by numbers of samples.
+        rule: Robust rule instead of the average, such as "trimmed_mean".
+        restarts: Number of sets of initial models, 1 or more. The set that fits best goes on.
+        trial_rounds: Rounds after which the sets are compared, 1 or more.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ConfigError: A parameter is out of range, or the rule reads more than models.
     """
     require("models", models, models >= 1, "1 or more")
     require("restarts", restarts, restarts >= 1, "1 or more")
-    require("trial", trial_rounds, trial_rounds >= 1, "1 or more")
-    robust = (
-        None
-        if rule is None
-        else plugins.resolve_and_bind("rule", rule, aggregation, deferred=("f",))
-    )
-    if robust is not None:
-        form = base.RULE_SIGNATURE.get(robust)
-        if form is None or form.own_rows or robust_rule.extra_inputs(robust):
+    require("trial_rounds", trial_rounds, trial_rounds >= 1, "1 or more")
+    robust = None
+    if rule is not None:
+        robust = plugins.resolve_and_bind("rule", rule, aggregation, deferred=("f",))
+        signature = base.RULE_SIGNATURE.get(robust)
+        if signature is None or signature.own_rows or robust_rule.extra_inputs(robust):
             raise ConfigError(
-                "the `rule` of ifca looks at models alone, since a coordinator has none of its own and no data: take "
-                "one such as trimmed_mean or krum"
+                "the `rule` of ifca must read models alone, because a coordinator has no model "
+                "of its own and no data: take one such as trimmed_mean or krum"
             )
         if weights == "samples":
             raise ConfigError(
-                '`weights` = "samples" goes without a `rule`, which says itself how models count'
+                '`weights` = "samples" goes without a `rule`, because a rule computes the weights'
             )
     clusters = ClusterModels(
         models,
@@ -81,9 +89,19 @@ def ifca(
 def assign_clusters_(
     group: AgentGroup, members: Indices, held_rows: Int[np.ndarray, "N K"]
 ) -> list[tuple[int, float]]:
-    """Which of the models in the rows `held` that it may choose from fits each of some agents best, and its loss: that
-    of the least on its true training data, of equals the first. It takes a copy."""
-    chosen = []
+    """Choose the model of least loss for each agent, and copy it to the agent's own row.
+
+    The loss is that on the agent's clean training data; the first of equals wins.
+
+    Args:
+        group: Agent group.
+        members: Indices of agents in the group.
+        held_rows: Rows of the models that each agent may choose from, shape [N, K].
+
+    Returns:
+        Number of the chosen model, and its loss, for each agent.
+    """
+    assignments = []
     for k in members.tolist():
         rows = held_rows[int(group.agents[k])]
         data = group.data.clean_training_data(k)
@@ -91,9 +109,9 @@ def assign_clusters_(
             group.spec, group.models, torch.from_numpy(rows), data, group.reference(k)
         ).mean
         best = int(losses.argmin())
-        chosen.append((best, float(losses[best])))
+        assignments.append((best, float(losses[best])))
         group.models[int(group.layout.own[k])] = group.models[int(rows[best])]
-    return chosen
+    return assignments
 
 
 def cluster_means(
@@ -103,41 +121,72 @@ def cluster_means(
     models: Float[Tensor, "p d"],
     malicious_share: float,
 ) -> Decisions:
-    """How the K models, whose `ids` follow the agents', change: each to the average of what arrived for it, with equal
-    weights or by numbers of samples, or to what a robust rule makes of it that assumes the attackers' `share`. One that
-    nobody chose stays."""
-    choices = Decisions.empty(ids, Ragged.empty(len(ids)), inbox)
-    if clusters.rule is not None:
-        for k, cluster in enumerate(ids.tolist()):
-            there = inbox.ids.flat_index(np.array([k]))
-            rows = torch.from_numpy(inbox.rows[there])
-            rule = with_byzantine_count(
-                clusters.rule, math.ceil(malicious_share * len(rows) - 1e-9), len(rows)
-            )
-            made = base.evaluate_rule(rule, base.gram_and_mixing(rule, models, rows, None)[0])
-            if isinstance(made, Reduction) and len(rows):
-                choices.reductions[cluster] = dataclasses.replace(made, rows=rows[made.rows])
-            choices.weights[there] = np.nan if isinstance(made, Reduction) else made.numpy()
-        return choices
-    counts = inbox.num_samples if clusters.by_samples else np.ones(len(inbox.rows))
-    owner = inbox.ids.row_ids
-    total = np.bincount(owner, counts, len(ids))[owner]
-    choices.weights[:] = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
-    return choices
+    """Average the models that the coordinator received for each cluster.
+
+    A model that no agent chose stays as it is.
+
+    Args:
+        ids: Ids of the K models, which follow those of the agents, shape [K].
+        inbox: Models that the coordinator received for each cluster.
+        clusters: Weights or robust rule.
+        models: Model buffer, shape [p, d].
+        malicious_share: Attackers' share that a robust rule assumes.
+
+    Returns:
+        Weights or reductions of the K models.
+    """
+    decisions = Decisions.empty(ids, Ragged.empty(len(ids)), inbox)
+    if clusters.rule is None:
+        counts = inbox.num_samples if clusters.by_samples else np.ones(len(inbox.rows))
+        cluster = inbox.ids.row_ids
+        total = np.bincount(cluster, counts, len(ids))[cluster]
+        decisions.weights[:] = np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
+        return decisions
+
+    for k, cluster_id in enumerate(ids.tolist()):
+        index = inbox.ids.flat_index(np.array([k]))
+        rows = torch.from_numpy(inbox.rows[index])
+        f = math.ceil(malicious_share * len(rows) - 1e-9)
+        rule = robust_rule.with_byzantine_count(clusters.rule, f, len(rows))
+        gram, _ = base.gram_and_mixing(rule, models, rows, None)
+        outcome = base.evaluate_rule(rule, gram)
+        if not isinstance(outcome, Reduction):
+            decisions.weights[index] = outcome.numpy()
+            continue
+        decisions.weights[index] = np.nan
+        if len(rows):
+            reduction = dataclasses.replace(outcome, rows=rows[outcome.rows])
+            decisions.reductions[cluster_id] = reduction
+    return decisions
 
 
 def as_decisions(means: Decisions, chosen: Int[np.ndarray, " N"]) -> Decisions:
-    """The average that each agent's model is, from its view: its own model is not among those that it received."""
+    """Describe the average that is now each agent's model, for the records.
+
+    An agent's own model is not among those that it received.
+
+    Args:
+        means: Averages of the K models.
+        chosen: Model that each agent has now, shape [N].
+
+    Returns:
+        Weights of other agents' models in the average, and of the agent's own.
+    """
     agents = np.arange(len(chosen))
     received = means.received.take(chosen)
-    places = means.received.flat_index(chosen)
-    own = received.values == agents[received.row_ids]
-    weights = means.weights[places]
-    rows = means.rows[places]
+    index = means.received.flat_index(chosen)
+    is_own = received.values == agents[received.row_ids]
+    weights = means.weights[index]
+    rows = means.rows[index]
+
+    num_others = (~is_own).sum()
     inbox = Inbox(
-        received.filter(~own), rows[~own], np.zeros((~own).sum()), np.zeros((~own).sum(), np.int64)
+        received.filter(~is_own),
+        rows[~is_own],
+        np.zeros(num_others),
+        np.zeros(num_others, np.int64),
     )
-    choices = Decisions.empty(agents, Ragged.empty(len(agents)), inbox)
-    choices.weights[:] = weights[~own]
-    choices.own_weight[:] = np.bincount(received.row_ids[own], weights[own], len(agents))
-    return choices
+    decisions = Decisions.empty(agents, Ragged.empty(len(agents)), inbox)
+    decisions.weights[:] = weights[~is_own]
+    decisions.own_weight[:] = np.bincount(received.row_ids[is_own], weights[is_own], len(agents))
+    return decisions

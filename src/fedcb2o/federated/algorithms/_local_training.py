@@ -1,4 +1,4 @@
-"""Local training."""
+"""Local training: the baseline without communication."""
 
 import torch
 from jaxtyping import Float
@@ -10,7 +10,11 @@ from fedcb2o.federated.types import CriterionInput, batched
 
 
 def local_training() -> Algorithm:
-    """No exchange: every agent trains alone."""
+    """Train every agent alone, without any exchange.
+
+    Returns:
+        The algorithm.
+    """
     return Algorithm(
         select=_selections.no_peers,
         rule=_keep_own_model,
