@@ -1,6 +1,7 @@
-"""One agent among real peers as an engine: a block of one, whose `exchange` is the network (alg:localAggregation).
+"""Engine of one agent among real peers: a group of one, whose `exchange` is the network.
 
-The pool is [own | crafted | before | inbox]. A model that arrived lies in a row of the inbox until the round has mixed.
+The rounds are those of every engine (alg:localAggregation). The model buffer is [own | crafted |
+previous | received]. A received model stays in its row until the round has mixed.
 """
 
 import dataclasses
@@ -32,77 +33,98 @@ from fedcb2o.peer.wire.client import Arrival, PeerClient
 
 _T = TypeVar("_T")
 
-_ONLY_AGENT = np.zeros(1, np.int64)  # the place of the only agent
+_ONLY_AGENT = np.zeros(1, np.int64)  # position of the agent in its group
 
 
 class PeerEngine:
-    """The engine of one agent, whose model was the `first` before all rounds. `may_ask(n)` are the ids of those whom it
-    may ask now; it `offers` its models by one part, and gets others' by `downloads`. `arrivals` and `failures` tell how
-    the last exchange went, by peer, and `seconds` how long it took."""
+    """Engine of one agent.
+
+    Args:
+        group: The group of this agent.
+        publisher: Publisher of its models.
+        client: Client that downloads other models.
+        candidates: Function that returns the peers that may be asked in a round.
+        initial_model: The agent's model before all rounds, shape [d].
+
+    Attributes:
+        arrivals: Models that arrived in the last exchange, by peer.
+        failures: Reasons of the missing models in the last exchange, by peer.
+        exchange_seconds: Duration of the last exchange.
+    """
 
     def __init__(
         self,
-        block: AgentGroup,
-        offers: ModelPublisher,
-        downloads: PeerClient,
-        may_ask: Callable[[int], Sequence[int]],
-        first: Float[Tensor, " d"],
+        group: AgentGroup,
+        publisher: ModelPublisher,
+        client: PeerClient,
+        candidates: Callable[[int], Sequence[int]],
+        initial_model: Float[Tensor, " d"],
     ) -> None:
-        self.group = block
-        self.publisher = offers
-        self.client = downloads
-        self.reachable_peers = may_ask
-        self.initial_model = first
-        self.spec = block.spec
-        self.adversary = block.adversary
-        self.agent_id = int(block.agents[0])
-        self.groups = [block.agents]
+        self.group = group
+        self.publisher = publisher
+        self.client = client
+        self.candidates = candidates
+        self.initial_model = initial_model
+        self.spec = group.spec
+        self.adversary = group.adversary
+        self.agent_id = int(group.agents[0])
+        self.groups = [group.agents]
         self.arrivals: Mapping[int, Arrival] = {}
         self.failures: Mapping[int, str] = {}
         self.exchange_seconds = 0.0
 
     def map_groups(
-        self, function: Callable[..., _T], *shared: Any, arguments: Sequence[Sequence[Any]] = ()
+        self,
+        function: Callable[..., _T],
+        *shared: Any,
+        arguments: Sequence[Sequence[Any]] = (),
     ) -> list[_T]:
-        """What a function finds for the agent; whom it asks, among those that are there."""
-        block = (
-            self._with_candidates(self.reachable_peers(int(shared[0])))
-            if function is sample_peers
-            else self.group
-        )
+        """Apply a function to the group.
+
+        A peer must not end because its training diverged, for instance from an average with a model
+        that was crafted for this. It then trains once more, from the initial model.
+
+        Args:
+            function: A step of a round; the candidates are set for `sample_peers`.
+            *shared: Arguments for all groups; the first one is the round.
+            arguments: Arguments of each group.
+
+        Returns:
+            The result for the only group.
+        """
+        n = int(shared[0])
+        group = self._with_candidates(n) if function is sample_peers else self.group
+        own_arguments = (argument[0] for argument in arguments)
+        call = functools.partial(function, group, _ONLY_AGENT, *own_arguments, *shared)
         with dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution):
-            call = functools.partial(
-                function, block, _ONLY_AGENT, *(each[0] for each in arguments), *shared
-            )
-            found: Any = call()
-            if function is train_ and self._has_diverged(int(shared[0]), *found):
-                self._row(int(block.layout.own[0])).copy_(self.initial_model)
-                found = call()
-            return [found]
+            result: Any = call()
+            if function is train_ and self._has_diverged(n, *result):
+                self._own_model().copy_(self.initial_model)
+                result = call()
+        return [result]
 
     def _has_diverged(
         self, n: int, losses: Float[np.ndarray, " 1"], sizes: Float[np.ndarray, " 1"]
     ) -> bool:
-        """Whether training led nowhere, as it may from an average with a model that was made for this: a peer ends
-        nobody. In a simulation of such models it is their success."""
-        if (np.isfinite(losses) & np.isfinite(sizes)).all() or self.adversary.attack.is_crafting(n):
+        """Check the results of training; a simulated attack that crafts models may diverge."""
+        is_finite = (np.isfinite(losses) & np.isfinite(sizes)).all()
+        if is_finite or self.adversary.attack.is_crafting(n):
             return False
         self.publisher.notify(
-            f"training diverged in round {n + 1}: it begins again with the initial model; are the data on the agreed "
-            "scale?"
+            f"training diverged in round {n + 1}: it begins again with the initial model; are the "
+            "data on the agreed scale?"
         )
         return True
 
-    def _with_candidates(self, there: Sequence[int]) -> AgentGroup:
-        """The same block where the agent may ask only those that are there."""
-        near = self.spec.neighbours
-        wanted = set(there) if near is None else set(there) & set(near[self.agent_id].tolist())
-        nobody = torch.zeros(0, dtype=torch.int64)
-        lists = [nobody] * self.spec.num_agents
-        lists[self.agent_id] = torch.tensor(sorted(wanted), dtype=torch.int64)
-        return dataclasses.replace(
-            self.group, spec=dataclasses.replace(self.spec, neighbours=tuple(lists))
-        )
+    def _with_candidates(self, n: int) -> AgentGroup:
+        """Return the group with the peers that may be asked in round `n` as its neighbours."""
+        candidates = set(self.candidates(n))
+        if self.spec.neighbours is not None:
+            candidates &= set(self.spec.neighbours[self.agent_id].tolist())
+        neighbours = [torch.zeros(0, dtype=torch.int64)] * self.spec.num_agents
+        neighbours[self.agent_id] = torch.tensor(sorted(candidates), dtype=torch.int64)
+        spec = dataclasses.replace(self.spec, neighbours=tuple(neighbours))
+        return dataclasses.replace(self.group, spec=spec)
 
     def local_aggregation_(
         self,
@@ -112,7 +134,19 @@ class PeerEngine:
         deadline: float | None,
         on_step: Callable[[str], None],
     ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
-        """Run Algorithm 2 for the agent; a simulated attacker colludes instead."""
+        """Run Algorithm 2 for the agent (alg:localAggregation); a simulated attacker colludes.
+
+        Args:
+            n: The round.
+            states: The state of the only group.
+            active: Agents that take part in the round.
+            deadline: Time in seconds after which models are missing.
+            on_step: Called with the name of each finished step.
+
+        Returns:
+            The new state and the decisions of the only group; and for each agent True, except for
+            this one if its model is not finite.
+        """
         colludes = self.adversary.colludes and self.adversary.malicious[self.agent_id]
         if colludes or not active[self.agent_id]:
             engine = AdversarialEngine(self)
@@ -120,7 +154,7 @@ class PeerEngine:
                 engine, n, states, active, deadline, on_step
             )
 
-        agent = self._with_candidates(self.reachable_peers(n))
+        agent = self._with_candidates(n)
         contacts = states[0].contacts.forget(self.adversary.new_identities(n))
         state = AgentState(contacts, states[0].rule_states)
         with dispatch.use_kernels(self.spec.kernels.linear, self.spec.kernels.convolution):
@@ -132,95 +166,109 @@ class PeerEngine:
     def publish_(
         self, n: int, online: Bool[np.ndarray, " N"], sizes: Float[np.ndarray, " N"]
     ) -> None:
-        """Offer the model that the agent trained; an attacker of a simulation crafts first, from what it downloads."""
-        block = self.group
-        layout = self.group.layout
-        box = make_outbox(self.group, n)
-        num_samples = int(box.num_samples[0])
-        claims = int(box.claimed_samples[0])
-        theta = self._row(int(layout.own[0]))
-        deceived = self.adversary.benign_ids
-        if not box.is_attacking[0] and claims == num_samples:
+        """Offer the trained model; an attacker of a simulation crafts models first.
+
+        Args:
+            n: The round.
+            online: Agents that are online; all real peers are.
+            sizes: Largest absolute parameters of the trained models.
+        """
+        outbox = make_outbox(self.group, n)
+        num_samples = int(outbox.num_samples[0])
+        claimed_samples = int(outbox.claimed_samples[0])
+        theta = self._own_model()
+        if not outbox.is_attacking[0] and claimed_samples == num_samples:
             self.publisher.publish(n, theta, num_samples)
             return
-        if box.is_attacking[0]:  # fellows look at what each trained
-            self.publisher.publish_attack(
-                n, theta, num_samples, dict.fromkeys(deceived.tolist()), claims
-            )
-            craft_models_(
-                block, _ONLY_AGENT, n, np.ones(self.spec.num_agents, dtype=bool), self._peek(n)
-            )
-        rows = box.rows(np.zeros(len(deceived), np.int64), deceived).tolist()
-        crafted = {to: self._row(row) for to, row in zip(deceived.tolist(), rows, strict=True)}
-        self.publisher.publish_attack(n, theta, num_samples, crafted, claims)
+
+        receivers = self.adversary.benign_ids
+        if outbox.is_attacking[0]:
+            # colluders look at each other's trained models before they craft
+            pending = dict.fromkeys(receivers.tolist())
+            self.publisher.publish_attack(n, theta, num_samples, pending, claimed_samples)
+            online = np.ones(self.spec.num_agents, dtype=bool)
+            craft_models_(self.group, _ONLY_AGENT, n, online, self._peek(n))
+        rows = outbox.rows(np.zeros(len(receivers), np.int64), receivers).tolist()
+        crafted = {
+            receiver: self.group.models[row]
+            for receiver, row in zip(receivers.tolist(), rows, strict=True)
+        }
+        self.publisher.publish_attack(n, theta, num_samples, crafted, claimed_samples)
 
     def _peek(self, n: int) -> Callable[[list[int]], Float[Tensor, "m d"]]:
-        """What an attacker may see: its own model and those of others that it downloads now; where one does not come
-        it takes its own for it."""
+        """Return an attacker's view of models; its own model replaces those that do not arrive."""
 
-        def look(ids: list[int]) -> Float[Tensor, "m d"]:
-            seen = self.client.peek(n, [i for i in ids if i != self.agent_id])
-            own = self._row(int(self.group.layout.own[0]))
-            return (
-                torch.stack([seen.get(i, own) for i in ids])
-                if ids
-                else torch.zeros(0, self.spec.dim)
-            )
+        def peek(ids: list[int]) -> Float[Tensor, "m d"]:
+            models = self.client.peek(n, [i for i in ids if i != self.agent_id])
+            own_model = self._own_model()
+            if not ids:
+                return torch.zeros(0, self.spec.dim)
+            return torch.stack([models.get(i, own_model) for i in ids])
 
-        return look
+        return peek
 
     def exchange(self, n: int, asked: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
-        """Download, in one go, what the asked peers offer; who has not answered by the deadline is missed."""
+        """Download the models of the asked peers (alg:localAggregation, line 2).
+
+        Args:
+            n: The round.
+            asked: The asked agents; attackers ask themselves too.
+            deadline: Time in seconds after which models are missing.
+
+        Returns:
+            The received models of the only group.
+        """
         ids = asked[0].values.tolist()
-        own = int(self.group.layout.own[0])
-        slots = {
-            i: self.group.layout.first_received + k
-            for k, i in enumerate(i for i in ids if i != self.agent_id)
-        }
-        rows = {i: self._row(row) for i, row in slots.items()}
-        began = time.monotonic()
-        self.arrivals, self.failures = self.client.fetch(n, rows, deadline)
-        self.exchange_seconds = time.monotonic() - began
-        there = np.array([i == self.agent_id or i in self.arrivals for i in ids], dtype=bool)
-        kept = [i for i in ids if i == self.agent_id or i in self.arrivals]
-        mine = self.group.data.train.sizes.astype(float)[0]
-        claims = np.array(
-            [mine if i == self.agent_id else self.arrivals[i].num_samples for i in kept],
-            dtype=float,
-        )
-        rounds = np.array(
-            [n if i == self.agent_id else self.arrivals[i].round for i in kept], np.int64
-        )
-        places = np.array([own if i == self.agent_id else slots[i] for i in kept], np.int64)
-        return [
-            Inbox(
-                asked[0].filter(there),
-                places,
-                clip_claimed_samples(claims, self.spec.max_samples),
-                rounds,
-            )
-        ]
+        peers = [i for i in ids if i != self.agent_id]
+        first_row = self.group.layout.first_received
+        rows = {peer: first_row + k for k, peer in enumerate(peers)}
+        targets = {peer: self.group.models[row] for peer, row in rows.items()}
+
+        start = time.monotonic()
+        self.arrivals, self.failures = self.client.fetch(n, targets, deadline)
+        self.exchange_seconds = time.monotonic() - start
+
+        own_samples = self.group.data.train.sizes.astype(float)[0]
+        own_row = int(self.group.layout.own[0])
+        received = {i: (own_samples, n, own_row) for i in ids if i == self.agent_id}
+        for i, arrival in self.arrivals.items():
+            received[i] = (arrival.num_samples, arrival.round, rows[i])
+        is_received = np.array([i in received for i in ids], dtype=bool)
+        entries = [received[i] for i in ids if i in received]
+        claims = np.array([claim for claim, _, _ in entries], dtype=float)
+        rounds = np.array([round for _, round, _ in entries], np.int64)
+        positions = np.array([row for _, _, row in entries], np.int64)
+        num_samples = clip_claimed_samples(claims, self.spec.max_samples)
+        return [Inbox(asked[0].filter(is_received), positions, num_samples, rounds)]
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
-        """theta <- W theta for the agent; whether it is finite then, of all others True."""
+        """Average the models in place: theta <- W theta (alg:localAggregation, line 7).
+
+        Args:
+            decisions: The weights of the only group.
+
+        Returns:
+            True for each agent, except for this one if its model is not finite.
+        """
         layout = self.group.layout
-        mix_(
-            self.group.models,
-            mixing_matrix(decisions[0], layout.own, layout.previous),
-            0,
-            self.spec.dim,
-        )
+        matrix = mixing_matrix(decisions[0], layout.own, layout.previous)
+        mix_(self.group.models, matrix, 0, self.spec.dim)
         return self._is_finite()
 
     def _is_finite(self) -> Bool[np.ndarray, " N"]:
-        layout = self.group.layout
-        finite = np.ones(self.spec.num_agents, dtype=bool)
-        finite[self.agent_id] = np.isfinite(max_abs(self.group.models, layout.own.tolist())).all()
-        return finite
+        is_finite = np.ones(self.spec.num_agents, dtype=bool)
+        largest = max_abs(self.group.models, self.group.layout.own.tolist())
+        is_finite[self.agent_id] = np.isfinite(largest).all()
+        return is_finite
 
     def evaluate(self) -> dict[int, EvaluationResult]:
-        """What the agent's model does on its own test samples."""
-        return dict(zip([self.agent_id], evaluate_models(self.group, _ONLY_AGENT), strict=True))
+        """Evaluate the agent's model on its own test samples.
 
-    def _row(self, row: int) -> Float[Tensor, " d"]:
-        return self.group.models[row]
+        Returns:
+            The result by agent.
+        """
+        (result,) = evaluate_models(self.group, _ONLY_AGENT)
+        return {self.agent_id: result}
+
+    def _own_model(self) -> Float[Tensor, " d"]:
+        return self.group.models[int(self.group.layout.own[0])]

@@ -1,6 +1,5 @@
 """Page of one node: its accuracy, its peers, their weights, and the refused models."""
 
-import html
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,14 +7,13 @@ from statistics import median
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.peer.report import figures
 from fedcb2o.peer.report.peer_records import PeerRecords, RoundRecord
-from fedcb2o.report.html import caption_html, figure_row, scrollable_table
-from fedcb2o.report.page import Page, create_page
-from fedcb2o.report.table_formats import html_text
+from fedcb2o.report import Page, create_page
 
 _MAX_REASON_COLUMNS = 8  # of a table; rarer reasons share one more column
 _SCORES_NOTE = "On this agent's own test samples, after averaging."
@@ -70,60 +68,62 @@ def write_node_report(folder: Path, out: Path | None = None) -> Path:
 
 
 def _add_summary(page: Page, records: PeerRecords) -> None:
-    page.body.append(f"<p>{_summary_html(records)}</p>")
+    page.add_text(_summary(records))
     if records.proofs:
         names = ", ".join(sorted({proof.agent for proof in records.proofs}))
-        page.body.append(
-            f'<p class="warning">There is proof of equivocation: {html_text(names)}. The files are '
-            "named below.</p>"
-        )
+        page.add_warning(f"There is proof of equivocation: {names}. The files are named below.")
     page.add_heading("Quality of the model")
     rounds = records.rounds
-    _add_figures(page, "model", figures.draw_scores(rounds), figures.draw_losses(rounds))
-    page.body.append(caption_html(_SCORES_NOTE))
+    drawn = [figures.draw_scores(rounds), figures.draw_losses(rounds)]
+    page.show_figures(_existing(drawn), "model", caption=_SCORES_NOTE)
 
 
-def _summary_html(records: PeerRecords) -> str:
+def _summary(records: PeerRecords) -> Markup:
     info = records.info
     total = f" of {info.rounds}" if info.rounds else ""
-    sentences = [
-        f"Agent {info.id} of run <code>{html.escape(info.run[:16])}</code>, version {info.version} "
-        f"of its federation: {info.num_samples:,} training samples, {info.validation_samples:,} "
-        "validation samples.",
-        f"Rounds done: {records.rounds[-1].round}{total}.",
-    ]
+    text = Markup(
+        "Agent {} of run <code>{}</code>, version {} of its federation: {:,} training samples, "
+        "{:,} validation samples. Rounds done: {}{}."
+    ).format(
+        info.id,
+        info.run[:16],
+        info.version,
+        info.num_samples,
+        info.validation_samples,
+        records.rounds[-1].round,
+        total,
+    )
     scores = []
     for key, name in figures.SCORES.items():
         values = [getattr(record, key) for record in records.rounds]
         values = [value for value in values if value is not None]
         if values:
             scores.append(f"{name} {100 * values[-1]:.2f}%")
-    if scores:
-        sentences.append(f"<b>{', '.join(scores).capitalize()}</b>.")
-    return " ".join(sentences)
+    if not scores:
+        return text
+    return text + Markup(" <b>{}</b>.").format(", ".join(scores).capitalize())
 
 
 def _add_peers(page: Page, records: PeerRecords) -> None:
     page.add_heading("Requests and answers")
     outcomes = figures.draw_outcomes(records)
     response_times = figures.draw_response_times(records, _response_times(records.rounds))
-    _add_figures(page, "asked", outcomes, response_times)
-    _add_table(page, peers_table(records), "Peers", _PEERS_NOTE)
+    page.show_figures(_existing([outcomes, response_times]), "asked")
+    page.show_table(peers_table(records), "Peers", caption=_PEERS_NOTE)
 
     weights = figures.draw_weights(records)
     if weights is not None:
         page.add_heading("Weights")
-        _add_figures(page, "weights", weights)
-        page.body.append(caption_html(_WEIGHTS_NOTE))
+        page.show_figures([weights], "weights", caption=_WEIGHTS_NOTE)
 
 
 def _add_refusals(page: Page, records: PeerRecords) -> None:
     page.add_heading("Refused models")
     refused = refused_table(records)
     if refused.empty:
-        page.body.append("<p>None.</p>")
+        page.add_text("None.")
     else:
-        _add_table(page, refused, "Refused models", _REFUSED_NOTE)
+        page.show_table(refused, "Refused models", caption=_REFUSED_NOTE)
 
     turned_away: Counter[str] = Counter()
     for record in records.rounds:
@@ -132,7 +132,7 @@ def _add_refusals(page: Page, records: PeerRecords) -> None:
         reasons, counts = zip(*turned_away.most_common(), strict=True)
         index = pd.Index(reasons, name="reason")
         table = pd.DataFrame({"requests": [f"{count:,}" for count in counts]}, index=index)
-        _add_table(page, table, "Requests turned away", _TURNED_AWAY_NOTE)
+        page.show_table(table, "Requests turned away", caption=_TURNED_AWAY_NOTE)
 
     if records.proofs:
         page.add_heading("Proofs of equivocation")
@@ -141,18 +141,19 @@ def _add_refusals(page: Page, records: PeerRecords) -> None:
             index=pd.Index([proof.file for proof in records.proofs], name="file"),
             columns=["agent", "round"],
         )
-        _add_table(page, table, "Proofs of equivocation", _PROOFS_NOTE)
+        page.show_table(table, "Proofs of equivocation", caption=_PROOFS_NOTE)
 
 
 def _add_traffic(page: Page, records: PeerRecords) -> None:
     page.add_heading("Bytes and seconds")
     rounds = records.rounds
-    _add_figures(page, "traffic", figures.draw_traffic(rounds), figures.draw_phases(rounds))
-    page.body.append(caption_html(_describe_totals(rounds)))
+    drawn = [figures.draw_traffic(rounds), figures.draw_phases(rounds)]
+    page.show_figures(_existing(drawn), "traffic")
+    page.add_note(_describe_totals(rounds))
     info = records.info
     others = ", ".join(f"{name} ({id})" for id, name in sorted(info.names.items()) if id != info.id)
     text = f"Agents by their ids: {info.name} ({info.id}, itself), {others}."
-    page.body.append(caption_html(text))
+    page.add_note(text)
 
 
 def _response_times(rounds: Iterable[RoundRecord]) -> dict[int, list[float]]:
@@ -266,9 +267,5 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def _add_table(page: Page, table: pd.DataFrame, name: str, caption: str) -> None:
-    page.body.append(scrollable_table(table, name) + caption_html(caption))
-
-
-def _add_figures(page: Page, name: str, *drawn: Figure | None) -> None:
-    page.body.append(figure_row([figure for figure in drawn if figure is not None], name))
+def _existing(drawn: Iterable[Figure | None]) -> list[Figure]:
+    return [figure for figure in drawn if figure is not None]
