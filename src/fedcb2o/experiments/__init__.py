@@ -1,7 +1,17 @@
-"""Experiments: what is run, on which data, with which seeds."""
+"""Experiments: configurations, runs and grids.
+
+>>> from fedcb2o.experiments import load
+>>> load("digits-fedcb2o").rounds
+30
+"""
 
 from fedcb2o.experiments.config.settings import Experiment, load
 from fedcb2o.experiments.config.tables import presets
+from fedcb2o.experiments.runs import trained_models
 from fedcb2o.experiments.runs.runner import run
+from fedcb2o.records import set_model_reader
 
 __all__ = ["Experiment", "load", "presets", "run"]
+
+# Records read models without an import of this package.
+set_model_reader(lambda: trained_models)

@@ -1,12 +1,17 @@
-"""The JSON Schema of an experiment's file and of a grid's: what an editor completes, explains and checks meanwhile.
+"""The JSON Schema of experiments and grids, by which an editor completes, explains and checks.
 
-It is made of what checks the file when it runs: the fields of the models in `config` and `grid`, the names of built-in
-functions, and their signatures. What only all of it together decides (a budget that has to be below the number of
-agents, a parameter of a function of one's own) it leaves to the run.
+It is derived from the models in `config` and `grid`, the names of built-in functions and their
+signatures. Checks that need all settings at once (a budget below the number of agents) and the
+parameters of users' functions are left to the run.
+
+>>> from fedcb2o.experiments.schema import schema
+>>> schema()["properties"]["rounds"]["minimum"]
+1
 """
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_args
@@ -16,7 +21,6 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 
 from fedcb2o import plugins
 from fedcb2o.data import sets, skews
-from fedcb2o.experiments.config.descriptions import described
 from fedcb2o.experiments.config.settings import (
     COMPONENT_SECTIONS,
     AgentsSection,
@@ -32,6 +36,7 @@ from fedcb2o.experiments.grid.definition import (
     Grid,
     TuningSection,
 )
+from fedcb2o.experiments.key_table import default_text, value_range
 from fedcb2o.federated import (
     aggregation,
     algorithms,
@@ -64,287 +69,303 @@ _CATALOGUES: Mapping[str, ModuleType] = {
     "selection": selection,
     "pre_step": preaggregation,
 }
-"""Where the functions are that a key names."""
+"""The built-in functions that a key may name."""
 
 _SECTION_NAMES = tuple(key for key, _, _ in COMPONENT_SECTIONS)
-_DRAFT = "http://json-schema.org/draft-07/schema#"  # the latest that TOML's editors know
+_DRAFT = "http://json-schema.org/draft-07/schema#"  # the latest that editors of TOML know
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
+_ARGUMENT = re.compile(r"^    (\w+): (.*)$")
 _USER_FUNCTION = {
     "type": "string",
     "pattern": "^[^:]+:[^:]+$",
-    "description": "a function of your own, package.module:function",
+    "description": "A function of your own, package.module:function.",
 }
 
 
 def schema() -> _Schema:
-    """The JSON Schema of an experiment's file."""
-    table = _object({"extends": _extends(), **_section_properties(Experiment)})
-    own: _Schema = {key: {"$ref": f"#/definitions/{key}.needs"} for key in _SECTION_NAMES}
-    own["agents"] = {"required": _required_keys(AgentsSection)}
+    """Return the JSON Schema of an experiment's file.
+
+    Returns:
+        The schema, draft 7.
+    """
+    properties = {"extends": _extends(), **_section_properties(Experiment)}
+    needs: _Schema = {key: {"$ref": f"#/definitions/{key}.needs"} for key in _SECTION_NAMES}
+    needs["agents"] = {"required": _required_keys(AgentsSection)}
+    definitions = _definitions()
+    for key in _SECTION_NAMES:
+        definitions[f"{key}.needs"] = _required_parameters(key)
     return {
         "$schema": _DRAFT,
         "title": "An experiment of fedcb2o",
-        **table,
+        **_object(properties),
         "if": {"not": {"required": ["extends"]}},
-        "then": {"required": _required_keys(Experiment, "name"), "properties": own},
-        "definitions": {
-            **_definitions(),
-            **{f"{key}.needs": _required_parameters(key) for key in _SECTION_NAMES},
-        },
+        "then": {"required": _required_keys(Experiment, "name"), "properties": needs},
+        "definitions": definitions,
     }
 
 
 def grid_schema() -> _Schema:
-    """The JSON Schema of a grid's file. What its cells lack is known when all changes of a cell are together."""
-    every = _section_properties(Experiment)
-    varied = {key: every[key] for key in CELL_KEYS}
-    changes: _Schema = {"$ref": "#/definitions/changes"}
-    several = {"type": "array", "items": changes, "minItems": 1}
-    lists = {"tune": several, "strengths": several, "seeds": every["seeds"]}
-    own = {
-        key: value
-        for key, value in _section_properties(Grid).items()
-        if key not in ("shared", "widened")
-    }
+    """Return the JSON Schema of a grid's file.
+
+    Missing keys of a cell are left to the run, which merges the changes of the cell.
+
+    Returns:
+        The schema, draft 7.
+    """
+    keys = _section_properties(Experiment)
+    varied = {key: keys[key] for key in CELL_KEYS}
+    changes = {"type": "array", "items": {"$ref": "#/definitions/changes"}, "minItems": 1}
+    lists = {"tune": changes, "strengths": changes, "seeds": keys["seeds"]}
+    own = _section_properties(Grid)
+    for name in ("shared", "added_candidates"):
+        del own[name]
     tuning = _section_properties(TuningSection)
-    tuning["attacks"]["items"] = {
-        "anyOf": [{"type": "string"}, _object({"name": {"type": "string"}, **varied})]
-    }
-    axes = {
-        axis: {
-            "type": "object",
-            "additionalProperties": _object(
-                {**varied, **{key: lists[key] for key in AXIS_KEYS.get(axis, ())}}
-            ),
-        }
-        for axis in ("settings", "defences", "attacks")
-    }
-    parts = {
+    named_changes = _object({"name": {"type": "string"}, **varied})
+    tuning["attacks"]["items"] = {"anyOf": [{"type": "string"}, named_changes]}
+    sections = {
         "tuning": _object(tuning, _required_keys(TuningSection)),
         "adversary": _object(
             _section_properties(AdversarySection), _required_keys(AdversarySection)
         ),
     }
+    axes = {}
+    for axis in ("settings", "defences", "attacks"):
+        entry = {**varied, **{key: lists[key] for key in AXIS_KEYS.get(axis, ())}}
+        axes[axis] = {"type": "object", "additionalProperties": _object(entry)}
+    properties = {
+        "extends": _extends(),
+        **varied,
+        "seeds": keys["seeds"],
+        **own,
+        **axes,
+        **sections,
+    }
     return {
         "$schema": _DRAFT,
         "title": "A grid of fedcb2o",
-        **_object(
-            {"extends": _extends(), **varied, "seeds": every["seeds"], **own, **axes, **parts}
-        ),
+        **_object(properties),
         "required": _required_keys(Grid, "name", "shared"),
         "definitions": {**_definitions(), "changes": _object(varied)},
     }
 
 
 def _extends() -> _Schema:
-    return {
-        "enum": list(presets()),
-        "description": "The preset that this file changes, section by section.",
-    }
+    description = "The preset that this file changes, section by section."
+    return {"enum": list(presets()), "description": description}
 
 
 def _object(properties: _Schema, required: Sequence[str] = ()) -> _Schema:
-    """A table with these keys and no others."""
+    """Return a table with these keys and no others."""
     found = {"type": "object", "properties": properties, "additionalProperties": False}
-    return {**found, "required": list(required)} if required else found
+    if required:
+        found["required"] = list(required)
+    return found
 
 
-def _section_properties(part: type[BaseModel], section: str = "") -> dict[str, _Schema]:
-    """The keys of a section, or of the whole file."""
-    return {
-        name: _with_description(
-            _property(name, field.rebuild_annotation(), field.get_default(), section),
-            f"{section}{name}",
-        )
-        for name, field in part.model_fields.items()
-    }
+def _section_properties(section: type[BaseModel], name: str = "") -> dict[str, _Schema]:
+    """Return the keys of a section, or of the whole file."""
+    properties = {}
+    for key, field in section.model_fields.items():
+        found = _property(key, field.rebuild_annotation(), field.get_default(), name)
+        if field.description:
+            values = f"{value_range(field)}; default: {default_text(field)}"
+            text = f"{_plain_text(field.description)} ({_plain_text(values)})"
+            found = {**found, "description": text[:1].upper() + text[1:]}
+        properties[key] = found
+    return properties
 
 
-def _required_keys(part: type[BaseModel], *given: str) -> list[str]:
-    """The keys of a section that it has to hold, but for those that are given otherwise."""
-    return [
-        name
-        for name, field in part.model_fields.items()
-        if field.is_required() and name not in given
-    ]
+def _plain_text(markdown: str) -> str:
+    """Replace the links in a text by their words."""
+    return _LINK.sub(r"\1", markdown)
+
+
+def _required_keys(section: type[BaseModel], *given: str) -> list[str]:
+    """Return the required keys of a section, except those that are given elsewhere."""
+    fields = section.model_fields.items()
+    return [name for name, field in fields if field.is_required() and name not in given]
 
 
 def _property(name: str, annotation: Any, default: Any, section: str) -> _Schema:
-    inner = {each for each in _nested_annotations(annotation) if inspect.isclass(each)}
-    if part := next((each for each in (AgentsSection, TrainingSection) if each in inner), None):
-        return {
-            **_object(_section_properties(part, f"{name}.")),
-            "description": _summary_line(part),
-        }
-    if not any(issubclass(each, Component) for each in inner):
+    """Return the schema of a key."""
+    classes = {part for part in _nested_annotations(annotation) if inspect.isclass(part)}
+    for inner in (AgentsSection, TrainingSection):
+        if inner in classes:
+            table = _object(_section_properties(inner, name))
+            return {**table, "description": _summary_line(inner)}
+    if not any(issubclass(part, Component) for part in classes):
         return _value_schema(annotation, default)
     if name in _SECTION_NAMES and not section:
-        kind = next(kind for key, kind, _ in COMPONENT_SECTIONS if key == name)
-        told = f"The {kind}: its name, and its parameters beside it."
-        return {"allOf": [{"$ref": f"#/definitions/{name}"}], "description": told}
+        word = next(word for key, word, _ in COMPONENT_SECTIONS if key == name)
+        description = f"The {word}: its name, and its parameters as further keys."
+        return {"allOf": [{"$ref": f"#/definitions/{name}"}], "description": description}
     if name == "metrics":
         return {"type": "array", "items": _function_choice("metric"), "minItems": 1}
     return _function_choice("attack" if name == "data" else name)
 
 
 def _nested_annotations(annotation: Any) -> Iterator[Any]:
-    """An annotation, and those that it is made of."""
+    """Yield an annotation and those that it contains."""
     yield annotation
-    for each in get_args(annotation):
-        yield from _nested_annotations(each)
+    for inner in get_args(annotation):
+        yield from _nested_annotations(inner)
 
 
 def _value_schema(annotation: Any, default: Any) -> _Schema:
-    """What a value may be, by its annotation; anything, where TOML cannot say it."""
+    """Return the schema of an annotation; an empty one where TOML cannot express it."""
     try:
-        found = TypeAdapter(
-            annotation, config=ConfigDict(arbitrary_types_allowed=True)
-        ).json_schema()
+        config = ConfigDict(arbitrary_types_allowed=True)
+        found = TypeAdapter(annotation, config=config).json_schema()
     except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
         return {}
     if "$ref" in str(found):
         return {}
-    choices = [
-        each for each in found.get("anyOf", ()) if each != {"type": "null"}
-    ]  # TOML has no null
-    found = choices[0] if len(choices) == 1 else {**found, "anyOf": choices} if choices else found
-    found = {
-        key: value
-        for key, value in found.items()
-        if key not in ("default", "format", "prefixItems")
-    }
-    plain = isinstance(default, bool | int | float | str | tuple)
-    return (
-        {**found, "default": list(default) if isinstance(default, tuple) else default}
-        if plain
-        else found
-    )
-
-
-def _with_description(found: _Schema, key: str) -> _Schema:
-    """With what the documentation says of a key."""
-    told = described().get(key)
-    return found if told is None else {**found, "description": told}
+    # TOML has no null.
+    choices = [choice for choice in found.get("anyOf", ()) if choice != {"type": "null"}]
+    if len(choices) == 1:
+        found = choices[0]
+    elif choices:
+        found = {**found, "anyOf": choices}
+    dropped = ("default", "format", "prefixItems", "description", "values")
+    found = {key: value for key, value in found.items() if key not in dropped}
+    if isinstance(default, tuple):
+        found["default"] = list(default)
+    elif isinstance(default, bool | int | float | str):
+        found["default"] = default
+    return found
 
 
 # Functions by name
 
 
 def _definitions() -> dict[str, _Schema]:
-    """What a key may hold that names a function of each room."""
-    more: dict[str, _Schema] = {key: {} for key in _CATALOGUES}
-    for name, field in Experiment.model_fields.items():
-        for part in _nested_annotations(field.annotation):
-            if name in _SECTION_NAMES and inspect.isclass(part) and issubclass(part, Component):
-                more[name] = {
-                    key: each
-                    for key, each in _section_properties(part, f"{name}.").items()
-                    if key != "name"
-                }
+    """Return the tables that name a function of each catalogue."""
+    extra: dict[str, _Schema] = {key: {} for key in _CATALOGUES}
+    for name in _SECTION_NAMES:
+        for part in _nested_annotations(Experiment.model_fields[name].annotation):
+            if inspect.isclass(part) and issubclass(part, Component):
+                extra[name] = _section_properties(part, name)
+                del extra[name]["name"]
     scale = {"scale": {"type": "number", "exclusiveMinimum": 0, "default": 1.0}}
-    return {
-        **{key: _function_table(key, more[key]) for key in _CATALOGUES},
-        "part": _function_table("criterion", scale),
-    }
+    definitions = {key: _function_table(key, extra[key]) for key in _CATALOGUES}
+    definitions["part"] = _function_table("criterion", scale)
+    return definitions
 
 
 def _function_choice(key: str, table: str | None = None) -> _Schema:
-    """A name, or a table with a name; of a key whose room is not among ROOMS no more is known."""
+    """Return a name, or a table with a name. A key without a catalogue may hold either."""
     if key not in _CATALOGUES:
         return {"type": ["string", "object"]}
-    return {
-        "anyOf": [
-            {"enum": list(_catalogue(key))},
-            _USER_FUNCTION,
-            {"$ref": f"#/definitions/{table or key}"},
-        ]
-    }
+    reference = {"$ref": f"#/definitions/{table or key}"}
+    return {"anyOf": [{"enum": list(_catalogue(key))}, _USER_FUNCTION, reference]}
 
 
-def _function_table(key: str, more: _Schema) -> _Schema:
-    """A table of a function's name, its parameters, and what goes with any function. Without a name, which a file has
-    from what it extends, the parameters may be those of any; with the name of a user's own there is no saying."""
+def _function_table(key: str, extra: _Schema) -> _Schema:
+    """Return a table of a function's name, its parameters and extra keys.
+
+    Without a name, which a file has from the preset that it extends, the parameters may be those of
+    any function. The parameters of a user's function are not checked.
+    """
     functions = _catalogue(key)
-    typed = {name: _parameter_schemas(function) for name, function in functions.items()}
-    every: dict[str, list[_Schema]] = {}
-    for known in typed.values():
-        for parameter, each in known.items():
-            if each not in every.setdefault(parameter, []):
-                every[parameter].append(each)
-    names = [{"const": name, "description": _summary_line(functions[name])} for name in functions]
+    known = {name: _parameter_schemas(function) for name, function in functions.items()}
+    variants: dict[str, list[_Schema]] = {}
+    for parameters in known.values():
+        for parameter, found in parameters.items():
+            if found not in variants.setdefault(parameter, []):
+                variants[parameter].append(found)
+
+    names: list[_Schema] = []
+    for name, function in functions.items():
+        names.append({"const": name, "description": _summary_line(function)})
+    properties: _Schema = {
+        "name": {
+            "anyOf": [*names, _USER_FUNCTION],
+            "description": f"The name of the {key.replace('_', '-')}.",
+        }
+    }
+    for parameter, schemas in variants.items():
+        properties[parameter] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    properties.update(extra)
+
+    rules = []
+    for name, parameters in known.items():
+        allowed: _Schema = {}
+        for parameter in ["name", *parameters, *extra]:
+            is_unique = parameter not in parameters or len(variants[parameter]) == 1
+            allowed[parameter] = True if is_unique else parameters[parameter]
+        rules.append(_if_named(name, _object(allowed)))
     return {
         "type": "object",
-        "properties": {
-            "name": {
-                "anyOf": [*names, _USER_FUNCTION],
-                "description": f"Which {key.replace('_', '-')}.",
-            },
-            **{
-                p: _with_description(each[0] if len(each) == 1 else {"anyOf": each}, f"{key}.{p}")
-                for p, each in every.items()
-            },
-            **more,
-        },
-        "allOf": [
-            _if_named(
-                name,
-                _object(
-                    {
-                        p: True if p not in known or len(every[p]) == 1 else known[p]
-                        for p in ["name", *known, *more]
-                    }
-                ),
-            )
-            for name, known in typed.items()
-        ],
+        "properties": properties,
+        "allOf": rules,
         "if": {"not": {"required": ["name"]}},
-        "then": {"propertyNames": {"enum": [*every, *more]}},
+        "then": {"propertyNames": {"enum": [*variants, *extra]}},
     }
 
 
 def _required_parameters(key: str) -> _Schema:
-    """What a section needs that extends nothing: a name, and the function's parameters without default."""
-    found = []
+    """Return the keys that a section without `extends` needs."""
+    rules = []
     for name, function in _catalogue(key).items():
-        needed = [
-            p
-            for p, each in plugins.parameters(function).items()
-            if each.default is inspect.Parameter.empty
-        ]
-        found += [_if_named(name, {"required": needed})] if needed else []
-    return {"required": ["name"], **({"allOf": found} if found else {})}
+        parameters = plugins.parameters(function).items()
+        needed = [p for p, parameter in parameters if parameter.default is parameter.empty]
+        if needed:
+            rules.append(_if_named(name, {"required": needed}))
+    found: _Schema = {"required": ["name"]}
+    if rules:
+        found["allOf"] = rules
+    return found
 
 
 def _if_named(name: str, then: _Schema) -> _Schema:
-    return {"if": {"properties": {"name": {"const": name}}, "required": ["name"]}, "then": then}
+    condition = {"properties": {"name": {"const": name}}, "required": ["name"]}
+    return {"if": condition, "then": then}
 
 
 def _catalogue(key: str) -> dict[str, Callable[..., Any]]:
-    room = _CATALOGUES[key]
-    return {
-        name: getattr(room, name) for name in sorted(room.__all__) if callable(getattr(room, name))
-    }
+    module = _CATALOGUES[key]
+    names = [name for name in sorted(module.__all__) if callable(getattr(module, name))]
+    return {name: getattr(module, name) for name in names}
 
 
 def _parameter_schemas(function: Callable[..., Any]) -> dict[str, _Schema]:
+    """Return the schemas of a function's parameters, described by its docstring."""
+    descriptions = _argument_descriptions(function)
     found: dict[str, _Schema] = {}
     for name, parameter in plugins.parameters(function).items():
+        choices = (plugins.PluginChoice, plugins.PluginChoice | None)
         if parameter.annotation is combinations.Criteria:
-            found[name] = {
-                "type": "array",
-                "items": _function_choice("criterion", "part"),
-                "minItems": 1,
-            }
-        elif name in _CATALOGUES and parameter.annotation in (
-            plugins.PluginChoice,
-            plugins.PluginChoice | None,
-        ):
+            items = _function_choice("criterion", "part")
+            found[name] = {"type": "array", "items": items, "minItems": 1}
+        elif name in _CATALOGUES and parameter.annotation in choices:
             found[name] = _function_choice(name)
         else:
             found[name] = _value_schema(parameter.annotation, parameter.default)
+        if name in descriptions:
+            found[name] = {**found[name], "description": descriptions[name]}
+    return found
+
+
+def _argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the descriptions of the arguments in a docstring of Google's style."""
+    _, _, section = _docstring(function).partition("\nArgs:\n")
+    found: dict[str, str] = {}
+    name = ""
+    for line in section.split("\n\n")[0].splitlines():
+        match = _ARGUMENT.match(line)
+        if match:
+            name = match[1]
+            found[name] = match[2]
+        elif name:
+            found[name] += f" {line.strip()}"
     return found
 
 
 def _summary_line(function: Callable[..., Any]) -> str:
-    """The first paragraph of the docstring of a function or a section."""
+    """Return the first paragraph of a docstring."""
+    return " ".join(_docstring(function).split("\n\n")[0].split())
+
+
+def _docstring(function: Callable[..., Any]) -> str:
     whole = function.func if isinstance(function, functools.partial) else function
-    return " ".join((inspect.getdoc(whole) or "").split("\n\n")[0].split())
+    return inspect.getdoc(whole) or ""

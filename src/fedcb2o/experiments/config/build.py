@@ -181,8 +181,8 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
     if buffer:
         raise ConfigError(
             f"the model `{name}` changes its buffer `{buffer}` in training, which is neither a "
-            "parameter nor the statistics of a norm, so that agents cannot exchange it: make it one "
-            "of these, or leave it unchanged"
+            "parameter nor the statistics of a norm, so that agents cannot exchange it: make it "
+            "one of these, or leave it unchanged"
         )
     _check_output_shape(name, outputs, dataset)
     _check_loss(experiment, outputs, dataset.pool.y[:2])
@@ -197,8 +197,8 @@ def _initialised_module(
     name = plugins.label(experiment.model.name)
     if isinstance(experiment.model.name, nn.Module):
         raise ConfigError(
-            "`model.name` must be a function (input_shape, num_classes) that builds the network, and "
-            "is a network: let the function build it, since each process has its own"
+            "`model.name` must be a function (input_shape, num_classes) that builds the network, "
+            "and is a network: let the function build it, since each process has its own"
         )
     make = experiment.model.bind("model", architectures)
 
@@ -257,7 +257,8 @@ def _check_output_shape(name: str, outputs: Any, dataset: Dataset) -> None:
         is_valid = shape[:1] == (num_samples,)
     if not is_valid:
         raise ConfigError(
-            f"the model `{name}` returned {got} for {num_samples} samples, expected shape {expected}"
+            f"the model `{name}` returned {got} for {num_samples} samples, expected shape "
+            f"{expected}"
         )
 
 
@@ -603,14 +604,14 @@ def _check_batches(prepared: PreparedSeed) -> None:
         return
     if training.batch_size == 1:
         raise ConfigError(
-            "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a single "
-            "sample"
+            "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a "
+            "single sample"
         )
     for j, train in enumerate(prepared.population.train):
         if len(train) == 1:
             raise ConfigError(
-                f"agent {j} trains on a single sample, which the model's batch norms refuse: give it "
-                'more, or take `buffers` = "dropped" or a group norm'
+                f"agent {j} trains on a single sample, which the model's batch norms refuse: give "
+                'it more, or take `buffers` = "dropped" or a group norm'
             )
 
 

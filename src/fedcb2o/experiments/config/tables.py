@@ -1,4 +1,11 @@
-"""Configurations as tables, before they are checked: presets, TOML files, and what goes over what."""
+"""Configurations as tables before their validation: presets, TOML files and changes.
+
+>>> from fedcb2o.experiments.config.tables import merge
+>>> merge({"name": "sgd", "lr": 1.0}, {"lr": 2.0})
+{'name': 'sgd', 'lr': 2.0}
+>>> merge({"name": "sgd", "lr": 1.0}, {"name": "adam"})
+{'name': 'adam'}
+"""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -9,82 +16,139 @@ from typing import Any
 from fedcb2o import plugins, records
 from fedcb2o.errors import ConfigError
 
-_MAX_KEY_DEPTH = 20  # parts of a key, of which the longest has 4
+_MAX_KEY_DEPTH = 20  # the longest key of an experiment has 4 parts
 
 
 def to_plain(value: Any) -> Any:
-    """A value as TOML has it: functions by their import path, tensors and arrays as lists."""
+    """Return a value as TOML has it.
+
+    Args:
+        value: A table, list or value, with functions, tensors and arrays in it.
+
+    Returns:
+        The value, with import paths for functions and lists for tensors and arrays.
+    """
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
-    return (
-        plugins.label(value)
-        if callable(value)
-        else value.tolist()
-        if hasattr(value, "tolist")
-        else value
-    )
+    if callable(value):
+        return plugins.label(value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def presets() -> dict[str, str]:
-    """The presets' names and what each is, a line each."""
+    """Return the presets.
+
+    Returns:
+        The description of each preset, by its name.
+    """
     folder = resources.files("fedcb2o.experiments") / "presets"
-    names = sorted(
-        path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml")
-    )
+    files = [path.name for path in folder.iterdir() if path.name.endswith(".toml")]
+    names = sorted(name.removesuffix(".toml") for name in files)
     return {name: str(preset(name).get("description", "")) for name in names}
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The table of a preset; raises ConfigError that names the nearest where there is none."""
+    """Return the table of a preset.
+
+    Args:
+        name: The name of the preset.
+
+    Returns:
+        The table, with the preset that it extends worked in.
+
+    Raises:
+        ConfigError: If there is no such preset. The message names the most similar one.
+    """
     folder = resources.files("fedcb2o.experiments") / "presets"
     path = folder / f"{name}.toml"
-    if not path.is_file():
-        if (Path(name) / "config.toml").is_file():
-            raise ConfigError(
-                f"{name} is a run's folder: `fedcb2o run {Path(name) / 'config.toml'} --out {name} --resume` goes on "
-                "with it, and without --resume and with another --out it is run anew"
-            )
-        if (Path(name) / "grid.toml").is_file():
-            raise ConfigError(
-                f"{name} is a grid's folder: `fedcb2o bench {Path(name) / 'grid.toml'} --out {name} --resume` goes on "
-                f"with it, and `fedcb2o report {name}` shows it"
-            )
-        names = [p.name.removesuffix(".toml") for p in folder.iterdir()]
+    if path.is_file():
+        return resolve_extends({"name": name, **records.parse_toml(path.read_bytes())})
+
+    config = Path(name) / "config.toml"
+    if config.is_file():
         raise ConfigError(
-            f"there is no preset `{name}`.{plugins.did_you_mean(name, names)} `fedcb2o presets` lists them; "
-            "a file's name ends in .toml"
+            f"{name} is a run's folder: `fedcb2o run {config} --out {name} --resume` continues the "
+            "run; without --resume and with another --out it starts again"
         )
-    return resolve_extends({"name": name, **records.parse_toml(path.read_bytes())})
+    raise_if_grid_folder(name)
+    names = [file.name.removesuffix(".toml") for file in folder.iterdir()]
+    raise ConfigError(
+        f"there is no preset `{name}`.{plugins.did_you_mean(name, names)} `fedcb2o presets` lists "
+        "them; a file's name ends in .toml"
+    )
+
+
+def raise_if_grid_folder(name: str) -> None:
+    """Refuse the folder of a grid, given in place of a configuration.
+
+    Args:
+        name: A name or path.
+
+    Raises:
+        ConfigError: If `name` is the folder of a grid.
+    """
+    grid = Path(name) / "grid.toml"
+    if grid.is_file():
+        raise ConfigError(
+            f"{name} is a grid's folder: `fedcb2o bench {grid} --out {name} --resume` continues "
+            f"the grid, and `fedcb2o report {name}` shows it"
+        )
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The table in a TOML file; raises ConfigError where it cannot be read or is none."""
+    """Read the table in a TOML file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The table, with the preset that it extends worked in.
+
+    Raises:
+        ConfigError: If the file cannot be read or is not TOML.
+    """
     try:
         table = records.read_toml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason}") from error
     return resolve_extends({"name": path.stem, **table})
 
 
 def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
-    """A table over the preset that it `extends`, section by section; what the preset is called is not taken over."""
+    """Merge a table over the preset that its key `extends` names.
+
+    Args:
+        table: A configuration. Its key `extends` is removed.
+
+    Returns:
+        The merged table, section by section, without the preset's own name, title and description.
+
+    Raises:
+        ConfigError: If there is no such preset.
+    """
     name = table.pop("extends", None)
     if name is None:
         return table
-    base = {
-        key: value
-        for key, value in preset(str(name)).items()
-        if key not in ("name", "title", "description")
-    }
+    base = preset(str(name))
+    for key in ("name", "title", "description"):
+        base.pop(key, None)
     return {**base, **{key: merge(base.get(key), value) for key, value in table.items()}}
 
 
 def merge(base: Any, value: Any) -> Any:
-    """A value over another: tables are merged, but one that names another function starts anew."""
+    """Merge a value over another.
+
+    Args:
+        base: The value below.
+        value: The value above.
+
+    Returns:
+        The merged table where both are tables, else `value`. A table that names another function
+        than `base` replaces it.
+    """
     if not (isinstance(base, Mapping) and isinstance(value, Mapping)):
         return value
     if "name" in value and value["name"] != base.get("name"):
@@ -93,7 +157,19 @@ def merge(base: Any, value: Any) -> Any:
 
 
 def apply_changes(table: dict[str, Any], changes: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A table with some keys changed ("algorithm.alpha": 2); raises ConfigError for one that no table has."""
+    """Return a table with new values for some keys.
+
+    Args:
+        table: The configuration.
+        changes: New values by dotted key, such as {"algorithm.alpha": 2}.
+        where: Name of the configuration in error messages.
+
+    Returns:
+        The changed table.
+
+    Raises:
+        ConfigError: If a key has too many parts.
+    """
     for key, value in changes.items():
         path = key.split(".")
         if len(path) > _MAX_KEY_DEPTH:
@@ -103,25 +179,45 @@ def apply_changes(table: dict[str, Any], changes: Mapping[str, Any], where: str)
 
 
 def with_value(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """A table with another value at a path of keys."""
+    """Return a table with a new value at a path of keys.
+
+    Args:
+        table: The configuration.
+        path: One or more keys. A function's name on the way becomes a table with that `name`.
+        value: The new value.
+
+    Returns:
+        The changed table.
+    """
     head, *rest = path
+    if not rest:
+        return {**table, head: value}
     inner = table.get(head)
-    if rest:
-        named = isinstance(inner, str) or callable(inner)  # "x" is short for {name = "x"}
-        inner = {"name": inner} if named else inner if isinstance(inner, Mapping) else {}
-        value = with_value(inner, rest, value) if len(rest) > 1 else merge(inner, {rest[0]: value})
-    return {**table, head: value}
+    if isinstance(inner, str) or callable(inner):  # "x" is short for {name = "x"}
+        inner = {"name": inner}
+    elif not isinstance(inner, Mapping):
+        inner = {}
+    if len(rest) > 1:
+        return {**table, head: with_value(inner, rest, value)}
+    return {**table, head: merge(inner, {rest[0]: value})}
 
 
 def parse_value(text: str) -> Any:
-    """The value in `--set key=value`: as in TOML, or a plain word as a string."""
+    """Parse the value of `--set key=value`.
+
+    Args:
+        text: A value in TOML, or a plain word.
+
+    Returns:
+        The value; text that is no TOML value as a string.
+
+    Raises:
+        ConfigError: If the value has too many digits or levels.
+    """
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of thousands of digits, lists in lists in lists
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of nested lists
         raise ConfigError(f"--set cannot read the value {text[:40]} ...: {error}") from error
     return table["value"] if len(table) == 1 else text

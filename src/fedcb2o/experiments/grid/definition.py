@@ -1,9 +1,12 @@
-"""A grid: every defence against every attack in every setting, over one experiment; validated before anything runs.
+"""A grid: every defence against every attack in every setting, over one experiment.
 
-A grid file holds what all cells share, as an experiment does, and axes, whose entries are changes over it:
-`[attacks.NAME]`, `[defences.NAME]` and, if there are several, `[settings.NAME]`. Beside each attacked cell stand two
-floors, the same run without attack, which say what the attack's measures are without it: in one the attackers train
-cleanly and share what they learn, in the other they are removed, and what they know with them.
+A grid file holds the keys that all cells share, as an experiment does, and axes, whose entries are
+changes: `[attacks.NAME]`, `[defences.NAME]` and, if there are several, `[settings.NAME]`. Each
+attacked cell has two baselines, the same run without the attack.
+
+>>> from fedcb2o.experiments.grid.definition import slugify
+>>> slugify("FedCB2O (held out)")
+'fedcb2o-held-out'
 """
 
 import functools
@@ -20,46 +23,69 @@ from pydantic import Field, PrivateAttr
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import tables
 from fedcb2o.experiments.config.settings import Experiment, NonNegativeInt, Section, load
-from fedcb2o.experiments.grid.baseline import BASELINE_ROLES, Changes, baseline_table
+from fedcb2o.experiments.grid.baseline import (
+    BASELINE_ROLES,
+    Changes,
+    baseline_table,
+)
 from fedcb2o.records import result_settings
 
-CELL_KEYS = [
-    key for key in Experiment.model_fields if key not in ("name", "title", "description", "seeds")
-]
-"""What an entry of an axis may change: seeds are shared, so that all cells are paired by them."""
+_NO_CHANGES = ("name", "title", "description", "seeds")
+CELL_KEYS = [key for key in Experiment.model_fields if key not in _NO_CHANGES]
+"""The keys that an entry of an axis may change. Seeds are shared, so that cells are paired."""
 
 StrengthKey = tuple[str, str, str]
-"""A setting, a defence and an attack: what the strength of the attack is chosen for."""
+"""The setting, the defence and the attack that a strength is chosen for."""
 
 AXIS_KEYS = {"defences": ("tune", "seeds"), "attacks": ("strengths",)}
-"""What an entry of an axis may hold beside: lists of changes, of which one is chosen, and the only seeds to run."""
+"""Further keys of an axis: lists of changes of which one is chosen, and the only seeds to run."""
 
 
 class TuningSection(Section):
-    """How the candidates of `tune` are compared: on tuning images, with seeds of their own, against these attacks.
+    """The comparison of the candidates of `tune`, on tuning images and seeds of its own."""
 
-    An attack is the name of one in the grid or a table of changes, which may have a `name`; `setting` is that of the
-    grid's in which all of this happens, by default the first. A defence whose best candidate lies at an end gets
-    another one beyond, at most `widen` times.
-    """
-
-    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1, strict=False)]
-    attacks: Annotated[tuple[str | Changes, ...], Field(min_length=1, strict=False)]
-    setting: str | None = None
-    widen: NonNegativeInt = 0
+    seeds: Annotated[
+        tuple[NonNegativeInt, ...],
+        Field(min_length=1, strict=False, description="Seeds, none of them the grid's."),
+    ]
+    attacks: Annotated[
+        tuple[str | Changes, ...],
+        Field(
+            min_length=1,
+            strict=False,
+            description="Attacks of the grid by name, or tables of changes.",
+        ),
+    ]
+    setting: Annotated[
+        str | None, Field(description="The grid's setting of the comparison; the first by default.")
+    ] = None
+    widen: Annotated[
+        NonNegativeInt,
+        Field(
+            description="Number of candidates that may be added where the best one is at an end."
+        ),
+    ] = 0
 
 
 class AdversarySection(Section):
-    """How the `strengths` of attacks are compared: on tuning images, with seeds of their own, against each defence as
-    it will be run, in the grid's `setting` of that name, by default in each for itself."""
+    """The comparison of the `strengths` of attacks, on tuning images and seeds of its own."""
 
-    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1, strict=False)]
-    setting: str | None = None
+    seeds: Annotated[
+        tuple[NonNegativeInt, ...],
+        Field(min_length=1, strict=False, description="Seeds, none of them the grid's."),
+    ]
+    setting: Annotated[
+        str | None, Field(description="The grid's setting of the comparison; each by default.")
+    ] = None
 
 
 class Grid(Section):
-    """What a grid file says; `shared` are its keys that are an experiment's, `widened` are candidates added to those of
-    the file."""
+    """A grid, with the keys of its experiment in `shared`.
+
+    Attributes:
+        shared: The keys that all cells share.
+        added_candidates: Candidates by defence, added to those of the file.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     title: str = ""
@@ -73,16 +99,19 @@ class Grid(Section):
     adversary: AdversarySection | None = None
     shared: Changes
     added_candidates: dict[str, list[Changes]] = Field(default_factory=dict)
-    _cache: dict[str, Experiment] = PrivateAttr(
-        default_factory=dict
-    )  # a grid asks for the same ones again and again
+    _cache: dict[str, Experiment] = PrivateAttr(default_factory=dict)
 
     def to_table(self) -> dict[str, Any]:
-        """The grid as plain values, its preset worked in: what `grid.toml` holds."""
-        whole = self.model_dump(
-            exclude={"shared", "widened"}, exclude_none=True, exclude_defaults=True
+        """Return the grid as plain values, its preset worked in.
+
+        Returns:
+            The content of `grid.toml`.
+        """
+        table = self.model_dump(
+            exclude={"shared", "added_candidates"}, exclude_none=True, exclude_defaults=True
         )
-        return tables.to_plain({**whole, **self.shared, "seeds": self.seeds})  # type: ignore[no-any-return]
+        merged = {**table, **self.shared, "seeds": self.seeds}
+        return tables.to_plain(merged)  # type: ignore[no-any-return]
 
     @property
     def seeds(self) -> list[int]:
@@ -90,127 +119,155 @@ class Grid(Section):
         return list(self.shared.get("seeds", Experiment.model_fields["seeds"].default))
 
     def seeds_of(self, defence: str) -> list[int]:
-        """Those that a defence is run with: its own `seeds`, where a few made clear that it needs no more."""
+        """Return the seeds of a defence.
+
+        Args:
+            defence: Its name.
+
+        Returns:
+            Its own `seeds`, where a few are enough, else those of the grid.
+        """
         return list(self.defences[defence].get("seeds", self.seeds))
 
     @property
     def candidates(self) -> dict[str, list[Changes]]:
-        """The candidates of each tuned defence: those of the file, then those that were added."""
-        given = {
-            name: changes["tune"] for name, changes in self.defences.items() if "tune" in changes
-        }
-        return {name: [*tune, *self.added_candidates.get(name, [])] for name, tune in given.items()}
+        """The candidates of each tuned defence: those of the file, then the added ones."""
+        found = {}
+        for name, entry in self.defences.items():
+            if "tune" in entry:
+                found[name] = [*entry["tune"], *self.added_candidates.get(name, [])]
+        return found
 
     @property
     def strengths(self) -> dict[str, list[Changes]]:
         """The strengths of each attack that has several."""
-        return {
-            name: changes["strengths"]
-            for name, changes in self.attacks.items()
-            if "strengths" in changes
-        }
+        attacks = self.attacks.items()
+        return {name: entry["strengths"] for name, entry in attacks if "strengths" in entry}
 
     def cells(
         self,
         candidates: Mapping[str, int] | None = None,
         strengths: Mapping[StrengthKey, int] | None = None,
     ) -> list["Cell"]:
-        """Every attacked cell with, before the first that needs them, its floors; tuned defences at the candidate
-        chosen, attacks at their `worst` strength in that setting against that defence.
+        """Return every cell and, before the first that needs them, its baselines.
 
-        Cells share floors where they differ in nothing but the attack, and the attacks have equal aims. The folders
-        of floors, which have one name, do not depend on the candidate, nor any on the strength.
+        Cells share baselines where they differ only in the attack, and the attacks have equal
+        goals. The folder of a baseline does not depend on the candidate, nor any folder on the
+        strength.
+
+        Args:
+            candidates: The chosen candidate of each tuned defence, from 0.
+            strengths: The chosen strength of each attack, from 0.
+
+        Returns:
+            The cells.
         """
         found: dict[str, Cell] = {}
-        for setting in self.settings or [""]:
-            for defence in self.defences:
-                for attack in self.attacks:
-                    place = CellKey(setting, defence, attack)
-                    floor = None
-                    strength = (strengths or {}).get(self.strength_key(place))
-                    experiment = self.experiment(
-                        setting, defence, attack, (candidates or {}).get(defence), strength
-                    )
-                    if experiment.attacked:
-                        floor = _digest(
-                            self._load(
-                                baseline_table(self.experiment(setting, defence, attack), "clean")
-                            )
-                        )
-                        for role in BASELINE_ROLES:
-                            below = CellKey(setting, defence, None, baseline_of=f"{attack}, {role}")
-                            folder = "/".join([role, *below.slugs[:-1], floor])
-                            if folder not in found:
-                                calm = _with_name(
-                                    self._load(baseline_table(experiment, role)), below
-                                )
-                                found[folder] = Cell(role, below, folder, calm)
-                    folder = "/".join(["cells", *place.slugs])
-                    found[folder] = Cell("cell", place, folder, experiment, floor)
+        for setting, defence, attack in product(self.settings or [""], self.defences, self.attacks):
+            key = CellKey(setting, defence, attack)
+            candidate = (candidates or {}).get(defence)
+            strength = (strengths or {}).get(self.strength_key(key))
+            experiment = self.experiment(setting, defence, attack, candidate, strength)
+            baseline = None
+            if experiment.attacked:
+                baseline = self._baseline_name(setting, defence, attack)
+                for cell in self._baselines(key, experiment, baseline):
+                    found.setdefault(cell.folder, cell)
+            folder = "/".join(["cells", *key.slugs])
+            found[folder] = Cell("cell", key, folder, experiment, baseline)
         return list(found.values())
 
+    def _baseline_name(self, setting: str, defence: str, attack: str) -> str:
+        """Return the name of the baselines' folders, which no candidate or strength changes."""
+        experiment = self.experiment(setting, defence, attack)
+        return _digest(self._load(baseline_table(experiment, "clean")))
+
+    def _baselines(self, key: "CellKey", experiment: Experiment, name: str) -> list["Cell"]:
+        """Return the baselines of a cell."""
+        cells = []
+        for role in BASELINE_ROLES:
+            below = CellKey(key.setting, key.defence, None, baseline_of=f"{key.attack}, {role}")
+            folder = "/".join([role, *below.slugs[:-1], name])
+            baseline = _with_name(self._load(baseline_table(experiment, role)), below)
+            cells.append(Cell(role, below, folder, baseline))
+        return cells
+
     def trials(self) -> list["Cell"]:
-        """Every run that the choice among candidates needs: each candidate against each of the tuning's attacks."""
-        return [
-            Cell(
-                "tuning", place, "/".join(["tuning", *place.slugs]), self._tuning_experiment(place)
-            )
-            for defence, candidates in self.candidates.items()
-            for number in range(len(candidates))
-            for attack in self.tuning_attacks
-            for place in [CellKey(self.tuning_setting, defence, attack, number)]
-        ]
+        """Return every run that the choice among candidates needs.
+
+        Returns:
+            A run per defence, candidate and attack of the tuning.
+        """
+        cells = []
+        for defence, candidates in self.candidates.items():
+            for number in range(len(candidates)):
+                for attack in self.tuning_attacks:
+                    key = CellKey(self.tuning_setting, defence, attack, number)
+                    folder = "/".join(["tuning", *key.slugs])
+                    cells.append(Cell("tuning", key, folder, self._tuning_experiment(key)))
+        return cells
 
     def probes(self, candidates: Mapping[str, int] | None = None) -> list["Cell"]:
-        """Every run that the choice among strengths needs: each of them against each defence, which is at the candidate
-        chosen."""
+        """Return every run that the choice among strengths needs.
+
+        Args:
+            candidates: The chosen candidate of each tuned defence, from 0.
+
+        Returns:
+            A run per setting, defence, attack and strength.
+        """
         if self.adversary is None:
             return []
-        last: Changes = {"seeds": self.adversary.seeds, "evaluate_on": "tuning"}
-        settings = [self.adversary.setting] if self.adversary.setting else self.settings or [""]
-        found = []
+        final: Changes = {"seeds": self.adversary.seeds, "evaluate_on": "tuning"}
+        own_setting = self.adversary.setting
+        settings = [own_setting] if own_setting else self.settings or [""]
+        cells = []
         for setting, defence, attack in product(settings, self.defences, self.strengths):
             for number in range(len(self.strengths[attack])):
-                place = CellKey(setting, defence, attack, strength=number)
-                parts = self._layers(
-                    replace(place, candidate=(candidates or {}).get(defence)), self.attacks
-                )
-                folder = "/".join(["strengths", *place.slugs])
-                found.append(
-                    Cell(
-                        "tuning", place, folder, _with_name(self._merge_layers(parts, last), place)
-                    )
-                )
-        return found
+                key = CellKey(setting, defence, attack, strength=number)
+                candidate = (candidates or {}).get(defence)
+                layers = self._layers(replace(key, candidate=candidate), self.attacks)
+                experiment = _with_name(self._merge_layers(layers, final), key)
+                folder = "/".join(["strengths", *key.slugs])
+                cells.append(Cell("tuning", key, folder, experiment))
+        return cells
 
     def strength_key(self, key: "CellKey") -> StrengthKey:
-        """Under what the strength of an attack is chosen that is taken in some place."""
+        """Return the key under which the strength of a cell's attack is chosen.
+
+        Args:
+            key: The key of the cell.
+
+        Returns:
+            Setting, defence and attack.
+        """
         setting = None if self.adversary is None else self.adversary.setting
         return setting or key.setting, key.defence, str(key.attack)
 
     @property
     def tuning_setting(self) -> str:
         """The setting in which candidates are compared."""
-        named = None if self.tuning is None else self.tuning.setting
-        return named or next(iter(self.settings), "")
+        setting = None if self.tuning is None else self.tuning.setting
+        return setting or next(iter(self.settings), "")
 
     @property
     def tuning_attacks(self) -> dict[str, Changes]:
-        """The attacks that candidates are compared against; one that is a table is named by its place."""
-        given = () if self.tuning is None else self.tuning.attacks
+        """The attacks that candidates are compared against. A table without a name is numbered."""
+        attacks = () if self.tuning is None else self.tuning.attacks
         found: dict[str, Changes] = {}
-        for i, attack in enumerate(given, start=1):
+        for number, attack in enumerate(attacks, start=1):
             if isinstance(attack, str):
                 found[attack] = self.attacks[attack]
             else:
-                name = str(attack.get("name", f"tuning attack {i}"))
+                name = str(attack.get("name", f"tuning attack {number}"))
                 found[name] = {key: value for key, value in attack.items() if key != "name"}
         return found
 
-    def _tuning_experiment(self, place: "CellKey") -> Experiment:
+    def _tuning_experiment(self, key: "CellKey") -> Experiment:
         assert self.tuning is not None
-        last = {"seeds": self.tuning.seeds, "evaluate_on": "tuning"}
-        return _with_name(self._merge_layers(self._layers(place, self.tuning_attacks), last), place)
+        final = {"seeds": self.tuning.seeds, "evaluate_on": "tuning"}
+        layers = self._layers(key, self.tuning_attacks)
+        return _with_name(self._merge_layers(layers, final), key)
 
     def experiment(
         self,
@@ -220,51 +277,66 @@ class Grid(Section):
         candidate: int | None = None,
         strength: int | None = None,
     ) -> Experiment:
-        """The experiment of one cell; raises ConfigError that says which entries of the grid it comes from."""
-        place = CellKey(setting, defence, attack, candidate, strength)
-        made = self._merge_layers(
-            self._layers(place, self.attacks), {"seeds": self.seeds_of(defence)}
-        )
-        return _with_name(made, CellKey(setting, defence, attack))
+        """Return the experiment of one cell.
 
-    def _layers(self, place: "CellKey", attacks: Mapping[str, Changes]) -> dict[str, Changes]:
-        """The changes that make a run, in their order, each under the name by which a message knows it."""
-        setting = place.setting
-        defence = place.defence
-        attack = str(place.attack)
-        candidate = place.candidate
-        parts = {f"setting `{setting}`": self.settings[setting]} if setting else {}
-        parts[f"defence `{defence}`"] = _changes_of_entry("defences", self.defences[defence])
-        if candidate is not None:
-            parts[f"candidate {candidate + 1} of `{defence}`"] = self.candidates[defence][candidate]
-        parts[f"attack `{attack}`"] = _changes_of_entry("attacks", attacks[attack])
-        if place.strength is not None:
-            parts[f"strength {place.strength + 1} of `{attack}`"] = self.strengths[attack][
-                place.strength
-            ]
-        return parts
+        Args:
+            setting: Name of the setting, or "".
+            defence: Name of the defence.
+            attack: Name of the attack.
+            candidate: Number of the defence's candidate, from 0.
+            strength: Number of the attack's strength, from 0.
+
+        Returns:
+            The experiment.
+
+        Raises:
+            ConfigError: If it is not valid. The message names the entries of the grid.
+        """
+        key = CellKey(setting, defence, attack, candidate, strength)
+        final = {"seeds": self.seeds_of(defence)}
+        experiment = self._merge_layers(self._layers(key, self.attacks), final)
+        return _with_name(experiment, CellKey(setting, defence, attack))
+
+    def _layers(self, key: "CellKey", attacks: Mapping[str, Changes]) -> dict[str, Changes]:
+        """Return the changes of a run in their order, by the names that messages use."""
+        defence = key.defence
+        attack = str(key.attack)
+        layers = {}
+        if key.setting:
+            layers[f"setting `{key.setting}`"] = self.settings[key.setting]
+        layers[f"defence `{defence}`"] = _changes_of_entry("defences", self.defences[defence])
+        if key.candidate is not None:
+            name = f"candidate {key.candidate + 1} of `{defence}`"
+            layers[name] = self.candidates[defence][key.candidate]
+        layers[f"attack `{attack}`"] = _changes_of_entry("attacks", attacks[attack])
+        if key.strength is not None:
+            name = f"strength {key.strength + 1} of `{attack}`"
+            layers[name] = self.strengths[attack][key.strength]
+        return layers
 
     def _merge_layers(self, layers: Mapping[str, Changes], final: Changes) -> Experiment:
-        def merged(without: str | None = None) -> Changes:
-            chosen = [changes for part, changes in layers.items() if part != without]
-            return functools.reduce(
-                _merge_changes, [*chosen, final], {"name": "cell", **self.shared}
-            )
+        """Return the experiment of layers. Name those that are to blame for an error."""
+        base = {"name": "cell", **self.shared}
 
-        def fault(without: str | None = None) -> str:
+        def merged(without: str | None = None) -> Changes:
+            changes = [layer for name, layer in layers.items() if name != without]
+            return functools.reduce(_merge_changes, [*changes, final], base)
+
+        def problem(without: str | None = None) -> str:
             try:
                 self._load(merged(without))
             except ConfigError as error:
                 return str(error).removeprefix("the experiment: ")
             return ""
 
-        if told := fault():
-            without = {part: fault(part) for part in layers}
-            blamed = [part for part in layers if not without[part]] or [
-                part for part in layers if without[part] != told
-            ]
-            raise ConfigError(f"{' and '.join(blamed) or 'what all cells share'}: {told}")
-        return self._load(merged())
+        message = problem()
+        if not message:
+            return self._load(merged())
+        # A layer is to blame if there is no error without it, or else another one.
+        rest = {name: problem(name) for name in layers}
+        blamed = [name for name in layers if not rest[name]]
+        blamed = blamed or [name for name in layers if rest[name] != message]
+        raise ConfigError(f"{' and '.join(blamed) or 'the keys that all cells share'}: {message}")
 
     def _load(self, table: Changes) -> Experiment:
         key = repr(table)
@@ -274,13 +346,21 @@ class Grid(Section):
 
 
 def _changes_of_entry(axis: str, entry: Changes) -> Changes:
-    """What an entry of an axis changes: all but what it holds beside."""
     return {key: value for key, value in entry.items() if key not in AXIS_KEYS[axis]}
 
 
 @dataclass(frozen=True)
 class CellKey:
-    """Where in a grid a run belongs; without attack it is a floor, of the attack that it is `under` among others."""
+    """The position of a run in a grid.
+
+    Attributes:
+        setting: Name of the setting, or "".
+        defence: Name of the defence.
+        attack: Name of the attack; None for a baseline.
+        candidate: Number of the defence's candidate, from 0.
+        strength: Number of the attack's strength, from 0.
+        baseline_of: For a baseline, the attack and the role of the malicious agents.
+    """
 
     setting: str
     defence: str
@@ -292,25 +372,35 @@ class CellKey:
     @property
     def slugs(self) -> list[str]:
         """The parts of its folder and of its experiment's name."""
-        candidate, strength = (
-            [] if n is None else [str(n + 1)] for n in (self.candidate, self.strength)
-        )
-        where = map(slugify, filter(None, [self.setting, self.defence]))
-        return [*where, *candidate, slugify(self.attack or "no attack"), *strength]
+        parts = [slugify(name) for name in (self.setting, self.defence) if name]
+        if self.candidate is not None:
+            parts.append(str(self.candidate + 1))
+        parts.append(slugify(self.attack or "no attack"))
+        if self.strength is not None:
+            parts.append(str(self.strength + 1))
+        return parts
 
     @property
     def title(self) -> str:
-        """As a message names it."""
+        """The name in messages."""
         candidate = "" if self.candidate is None else f"candidate {self.candidate + 1}"
         strength = "" if self.strength is None else f"strength {self.strength + 1}"
-        attack = self.attack or f"floor of {self.baseline_of}"
-        return ", ".join(filter(None, [self.setting, self.defence, candidate, attack, strength]))
+        attack = self.attack or f"baseline of {self.baseline_of}"
+        parts = [self.setting, self.defence, candidate, attack, strength]
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a grid: what it is, its folder in the grid's, its experiment, and the name of its floors' folders.
-    "tuning" are the runs by which a candidate or a strength is chosen."""
+    """One run of a grid.
+
+    Attributes:
+        kind: The kind of the run; "tuning" for a choice of a candidate or a strength.
+        key: The position in the grid.
+        folder: The folder in that of the grid.
+        experiment: The experiment.
+        baseline: Name of the folders of its baselines.
+    """
 
     kind: Literal["cell", "clean", "removed", "tuning"]
     key: CellKey
@@ -320,19 +410,28 @@ class Cell:
 
 
 def slugify(text: str) -> str:
-    """A name as part of a folder's: small letters, digits and hyphens."""
+    """Convert a name to a part of a folder's name.
+
+    Args:
+        text: The name.
+
+    Returns:
+        Small letters, digits and hyphens.
+    """
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _merge_changes(base: Changes, changes: Changes) -> Changes:
-    """Changes over a table, section by section, as `extends` has them."""
-    return {**base, **{key: tables.merge(base.get(key), value) for key, value in changes.items()}}
+    """Merge changes over a table, section by section."""
+    merged = {key: tables.merge(base.get(key), value) for key, value in changes.items()}
+    return {**base, **merged}
 
 
-def _with_name(experiment: Experiment, place: CellKey) -> Experiment:
-    return experiment.model_copy(update={"name": "--".join(place.slugs), "title": place.title})
+def _with_name(experiment: Experiment, key: CellKey) -> Experiment:
+    return experiment.model_copy(update={"name": "--".join(key.slugs), "title": key.title})
 
 
 def _digest(experiment: Experiment) -> str:
-    text = json.dumps(result_settings(experiment.settings()), sort_keys=True, default=str)
+    settings = result_settings(experiment.settings())
+    text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

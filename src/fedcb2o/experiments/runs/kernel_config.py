@@ -1,6 +1,11 @@
-"""The primitives of a run: as the experiment says, as its seed began, or the best ones here.
+"""The choice of kernels for a seed: set by the experiment, recorded, or the fastest here.
 
-A choice may depend on a timing or on a device's memory. So it is recorded when a seed begins, and kept to.
+A choice may depend on a timing or on a device's memory. It is recorded when a seed begins, and
+kept.
+
+>>> from fedcb2o.experiments.runs.kernel_config import ENVIRONMENT
+>>> ENVIRONMENT
+'environment.json'
 """
 
 from collections.abc import Callable
@@ -15,82 +20,110 @@ from fedcb2o.kernels import autotune, devices, onednn
 from fedcb2o.nn import memory_layout, parameters
 
 ENVIRONMENT = "environment.json"
-# Where a record does not say.
+
 _DEFAULTS = {"linear": "torch", "layout": "contiguous", "convolution": "grouped", "together": None}
+"""The kernels of records from before a key existed."""
 
 
 def choose_kernels(folder: Path, prepared: PreparedSeed) -> dict[str, Any]:
-    """The experiment's `linear`, `layout`, `convolution`, `together` and `training.precision` for a seed, whose folder
-    may tell what it began with.
+    """Choose the kernels of a seed.
 
-    Raises RunError where this PyTorch lacks one.
+    Args:
+        folder: Folder of the seed, with the kernels that it began with, if it has begun.
+        prepared: The seed.
+
+    Returns:
+        The values of `precision`, `linear`, `layout`, `convolution` and `together`.
+
+    Raises:
+        RunError: If this PyTorch lacks a kernel.
     """
-    experiment = prepared.experiment
-    module = prepared.spec.module
-    dim = prepared.spec.dim
-    x = prepared.dataset.pool.x[: experiment.training.batch_size]
-    device = devices.resolve_device(experiment.device)
-    path = folder / ENVIRONMENT
-    began = records.read_json(path) if path.exists() else None
-
-    def kept(name: str, best: Callable[[], Any]) -> Any:
-        asked = getattr(experiment, name)
-        if asked is not None:
-            return asked
-        return best() if began is None else began.get(name, _DEFAULTS[name])
-
-    def linear() -> LinearKernel:
-        large = dim >= onednn.MIN_WEIGHTS and device.type == "cpu"
-        return autotune.fastest_linear() if large else "torch"
-
-    def layout() -> memory_layout.MemoryLayout:
-        if (
-            device.type != "cpu" or experiment.together is not None
-        ):  # vmap knows no other for some layers
-            return "contiguous"
-        return autotune.fastest_layout(module, x, precision)
-
-    def room(convolution: ConvolutionKernel) -> int:
-        pool = 4 * experiment.num_models * parameters.row_stride(dim)
-        return min(
-            experiment.agents.num_agents,
-            devices.max_batched_agents(device, pool, module, x, convolution),
+    choice = _KernelChoice(folder, prepared)
+    precision = choice.precision()
+    linear = choice.resolve("linear", choice.fastest_linear)
+    layout = choice.resolve("layout", lambda: choice.fastest_layout(precision))
+    convolution = choice.resolve(
+        "convolution", lambda: choice.fastest_convolution(precision, layout)
+    )
+    together = choice.resolve("together", lambda: choice.largest_batch(convolution))
+    if linear == "onednn" and not onednn.is_available():
+        raise RunError(
+            f"{folder} needs oneDNN, which this PyTorch lacks: choose another --out and "
+            "--set linear=torch"
         )
+    return {
+        "precision": precision,
+        "linear": linear,
+        "layout": layout,
+        "convolution": convolution,
+        "together": together,
+    }
 
-    def convolution() -> ConvolutionKernel:
-        if device.type == "cpu":  # several at once are about twice as fast by groups
-            laid_out = memory_layout.with_memory_format(module, layout_here)
-            return (
-                "grouped"
-                if experiment.together
-                else autotune.fastest_single_convolution(laid_out, x, precision)
-            )
-        most = room("unfolded")
-        if (experiment.together or 1) > most:
+
+class _KernelChoice:
+    """The candidates and timings for one seed."""
+
+    def __init__(self, folder: Path, prepared: PreparedSeed) -> None:
+        self.experiment = prepared.experiment
+        self.module = prepared.spec.module
+        self.dim = prepared.spec.dim
+        self.x = prepared.dataset.pool.x[: self.experiment.training.batch_size]
+        self.device = devices.resolve_device(self.experiment.device)
+        path = folder / ENVIRONMENT
+        self.recorded = records.read_json(path) if path.exists() else None
+
+    def resolve(self, name: str, fastest: Callable[[], Any]) -> Any:
+        """Return the experiment's value, else the recorded one, else the fastest."""
+        requested = getattr(self.experiment, name)
+        if requested is not None:
+            return requested
+        if self.recorded is None:
+            return fastest()
+        return self.recorded.get(name, _DEFAULTS[name])
+
+    def precision(self) -> Any:
+        """Return the recorded precision, else the one that this machine supports."""
+        requested = self.experiment.training.precision
+        if self.recorded is None:
+            return autotune.supported_precision(requested, self.device)
+        return self.recorded.get("precision", requested)
+
+    def fastest_linear(self) -> LinearKernel:
+        """Return the faster kernel of large dense layers on the CPU."""
+        if self.dim >= onednn.MIN_WEIGHTS and self.device.type == "cpu":
+            return autotune.fastest_linear()
+        return "torch"
+
+    def fastest_layout(self, precision: Any) -> memory_layout.MemoryLayout:
+        """Return the faster layout on the CPU. vmap supports only one for some layers."""
+        if self.device.type != "cpu" or self.experiment.together is not None:
+            return "contiguous"
+        return autotune.fastest_layout(self.module, self.x, precision)
+
+    def fastest_convolution(self, precision: Any, layout: Any) -> ConvolutionKernel:
+        """Return the fastest kernel of convolutions."""
+        together = self.experiment.together
+        if self.device.type == "cpu":
+            # Batched models are about twice as fast with groups.
+            module = memory_layout.with_memory_format(self.module, layout)
+            if together:
+                return "grouped"
+            return autotune.fastest_single_convolution(module, self.x, precision)
+        largest = self._max_agents("unfolded")
+        if (together or 1) > largest:
             return "grouped"
         return autotune.fastest_batched_convolution(
-            module, x, precision, device, experiment.together or most
+            self.module, self.x, precision, self.device, together or largest
         )
 
-    asked = experiment.training.precision
-    precision = (
-        autotune.supported_precision(asked, device)
-        if began is None
-        else began.get("precision", asked)
-    )
-    layout_here = kept("layout", layout)
-    chosen = {
-        "precision": precision,
-        "linear": kept("linear", linear),
-        "layout": layout_here,
-        "convolution": kept("convolution", convolution),
-    }
-    # On the CPU small dense networks alone.
-    chosen["together"] = kept(
-        "together", lambda: None if device.type == "cpu" else room(chosen["convolution"])
-    )
-    if chosen["linear"] == "onednn" and not onednn.is_available():
-        raise RunError(
-            f"{folder} needs oneDNN, which this PyTorch lacks: choose another --out and --set linear=torch"
+    def largest_batch(self, convolution: ConvolutionKernel) -> int | None:
+        """Return the number of agents in one program; None for small dense networks on the CPU."""
+        return None if self.device.type == "cpu" else self._max_agents(convolution)
+
+    def _max_agents(self, convolution: ConvolutionKernel) -> int:
+        """Return the number of agents that the device's memory allows in one program."""
+        model_bytes = 4 * self.experiment.num_models * parameters.row_stride(self.dim)
+        largest = devices.max_batched_agents(
+            self.device, model_bytes, self.module, self.x, convolution
         )
-    return chosen
+        return min(self.experiment.agents.num_agents, largest)

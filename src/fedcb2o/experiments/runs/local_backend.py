@@ -1,4 +1,9 @@
-"""The backend of a run on one machine: where the models are, and the engine of one seed."""
+"""The backend of a run on one machine: the place of the models and the engine of a seed.
+
+>>> from fedcb2o.experiments.runs.local_backend import LocalBackend
+>>> LocalBackend(workers=2, memory=None).workers
+2
+"""
 
 import contextlib
 import functools
@@ -25,75 +30,128 @@ from fedcb2o.simulation.local_engine import LocalEngine
 
 @dataclass(frozen=True)
 class LocalBackend:
-    """That a run works on this machine, by so many `workers`, in so much `memory`."""
+    """The place of a run on one machine.
+
+    Attributes:
+        workers: Number of processes; None for a choice by the work and the memory.
+        memory: Bytes that the run may take; None for the free memory.
+    """
 
     workers: int | None
     memory: int | None
 
     def connect(self, prepared: Sequence[PreparedSeed]) -> contextlib.AbstractContextManager[None]:
-        """There is nothing to join."""
+        """Return a context without effect, as no cluster is needed.
+
+        Args:
+            prepared: The seeds to run.
+
+        Returns:
+            The context.
+        """
         return contextlib.nullcontext()
 
     def place(self, prepared: PreparedSeed, folder: Path) -> MemoryPlan:
-        """Where the models of a seed go; raises RunError where there is no room for them."""
+        """Plan the memory of a seed.
+
+        Args:
+            prepared: The seed.
+            folder: Folder of the seed.
+
+        Returns:
+            The place of the models and the number of processes.
+
+        Raises:
+            RunError: If the models do not fit.
+        """
+        dim = prepared.spec.dim
         return plan_memory(
-            prepared.experiment,
-            prepared.dataset,
-            prepared.spec.dim,
-            self.workers,
-            self.memory,
-            folder,
+            prepared.experiment, prepared.dataset, dim, self.workers, self.memory, folder
         )
 
     @contextlib.contextmanager
     def open_engine(self, prepared: PreparedSeed, plan: MemoryPlan) -> Iterator[LocalEngine]:
-        """The engine of one seed."""
+        """Open the engine of a seed.
+
+        Args:
+            prepared: The seed.
+            plan: The place of the models and the number of processes.
+
+        Yields:
+            The engine.
+        """
         with contextlib.ExitStack() as stack:
             yield open_local_engine(stack, prepared, plan)
 
     def init_models(self, engine: LocalEngine, prepared: PreparedSeed) -> None:
-        """Fill the rows of all agents, and of clusters, with their first models."""
-        kept = engine.group.models[: prepared.num_persistent_rows]
-        init_models_(kept, prepared.experiment, prepared.seed, prepared.dataset, range(len(kept)))
+        """Fill the rows of all agents and clusters with their initial models.
+
+        Args:
+            engine: The engine of the seed.
+            prepared: The seed.
+        """
+        rows = engine.group.models[: prepared.num_persistent_rows]
+        init_models_(rows, prepared.experiment, prepared.seed, prepared.dataset, range(len(rows)))
 
     def status(self, plan: MemoryPlan, measured: Mapping[str, Any]) -> str:
-        """There is nothing more to tell."""
+        """Return an empty text, as there is no traffic to show.
+
+        Args:
+            plan: The place of the models.
+            measured: The traffic of the last round.
+
+        Returns:
+            The text.
+        """
         return ""
 
     def traffic(self, engine: LocalEngine) -> dict[str, Any]:
-        """There is nothing more to note of a round."""
+        """Return an empty table, as there is no traffic to record.
+
+        Args:
+            engine: The engine of the seed.
+
+        Returns:
+            The table.
+        """
         return {}
 
 
 def open_local_engine(
     stack: contextlib.ExitStack, prepared: PreparedSeed, plan: MemoryPlan
 ) -> LocalEngine:
-    """The engine of one seed; the models lie in memory, or in a file."""
+    """Open the engine of a seed on this machine.
+
+    Args:
+        stack: Receives the shared memory, to be released with it.
+        prepared: The seed.
+        plan: The place of the models and the number of processes.
+
+    Returns:
+        The engine, with models in memory or in a mapped file.
+    """
     experiment = prepared.experiment
-    seed = prepared.seed
     dataset = prepared.dataset
     dim = prepared.spec.dim
     specs = tensor_specs(dataset, experiment.num_models, dim)
-    count = plan.processes
-    if count == 1 and dim >= onednn.MIN_WEIGHTS:
+    functions = user_functions(experiment)
+    if plan.processes == 1 and dim >= onednn.MIN_WEIGHTS:
         resources.retain_freed_memory()
-    if count == 1 and plan.folder is None:
-        theta = torch.zeros(specs["models"][1], device=devices.resolve_device(experiment.device))
-        block = prepared.build_agent_group(theta[:, :dim])
-        return LocalEngine(
-            block, executors.SerialExecutor(block), user_functions=user_functions(experiment)
-        )
+    if plan.processes == 1 and plan.folder is None:
+        device = devices.resolve_device(experiment.device)
+        theta = torch.zeros(specs["models"][1], device=device)
+        group = prepared.build_agent_group(theta[:, :dim])
+        return LocalEngine(group, executors.SerialExecutor(group), user_functions=functions)
+
     shared = stack.enter_context(shared_memory.allocate_shared(specs, plan.folder))
     tensors = shared.tensors()
     for name, tensor in dataset_tensors(dataset).items():
         tensors[name].copy_(tensor)
-    make = functools.partial(build_full_group, experiment, seed, dataset.names, dim)
-    block = prepared.build_agent_group(tensors["models"][:, :dim])
-    if count == 1:
-        shared.path.unlink()  # a mapping outlives it, and a kill then leaves nothing
-    who = (
-        executors.SerialExecutor(block)
-        if count == 1
-        else executors.PoolExecutor(count, shared, make)
-    )
-    return LocalEngine(block, who, plan.columns_per_mix, user_functions(experiment))
+    group = prepared.build_agent_group(tensors["models"][:, :dim])
+    executor: Any = executors.SerialExecutor(group)
+    if plan.processes == 1:
+        shared.path.unlink()  # the mapping outlives the file, and a kill then leaves nothing
+    else:
+        make = functools.partial(build_full_group, experiment, prepared.seed, dataset.names, dim)
+        executor = executors.PoolExecutor(plan.processes, shared, make)
+    return LocalEngine(group, executor, plan.columns_per_mix, functions)

@@ -1,17 +1,22 @@
-"""What a run needs of memory, and so how many processes work and where its models lie: decided before it starts.
+"""The memory that a run needs, the number of its processes, and the place of its models.
 
-Nearly all of it are the models, 4 N d bytes and as much again for each further row of the pool. They lie in memory or,
-where that is too small, in a file that is mapped; other numbers than these N d do not leave memory.
+Nearly all of the memory holds models: 4 N d bytes, and as much for each further row of the model
+buffer. Models are in memory or, where that is too small, in a mapped file.
+
+>>> from fedcb2o.experiments.runs.memory_plan import parse_size
+>>> parse_size("24GiB") == 24 * 1024**3
+True
 """
 
 import itertools
+import logging
 import re
 import shutil
-import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedcb2o.data._dataset import Dataset
+from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.datasets import dataset_tensors, samples_per_agent
 from fedcb2o.experiments.config.settings import Experiment
@@ -22,19 +27,29 @@ from fedcb2o.parallel import resources, shared_memory
 from fedcb2o.parallel.resources import format_bytes
 from fedcb2o.simulation import checkpoint
 
-MIN_PARALLEL_FLOPS = 2e9  # floating-point operations of training a round below which one process is as fast as several
-PROCESS_BYTES = 2**28  # bytes of PyTorch and of a batch's activations in each process
+_LOG = logging.getLogger(__name__)
+
+MIN_PARALLEL_FLOPS = 2e9  # of training in a round; below it one process is as fast as several
+PROCESS_BYTES = 2**28  # of PyTorch and of a batch's activations in each process
+
 _SIZE_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
-_SIZE_UNITS |= {f"{c}b": 1000 ** (k + 1) for k, c in enumerate("kmgt")}
-_SIZE_UNITS |= {
-    f"{c}{end}": 1024 ** (k + 1) for k, c in enumerate("kmgt") for end in ("", "i", "ib")
-}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _SIZE_UNITS[f"{_prefix}b"] = 1000**_power
+    for _suffix in ("", "i", "ib"):
+        _SIZE_UNITS[f"{_prefix}{_suffix}"] = 1024**_power
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How many `processes` work on a run, what it needs, in bytes, and where its models go: `folder` is that of their
-    file, None for memory; there so many `columns` of them are mixed at once by each process."""
+    """The processes, the memory and the place of the models of a run.
+
+    Attributes:
+        processes: Number of processes.
+        model_bytes: Bytes of the models.
+        other_bytes: Bytes of data and processes.
+        folder: Folder of the models' file; None for models in memory.
+        columns_per_mix: Number of columns in the file that each process mixes at once.
+    """
 
     processes: int
     model_bytes: int
@@ -44,7 +59,9 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         where = "in memory" if self.folder is None else f"on disk, in {self.folder}"
-        return f"models {format_bytes(self.model_bytes)} {where}, data and processes {format_bytes(self.other_bytes)}"
+        models = format_bytes(self.model_bytes)
+        others = format_bytes(self.other_bytes)
+        return f"models {models} {where}, data and processes {others}"
 
 
 def plan_memory(
@@ -55,115 +72,190 @@ def plan_memory(
     memory: int | None,
     folder: Path,
 ) -> MemoryPlan:
-    """Where the models go under a budget of memory, by default what is free, and how many processes work: `count`, or
-    as many as are worth it and fit. `folder` is that of the seed. Models on another device than the CPU stay there.
+    """Plan the place of the models and the number of processes.
 
-    Raises RunError where they fit neither in memory nor on the disk, and says how many agents or processes would.
+    Models on another device than the CPU stay there. Others are in memory where they fit, else on
+    disk. For memory, which is far faster, up to half of the processes are given up.
+
+    Args:
+        experiment: The experiment.
+        dataset: Its data set.
+        dim: d, the length of a model.
+        count: Number of processes; None for the number that is worth it and fits.
+        memory: Bytes that the run may take; None for the free memory.
+        folder: Folder of the seed.
+
+    Returns:
+        The plan.
+
+    Raises:
+        RunError: If the models fit neither in memory nor on disk. The message names the number of
+            agents or processes that would fit.
     """
-    agents = experiment.agents.num_agents
-    row = 4 * parameters.row_stride(dim)
-    pool = experiment.num_models * row
-    data = sum(tensor.nbytes for tensor in dataset_tensors(dataset).values())
-    team = max(
-        dim, min(MAX_BATCH_PARAMETERS, dim * agents), dim * min(agents, experiment.together or 1)
-    )
-    training = 12 * team  # gradients, momentum and a copy
     most = _default_workers(experiment, dataset, dim) if count is None else count
+    needs = _Needs(experiment, dataset, dim)
+    if experiment.device is not None:  # the memory of that device holds the models
+        return MemoryPlan(most, needs.model_bytes, needs.other_bytes(most))
 
-    def rest(processes: int) -> int:
-        shared = PROCESS_BYTES + data if processes > 1 else 0
-        return data + processes * (PROCESS_BYTES + training) + shared
-
-    if experiment.device is not None:  # that device's own memory holds them
-        return MemoryPlan(most, pool, rest(most))
-    if pool + data + training > (room := resources.free_address_space()):
-        raise RunError(
-            f"{agents} agents need {format_bytes(pool)} for models, in memory or on disk, and a process may map "
-            f"{format_bytes(int(room))} more (`ulimit -v`): raise it, or take fewer agents or a smaller model"
-        )
-    shared_memory.remove_stale(folder)  # what a killed run left takes memory, or room there
+    needs.check_address_space()
+    shared_memory.remove_stale(folder)  # the models of a killed run take memory, or disk
     budget = resources.free_memory() if memory is None else memory
-    small = memory is None and pool <= data + training
     disk = shutil.disk_usage(_nearest_folder(folder)).free
-    once = (folder / checkpoint.FILE).exists() or experiment.checkpoint_every >= experiment.rounds
-    on_disk = pool + agents * row * (1 if once else 2)  # with checkpoints
-    column = 8 * experiment.num_models  # what each process that mixes takes for one
+    disk_bytes = needs.disk_bytes(folder)
+    is_small = memory is None and needs.model_bytes <= needs.data_bytes + needs.training_bytes
 
     def in_memory(processes: int) -> MemoryPlan | None:
-        fits = pool <= budget - rest(processes) or (small and processes in (count, 1))
-        return MemoryPlan(processes, pool, rest(processes)) if fits else None
+        others = needs.other_bytes(processes)
+        fits = needs.model_bytes <= budget - others
+        if fits or (is_small and processes in (count, 1)):
+            return MemoryPlan(processes, needs.model_bytes, others)
+        return None
 
     def in_file(processes: int) -> MemoryPlan | None:
-        left = budget - rest(processes)
-        if left < processes * column * min(dim, REDUCTION_TILE_COLUMNS) or on_disk > disk:
+        others = needs.other_bytes(processes)
+        left = budget - others
+        if left < processes * needs.mix_bytes or disk_bytes > disk:
             return None
-        return MemoryPlan(
-            processes, pool, rest(processes), folder, min(dim, left // (processes * column))
-        )
+        columns = min(dim, left // (processes * needs.column_bytes))
+        return MemoryPlan(processes, needs.model_bytes, others, folder, columns)
 
-    def best(counts: range) -> MemoryPlan | None:
-        return next(
-            filter(None, itertools.chain(map(in_memory, counts), map(in_file, counts))), None
-        )
+    def first_fit(counts: Iterable[int]) -> MemoryPlan | None:
+        counts = list(counts)
+        plans = itertools.chain(map(in_memory, counts), map(in_file, counts))
+        return next(filter(None, plans), None)
 
-    # Up to half of the processes are given for memory, which a disk is far slower than; for a run at all, any number.
-    fewer = range(most, 0, -1)
-    place = best(fewer[:1] if count else fewer[: (most + 1) // 2]) or best(fewer)
-    if place is not None and count in (None, place.processes):
-        return place
-    asked = count or 1
-    left = budget - rest(asked)
-    mixed = left * agents // (asked * column * min(dim, REDUCTION_TILE_COLUMNS))
-    fit = max(left * agents // pool, min(mixed, disk * agents // on_disk))
-    cure = f"{fit} agents would fit" if fit > 1 else "give more memory or take a smaller model"
-    if place is not None:
-        cure = f"--workers {place.processes} would fit"
+    candidates = range(most, 0, -1)
+    preferred = candidates[:1] if count else candidates[: (most + 1) // 2]
+    plan = first_fit(preferred) or first_fit(candidates)
+    if plan is not None and count in (None, plan.processes):
+        return plan
+
+    requested = count or 1
+    cure = needs.largest_fit(budget - needs.other_bytes(requested), requested, disk, disk_bytes)
+    if plan is not None:
+        cure = f"--workers {plan.processes} would fit"
     raise RunError(
-        f"{agents} agents need {format_bytes(pool)} for models and {format_bytes(rest(asked))} for data and processes, of {format_bytes(budget)} "
-        f"of memory, or on disk {format_bytes(on_disk)} with checkpoints, of {format_bytes(disk)} that are free: {cure}"
+        f"{needs.num_agents} agents need {format_bytes(needs.model_bytes)} for models and "
+        f"{format_bytes(needs.other_bytes(requested))} for data and processes, of "
+        f"{format_bytes(budget)} of memory, or on disk {format_bytes(disk_bytes)} with "
+        f"checkpoints, of {format_bytes(disk)} that are free: {cure}"
     )
+
+
+class _Needs:
+    """The bytes that the parts of a run need."""
+
+    def __init__(self, experiment: Experiment, dataset: Dataset, dim: int) -> None:
+        self.experiment = experiment
+        self.num_agents = experiment.agents.num_agents
+        self.row_bytes = 4 * parameters.row_stride(dim)
+        self.model_bytes = experiment.num_models * self.row_bytes
+        self.data_bytes = sum(tensor.nbytes for tensor in dataset_tensors(dataset).values())
+        batch = max(
+            dim,
+            min(MAX_BATCH_PARAMETERS, dim * self.num_agents),
+            dim * min(self.num_agents, experiment.together or 1),
+        )
+        self.training_bytes = 12 * batch  # gradients, momentum and a copy
+        self.column_bytes = 8 * experiment.num_models  # of a column in a process that mixes
+        self.mix_bytes = self.column_bytes * min(dim, REDUCTION_TILE_COLUMNS)
+
+    def other_bytes(self, processes: int) -> int:
+        """Return the bytes of data and processes."""
+        shared = PROCESS_BYTES + self.data_bytes if processes > 1 else 0
+        return self.data_bytes + processes * (PROCESS_BYTES + self.training_bytes) + shared
+
+    def disk_bytes(self, folder: Path) -> int:
+        """Return the bytes on disk, checkpoints included."""
+        has_checkpoint = (folder / checkpoint.FILE).exists()
+        is_saved_once = self.experiment.checkpoint_every >= self.experiment.rounds
+        checkpoints = 1 if has_checkpoint or is_saved_once else 2
+        return self.model_bytes + self.num_agents * self.row_bytes * checkpoints
+
+    def check_address_space(self) -> None:
+        """Raise RunError where a limit of addresses is too small for the models."""
+        available = resources.free_address_space()
+        if self.model_bytes + self.data_bytes + self.training_bytes > available:
+            raise RunError(
+                f"{self.num_agents} agents need {format_bytes(self.model_bytes)} for models, in "
+                f"memory or on disk, and a process may map {format_bytes(int(available))} more "
+                "(`ulimit -v`): raise it, or take fewer agents or a smaller model"
+            )
+
+    def largest_fit(self, left: int, processes: int, disk: int, disk_bytes: int) -> str:
+        """Return the advice of a plan that does not fit."""
+        by_mixing = left * self.num_agents // (processes * self.mix_bytes)
+        by_disk = disk * self.num_agents // disk_bytes
+        count = max(left * self.num_agents // self.model_bytes, min(by_mixing, by_disk))
+        if count > 1:
+            return f"{count} agents would fit"
+        return "give more memory or take a smaller model"
 
 
 def _default_workers(experiment: Experiment, dataset: Dataset, dim: int) -> int:
-    """One process for a small round, and on another device than the CPU; else one for each processor that this process
-    may use."""
+    """Return 1 for a small round or a device, else the number of processors."""
     if experiment.device is not None:
         return 1
     agents = experiment.agents
-    training = experiment.training
-    samples = len(dataset.pool)
+    num_samples = len(dataset.pool)
     if dataset.owners is None:
         benign, malicious = samples_per_agent(experiment)
-        samples = agents.num_clusters * (agents.benign * benign + agents.malicious * malicious)
-    if 6.0 * dim * samples * training.local_epochs < MIN_PARALLEL_FLOPS:
+        per_cluster = agents.benign * benign + agents.malicious * malicious
+        num_samples = agents.num_clusters * per_cluster
+    if 6.0 * dim * num_samples * experiment.training.local_epochs < MIN_PARALLEL_FLOPS:
         return 1
     return min(resources.available_processors(), agents.num_agents)
 
 
 def clip_workers(requested: int, tasks: int, task_word: str, processors: int | None = None) -> int:
-    """As many processes as asked for, but no more than there are processors, by default here, or tasks, which is said:
-    more of them take memory and time."""
+    """Limit a number of processes to the processors and the tasks, with a log message.
+
+    Args:
+        requested: Number of processes.
+        tasks: Number of tasks.
+        task_word: Word for the tasks in the message, in the plural.
+        processors: Number of processors, by default those of this machine.
+
+    Returns:
+        The number of processes.
+    """
     processors = processors or resources.available_processors()
-    most = max(1, min(processors, tasks))
-    if requested > most:
-        why = f"{processors} processors and {tasks} {task_word}"
-        print(f"Note: {most} processes work, not {requested}: there are {why}.", file=sys.stderr)
-    return min(requested, most)
+    largest = max(1, min(processors, tasks))
+    if requested > largest:
+        _LOG.warning(
+            "%d processes work, not %d: there are %d processors and %d %s.",
+            largest,
+            requested,
+            processors,
+            tasks,
+            task_word,
+        )
+    return min(requested, largest)
 
 
 def parse_size(text: str | int) -> int:
-    """The bytes that "24GiB" (or "24G") and "500 MB" mean, 24 * 1024^3 and 500 * 1000^2; upper and lower case are one.
+    """Convert a size to bytes.
 
-    Raises ConfigError for what is no size.
+    Args:
+        text: A size such as "24GiB" (or "24G", 24 * 1024^3) or "500 MB" (500 * 1000^2), in upper or
+            lower case.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        ConfigError: If the text is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
     if match is None or match[2] not in _SIZE_UNITS or len(match[1]) > 20:
         raise ConfigError(
-            f"--memory needs a size such as 24GiB (or 24G, 1024^3 bytes) or 24GB (1000^3), got {text!r}"
+            "--memory needs a size such as 24GiB (or 24G, 1024^3 bytes) or 24GB (1000^3), "
+            f"got {text!r}"
         )
     return int(float(match[1]) * _SIZE_UNITS[match[2]])
 
 
 def _nearest_folder(folder: Path) -> Path:
-    """The nearest folder that is there."""
-    return next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    """Return the nearest existing folder."""
+    candidates = (folder, *folder.absolute().parents)
+    return next(path for path in candidates if path.is_dir())

@@ -1,4 +1,9 @@
-"""How far a run is: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a run: bars on a terminal, lines elsewhere.
+
+>>> from fedcb2o.experiments.runs.progress import Progress
+>>> Progress(every=60.0).every
+60.0
+"""
 
 import sys
 import time
@@ -13,28 +18,46 @@ from rich.table import Column
 from fedcb2o.experiments.config.settings import Experiment
 
 RoundCallback = Callable[[Experiment, int, Mapping[str, Any]], None]
-"""Called after every round with the experiment, the seed, and the round's line of metrics."""
+"""A function called after every round with the experiment, the seed, and the metrics record."""
+
+_SHOWN_METRICS = (
+    ("accuracy", "accuracy"),
+    ("source_accuracy", "source"),
+    ("attack_success_rate", "attack"),
+    ("test_loss", "loss"),
+    ("global_accuracy", "on the global test set"),
+    ("global_loss", "loss on the global test set"),
+)
+"""The columns of the records that are shown, and their words."""
 
 
 class Progress:
-    """Shows rounds as they are done, with the last accuracies, and what the round at hand is at."""
+    """A display of finished rounds, the last scores and the current phase."""
 
     def __init__(
         self, console: Console | None = None, every: float = 15.0, verbose: bool = False
     ) -> None:
+        """Create the display.
+
+        Args:
+            console: The terminal, by default standard error.
+            every: Seconds between two lines where there is no terminal.
+            verbose: Whether `log` prints.
+        """
         self.console = console or Console(stderr=True)
         self.every = every
-        self._last_print = 0.0
         self.verbose = verbose
+        self._last_print = 0.0
         self._tasks: dict[tuple[str, int], TaskID] = {}
-        self._scores: dict[tuple[str, int], tuple[int, str]] = {}  # after which round
-        whole = Column(min_width=7, no_wrap=True)  # what is told beside it is what takes more lines
+        self._scores: dict[tuple[str, int], tuple[int, str]] = {}  # with the round of the scores
+        # The text at the end wraps; the other columns keep their width.
+        fixed = Column(min_width=7, no_wrap=True)
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=12, table_column=Column(min_width=12)),
-            MofNCompleteColumn(table_column=whole),
-            TimeRemainingColumn(table_column=whole),
-            TextColumn("{task.fields[told]}", markup=False, table_column=Column()),
+            MofNCompleteColumn(table_column=fixed),
+            TimeRemainingColumn(table_column=fixed),
+            TextColumn("{task.fields[status]}", markup=False, table_column=Column()),
             console=self.console,
             disable=not self.console.is_terminal,
         )
@@ -47,63 +70,73 @@ class Progress:
         self._bars.stop()
 
     def __call__(self, experiment: Experiment, seed: int, line: Mapping[str, Any]) -> None:
-        """Show that a round of a seed is done."""
+        """Show that a round is done.
+
+        Args:
+            experiment: The experiment.
+            seed: The seed.
+            line: The metrics record of the round.
+        """
         done = int(line["round"])
         if "accuracy" in line:
             self._scores[experiment.name, seed] = done, _format_scores(line)
         self._show(experiment, seed, done, "", now=done == experiment.rounds)
 
     def log(self, line: str) -> None:
-        """Print what only some want to know."""
+        """Print a line if the display is verbose.
+
+        Args:
+            line: The text.
+        """
         if self.verbose:
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def phase(self, experiment: Experiment, seed: int, n: int, phase: str) -> None:
-        """Show what round `n` of a seed, counted from 1, is at."""
-        self._show(experiment, seed, n - 1, phase, now=(experiment.name, seed) not in self._tasks)
+        """Show the phase of the current round.
+
+        Args:
+            experiment: The experiment.
+            seed: The seed.
+            n: The round, counted from 1.
+            phase: The phase.
+        """
+        is_first = (experiment.name, seed) not in self._tasks
+        self._show(experiment, seed, n - 1, phase, now=is_first)
 
     def _show(self, experiment: Experiment, seed: int, done: int, phase: str, *, now: bool) -> None:
-        """Show where a seed is: on a terminal always, elsewhere `now` or after some time."""
+        """Update the bar; without a terminal print a line, `now` or after some time."""
         key = (experiment.name, seed)
         name = f"{experiment.name} seed {seed}"
         if key not in self._tasks:
-            self._tasks[key] = self._bars.add_task(name, total=experiment.rounds, told="")
+            self._tasks[key] = self._bars.add_task(name, total=experiment.rounds, status="")
         n, scores = self._scores.get(key, (0, ""))
-        self._bars.update(
-            self._tasks[key], completed=done, told="\n".join(filter(None, (scores, phase)))
-        )
-        if not self.console.is_terminal and (
-            now or time.monotonic() - self._last_print > self.every
-        ):
+        status = "\n".join(filter(None, (scores, phase)))
+        self._bars.update(self._tasks[key], completed=done, status=status)
+        is_due = now or time.monotonic() - self._last_print > self.every
+        if not self.console.is_terminal and is_due:
             self._last_print = time.monotonic()
-            line = _format_status(experiment.rounds, n, scores, done + bool(phase), phase or "done")
+            current = done + bool(phase)
+            line = _format_status(experiment.rounds, n, scores, current, phase or "done")
             print(f"{name}: {line}", file=sys.stderr, flush=True)
 
 
-def _format_status(rounds: int, n: int, scores: str, now: int, phase: str) -> str:
-    """The scores after round n, and what the round is at that comes after it."""
+def _format_status(rounds: int, n: int, scores: str, current: int, phase: str) -> str:
+    """Return the scores after round `n`, and the phase of the current round."""
     if not scores:
-        return f"round {now}/{rounds} {phase}"
-    return f"round {n}/{rounds} {scores}" + f"; {now}: {phase}" * (now > n)
+        return f"round {current}/{rounds} {phase}"
+    status = f"round {n}/{rounds} {scores}"
+    return f"{status}; {current}: {phase}" if current > n else status
 
 
 def _format_scores(line: Mapping[str, Any]) -> str:
-    found = []
-    for key, word in (
-        ("accuracy", "accuracy"),
-        ("source_accuracy", "source"),
-        ("attack_success_rate", "attack"),
-        ("test_loss", "loss"),
-        ("global_accuracy", "on the global test set"),
-        ("global_loss", "loss on the global test set"),
-    ):
-        mean = _mean_of_known(line.get(key, ()))
-        found += (
-            []
-            if mean is None
-            else [f"{word} {mean:.4g}" if "loss" in key else f"{word} {100 * mean:.1f}%"]
-        )
-    return ", ".join(found)
+    """Return the means over agents as text."""
+    scores = []
+    for name, word in _SHOWN_METRICS:
+        mean = _mean_of_known(line.get(name, ()))
+        if mean is None:
+            continue
+        scores.append(f"{word} {mean:.4g}" if "loss" in name else f"{word} {100 * mean:.1f}%")
+    return ", ".join(scores)
 
 
 def _mean_of_known(values: Sequence[float | None]) -> float | None:

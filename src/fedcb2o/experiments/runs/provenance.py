@@ -1,4 +1,10 @@
-"""What is written once when a seed begins: who takes part, in what surroundings, and a few samples."""
+"""The files that are written once when a seed begins: participants, environment and samples.
+
+>>> from fedcb2o.experiments.runs.provenance import describe_changed_versions
+>>> import torch
+>>> describe_changed_versions(Path("no-such-run"), torch.device("cpu"))
+''
+"""
 
 import platform
 from collections.abc import Mapping
@@ -10,8 +16,7 @@ import torch
 from safetensors.torch import save
 
 from fedcb2o import records
-from fedcb2o.data._dataset import features
-from fedcb2o.data._partition import rotate
+from fedcb2o.data import features, rotate
 from fedcb2o.experiments.config.build import PreparedSeed
 from fedcb2o.experiments.config.datasets import attack_goal, shared_pool
 from fedcb2o.experiments.runs.kernel_config import ENVIRONMENT
@@ -25,58 +30,89 @@ def write_provenance(
     kernels: Mapping[str, Any],
     device: torch.device,
 ) -> None:
-    """Write who takes part, in what surroundings, and a few samples as each cluster sees them."""
+    """Write environment.json, agents.json and, for images, samples.safetensors.
+
+    Args:
+        folder: Folder of the seed.
+        prepared: The seed.
+        workers: Number of processes.
+        kernels: The chosen kernels.
+        device: The device of the models.
+    """
     write_environment(folder, prepared.seed, workers, kernels, device)
-    for name, content in participant_files(prepared).items():
-        records.atomic_write(folder / name, content)
+    records.atomic_write(folder / "agents.json", records.to_json(_participants(prepared)))
+    if prepared.dataset.pool.x.ndim == 4:
+        content = save({"images": _sample_images(prepared)})
+        records.atomic_write(folder / "samples.safetensors", content)
 
 
-def participant_files(prepared: PreparedSeed) -> dict[str, bytes]:
-    """The files that say who takes part and show a few samples as each cluster sees them: a seed gives them whole."""
-    experiment = prepared.experiment
+def _participants(prepared: PreparedSeed) -> dict[str, Any]:
+    """Return classes, clusters, and the facts of each agent."""
     dataset = prepared.dataset
     population = prepared.population
-    sources = torch.tensor(attack_goal(experiment).sources, dtype=torch.int64)
-    labels = dataset.labels(shared_pool(experiment, dataset))
-    held = [
-        int(torch.isin(labels[v], sources).sum()) if len(v) and len(sources) else None
-        for v in population.validation
-    ]
-    who = {
+    num_clusters = population.num_clusters
+    participants = {
         "class_names": list(dataset.class_names),
         "num_classes": len(dataset.class_names),
-        "clusters": population.num_clusters,
-        "angles": [k * 360 // population.num_clusters for k in range(population.num_clusters)],
+        "clusters": num_clusters,
+        "angles": [k * 360 // num_clusters for k in range(num_clusters)],
         "dim": prepared.spec.dim,
         "cluster": population.cluster.tolist(),
         "malicious": population.malicious.tolist(),
-        "num_samples": [len(chosen) for chosen in population.train],
-        "source_in_validation": held,
+        "num_samples": [len(samples) for samples in population.train],
+        "source_in_validation": _source_counts(prepared),
     }
     if population.tests is not None:
-        who |= {
-            "names": list(population.names),
-            "num_tested": [len(chosen) for chosen in population.tests],
-        }
-    found = {"agents.json": records.to_json(who)}
-    if dataset.pool.x.ndim == 4:
-        y = dataset.labels(dataset.pool)
-        labels = torch.linspace(0, dataset.num_classes - 1, min(10, dataset.num_classes)).long()
-        first = torch.stack(
-            [(y == c).nonzero()[0, 0] if (y == c).any() else torch.tensor(0) for c in labels]
-        )
-        images = (features(dataset.pool.x[first]).mean(1) * 255).clamp(0, 255).to(torch.uint8)
-        seen = torch.stack(
-            [rotate(images, k, population.num_clusters) for k in range(population.num_clusters)]
-        )
-        found["samples.safetensors"] = save({"images": seen.contiguous()})
-    return found
+        participants["names"] = list(population.names)
+        participants["num_tested"] = [len(samples) for samples in population.tests]
+    return participants
+
+
+def _source_counts(prepared: PreparedSeed) -> list[int | None]:
+    """Return the number of source-class samples that each agent validates on."""
+    experiment = prepared.experiment
+    sources = torch.tensor(attack_goal(experiment).sources, dtype=torch.int64)
+    labels = prepared.dataset.labels(shared_pool(experiment, prepared.dataset))
+    counts: list[int | None] = []
+    for samples in prepared.population.validation:
+        is_known = len(samples) and len(sources)
+        counts.append(int(torch.isin(labels[samples], sources).sum()) if is_known else None)
+    return counts
+
+
+def _sample_images(prepared: PreparedSeed) -> torch.Tensor:
+    """Return images of up to ten classes as each cluster sees them, uint8 [K, 10, H, W]."""
+    dataset = prepared.dataset
+    num_clusters = prepared.population.num_clusters
+    y = dataset.labels(dataset.pool)
+    classes = torch.linspace(0, dataset.num_classes - 1, min(10, dataset.num_classes)).long()
+    first = torch.stack([_first_of_class(y, label) for label in classes])
+    images = (features(dataset.pool.x[first]).mean(1) * 255).clamp(0, 255).to(torch.uint8)
+    turned = [rotate(images, k, num_clusters) for k in range(num_clusters)]
+    return torch.stack(turned).contiguous()
+
+
+def _first_of_class(y: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    matches = (y == label).nonzero()
+    return matches[0, 0] if len(matches) else torch.tensor(0)
 
 
 def write_environment(
-    folder: Path, seed: int, workers: int, kernels: Mapping[str, Any], device: torch.device
+    folder: Path,
+    seed: int,
+    workers: int,
+    kernels: Mapping[str, Any],
+    device: torch.device,
 ) -> None:
-    """Write in what surroundings a seed begins, and the primitives that were chosen for it."""
+    """Write environment.json: versions, machine and kernels.
+
+    Args:
+        folder: Folder of the seed.
+        seed: The seed.
+        workers: Number of processes.
+        kernels: The chosen kernels.
+        device: The device of the models.
+    """
     environment = {
         "seed": seed,
         **_versions(device),
@@ -87,23 +123,31 @@ def write_environment(
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
-    """The versions that the bits of a run depend on, and the device by its name."""
-    packages = ("fedcb2o", "torch", "numpy")
-    versions = {
-        "versions": {name: version(name) for name in packages},
-        "python": platform.python_version(),
-    }
-    return versions if device.type == "cpu" else {**versions, "device": devices.device_name(device)}
+    """Return the versions that a run's bits depend on, and the name of the device."""
+    versions = {name: version(name) for name in ("fedcb2o", "torch", "numpy")}
+    found: dict[str, Any] = {"versions": versions, "python": platform.python_version()}
+    if device.type != "cpu":
+        found["device"] = devices.device_name(device)
+    return found
 
 
 def describe_changed_versions(folder: Path, device: torch.device) -> str:
-    """What a seed began with, where it now is another: "torch 2.5.0, now 2.6.0"."""
+    """Describe the versions that changed since a seed began.
+
+    Args:
+        folder: Folder of the seed.
+        device: The device of the models.
+
+    Returns:
+        A text such as "torch 2.5.0, now 2.6.0"; empty where nothing changed.
+    """
     path = folder / ENVIRONMENT
-    now = records.flatten(_versions(device))
-    there = records.flatten(records.read_json(path)) if path.exists() else now
-    changed = {
-        key.removeprefix("versions."): (there.get(key), new)
-        for key, new in now.items()
-        if there.get(key) != new
-    }
-    return ", ".join(f"{name} {old}, now {new}" for name, (old, new) in changed.items())
+    if not path.exists():
+        return ""
+    current = records.flatten(_versions(device))
+    recorded = records.flatten(records.read_json(path))
+    changes = []
+    for key, now in current.items():
+        if recorded.get(key) != now:
+            changes.append(f"{key.removeprefix('versions.')} {recorded.get(key)}, now {now}")
+    return ", ".join(changes)

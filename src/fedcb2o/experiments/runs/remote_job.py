@@ -1,8 +1,14 @@
-"""What a node does for a run: it goes on with it in a folder there, and tells meanwhile how far it is and what it has
-written."""
+"""A job on a node of a cluster: it runs seeds in a temporary folder and reports updates.
+
+>>> from fedcb2o.errors import RunError
+>>> from fedcb2o.experiments.runs.remote_job import format_error
+>>> format_error(RunError("memory is full"))
+'memory is full'
+"""
 
 import contextlib
 import io
+import logging
 import queue
 import shutil
 import tempfile
@@ -19,7 +25,7 @@ import torch
 from jaxtyping import UInt8
 
 from fedcb2o import records
-from fedcb2o.data._dataset import Dataset, DatasetNames
+from fedcb2o.data import Dataset, DatasetNames
 from fedcb2o.errors import FedCB2OError, RunError
 from fedcb2o.experiments.config.datasets import (
     check_attack_goal,
@@ -28,27 +34,32 @@ from fedcb2o.experiments.config.datasets import (
 )
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs.run_directory import exclusive_lock
+from fedcb2o.experiments.runs.seed_run import run_seeds_locally
 
-REPORT_INTERVAL = 1.0  # seconds after which it is told what rounds were done
-_WRITTEN_LAST = (
-    records.CHECKPOINT_FILE,
-    "sums.json",
-)  # what says how far the other files go is written after them
-FOLDER_PREFIX = "fedcb2o-run-"  # what the folder of a run is called there, among the temporary ones
-_STALE_AFTER = (
-    60.0  # seconds after which such a folder that no process holds was left by a killed one
-)
+REPORT_INTERVAL = 1.0  # seconds between two updates
+FOLDER_PREFIX = "fedcb2o-run-"  # of the temporary folders of jobs
+_STALE_AFTER = 60.0  # seconds after which an unlocked folder was left by a killed job
+# These files say how far the others are, so they are written after them.
+_WRITTEN_LAST = (records.CHECKPOINT_FILE, "sums.json")
 
 Bytes = UInt8[np.ndarray, "..."]
 _Files = Mapping[str, Bytes]
-"""What files hold, by their paths in a folder."""
+"""The contents of files, by their paths in a folder."""
 
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """To run the seeds of an experiment, on data of these `names` and `types`, in so much `memory`. Files go back
-    after `every` so many seconds, rounds are told if it is `watched`, and `home` is the name of the folder that they go
-    back to."""
+    """The seeds of an experiment to run on a node.
+
+    Attributes:
+        experiment: The experiment, with the seeds of this job.
+        names: Names of the classes and owners of the data set.
+        dtypes: The types of its tensors.
+        memory: Bytes that the job may take; None for the free memory.
+        checkpoint_interval: Seconds between two transfers of files.
+        sends_rounds: Whether updates contain the records of rounds.
+        local_folder: The folder that receives the files, as messages name it.
+    """
 
     experiment: Experiment
     names: DatasetNames
@@ -61,8 +72,14 @@ class RemoteJob:
 
 @dataclass(frozen=True)
 class JobUpdate:
-    """What is heard of an errand: the rounds that were done, each with its seed, the files that changed, what was said
-    on standard error and, at last, how many seconds it took, and why it failed if it did."""
+    """One progress update of a remote job.
+
+    Attributes:
+        rounds: The finished rounds: seed and metrics record.
+        files: The changed files.
+        stderr: Text on standard error, and log messages.
+        result: In the last update, elapsed seconds and the error, if any.
+    """
 
     rounds: Sequence[tuple[int, Mapping[str, Any]]] = ()
     files: _Files = field(default_factory=dict)
@@ -71,74 +88,82 @@ class JobUpdate:
 
 
 def execute(job: RemoteJob, files: _Files, arrays: Mapping[str, Bytes]) -> Iterator[JobUpdate]:
-    """Do an errand, of which these files are there, on data as bytes."""
+    """Run a job.
+
+    Args:
+        job: The job.
+        files: The files of its run, from which it continues.
+        arrays: The tensors of the data set as bytes.
+
+    Yields:
+        Its updates.
+    """
     with _temporary_folder() as folder:
         write_files(folder, files)
-        work = _JobThread(job, _restore_dataset(job, arrays), folder)
-        threading.Thread(target=work.run, daemon=True).start()
+        thread = _JobThread(job, _restore_dataset(job, arrays), folder)
+        threading.Thread(target=thread.run, daemon=True).start()
         while True:
-            yield (word := work.updates.get())
-            if word.result is not None:
+            update = thread.updates.get()
+            yield update
+            if update.result is not None:
                 return
 
 
 class _JobThread:
-    """What runs the seeds, in a thread; another one gives away each of its words, which may take its time."""
+    """The thread that runs the seeds. Another thread sends its updates, which may take long."""
 
-    def __init__(self, errand: RemoteJob, dataset: Dataset, folder: Path) -> None:
-        self.job = errand
+    def __init__(self, job: RemoteJob, dataset: Dataset, folder: Path) -> None:
+        self.job = job
         self.dataset = dataset
         self.folder = folder
-        self.updates, self.rounds, self.stderr = (
-            queue.Queue[JobUpdate](1),
-            list[tuple[int, Mapping[str, Any]]](),
-            io.StringIO(),
-        )
-        self._started = self._last_report = self._last_files = time.monotonic()
+        self.updates: queue.Queue[JobUpdate] = queue.Queue(1)
+        self.rounds: list[tuple[int, Mapping[str, Any]]] = []
+        self.stderr = io.StringIO()
+        self._started = time.monotonic()
+        self._last_report = self._started
+        self._last_files = self._started
         self._stamps = file_stamps(folder)
 
     def run(self) -> None:
-        """Run the seeds, and say how that went."""
-        from fedcb2o.experiments.runs.seed_run import run_seeds_locally
-
-        torch.set_num_threads(1)  # each thread has a number of its own
+        """Run the seeds, and report the end."""
+        torch.set_num_threads(1)  # each thread has a setting of its own
         experiment = self.job.experiment
-        files = dict[str, Bytes]()
-        errors = list[BaseException]()
+        files: dict[str, Bytes] = {}
+        errors: list[BaseException] = []
         try:
-            with contextlib.redirect_stderr(self.stderr):
+            with contextlib.redirect_stderr(self.stderr), _log_to(self.stderr):
                 check_attack_goal(experiment, self.dataset)
                 run_seeds_locally(
                     experiment, self.dataset, self.folder, self.job.memory, self.on_round
                 )
-        except BaseException as failure:  # a fault of ours costs this run, not the night
-            errors.append(failure)
+        except BaseException as error:  # an internal error fails this run, not the others
+            errors.append(error)
         try:
             files = self._changed_files()
-        except OSError as failure:
-            errors.append(failure)
-        error = self._localize(format_error(errors[0])) if errors else None
-        self._report(files, (time.monotonic() - self._started, error))
+        except OSError as error:
+            errors.append(error)
+        message = self._localize(format_error(errors[0])) if errors else None
+        self._report(files, (time.monotonic() - self._started, message))
 
     def on_round(self, experiment: Experiment, seed: int, line: Mapping[str, Any]) -> None:
-        """A round is done, which is told when some time has passed and the last word was taken."""
+        """Report a round after some time, if the last update was sent."""
         if self.job.sends_rounds:
             self.rounds.append((seed, line))
         now = time.monotonic()
         if now - self._last_report < REPORT_INTERVAL or not self.updates.empty():
             return
         files: _Files = {}
-        if now - self._last_files >= self.job.checkpoint_interval and self._has_new_checkpoint():
+        is_due = now - self._last_files >= self.job.checkpoint_interval
+        if is_due and self._has_new_checkpoint():
             files = self._changed_files()
             self._last_files = now
         if files or self.rounds:
             self._report(files)
             self._last_report = now
 
-    def _report(self, files: _Files, ended: tuple[float, str | None] | None = None) -> None:
-        self.updates.put(
-            JobUpdate(self.rounds, files, self._localize(self.stderr.getvalue()), ended)
-        )
+    def _report(self, files: _Files, result: tuple[float, str | None] | None = None) -> None:
+        text = self._localize(self.stderr.getvalue())
+        self.updates.put(JobUpdate(self.rounds, files, text, result))
         self.rounds = []
         self.stderr.seek(0)
         self.stderr.truncate()
@@ -147,41 +172,56 @@ class _JobThread:
         return text.replace(str(self.folder), self.job.local_folder)
 
     def _has_new_checkpoint(self) -> bool:
-        now = file_stamps(self.folder)
-        return any(
-            now[path] != self._stamps.get(path)
-            for path in now
-            if path.name == records.CHECKPOINT_FILE
-        )
+        current = file_stamps(self.folder)
+        checkpoints = [path for path in current if path.name == records.CHECKPOINT_FILE]
+        return any(current[path] != self._stamps.get(path) for path in checkpoints)
 
     def _changed_files(self) -> dict[str, Bytes]:
-        """The files that changed since they last went back."""
-        before = self._stamps
+        """Return the files that changed since the last call."""
+        previous = self._stamps
         self._stamps = file_stamps(self.folder)
-        changed = [path for path, stamp in self._stamps.items() if stamp != before.get(path)]
+        changed = [path for path, stamp in self._stamps.items() if stamp != previous.get(path)]
         return {str(path.relative_to(self.folder)): read_bytes(path) for path in changed}
 
 
 @contextlib.contextmanager
+def _log_to(stream: io.StringIO) -> Iterator[None]:
+    """Write the log messages of the library to a stream."""
+    logger = logging.getLogger("fedcb2o")
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """A folder on this machine that goes with the block. That of a process which was killed goes with the next one."""
-    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+    """Create a temporary folder, and remove those of killed jobs."""
+    for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError, RunError):
-            if time.time() - left.stat().st_mtime > _STALE_AFTER:
-                with exclusive_lock(left):
-                    shutil.rmtree(left)
+            if time.time() - path.stat().st_mtime > _STALE_AFTER:
+                with exclusive_lock(path):
+                    shutil.rmtree(path)
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name, exclusive_lock(Path(name)):
         yield Path(name)
 
 
 def format_error(error: BaseException) -> str:
-    """An error in one line; of one that is a fault of ours, or of a user's function, its kind and place as well."""
+    """Format an error as one line.
+
+    Args:
+        error: The error.
+
+    Returns:
+        The message. For an error of the program or of a user's function, its type and place too.
+    """
     line = " ".join(str(error).split())
-    where = ""
     if isinstance(error, FedCB2OError):
         return line
-    if places := traceback.extract_tb(error.__traceback__):
-        where = f" (line {places[-1].lineno} of {places[-1].filename})"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
     return f"{type(error).__name__}: {line}{where}"
 
 
@@ -189,50 +229,80 @@ def format_error(error: BaseException) -> str:
 
 
 def file_stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
-    """The files of a run that lie in a folder, each with what is another when it was written to. What else lies there
-    stays: somebody's notes, or models as large as a disk, which a killed process left."""
-    paths = [
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and path.suffix in records.FILE_SUFFIXES
-    ]
-    known = {path: path.stat() for path in paths}
-    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in known.items()}
+    """Return the files of a run in a folder, with stamps that change with every write.
+
+    Other files are left out: a user's notes, or the models of a killed process.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        Inode, size and time of modification, by path.
+    """
+    stamps: dict[Path, tuple[int, ...]] = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix in records.FILE_SUFFIXES:
+            stat = path.stat()
+            stamps[path] = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return stamps
 
 
 def read_bytes(path: Path) -> Bytes:
-    """What a file holds."""
-    found: Bytes = np.fromfile(path, np.uint8)
-    return found
+    """Read a file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its bytes as an array.
+    """
+    content: Bytes = np.fromfile(path, np.uint8)
+    return content
 
 
 def write_files(folder: Path, files: _Files) -> None:
-    """Write files into a run's folder, so that a kill at any moment leaves what a resume goes on from."""
-    for name in sorted(
-        files,
-        key=lambda name: (
-            _WRITTEN_LAST.index(Path(name).name) if Path(name).name in _WRITTEN_LAST else -1,
-            name,
-        ),
-    ):
+    """Write files into a run's folder, so that a run can resume after a kill at any moment.
+
+    Args:
+        folder: The folder.
+        files: The contents, by path in the folder.
+    """
+    for name in sorted(files, key=_write_order):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         records.atomic_write(folder / name, files[name].tofile)
+
+
+def _write_order(name: str) -> tuple[int, str]:
+    file = Path(name).name
+    return (_WRITTEN_LAST.index(file) if file in _WRITTEN_LAST else -1, name)
 
 
 # Data
 
 
 def dataset_bytes(dataset: Dataset) -> dict[str, Bytes]:
-    """The tensors of a data set as bytes, since NumPy has not all of PyTorch's types."""
-    return {
-        name: each.contiguous().view(torch.uint8).numpy()
-        for name, each in dataset_tensors(dataset).items()
-    }
+    """Return the tensors of a data set as bytes, since NumPy lacks some types of PyTorch.
+
+    Args:
+        dataset: The data set.
+
+    Returns:
+        The bytes, by name.
+    """
+    tensors = dataset_tensors(dataset)
+    return {name: x.contiguous().view(torch.uint8).numpy() for name, x in tensors.items()}
 
 
 def dataset_dtypes(dataset: Dataset) -> dict[str, torch.dtype]:
-    """The types of these tensors."""
-    return {name: each.dtype for name, each in dataset_tensors(dataset).items()}
+    """Return the types of the tensors of a data set.
+
+    Args:
+        dataset: The data set.
+
+    Returns:
+        The types, by name.
+    """
+    return {name: tensor.dtype for name, tensor in dataset_tensors(dataset).items()}
 
 
 def _restore_dataset(job: RemoteJob, arrays: Mapping[str, Bytes]) -> Dataset:

@@ -1,4 +1,9 @@
-"""A round as lines of records: what agents lost and score, and whom they asked, received and trusted."""
+"""The records of a round: metrics.jsonl and pairs.jsonl.
+
+>>> import torch
+>>> from fedcb2o.experiments.runs.round_records import check_user_metrics
+>>> check_user_metrics({"trace": torch.trace}, num_classes=3)
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,100 +19,123 @@ from fedcb2o.federated import metrics
 from fedcb2o.federated.decisions import Decisions
 from fedcb2o.simulation.rounds import Round
 
+Metric = Callable[[torch.Tensor], Any]
+"""A function of a confusion matrix."""
+
 
 def metrics_record(
     goal: metrics.AttackGoal,
     malicious: Bool[np.ndarray, " N"],
     result: Round,
-    user_metrics: Mapping[str, Callable[[torch.Tensor], Any]] | None = None,
+    user_metrics: Mapping[str, Metric] | None = None,
 ) -> dict[str, Any]:
-    """The line of a round in metrics.jsonl: what each agent lost, took in from malicious peers, and scores, by metrics
-    of the experiment's `own` too.
+    """Return the record of a round in metrics.jsonl.
 
-    `malicious_weight` is in m_j, before the mixing factor: the share in the new model is that times the factor.
+    `malicious_weight` is the weight in m_j, before the mixing factor. The share in the new model is
+    that weight times the factor.
+
+    Args:
+        goal: Source and target classes of the attack.
+        malicious: Whether each agent is malicious, shape [N].
+        result: The round.
+        user_metrics: Further metrics, by the names of their columns.
+
+    Returns:
+        Lists over agents by name: losses, weights, numbers of answers, and scores if evaluated.
     """
-    choices = result.decisions
-    line: dict[str, Any] = {
+    decisions = result.decisions
+    own_loss = decisions.own_loss.tolist()
+    record: dict[str, Any] = {
         "round": result.n + 1,
         "train_loss": result.train_loss.tolist(),
-        "validation_loss": [
-            loss if math.isfinite(loss) else None for loss in choices.own_loss.tolist()
-        ],
-        "malicious_weight": _malicious_weights(choices, malicious),
-        "answered": choices.received.sizes.tolist(),
+        "validation_loss": [loss if math.isfinite(loss) else None for loss in own_loss],
+        "malicious_weight": _malicious_weights(decisions, malicious),
+        "answered": decisions.received.sizes.tolist(),
     }
     if result.test_results is None:
-        return line
-    found = {j: metrics.compute_metrics(tested, goal) for j, tested in result.test_results.items()}
+        return record
+
+    scores: dict[int, dict[str, Any]] = {}
+    for j, tested in result.test_results.items():
+        scores[j] = metrics.compute_metrics(tested, goal)
     for j, tested in result.test_results.items():
         for name, metric in (user_metrics or {}).items():
             confusion = tested.own.confusion
-            found[j][name] = None if confusion is None else _evaluate_metric(metric, confusion)
-    for name in dict.fromkeys(name for each in found.values() for name in each):
-        line[name] = [found.get(j, {}).get(name) for j in range(len(malicious))]
-    return line
+            scores[j][name] = None if confusion is None else _evaluate_metric(metric, confusion)
+    names = dict.fromkeys(name for score in scores.values() for name in score)
+    for name in names:
+        record[name] = [scores.get(j, {}).get(name) for j in range(len(malicious))]
+    return record
 
 
-def check_user_metrics(
-    user_metrics: Mapping[str, Callable[[torch.Tensor], Any]], num_classes: int
-) -> None:
-    """Raises ConfigError for metrics of the experiment's own that make no number of a confusion matrix, before rounds
-    are done that would end with it, or where there are no classes to confuse."""
+def check_user_metrics(user_metrics: Mapping[str, Metric], num_classes: int) -> None:
+    """Check the metrics of an experiment on a confusion matrix of ones, before a run begins.
+
+    Args:
+        user_metrics: Metrics by the names of their columns.
+        num_classes: Number of classes; 0 where targets are numbers.
+
+    Raises:
+        ConfigError: If a metric returns no number, or there are no classes.
+    """
     if user_metrics and num_classes < 2:
-        raise ConfigError(
-            "`metrics` look at which classes models predict, and the data have none: leave them out"
-        )
+        raise ConfigError("`metrics` need classes, and the data have none: leave them out")
     for metric in user_metrics.values():
         _evaluate_metric(metric, torch.ones(num_classes, num_classes, dtype=torch.int64))
 
 
-def _evaluate_metric(
-    metric: Callable[[torch.Tensor], Any], confusion: torch.Tensor
-) -> float | None:
-    """What a metric of the experiment's own makes of a confusion matrix; None where that is no finite number.
-
-    Raises ConfigError where it is no number at all.
-    """
-    found = metric(confusion.clone())
+def _evaluate_metric(metric: Metric, confusion: torch.Tensor) -> float | None:
+    """Return a metric of a confusion matrix, or None where it is not finite."""
+    value = metric(confusion.clone())
     try:
-        number = float(found)
+        number = float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"the {plugins.display_name('metric', metric)} returned no number: {found!r:.60}"
-        ) from error
+        name = plugins.display_name("metric", metric)
+        raise ConfigError(f"the {name} returned no number: {value!r:.60}") from error
     return number if math.isfinite(number) else None
 
 
-def _malicious_weights(choices: Decisions, malicious: Bool[np.ndarray, " N"]) -> list[float | None]:
-    """The weight that each benign agent gave to malicious peers, where weights say it."""
-    received = choices.received
-    sums = np.bincount(received.row_ids, choices.weights * malicious[received.values], len(choices))
-    unknown = malicious | np.isnan(sums)
+def _malicious_weights(
+    decisions: Decisions, malicious: Bool[np.ndarray, " N"]
+) -> list[float | None]:
+    """Return the weight of malicious peers for each benign agent, where weights are known."""
+    received = decisions.received
+    weights = decisions.weights * malicious[received.values]
+    sums = np.bincount(received.row_ids, weights, len(decisions))
+    is_unknown = malicious | np.isnan(sums)
     return [
-        None if hidden else found
-        for found, hidden in zip(sums.tolist(), unknown.tolist(), strict=True)
+        None if unknown else weight
+        for weight, unknown in zip(sums.tolist(), is_unknown.tolist(), strict=True)
     ]
 
 
 def pairs_record(result: Round) -> dict[str, Any]:
-    """The line of a round in pairs.jsonl: whom each agent asked, whose models it received, and with what weights.
+    """Return the record of a round in pairs.jsonl.
 
-    `before` is the weight of the model that an agent began the round with, and `f` the attackers that its rule assumed,
-    where any has such.
+    Args:
+        result: The round.
+
+    Returns:
+        Per agent the peers that it asked, the models that it received and their weights. `before`
+        is the weight of the agent's model before the round, and `f` the number of attackers that
+        its rule assumed; both are left out where no agent has one.
     """
-    choices = result.decisions
-    weights, own = (
-        [float(f"{w:.6g}") for w in each.tolist()] for each in (choices.weights, choices.own_weight)
-    )
-    line: dict[str, Any] = {
+    decisions = result.decisions
+    weights = np.array(_rounded(decisions.weights))
+    record: dict[str, Any] = {
         "round": result.n + 1,
-        "asked": choices.asked.tolist(),
-        "ids": choices.received.tolist(),
-        "weights": choices.received.with_values(np.array(weights)).tolist(),
-        "own": own,
+        "asked": decisions.asked.tolist(),
+        "ids": decisions.received.tolist(),
+        "weights": decisions.received.with_values(weights).tolist(),
+        "own": _rounded(decisions.own_weight),
     }
-    if not np.isnan(choices.previous_weight).all():
-        line["before"] = np.nan_to_num(choices.previous_weight).tolist()
-    if not np.isnan(choices.f).all():
-        line["f"] = [None if math.isnan(f) else int(f) for f in choices.f.tolist()]
-    return line
+    if not np.isnan(decisions.previous_weight).all():
+        record["before"] = np.nan_to_num(decisions.previous_weight).tolist()
+    if not np.isnan(decisions.f).all():
+        record["f"] = [None if math.isnan(f) else int(f) for f in decisions.f.tolist()]
+    return record
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    """Round to six significant digits."""
+    return [float(f"{value:.6g}") for value in values.tolist()]

@@ -1,9 +1,14 @@
-"""A run's folder: one process at a time writes to it, and only to go on with the run that it holds."""
+"""The folder of a run: one process writes to it, and only to continue the run that it holds.
+
+>>> from fedcb2o.experiments.runs.run_directory import describe_difference
+>>> describe_difference({"device": "cpu"}, {"device": "cuda"})
+"`device` is 'cpu' there and 'cuda' here"
+"""
 
 import contextlib
 import fcntl
+import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +18,25 @@ from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.records import DamagedError, Manifest
 
+_LOG = logging.getLogger(__name__)
+
 
 @contextlib.contextmanager
 def exclusive_lock(
     folder: Path, cure: str = "wait for it, or choose another --out"
 ) -> Iterator[None]:
-    """Make the run's folder and keep other processes from writing to it; raises RunError, with the cure, where one
-    does."""
+    """Create a folder and lock it against other processes.
+
+    Args:
+        folder: The folder.
+        cure: The advice in the message where another process holds the lock.
+
+    Yields:
+        None, while the lock is held.
+
+    Raises:
+        RunError: If another process writes to the folder, or it is not a folder.
+    """
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is not a folder: choose another --out")
     make_folder(folder)
@@ -31,112 +48,127 @@ def exclusive_lock(
             raise RunError(f"another process is writing to {folder}: {cure}") from error
         yield
     finally:
-        os.close(descriptor)  # and with it the lock
+        os.close(descriptor)  # releases the lock
 
 
 def open_run(folder: Path, experiment: Experiment, resume: bool) -> None:
-    """Make the run's folder and its config.toml, or check that what is there is this run, and sweep what a killed
-    process left half-written there."""
+    """Write the run's config.toml, or check that the folder holds this run.
+
+    Temporary files of a killed process are removed.
+
+    Args:
+        folder: The folder of the run, locked.
+        experiment: The experiment.
+        resume: Whether seeds that have begun may be continued.
+
+    Raises:
+        RunError: If the folder holds something else, or seeds have begun and `resume` is false.
+        DamagedError: If config.toml is damaged.
+    """
     path = folder / "config.toml"
     settings = experiment.settings()
     seeds = list(experiment.seeds)
-    if (there := _existing_settings(path, settings, resume)) is not None:
-        if difference := describe_difference(there, settings):
-            raise RunError(f"{folder} holds another run ({difference}): choose another --out")
-        begun = records.find_seeds(folder)
-        busy = [seed for seed in seeds if seed in begun]
-        if busy and not resume:
-            raise RunError(
-                f"{folder} already holds seed {busy[0]} of this run: --resume goes on with it, or choose another --out"
-            )
-        if there.get("rounds", 0) > experiment.rounds:
-            raise RunError(
-                f"{folder} holds this run with `rounds` = {there['rounds']}: it can only be made longer; "
-                f"go on with --set rounds={there['rounds']}"
-            )
-        for seed in busy:
-            _check_seed_folder(begun[seed], settings)
-        seeds = sorted({*seeds, *there.get("seeds", ())})
+    if path.exists():
+        existing = records.read_config(path)
+        _check_existing(folder, existing, experiment, resume)
+        seeds = sorted({*seeds, *existing.get("seeds", ())})
     elif records.find_seeds(folder):
-        raise RunError(
-            f"{path} is gone: restore it, or give the same experiment with --resume, which writes it anew; or choose "
-            "another --out"
-        )
-    elif any(inside.name != f"{path.name}.tmp" for inside in folder.iterdir()):
+        raise RunError(f"{path} is gone: restore it, or choose another --out")
+    elif any(file.name != f"{path.name}.tmp" for file in folder.iterdir()):
         raise RunError(f"{folder} is not empty and holds no run: choose another --out")
     records.write_toml(path, {**settings, "seeds": seeds})
-    for each in (folder, *folder.glob("seed-*")):
-        records.remove_temporaries(each)
+    for directory in (folder, *folder.glob("seed-*")):
+        records.remove_temporaries(directory)
 
 
-def _existing_settings(
-    path: Path, settings: Mapping[str, Any], resume: bool
-) -> Mapping[str, Any] | None:
-    """The settings of the run that is there, if any. Where config.toml is damaged or lost, but the sums of all seeds
-    say that they were run with `settings`, a resume takes those. Raises RunError for another damaged one."""
-    there = None
-    failure = None
-    if path.exists():
-        try:
-            there = records.read_config(path)
-        except DamagedError as error:
-            failure = error
-    if resume and (there is None or describe_difference(there, settings)):
-        seeds = records.find_seeds(path.parent)
-        known = [_read_manifest(folder) for folder in seeds.values()]
-        mine = [sums for sums in known if sums is not None and sums.matches(settings)]
-        if mine and len(mine) == len(known):
-            log_rewrite(path)
-            return {**settings, "seeds": list(seeds), "rounds": max(sums.rounds for sums in mine)}
-    if failure is not None:
-        raise failure
-    return there
-
-
-def _read_manifest(folder: Path) -> Manifest | None:
-    """The sums of a seed, where they are there and whole."""
-    with contextlib.suppress(DamagedError):
-        return Manifest.read(folder)
-    return None
+def _check_existing(
+    folder: Path, existing: Mapping[str, Any], experiment: Experiment, resume: bool
+) -> None:
+    """Raise RunError unless the run in the folder can be continued by the experiment."""
+    settings = experiment.settings()
+    difference = describe_difference(existing, settings)
+    if difference is not None:
+        raise RunError(f"{folder} holds another run ({difference}): choose another --out")
+    begun = records.find_seeds(folder)
+    common = [seed for seed in experiment.seeds if seed in begun]
+    if common and not resume:
+        raise RunError(
+            f"{folder} already holds seed {common[0]} of this run: --resume continues it, or "
+            "choose another --out"
+        )
+    rounds = existing.get("rounds", 0)
+    if rounds > experiment.rounds:
+        raise RunError(
+            f"{folder} holds this run with `rounds` = {rounds}: it can only be made longer; "
+            f"continue with --set rounds={rounds}"
+        )
+    for seed in common:
+        _check_seed_folder(begun[seed], settings)
 
 
 def _check_seed_folder(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raises RunError where a seed is not of a run with these settings, by its sums."""
-    sums = _read_manifest(folder)
-    if sums is not None and (
-        sums.seed != int(folder.name.removeprefix("seed-")) or not sums.matches(settings)
-    ):
+    """Raise RunError where the manifest of a seed belongs to other settings."""
+    manifest = None
+    with contextlib.suppress(DamagedError):  # a seed's own verification reports it
+        manifest = Manifest.read(folder)
+    if manifest is None:
+        return
+    seed = int(folder.name.removeprefix("seed-"))
+    if manifest.seed != seed or not manifest.matches(settings):
         raise RunError(
-            f"{folder} holds another seed or another run, by its sums.json: {records.rerun_advice(folder)}; or choose "
-            "another --out"
+            f"{folder} holds another seed or another run, by its sums.json: "
+            f"{records.rerun_advice(folder)}; or choose another --out"
         )
 
 
 def log_rewrite(path: Path) -> None:
-    """Tell that a damaged or lost file is made again."""
-    print(f"Note: {path} was damaged or lost; it is made again.", file=sys.stderr)
+    """Log that a damaged or lost file is written again.
+
+    Args:
+        path: The file.
+    """
+    _LOG.warning("%s was damaged or lost; it is written again.", path)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder; raises RunError where that fails."""
+    """Create a folder and its parents.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        RunError: If that fails.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(
-            f"cannot make the folder {folder}: {error.strerror}; choose another --out"
+            f"cannot create the folder {folder}: {error.strerror}; choose another --out"
         ) from error
 
 
 def describe_difference(existing: Mapping[str, Any], requested: Mapping[str, Any]) -> str | None:
-    """The first setting that two runs differ in, or None where they are one."""
-    told = [records.flatten(records.result_settings(each)) for each in (existing, requested)]
-    old, new = (records.flatten(records.canonical_settings(each)) for each in told)
-    changed = [
-        key for key in {**old, **new} if repr(old.get(key)) != repr(new.get(key))
-    ]  # True is not 1
+    """Describe the first difference between the settings of two runs.
+
+    Args:
+        existing: Settings of the run in the folder.
+        requested: Settings of the experiment.
+
+    Returns:
+        The key and both values, or None where no result depends on a difference.
+    """
+    was = records.result_settings(existing)
+    now = records.result_settings(requested)
+    old = records.flatten(records.canonical_settings(was))
+    new = records.flatten(records.canonical_settings(now))
+    # By repr, since True equals 1.
+    changed = [key for key in {**old, **new} if repr(old.get(key)) != repr(new.get(key))]
     if not changed:
         return None
-    was, now = (
-        "not set" if (value := each.get(changed[0])) is None else repr(value) for each in told
-    )
-    return f"`{changed[0]}` is {was} there and {now} here"
+    key = changed[0]
+    return f"`{key}` is {_value_text(was, key)} there and {_value_text(now, key)} here"
+
+
+def _value_text(settings: Mapping[str, Any], key: str) -> str:
+    value = records.flatten(settings).get(key)
+    return "not set" if value is None else repr(value)

@@ -1,4 +1,10 @@
-"""Run an experiment: one folder, a subfolder a seed, resumable at any moment (alg:FedCB2O, whole)."""
+"""The run of an experiment: one folder per run, one subfolder per seed.
+
+>>> import fedcb2o
+>>> fedcb2o.run("digits-fedcb2o", workers=0)
+Traceback (most recent call last):
+fedcb2o.errors.ConfigError: `workers` must be a whole number, at least 1, got 0
+"""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -6,18 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from fedcb2o import tracking
+from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config import arguments
+from fedcb2o.experiments.config.build import PreparedSeed
 from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.settings import Experiment, load
 from fedcb2o.experiments.runs import remote_runs
-from fedcb2o.experiments.runs.cluster_backend import ClusterBackend, check_process_memory, pluralize
+from fedcb2o.experiments.runs.cluster_backend import (
+    ClusterBackend,
+    check_process_memory,
+    pluralize,
+)
 from fedcb2o.experiments.runs.local_backend import LocalBackend
-from fedcb2o.experiments.runs.memory_plan import clip_workers, parse_size, plan_memory
+from fedcb2o.experiments.runs.memory_plan import clip_workers, parse_size
 from fedcb2o.experiments.runs.progress import Progress, RoundCallback
 from fedcb2o.experiments.runs.recovery import has_ended
 from fedcb2o.experiments.runs.run_directory import exclusive_lock, open_run
-from fedcb2o.experiments.runs.seed_run import run_seed_with_retries, validate_seed
+from fedcb2o.experiments.runs.seed_run import Backend, run_seed_with_retries, validate_seed
 from fedcb2o.kernels import devices
 from fedcb2o.records import Run
 from fedcb2o.safe_stdio import safe_streams
@@ -40,23 +52,84 @@ def run(
 ) -> Run:
     """Run an experiment for each of its seeds and return its records.
 
-    `experiment` is a preset's name, a TOML file, a mapping or an `Experiment`; `out` the run's folder (by default
-    runs/NAME); `workers` the number of processes (by default chosen from the work, the processors and the memory, and
-    never more than processors or agents; it changes no bit of the result; on another device than the CPU one). `memory`
-    is what it may take, such as "24GiB" or "24GB" (by default what is free): models that need more lie in a file in the
-    run's folder. With `resume` a stopped run goes on from its last checkpoint, and a finished one is read.
+    Neither `workers` nor `cluster` nor `blocks` changes a bit of the results.
 
-    With a `cluster`, the address of one of Ray's, "auto" for the one that this machine is in or "local" for one of this
-    machine alone, seeds are run on its nodes, each by itself, and their files come back here about once a minute; one
-    that fails does not stop the others, and `memory` is what each of them may take. With `blocks` the agents of each
-    seed are spread over the nodes, which changes no bit either; `memory` is then what each node gives. What is lost
-    with a part of the cluster is done again.
+    Args:
+        experiment: A preset's name, a TOML file, a mapping or an `Experiment`.
+        out: The run's folder, by default runs/NAME.
+        seeds: Seeds in place of the experiment's.
+        data_dir: Folder of downloaded data sets.
+        workers: Number of processes, at most the numbers of processors and of agents. The default
+            depends on the work, the processors and the memory. On another device than the CPU one
+            process works.
+        memory: Memory that the run may take, such as "24GiB" or "24GB"; by default the free memory.
+            Models that need more are in a file in the run's folder. On a cluster it is the memory
+            of each seed or, with `blocks`, of each node.
+        resume: Whether a stopped run continues from its last checkpoint. A finished one is read.
+        watch: Called after every round with the experiment, the seed and the metrics record, in
+            place of a progress display.
+        cluster: Address of a Ray cluster: "HOST:PORT", "auto" for the one of this machine, or
+            "local" for one on this machine alone. Each seed runs on a node, and its files come back
+            about once a minute. A seed that fails does not stop the others.
+        blocks: Number of groups of agents, which are spread over the nodes of the cluster. Work
+            that is lost with a part of the cluster is done again.
+        track: Trackers that receive the records: "tensorboard", "tensorboard=DIR", "mlflow" or
+            "mlflow=URI", one or several.
 
-    With `track` the records are copied to trackers as they are written: "tensorboard", "tensorboard=DIR", "mlflow" or
-    "mlflow=URI", one or several of them.
+    Returns:
+        The records of the run.
 
-    Raises ConfigError, DataError or RunError, each with one line that says what to do.
+    Raises:
+        ConfigError: If an argument or a setting is not valid.
+        DataError: If the data set is missing or damaged.
+        RunError: If the run cannot be started, continued or finished.
     """
+    _check_arguments(out, data_dir, workers, watch, cluster, blocks)
+    targets = tracking.validate_targets(track)
+    experiment = load(experiment)
+    if seeds is not None:
+        table = experiment.model_dump(exclude_unset=True)
+        experiment = load({**table, "seeds": arguments.parse_seeds(seeds)})
+    folder = Path("runs") / experiment.name if out is None else Path(out)
+    limit = None if memory is None else parse_size(memory)
+    dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))
+    workers = _check_workers(experiment, workers)
+
+    # All seeds are validated before anything is written.
+    prepared = {seed: validate_seed(experiment, seed, dataset) for seed in experiment.seeds}
+    unfinished = [
+        seed
+        for seed in experiment.seeds
+        if not has_ended(folder / f"seed-{seed}", experiment.rounds)
+    ]
+    backend: Backend = LocalBackend(workers, limit)
+    if blocks is not None:
+        backend = ClusterBackend(str(cluster), blocks, limit)
+    if cluster is None:
+        for seed in unfinished:  # raises where the models do not fit
+            backend.place(prepared[seed], folder / f"seed-{seed}")
+    elif unfinished:
+        check_process_memory(limit, prepared[unfinished[0]])
+
+    address = cluster if blocks is None and unfinished else None
+    with (
+        backend.connect([prepared[seed] for seed in unfinished]),
+        _connect_remote(address, experiment, dataset, len(unfinished), limit) as remote,
+        exclusive_lock(folder),
+        Progress() if watch is None else contextlib.nullcontext(watch) as callback,
+    ):
+        open_run(folder, experiment, resume)
+        with tracking.follow(folder, targets):
+            _run_locally(prepared, folder, backend, callback, [] if remote is None else unfinished)
+            if remote is not None:
+                _run_remotely(remote, experiment, folder, unfinished, callback)
+    return Run(folder)
+
+
+def _check_arguments(
+    out: Any, data_dir: Any, workers: Any, watch: Any, cluster: Any, blocks: Any
+) -> None:
+    """Raise ConfigError for an argument that is not valid."""
     arguments.check_count("workers", workers)
     arguments.check_count("blocks", blocks)
     arguments.check_address(cluster)
@@ -65,71 +138,44 @@ def run(
             "`workers` are processes of one machine: on a cluster give `blocks`, or nothing"
         )
     if blocks is not None and cluster is None:
-        raise ConfigError(
-            "`blocks` are those of a cluster: give it by --cluster, or leave `blocks` out"
-        )
+        raise ConfigError("`blocks` need a cluster: add --cluster, or leave `blocks` out")
     arguments.check_callback(watch)
-    targets = tracking.validate_targets(track)
-    for name, path in (("out", out), ("data_dir", data_dir)):
-        arguments.check_path(name, path)
-    experiment = load(experiment)
-    if seeds is not None:
-        chosen = arguments.parse_seeds(seeds)
-        experiment = load({**experiment.model_dump(exclude_unset=True), "seeds": chosen})
-    folder = Path(out) if out is not None else Path("runs") / experiment.name
-    limit = None
-    if memory is not None:
-        limit = parse_size(memory)
-    dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))
-    if devices.resolve_device(experiment.device).type != "cpu" and (workers or 1) > 1:
+    arguments.check_path("out", out)
+    arguments.check_path("data_dir", data_dir)
+
+
+def _check_workers(experiment: Experiment, workers: int | None) -> int | None:
+    """Return the number of processes, limited to the processors and the agents."""
+    if workers is None:
+        return None
+    if devices.resolve_device(experiment.device).type != "cpu" and workers > 1:
         raise ConfigError(
-            f"one process works on `device` = {experiment.device!r}, and `workers` is {workers}: leave it out"
+            f"one process works on `device` = {experiment.device!r}, and `workers` is {workers}: "
+            "leave it out"
         )
-    if workers is not None:
-        workers = clip_workers(workers, experiment.agents.num_agents, "agents")
-    prepared = {
-        seed: validate_seed(experiment, seed, dataset) for seed in experiment.seeds
-    }  # before anything is written
-    lacking = [
-        seed
-        for seed in experiment.seeds
-        if not has_ended(folder / f"seed-{seed}", experiment.rounds)
-    ]
-    where: LocalBackend | ClusterBackend = (
-        LocalBackend(workers, limit)
-        if blocks is None
-        else ClusterBackend(str(cluster), blocks, limit)
-    )
-    if cluster is None:
-        for seed in lacking:
-            plan_memory(
-                experiment,
-                dataset,
-                prepared[seed].spec.dim,
-                workers,
-                limit,
-                folder / f"seed-{seed}",
-            )
-    elif lacking:
-        check_process_memory(limit, prepared[lacking[0]])
-    elsewhere = cluster if blocks is None and lacking else None
-    what = f"{experiment.name}: {pluralize(len(lacking), 'seed')}"
-    with (
-        where.connect([prepared[seed] for seed in lacking]),
-        remote_runs.connect_executor(
-            elsewhere, what, [experiment], [(experiment.data, dataset)], limit
-        ) as there,
-        exclusive_lock(folder),
-        Progress() if watch is None else contextlib.nullcontext(watch) as watch,
-    ):
-        open_run(folder, experiment, resume)
-        with tracking.follow(folder, targets):
-            for seed in experiment.seeds:
-                if there is None or seed not in lacking:  # what has ended is looked at here
-                    run_seed_with_retries(prepared.pop(seed), folder / f"seed-{seed}", where, watch)
-            if there is not None:
-                _run_remotely(there, experiment, folder, lacking, watch)
-    return Run(folder)
+    return clip_workers(workers, experiment.agents.num_agents, "agents")
+
+
+def _connect_remote(
+    address: str | None, experiment: Experiment, dataset: Dataset, count: int, memory: int | None
+) -> contextlib.AbstractContextManager[remote_runs.RemoteExecutor | None]:
+    """Return the context of a cluster that runs seeds; None without an address."""
+    description = f"{experiment.name}: {pluralize(count, 'seed')}"
+    datasets = [(experiment.data, dataset)]
+    return remote_runs.connect_executor(address, description, [experiment], datasets, memory)
+
+
+def _run_locally(
+    prepared: dict[int, PreparedSeed],
+    folder: Path,
+    backend: Backend,
+    watch: RoundCallback,
+    remote_seeds: Sequence[int],
+) -> None:
+    """Run or verify the seeds that no node runs, and release each one."""
+    for seed in list(prepared):
+        if seed not in remote_seeds:
+            run_seed_with_retries(prepared.pop(seed), folder / f"seed-{seed}", backend, watch)
 
 
 def _run_remotely(
@@ -139,23 +185,25 @@ def _run_remotely(
     seeds: Sequence[int],
     watch: RoundCallback,
 ) -> None:
-    """Run seeds on a cluster, each by itself; raises RunError in the end where some failed."""
+    """Run seeds on a cluster, each by itself. Raise RunError at the end where some failed."""
     errors: dict[int, str] = {}
 
-    def heard(seed: int, result: tuple[float, str | None]) -> None:
-        if result[1] is not None:
-            errors[seed] = result[1]
+    def on_result(seed: int, result: tuple[float, str | None]) -> None:
+        _, error = result
+        if error is not None:
+            errors[seed] = error
 
-    runs = [(seed, (experiment.model_copy(update={"seeds": (seed,)}), folder)) for seed in seeds]
+    jobs = [(seed, (experiment.model_copy(update={"seeds": (seed,)}), folder)) for seed in seeds]
     remote.map(
-        min(remote.processors, len(runs)),
-        runs,
-        heard,
+        min(remote.processors, len(jobs)),
+        jobs,
+        on_result,
         on_round=lambda _, seed, line: watch(experiment, seed, line),
         is_locked=True,
     )
     if errors:
-        why = "; ".join(f"seed {seed}: {error}" for seed, error in sorted(errors.items()))
+        reasons = "; ".join(f"seed {seed}: {error}" for seed, error in sorted(errors.items()))
         raise RunError(
-            f"{len(errors)} of {len(experiment.seeds)} seeds failed, which --resume tries again: {why}"
+            f"{len(errors)} of {len(experiment.seeds)} seeds failed, which --resume tries again: "
+            f"{reasons}"
         )

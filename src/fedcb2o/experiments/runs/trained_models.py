@@ -1,4 +1,9 @@
-"""From what a run has written back to what its agents learned: a network, and what it takes samples for."""
+"""Trained models, read back from a run's last checkpoint.
+
+>>> from fedcb2o.experiments.runs.trained_models import load_model
+>>> load_model.__name__
+'load_model'
+"""
 
 from os import PathLike
 from pathlib import Path
@@ -21,56 +26,80 @@ from fedcb2o.simulation import checkpoint
 _OptionalPath = str | PathLike[str] | None
 
 
-def load_model(run: Run, agent: int, seed: int | None, data_dir: _OptionalPath) -> nn.Module:
-    """The model of an agent at the last checkpoint of a seed, in evaluation mode."""
-    block, _ = _restore_agent(run, agent, seed, data_dir)
-    return agent_network(block, 0)
+def load_model(
+    run: Run, agent: int, seed: int | None = None, data_dir: _OptionalPath = None
+) -> nn.Module:
+    """Load the model of an agent from the last checkpoint of a seed.
+
+    Args:
+        run: The run.
+        agent: The agent's id.
+        seed: The seed, by default the first.
+        data_dir: Folder of downloaded data sets.
+
+    Returns:
+        The network that the configuration names, in evaluation mode.
+
+    Raises:
+        RunError: If there is no checkpoint, seed or agent.
+    """
+    group, _ = _restore_agent(run, agent, seed, data_dir)
+    return agent_network(group, 0)
 
 
 def confusion_matrix(
-    run: Run, agent: int, seed: int | None, data_dir: _OptionalPath
+    run: Run, agent: int, seed: int | None = None, data_dir: _OptionalPath = None
 ) -> pd.DataFrame:
-    """How often that model takes a test sample of a class (row) for another (column)."""
-    block, prepared = _restore_agent(run, agent, seed, data_dir)
-    (found,) = evaluate_models(block, np.zeros(1, np.int64))
-    if (counts := found.own.confusion) is None:
-        raise RunError(
-            f"{run.folder} has data without classes, so that there is nothing to confuse"
-        )
+    """Compute the confusion matrix of an agent's model on its test samples.
+
+    Args:
+        run: The run.
+        agent: The agent's id.
+        seed: The seed, by default the first.
+        data_dir: Folder of downloaded data sets.
+
+    Returns:
+        Numbers of samples by true class (rows) and predicted class (columns).
+
+    Raises:
+        RunError: If there is no checkpoint, seed or agent, or the data have no classes.
+    """
+    group, prepared = _restore_agent(run, agent, seed, data_dir)
+    (result,) = evaluate_models(group, np.zeros(1, np.int64))
+    counts = result.own.confusion
+    if counts is None:
+        raise RunError(f"{run.folder} has data without classes: there is no confusion matrix")
     names = prepared.dataset.class_names
-    return pd.DataFrame(
-        counts.numpy(), pd.Index(names, name="true"), pd.Index(names, name="predicted")
-    )
+    true = pd.Index(names, name="true")
+    predicted = pd.Index(names, name="predicted")
+    return pd.DataFrame(counts.numpy(), true, predicted)
 
 
 def _restore_agent(
     run: Run, agent: int, seed: int | None, data_dir: _OptionalPath
 ) -> tuple[AgentGroup, PreparedSeed]:
-    """The block of one agent, its model as the last checkpoint has it."""
+    """Return the group of one agent, with its model of the last checkpoint."""
     if not run.seeds or seed not in (None, *run.seeds):
         raise RunError(f"{run.folder} holds the seeds {list(run.seeds)}, and not {seed}")
     seed = run.seeds[0] if seed is None else seed
     experiment = load(run.config)
     dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))
-    # As its function makes it, whatever images are laid out for.
-    prepared = prepare_seed(experiment.model_copy(update={"layout": None}), seed, dataset)
-    terms = prepared.spec
+    # The network in its own layout, in whichever one the run computed.
+    plain = experiment.model_copy(update={"layout": None})
+    prepared = prepare_seed(plain, seed, dataset)
+    spec = prepared.spec
+    if not 0 <= agent < spec.num_agents:
+        last = spec.num_agents - 1
+        raise RunError(f"{run.folder} has the agents 0 to {last}, and not {agent}")
+
     folder = run.folder / f"seed-{seed}"
-    if not 0 <= agent < terms.num_agents:
-        raise RunError(f"{run.folder} has the agents 0 to {terms.num_agents - 1}, and not {agent}")
     fingerprint = f"{experiment.fingerprint(seed)} data {dataset_digest(dataset)}"
-    stride = parameters.row_stride(terms.dim)
-    found = checkpoint.read_checkpoint(folder, fingerprint, (1, stride), slice(agent, agent + 1))
-    if found is None:
-        raise RunError(
-            f"there is no {folder / checkpoint.FILE} yet: it is written after the first rounds"
-        )
-    place = np.zeros(1, np.int64)
-    holdings = prepared.build_agent_data([agent], torch.device("cpu"))
-    return AgentGroup(
-        terms,
-        holdings,
-        prepared.adversary,
-        prepared.build_layout([agent], place, 1),
-        found[2][:, : terms.dim],
-    ), prepared
+    shape = (1, parameters.row_stride(spec.dim))
+    saved = checkpoint.read_checkpoint(folder, fingerprint, shape, slice(agent, agent + 1))
+    if saved is None:
+        path = folder / checkpoint.FILE
+        raise RunError(f"there is no {path} yet: it is written after the first rounds")
+    agent_data = prepared.build_agent_data([agent], torch.device("cpu"))
+    layout = prepared.build_layout([agent], np.zeros(1, np.int64), 1)
+    models = saved[2][:, : spec.dim]
+    return AgentGroup(spec, agent_data, prepared.adversary, layout, models), prepared

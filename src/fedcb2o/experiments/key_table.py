@@ -1,0 +1,165 @@
+"""The table of the configuration's keys in the documentation.
+
+`python -m fedcb2o.experiments.key_table docs/configuration.md` writes the table into the page,
+between its two markers.
+
+>>> from fedcb2o.experiments.key_table import key_table
+>>> key_table().splitlines()[0]
+'| key | range | default | meaning |'
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from fedcb2o.experiments.config.settings import (
+    AgentsSection,
+    AttackSection,
+    Experiment,
+    ModelSection,
+    TrainingSection,
+)
+
+BEGIN = "<!-- The table is written by `python -m fedcb2o.experiments.key_table`. -->"
+END = "<!-- End of the table. -->"
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "": Experiment,
+    "agents.": AgentsSection,
+    "training.": TrainingSection,
+    "model.": ModelSection,
+    "attack.": AttackSection,
+}
+
+
+def key_table() -> str:
+    """Return the table of all keys in Markdown.
+
+    Returns:
+        One line per key: key, range, default and meaning.
+    """
+    lines = ["| key | range | default | meaning |", "|---|---|---|---|"]
+    for prefix, section in _SECTIONS.items():
+        for name, field in section.model_fields.items():
+            if field.description:
+                cells = [
+                    f"`{prefix}{name}`",
+                    value_range(field),
+                    default_text(field),
+                    field.description,
+                ]
+                lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def value_range(field: FieldInfo) -> str:
+    """Describe the values of a key.
+
+    Args:
+        field: The key.
+
+    Returns:
+        A text such as "from 1", "above 0, to 1" or '"random", "stratified"'.
+    """
+    text = _texts(field).get("values")
+    if text:
+        return str(text)
+    annotation = field.annotation
+    choices = list(_choices(annotation))
+    if choices:
+        return ", ".join(_literal(choice) for choice in choices)
+    limits = dict(_limits([*field.metadata, *_metadata(annotation)]))
+    if annotation is bool:
+        return "true, false"
+    return ", ".join(f"{word} {value:g}" for word, value in limits.items()) or "text"
+
+
+def _texts(field: FieldInfo) -> dict[str, Any]:
+    extra = field.json_schema_extra
+    return dict(extra) if isinstance(extra, dict) else {}
+
+
+def default_text(field: FieldInfo) -> str:
+    """Describe the default of a key.
+
+    Args:
+        field: The key.
+
+    Returns:
+        "needed", "none", or the value as TOML has it.
+    """
+    text = _texts(field).get("default")
+    if text:
+        return str(text)
+    if field.is_required():
+        return "needed"
+    return "none" if field.default is None else _literal(field.default)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return str(list(value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    """Yield the values of a Literal, or of those in a union."""
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+        return
+    for inner in get_args(annotation):
+        if inner is not NoneType:
+            yield from _choices(inner)
+
+
+def _metadata(annotation: Any) -> Iterator[Any]:
+    """Yield the constraints inside an annotation."""
+    yield from getattr(annotation, "__metadata__", ())
+    for inner in get_args(annotation):
+        yield from _metadata(inner)
+
+
+def _limits(metadata: list[Any]) -> Iterator[tuple[str, float]]:
+    """Yield the words and numbers of the constraints, lower limits first."""
+    flat = []
+    for constraint in metadata:
+        flat += constraint.metadata if isinstance(constraint, FieldInfo) else [constraint]
+    for kind, name, word in (
+        (annotated_types.Ge, "ge", "from"),
+        (annotated_types.Gt, "gt", "above"),
+        (annotated_types.Le, "le", "to"),
+        (annotated_types.Lt, "lt", "below"),
+    ):
+        for constraint in flat:
+            if isinstance(constraint, kind):
+                yield word, getattr(constraint, name)
+
+
+def write_table(path: Path) -> None:
+    """Write the table into a page, between its markers.
+
+    Args:
+        path: The page.
+
+    Raises:
+        ValueError: If the page lacks the markers.
+    """
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} lacks the markers of the table")
+    path.write_text(f"{before}{begin}\n{key_table()}\n\n{end}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_table(Path(sys.argv[1]))
