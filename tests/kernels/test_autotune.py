@@ -177,7 +177,7 @@ def test_a_start_that_is_killed_before_the_first_round_keeps_what_was_chosen(tmp
 
     with monkeypatch.context() as patched:
         patched.setattr(autotune, "fastest_layout", lambda *_: "channels_last")
-        patched.setattr(sys.modules["fedcb2o.experiments.runs.local_backend"], "_enter", stopped)
+        patched.setattr(sys.modules["fedcb2o.experiments.runs.local_backend"], "open_local_engine", stopped)
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "killed", workers=1)
     monkeypatch.setattr(autotune, "fastest_layout", lambda *_: pytest.fail("timed"))

@@ -56,10 +56,10 @@ RUNS = {
     "distance": tiny(rounds=2, algorithm={"criterion": "distance", "own_model": "judged"}),
     "half-way": tiny(
         rounds=2,
-        algorithm={"tested": 1.0, "judged_at": 0.5, "own_model": "judged", "criterion": TESTED_GAP},
+        algorithm={"loss_tolerance": 1.0, "interpolation": 0.5, "own_model": "judged", "criterion": TESTED_GAP},
     ),
     "weighted median": tiny(
-        rounds=2, algorithm={"tested": 1.0, "own_model": "judged", "point": "median"}
+        rounds=2, algorithm={"loss_tolerance": 1.0, "own_model": "judged", "point": "median"}
     ),
     "noise": tiny(rounds=2, attack={"name": "gaussian_noise"}, algorithm=by_rule("trimmed_mean")),
     "broken": tiny(
@@ -75,7 +75,7 @@ RUNS = {
     ),
     "heads": tiny(rounds=2, algorithm=by_rule("lfighter")),
     "before": tiny(rounds=2, algorithm=by_rule("norm_clipping")),
-    "a memory": tiny(rounds=2, algorithm=by_rule("foolsgold", judges=False)),
+    "a memory": tiny(rounds=2, algorithm=by_rule("foolsgold", needs_losses=False)),
     "a coordinator": tiny(rounds=2, algorithm={"name": "ifca", "models": 2}),
 }
 
@@ -234,7 +234,7 @@ def test_the_patches_count_as_memory():
 def test_a_device_that_is_not_there_is_one_line(tmp_path, name):
     path = write(tmp_path / "tiny.toml")
     told = here("run", path, "--out", tmp_path / "run", "--device", name).one_line()
-    assert told.startswith(f"`device` = '{name}' is none that PyTorch")
+    assert told.startswith(f"`device` = '{name}' is not a device that PyTorch")
     assert not (tmp_path / "run").exists()
 
 

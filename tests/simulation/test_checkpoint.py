@@ -18,13 +18,13 @@ from fedcb2o.data._dataset import Dataset
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import load
 from fedcb2o.federated.contacts import AgentState, ContactTable
-from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.records import Manifest
 from fedcb2o.simulation import checkpoint
 
 MODELS = torch.arange(12.0).view(3, 4) / 7
 MET = ContactTable(
-    Lists(np.array([0, 2, 1]), np.array([0, 2, 1])), np.array([0.25, np.nan, 5e-324])
+    Ragged(np.array([0, 2, 1]), np.array([0, 2, 1])), np.array([0.25, np.nan, 5e-324])
 )
 MEMORY = AgentState(MET, ({}, {}, {}))
 STATES = (
@@ -371,7 +371,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, limit, file):
     assert len(said) == 1, done.stderr
     assert said[0].startswith(f"Error: cannot write {out}/seed-1000/{file}: ")
     assert said[0].endswith(
-        "make room (or mend the folder) and give the command again, that of a run with --resume"
+        "make room (or repair the folder) and give the command again, that of a run with --resume"
     )
     for text in (out / "seed-1000/metrics.jsonl").read_text().splitlines():
         json.loads(text)

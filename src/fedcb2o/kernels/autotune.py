@@ -1,11 +1,15 @@
-"""The fastest way to do a product on this machine: chosen by a short timing, recorded in the run, kept on resume.
+"""The fastest kernels of this machine, chosen by a short timing and recorded in the run.
 
-Two ways agree to rounding and not to the bit, so a choice must not be a matter of chance: the way that is not the fixed
-default is taken only where it is clearly faster.
+A resumed run uses the recorded kernels. Two kernels agree to rounding and not to the bit, so that a
+choice must not depend on chance: a kernel other than the default is chosen only if it is clearly
+faster.
 
-Beside the primitives, networks with convolutions read images with the channels of a pixel side by side
-("channels_last") faster, or as they come, and products in bfloat16 take tens of times as long as in float32 where a
-processor has no instructions for them.
+Two further choices are made in the same way. Networks with convolutions may read images faster with
+the channels of a pixel side by side ("channels_last"). Products in bfloat16 take tens of times as
+long as in float32 on a processor without instructions for them.
+
+>>> supported_precision("float32", torch.device("cpu"))
+'float32'
 """
 
 import copy
@@ -32,29 +36,37 @@ from fedcb2o.nn.memory_layout import ChannelsLast, MemoryLayout, with_memory_for
 from fedcb2o.nn.parameters import contiguous_leaves, flatten, row_stride, trainable_stack
 from fedcb2o.parallel.executors import one_thread
 
-# How many times as fast the other way must be. A ratio that is measured again scatters by a tenth, or more on a busy
-# machine, so each lies where few networks of `models` were seen: dense layers 0.84 to 0.95 on one processor and 1.17 on
-# another, `resnet` 0.86 to 1.26, plain convolutions 1.3 to 1.7, the paper's by spectra 1.7 to 2 (docs/log.md).
+# Speedups from which on a kernel other than the default is chosen. A repeated measurement differs
+# by a tenth, or by more on a busy machine, so each limit is where few measured networks were (see
+# docs/log.md): dense layers 0.84 to 0.95 on one processor and 1.17 on another, `resnet` 0.86 to
+# 1.26, plain convolutions 1.3 to 1.7, the paper's network by spectra 1.7 to 2.
 MIN_SPEEDUP = 1.05
 MIN_CONV_SPEEDUP = 1.3
-MIN_BFLOAT16_SPEEDUP = (
-    1 / 3
-)  # of bfloat16: about 2 where a processor has it, 0.02 to 0.03 on one that lacks it
-MIN_BATCHED_CONV_SPEEDUP = (
-    1.1  # on a GPU, which runs share less; the paper's network lay below, with "mixed"
-)
-_REPEATS = 11  # turns
-_TIMED_AGENTS = 16  # agents of a team that is timed: enough to fill a device
+MIN_BFLOAT16_SPEEDUP = 1 / 3  # about 2 on a processor with bfloat16, 0.02 to 0.03 without
+MIN_BATCHED_CONV_SPEEDUP = 1.1  # on a GPU, which is less shared; "mixed" was slower for the paper's
+
+_REPEATS = 11
+_TIMED_AGENTS = 16  # enough to fill a device
 
 
 @functools.cache
 def fastest_linear() -> LinearKernel:
-    """Which is faster here, tried on the paper's dense layer at batch 64 on one thread: under a second."""
-    return "onednn" if onednn.is_available() and onednn_speedup() > MIN_SPEEDUP else "torch"
+    """Return the faster kernel of dense layers, tried in under a second on one thread.
+
+    Returns:
+        "onednn" if it is clearly faster for the paper's dense layer at batch size 64, else "torch".
+    """
+    if not onednn.is_available():
+        return "torch"
+    return "onednn" if onednn_speedup() > MIN_SPEEDUP else "torch"
 
 
 def onednn_speedup() -> float:
-    """How many times as fast oneDNN does the layer's three products."""
+    """Return the speedup of oneDNN for the three products of the paper's dense layer.
+
+    Returns:
+        The time of PyTorch's products, divided by that of oneDNN's.
+    """
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 3136, generator=draw, requires_grad=True) for n in (64, 2048))
     g = torch.randn(64, 2048, generator=draw)
@@ -68,19 +80,28 @@ def onednn_speedup() -> float:
         return _speedup(lambda: layer("torch"), lambda: layer("onednn"), time.thread_time)
 
 
-def supported_precision(asked: Precision, device: torch.device) -> Precision:
-    """The precision that is asked for; "float32" in place of "bfloat16" where products in that are far slower."""
-    return (
-        "float32"
-        if asked == "bfloat16" and _bfloat16_speedup(device) < MIN_BFLOAT16_SPEEDUP
-        else asked
-    )
+def supported_precision(requested: Precision, device: torch.device) -> Precision:
+    """Return the requested precision if the device computes it at a useful speed.
+
+    Args:
+        requested: The precision of a configuration.
+        device: The device.
+
+    Returns:
+        "float32" in place of "bfloat16" where products in bfloat16 are far slower, else
+        `requested`.
+    """
+    if requested == "bfloat16" and _bfloat16_speedup(device) < MIN_BFLOAT16_SPEEDUP:
+        return "float32"
+    return requested
 
 
 @functools.cache
 def _bfloat16_speedup(device: torch.device) -> float:
-    """How many times as fast as in float32 a product is in bfloat16, tried on one thread in half a second at most; 0
-    where the device has none, or is a GPU that imitates it."""
+    """Return the speedup of bfloat16 over float32, tried in half a second on one thread.
+
+    The result is 0 where the device has no bfloat16, or is a GPU that emulates it.
+    """
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return 0.0
 
@@ -99,8 +120,11 @@ def _bfloat16_speedup(device: torch.device) -> float:
 def _speedup(
     default: Callable[[], Any], other: Callable[[], Any], clock: Callable[[], float]
 ) -> float:
-    """How many times as fast as the default the other way is: the median over turns of the two, after one that builds
-    kernels. What slows a machine for a while slows both of a turn."""
+    """Return the time of the default divided by that of the other, the median over turns.
+
+    A turn times both, so that a slow phase of the machine affects both. The first turn, which
+    builds kernels, does not count.
+    """
 
     def seconds(compute: Callable[[], Any]) -> float:
         start = clock()
@@ -112,23 +136,31 @@ def _speedup(
 
 
 def _has_channels_last_overrun() -> bool:
-    """Whether gradients of convolutions with the channels of a pixel side by side may write past their memory here:
-    oneDNN's do so for some narrow networks on processors with AVX2 and no AVX-512 (PyTorch 2.13, docs/log.md)."""
+    """Return True if gradients of "channels_last" convolutions may write past their memory.
+
+    oneDNN does so for some narrow networks on processors with AVX2 and without AVX-512
+    (PyTorch 2.13, docs/log.md).
+    """
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def fastest_layout(
     module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision
 ) -> MemoryLayout:
-    """How a network with convolutions reads a batch like `x` faster here, tried on one thread: with the channels of an
-    image one after the other, or those of a pixel where that is clearly faster and it can read them so."""
+    """Return the faster memory layout of images for a network, tried on one thread.
+
+    Args:
+        module: The network.
+        x: A batch, shape [n, ...].
+        precision: Precision of products.
+
+    Returns:
+        "channels_last" if it is clearly faster and the network can read it, else "contiguous".
+    """
     parts = list(module.modules())
-    if (
-        x.ndim != 4
-        or not any(isinstance(p, nn.Conv2d) for p in parts)
-        or any(isinstance(p, ChannelsLast) for p in parts)
-        or _has_channels_last_overrun()
-    ):
+    has_convolution = any(isinstance(part, nn.Conv2d) for part in parts)
+    is_converted = any(isinstance(part, ChannelsLast) for part in parts)
+    if x.ndim != 4 or not has_convolution or is_converted or _has_channels_last_overrun():
         return "contiguous"
     batch_norm.train_(module)
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -139,40 +171,50 @@ def fastest_layout(
     last = with_memory_format(module, "channels_last")
     try:
         with one_thread(), torch.random.fork_rng(devices=[]), autocast(precision, "cpu"):
-            gain = _speedup(lambda: step(module), lambda: step(last), time.thread_time)
-    except Exception:  # a user's network may look at how its images lie
+            speedup = _speedup(lambda: step(module), lambda: step(last), time.thread_time)
+    except Exception:  # a user's network may depend on the layout of its images
         return "contiguous"
-    return "channels_last" if gain > MIN_CONV_SPEEDUP else "contiguous"
+    return "channels_last" if speedup > MIN_CONV_SPEEDUP else "contiguous"
 
 
 def fastest_single_convolution(
     module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision
 ) -> ConvolutionKernel:
-    """How a processor computes the convolutions of one network faster, tried on a training step with a batch like `x`
-    on one thread: "grouped", as PyTorch does, unless some are clearly faster by spectra ("fourier"). It takes as long
-    as two dozen steps, or hardly any time where spectra would not be used."""
+    """Return the faster kernel of one network's convolutions on a CPU.
+
+    The trial takes as long as two dozen training steps, or hardly any time where spectra do not
+    apply.
+
+    Args:
+        module: The network.
+        x: A batch, shape [n, ...].
+        precision: Precision of products.
+
+    Returns:
+        "fourier" if it is clearly faster, else "grouped".
+    """
     if not any(isinstance(part, nn.Conv2d) for part in module.modules()):
         return "grouped"
 
     def outputs(convolution: ConvolutionKernel) -> Tensor:
         with use_kernels(convolution=convolution), autocast(precision, "cpu"):
-            found: Tensor = there(features(x))
-        return found
+            result: Tensor = network(features(x))
+        return result
 
     def step(convolution: ConvolutionKernel) -> None:
         torch.autograd.grad(outputs(convolution).sum(), parameters, allow_unused=True)
 
     try:
-        there = copy.deepcopy(module)  # what of it is in no row
-        batch_norm.train_(there)
-        parameters = [p for p in there.parameters() if p.requires_grad]
+        network = copy.deepcopy(module)  # its parameters are not rows of the model buffer
+        batch_norm.train_(network)
+        parameters = [p for p in network.parameters() if p.requires_grad]
         with one_thread(), torch.random.fork_rng(devices=[]):
-            if torch.equal(outputs("grouped"), outputs("fourier")):  # none is done by spectra
+            if torch.equal(outputs("grouped"), outputs("fourier")):  # spectra do not apply
                 return "grouped"
-            gain = _speedup(lambda: step("grouped"), lambda: step("fourier"), time.thread_time)
-    except Exception:  # a user's network may have no copy, or look at how its images lie
+            speedup = _speedup(lambda: step("grouped"), lambda: step("fourier"), time.thread_time)
+    except Exception:  # a user's network may not be copyable
         return "grouped"
-    return "fourier" if gain > MIN_CONV_SPEEDUP else "grouped"
+    return "fourier" if speedup > MIN_CONV_SPEEDUP else "grouped"
 
 
 def fastest_batched_convolution(
@@ -182,44 +224,53 @@ def fastest_batched_convolution(
     device: torch.device,
     max_agents: int,
 ) -> ConvolutionKernel:
-    """How a device computes a network with convolutions faster for so many agents, or for a team of `TEAM`: tried on a
-    training step of theirs with a batch like `x`. "grouped" unless another is clearly faster, and can be tried."""
-    if max_agents < 2 or not any(
-        isinstance(part, nn.Conv2d) and part.groups == 1 for part in module.modules()
-    ):
+    """Return the fastest kernel of the convolutions of several agents on a device.
+
+    Args:
+        module: The network.
+        x: A batch of each agent, shape [n, ...].
+        precision: Precision of products.
+        device: The device.
+        max_agents: Agents that train together; at most `_TIMED_AGENTS` of them are timed.
+
+    Returns:
+        "unfolded" or "mixed" if it is clearly faster than "grouped" and can be tried, else
+        "grouped".
+    """
+    convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
+    if max_agents < 2 or not any(part.groups == 1 for part in convolutions):
         return "grouped"
     theta = flatten(module)
-    team = min(max_agents, _TIMED_AGENTS)
+    agents = min(max_agents, _TIMED_AGENTS)
     others: tuple[ConvolutionKernel, ...] = ("unfolded", "mixed")
 
     def step(convolution: ConvolutionKernel) -> None:
         with use_kernels(convolution=convolution), autocast(precision, device.type):
-            found = outputs(tensors, images)
-        torch.autograd.grad(found.sum(), parameters, allow_unused=True)
+            result = outputs(tensors, images)
+        torch.autograd.grad(result.sum(), parameters, allow_unused=True)
         torch.zeros(1, device=device).cpu()  # waits for the device
 
-    tf32 = precision == "tf32"
+    uses_tf32 = precision == "tf32"
     try:
         with (
             deterministic(device),
             torch.random.fork_rng(devices=[]),
-            allow_tf32(tf32, device.type),
+            allow_tf32(uses_tf32, device.type),
         ):
-            there = copy.deepcopy(module).to(device)  # what of it is in no row
-            batch_norm.train_(there)
-            outputs = batched_forward(there, len(theta))
-            thetas = torch.empty(team, row_stride(len(theta)), device=device)[
-                :, : len(theta)
-            ].copy_(theta)
-            tensors = contiguous_leaves(trainable_stack(there, thetas))
+            network = copy.deepcopy(module).to(device)  # not rows of the model buffer
+            batch_norm.train_(network)
+            outputs = batched_forward(network, len(theta))
+            buffer = torch.empty(agents, row_stride(len(theta)), device=device)
+            thetas = buffer[:, : len(theta)].copy_(theta)
+            tensors = contiguous_leaves(trainable_stack(network, thetas))
             parameters = [tensor for tensor in tensors if tensor.requires_grad]
-            images = torch.stack([features(x.to(device))] * team)
+            images = torch.stack([features(x.to(device))] * agents)
             grouped = functools.partial(step, "grouped")
-            gains = {
-                way: _speedup(grouped, functools.partial(step, way), time.perf_counter)
-                for way in others
+            speedups = {
+                kernel: _speedup(grouped, functools.partial(step, kernel), time.perf_counter)
+                for kernel in others
             }
-    except Exception:  # the device may lack an operation, or memory
+    except Exception:  # the device may lack an operation or memory
         return "grouped"
-    best = max(others, key=lambda way: gains[way])
-    return best if gains[best] > MIN_BATCHED_CONV_SPEEDUP else "grouped"
+    best = max(others, key=lambda kernel: speedups[kernel])
+    return best if speedups[best] > MIN_BATCHED_CONV_SPEEDUP else "grouped"

@@ -1,6 +1,7 @@
-"""The device that a run computes on, so that its bits repeat, and how many agents it trains in one program.
+"""The device of a run: deterministic computation, and how many agents it trains at once.
 
-On another device than the CPU these are as many as its memory takes.
+>>> resolve_device("cpu")
+device(type='cpu')
 """
 
 import contextlib
@@ -21,139 +22,204 @@ from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn import batch_norm
 from fedcb2o.nn.parameters import flatten, trainable_stack
 
-MEMORY_SHARE = 0.5  # of what a device's memory has left beside the pool: the rest is for evaluation, mixing and fragments
-_FALLBACK_MEMORY = 4 * 2**30  # bytes, where PyTorch does not say what a device has
+MEMORY_SHARE = 0.5  # of the memory next to the model buffer; the rest is for evaluation and mixing
+
+_FALLBACK_MEMORY = 4 * 2**30  # bytes of a device whose memory PyTorch does not report
+_MODEL_COPIES = 6  # model, gradient and momentum of an agent, each twice
+_FLOAT32_BYTES = 4
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """The device of a name, the CPU by default. Raises ConfigError where PyTorch finds none here."""
+    """Return the device of a name.
+
+    Args:
+        name: PyTorch's name of the device; the CPU if None.
+
+    Returns:
+        The device.
+
+    Raises:
+        ConfigError: PyTorch does not find the device on this machine.
+    """
     try:
         device = torch.device(name or "cpu")
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"`device` = {name!r} is none that PyTorch {torch.__version__} finds here: {_describe_devices()}"
+            f"`device` = {name!r} is not a device that PyTorch {torch.__version__} finds on this "
+            f"machine: {_describe_devices()}"
         ) from error
     return device
 
 
 def is_cpu(name: str | None) -> bool:
-    """Whether a device's name means the CPU, wherever that may be."""
+    """Return True if a device's name means the CPU, on any machine.
+
+    Args:
+        name: PyTorch's name of the device, or None for the default.
+
+    Returns:
+        True for "cpu" and for None.
+    """
     return name is None or name == "cpu"
 
 
-def _describe_devices() -> str:
-    accelerators: Any = getattr(torch, "accelerator", None)  # from PyTorch 2.6 on
-    kind = (
-        accelerators.current_accelerator()
-        if accelerators is not None and accelerators.is_available()
-        else None
-    )
-    if kind is None:
-        return 'there is "cpu"'
-    return f'there are "cpu" and {accelerators.device_count()} of "{kind.type}"'
-
-
 def device_name(device: torch.device) -> str | None:
-    """What an accelerator is called by its maker, where PyTorch says so."""
-    known = getattr(getattr(torch, device.type, None), "get_device_name", None)
-    return known(device) if known is not None else None
+    """Return the vendor's name of an accelerator.
+
+    Args:
+        device: The device.
+
+    Returns:
+        The name, or None where PyTorch does not report it.
+    """
+    get_name = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return get_name(device) if get_name is not None else None
 
 
 @contextlib.contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Within it, what is computed on a device is computed alike every time: by algorithms that repeat their bits, and
-    with float32 products that are not rounded further. PyTorch warns of what it has no such algorithm for."""
-    if device.type == "cpu":  # so it is there
+    """Use algorithms that repeat their bits, and float32 products without further rounding.
+
+    PyTorch warns of operations for which it has no such algorithm. On a CPU all algorithms repeat
+    their bits.
+
+    Args:
+        device: The device of the computations inside the context.
+
+    Yields:
+        None.
+    """
+    if device.type == "cpu":
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
-    filling = memory.fill_uninitialized_memory
+    was_filling = memory.fill_uninitialized_memory
+
     torch.use_deterministic_algorithms(True, warn_only=True)
     memory.fill_uninitialized_memory = False
     try:
         with allow_tf32(False, device.type):
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        memory.fill_uninitialized_memory = filling
+        torch.use_deterministic_algorithms(was_enabled, warn_only=was_warning)
+        memory.fill_uninitialized_memory = was_filling
 
 
 def max_batched_agents(
     device: torch.device,
-    pool: int,
+    buffer_bytes: int,
     module: nn.Module,
     x: Shaped[Tensor, "n *features"],
     convolution: ConvolutionKernel = "grouped",
 ) -> int:
-    """How many agents a device trains in one program: as many as its memory has room for beside a pool of so many
-    bytes, each with a batch like `x`; 1 where the network cannot be computed several times at once.
+    """Return how many agents a device trains in one program.
 
-    It depends on the network and on the kind of device alone, not on what else is running there.
+    The number depends on the network and on the kind of device, not on other programs there.
+
+    Args:
+        device: The device.
+        buffer_bytes: Size of the model buffer.
+        module: The network.
+        x: A batch of each agent, shape [n, ...].
+        convolution: Kernel of convolutions.
+
+    Returns:
+        The agents whose training fits into `MEMORY_SHARE` of the memory next to the model buffer;
+        1 for a network that cannot be computed several times at once.
     """
     if batching_obstacle(module, x[:2]):
         return 1
-    return max(
-        1,
-        int(MEMORY_SHARE * (device_memory(device) - pool) / training_bytes(module, x, convolution)),
-    )
+    free = device_memory(device) - buffer_bytes
+    return max(1, int(MEMORY_SHARE * free / training_bytes(module, x, convolution)))
 
 
 def device_memory(device: torch.device) -> int:
-    """The bytes of a device's memory."""
+    """Return the memory of a device in bytes.
+
+    Args:
+        device: The device.
+
+    Returns:
+        PyTorch's number, or a cautious one where PyTorch has none.
+    """
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
-    properties = getattr(getattr(torch, device.type, None), "get_device_properties", None)
-    return (
-        int(getattr(properties(device), "total_memory", _FALLBACK_MEMORY))
-        if properties is not None
-        else _FALLBACK_MEMORY
-    )
+    get_properties = getattr(getattr(torch, device.type, None), "get_device_properties", None)
+    if get_properties is None:
+        return _FALLBACK_MEMORY
+    return int(getattr(get_properties(device), "total_memory", _FALLBACK_MEMORY))
 
 
 def training_bytes(
     module: nn.Module, x: Shaped[Tensor, "n *features"], convolution: ConvolutionKernel = "grouped"
 ) -> int:
-    """About the memory that an agent of a team takes: its model, gradient and momentum, each twice, and twice what a
-    batch like `x` leaves for the backward pass, or once what the images leave that its model is judged on at once."""
-    left: dict[int, int] = {}
+    """Estimate the memory that one agent of a training batch takes.
 
-    def keep(tensor: Tensor) -> Tensor:
-        left[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    Args:
+        module: The network.
+        x: A batch of the agent, shape [n, ...].
+        convolution: Kernel of convolutions.
+
+    Returns:
+        Bytes of the model, its gradient and its momentum, each twice, and of the activations: twice
+        those of a batch, or once those of the images on which a model is validated at once.
+    """
+    saved: dict[int, int] = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
-    few = x[:2]
+    sample = x[:2]
     theta = flatten(module)
     tensors = trainable_stack(module, theta.unsqueeze(0))
     batch_norm.train_(module)
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
     with torch.random.fork_rng(devices=[]), use_kernels(convolution=convolution), hooks:
-        batched_forward(module, len(theta))(tensors, features(few).unsqueeze(0))
-    ours = {tensor.data_ptr() for tensor in tensors}
-    batch = sum(size for place, size in left.items() if place not in ours)
-    return 6 * 4 * len(theta) + batch * max(2 * len(x), SAMPLES_PER_PASS) // max(1, len(few))
+        batched_forward(module, len(theta))(tensors, features(sample).unsqueeze(0))
+
+    own = {tensor.data_ptr() for tensor in tensors}
+    activations = sum(size for address, size in saved.items() if address not in own)
+    images = max(2 * len(x), SAMPLES_PER_PASS)
+    model = _MODEL_COPIES * _FLOAT32_BYTES * len(theta)
+    return model + activations * images // max(1, len(sample))
 
 
 def batching_obstacle(module: nn.Module, x: Shaped[Tensor, "n *features"]) -> str:
-    """Why a network cannot be computed several times at once, on samples like `x`; nothing where it can."""
+    """Return the reason why a network cannot be computed several times at once.
+
+    Args:
+        module: The network.
+        x: Samples, shape [n, ...].
+
+    Returns:
+        The error of an attempt with two models, or "" if it succeeds.
+    """
     theta = flatten(module)
     batch_norm.train_(module)
+    shared_samples = features(x).unsqueeze(0)
+    separate_samples = torch.stack([features(x)] * 2)
     try:
-        for several in (
-            features(x).unsqueeze(0),
-            torch.stack([features(x)] * 2),
-        ):  # the same samples, and their own
+        for samples in (shared_samples, separate_samples):
             tensors = trainable_stack(module, torch.stack([theta, theta]))
             with torch.random.fork_rng(devices=[]):
-                outputs = batched_forward(module, len(theta))(tensors, several)
-            torch.autograd.grad(
-                outputs.sum(), [each for each in tensors if each.requires_grad], allow_unused=True
-            )
+                outputs = batched_forward(module, len(theta))(tensors, samples)
+            parameters = [tensor for tensor in tensors if tensor.requires_grad]
+            torch.autograd.grad(outputs.sum(), parameters, allow_unused=True)
     except Exception as error:  # a user's network may fail in any way
         return str(error)
     return ""
+
+
+def _describe_devices() -> str:
+    accelerators: Any = getattr(torch, "accelerator", None)  # from PyTorch 2.6 on
+    if accelerators is None or not accelerators.is_available():
+        return 'there is "cpu"'
+    kind = accelerators.current_accelerator()
+    if kind is None:
+        return 'there is "cpu"'
+    return f'there are "cpu" and {accelerators.device_count()} of "{kind.type}"'

@@ -1,10 +1,21 @@
-"""The primitives that a network is computed by, any network: PyTorch's own functions, or others in their place.
+"""Replacement of PyTorch's dense layers and convolutions by other kernels, in any network.
 
-A dense layer's y = x W^T + b and its derivatives g W and g^T x are done by PyTorch's own products ("torch") or by those
-of oneDNN ("onednn"), which is faster on some processors. Convolutions of several networks at once are one with a group
-for each network ("grouped"), one batched product ("unfolded"), or that where they read few channels ("mixed"); those of
-one network on a processor are PyTorch's own, or products of spectra ("fourier"). Any way agrees with the others to
-rounding and not to the bit.
+| kernel | computation |
+|---|---|
+| linear = "torch" | y = x W^T + b and its derivatives by PyTorch's products |
+| linear = "onednn" | the same by oneDNN's products, faster on some processors |
+| convolution = "grouped" | several networks as one convolution with a group for each |
+| convolution = "unfolded" | several networks as one batched product |
+| convolution = "mixed" | "unfolded" for few input channels, else "grouped" |
+| convolution = "fourier" | one network on a CPU, by products of spectra |
+
+Kernels agree to rounding and not to the bit.
+
+>>> import torch
+>>> with use_kernels(convolution="fourier"):
+...     y = F.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3))
+>>> y.shape
+torch.Size([1, 1, 2, 2])
 """
 
 import contextlib
@@ -16,13 +27,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fedcb2o.federated.run_spec import ConvolutionKernel, LinearKernel
-from fedcb2o.kernels import fft_conv, onednn
-from fedcb2o.kernels import unfold_conv as unfolded
+from fedcb2o.kernels import fft_conv, onednn, unfold_conv
 
 _CONVOLUTIONS: dict[ConvolutionKernel, Callable[..., Any]] = {
     "grouped": F.conv2d,
-    "unfolded": unfolded.conv2d,
-    "mixed": functools.partial(unfolded.conv2d, max_channels=unfolded.FEW_CHANNELS),
+    "unfolded": unfold_conv.conv2d,
+    "mixed": functools.partial(unfold_conv.conv2d, max_channels=unfold_conv.FEW_CHANNELS),
     "fourier": fft_conv.conv2d,
 }
 
@@ -30,22 +40,29 @@ _CONVOLUTIONS: dict[ConvolutionKernel, Callable[..., Any]] = {
 def use_kernels(
     linear: LinearKernel = "torch", convolution: ConvolutionKernel = "grouped"
 ) -> contextlib.AbstractContextManager[Any]:
-    """Within it, large dense layers of any network, in float32, go through what `linear` names, and convolutions are
-    done as `convolution` says."""
-    ours: dict[Any, Callable[..., Any]] = {}
+    """Compute the networks inside the context by the named kernels.
+
+    Args:
+        linear: Kernel of large dense layers in float32.
+        convolution: Kernel of convolutions.
+
+    Returns:
+        A context manager.
+    """
+    replacements: dict[Any, Callable[..., Any]] = {}
     if linear == "onednn":
-        ours[F.linear] = onednn.linear
+        replacements[F.linear] = onednn.linear
     if convolution != "grouped":
-        ours[F.conv2d] = _CONVOLUTIONS[convolution]
-    return _ReplacedFunctions(ours) if ours else contextlib.nullcontext()
+        replacements[F.conv2d] = _CONVOLUTIONS[convolution]
+    return _ReplacedFunctions(replacements) if replacements else contextlib.nullcontext()
 
 
 class _ReplacedFunctions(TorchFunctionMode):
-    """Puts our functions in the place of PyTorch's, for any network: `nn.Linear` calls `F.linear`."""
+    """A mode that replaces PyTorch's functions; `nn.Linear` calls `F.linear`."""
 
-    def __init__(self, ours: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, replacements: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self.replacements = ours
+        self.replacements = replacements
 
     def __torch_function__(
         self,

@@ -1,4 +1,9 @@
-"""A dense layer, and its derivatives, by the products of oneDNN."""
+"""A dense layer and its derivatives by the products of oneDNN.
+
+>>> x, weight = torch.ones(1, 2), torch.ones(3, 2)  # small: by PyTorch's own product
+>>> linear(x, weight).tolist()
+[[2.0, 2.0, 2.0]]
+"""
 
 from typing import Any
 
@@ -9,23 +14,30 @@ from torch.nn import functional as F
 
 from fedcb2o.nn.memory_layout import is_vmapped
 
-MIN_WEIGHTS = 2**20  # weights of a dense layer from which on the choice matters
+MIN_WEIGHTS = 2**20  # of a dense layer for which the kernel matters
 
 
 def is_available() -> bool:
-    """Whether this PyTorch has oneDNN's products."""
+    """Return True if this PyTorch has oneDNN's products."""
     return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What takes the place of `F.linear`: by oneDNN where a layer is large."""
-    ours = (
-        input.ndim == weight.ndim == 2
-        and weight.numel() >= MIN_WEIGHTS
-        and input.dtype == weight.dtype == torch.float32
-    )
-    ours = ours and not (is_vmapped(input) or is_vmapped(weight))
-    if not ours or input.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+    """Compute `F.linear`, by oneDNN for a large layer of one network in float32 on a CPU.
+
+    Args:
+        input: Inputs x, shape [n, k].
+        weight: Weights W, shape [m, k].
+        bias: Bias b, shape [m].
+
+    Returns:
+        y = x W^T + b, shape [n, m].
+    """
+    is_large = input.ndim == weight.ndim == 2 and weight.numel() >= MIN_WEIGHTS
+    is_float32 = input.dtype == weight.dtype == torch.float32
+    if not (is_large and is_float32) or is_vmapped(input) or is_vmapped(weight):
+        return F.linear(input, weight, bias)
+    if input.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return F.linear(input, weight, bias)
     return _LinearFunction.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -36,25 +48,29 @@ def _matmul(a: Float[Tensor, "n k"], b: Float[Tensor, "m k"]) -> Float[Tensor, "
 
 
 class _LinearFunction(torch.autograd.Function):
-    """A dense layer, and its derivatives, by oneDNN. A matrix W on the left saves it a copy of W into its own order."""
+    """A dense layer and its derivatives by oneDNN.
+
+    W is the left operand, which saves oneDNN a copy of W into its own order.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute y = (W x^T)^T + b."""
         ctx.save_for_backward(x, weight)
         y = _matmul(weight, x.contiguous()).T
-        return y.contiguous() if bias is None else torch.add(y, bias, out=y.new_empty(y.shape))
+        if bias is None:
+            return y.contiguous()
+        return torch.add(y, bias, out=y.new_empty(y.shape))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute g W, g^T x and the sum of g, each only if it is needed."""
         x, weight = ctx.saved_tensors
-        needed = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         g = g.contiguous()
-        if (
-            torch.is_grad_enabled()
-        ):  # it is to be differentiated again, and oneDNN's products cannot
-            return g @ weight, g.T @ x, g.sum(0) if needed[2] else None
-        return (
-            _matmul(g, weight.T) if needed[0] else None,
-            _matmul(g.T, x.contiguous().T) if needed[1] else None,
-            g.sum(0) if needed[2] else None,
-        )
+        grad_bias = g.sum(0) if needs_bias else None
+        if torch.is_grad_enabled():  # differentiated again, which oneDNN's products cannot be
+            return g @ weight, g.T @ x, grad_bias
+        grad_x = _matmul(g, weight.T) if needs_x else None
+        grad_weight = _matmul(g.T, x.contiguous().T) if needs_weight else None
+        return grad_x, grad_weight, grad_bias

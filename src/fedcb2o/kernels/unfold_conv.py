@@ -1,9 +1,13 @@
-"""The convolutions of several networks, each with weights and images of its own, as one batched product.
+"""The convolutions of several networks as one batched product, by unfolded patches.
 
-`torch.func.vmap` makes one convolution of them, with a group for each network: a form that accelerators may compute,
-and above all differentiate, at a fraction of the rate of their products. Here the patches that a convolution sees are
-written out as the rows of a matrix, the channels of a pixel side by side, and one batched product with the weights is
-the convolution. All of it, and so its derivatives, is made of views, copies and products that repeat their bits.
+`torch.func.vmap` turns them into one convolution with a group for each network. Accelerators may
+compute and, above all, differentiate that form at a fraction of the rate of their products. Here
+the patches of a convolution become the rows of a matrix, with the channels of a pixel side by side,
+and one batched product with the weights is the convolution. It consists of views, copies and
+products, which repeat their bits; so do its derivatives.
+
+>>> padding_margins("same", torch.zeros(1, 1, 3, 4))
+[(1, 1), (1, 2)]
 """
 
 from collections.abc import Sequence
@@ -15,11 +19,10 @@ from torch.nn import functional as F
 
 from fedcb2o.nn.memory_layout import is_vmapped
 
-Margins = Sequence[
-    tuple[int, int]
-]  # of zeros before and after an image, from top to bottom and from left to right
+Margins = Sequence[tuple[int, int]]
+"""Zeros before and after an image: first (top, bottom), then (left, right)."""
 
-FEW_CHANNELS = 8  # channels: what reads fewer has no form for the units that devices have for products of matrices
+FEW_CHANNELS = 8  # fewer have no form for the matrix units of accelerators
 
 
 def conv2d(
@@ -33,17 +36,34 @@ def conv2d(
     *,
     max_channels: int | None = None,
 ) -> Tensor:
-    """What takes the place of `F.conv2d`: unfolded where `torch.func.vmap` computes several networks, on images of
-    their own, and the convolution has no groups itself; of those only what reads fewer `channels` than these."""
+    """Compute `F.conv2d`, unfolded where `torch.func.vmap` computes several networks.
+
+    Each network has its own images, and the convolution itself has one group.
+
+    Args:
+        input: Images, shape [n, C, H, W] for each network.
+        weight: Kernels, shape [O, C, k, l] for each network.
+        bias: One value per output channel, shape [O] for each network.
+        stride: As in `F.conv2d`.
+        padding: As in `F.conv2d`.
+        dilation: As in `F.conv2d`.
+        groups: As in `F.conv2d`.
+        max_channels: Only a convolution of fewer input channels is unfolded; all by default.
+
+    Returns:
+        The convolved images, shape [n, O, h, w] for each network.
+    """
     steps = _pair(stride)
-    apart = _pair(dilation)
-    known = (
-        padding == "valid"
+    spacing = _pair(dilation)
+    is_known = (
+        not isinstance(padding, str)
+        or padding == "valid"
         or (padding == "same" and steps == (1, 1))
-        or not isinstance(padding, str)
     )
-    if not (known and groups == 1 and input.ndim == 4 and is_vmapped(input) and is_vmapped(weight)):
+    is_several = is_known and groups == 1 and input.ndim == 4 and is_vmapped(input)
+    if not (is_several and is_vmapped(weight)):
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+
     kind = input.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -52,23 +72,32 @@ def conv2d(
         bias = None if bias is None else bias.to(dtype)
     if max_channels is not None and weight.shape[1] >= max_channels:
         return F.conv2d(input, weight, bias, stride, padding, dilation)
-    return _unfold_conv2d(
-        input, weight, bias, steps, padding_margins(padding, weight, apart), apart
-    )
+    margins = padding_margins(padding, weight, spacing)
+    return _unfold_conv2d(input, weight, bias, steps, margins, spacing)
+
+
+def padding_margins(
+    padding: str | int | Sequence[int], weight: Tensor, dilation: tuple[int, int] = (1, 1)
+) -> Margins:
+    """Return the zeros that a convolution's `padding` adds.
+
+    Args:
+        padding: "same", "valid", or the zeros of each direction.
+        weight: Kernels, shape [O, C, k, l].
+        dilation: Distance between the pixels of a kernel, in each direction.
+
+    Returns:
+        The zeros before and after an image, in each direction.
+    """
+    if padding == "same":
+        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        return [(r // 2, r - r // 2) for r in reach]
+    zeros = 0 if isinstance(padding, str) else padding
+    return [(p, p) for p in _pair(zeros)]
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
-
-
-def padding_margins(
-    padding: str | int | Sequence[int], weight: Tensor, apart: tuple[int, int] = (1, 1)
-) -> Margins:
-    """The zeros that a convolution's `padding` stands for, pixels of its kernel being so far `apart`."""
-    if padding == "same":
-        reach = [d * (k - 1) for d, k in zip(apart, weight.shape[2:], strict=True)]
-        return [(r // 2, r - r // 2) for r in reach]
-    return [(p, p) for p in _pair(0 if isinstance(padding, str) else padding)]
 
 
 def _unfold_conv2d(
@@ -80,12 +109,14 @@ def _unfold_conv2d(
     dilation: tuple[int, int],
 ) -> Float[Tensor, "n O h w"]:
     (top, bottom), (left, right) = margins
-    seen = F.pad(x.permute(0, 2, 3, 1), (0, 0, left, right, top, bottom))
-    for axis, (k, s, d) in enumerate(zip(weight.shape[2:], stride, dilation, strict=True), 1):
-        seen = seen.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
-    n, h, w = seen.shape[:3]  # [n, h, w, C, k, l]
-    patches = seen.permute(0, 1, 2, 4, 5, 3).reshape(n * h * w, weight[0].numel())
+    windows = F.pad(x.permute(0, 2, 3, 1), (0, 0, left, right, top, bottom))
+    directions = zip(weight.shape[2:], stride, dilation, strict=True)
+    for axis, (k, s, d) in enumerate(directions, 1):
+        windows = windows.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
+
+    n, h, w = windows.shape[:3]  # [n, h, w, C, k, l]
+    patches = windows.permute(0, 1, 2, 4, 5, 3).reshape(n * h * w, weight[0].numel())
     matrix = weight.permute(2, 3, 1, 0).reshape(-1, len(weight))
-    found = patches @ matrix if bias is None else patches @ matrix + bias
-    # Channel after channel, since under vmap some layers can read no other order, nor some networks any.
-    return found.view(n, h, w, -1).permute(0, 3, 1, 2).contiguous()
+    rows = patches @ matrix if bias is None else patches @ matrix + bias
+    # One channel after the other: under vmap some layers and networks can read no other order.
+    return rows.view(n, h, w, -1).permute(0, 3, 1, 2).contiguous()

@@ -1,8 +1,12 @@
-"""Save and resume a run: everything that its next round depends on and its seed does not give.
+"""Checkpoints: all that the next round depends on and the seed does not determine.
 
-A safetensors file, written under another name and renamed, so that a half-written one is never read. The header
-says which configuration it belongs to and what its content adds up to. It is the same for every engine: the models of
-all agents in their order, written as they come, however many at a time, and read by whoever holds some of them.
+A checkpoint is a safetensors file, written under a temporary name and renamed, so that a partial
+file is never read. Its header names the configuration and holds checksums of the content. The file
+is the same for every engine: the models of all agents in their order, written in parts and read by
+each process that holds some of them.
+
+>>> tensor_crc32(torch.zeros(2))
+1696784233
 """
 
 import json
@@ -25,72 +29,185 @@ from fedcb2o.records.checksums import Checksum, header_crc, read_checkpoint_head
 from fedcb2o.records.files import read_error
 
 FILE = CHECKPOINT_FILE
-_STATE_PREFIX = "state."  # then the agent and the name of what its rule keeps
+
+_STATE_PREFIX = "state."  # of tensors named by an agent and a part of its rule's state
+_CONTACTS = ("met", "ids", "likelihood")  # names of the tensors of all agents' contacts
+_LARGEST_ENTRY = 10**18  # in the header's reserved room
+_LONGEST_CHECKSUM = f"{torch.bfloat16} {10**10}"
 
 
 def save(
     folder: Path,
     rounds: int,
     models: Iterable[Tensor],
-    memory: AgentState,
+    state: AgentState,
     fingerprint: str,
     lines: Mapping[str, Checksum] | None = None,
 ) -> None:
-    """Write the state after `rounds` rounds, atomically: the `models` of all agents in their order, some [k, d] at a
-    time, what the agents remember, and the sums of the records' `lines` up to here.
+    """Write the state after some rounds, atomically.
 
-    Raises RunError where it cannot be written.
+    Args:
+        folder: Folder of the seed.
+        rounds: Number of finished rounds.
+        models: The models of all agents in their order, in parts of shape [k, d].
+        state: The contacts and rule states of all agents.
+        fingerprint: The configuration and the data.
+        lines: Checksums of the record files up to this round.
+
+    Raises:
+        RunError: The file cannot be written.
     """
     states = {
-        f"{_STATE_PREFIX}{j}.{name}": each
-        for j, state in enumerate(memory.rule_states)
-        for name, each in state.items()
+        f"{_STATE_PREFIX}{agent}.{name}": tensor
+        for agent, rule_state in enumerate(state.rule_states)
+        for name, tensor in rule_state.items()
     }
+    by_item_size = sorted(states.items(), key=lambda item: -item[1].element_size())  # for alignment
     tensors = {
-        "met": torch.from_numpy(memory.contacts.ids.sizes),
-        "ids": torch.from_numpy(memory.contacts.ids.values),
-        "likelihood": torch.from_numpy(memory.contacts.likelihood),
-        **dict(
-            sorted(states.items(), key=lambda each: -each[1].element_size())
-        ),  # so that each is aligned
+        "met": torch.from_numpy(state.contacts.ids.sizes),
+        "ids": torch.from_numpy(state.contacts.ids.values),
+        "likelihood": torch.from_numpy(state.contacts.likelihood),
+        **dict(by_item_size),
     }
-    header = {"rounds": str(rounds), "fingerprint": fingerprint, "lines": json.dumps(lines or {})}
-    atomic_write(
-        folder / FILE,
-        lambda path: _write(
-            path, header, {"models": models} | {n: [t] for n, t in tensors.items()}
-        ),
-    )
+    parts: dict[str, Iterable[Tensor]] = {"models": models}
+    parts |= {name: [tensor] for name, tensor in tensors.items()}
+    header = {
+        "rounds": str(rounds),
+        "fingerprint": fingerprint,
+        "lines": json.dumps(lines or {}),
+    }
+    atomic_write(folder / CHECKPOINT_FILE, lambda path: _write(path, header, parts))
+
+
+def load_models_(
+    folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(None)
+) -> tuple[int, AgentState] | None:
+    """Read models of the last checkpoint into a buffer.
+
+    Args:
+        folder: Folder of the seed.
+        models: The buffer, shape [k, d].
+        fingerprint: The configuration and the data.
+        rows: Rows of the checkpoint to read, all by default.
+
+    Returns:
+        The finished rounds and the state of all agents, or None without a checkpoint.
+
+    Raises:
+        RunError: The file is damaged or belongs to another configuration.
+    """
+    checkpoint = read_checkpoint(folder, fingerprint, tuple(models.shape), rows)
+    if checkpoint is None:
+        return None
+    rounds, state, saved = checkpoint
+    models.copy_(saved)
+    return rounds, state
+
+
+def read_checkpoint(
+    folder: Path, fingerprint: str, shape: tuple[int, ...], rows: slice = slice(None)
+) -> tuple[int, AgentState, Tensor] | None:
+    """Read the last checkpoint; the models are mapped from the file.
+
+    Args:
+        folder: Folder of the seed.
+        fingerprint: The configuration and the data.
+        shape: Expected shape of the models.
+        rows: Rows of the checkpoint to read, all by default.
+
+    Returns:
+        The finished rounds, the state of all agents, and the models; None without a checkpoint.
+
+    Raises:
+        RunError: The file is damaged or belongs to another configuration.
+    """
+    path = folder / CHECKPOINT_FILE
+    if not path.exists():
+        return None
+    header = read_checkpoint_header(path)
+    if _parse_fingerprint(header.get("fingerprint", "")) != _parse_fingerprint(fingerprint):
+        raise RunError(
+            f"{path} is the checkpoint of another configuration: choose another --out, or run the "
+            f"one in {folder.parent / 'config.toml'}"
+        )
+
+    try:
+        tensors = _read_tensors(path)
+        rounds = int(header["rounds"])
+        checksums = json.loads(header["sums"])
+        checksums.pop("header", None)
+        models = tensors["models"][rows]
+        if _checksums(rounds, tensors) != checksums or tuple(models.shape) != shape:
+            raise ValueError("its content does not match its checksums")
+        state = _agent_state(tensors)
+    except OSError as error:
+        raise read_error(path, error) from error
+    except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise damaged_error(path, str(error)) from error
+    return rounds, state, models
+
+
+def rounds_done(folder: Path) -> int:
+    """Return the finished rounds of the last checkpoint, by its header.
+
+    Args:
+        folder: Folder of the seed.
+
+    Returns:
+        A number of rounds; 0 without a checkpoint.
+    """
+    path = folder / CHECKPOINT_FILE
+    return int(read_checkpoint_header(path).get("rounds", 0)) if path.exists() else 0
+
+
+def tensor_crc32(tensor: Tensor) -> int:
+    """Return the CRC-32 of a tensor's content.
+
+    Args:
+        tensor: The tensor, of any shape and dtype.
+
+    Returns:
+        The checksum.
+    """
+    return zlib.crc32(_content(tensor))
 
 
 def _write(
     path: Path, metadata: Mapping[str, str], tensors: Mapping[str, Iterable[Tensor]]
 ) -> None:
-    """A safetensors file of tensors that come whole or in parts [k, ...], one after the other.
+    """Write a safetensors file of tensors that come in parts [k, ...], one after the other.
 
-    By the format's description: 8 bytes with the length of the header, the header as JSON, the data. The header is
-    written last, when shapes and sums are known, into the room that was left for it.
+    The format is 8 bytes with the length of the header, the header as JSON, and the data. The
+    header is written last, when shapes and checksums are known, into the room reserved for it.
     """
-    known: dict[str, Any] = {name: _entry("BF16", [10**18] * 8, 10**18, 10**18) for name in tensors}
-    longest = dict.fromkeys(["rounds", "header", *tensors], f"{torch.bfloat16} {10**10}")
-    room = len(_header(metadata, known, longest)) // 8 * 8 + 64
-    sums: dict[str, int | str] = {"rounds": int(metadata["rounds"]), "header": header_crc(metadata)}
+    entries: dict[str, Any] = {
+        name: _entry("BF16", [_LARGEST_ENTRY] * 8, _LARGEST_ENTRY, _LARGEST_ENTRY)
+        for name in tensors
+    }
+    longest = dict.fromkeys(["rounds", "header", *tensors], _LONGEST_CHECKSUM)
+    room = len(_header(metadata, entries, longest)) // 8 * 8 + 64
+    checksums: dict[str, int | str] = {
+        "rounds": int(metadata["rounds"]),
+        "header": header_crc(metadata),
+    }
     with path.open("wb") as file:
-        start = file.seek(8 + room)
+        data_start = file.seek(8 + room)
         for name, parts in tensors.items():
+            start = file.tell() - data_start
             rows = 0
-            total = 0
-            end = file.tell() - start
+            crc = 0
             for part in parts:
                 data = _content(part)
-                total = zlib.crc32(data, total)
-                rows = rows + (len(part) if part.ndim else 0)
+                crc = zlib.crc32(data, crc)
+                rows += len(part) if part.ndim else 0
                 file.write(data)
-            shape = [rows, *part.shape[1:]] if part.ndim else []  # a single number has none
-            known[name] = _entry(STATE_DTYPES[part.dtype], shape, end, file.tell() - start)
-            sums[name] = f"{part.dtype} {total}"
+            shape = [rows, *part.shape[1:]] if part.ndim else []  # a scalar has no shape
+            stop = file.tell() - data_start
+            entries[name] = _entry(STATE_DTYPES[part.dtype], shape, start, stop)
+            checksums[name] = f"{part.dtype} {crc}"
         file.seek(0)
-        file.write(room.to_bytes(8, "little") + _header(metadata, known, sums).ljust(room))
+        header = _header(metadata, entries, checksums).ljust(room)
+        file.write(room.to_bytes(8, "little") + header)
 
 
 def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
@@ -98,72 +215,28 @@ def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str,
 
 
 def _header(
-    metadata: Mapping[str, str], known: Mapping[str, Any], sums: Mapping[str, int | str]
+    metadata: Mapping[str, str], entries: Mapping[str, Any], checksums: Mapping[str, int | str]
 ) -> bytes:
-    return json.dumps({"__metadata__": {**metadata, "sums": json.dumps(sums)}, **known}).encode()
+    content = {"__metadata__": {**metadata, "sums": json.dumps(checksums)}, **entries}
+    return json.dumps(content).encode()
 
 
-def load_models_(
-    folder: Path, models: Tensor, fingerprint: str, rows: slice = slice(None)
-) -> tuple[int, AgentState] | None:
-    """Read some `rows` of the last checkpoint into `models`, by default all; the rounds done and what all agents
-    remember, or None where there is none. Raises RunError as `read` does."""
-    found = read_checkpoint(folder, fingerprint, tuple(models.shape), rows)
-    if found is None:
-        return None
-    models.copy_(found[2])
-    return found[:2]
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
-def read_checkpoint(
-    folder: Path, fingerprint: str, shape: tuple[int, ...], rows: slice = slice(None)
-) -> tuple[int, AgentState, Tensor] | None:
-    """Of the last checkpoint the rounds done, what all agents remember, and some `rows` of the models, which have a
-    known shape and stay in the file until they are looked at; None where there is none.
-
-    Raises RunError for a damaged file or one of another configuration.
-    """
-    path = folder / FILE
-    if not path.exists():
-        return None
-    header = read_checkpoint_header(path)
-    if _parse_fingerprint(header.get("fingerprint", "")) != _parse_fingerprint(fingerprint):
-        raise RunError(
-            f"{path} is the checkpoint of another configuration: choose another --out, or run the one that "
-            f"{folder.parent / 'config.toml'} holds"
-        )
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        rounds = int(header["rounds"])
-        sums = json.loads(header["sums"])
-        sums.pop("header", None)
-        if _checksums(rounds, tensors) != sums or tuple(tensors["models"][rows].shape) != shape:
-            raise ValueError("its content does not add up")
-        sizes, ids, likelihood = (tensors[name].numpy() for name in ("met", "ids", "likelihood"))
-        states: list[dict[str, Tensor]] = [{} for _ in sizes]
-        for name in sorted(tensors.keys() - {"models", "met", "ids", "likelihood"}):
-            agent, _, key = name.removeprefix(_STATE_PREFIX).partition(".")
-            states[int(agent)][key] = tensors[name]
-    except OSError as error:
-        raise read_error(path, error) from error
-    except (SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise damaged_error(path, str(error)) from error
-    return (
-        rounds,
-        AgentState(ContactTable(Ragged(ids, sizes), likelihood), tuple(states)),
-        tensors["models"][rows],
-    )
-
-
-def rounds_done(folder: Path) -> int:
-    """The rounds that were done at the last checkpoint, as its header says; 0 where there is none."""
-    path = folder / FILE
-    return int(read_checkpoint_header(path).get("rounds", 0)) if path.exists() else 0
+def _agent_state(tensors: Mapping[str, Tensor]) -> AgentState:
+    sizes, ids, likelihood = (tensors[name].numpy() for name in _CONTACTS)
+    rule_states: list[dict[str, Tensor]] = [{} for _ in sizes]
+    for name in sorted(tensors.keys() - {"models", *_CONTACTS}):
+        agent, _, key = name.removeprefix(_STATE_PREFIX).partition(".")
+        rule_states[int(agent)][key] = tensors[name]
+    return AgentState(ContactTable(Ragged(ids, sizes), likelihood), tuple(rule_states))
 
 
 def _parse_fingerprint(fingerprint: str) -> Any:
-    """What a fingerprint says, however its settings were written."""
+    """Return a fingerprint's settings in a canonical form, and its data."""
     settings, _, data = fingerprint.partition(" data ")
     try:
         return canonical_settings(json.loads(settings)), data
@@ -172,19 +245,12 @@ def _parse_fingerprint(fingerprint: str) -> Any:
 
 
 def _checksums(rounds: int, tensors: dict[str, Tensor]) -> dict[str, int | str]:
-    return {
-        "rounds": rounds,
-        **{name: f"{t.dtype} {tensor_crc32(t)}" for name, t in tensors.items()},
-    }
-
-
-def tensor_crc32(tensor: Tensor) -> int:
-    """The CRC-32 of a tensor's content."""
-    return zlib.crc32(_content(tensor))
+    checksums = {name: f"{tensor.dtype} {tensor_crc32(tensor)}" for name, tensor in tensors.items()}
+    return {"rounds": rounds, **checksums}
 
 
 def _content(tensor: Tensor) -> memoryview:
-    """A tensor's content, which is not copied where it lies in memory as it should."""
+    """Return a tensor's content, without a copy where it is contiguous on the CPU."""
     if not tensor.numel():
         return memoryview(b"")
     content: np.ndarray = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

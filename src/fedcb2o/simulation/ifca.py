@@ -1,10 +1,14 @@
-"""Rounds with a coordinator, as IFCA has them (`federated.ifca`): a loop of its own, on one machine."""
+"""Rounds of IFCA with its coordinator, on one machine (`federated.algorithms._ifca`).
+
+The rows of the coordinator's K models follow the agents' rows in the model buffer.
+"""
 
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from fedcb2o.federated.algorithm_spec import ClusterModels
 from fedcb2o.federated.algorithms._ifca import as_decisions, assign_clusters_, cluster_means
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions
@@ -20,7 +24,7 @@ from fedcb2o.simulation.rounds import (
 )
 
 _ClusterIds = Int[np.ndarray, " N"]
-"""Which of the K models each agent has chosen."""
+"""The cluster that each agent has chosen, from 0 to K - 1."""
 
 
 def run_rounds(
@@ -31,82 +35,116 @@ def run_rounds(
     is_evaluated: Callable[[int], bool],
     on_phase: OnPhase,
 ) -> Iterator[Round]:
-    """As `engine.rounds`: each agent trains the model that fits it best, and the coordinator, to whom attackers publish
-    what they do for the first benign agent, averages what it receives for each of its models, whose rows follow the
-    agents'."""
-    clusters = engine.spec.algorithm.clusters
-    everybody = np.arange(engine.spec.num_agents)
-    assert clusters is not None
+    """Run rounds of IFCA, as `simulation.run_rounds` does for Algorithm 1.
+
+    Each agent trains the model that fits it best. The coordinator averages what it receives for
+    each of its models. Attackers publish to it what they craft for the first benign agent.
+
+    Args:
+        engine: The engine; its models change in place.
+        memory: State of all agents, which IFCA does not change.
+        start: First round.
+        stop: Round after the last one.
+        is_evaluated: Returns True for rounds whose models are evaluated.
+        on_phase: Receives the round and its phase.
+
+    Yields:
+        Each round.
+    """
+    clusters = cluster_models(engine)
+    agents = np.arange(engine.spec.num_agents)
     if start == 0 and clusters.restarts > 1:
         _select_initialisation_(engine, on_phase)
-    held = len(everybody) + np.arange(clusters.num_models)
-    each = np.tile(held, (len(everybody), 1))
-    chosen, _ = assign_clusters(engine, each)
+
+    rows = len(agents) + np.arange(clusters.num_models)
+    candidates = np.tile(rows, (len(agents), 1))
+    cluster_ids, _ = assign_clusters(engine, candidates)
     for n in range(start, stop):
-        clock = PhaseTimer()
-        losses, made = _run_round(engine, n, held, chosen, on_phase, clock)
-        chosen, _ = assign_clusters(engine, each)
-        clock.stop("choose")
-        tested = evaluate_if_due(engine, n, is_evaluated, on_phase, clock)
-        seen = as_decisions(made, chosen)
-        yield Round(n, losses, [seen], [memory], [everybody], tested, clock.seconds)
+        timer = PhaseTimer()
+        losses, means = _run_round(engine, n, rows, cluster_ids, on_phase, timer)
+        cluster_ids, _ = assign_clusters(engine, candidates)
+        timer.stop("choose")
+        results = evaluate_if_due(engine, n, is_evaluated, on_phase, timer)
+        decisions = as_decisions(means, cluster_ids)
+        yield Round(n, losses, [decisions], [memory], [agents], results, timer.seconds)
+
+
+def cluster_models(engine: LocalEngine) -> ClusterModels:
+    """Return the cluster models of an engine's algorithm.
+
+    Args:
+        engine: The engine of a run of IFCA or DFCA.
+
+    Returns:
+        The description of the models.
+    """
+    clusters = engine.spec.algorithm.clusters
+    assert clusters is not None
+    return clusters
+
+
+def assign_clusters(
+    engine: LocalEngine, candidates: Int[np.ndarray, "N K"]
+) -> tuple[_ClusterIds, float]:
+    """Assign to each agent the candidate of least loss, and copy that model to the agent.
+
+    Args:
+        engine: The engine.
+        candidates: Rows of each agent's candidate models, shape [N, K].
+
+    Returns:
+        The cluster of each agent, and the mean of their losses.
+    """
+    agents = range(engine.spec.num_agents)
+    results = engine.map_agents(assign_clusters_, agents, candidates)
+    cluster_ids, losses = zip(*(results[agent] for agent in agents), strict=True)
+    return np.array(cluster_ids), float(np.mean(losses))
 
 
 def _run_round(
     engine: LocalEngine,
     n: int,
-    held: Int[np.ndarray, " K"],
-    chosen: _ClusterIds,
-    tell: OnPhase,
-    clock: PhaseTimer,
+    rows: Int[np.ndarray, " K"],
+    cluster_ids: _ClusterIds,
+    on_phase: OnPhase,
+    timer: PhaseTimer,
 ) -> tuple[Float[np.ndarray, " N"], Decisions]:
-    """One round for the models in the rows `held`, of which agents have `chosen`: the training losses, and the averages
-    that these models are then."""
-    clusters = engine.spec.algorithm.clusters
-    terms = engine.spec
-    assert clusters is not None
-    losses, _ = train_and_publish_(engine, n, tell, clock)
-    tell(n, "mixing")
-    asked = Ragged.from_arrays([np.flatnonzero(chosen == k) for k in range(len(held))])
-    receiver = np.full(len(held), engine.adversary.benign_ids[0])
-    made = cluster_means(
-        held,
-        engine.receive(n, asked, receiver),
-        clusters,
+    """Run one round for the models in `rows`; return training losses and the new averages."""
+    losses, _ = train_and_publish_(engine, n, on_phase, timer)
+    on_phase(n, "mixing")
+    members = Ragged.from_arrays([np.flatnonzero(cluster_ids == k) for k in range(len(rows))])
+    receiver = np.full(len(rows), engine.adversary.benign_ids[0])
+    means = cluster_means(
+        rows,
+        engine.receive(n, members, receiver),
+        cluster_models(engine),
         engine.group.models,
-        terms.malicious_share,
+        engine.spec.malicious_share,
     )
-    clock.stop("aggregate")
-    engine.mix_rows_(mixing_matrix(made, held))
-    clock.stop("mix")
-    return losses, made
+    timer.stop("aggregate")
+
+    engine.mix_rows_(mixing_matrix(means, rows))
+    timer.stop("mix")
+    return losses, means
 
 
-def assign_clusters(engine: LocalEngine, held: Int[np.ndarray, "N K"]) -> tuple[_ClusterIds, float]:
-    """What each agent chooses of the models in the rows `held`, and the mean of their losses."""
-    everybody = range(engine.spec.num_agents)
-    found = engine.map_agents(assign_clusters_, everybody, held)
-    chosen, losses = zip(*(found[j] for j in everybody), strict=True)
-    return np.array(chosen), float(np.mean(losses))
-
-
-def _select_initialisation_(engine: LocalEngine, tell: OnPhase) -> None:
-    """Have the coordinator's first K models be those, of several sets, that fit all agents best after some rounds."""
-    clusters = engine.spec.algorithm.clusters
+def _select_initialisation_(engine: LocalEngine, on_phase: OnPhase) -> None:
+    """Start from the set of K models, of several, that fits all agents best after trial rounds."""
+    clusters = cluster_models(engine)
     first = engine.spec.num_agents
-    assert clusters is not None
-    sets = first + np.arange(clusters.num_rows(first)).reshape(
-        clusters.restarts, clusters.num_models
-    )
-    begun = engine.group.models[first : first + sets.size].clone()
+    num_rows = clusters.num_rows(first)
+    stop = first + num_rows
+    sets = first + np.arange(num_rows).reshape(clusters.restarts, clusters.num_models)
+    initial = engine.group.models[first:stop].clone()
     losses = []
-    for held in sets:
-        each = np.tile(held, (first, 1))
-        chosen, loss = assign_clusters(engine, each)
+    for rows in sets:
+        candidates = np.tile(rows, (first, 1))
+        cluster_ids, loss = assign_clusters(engine, candidates)
         for n in range(clusters.trial_rounds):
-            _run_round(engine, n, held, chosen, tell, PhaseTimer())
-            chosen, loss = assign_clusters(engine, each)
+            _run_round(engine, n, rows, cluster_ids, on_phase, PhaseTimer())
+            cluster_ids, loss = assign_clusters(engine, candidates)
         losses.append(loss)
+
     best = sets[int(np.nanargmin(losses))] - first
-    engine.group.models[first : first + sets.size] = begun
-    engine.group.models[first : first + clusters.num_models] = begun[best.tolist()]
+    engine.group.models[first:stop] = initial
+    engine.group.models[first : first + clusters.num_models] = initial[best.tolist()]

@@ -1,4 +1,4 @@
-"""Users' functions are shown models that others read too, and may not write into them."""
+"""A guard against user functions that write into models which other agents read."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,40 +11,48 @@ from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.nn.parameters import row_checksums
 
-AGGREGATION_KINDS = (
-    "criterion",
-    "rule",
-    "pre-step",
-    "algorithm",
-    "model",
-)  # the kinds of functions that agents judge models by
+AGGREGATION_KINDS = ("criterion", "rule", "pre-step", "algorithm", "model")
+"""Kinds of user functions that receive models in LocalAggregation."""
 
 
 @contextlib.contextmanager
 def forbid_writes(
-    block: AgentGroup,
+    group: AgentGroup,
     user_functions: Mapping[str, Sequence[str]],
     *kinds: str,
     crafted: Indices | None = None,
 ) -> Iterator[None]:
-    """Raises ConfigError where users' functions of some kinds, which are asked inside, write into models other than
-    those that the agents in places `crafted` craft. `own` names these functions, by kind.
+    """Forbid user functions to write into models, except those that attackers craft.
 
-    Copies would take as much memory as all models. So what the bits of each add up to is looked at before and
-    after: a pass at the speed of memory, which no way of writing escapes.
+    Copies would take as much memory as all models. The guard compares a checksum of each row before
+    and after, a pass at the speed of memory that no way of writing escapes.
+
+    Args:
+        group: The agents.
+        user_functions: Names of user functions, by kind.
+        kinds: Kinds of the functions that are called inside.
+        crafted: Positions of the attackers whose crafted models may change.
+
+    Yields:
+        None.
+
+    Raises:
+        ConfigError: A function wrote into other models.
     """
-    if not (
-        asked := [f"{kind} `{name}`" for kind in kinds for name in user_functions.get(kind, ())]
-    ):
+    guarded = [f"{kind} `{name}`" for kind in kinds for name in user_functions.get(kind, ())]
+    if not guarded:
         yield
         return
-    watched = np.ones(len(block.models), dtype=bool)
-    for k in [] if crafted is None else crafted.tolist():
-        watched[block.layout.crafted_rows(k)] = False
-    before = row_checksums(block.models)
+
+    is_watched = np.ones(len(group.models), dtype=bool)
+    attackers = [] if crafted is None else crafted.tolist()
+    for k in attackers:
+        is_watched[group.layout.crafted_rows(k)] = False
+    before = row_checksums(group.models)
     yield
-    if (row_checksums(block.models) != before)[torch.from_numpy(watched)].any():
+    changed = row_checksums(group.models) != before
+    if changed[torch.from_numpy(is_watched)].any():
         raise ConfigError(
-            f"the {' or the '.join(asked)} wrote into models that it was shown, which all agents share: let it write "
-            "into copies, made by `.clone()`"
+            f"the {' or the '.join(guarded)} wrote into models that all agents share: "
+            "let it write into copies, made by `.clone()`"
         )
