@@ -60,10 +60,10 @@ def test_floats_come_back_to_the_bit(tmp_path):
     assert lines(tmp_path / "metrics.jsonl")[0]["train_loss"] == values.tolist()
 
 
-def test_cut_drops_later_rounds_and_the_half_written_line(records, tmp_path):
+def test_truncate_drops_later_rounds_and_the_half_written_line(records, tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"round": 6, "train_l')
-    records.cut(3)
+    records.truncate(3)
     for name in ("metrics", "pairs", "timing"):
         assert rounds(tmp_path / f"{name}.jsonl") == [1, 2, 3]
     records.append("metrics", {"round": 4})
@@ -75,42 +75,42 @@ def test_cut_drops_later_rounds_and_the_half_written_line(records, tmp_path):
     ]
 
 
-def test_cut_to_nothing_and_of_nothing(records, tmp_path):
-    records.cut(0)
+def test_truncate_to_nothing_and_of_nothing(records, tmp_path):
+    records.truncate(0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     (tmp_path / "new").mkdir()
     RoundLog(tmp_path / "new").truncate(0)
 
 
-def test_cut_drops_what_a_power_cut_left_after_the_checkpoint(records, tmp_path):
+def test_truncate_drops_what_a_power_cut_left_after_the_checkpoint(records, tmp_path):
     with (tmp_path / "pairs.jsonl").open("ab") as file:
         file.write(b"\0" * 40 + b"\n")
-    records.cut(5)
+    records.truncate(5)
     assert rounds(tmp_path / "pairs.jsonl") == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("keep", [[1, 2, 4], [1, 2], [1, 2, 2, 3, 4]])
-def test_cut_refuses_records_that_lack_rounds_of_the_checkpoint(records, tmp_path, keep):
+def test_truncate_refuses_records_that_lack_rounds_of_the_checkpoint(records, tmp_path, keep):
     text = "".join(json.dumps({"round": n}) + "\n" for n in keep)
     (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(RunError, match="lacks rounds before the checkpoint's round 4"):
-        records.cut(4)
+        records.truncate(4)
     assert (tmp_path / "metrics.jsonl").read_text() == text
 
 
-def test_cut_forgives_a_missing_time(records, tmp_path):
-    records.cut(5)
+def test_truncate_forgives_a_missing_time(records, tmp_path):
+    records.truncate(5)
     (tmp_path / "timing.jsonl").write_text('{"round": 1, "train": 0.1}\n')
-    records.cut(5)
+    records.truncate(5)
 
 
 FULL = """
 import resource, sys
 from pathlib import Path
 from fedcb2o.errors import RunError
-from fedcb2o.records import Records, atomic_write, write_json
+from fedcb2o.records import RoundLog, atomic_write, write_json
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-records = Records(Path(sys.argv[1]))
+records = RoundLog(Path(sys.argv[1]))
 write_json(records.folder / "summary.json", {"old": 1})
 try:
     for n in range(1, 100):
@@ -138,7 +138,7 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path):
     stopped, _, message = first.partition(" ")
     assert message == (
         f"cannot write {tmp_path / 'metrics.jsonl'}: File too large; nothing already written is lost: "
-        "make room (or mend the folder) and give the command again, that of a run with --resume"
+        "make room (or repair the folder) and give the command again, that of a run with --resume"
     )
     assert rounds(tmp_path / "metrics.jsonl") == list(range(1, int(stopped)))
     assert (tmp_path / "metrics.jsonl").read_text().endswith("\n")

@@ -94,7 +94,7 @@ def test_what_has_diverged_or_vanished_is_left_out(tmp_path):
         drawn,
         theta=theta,
         lower=lower,
-        decay=dataclasses.replace(drawn.decay, V=values, fitted=[np.nan]),
+        decay=dataclasses.replace(drawn.decay, V=values, fitted_rates=[np.nan]),
     )
     draw_landscape(drawn).savefig(tmp_path / "figure.png", dpi=30)
     nothing = dataclasses.replace(drawn.decay, V=np.full_like(values, np.nan), line=None, band=None)

@@ -441,10 +441,10 @@ def test_the_page_and_its_files(view, tmp_path):
     assert "partial" not in page
     assert "://" not in page
     for definition in (
-        "best defence there",
+        "distance to the best defence",
         "train on true labels",
         "Student",
-        "with the worst mean over seeds",
+        "has the worst mean over seeds",
     ):
         assert definition in page
     assert "17.5 <small>[-77.8, 112.8]</small>" in page
@@ -517,7 +517,8 @@ def test_a_partial_grid_says_what_is_missing(tmp_path):
     assert defence_overview(view).loc[MEAN, "Accuracy, worst attack"] == "–"
     assert list(grid_notes(view.results)) == [
         "This report is partial: 6 of 8 runs under attack are done, 2 of the others failed",
-        "Of 1 attacked runs what the attack did is not known, since the better floor is missing",
+        "The effect of the attack is unknown for 1 attacked runs, because the better baseline is "
+        "missing",
         f"{MEAN}, {NOISE} failed: `f` = 4 is much",
     ]
 

@@ -45,8 +45,8 @@ def test_an_attack_that_harms_one_defence_is_not_quiet_and_one_that_harms_none_s
         Single=([0.5], [0.5]),
     )
     assert list(ineffective_attack_notes(table, ["Loud", "Single", "Quiet"])) == [
-        "Under Quiet nothing is shown to happen to anybody: of 2 intervals, which hold 95% all at once, none lies "
-        "above 0, and none reaches beyond 5.6 points"
+        "Quiet has no significant effect on any defence: of 2 intervals, which hold 95% all at once, "
+        "none is above 0, and none reaches beyond 5.6 points"
     ]
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from paper.pages import named
+from paper.pages import named_table
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 
 from fedcb2o.records import read_json_with_checksum, write_json_with_checksum
 from fedcb2o.report import grid_page
 from fedcb2o.report.attack_strengths import (
     chosen_strengths_table,
-    tested_strengths_table,
+    strength_trials_table,
     write_strengths,
 )
 from fedcb2o.report.grid_page import report_grid
@@ -52,7 +52,7 @@ def test_what_was_chosen_is_told_for_each_defence_and_attack():
 
 
 def test_everything_tried_is_kept():
-    table = tested_strengths_table(CHOICES)
+    table = strength_trials_table(CHOICES)
     assert len(table) == 9
     second = table[(table.defence == MEDIAN) & (table.attack == FLIP)].iloc[1]
     assert second[["strength", "chosen", "harm"]].tolist() == ["z = 2.0", "", 0.4]
@@ -72,8 +72,8 @@ def folder(tmp_path):
 
 def test_the_page_says_how_many_choices_lie_at_an_end(folder, tmp_path):
     write_strengths(page := create_page(tmp_path / "out"), read_grid(folder))
-    assert "with seeds 7, 8" in page.body[0]
-    assert "2 of 3 choices lie at an end of their list" in page.body[0]
+    assert "with seeds 7, 8" in page.blocks[0]
+    assert "2 of 3 choices are at an end of their list" in page.blocks[0]
     assert len(pd.read_csv(tmp_path / "out" / "strengths.csv")) == 9
 
 
@@ -83,7 +83,7 @@ def test_a_report_can_be_made_again_with_its_strengths(folder, tmp_path, monkeyp
     again = read_grid(tmp_path / "once")
     report_grid(again, tmp_path / "twice")
     assert (
-        named(again, "strengths").to_csv()
+        named_table(again, "strengths").to_csv()
         == (tmp_path / "once" / "matrices" / "strengths.csv").read_text()
     )
     for name in ("strengths.csv", "strengths.json", "matrices/strengths.md"):

@@ -95,7 +95,7 @@ def test_the_caption_tells_the_seeds_or_how_many_where_they_differ(attacked, tmp
     other = run_of(tmp_path / "other", {7: [scores([0.5] * 3, None, None)]}, title="Oracle")
     assert seed_caption([other]) == "Percent, at the last round of seed 7."
     assert seed_caption([attacked, other]).endswith(
-        "over seeds, as many as each has: FedCBO 2, Oracle 1."
+        "with a different number of seeds per run: FedCBO 2, Oracle 1."
     )
 
 

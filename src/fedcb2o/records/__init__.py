@@ -1,7 +1,8 @@
-"""What a run writes and how it is read: one folder a run, in it one a seed; it knows nothing of how a round is made.
+"""The files of a run and their readers: one folder per run, with one folder per seed.
 
-A record is lost only with the round it belongs to: `lines` are appended whole, other `files` replaced whole, and a
-failed write leaves what was there. `docs/runs.md` describes every file and every name in it.
+Records do not depend on how a round is computed. A record is lost only with its round: lines of
+logs are appended as a whole, other files are replaced as a whole, and a failed write keeps the old
+content. `docs/runs.md` describes every file and every name in it.
 """
 
 from fedcb2o.records._summary import agent_statistics, last_fifth, last_round, summary
@@ -14,6 +15,7 @@ from fedcb2o.records.checksums import (
     Manifest,
     canonical_settings,
     checksum_bytes,
+    checksum_file,
     flatten,
     header_crc,
     log_checksums,
@@ -42,15 +44,15 @@ from fedcb2o.records.files import (
     write_toml,
 )
 from fedcb2o.records.jsonl import REPRODUCIBLE_LOGS, RoundLog, read_lines
+from fedcb2o.records.metrics import EVALUATED_METRICS, METRICS, OPTIONAL_METRICS, Metric
 from fedcb2o.records.run import (
     AGENT_COLUMNS,
-    EVALUATED_METRICS,
-    OPTIONAL_METRICS,
     RESERVED_COLUMNS,
     Run,
     find_seeds,
     metric_name,
     read_config,
+    set_model_reader,
 )
 from fedcb2o.records.toml import parse_toml, read_toml
 
@@ -61,6 +63,7 @@ __all__ = [
     "FILE_SUFFIXES",
     "INITIAL_FILES",
     "LOG_FILES",
+    "METRICS",
     "NON_RESULT_SETTINGS",
     "OPTIONAL_METRICS",
     "REPRODUCIBLE_LOGS",
@@ -68,12 +71,14 @@ __all__ = [
     "Checksum",
     "DamagedError",
     "Manifest",
+    "Metric",
     "RoundLog",
     "Run",
     "agent_statistics",
     "atomic_write",
     "canonical_settings",
     "checksum_bytes",
+    "checksum_file",
     "damaged_error",
     "find_seeds",
     "flatten",
@@ -95,6 +100,7 @@ __all__ = [
     "remove_temporaries",
     "rerun_advice",
     "result_settings",
+    "set_model_reader",
     "settings_digest",
     "summary",
     "to_json",

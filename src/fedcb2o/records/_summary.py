@@ -1,4 +1,4 @@
-"""A table of records summed up."""
+"""Summaries of a table of records: final scores per seed, and selections of rounds."""
 
 import math
 from typing import Any
@@ -7,48 +7,63 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from fedcb2o.records.run import EVALUATED_METRICS, OPTIONAL_METRICS
+from fedcb2o.records.metrics import EVALUATED_METRICS, METRICS, OPTIONAL_METRICS
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """One row a seed of `Run.records` at its last evaluated round: each metric over benign agents.
+    """Summarise the records of each seed at its last evaluated round.
 
-    The worst agent has the lowest accuracy, or the highest attack success rate or loss; the worst tenth is the mean of
-    the ceil(n / 10) worst agents. `malicious_weight` is the weight that benign agents gave to malicious peers, averaged
-    over the last fifth of the rounds, since in a single one few peers are met. Columns: seed, round, rounds (those
-    done), accuracy, accuracy_worst, accuracy_worst_tenth, and so on, those of `SOMETIMES` where they were
-    measured.
+    The worst agent has the lowest accuracy, or the highest attack success rate or loss. The worst
+    tenth is the mean of the ceil(n / 10) worst agents. `malicious_weight` is the weight that benign
+    agents gave to malicious peers. It is averaged over the last fifth of the rounds, because an
+    agent meets few peers in a single round.
+
+    Args:
+        table: `Run.records`.
+
+    Returns:
+        One row per seed with the columns seed, round, rounds (number of finished rounds), accuracy,
+        accuracy_worst, accuracy_worst_tenth, the same of the other evaluated metrics and of the
+        measured ones of `OPTIONAL_METRICS`, and malicious_weight. Values are over benign agents.
     """
+    metrics = [*EVALUATED_METRICS, *(name for name in OPTIONAL_METRICS if name in table)]
     rows = []
-    metrics = [*EVALUATED_METRICS, *(metric for metric in OPTIONAL_METRICS if metric in table)]
     for seed, last in last_round(table).groupby("seed"):
-        mine = table[table.seed == seed]
-        row: dict[str, Any] = {
-            "seed": seed,
-            "round": last["round"].iloc[0],
-            "rounds": mine["round"].max(),
-        }
+        records = table[table.seed == seed]
+        row: dict[str, Any] = {"seed": seed, "round": last["round"].iloc[0]}
+        row["rounds"] = records["round"].max()
+
         for metric in metrics:
-            for over, value in agent_statistics(metric, last[metric].dropna().to_numpy()).items():
-                row[metric if over == "mean" else f"{metric}_{over}"] = value
-        row["malicious_weight"] = last_fifth(mine[~mine.malicious]).malicious_weight.mean()
+            values = last[metric].dropna().to_numpy()
+            for statistic, value in agent_statistics(metric, values).items():
+                row[metric if statistic == "mean" else f"{metric}_{statistic}"] = value
+
+        row["malicious_weight"] = last_fifth(records[~records.malicious]).malicious_weight.mean()
         rows.append(row)
-    columns = [
-        "seed",
-        "round",
-        "rounds",
-        *(m + end for m in metrics for end in ("", "_worst", "_worst_tenth")),
-    ]
-    return pd.DataFrame(rows, columns=[*columns, "malicious_weight"])
+
+    columns = [metric + suffix for metric in metrics for suffix in ("", "_worst", "_worst_tenth")]
+    return pd.DataFrame(rows, columns=["seed", "round", "rounds", *columns, "malicious_weight"])
 
 
 def agent_statistics(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, float]:
-    """The mean, the worst and the mean of the worst tenth of what n benign agents have; NaN for nobody."""
-    ordered = np.sort(values)
-    worst_first = ordered if metric.endswith("accuracy") else ordered[::-1]
-    tenth = worst_first[: math.ceil(len(ordered) / 10)]
-    if not len(ordered):
+    """Compute the mean, the worst and the mean of the worst tenth over benign agents.
+
+    Args:
+        metric: Name of a metric in `METRICS`, which has the direction of worse values.
+        values: One value per benign agent, shape [n].
+
+    Returns:
+        The values of "mean", "worst" and "worst_tenth"; NaN for n = 0.
+
+    Example:
+        >>> agent_statistics("accuracy", np.array([0.5, 1.0]))
+        {'mean': 0.75, 'worst': 0.5, 'worst_tenth': 0.5}
+    """
+    if not len(values):
         return dict.fromkeys(("mean", "worst", "worst_tenth"), math.nan)
+    ordered = np.sort(values)
+    worst_first = ordered if METRICS[metric].worse_direction == "low" else ordered[::-1]
+    tenth = worst_first[: math.ceil(len(ordered) / 10)]
     return {
         "mean": float(ordered.mean()),
         "worst": float(worst_first[0]),
@@ -57,18 +72,29 @@ def agent_statistics(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, 
 
 
 def last_round(table: pd.DataFrame) -> pd.DataFrame:
-    """The records of benign agents at each seed's last evaluated round; empty if there is none yet."""
-    measured = (
-        table[[metric for metric in (*EVALUATED_METRICS, *OPTIONAL_METRICS) if metric in table]]
-        .notna()
-        .any(axis=1)
-    )
+    """Select the records of benign agents at the last evaluated round of each seed.
+
+    Args:
+        table: `Run.records`.
+
+    Returns:
+        The selected rows; empty if no round was evaluated.
+    """
+    metrics = [name for name in (*EVALUATED_METRICS, *OPTIONAL_METRICS) if name in table]
+    measured = table[metrics].notna().any(axis=1)
     evaluated = table[~table.malicious.astype(bool) & measured]
     return evaluated[evaluated["round"] == evaluated.groupby("seed")["round"].transform("max")]
 
 
 def last_fifth(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the last fifth of each seed's rounds, of at least one round."""
+    """Select the rows of the last fifth of the rounds of each seed, at least one round.
+
+    Args:
+        table: Records with the columns `seed` and `round`.
+
+    Returns:
+        The selected rows.
+    """
     last: pd.Series[Any] = table.groupby("seed")["round"].transform("max")
-    late: pd.DataFrame = table[table["round"] > last - np.ceil(last / 5)]
-    return late
+    selected: pd.DataFrame = table[table["round"] > last - np.ceil(last / 5)]
+    return selected

@@ -1,7 +1,11 @@
-"""What the files of a seed hold, by SHA-256: sums.json, written when the seed begins and when it ends.
+"""Checksums of the files of a seed: sums.json, written when the seed begins and when it ends.
 
-Whoever reads a file asks it first, so that a truncated, changed or exchanged one is refused by its name. What grows
-meanwhile has its sums in the header of each checkpoint, of what it held then, so that the two cannot part.
+A reader verifies a file before it uses it, so that a truncated, changed or exchanged file is
+refused by name. A growing log has its checksum in the header of each checkpoint, which is the
+content at that time.
+
+    >>> checksum_bytes(b"")[0]
+    0
 """
 
 import hashlib
@@ -15,6 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from fedcb2o import renamed
 from fedcb2o.records.files import (
     atomic_write,
     damaged_error,
@@ -26,16 +31,33 @@ from fedcb2o.records.files import (
 )
 
 MANIFEST_FILE = "sums.json"
+CHECKPOINT_FILE = "checkpoint.safetensors"
+INITIAL_FILES = ("environment.json", "agents.json", "samples.safetensors")
+"""Files that are written when a seed begins."""
+LOG_FILES = ("metrics.jsonl", "pairs.jsonl", "timing.jsonl")
+"""Files that grow with every round."""
+_FINAL_FILES = ("summary.json", CHECKPOINT_FILE)
+"""Files that exist, and change no more, when a seed has finished."""
+_OPTIONAL_FILES = ("timing.jsonl", "samples.safetensors")
+"""Files that may be missing, because nothing else depends on them."""
 NON_RESULT_SETTINGS = ("name", "title", "description", "seeds", "checkpoint_every")
-"""The settings that no number of a round depends on."""
+"""Settings that no number of a round depends on."""
 
 Checksum = tuple[int, str]
-"""The bytes of a file, or of its beginning, and their SHA-256."""
+"""Size in bytes of a file, or of its beginning, and the SHA-256 of these bytes."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The sums of one seed: of which settings, how many rounds it has surely done, whether these are all, and files."""
+    """The checksums of one seed.
+
+    Attributes:
+        seed: Seed of the run.
+        settings: Digest of the settings that determine the results.
+        rounds: Number of rounds that are certainly finished.
+        complete: True for a seed that has finished all its rounds.
+        files: Checksum of each file.
+    """
 
     seed: int
     settings: str
@@ -47,18 +69,46 @@ class Manifest:
     def create(
         cls, folder: Path, seed: int, settings: Mapping[str, Any], rounds: int
     ) -> "Manifest":
-        """Of a seed that goes on after `rounds` rounds: of the files that lie there from its beginning. Writes it."""
-        return cls(
-            seed, settings_digest(settings), rounds, False, _checksum_files(folder, INITIAL_FILES)
-        )._write(folder)
+        """Write the manifest of a seed that starts or continues.
+
+        Args:
+            folder: Folder of the seed, with its initial files.
+            seed: Seed of the run.
+            settings: Settings of the run.
+            rounds: Number of finished rounds.
+
+        Returns:
+            The manifest.
+        """
+        files = _checksum_files(folder, INITIAL_FILES)
+        return cls(seed, settings_digest(settings), rounds, False, files)._write(folder)
 
     def record_checkpoint(self, folder: Path, rounds: int) -> "Manifest":
-        """Of a seed with a checkpoint after `rounds` rounds. Writes that it has one, the first time."""
-        return self if self.rounds else replace(self, rounds=rounds)._write(folder)
+        """Record that the seed has a checkpoint; only the first one is written.
 
-    def finish(self, folder: Path, rounds: int, lines: Mapping[str, Checksum]) -> "Manifest":
-        """Of a seed that has run to its end: each of its files, of those that grew by their sums. Writes it."""
-        files = {**self.files, **lines, **_checksum_files(folder, _FINAL_FILES)}
+        Args:
+            folder: Folder of the seed.
+            rounds: Round of the checkpoint.
+
+        Returns:
+            The manifest.
+        """
+        if self.rounds:
+            return self
+        return replace(self, rounds=rounds)._write(folder)
+
+    def finish(self, folder: Path, rounds: int, logs: Mapping[str, Checksum]) -> "Manifest":
+        """Write the manifest of a seed that has finished all its rounds.
+
+        Args:
+            folder: Folder of the seed.
+            rounds: Number of finished rounds.
+            logs: Checksums of the logs.
+
+        Returns:
+            The manifest.
+        """
+        files = {**self.files, **logs, **_checksum_files(folder, _FINAL_FILES)}
         return replace(self, rounds=rounds, complete=True, files=files)._write(folder)
 
     def _write(self, folder: Path) -> "Manifest":
@@ -67,87 +117,134 @@ class Manifest:
 
     @staticmethod
     def remove(folder: Path) -> None:
-        """Remove sums.json, since what it knows is written anew."""
+        """Remove sums.json before its files are written anew.
+
+        Args:
+            folder: Folder of the seed.
+        """
         (folder / MANIFEST_FILE).unlink(missing_ok=True)
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":
-        """What sums.json says, or None where there is none; raises DamagedError for another content."""
+        """Read sums.json.
+
+        Args:
+            folder: Folder of the seed.
+
+        Returns:
+            The manifest, or None if the file does not exist.
+
+        Raises:
+            DamagedError: The file has another content.
+        """
         path = folder / MANIFEST_FILE
         if not path.exists():
             return None
-        found = read_json_with_checksum(path, require_checksum=True)
+        content = read_json_with_checksum(path, require_checksum=True)
         try:
             return cls(
-                found["seed"],
-                found["settings"],
-                found["rounds"],
-                found["complete"],
-                _parse_checksums(found["files"]),
+                content["seed"],
+                content["settings"],
+                content["rounds"],
+                content["complete"],
+                _parse_checksums(content["files"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise damaged_error(path, "it holds no sums") from error
 
     def has_finished(self, rounds: int) -> bool:
-        """Whether the seed has run so many rounds to its end."""
+        """Return True if the seed has finished a number of rounds.
+
+        Args:
+            rounds: Number of rounds of the run.
+        """
         return self.complete and self.rounds >= rounds
 
     def matches(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the seed is of a run with these settings."""
+        """Return True if the seed belongs to a run with these settings.
+
+        Args:
+            settings: Settings of the run.
+        """
         return self.settings == settings_digest(settings)
 
     def can_resume(self, settings: Mapping[str, Any]) -> bool:
-        """Whether a run with these settings may have come so far."""
+        """Return True if a run with these settings may have reached this state.
+
+        Args:
+            settings: Settings of the run.
+        """
         return self.matches(settings) and self.rounds <= settings.get("rounds", self.rounds)
 
     def verify(self, folder: Path, name: str) -> Path:
-        """The path of a file that holds what was written or, if it still grows, begins with what it held at the last
-        checkpoint.
+        """Verify one file of the seed.
 
-        Raises DamagedError where it does not.
+        A log of an unfinished seed must begin with its content at the last checkpoint.
+
+        Args:
+            folder: Folder of the seed.
+            name: Name of the file.
+
+        Returns:
+            Path of the file.
+
+        Raises:
+            DamagedError: The file is missing or has another content.
         """
         path = folder / name
-        grows = name in LOG_FILES and not self.complete
-        expected = (log_checksums(folder) if grows else self.files).get(name)
+        is_growing = name in LOG_FILES and not self.complete
+        checksums = log_checksums(folder) if is_growing else self.files
+        expected = checksums.get(name)
         if expected is None:
-            if path.exists() and not grows:
+            if path.exists() and not is_growing:
                 raise damaged_error(path, f"it is no file of this seed, by its {MANIFEST_FILE}")
-        elif not path.exists():
-            if expected[0] and name not in _OPTIONAL_FILES:
+            return path
+
+        size, _ = expected
+        if not path.exists():
+            if size and name not in _OPTIONAL_FILES:
                 raise damaged_error(path, "it is gone")
-        elif checksum_file(path, expected[0]) != expected or (
-            not grows and path.stat().st_size != expected[0]
-        ):
+            return path
+
+        has_other_size = not is_growing and path.stat().st_size != size
+        if has_other_size or checksum_file(path, size) != expected:
             raise damaged_error(path, "it does not hold what was written, by its SHA-256")
         return path
 
     def verify_all(self, folder: Path, *, exclude: Container[str] = ()) -> None:
-        """Raises DamagedError unless every file, `but` some, holds what was written."""
+        """Verify every file of the seed.
+
+        Args:
+            folder: Folder of the seed.
+            exclude: Names of files to skip.
+
+        Raises:
+            DamagedError: A file is missing or has another content.
+        """
         for name in (*self.files, *LOG_FILES):
             if name not in exclude:
                 self.verify(folder, name)
 
 
-INITIAL_FILES = ("environment.json", "agents.json", "samples.safetensors")
-"""The files that are written when a seed begins."""
-LOG_FILES = ("metrics.jsonl", "pairs.jsonl", "timing.jsonl")
-"""The files that grow."""
-CHECKPOINT_FILE = "checkpoint.safetensors"
-_FINAL_FILES = ("summary.json", CHECKPOINT_FILE)
-"""The files that are there, and change no more, when a seed has run to its end."""
-_OPTIONAL_FILES = ("timing.jsonl", "samples.safetensors")
-"""The files that nothing else depends on: one may do without them."""
-
-
 def read_checkpoint_header(path: Path) -> dict[str, str]:
-    """What a checkpoint's header says; raises DamagedError where it does not add up.
+    """Read and verify the header of a checkpoint.
 
-    Its sums have one of the header itself, which older ones lack.
+    Args:
+        path: Path of the checkpoint.
+
+    Returns:
+        The metadata of the safetensors file. Its `sums` contain a CRC-32 of the header, which old
+        checkpoints lack.
+
+    Raises:
+        RunError: The file cannot be read now.
+        DamagedError: The header has another content than was written.
     """
     try:
         with safe_open(path, framework="np") as file:
             header = file.metadata() or {}
-        if json.loads(header["sums"]).get("header", total := header_crc(header)) != total:
+        crc = header_crc(header)
+        if json.loads(header["sums"]).get("header", crc) != crc:
             raise ValueError("its header does not add up")
     except OSError as error:
         raise read_error(path, error) from error
@@ -157,24 +254,38 @@ def read_checkpoint_header(path: Path) -> dict[str, str]:
 
 
 def header_crc(header: Mapping[str, str]) -> int:
-    """The CRC-32 of a checkpoint's header, without its sums."""
-    return zlib.crc32(
-        json.dumps({name: header[name] for name in sorted(header) if name != "sums"}).encode()
-    )
+    """Compute the CRC-32 of the header of a checkpoint, without its `sums`.
+
+    Args:
+        header: Metadata of the safetensors file.
+
+    Returns:
+        The CRC-32.
+    """
+    content = {name: header[name] for name in sorted(header) if name != "sums"}
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def log_checksums(folder: Path) -> dict[str, Checksum]:
-    """What the files that grow held at the last checkpoint, if there is one that knows."""
+    """Return the checksums of the logs at the last checkpoint.
+
+    Args:
+        folder: Folder of the seed.
+
+    Returns:
+        Checksum for each log; empty without a checkpoint, or with an old one.
+
+    Raises:
+        DamagedError: The header of the checkpoint has another content than was written.
+    """
     path = folder / CHECKPOINT_FILE
-    return (
-        _parse_checksums(json.loads(read_checkpoint_header(path).get("lines", "{}")))
-        if path.exists()
-        else {}
-    )
+    if not path.exists():
+        return {}
+    return _parse_checksums(json.loads(read_checkpoint_header(path).get("lines", "{}")))
 
 
-def _parse_checksums(found: Mapping[str, Any]) -> dict[str, Checksum]:
-    return {name: (size, total) for name, (size, total) in found.items()}
+def _parse_checksums(content: Mapping[str, Any]) -> dict[str, Checksum]:
+    return {name: (size, digest) for name, (size, digest) in content.items()}
 
 
 def _checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
@@ -182,90 +293,182 @@ def _checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
 
 
 def checksum_bytes(content: bytes) -> Checksum:
-    """The sum of a file that holds this."""
+    """Compute the checksum of a file with this content.
+
+    Args:
+        content: Content of the file.
+
+    Returns:
+        Size and SHA-256.
+    """
     return len(content), hashlib.sha256(content).hexdigest()
 
 
 def checksum_file(path: Path, size: int | None = None) -> Checksum:
-    """The sum of a file's first `size` bytes, by default of all."""
-    total = hashlib.sha256()
-    known = 0
-    wanted = math.inf if size is None else size
+    """Compute the checksum of a file or of its beginning.
+
+    Args:
+        path: File to read.
+        size: Number of bytes to read; by default all.
+
+    Returns:
+        Number of bytes read, at most `size`, and their SHA-256.
+    """
+    digest = hashlib.sha256()
+    count = 0
+    limit = math.inf if size is None else size
     with path.open("rb") as file:
-        while part := file.read(int(min(wanted - known, 2**20))):
-            total.update(part)
-            known += len(part)
-    return known, total.hexdigest()
+        while part := file.read(int(min(limit - count, 2**20))):
+            digest.update(part)
+            count += len(part)
+    return count, digest.hexdigest()
 
 
 def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a run's numbers depend on: those that may not differ where it is resumed."""
-    return {
-        key: value for key, value in settings.items() if key not in (*NON_RESULT_SETTINGS, "rounds")
-    }
+    """Select the settings that determine the results of a run.
+
+    A resume requires the same values.
+
+    Args:
+        settings: Settings of the run.
+
+    Returns:
+        The settings without `rounds` and `NON_RESULT_SETTINGS`, renamed ones under their old names.
+    """
+    excluded = (*NON_RESULT_SETTINGS, "rounds")
+    selected = {key: value for key, value in settings.items() if key not in excluded}
+    return renamed.original_settings(selected)
 
 
 def canonical_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings such that equal ones are the same, however they were written: 2 and 2.0, a list and a tuple, a key that
-    is missing and one without a value."""
-    found: dict[str, Any] = _canonical_value(drop_none(settings))
-    return found
+    """Convert settings to one form for equal values.
+
+    Equal are 2 and 2.0, a list and a tuple, a missing key and a key without a value.
+
+    Args:
+        settings: Settings of the run.
+
+    Returns:
+        The converted settings.
+
+    Example:
+        >>> canonical_settings({"alpha": 2.0, "seeds": (1,), "title": None})
+        {'alpha': 2, 'seeds': [1]}
+    """
+    converted: dict[str, Any] = _canonical_value(drop_none(settings))
+    return converted
 
 
 def _canonical_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _canonical_value(inner) for key, inner in value.items()}
+        return {key: _canonical_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_canonical_value(inner) for inner in value]
+        return [_canonical_value(item) for item in value]
     if isinstance(value, float):
-        return (
-            int(value) if value.is_integer() else str(value) if not math.isfinite(value) else value
-        )
+        if value.is_integer():
+            return int(value)
+        return value if math.isfinite(value) else str(value)
     return value if isinstance(value, str | bool | int | None) else str(value)
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
-    """The SHA-256 of the `identity` of settings, the same before they are written as TOML and after."""
-    return hashlib.sha256(
-        json.dumps(canonical_settings(result_settings(settings)), sort_keys=True).encode()
-    ).hexdigest()
+    """Compute the SHA-256 of the settings that determine the results.
+
+    The digest is the same before the settings are written as TOML and after.
+
+    Args:
+        settings: Settings of the run.
+
+    Returns:
+        Hexadecimal digest.
+    """
+    return _content_digest(canonical_settings(result_settings(settings)))
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A table of tables as one, with dotted keys."""
-    found: dict[str, Any] = {}
+    """Convert nested tables to one table with dotted keys.
+
+    Args:
+        table: Nested table.
+        prefix: Beginning of every key.
+
+    Returns:
+        The flat table.
+
+    Example:
+        >>> flatten({"agents": {"budget": 6}})
+        {'agents.budget': 6}
+    """
+    flat: dict[str, Any] = {}
     for key, value in table.items():
-        found |= (
-            flatten(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
-    return found
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def write_json_with_checksum(path: Path, content: Mapping[str, object]) -> None:
-    """Replace `path` by `content` as JSON with a sum of its own, atomically; NaN and infinities become null."""
-    inner = to_plain(content)
-    atomic_write(path, to_json({**inner, "sha256": _content_digest(inner)}))
+    """Replace a file by JSON that contains its own checksum, atomically.
+
+    Args:
+        path: File to replace.
+        content: Object to write; NaN and infinities become null.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
+    plain = to_plain(content)
+    atomic_write(path, to_json({**plain, "sha256": _content_digest(plain)}))
 
 
 def read_json_with_checksum(path: Path, *, require_checksum: bool = False) -> dict[str, Any]:
-    """The object in a JSON file that `write_sealed` wrote; raises DamagedError where it holds another.
+    """Read and verify a file that `write_json_with_checksum` wrote.
 
-    A file without a sum was written before there were any and is taken as it is, unless there `always` was one.
+    Args:
+        path: File to read.
+        require_checksum: Refuse a file without a checksum, which old versions wrote.
+
+    Returns:
+        The object without its checksum.
+
+    Raises:
+        RunError: The file cannot be read now.
+        DamagedError: The file is missing or has another content than was written.
     """
     content = read_json(path)
-    if content.pop("sha256", None) not in (
-        (_content_digest(content),) if require_checksum else (None, _content_digest(content))
-    ):
+    checksum = content.pop("sha256", None)
+    if checksum is None and not require_checksum:
+        return content
+    if checksum != _content_digest(content):
         raise damaged_error(path, "it does not hold what was written, whose SHA-256 is in it")
     return content
 
 
 def read_cells(path: Path) -> list[dict[str, Any]]:
-    """The lines of a grid's cells.json, one a run; raises DamagedError where it holds something else."""
+    """Read the cells.json of a grid.
+
+    Args:
+        path: File to read.
+
+    Returns:
+        One dict per run of the grid.
+
+    Raises:
+        DamagedError: The file has another content.
+    """
     cells = read_json_with_checksum(path).get("cells")
-    keys = {"folder", "kind", "setting", "defence", "attack", "floor", "rounds", "seconds", "error"}
+    keys = {
+        "folder",
+        "kind",
+        "setting",
+        "defence",
+        "attack",
+        "floor",
+        "rounds",
+        "seconds",
+        "error",
+    }
     if not isinstance(cells, list) or not all(
         isinstance(cell, dict) and keys <= cell.keys() for cell in cells
     ):

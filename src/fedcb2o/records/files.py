@@ -1,4 +1,8 @@
-"""Files that are replaced whole."""
+r"""Files that are replaced as a whole, and the errors of damaged ones.
+
+>>> to_json({"accuracy": float("nan"), "rounds": 2})
+b'{\n "accuracy": null,\n "rounds": 2\n}\n'
+"""
 
 import json
 import math
@@ -15,14 +19,20 @@ from fedcb2o.errors import RunError
 
 _TEMPORARY_SUFFIX = ".tmp"
 FILE_SUFFIXES = (".json", ".jsonl", ".safetensors", ".toml")
-"""How the names of a run's files end."""
+"""Suffixes of the files of a run."""
 
 
 def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
-    """Replace `path` whole: by bytes, or by what `content(temporary_path)` writes.
+    """Replace a file as a whole.
 
-    At any moment, a power cut included, `path` holds the old or the new content. Raises RunError if it cannot be
-    written; what was there then stays.
+    At any time, also after a power failure, the file has either the old or the new content.
+
+    Args:
+        path: File to replace.
+        content: Bytes, or a function that writes the content to the temporary path it receives.
+
+    Raises:
+        RunError: The file cannot be written. The old content stays.
     """
     temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
     try:
@@ -42,37 +52,81 @@ def atomic_write(path: Path, content: bytes | Callable[[Path], None]) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove the temporary files that killed processes left in a run's folder or a seed's, to which nobody writes now.
+    """Remove the temporary files that killed processes left in a folder.
 
-    A file that another program named so stays, unless it has the ending of a run's files too.
+    Only names with a suffix of `FILE_SUFFIXES` before the temporary suffix are removed.
+
+    Args:
+        folder: Folder of a run or of a seed that no process writes to.
     """
-    for kind in FILE_SUFFIXES:
-        for path in folder.glob(f"*{kind}{_TEMPORARY_SUFFIX}"):
+    for suffix in FILE_SUFFIXES:
+        for path in folder.glob(f"*{suffix}{_TEMPORARY_SUFFIX}"):
             path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Replace `path` by `content` as JSON, atomically; NaN and infinities become null."""
+    """Replace a file by JSON, atomically.
+
+    Args:
+        path: File to replace.
+        content: Object to write; NaN and infinities become null.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
     atomic_write(path, to_json(content))
 
 
 def to_json(content: Mapping[str, object]) -> bytes:
-    """`content` as JSON; NaN and infinities become null."""
+    """Return an object as JSON.
+
+    Args:
+        content: Object to write; NaN and infinities become null.
+
+    Returns:
+        UTF-8 bytes with a final line end.
+    """
     return (json.dumps(to_plain(content), indent=1, allow_nan=False) + "\n").encode()
 
 
 def write_toml(path: Path, content: Mapping[str, object]) -> None:
-    """Replace `path` by `content` as TOML, atomically; keys whose value is None are left out, as TOML has no null."""
+    """Replace a file by TOML, atomically.
+
+    Args:
+        path: File to replace.
+        content: Table to write; keys with the value None are left out, as TOML has no null.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
     atomic_write(path, to_toml(content).encode())
 
 
 def to_toml(content: Mapping[str, object]) -> str:
-    """`content` as TOML; keys whose value is None are left out, as TOML has no null."""
+    """Return a table as TOML.
+
+    Args:
+        content: Table to write; keys with the value None are left out.
+
+    Returns:
+        The text of the TOML file.
+    """
     return tomli_w.dumps(drop_none(content))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises RunError where it cannot be read, DamagedError where it holds none."""
+    """Read the object in a JSON file.
+
+    Args:
+        path: File to read.
+
+    Returns:
+        The object.
+
+    Raises:
+        RunError: The file exists and cannot be read now.
+        DamagedError: The file is missing or does not contain a JSON object.
+    """
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -87,32 +141,57 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def to_plain(value: object) -> Any:
-    """Lists, numbers and text for JSON, from arrays and tensors too; what is not finite becomes None."""
-    kind = type(value)  # most are plain numbers in lists, and asked for first
+    """Convert arrays, tensors and mappings to the types of JSON.
+
+    Args:
+        value: Value to convert.
+
+    Returns:
+        Lists, dicts, numbers and text; None for a number that is not finite.
+    """
+    kind = type(value)  # most values are numbers in lists, so these types come first
     if kind is float:
         return value if math.isfinite(value) else None  # type: ignore[arg-type]
     if kind is int or kind is str:
         return value
     if kind is list:
-        return [to_plain(inner) for inner in value]  # type: ignore[attr-defined]
+        return [to_plain(item) for item in value]  # type: ignore[attr-defined]
     if isinstance(value, Mapping):
-        return {str(key): to_plain(inner) for key, inner in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [to_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [to_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def drop_none(value: Any) -> Any:
-    """A table without the keys whose value is None, in whatever depth."""
+    """Return a table without the keys whose value is None, at any depth.
+
+    Args:
+        value: Table, list or scalar.
+
+    Returns:
+        A copy of tables and lists; other values as they are.
+    """
     if isinstance(value, Mapping):
-        return {key: drop_none(inner) for key, inner in value.items() if inner is not None}
-    return [drop_none(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [drop_none(item) for item in value]
+    return value
 
 
 def fsync(path: Path) -> None:
-    """Force a file, or a folder's list of files, to the disk."""
+    """Force a file, or the list of files of a folder, to the disk.
+
+    Args:
+        path: File or folder.
+
+    Raises:
+        OSError: The path cannot be opened or synchronised.
+    """
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -121,47 +200,85 @@ def fsync(path: Path) -> None:
 
 
 def write_error(path: Path, error: Exception) -> RunError:
-    """What to raise where a file cannot be written."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    """Return the error of a file that cannot be written.
+
+    Args:
+        path: File that could not be written.
+        error: Cause.
+
+    Returns:
+        RunError with the cause and the remedy.
+    """
+    reason = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        reason = error.strerror
     return RunError(
-        f"cannot write {path}: {reason}; nothing already written is lost: "
-        "make room (or mend the folder) and give the command again, that of a run with --resume"
+        f"cannot write {path}: {reason}; nothing already written is lost: make room (or repair "
+        "the folder) and give the command again, that of a run with --resume"
     )
 
 
-_REBUILD_ADVICE = "`fedcb2o run` of the experiment with this --out and --resume makes it again"
 _RERUN_ADVICE = "restore it, or move {seed} away: --resume then runs it again, with the same bits"
 _REMEDIES = {
-    "agents.json": _REBUILD_ADVICE,
     "cells.json": "`fedcb2o bench` of the grid with this --out and --resume makes it again",
     "checkpoint.safetensors": f"records and figures do without it; {_RERUN_ADVICE}",
     "environment.json": f"figures do without it; {_RERUN_ADVICE}",
+    "agents.json": _RERUN_ADVICE,
     "metrics.jsonl": _RERUN_ADVICE,
     "pairs.jsonl": f"`compare` does without it; {_RERUN_ADVICE}",
-    "samples.safetensors": _REBUILD_ADVICE,
-    "summary.json": _REBUILD_ADVICE,
-    "sums.json": f"{_REBUILD_ADVICE}, if the other files fit together",
-    "tuning.json": "restore it, or remove it: `fedcb2o bench` with --resume then chooses again, by the same runs",
+    "samples.safetensors": "restore it, or remove it to do without pictures",
+    "summary.json": _RERUN_ADVICE,
+    "sums.json": _RERUN_ADVICE,
+    "tuning.json": (
+        "restore it, or remove it: `fedcb2o bench` with --resume then chooses again, "
+        "by the same runs"
+    ),
     "timing.jsonl": "restore it, or remove it to do without its seconds",
 }
-"""What to do about a damaged file of a seed or a grid, such that nothing else is lost by it."""
+"""Remedy for each damaged file of a seed or a grid that loses nothing else."""
 
 
 def rerun_advice(folder: Path) -> str:
-    """What to do where a seed is to be run again."""
+    """Return the remedy for a seed that has to be run again.
+
+    Args:
+        folder: Folder of the seed.
+
+    Returns:
+        One clause without a full stop.
+    """
     return _RERUN_ADVICE.format(seed=folder.name)
 
 
 class DamagedError(RunError):
-    """A file that does not hold what was written. One that merely cannot be read now is none."""
+    """A file with another content than was written.
+
+    An intact file that cannot be read now raises RunError.
+    """
 
 
 def damaged_error(path: Path, reason: str) -> DamagedError:
-    """What to raise where a file does not hold what was written."""
-    cure = _REMEDIES.get(path.name, "restore it").format(seed=path.parent.name)
-    return DamagedError(f"{path} is damaged: {reason}; {cure}")
+    """Return the error of a file with another content than was written.
+
+    Args:
+        path: Damaged file.
+        reason: Evidence of the damage.
+
+    Returns:
+        DamagedError with the remedy for this file.
+    """
+    remedy = _REMEDIES.get(path.name, "restore it").format(seed=path.parent.name)
+    return DamagedError(f"{path} is damaged: {reason}; {remedy}")
 
 
 def read_error(path: Path, error: OSError) -> RunError:
-    """What to raise where a file that is there cannot be read."""
+    """Return the error of an existing file that cannot be read.
+
+    Args:
+        path: File that could not be read.
+        error: Cause.
+
+    Returns:
+        RunError with the cause.
+    """
     return RunError(f"cannot read {path}: {error.strerror or error}")

@@ -1,4 +1,4 @@
-"""The lines of a seed, one for each round: appended whole, cut back for a resume, and read."""
+"""Logs of a seed with one JSON line per round: appended whole, truncated for a resume, and read."""
 
 import hashlib
 import json
@@ -12,12 +12,16 @@ from fedcb2o.records.files import atomic_write, damaged_error, fsync, to_plain, 
 
 LOG_NAMES = ("metrics", "pairs", "timing")
 REPRODUCIBLE_LOGS = ("metrics", "pairs")
-"""Those that the seed and the settings determine."""
+"""Logs that the seed and the settings determine."""
 
 
 class RoundLog:
-    """The growing records of one seed, by default metrics.jsonl, pairs.jsonl and timing.jsonl in its folder; those that
-    are `whole` have a line for every round."""
+    """The growing logs of one seed, by default metrics, pairs and timing.
+
+    Attributes:
+        folder: Folder of the seed.
+        complete_names: Names of the logs with one line for every round.
+    """
 
     def __init__(
         self,
@@ -30,47 +34,76 @@ class RoundLog:
         self._hashes = {name: (0, hashlib.sha256()) for name in names}
 
     def path(self, name: str) -> Path:
-        """Where the lines of one kind are kept."""
+        """Return the path of one log.
+
+        Args:
+            name: Name of the log.
+
+        Returns:
+            Path of the .jsonl file.
+        """
         return self.folder / f"{name}.jsonl"
 
     def append(self, name: str, line: Mapping[str, object]) -> None:
-        """Append one line, whole or not at all; NaN and infinities become null. RunError if it cannot be written."""
+        """Append one line, as a whole or not at all.
+
+        Args:
+            name: Name of the log.
+            line: Object to write; NaN and infinities become null.
+
+        Raises:
+            RunError: The line cannot be written.
+        """
         path = self.path(name)
         try:
             text = json.dumps(line, allow_nan=False)
-        except (TypeError, ValueError):  # arrays, or what is not finite
+        except (TypeError, ValueError):  # arrays, or numbers that are not finite
             text = json.dumps(to_plain(line), allow_nan=False)
-        whole = f"{text}\n".encode()
-        data = memoryview(whole)
+        content = f"{text}\n".encode()
+        rest = memoryview(content)
         try:
             with path.open("ab", buffering=0) as file:
                 size = file.tell()
                 try:
-                    while data:
-                        data = data[file.write(data) :]
+                    while rest:
+                        rest = rest[file.write(rest) :]
                 except BaseException:
                     with suppress(OSError):
                         file.truncate(size)
                     raise
         except OSError as error:
             raise write_error(path, error) from error
-        self._update_hash(name, whole)
+        self._update_hash(name, content)
 
     def _update_hash(self, name: str, content: bytes) -> None:
-        size, total = self._hashes[name]
-        total.update(content)
-        self._hashes[name] = size + len(content), total
+        size, digest = self._hashes[name]
+        digest.update(content)
+        self._hashes[name] = (size + len(content), digest)
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, Checksum]:
-        """What the files hold: of each its bytes and their SHA-256."""
-        totals = {
-            self.path(name).name: self._hashes[name]
-            for name in (self._hashes if names is None else names)
-        }
-        return {name: (size, total.hexdigest()) for name, (size, total) in totals.items()}
+        """Return the checksums of the logs as written so far.
+
+        Args:
+            names: Names of the logs; by default all.
+
+        Returns:
+            Size in bytes and SHA-256 for each file name.
+        """
+        selected = self._hashes if names is None else names
+        checksums = {}
+        for name in selected:
+            size, digest = self._hashes[name]
+            checksums[self.path(name).name] = (size, digest.hexdigest())
+        return checksums
 
     def sync(self) -> None:
-        """Force all lines to the disk: before a checkpoint, so that it never knows more rounds than the records."""
+        """Force all lines to the disk.
+
+        A checkpoint follows, so that it never contains more rounds than the logs.
+
+        Raises:
+            RunError: A file cannot be synchronised.
+        """
         for path in filter(Path.exists, map(self.path, self._hashes)):
             try:
                 fsync(path)
@@ -78,36 +111,54 @@ class RoundLog:
                 raise write_error(path, error) from error
 
     def truncate(self, rounds: int) -> None:
-        """Cut every file back to the lines with round <= `rounds`, as a resume from that checkpoint needs.
+        """Truncate every log to the lines up to a round, as a resume from its checkpoint needs.
 
-        Raises RunError if the metrics or pairs of a round up to `rounds` are missing or damaged.
+        Args:
+            rounds: Last round to keep.
+
+        Raises:
+            RunError: A log with one line per round lacks one, or has a damaged line up to `rounds`.
         """
         for name in self._hashes:
             path = self.path(name)
-            kept: list[bytes] = []
-            found = []
+            texts: list[bytes] = []
+            line_rounds = []
             for text, line in read_lines(path, stop_at_damage=True):
                 if line["round"] <= rounds:
-                    kept.append(text)
-                    found.append(line["round"])
-            # timing.jsonl may lack the last round: its line also tells how long that checkpoint took.
-            if name in self.complete_names and found != list(range(1, rounds + 1)):
-                what = f"it lacks rounds before the checkpoint's round {rounds}, or has some twice"
-                raise damaged_error(path, f"{what} ({len(found)} lines)")
-            content = b"".join(kept)
+                    texts.append(text)
+                    line_rounds.append(line["round"])
+
+            # timing.jsonl may lack the last round: its line has the time of the checkpoint too.
+            if name in self.complete_names and line_rounds != list(range(1, rounds + 1)):
+                reason = (
+                    f"it lacks rounds before the checkpoint's round {rounds}, or has some twice"
+                )
+                raise damaged_error(path, f"{reason} ({len(line_rounds)} lines)")
+
+            content = b"".join(texts)
             if path.exists() and path.stat().st_size != len(content):
                 atomic_write(path, content)
-            self._hashes[name] = 0, hashlib.sha256()
+            self._hashes[name] = (0, hashlib.sha256())
             self._update_hash(name, content)
 
 
 def read_lines(
     path: Path, *, skip: int = 0, stop_at_damage: bool = False
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The whole lines of a .jsonl file and what they say; a last one without its line end was never finished.
+    """Read the finished lines of a .jsonl file.
 
-    The first `after` lines are passed over. A damaged line raises RunError or, with `damaged_ends`, counts as the end
-    of the file.
+    A last line without a line end was never finished and is left out.
+
+    Args:
+        path: File to read; a missing file has no lines.
+        skip: Number of lines to skip at the start.
+        stop_at_damage: Treat a damaged line as the end of the file.
+
+    Yields:
+        The bytes of a line and its object.
+
+    Raises:
+        RunError: A line is damaged and `stop_at_damage` is False.
     """
     if not path.exists():
         return

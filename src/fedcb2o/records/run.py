@@ -1,6 +1,6 @@
-"""What a run has written so far, read from its folder."""
+"""The records of a run, read from its folder."""
 
-import importlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,27 +15,20 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from fedcb2o.errors import RunError
-from fedcb2o.records.checksums import MANIFEST_FILE as SUMS
-from fedcb2o.records.checksums import Manifest
-from fedcb2o.records.files import DamagedError, damaged_error, read_error, read_json, rerun_advice
+from fedcb2o.records.checksums import MANIFEST_FILE, Manifest
+from fedcb2o.records.files import (
+    DamagedError,
+    damaged_error,
+    read_error,
+    read_json,
+    rerun_advice,
+)
 from fedcb2o.records.jsonl import read_lines
+from fedcb2o.records.metrics import EVALUATED_METRICS, OPTIONAL_METRICS
 from fedcb2o.records.toml import read_toml
 
 AGENT_COLUMNS = ("cluster", "malicious", "num_samples", "source_in_validation")
 _ROUND_METRICS = ("train_loss", "validation_loss", "malicious_weight", "answered")
-_CONFIG_TYPES = {
-    "name": str,
-    "title": str,
-    "description": str,
-    "rounds": int,
-    "seeds": list,
-    "agents": dict,
-}
-_REWRITE_ADVICE = "`fedcb2o run` of the experiment with this --out and --resume writes it anew"
-EVALUATED_METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
-OPTIONAL_METRICS = ("test_loss", "global_accuracy", "global_loss")
-"""What is evaluated where an experiment names a loss, or where agents have test samples of their own and others that
-test everybody: columns that are there only then."""
 RESERVED_COLUMNS = (
     "seed",
     "round",
@@ -45,20 +38,60 @@ RESERVED_COLUMNS = (
     *EVALUATED_METRICS,
     *OPTIONAL_METRICS,
 )
-"""The columns of runs' records, which no metric of an experiment's own is called by."""
+"""Columns of the records, which are no names for the metrics of an experiment."""
+_CONFIG_TYPES = {
+    "name": str,
+    "title": str,
+    "description": str,
+    "rounds": int,
+    "seeds": list,
+    "agents": dict,
+}
+_model_readers: list[Callable[[], Any]] = []
+_REWRITE_ADVICE = "`fedcb2o run` of the experiment with this --out and --resume writes it anew"
+
+
+def set_model_reader(loader: Callable[[], Any]) -> None:
+    """Set the reader of trained models behind `Run.model` and `Run.confusion`.
+
+    Reading models needs the code that builds an experiment, which records do not import.
+
+    Args:
+        loader: Function without arguments. Returns an object with the functions `load_model` and
+            `confusion_matrix`, both with the parameters run, agent, seed and data_dir.
+    """
+    _model_readers[:] = [loader]
 
 
 def metric_name(label: str) -> str:
-    """What a metric of an experiment's own is called in its records: by its function, without the module."""
+    """Return the column name of a metric of an experiment.
+
+    Args:
+        label: Name or import path of the metric's function.
+
+    Returns:
+        Name of the function without its module.
+
+    Example:
+        >>> metric_name("my_package.metrics:recall")
+        'recall'
+    """
     return label.rpartition(":")[2].rpartition(".")[2]
 
 
 @dataclass(frozen=True, init=False)
 class Run:
-    """What a run has written so far, read from its folder; raises RunError if that is no run's folder.
+    """The records of a run, read from its folder.
 
-    A table is read when it is first asked for and then kept: open the folder anew to see a running run's progress.
-    Each file is held against its sum in sums.json before it is read; RunError names one that is damaged, and the cure.
+    A table is read at the first access and then kept. Open the folder again to see the progress of
+    a run. Each file is verified by its checksum in sums.json before it is read. RunError names a
+    damaged file and the remedy.
+
+    Args:
+        folder: Folder that `fedcb2o run --out` wrote.
+
+    Raises:
+        RunError: The folder does not contain a run.
     """
 
     folder: Path
@@ -72,18 +105,22 @@ class Run:
                 f"there is no run in {self.folder}: give the folder that `fedcb2o run --out` wrote"
             )
         if not (self.folder / "config.toml").is_file() and not find_seeds(self.folder):
-            inside = sorted(path.parent.name for path in self.folder.glob("*/config.toml"))
-            cure = (
-                f"it holds the runs {', '.join(inside)}: name those"
-                if inside
-                else "give a folder written by it"
-            )
-            if (self.folder / "grid.toml").is_file():
-                cure = f"it is that of a grid: `fedcb2o report {self.folder}` shows it, and its runs lie in its cells/"
-            raise RunError(
-                f"{self.folder} was not written by `fedcb2o run` (it holds no config.toml); {cure}"
-            )
+            raise self._no_run_error()
         _ = self.config, self.seeds
+
+    def _no_run_error(self) -> RunError:
+        names = sorted(path.parent.name for path in self.folder.glob("*/config.toml"))
+        remedy = "give a folder written by it"
+        if (self.folder / "grid.toml").is_file():
+            remedy = (
+                f"it is that of a grid: `fedcb2o report {self.folder}` shows it, and its runs are "
+                "in its cells/"
+            )
+        elif names:
+            remedy = f"it holds the runs {', '.join(names)}: name those"
+        return RunError(
+            f"{self.folder} was not written by `fedcb2o run` (it holds no config.toml); {remedy}"
+        )
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -92,12 +129,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The experiment's name, or the folder's where it has none."""
+        """The name of the experiment, or of the folder without one."""
         return str(self.config.get("name") or self.folder.name)
 
     @property
     def title(self) -> str:
-        """What tables and legends call this run."""
+        """The title of this run in tables and legends."""
         return str(self.config.get("title") or self.name)
 
     @cached_property
@@ -107,213 +144,286 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether every seed of the configuration has run to its end."""
+        """True if every seed of the configuration has finished."""
         wanted = {*self.config.get("seeds", ()), *self.seeds}
         rounds = self.config.get("rounds", 0)
-        return bool(wanted) and all(
-            (self.summary_of(seed) or {"rounds": -1})["rounds"] >= rounds for seed in wanted
-        )
+        for seed in wanted:
+            summary = self.summary_of(seed)
+            if (-1 if summary is None else summary["rounds"]) < rounds:
+                return False
+        return bool(wanted)
 
     def summary_of(self, seed: int) -> dict[str, Any] | None:
-        """summary.json of a seed that ran to its end, or None: its results, as `summary` has them."""
-        sums = self._manifest(seed)
-        if (
-            sums is not None and not sums.complete
-        ):  # it goes on, and the file is of the rounds before
+        """Read summary.json of a finished seed.
+
+        Args:
+            seed: Seed of the run.
+
+        Returns:
+            The results in the form of `summary`, or None for a seed that has not finished.
+
+        Raises:
+            RunError: The file is damaged or cannot be read.
+        """
+        manifest = self._manifest(seed)
+        if manifest is not None and not manifest.complete:  # the file has the rounds before
             return None
         path = self._verified_path(seed, "summary.json")
-        found = read_json(path) if path.exists() else None
-        if found is not None and not isinstance(found.get("rounds"), int | float):
+        if not path.exists():
+            return None
+        content = read_json(path)
+        if not isinstance(content.get("rounds"), int | float):
             raise damaged_error(path, "`rounds` is no number")
-        return found
+        return content
 
     @property
     def unchecked(self) -> tuple[int, ...]:
-        """The seeds without sums.json, whose files are taken as they are."""
+        """The seeds without sums.json, whose files are not verified."""
         return tuple(seed for seed in self.seeds if self._manifest(seed) is None)
 
     def check(self) -> None:
-        """Hold every file of every seed, checkpoints too, against its sum; raises RunError where one is damaged."""
+        """Verify every file of every seed, checkpoints included.
+
+        Raises:
+            RunError: A file is damaged.
+        """
         for seed in self.seeds:
-            if (sums := self._manifest(seed)) is not None:
-                sums.verify_all(self._seed_directory(seed))
+            manifest = self._manifest(seed)
+            if manifest is not None:
+                manifest.verify_all(self._seed_directory(seed))
 
     def _manifest(self, seed: int) -> Manifest | None:
-        """The sums of one seed, where it has any; raises RunError where they are of another seed or experiment."""
-        sums = Manifest.read(self._seed_directory(seed))
-        if sums is None:
+        """Read the checksums of one seed and require that seed and settings match."""
+        folder = self._seed_directory(seed)
+        manifest = Manifest.read(folder)
+        if manifest is None:
             return None
-        if sums.seed != seed:
+        if manifest.seed != seed:
             raise DamagedError(
-                f"{self._seed_directory(seed)} holds seed {sums.seed}, by its sums.json: put back what was there, or "
-                f"{rerun_advice(self._seed_directory(seed)).removeprefix('restore it, or ')}"
+                f"{folder} holds seed {manifest.seed}, by its sums.json: put back what was there, "
+                f"or {rerun_advice(folder).removeprefix('restore it, or ')}"
             )
         path = self.folder / "config.toml"
-        if not (
-            sums.can_resume(self.config) or sums.can_resume(read_config(path))
-        ):  # the run may have been made longer meanwhile
+        # The second look: the run may have been extended since the folder was opened.
+        if not (manifest.can_resume(self.config) or manifest.can_resume(read_config(path))):
             raise RunError(
-                f"{self._seed_directory(seed)} was run with other settings than those in {path}: one of them was changed or "
-                f"comes from another run; put it back, or {_REWRITE_ADVICE}"
+                f"{folder} was run with other settings than those in {path}: one of them was "
+                f"changed or comes from another run; put it back, or {_REWRITE_ADVICE}"
             )
-        return sums
+        return manifest
 
     def _verified_path(self, seed: int, name: str) -> Path:
-        """The path of a file of a seed, held against its sum."""
-        sums = self._manifest(seed)
+        """Return the path of a file of a seed after its verification."""
+        manifest = self._manifest(seed)
         folder = self._seed_directory(seed)
-        if sums is None:
+        if manifest is None:
             return folder / name
         try:
-            return sums.verify(folder, name)
+            return manifest.verify(folder, name)
         except DamagedError:
-            if Manifest.read(folder) == sums:
+            if Manifest.read(folder) == manifest:
                 raise
-            return self._verified_path(seed, name)  # the run went on meanwhile
+            return self._verified_path(seed, name)  # the run has continued in the meantime
 
     @cached_property
     def records(self) -> pd.DataFrame:
-        """A row for each seed, round and agent: who it is and its metrics, NaN where there is none.
+        """One row per seed, round and agent: its description and metrics, NaN for a missing value.
 
-        Accuracies and rates are fractions of 1, there only in rounds that were evaluated, for benign agents only.
-        `test_loss`, `global_accuracy` and `global_loss` are columns where they are measured.
+        Accuracies and rates are fractions of 1. They exist in evaluated rounds and for benign
+        agents. `test_loss`, `global_accuracy` and `global_loss` are columns of runs that measure
+        them.
         """
-        names = [
-            *(name for name in RESERVED_COLUMNS if name not in OPTIONAL_METRICS),
-            *self._custom_metrics,
-        ]
         tables = [self.records_of(seed) for seed in self.seeds]
-        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
+        if tables:
+            return pd.concat(tables, ignore_index=True)
+        names = [name for name in RESERVED_COLUMNS if name not in OPTIONAL_METRICS]
+        return pd.DataFrame(columns=[*names, *self._custom_metrics])
 
     @property
     def _custom_metrics(self) -> list[str]:
-        return [metric_name(str(each.get("name"))) for each in self.config.get("metrics", [])]
+        metrics = self.config.get("metrics", [])
+        return [metric_name(str(metric.get("name"))) for metric in metrics]
 
     def records_of(self, seed: int) -> pd.DataFrame:
-        """The records of one seed, read anew."""
+        """Read the records of one seed, without the kept tables.
+
+        Args:
+            seed: Seed of the run.
+
+        Returns:
+            The rows of `records` for this seed.
+
+        Raises:
+            RunError: A file is damaged or cannot be read.
+        """
         agents = self._agent_table(seed)
+        count = len(agents)
         rounds: list[int] = []
-        columns: dict[str, list[float | None]] = {
-            key: [] for key in (*_ROUND_METRICS, *EVALUATED_METRICS, *self._custom_metrics)
-        }
+        names = (*_ROUND_METRICS, *EVALUATED_METRICS, *self._custom_metrics)
+        columns: dict[str, list[float | None]] = {name: [] for name in names}
+
         path = self._verified_path(seed, "metrics.jsonl")
         for _, line in read_lines(path):
-            for key in OPTIONAL_METRICS:
-                if key in line and key not in columns:
-                    columns[key] = [None] * (len(rounds) * len(agents))
+            for name in OPTIONAL_METRICS:
+                if name in line and name not in columns:
+                    columns[name] = [None] * (len(rounds) * count)
             rounds.append(line["round"])
-            for key, values in columns.items():
-                found = line.get(key) or [None] * len(agents)
-                if len(found) != len(agents):
-                    what = f"round {line['round']} has {len(found)} values of {key} for {len(agents)} agents"
-                    raise damaged_error(path, what)
-                values.extend(found)
-        table = agents.iloc[np.tile(np.arange(len(agents)), len(rounds))].reset_index(drop=True)
-        table.insert(1, "round", np.repeat(np.array(rounds, dtype=np.int64), len(agents)))
+            for name, column in columns.items():
+                values = line.get(name) or [None] * count
+                if len(values) != count:
+                    raise damaged_error(
+                        path,
+                        f"round {line['round']} has {len(values)} values of {name} for {count} "
+                        "agents",
+                    )
+                column.extend(values)
+
+        table = agents.iloc[np.tile(np.arange(count), len(rounds))].reset_index(drop=True)
+        table.insert(1, "round", np.repeat(np.array(rounds, dtype=np.int64), count))
         return table.assign(
-            **{key: np.array(values, dtype=float) for key, values in columns.items()}
+            **{name: np.array(column, dtype=float) for name, column in columns.items()}
         )
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
-        """A row for each seed, round, agent and peer whose model the agent received: its weight in m_j.
+        """One row per seed, round, agent and peer with a received model: its weight in m_j.
 
-        The agent's own weight is the row where `peer` equals `agent`, so that an agent's rows of a round sum to 1. `f`
-        is the number of attackers that its rule assumed, NaN where it assumes none.
+        The agent's weight of its own model is in the row where `peer` equals `agent`, so that the
+        rows of an agent and round sum to 1. `f` is the number of attackers that the rule assumes,
+        NaN for a rule without an assumption.
         """
         columns: dict[str, list[Any]] = {
-            key: [] for key in ("seed", "round", "agent", "peer", "weight", "f")
+            name: [] for name in ("seed", "round", "agent", "peer", "weight", "f")
         }
         for seed in self.seeds:
             path = self._verified_path(seed, "pairs.jsonl")
             for _, line in read_lines(path):
                 try:
-                    rows = zip(line["ids"], line["weights"], line["own"], strict=True)
-                    assumed = line.get("f") or [None] * len(line["ids"])
-                    for agent, (ids, weights, own) in enumerate(rows):
-                        columns["seed"] += [seed] * (len(ids) + 1)
-                        columns["round"] += [line["round"]] * (len(ids) + 1)
-                        columns["agent"] += [agent] * (len(ids) + 1)
-                        columns["peer"] += [*ids, agent]
-                        columns["weight"] += [*weights, own]
-                        columns["f"] += [assumed[agent]] * (len(ids) + 1)
+                    _append_pairs(columns, seed, line)
                 except (KeyError, IndexError, TypeError, ValueError) as error:
-                    raise damaged_error(
-                        path, f"round {line['round']} is no list of peers and weights"
-                    ) from error
+                    reason = f"round {line['round']} is no list of peers and weights"
+                    raise damaged_error(path, reason) from error
             if len(columns["peer"]) != len(columns["weight"]):
                 raise damaged_error(path, "a round has not as many weights as peers")
-        kinds = {key: float if key in ("weight", "f") else np.int64 for key in columns}
-        return pd.DataFrame(
-            {key: np.array(values, dtype=kinds[key]) for key, values in columns.items()}
-        )
+
+        arrays: dict[str, np.ndarray] = {}
+        for name, values in columns.items():
+            dtype = float if name in ("weight", "f") else np.int64
+            arrays[name] = np.array(values, dtype=dtype)
+        return pd.DataFrame(arrays)
 
     @cached_property
     def agents(self) -> pd.DataFrame:
-        """A row for each seed and agent: cluster, malicious or not, training samples, source samples in validation."""
+        """One row per seed and agent: cluster, role, numbers of samples."""
         tables = [self._agent_table(seed) for seed in self.seeds]
-        return (
-            pd.concat(tables, ignore_index=True)
-            if tables
-            else pd.DataFrame(columns=["seed", "agent", *AGENT_COLUMNS])
-        )
+        if tables:
+            return pd.concat(tables, ignore_index=True)
+        return pd.DataFrame(columns=["seed", "agent", *AGENT_COLUMNS])
 
     def _agent_table(self, seed: int) -> pd.DataFrame:
-        about = self.about(seed)
+        metadata = self.about(seed)
         try:
-            table = pd.DataFrame({key: about[key] for key in AGENT_COLUMNS})
+            table = pd.DataFrame({name: metadata[name] for name in AGENT_COLUMNS})
             table.insert(0, "agent", np.arange(len(table)))
             table.insert(0, "seed", seed)
             return table.astype({"malicious": bool, "source_in_validation": float})
         except (KeyError, TypeError, ValueError) as error:
-            raise damaged_error(
-                self._seed_directory(seed) / "agents.json",
-                f"it lacks a value for an agent: {error}",
-            ) from error
+            path = self._seed_directory(seed) / "agents.json"
+            raise damaged_error(path, f"it lacks a value for an agent: {error}") from error
 
     @cached_property
     def timing(self) -> pd.DataFrame:
-        """A row for each seed and round: the seconds that each phase took."""
-        lines = [
-            {"seed": seed, **line}
-            for seed in self.seeds
-            for _, line in read_lines(self._verified_path(seed, "timing.jsonl"))
-        ]
+        """One row per seed and round: the seconds of each phase."""
+        lines = []
+        for seed in self.seeds:
+            path = self._verified_path(seed, "timing.jsonl")
+            lines += [{"seed": seed, **line} for _, line in read_lines(path)]
         return pd.DataFrame(lines) if lines else pd.DataFrame(columns=["seed", "round"])
 
     def model(
-        self, agent: int, *, seed: int | None = None, data_dir: str | PathLike[str] | None = None
+        self,
+        agent: int,
+        *,
+        seed: int | None = None,
+        data_dir: str | PathLike[str] | None = None,
     ) -> Any:
-        """The model of an agent at the last checkpoint of a seed (by default the first), as the `nn.Module` that the
-        configuration names, in evaluation mode.
+        """Load the model of an agent at the last checkpoint.
 
-        It reads samples as the agent's cluster sees them. The data set is made anew, from `data_dir` where it needs
-        one. Raises RunError where there is no checkpoint or no such agent.
+        The model expects samples in the form that the cluster of the agent sees.
+
+        Args:
+            agent: Id of the agent, from 0.
+            seed: Seed of the run; by default the first.
+            data_dir: Folder of the data set, which is built again.
+
+        Returns:
+            The `nn.Module` that the configuration names, in evaluation mode.
+
+        Raises:
+            RunError: There is no checkpoint or no such agent.
         """
-        return self._learned().model(self, agent, seed, data_dir)
+        return self._model_reader().load_model(self, agent, seed, data_dir)
 
     def confusion(
-        self, agent: int, *, seed: int | None = None, data_dir: str | PathLike[str] | None = None
+        self,
+        agent: int,
+        *,
+        seed: int | None = None,
+        data_dir: str | PathLike[str] | None = None,
     ) -> pd.DataFrame:
-        """How often that model takes a test sample of a class (row) for another (column): the confusion matrix, by the
-        names of the classes."""
-        found: pd.DataFrame = self._learned().confusion(self, agent, seed, data_dir)
-        return found
+        """Compute the confusion matrix of the model of an agent on its test samples.
+
+        Args:
+            agent: Id of the agent, from 0.
+            seed: Seed of the run; by default the first.
+            data_dir: Folder of the data set, which is built again.
+
+        Returns:
+            Number of samples by true class (row) and predicted class (column).
+
+        Raises:
+            RunError: There is no checkpoint, no such agent, or the data have no classes.
+        """
+        matrix: pd.DataFrame = self._model_reader().confusion_matrix(self, agent, seed, data_dir)
+        return matrix
 
     @staticmethod
-    def _learned() -> Any:
-        """What makes models of records: it knows how a round is made, which whoever reads records need not import."""
-        return importlib.import_module("fedcb2o.experiments.runs.trained_models")
+    def _model_reader() -> Any:
+        if not _model_readers:
+            raise RunError("models are read by fedcb2o.experiments: import it first")
+        return _model_readers[0]()
 
     def about(self, seed: int) -> dict[str, Any]:
-        """agents.json of one seed: class names, clusters, angles, dimension, and a list over agents for each fact."""
+        """Read agents.json of one seed.
+
+        Args:
+            seed: Seed of the run.
+
+        Returns:
+            Class names, clusters, angles, dimension, and lists over agents.
+
+        Raises:
+            RunError: The file is damaged or cannot be read.
+        """
         return read_json(self._verified_path(seed, "agents.json"))
 
     def samples(self, seed: int) -> UInt8[np.ndarray, "K images H W"] | None:
-        """A few images as each cluster sees them, uint8 [K, 10, H, W]; None where the data are no images."""
+        """Read a few images in the form that each cluster sees.
+
+        Args:
+            seed: Seed of the run.
+
+        Returns:
+            Images of dtype uint8, shape [K, 10, H, W]; None for data other than images.
+
+        Raises:
+            RunError: The file is damaged or cannot be read.
+        """
         path = self._verified_path(seed, "samples.safetensors")
+        if not path.exists():
+            return None
         try:
-            return load_file(path)["images"] if path.exists() else None
+            return load_file(path)["images"]
         except OSError as error:
             raise read_error(path, error) from error
         except (KeyError, SafetensorError) as error:
@@ -323,26 +433,60 @@ class Run:
         return self.folder / f"seed-{seed}"
 
     def __repr__(self) -> str:
-        seeds = len(self.seeds)
-        done = "damaged"
+        state = "damaged"
         with suppress(RunError):
-            done = "complete" if self.complete else f"incomplete, seeds so far {list(self.seeds)}"
-        return f"Run({str(self.folder)!r}: {self.title}, {seeds} seed{'s' * (seeds != 1)}, {done})"
+            is_complete = self.complete
+            state = "complete" if is_complete else f"incomplete, seeds so far {list(self.seeds)}"
+        seeds = f"{len(self.seeds)} seed{'s' * (len(self.seeds) != 1)}"
+        return f"Run({str(self.folder)!r}: {self.title}, {seeds}, {state})"
+
+
+def _append_pairs(columns: dict[str, list[Any]], seed: int, line: dict[str, Any]) -> None:
+    """Append the rows of one round of pairs.jsonl."""
+    assumed = line.get("f") or [None] * len(line["ids"])
+    agents = zip(line["ids"], line["weights"], line["own"], strict=True)
+    for agent, (ids, weights, own_weight) in enumerate(agents):
+        count = len(ids) + 1
+        columns["seed"] += [seed] * count
+        columns["round"] += [line["round"]] * count
+        columns["agent"] += [agent] * count
+        columns["peer"] += [*ids, agent]
+        columns["weight"] += [*weights, own_weight]
+        columns["f"] += [assumed[agent]] * count
 
 
 def find_seeds(folder: Path) -> dict[int, Path]:
-    """The seeds of a run that have begun, in ascending order, and their folders."""
-    begun = (
-        path.parent for name in ("agents.json", SUMS) for path in folder.glob(f"seed-*/{name}")
-    )
-    found = {path.name.removeprefix("seed-"): path for path in begun}
-    return {int(seed): found[seed] for seed in sorted(filter(str.isdecimal, found), key=int)}
+    """Find the seeds of a run that have begun.
+
+    Args:
+        folder: Folder of the run.
+
+    Returns:
+        Folder of each seed, in ascending order of seeds.
+    """
+    folders: dict[str, Path] = {}
+    for name in ("agents.json", MANIFEST_FILE):
+        for path in folder.glob(f"seed-*/{name}"):
+            folders[path.parent.name.removeprefix("seed-")] = path.parent
+    seeds = sorted(filter(str.isdecimal, folders), key=int)
+    return {int(seed): folders[seed] for seed in seeds}
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What a run's config.toml holds; raises DamagedError where that is no run's settings."""
+    """Read the config.toml of a run.
+
+    Args:
+        path: File to read.
+
+    Returns:
+        The settings.
+
+    Raises:
+        RunError: The file cannot be read now.
+        DamagedError: The file is missing or does not contain the settings of a run.
+    """
     try:
-        found = read_toml(path)
+        config = read_toml(path)
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is gone; {_REWRITE_ADVICE}") from error
     except OSError as error:
@@ -350,8 +494,8 @@ def read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedError(f"{path} cannot be read ({error}); {_REWRITE_ADVICE}") from error
     for key, kind in _CONFIG_TYPES.items():
-        if not isinstance(found.get(key, kind()), kind):
-            raise DamagedError(f"{path} is damaged: `{key}` is {found[key]!r}; {_REWRITE_ADVICE}")
-    if not all(type(seed) is int for seed in found.get("seeds", ())):
-        raise DamagedError(f"{path} is damaged: `seeds` is {found['seeds']!r}; {_REWRITE_ADVICE}")
-    return found
+        if not isinstance(config.get(key, kind()), kind):
+            raise DamagedError(f"{path} is damaged: `{key}` is {config[key]!r}; {_REWRITE_ADVICE}")
+    if not all(type(seed) is int for seed in config.get("seeds", ())):
+        raise DamagedError(f"{path} is damaged: `seeds` is {config['seeds']!r}; {_REWRITE_ADVICE}")
+    return config

@@ -1,4 +1,8 @@
-"""TOML as it is written by hand, read in one place: whatever is wrong with it is a ValueError of one line."""
+"""TOML written by hand, read in one place: every fault is a ValueError of one line.
+
+>>> parse_toml(b"rounds = 3")
+{'rounds': 3}
+"""
 
 import tomllib
 from pathlib import Path
@@ -6,7 +10,17 @@ from typing import Any
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """The table in a file's content, which may begin with a byte-order mark; raises ValueError for what is none."""
+    """Parse the content of a TOML file.
+
+    Args:
+        content: Bytes of the file; a byte-order mark at the start is allowed.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: The content is not UTF-8 or not TOML.
+    """
     try:
         return tomllib.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -19,5 +33,16 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table in a file; raises ValueError for what is none, and OSError where it cannot be read."""
+    """Read a TOML file.
+
+    Args:
+        path: File to read.
+
+    Returns:
+        The table.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The content is not UTF-8 or not TOML.
+    """
     return parse_toml(path.read_bytes())

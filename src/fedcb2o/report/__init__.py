@@ -1,12 +1,34 @@
-"""From records to tables, figures and one page; it reads records and never trains."""
+"""Reports: tables, figures and pages from the records of runs and grids, without training."""
 
 from fedcb2o.records import summary
-from fedcb2o.report.agent_figures import sample_images, weight_matrix
-from fedcb2o.report.figures import curves, figure6, source_counts
-from fedcb2o.report.grid_page import grid_notes, report_grid
-from fedcb2o.report.grid_results import is_grid, read_grid
-from fedcb2o.report.grid_tables import terminal_tables
-from fedcb2o.report.page import report
+from fedcb2o.report.agent_figures import (
+    WEIGHT_COLOURMAP,
+    add_weight_colorbar,
+    sample_images,
+    weight_matrix,
+    weight_norm,
+)
+from fedcb2o.report.alt_text import describe_figure
+from fedcb2o.report.attack_strengths import chosen_strengths_table, read_choices
+from fedcb2o.report.decay import Decay
+from fedcb2o.report.figures import (
+    LINE_STYLES,
+    MARKERS,
+    PALETTE,
+    STYLE,
+    Curve,
+    curve_panels,
+    curves,
+    draw_panels,
+    figure6,
+    source_counts,
+)
+from fedcb2o.report.grid_page import grid_notes, regret_figure, report_grid
+from fedcb2o.report.grid_results import GridResults, is_grid, read_grid
+from fedcb2o.report.grid_tables import SettingResults, terminal_tables
+from fedcb2o.report.page import Page, create_page
+from fedcb2o.report.particle_figures import Scene, draw_landscape, write_animation
+from fedcb2o.report.run_page import report
 from fedcb2o.report.table_formats import to_html, to_latex, to_markdown, to_readable, to_rich
 from fedcb2o.report.tables import (
     by_source_count,
@@ -19,16 +41,36 @@ from fedcb2o.report.tables import (
 )
 
 __all__ = [
+    "LINE_STYLES",
+    "MARKERS",
+    "PALETTE",
+    "STYLE",
+    "WEIGHT_COLOURMAP",
+    "Curve",
+    "Decay",
+    "GridResults",
+    "Page",
+    "Scene",
+    "SettingResults",
+    "add_weight_colorbar",
     "by_source_count",
+    "chosen_strengths_table",
     "compare",
+    "create_page",
+    "curve_panels",
     "curves",
+    "describe_figure",
+    "draw_landscape",
+    "draw_panels",
     "figure6",
     "grid_notes",
     "incomplete_note",
     "is_grid",
     "net_attack_success",
     "pair_statistics",
+    "read_choices",
     "read_grid",
+    "regret_figure",
     "report",
     "report_grid",
     "sample_images",
@@ -43,4 +85,6 @@ __all__ = [
     "to_rich",
     "unverified_note",
     "weight_matrix",
+    "weight_norm",
+    "write_animation",
 ]

@@ -1,12 +1,13 @@
-"""What a grid's report shows, as tables of text: a matrix for each measure, and what they come to for each defence."""
+"""Tables of a grid's report: one matrix per metric, and summaries of each defence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import pandas as pd
 
+from fedcb2o.records import METRICS
 from fedcb2o.report import regret
 from fedcb2o.report.grid_results import BASELINES, GridResults
 from fedcb2o.report.page import flatten_to_text
@@ -25,12 +26,19 @@ WORST_COLUMN = "Worst"
 SIGNIFICANT_MARK = " *"
 _EXCEEDED_MARK = " †"
 COMPARED_METRICS = {"accuracy": "Accuracy", "attack_success_rate": "Attack success"}
-"""What defences are compared in."""
+"""Metrics in which defences are compared, and their short titles."""
 
 
 @dataclass(frozen=True)
 class GridMetric:
-    """What a matrix is of: its heading, what it says of each cell, and which of its values is the worse."""
+    """A metric of a matrix.
+
+    Attributes:
+        title: Heading of the matrix.
+        caption: Description of a cell.
+        worse_direction: Direction in which values become worse.
+        is_percent: True for a fraction of 1 that the matrix shows in percent.
+    """
 
     title: str
     caption: str
@@ -41,25 +49,30 @@ class GridMetric:
 _LATE_ROUNDS = "over the last fifth of the rounds"
 GRID_METRICS = {
     "accuracy": GridMetric(
-        "Overall accuracy", "The share of all test samples that benign agents get right.", "low"
+        METRICS["accuracy"].label,
+        "The share of all test samples that benign agents classify correctly.",
+        "low",
     ),
     "attack_success_rate": GridMetric(
-        "Attack success rate",
-        "The share of the samples it is after that are taken for the target.",
+        METRICS["attack_success_rate"].label,
+        "The share of the samples of the attack's goal that are classified as the target.",
         "high",
     ),
-    "lost": GridMetric("Accuracy lost", "What the better of the two floors has beyond it.", "high"),
+    "lost": GridMetric(
+        "Accuracy lost", "The accuracy of the better of the two baselines minus this one.", "high"
+    ),
     "success": GridMetric(
-        "Attack success, net", "The rate less that of the better of the two floors.", "high"
+        "Attack success, net", "The rate minus that of the better of the two baselines.", "high"
     ),
     "source_accuracy": GridMetric(
-        "Source class accuracy",
-        "The share of source-class samples that are taken for what they are.",
+        METRICS["source_accuracy"].label,
+        "The share of source-class samples that are classified correctly.",
         "low",
     ),
     "malicious_weight": GridMetric(
         "Weight of malicious models",
-        f"What benign agents give to malicious agents' models in their averages, {_LATE_ROUNDS}. Some rules give none.",
+        "The weight of malicious agents' models in the averages of benign agents, "
+        f"{_LATE_ROUNDS}. Some rules give no weights.",
         "high",
     ),
     "accuracy_worst": GridMetric(
@@ -82,7 +95,7 @@ GRID_METRICS = {
     ),
     "malicious_received": GridMetric(
         "Malicious models among those received",
-        f"Their share of what benign agents receive, {_LATE_ROUNDS}.",
+        f"Their share of the models that benign agents receive, {_LATE_ROUNDS}.",
         "high",
     ),
     "malicious_most": GridMetric(
@@ -92,29 +105,32 @@ GRID_METRICS = {
     ),
     "f_exceeded": GridMetric(
         "More malicious models than assumed",
-        "How often a benign agent received more of them than its rule assumes, over all rounds. Rules that assume no "
-        "number have none.",
+        "The share of cases, over all rounds, in which a benign agent received more of them than "
+        "its rule assumes. Rules without an assumption have none.",
         "high",
     ),
     "other_cluster_weight": GridMetric(
         "Weight of other clusters' models",
-        f"What benign agents give to them in their averages, {_LATE_ROUNDS}.",
+        f"Their weight in the averages of benign agents, {_LATE_ROUNDS}.",
     ),
     "other_cluster_received": GridMetric(
         "Other clusters' models among those received",
-        f"Their share of what benign agents receive, {_LATE_ROUNDS}.",
+        f"Their share of the models that benign agents receive, {_LATE_ROUNDS}.",
     ),
     "own_weight": GridMetric(
-        "Weight of the own model", f"What benign agents give to their own models, {_LATE_ROUNDS}."
+        "Weight of agents' own models",
+        f"The weight of their own models in the averages of benign agents, {_LATE_ROUNDS}.",
     ),
     "seconds": GridMetric(
         "Seconds a round",
-        "Of one process, without evaluation and checkpoints, on the machine that ran it and as busy as it was.",
+        "Of one process, without evaluation and checkpoints, on the machine and under the load of "
+        "the run.",
         is_percent=False,
     ),
     "megabytes": GridMetric(
         "Megabytes a round",
-        "What a benign agent downloads: received models times 4 bytes for each parameter, in millions.",
+        "The download of a benign agent: received models times 4 bytes for each parameter, in "
+        "millions.",
         is_percent=False,
     ),
 }
@@ -122,241 +138,363 @@ GRID_METRICS = {
 
 @dataclass(frozen=True)
 class SettingResults:
-    """The results of a grid in one setting."""
+    """The results of a grid in one setting.
+
+    Attributes:
+        results: Results of the grid.
+        setting: Name of the setting.
+    """
 
     results: GridResults
     setting: str
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """The rows of the setting, see `scored`."""
+        """The rows of the setting; see `add_attack_effects`."""
         return add_attack_effects(self.results, self.setting)
 
     @property
     def attacks(self) -> list[str]:
-        """The attacks in the grid's order."""
+        """The attacks in the order of the grid."""
         return self.results.attacks
 
     @cached_property
     def baselines(self) -> list[str]:
-        """The columns without attack that there are, before those of the attacks."""
-        return [
-            name
-            for name in BASELINES.values()
-            if name not in self.attacks and (self.rows.attack == name).any()
-        ]
+        """The columns without attack, which come before those of the attacks."""
+        names = [name for name in BASELINES.values() if name not in self.attacks]
+        return [name for name in names if (self.rows.attack == name).any()]
 
     def attacks_with(self, value: str) -> list[str]:
-        """The attacks under which a measure may have a value: without those that are done and have none."""
-        done, have = (set(self.rows.dropna(subset=name).attack) for name in ("accuracy", value))
-        return [name for name in self.attacks if name in have or name not in done]
+        """Return the attacks except finished ones without a value of a metric.
+
+        Args:
+            value: Name of the metric.
+        """
+        finished = set(self.rows.dropna(subset="accuracy").attack)
+        measured = set(self.rows.dropna(subset=value).attack)
+        return [name for name in self.attacks if name in measured or name not in finished]
 
     def columns(self, value: str) -> list[str]:
-        """The columns of a measure: the floors where it has values there, then its attacks."""
-        have = set(self.rows.dropna(subset=value).attack)
-        return [*(name for name in self.baselines if name in have), *self.attacks_with(value)]
+        """Return the columns of a metric: baselines with values, then attacks.
 
-    def pivot(self, found: "pd.Series[Any]", columns: Sequence[str]) -> pd.DataFrame:
-        """What is found by (defence, attack), as a table in the grid's order."""
-        table = found.unstack("attack") if len(found) else pd.DataFrame()
-        return table.reindex(index=self.results.defences, columns=list(columns)).rename_axis(
-            "Defence"
-        )
+        Args:
+            value: Name of the metric.
+        """
+        measured = set(self.rows.dropna(subset=value).attack)
+        baselines = [name for name in self.baselines if name in measured]
+        return [*baselines, *self.attacks_with(value)]
 
-    def worst_attacks(self, found: pd.DataFrame, value: str) -> dict[str, str]:
-        """The attack that each defence does worst against, of the statistics of a measure."""
-        return worst_attack(
-            found, self.attacks_with(value), highest=metric_info(value).worse_direction == "high"
-        )
+    def pivot(self, values: "pd.Series[Any]", columns: Sequence[str]) -> pd.DataFrame:
+        """Arrange values by (defence, attack) as a table in the order of the grid.
+
+        Args:
+            values: Values with the index levels `defence` and `attack`.
+            columns: Columns of the table.
+
+        Returns:
+            One row per defence.
+        """
+        table = values.unstack("attack") if len(values) else pd.DataFrame()
+        table = table.reindex(index=self.results.defences, columns=list(columns))
+        return table.rename_axis("Defence")
+
+    def worst_attacks(self, statistics: pd.DataFrame, value: str) -> dict[str, str]:
+        """Find the attack with the worst mean of a metric for each defence.
+
+        Args:
+            statistics: Result of `seed_statistics` for the metric.
+            value: Name of the metric.
+
+        Returns:
+            Attack by defence.
+        """
+        return worst_attack(statistics, self.attacks_with(value), highest=_is_high_worse(value))
 
     def shortfalls(self, value: str) -> pd.DataFrame:
-        """How far each run is behind the best defence of its column, see `regret.shortfalls`."""
-        return regret.shortfalls(
-            self.rows, value, highest=metric_info(value).worse_direction == "high"
-        )
+        """Compute the regret of each run; see `regret.shortfalls`.
+
+        Args:
+            value: Name of the metric.
+
+        Returns:
+            One row per run.
+        """
+        return regret.shortfalls(self.rows, value, highest=_is_high_worse(value))
 
     @cached_property
     def has_worst_tenth(self) -> bool:
-        """Whether the worst tenth of the agents is more than the worst one."""
-        known = self.rows.dropna(subset="accuracy_worst_tenth")
-        return not known.accuracy_worst_tenth.equals(known.accuracy_worst)
+        """True if the worst tenth has more agents than the worst one."""
+        measured = self.rows.dropna(subset="accuracy_worst_tenth")
+        return not measured.accuracy_worst_tenth.equals(measured.accuracy_worst)
 
     def failed_cells(self, columns: Sequence[str]) -> pd.DataFrame:
-        """Which cells failed, defences by columns."""
+        """Find failed cells.
+
+        Args:
+            columns: Columns of the table.
+
+        Returns:
+            True for a failed cell, defences by columns.
+        """
         rows = self.rows[(self.rows.error != "") & self.rows.accuracy.isna()]
         return self.pivot(rows.groupby(["defence", "attack"]).size(), columns).notna()
 
     def exceeded_cells(self, columns: Sequence[str]) -> pd.DataFrame:
-        """Where benign agents received more malicious models than their rule assumes, defences by columns."""
-        most = self.rows.groupby(["defence", "attack"]).f_exceeded.max()
-        return self.pivot(most, columns).gt(0)
+        """Find cells in which a benign agent received more malicious models than assumed.
+
+        Args:
+            columns: Columns of the table.
+
+        Returns:
+            True for such a cell, defences by columns.
+        """
+        exceeded = self.rows.groupby(["defence", "attack"]).f_exceeded.max()
+        return self.pivot(exceeded, columns).gt(0)
 
     @property
     def worst_column_exclusions(self) -> dict[str, list[str]]:
-        """In which columns the worst is looked for: in all, and without those that the grid sets aside."""
-        aside = [name for name in self.attacks if name in self.results.set_aside]
-        told = aside[0] if len(aside) == 1 else f"{len(aside)} set aside"
-        return {WORST_COLUMN: [], **({f"{WORST_COLUMN} but {told}": aside} if aside else {})}
+        """The worst columns: titles, and the attacks that each one leaves out."""
+        excluded = [name for name in self.attacks if name in self.results.set_aside]
+        if not excluded:
+            return {WORST_COLUMN: []}
+        name = excluded[0] if len(excluded) == 1 else f"{len(excluded)} set aside"
+        return {WORST_COLUMN: [], f"{WORST_COLUMN} but {name}": excluded}
+
+
+def _is_high_worse(value: str) -> bool:
+    return metric_info(value).worse_direction == "high"
 
 
 def metric_info(value: str) -> GridMetric:
-    """What a column of the results is, one of a single cluster among them."""
+    """Return the description of a metric, also of one cluster.
+
+    Args:
+        value: Name such as "accuracy" or "accuracy_cluster_1".
+
+    Returns:
+        The description.
+
+    Example:
+        >>> metric_info("accuracy_cluster_2").title
+        'Overall accuracy, cluster 2'
+    """
     name, _, cluster = value.partition("_cluster_")
     if not cluster.isdecimal():
         return GRID_METRICS[value]
-    whole = GRID_METRICS[name]
-    return GridMetric(
-        f"{whole.title}, cluster {cluster}",
-        f"The same of cluster {cluster}.",
-        whole.worse_direction,
-    )
+    metric = GRID_METRICS[name]
+    title = f"{metric.title}, cluster {cluster}"
+    return GridMetric(title, f"The same of cluster {cluster}.", metric.worse_direction)
 
 
 def metric_matrix(view: SettingResults, value: str) -> pd.DataFrame:
-    """One measure: a row a defence, a column an attack, last its worst case; mean and 95% interval over seeds."""
-    found = seed_statistics(view.rows, value)
+    """Build the matrix of one metric, with a last column for the worst attack.
+
+    Args:
+        view: Results in one setting.
+        value: Name of the metric.
+
+    Returns:
+        Text, one row per defence: mean and 95% interval over seeds.
+    """
+    statistics = seed_statistics(view.rows, value)
     columns = view.columns(value)
-    texts = _format_rows(found, value, format_interval)
-    table = _mark_exceeded(view, _text_table(view, texts, columns), columns)
+    table = _text_table(view, _format_rows(statistics, value), columns)
+    table = _mark_exceeded(view, table, columns)
     if metric_info(value).worse_direction != "neither":
-        at = view.worst_attacks(found, value)
+        worst = view.worst_attacks(statistics, value)
         table[WORST_COLUMN] = [
-            str(table.at[name, at[name]]) if name in at else "–" for name in table.index
+            str(table.at[name, worst[name]]) if name in worst else "–" for name in table.index
         ]
     return table.rename_axis(columns=None)
 
 
 def regret_matrix(view: SettingResults, value: str) -> pd.DataFrame:
-    """By how much each defence falls short of the best in each column, and in its worst ones; "best" where it is it."""
+    """Build the matrix of regrets in one metric, with the worst columns.
+
+    Args:
+        view: Results in one setting.
+        value: Name of the metric.
+
+    Returns:
+        Text, one row per defence; "best" for the best defence of a column.
+    """
     short = view.shortfalls(value)
     columns = view.columns(value)
-    texts = _format_rows(regret.regrets(short), value, format_interval)
-    texts.update(
-        pd.Series(
-            "best", index=pd.MultiIndex.from_frame(short[["best", "attack"]].drop_duplicates())
-        )
-    )
+    texts = _format_rows(regret.regrets(short), value)
+    best = pd.MultiIndex.from_frame(short[["best", "attack"]].drop_duplicates())
+    texts.update(pd.Series("best", index=best))
     table = _mark_exceeded(view, _text_table(view, texts, columns), columns)
-    for title, aside in view.worst_column_exclusions.items():
-        found = regret.worst_regret(short, [name for name in columns if name not in aside])
-        table[title] = _format_with_column(view, found).reindex(table.index).fillna("–")
+    for title, excluded in view.worst_column_exclusions.items():
+        worst = regret.worst_regret(short, [name for name in columns if name not in excluded])
+        table[title] = _format_with_column(view, worst).reindex(table.index).fillna("–")
     return table.rename_axis(columns=None)
 
 
 def worst_regrets(view: SettingResults) -> pd.DataFrame:
-    """A row a defence: its worst regret in accuracy, in attack success rate and in whichever of both is worse, and the
-    same without what the grid sets aside; with paired intervals, and a mark where a rule received more malicious models
-    than it assumes in that column."""
-    found = {
-        title: regret.worst_regret(short, among)
-        for title, (short, among) in regret_contests(view).items()
-    }
-    return _defence_table(
-        view, {title: _format_with_column(view, each) for title, each in found.items()}
-    )
+    """Build the table of worst regrets in accuracy, in attack success, and in either.
+
+    A dagger marks a rule that received more malicious models than it assumes in that column.
+
+    Args:
+        view: Results in one setting.
+
+    Returns:
+        Text, one row per defence, with paired intervals; the second half of the columns leaves out
+        the attacks that the grid sets aside.
+    """
+    columns = {}
+    for title, (short, names) in regret_contests(view).items():
+        columns[title] = _format_with_column(view, regret.worst_regret(short, names))
+    return _defence_table(view, columns)
 
 
 def losses_against_baselines(view: SettingResults) -> pd.DataFrame:
-    """A row a defence: the most that an attack takes from it, and the most that one achieves, against the better of its
-    own two floors; and the same without what the grid sets aside."""
+    """Build the table of the worst effects of attacks against the better baseline.
+
+    Args:
+        view: Results in one setting.
+
+    Returns:
+        Text, one row per defence: largest loss of accuracy and largest net success, with and
+        without the attacks that the grid sets aside.
+    """
     columns = {}
     for value in ("lost", "success"):
-        for each, aside in view.worst_column_exclusions.items():
-            among = [name for name in view.attacks_with(value) if name not in aside]
-            if among:
-                columns[f"{metric_info(value).title}, {each[0].lower()}{each[1:]}"] = _worst_case(
-                    view, value, among
-                )
+        for title, excluded in view.worst_column_exclusions.items():
+            attacks = [name for name in view.attacks_with(value) if name not in excluded]
+            if attacks:
+                name = f"{metric_info(value).title}, {_lower_first(title)}"
+                columns[name] = _worst_case(view, value, attacks)
     return _defence_table(view, columns)
 
 
 def worst_regret_differences(view: SettingResults) -> pd.DataFrame:
-    """The same less those of the reference, paired by seeds, and an asterisk where they are not 0 after Holm's
-    correction over a column."""
+    """Build the table of worst regrets minus those of the reference, paired by seeds.
+
+    An asterisk marks significant differences after Holm's correction over a column.
+
+    Args:
+        view: Results in one setting.
+
+    Returns:
+        Text, one row per other defence.
+    """
     reference = view.results.reference
-    columns = dict[str, "pd.Series[Any]"]()
-    for title, (short, among) in regret_contests(view).items():
-        columns[title] = _format_differences(
-            regret.worst_regret_differences(short, among, reference), "accuracy"
-        )
+    columns: dict[str, pd.Series[Any]] = {}
+    for title, (short, names) in regret_contests(view).items():
+        differences = regret.worst_regret_differences(short, names, reference)
+        columns[title] = _format_differences(differences, "accuracy")
     return _defence_table(view, columns).drop(index=reference, errors="ignore")
 
 
 def regret_contests(view: SettingResults) -> dict[str, tuple[pd.DataFrame, list[str]]]:
-    """How far each run is behind the best of its column, and in which columns the worst is looked for."""
-    found: dict[str, tuple[pd.DataFrame, list[str]]] = {}
-    rivals = {value: title for value, title in COMPARED_METRICS.items() if view.columns(value)}
-    for each, aside in view.worst_column_exclusions.items():
-        worst_of = each[0].lower() + each[1:]
-        shorts = {}
-        columns = {}
-        for value, title in rivals.items():
-            among = [name for name in view.columns(value) if name not in aside]
-            shorts[value], columns[value] = view.shortfalls(value), among
-            found[f"{title}, {worst_of}"] = shorts[value], among
-        both = [
-            short.assign(attack=short.attack + f", {COMPARED_METRICS[value].lower()}")
-            for value, short in shorts.items()
-        ]
-        among = [
-            f"{name}, {COMPARED_METRICS[value].lower()}"
-            for value, names in columns.items()
-            for name in names
-        ]
-        if len(rivals) > 1:
-            found[f"Either, {worst_of}"] = pd.concat(both), among
-    return found
+    """Collect the regrets and columns behind each column of `worst_regrets`.
+
+    Args:
+        view: Results in one setting.
+
+    Returns:
+        For each title the regret of each run, and the columns to choose the worst from.
+    """
+    contests: dict[str, tuple[pd.DataFrame, list[str]]] = {}
+    metrics = {value: title for value, title in COMPARED_METRICS.items() if view.columns(value)}
+    for title, excluded in view.worst_column_exclusions.items():
+        worst = _lower_first(title)
+        tables = []
+        all_columns = []
+        for value, metric in metrics.items():
+            short = view.shortfalls(value)
+            columns = [name for name in view.columns(value) if name not in excluded]
+            contests[f"{metric}, {worst}"] = short, columns
+            suffix = f", {metric.lower()}"
+            tables.append(short.assign(attack=short.attack + suffix))
+            all_columns += [f"{name}{suffix}" for name in columns]
+        if len(metrics) > 1:
+            contests[f"Either, {worst}"] = pd.concat(tables), all_columns
+    return contests
+
+
+def _lower_first(text: str) -> str:
+    return text[0].lower() + text[1:]
 
 
 def difference_matrix(view: SettingResults, value: str) -> pd.DataFrame:
-    """The differences to the reference, paired by seeds, with their 95% intervals, and an asterisk where they are not 0
-    after Holm's correction over the table."""
-    texts = _format_differences(paired_differences(view.rows, value, view.results.reference), value)
-    table = (
-        view.pivot(texts, view.columns(value)).astype(object).fillna("–").rename_axis(columns=None)
-    )
-    return table.drop(index=view.results.reference, errors="ignore")
+    """Build the matrix of differences to the reference, paired by seeds.
+
+    An asterisk marks significant differences after Holm's correction over the table.
+
+    Args:
+        view: Results in one setting.
+        value: Name of the metric.
+
+    Returns:
+        Text, one row per other defence: mean and 95% interval.
+    """
+    reference = view.results.reference
+    texts = _format_differences(paired_differences(view.rows, value, reference), value)
+    table = view.pivot(texts, view.columns(value)).astype(object).fillna("–")
+    return table.rename_axis(columns=None).drop(index=reference, errors="ignore")
 
 
 def compare_settings(results: GridResults, value: str, column: str) -> pd.DataFrame:
-    """One column of a measure in all settings: a row a defence, a column a setting."""
+    """Build the table of one column of a metric in all settings.
+
+    Args:
+        results: Results of the grid.
+        value: Name of the metric.
+        column: Attack or baseline.
+
+    Returns:
+        Text, one row per defence, one column per setting.
+    """
     columns = {}
     for setting in results.settings:
         view = SettingResults(results, setting)
-        found = seed_statistics(view.rows[view.rows.attack == column], value)
-        texts = _format_rows(found, value, format_interval)
-        columns[setting] = _mark_exceeded(view, _text_table(view, texts, [column]), [column])[
-            column
-        ]
+        statistics = seed_statistics(view.rows[view.rows.attack == column], value)
+        table = _text_table(view, _format_rows(statistics, value), [column])
+        columns[setting] = _mark_exceeded(view, table, [column])[column]
     return pd.DataFrame(columns, index=pd.Index(results.defences, name="Defence"))
 
 
 def terminal_tables(results: GridResults) -> dict[str, pd.DataFrame]:
-    """For each setting what fits on a terminal: accuracies without attack, and the worst regrets, without intervals."""
-    found = {}
+    """Build a table for the terminal for each setting.
+
+    Args:
+        results: Results of the grid.
+
+    Returns:
+        Text, one row per defence: accuracies without attack and worst regrets, without intervals.
+    """
+    tables = {}
     for setting in results.settings:
         view = SettingResults(results, setting)
-        told = worst_regrets(view)
-        told = told[[name for name in told if not str(name).startswith("Either")]]
-        found[setting] = (
-            defence_overview(view)[view.baselines].join(told).replace(r" [\[(].*", "", regex=True)
-        )
-    return found
+        regrets = worst_regrets(view)
+        regrets = regrets[[name for name in regrets if not str(name).startswith("Either")]]
+        table = defence_overview(view)[view.baselines].join(regrets)
+        tables[setting] = table.replace(r" [\[(].*", "", regex=True)
+    return tables
 
 
 def defence_overview(view: SettingResults) -> pd.DataFrame:
-    """A row a defence: accuracy without attack, in the mean over attacks, at the worst and of the worst tenth of the
-    agents; success rates in the same way; what malicious models weigh, and what a round takes."""
-    found = seed_statistics(view.rows, "accuracy")
-    texts = _format_rows(found, "accuracy", format_interval)
+    """Build the overview of defences.
+
+    Args:
+        view: Results in one setting.
+
+    Returns:
+        Text, one row per defence: accuracy without attack; accuracy and attack success in the mean
+        over attacks, under the worst attack and for its worst tenth of the agents; weight of
+        malicious models; costs of a round.
+    """
+    texts = _format_rows(seed_statistics(view.rows, "accuracy"), "accuracy")
     columns = {name: texts.xs(name, level="attack") for name in view.baselines}
     for value, title in COMPARED_METRICS.items():
+        attacks = view.attacks_with(value)
         columns[f"{title}, mean over attacks"] = _mean_over_attacks(view, value)
-        columns[f"{title}, worst attack"] = _worst_case(view, value, view.attacks_with(value))
+        columns[f"{title}, worst attack"] = _worst_case(view, value, attacks)
         if view.has_worst_tenth:
-            columns[f"{title}, worst attack, worst tenth of the agents"] = _worst_case(
-                view, f"{value}_worst_tenth", view.attacks_with(value)
-            )
+            name = f"{title}, worst attack, worst tenth of the agents"
+            columns[name] = _worst_case(view, f"{value}_worst_tenth", attacks)
     columns["Weight of malicious models"] = _mean_over_attacks(view, "malicious_weight")
     columns["Seconds a round"] = _mean_over_attacks(view, "seconds")
     columns["Megabytes a round"] = _mean_over_attacks(view, "megabytes")
@@ -364,49 +502,68 @@ def defence_overview(view: SettingResults) -> pd.DataFrame:
 
 
 def tuning_table(results: GridResults) -> pd.DataFrame:
-    """A row a candidate: what it changes, its score, and whether it was chosen, and at an end of what was tried."""
-    rows = [
-        (
-            defence,
-            describe_changes(changes),
-            "failed" if score is None else f"{100 * score:.2f}",
-            ("yes" + ", at an end" * found["at_end"]) * (i == found["best"]),
-        )
-        for defence, found in results.tuning.items()
-        for i, (changes, score) in enumerate(
-            zip(found["asked"]["candidates"], found["scores"], strict=True)
-        )
-    ]
-    return pd.DataFrame(rows, columns=["Defence", "Candidate", "Score", "Chosen"]).set_index(
-        "Defence"
-    )
+    """Build the table of tuning candidates.
+
+    Args:
+        results: Results of the grid.
+
+    Returns:
+        Text, one row per candidate: changes, score, and the choice.
+    """
+    rows = []
+    for defence, choice in results.tuning.items():
+        candidates = zip(choice["asked"]["candidates"], choice["scores"], strict=True)
+        for i, (changes, score) in enumerate(candidates):
+            chosen = ""
+            if i == choice["best"]:
+                chosen = "yes, at an end" if choice["at_end"] else "yes"
+            text = "failed" if score is None else f"{100 * score:.2f}"
+            rows.append((defence, describe_changes(changes), text, chosen))
+    columns = ["Defence", "Candidate", "Score", "Chosen"]
+    return pd.DataFrame(rows, columns=columns).set_index("Defence")
 
 
 def tuning_rows(results: GridResults) -> pd.DataFrame:
-    """A row for each defence, candidate, attack and seed that it was tuned with: the score."""
-    rows = [
-        (defence, describe_changes(changes), attack, seed, score)
-        for defence, found in results.tuning.items()
-        for changes, scores in zip(found["asked"]["candidates"], found["by_attack"], strict=True)
-        for attack, values in (scores or {}).items()
-        for seed, score in zip(found["asked"]["seeds"], values, strict=True)
-    ]
+    """Build the table of all tuning scores.
+
+    Args:
+        results: Results of the grid.
+
+    Returns:
+        One row per defence, candidate, attack and seed.
+    """
+    rows = []
+    for defence, choice in results.tuning.items():
+        asked = choice["asked"]
+        for changes, scores in zip(asked["candidates"], choice["by_attack"], strict=True):
+            for attack, values in (scores or {}).items():
+                for seed, score in zip(asked["seeds"], values, strict=True):
+                    rows.append((defence, describe_changes(changes), attack, seed, score))
     return pd.DataFrame(rows, columns=["defence", "candidate", "attack", "seed", "score"])
 
 
 def describe_changes(changes: object) -> str:
-    """Changes over an experiment on one line: "algorithm.alpha = 2, agents.budget = 4"."""
+    """Describe changes of an experiment on one line.
+
+    Args:
+        changes: Nested settings.
+
+    Returns:
+        Text such as "algorithm.alpha = 2, agents.budget = 4".
+
+    Example:
+        >>> describe_changes({"agents": {"budget": 4}})
+        'agents.budget = 4'
+    """
     assert isinstance(changes, dict)
-    return (
-        ", ".join(f"{key} = {value}" for key, value in flatten_to_text(changes).items())
-        or "unchanged"
-    )
+    texts = [f"{key} = {value}" for key, value in flatten_to_text(changes).items()]
+    return ", ".join(texts) or "unchanged"
 
 
 def _text_table(
     view: SettingResults, texts: "pd.Series[Any]", columns: Sequence[str]
 ) -> pd.DataFrame:
-    """Texts by (defence, attack) as a table; what failed says so."""
+    """Arrange texts by (defence, attack) as a table, with "failed" in failed cells."""
     table = view.pivot(texts, columns).astype(object)
     return table.where(table.notna() | ~view.failed_cells(columns), "failed").fillna("–")
 
@@ -414,57 +571,51 @@ def _text_table(
 def _mark_exceeded(
     view: SettingResults, table: pd.DataFrame, columns: Sequence[str]
 ) -> pd.DataFrame:
-    """The table with a mark where rules received more malicious models than they assume."""
+    """Mark cells in which a rule received more malicious models than it assumes."""
     return table.where(~view.exceeded_cells(columns), table + _EXCEEDED_MARK)
 
 
-def _format_rows(found: pd.DataFrame, value: str, told: Callable[..., str]) -> "pd.Series[Any]":
-    """Statistics as text, a row each."""
+def _format_rows(statistics: pd.DataFrame, value: str, sign: str = "") -> "pd.Series[Any]":
+    """Format the mean and interval of each row."""
     scale, digits = (100, 1) if metric_info(value).is_percent else (1, 3)
-    rows = (scale * found[["mean", "low", "high"]]).to_numpy(float)
-    return pd.Series([told(*row, digits) for row in rows], index=found.index, dtype=object)
+    numbers = (scale * statistics[["mean", "low", "high"]]).to_numpy(float)
+    texts = [format_interval(mean, low, high, digits, sign) for mean, low, high in numbers]
+    return pd.Series(texts, index=statistics.index, dtype=object)
 
 
-def _format_differences(found: pd.DataFrame, value: str) -> "pd.Series[Any]":
-    """Differences as text, with a mark at those that are not 0 after a correction for how many they are."""
-    sure = holm_correction(found.p) < 1 - CONFIDENCE
-    return _format_rows(found, value, partial(format_interval, sign="+")) + sure.map(
-        {True: SIGNIFICANT_MARK, False: ""}
-    )
+def _format_differences(statistics: pd.DataFrame, value: str) -> "pd.Series[Any]":
+    """Format differences; mark those that are significant after Holm's correction."""
+    is_significant = holm_correction(statistics.p) < 1 - CONFIDENCE
+    marks = is_significant.map({True: SIGNIFICANT_MARK, False: ""})
+    return _format_rows(statistics, value, sign="+") + marks
 
 
-def _format_with_column(view: SettingResults, found: pd.DataFrame) -> "pd.Series[Any]":
-    """Statistics of defences as text, each with the column that it is of, and a mark where a rule received more
-    malicious models there than it assumes."""
+def _format_with_column(view: SettingResults, statistics: pd.DataFrame) -> "pd.Series[Any]":
+    """Format statistics of defences with the name of their column, and mark exceeded cells."""
     exceeded = view.exceeded_cells([*view.baselines, *view.attacks])
-    texts: pd.Series[Any] = (
-        _format_rows(found, "accuracy", format_interval) + " (" + found.attack + ")"
-    )
-    columns = [
-        at if at in exceeded else at.rpartition(", ")[0] for at in found.attack
-    ]  # "Label flip, accuracy"
-    noted = [
-        bool(exceeded.at[name, column]) for name, column in zip(found.index, columns, strict=True)
-    ]
-    return texts + pd.Series(noted, found.index).map({True: _EXCEEDED_MARK, False: ""})
+    texts: pd.Series[Any] = _format_rows(statistics, "accuracy") + " (" + statistics.attack + ")"
+    marks = []
+    for defence, attack in zip(statistics.index, statistics.attack, strict=True):
+        # A column of both metrics has a name such as "Label flip, accuracy".
+        column = attack if attack in exceeded else attack.rpartition(", ")[0]
+        marks.append(_EXCEEDED_MARK if exceeded.at[defence, column] else "")
+    return texts + pd.Series(marks, statistics.index, dtype=object)
 
 
 def _worst_case(view: SettingResults, value: str, attacks: Sequence[str]) -> "pd.Series[Any]":
-    """A measure under that of some attacks which is worst in it, and which this is."""
-    found = seed_statistics(view.rows, value)
-    at = worst_attack(found, attacks, highest=metric_info(value).worse_direction == "high")
-    rows = found.loc[list(at.items())].reset_index("attack")
+    """Format a metric under its worst attack for each defence, with the name of the attack."""
+    statistics = seed_statistics(view.rows, value)
+    worst = worst_attack(statistics, attacks, highest=_is_high_worse(value))
+    rows = statistics.loc[list(worst.items())].reset_index("attack")
     return _format_with_column(view, rows) if len(rows) else pd.Series(dtype=object)
 
 
 def _mean_over_attacks(view: SettingResults, value: str) -> "pd.Series[Any]":
-    return _format_rows(
-        attack_mean_statistics(view.rows, value, view.attacks_with(value)), value, format_interval
-    )
+    means = attack_mean_statistics(view.rows, value, view.attacks_with(value))
+    return _format_rows(means, value)
 
 
 def _defence_table(view: SettingResults, columns: dict[str, "pd.Series[Any]"]) -> pd.DataFrame:
-    table = pd.DataFrame(
-        {name: texts.reindex(view.results.defences) for name, texts in columns.items()}
-    )
+    defences = view.results.defences
+    table = pd.DataFrame({name: texts.reindex(defences) for name, texts in columns.items()})
     return table.fillna("–").rename_axis("Defence")

@@ -1,8 +1,8 @@
-"""A matrix as a picture: a number in every cell, darker for worse; readable with 20 rows and 20 columns.
+"""Heat maps of matrices: a number in every cell, darker for worse, readable with 20 by 20 cells.
 
-The colours run from light to dark in one hue, or from one hue to another through white where values have signs, so that
-colour-blind readers see them as others do. They are the same in all pictures, and most of them are spent between 0 and
-20 points, where what is to be told apart lies.
+Colours run from light to dark in one hue, or from one hue through white to another for values with
+signs, so that colour-blind readers see the same order. All maps have the same scale. Most of it is
+between 0 and 20 points, where differences matter.
 """
 
 from collections.abc import Collection
@@ -17,16 +17,17 @@ from matplotlib.patches import Rectangle
 
 from fedcb2o.report.figures import STYLE
 
-_CELL_WIDTH, _CELL_HEIGHT, _COLUMN_GAP = (
-    0.56,
-    0.42,
-    0.25,
-)  # of a cell in inches, and of a gap between columns in cells
-MAX_NAME_LENGTH = 40  # characters of a name
+_CELL_WIDTH = 0.56  # inches
+_CELL_HEIGHT = 0.42  # inches
+_COLUMN_GAP = 0.25  # cells
+MAX_NAME_LENGTH = 40  # characters
 _SHADE_SCALE = (
     (0.0, 0.05, 0.1, 0.2, 0.5, 1.0),
     (0.0, 0.28, 0.5, 0.75, 0.9, 1.0),
-)  # points that are worse, and how dark
+)
+"""Distances to a good value, and the shades for them."""
+_WHITE = (1.0, 1.0, 1.0, 1.0)
+_MIN_BRIGHTNESS_FOR_BLACK = 0.45
 
 
 @mpl.rc_context(STYLE)
@@ -42,61 +43,57 @@ def draw_heat_map(
     marked: pd.DataFrame | None = None,
     separated: Collection[str] = (),
 ) -> Figure:
-    """Rows by columns of fractions, in percent: the mean in every cell, half of its interval below it.
+    """Draw a matrix of fractions in percent: the mean, and half its interval below it.
 
-    `shades` say how bad a cell is, from 0 to 1; `signed` ones have one hue below 0 and another above. `bold`, `failed`
-    and `noted` (a dagger) are true for the cells that are so; cells without a value are blank. Columns named in `apart`
-    stand a little apart from the others.
+    Args:
+        means: Means, rows by columns; cells with NaN are blank.
+        half_widths: Half the widths of their intervals.
+        shades: Badness of each cell from 0 to 1; with a sign if `signed`.
+        colours: Name of a colour map of matplotlib.
+        signed: Use one hue below 0 and another above, and write signs.
+        bold: True for cells with a bold number.
+        failed: True for cells without a value because the run failed.
+        marked: True for cells with a dagger.
+        separated: Columns with a gap to the others.
+
+    Returns:
+        The figure.
     """
-    values = means.to_numpy(float)
-    names = list(means.columns)
-    spreads = half_widths.to_numpy(float)
-    dark = shade_intensity(shades).to_numpy(float)
-    parted = [
-        i > 0 and (names[i] in separated) != (names[i - 1] in separated) for i in range(len(names))
-    ]
-    x = [j + _COLUMN_GAP * sum(parted[: j + 1]) for j in range(len(names))]
-    inches = (
-        (x[-1] + 1) * _CELL_WIDTH + 0.085 * max(map(len, _shorten(means.index))) + 0.6,
-        (len(means) + 0.2) * _CELL_HEIGHT,
-    )
-    figure = Figure(
-        figsize=(inches[0], inches[1] + 0.06 * max(map(len, _shorten(names))) + 0.4),
-        layout="constrained",
-    )
+    names = [str(name) for name in means.columns]
+    rows = _shorten(means.index)
+    columns = _shorten(names)
+    x = _column_positions(names, separated)
+    width = (x[-1] + 1) * _CELL_WIDTH + 0.085 * max(map(len, rows)) + 0.6
+    height = (len(means) + 0.2) * _CELL_HEIGHT + 0.06 * max(map(len, columns)) + 0.4
+    figure = Figure(figsize=(width, height), layout="constrained")
     ax = figure.subplots()
+
     palette = mpl.colormaps[colours]
-    for (i, j), value in np.ndenumerate(values):
-        known = bool(np.isfinite(value))
-        colour = (
-            tuple(palette((1 + dark[i, j]) / 2 if signed else dark[i, j]))
-            if known
-            else (1.0, 1.0, 1.0, 1.0)
-        )
+    intensities = shade_intensity(shades).to_numpy(float)
+    spreads = half_widths.to_numpy(float)
+    for (i, j), value in np.ndenumerate(means.to_numpy(float)):
+        has_value = bool(np.isfinite(value))
+        colour = _WHITE
+        if has_value:
+            colour = tuple(palette((1 + intensities[i, j]) / 2 if signed else intensities[i, j]))
         ax.add_patch(Rectangle((x[j], i), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
-        ink = "white" if _luminance(colour) < 0.45 else "0.1"
-        if known:
-            heavy = bold is not None and bool(bold.iloc[i, j])
-            mark = "†" if marked is not None and bool(marked.iloc[i, j]) else ""
+        if has_value:
+            is_dark = _luminance(colour) < _MIN_BRIGHTNESS_FOR_BLACK
             _draw_number(
-                ax, (x[j] + 0.5, float(i)), value, float(spreads[i, j]), ink, signed, heavy, mark
+                ax,
+                (x[j] + 0.5, float(i)),
+                _percent(value, signed) + ("†" if _is_set(marked, i, j) else ""),
+                float(spreads[i, j]),
+                color="white" if is_dark else "0.1",
+                weight="bold" if _is_set(bold, i, j) else "normal",
             )
-        elif failed is not None and bool(failed.iloc[i, j]):
-            ax.text(
-                x[j] + 0.5,
-                i + 0.5,
-                "failed",
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="0.35",
-                style="italic",
-            )
+        elif _is_set(failed, i, j):
+            _draw_failed(ax, (x[j] + 0.5, i + 0.5))
+
     ax.set(xlim=(0, x[-1] + 1), ylim=(len(means), 0))
-    ax.set_xticks(
-        [each + 0.5 for each in x], _shorten(names), rotation=38, ha="left", rotation_mode="anchor"
-    )
-    ax.set_yticks(np.arange(len(means)) + 0.5, _shorten(means.index))
+    centres = [position + 0.5 for position in x]
+    ax.set_xticks(centres, columns, rotation=38, ha="left", rotation_mode="anchor")
+    ax.set_yticks(np.arange(len(means)) + 0.5, rows)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     ax.grid(visible=False)
@@ -104,49 +101,68 @@ def draw_heat_map(
     return figure
 
 
+def _column_positions(names: list[str], separated: Collection[str]) -> list[float]:
+    """Compute the left edge of each column, in cells."""
+    positions = []
+    gaps = 0
+    for j, name in enumerate(names):
+        if j > 0 and (name in separated) != (names[j - 1] in separated):
+            gaps += 1
+        positions.append(j + _COLUMN_GAP * gaps)
+    return positions
+
+
+def _is_set(flags: pd.DataFrame | None, i: int, j: int) -> bool:
+    return flags is not None and bool(flags.iloc[i, j])
+
+
+def _percent(value: float, signed: bool) -> str:
+    number = 100 * value
+    text = f"{number:+z.1f}" if signed else f"{number:z.1f}"
+    text = text.replace("-", "−")
+    return text.removesuffix(".0") if abs(value) > 0.9995 else text
+
+
 def _draw_number(
-    ax: Axes,
-    top: tuple[float, float],
-    mean: float,
-    half: float,
-    ink: str,
-    signed: bool,
-    heavy: bool,
-    mark: str,
+    ax: Axes, top: tuple[float, float], text: str, half: float, *, color: str, weight: str
 ) -> None:
-    """A mean in percent, and half of its interval below where there is one."""
+    """Draw a mean, and half its interval in percent below it if there is one."""
     x, y = top
-    look: dict[str, Any] = {"ha": "center", "va": "center", "color": ink}
-    spread = np.isfinite(half)
-    text = f"{100 * mean:{'+' if signed else ''}z.1f}".replace("-", "−")
-    text = text.removesuffix(".0") if abs(mean) > 0.9995 else text
-    ax.text(
-        x,
-        y + (0.4 if spread else 0.5),
-        text + mark,
-        fontsize=9,
-        weight="bold" if heavy else "normal",
-        **look,
-    )
-    if spread:
+    look: dict[str, Any] = {"ha": "center", "va": "center", "color": color}
+    has_interval = np.isfinite(half)
+    ax.text(x, y + (0.4 if has_interval else 0.5), text, fontsize=9, weight=weight, **look)
+    if has_interval:
         ax.text(x, y + 0.76, f"±{100 * half:.1f}", fontsize=6.5, **look)
 
 
+def _draw_failed(ax: Axes, centre: tuple[float, float]) -> None:
+    x, y = centre
+    ax.text(x, y, "failed", ha="center", va="center", fontsize=7, color="0.35", style="italic")
+
+
 def shade_intensity(shades: pd.DataFrame) -> pd.DataFrame:
-    """How far along the colours: from 0 to 1, with the sign of the shade."""
+    """Convert shades to positions on the colour scale.
+
+    Args:
+        shades: Shades from -1 to 1.
+
+    Returns:
+        Positions from -1 to 1, with the sign of the shade.
+    """
     return shades.map(lambda shade: np.sign(shade) * np.interp(abs(shade), *_SHADE_SCALE)).astype(
         float
     )
 
 
 def _luminance(colour: tuple[float, ...]) -> float:
-    """How bright a colour is, from 0 to 1 (ITU-R BT.709)."""
+    """Compute the brightness of a colour, from 0 to 1 (ITU-R BT.709)."""
     return float(np.dot(colour[:3], (0.2126, 0.7152, 0.0722)))
 
 
 def _shorten(names: Collection[object]) -> list[str]:
-    texts = [
-        name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 1]}…"
-        for name in map(str, names)
-    ]
-    return [text.replace("$", r"\$") for text in texts]  # no formula
+    shortened = []
+    for name in map(str, names):
+        if len(name) > MAX_NAME_LENGTH:
+            name = f"{name[: MAX_NAME_LENGTH - 1]}…"
+        shortened.append(name.replace("$", r"\$"))  # no mathematics
+    return shortened

@@ -1,4 +1,4 @@
-"""Columns in which nothing happens to anybody: an attack under which no defence is shown to lose anything."""
+"""Attacks with no significant effect on any defence."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,35 +7,49 @@ import pandas as pd
 from fedcb2o.report.statistics import CONFIDENCE, interval_half_width, seed_statistics
 
 _HARM_METRICS = ("lost", "success")
-"""The measures of what an attack does, in the columns of `scored` that there are: 0 or less is nothing."""
+"""Effects of an attack; 0 or less means no harm."""
 
 
 def harm_bounds(rows: pd.DataFrame, attacks: Sequence[str]) -> pd.DataFrame:
-    """For each attack the interval that no defence's harm leaves: how many there are, the largest `low` and the largest
-    `high` of Student's intervals that hold `CONFIDENCE` all at once (Bonferroni), over defences and measures of harm.
+    """Compute simultaneous bounds of the harm of each attack over all defences.
 
-    What has a single seed has no interval, and is left out.
+    Student's intervals hold at once with probability `CONFIDENCE` (Bonferroni), over defences and
+    measures of harm. Cells with a single seed have no interval and are left out.
+
+    Args:
+        rows: Result of `add_attack_effects`.
+        attacks: Attacks to judge.
+
+    Returns:
+        One row per attack (the index): low and high (largest lower and upper end over the
+        intervals), and intervals (their number).
     """
-    found = pd.concat([seed_statistics(rows, name) for name in _HARM_METRICS if name in rows])
-    found = found[found.index.get_level_values("attack").isin(attacks)].dropna(subset="deviation")
-    count = found.groupby("attack")["mean"].transform("size")
-    half = interval_half_width(found.seeds, found.deviation, 1 - (1 - CONFIDENCE) / count)
-    ends = pd.DataFrame({"low": found["mean"] - half, "high": found["mean"] + half}).groupby(
-        "attack"
-    )
-    return (
-        ends.max()
-        .assign(intervals=ends.size())
-        .reindex([name for name in attacks if name in ends.groups])
-    )
+    statistics = pd.concat([seed_statistics(rows, name) for name in _HARM_METRICS if name in rows])
+    is_wanted = statistics.index.get_level_values("attack").isin(attacks)
+    statistics = statistics[is_wanted].dropna(subset="deviation")
+    count = statistics.groupby("attack")["mean"].transform("size")
+    confidence = 1 - (1 - CONFIDENCE) / count
+    half = interval_half_width(statistics.seeds, statistics.deviation, confidence)
+    ends = pd.DataFrame({"low": statistics["mean"] - half, "high": statistics["mean"] + half})
+    groups = ends.groupby("attack")
+    known = [name for name in attacks if name in groups.groups]
+    return groups.max().assign(intervals=groups.size()).reindex(known)
 
 
 def ineffective_attack_notes(rows: pd.DataFrame, attacks: Sequence[str]) -> Iterator[str]:
-    """A sentence, without its stop, for each attack that is not shown to do anything to anybody."""
+    """Describe each attack without a significant effect on any defence.
+
+    Args:
+        rows: Result of `add_attack_effects`.
+        attacks: Attacks to judge.
+
+    Yields:
+        One sentence without a full stop per ineffective attack.
+    """
     for name, row in harm_bounds(rows, attacks).iterrows():
         if row.low <= 0:
             yield (
-                f"Under {name} nothing is shown to happen to anybody: of {row.intervals:.0f} intervals, which hold "
-                f"{100 * CONFIDENCE:.0f}% all at once, none lies above 0, and none reaches beyond "
-                f"{100 * row.high:.1f} points"
+                f"{name} has no significant effect on any defence: of {row.intervals:.0f} "
+                f"intervals, which hold {100 * CONFIDENCE:.0f}% all at once, none is above 0, and "
+                f"none reaches beyond {100 * row.high:.1f} points"
             )

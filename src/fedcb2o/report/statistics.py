@@ -1,9 +1,12 @@
-"""Matrices over a grid's rows: defences by attacks, over seeds; and what they come to for each defence.
+"""Statistics over the seeds of a grid, by defence and attack.
 
-Runs of one seed are paired: their agents hold the same samples, whatever the defence and the attack. The unit of every
-interval is the seed: what its agents score on one picture, turned as each cluster sees it, is one value of its mean.
-Values are fractions of 1, seconds or megabytes; a deviation is a sample's (ddof = 1), an interval Student's for the
-mean.
+Runs of one seed are paired: their agents have the same samples under every defence and attack. The
+unit of every interval is the seed: the scores of all its agents on one picture, in the rotation of
+each cluster, are one value of its mean. Values are fractions of 1, seconds or megabytes. A
+deviation is that of a sample (ddof = 1), and an interval is Student's for the mean.
+
+    >>> format_interval(84.31, 83.9, 84.6)
+    '84.3 [83.9, 84.6]'
 """
 
 import math
@@ -16,125 +19,216 @@ from scipy.special import stdtr, stdtrit
 
 from fedcb2o.report.grid_results import BASELINES, GridResults, metric_names
 
+CONFIDENCE = 0.95
 _BASELINE_KEYS = ["defence", "floor", "seed"]
 _STATISTICS_COLUMNS = ["seeds", "mean", "deviation", "low", "high", "p"]
-CONFIDENCE = 0.95
-_ROUNDING_ERROR = 1e-9
-"""What floats err by: an end of an interval that is nearer to 0 is 0."""
+_ROUNDING_ERROR = 1e-9  # an end of an interval that is nearer to 0 counts as 0
 
 
 def add_attack_effects(results: GridResults, setting: str) -> pd.DataFrame:
-    """The rows of a setting, those of attacked cells with `lost` and `success`, and each defence's without attack under
-    the names in `FLOORS`.
+    """Select the rows of one setting and add the effects of attacks.
 
-    `lost` is the accuracy of the better floor less that of the attacked run with the same seed, `success` the rate of
-    an attack that has one less that of the better floor. The better floor is that of the two with the better mean over
-    seeds. A defence's floors of one role are one and the same training, so any of them will do.
+    `lost` is the accuracy of the better baseline minus that of the attacked run with the same seed.
+    `success` is the attack success rate minus that of the better baseline. The better baseline of a
+    metric is the one with the better mean over seeds. All baselines of a defence with one role are
+    the same training, so any of them serves.
+
+    Args:
+        results: Results of a grid.
+        setting: Name of the setting.
+
+    Returns:
+        The rows of attacked cells with `lost` and `success`, and the rows of each defence without
+        attack under the names in `BASELINES`.
     """
     rows = results.rows[results.rows.setting == setting]
-    floors = rows[rows.attack == ""]
+    baselines = rows[rows.attack == ""]
     attacked = rows[(rows.attack != "") & rows.attack.isin(results.attacks)]
-    lost = _better_baseline(floors, "accuracy", highest=True)
-    success = _better_baseline(floors, "attack_success_rate", highest=False)
-    attacked = attacked.join(lost, on=_BASELINE_KEYS).join(success, on=_BASELINE_KEYS)
+    accuracy = _better_baseline(baselines, "accuracy", highest=True)
+    success_rate = _better_baseline(baselines, "attack_success_rate", highest=False)
+    attacked = attacked.join(accuracy, on=_BASELINE_KEYS).join(success_rate, on=_BASELINE_KEYS)
     attacked["lost"] = attacked.accuracy_floor - attacked.accuracy
     attacked["success"] = attacked.attack_success_rate - attacked.attack_success_rate_floor
-    calm = floors.dropna(subset="accuracy").drop_duplicates(["defence", "role", "seed"])
-    calm = calm.assign(attack=calm.role.map(BASELINES))
-    calm = calm[~calm.attack.isin(results.attacks)]
-    aimed = [
-        name
-        for name in metric_names(calm)
-        if name.startswith(("source_accuracy", "attack_success_rate"))
-    ]
-    both = [
-        attacked.drop(columns=["accuracy_floor", "attack_success_rate_floor"]),
-        calm.drop(columns=aimed),
-    ]
-    table = pd.concat(both, ignore_index=True)
+    attacked = attacked.drop(columns=["accuracy_floor", "attack_success_rate_floor"])
+
+    clean = baselines.dropna(subset="accuracy").drop_duplicates(["defence", "role", "seed"])
+    clean = clean.assign(attack=clean.role.map(BASELINES))
+    clean = clean[~clean.attack.isin(results.attacks)]
+    attack_metrics = ("source_accuracy", "attack_success_rate")
+    clean = clean.drop(
+        columns=[name for name in metric_names(clean) if name.startswith(attack_metrics)]
+    )
+
+    table = pd.concat([attacked, clean], ignore_index=True)
     return table[table.defence.isin(results.defences) & table.seed.isin(results.seeds)]
 
 
-def _better_baseline(floors: pd.DataFrame, value: str, *, highest: bool) -> "pd.Series[Any]":
-    """A value of the floor with the better mean of it, for each defence, aim and seed."""
-    means = floors.groupby([*_BASELINE_KEYS[:2], "role"])[value].mean().dropna().reset_index()
-    means = means.sort_values(value, ascending=not highest, kind="stable").drop_duplicates(
-        _BASELINE_KEYS[:2]
-    )
-    chosen = floors.merge(means[[*_BASELINE_KEYS[:2], "role"]], on=[*_BASELINE_KEYS[:2], "role"])
+def _better_baseline(baselines: pd.DataFrame, value: str, *, highest: bool) -> "pd.Series[Any]":
+    """Select a metric of the baseline with the better mean, by defence, baseline key and seed."""
+    keys = _BASELINE_KEYS[:2]
+    means = baselines.groupby([*keys, "role"])[value].mean().dropna().reset_index()
+    means = means.sort_values(value, ascending=not highest, kind="stable").drop_duplicates(keys)
+    chosen = baselines.merge(means[[*keys, "role"]], on=[*keys, "role"])
     return chosen.set_index(_BASELINE_KEYS)[value].rename(f"{value}_floor")
 
 
-def seed_statistics(rows: pd.DataFrame, value: str, *also: str) -> pd.DataFrame:
-    """Over the seeds of each defence, attack and what else tells rows apart (the index): `STATISTICS` of a column."""
-    return group_statistics(rows.dropna(subset=value).groupby(["defence", "attack", *also])[value])
+def seed_statistics(rows: pd.DataFrame, value: str, *keys: str) -> pd.DataFrame:
+    """Compute statistics over seeds of one column.
+
+    Args:
+        rows: One row per run.
+        value: Column to summarise.
+        keys: Further columns that distinguish rows.
+
+    Returns:
+        One row per defence, attack and further key (the index), in the columns of
+        `group_statistics`.
+    """
+    groups = rows.dropna(subset=value).groupby(["defence", "attack", *keys])
+    return group_statistics(groups[value])
 
 
-def paired_differences(rows: pd.DataFrame, value: str, reference: str, *also: str) -> pd.DataFrame:
-    """The same of the differences to a defence's value with the same attack and seed."""
-    same = ["attack", *also, "seed"]
-    base = rows[rows.defence == reference].set_index(same)[value].rename("base")
-    both = rows[rows.defence != reference].join(base, on=same)
+def paired_differences(rows: pd.DataFrame, value: str, reference: str, *keys: str) -> pd.DataFrame:
+    """Compute statistics over seeds of the differences to a reference defence.
+
+    Args:
+        rows: One row per run.
+        value: Column to compare.
+        reference: Name of the reference defence.
+        keys: Further columns that distinguish rows.
+
+    Returns:
+        One row per other defence, attack and further key (the index). Differences are between runs
+        with the same attack and seed.
+    """
+    pair_keys = ["attack", *keys, "seed"]
+    base = rows[rows.defence == reference].set_index(pair_keys)[value].rename("base")
+    both = rows[rows.defence != reference].join(base, on=pair_keys)
     both = both.assign(difference=both[value] - both.base).dropna(subset="difference")
-    return group_statistics(both.groupby(["defence", "attack", *also]).difference)
+    return group_statistics(both.groupby(["defence", "attack", *keys]).difference)
 
 
 def attack_mean_statistics(rows: pd.DataFrame, value: str, attacks: Sequence[str]) -> pd.DataFrame:
-    """The same, by defence, of the mean over attacks of each seed that has them all."""
-    table = rows[rows.attack.isin(attacks)].pivot(
-        index=["defence", "seed"], columns="attack", values=value
-    )
+    """Compute statistics over seeds of the mean over attacks.
+
+    Args:
+        rows: One row per run.
+        value: Column to summarise.
+        attacks: Attacks to average over; a seed without all of them is left out.
+
+    Returns:
+        One row per defence (the index).
+    """
+    selected = rows[rows.attack.isin(attacks)]
+    table = selected.pivot(index=["defence", "seed"], columns="attack", values=value)
     means = table.reindex(columns=list(attacks)).mean(axis="columns", skipna=False).dropna()
     return group_statistics(means.groupby("defence"))
 
 
-def worst_attack(found: pd.DataFrame, attacks: Sequence[str], *, highest: bool) -> dict[str, str]:
-    """The attack with the worst mean for each defence, of `statistics`; none for a defence that lacks an attack."""
-    means = found["mean"].unstack("attack").reindex(columns=list(attacks)).dropna()
-    rows = {str(name): list(row) for name, row in zip(means.index, means.to_numpy(), strict=True)}
-    return {
-        name: attacks[row.index(max(row) if highest else min(row))]
-        for name, row in rows.items()
-        if row
-    }
+def worst_attack(
+    statistics: pd.DataFrame, attacks: Sequence[str], *, highest: bool
+) -> dict[str, str]:
+    """Find the attack with the worst mean for each defence.
+
+    Args:
+        statistics: Result of `seed_statistics`.
+        attacks: Attacks to choose from.
+        highest: True if a high value is the worse one.
+
+    Returns:
+        Attack for each defence that has a value for all attacks.
+    """
+    means = statistics["mean"].unstack("attack").reindex(columns=list(attacks)).dropna()
+    choose = max if highest else min
+    found = {}
+    for defence, row in zip(means.index, means.to_numpy().tolist(), strict=True):
+        if row:
+            found[str(defence)] = attacks[row.index(choose(row))]
+    return found
 
 
 def format_interval(mean: float, low: float, high: float, digits: int = 1, sign: str = "") -> str:
-    """A mean with its interval, if there is one: "84.3 [83.9, 84.6]"; with more decimals where 0 lies in the interval,
-    and that would not be seen: "0.44 [-0.01, 0.89]"."""
+    """Format a mean with its interval.
+
+    Decimals are added if 0 is in the interval and rounding would hide that.
+
+    Args:
+        mean: Mean.
+        low: Lower end of the interval; NaN for no interval.
+        high: Upper end of the interval.
+        digits: Number of decimals.
+        sign: "+" to write the sign of positive numbers.
+
+    Returns:
+        Text such as "84.3 [83.9, 84.6]".
+
+    Example:
+        >>> format_interval(0.44, -0.01, 0.89)
+        '0.44 [-0.01, 0.89]'
+    """
     if low < -_ROUNDING_ERROR and high > _ROUNDING_ERROR:
         while 0 in (round(low, digits), round(high, digits)):
             digits += 1
-    form = f"{sign}z.{digits}f"
-    return f"{mean:{form}}" + (f" [{low:{form}}, {high:{form}}]" if math.isfinite(low) else "")
+    spec = f"{sign}z.{digits}f"
+    text = f"{mean:{spec}}"
+    if math.isfinite(low):
+        text += f" [{low:{spec}}, {high:{spec}}]"
+    return text
 
 
 def interval_half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE) -> Any:
-    """Half of Student's interval for the mean of so many values with this sample deviation; NaN for a single one."""
+    """Compute half the width of Student's interval for a mean.
+
+    Args:
+        count: Number of values.
+        deviation: Their sample standard deviation.
+        confidence: Probability that the interval contains the mean.
+
+    Returns:
+        Half the width; NaN for a single value.
+    """
     return stdtrit(count - 1, (1 + confidence) / 2) * deviation / np.sqrt(count)
 
 
 def group_statistics(groups: Any) -> pd.DataFrame:
-    """`STATISTICS` of each group of values; `p` is Student's, two-sided, for a mean that is 0."""
+    """Compute statistics of each group of values.
+
+    Args:
+        groups: Grouped series of pandas.
+
+    Returns:
+        One row per group with the columns seeds (number of values), mean, deviation, low and high
+        (95% interval), and p (two-sided, Student's, for a mean of 0).
+    """
     table = pd.DataFrame(
         {"seeds": groups.count(), "mean": groups.mean(), "deviation": groups.std(ddof=1)}
     )
     half = interval_half_width(table.seeds, table.deviation)
     with np.errstate(divide="ignore", invalid="ignore"):
-        t = (
-            (table["mean"] / (table.deviation / np.sqrt(table.seeds)))
-            .abs()
-            .where(table["mean"] != 0, 0.0)
-        )
+        t = (table["mean"] / (table.deviation / np.sqrt(table.seeds))).abs()
+    t = t.where(table["mean"] != 0, 0.0)
     p = 2 * stdtr(table.seeds - 1, -t.where(table.deviation.notna()))
-    return table.assign(low=table["mean"] - half, high=table["mean"] + half, p=p)[
-        _STATISTICS_COLUMNS
-    ]
+    low = table["mean"] - half
+    high = table["mean"] + half
+    return table.assign(low=low, high=high, p=p)[_STATISTICS_COLUMNS]
 
 
 def holm_correction(p: "pd.Series[float]") -> "pd.Series[float]":
-    """p-values corrected for how many they are, so that they say the chance of a single false finding among them (Holm,
-    "A simple sequentially rejective multiple test procedure", 1979). NaN stay out."""
+    """Correct p-values for their number by Holm's method.
+
+    A corrected value bounds the probability of a single false finding among all (Holm, "A simple
+    sequentially rejective multiple test procedure", 1979).
+
+    Args:
+        p: p-values; NaN stays NaN and does not count.
+
+    Returns:
+        Corrected values, at most 1, with the same index.
+
+    Example:
+        >>> holm_correction(pd.Series([0.01, 0.5, 0.02])).tolist()
+        [0.03, 0.5, 0.04]
+    """
     known = p.dropna().sort_values(kind="stable")
     corrected = (known * np.arange(len(known), 0, -1)).cummax().clip(upper=1.0)
     return corrected.reindex(p.index)

@@ -1,30 +1,33 @@
-"""A table as text: for the terminal (rich), Markdown, LaTeX and HTML. Numbers that are fractions become percent."""
+r"""Tables as text: for the terminal (rich), Markdown, LaTeX and HTML.
 
-import html
+>>> to_markdown(pd.DataFrame({"Accuracy": ["84.3"]}, index=pd.Index(["FedCB2O"], name="Run")))
+'| Run | Accuracy |\n| --- | ---: |\n| FedCB2O | 84.3 |\n'
+"""
+
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from fedcb2o.report.html import render_block
 from fedcb2o.report.tables import LABELS
 
-_VALUE_PATTERN = re.compile(
-    r"(\S+) (\[.*?\])( \(.*\))?( [*†])?"
-)  # with its interval, the case it is of, and a mark
-_PROSE_LENGTH, _TEXT_CLASS = (
-    40,
-    ' class="text"',
-)  # a column is prose where a cell without a value has more characters
+_VALUE_PATTERN = re.compile(r"(\S+) (\[.*?\])( \(.*\))?( [*†])?")
+"""A value with its interval, the case it belongs to, and a mark."""
+_PROSE_LENGTH = 40  # a column with a longer cell that is no value is prose
+_MIN_SHADE = 0.005  # a lighter cell has no colour
 _SUFFIX_LABELS = {"_worst_tenth": ", worst tenth", "_worst": ", worst agent", "": ""}
 _HEADINGS = {
     **{
-        metric + end: label + words
+        metric + suffix: label + words
         for metric, label in LABELS.items()
-        for end, words in _SUFFIX_LABELS.items()
+        for suffix, words in _SUFFIX_LABELS.items()
     },
     "run": "Run",
     "samples": "Source-class samples in validation",
@@ -37,127 +40,152 @@ _HEADINGS = {
 
 
 def to_readable(table: pd.DataFrame, *, empty: Sequence[str] = ()) -> pd.DataFrame:
-    """The same table as text under readable headings, its first column as index; floats in percent, clusters from 1.
+    """Convert a table of numbers to text under readable headings.
 
-    Columns named in `empty` are dropped where they hold nothing.
+    Args:
+        table: Table with metrics as fractions of 1 and clusters from 0.
+        empty: Columns to drop where all values are missing.
+
+    Returns:
+        Table of text with the first column as index, floats in percent and clusters from 1.
     """
-    table = table.drop(
-        columns=[name for name in empty if name in table and table[name].isna().all()]
-    )
+    unused = [name for name in empty if name in table and table[name].isna().all()]
+    table = table.drop(columns=unused)
     columns = {}
     for name in table.columns:
         values = table[name] + 1 if name == "cluster" else table[name]
         if pd.api.types.is_float_dtype(values):
-            columns[name] = ["–" if pd.isna(value) else f"{100 * value:.2f}" for value in values]
+            texts = ["–" if pd.isna(value) else f"{100 * value:.2f}" for value in values]
         else:
-            columns[name] = [str(value) for value in values]
-    heading = {name: _HEADINGS.get(name, str(name).capitalize()) for name in columns}
-    return pd.DataFrame(columns).rename(columns=heading).set_index(heading[str(table.columns[0])])
+            texts = [str(value) for value in values]
+        columns[name] = texts
+    headings = {name: _HEADINGS.get(name, str(name).capitalize()) for name in columns}
+    first = headings[str(table.columns[0])]
+    return pd.DataFrame(columns).rename(columns=headings).set_index(first)
 
 
 def to_rich(
     table: pd.DataFrame, *, title: str | None = None, caption: str | None = None, width: int = 80
 ) -> Table:
-    """The table for a terminal of `width` characters, the index first.
+    """Convert a table of text to a table for the terminal.
 
-    Where it does not fit, it is turned on its side, and if need be intervals go on a line of their own.
+    A table that is too wide is transposed. If it is still too wide, intervals go on a line of their
+    own.
+
+    Args:
+        table: Table of text; the index is its first column.
+        title: Title above the table.
+        caption: Caption below the table.
+        width: Width of the terminal in characters.
+
+    Returns:
+        A rich table.
     """
     if min(_min_table_width(table), _min_table_width(table.T)) > width:
         table = table.map(lambda cell: str(cell).replace(" [", "\n["))
     if _min_table_width(table) > width >= _min_table_width(table.T):
         table = table.T
+
     drawn = Table(
         title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD
     )
     drawn.padding = (0, 1, 0, 0)
     drawn.pad_edge = False
     drawn.show_edge = False
-    # Numbers never wrap; headings do where there is no room, and labels have what the numbers leave.
-    widths = _min_column_widths(table)
-    whole = [
-        max(pair)
-        for pair in zip(_min_column_widths(table), map(len, _header_row(table)[1:]), strict=True)
-    ]
-    longest = max([len(_header_row(table)[0]), *map(len, map(str, table.index))])
-    least = _longest_word(table.index)
-    if longest + sum(whole) + 2 * len(whole) <= width:
-        widths = whole
-    label = max(min(longest, width - sum(widths) - 2 * len(widths)), least)
-    for i, (name, wide) in enumerate(zip(_header_row(table), [label, *widths], strict=True)):
-        drawn.add_column(Text(name), justify="right" if i else "left", width=wide)
+    for i, (name, column_width) in enumerate(
+        zip(_header_row(table), _column_widths(table, width), strict=True)
+    ):
+        drawn.add_column(Text(name), justify="right" if i else "left", width=column_width)
     for row in _body_rows(table):
         drawn.add_row(*map(Text, row))
     return drawn
 
 
+def _column_widths(table: pd.DataFrame, width: int) -> list[int]:
+    """Compute column widths: numbers never wrap, headings may, labels get the rest."""
+    header = _header_row(table)
+    widths = _min_column_widths(table)
+    full_widths = [max(pair) for pair in zip(widths, map(len, header[1:]), strict=True)]
+    longest = max([len(header[0]), *map(len, map(str, table.index))])
+    if longest + sum(full_widths) + 2 * len(full_widths) <= width:
+        widths = full_widths
+    rest = width - sum(widths) - 2 * len(widths)
+    return [max(min(longest, rest), _longest_word(table.index)), *widths]
+
+
 def to_markdown(table: pd.DataFrame) -> str:
-    """The table in Markdown; the index is its first column."""
-    head = [name.replace("|", "\\|") for name in _header_row(table)]
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in _body_rows(table)]
-    lines = [head, ["---", *["---:"] * len(table.columns)], *rows]
+    """Convert a table of text to Markdown.
+
+    Args:
+        table: Table of text; the index is its first column.
+
+    Returns:
+        One line per row.
+    """
+    header = [name.replace("|", "\\|") for name in _header_row(table)]
+    lines = [header, ["---", *["---:"] * len(table.columns)]]
+    for row in _body_rows(table):
+        lines.append([cell.replace("|", "\\|") for cell in row])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def to_latex(table: pd.DataFrame) -> str:
-    """The table in LaTeX, for the package booktabs; the index is its first column."""
-    head = " & ".join(map(_latex_text, _header_row(table))).strip()
+    """Convert a table of text to LaTeX for the package booktabs.
+
+    Args:
+        table: Table of text; the index is its first column.
+
+    Returns:
+        A tabular environment.
+    """
+    header = " & ".join(map(_latex_text, _header_row(table))).strip()
     rows = [" & ".join(map(_latex_text, row)) + r" \\" for row in _body_rows(table)]
     begin = rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}"
-    return "\n".join(
-        [
-            begin,
-            r"\toprule",
-            head + r" \\",
-            r"\midrule",
-            *rows,
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
-        ]
-    )
+    lines = [begin, r"\toprule", header + r" \\", r"\midrule", *rows]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
-def to_html(table: pd.DataFrame, shades: pd.DataFrame | None = None) -> str:
-    """The table in HTML; the index is its first column. `shades`, of the same cells, colour them: from 1, worst, to -1,
-    best."""
+def to_html(table: pd.DataFrame, shades: pd.DataFrame | None = None) -> Markup:
+    """Convert a table of text to HTML.
+
+    Args:
+        table: Table of text; the index is its first column.
+        shades: Colour of each cell, from 1 (worst) to -1 (best), in the shape of `table`.
+
+    Returns:
+        Markup of the table.
+    """
     rows = _body_rows(table)
-    dark = np.zeros(table.shape) if shades is None else shades.to_numpy(float)
-    prose = [
-        any(len(row[i]) > _PROSE_LENGTH and not _VALUE_PATTERN.fullmatch(row[i]) for row in rows)
-        for i in range(table.shape[1] + 1)
-    ]
-    names = zip(_header_row(table), prose, strict=True)
-    head = "".join(
-        f'<th scope="col"{_TEXT_CLASS * long}>{html_text(name)}</th>' for name, long in names
-    )
-    body = "".join(
-        f'<tr><th scope="row">{html_text(first)}</th>{"".join(map(_cell_html, rest, own, prose[1:]))}</tr>\n'
-        for (first, *rest), own in zip(rows, dark, strict=True)
-    )
-    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n"
+    shade_rows = np.zeros(table.shape) if shades is None else shades.to_numpy(float)
+    is_prose = [any(_is_prose(row[i]) for row in rows) for i in range(table.shape[1] + 1)]
+    body = []
+    for (label, *texts), row_shades in zip(rows, shade_rows, strict=True):
+        body.append((label, list(map(_cell, texts, row_shades, is_prose[1:]))))
+    return render_block("table", list(zip(_header_row(table), is_prose, strict=True)), body)
 
 
-def _cell_html(text: str, shade: float, prose: bool) -> str:
-    """A cell; of a value with its interval, and the case in which it is reached, each has a line of its own."""
-    look = (
-        f' class="{"worse" if shade > 0 else "better"}" style="--shade:{abs(shade):.2f}"'
-        if abs(shade) > 0.005
-        else ""
-    )
-    if parts := _VALUE_PATTERN.fullmatch(text):
-        value, interval, case, mark = (html_text(part or "") for part in parts.groups())
-        below = "".join(f" <small>{line}</small>" for line in (interval, case.strip()) if line)
-        return f"<td{look}>{value}{mark}{below}</td>"
-    return f"<td{look or _TEXT_CLASS * prose}>{html_text(text)}</td>"
+def _is_prose(text: str) -> bool:
+    return len(text) > _PROSE_LENGTH and not _VALUE_PATTERN.fullmatch(text)
 
 
-def html_text(text: str) -> str:
-    """Text for HTML, with the paper's T_G set as it is there."""
-    return html.escape(text).replace("T_G", "<i>T</i><sub>G</sub>")
+def _cell(text: str, shade: float, is_prose: bool) -> dict[str, Any]:
+    """Split a cell into its value and lines below it, for its interval and its case."""
+    cell: dict[str, Any] = {"text": text, "lines": [], "css_class": "", "shade": ""}
+    if abs(shade) > _MIN_SHADE:
+        cell["css_class"] = "worse" if shade > 0 else "better"
+        cell["shade"] = f"{abs(shade):.2f}"
+    match = _VALUE_PATTERN.fullmatch(text)
+    if match:
+        value, interval, case, mark = (part or "" for part in match.groups())
+        cell["text"] = value + mark
+        cell["lines"] = list(filter(None, (interval, case.strip())))
+    elif is_prose and not cell["css_class"]:
+        cell["css_class"] = "text"
+    return cell
 
 
 def _latex_text(text: str) -> str:
-    """Text for LaTeX, with the paper's T_G set as it is there."""
+    """Escape text for LaTeX and set T_G as the paper does."""
     text = text.replace("\\", r"\textbackslash ")
     text = re.sub(r"([%&#_${}])", r"\\\1", text.replace("–", "--"))
     return text.replace(r"T\_G", "$T_G$")
@@ -168,11 +196,12 @@ def _longest_word(texts: Iterable[object]) -> int:
 
 
 def _min_column_widths(table: pd.DataFrame) -> list[int]:
-    """The least width of each column: no cell wraps, a heading does at its spaces."""
-    cells = {
-        name: [line for cell in table[name] for line in str(cell).splitlines()] for name in table
-    }
-    return [max([_longest_word([name]), *map(len, lines)]) for name, lines in cells.items()]
+    """Compute the smallest width of each column in which no cell wraps."""
+    widths = []
+    for name in table:
+        lines = [line for cell in table[name] for line in str(cell).splitlines()]
+        widths.append(max([_longest_word([name]), *map(len, lines)]))
+    return widths
 
 
 def _min_table_width(table: pd.DataFrame) -> int:
@@ -184,7 +213,5 @@ def _header_row(table: pd.DataFrame) -> list[str]:
 
 
 def _body_rows(table: pd.DataFrame) -> list[list[str]]:
-    return [
-        [str(name), *map(str, row)]
-        for name, row in zip(table.index, table.itertuples(index=False), strict=True)
-    ]
+    rows = zip(table.index, table.itertuples(index=False), strict=True)
+    return [[str(label), *map(str, row)] for label, row in rows]

@@ -1,0 +1,48 @@
+"""The metrics of a run: name, label, direction and format of each, in one place.
+
+Records, progress, trackers and reports read this table.
+
+    >>> METRICS["attack_success_rate"].label
+    'Attack success rate'
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One recorded metric.
+
+    Attributes:
+        name: Column of the records.
+        label: Heading in tables, figures and legends.
+        worse_direction: Direction in which the values of a benign agent become worse.
+        is_percent: True for a fraction of 1 that tables show in percent.
+    """
+
+    name: str
+    label: str
+    worse_direction: Literal["low", "high"]
+    is_percent: bool = True
+
+
+EVALUATED_METRICS = ("accuracy", "source_accuracy", "attack_success_rate")
+"""Metrics that every evaluation measures."""
+
+OPTIONAL_METRICS = ("test_loss", "global_accuracy", "global_loss")
+"""Metrics of experiments with a loss, or with a test set per agent and a global one."""
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("accuracy", "Overall accuracy", "low"),
+        Metric("source_accuracy", "Source class accuracy", "low"),
+        Metric("attack_success_rate", "Attack success rate", "high"),
+        Metric("test_loss", "Test loss", "high", is_percent=False),
+        Metric("global_accuracy", "Accuracy, global test set", "low"),
+        Metric("global_loss", "Loss, global test set", "high", is_percent=False),
+        Metric("malicious_weight", "Malicious weight", "high"),
+    )
+}
+"""Every built-in metric of an agent, by name."""

@@ -1,0 +1,218 @@
+"""The report of runs: tables and figures as files, and one HTML page with all of them."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from fedcb2o.errors import RunError
+from fedcb2o.records import EVALUATED_METRICS, Run, last_round, summary
+from fedcb2o.report.agent_figures import sample_images, weight_matrix
+from fedcb2o.report.figures import (
+    curve_panels,
+    learning_curves,
+    peer_panels,
+    source_count_panels,
+)
+from fedcb2o.report.page import Page, create_page, flatten_to_text, slug
+from fedcb2o.report.table_formats import to_readable
+from fedcb2o.report.tables import (
+    by_source_count,
+    compare,
+    incomplete_note,
+    is_attacked,
+    pair_statistics,
+    run_labels,
+    seed_caption,
+    unverified_note,
+    without_counterparts,
+)
+
+_LOGGER = logging.getLogger(__name__)
+_MIN_AGENTS_FOR_TENTH = 11  # of ten agents the worst tenth is the worst agent
+
+_OVERALL_CAPTION = (
+    "Each number is the mean over benign agents. Net attack success is the attack success rate "
+    "minus that of the clean counterpart, the same run with malicious agents that train on true "
+    "labels. Malicious weight is the weight that benign agents give to malicious peers, over the "
+    "last fifth of the rounds."
+)
+_WORST_CAPTION = (
+    "As above, for the worst benign agent of each seed: the lowest accuracy, the highest attack "
+    "success."
+)
+_WORST_TENTH_CAPTION = "As above, for the mean of the worst tenth of the benign agents."
+_SOURCE_COUNT_CAPTION = (
+    "In percent, by the number of source-class samples in the validation data of an agent, over "
+    "all benign agents of all seeds. An agent without such samples cannot see the attack. A "
+    "missing bar and number mean that no agent has this count."
+)
+_FIGURE6_CAPTION = (
+    "Left: the share of rounds in which a benign agent received the model of a given peer; the "
+    "dotted line is the share of a random choice. Right: that share times the mean weight of the "
+    "peer, scaled so that the bars of a cluster sum to 100%. Numbers are percent per available "
+    "peer over all rounds; the thin lines are ± one standard deviation over seeds. A method that "
+    "filters attackers has short dark orange bars on the right."
+)
+_CURVES_CAPTION = "Mean over benign agents; the bands are ± one standard deviation over seeds."
+_SAMPLES_CAPTION = "The same images in the form that the agents of each cluster see."
+_WEIGHT_MATRIX_CAPTION = (
+    "The weight of each peer's model (column) in the average of each agent (row), mean over the "
+    "last fifth of the rounds and over seeds; on the diagonal, the weight of the agent's own "
+    "model. Deeper blue is more. All matrices have one colour scale, that of a cube root. Thick "
+    "lines separate clusters, thin lines benign from malicious agents."
+)
+
+
+def report(runs: Sequence[Run], out: Path) -> list[Path]:
+    """Write the tables, the figures and the page of runs.
+
+    Runs without an evaluated round are left out and named on the page.
+
+    Args:
+        runs: Runs to compare.
+        out: Folder for tables (CSV, Markdown, LaTeX), figures (PNG) and `report.html`.
+
+    Returns:
+        Paths of the files.
+
+    Raises:
+        RunError: No run has an evaluated round, or a file cannot be written.
+    """
+    evaluated = [run for run in runs if not last_round(run.records).empty]
+    shown = without_counterparts(evaluated)
+    if not shown:
+        raise RunError(
+            "no run here has an evaluated round yet, so there is nothing to report: let one go on "
+            "first"
+        )
+    page = create_page(out)
+    names = run_labels(shown)
+    notes = [
+        *map(incomplete_note, runs),
+        *map(unverified_note, runs),
+        *map(_tuning_warning, shown),
+    ]
+    for note in filter(None, notes):
+        page.add_warning(f"{note}.")
+
+    _add_results(page, evaluated, shown)
+    _add_source_counts(page, names, shown)
+    weights = {
+        f"weights-{number}-{slug(name)}": weight_matrix(run)
+        for number, (name, run) in enumerate(zip(names, shown, strict=True), start=1)
+    }
+    page.add_figures("Weights between agents", weights, _WEIGHT_MATRIX_CAPTION)
+    samples = _draw_samples(page, max(shown, key=_count_clusters))
+    page.add_figures("Samples", {"samples": samples}, _SAMPLES_CAPTION)
+
+    summaries = [summary(run.records) for run in shown]
+    page.write_file("seeds.csv", _stack_runs(names, summaries).to_csv(index=False))
+    page.write_file(
+        "pairs.csv", _stack_runs(names, map(pair_statistics, shown)).to_csv(index=False)
+    )
+    _add_settings(page, names, shown)
+    page.write_page("report.html", f"fedcb2o: {', '.join(names)}")
+    return page.paths
+
+
+def _add_results(page: Page, evaluated: Sequence[Run], shown: Sequence[Run]) -> None:
+    """Add the tables of results, the curves and Figure 6."""
+    caption = f"{seed_caption(evaluated)} {_OVERALL_CAPTION}"
+    page.add_table("Results", "results", compare(evaluated), caption, transposed=True)
+    curves = curve_panels(learning_curves(shown))
+    page.add_panels("Over the rounds", "curves", curves, _CURVES_CAPTION)
+
+    attacked = [run for run in shown if is_attacked(run)]
+    page.add_panels(
+        "Who is received, and with what weight",
+        "figure6",
+        peer_panels(attacked or shown),
+        _FIGURE6_CAPTION,
+    )
+    worst = compare(evaluated, over="worst")
+    page.add_table("The worst benign agent", "worst", worst, _WORST_CAPTION, transposed=True)
+    if any(_count_benign(run) >= _MIN_AGENTS_FOR_TENTH for run in shown):
+        page.add_table(
+            "The worst tenth of the benign agents",
+            "worst-tenth",
+            compare(evaluated, over="worst_tenth"),
+            _WORST_TENTH_CAPTION,
+            transposed=True,
+        )
+
+
+def _add_source_counts(page: Page, names: Sequence[str], shown: Sequence[Run]) -> None:
+    """Add the results by source-class samples, as a figure and as a table."""
+    title = "By source-class samples in the validation data"
+    page.add_panels(title, "source-count", source_count_panels(shown), _SOURCE_COUNT_CAPTION)
+    counts = _stack_runs(names, map(by_source_count, shown))
+    if len(counts):
+        table = to_readable(counts, empty=EVALUATED_METRICS)
+        page.add_table("The same as a table", "source-count", table, "In percent.", collapsed=True)
+
+
+def _add_settings(page: Page, names: Sequence[str], runs: Sequence[Run]) -> None:
+    """Add the settings of the runs, first those that differ, and a table of the runs."""
+    columns = {name: flatten_to_text(run.config) for name, run in zip(names, runs, strict=True)}
+    table = pd.DataFrame(columns).fillna("–")
+    table = table.drop(index=["name", "title", "description"], errors="ignore")
+    is_different = table.nunique(axis="columns") > 1
+    if is_different.any():
+        title = "Settings that differ"
+        page.add_heading(title)
+        page.show_table(table[is_different].rename_axis("Key"), title)
+
+    shared = table.loc[~is_different].iloc[:, :1].set_axis(["Value"], axis="columns")
+    title = "All settings" if len(runs) == 1 else "Settings that all runs share"
+    page.show_table(shared.rename_axis("Key"), title, collapsed=True)
+
+    page.add_heading("Runs")
+    descriptions = pd.DataFrame(map(_run_description, runs), index=pd.Index(names, name="Run"))
+    page.show_table(descriptions, "Runs")
+
+
+def _draw_samples(page: Page, run: Run) -> Figure | None:
+    """Draw samples of a run, or add a warning about a damaged file."""
+    try:
+        return sample_images(run)
+    except RunError as error:
+        _LOGGER.warning("the page shows no samples: %s.", error)
+        page.add_warning(f"No samples are shown: {error}.")
+        return None
+
+
+def _stack_runs(names: Sequence[str], tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """Concatenate the tables of all runs; the first column names the run."""
+    named = [table.assign(run=name) for name, table in zip(names, tables, strict=True)]
+    filled = [table for table in named if len(table)]
+    stacked = pd.concat(filled or named, ignore_index=True)
+    return stacked[["run", *stacked.columns.drop("run")]]
+
+
+def _run_description(run: Run) -> dict[str, str]:
+    return {
+        "What it is": str(run.config.get("description", "")),
+        "Agents": str(len(run.agents) // max(len(run.seeds), 1)),
+        "Seeds": ", ".join(map(str, run.seeds)),
+        "Folder": run.folder.name,
+    }
+
+
+def _tuning_warning(run: Run) -> str | None:
+    """Return a warning if a run was measured on tuning data."""
+    data = run.config.get("evaluate_on", "test")
+    if data != "tuning":
+        return None
+    return f"{run.title} was measured on {data} data, not on the test set"
+
+
+def _count_clusters(run: Run) -> int:
+    return int(run.agents.cluster.nunique())
+
+
+def _count_benign(run: Run) -> int:
+    """Count the benign agents of a seed."""
+    return int((~run.agents.malicious).groupby(run.agents.seed).sum().max())
