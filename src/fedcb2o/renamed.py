@@ -100,7 +100,7 @@ def _original(value: Any) -> Any:
     old_names = {new: old for old, new in PLUGINS.items()}
     original: dict[str, Any] = {}
     for key, item in value.items():
-        old_key: str = old_keys.get(key, key)
+        old_key: Any = old_keys.get(key, key)
         old_values = {new: old for old, new in VALUES.get(old_key, {}).items()}
         original[old_key] = _original(item)
         if old_values and not isinstance(item, Mapping | list | tuple):

@@ -1,4 +1,4 @@
-"""The declaration of an algorithm."""
+"""Declaration of an algorithm: the choices of LocalAggregation, and the models of clusters."""
 
 import functools
 from collections.abc import Callable
@@ -14,11 +14,17 @@ Likelihood = Literal["loss", "loss+criterion"]
 
 @dataclass(frozen=True)
 class ClusterModels:
-    """So many `models`, one for each cluster, that a coordinator holds (IFCA) or `each` agent (DFCA), and of which each
-    agent trains the one that fits it best.
+    """The models of the clusters, held by a coordinator (IFCA) or by each agent (DFCA).
 
-    What agents made of a model is averaged with equal weights, `by_samples`, or by a robust `rule`. Of `restarts` sets
-    of first models that set is taken which fits best after `trial` rounds.
+    Each agent trains the model that fits it best.
+
+    Attributes:
+        num_models: Number K of models per holder.
+        per_agent: Each agent holds K models (DFCA), not a coordinator (IFCA).
+        by_samples: Weigh agents by numbers of samples instead of equally.
+        rule: Robust rule instead of the average; None for the average.
+        restarts: Number of sets of initial models; the one that fits best goes on.
+        trial_rounds: Rounds after which the sets are compared.
     """
 
     num_models: int
@@ -29,7 +35,14 @@ class ClusterModels:
     trial_rounds: int = 0
 
     def num_rows(self, num_agents: int) -> int:
-        """How many models there are in all."""
+        """Return the number of rows that the models take in the model buffer.
+
+        Args:
+            num_agents: Number of agents.
+
+        Returns:
+            Number of models of all holders and restarts.
+        """
         return self.num_models * (num_agents if self.per_agent else self.restarts)
 
 
@@ -39,21 +52,21 @@ class Algorithm:
 
     Attributes:
         select: Peer selection (line 1).
-        needs_losses: Whether validation losses are computed (line 3).
+        needs_losses: Validation losses are computed (line 3).
         lambda1: lambda1, the drift towards the consensus point (line 7).
         mixing_factor: Replaces lambda1 * gamma; None for the product.
         criterion: Values of the criterion G (line 5); None for an algorithm with a rule.
         alpha: alpha, the sharpness of the weights exp(-alpha G) (line 6).
         point: Turns the weights into another point than the weighted mean; None for the mean.
         rule: Weights of an algorithm without a criterion (line 6).
-        own_candidate: Whether an agent may sample itself.
+        own_candidate: An agent may sample itself.
         kappa: kappa in the update of the likelihoods (line 4).
         zeta: zeta in the update of the likelihoods, in (0, 1].
         likelihood: Losses that the likelihoods count.
         interpolation: Share of the way to a received model at which losses are computed, in (0, 1].
         first_contact: "whole" takes the first likelihood of a peer without averaging.
-        keeps_previous: Whether the rule or the criterion uses the model before the round.
-        is_stateful: Whether the rule keeps a state from round to round.
+        keeps_previous: The rule or the criterion reads the model before the round.
+        is_stateful: The rule keeps a state from round to round.
         validate_budget: Raises ConfigError for a budget that the rule does not admit.
         clusters: Models of IFCA and DFCA; None for other algorithms.
     """
@@ -79,13 +92,28 @@ class Algorithm:
 
     @property
     def is_batched(self) -> bool:
-        """Whether the criterion or the rule takes an axis over agents."""
-        return bool(BATCHED.get(self.criterion or self.rule))
+        """True if the criterion or the rule accepts several agents at once."""
+        function = self.criterion or self.rule
+        return function is not None and bool(BATCHED.get(function))
 
     def criterion_values(self, inputs: CriterionInput) -> CriterionValues | None:
-        """Compute the values of the criterion (line 5); None for an algorithm with a rule."""
+        """Compute the values of the criterion (line 5).
+
+        Args:
+            inputs: View of one or several agents.
+
+        Returns:
+            The values; None for an algorithm with a rule.
+        """
         return None if self.criterion is None else self.criterion(inputs)
 
     def factor(self, gamma: float) -> float:
-        """Return the share of the consensus point in the new model (eq:local_agg_update)."""
+        """Return the share of the consensus point in the new model (eq:local_agg_update).
+
+        Args:
+            gamma: Step size.
+
+        Returns:
+            `mixing_factor`, or lambda1 * gamma without one.
+        """
         return self.lambda1 * gamma if self.mixing_factor is None else self.mixing_factor
