@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 from tests import reference
-from tests.views import judged, received
+from tests.views import judged, received, weigh
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.aggregation import by_num_samples
 from fedcb2o.federated.aggregation.coordinatewise import weighted_median
 from fedcb2o.federated.contacts import ContactTable
-from fedcb2o.federated.ragged import Lists
-from fedcb2o.federated.selection import update_likelihoods
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.batched_aggregation import update_likelihoods
 
 INF, NAN = float("inf"), float("nan")
 
@@ -24,7 +24,7 @@ INF, NAN = float("inf"), float("nan")
 def test_all_peers_huge_still_gives_weights(own_model):
     """In the first rounds every peer may be bad: the least bad one counts, and nothing is 0 / 0."""
     view = judged([[1e6, 1e6], [1e300, 0.0], [1e6, 1e6]], [0.5, 0.5])
-    mu = algorithms.fedcb2o(own_model=own_model).rule(view).outcome
+    mu = weigh(algorithms.fedcb2o(own_model=own_model), view).outcome
     expected = {
         "excluded": [0.5, 0, 0.5, 0],
         "judged": [0, 0, 0, 1],
@@ -38,7 +38,7 @@ def test_all_peers_huge_still_gives_weights(own_model):
 )
 def test_nobody_to_be_trusted_keeps_the_model(own_model, kept):
     view = judged([[INF, 1.0], [2.0, INF]], [0.5, 0.5])
-    mu = algorithms.fedcb2o(own_model=own_model).rule(view).outcome
+    mu = weigh(algorithms.fedcb2o(own_model=own_model), view).outcome
     assert mu[:2].tolist() == [0.0, 0.0]
     assert mu.sum().item() == kept
 
@@ -46,7 +46,7 @@ def test_nobody_to_be_trusted_keeps_the_model(own_model, kept):
 @pytest.mark.parametrize("own_model", ["excluded", "judged", "trusted"])
 @pytest.mark.parametrize("beta", [None, 0.5])
 def test_nobody_answered(own_model, beta):
-    mu = algorithms.fedcb2o(own_model=own_model, beta=beta).rule(judged([], [0.5, 0.5])).outcome
+    mu = weigh(algorithms.fedcb2o(own_model=own_model, beta=beta), judged([], [0.5, 0.5])).outcome
     assert mu[:-1].tolist() == []
     assert mu.sum().item() == (own_model != "excluded")
     assert by_num_samples(judged([], [0.5, 0.5]), own_model="excluded").tolist() == []
@@ -74,7 +74,7 @@ def test_a_value_that_is_no_finite_number_has_no_weight(own_model, bad, case, co
 
     named = {"name": "largest", "of": [criterion, criterion]} if combined else criterion
     options = {"alpha": 2.0, "beta": beta, "own_model": own_model}
-    mu = algorithms.fedcb2o(criterion=named, **options).rule(view).outcome.tolist()
+    mu = weigh(algorithms.fedcb2o(criterion=named, **options), view).outcome.tolist()
     G = dict(enumerate(values)) | ({} if own_model == "excluded" else {4: 1.125})
     losses = {
         i: reference.Loss(loss, {}) for i, loss in enumerate([1.0, 0.5, 2.0, 3.0, 1.5]) if i in G
@@ -94,7 +94,7 @@ def test_a_value_that_is_no_finite_number_has_no_weight(own_model, bad, case, co
 def test_an_agent_whose_model_is_broken_trusts_those_that_are_not(criterion):
     view = judged([[1.0, 2.0], [INF, 1.0], [1.0, 2.0]], [INF, INF])
     for own_model, own in (("excluded", 0.0), ("judged", 0.0), ("trusted", None)):
-        mu = algorithms.fedcb2o(criterion=criterion, own_model=own_model).rule(view).outcome
+        mu = weigh(algorithms.fedcb2o(criterion=criterion, own_model=own_model), view).outcome
         assert mu[0] == mu[2] > 0 == mu[1]
         assert own is None or mu[3] == own
 
@@ -111,18 +111,21 @@ def test_a_test_widens_the_sub_level_set():
     """One sample of each of four classes: differences 1, 1, 1, 1 have no error, and 0, 0, 0, 2 one of 0.5."""
     view = judged([[2.0] * 4, [1.0, 1.0, 1.0, 3.0], [0.5] * 4], [1.0] * 4)
     for tested, members in ((0.0, [2, 3]), (0.5, [2, 3]), (1.5, [1, 2, 3]), (99.0, [1, 2, 3])):
-        mu = (
-            algorithms.fedcb2o(alpha=0.0, own_model="judged", loss_tolerance=tested)
-            .rule(view)
-            .outcome
-        )
+        mu = weigh(
+            algorithms.fedcb2o(alpha=0.0, own_model="judged", loss_tolerance=tested), view
+        ).outcome
         assert mu.nonzero().flatten().tolist() == members
-    both = {"alpha": 0.0, "own_model": "judged", "tested": 0.0, "criterion": "worst_class_loss"}
-    mu = algorithms.fedcb2o(beta=1.0, **both).rule(view).outcome
+    both = {
+        "alpha": 0.0,
+        "own_model": "judged",
+        "loss_tolerance": 0.0,
+        "criterion": "worst_class_loss",
+    }
+    mu = weigh(algorithms.fedcb2o(beta=1.0, **both), view).outcome
     assert mu.tolist() == [0.25] * 4
-    mu = (
-        algorithms.fedcb2o(loss_tolerance=0.0, alpha=0.0).rule(view).outcome
-    )  # the own model does not count
+    mu = weigh(
+        algorithms.fedcb2o(loss_tolerance=0.0, alpha=0.0), view
+    ).outcome  # the own model does not count
     assert mu.tolist() == [0.0, 0.0, 1.0, 0.0]
 
 
@@ -130,30 +133,34 @@ def test_who_is_hardly_apart_from_the_own_model_does_not_count():
     """The own model moved by 5, from (3, 0) to (3, 5): half of that is 2.5. Its own sample cannot tell the others."""
     view = judged([[1.0]] * 4, [1.0])
     pool = torch.tensor([[3.0, 5.1], [3.0, 7.6], [0.6, 5.0], [30.0, 5.0], [3.0, 5.0], [3.0, 0.0]])
-    view = dataclasses.replace(view, pool=pool, previous=torch.tensor(5))
-    weigh = {"alpha": 0.0, "own_model": "judged"}
+    view = dataclasses.replace(view, models=pool, previous=torch.tensor(5))
+    common = {"alpha": 0.0, "own_model": "judged"}
     for given, members, values in (
-        ({"apart": 0.5}, [1, 3, 4], [2.0, 0.0, 2.0, 0.0]),
-        ({"apart": 0.45}, [1, 2, 3, 4], [2.0, 0.0, 0.0, 0.0]),
-        ({"apart": 0.5, "ball": 1.0}, [1, 4], [2.0, 0.0, 2.0, INF]),  # 5.8 about (3, 5)
+        ({"min_distance": 0.5}, [1, 3, 4], [2.0, 0.0, 2.0, 0.0]),
+        ({"min_distance": 0.45}, [1, 2, 3, 4], [2.0, 0.0, 0.0, 0.0]),
+        (
+            {"min_distance": 0.5, "max_distance": 1.0},
+            [1, 4],
+            [2.0, 0.0, 2.0, INF],
+        ),  # 5.8 about (3, 5)
         ({}, [0, 1, 2, 3, 4], [0.0] * 4),
     ):
-        decided = algorithms.fedcb2o(**weigh, **given).rule(view)
-        assert decided.outcome.nonzero().flatten().tolist() == members
-        assert decided.values.tolist() == values
+        algorithm = algorithms.fedcb2o(**common, **given)
+        assert weigh(algorithm, view).outcome.nonzero().flatten().tolist() == members
+        assert algorithm.criterion_values(view).values.tolist() == values
     itself = dataclasses.replace(
         view, received=received(torch.tensor([4, 1, 2, 3]))
     )  # it drew itself
     excluded = algorithms.fedcb2o(
         alpha=0.0, min_distance=0.5, own_model="excluded", own_candidate=True
-    ).rule(itself)
-    assert excluded.outcome.nonzero().flatten().tolist() == [0, 1, 3]
-    assert excluded.values.tolist() == [0.0, 0.0, 2.0, 0.0]
+    )
+    assert weigh(excluded, itself).outcome.nonzero().flatten().tolist() == [0, 1, 3]
+    assert excluded.criterion_values(itself).values.tolist() == [0.0, 0.0, 2.0, 0.0]
     assert algorithms.fedcb2o(min_distance=0.5).keeps_previous
     assert not algorithms.fedcb2o(max_distance=1.0).keeps_previous
 
 
-@pytest.mark.parametrize("option", ["apart", "ball"])
+@pytest.mark.parametrize("option", ["min_distance", "max_distance"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_distances_that_are_none(option, value):
     with pytest.raises(ConfigError, match=f"`{option}` must be above 0, got {value}"):
@@ -163,7 +170,8 @@ def test_distances_that_are_none(option, value):
 @pytest.mark.parametrize("kappa", [0.0, 2.0])
 @pytest.mark.parametrize("first_contact", ["average", "whole"])
 def test_an_infinite_loss_adds_nothing_to_a_likelihood(kappa, first_contact):
-    asked = Lists.from_arrays([np.array([1, 2])])
-    known = {"kappa": kappa, "zeta": 0.5, "first_contact": first_contact}
-    met = update_likelihoods(ContactTable.empty(1), asked, asked, np.array([INF, 0.0]), **known)
+    asked = Ragged.from_arrays([np.array([1, 2])])
+    algorithm = algorithms.fedcb2o(kappa=kappa, zeta=0.5, first_contact=first_contact)
+    losses = np.array([INF, 0.0])
+    met = update_likelihoods(algorithm, ContactTable.empty(1), asked, asked, losses)
     assert met.likelihood.tolist() == [0.0, 1.0 if first_contact == "whole" else 0.5]

@@ -7,14 +7,14 @@ import pytest
 import torch
 from tests import views
 from tests.tiny import bits, tiny
-from tests.views import judged
+from tests.views import judged, weigh
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, criteria
 from fedcb2o.federated.aggregation.standard_errors import class_standard_error, standard_error
 from fedcb2o.federated.criteria import combinations, universal_perturbation
-from fedcb2o.federated.types import BATCHED, CriterionInput, Losses, batched
+from fedcb2o.federated.types import CriterionInput, Losses, batched
 from fedcb2o.rng import stream
 
 INF = math.inf
@@ -72,17 +72,17 @@ def brightness_judges(thetas, x, rows=None, by_class=None):
     view = judged([[1.0, 1.0]] * m, [1.0, 1.0])
     return dataclasses.replace(
         view,
-        pool=thetas,
+        models=thetas,
         losses=losses_of(received, None),
         own_losses=losses_of(me, None),
         received=received,
         own_entry=me,
         losses_of=losses_of,
         agent_context=views.local(
-            outputs_of=outputs_of,
-            some_samples=some_samples,
-            outputs_at=outputs_at,
-            gradients_of=gradients_of,
+            outputs=outputs_of,
+            samples=some_samples,
+            outputs_per_model=outputs_at,
+            input_gradients=gradients_of,
         ),
     )
 
@@ -430,7 +430,7 @@ def test_no_validation_data_is_told(name):
 
 def test_a_criterion_without_losses_is_told():
     with pytest.raises(
-        ConfigError, match="the criterion looks at losses, and the algorithm evaluates none"
+        ConfigError, match="the criterion reads losses, and the algorithm evaluates none"
     ):
         criteria.average_loss(dataclasses.replace(random_view(), losses=None, own_losses=None))
 
@@ -444,8 +444,8 @@ def test_the_criterion_begins_with_t_g(own_model):
     always = algorithms.fedcb2o(criterion="distance", own_model=own_model)
     for n in range(4):
         view = dataclasses.replace(random_view(), n=n)
-        assert algorithm.rule(view).outcome.equal(
-            (always if n >= 2 else average).rule(view).outcome
+        assert weigh(algorithm, view).outcome.equal(
+            weigh(always if n >= 2 else average, view).outcome
         )
 
 
@@ -563,7 +563,7 @@ def test_a_combination_with_a_part_that_looks_at_one_agent_looks_at_one(alone):
         ["average_loss", {"name": "largest", "of": ["average_loss", alone]}],
     ):
         algorithm = algorithms.fedcb2o(criterion={"name": "weighted_sum", "of": of})
-        assert not BATCHED.get(algorithm.rule)
+        assert not algorithm.is_batched
 
 
 # Whole runs

@@ -221,7 +221,7 @@ def test_a_signal_is_on_samples_of_its_target_or_makes_them():
     assert dirty.y[hit].eq(2).all()
     assert dirty.y[~hit].equal(s.y[~hit])
     with pytest.raises(
-        ConfigError, match="waves of `frequency` 6 are 0 in every one of 6 columns: take another"
+        ConfigError, match="waves of `frequency` 6 are 0 in each of 6 columns: take another"
     ):
         attacks.signal(s, stream(0, "x"), target=2)
 
@@ -246,7 +246,7 @@ def test_a_blend_is_between_an_image_and_one_pattern():
     [
         (
             {"size": 7},
-            r"a trigger of `size` 7 and `margin` 0 does not fit into samples of shape \(1, 6, 6\)",
+            r"a trigger of `size` 7 and `margin` 0 does not fit samples of shape \(1, 6, 6\)",
         ),
         (
             {"size": 2, "parts": 5},

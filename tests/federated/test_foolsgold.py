@@ -126,7 +126,7 @@ def seen_by(me, ids, pool, before, met, n=0):
     """What agent `me` looks at that received the models of `ids`; it began the round with the model in a row."""
     none = torch.zeros(0, dtype=torch.float64)
     contacts = Contacts(torch.tensor(met, dtype=torch.int64), none.new_ones(len(met)))
-    knows, began = local(contacts_of=lambda: contacts, head=(C, H)), torch.tensor(before)
+    knows, began = local(contacts_of=lambda: contacts, last_layer=(C, H)), torch.tensor(before)
     theirs, mine = received(torch.tensor(ids)), received(torch.tensor([me]))
     return CriterionInput(n, pool, None, None, theirs, mine, no_losses, knows, previous=began)
 
@@ -204,7 +204,7 @@ def test_a_network_without_a_last_dense_layer():
     theirs, me = (received(torch.tensor([i])) for i in (0, 2))
     with pytest.raises(
         ConfigError,
-        match="the rule looks at the last dense layer, and this model does not end in one",
+        match="the rule reads the last dense layer, and this model does not end in one",
     ):
         foolsgold(
             {},
@@ -257,7 +257,7 @@ def test_whole_rounds_equal_the_plain_loop():
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
 
 
-FOOLSGOLD = {"name": "by_rule", "rule": "foolsgold", "judges": False}
+FOOLSGOLD = {"name": "by_rule", "rule": "foolsgold", "needs_losses": False}
 
 
 VARIANTS = {
@@ -268,7 +268,7 @@ VARIANTS = {
             **FOOLSGOLD,
             "rule": {"name": "foolsgold", "confidence": 0.5},
             "selection": "prob_sampling",
-            "judges": True,
+            "needs_losses": True,
         },
         attack={"name": "label_flip", "source": 9, "target": 4, "sybils": True},
     ),

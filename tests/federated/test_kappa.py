@@ -13,8 +13,8 @@ from fedcb2o.rng import stream
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(kappa, "STARTS", 80)
-    monkeypatch.setattr(kappa, "BEST", 2)
+    monkeypatch.setattr(kappa, "NUM_STARTS", 80)
+    monkeypatch.setattr(kappa, "NUM_CLIMBS", 2)
 
 
 def found(name, n, f, **more):
@@ -27,19 +27,19 @@ def test_what_models_need_by_hand():
     # S of two: 0 and 3, of mean 1.5 and spread 2.25; the mean of all is 1, the median 0.
     sets = kappa.subsets(3, 1, own=False)
     assert sorted(sets.tolist()) == [[0, 1, 1], [1, 0, 1], [1, 1, 0]]
-    assert kappa.needed(median, x, sets).kappa == pytest.approx(1.5**2 / 2.25)
-    assert kappa.needed(mean, x, sets).kappa == pytest.approx(0.5**2 / 2.25)
+    assert kappa.required_kappa(median, x, sets).kappa == pytest.approx(1.5**2 / 2.25)
+    assert kappa.required_kappa(mean, x, sets).kappa == pytest.approx(0.5**2 / 2.25)
     assert kappa.subsets(3, 1, own=True).tolist() == [[0, 1, 1], [1, 0, 1]]
 
 
 def test_coefficients_by_hand():
     # Of 0, 0, 1 and nobody outside: (1/3)^2 over 2/9. Of -2, 1, 1 and one at infinity: 1 over 2.
-    assert kappa.exact("coordinate_median", 3, 0) == 0.5
-    assert kappa.exact("coordinate_median", 4, 1) == 0.5
+    assert kappa.exact_kappa("coordinate_median", 3, 0) == 0.5
+    assert kappa.exact_kappa("coordinate_median", 4, 1) == 0.5
     assert (
-        kappa.exact("coordinate_median", 3, 1)
-        == kappa.exact("trimmed_mean", 3, 1)
-        == kappa.least(3, 1)
+        kappa.exact_kappa("coordinate_median", 3, 1)
+        == kappa.exact_kappa("trimmed_mean", 3, 1)
+        == kappa.minimal_kappa(3, 1)
         == 1.0
     )
 
@@ -55,14 +55,16 @@ def test_the_quick_way_is_that_of_whole_calls(name):
 def test_without_attackers_the_mean_needs_nothing_and_with_one_there_is_no_bound():
     assert found("mean", 5, 0) < 1e-12
     assert found("mean", 5, 1) > kappa.UNBOUNDED
-    assert kappa.shown(found("mean", 5, 1)) == "unbounded"
+    assert kappa.format_kappa(found("mean", 5, 1)) == "unbounded"
 
 
 @pytest.mark.parametrize(("n", "f"), [(3, 1), (4, 1), (7, 2)])
 @pytest.mark.parametrize("name", ["trimmed_mean", "coordinate_median"])
 def test_known_coefficients_are_found(name, n, f):
     assert (
-        0.98 * kappa.exact(name, n, f) <= found(name, n, f) <= kappa.exact(name, n, f) * (1 + 1e-9)
+        0.98 * kappa.exact_kappa(name, n, f)
+        <= found(name, n, f)
+        <= kappa.exact_kappa(name, n, f) * (1 + 1e-9)
     )
 
 
@@ -76,8 +78,8 @@ def test_what_is_found_lies_between_the_bounds(name):
     rule = functools.partial(gram_rules.krum, f=f, neighbours=n - f - 1) if name == "krum" else rule
     for mixing in (None, functools.partial(preaggregation.nnm, f=f)):
         value = kappa.search(rule, n, f, mixing=mixing, steps=80).kappa
-        bound = kappa.upper(name, n, f, mixed=mixing is not None)
-        assert 0.9 * kappa.least(n, f) <= value <= (torch.inf if bound is None else bound)
+        bound = kappa.upper_bound(name, n, f, mixed=mixing is not None)
+        assert 0.9 * kappa.minimal_kappa(n, f) <= value <= (torch.inf if bound is None else bound)
 
 
 def test_the_search_is_the_same_every_time():

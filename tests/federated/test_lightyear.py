@@ -73,7 +73,7 @@ def view(outputs, labels, n=0, own=None):
         received(ids),
         received(torch.tensor([m if own is None else own])),
         no_losses,
-        local(outputs_of=lambda models, change=None: (outputs[models.rows], labels)),
+        local(outputs=lambda models, change=None: (outputs[models.rows], labels)),
     )
 
 

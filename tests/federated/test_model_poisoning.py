@@ -37,7 +37,7 @@ def test_what_an_agent_alone_can_do():
     assert crafted("not_finite", value="huge").tolist() == [torch.finfo(torch.float32).max] * 5
 
 
-@pytest.mark.parametrize("name", ["trash", "gaussian_noise"])
+@pytest.mark.parametrize("name", ["random_model", "gaussian_noise"])
 def test_noise_is_as_large_as_the_model(name):
     models = ten_models(20_000) * 3
     noise = crafted(name, scale=0.5, view=view_of(models=models)) - (
@@ -103,7 +103,7 @@ def test_mimic_of_the_outermost():
     models = torch.zeros(10, 5)
     models[BENIGN, 1] = torch.tensor([0.0, 10.0, 2.0, 1.0])
     models[BENIGN, 3] = torch.tensor([0.1, 0.0, 0.2, -0.2])
-    assert crafted("mimic", whom="outermost", view=view_of(models=models)).equal(models[1])
+    assert crafted("mimic", agent="outermost", view=view_of(models=models)).equal(models[1])
 
 
 def test_hybrid_sparse_by_hand():
@@ -116,38 +116,38 @@ def test_hybrid_sparse_by_hand():
         view_of(models=models), previous=torch.tensor([5.0, 4.9, 5.0, 1.0])
     )  # 0, 0.49, 0, 4
     close(
-        crafted("hybrid_sparse", kept=0.25, scale=1.5, z=0.2, view=view),
+        crafted("hybrid_sparse", kept_share=0.25, scale=1.5, z=0.2, view=view),
         5 - torch.tensor([0.2, 0.4, 0.6, 6.0]),
     )
     # The nearest to the others is any of them, at |deviation|^2 = 30 from the mean: 0.5^2 * 16 is spent on the blow.
     z = math.sqrt((30 - 4) / (1 + 4 + 9))
     close(
-        crafted("hybrid_sparse", kept=0.25, scale=0.5, view=view),
+        crafted("hybrid_sparse", kept_share=0.25, scale=0.5, view=view),
         5 - torch.tensor([z, 2 * z, 3 * z, 2.0]),
     )
     # A blow beyond the bound leaves no drift; nothing kept is ALIE downwards, and holds the bound.
     close(
-        crafted("hybrid_sparse", kept=0.25, scale=1.5, view=view),
+        crafted("hybrid_sparse", kept_share=0.25, scale=1.5, view=view),
         5 - torch.tensor([0.0, 0.0, 0.0, 6.0]),
     )
-    close(crafted("hybrid_sparse", kept=0.0, view=view), 5 - deviation)
-    with pytest.raises(ConfigError, match="`kept` must be between 0 and 1, got 2"):
-        crafted("hybrid_sparse", kept=2.0)
+    close(crafted("hybrid_sparse", kept_share=0.0, view=view), 5 - deviation)
+    with pytest.raises(ConfigError, match="`kept_share` must be between 0 and 1, got 2"):
+        crafted("hybrid_sparse", kept_share=2.0)
 
 
 def test_hybrid_sparse_is_as_far_as_the_benign_model_that_is_nearest_to_the_others():
     models = ten_models(400)
     benign = models[BENIGN].double()
-    found = crafted("hybrid_sparse", kept=0.01, view=view_of(models=models)).double()
+    found = crafted("hybrid_sparse", kept_share=0.01, view=view_of(models=models)).double()
     nearest = torch.cdist(benign, benign).square().sum(1).min()
     assert float((found - benign).square().sum()) == pytest.approx(float(nearest), rel=1e-5)
 
 
 def test_mimic_copies():
     models = ten_models()
-    assert crafted("mimic", whom=2).equal(models[2])
-    assert crafted("mimic", whom=5).equal(models[1])
-    assert crafted("mimic", clusters_on=1).equal(models[7])
+    assert crafted("mimic", agent=2).equal(models[2])
+    assert crafted("mimic", agent=5).equal(models[1])
+    assert crafted("mimic", cluster_offset=1).equal(models[7])
 
 
 def test_gap_aware_goes_to_the_bound_and_no_farther():
@@ -183,7 +183,7 @@ def test_slow_drift_keeps_its_step():
 
 
 def test_built_in_attacks_declare_their_threat_model():
-    alone = {"boosting", "free_rider", "gaussian_noise", "not_finite", "sign_flip", "trash"}
+    alone = {"boosting", "free_rider", "gaussian_noise", "not_finite", "sign_flip", "random_model"}
     on_models = {name for name in attacks.__all__ if hasattr(getattr(attacks, name), "threat")}
     assert {name for name in on_models if not getattr(attacks, name).threat.knows} == alone
     assert {name for name in on_models if getattr(attacks, name).threat.each_receiver} == {

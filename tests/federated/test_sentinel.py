@@ -27,7 +27,7 @@ def seen_by(pool, ids, losses, own_loss, met=(), layers=LAYERS):
     contacts = Contacts(
         torch.tensor(met, dtype=torch.int64), torch.ones(len(met), dtype=torch.float64)
     )
-    knows = local(contacts_of=lambda: contacts, layers=layers)
+    knows = local(contacts_of=lambda: contacts, layer_shapes=layers)
     mine = received(torch.tensor([me]))
     return CriterionInput(
         0,
@@ -101,5 +101,5 @@ def test_who_is_alone_drew_itself_or_knows_nothing():
     assert decided.outcome.weights.tolist() == [1]
     assert sentinel({}, seen_by(pool, [0], [0.1], math.nan))[1].tolist() == [0, 0]
     theirs, me = (received(torch.tensor([i])) for i in (0, 1))
-    with pytest.raises(ConfigError, match="set `judges` = true"):
+    with pytest.raises(ConfigError, match="set `needs_losses` = true"):
         sentinel({}, CriterionInput(0, models(2, 6), None, None, theirs, me, no_losses, None))

@@ -27,9 +27,9 @@ def seeing(outputs_of, x, labels, **known):
         return torch.autograd.grad(of(outputs_at(models, seen)).sum(), seen)[0]
 
     return views.local(
-        some_samples=lambda count: (x, labels),
-        outputs_at=outputs_at,
-        gradients_of=gradients_of,
+        samples=lambda count: (x, labels),
+        outputs_per_model=outputs_at,
+        input_gradients=gradients_of,
         **known,
     )
 
@@ -90,7 +90,7 @@ def test_painted_pixels_are_black_and_white_and_others_as_they_were(dtype):
 )
 def test_samples_without_pixels_or_classes_are_told(x, y):
     with pytest.raises(
-        ConfigError, match=r"looks for pixels that change the class of images, .*: take another"
+        ConfigError, match=r"changes the class of images, .*: take another"
     ):
         linear([[0.0], [0.0]], x, 1, y)
 

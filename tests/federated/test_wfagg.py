@@ -17,7 +17,7 @@ def seen_by(pool, ids, me, met=(), n=0, share=0.0):
     contacts = Contacts(
         torch.tensor(met, dtype=torch.int64), torch.ones(len(met), dtype=torch.float64)
     )
-    knows = local(contacts_of=lambda: contacts, share=share)
+    knows = local(contacts_of=lambda: contacts, malicious_share=share)
     return CriterionInput(
         n,
         pool,
