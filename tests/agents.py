@@ -20,7 +20,7 @@ from fedcb2o.federated.attacks import label_flip
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.local_update import Training
-from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.types import Attack, Reduction
 from fedcb2o.nn import batch_norm, parameters
@@ -141,9 +141,9 @@ def terms_of(algorithm: algorithms.Algorithm, module: nn.Module, **changes: Any)
         "module": module,
         "training": TRAINING,
         "algorithm": algorithm,
-        "average": "samples",
-        "share": 0.0,
-        "most_samples": 20,
+        "loss_average": "samples",
+        "malicious_share": 0.0,
+        "max_samples": 20,
     }
     return RunSpec(**{**known, **changes})
 
@@ -175,8 +175,8 @@ def block_of(
         agents=ids,
         samples=holds.samples,
         test=holds.samples,
-        train=Lists.from_arrays([holds.train[j] for j in agents]),
-        validation=Lists.from_arrays([holds.validation[j] for j in agents]),
+        train=Ragged.from_arrays([holds.train[j] for j in agents]),
+        validation=Ragged.from_arrays([holds.validation[j] for j in agents]),
         cluster=attackers.cluster[ids],
         num_clusters=2,
         num_classes=CLASSES,

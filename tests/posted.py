@@ -16,7 +16,7 @@ from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.metrics import EvaluationResult
 from fedcb2o.federated.mixing import mix_, mixing_matrix
 from fedcb2o.federated.publishing import craft_models_, make_outbox
-from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.validation import evaluate_models
 from fedcb2o.rng import stream
@@ -89,7 +89,7 @@ class Posted:
                         }
                     )
 
-    def exchange(self, n: int, asked: Sequence[Lists], deadline: float | None) -> list[Inbox]:
+    def exchange(self, n: int, asked: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         free = [
             list(
                 stream(n, "slots", b).permutation(np.arange(x.layout.first_received, len(x.models)))
@@ -102,7 +102,7 @@ class Posted:
         ]
 
     def _arrived(
-        self, n: int, block: AgentGroup, part: np.ndarray, free: list[int], asked: Lists
+        self, n: int, block: AgentGroup, part: np.ndarray, free: list[int], asked: Ragged
     ) -> Inbox:
         there, rows, claims = [], [], []
         for i, j in zip(asked.values.tolist(), part[asked.row_ids].tolist(), strict=True):

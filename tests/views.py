@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from fedcb2o.data._dataset import Shard
+from fedcb2o.federated.algorithm2 import consensus_weights
+from fedcb2o.federated.algorithm_spec import Algorithm
 from fedcb2o.federated.types import (
     AgentContext,
     AttackView,
@@ -13,6 +15,7 @@ from fedcb2o.federated.types import (
     CriterionInput,
     Losses,
     Received,
+    RuleOutput,
     Threat,
 )
 from fedcb2o.nn.parameters import gather_rows
@@ -32,10 +35,10 @@ def local(**known) -> AgentContext:
     """What an agent knows that met nobody."""
     nobody = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
     given = {
-        "outputs_of": lambda models, change=None, count=None: None,
-        "some_samples": lambda count: None,
-        "outputs_at": lambda models, x: None,
-        "gradients_of": lambda models, x, of: None,
+        "outputs": lambda models, change=None, count=None: None,
+        "samples": lambda count: None,
+        "outputs_per_model": lambda models, x: None,
+        "input_gradients": lambda models, x, of: None,
         "contacts_of": lambda: nobody,
         "draw_of": lambda: stream(0, "judged"),
     }
@@ -69,6 +72,12 @@ def judged(by_class, own_by_class, present=None, n=0) -> CriterionInput:
         no_losses,
         local(),
     )
+
+
+def weigh(algorithm: Algorithm, view: CriterionInput) -> RuleOutput:
+    """Compute lines 5 and 6 of Algorithm 2 for one agent."""
+    G = algorithm.criterion_values(view)
+    return consensus_weights(algorithm, view, G, {})[0]
 
 
 def models(m: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

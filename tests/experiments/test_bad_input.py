@@ -46,11 +46,11 @@ NAMES = {
     "wrong.toml": "cannot read wrong.toml: it is not TOML: ",
     "deep.toml": "cannot read deep.toml: its lists or tables are nested too deeply",
     "tables.toml": "cannot read tables.toml: its lists or tables are nested too deeply",
-    "grid": "grid is a grid's folder: `fedcb2o bench grid/grid.toml --out grid --resume` goes on with it",
+    "grid": "grid is a grid's folder: `fedcb2o bench grid/grid.toml --out grid --resume` continues the grid",
     "empty.toml": "empty.toml: the key `rounds` is missing",
     "extends.toml": "there is no preset `digits-fedcb2`. Did you mean `digits-fedcb2o`?",
     "number.toml": "there is no preset `3`",
-    "old": "old is a run's folder: `fedcb2o run old/config.toml --out old --resume` goes on with it, and without",
+    "old": "old is a run's folder: `fedcb2o run old/config.toml --out old --resume` continues the run; without",
 }
 
 
@@ -83,7 +83,7 @@ DATA = {
     "data.test_per_class=500": "`test_per_class` of digits must be between 1 and 173, got 500",
     "model.hidden=[0]": "model `mlp`: `hidden` needs layers of 1 unit or more, got [0]",
     "model.hidden=[-1]": "model `mlp`: `hidden` needs layers of 1 unit or more, got [-1]",
-    "model.hidden=[1000000000000]": "the model `mlp` cannot be made: ",
+    "model.hidden=[1000000000000]": "the model `mlp` cannot be built: ",
     "training.gamma=1e30": "training diverged: the model or the loss of benign agent ",
 }
 
@@ -170,7 +170,7 @@ def test_a_folder_that_is_not_this_runs_is_left_alone(tmp_path, path):
     )
     assert [entry.name for entry in out.iterdir()] == ["thesis.txt"]
     assert (
-        "cannot make the folder" in here("run", path, "--out", tmp_path / "file" / "run").one_line()
+        "cannot create the folder" in here("run", path, "--out", tmp_path / "file" / "run").one_line()
     )
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -229,7 +229,7 @@ def test_the_folder_of_a_grid_is_not_compared_as_a_run(tmp_path):
     (tmp_path / "grid.toml").write_text("rounds = 3")
     line = here("compare", tmp_path).one_line()
     assert line.endswith(
-        f"it is that of a grid: `fedcb2o report {tmp_path}` shows it, and its runs lie in its cells/"
+        f"it is that of a grid: `fedcb2o report {tmp_path}` shows it, and its runs are in its cells/"
     )
 
 
@@ -240,7 +240,7 @@ def test_a_report_that_cannot_be_written_does_not_say_resume_alone(tmp_path, pat
     line = here("report", out, "--out", page).one_line()
     assert "report.html: Is a directory" in line
     assert line.endswith(
-        "make room (or mend the folder) and give the command again, that of a run with --resume"
+        "make room (or repair the folder) and give the command again, that of a run with --resume"
     )
 
 
@@ -260,7 +260,7 @@ def test_what_was_run_is_not_run_over(tmp_path, path):
     again = here("run", path, "--out", out, "--workers", 1).one_line()
     assert (
         again
-        == f"{out} already holds seed 1000 of this run: --resume goes on with it, or choose another --out"
+        == f"{out} already holds seed 1000 of this run: --resume continues it, or choose another --out"
     )
     other = here("run", path, "--out", out, "--set", "agents.budget=2").one_line()
     assert (
@@ -302,7 +302,7 @@ from torch import nn
 
 import fedcb2o
 from fedcb2o import Dataset, Shard
-from fedcb2o.federated.types import together
+from fedcb2o.federated.types import batched
 
 notes = 3
 
@@ -375,8 +375,8 @@ def criterion_scalar(judged): return judged.losses.mean.sum()
 def criterion_wide(judged): return judged.losses.by_class
 def criterion_none(judged): return None
 def criterion_raises(judged): return judged.no_such_thing
-@together
-def criterion_local(judged): return judged.losses.mean + judged.local.share
+@batched
+def criterion_local(judged): return judged.losses.mean + judged.context.malicious_share
 
 def selection_strangers(contacts, candidates, budget, draw): return candidates + 100
 def selection_twice(contacts, candidates, budget, draw): return candidates[[0, 0]]
@@ -391,13 +391,13 @@ def rule_negative(judged): return torch.tensor([2.0, -1.0] + [0.0] * (len(judged
 def rule_nan(judged): return torch.full((len(judged.received.ids),), float("nan"))
 def rule_none(judged): return None
 def rule_raises(judged): return 1 / 0
-@together
-def rule_local(judged): return torch.full(judged.received.ids.shape, judged.local.draw.random())
+@batched
+def rule_local(judged): return torch.full(judged.received.ids.shape, judged.context.draw.random())
 
 def algorithm_none(): return None
 """
 
-SEVERAL = "TypeError: `judged.local` is what one agent knows, and what declares `together` looks at several at once: "
+SEVERAL = "TypeError: `inputs.context` is one agent's, and a function declared `batched` gets several agents: "
 
 WRONG_PARTS = {
     "data_none": "the data set `parts:data_none` returned a NoneType, expected a fedcb2o.Dataset",
@@ -411,21 +411,21 @@ WRONG_PARTS = {
     "data_empty": "in its pool, holds 0 samples and 0 labels",
     "data_other": "has samples of shape (1, 8, 4) in its pool and (1, 8, 8) in its test",
     "data_flat": "`num_clusters` = 2 turns square images, and the samples have shape (64,); set `num_clusters` = 1",
-    "data_one_class": "the data set `parts:data_one_class` has 1 class names: there must be two or more",
-    "data_names": "has class names that are no tuple of words: 10",
+    "data_one_class": "the data set `parts:data_one_class` has 1 class name: it needs two or more",
+    "data_names": "has class names that are not a tuple of strings: 10",
     "model_none": "the model `parts:model_none` returned a NoneType, expected a torch.nn.Module",
     "model_raises": "the model `parts:model_raises` failed at line {line} of {folder}/parts.py: KeyError: 'boom'",
     "model_no_arguments": "takes 0 positional arguments but 2 were given",
     "model_outputs": "returned (2, 9) for 2 samples, expected shape (2, 10)",
     "model_inputs": "the model `parts:model_inputs` cannot read samples of shape (1, 8, 8): ",
-    "model_batch_norm": "the model's norm `1` keeps no statistics (track_running_stats=False), so that what it ma",
+    "model_batch_norm": "the model's norm `1` keeps no statistics (track_running_stats=False), so its output for a sample ",
     "model_lazy": "the model has a lazy layer, which has no parameters yet: give its size",
-    "model_buffer": "the model `parts:model_buffer` changes its buffer `mask` while it trains, which is neither a ",
+    "model_buffer": "the model `parts:model_buffer` changes its buffer `mask` in training, which is neither a ",
     "model_double": "the model needs parameters to train (requires_grad), all of type float32",
     "model_nothing": "the model needs parameters to train (requires_grad), all of type float32",
     "model_train_raises": "the model `parts:model_train_raises` failed: KeyError: 'boom'",
     "model_train_detached": "the model `parts:model_train_detached` failed: RuntimeError: element 0 of tensors ",
-    "model_train_one": "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a sample by ",
+    "model_train_one": "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a single ",
     "attack_none": "the attack {part} returned a NoneType, expected a fedcb2o.Shard",
     "attack_tuple": "the attack {part} returned a tuple, expected a fedcb2o.Shard",
     "attack_fewer": "the attack {part} returned samples of shape (5, 1, 8, 8) and type torch.float32, expected (30, ",

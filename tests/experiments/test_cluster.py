@@ -467,7 +467,7 @@ def told(file, kind=""):
     (Path({!r}) / (kind + str(os.getpid()))).write_text(file + " " + __file__)
 
 def gap(judged):
-    return (judged.losses.by_class - judged.own.by_class).amax(-1)
+    return (judged.losses.by_class - judged.own_losses.by_class).amax(-1)
 """
 
 
@@ -512,7 +512,7 @@ import beside
 import fedcb2o
 
 def mean_gap(judged):
-    return (judged.losses.by_class - judged.own.by_class).mean(-1)
+    return (judged.losses.by_class - judged.own_losses.by_class).mean(-1)
 
 experiment = {{**{!r}, "algorithm": {{"name": "fedcb2o", "alpha": 2.0, "criterion": mean_gap}}}}
 for blocks in (None, 2):

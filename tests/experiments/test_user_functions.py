@@ -37,7 +37,7 @@ nan = float("nan")
 
 # Criteria
 
-def gap(judged): return (judged.losses.by_class - judged.own.by_class).amax(-1)
+def gap(judged): return (judged.losses.by_class - judged.own_losses.by_class).amax(-1)
 def criterion_plain(judged): return gap(judged)
 def criterion_list(judged): return gap(judged).tolist()
 def criterion_numpy(judged): return gap(judged).numpy()[::-1][::-1]
@@ -53,38 +53,38 @@ def criterion_ragged(judged): return [[1.0], [1.0, 2.0]]
 def criterion_exits(judged): sys.exit(0)
 def criterion_exits_quietly(judged): raise GeneratorExit
 def criterion_pool(judged):
-    judged.pool.zero_()
+    judged.models.zero_()
     return gap(judged)
 def criterion_pool_numpy(judged):
-    judged.pool.numpy()[judged.received.rows[0]] += 1e-3
+    judged.models.numpy()[judged.received.rows[0]] += 1e-3
     return gap(judged)
 def criterion_pool_data(judged):
-    judged.pool[judged.received.rows[:1]].data.mul_(1.0)
+    judged.models[judged.received.rows[:1]].data.mul_(1.0)
     judged.theta.data.mul_(2.0)
     return gap(judged)
 def criterion_pool_crafted(judged):
-    judged.pool[-1].mul_(0.5)
+    judged.models[-1].mul_(0.5)
     return gap(judged)
 def criterion_pool_sorted(judged):
-    judged.pool.numpy().sort(axis=0)
+    judged.models.numpy().sort(axis=0)
     return gap(judged)
 def criterion_losses(judged):
-    judged.losses.by_class.sub_(judged.own.by_class)
+    judged.losses.by_class.sub_(judged.own_losses.by_class)
     found = judged.losses.by_class.amax(-1)
     judged.losses.mean.zero_()
-    judged.own.mean.fill_(nan)
+    judged.own_losses.mean.fill_(nan)
     judged.received.ids.zero_()
-    judged.me.ids.zero_()
-    judged.local.contacts.likelihood.fill_(nan)
-    judged.local.contacts.ids.zero_()
+    judged.own_entry.ids.zero_()
+    judged.context.contacts.likelihood.fill_(nan)
+    judged.context.contacts.ids.zero_()
     return found
 def criterion_losses_numpy(judged):
     by_class = judged.losses.by_class.numpy()
-    by_class -= judged.own.by_class.numpy()
+    by_class -= judged.own_losses.by_class.numpy()
     return by_class.max(-1)
 @together
 def criterion_losses_together(judged):
-    judged.losses.by_class.sub_(judged.own.by_class)
+    judged.losses.by_class.sub_(judged.own_losses.by_class)
     found = judged.losses.by_class.amax(-1)
     judged.losses.mean.zero_()
     judged.received.ids.zero_()
@@ -119,7 +119,7 @@ def rule_writes(judged):
     judged.received.num_samples.zero_()
     return equal(judged)
 def rule_pool(judged):
-    judged.pool[judged.received.rows[0]].fill_(nan)
+    judged.models[judged.received.rows[0]].fill_(nan)
     return equal(judged)
 def rule_sparse(judged): return equal(judged).to_sparse()
 def rule_exits(judged): raise SystemExit("so long")
@@ -185,21 +185,21 @@ def pre_step_writes(gram): return gram.fill_(1 / len(gram))
 # Attacks on models
 
 @fedcb2o.knows("benign", "fellows")
-def attack_plain(view, draw): return 2 * view.before - view.own
+def attack_plain(view, draw): return 2 * view.previous - view.own
 @fedcb2o.knows()
-def attack_grad(view, draw): return 2 * view.before.requires_grad_() - view.own
+def attack_grad(view, draw): return 2 * view.previous.requires_grad_() - view.own
 @fedcb2o.knows()
-def attack_parameter(view, draw): return nn.Parameter(2 * view.before - view.own)
+def attack_parameter(view, draw): return nn.Parameter(2 * view.previous - view.own)
 @fedcb2o.knows()
-def attack_list(view, draw): return (2 * view.before - view.own).tolist()
+def attack_list(view, draw): return (2 * view.previous - view.own).tolist()
 @fedcb2o.knows()
-def attack_numpy(view, draw): return (2 * view.before - view.own).numpy()[::-1].copy()[::-1]
+def attack_numpy(view, draw): return (2 * view.previous - view.own).numpy()[::-1].copy()[::-1]
 @fedcb2o.knows()
-def attack_double(view, draw): return (2 * view.before - view.own).double()
+def attack_double(view, draw): return (2 * view.previous - view.own).double()
 @fedcb2o.knows()
 def attack_private(view, draw):
-    found = 2 * view.before - view.own
-    view.own.zero_(), view.before.zero_(), view.data.x.zero_(), view.data.y.zero_(), view.receivers.zero_()
+    found = 2 * view.previous - view.own
+    view.own.zero_(), view.previous.zero_(), view.data.x.zero_(), view.data.y.zero_(), view.receivers.zero_()
     return found
 @fedcb2o.knows("benign")
 def attack_view(view, draw): return view.model_of(int(view.receivers[0]))
@@ -221,7 +221,7 @@ def attack_benign_numpy(view, draw):
     return view.own
 @fedcb2o.knows("fellows")
 def attack_fellows(view, draw):
-    view.fellows().data.mul_(1.5)
+    view.colluders().data.mul_(1.5)
     return view.own
 @fedcb2o.knows("benign")
 def attack_model_of(view, draw): return view.model_of(int(view.receivers[0])).mul_(-0.5)
@@ -230,7 +230,7 @@ def attack_losses_one(view, draw): return view.own * view.losses(view.own).mean
 @fedcb2o.knows()
 def attack_losses_int(view, draw):
     view.losses(view.own.unsqueeze(0).double().requires_grad_())
-    return 2 * view.before - view.own
+    return 2 * view.previous - view.own
 
 
 # Attacks on data
@@ -329,10 +329,10 @@ def data_exits(): sys.exit(0)
 uniform = algorithms.dfedavgm().select
 def algorithm_fails():
     def weigh(judged): return judged.no_such_thing
-    return algorithms.Algorithm(select=uniform, weigh=weigh, judges=True, lambda1=1.0, mixing_factor=1.0)
+    return algorithms.Algorithm(select=uniform, rule=weigh, needs_losses=True, lambda1=1.0, mixing_factor=1.0)
 def algorithm_exits():
     def select(contacts, candidates, budget, draw): sys.exit(0)
-    return algorithms.Algorithm(select=select, weigh=equal, judges=True, lambda1=1.0, mixing_factor=1.0)
+    return algorithms.Algorithm(select=select, rule=equal, needs_losses=True, lambda1=1.0, mixing_factor=1.0)
 """
 
 WROTE = "{part} wrote into models that it was shown, which all agents share: let it "
@@ -469,7 +469,7 @@ PLAIN = sorted({case[0] for case in CASES.values() if isinstance(case, tuple)})
 def with_part(name: str) -> dict[str, Any]:
     """The change to the tiny experiment that uses a part."""
     place, kind = f"own:{name}", name.split("_")[0]
-    by_rule = {"name": "by_rule", "rule": place, "judges": True}
+    by_rule = {"name": "by_rule", "rule": place, "needs_losses": True}
     match kind:
         case "criterion":  # what it changes shows in the sub-level set and where it is asked again
             both = {"name": "weighted_sum", "of": [place, "average_loss", place]}
@@ -588,7 +588,7 @@ late = [False]
 
 def gap_that_may_write(judged):
     if judged.n == 1 and late[0]:
-        judged.pool.zero_()
+        judged.models.zero_()
     return class_loss_gap(judged)
 
 

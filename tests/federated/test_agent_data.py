@@ -10,7 +10,7 @@ import torch
 from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.agent_data import AgentData
-from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.types import Attack
 from fedcb2o.rng import stream
 
@@ -37,8 +37,8 @@ def holdings(attack=None):
         agents=np.array(AGENTS),
         samples=images(10, 0),
         test=images(6, 1),
-        train=Lists.from_arrays([np.array(one) for one in TRAIN]),
-        validation=Lists.from_arrays([np.array(one) for one in VALIDATION]),
+        train=Ragged.from_arrays([np.array(one) for one in TRAIN]),
+        validation=Ragged.from_arrays([np.array(one) for one in VALIDATION]),
         cluster=np.array(CLUSTER),
         num_clusters=4,
         num_classes=CLASSES,

@@ -4,6 +4,7 @@ models that break."""
 import dataclasses
 import functools
 
+import numpy as np
 import pytest
 import torch
 from tests import agents as ours
@@ -29,12 +30,14 @@ from tests.agents import (
 
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.federated import algorithms, attacks, validation
+from fedcb2o.federated import algorithm2, algorithms, attacks, validation
 from fedcb2o.federated.aggregation.base import rule_signature
 from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.types import Attack, Reduction, RuleOutput
 from fedcb2o.nn import parameters
-from fedcb2o.simulation.rounds import run_rounds
+from fedcb2o.simulation.local_engine import LocalEngine
+from fedcb2o.simulation.rounds import run_rounds as simulate
 
 LARGE = dataclasses.replace(
     ours.TRAINING, batch_size=11
@@ -53,7 +56,7 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
             for field in dataclasses.fields(reference.Training)
         }
     )
-    for done in run_rounds(
+    for done in simulate(
         engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, lambda n: False
     ):
         infos = reference.run_round(
@@ -174,7 +177,7 @@ def test_dfedavgm_equals_the_oracle(own_model):
 
 
 def test_a_rule_without_losses_equals_the_oracle_and_nothing_is_evaluated(monkeypatch):
-    for name in ("losses_of", "losses_of_each"):
+    for name in ("model_losses", "per_agent_losses"):
         monkeypatch.setattr(
             validation, name, lambda *judged, **more: pytest.fail("a model was evaluated")
         )
@@ -182,7 +185,7 @@ def test_a_rule_without_losses_equals_the_oracle_and_nothing_is_evaluated(monkey
 
 
 def test_batch_means_equal_the_oracle():
-    compare(algorithms.fedcb2o(), reference.FEDCB2O, average="batches")
+    compare(algorithms.fedcb2o(), reference.FEDCB2O, loss_average="batches")
 
 
 def test_steps_instead_of_epochs_equal_the_oracle():
@@ -302,3 +305,74 @@ def test_a_benign_model_that_overflows_where_it_mixes_is_told():
         match="the model of benign agent 0 is not finite after mixing in round 1: its rule",
     ):
         ours.run_rounds(ours.together(algorithm, attack=Attack()))
+
+
+# One agent and many
+
+
+class Compared(LocalEngine):
+    """An engine that runs Algorithm 2 for each benign agent alone, too, and compares every bit."""
+
+    def local_aggregation_(self, n, states, active, deadline, on_step):
+        before = self.group.models.clone()
+        state = AgentState.concatenate(states).take(np.concatenate(self.groups).argsort())
+        alone = {j: self.alone(j, n, state, before.clone()) for j in GOOD}
+        states, decisions, finite = super().local_aggregation_(n, states, active, deadline, on_step)
+        after = AgentState.concatenate(states).take(np.concatenate(self.groups).argsort())
+        for j, (theta, own, decided) in alone.items():
+            assert theta.equal(ours.models_of(self)[j])
+            assert own.contacts[0].ids.equal(after.contacts[j].ids)
+            bits = [x.contacts[k].likelihood.view(torch.int64) for x, k in ((own, 0), (after, j))]
+            assert bits[0].equal(bits[1])
+            assert own.rule_states[0].keys() == after.rule_states[j].keys()
+            mine, theirs = chosen(decided, j), chosen(Decisions.concatenate(decisions), j)
+            assert mine.asked == theirs.asked
+            assert mine.ids == theirs.ids
+            np.testing.assert_equal(mine.weights, theirs.weights)
+            np.testing.assert_equal(mine.own_weight, theirs.own_weight)
+        return states, decisions, finite
+
+    def alone(self, j, n, state, models):
+        data, layout, me = self.group.data, self.group.layout, np.array([j])
+        agent = dataclasses.replace(
+            self.group,
+            data=dataclasses.replace(
+                data,
+                agents=me,
+                train=data.train.take(me),
+                validation=data.validation.take(me),
+                cluster=data.cluster[me],
+                malicious=data.malicious[me],
+            ),
+            layout=dataclasses.replace(
+                layout,
+                own=layout.own[me],
+                previous=None if layout.previous is None else layout.previous[me],
+            ),
+            models=models,
+        )
+
+        def download(ids):
+            return self.receive(n, ids, me)
+
+        own, decided = algorithm2.local_aggregation_(agent, n, state.take(me), download)
+        return models[j].clone(), own, decided
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        algorithms.fedcb2o(),
+        algorithms.fedcb2o(own_model="trusted", own_candidate=True, first_contact="whole"),
+        algorithms.fedcb2o(beta=0.5, own_model="judged", likelihood="loss+criterion"),
+        algorithms.fedcb2o(criterion="distance", point="median", min_distance=0.5),
+        algorithms.dfedavgm(),
+        algorithms.by_rule(rule="krum", pre_step="nnm"),
+        algorithms.by_rule(rule="coordinate_median", selection="prob_sampling"),
+        algorithms.by_rule(rule="foolsgold"),
+    ],
+    ids=lambda algorithm: "",
+)
+def test_one_agent_aggregates_as_many_do_to_the_bit(algorithm):
+    engine = ours.together(algorithm)
+    run_rounds(Compared(engine.group, engine.executor), 5)

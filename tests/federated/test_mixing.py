@@ -9,7 +9,7 @@ from fedcb2o.federated import algorithms, attacks
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.mixing import dense_product, mix_, mixing_matrix
 from fedcb2o.federated.publishing import make_outbox
-from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.types import Attack
 from fedcb2o.rng import stream
 
@@ -22,13 +22,13 @@ def test_mixing_is_the_plain_loop():
     ).group
     draw, n = stream(3, "pool"), len(CLUSTER)
     block.models[:] = torch.from_numpy(draw.normal(size=block.models.shape)).float()
-    ids = Lists.from_arrays([draw.permutation(n)[:4] for _ in range(n)])
+    ids = Ragged.from_arrays([draw.permutation(n)[:4] for _ in range(n)])
     rows = make_outbox(block, 0).rows(ids.values, ids.row_ids)
     for j, i, row in zip(ids.row_ids, ids.values, rows, strict=True):
         assert (row >= n) == (j in GOOD and i in BAD)
     weights = draw.dirichlet([1.0] * 5, size=n)
     choices = Decisions.empty(
-        np.arange(n), Lists.empty(n), Inbox(ids, rows, np.ones(4 * n), np.zeros(4 * n, np.int64))
+        np.arange(n), Ragged.empty(n), Inbox(ids, rows, np.ones(4 * n), np.zeros(4 * n, np.int64))
     )
     choices.weights[:], choices.own_weight[:], choices.factor[:] = (
         weights[:, :4].flatten(),
@@ -51,9 +51,9 @@ def test_mixing_is_the_plain_loop():
 def test_a_weight_of_zero_stops_a_nan():
     pool = torch.tensor([[1.0, 2.0, 3.0], [torch.nan] * 3, [3.0, 4.0, 5.0]])
     ids, weights = [[1, 2], [], [0, 1]], [[1e-60, 1.0], [], [0.5, 0.0]]
-    received = Lists.from_arrays([np.array(each, np.int64) for each in ids])
+    received = Ragged.from_arrays([np.array(each, np.int64) for each in ids])
     inbox = Inbox(received, received.values, np.ones(4), np.zeros(4, np.int64))
-    choices = Decisions.empty(np.arange(3), Lists.empty(3), inbox)
+    choices = Decisions.empty(np.arange(3), Ragged.empty(3), inbox)
     choices.weights[:], choices.own_weight[2], choices.factor[0] = np.concatenate(weights), 0.5, 0.5
     mix_(pool, mixing_matrix(choices, np.arange(3)), 0, 3)
     assert pool[0].tolist() == [2.0, 3.0, 4.0]  # half of itself, half of the third

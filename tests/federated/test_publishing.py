@@ -26,7 +26,7 @@ from fedcb2o.federated.publishing import Outbox, craft_models_, make_outbox
 from fedcb2o.federated.types import Attack
 from fedcb2o.parallel.executors import SerialExecutor
 from fedcb2o.simulation.local_engine import LocalEngine
-from fedcb2o.simulation.rounds import run_rounds
+from fedcb2o.simulation.rounds import run_rounds as simulate
 
 
 def engine_of(attack, algorithm=None):
@@ -53,9 +53,9 @@ def test_each_receiver_has_its_own_row_and_fellows_have_the_true_models(monkeypa
         return aggregation.sample_weights(found, me)
 
     def equal(judged):
-        return by_samples(judged.received, judged.me)
+        return by_samples(judged.received, judged.own_entry)
 
-    monkeypatch.setattr("fedcb2o.federated.consensus_weights.sample_weights", by_samples)
+    monkeypatch.setattr("fedcb2o.federated.collusion.sample_weights", by_samples)
     algorithm = algorithms.by_rule(rule=equal, selection="everyone", needs_losses=False)
     engine = engine_of(Attack(craft=numbered, threat=numbered.threat), algorithm)
     run_rounds(engine)
@@ -77,7 +77,7 @@ def test_the_view_of_a_round():
     def watch(view, draw):
         views[view.agent] = (
             view,
-            view.fellows().clone(),
+            view.colluders().clone(),
             view.benign().clone(),
             float(draw.random()),
         )
@@ -93,29 +93,29 @@ def test_the_view_of_a_round():
     assert len({draw for *_, draw in views.values()}) == len(BAD)
     for j, (view, fellows, benign, _) in views.items():
         team = [i for i in BAD if CLUSTER[i] == CLUSTER[j]]
-        assert view.before.equal(before[j])
+        assert view.previous.equal(before[j])
         assert fellows[team.index(j)].equal(view.own)
-        assert not view.own.equal(view.before)
+        assert not view.own.equal(view.previous)
         assert (
             (len(fellows), len(benign))
-            == (view.num_fellows, view.num_benign)
+            == (view.num_colluders, view.num_benign)
             == (2, CLUSTER.count(CLUSTER[j]) - 2)
         )
         assert len(view.data.y.unique()) > 1
-        assert view.losses(torch.stack([view.own, view.before])).by_class.shape == (2, 4)
+        assert view.losses(torch.stack([view.own, view.previous])).by_class.shape == (2, 4)
 
 
 def test_lies_about_samples_are_believed_up_to_what_the_terms_allow():
     """13 samples are the truth of a benign agent, 17 the most that is believed, 20 the truth of an attacker."""
     weights = {}
     for name, claims in (("truth", None), ("lie", 10**9), ("understatement", 1)):
-        terms = terms_of(algorithms.dfedavgm(selection="everyone"), network(), most_samples=17)
+        terms = terms_of(algorithms.dfedavgm(selection="everyone"), network(), max_samples=17)
         block = block_of(
             terms,
             attackers_of(Attack(claimed_samples=claims)),
             Held(held().samples, held().train, held().validation),
         )
-        (done,) = run_rounds(
+        (done,) = simulate(
             LocalEngine(block, SerialExecutor(block)),
             AgentState.initial(len(CLUSTER)),
             0,

@@ -1,11 +1,11 @@
-"""Lists of several agents in one array, against Python's lists of lists."""
+"""Ragged of several agents in one array, against Python's lists of lists."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated.ragged import Lists, complement
+from fedcb2o.federated.ragged import Ragged, complement
 
 nested = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
 some_of_them = nested.flatmap(
@@ -21,7 +21,7 @@ kept_of_them = nested.flatmap(
 
 
 def of(each):
-    return Lists.from_arrays([np.array(one, np.int64) for one in each])
+    return Ragged.from_arrays([np.array(one, np.int64) for one in each])
 
 
 def places(chosen):
@@ -43,12 +43,12 @@ def test_they_are_read_as_they_were_made(each):
 
 @given(st.integers(0, 5))
 def test_empty_ones(count):
-    assert Lists.empty(count).tolist() == [[]] * count
+    assert Ragged.empty(count).tolist() == [[]] * count
 
 
 @given(st.lists(nested, min_size=1, max_size=4))
 def test_joined_they_follow_each_other(parts):
-    assert Lists.concatenate([of(each) for each in parts]).tolist() == [
+    assert Ragged.concatenate([of(each) for each in parts]).tolist() == [
         one for each in parts for one in each
     ]
 
@@ -82,14 +82,14 @@ def test_placed_lists_stand_in_their_places(agents):
     parts = [[j for j, (part, _) in enumerate(agents) if part == k] for k in range(3)]
     given = [(places(those), of([agents[j][1] for j in those])) for those in parts]
     expected = [list(one) if part >= 0 else [] for part, one in agents]
-    assert Lists.scatter(len(agents), *given).tolist() == expected
+    assert Ragged.scatter(len(agents), *given).tolist() == expected
     assert (
-        Lists.scatter(len(agents), *(pair for pair in given if len(pair[0]))).tolist() == expected
+        Ragged.scatter(len(agents), *(pair for pair in given if len(pair[0]))).tolist() == expected
     )
 
 
 def test_nothing_placed():
-    assert Lists.scatter(3).tolist() == [[], [], []]
+    assert Ragged.scatter(3).tolist() == [[], [], []]
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import selection
+from fedcb2o.federated import algorithms, selection
+from fedcb2o.federated.batched_aggregation import update_likelihoods
 from fedcb2o.federated.contacts import CandidatePeers, ContactTable
-from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.selection import (
     prob_sampling,
     select_colluding_peers,
     uniform,
-    update_likelihoods,
 )
 from fedcb2o.federated.types import Contacts
 from fedcb2o.rng import agent_streams, stream
@@ -31,16 +31,10 @@ def ask(contacts, n, budget=6, seed=0):
 
 def after(contacts, asked, answered, losses, *, kappa=2.0, zeta=0.5, first_contact="average"):
     """The contacts of one agent after a round."""
-    both = (Lists.from_arrays([torch.as_tensor(ids).numpy()]) for ids in (asked, answered))
+    both = (Ragged.from_arrays([torch.as_tensor(ids).numpy()]) for ids in (asked, answered))
     losses = torch.as_tensor(losses, dtype=torch.float64).numpy()
-    (found,) = update_likelihoods(
-        ContactTable.from_contacts([contacts]),
-        *both,
-        losses,
-        kappa=kappa,
-        zeta=zeta,
-        first_contact=first_contact,
-    )
+    algorithm = algorithms.fedcb2o(kappa=kappa, zeta=zeta, first_contact=first_contact)
+    (found,) = update_likelihoods(algorithm, ContactTable.from_contacts([contacts]), *both, losses)
     return found
 
 
@@ -133,14 +127,14 @@ def test_likelihood_by_hand():
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(1, 15))
-def test_colluders_prefer_fellows(num_fellows, num_benign, budget):
+def test_colluders_prefer_fellows(num_colluders, num_benign, budget):
     fellows, benign = (
-        CandidatePeers.from_lists([np.arange(num_fellows)]),
+        CandidatePeers.from_lists([np.arange(num_colluders)]),
         CandidatePeers.from_lists([np.arange(100, 100 + num_benign)]),
     )
     asked = select_colluding_peers(fellows, benign, budget, [stream(0, "x")])[0].tolist()
-    assert len(asked) == len(set(asked)) == min(budget, num_fellows + num_benign)
-    assert sum(i < 100 for i in asked) == min(budget, num_fellows)
+    assert len(asked) == len(set(asked)) == min(budget, num_colluders + num_benign)
+    assert sum(i < 100 for i in asked) == min(budget, num_colluders)
 
 
 def test_uniform_is_uniform():
@@ -171,9 +165,11 @@ def test_who_is_asked_costs_nothing_for_those_who_are_not(select):
     peers = CandidatePeers.from_lists(
         [np.arange(10**6).view(Counted)], np.array([0, 0]), excluded=np.array([5, 7])
     )
-    met = ContactTable(Lists(np.array([3, 9]), np.array([2, 0])), np.ones(2))
+    met = ContactTable(Ragged(np.array([3, 9]), np.array([2, 0])), np.ones(2))
     Counted.most = 0
-    asked = select.at_once(met, peers, 4, agent_streams(0, "x", agents=range(2)))
+    asked = selection.BATCHED_SELECTION.get(select)(
+        met, peers, 4, agent_streams(0, "x", agents=range(2))
+    )
     assert asked.sizes.tolist() == [4, 4]
     assert Counted.most <= 8
     assert not set(asked[0].tolist()) & {5}
@@ -191,25 +187,25 @@ def test_many_ask_whom_each_asks_alone(name, shared):
     some = [everybody] if shared else [everybody[everybody % 4 != j % 4] for j in range(count)]
     own = np.arange(count)
     peers = CandidatePeers.from_lists(some, np.zeros_like(own) if shared else None, excluded=own)
-    met, rule = ContactTable.empty(count), {"kappa": 2.0, "zeta": 0.5, "first_contact": "average"}
+    met, rule = ContactTable.empty(count), algorithms.fedcb2o()
     for n in range(8):
         draws = [agent_streams(n, "x", agents=own.tolist()) for _ in range(2)]
-        asked = select.at_once(met, peers, 3, draws[0], **more)
+        asked = selection.BATCHED_SELECTION.get(select)(met, peers, 3, draws[0], **more)
         there = stream(n, "answers").random(len(asked.values)) < 0.7
-        answered = asked.only(there)
-        lost = answered.having(stream(n, "losses").random(len(answered.values)))
-        after = update_likelihoods(met, asked, answered, lost.values, **rule)
+        answered = asked.filter(there)
+        lost = answered.with_values(stream(n, "losses").random(len(answered.values)))
+        after = update_likelihoods(rule, met, asked, answered, lost.values)
         for j in own.tolist():
             ids = torch.from_numpy(some[0 if shared else j])
             alone = select(met[j], ids[ids != j], 3, draws[1][j], **more)
             assert alone.tolist() == asked[j].tolist()
-            those, one = asked.having(there)[j], met.take(np.array([j]))
+            those, one = asked.with_values(there)[j], met.take(np.array([j]))
             mine = update_likelihoods(
+                rule,
                 one,
-                Lists.from_arrays([alone.numpy()]),
-                Lists.from_arrays([alone.numpy()[those]]),
+                Ragged.from_arrays([alone.numpy()]),
+                Ragged.from_arrays([alone.numpy()[those]]),
                 lost[j],
-                **rule,
             )
             assert mine[0].ids.equal(after[j].ids)
             assert mine[0].likelihood.view(torch.int64).equal(after[j].likelihood.view(torch.int64))

@@ -15,7 +15,7 @@ from fedcb2o.federated.types import Attack, Reduction
 
 def test_an_attack_sees_what_it_declares_and_no_more():
     for whose, call in (
-        ("fellows", lambda view: view.fellows()),
+        ("fellows", lambda view: view.colluders()),
         ("benign", lambda view: view.benign(1)),
         ("benign", lambda view: view.model_of(2)),
     ):

@@ -38,7 +38,7 @@ IFCA = {"name": "ifca", "models": 2}
 
 
 def true_data(engine, j):
-    samples, mine = engine.block.holdings.samples, engine.block.holdings.train[j]
+    samples, mine = engine.group.data.samples, engine.group.data.train[j]
     return torch.rot90(samples.x[mine], 2 * CLUSTER[j], (-2, -1)), samples.y[mine]
 
 
@@ -62,12 +62,12 @@ def oracle_round(engine, agents, centres, n, published=lambda j, theta: theta):
     for agent, k in zip(agents, best, strict=True):
         agent.module = copy.deepcopy(centres[k])
     reference.local_updates(agents, n, seed=SEED, training=PLAIN)
-    online = stream(SEED, "online", n).random(len(agents)) < engine.terms.participation
+    online = stream(SEED, "online", n).random(len(agents)) < engine.spec.participation
     made = []
     for k, centre in enumerate(centres):
         members = [j for j in range(len(agents)) if best[j] == k and online[j]]
         size = {
-            j: len(agents[j].train_y) if engine.terms.algorithm.clusters.by_samples else 1
+            j: len(agents[j].train_y) if engine.spec.algorithm.clusters.by_samples else 1
             for j in members
         }
         weights = {j: size[j] / sum(size.values()) for j in members}
@@ -96,7 +96,7 @@ def engine_of(num_models, weights="equal", attack=ours.FLIP, settings=None, **ch
 
 def kept_of(engine):
     """The models of the agents and then the coordinator's, in the engine's pool."""
-    return engine.block.pool[: len(CLUSTER) + engine.terms.algorithm.clusters.rows(len(CLUSTER))]
+    return engine.group.models[: len(CLUSTER) + engine.spec.algorithm.clusters.num_rows(len(CLUSTER))]
 
 
 def centres_of(engine):
@@ -171,7 +171,7 @@ def test_attackers_choose_by_their_true_data_and_begin_with_what_they_chose():
 
     @knows()
     def watch(view, draw):
-        seen[view.agent] = view.before.clone()
+        seen[view.agent] = view.previous.clone()
         return view.own
 
     engine = engine_of(3, attack=Attack(craft=watch, threat=watch.threat))
@@ -211,7 +211,7 @@ def test_an_average_of_nobody_online_stays():
 
 @pytest.mark.parametrize("rule", ["trimmed_mean", "krum", {"name": "trimmed_mean", "f": 1}])
 def test_a_robust_rule_takes_the_place_of_the_average(rule):
-    engine = engine_of(3, settings={"rule": rule}, share=0.4)
+    engine = engine_of(3, settings={"rule": rule}, malicious_share=0.4)
     before, best = modules_of(engine), best_of(engine, modules_of(engine))
     agents = oracle_agents(engine, network, reference.FEDCB2O)
     oracle_round(engine, agents, modules_of(engine), 0)
@@ -232,7 +232,7 @@ def test_a_robust_rule_takes_the_place_of_the_average(rule):
 
 
 def test_of_several_starts_the_one_that_fits_best_is_taken():
-    several = {"restarts": 3, "trial": 2}
+    several = {"restarts": 3, "trial_rounds": 2}
     engine = engine_of(2, settings=several)
     centres_of(engine)[2:] *= torch.linspace(1.0, 0.5, 4).unsqueeze(1)  # sets that differ
     sets, losses, ends = centres_of(engine).clone().view(3, 2, -1), [], []
@@ -259,7 +259,7 @@ def test_of_several_starts_the_one_that_fits_best_is_taken():
 
 VARIANTS = {
     "robust restarts": tiny(
-        agents=TEAM, algorithm={**IFCA, "rule": "trimmed_mean", "restarts": 2, "trial": 1}
+        agents=TEAM, algorithm={**IFCA, "rule": "trimmed_mean", "restarts": 2, "trial_rounds": 1}
     ),
     "few take part": tiny(agents={**TEAM, "participation": 0.6}, algorithm=IFCA),
     "crafted": tiny(agents=TEAM, algorithm={**IFCA, "weights": "samples"}, attack={"name": "alie"}),
@@ -312,11 +312,11 @@ def test_what_is_kept_and_on_record(tmp_path):
         ({"name": "ifca", "models": 2, "restarts": 0}, "`restarts` must be 1 or more, got 0"),
         (
             {"name": "ifca", "models": 2, "rule": "fltrust"},
-            "the `rule` of ifca looks at models alone",
+            "the `rule` of ifca must read models alone",
         ),
         (
             {"name": "ifca", "models": 2, "rule": "sageflow"},
-            "the `rule` of ifca looks at models alone",
+            "the `rule` of ifca must read models alone",
         ),
         (
             {"name": "ifca", "models": 2, "rule": "mean", "weights": "samples"},

@@ -17,7 +17,7 @@ from fedcb2o.federated.aggregation import preaggregation, robust_rule
 from fedcb2o.federated.aggregation.base import RULE_SIGNATURE, apply, signature_of
 from fedcb2o.federated.batched_training import train_
 from fedcb2o.federated.types import Attack, Received, RuleOutput, batched, stateful
-from fedcb2o.federated.validation import losses_seen_by
+from fedcb2o.federated.validation import ValidationOracle
 from fedcb2o.rng import stream
 
 ROBUST = [
@@ -40,7 +40,7 @@ def by_rule(name, **more):
 def one_round(algorithm, attack=None, **changes):
     """The models before the round and after LocalUpdate, the engine after the whole round, and what each chose."""
     engines = [
-        ours.together(algorithm, attack=attack or Attack(), share=SHARE, **changes)
+        ours.together(algorithm, attack=attack or Attack(), malicious_share=SHARE, **changes)
         for _ in range(2)
     ]
     before = ours.models_of(engines[0]).clone()
@@ -70,7 +70,7 @@ def test_the_new_model_is_the_rule_of_the_received_models(name, own_model):
         received = mixed[j].ids + [j] * (len(x) - len(mixed[j].ids) - ("before" in last))
         whole = torch.tensor(received)
         engine.group.models[: len(trained)], after = trained, ours.models_of(engine).clone()
-        losses = losses_seen_by(engine.group, j)(
+        losses = ValidationOracle(engine.group, j).losses(
             Received(whole, whole, torch.ones(len(whole)).double(), whole), None
         )
         ours.models_of(engine).copy_(after)
@@ -222,7 +222,7 @@ def test_what_is_on_record_of_a_rule(tmp_path):
         ),
         (
             {"algorithm": by_rule("sageflow", pre_step="nnm")},
-            "a `pre_step` mixes models, and the rule looks at entropies",
+            "a `pre_step` mixes models, and the rule reads entropies",
         ),
         (
             {"algorithm": by_rule("by_num_samples", pre_step="nnm")},
@@ -244,8 +244,8 @@ def test_what_does_not_fit_is_told(tmp_path, changes, message):
 @stateful(uses_previous=True)
 def momentum(state, judged):
     """Whoever is nearest to where the own model was; it keeps a row of the pool as it is."""
-    models = judged.pool[judged.received.rows]
-    far = (models - state.get("last", judged.pool[judged.before])).norm(dim=1)
+    models = judged.models[judged.received.rows]
+    far = (models - state.get("last", judged.models[judged.previous])).norm(dim=1)
     return {"zeta": judged.theta[:1], "last": judged.theta, "alpha": far}, torch.softmax(
         -far.double(), 0
     )
@@ -264,7 +264,7 @@ def both(state, judged):
 
 
 def test_what_a_rule_keeps_is_a_copy_whatever_the_workers_and_stops(tmp_path):
-    experiment = tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": momentum, "judges": False})
+    experiment = tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": momentum, "needs_losses": False})
     run(experiment, out=tmp_path / "one", workers=1)
     run(experiment, out=tmp_path / "two", workers=2)
     with pytest.raises(StopError):
@@ -286,7 +286,7 @@ def test_what_a_rule_keeps_is_a_copy_whatever_the_workers_and_stops(tmp_path):
 def test_a_memory_that_does_not_fit_is_told(tmp_path, rule, message):
     with pytest.raises(ConfigError, match=message):
         run(
-            tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": rule, "judges": False}),
+            tiny(agents=TEAM, algorithm={"name": "by_rule", "rule": rule, "needs_losses": False}),
             out=tmp_path,
             workers=1,
         )

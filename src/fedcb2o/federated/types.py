@@ -1,4 +1,15 @@
-"""The contracts of one round: what a selection, a criterion, a rule and an attack may look at."""
+"""Types of one round: what a selection, a criterion, a rule and an attack receive and return.
+
+>>> import torch
+>>> received = Received(
+...     ids=torch.tensor([2, 5]),
+...     rows=torch.tensor([2, 5]),
+...     num_samples=torch.tensor([40.0, 60.0]),
+...     round=torch.tensor([0, 0]),
+... )
+>>> received[torch.tensor([False, True])].ids.tolist()
+[5]
+"""
 
 import dataclasses
 import functools
@@ -11,19 +22,24 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from fedcb2o._deprecation import former_fields, former_names
 from fedcb2o.data._dataset import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.plugins import Declaration, F
 
 
+@former_fields(each="per_sample", copied="copy", part="select")
 @dataclass(frozen=True)
 class Losses:
-    """Validation losses of m models on one agent's data (Algorithm 2, line 3; eq:benignAgentObj), or of several agents
-    with an axis over them.
+    """Losses of m models on one agent's data (eq:benignAgentObj), or on those of several agents.
 
-    `by_class` is zero where the agent holds no sample of a class; `present` says where it holds one. `entropy` is the
-    mean entropy of a model's predictions, in nats; NaN for a model that is not finite. `each` is the loss of each
-    sample, and `labels` are their classes, so that models can be compared on the same samples; without classes all 0.
+    Attributes:
+        mean: Average loss L_j.
+        by_class: Class losses L_{j,c}; 0 where the agent holds no sample of class c.
+        present: Whether the agent holds a sample of each class.
+        entropy: Mean entropy of the predictions, in nats; NaN for a model that is not finite.
+        per_sample: Loss of each sample, to compare models on the same samples.
+        labels: Class of each sample; 0 for data without classes.
     """
 
     mean: Float[Tensor, "*a m"]
@@ -34,22 +50,20 @@ class Losses:
     labels: Int[Tensor, "*a n"]
 
     def __getitem__(self, k: int) -> "Losses":
-        """Those of one of several agents."""
+        """Return the losses of one of several agents."""
         return Losses(*(values[k] for values in self._tensors))
 
     def copy(self) -> "Losses":
-        """The same, whoever writes to it."""
+        """Return a copy that may be written to."""
         return Losses(*(values.clone() for values in self._tensors))
 
     def select(self, models: slice) -> "Losses":
-        """Those of some of the models."""
-        mean = self.mean[..., models]
-        entropy = self.entropy[..., models]
+        """Return the losses of a slice of the models."""
         return Losses(
-            mean,
+            self.mean[..., models],
             self.by_class[..., models, :],
             self.present,
-            entropy,
+            self.entropy[..., models],
             self.per_sample[..., models, :],
             self.labels,
         )
@@ -61,22 +75,30 @@ class Losses:
 
 @dataclass(frozen=True)
 class Contacts:
-    """The peers an agent has asked so far, and the sampling likelihood P_n^j of each (eq:update_sampling_likelihood).
+    """Peers that one agent has asked, with their likelihoods (eq:update_sampling_likelihood).
 
-    `ids` ascend. A peer that was asked and never answered has likelihood NaN: it was met, nothing is known of it.
+    Attributes:
+        ids: Ids of the peers, ascending.
+        likelihood: P_n^j of each; NaN for a peer that never answered.
     """
 
     ids: Int[Tensor, " k"]
     likelihood: Float[Tensor, " k"]
 
 
+@former_fields(copied="copy")
 @dataclass(frozen=True)
 class Received:
-    """The models that one agent downloaded in a round (alg:localAggregation, line 2): rows of a pool, never a copy.
+    """Models that one agent received (alg:localAggregation, line 2), or several agents.
 
-    May be fewer than were asked, or none. `num_samples` is what each peer says it trained on, and `round` the round
-    that it says its model is of, both within the bounds of `admit`. Of several agents that received equally many, with
-    an axis over them.
+    A model is a row of a buffer and never a copy. Fewer models than were asked for may arrive, or
+    none.
+
+    Attributes:
+        ids: Sender of each model.
+        rows: Row of the model buffer.
+        num_samples: Training samples that the sender claims, clipped.
+        round: Round of the model.
     """
 
     ids: Int[Tensor, "*a m"]
@@ -85,18 +107,17 @@ class Received:
     round: Int[Tensor, "*a m"]
 
     def __getitem__(self, k: int | slice | Bool[Tensor, " m"]) -> "Received":
-        """What one of several agents received, or some of what one did."""
-        return Received(*(each[k] for each in self._tensors))
+        """Return the models of one of several agents, or some models of one agent."""
+        return Received(*(values[k] for values in self._tensors))
 
     def copy(self) -> "Received":
-        """The same, whoever writes to it."""
-        return Received(*(each.clone() for each in self._tensors))
+        """Return a copy that may be written to."""
+        return Received(*(values.clone() for values in self._tensors))
 
     def with_own(self, own: "Received") -> "Received":
-        """These and, last, the agent's own."""
-        return Received(
-            *(torch.cat(pair, -1) for pair in zip(self._tensors, own._tensors, strict=True))
-        )
+        """Return these models and, last, the agent's own."""
+        pairs = zip(self._tensors, own._tensors, strict=True)
+        return Received(*(torch.cat(pair, -1) for pair in pairs))
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -104,29 +125,42 @@ class Received:
 
 
 SampleTransform = Callable[[Tensor], Tensor]
-"""Samples [n, ...] -> as many, changed: what a criterion tries models on."""
+"""Samples [n, ...] -> changed samples of the same shape."""
 
 Outputs = tuple[Float[Tensor, "m n *C"], Shaped[Tensor, "n *target"]]
-"""What m models make of n samples, before the softmax, and the labels of these, or what else is to be told."""
+"""Outputs of m models on n samples, before the softmax, and the labels or targets."""
 
 ScalarObjective = Callable[[Float[Tensor, "k n *C"]], Float[Tensor, "k n"]]
-"""The outputs of some models for samples of their own, on the device of the run -> a number of each sample, which no
-other's outputs change."""
+"""Outputs of models on samples -> one number per sample, independent of the other samples."""
 
 
+@former_fields(
+    outputs_of="outputs",
+    some_samples="samples",
+    outputs_at="outputs_per_model",
+    gradients_of="input_gradients",
+    share="malicious_share",
+    head="last_layer",
+    layers="layer_shapes",
+)
 @dataclass(frozen=True, kw_only=True)
 class AgentContext:
-    """What an agent knows beside what it receives: whom it judges with, and what it may assume.
+    """Knowledge of an agent besides the models that it received.
 
-    `outputs_of` gives what models make of its validation data, or of so many, or of these changed. `some_samples` gives
-    so many of these, spread over all, as a network reads them, with their labels; `outputs_at` what models make of
-    samples of their own, and `gradients_of` how what a `Slope` makes of that changes with each sample. `share` is the
-    attackers' share that it assumes, `progress` how much of the run is over, from 0 to 1. `head` is the shape [C, h] of
-    the last dense layer's weight, where the network ends in one; `layers` the shapes of the tensors that a model is
-    made of, in their order. `contacts` and `draw` are made when they are asked for.
+    Attributes:
+        outputs: (models, transform, count) -> outputs of models on validation samples.
+        samples: (count) -> validation samples as a network reads them, and their labels.
+        outputs_per_model: (models, x) -> outputs of each model on its own samples.
+        input_gradients: (models, x, objective) -> gradients of an objective at each sample.
+        malicious_share: Share of attackers that the agent assumes, in [0, 1].
+        progress: Share of the run that is over, in [0, 1].
+        last_layer: Shape [C, h] of the last dense layer's weight; None for another last layer.
+        layer_shapes: Shapes of a model's tensors, in order.
+        contacts_of: Makes the contacts.
+        draw_of: Makes the generator.
     """
 
-    outputs: Callable[..., Outputs]  # of models, of a change or None, and at how many
+    outputs: Callable[..., Outputs]
     samples: Callable[[int], tuple[Float[Tensor, "k *features"], Shaped[Tensor, "k *target"]]]
     outputs_per_model: Callable[[Received, Float[Tensor, "m k *features"]], Float[Tensor, "m k *C"]]
     input_gradients: Callable[
@@ -141,26 +175,44 @@ class AgentContext:
 
     @functools.cached_property
     def contacts(self) -> Contacts:
-        """The peers that it knows from before this round."""
+        """Contacts from before this round."""
         return self.contacts_of()
 
     @functools.cached_property
     def draw(self) -> np.random.Generator:
-        """Its own generator of this round."""
+        """The agent's generator of this round."""
         return self.draw_of()
 
 
+@former_fields(
+    pool="models",
+    own="own_losses",
+    me="own_entry",
+    knows="agent_context",
+    among="in_sublevel_set",
+    before="previous",
+    local="context",
+    one="for_agent",
+    copied="copy",
+    itself="with_own_only",
+)
 @dataclass(frozen=True)
 class CriterionInput:
-    """All that a criterion or a rule may look at, from the view of one agent in round `n`.
+    """Input of a criterion or a rule: the view of one agent in round n.
 
-    `pool` holds the models in its rows. `losses` are the received models' losses on the agent's validation data, and
-    `own` those of its own model (m = 1); both are None where the algorithm does not judge. `me` is the agent itself as
-    if it was received. `among` says which received models are in the sub-level set, None where all are asked about.
-    `before` is the row of the pool that holds the model which it began the round with, None where nobody asked to keep
-    it. `losses_of` gives the losses of any models on its validation data, or on those changed. What is declared
-    `together` gets several agents in one, with an axis over them in losses, ids, rows and numbers of samples, and an
-    error where it looks at `local`, since `knows` is then None.
+    A batched criterion or rule gets several agents, with an axis over them in losses, ids and rows.
+
+    Attributes:
+        n: Round, counted from 0.
+        models: Model buffer; rows of it are models.
+        losses: Losses of the received models; None where the algorithm needs none.
+        own_losses: Losses of the agent's own model (m = 1).
+        received: The models received.
+        own_entry: The agent's own model as if it was received.
+        losses_of: (models, transform) -> losses of any models on the validation data.
+        agent_context: Further knowledge; None for several agents.
+        in_sublevel_set: Members of the sub-level set; None for all.
+        previous: Row of the model before the round; None where it is not kept.
     """
 
     n: int
@@ -180,71 +232,72 @@ class CriterionInput:
         losses_of: Callable[[Received, SampleTransform | None], Losses],
         context: AgentContext,
     ) -> "CriterionInput":
-        """The view of one of several agents."""
-        losses, own = (None if each is None else each[k] for each in (self.losses, self.own_losses))
-        among, before = (
-            None if each is None else each[k] for each in (self.in_sublevel_set, self.previous)
-        )
+        """Return the view of one of several agents.
+
+        Args:
+            k: Index of the agent.
+            losses_of: Losses on the agent's validation data.
+            context: Further knowledge of the agent.
+
+        Returns:
+            A view without the axis over agents.
+        """
+        is_member, previous = self.in_sublevel_set, self.previous
         return CriterionInput(
             self.n,
             self.models,
-            losses,
-            own,
+            None if self.losses is None else self.losses[k],
+            None if self.own_losses is None else self.own_losses[k],
             self.received[k],
             self.own_entry[k],
             losses_of,
             context,
-            among,
-            before,
+            None if is_member is None else is_member[k],
+            None if previous is None else previous[k],
         )
 
     def copy(self) -> "CriterionInput":
-        """The same with all but the models copied: who writes to it changes nothing for others."""
-        losses, own = (
-            None if each is None else each.copy() for each in (self.losses, self.own_losses)
-        )
-        among, before = (
-            None if each is None else each.clone() for each in (self.in_sublevel_set, self.previous)
-        )
-        received = self.received.copy()
-        me = self.own_entry.copy()
+        """Return a copy of all but the models, so that writes change nothing for others."""
+        is_member, previous = self.in_sublevel_set, self.previous
         return dataclasses.replace(
             self,
-            losses=losses,
-            own_losses=own,
-            received=received,
-            own_entry=me,
-            in_sublevel_set=among,
-            previous=before,
+            losses=None if self.losses is None else self.losses.copy(),
+            own_losses=None if self.own_losses is None else self.own_losses.copy(),
+            received=self.received.copy(),
+            own_entry=self.own_entry.copy(),
+            in_sublevel_set=None if is_member is None else is_member.clone(),
+            previous=None if previous is None else previous.clone(),
         )
 
     def with_own_only(self) -> "CriterionInput":
-        """The same with the agent's own model as the only one received."""
+        """Return the view with the agent's own model as the only one received."""
         return dataclasses.replace(
             self, losses=self.own_losses, received=self.own_entry, in_sublevel_set=None
         )
 
     @property
     def context(self) -> AgentContext:
-        """What the agent knows beside; raises TypeError where several are judged at once."""
+        """Knowledge of one agent; raises TypeError for several agents."""
         if self.agent_context is None:
             raise TypeError(
-                "`judged.local` is what one agent knows, and what declares `together` looks at several at once: drop it"
+                "`inputs.context` is one agent's, and a function declared `batched` gets several "
+                "agents: drop the declaration"
             )
         return self.agent_context
 
     @property
     def theta(self) -> Float[Tensor, " d"]:
-        """The agent's own model after this round's LocalUpdate, before it mixes."""
+        """The agent's own model after LocalUpdate, before it mixes."""
         return self.models[int(self.own_entry.rows)]
 
     def losses_under(self, transform: SampleTransform) -> Losses:
-        """The received models' losses on the agent's validation data as `change` makes them: noise, a patch."""
+        """Compute the losses of the received models on changed validation samples."""
         return self.losses_of(self.received, transform)
 
 
 Select = Callable[[Contacts, Int[Tensor, " c"], int, np.random.Generator], Int[Tensor, " s"]]
-"""(contacts, candidates, budget, draw) -> the ids to ask: A_n."""
+"""(contacts, candidates, budget, generator) -> ids of the peers to ask, A_n."""
+
 
 @dataclass(frozen=True)
 class CriterionValues:
@@ -264,25 +317,31 @@ class CriterionValues:
 
 
 Criterion = Callable[[CriterionInput], Float[Tensor, "*a m"]]
-"""A value for each received model; low is trusted (G, or the average loss)."""
+"""View -> one value per received model, low is trusted: G, or the average loss."""
 
 BATCHED = Declaration[bool]("together")
 batched = BATCHED(True)
-"""Declares a criterion or a rule that takes the axis over agents, and looks at nothing `local`."""
+"""Declare that a criterion or a rule takes several agents and does not use `context`."""
 
 ColumnReduction = Callable[[Float[Tensor, "k b"]], Float[Tensor, " b"]]
-"""A block of columns of k models -> the same columns of one."""
+"""Some columns of k models -> the same columns of one model."""
 
 OffsetColumnReduction = Callable[[Float[Tensor, "k b"], int], Float[Tensor, " b"]]
-"""The same, told the number of the first of these columns."""
+"""Some columns of k models, and the index of the first -> the same columns of one model."""
 
 
+@former_fields(placed="takes_offset", of="apply_to_buffer", on="apply")
 @dataclass(frozen=True)
 class Reduction:
-    """What a rule makes of models where no weights tell it: `reduce` of each block of columns of X, the models in
-    `rows` of the pool, or with `mixing` P of the rows of P X. Where it is `placed`, `reduce` also gets the number of
-    the block's first column: for what differs from layer to layer, and for noise. `weights` are what the models count
-    in it, where that can be said: for the record."""
+    """A reduction over coordinates, for a rule that is no weighted mean.
+
+    Attributes:
+        rows: Rows of the model buffer to reduce, the models X.
+        reduce: Reduces some columns of X.
+        mixing: P, where P X is reduced in place of X.
+        takes_offset: Whether `reduce` also gets the index of the first column.
+        weights: Weights of the models for the record; None where there are none.
+    """
 
     rows: Int[Tensor, " k"]
     reduce: ColumnReduction | OffsetColumnReduction
@@ -290,22 +349,43 @@ class Reduction:
     takes_offset: bool = False
     weights: Float[Tensor, " k"] | None = None
 
-    def apply_to_buffer(self, group: Float[Tensor, "p b"], first: int) -> Float[Tensor, " b"]:
-        """What it makes of a block of columns of the pool, `first` and those after it."""
-        return self.apply(group[self.rows], first)
+    def apply_to_buffer(self, columns: Float[Tensor, "p b"], first: int) -> Float[Tensor, " b"]:
+        """Reduce some columns of the model buffer.
+
+        Args:
+            columns: Columns of all rows of the buffer.
+            first: Index of the first column.
+
+        Returns:
+            The same columns of one model.
+        """
+        return self.apply(columns[self.rows], first)
 
     def apply(self, x: Float[Tensor, "k b"], first: int) -> Float[Tensor, " b"]:
-        """What it makes of a block of columns of X."""
+        """Reduce some columns of X.
+
+        Args:
+            x: Columns of X.
+            first: Index of the first column.
+
+        Returns:
+            The same columns of one model.
+        """
         x = x if self.mixing is None else self.mixing.to(x.device, x.dtype) @ x
         return self.reduce(x, *[first] * self.takes_offset)
 
 
+@former_fields(before="previous_weight")
 @dataclass(frozen=True)
 class RuleOutput:
-    """What a rule decided that also says how: `outcome` are weights of the received models and, if it counts, of the
-    own one [m or m + 1], or a reduction. `before` is the weight of the model before the round; where it has one, all
-    sum to 1. `f` is the number of attackers that the rule assumed, where it assumes one. `values` are those of the
-    criterion, where there is one, that a peer's record may count beside its losses; of several agents [a, m]."""
+    """Output of a rule with more than weights.
+
+    Attributes:
+        outcome: Weights of the received models and, if it counts, of the agent's own, shape [m] or
+            [m + 1]; or a reduction.
+        previous_weight: Weight of the model before the round; all weights then sum to 1.
+        f: Number of attackers that the rule assumed; None for a rule that assumes none.
+    """
 
     outcome: Float[Tensor, "*a k"] | Reduction
     previous_weight: float | None = None
@@ -313,20 +393,25 @@ class RuleOutput:
 
 
 Rule = Callable[[CriterionInput], Float[Tensor, " k"] | RuleOutput]
-"""Normalised weights of the received models [m], or of those and, last, of the agent's own [m + 1]; or `Weighed`."""
+"""View -> normalised weights [m] or, with the agent's own model last, [m + 1]; or `RuleOutput`."""
 
 RuleState = Mapping[str, Tensor]
-"""What an agent's rule keeps from one round to the next, by name; nothing before the first."""
+"""State of an agent's rule, tensors by name; empty before the first round."""
 
 StatefulRule = Callable[
     [RuleState, CriterionInput], tuple[RuleState, Float[Tensor, " k"] | RuleOutput]
 ]
-"""A rule that also gets what it kept after the agent's round before, and returns what it keeps."""
+"""(state, view) -> (new state, weights)."""
 
 
+@former_fields(before="uses_previous")
 @dataclass(frozen=True)
 class Stateful:
-    """What a rule with memory declares: whether it looks at the model `before` the round."""
+    """Declaration of a rule with a state.
+
+    Attributes:
+        uses_previous: Whether the rule uses the model before the round.
+    """
 
     uses_previous: bool
 
@@ -335,21 +420,37 @@ STATEFUL = Declaration[Stateful]("remembers")
 
 
 def stateful(*, uses_previous: bool = False) -> Callable[[F], F]:
-    """Declares a rule with memory, (state, judged) -> (state, weights); `before`: it looks at the model that the agent
-    began the round with, the row `judged.before` of the pool."""
+    """Declare a rule with a state, (state, view) -> (state, weights).
+
+    Args:
+        uses_previous: Whether the rule uses the model before the round, `inputs.previous`.
+
+    Returns:
+        A decorator of the rule.
+    """
     return STATEFUL(Stateful(uses_previous))
 
 
+def _remembers(*, before: bool = False) -> Callable[[F], F]:
+    return stateful(uses_previous=before)
+
+
 Poison = Callable[..., Shard]
-"""(shard, draw) -> what a malicious agent trains on instead of its own data; (shard, draw, me) with its id."""
+"""(shard, generator) or (shard, generator, me) -> the data that a malicious agent trains on."""
 
 Knowledge = Literal["fellows", "benign"]
-"""Whose models of a round an attack may see, beside its own."""
+"""Agents whose models of a round an attack may see: its fellow attackers, or benign agents."""
 
 
 @dataclass(frozen=True)
 class Threat:
-    """What an attack on models declares by `knows`: its published threat model."""
+    """Threat model of an attack on models, declared by `knows`.
+
+    Attributes:
+        knows: Agents whose models the attack sees.
+        each_receiver: Whether it publishes one model per receiver.
+        on_poisoned_data: Whether it needs an agent that trains on poisoned data.
+    """
 
     knows: frozenset[str] = frozenset()
     each_receiver: bool = False
@@ -362,25 +463,48 @@ THREAT = Declaration[Threat]("threat")
 def knows(
     *models: str, each_receiver: bool = False, on_poisoned_data: bool = False
 ) -> Callable[[F], F]:
-    """Declares an attack on models, and whose models it sees: those of its "fellows", of "benign" agents, or neither.
+    """Declare an attack on models and its threat model.
 
-    `each_receiver`: it may publish another model for every receiver. `on_poisoned_data`: it makes no sense for an agent
-    that trains on true data.
+    Args:
+        models: Agents whose models it sees: "fellows" for other attackers, "benign", or neither.
+        each_receiver: Whether it may publish another model for every receiver.
+        on_poisoned_data: Whether it makes sense only for an agent that trains on poisoned data.
+
+    Returns:
+        A decorator of the attack.
+
+    Raises:
+        ConfigError: A word other than "fellows" and "benign".
     """
-    if unknown := set(models) - set(get_args(Knowledge)):
+    unknown = set(models) - set(get_args(Knowledge))
+    if unknown:
         raise ConfigError(
-            f'an attack may know the models of "fellows" and of "benign" agents, got {sorted(unknown)}'
+            'an attack may know the models of "fellows" and of "benign" agents, '
+            f"got {sorted(unknown)}"
         )
     return THREAT(Threat(frozenset(models), each_receiver, on_poisoned_data))
 
 
+@former_fields(fellows="colluders", num_fellows="num_colluders", before="previous")
 @dataclass(frozen=True, kw_only=True)
 class AttackView:
-    """All that an attack on models may look at, from the view of one attacker in round `n`, after LocalUpdate.
+    """Input of an attack on models: the view of one attacker in round n, after LocalUpdate.
 
-    `own` is the model that it trained, `before` the one that it began the round with, `data` its own samples without
-    poison, and `losses` gives the losses of models [m, d] on them. `receivers` are the ids of all benign agents. What
-    `fellows` and `benign` return is not to be written to.
+    The tensors that `colluders` and `benign` return must not be written to.
+
+    Attributes:
+        n: Round, counted from 0.
+        agent: Id of the attacker.
+        cluster: Its cluster.
+        num_clusters: Number of clusters.
+        num_colluders: Attackers in its cluster, itself included.
+        num_benign: Benign agents in its cluster.
+        receivers: Ids of all benign agents.
+        own: The model that it trained.
+        previous: The model that it began the round with.
+        data: Its samples, without poison.
+        losses: Losses of models [m, d] on its samples.
+        threat: The threat model that the attack declared.
     """
 
     n: int
@@ -400,49 +524,83 @@ class AttackView:
     _links: Callable[[], Bool[np.ndarray, "r r"]]
 
     def colluders(self, cluster: int | None = None) -> Float[Tensor, "f d"]:
-        """The models that the attackers of a cluster trained, by default its own cluster and then its own among them.
+        """Return the models that the attackers of a cluster trained.
 
-        Raises ConfigError unless the attack declared to know them; so do the other methods.
+        Args:
+            cluster: The cluster; None for the attacker's own, with its own model.
+
+        Returns:
+            One row per attacker.
+
+        Raises:
+            ConfigError: The attack did not declare `knows("fellows")`.
         """
         return self._models("fellows", cluster)
 
     def benign(self, cluster: int | None = None) -> Float[Tensor, "b d"]:
-        """The models that the benign agents of a cluster trained, by default of its own."""
+        """Return the models that the benign agents of a cluster trained.
+
+        Args:
+            cluster: The cluster; None for the attacker's own.
+
+        Returns:
+            One row per agent.
+
+        Raises:
+            ConfigError: The attack did not declare `knows("benign")`.
+        """
         return self._models("benign", cluster)
 
     def model_of(self, receiver: int) -> Float[Tensor, " d"]:
-        """The model that one benign agent trained."""
+        """Return the model that one benign agent trained.
+
+        Args:
+            receiver: Id of the agent.
+
+        Returns:
+            Its model.
+
+        Raises:
+            ConfigError: The attack did not declare `knows("benign")`.
+        """
         self._require_declared("benign")
         return self._peek([receiver])[0]
 
     def links(self) -> Bool[Tensor, "r r"]:
-        """Which of the receivers may ask which others of their own cluster, whatever the attack declared."""
+        """Return which receivers may ask which others of their cluster."""
         return torch.from_numpy(self._links())
 
-    def _models(self, whose: Knowledge, cluster: int | None) -> Float[Tensor, "m d"]:
-        self._require_declared(whose)
-        return self._peek(list(self._ids_of(whose, self.cluster if cluster is None else cluster)))
+    def _models(self, role: Knowledge, cluster: int | None) -> Float[Tensor, "m d"]:
+        self._require_declared(role)
+        return self._peek(list(self._ids_of(role, self.cluster if cluster is None else cluster)))
 
-    def _require_declared(self, whose: Knowledge) -> None:
-        if whose not in self.threat.knows:
+    def _require_declared(self, role: Knowledge) -> None:
+        if role not in self.threat.knows:
+            agents = "fellows" if role == "fellows" else "benign agents"
             raise ConfigError(
-                f"the attack looks at the models of {whose if whose == 'fellows' else 'benign agents'}, which it does "
-                f'not declare to know: write @fedcb2o.knows("{whose}") above it'
+                f"the attack looks at the models of {agents}, which it does not declare to know: "
+                f'write @fedcb2o.knows("{role}") above it'
             )
 
 
 Craft = Callable[[AttackView, np.random.Generator], Float[Tensor, "..."]]
-"""(view, draw) -> the model [d] that a malicious agent publishes, or one for each receiver [r, d]."""
+"""(view, generator) -> the model [d] that an attacker publishes, or one per receiver [r, d]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """What malicious agents do from round `from_round` on (0 is the first): `poison` what they train on, `craft` what
-    they publish, or both, and say that they trained on `claims` samples; before, they do as benign
-    agents do.
+    """Behaviour of malicious agents; before `from_round` they behave like benign agents.
 
-    What they `craft` or claim only benign agents receive; among themselves they exchange the models that they trained.
-    `sybils` take a new identity in every round, so that nobody has met them (Douceur, "The Sybil Attack", IPTPS 2002).
+    Only benign agents receive crafted models and false claims. Attackers exchange the models that
+    they trained.
+
+    Attributes:
+        poison: Changes the data that they train on.
+        craft: Makes the models that they publish.
+        threat: Threat model of `craft`.
+        from_round: First round of the attack, counted from 0.
+        sybils: Whether they take a new identity in every round (Douceur, "The Sybil Attack", 2002).
+        claimed_samples: Number of training samples that they claim; None for the true one.
     """
 
     poison: Poison | None = None
@@ -453,23 +611,49 @@ class Attack:
     claimed_samples: int | None = None
 
     def is_poisoning(self, n: int) -> bool:
-        """Whether it poisons data in round `n`."""
+        """Return whether data are poisoned in round n."""
         return self.poison is not None and n >= self.from_round
 
     def is_crafting(self, n: int) -> bool:
-        """Whether it crafts models in round `n`."""
+        """Return whether models are crafted in round n."""
         return self.craft is not None and n >= self.from_round
 
     def uses_sybils(self, n: int) -> bool:
-        """Whether nobody knows the attackers of round `n` from before."""
+        """Return whether attackers have new identities in round n."""
         return self.sybils and n >= self.from_round
 
     def misreports_samples(self, n: int) -> bool:
-        """Whether it lies in round `n` about the samples that it trained on."""
+        """Return whether attackers claim a false number of samples in round n."""
         return self.claimed_samples is not None and n >= self.from_round
 
     def num_published(self, malicious: int, benign: int) -> int:
-        """P, how many models that many attackers publish in a round at most."""
+        """Return the largest number of models that attackers publish in a round.
+
+        Args:
+            malicious: Number of attackers.
+            benign: Number of benign agents.
+
+        Returns:
+            The number of crafted models.
+        """
         if self.craft is None:
             return 0
         return malicious * benign if self.threat.each_receiver else malicious
+
+
+__getattr__ = former_names(
+    __name__,
+    {
+        "Judged": "CriterionInput",
+        "Local": "AgentContext",
+        "Weighed": "RuleOutput",
+        "View": "AttackView",
+        "Change": "SampleTransform",
+        "Slope": "ScalarObjective",
+        "State": "RuleState",
+        "Columns": "ColumnReduction",
+        "ColumnsAt": "OffsetColumnReduction",
+        "together": "batched",
+        "remembers": "_remembers",
+    },
+)

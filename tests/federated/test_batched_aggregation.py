@@ -14,10 +14,10 @@ import fedcb2o
 from fedcb2o import records
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
-from fedcb2o.federated import algorithms
+from fedcb2o.federated import algorithms, collusion
 from fedcb2o.federated.contacts import ContactTable
-from fedcb2o.federated.peer_sampling import forget_renamed, sample_benign_peers, split_by_role
-from fedcb2o.federated.ragged import Lists
+from fedcb2o.federated.batched_aggregation import sample_peers
+from fedcb2o.federated.ragged import Ragged
 
 TEAM = {"benign": 3, "malicious": 2, "benign_samples": 20, "malicious_samples": 30, "budget": 4}
 
@@ -79,7 +79,9 @@ def test_nobody_has_met_a_sybil(tmp_path):
 def asked(algorithm, some, n=0, **changes):
     """Whom agents of nine that met nobody ask."""
     block = ours.together(algorithm, **changes).group
-    return sample_benign_peers(block, np.array(some), ContactTable.empty(len(some)), n).tolist()
+    active = np.ones(len(CLUSTER), dtype=bool)
+    nobody = ContactTable.empty(len(some))
+    return sample_peers(block, np.array(some), nobody, n, active).tolist()
 
 
 def test_an_own_selection_may_look_at_the_round_and_at_its_agent():
@@ -117,15 +119,21 @@ def test_candidates_are_neighbours_and_maybe_oneself():
 
 
 @pytest.mark.parametrize("collude", [True, False])
-def test_who_does_what(collude):
-    """Of those that are there, attackers collude or do as everybody else."""
-    block, some = (
-        ours.together(algorithms.fedcb2o(), collude=collude).group,
-        np.array([8, 0, 4, 1, 3]),
-    )
+def test_colluders_ask_their_cluster_and_absent_agents_nobody(collude):
+    group = ours.together(algorithms.fedcb2o(), collude=collude).group
+    members = np.array([8, 0, 4, 1, 3])
     active = np.arange(len(CLUSTER)) != 1
-    benign, colluders = (some[places].tolist() for places in split_by_role(block, some, active))
-    assert (benign, colluders) == (([0], [8, 4, 3]) if collude else ([8, 0, 4, 3], []))
+    nobody = ContactTable.empty(len(members))
+    sampled = collusion.sample_peers(group, members, nobody, 0, active).tolist()
+    benign = sample_peers(group, members, nobody, 0, active).tolist()
+    assert sampled[3] == benign[3] == []
+    assert sampled[1] == benign[1]
+    if not collude:
+        assert sampled == benign
+        return
+    for k in (0, 2, 4):
+        fellows = {j for j, c in enumerate(CLUSTER) if c == CLUSTER[members[k]]}
+        assert set(sampled[k]) <= fellows - {int(members[k])}
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
@@ -133,10 +141,10 @@ def test_sybils_are_known_to_nobody_from_their_round_on(n):
     attack = dataclasses.replace(FLIP, sybils=True, from_round=1)
     block = ours.together(algorithms.fedcb2o(), attack=attack).group
     met = ContactTable(
-        Lists.from_arrays([np.array([1, 3, 5]), np.array([0, 4]), np.array([8])]),
+        Ragged.from_arrays([np.array([1, 3, 5]), np.array([0, 4]), np.array([8])]),
         np.array([0.1, 0.3, 0.5, 0.0, 0.4, 0.8]),
     )
-    found = forget_renamed(block, met, n)
+    found = collusion._forget_new_identities(block, met, n)
     assert found.ids.tolist() == ([[1, 3, 5], [0, 4], [8]] if n < 1 else [[1, 5], [0], []])
     assert found.likelihood.tolist() == (
         [0.1, 0.3, 0.5, 0.0, 0.4, 0.8] if n < 1 else [0.1, 0.5, 0.0]
